@@ -1,0 +1,136 @@
+"""`AVQConfig`: the numbers that define an AVQ layer, and which UNet levels get one."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+QUERY_ORDERS = ("gilbert", "raster", "random")
+PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined")
+
+
+@dataclass(frozen=True)
+class AVQConfig:
+    """Configuration of AVQ attention, printed as in the paper: `M64P16C8`.
+
+    Args:
+        num_parents: parent codewords per head, M0.
+        num_children: children per parent; 0 is flat VQ-attention.
+        num_refined: parents refined per query tile, the paper's P; at most `num_parents`.
+        query_tile: consecutive queries (in `query_order`) that share one choice of parents.
+        query_order: `"gilbert"`, `"raster"` or `"random"` order of the tokens of the grid.
+        levels: UNet levels whose self-attention is replaced; 0 is the highest resolution.
+        importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
+            Importance with Tiled Codewords"); None takes the exact denominator.
+        key_norm: normalise keys with a learnable LayerNorm before they are quantized.
+        overrides: other values of `num_parents`, `num_children` or `num_refined` for a level
+            (key: the level as a string, such as `"1"`) or for a layer or all layers of a module
+            (key: its name, such as `"up_blocks.3"`). Names win over levels, longer names over
+            shorter ones.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value outside its range, or an override names another field.
+    """
+
+    num_parents: int = 64
+    num_children: int = 8
+    num_refined: int = 16
+    query_tile: int = 128
+    query_order: str = "gilbert"
+    levels: tuple[int, ...] = (0,)
+    importance_tile: int | None = None
+    key_norm: bool = False
+    overrides: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _check_int("num_parents", self.num_parents, 1)
+        _check_int("num_children", self.num_children, 0)
+        _check_int("num_refined", self.num_refined, 0)
+        _check_int("query_tile", self.query_tile, 1)
+        if self.importance_tile is not None:
+            _check_int("importance_tile", self.importance_tile, 1)
+        if self.num_refined > self.num_parents:
+            raise ValueError(
+                f"num_refined must be at most num_parents, but got {self.num_refined} > "
+                f"{self.num_parents}."
+            )
+        if self.num_children == 0 and self.num_refined > 0:
+            raise ValueError(
+                f"num_refined must be 0 when num_children is 0 (flat VQ), but got "
+                f"{self.num_refined}."
+            )
+        if self.query_order not in QUERY_ORDERS:
+            raise ValueError(
+                f"query_order must be one of {', '.join(QUERY_ORDERS)}, but got "
+                f"{self.query_order!r}."
+            )
+        if not isinstance(self.key_norm, bool):
+            raise TypeError(f"key_norm must be a bool, but got {self.key_norm!r}.")
+        if not isinstance(self.levels, list | tuple):
+            raise TypeError(f"levels must be a tuple of ints, but got {self.levels!r}.")
+        levels = tuple(self.levels)
+        if not levels:
+            raise ValueError("levels must name at least one UNet level, but got ().")
+        for level in levels:
+            _check_int("levels", level, 0)
+        object.__setattr__(self, "levels", tuple(sorted(set(levels))))
+        if not isinstance(self.overrides, Mapping):
+            raise TypeError(f"overrides must be a mapping, but got {self.overrides!r}.")
+        for key, values in self.overrides.items():
+            if not isinstance(key, str):
+                raise TypeError(f"overrides must have strings as keys, but got {key!r}.")
+            if not isinstance(values, Mapping):
+                raise TypeError(f"overrides[{key!r}] must be a mapping, but got {values!r}.")
+            unknown = set(values) - set(PER_LAYER_FIELDS)
+            if unknown:
+                raise ValueError(
+                    f"overrides[{key!r}] may set {', '.join(PER_LAYER_FIELDS)}, but got "
+                    f"{', '.join(sorted(unknown))}."
+                )
+            replace(self, overrides={}, **values)
+
+    def __str__(self) -> str:
+        return f"M{self.num_parents}P{self.num_refined}C{self.num_children}"
+
+    @classmethod
+    def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
+        """Read `"M64P16C8"` (AVQ) or `"M256"` (flat VQ); `other_fields` go to the constructor.
+
+        Raises:
+            ValueError: `text` has another form.
+        """
+        match = re.fullmatch(r"M(\d+)(?:P(\d+)C(\d+))?", text.strip(), re.IGNORECASE)
+        if match is None:
+            raise ValueError(
+                f"expected a configuration such as M64P16C8 or M256, but got {text!r}."
+            )
+        num_parents, num_refined, num_children = (int(group or 0) for group in match.groups())
+        return cls(num_parents, num_children, num_refined, **other_fields)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "AVQConfig":
+        """Build from a mapping of field names, as read from JSON or YAML.
+
+        Raises:
+            ValueError: a key is not a field.
+        """
+        unknown = set(values) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ValueError(f"unknown AVQConfig keys: {', '.join(sorted(unknown))}.")
+        return cls(**values)
+
+    def for_layer(self, name: str, level: int) -> "AVQConfig":
+        """The configuration of one layer, with the overrides that apply to it resolved."""
+        values = dict(self.overrides.get(str(level), {}))
+        prefixes = [key for key in self.overrides if f"{name}.".startswith(f"{key}.")]
+        for prefix in sorted(prefixes, key=len):
+            values.update(self.overrides[prefix])
+        return replace(self, overrides={}, **values)
+
+
+def _check_int(name: str, value: Any, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, but got {value!r} ({type(value).__name__}).")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, but got {value}.")

@@ -1,0 +1,144 @@
+"""Figures that say how well a codebook fits a layer: capture, quantization error, usage.
+
+Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children. Every figure is per
+head, (H,), so that bad heads show.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from avq_diffusers import reference
+from avq_diffusers.codebook import Codebook, assign
+
+ACTIVE_SHARE = 0.01
+
+
+@torch.no_grad()
+def capture(
+    query: Tensor,
+    key: Tensor,
+    codebook: Codebook,
+    num_refined: int,
+    *,
+    query_tile: int = 128,
+    query_order: Tensor | None = None,
+    importance_tile: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Share of exact attention that falls on keys of refined parents (paper, Tab. elastic_p).
+
+    Its cost is that of exact attention, in pieces of one query tile.
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, H, S, D).
+        num_refined, query_tile, query_order, importance_tile, scale: as in `avq_attention`.
+
+    Returns:
+        (H,) in [0, 1], mean over batch and queries.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    parents = codebook.parents.to(dtype)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if query_order is None:
+        query_order = torch.arange(query.shape[2], device=query.device)
+
+    query, key = query.to(dtype), key.to(dtype)
+    parent_assignment, _ = assign(key, codebook)
+    counts = F.one_hot(parent_assignment, codebook.num_parents).sum(dim=-2).to(dtype)
+    captured = parents.new_zeros(query.shape[:2])
+    for tile in query_order.split(query_tile):
+        tile_query = query[:, :, tile]
+        importance = reference.importance(tile_query, parents, counts, scale, importance_tile)
+        refined = reference.select(importance, num_refined).gather(-1, parent_assignment)
+        attention = (scale * tile_query @ key.transpose(-1, -2)).softmax(dim=-1)
+        captured += (attention.sum(dim=-2) * refined).sum(dim=-1)
+    return captured.mean(dim=0) / query.shape[2]
+
+
+def commitment_loss(key: Tensor, codebook: Codebook) -> Tensor:
+    """Mean squared distance of the keys to their leaves (paper, Tab. perlayer_imagenet).
+
+    Differentiable in `key`; codewords get no gradient.
+
+    Args:
+        key: (..., H, S, D).
+
+    Returns:
+        (H,).
+    """
+    parent_assignment, child_assignment = assign(key, codebook)
+    leaves = torch.cat([codebook.parents[:, :, None], codebook.children], dim=2).detach()
+    head = torch.arange(codebook.num_heads, device=key.device)[:, None]
+    quantized_key = leaves[head, parent_assignment, child_assignment + 1]
+    return _per_head(key - quantized_key).square().sum(dim=-1).mean(dim=-1)
+
+
+def quantization_error(key: Tensor, codebook: Codebook) -> Tensor:
+    """`commitment_loss` in variances of the keys.
+
+    Args:
+        key: (..., H, S, D).
+
+    Returns:
+        (H,); 0 is exact, 1 is what a single codeword at the mean of the keys would reach.
+    """
+    loss = commitment_loss(key, codebook)
+    variance = _per_head(key).to(loss.dtype).var(dim=1, correction=0).sum(dim=-1)
+    return loss / variance.clamp(min=torch.finfo(loss.dtype).tiny)
+
+
+def leaf_counts(key: Tensor, codebook: Codebook) -> Tensor:
+    """Number of keys that each leaf takes.
+
+    Args:
+        key: (..., H, S, D).
+
+    Returns:
+        (H, M0, 1 + C) int64; slot 0 counts the keys that stay with the parent.
+    """
+    parent_assignment, child_assignment = assign(key, codebook)
+    num_leaves = 1 + codebook.num_children
+    leaf = _per_head((parent_assignment * num_leaves + child_assignment + 1)[..., None])[..., 0]
+    counts = leaf.new_zeros(codebook.num_heads, codebook.num_parents * num_leaves)
+    counts.scatter_add_(1, leaf, torch.ones_like(leaf))
+    return counts.unflatten(1, (codebook.num_parents, num_leaves))
+
+
+def active_ratio(counts: Tensor) -> Tensor:
+    """Share of codewords with more than 1 % of the fair share of keys, the number of keys over
+    M0 (1 + C) (paper, appendix "Codebook utilization").
+
+    A parent counts all keys of its cell. To rate a codebook on a data set, sum the counts first.
+
+    Args:
+        counts: (..., M0, 1 + C) keys per leaf, as from `leaf_counts`.
+
+    Returns:
+        (...), in [0, 1].
+    """
+    cells = counts.sum(dim=-1, keepdim=True)
+    fair_share = cells.sum(dim=-2) / counts.shape[-2:].numel()
+    codewords = torch.cat([cells, counts[..., 1:]], dim=-1).flatten(-2)
+    return (codewords > ACTIVE_SHARE * fair_share).double().mean(dim=-1)
+
+
+def constraint_error(codebook: Codebook) -> Tensor:
+    """How far children are from averaging to their parent (paper, Eq. parent_constraint).
+
+    Returns:
+        (H,) largest distance between a parent and the mean of its children, in root mean square
+        distances of a child to its parent; 0 for a flat codebook.
+    """
+    offsets = codebook.children - codebook.parents[:, :, None]
+    if codebook.num_children == 0:
+        return offsets.new_zeros(codebook.num_heads)
+    distance = offsets.square().sum(dim=-1).mean(dim=(1, 2)).sqrt()
+    error = offsets.mean(dim=2).norm(dim=-1).amax(dim=1)
+    return error / distance.clamp(min=torch.finfo(offsets.dtype).tiny)
+
+
+def _per_head(key: Tensor) -> Tensor:
+    """(..., H, S, D) to (H, all keys, D)."""
+    return key.movedim(-3, 0).flatten(1, -2)

@@ -1,0 +1,265 @@
+"""Online k-means with exponential moving averages (paper, appendix "Codeword Clustering During
+Training").
+
+Statistics are the state and codewords are derived from them. Shapes: H heads, M0 parents, C
+children per parent, D head dim. Statistics hold 1 + C slots per parent: slot 0 is the parent with
+all keys of its cell, slot 1 + c the keys that took child c. Keys that stay are in slot 0 only.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from avq_diffusers.codebook import (
+    Codebook,
+    assign,
+    first_in_cell,
+    leaf_sums,
+    project_children,
+)
+
+# Below this count a sum and a count that decay for thousands of steps lose their digits, and their
+# ratio drifts away.
+NEGLIGIBLE_COUNT = 1e-20
+
+
+@torch.no_grad()
+def batch_statistics(
+    keys: Tensor, codebook: Codebook, assignment: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Key sums and counts of one batch under the current codebook.
+
+    Both are sums over keys: those of micro-batches and of processes add up to those of the whole
+    batch, so add and all-reduce them before `EMAStatistics.update`.
+
+    Args:
+        keys: (..., H, N, D).
+        codebook: H heads of codewords.
+        assignment: what `assign(keys, codebook)` returned, where it is known already.
+
+    Returns:
+        key_sums (H, M0, 1 + C, D) and counts (H, M0, 1 + C), fp32, or fp64 if an input is fp64.
+
+    Raises:
+        ValueError: `keys` does not fit the codebook.
+    """
+    parent_assignment, child_assignment = assignment or assign(keys, codebook)
+    num_slots = 1 + codebook.num_children
+    leaf = parent_assignment * num_slots + child_assignment + 1
+    key_sums, counts = leaf_sums(
+        _heads_first(keys, codebook),
+        leaf.movedim(-2, 0).flatten(1),
+        codebook.num_parents * num_slots,
+    )
+    key_sums = key_sums.unflatten(1, (codebook.num_parents, num_slots))
+    counts = counts.unflatten(1, (codebook.num_parents, num_slots))
+    key_sums[:, :, 0] = key_sums.sum(dim=2)
+    counts[:, :, 0] = counts.sum(dim=2)
+    return key_sums, counts
+
+
+def ema_update(ema: Tensor, batch: Tensor, decay: float) -> Tensor:
+    """S <- decay S + (1 - decay) batch, for key sums and for counts."""
+    return decay * ema + (1 - decay) * batch
+
+
+def derive_codebook(ema_key_sums: Tensor, ema_counts: Tensor, previous: Codebook) -> Codebook:
+    """Codewords that belong to the statistics: parents S / N, children projected S / N.
+
+    A parent without keys keeps its place. A child without keys starts from its place and absorbs
+    what is needed for its parent's children to average to the parent (`project_children`).
+
+    Args:
+        ema_key_sums: (H, M0, 1 + C, D).
+        ema_counts: (H, M0, 1 + C).
+        previous: the codebook before, in the dtype of the statistics.
+    """
+    codewords = torch.cat([previous.parents[:, :, None], previous.children], dim=2)
+    counts = ema_counts.where(ema_counts > NEGLIGIBLE_COUNT, 0)
+    ema_means = torch.where(
+        counts[..., None] > 0, ema_key_sums / counts.where(counts > 0, 1)[..., None], codewords
+    )
+    parents = ema_means[:, :, 0]
+    children = project_children(ema_means[:, :, 1:], counts[:, :, 1:], parents)
+    return Codebook(parents, children, check_finite=False)
+
+
+@torch.no_grad()
+def reassign_dead(
+    ema_key_sums: Tensor,
+    ema_counts: Tensor,
+    codebook: Codebook,
+    keys: Tensor,
+    *,
+    threshold: float,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Codebook]:
+    """Move dead codewords, those with an EMA count below `threshold`, to badly represented keys.
+
+    Dead parents move to different keys, drawn by their squared distance to their codeword; their
+    children move along and lose their statistics. In every other cell one dead child moves to a
+    key of the cell drawn in the same way. A moved parent counts `threshold` keys, a moved child
+    as many as an average leaf of its cell, because the projection would push a lighter one away
+    from its key. The paper takes the nearest keys instead (appendix "Alternative VQ Training
+    Methods"), which two dead codewords can share and which may be represented well already.
+
+    Args:
+        ema_key_sums: (H, M0, 1 + C, D).
+        ema_counts: (H, M0, 1 + C).
+        codebook: the codewords of these statistics.
+        keys: (..., H, N, D), a batch of keys, at least M0 per head. Several processes need the
+            same keys and seed to stay equal.
+        threshold: keys per batch below which a codeword is dead.
+        seed: of the draws.
+
+    Returns:
+        New key sums, counts and codebook.
+
+    Raises:
+        ValueError: `keys` does not fit the codebook or holds fewer than M0 keys per head.
+    """
+    heads, num_parents, num_children = codebook.children.shape[:3]
+    parent_assignment, child_assignment = assign(keys, codebook)
+    keys = _heads_first(keys, codebook)
+    num_keys = keys.shape[1]
+    if num_keys < num_parents:
+        raise ValueError(
+            f"keys must hold at least num_parents = {num_parents} keys per head, but got "
+            f"{num_keys}."
+        )
+    head = torch.arange(heads, device=keys.device)[:, None]
+    parent = parent_assignment.movedim(-2, 0).flatten(1)
+    slot = child_assignment.movedim(-2, 0).flatten(1) + 1
+    codewords = torch.cat([codebook.parents[:, :, None], codebook.children], dim=2)
+    distance = (keys - codewords[head, parent, slot]).square().sum(dim=-1)
+    # The first of exponential clocks with rates w rings with probability w / sum(w).
+    generator = torch.Generator(keys.device).manual_seed(seed)
+    clock = torch.empty_like(distance).exponential_(generator=generator) / distance
+
+    is_dead = ema_counts < threshold
+    dead_parent = is_dead[:, :, 0]
+    drawn = clock.topk(num_parents, dim=1, largest=False).indices
+    drawn = drawn.gather(1, (dead_parent.cumsum(dim=1) - 1).clamp(min=0))
+
+    cell = (parent + num_parents * head).flatten()
+    cell_key = first_in_cell(clock.flatten(), cell, heads * num_parents).view(heads, num_parents)
+    dead_child = is_dead[:, :, 1:] & ~dead_parent[..., None]
+    dead_child &= (dead_child.cumsum(dim=2) == 1) & (cell_key < heads * num_keys)[..., None]
+    child_target = keys.flatten(0, 1)[cell_key.clamp(max=heads * num_keys - 1)]
+    leaf_count = (ema_counts[:, :, 0] / (1 + num_children)).clamp(min=threshold)
+
+    moved = torch.cat([dead_parent[..., None], dead_child], dim=2)
+    orphaned = torch.cat(
+        [torch.zeros_like(moved[:, :, :1]), dead_parent[..., None].expand_as(dead_child)], dim=2
+    )
+    target = torch.cat(
+        [keys[head, drawn][:, :, None], child_target[:, :, None].expand_as(codebook.children)],
+        dim=2,
+    )
+    mass = leaf_count[..., None].repeat(1, 1, 1 + num_children)
+    mass[:, :, 0] = threshold
+
+    counts = ema_counts.where(~moved, mass).masked_fill(orphaned, 0)
+    key_sums = ema_key_sums.where(~moved[..., None], target * mass[..., None])
+    key_sums = key_sums.masked_fill(orphaned[..., None], 0)
+    return key_sums, counts, derive_codebook(key_sums, counts, codebook)
+
+
+def ema_decay(step: int, warmup_steps: int, start: float = 0.9, end: float = 0.99) -> float:
+    """Decay at a step: a cosine from `start` to `end` over `warmup_steps`, then `end`.
+
+    The paper's recipe for ADE20K (appendix "Training Details").
+    """
+    if step >= warmup_steps:
+        return end
+    return end + (start - end) * (1 + math.cos(math.pi * step / warmup_steps)) / 2
+
+
+class EMAStatistics:
+    """The learning state of one layer's codebook.
+
+    Args:
+        codebook: where the codewords start.
+        ema_counts: (H, M0, 1 + C) keys per batch that these codewords stand for, such as the
+            counts of `batch_statistics`; None is none, and the first batch replaces every codeword
+            that it reaches.
+
+    Raises:
+        ValueError: `ema_counts` has another shape.
+    """
+
+    def __init__(self, codebook: Codebook, ema_counts: Tensor | None = None) -> None:
+        dtype = torch.promote_types(codebook.parents.dtype, torch.float)
+        self._codebook = codebook.to(dtype=dtype)
+        codewords = torch.cat([self._codebook.parents[:, :, None], self._codebook.children], dim=2)
+        if ema_counts is None:
+            ema_counts = codewords.new_zeros(codewords.shape[:-1])
+        if ema_counts.shape != codewords.shape[:-1]:
+            raise ValueError(
+                f"ema_counts must have shape {tuple(codewords.shape[:-1])} to go with the "
+                f"codebook, but got {tuple(ema_counts.shape)}."
+            )
+        self.ema_counts = ema_counts.to(codewords)
+        self.ema_key_sums = codewords * self.ema_counts[..., None]
+
+    def codebook(self) -> Codebook:
+        """The current codewords."""
+        return self._codebook
+
+    @torch.no_grad()
+    def update(self, key_sums: Tensor, counts: Tensor, decay: float) -> None:
+        """Take in one batch's statistics, reduced over micro-batches and processes."""
+        self.ema_key_sums = ema_update(self.ema_key_sums, key_sums, decay)
+        self.ema_counts = ema_update(self.ema_counts, counts, decay)
+        self._codebook = derive_codebook(self.ema_key_sums, self.ema_counts, self._codebook)
+
+    def reassign_dead(self, keys: Tensor, *, threshold: float, seed: int = 0) -> None:
+        """Move dead codewords to keys of a batch, see `reassign_dead`."""
+        self.ema_key_sums, self.ema_counts, self._codebook = reassign_dead(
+            self.ema_key_sums,
+            self.ema_counts,
+            self._codebook,
+            keys,
+            threshold=threshold,
+            seed=seed,
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Four tensors that `load_state_dict` continues from, bit for bit."""
+        return {
+            "ema_key_sums": self.ema_key_sums,
+            "ema_counts": self.ema_counts,
+            "parents": self._codebook.parents,
+            "children": self._codebook.children,
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from a `state_dict`, on the device and in the dtype of this object.
+
+        Raises:
+            ValueError: a tensor is missing, unknown, or of another shape.
+        """
+        own = self.state_dict()
+        if state.keys() != own.keys():
+            raise ValueError(
+                f"state must hold {', '.join(own)}, but got {', '.join(state) or 'nothing'}."
+            )
+        for name, tensor in own.items():
+            if state[name].shape != tensor.shape:
+                raise ValueError(
+                    f"state[{name!r}] must have shape {tuple(tensor.shape)}, but got "
+                    f"{tuple(state[name].shape)}."
+                )
+        # Copies: the statistics of this object must not change with the loaded tensors.
+        loaded = {name: tensor.clone().copy_(state[name]) for name, tensor in own.items()}
+        self.ema_key_sums, self.ema_counts = loaded["ema_key_sums"], loaded["ema_counts"]
+        self._codebook = Codebook(loaded["parents"], loaded["children"])
+
+
+def _heads_first(keys: Tensor, codebook: Codebook) -> Tensor:
+    """(..., H, N, D) to (H, ... N, D) in the dtype of the statistics."""
+    dtype = torch.promote_types(
+        torch.promote_types(keys.dtype, codebook.parents.dtype), torch.float
+    )
+    return keys.movedim(-3, 0).flatten(1, -2).to(dtype)

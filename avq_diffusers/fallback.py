@@ -1,0 +1,287 @@
+"""AVQ attention at O(MN) in plain PyTorch, for every device without kernels.
+
+The keys of a leaf are summarised once by their count n and the mean of their values. Every query
+tile attends to the codewords that it sees, all parents and the children of the refined ones:
+
+    y = sum_a n_a exp(s q.c_a) mean_a / sum_a n_a exp(s q.c_a)
+
+A refined parent stands only for the keys that stay with it, so nothing is subtracted and the result
+is exact for any codebook. There are no atomics and no data-dependent shapes: every run gives the
+same bits, and the host never waits for the device.
+
+Shapes: H heads, N queries, S keys, D head dim, M0 parents, C children, P refined parents, T query
+tiles of I queries. Batch elements are computed one after another, half precision in float32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Rows (tokens times heads) worked on at a time. On a CPU their intermediates fit the cache; on
+# other devices few launches count, and a row needs about 3 KiB.
+ROWS_CPU = 2048
+ROWS = 1 << 17
+
+# Most values that are added one after another.
+RUN = 256
+
+# Log count of an empty codeword: finite, because -inf minus -inf is NaN in an online softmax.
+LOG_ZERO = -1e30
+
+
+def avq_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parents: Tensor,
+    children: Tensor,
+    *,
+    num_refined: int,
+    query_tile: int,
+    query_order: Tensor | None,
+    importance_tile: int | None,
+    scale: float,
+) -> Tensor:
+    """Attention over codewords, refined per query tile; equal to `reference.avq_attention`.
+
+    Args:
+        query: (B, H, N, D).
+        key, value: (B, H, S, D), same dtype as `query`.
+        parents: (H, M0, D), float64 for float64 inputs, else float32.
+        children: (H, M0, C, D), same dtype as `parents`.
+        num_refined: parents refined per query tile.
+        query_tile: consecutive queries of `query_order` that share one choice of parents.
+        query_order: (N,) integer permutation of the queries; None is their own order.
+        importance_tile: parents per tile of the tiled importance; None is exact.
+        scale: factor on the logits.
+
+    Returns:
+        (B, H, N, D) view of (B, N, H, D) memory, in the order and dtype of `query`.
+    """
+    batch, heads, num_queries, head_dim = query.shape
+    output = query.new_empty(batch, num_queries, heads, head_dim).transpose(1, 2)
+    for b in range(batch):
+        counts, value_sums = precompute(key[b], value[b], parents, children)
+        attend(
+            query[b],
+            parents,
+            children,
+            counts,
+            value_sums,
+            output[b],
+            num_refined=num_refined,
+            query_tile=query_tile,
+            query_order=query_order,
+            importance_tile=importance_tile,
+            scale=scale,
+        )
+    return output
+
+
+def precompute(
+    key: Tensor, value: Tensor, parents: Tensor, children: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Count the keys and sum the values of every leaf (paper, Algorithm 1, for leaves only).
+
+    Args:
+        key, value: (H, S, D).
+        parents: (H, M0, D).
+        children: (H, M0, C, D).
+
+    Returns:
+        counts: (H, M0, 1 + C) int64; slot 0 counts the keys that stay with the parent.
+        value_sums: (H, M0, 1 + C, D), dtype of `parents`.
+    """
+    heads, _, head_dim = key.shape
+    num_parents, num_leaves = parents.shape[1], 1 + children.shape[2]
+    leaf = assign(key, parents, children) + num_leaves * _first_parent(parents)
+    leaf, row = leaf.t().flatten().sort(stable=True)
+
+    num_rows = heads * num_parents * num_leaves
+    edges = torch.searchsorted(leaf, torch.arange(num_rows + 1, device=key.device))
+    # Sums of runs, then of leaves: long leaves neither lose digits nor hold up a GPU.
+    runs = torch.arange(0, len(leaf), RUN, device=key.device)
+    cuts = torch.cat([edges, runs]).sort().values
+    values = value.transpose(0, 1).reshape(-1, head_dim).to(parents.dtype)
+    run_sums = F.embedding_bag(row, values, cuts, mode="sum", include_last_offset=True)
+    run = torch.arange(len(run_sums), device=key.device)
+    first_run = torch.searchsorted(cuts, edges[:-1])
+    value_sums = F.embedding_bag(run, run_sums, first_run, mode="sum")
+    return (
+        edges.diff().view(heads, num_parents, num_leaves),
+        value_sums.view(heads, num_parents, num_leaves, head_dim),
+    )
+
+
+def assign(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+    """The leaf of every key: its nearest parent, or a strictly closer child of that parent.
+
+    Args:
+        key: (H, S, D).
+        parents: (H, M0, D).
+        children: (H, M0, C, D).
+
+    Returns:
+        (H, S) int64, p (1 + C) for a key that stays with parent p and p (1 + C) + 1 + c for one
+        that its child c takes.
+    """
+    heads, num_keys, head_dim = key.shape
+    num_leaves = 1 + children.shape[2]
+    first_parent = _first_parent(parents)
+    centre = _centre(parents)
+    offsets = (children - parents[:, :, None]).flatten(0, 1)
+    parents = parents - centre
+    # Half of |k|^2 - |k - p|^2, and of |k - p|^2 - |k - c|^2, are linear in k.
+    parent_bias = -0.5 * parents.square().sum(dim=-1)
+    child_bias = -(offsets * (parents.reshape(-1, 1, head_dim) + 0.5 * offsets)).sum(dim=-1)
+
+    assignment = torch.empty(heads, num_keys, dtype=torch.int64, device=key.device)
+    chunk = _tokens_per_chunk(key)
+    for start in range(0, num_keys, chunk):
+        keys = key[:, start : start + chunk] - centre
+        parent = torch.baddbmm(parent_bias[:, None], keys, parents.transpose(1, 2)).argmax(dim=-1)
+        cell = (parent + first_parent).flatten()
+        products = (offsets.index_select(0, cell) * keys.reshape(-1, 1, head_dim)).sum(dim=-1)
+        gain = products + child_bias.index_select(0, cell)
+        # Staying gains nothing; it comes first, and argmax takes the first of equal gains.
+        slot = F.pad(gain, (1, 0)).argmax(dim=-1)
+        assignment[:, start : start + chunk] = parent * num_leaves + slot.view_as(parent)
+    return assignment
+
+
+def attend(
+    query: Tensor,
+    parents: Tensor,
+    children: Tensor,
+    counts: Tensor,
+    value_sums: Tensor,
+    output: Tensor,
+    *,
+    num_refined: int,
+    query_tile: int,
+    query_order: Tensor | None,
+    importance_tile: int | None,
+    scale: float,
+) -> None:
+    """Softmax over the codewords that each query tile sees (paper, Algorithm 2, no correction).
+
+    Args:
+        query: (H, N, D).
+        parents: (H, M0, D).
+        children: (H, M0, C, D).
+        counts, value_sums: (H, M0, 1 + C) and (H, M0, 1 + C, D) from `precompute`.
+        output: (H, N, D), written in the order of `query`.
+    """
+    num_queries, head_dim = query.shape[1:]
+    num_parents, num_children = children.shape[1:3]
+    query_tile = min(query_tile, num_queries)
+    # A shift of all keys by one vector changes no softmax, and small codewords round less.
+    centre = _centre(parents)
+    parents = parents - centre
+    children = children - centre[:, None]
+
+    # Table of what a tile can see of each cell: all its keys, those that stay, those of a child.
+    num_slots = 2 + num_children
+    codewords = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
+    counts = torch.cat([counts.sum(dim=2, keepdim=True), counts], dim=2)
+    value_sums = torch.cat([value_sums.sum(dim=2, keepdim=True), value_sums], dim=2)
+    value_means = value_sums / counts.clamp(min=1)[..., None]
+    log_counts = counts.to(parents.dtype).log().clamp(min=LOG_ZERO)
+
+    if num_refined == 0:
+        # All tiles see the same codewords.
+        means, logs = value_means[:, :, 0].contiguous(), log_counts[:, :, 0].contiguous()
+        output.copy_(_attention(query[None], parents[None], means[None], logs[None], scale)[0])
+        return
+
+    codewords = codewords.view(-1, head_dim)
+    value_means = value_means.view(-1, head_dim)
+    cell = torch.arange(num_parents, device=query.device)
+    first_slot = num_slots * _first_parent(parents)[..., None]
+    child_slot = torch.arange(2, num_slots, device=query.device)
+
+    chunk = max(1, _tokens_per_chunk(query) // query_tile) * query_tile
+    for start in range(0, num_queries, chunk):
+        stop = min(start + chunk, num_queries)
+        if query_order is None:
+            tiles = query[:, start:stop]
+        else:
+            order = query_order[start:stop].long()
+            tiles = query.transpose(0, 1).index_select(0, order).transpose(0, 1)
+        tiles = tiles.to(parents.dtype)
+        padding = -(stop - start) % query_tile
+        if padding:
+            tiles = F.pad(tiles, (0, 0, 0, padding))
+
+        log_mass = torch.baddbmm(
+            log_counts[:, None, :, 0], tiles, parents.transpose(1, 2), alpha=scale
+        )
+        mass = _mass(log_mass, counts[..., 0], importance_tile)
+        mass[:, stop - start :] = 0
+        importance = mass.unflatten(1, (-1, query_tile)).sum(dim=2)
+        # topk leaves the order of equal values open.
+        ranking = importance.sort(dim=-1, descending=True, stable=True).indices
+        refined = ranking[..., :num_refined]
+
+        is_refined = torch.zeros_like(ranking).scatter_(-1, refined, 1)
+        parent_slots = cell * num_slots + is_refined
+        child_slots = (refined[..., None] * num_slots + child_slot).flatten(-2)
+        slots = (torch.cat([parent_slots, child_slots], dim=-1) + first_slot).transpose(0, 1)
+
+        # (T, H, M0 + P C, ...)
+        tile_output = _attention(
+            tiles.unflatten(1, (-1, query_tile)).transpose(0, 1),
+            codewords.index_select(0, slots.flatten()).view(*slots.shape, head_dim),
+            value_means.index_select(0, slots.flatten()).view(*slots.shape, head_dim),
+            log_counts.view(-1).index_select(0, slots.flatten()).view(slots.shape),
+            scale,
+        )
+        tile_output = tile_output.transpose(0, 1).flatten(1, 2)[:, : stop - start].to(output.dtype)
+        if query_order is None:
+            output[:, start:stop] = tile_output
+        else:
+            output.index_copy_(1, order, tile_output)
+
+
+def _attention(
+    query: Tensor, codewords: Tensor, value_means: Tensor, log_counts: Tensor, scale: float
+) -> Tensor:
+    """Attention over codewords of n keys each; four dimensions, or SDPA takes its slow path."""
+    return F.scaled_dot_product_attention(
+        query.to(codewords.dtype),
+        codewords,
+        value_means,
+        attn_mask=log_counts[..., None, :],
+        scale=scale,
+    )
+
+
+def _mass(log_mass: Tensor, counts: Tensor, importance_tile: int | None) -> Tensor:
+    """Attention mass per query and parent, from log(n exp(s q.c)) of shape (H, queries, M0)."""
+    num_parents = log_mass.shape[-1]
+    if importance_tile is None or importance_tile >= num_parents:
+        return log_mass.softmax(dim=-1)
+    log_denominator = torch.full_like(log_mass[..., :1], -torch.inf)
+    for start in range(0, num_parents, importance_tile):
+        stop = min(start + importance_tile, num_parents)
+        tile = log_mass[..., start:stop]
+        log_denominator = log_denominator.logaddexp(tile.logsumexp(dim=-1, keepdim=True))
+        share_seen = counts[:, :stop].sum(dim=-1).to(tile.dtype) / counts.sum(dim=-1)
+        tile.sub_(log_denominator).exp_().mul_(share_seen[:, None, None])
+    return log_mass
+
+
+def _first_parent(parents: Tensor) -> Tensor:
+    """(H, 1) index of each head's first parent when the parents of all heads are one list."""
+    heads, num_parents = parents.shape[:2]
+    return torch.arange(0, heads * num_parents, num_parents, device=parents.device)[:, None]
+
+
+def _centre(parents: Tensor) -> Tensor:
+    """(H, 1, D) median of the parents, which a dead codeword far away does not move."""
+    return parents.sort(dim=1).values[:, parents.shape[1] // 2, None]
+
+
+def _tokens_per_chunk(tokens: Tensor) -> int:
+    rows = ROWS_CPU if tokens.device.type == "cpu" else ROWS
+    return max(1, rows // tokens.shape[0])

@@ -1,0 +1,89 @@
+"""What `avq inspect` shows of codebooks: a table, and a plot of every layer's codewords."""
+
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from avq_diffusers.codebook import Codebook
+from avq_diffusers.weights import AVQCodebooks
+
+CALIBRATION_FIGURES = ("quantization_error", "capture", "active_ratio")
+
+
+def codebook_table(codebooks: AVQCodebooks) -> Table:
+    """One row a layer: sizes, spread of the codewords, and the figures calibration left."""
+    figures = _calibration(codebooks)
+    table = Table(title=f"{codebooks.avq_config} codebooks of {codebooks.config['base_model']}")
+    headings = ("layer", "level", "heads", "head dim", "codebook", "child spread")
+    for heading in (*headings, *(name.replace("_", " ") for name in CALIBRATION_FIGURES)):
+        table.add_column(heading, justify="left" if heading == "layer" else "right")
+    for name, spec in codebooks.layer_specs.items():
+        measured = figures.get(name, {})
+        table.add_row(
+            name.removesuffix(".transformer_blocks.0.attn1"),
+            str(spec.level),
+            str(spec.num_heads),
+            str(spec.head_dim),
+            str(codebooks.layer_config(name)),
+            f"{_child_spread(codebooks.codebook(name)):.3f}",
+            *(f"{measured[key]:.3f}" if key in measured else "-" for key in CALIBRATION_FIGURES),
+        )
+    return table
+
+
+def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
+    """Plot head 0 of every layer on its two principal axes, and the calibration figures.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("plots need matplotlib: install avq-diffusers[eval].") from error
+
+    names = list(codebooks.layer_specs)
+    figures = _calibration(codebooks)
+    columns = min(5, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(3.2 * columns, 3.2 * rows + 2.8), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=[3.2 * rows, 2.8])
+    top.suptitle(f"{codebooks.avq_config}: parents and children of head 0, principal axes")
+    for axes, name in zip(top.subplots(rows, columns, squeeze=False).flat, names, strict=False):
+        codebook = codebooks.codebook(name)
+        parents, children = _project(codebook.parents[0], codebook.children[0].flatten(0, 1))
+        axes.scatter(*children.T, s=4, color="tab:red", alpha=0.6, label="children")
+        axes.scatter(*parents.T, s=16, color="tab:blue", marker="s", label="parents")
+        axes.set_title(name.split(".transformer_blocks")[0], fontsize=8)
+        axes.set_xticks([])
+        axes.set_yticks([])
+    top.axes[0].legend(fontsize=7)
+
+    panels = bottom.subplots(1, len(CALIBRATION_FIGURES))
+    short = [name.split(".transformer_blocks")[0].replace("attentions", "a") for name in names]
+    for axes, key in zip(panels, CALIBRATION_FIGURES, strict=True):
+        axes.bar(short, [figures.get(name, {}).get(key, 0.0) for name in names])
+        axes.set_title(key.replace("_", " "), fontsize=9)
+        axes.tick_params(axis="x", labelrotation=60, labelsize=6)
+    figure.savefig(path, dpi=110)
+
+
+def _calibration(codebooks: AVQCodebooks) -> dict[str, dict[str, float]]:
+    return (codebooks.config["calibration"] or {}).get("layers", {})
+
+
+def _child_spread(codebook: Codebook) -> float:
+    """Root mean square distance of children to their parent, over that of parents to their mean."""
+    if codebook.children.shape[2] == 0:
+        return 0.0
+    children = (codebook.children - codebook.parents[:, :, None]).square().sum(-1).mean()
+    parents = codebook.parents - codebook.parents.mean(1, keepdim=True)
+    return float((children / parents.square().sum(-1).mean()).sqrt())
+
+
+def _project(parents: Tensor, children: Tensor) -> tuple[Tensor, Tensor]:
+    center = parents.mean(0)
+    axes = torch.linalg.svd(parents - center, full_matrices=False).Vh[:2]
+    return (parents - center) @ axes.T, (children - center) @ axes.T

@@ -1,0 +1,237 @@
+"""`avq_attention`: the one public operation. Validates, then chooses the backend."""
+
+import torch
+from torch import Tensor
+
+from avq_diffusers import fallback, reference
+from avq_diffusers.codebook import Codebook
+
+BACKENDS = ("auto", "torch", "reference")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def avq_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    codebook: Codebook,
+    *,
+    num_refined: int,
+    query_tile: int = 128,
+    query_order: Tensor | None = None,
+    importance_tile: int | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Adaptive vector-quantized attention (paper, section Method).
+
+    Every key is replaced by the codeword nearest to it: its parent, or, in query tiles that refine
+    this parent, the leaf of the parent's cell. `backend="torch"` is fast and has no gradients yet;
+    `"reference"` is slow and differentiable in query, key and value, with straight-through keys;
+    `"auto"` takes `"torch"` unless a gradient is needed.
+
+    Args:
+        query: (B, H, N, D) float16, bfloat16, float32 or float64; any strides, best a view of
+            (B, N, H, D) memory.
+        key, value: (B, H, S, D), same dtype and device as `query`.
+        codebook: codewords of H heads and head dim D on the same device. They are converted to the
+            dtype of `query`, or to float32 if that is narrower.
+        num_refined: parents refined per query tile; 0 is flat VQ-attention.
+        query_tile: consecutive queries of `query_order` that share one choice of parents.
+        query_order: (N,) int32 or int64 permutation that says which queries form a tile; the output
+            keeps the order of `query`. None is the order of `query`. That it is a permutation is
+            the caller's promise: checking would synchronise with the device.
+        importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
+            Importance with Tiled Codewords"); None takes the exact denominator.
+        scale: factor on the logits; None is 1 / sqrt(D).
+        backend: `"auto"`, `"torch"` or `"reference"`.
+
+    Returns:
+        (B, H, N, D) view of (B, N, H, D) memory, dtype of `query`.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, devices or numbers do not agree, or the backend is unknown.
+        NotImplementedError: `backend="torch"` when a gradient is needed.
+    """
+    _validate(query, key, value, codebook, query_order)
+    _validate_numbers(codebook, num_refined, query_tile, importance_tile, scale)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if backend == "torch" and needs_grad:
+        raise NotImplementedError(
+            'backend="torch" has no gradients, but query, key or value requires one; use '
+            'backend="reference" or "auto", or call it under torch.no_grad().'
+        )
+
+    codeword_dtype = torch.promote_types(query.dtype, torch.float32)
+    parents = codebook.parents.detach().to(codeword_dtype)
+    children = codebook.children.detach().to(codeword_dtype)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    if backend == "reference" or needs_grad:
+        # Autocast would choose parents by half-precision products.
+        with torch.autocast(query.device.type, enabled=False):
+            output = reference.avq_attention(
+                query,
+                key,
+                value,
+                parents,
+                children,
+                num_refined=num_refined,
+                query_tile=query_tile,
+                query_order=query_order,
+                importance_tile=importance_tile,
+                scale=scale,
+            )
+        return output.transpose(1, 2).contiguous().transpose(1, 2)
+    return _attention(
+        query,
+        key,
+        value,
+        parents,
+        children,
+        query_order,
+        num_refined,
+        query_tile,
+        importance_tile,
+        scale,
+    )
+
+
+@torch.library.custom_op("avq_diffusers::attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parents: Tensor,
+    children: Tensor,
+    query_order: Tensor | None,
+    num_refined: int,
+    query_tile: int,
+    importance_tile: int | None,
+    scale: float,
+) -> Tensor:
+    # Autocast would compute the float32 products in half precision.
+    with torch.autocast(query.device.type, enabled=False):
+        return fallback.avq_attention(
+            query,
+            key,
+            value,
+            parents,
+            children,
+            num_refined=num_refined,
+            query_tile=query_tile,
+            query_order=query_order,
+            importance_tile=importance_tile,
+            scale=scale,
+        )
+
+
+@_attention.register_fake
+def _(query: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
+        1, 2
+    )
+
+
+def _validate(
+    query: Tensor, key: Tensor, value: Tensor, codebook: Codebook, query_order: Tensor | None
+) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}.")
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{name} must have shape (batch, heads, tokens, head_dim), but got "
+                f"{tuple(tensor.shape)}."
+            )
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64, but got {tensor.dtype}."
+            )
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} must not be empty, but got shape {tuple(tensor.shape)}.")
+    if not isinstance(codebook, Codebook):
+        raise TypeError(f"codebook must be a Codebook, but got {type(codebook).__name__}.")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of query, {query.dtype}, but got {tensor.dtype}."
+            )
+        if tensor.device != query.device:
+            raise ValueError(
+                f"{name} must be on the device of query, {query.device}, but got {tensor.device}."
+            )
+        for axis, word in ((0, "batch size"), (1, "number of heads"), (3, "head dim")):
+            if tensor.shape[axis] != query.shape[axis]:
+                raise ValueError(
+                    f"{name} must have the {word} of query, {query.shape[axis]}, but got "
+                    f"{tensor.shape[axis]}."
+                )
+    if value.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"value must have as many tokens as key, {key.shape[2]}, but got {value.shape[2]}."
+        )
+
+    parents = codebook.parents
+    if parents.device != query.device:
+        raise ValueError(
+            f"codebook must be on the device of query, {query.device}, but got {parents.device}."
+        )
+    for axis, query_axis, word in ((0, 1, "number of heads"), (2, 3, "head dim")):
+        if parents.shape[axis] != query.shape[query_axis]:
+            raise ValueError(
+                f"codebook must have the {word} of query, {query.shape[query_axis]}, but got "
+                f"{parents.shape[axis]}."
+            )
+
+    if query_order is None:
+        return
+    if not isinstance(query_order, Tensor):
+        raise TypeError(f"query_order must be a tensor, but got {type(query_order).__name__}.")
+    if query_order.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"query_order must be int32 or int64, but got {query_order.dtype}.")
+    if query_order.shape != query.shape[2:3]:
+        raise ValueError(
+            f"query_order must have shape ({query.shape[2]},), one entry per query, but got "
+            f"{tuple(query_order.shape)}."
+        )
+    if query_order.device != query.device:
+        raise ValueError(
+            f"query_order must be on the device of query, {query.device}, but got "
+            f"{query_order.device}."
+        )
+
+
+def _validate_numbers(
+    codebook: Codebook,
+    num_refined: int,
+    query_tile: int,
+    importance_tile: int | None,
+    scale: float | None,
+) -> None:
+    _check_int("num_refined", num_refined, 0)
+    _check_int("query_tile", query_tile, 1)
+    if importance_tile is not None:
+        _check_int("importance_tile", importance_tile, 1)
+    if scale is not None and not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a number or None, but got {type(scale).__name__}.")
+    num_parents, num_children = codebook.children.shape[1:3]
+    if num_refined > num_parents:
+        raise ValueError(
+            f"num_refined must be at most the codebook's {num_parents} parents, but got "
+            f"{num_refined}."
+        )
+    if num_refined > 0 and num_children == 0:
+        raise ValueError(
+            f"num_refined must be 0 for a codebook without children (flat VQ), but got "
+            f"{num_refined}."
+        )
+
+
+def _check_int(name: str, value: int, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, but got {type(value).__name__}.")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, but got {value}.")

@@ -1,0 +1,267 @@
+"""Switch AVQ on and off in a pipeline: `apply_avq`, `remove_avq`, and what lies between.
+
+Every function takes a pipeline with a `unet`, or the UNet itself, compiled or not.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from diffusers import StableDiffusionPipeline
+from torch import nn
+
+from avq_diffusers.ops import BACKENDS
+from avq_diffusers.processor import AVQ_CALL, AVQProcessor, LayerState, install, uninstall
+from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer, select_layers
+
+PipelineOrUNet = TypeVar("PipelineOrUNet")
+
+
+def apply_avq(
+    pipe: PipelineOrUNet, codebooks: AVQCodebooks, *, backend: str = "auto"
+) -> PipelineOrUNet:
+    """Run the self-attention layers of `codebooks` with AVQ.
+
+    An earlier AVQ is removed first. Processors of all other layers stay, and the processor that a
+    chosen layer has now serves the calls that AVQ does not (attention masks, merged tokens). While
+    codebooks and UNet are on one device, changes made in place to the codebooks take effect.
+
+    Args:
+        pipe: a pipeline with a `unet`, or the UNet.
+        codebooks: of that UNet.
+        backend: of `avq_attention`.
+
+    Returns:
+        `pipe`.
+
+    Raises:
+        TypeError: `pipe` has no UNet, or `codebooks` is not an `AVQCodebooks`.
+        ValueError: the codebooks are those of another model, or the backend is unknown.
+    """
+    unet = _unet(pipe)
+    if not isinstance(codebooks, AVQCodebooks):
+        raise TypeError(f"codebooks must be AVQCodebooks, but got {type(codebooks).__name__}.")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
+    processor = AVQProcessor()
+    for layer in install(unet, codebooks, backend):
+        layer.attn._avq_previous = layer.attn.processor
+        layer.attn.set_processor(processor)
+    return pipe
+
+
+def remove_avq(pipe: PipelineOrUNet) -> PipelineOrUNet:
+    """Undo `apply_avq`: the same processor objects are back, and nothing of AVQ remains.
+
+    A processor that another tool has set over AVQ since stays. Without AVQ nothing happens.
+
+    Raises:
+        TypeError: `pipe` has no UNet.
+    """
+    uninstall(_unet(pipe))
+    return pipe
+
+
+@contextmanager
+def avq_disabled(pipe: Any) -> Iterator[None]:
+    """Run exact attention inside the `with` block; may be nested.
+
+    Raises:
+        TypeError: `pipe` has no UNet.
+    """
+    states = _states(pipe).values()
+    enabled = [state.enabled for state in states]
+    for state in states:
+        state.enabled = False
+    try:
+        yield
+    finally:
+        for state, value in zip(states, enabled, strict=True):
+            state.enabled = value
+
+
+def set_num_refined(
+    pipe: PipelineOrUNet,
+    num_refined: int,
+    *,
+    level: int | None = None,
+    layer: str | None = None,
+) -> PipelineOrUNet:
+    """Change how many parents each query tile refines: quality against speed, without reloading.
+
+    Args:
+        pipe: a pipeline or UNet with AVQ.
+        num_refined: between 0 and the number of parents of every layer concerned.
+        level: only the layers of this UNet level.
+        layer: only the layers whose name starts with this, such as `"up_blocks.3"`.
+
+    Returns:
+        `pipe`.
+
+    Raises:
+        TypeError: `pipe` has no UNet, or `num_refined` is not an int.
+        ValueError: no AVQ layer matches, or a layer cannot refine that many parents.
+    """
+    if not isinstance(num_refined, int) or isinstance(num_refined, bool):
+        raise TypeError(f"num_refined must be an int, but got {type(num_refined).__name__}.")
+    states = _states(pipe)
+    if not states:
+        raise ValueError("this UNet has no AVQ layer; call apply_avq(pipe, codebooks) first.")
+    chosen = {
+        found: state
+        for found, state in states.items()
+        if level in (None, found.level) and found.name.startswith(layer or "")
+    }
+    if not chosen:
+        raise ValueError(
+            f"no AVQ layer matches level={level!r}, layer={layer!r}; the layers are "
+            f"{', '.join(found.name for found in states)}."
+        )
+    for found, state in chosen.items():
+        most = state.codebook.num_parents if state.codebook.num_children else 0
+        if not 0 <= num_refined <= most:
+            raise ValueError(
+                f"num_refined must be between 0 and {most} in {found.name}, but got {num_refined}."
+            )
+    for state in chosen.values():
+        state.num_refined = num_refined
+    return pipe
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One row of a `Summary`.
+
+    Attributes:
+        name: module path of the self-attention layer.
+        level: UNet level.
+        num_heads: heads.
+        head_dim: head dim.
+        config: such as M64P16C8; empty without codebooks.
+        runs: what a call does, or did when last called: AVQ, exact and why, or replaced by which
+            processor.
+        num_tokens: tokens of the grid last seen; None before the first call.
+        calls: number of calls so far by kind. Calls in compiled code are not counted.
+    """
+
+    name: str
+    level: int
+    num_heads: int
+    head_dim: int
+    config: str
+    runs: str
+    num_tokens: int | None
+    calls: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What each self-attention layer of a UNet runs; `str()` is a table."""
+
+    rows: tuple[LayerReport, ...]
+
+    def cells(self) -> list[list[str]]:
+        """The table as text, its header first."""
+        header = ["layer", "level", "heads", "config", "runs", "tokens", "calls"]
+        return [header] + [
+            [
+                row.name,
+                str(row.level),
+                f"{row.num_heads}x{row.head_dim}",
+                row.config or "-",
+                row.runs,
+                "-" if row.num_tokens is None else str(row.num_tokens),
+                ", ".join(f"{kind}: {count}" for kind, count in row.calls.items()) or "-",
+            ]
+            for row in self.rows
+        ]
+
+    def __str__(self) -> str:
+        cells = self.cells()
+        widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        )
+
+
+def summary(pipe: Any) -> Summary:
+    """Report, for every self-attention layer, whether it runs AVQ or exact attention, and why.
+
+    Raises:
+        TypeError: `pipe` has no UNet.
+    """
+    return Summary(tuple(_report(layer) for layer in select_layers(_unet(pipe))))
+
+
+class AVQStableDiffusionPipeline(StableDiffusionPipeline):
+    """`StableDiffusionPipeline` with `set_attn_processor`; build it with `from_pipe` as well.
+
+    It saves as a `StableDiffusionPipeline`, without the codebooks: save those beside it.
+    """
+
+    def set_attn_processor(self, processor: Any) -> None:
+        """Apply the codebooks of an `AVQProcessor(codebooks)`, or set any other processor.
+
+        Args:
+            processor: an `AVQProcessor` with codebooks serves their layers and leaves the
+                processors of all others; anything else goes to `unet.set_attn_processor`.
+
+        Raises:
+            ValueError: an `AVQProcessor` without codebooks, or with those of another model.
+        """
+        if not isinstance(processor, AVQProcessor):
+            self.unet.set_attn_processor(processor)
+        elif processor.codebooks is None:
+            raise ValueError("expected an AVQProcessor(codebooks), but got one without codebooks.")
+        else:
+            apply_avq(self, processor.codebooks)
+
+    def to_json_string(self) -> str:
+        # diffusers looks the class of a saved pipeline up among its own.
+        config = json.loads(super().to_json_string())
+        config["_class_name"] = StableDiffusionPipeline.__name__
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+def _unet(pipe: Any) -> nn.Module:
+    unet = pipe if isinstance(pipe, nn.Module) else getattr(pipe, "unet", None)
+    if unet is None:
+        raise TypeError(
+            f"expected a pipeline with a unet or a UNet, but got {type(pipe).__name__}."
+        )
+    return getattr(unet, "_orig_mod", unet)
+
+
+def _states(pipe: Any) -> dict[SelfAttentionLayer, LayerState]:
+    return {
+        layer: layer.attn._avq
+        for layer in select_layers(_unet(pipe))
+        if hasattr(layer.attn, "_avq")
+    }
+
+
+def _report(layer: SelfAttentionLayer) -> LayerReport:
+    state: LayerState | None = getattr(layer.attn, "_avq", None)
+    config, num_tokens, calls = "", None, {}
+    processor = type(layer.attn.processor).__name__
+    if state is None:
+        runs = f"exact: {processor}"
+    else:
+        codebook = state.codebook
+        config = f"M{codebook.num_parents}P{state.num_refined}C{codebook.num_children}"
+        num_tokens = None if state.query_order is None else len(state.query_order)
+        calls = dict(state.calls)
+        if not isinstance(layer.attn.processor, AVQProcessor):
+            runs = f"exact: replaced by {processor}"
+        elif not state.enabled:
+            runs = "exact: disabled"
+        elif state.last_call in (None, AVQ_CALL, "disabled"):
+            runs = f"AVQ ({state.backend})"
+        else:
+            runs = f"exact: {state.last_call}"
+    return LayerReport(
+        layer.name, layer.level, layer.num_heads, layer.head_dim, config, runs, num_tokens, calls
+    )

@@ -1,0 +1,218 @@
+"""`AVQProcessor`: the attention processor that runs AVQ where a layer has codebooks.
+
+The processor itself holds nothing that a call needs. Each chosen `Attention` carries its
+`LayerState` as a plain attribute, so one processor serves all layers, survives tools that rebuild
+processors as `type(processor)()`, and compiles without a guard per layer.
+"""
+
+import copy
+import inspect
+from collections import Counter
+
+import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor, nn
+
+from avq_diffusers.ops import avq_attention
+from avq_diffusers.query_order import query_order
+from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer
+
+AVQ_CALL = "AVQ"
+
+
+class LayerState:
+    """What one self-attention layer needs to run AVQ, and what it did so far."""
+
+    def __init__(self, layer: SelfAttentionLayer, codebooks: AVQCodebooks, backend: str) -> None:
+        config = codebooks.layer_config(layer.name)
+        self.codebook = codebooks.codebook(layer.name)
+        self.key_norm = codebooks.key_norm(layer.name)
+        self.num_refined = config.num_refined
+        self.query_tile = config.query_tile
+        self.importance_tile = config.importance_tile
+        self.order_kind = config.query_order
+        self.query_order: Tensor | None = None
+        self.backend = backend
+        self.enabled = True
+        self.calls: Counter[str] = Counter()
+        self.last_call: str | None = None
+
+    def see_grid(self, hidden_states: Tensor) -> None:
+        """Prepare for the tokens of `hidden_states` (B, C, h, w), on its device."""
+        height, width = hidden_states.shape[-2:]
+        device = hidden_states.device
+        # A tensor and not (h, w): torch.compile would guard every block on the two integers.
+        self.query_order = query_order(height, width, self.order_kind, device)
+        self.move_to(device)
+
+    def move_to(self, device: torch.device) -> None:
+        """Copy the codewords to another device; on their own they stay those of the codebooks."""
+        if self.codebook.parents.device != device:
+            self.codebook = self.codebook.to(device)
+            self.key_norm = copy.deepcopy(self.key_norm).to(device) if self.key_norm else None
+
+    def exact_because(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None,
+        attention_mask: Tensor | None,
+    ) -> str | None:
+        """Why this call goes to the exact path; None when AVQ serves it."""
+        if not self.enabled:
+            return "disabled"
+        if encoder_hidden_states is not None:
+            return "cross-attention"
+        if attention_mask is not None:
+            return "attention mask"
+        if self.query_order is None or hidden_states.shape[1] != self.query_order.shape[0]:
+            return "tokens are not the grid"
+        if attn.norm_q is not None or attn.norm_k is not None:
+            return "query or key norm"
+        if attn.residual_connection:
+            return "residual connection"
+        return None
+
+    def count(self, call: str) -> None:
+        self.calls[call] += 1
+        self.last_call = call
+
+
+class AVQProcessor(AttnProcessor2_0):
+    """Attention processor that runs AVQ in the layers that have codebooks.
+
+    Every other call goes to the processor that the layer had before, and to `AttnProcessor2_0` on
+    a layer that was never prepared.
+
+    Args:
+        codebooks: for `AVQStableDiffusionPipeline.set_attn_processor`, or for `unet`.
+        unet: prepare this UNet at once; `unet.set_attn_processor` then takes this processor for
+            all of its layers. IP-Adapter's scale setter no longer finds its processors after that;
+            `apply_avq` leaves them in place.
+
+    Raises:
+        TypeError: `codebooks` is not an `AVQCodebooks`, or `unet` comes without it.
+        ValueError: the codebooks are those of another model.
+    """
+
+    def __init__(
+        self, codebooks: AVQCodebooks | None = None, unet: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.codebooks = codebooks
+        if (codebooks is not None or unet is not None) and not isinstance(codebooks, AVQCodebooks):
+            raise TypeError(f"codebooks must be AVQCodebooks, but got {type(codebooks).__name__}.")
+        if unet is not None:
+            install(unet, codebooks)
+            for attn in unet.modules():
+                if isinstance(attn, Attention):
+                    attn._avq_previous = attn.processor
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        ip_adapter_masks: Tensor | list[Tensor] | None = None,
+        ip_hidden_states: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Attend; hidden_states (B, N, channels) in, the same shape out."""
+        state = getattr(attn, "_avq", None)
+        if state is not None:
+            reason = state.exact_because(attn, hidden_states, encoder_hidden_states, attention_mask)
+            if not torch.compiler.is_compiling():
+                state.count(AVQ_CALL if reason is None else reason)
+            if reason is None:
+                return _attend(attn, state, hidden_states)
+        previous = getattr(attn, "_avq_previous", None)
+        if previous is None:
+            if self.codebooks is not None:
+                raise RuntimeError(
+                    "AVQProcessor(codebooks) was set on a UNet that it was not made for; use "
+                    "apply_avq(pipe, codebooks) or AVQProcessor(codebooks, unet=pipe.unet)."
+                )
+            return super().__call__(
+                attn, hidden_states, encoder_hidden_states, attention_mask, temb
+            )
+        optional = {
+            "temb": temb,
+            "ip_adapter_masks": ip_adapter_masks,
+            "ip_hidden_states": ip_hidden_states,
+        }
+        accepted = inspect.signature(previous.__call__).parameters
+        return previous(
+            attn,
+            hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            attention_mask=attention_mask,
+            **{name: value for name, value in optional.items() if name in accepted},
+        )
+
+
+def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor:
+    # The projections are called, never read: LoRA, quantised and offloaded layers answer calls.
+    query, key, value = (
+        projection(hidden_states).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        for projection in (attn.to_q, attn.to_k, attn.to_v)
+    )
+    if state.key_norm is not None:
+        key = state.key_norm(key.float()).to(query.dtype)
+    output = avq_attention(
+        query,
+        key,
+        value,
+        state.codebook,
+        num_refined=state.num_refined,
+        query_tile=state.query_tile,
+        query_order=state.query_order,
+        importance_tile=state.importance_tile,
+        backend=state.backend,
+    )
+    output = attn.to_out[0](output.transpose(1, 2).flatten(2))
+    output = attn.to_out[1](output)
+    if attn.rescale_output_factor != 1:
+        output = output / attn.rescale_output_factor
+    return output
+
+
+def install(
+    unet: nn.Module, codebooks: AVQCodebooks, backend: str = "auto"
+) -> list[SelfAttentionLayer]:
+    """Give the layers of `codebooks` their state and their grid hook; processors stay."""
+    layers = codebooks.layers_of(unet)
+    states = [LayerState(layer, codebooks, backend) for layer in layers]
+    uninstall(unet)
+    for layer, state in zip(layers, states, strict=True):
+        device = next(layer.attn.parameters()).device
+        if device.type != "meta":  # where accelerate's offload keeps weights between calls
+            state.move_to(device)
+        layer.attn._avq = state
+        if not hasattr(layer.transformer, "_avq_hook"):
+            layer.transformer._avq_hook = layer.transformer.register_forward_pre_hook(
+                _see_grid, with_kwargs=True
+            )
+    return layers
+
+
+def uninstall(unet: nn.Module) -> None:
+    """Take away states and hooks, and put back the processors that ours replaced."""
+    for module in unet.modules():
+        if hasattr(module, "_avq_hook"):
+            module._avq_hook.remove()
+            del module._avq_hook
+        if hasattr(module, "_avq_previous"):
+            if isinstance(module.processor, AVQProcessor):
+                module.set_processor(module._avq_previous)
+            del module._avq_previous
+        if hasattr(module, "_avq"):
+            del module._avq
+
+
+def _see_grid(transformer: nn.Module, args: tuple, kwargs: dict) -> None:
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    for block in transformer.transformer_blocks:
+        state = getattr(block.attn1, "_avq", None)
+        if state is not None:
+            state.see_grid(hidden_states)

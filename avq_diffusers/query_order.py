@@ -1,0 +1,121 @@
+"""Query orders of an h x w grid of tokens: which queries share a tile.
+
+An order lists raster token indices (row * width + column) by position, so `order[i]` is the
+token at position i and consecutive positions fall into the same query tile. Keys and values are
+never reordered.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from avq_diffusers.config import QUERY_ORDERS
+
+
+def query_order(
+    height: int,
+    width: int,
+    kind: str = "gilbert",
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Raster token index at each position of the order.
+
+    Args:
+        height: rows of the grid.
+        width: columns of the grid.
+        kind: `"gilbert"`, a space-filling curve whose tiles are compact on a grid of any size
+            (paper, section Vector Quantization for (A)VQ-Attention); `"raster"`; or `"random"`.
+        device: where the order is used; None is torch's default device.
+        seed: of the random order, which is the same on every device.
+
+    Returns:
+        int32 (height * width,). Outside torch.compile this is the cached tensor itself: do not
+        write to it.
+
+    Raises:
+        ValueError: `height` or `width` is below 1, or `kind` is unknown.
+    """
+    if height < 1 or width < 1:
+        raise ValueError(f"height and width must be at least 1, but got {height} x {width}.")
+    if kind not in QUERY_ORDERS:
+        raise ValueError(f"kind must be one of {', '.join(QUERY_ORDERS)}, but got {kind!r}.")
+    device = torch.empty(0, device=device).device
+    if torch.compiler.is_compiling():
+        return _query_order_op(height, width, kind, device, seed)
+    return _cached_order(height, width, kind, device, seed)
+
+
+def inverse_order(order: Tensor) -> Tensor:
+    """Position of each raster token: `inverse_order(order)[order[i]] == i`, same dtype."""
+    positions = torch.arange(len(order), dtype=order.dtype, device=order.device)
+    return torch.empty_like(order).index_copy_(0, order.long(), positions)
+
+
+@torch.library.custom_op("avq_diffusers::query_order", mutates_args=())
+def _query_order_op(height: int, width: int, kind: str, device: torch.device, seed: int) -> Tensor:
+    return _cached_order(height, width, kind, device, seed).clone()
+
+
+@_query_order_op.register_fake
+def _(height: int, width: int, kind: str, device: torch.device, seed: int) -> Tensor:
+    return torch.empty(height * width, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=64)
+def _cached_order(height: int, width: int, kind: str, device: torch.device, seed: int) -> Tensor:
+    # Inference mode, fake tensors and CUDA-graph memory pools are per thread. A cached tensor
+    # outlives all of them, so it is made on a thread that has none.
+    with ThreadPoolExecutor(max_workers=1) as worker:
+        return worker.submit(_build_order, height, width, kind, device, seed).result()
+
+
+def _build_order(height: int, width: int, kind: str, device: torch.device, seed: int) -> Tensor:
+    if kind == "gilbert":
+        order = torch.from_numpy(_gilbert_order(height, width))
+    elif kind == "raster":
+        order = torch.arange(height * width, device="cpu")
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(height * width, generator=generator, device="cpu")
+    return order.to(device, torch.int32)
+
+
+def _gilbert_order(height: int, width: int) -> np.ndarray:
+    if width >= height:
+        columns, rows = _gilbert_path(width, height).T
+    else:
+        rows, columns = _gilbert_path(height, width).T
+    return rows * width + columns
+
+
+@lru_cache(maxsize=256)
+def _gilbert_path(length: int, breadth: int) -> np.ndarray:
+    """Path from (0, 0) to (length - 1, 0) through every cell, as int64 (length * breadth, 2).
+
+    The generalized Hilbert curve of J. Cerveny (github.com/jakubcerveny/gilbert): a long
+    rectangle is two rectangles end to end, any other is a detour up, across and down again.
+    Halves are rounded to even sizes, because only those enter and leave on the same side.
+    """
+    if length == 1 or breadth == 1:
+        path = np.zeros((length * breadth, 2), dtype=np.int64)
+        path[:, 0 if breadth == 1 else 1] = np.arange(length * breadth)
+        return path
+    if 2 * length > 3 * breadth:
+        half = _half(length)
+        rest = _gilbert_path(length - half, breadth) + np.array((half, 0))
+        return np.concatenate([_gilbert_path(half, breadth), rest])
+    half_length, half_breadth = length // 2, _half(breadth)
+    up = _gilbert_path(half_breadth, half_length)[:, ::-1]
+    across = _gilbert_path(length, breadth - half_breadth) + np.array((0, half_breadth))
+    corner = np.array((half_breadth - 1, length - 1))
+    down = corner - _gilbert_path(half_breadth, length - half_length)
+    return np.concatenate([up, across, down[:, ::-1]])
+
+
+def _half(size: int) -> int:
+    half = size // 2
+    return half + 1 if half % 2 and size > 2 else half

@@ -1,0 +1,68 @@
+"""Pictures side by side on one labelled sheet."""
+
+from collections.abc import Sequence
+
+from PIL import Image, ImageChops, ImageDraw, ImageFont
+
+MARGIN = 12
+TITLE_SIZE = 16
+TEXT_SIZE = 13
+DIFFERENCE_GAIN = 4
+
+
+def difference(first: Image.Image, second: Image.Image) -> Image.Image:
+    """Absolute difference of two RGB pictures of one size, brightened `DIFFERENCE_GAIN` times."""
+    return ImageChops.difference(first, second).point(lambda value: value * DIFFERENCE_GAIN)
+
+
+def picture_sheet(
+    rows: Sequence[Sequence[Image.Image]],
+    column_titles: Sequence[str],
+    *,
+    row_titles: Sequence[str] = (),
+    table: Sequence[Sequence[str]] = (),
+) -> Image.Image:
+    """Lay out rows of equally sized pictures under column titles.
+
+    Args:
+        rows: each of len(column_titles) RGB pictures, all of one size.
+        column_titles: one line above each column.
+        row_titles: one line above each row; none when empty.
+        table: cells of a table below the pictures, each row of one length.
+
+    Returns:
+        RGB picture.
+    """
+    width, height = rows[0][0].size
+    title_font = ImageFont.load_default(TITLE_SIZE)
+    text_font = ImageFont.load_default(TEXT_SIZE)
+    line = TEXT_SIZE + 5
+    head = TITLE_SIZE + 2 * MARGIN
+    row_head = line if row_titles else 0
+    cell_widths = [
+        int(max(text_font.getlength(cell) for cell in column)) + 2 * MARGIN
+        for column in zip(*table, strict=True)
+    ]
+    sheet_width = max(
+        MARGIN + len(column_titles) * (width + MARGIN),
+        MARGIN + sum(cell_widths),
+        2 * MARGIN + int(max(text_font.getlength(title) for title in row_titles or [""])),
+    )
+    bottom = head + len(rows) * (height + row_head + MARGIN)
+
+    sheet = Image.new("RGB", (sheet_width, bottom + line * len(table) + MARGIN), "white")
+    draw = ImageDraw.Draw(sheet)
+    for column, title in enumerate(column_titles):
+        draw.text((MARGIN + column * (width + MARGIN), MARGIN), title, "black", title_font)
+    for row, pictures in enumerate(rows):
+        top = head + row * (height + row_head + MARGIN)
+        if row_titles:
+            draw.text((MARGIN, top), row_titles[row], "black", text_font)
+        for column, picture in enumerate(pictures):
+            sheet.paste(picture, (MARGIN + column * (width + MARGIN), top + row_head))
+    for row, cells in enumerate(table):
+        left = MARGIN
+        for cell, cell_width in zip(cells, cell_widths, strict=True):
+            draw.text((left, bottom + row * line), cell, "black", text_font)
+            left += cell_width
+    return sheet

@@ -1,0 +1,362 @@
+"""`AVQCodebooks`: the codebooks of a UNet's layers as one model, and which layers these are.
+
+Shapes: H heads, M0 parents, C children per parent, D head dim.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import ConfigMixin, ModelMixin, Transformer2DModel
+from diffusers.configuration_utils import register_to_config
+from diffusers.models.attention_processor import Attention
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from avq_diffusers.codebook import Codebook
+from avq_diffusers.config import AVQConfig
+
+FORMAT_VERSION = 1
+# Larger than what rounding of a float32 mean explains, far below what a picture shows.
+CONSTRAINT_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a codebook must fit: module path, UNet level and head shape of a self-attention."""
+
+    name: str
+    level: int
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class SelfAttentionLayer(LayerSpec):
+    """A self-attention layer found in a UNet, with its modules."""
+
+    attn: Attention
+    transformer: Transformer2DModel
+
+
+def select_layers(
+    unet: nn.Module, levels: tuple[int, ...] | None = None
+) -> list[SelfAttentionLayer]:
+    """The spatial self-attention layers of a UNet, in module order.
+
+    Args:
+        unet: a UNet with `down_blocks`, `mid_block` and `up_blocks`. Temporal layers (motion
+            modules) are never chosen.
+        levels: UNet levels to choose, 0 being the highest resolution; None chooses all.
+
+    Raises:
+        TypeError: `unet` is not such a UNet.
+        ValueError: a level has no self-attention.
+    """
+    unet = getattr(unet, "_orig_mod", unet)  # torch.compile's wrapper puts itself into the paths
+    if not isinstance(unet, nn.Module) or not hasattr(unet, "up_blocks"):
+        raise TypeError(f"expected a UNet with up_blocks, but got {type(unet).__name__}.")
+    layers = []
+    for path, transformer in unet.named_modules():
+        if not isinstance(transformer, Transformer2DModel):
+            continue
+        for index, block in enumerate(transformer.transformer_blocks):
+            attn = block.attn1
+            if attn.is_cross_attention:
+                continue
+            layers.append(
+                SelfAttentionLayer(
+                    name=f"{path}.transformer_blocks.{index}.attn1",
+                    level=_level(unet, path),
+                    num_heads=attn.heads,
+                    head_dim=attn.inner_dim // attn.heads,
+                    attn=attn,
+                    transformer=transformer,
+                )
+            )
+    if levels is None:
+        return layers
+    present = sorted({layer.level for layer in layers})
+    absent = [level for level in levels if level not in present]
+    if absent:
+        raise ValueError(
+            f"this UNet has no self-attention at level {_join(absent)}, "
+            f"only at levels {_join(present) or '(none)'}."
+        )
+    return [layer for layer in layers if layer.level in levels]
+
+
+class AVQCodebooks(ModelMixin, ConfigMixin):
+    """Codebooks of all AVQ layers of one UNet: `save_pretrained`, `from_pretrained`, `push_to_hub`.
+
+    Built by `from_codebooks`, `calibrate` or distillation. Codewords are float32 parameters without
+    gradient, so that `.to(device)` moves them in place under a UNet that already uses them.
+
+    Args:
+        avq: fields of the `AVQConfig`.
+        layers: fields of one `LayerSpec` per layer.
+        base_model: name of the model they were made for; informational.
+        calibration: free summary of how they were made; informational.
+        format_version: of the file.
+
+    Raises:
+        ValueError: the format version or a field is unknown.
+    """
+
+    _keep_in_fp32_modules: ClassVar = ["codebooks"]
+
+    @register_to_config
+    def __init__(
+        self,
+        avq: Mapping[str, Any],
+        layers: list[Mapping[str, Any]],
+        base_model: str | None = None,
+        calibration: Mapping[str, Any] | None = None,
+        format_version: int = FORMAT_VERSION,
+    ) -> None:
+        super().__init__()
+        self.avq_config = AVQConfig.from_dict(avq)
+        self.layer_specs = {spec["name"]: LayerSpec(**spec) for spec in layers}
+        self.codebooks = nn.ModuleDict(
+            {
+                _key(spec.name): _LayerCodebook(spec, self.layer_config(spec.name))
+                for spec in self.layer_specs.values()
+            }
+        )
+
+    @classmethod
+    @torch.no_grad()
+    def from_codebooks(
+        cls,
+        config: AVQConfig,
+        codebooks: Mapping[str, Codebook],
+        unet: nn.Module,
+        *,
+        base_model: str | None = None,
+        calibration: Mapping[str, Any] | None = None,
+    ) -> "AVQCodebooks":
+        """Gather the codebooks of a UNet's layers.
+
+        Args:
+            config: sizes and levels.
+            codebooks: one `Codebook` for the name of every layer of `select_layers(unet,
+                config.levels)`; copied.
+            unet: the UNet they are for.
+            base_model: name of that model.
+            calibration: summary of how they were made, kept in `config.json`.
+
+        Raises:
+            ValueError: names or shapes are not those of the UNet and `config`.
+        """
+        layers = select_layers(unet, config.levels)
+        _check_names("codebooks", codebooks, [layer.name for layer in layers])
+        specs = [
+            {name: getattr(layer, name) for name in LayerSpec.__dataclass_fields__}
+            for layer in layers
+        ]
+        built = cls(asdict(config), specs, base_model=base_model, calibration=calibration)
+        for name, codebook in codebooks.items():
+            target = built._layer(name)
+            for part, given, wanted in (
+                ("parents", codebook.parents, target.parent_codewords),
+                ("children", codebook.children, target.child_codewords),
+            ):
+                if given.shape != wanted.shape:
+                    raise ValueError(
+                        f"codebook of {name}: {part} must have shape {tuple(wanted.shape)}, but "
+                        f"got {tuple(given.shape)}."
+                    )
+                wanted.copy_(given)
+        return built
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **kwargs: Any) -> "AVQCodebooks":
+        """Build empty codebooks of `config`, as `ConfigMixin.from_config`.
+
+        Raises:
+            ValueError: `config` is that of another class or of an unknown format version.
+        """
+        class_name = config.get("_class_name", cls.__name__)
+        if class_name != cls.__name__:
+            raise ValueError(f"expected the config of {cls.__name__}, but got one of {class_name}.")
+        version = config.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"codebooks of format version {FORMAT_VERSION} are supported, but got version "
+                f"{version}."
+            )
+        return super().from_config(config, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        subfolder: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        **hub_arguments: Any,
+    ) -> "AVQCodebooks":
+        """Load codebooks from a folder or from the Hub; only safetensors are read.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub id.
+            subfolder: folder inside of it.
+            dtype: accepted as by every diffusers model; codewords stay in float32.
+            **hub_arguments: `revision`, `token`, `cache_dir`, `force_download` or
+                `local_files_only` of `huggingface_hub.hf_hub_download`.
+
+        Raises:
+            FileNotFoundError: the folder lacks a file.
+            ValueError: a file is damaged, of another format, or does not hold what its
+                config.json says.
+        """
+
+        def locate(file: str) -> Path:
+            folder = Path(pretrained_model_name_or_path)
+            if not folder.is_dir():
+                repo = str(pretrained_model_name_or_path)
+                return Path(hf_hub_download(repo, file, subfolder=subfolder, **hub_arguments))
+            path = folder / (subfolder or "") / file
+            if not path.is_file():
+                raise FileNotFoundError(f"codebooks: there is no file {path}.")
+            return path
+
+        config_path = locate(cls.config_name)
+        try:
+            config = json.loads(config_path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{config_path} is not a JSON file: {error}.") from error
+        codebooks = cls.from_config(config)
+        codebooks._load(locate(SAFETENSORS_WEIGHTS_NAME))
+        return codebooks
+
+    def layer_config(self, name: str) -> AVQConfig:
+        """The `AVQConfig` of one layer, its overrides resolved."""
+        return self.avq_config.for_layer(name, self.layer_specs[name].level)
+
+    def codebook(self, name: str) -> Codebook:
+        """One layer's `Codebook`; its tensors are the parameters themselves."""
+        layer = self._layer(name)
+        return Codebook(layer.parent_codewords, layer.child_codewords)
+
+    def key_norm(self, name: str) -> nn.LayerNorm | None:
+        """The norm that one layer's keys pass before attention, if `AVQConfig.key_norm` is set."""
+        return self._layer(name).key_norm
+
+    @torch.no_grad()
+    def project(self) -> "AVQCodebooks":
+        """Shift every parent's children, in place, so that they average to the parent."""
+        for layer in self.codebooks.values():
+            layer.child_codewords.sub_(layer.constraint_error())
+        return self
+
+    def layers_of(self, unet: nn.Module) -> list[SelfAttentionLayer]:
+        """The layers of `unet` that these codebooks are for.
+
+        Raises:
+            TypeError: `unet` is not a UNet.
+            ValueError: the codebooks are those of another model.
+        """
+        layers = select_layers(unet, self.avq_config.levels)
+        _check_names("codebooks of another model", self.layer_specs, [x.name for x in layers])
+        for layer in layers:
+            spec = self.layer_specs[layer.name]
+            if (layer.num_heads, layer.head_dim) != (spec.num_heads, spec.head_dim):
+                raise ValueError(
+                    f"codebooks of another model: {layer.name} has {layer.num_heads} heads of "
+                    f"dim {layer.head_dim}, but its codebook has {spec.num_heads} of dim "
+                    f"{spec.head_dim}."
+                )
+        return layers
+
+    def _layer(self, name: str) -> "_LayerCodebook":
+        return self.codebooks[_key(name)]
+
+    def _load(self, path: Path) -> None:
+        try:
+            loaded = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error}.") from error
+        expected = self.state_dict()
+        _check_names(str(path), loaded, expected)
+        for name, tensor in loaded.items():
+            if tensor.shape != expected[name].shape:
+                raise ValueError(
+                    f"{path}: {name} must have shape {tuple(expected[name].shape)}, but got "
+                    f"{tuple(tensor.shape)}."
+                )
+            if not tensor.isfinite().all():
+                raise ValueError(f"{path}: {name} holds NaN or infinity.")
+        self.load_state_dict(loaded)
+        error = max(layer.relative_constraint_error() for layer in self.codebooks.values())
+        if error > CONSTRAINT_TOLERANCE:
+            warnings.warn(
+                f"{path}: children do not average to their parent, by up to {error:.2g} of their "
+                f"distance from it; AVQCodebooks.project() shifts them.",
+                stacklevel=3,
+            )
+
+
+class _LayerCodebook(nn.Module):
+    """Parameters of one layer: parents (H, M0, D), children (H, M0, C, D) and the key norm.
+
+    `nn.Module` has a method named `children`, hence the longer names.
+    """
+
+    def __init__(self, spec: LayerSpec, config: AVQConfig) -> None:
+        super().__init__()
+        parents = torch.zeros(spec.num_heads, config.num_parents, spec.head_dim)
+        children = parents[:, :, None].repeat(1, 1, config.num_children, 1)
+        self.parent_codewords = nn.Parameter(parents, requires_grad=False)
+        self.child_codewords = nn.Parameter(children, requires_grad=False)
+        self.key_norm = nn.LayerNorm(spec.head_dim) if config.key_norm else None
+
+    def constraint_error(self) -> Tensor:
+        """Mean of the children minus their parent, (H, M0, 1, D)."""
+        parents, children = self.parent_codewords[:, :, None], self.child_codewords
+        if children.shape[2] == 0:
+            return torch.zeros_like(parents)
+        return children.mean(2, keepdim=True) - parents
+
+    def relative_constraint_error(self) -> float:
+        """Largest norm of the constraint error, in typical distances of a child to its parent."""
+        offsets = self.child_codewords - self.parent_codewords[:, :, None]
+        if offsets.numel() == 0:
+            return 0.0
+        distance = offsets.square().sum(-1).mean().sqrt().clamp(min=1e-12)
+        return float(self.constraint_error().norm(dim=-1).max() / distance)
+
+
+def _level(unet: nn.Module, path: str) -> int:
+    part, index = (path + ".0").split(".")[:2]
+    if part == "down_blocks":
+        return int(index)
+    if part == "up_blocks":
+        return len(unet.up_blocks) - 1 - int(index)
+    return len(unet.down_blocks) - 1
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "__")
+
+
+def _join(values: list[int]) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+def _check_names(subject: str, got, expected) -> None:
+    missing = [name for name in expected if name not in got]
+    unexpected = [name for name in got if name not in expected]
+    if missing:
+        raise ValueError(f"{subject}: {missing[0]} is missing ({len(missing)} missing in all).")
+    if unexpected:
+        raise ValueError(
+            f"{subject}: {unexpected[0]} is unexpected ({len(unexpected)} unexpected in all)."
+        )

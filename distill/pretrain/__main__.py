@@ -1,0 +1,119 @@
+"""`python -m distill.pretrain`: the commands that train and assemble mini-sd."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from distill.pretrain.config import RunConfig, ScorerConfig, SDConfig, VAEConfig, load_config
+
+Kind = TypeVar("Kind", bound=RunConfig)
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file with every field.")]
+Output = Annotated[Path, typer.Option(help="Folder of the run.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")]
+Overrides = Annotated[list[str], typer.Option("--set", help="key=value, over the file.")]
+
+
+@app.command()
+def vae(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
+    """Train the VAE; the result is OUTPUT/vae."""
+    started = time.monotonic()
+    with _input_errors():
+        values = load_config(config, VAEConfig, overrides)
+        accelerator = _prepare(values, output, resume)
+    from distill.pretrain.vae import train_vae
+
+    train_vae(values, output, accelerator, resume=resume, started=started)
+
+
+@app.command()
+def sd(
+    config: ConfigPath,
+    output: Output,
+    vae: Annotated[Path | None, typer.Option(help="Folder of the VAE's run.")] = None,
+    resume: Resume = False,
+    overrides: Overrides = (),
+):
+    """Train UNet and text encoder; the result is OUTPUT/model."""
+    started = time.monotonic()
+    with _input_errors():
+        values = load_config(config, SDConfig, overrides)
+        if (vae is None) == (values.init_from is None):
+            raise ValueError("give either --vae or init_from (an export brings its own VAE).")
+        vae_folder = (vae or Path(values.init_from)) / "vae"
+        if not vae_folder.is_dir():
+            raise FileNotFoundError(f"{vae_folder} does not exist: there is no trained VAE.")
+        accelerator = _prepare(values, output, resume)
+    from distill.pretrain.sd import train_sd
+
+    train_sd(values, output, accelerator, resume=resume, started=started, vae_folder=vae_folder)
+
+
+@app.command()
+def scorer(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
+    """Train the scorer; the result is OUTPUT/scorer."""
+    started = time.monotonic()
+    with _input_errors():
+        values = load_config(config, ScorerConfig, overrides)
+        accelerator = _prepare(values, output, resume)
+    from distill.pretrain.scorer import train_scorer
+
+    train_scorer(values, output, accelerator, resume=resume, started=started)
+
+
+@app.command()
+def export(
+    vae: Annotated[Path, typer.Option(help="Folder of the VAE's run.")],
+    sd: Annotated[Path, typer.Option(help="Folder of the UNet's run.")],
+    scorer: Annotated[Path, typer.Option(help="Folder of the scorer's run.")],
+    output: Annotated[Path, typer.Option(help="Folder to assemble; replaced if it exists.")],
+):
+    """Assemble the folder that the package ships."""
+    from distill.pretrain.export import export_mini_sd
+
+    with _input_errors():
+        export_mini_sd(vae, sd, scorer, output)
+
+
+def _prepare(config: RunConfig, output: Path, resume: bool):
+    """Return the accelerator, after checking that `output` can take the run."""
+    if not resume and any((output / "checkpoints").glob("step-*")):
+        raise ValueError(
+            f"{output} holds the checkpoints of a run: add --resume or choose another --output."
+        )
+    import torch
+
+    from distill.pretrain.checkpoint import check_newest
+    from distill.pretrain.loop import make_accelerator
+
+    # Renderers are forked after tokenizers ran; saying so keeps it from warning about that.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    accelerator = make_accelerator()
+    if resume:
+        check_newest(output, config, accelerator.num_processes)
+    output.mkdir(parents=True, exist_ok=True)
+    return accelerator
+
+
+@contextlib.contextmanager
+def _input_errors() -> Iterator[None]:
+    """End the command with one sentence and exit code 2 if its input is wrong."""
+    try:
+        yield
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+
+
+if __name__ == "__main__":
+    app()

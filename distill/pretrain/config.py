@@ -1,0 +1,261 @@
+"""Configurations of the pretraining commands: flat YAML files in which every field is visible."""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import yaml
+
+Config = TypeVar("Config", bound="RunConfig")
+
+PRECISIONS = ("bf16", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What every training run needs.
+
+    Args:
+        seed: of weights, batches and noise.
+        num_scenes: scenes of the training range that are rendered, over all processes.
+        image_size: side of a picture in pixels.
+        workers: rendering processes per training process; 0 renders in the process itself.
+        steps: optimizer steps.
+        max_minutes: wall clock of the whole process, preparation included; the schedule then
+            follows the larger of step fraction and time fraction. None counts steps only.
+        finish_minutes: part of `max_minutes` that is kept for the work after the last step.
+        batch_size: pictures per process and step.
+        learning_rate: peak value, reached after `warmup_steps`, then a cosine to zero.
+        warmup_steps: steps of linear warm-up.
+        adam_betas: of AdamW.
+        weight_decay: of AdamW.
+        max_grad_norm: gradients are clipped to this norm.
+        ema_decay: of the averaged weights that are exported.
+        precision: `"bf16"` (autocast over fp32 weights) or `"fp32"`.
+        compile: use `torch.compile`.
+        log_every: steps between two lines of `log.jsonl`, each one host synchronisation.
+        preview_minutes: minutes between two previews; None makes one at the end only.
+        checkpoint_every: steps between two checkpoints; None writes none.
+        tensorboard: write the log lines for TensorBoard too.
+    """
+
+    seed: int
+    num_scenes: int
+    image_size: int
+    workers: int
+    steps: int
+    max_minutes: float | None
+    finish_minutes: float
+    batch_size: int
+    learning_rate: float
+    warmup_steps: int
+    adam_betas: tuple[float, float]
+    weight_decay: float
+    max_grad_norm: float
+    ema_decay: float
+    precision: str
+    compile: bool
+    log_every: int
+    preview_minutes: float | None
+    checkpoint_every: int | None
+    tensorboard: bool
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for name in ("num_scenes", "image_size", "steps", "batch_size", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but got {getattr(self, name)}.")
+        if self.precision not in PRECISIONS:
+            raise ValueError(
+                f"precision must be one of {', '.join(PRECISIONS)}, but got {self.precision!r}."
+            )
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1), but got {self.ema_decay}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VAEConfig(RunConfig):
+    """The picture autoencoder.
+
+    Args:
+        block_out_channels: widths of the levels; n levels reduce the side by 2^(n-1).
+        layers_per_block: residual blocks per level of the encoder.
+        latent_channels: channels of a latent.
+        norm_num_groups: groups of the group normalisations.
+        mse_weight: of the mean squared error, beside L1 with weight 1.
+        edge_weight: of the L1 distance between horizontal and vertical pixel differences.
+        kl_weight: of the KL divergence from the unit Gaussian, averaged over latent elements.
+        num_validation: validation pictures for the reconstruction figures and latent statistics.
+    """
+
+    block_out_channels: tuple[int, ...]
+    layers_per_block: int
+    latent_channels: int
+    norm_num_groups: int
+    mse_weight: float
+    edge_weight: float
+    kl_weight: float
+    num_validation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SDConfig(RunConfig):
+    """UNet and text encoder.
+
+    Args:
+        init_from: folder of an earlier export whose UNet, text encoder, tokenizer and VAE are
+            the starting point; None starts from random weights.
+        block_out_channels: widths of the UNet's levels; all but the deepest have attention.
+        layers_per_block: residual (and attention) blocks per level.
+        num_attention_heads: heads of every attention (diffusers' `attention_head_dim`).
+        norm_num_groups: groups of the group normalisations.
+        text_hidden_size: width of the text encoder and of the cross-attention.
+        text_layers: layers of the text encoder.
+        text_heads: heads of the text encoder.
+        snr_floor: loss weights are clamp(SNR, snr_floor, snr_gamma) / SNR.
+        snr_gamma: gamma of min-SNR.
+        layered_noise: strength of the coarse layers of the training noise; 0 is white noise.
+        caption_dropout: share of empty captions.
+        num_validation: validation scenes for the validation loss.
+        num_prompts: validation captions of the sample grids.
+        sample_steps: DDIM steps of the sample grids.
+        guidance_scale: of the sample grids.
+    """
+
+    init_from: str | None
+    block_out_channels: tuple[int, ...]
+    layers_per_block: int
+    num_attention_heads: int
+    norm_num_groups: int
+    text_hidden_size: int
+    text_layers: int
+    text_heads: int
+    snr_floor: float
+    snr_gamma: float
+    layered_noise: float
+    caption_dropout: float
+    num_validation: int
+    num_prompts: int
+    sample_steps: int
+    guidance_scale: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.caption_dropout <= 1:
+            raise ValueError(f"caption_dropout must be in [0, 1], but got {self.caption_dropout}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerConfig(RunConfig):
+    """The CLIP-style scorer.
+
+    Args:
+        corrupted_share: share of the pictures (of the data and of each batch) that are corrupted.
+        patch_size: side of a patch in pixels.
+        hidden_size: width of both encoders.
+        projection_size: width of the shared embedding.
+        num_heads: heads of both encoders.
+        vision_layers: layers of the picture encoder.
+        vision_intermediate_size: width of its MLPs.
+        text_layers: layers of the text encoder.
+        text_intermediate_size: width of its MLPs.
+        hidden_weight: of the loss on the scenes' hidden bits.
+        corrupted_weight: of the loss on "is this picture corrupted".
+        num_validation: validation scenes, scored in batches of 256.
+    """
+
+    corrupted_share: float
+    patch_size: int
+    hidden_size: int
+    projection_size: int
+    num_heads: int
+    vision_layers: int
+    vision_intermediate_size: int
+    text_layers: int
+    text_intermediate_size: int
+    hidden_weight: float
+    corrupted_weight: float
+    num_validation: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.corrupted_share < 1:
+            raise ValueError(f"corrupted_share must be in (0, 1), but got {self.corrupted_share}.")
+
+
+def load_config(path: str | Path, kind: type[Config], overrides: list[str]) -> Config:
+    """Read the complete YAML file `path` as a `kind`, then apply `key=value` overrides.
+
+    Raises:
+        ValueError: a key is unknown or missing, or a value does not fit.
+        TypeError: a value has the wrong type.
+    """
+    values = yaml.safe_load(Path(path).read_text())
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be a flat YAML mapping, but holds {type(values).__name__}.")
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ValueError(f"--set must be key=value, but got {override!r}.")
+        values[key] = yaml.safe_load(value)
+    return config_from_values(values, kind, str(path))
+
+
+def config_from_values(values: dict[str, Any], kind: type[Config], source: str) -> Config:
+    """Build a `kind` from a mapping that has exactly its fields; `source` is for messages."""
+    names = {field.name for field in fields(kind)}
+    if unknown := sorted(set(values) - names):
+        raise ValueError(f"{source} has the unknown key {', '.join(unknown)} for {kind.__name__}.")
+    if missing := sorted(names - set(values)):
+        raise ValueError(f"{source} lacks the key {', '.join(missing)} of {kind.__name__}.")
+    hints = get_type_hints(kind)
+    numbers = {
+        name: _as_declared(value, hints[name]) if value is not None else None
+        for name, value in values.items()
+    }
+    return kind(**numbers)
+
+
+def differing_keys(config: RunConfig, saved: dict[str, Any], *, ignored: tuple[str, ...]) -> list:
+    """Return the names of the fields in which `config` and a saved mapping differ."""
+    current = plain_values(config)
+    return sorted(
+        name
+        for name in current.keys() | saved.keys()
+        if name not in ignored and current.get(name) != saved.get(name)
+    )
+
+
+def plain_values(config: RunConfig) -> dict[str, Any]:
+    """Return the fields as JSON has them (lists instead of tuples)."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(config).items()
+    }
+
+
+def _as_declared(value: Any, hint: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    wants_float = hint is float or float in get_args(hint)
+    if wants_float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as a string
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    if wants_float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+def _check_types(config: RunConfig) -> None:
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        allowed = [hint, *get_args(hint)] if type(None) in get_args(hint) else [hint]
+        allowed = [tuple if "tuple" in str(kind) else kind for kind in allowed]
+        if not any(isinstance(kind, type) and type(value) is kind for kind in allowed):
+            raise TypeError(f"{name} must be {_name(hint)}, but got {value!r}.")
+
+
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)

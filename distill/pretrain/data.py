@@ -1,0 +1,160 @@
+"""Scenes as tensors: rendering in worker processes, and the share of each training process."""
+
+import mmap
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from avq_diffusers.mini import Scene, corrupt, render, sample_scene
+
+CHUNK = 2048  # pictures per chunk; two chunks of 256 x 256 pictures take 0.8 GB of host memory
+TASK = 32  # pictures per task of a worker
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive scenes: pictures (n, size, size, 3) uint8, captions, hidden bits (n, bits).
+
+    `has_copies` (n,) says which pictures have parts that should be copies of one another.
+    """
+
+    pictures: np.ndarray
+    captions: list[str]
+    hidden: np.ndarray
+    has_copies: np.ndarray
+
+
+def shard(seeds: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
+    """Return the seeds of process `rank`: equally many for every process, none in common."""
+    return seeds[: len(seeds) // world_size * world_size][rank::world_size]
+
+
+def render_chunks(
+    seeds: Sequence[int],
+    *,
+    size: int,
+    workers: int,
+    corrupted: bool = False,
+    progress: str | None = None,
+) -> Iterator[Chunk]:
+    """Render scenes in order; the next chunk is rendered while the caller works on this one.
+
+    A chunk's pictures are valid until the next chunk is asked for.
+
+    Args:
+        seeds: of the scenes.
+        size: side of a picture in pixels.
+        workers: number of rendering processes; 0 renders here.
+        corrupted: render with copies that disagree.
+        progress: label of a progress bar; None shows none.
+    """
+    chunk = min(CHUNK, len(seeds))
+    shape = (2, chunk, size, size, 3)
+    shared = mmap.mmap(-1, int(np.prod(shape)))  # anonymous, so forked workers write into it
+    buffer = np.frombuffer(shared, np.uint8).reshape(shape)
+    starts = range(0, len(seeds), chunk)
+    tasks = [
+        [
+            (index % 2, offset, list(seeds[start + offset : start + min(offset + TASK, chunk)]))
+            for offset in range(0, min(chunk, len(seeds) - start), TASK)
+        ]
+        for index, start in enumerate(starts)
+    ]
+    with tqdm(total=len(seeds), desc=progress, disable=progress is None, mininterval=2) as bar:
+        for index, results in enumerate(_run(tasks, buffer, size, corrupted, workers)):
+            captions = [caption for part in results for caption in part[0]]
+            hidden, has_copies = (np.concatenate([part[k] for part in results]) for k in (1, 2))
+            bar.update(len(captions))
+            yield Chunk(buffer[index % 2, : len(captions)], captions, hidden, has_copies)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """All scenes of a share, as `Chunk`, with the tensors on the device."""
+
+    pictures: Tensor
+    captions: list[str]
+    hidden: Tensor
+    has_copies: Tensor
+
+
+def load_pictures(
+    seeds: Sequence[int],
+    *,
+    size: int,
+    workers: int,
+    device: torch.device,
+    corrupted: bool = False,
+    progress: str | None = None,
+) -> Pictures:
+    """Render scenes as `render_chunks` does, into memory of `device`."""
+    pictures = torch.empty((len(seeds), size, size, 3), dtype=torch.uint8, device=device)
+    captions: list[str] = []
+    hidden, has_copies = [], []
+    chunks = render_chunks(
+        seeds, size=size, workers=workers, corrupted=corrupted, progress=progress
+    )
+    for chunk in chunks:
+        start = len(captions)
+        pictures[start : start + len(chunk.captions)] = torch.from_numpy(chunk.pictures)
+        captions += chunk.captions
+        hidden.append(torch.from_numpy(chunk.hidden))
+        has_copies.append(torch.from_numpy(chunk.has_copies))
+    return Pictures(
+        pictures, captions, torch.cat(hidden).to(device), torch.cat(has_copies).to(device)
+    )
+
+
+def to_float(pictures: Tensor) -> Tensor:
+    """Turn (n, h, w, 3) uint8 into (n, 3, h, w) in [-1, 1], channels last in memory."""
+    return pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def to_uint8(pictures: Tensor) -> np.ndarray:
+    """Turn (n, 3, h, w) in [-1, 1] into (n, h, w, 3) uint8."""
+    levels = ((pictures.float().clamp(-1, 1) + 1) * 127.5).round()
+    return levels.to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+
+
+def _run(tasks: list, buffer: np.ndarray, size: int, corrupted: bool, workers: int) -> Iterator:
+    if workers == 0:
+        _share(buffer, size, corrupted)
+        for chunk in tasks:
+            yield [_render(task) for task in chunk]
+        return
+    context = multiprocessing.get_context("fork")
+    with context.Pool(workers, _share, (buffer, size, corrupted)) as pool:
+        pending = pool.map_async(_render, tasks[0], chunksize=1)
+        for following in [*tasks[1:], None]:
+            results = pending.get()
+            if following is not None:
+                pending = pool.map_async(_render, following, chunksize=1)
+            yield results
+
+
+def _share(buffer: np.ndarray, size: int, corrupted: bool) -> None:
+    global _buffer, _size, _corrupted
+    _buffer, _size, _corrupted = buffer, size, corrupted
+
+
+def _render(task: tuple[int, int, list[int]]) -> tuple[list[str], np.ndarray, np.ndarray]:
+    slot, offset, seeds = task
+    scenes = [sample_scene(seed) for seed in seeds]
+    for index, (seed, scene) in enumerate(zip(seeds, scenes, strict=True)):
+        picture = corrupt(scene, seed, _size) if _corrupted else render(scene, _size)
+        _buffer[slot, offset + index] = picture
+    return (
+        [scene.caption for scene in scenes],
+        np.stack([scene.hidden for scene in scenes]),
+        np.array([_has_copies(scene) for scene in scenes]),
+    )
+
+
+def _has_copies(scene: Scene) -> bool:
+    repeated = any(group.motif is not None and group.count > 1 for group in scene.groups)
+    return repeated or scene.background.cells is not None

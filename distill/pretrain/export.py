@@ -1,0 +1,101 @@
+"""Results as standard folders: what every command leaves, and the folder the package ships."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from transformers import CLIPModel, CLIPTextModel, CLIPTokenizer
+
+MAX_SHARD_SIZE = "15MB"  # every file stays below 16 MiB
+
+
+@contextlib.contextmanager
+def replace_folder(path: Path) -> Iterator[Path]:
+    """Give a temporary folder to write into; it takes the place of `path` when all went well."""
+    temporary = path.with_name(f".writing-{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.rename(path)
+
+
+def make_scheduler() -> DDIMScheduler:
+    """Return SD's noise schedule, sampled from the last training step on."""
+    return DDIMScheduler(
+        num_train_timesteps=1000,
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        steps_offset=1,
+        clip_sample=False,
+        set_alpha_to_one=False,
+        timestep_spacing="trailing",
+        prediction_type="epsilon",
+    )
+
+
+def make_pipeline(
+    vae: AutoencoderKL,
+    unet: UNet2DConditionModel,
+    text_encoder: CLIPTextModel,
+    tokenizer: CLIPTokenizer,
+) -> StableDiffusionPipeline:
+    """Return the parts as a Stable Diffusion pipeline without safety checker."""
+    return StableDiffusionPipeline(
+        vae=vae,
+        unet=unet,
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        scheduler=make_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def save_pipeline(pipeline: StableDiffusionPipeline, folder: Path) -> None:
+    """Save half-precision parts so that plain `from_pretrained` gives a float32 pipeline."""
+    pipeline.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+    _load_as_float32(folder / "text_encoder")
+
+
+def save_scorer(model: CLIPModel, tokenizer: CLIPTokenizer, folder: Path) -> None:
+    """Save a half-precision scorer that plain `from_pretrained` loads as float32."""
+    model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+    tokenizer.save_pretrained(folder)
+    _load_as_float32(folder)
+
+
+def export_mini_sd(vae: Path, sd: Path, scorer: Path, output: Path) -> None:
+    """Assemble the folder that ships: the pipeline of `sd`, and the scorer in `scorer/`.
+
+    Raises:
+        FileNotFoundError: a run has not finished.
+        ValueError: `sd` was trained on latents of another VAE.
+    """
+    for folder in (vae / "vae", sd / "model", scorer / "scorer"):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} does not exist: that run has not finished.")
+    pipeline = StableDiffusionPipeline.from_pretrained(sd / "model", dtype=torch.float16)
+    expected = AutoencoderKL.from_pretrained(vae / "vae", torch_dtype=torch.float16).state_dict()
+    for name, value in pipeline.vae.state_dict().items():
+        if not torch.equal(value, expected[name]):
+            raise ValueError(f"{sd} was trained on another VAE than {vae}; {name} differs.")
+    with replace_folder(output) as folder:
+        save_pipeline(pipeline, folder)
+        model = CLIPModel.from_pretrained(scorer / "scorer", dtype=torch.float16)
+        tokenizer = CLIPTokenizer.from_pretrained(scorer / "scorer")
+        save_scorer(model, tokenizer, folder / "scorer")
+
+
+def _load_as_float32(folder: Path) -> None:
+    # transformers loads in the dtype that the configuration names, diffusers in float32; a
+    # pipeline needs one dtype. An explicit `dtype=` still decides.
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")

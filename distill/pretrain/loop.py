@@ -1,0 +1,254 @@
+"""The training loop that the three pretraining commands share.
+
+A step's batch and noise depend only on (seed, process, step), so a resumed run needs no random
+state: model, averaged model, optimizer and step number are all of it.
+"""
+
+import contextlib
+import copy
+import json
+import math
+import time
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from distill.pretrain import checkpoint
+from distill.pretrain.config import RunConfig
+
+Batch = dict[str, Tensor]
+
+
+class Task(Protocol):
+    """One thing to train. `model(**batch)` returns scalar losses, the minimised one as `loss`."""
+
+    model: nn.Module
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        """Return the next batch, drawn with `generator`, on the device."""
+
+    def preview(self, model: nn.Module, step: int) -> dict[str, float]:
+        """Write what shows the state of the averaged `model`; return figures to log."""
+
+    def finish(self, model: nn.Module) -> dict[str, float]:
+        """Export the averaged `model`; return the final figures."""
+
+
+class Schedule:
+    """Progress in [0, 1] by steps and by time, and the learning rate that follows it.
+
+    The clock starts at the first `observe`, after compilation. All processes must observe the
+    same seconds, so that they agree on the rate and on the end without talking at every step.
+    """
+
+    def __init__(self, config: RunConfig, *, progress: float = 0.0) -> None:
+        self.config = config
+        self.first_progress = progress
+        self.time_progress = progress
+        self.progress_per_step = 0.0
+        self.observed_step: int | None = None
+        self.first_seconds = 0.0
+
+    def observe(self, step: int, seconds: float) -> None:
+        """Take note that the process has run for `seconds` when `step` is reached."""
+        if self.config.max_minutes is None:
+            return
+        if self.observed_step is None:
+            self.first_seconds = seconds
+        else:
+            end = 60 * (self.config.max_minutes - self.config.finish_minutes)
+            share = (seconds - self.first_seconds) / max(end - self.first_seconds, 1e-3)
+            progress = self.first_progress + (1 - self.first_progress) * share
+            self.progress_per_step = (progress - self.time_progress) / (step - self.observed_step)
+            self.time_progress = progress
+        self.observed_step = step
+
+    def progress(self, step: int) -> float:
+        """Return the larger of the step fraction and the extrapolated time fraction."""
+        since = step - self.observed_step if self.observed_step is not None else 0
+        return max(step / self.config.steps, self.time_progress + since * self.progress_per_step)
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of the update that follows `step` completed ones."""
+        warmup = min(1.0, (step + 1) / max(self.config.warmup_steps, 1))
+        cosine = 0.5 * (1 + math.cos(math.pi * min(self.progress(step), 1.0)))
+        return self.config.learning_rate * warmup * cosine
+
+
+def make_accelerator() -> Accelerator:
+    """Return the accelerator; autocast and compilation are the loop's own."""
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return Accelerator(kwargs_handlers=[ddp])
+
+
+def autocast(config: RunConfig, device: torch.device) -> contextlib.AbstractContextManager:
+    """Return the context of the configured precision."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+
+
+def fit(
+    task: Task,
+    config: RunConfig,
+    output: Path,
+    *,
+    accelerator: Accelerator,
+    resume: bool,
+    started: float,
+) -> None:
+    """Train `task.model`, keep its moving average, and hand that to `task.finish`.
+
+    Args:
+        task: what is trained.
+        config: its configuration.
+        output: folder for checkpoints, logs and results.
+        accelerator: device and processes.
+        resume: go on from the newest checkpoint, if there is one.
+        started: `time.monotonic()` of the start of the process, for `max_minutes`.
+    """
+    device = accelerator.device
+    averaged = copy.deepcopy(task.model).requires_grad_(False).eval()
+    optimizer = torch.optim.AdamW(
+        task.model.parameters(),
+        lr=config.learning_rate,
+        betas=config.adam_betas,
+        weight_decay=config.weight_decay,
+        fused=device.type == "cuda",
+    )
+    state = checkpoint.TrainingState(task.model, averaged, optimizer)
+    step, progress = 0, 0.0
+    if resume:
+        step, progress = checkpoint.load_newest(output, state)
+    if config.compile:
+        torch._dynamo.config.optimize_ddp = False  # the compiled module is inside DDP
+        task.model.compile()
+    model = accelerator.prepare_model(task.model)
+
+    schedule = Schedule(config, progress=progress)
+    generator = torch.Generator(device)
+    log = Log(output, config) if accelerator.is_main_process else None
+    totals: dict[str, Tensor] = {}
+    logged_step, logged_time, preview_time = step, time.monotonic(), time.monotonic()
+    bar = tqdm(
+        total=config.steps,
+        initial=step,
+        desc="train",
+        mininterval=2,
+        disable=not accelerator.is_main_process,
+    )
+    while schedule.progress(step) < 1:
+        generator.manual_seed(_step_seed(config.seed, accelerator.process_index, step))
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.learning_rate(step)
+        losses = train_step(model, task.batch(generator), optimizer, config, device)
+        step += 1
+        update_average(averaged, task.model, config.ema_decay, step)
+        for name, value in losses.items():
+            totals[name] = totals[name] + value if name in totals else value
+        bar.update()
+
+        if step % config.log_every == 0:
+            means = _reduced_means(totals, step - logged_step, accelerator)
+            now = time.monotonic()
+            schedule.observe(step, _agreed(now - started))
+            speed = (step - logged_step) / (now - logged_time)
+            if log is not None:
+                log.write(
+                    step=step,
+                    progress=schedule.progress(step),
+                    learning_rate=optimizer.param_groups[0]["lr"],
+                    minutes=(now - started) / 60,
+                    samples_per_second=speed * config.batch_size * accelerator.num_processes,
+                    **means,
+                )
+                bar.set_postfix(
+                    loss=f"{means['loss']:.4g}", left=f"{1 - schedule.progress(step):.0%}"
+                )
+                due = config.preview_minutes is not None and schedule.progress(step) < 1
+                if due and now - preview_time >= 60 * config.preview_minutes:
+                    with autocast(config, device):
+                        log.write(step=step, **task.preview(averaged, step))
+                    preview_time = time.monotonic()
+            totals = {}
+            logged_step, logged_time = step, time.monotonic()
+        if config.checkpoint_every and step % config.checkpoint_every == 0 and log is not None:
+            checkpoint.save(
+                output, state, config, accelerator.num_processes, step, schedule.progress(step)
+            )
+    bar.close()
+    if log is not None:
+        with autocast(config, device):
+            log.write(step=step, final=True, **task.preview(averaged, step))
+        log.write(step=step, final=True, **task.finish(averaged))
+        log.close()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def train_step(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+    config: RunConfig,
+    device: torch.device,
+) -> Batch:
+    """Make one optimizer step; return the detached losses, still on the device."""
+    with autocast(config, device):
+        losses = model(**batch)
+    losses["loss"].backward()
+    nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {name: value.detach() for name, value in losses.items()}
+
+
+@torch.no_grad()
+def update_average(averaged: nn.Module, model: nn.Module, decay: float, step: int) -> None:
+    """Move `averaged` towards `model`; the decay rises to `decay` over the first steps."""
+    decay = min(decay, (1 + step) / (10 + step))
+    torch._foreach_lerp_(list(averaged.parameters()), list(model.parameters()), 1 - decay)
+
+
+class Log:
+    """Lines of `log.jsonl` (one JSON object each), and TensorBoard's if configured."""
+
+    def __init__(self, output: Path, config: RunConfig) -> None:
+        self.file = (output / "log.jsonl").open("a")
+        self.board = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(output / "tensorboard")
+
+    def write(self, *, step: int, final: bool = False, **figures: float) -> None:
+        rounded = {name: float(f"{value:.6g}") for name, value in figures.items()}
+        line = {"step": step, **({"final": True} if final else {}), **rounded}
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        for name, value in figures.items() if self.board is not None else ():
+            self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def _step_seed(seed: int, process: int, step: int) -> int:
+    return ((seed * 1_000_003 + process) * 1_000_000_007 + step) % (2**63)
+
+
+def _reduced_means(totals: Batch, count: int, accelerator: Accelerator) -> dict[str, float]:
+    summed = torch.stack([value.float() for value in totals.values()]) / count
+    means = dict(zip(totals, accelerator.reduce(summed, reduction="mean").tolist(), strict=True))
+    if not all(math.isfinite(value) for value in means.values()):
+        raise FloatingPointError(f"training stopped: a loss is not finite ({means}).")
+    return means
+
+
+def _agreed(seconds: float) -> float:
+    return broadcast_object_list([seconds])[0]

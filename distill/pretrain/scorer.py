@@ -1,0 +1,223 @@
+"""The CLIP-style scorer: captions against pictures, and features that see the hidden structure.
+
+Beside the contrastive loss, two heads that are not exported read the picture features: one the
+hidden bits of the scene, one whether the copies in the picture disagree.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+
+from avq_diffusers.mini import HIDDEN_SIZE, SCORER_SEEDS, VALIDATION_SEEDS
+from distill.pretrain.config import ScorerConfig
+from distill.pretrain.data import load_pictures, shard, to_float
+from distill.pretrain.export import replace_folder, save_scorer
+from distill.pretrain.loop import Batch, fit
+from distill.pretrain.tokenizer import CONTEXT_LENGTH, encode, scene_tokenizer, special_ids
+
+RETRIEVAL_BATCH = 256
+UNKNOWN_BIT = 0.5
+
+
+def build_scorer(config: ScorerConfig, tokenizer: CLIPTokenizer) -> CLIPModel:
+    """Return an untrained CLIP model for `tokenizer`."""
+    width = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "projection_dim": config.projection_size,
+    }
+    return CLIPModel(
+        CLIPConfig(
+            text_config={
+                **width,
+                "vocab_size": len(tokenizer),
+                "intermediate_size": config.text_intermediate_size,
+                "num_hidden_layers": config.text_layers,
+                "max_position_embeddings": CONTEXT_LENGTH,
+                **special_ids(tokenizer),
+            },
+            vision_config={
+                **width,
+                "image_size": config.image_size,
+                "patch_size": config.patch_size,
+                "intermediate_size": config.vision_intermediate_size,
+                "num_hidden_layers": config.vision_layers,
+            },
+            projection_dim=config.projection_size,
+        )
+    )
+
+
+def contrastive_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the symmetric contrastive loss; rows with equal captions share the target.
+
+    Args:
+        logits: (n, n), captions by pictures.
+        ids: token ids (n, length) of the captions.
+    """
+    equal = (ids[:, None] == ids[None]).all(-1).float()
+    targets = equal / equal.sum(-1, keepdim=True)
+    return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+
+
+class ScorerModel(nn.Module):
+    """The scorer with its training heads and losses."""
+
+    def __init__(self, clip: CLIPModel, config: ScorerConfig) -> None:
+        super().__init__()
+        self.clip = clip
+        self.config = config
+        self.hidden_head = nn.Linear(config.hidden_size, HIDDEN_SIZE)
+        self.corrupted_head = nn.Linear(config.hidden_size, 1)
+
+    def forward(
+        self, pictures: Tensor, ids: Tensor, hidden: Tensor, corrupted: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the losses; the first len(ids) pictures are intact.
+
+        Args:
+            pictures: (n, 3, h, w) in [-1, 1], intact ones first.
+            ids: token ids (m, 77) of the intact pictures.
+            hidden: bits (m, HIDDEN_SIZE) of the intact pictures, 0.5 where absent.
+            corrupted: (n,) 1 where copies disagree, else 0.
+        """
+        intact = len(ids)
+        features = self.picture_features(pictures)
+        pooled = features.float()
+        logits = self.logits(features[:intact], self.caption_features(ids))
+        known = (hidden != UNKNOWN_BIT).float()
+        bits = F.binary_cross_entropy_with_logits(
+            self.hidden_head(pooled[:intact]).float(), hidden, reduction="none"
+        )
+        losses = {
+            "contrastive": contrastive_loss(logits, ids),
+            "hidden": (bits * known).sum() / known.sum().clamp(min=1),
+            "corrupted": F.binary_cross_entropy_with_logits(
+                self.corrupted_head(pooled)[:, 0].float(), corrupted
+            ),
+        }
+        total = losses["contrastive"] + self.config.hidden_weight * losses["hidden"]
+        return {"loss": total + self.config.corrupted_weight * losses["corrupted"], **losses}
+
+    def picture_features(self, pictures: Tensor) -> Tensor:
+        """Return the pooled vision output (n, hidden_size), the features of FID."""
+        return self.clip.vision_model(pixel_values=pictures).pooler_output
+
+    def caption_features(self, ids: Tensor) -> Tensor:
+        """Return the pooled text output (n, hidden_size)."""
+        return self.clip.text_model(input_ids=ids).pooler_output
+
+    def logits(self, pictures: Tensor, captions: Tensor) -> Tensor:
+        """Return the scaled similarities (captions, pictures) of pooled features."""
+        first = F.normalize(self.clip.text_projection(captions).float(), dim=-1)
+        second = F.normalize(self.clip.visual_projection(pictures).float(), dim=-1)
+        scale = self.clip.logit_scale.clamp(max=4.6052).exp()  # at most 100, as in CLIP
+        return scale * (first @ second.T)
+
+
+class ScorerTask:
+    """Intact and corrupted pictures on the device, figures and export."""
+
+    def __init__(self, config: ScorerConfig, output: Path, accelerator: Accelerator) -> None:
+        self.config, self.output = config, output
+        self.device = accelerator.device
+        self.tokenizer = scene_tokenizer()
+        main = accelerator.is_main_process
+
+        seeds = SCORER_SEEDS[: config.num_scenes]
+        seeds = shard(seeds, accelerator.process_index, accelerator.num_processes)
+        count = max(1, round(len(seeds) * config.corrupted_share))
+        # The corrupted scenes are intact ones too, so nothing but the copies tells them apart.
+        self.intact = self._load(seeds[count:], label="render" if main else None)
+        label = "render corrupted" if main else None
+        self.corrupted = self._load(seeds[count:][:count], corrupted=True, label=label)
+        if main:
+            seeds = VALIDATION_SEEDS[: config.num_validation]
+            self.validation = self._load(seeds)
+            self.validation_corrupted = self._load(seeds, corrupted=True)
+        self.num_corrupted = max(1, round(config.batch_size * config.corrupted_share))
+        self.model = ScorerModel(build_scorer(config, self.tokenizer), config).to(self.device)
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        sizes = (self.config.batch_size - self.num_corrupted, self.num_corrupted)
+        intact, corrupted = (
+            torch.randint(len(data["pictures"]), (n,), generator=generator, device=self.device)
+            for data, n in zip((self.intact, self.corrupted), sizes, strict=True)
+        )
+        pictures = [self.intact["pictures"][intact], self.corrupted["pictures"][corrupted]]
+        # A corrupted scene without copies has nothing that could disagree.
+        disagree = self.corrupted["has_copies"][corrupted].float()
+        labels = [torch.zeros(sizes[0], device=self.device), disagree]
+        return {
+            "pictures": to_float(torch.cat(pictures)),
+            "ids": self.intact["ids"][intact],
+            "hidden": self.intact["hidden"][intact],
+            "corrupted": torch.cat(labels),
+        }
+
+    @torch.no_grad()
+    def preview(self, model: ScorerModel, step: int) -> dict[str, float]:
+        ids, hidden = self.validation["ids"], self.validation["hidden"]
+        intact = self._features(model, self.validation["pictures"])
+        corrupted = self._features(model, self.validation_corrupted["pictures"])
+        captions = torch.cat([model.caption_features(part) for part in ids.split(RETRIEVAL_BATCH)])
+
+        hits = []
+        for start in range(0, len(ids), RETRIEVAL_BATCH):
+            part = slice(start, start + RETRIEVAL_BATCH)
+            best = model.logits(intact[part], captions[part]).argmax(-1)
+            hits.append((ids[part][best] == ids[part]).all(-1))
+
+        has_copies = self.validation["has_copies"]
+        passed = model.corrupted_head(intact)[has_copies, 0] <= 0
+        found = model.corrupted_head(corrupted)[has_copies, 0] > 0
+        known = hidden != UNKNOWN_BIT
+        right = (model.hidden_head(intact) > 0) == (hidden > UNKNOWN_BIT)
+        return {
+            "retrieval_top1": torch.cat(hits).float().mean().item(),
+            "corruption_accuracy": torch.cat([found, passed]).float().mean().item(),
+            "hidden_accuracy": right[known].float().mean().item(),
+        }
+
+    @torch.no_grad()
+    def finish(self, model: ScorerModel) -> dict[str, float]:
+        model.half()
+        with replace_folder(self.output / "scorer") as folder:
+            save_scorer(model.clip, self.tokenizer, folder)
+        figures = self.preview(model.float(), self.config.steps)
+        return {f"{name}_exported": value for name, value in figures.items()}
+
+    def _load(
+        self, seeds: range, *, corrupted: bool = False, label: str | None = None
+    ) -> dict[str, Tensor]:
+        data = load_pictures(
+            seeds,
+            size=self.config.image_size,
+            workers=self.config.workers,
+            device=self.device,
+            corrupted=corrupted,
+            progress=label,
+        )
+        return {
+            "pictures": data.pictures,
+            "ids": encode(self.tokenizer, data.captions).to(self.device),
+            "hidden": data.hidden,
+            "has_copies": data.has_copies,
+        }
+
+    def _features(self, model: ScorerModel, pictures: Tensor) -> Tensor:
+        parts = pictures.split(RETRIEVAL_BATCH)
+        return torch.cat([model.picture_features(to_float(part)) for part in parts])
+
+
+def train_scorer(
+    config: ScorerConfig, output: Path, accelerator: Accelerator, *, resume: bool, started: float
+) -> None:
+    """Train the scorer; leave it with its tokenizer as a folder in `output/scorer`."""
+    torch.manual_seed(config.seed)
+    task = ScorerTask(config, output, accelerator)
+    fit(task, config, output, accelerator=accelerator, resume=resume, started=started)

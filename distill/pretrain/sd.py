@@ -1,0 +1,278 @@
+"""UNet and text encoder, trained together on VAE latents of scenes and their captions."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch import Tensor, nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS, sample_scene
+from distill.pretrain.config import SDConfig
+from distill.pretrain.data import render_chunks, shard, to_float
+from distill.pretrain.export import make_pipeline, make_scheduler, replace_folder, save_pipeline
+from distill.pretrain.grids import save_grid
+from distill.pretrain.loop import Batch, fit
+from distill.pretrain.tokenizer import CONTEXT_LENGTH, encode, scene_tokenizer, special_ids
+
+ENCODER_BATCH = 128
+MAX_GRID_COLUMNS = 4
+NOISE_CELLS = (1, 2, 4, 8)  # cells per side of the grids of `layered_noise`
+
+
+def build_text_encoder(config: SDConfig, tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    """Return an untrained CLIP text encoder for `tokenizer`."""
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=config.text_hidden_size,
+            intermediate_size=4 * config.text_hidden_size,
+            projection_dim=config.text_hidden_size,
+            num_hidden_layers=config.text_layers,
+            num_attention_heads=config.text_heads,
+            max_position_embeddings=CONTEXT_LENGTH,
+            **special_ids(tokenizer),
+        )
+    )
+
+
+def build_unet(config: SDConfig, latent_channels: int, latent_size: int) -> UNet2DConditionModel:
+    """Return an untrained UNet with attention at all levels but the deepest."""
+    crossed = len(config.block_out_channels) - 1
+    return UNet2DConditionModel(
+        sample_size=latent_size,
+        in_channels=latent_channels,
+        out_channels=latent_channels,
+        block_out_channels=list(config.block_out_channels),
+        down_block_types=["CrossAttnDownBlock2D"] * crossed + ["DownBlock2D"],
+        up_block_types=["UpBlock2D"] + ["CrossAttnUpBlock2D"] * crossed,
+        layers_per_block=config.layers_per_block,
+        attention_head_dim=config.num_attention_heads,
+        cross_attention_dim=config.text_hidden_size,
+        norm_num_groups=config.norm_num_groups,
+    )
+
+
+def snr_weights(alphas_cumprod: Tensor, floor: float, gamma: float) -> Tensor:
+    """Return clamp(SNR, floor, gamma) / SNR per time step.
+
+    These are the min-SNR-gamma weights of epsilon prediction (Hang et al., 2023), raised where the
+    SNR is below `floor`: there the caption decides the layout, at errors too small to count.
+    """
+    snr = alphas_cumprod / (1 - alphas_cumprod)
+    return snr.clamp(floor, gamma) / snr
+
+
+def layered_noise(
+    shape: tuple[int, ...], strength: float, generator: torch.Generator, device: torch.device
+) -> Tensor:
+    """Return noise of unit variance: white, and `strength` of it constant over grid cells.
+
+    Offset noise (Guttenberg, 2023) at several scales. SD's schedule leaves the mean colour and the
+    layout of such plain pictures readable at its last time step, so a model trained on white noise
+    takes them from its input instead of from the caption, and finds neither when it samples.
+    """
+    noise = torch.randn(shape, generator=generator, device=device)
+    for cells in NOISE_CELLS:
+        coarse = torch.randn((*shape[:2], cells, cells), generator=generator, device=device)
+        noise += strength * F.interpolate(coarse, size=shape[2:], mode="nearest")
+    return noise / (1 + len(NOISE_CELLS) * strength**2) ** 0.5
+
+
+def drop_captions(ids: Tensor, empty: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Replace each row of `ids` (n, length) by `empty` (length,) with probability `share`."""
+    chance = torch.rand((len(ids), 1), generator=generator, device=ids.device)
+    return torch.where(chance < share, empty, ids)
+
+
+class SDModel(nn.Module):
+    """UNet and text encoder with the denoising loss."""
+
+    def __init__(
+        self, unet: UNet2DConditionModel, text_encoder: CLIPTextModel, config: SDConfig
+    ) -> None:
+        super().__init__()
+        self.unet = unet
+        self.text_encoder = text_encoder
+        alphas = make_scheduler().alphas_cumprod
+        self.register_buffer("signal", alphas.sqrt(), persistent=False)
+        self.register_buffer("sigma", (1 - alphas).sqrt(), persistent=False)
+        weights = snr_weights(alphas, config.snr_floor, config.snr_gamma)
+        self.register_buffer("weights", weights, persistent=False)
+
+    def forward(
+        self, latents: Tensor, noise: Tensor, timesteps: Tensor, ids: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the weighted `loss` and the plain `mse` of the predicted noise.
+
+        Args:
+            latents: scaled latents (n, channels, h, w).
+            noise: of the same shape.
+            timesteps: (n,) in [0, 1000).
+            ids: token ids (n, 77).
+        """
+        shape = (-1, 1, 1, 1)
+        noisy = self.signal[timesteps].view(shape) * latents
+        noisy = noisy + self.sigma[timesteps].view(shape) * noise
+        context = self.text_encoder(input_ids=ids).last_hidden_state
+        predicted = self.unet(noisy, timesteps, encoder_hidden_states=context).sample.float()
+        error = (predicted - noise).square().mean((1, 2, 3))
+        return {"loss": (self.weights[timesteps] * error).mean(), "mse": error.mean()}
+
+
+class SDTask:
+    """Latents and token ids on the device, previews and export."""
+
+    def __init__(
+        self, config: SDConfig, output: Path, accelerator: Accelerator, vae_folder: Path
+    ) -> None:
+        self.config, self.output = config, output
+        self.device = accelerator.device
+        self.vae = AutoencoderKL.from_pretrained(vae_folder).requires_grad_(False).eval()
+        self.vae.to(self.device, memory_format=torch.channels_last)
+        if config.init_from is None:
+            self.tokenizer = scene_tokenizer()
+        else:
+            self.tokenizer = CLIPTokenizer.from_pretrained(Path(config.init_from) / "tokenizer")
+        seeds = TRAINING_SEEDS[: config.num_scenes]
+        seeds = shard(seeds, accelerator.process_index, accelerator.num_processes)
+        label = "render and encode" if accelerator.is_main_process else None
+        self.latents, self.ids = self._encode_scenes(seeds, label)
+        self.empty = encode(self.tokenizer, [""]).to(self.device)[0]
+        if accelerator.is_main_process:
+            seeds = VALIDATION_SEEDS[: config.num_validation]
+            self.validation = self._encode_scenes(seeds, None)
+            seeds = VALIDATION_SEEDS[: config.num_prompts]
+            self.prompts = [sample_scene(seed).caption for seed in seeds]
+        if config.init_from is None:
+            channels, size = self.latents.shape[1:3]
+            unet = build_unet(config, channels, size)
+            text_encoder = build_text_encoder(config, self.tokenizer)
+        else:
+            unet, text_encoder = _load_start(config)
+        self.model = SDModel(unet, text_encoder, config)
+        self.model.to(self.device, memory_format=torch.channels_last)
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        shape = (self.config.batch_size,)
+        draw = {"generator": generator, "device": self.device}
+        index = torch.randint(len(self.latents), shape, **draw)
+        ids = drop_captions(self.ids[index], self.empty, self.config.caption_dropout, generator)
+        timesteps = torch.randint(len(self.model.weights), shape, **draw)
+        noise = layered_noise((*shape, *self.latents.shape[1:]), self.config.layered_noise, **draw)
+        return {
+            "latents": self.latents[index].float().to(memory_format=torch.channels_last),
+            "noise": noise.to(memory_format=torch.channels_last),
+            "timesteps": timesteps,
+            "ids": ids,
+        }
+
+    @torch.no_grad()
+    def preview(self, model: SDModel, step: int) -> dict[str, float]:
+        pipeline = make_pipeline(self.vae, model.unet, model.text_encoder, self.tokenizer)
+        pipeline.set_progress_bar_config(disable=True)
+        pictures = pipeline(
+            self.prompts,
+            height=self.config.image_size,
+            width=self.config.image_size,
+            num_inference_steps=self.config.sample_steps,
+            guidance_scale=self.config.guidance_scale,
+            generator=torch.Generator(self.device).manual_seed(self.config.seed),
+            output_type="np",
+        ).images
+        save_grid(
+            self.output / "grids" / f"step-{step:06d}.png",
+            list((pictures * 255).round().astype("uint8")),
+            columns=min(MAX_GRID_COLUMNS, len(pictures)),
+            captions=self.prompts,
+        )
+        return self._validation_losses(model)
+
+    @torch.no_grad()
+    def finish(self, model: SDModel) -> dict[str, float]:
+        pipeline = make_pipeline(self.vae, model.unet, model.text_encoder, self.tokenizer)
+        # Half precision is what ships; the figures afterwards are of the rounded weights.
+        parts = (self.vae, model.unet, model.text_encoder)
+        for part in parts:
+            part.half()
+        with replace_folder(self.output / "model") as folder:
+            save_pipeline(pipeline, folder)
+        for part in parts:
+            part.float()
+        losses = self._validation_losses(model)
+        return {f"{name}_exported": value for name, value in losses.items()}
+
+    def _validation_losses(self, model: SDModel) -> dict[str, float]:
+        """Average the losses over the validation scenes, at evenly spread time steps."""
+        latents, ids = self.validation
+        generator = torch.Generator(self.device).manual_seed(self.config.seed)
+        noise = torch.randn(latents.shape, generator=generator, device=self.device)
+        spread = torch.arange(len(latents), device=self.device) * len(model.weights)
+        timesteps = spread // len(latents)
+        parts = [
+            {name: value * len(part) for name, value in model(*values).items()}
+            for values in zip(
+                *(
+                    tensor.split(self.config.batch_size)
+                    for tensor in (latents.float(), noise, timesteps, ids)
+                ),
+                strict=True,
+            )
+            for part in values[:1]
+        ]
+        return {
+            f"validation_{name}": sum(part[name].item() for part in parts) / len(latents)
+            for name in parts[0]
+        }
+
+    @torch.no_grad()
+    def _encode_scenes(self, seeds: range, label: str | None) -> tuple[Tensor, Tensor]:
+        # Half precision keeps three more bits than bfloat16; the CPU computes in fp32.
+        half = self.device.type == "cuda"
+        latents, captions = [], []
+        size, workers = self.config.image_size, self.config.workers
+        for chunk in render_chunks(seeds, size=size, workers=workers, progress=label):
+            pictures = torch.from_numpy(chunk.pictures).to(self.device)
+            for part in pictures.split(ENCODER_BATCH):
+                with torch.autocast(self.device.type, torch.float16, enabled=half):
+                    mean = self.vae.encode(to_float(part)).latent_dist.mean
+                latents.append((mean * self.vae.config.scaling_factor).half())
+            captions += chunk.captions
+        return torch.cat(latents), encode(self.tokenizer, captions).to(self.device)
+
+
+def _load_start(config: SDConfig) -> tuple[UNet2DConditionModel, CLIPTextModel]:
+    unet = UNet2DConditionModel.from_pretrained(config.init_from, subfolder="unet")
+    text_encoder = CLIPTextModel.from_pretrained(
+        config.init_from, subfolder="text_encoder", dtype=torch.float32
+    )
+    expected = {
+        "block_out_channels": (list(unet.config.block_out_channels), config.block_out_channels),
+        "layers_per_block": (unet.config.layers_per_block, config.layers_per_block),
+        "num_attention_heads": (unet.config.attention_head_dim, config.num_attention_heads),
+        "text_hidden_size": (text_encoder.config.hidden_size, config.text_hidden_size),
+        "text_layers": (text_encoder.config.num_hidden_layers, config.text_layers),
+    }
+    for name, (found, wanted) in expected.items():
+        if found != (list(wanted) if isinstance(wanted, tuple) else wanted):
+            raise ValueError(
+                f"{name} is {wanted} in the configuration, but {found} in {config.init_from}."
+            )
+    return unet, text_encoder
+
+
+def train_sd(
+    config: SDConfig,
+    output: Path,
+    accelerator: Accelerator,
+    *,
+    resume: bool,
+    started: float,
+    vae_folder: Path,
+) -> None:
+    """Train UNet and text encoder; leave the whole pipeline as a folder in `output/model`."""
+    torch.manual_seed(config.seed)
+    task = SDTask(config, output, accelerator, vae_folder)
+    fit(task, config, output, accelerator=accelerator, resume=resume, started=started)

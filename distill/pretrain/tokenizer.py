@@ -1,0 +1,89 @@
+"""A CLIP tokenizer whose byte-pair vocabulary is learnt from scene captions.
+
+Every word of the captions is one token; any other text still tokenises, down to single bytes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+
+import torch
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from transformers import CLIPTokenizer
+
+from avq_diffusers.mini import VOCABULARY
+
+CONTEXT_LENGTH = 77
+END_OF_WORD = "</w>"
+START_OF_TEXT = "<|startoftext|>"
+END_OF_TEXT = "<|endoftext|>"
+
+
+def train_tokenizer(texts: Iterable[str]) -> CLIPTokenizer:
+    """Learn a tokenizer in which every word of `texts` is one token; equal texts, equal ids."""
+    backend = CLIPTokenizer().backend_tokenizer
+    words = {
+        word
+        for text in texts
+        for word, _ in backend.pre_tokenizer.pre_tokenize_str(
+            backend.normalizer.normalize_str(text)
+        )
+    }
+    merges = learn_merges(words)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = letters + [letter + END_OF_WORD for letter in letters]
+    tokens += [first + second for first, second in merges]
+    tokens = list(dict.fromkeys([*tokens, START_OF_TEXT, END_OF_TEXT]))
+    return CLIPTokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=merges,
+        model_max_length=CONTEXT_LENGTH,
+    )
+
+
+def learn_merges(words: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the byte-pair merges, in order, that make each word (in byte letters) one token.
+
+    Of equally frequent pairs the alphabetically first is merged. `tokenizers.BpeTrainer` breaks
+    such ties differently in every run, and two processes must agree on the ids.
+    """
+    split = [[*word[:-1], word[-1] + END_OF_WORD] for word in sorted(words)]
+    merges = []
+    while counts := Counter(pair for symbols in split for pair in pairwise(symbols)):
+        best = min(counts, key=lambda pair: (-counts[pair], pair))
+        merges.append(best)
+        split = [_merge(symbols, best) for symbols in split]
+    return merges
+
+
+def scene_tokenizer() -> CLIPTokenizer:
+    """Return the tokenizer of all scene captions, the same in every process and run."""
+    return train_tokenizer(VOCABULARY)
+
+
+def encode(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
+    """Return the token ids (n, 77) of padded captions, as the diffusers pipeline makes them."""
+    ids = tokenizer(
+        captions, padding="max_length", max_length=CONTEXT_LENGTH, truncation=True
+    ).input_ids
+    return torch.tensor(ids)
+
+
+def special_ids(tokenizer: CLIPTokenizer) -> dict[str, int]:
+    """Return the token ids that a CLIP text configuration needs for its pooling."""
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _merge(symbols: list[str], pair: tuple[str, str]) -> list[str]:
+    merged = []
+    for symbol in symbols:
+        if merged and (merged[-1], symbol) == pair:
+            merged[-1] += symbol
+        else:
+            merged.append(symbol)
+    return merged

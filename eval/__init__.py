@@ -1,0 +1,1 @@
+"""Measurements of AVQ attention: benchmarks, quality against exact attention, analyses."""

@@ -1,0 +1,180 @@
+"""`python -m eval`: benchmarks and quality tables, each written to a results folder."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from diffusers import StableDiffusionPipeline
+
+from avq_diffusers import AVQConfig
+from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, VALIDATION_SEEDS, sample_scene
+from eval.bench import attention_rows, attention_table, bench_attention
+from eval.report import RESULTS, save_json
+
+NUM_CALIBRATION_PROMPTS = 16
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Measure AVQ attention: speed, likeness to exact attention, quality on scenes.",
+)
+bench_app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
+app.add_typer(bench_app, name="bench")
+
+Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
+Output = Annotated[Path, typer.Option(help="Folder the results are written to.")]
+Methods = Annotated[
+    str, typer.Option(help="Comma-separated: exact, value-projection, M64P16C8, M192, ...")
+]
+Levels = Annotated[str, typer.Option(help="UNet levels that change, as 0 or 0,1.")]
+Model = Annotated[str, typer.Option(help="Folder or Hub id of a Stable Diffusion model.")]
+
+
+@bench_app.command("attention")
+def bench_attention_command(
+    device: Device = "cpu",
+    tokens: Annotated[str, typer.Option(help="Token counts.")] = "1024,4096,16384,65536",
+    config: Annotated[str, typer.Option(help="Codebook sizes.")] = "M64P16C8",
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    batch: int = 2,
+    heads: int = 8,
+    head_dim: int = 40,
+    output: Output = RESULTS,
+) -> None:
+    """Time AVQ attention (precompute included) against scaled_dot_product_attention.
+
+    Example: python -m eval bench attention --device cpu
+    """
+    chosen = AVQConfig.parse(config)
+    timings = bench_attention(
+        [int(count) for count in tokens.split(",")],
+        config=chosen,
+        device=torch.device(device),
+        dtype=getattr(torch, dtype),
+        batch=batch,
+        num_heads=heads,
+        head_dim=head_dim,
+    )
+    print(f"{chosen}, B{batch} H{heads} D{head_dim}, {dtype}, {device}")
+    print(attention_table(timings))
+    save_json(
+        output / f"bench_attention_{torch.device(device).type}.json",
+        command=_command(),
+        device=device,
+        config=str(chosen),
+        shape={"batch": batch, "heads": heads, "head_dim": head_dim, "dtype": dtype},
+        rows=attention_rows(timings),
+    )
+
+
+@app.command("compare")
+def compare_command(
+    methods: Methods = "M64P16C8,M192,M4,value-projection",
+    model: Model = MINI_SD,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts: captions of test scenes.")] = 8,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds for every prompt.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
+    levels: Levels = "0",
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """Pictures of calibrated codebooks against exact attention at equal prompts and seeds.
+
+    Example: python -m eval compare --methods M64P16C8,M192 --device cuda
+    """
+    from eval.compare import compare, compare_sheet, compare_table
+
+    pipe = StableDiffusionPipeline.from_pretrained(model).to(device)
+    chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
+    numbers = _levels(levels)
+    rows, pictures = compare(
+        pipe,
+        methods.split(","),
+        chosen,
+        range(seeds),
+        levels=numbers,
+        calibration_prompts=_calibration_prompts(),
+        num_inference_steps=steps,
+    )
+    print(compare_table(rows))
+    name = f"compare_levels{''.join(map(str, numbers))}"
+    save_json(
+        output / f"{name}.json",
+        command=_command(),
+        device=device,
+        prompts=chosen,
+        num_seeds=seeds,
+        num_inference_steps=steps,
+        rows=rows,
+    )
+    compare_sheet(output / f"{name}.png", pictures, chosen)
+
+
+@app.command("scenes")
+def scenes_command(
+    methods: Methods = "exact,M64P16C8,M192,M4,value-projection",
+    model: Model = MINI_SD,
+    scorer: Annotated[str, typer.Option(help="Folder of the CLIP-style scorer.")] = SCORER,
+    pictures: Annotated[int, typer.Option(min=2, help="Pictures a method.")] = 5000,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
+    levels: Levels = "0",
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """FID, CLIP score and copy agreement on held-out scenes, with negative controls.
+
+    Example: python -m eval scenes --pictures 5000 --device cuda
+    """
+    from eval.metrics import Scorer
+    from eval.scenes import scenes_table, score_methods
+
+    dtype = torch.float16 if torch.device(device).type == "cuda" else torch.float32
+    pipe = StableDiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
+    numbers = _levels(levels)
+    rows = score_methods(
+        pipe,
+        methods.split(","),
+        [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
+        [sample_scene(seed) for seed in TEST_SEEDS[pictures : 2 * pictures]],
+        Scorer(scorer).to(device),
+        levels=numbers,
+        calibration_prompts=_calibration_prompts(),
+        num_inference_steps=steps,
+    )
+    print(scenes_table(rows))
+    save_json(
+        output / f"scenes_levels{''.join(map(str, numbers))}.json",
+        command=_command(),
+        device=device,
+        num_inference_steps=steps,
+        dtype=str(dtype),
+        rows=rows,
+    )
+
+
+def main() -> None:
+    """Run the command; a mistake of the user's is one sentence and exit code 2."""
+    try:
+        app()
+    except (OSError, ValueError, TypeError) as error:
+        print(f"eval: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _calibration_prompts() -> list[str]:
+    return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
+
+
+def _levels(text: str) -> tuple[int, ...]:
+    return tuple(int(level) for level in text.split(","))
+
+
+def _command() -> str:
+    return " ".join(["python -m eval", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""From pictures to figures: likeness to exact attention, FID, CLIP score, copy agreement."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics.functional.image import structural_similarity_index_measure
+from torchmetrics.image.fid import FrechetInceptionDistance
+from transformers import CLIPModel, CLIPTokenizer
+
+from avq_diffusers.mini import Scene, copy_agreement
+
+SCORER_IMAGE_SIZE = 256
+SCORER_MEAN = 0.5
+SCORER_STD = 0.5
+
+
+def psnr(images: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Peak signal-to-noise ratio in dB of each uint8 picture (n, h, w, 3) to its reference."""
+    error = (images.astype(np.float64) - reference.astype(np.float64)) ** 2
+    mean_error = error.reshape(len(images), -1).mean(1)
+    with np.errstate(divide="ignore"):
+        return 10 * np.log10(255.0**2 / mean_error)
+
+
+def ssim(images: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Structural similarity of each uint8 picture (n, h, w, 3) to its reference."""
+    value = structural_similarity_index_measure(
+        _to_tensor(images), _to_tensor(reference), data_range=1.0, reduction="none"
+    )
+    return value.numpy()
+
+
+class Scorer(nn.Module):
+    """The CLIP-style scorer: pooled vision features for FID, embeddings for the CLIP score."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__()
+        self.model = CLIPModel.from_pretrained(folder).eval().requires_grad_(False)
+        self.tokenizer = CLIPTokenizer.from_pretrained(folder)
+        self.num_features = self.model.config.vision_config.hidden_size
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8 pictures (n, 3, h, w) to pooled features (n, num_features)."""
+        return self.model.vision_model(self._pixels(images)).pooler_output
+
+    @torch.no_grad()
+    def clip_score(self, images: Tensor, captions: Sequence[str]) -> Tensor:
+        """100 x cosine between each picture's and its caption's embedding, (n,)."""
+        tokens = self.tokenizer(
+            list(captions), padding="max_length", truncation=True, return_tensors="pt"
+        ).to(self.model.device)
+        image = self.model.visual_projection(self(images))
+        text = self.model.text_projection(self.model.text_model(**tokens).pooler_output)
+        return 100 * nn.functional.cosine_similarity(image, text)
+
+    def _pixels(self, images: Tensor) -> Tensor:
+        pixels = images.to(self.model.device, self.model.dtype) / 255
+        if pixels.shape[-1] != SCORER_IMAGE_SIZE:
+            pixels = nn.functional.interpolate(
+                pixels, (SCORER_IMAGE_SIZE, SCORER_IMAGE_SIZE), mode="bilinear", antialias=True
+            )
+        return (pixels - SCORER_MEAN) / SCORER_STD
+
+
+def fid(scorer: Scorer, real: np.ndarray, generated: np.ndarray, *, batch_size: int = 256) -> float:
+    """Frechet distance between the scorer's features of two sets of uint8 pictures."""
+    metric = (
+        FrechetInceptionDistance(feature=scorer).to(scorer.model.device).set_dtype(torch.float64)
+    )
+    for images, is_real in ((real, True), (generated, False)):
+        for start in range(0, len(images), batch_size):
+            metric.update(_to_bytes(images[start : start + batch_size]), real=is_real)
+    return float(metric.compute())
+
+
+def clip_scores(
+    scorer: Scorer, images: np.ndarray, captions: Sequence[str], *, batch_size: int = 256
+) -> np.ndarray:
+    """CLIP score of every picture under its caption, (n,)."""
+    scores = [
+        scorer.clip_score(
+            _to_bytes(images[start : start + batch_size]), captions[start : start + batch_size]
+        )
+        for start in range(0, len(images), batch_size)
+    ]
+    return torch.cat(scores).float().cpu().numpy()
+
+
+def copy_agreements(images: np.ndarray, scenes: Sequence[Scene]) -> np.ndarray:
+    """Copy agreement of the pictures whose scene holds copies; others are left out."""
+    values = (copy_agreement(image, scene) for image, scene in zip(images, scenes, strict=True))
+    return np.array([value for value in values if value is not None])
+
+
+def _to_bytes(images: np.ndarray) -> Tensor:
+    return torch.from_numpy(images).permute(0, 3, 1, 2)
+
+
+def _to_tensor(images: np.ndarray) -> Tensor:
+    return _to_bytes(images).float() / 255

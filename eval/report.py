@@ -1,0 +1,58 @@
+"""Results on disk: every file carries its configuration, commit, versions and device."""
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "diffusers", "transformers")
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment(device: torch.device | str) -> dict[str, Any]:
+    """Commit, versions and device of the running process."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
+    else:
+        device_name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": _commit(),
+        "device": device_name,
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+    }
+
+
+def save_json(path: Path, *, command: str, device: torch.device | str, **content: Any) -> None:
+    """Write `content` with its command and environment to `path`, in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"command": command, "environment": environment(device), **content}
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(json.dumps(document, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def _commit() -> str:
+    """Hash of HEAD, marked when tracked files differ from it; "unknown" outside a checkout."""
+    root = Path(__file__).parent.parent
+    try:
+        head = _git(root, "rev-parse", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head}+changes" if changed else head
+
+
+def _git(root: Path, *arguments: str) -> str:
+    completed = subprocess.run(
+        ["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True
+    )
+    return completed.stdout.strip()

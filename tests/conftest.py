@@ -1,0 +1,36 @@
+"""Shared fixtures: fresh tiny models per test; tests marked `gpu` skip without a CUDA device."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from tiny import random_codebooks, tiny_pipe, tiny_unet
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # on tiny tensors, threads that wait for each other are 100x slower
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def unet():
+    return tiny_unet()
+
+
+@pytest.fixture
+def pipe():
+    return tiny_pipe()
+
+
+@pytest.fixture
+def codebooks(unet):
+    """Random codebooks for levels 0 and 1 of `unet`, and of `pipe`, which has its shape."""
+    return random_codebooks(unet)

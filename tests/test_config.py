@@ -1,0 +1,133 @@
+import re
+from dataclasses import FrozenInstanceError, asdict
+
+import pytest
+
+from avq_diffusers.config import AVQConfig
+
+
+@pytest.mark.parametrize("text", ["M64P16C8", " m64p16c8 "])
+def test_parses_the_papers_notation(text):
+    assert AVQConfig.parse(text) == AVQConfig(num_parents=64, num_children=8, num_refined=16)
+
+
+def test_parses_flat_vq():
+    config = AVQConfig.parse("M256")
+    assert (config.num_parents, config.num_children, config.num_refined) == (256, 0, 0)
+
+
+def test_parse_passes_other_fields_on():
+    assert AVQConfig.parse("M64P16C8", levels=(0, 1)).levels == (0, 1)
+
+
+@pytest.mark.parametrize("text", ["M64P16C8", "M512P0C3", "M256P0C0"])
+def test_prints_what_it_parses(text):
+    assert str(AVQConfig.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "64/16/8", "M64P16", "M64C8P16", "M-1", "M64P16C8x", "M6.4"])
+def test_parse_rejects_other_forms(text):
+    message = f"expected a configuration such as M64P16C8 or M256, but got {text!r}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        AVQConfig.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"num_parents": 0}, ValueError, "num_parents must be at least 1, but got 0."),
+        ({"num_children": -1}, ValueError, "num_children must be at least 0, but got -1."),
+        ({"num_refined": -1}, ValueError, "num_refined must be at least 0, but got -1."),
+        ({"query_tile": 0}, ValueError, "query_tile must be at least 1, but got 0."),
+        ({"importance_tile": 0}, ValueError, "importance_tile must be at least 1, but got 0."),
+        ({"num_parents": 8.0}, TypeError, "num_parents must be an int, but got 8.0 (float)."),
+        ({"query_tile": True}, TypeError, "query_tile must be an int, but got True (bool)."),
+        (
+            {"num_parents": 8, "num_refined": 9},
+            ValueError,
+            "num_refined must be at most num_parents, but got 9 > 8.",
+        ),
+        (
+            {"num_children": 0, "num_refined": 4},
+            ValueError,
+            "num_refined must be 0 when num_children is 0 (flat VQ), but got 4.",
+        ),
+        (
+            {"query_order": "hilbert"},
+            ValueError,
+            "query_order must be one of gilbert, raster, random, but got 'hilbert'.",
+        ),
+        ({"levels": ()}, ValueError, "levels must name at least one UNet level, but got ()."),
+        ({"levels": (-1,)}, ValueError, "levels must be at least 0, but got -1."),
+        ({"levels": ("0",)}, TypeError, "levels must be an int, but got '0' (str)."),
+        ({"levels": 0}, TypeError, "levels must be a tuple of ints, but got 0."),
+        ({"key_norm": "no"}, TypeError, "key_norm must be a bool, but got 'no'."),
+        ({"overrides": None}, TypeError, "overrides must be a mapping, but got None."),
+        (
+            {"overrides": {1: {"num_parents": 8}}},
+            TypeError,
+            "overrides must have strings as keys, but got 1.",
+        ),
+        ({"overrides": {"1": 8}}, TypeError, "overrides['1'] must be a mapping, but got 8."),
+        (
+            {"overrides": {"1": {"query_tile": 8}}},
+            ValueError,
+            "overrides['1'] may set num_parents, num_children, num_refined, but got query_tile.",
+        ),
+        (
+            {"overrides": {"1": {"num_refined": 65}}},
+            ValueError,
+            "num_refined must be at most num_parents, but got 65 > 64.",
+        ),
+    ],
+)
+def test_rejects_values_that_cannot_work(fields, error, message):
+    with pytest.raises(error, match="^" + re.escape(message) + "$"):
+        AVQConfig(**fields)
+
+
+def test_levels_are_sorted_and_unique():
+    assert AVQConfig(levels=[1, 0, 1]).levels == (0, 1)
+
+
+def test_is_frozen_and_hashable():
+    config = AVQConfig(overrides={"1": {"num_refined": 8}})
+    with pytest.raises(FrozenInstanceError):
+        config.num_parents = 1
+    assert hash(config) == hash(AVQConfig(overrides={"1": {"num_refined": 8}}))
+
+
+def test_layer_names_win_over_levels_and_longer_names_over_shorter():
+    config = AVQConfig(
+        overrides={
+            "up_blocks.3.attentions.1": {"num_refined": 2},
+            "1": {"num_refined": 8, "num_parents": 32},
+            "up_blocks.3": {"num_refined": 4},
+        }
+    )
+    plain = config.for_layer("down_blocks.0.attentions.0", level=0)
+    by_level = config.for_layer("down_blocks.1.attentions.0", level=1)
+    by_name = config.for_layer("up_blocks.3.attentions.0", level=1)
+    by_long_name = config.for_layer("up_blocks.3.attentions.1", level=1)
+    assert (plain.num_parents, plain.num_refined) == (64, 16)
+    assert (by_level.num_parents, by_level.num_refined) == (32, 8)
+    assert (by_name.num_parents, by_name.num_refined) == (32, 4)
+    assert (by_long_name.num_parents, by_long_name.num_refined) == (32, 2)
+    assert by_long_name.overrides == {}
+    assert by_long_name.query_tile == config.query_tile
+
+
+def test_a_name_does_not_match_longer_numbers():
+    config = AVQConfig(overrides={"transformer_blocks.1": {"num_refined": 2}})
+    assert config.for_layer("transformer_blocks.1.attn1", level=0).num_refined == 2
+    assert config.for_layer("transformer_blocks.10.attn1", level=0).num_refined == 16
+
+
+def test_dict_round_trip():
+    config = AVQConfig(32, 4, 8, levels=(0, 1), overrides={"1": {"num_refined": 2}})
+    assert AVQConfig.from_dict(asdict(config)) == config
+
+
+def test_from_dict_rejects_unknown_keys():
+    with pytest.raises(ValueError, match=r"unknown AVQConfig keys: num_parent, tile\."):
+        AVQConfig.from_dict({"tile": 1, "num_parent": 2, "num_parents": 3})

@@ -1,0 +1,382 @@
+"""The O(MN) PyTorch path against the definition: same choices, same result, on hard shapes.
+
+Uninitialised memory holds NaN in every test here.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import make_case, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from avq_diffusers import fallback, reference
+from avq_diffusers.codebook import Codebook
+from avq_diffusers.ops import avq_attention
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Several chunks, the last one partial, already at the sizes of these tests."""
+    monkeypatch.setattr(fallback, "ROWS_CPU", 64)
+
+
+def both(query: Tensor, key: Tensor, value: Tensor, codebook: Codebook, **options):
+    output = avq_attention(query, key, value, codebook, backend="torch", **options)
+    assert output.shape == query.shape
+    assert output.transpose(1, 2).is_contiguous()
+    return output, avq_attention(query, key, value, codebook, backend="reference", **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_refined", "query_tile"),
+    [
+        pytest.param({"queries": 48}, 2, 16, id="whole tiles"),
+        pytest.param({"queries": 51}, 2, 16, id="last tile partial"),
+        pytest.param({"queries": 5}, 2, 16, id="fewer queries than a tile"),
+        pytest.param({"queries": 1}, 2, 16, id="one query and one key"),
+        pytest.param({"queries": 40, "keys": 70}, 2, 16, id="more keys than queries"),
+        pytest.param({"queries": 40, "keys": 1}, 2, 16, id="one key: most parents are empty"),
+        pytest.param({"queries": 130}, 2, 128, id="default tile, above the chunk"),
+        pytest.param({"queries": 20}, 2, 1, id="tiles of one query"),
+        pytest.param({"queries": 20}, 2, 10**9, id="tile above any memory"),
+        pytest.param({"batch": 1, "heads": 1}, 2, 16, id="one head"),
+        pytest.param({"batch": 3, "heads": 5}, 2, 16, id="odd batch and heads"),
+        pytest.param({"head_dim": 40}, 2, 16, id="head dim of SD1.5 level 0"),
+        pytest.param({"head_dim": 64}, 2, 16, id="head dim of SDXL"),
+        pytest.param({"head_dim": 80}, 2, 16, id="head dim of SD1.5 level 1"),
+        pytest.param({"head_dim": 128}, 2, 16, id="head dim of DiT"),
+        pytest.param({"head_dim": 160}, 2, 16, id="head dim of SD1.5 level 2"),
+        pytest.param({"head_dim": 1}, 2, 16, id="one channel"),
+        pytest.param({"parents": 1}, 0, 16, id="one parent, not refined"),
+        pytest.param({"parents": 1}, 1, 16, id="one parent, refined"),
+        pytest.param({"parents": 6}, 6, 16, id="all parents refined"),
+        pytest.param({"parents": 13}, 5, 16, id="parents not a power of two"),
+        pytest.param({"parents": 40, "queries": 30}, 25, 16, id="more parents than keys"),
+        pytest.param({"children": 1}, 2, 16, id="one child"),
+        pytest.param({"children": 0}, 0, 16, id="flat codebook"),
+    ],
+)
+def test_shapes(shape, num_refined, query_tile):
+    query, key, value, codebook = make_case(**shape)
+    order = torch.randperm(query.shape[2], generator=torch.Generator().manual_seed(1))
+    for query_order in (None, order):
+        output, expected = both(
+            query,
+            key,
+            value,
+            codebook,
+            num_refined=num_refined,
+            query_tile=query_tile,
+            query_order=query_order,
+        )
+        assert relative_error(output, expected) < 1e-12
+
+
+@pytest.mark.parametrize("importance_tile", [1, 3, 4, 5, 13, 20])
+def test_importance_tiles_that_do_not_divide_the_parents(importance_tile):
+    query, key, value, codebook = make_case(parents=13, keys=9)
+    query = 3 * query
+    options = {"num_refined": 3, "query_tile": 16}
+    output, expected = both(query, key, value, codebook, importance_tile=importance_tile, **options)
+    assert relative_error(output, expected) < 1e-12
+    exact = avq_attention(query, key, value, codebook, **options)
+    assert (relative_error(output, exact) < 1e-12) == (importance_tile >= 13)
+
+
+def test_all_keys_in_one_cell():
+    query, key, value, codebook = make_case()
+    key = codebook.parents[:, 2:3] + 1e-3 * key
+    assert (reference.assign(key, codebook.parents, codebook.children)[0] == 2).all()
+    output, expected = both(query, key, value, codebook, num_refined=2, query_tile=16)
+    assert relative_error(output, expected) < 1e-12
+
+
+def test_a_parent_whose_keys_all_moved_to_children():
+    query, _, value, codebook = make_case(queries=12, parents=4)
+    key = codebook.children.flatten(1, 2).expand(2, -1, -1, -1)
+    _, leaf = reference.assign(key, codebook.parents, codebook.children)
+    assert (leaf > 0).all()
+    output, expected = both(query, key, value, codebook, num_refined=2, query_tile=8)
+    assert relative_error(output, expected) < 1e-12
+
+
+def test_children_that_take_no_key():
+    query, key, value, codebook = make_case()
+    codebook = Codebook(codebook.parents, codebook.parents[:, :, None] + 1e3 * torch.ones(3, 8))
+    output, expected = both(query, key, value, codebook, num_refined=2, query_tile=16)
+    assert relative_error(output, expected) < 1e-12
+
+
+def test_identical_codewords_and_keys():
+    query, key, value, codebook = make_case()
+    parents = codebook.parents[:, [0, 0, 1, 1]]
+    codebook = Codebook(parents, parents[:, :, None].expand(-1, -1, 3, -1))
+    key = parents[:, torch.arange(50) % 4].expand(2, -1, -1, -1)
+    output, expected = both(query, key, value, codebook, num_refined=2, query_tile=16)
+    assert relative_error(output, expected) < 1e-12
+
+
+LAYOUTS = {
+    "(B, H, N, D) memory": lambda x: x.contiguous(),
+    "(B, N, H, D) memory": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "(D, N, H, B) memory": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "part of a fused projection": lambda x: torch.cat([x, x + 1, x - 1], dim=-1)[..., 8:16],
+    "every second token": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
+    "batch expanded": lambda x: x[:1].expand(2, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout):
+    *tensors, codebook = make_case()
+    query, key, value = map(LAYOUTS[layout], tensors)
+    output, expected = both(query, key, value, codebook, num_refined=2, query_tile=16)
+    assert relative_error(output, expected) < 1e-12
+
+
+def test_codebook_layout():
+    query, key, value, codebook = make_case()
+    strided = Codebook(codebook.parents.mT.contiguous().mT, codebook.children.mT.contiguous().mT)
+    output, expected = both(query, key, value, strided, num_refined=2, query_tile=16)
+    assert relative_error(output, expected) < 1e-12
+
+
+def test_every_key_is_counted_once():
+    _, key, value, codebook = make_case(keys=77)
+    parent, leaf = reference.assign(key, codebook.parents, codebook.children)
+    for b in range(2):
+        counts, value_sums = fallback.precompute(
+            key[b], value[b], codebook.parents, codebook.children
+        )
+        assert counts.shape == (2, 6, 4)
+        assert (counts.sum(dim=(1, 2)) == 77).all()
+        torch.testing.assert_close(value_sums.sum(dim=(1, 2)), value[b].sum(dim=1))
+        for h in range(2):
+            for p in range(6):
+                for slot in range(4):
+                    members = (parent[b, h] == p) & (leaf[b, h] == slot)
+                    assert counts[h, p, slot] == members.sum()
+                    torch.testing.assert_close(value_sums[h, p, slot], value[b, h, members].sum(0))
+
+
+def assert_nearest(leaf: Tensor, key: Tensor, codebook: Codebook, tolerance: float) -> None:
+    """Each key's leaf is nearest up to `tolerance` in squared distance, and so is its parent."""
+    num_leaves = 1 + codebook.num_children
+    parents, children = codebook.parents.double(), codebook.children.double()
+    key = key.double()
+    distance = torch.cdist(key, parents).square()
+    parent = (leaf // num_leaves)[..., None]
+    assert (distance.gather(-1, parent)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
+
+    leaves = torch.cat([parents[:, :, None], children], dim=2)
+    cell = leaves[torch.arange(len(leaves))[:, None], parent[..., 0]]
+    distance = (cell - key[:, :, None]).square().sum(dim=-1)
+    slot = (leaf % num_leaves)[..., None]
+    assert (distance.gather(-1, slot)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
+
+
+@pytest.mark.parametrize("offset", [0, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_keys_go_to_the_nearest_codeword(dtype, offset):
+    _, key, _, codebook = make_case(keys=2000, head_dim=40, parents=64, children=8)
+    shift = torch.zeros(40).double()
+    shift[:3] = offset
+    codebook = Codebook(codebook.parents + shift, codebook.children + shift).to(dtype=torch.float32)
+    key = (key[0] + shift).to(dtype)
+    leaf = fallback.assign(key, codebook.parents, codebook.children)
+    # Squared distances are about 40; without centring, an offset of 40 costs 5e-4.
+    assert_nearest(leaf, key, codebook, 1e-4)
+    with pytest.raises(AssertionError):
+        assert_nearest(leaf.roll(1, dims=1), key, codebook, 1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 160])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_error_is_at_most_twice_that_of_exact_attention(dtype, head_dim):
+    query, key, value, codebook = make_case(
+        queries=256, head_dim=head_dim, parents=16, children=4, dtype=dtype
+    )
+    exact_codebook = codebook.to(dtype=torch.float64)
+    wide = tuple(x.double() for x in (query, key, value))
+
+    # The choices agree, so that what remains is arithmetic.
+    parent, leaf = reference.assign(wide[1], exact_codebook.parents, exact_codebook.children)
+    for b in range(2):
+        chosen = fallback.assign(key[b], codebook.parents, codebook.children)
+        assert torch.equal(chosen, (parent * 5 + leaf)[b])
+    counts = F.one_hot(parent, 16).sum(dim=2).double()
+    for tile in wide[0].split(64, dim=2):
+        importance = (
+            reference.importance(tile, exact_codebook.parents, counts, head_dim**-0.5)
+            .sort(descending=True)
+            .values
+        )
+        assert (importance[..., 3] - importance[..., 4] > 1e-4).all()
+
+    options = {"num_refined": 4, "query_tile": 64}
+    output = avq_attention(query, key, value, codebook, backend="torch", **options)
+    assert output.dtype == dtype
+    expected = avq_attention(*wide, exact_codebook, backend="reference", **options)
+    error = relative_error(output, expected)
+
+    attention = F.scaled_dot_product_attention(query, key, value)
+    attention_error = relative_error(attention, F.scaled_dot_product_attention(*wide))
+    assert 0 < error <= 2 * attention_error + torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_large_values_and_counts_do_not_overflow(dtype):
+    # One cell of 4096 keys: the sum of its values, 4e6, is beyond fp16.
+    query, key, value, codebook = make_case(batch=1, queries=16, keys=4096, dtype=dtype)
+    key = (codebook.parents[:, 2:3] + 1e-3 * key).to(dtype)
+    value = 1000 + value
+    output = avq_attention(query, key, value, codebook, num_refined=1)
+    expected = avq_attention(
+        query.double(),
+        key.double(),
+        value.double(),
+        codebook.to(dtype=torch.float64),
+        num_refined=1,
+        backend="reference",
+    )
+    assert relative_error(output, expected) < 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("importance_tile", [None, 2])
+def test_logits_of_two_hundred(importance_tile):
+    query, key, value, codebook = make_case(queries=64, dtype=torch.float32)
+    direction = F.normalize(codebook.parents[:, 0], dim=-1)
+    largest = (codebook.parents @ direction[..., None]).abs().amax(dim=(1, 2))
+    query = 200 / largest[:, None, None] * direction[:, None].expand(2, 2, 64, 8).clone()
+    # Opposite queries, and more of one kind than of the other, or the two would tie.
+    query[:, :, ::4] *= -1
+    options = {"num_refined": 2, "query_tile": 16, "importance_tile": importance_tile}
+    output = avq_attention(query, key, value, codebook, scale=1.0, **options)
+    expected = avq_attention(
+        query.double(),
+        key.double(),
+        value.double(),
+        codebook.to(dtype=torch.float64),
+        scale=1.0,
+        backend="reference",
+        **options,
+    )
+    assert relative_error(output, expected) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_bits_on_every_run(dtype):
+    query, key, value, codebook = make_case(queries=200, dtype=dtype)
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
+    options = {"num_refined": 2, "query_tile": 16, "query_order": order}
+    first = avq_attention(query, key, value, codebook, **options)
+    for _ in range(10):
+        assert torch.equal(avq_attention(query, key, value, codebook, **options), first)
+
+
+def test_batch_elements_do_not_mix():
+    query, key, value, codebook = make_case()
+    output = avq_attention(query, key, value, codebook, num_refined=2)
+    for b in range(2):
+        part = slice(b, b + 1)
+        alone = avq_attention(query[part], key[part], value[part], codebook, num_refined=2)
+        assert torch.equal(alone, output[part])
+
+
+def test_chunks_do_not_change_the_result(monkeypatch):
+    query, key, value, codebook = make_case(queries=100)
+    options = {"num_refined": 2, "query_tile": 16, "importance_tile": 4}
+    output = avq_attention(query, key, value, codebook, **options)
+    monkeypatch.setattr(fallback, "ROWS_CPU", 1 << 20)
+    assert relative_error(avq_attention(query, key, value, codebook, **options), output) < 1e-13
+
+
+@st.composite
+def cases(draw):
+    parents = draw(st.integers(1, 9))
+    children = draw(st.integers(0, 4))
+    queries = draw(st.integers(1, 40))
+    shape = {
+        "batch": draw(st.integers(1, 2)),
+        "heads": draw(st.integers(1, 3)),
+        "queries": queries,
+        "keys": draw(st.one_of(st.just(queries), st.integers(1, 60))),
+        "head_dim": draw(st.integers(1, 12)),
+        "parents": parents,
+        "children": children,
+        "seed": draw(st.integers(0, 2**16)),
+    }
+    options = {
+        "num_refined": draw(st.integers(0, parents)) if children else 0,
+        "query_tile": draw(st.integers(1, 50)),
+        "importance_tile": draw(st.one_of(st.none(), st.integers(1, 10))),
+        "scale": draw(st.one_of(st.none(), st.floats(0, 2))),
+    }
+    return shape, options, draw(st.booleans())
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases())
+def test_any_shape_and_configuration(case):
+    shape, options, reorder = case
+    query, key, value, codebook = make_case(**shape)
+    if reorder:
+        order = torch.randperm(query.shape[2], generator=torch.Generator().manual_seed(1))
+        options["query_order"] = order
+    output, expected = both(query, key, value, codebook, **options)
+    assert relative_error(output, expected) < 1e-11
+
+
+@pytest.mark.gpu
+class TestCuda:
+    @pytest.fixture(autouse=True)
+    def deterministic_cublas(self, monkeypatch):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    @staticmethod
+    def on_cuda(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Codebook]:
+        query, key, value, codebook = make_case(
+            queries=1000, head_dim=40, parents=64, children=8, dtype=dtype
+        )
+        return query.cuda(), key.cuda(), value.cuda(), codebook.to("cuda")
+
+    @pytest.mark.parametrize("deterministic", [True, False])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_same_bits_on_every_run(self, dtype, deterministic):
+        torch.use_deterministic_algorithms(deterministic)
+        query, key, value, codebook = self.on_cuda(dtype)
+        order = torch.randperm(1000, generator=torch.Generator().manual_seed(1)).cuda()
+        options = {"num_refined": 16, "query_order": order, "importance_tile": 24}
+        first = avq_attention(query, key, value, codebook, backend="torch", **options)
+        for _ in range(100):
+            output = avq_attention(query, key, value, codebook, backend="torch", **options)
+            assert torch.equal(output, first)
+
+    @pytest.mark.parametrize("num_refined", [0, 16])
+    def test_agrees_with_the_definition(self, num_refined):
+        query, key, value, codebook = self.on_cuda(torch.float64)
+        output, expected = both(query, key, value, codebook, num_refined=num_refined)
+        assert relative_error(output, expected) < 1e-12
+
+    def test_the_host_never_waits(self):
+        query, key, value, codebook = self.on_cuda(torch.float16)
+        order = torch.randperm(1000, generator=torch.Generator().manual_seed(1)).cuda()
+        options = {"num_refined": 16, "query_order": order, "backend": "torch"}
+        avq_attention(query, key, value, codebook, **options)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            avq_attention(query, key, value, codebook, **options)
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                query.sum().item()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,391 @@
+"""`apply_avq` and its companions on real tiny pipelines."""
+
+import copy
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, StableDiffusionPipeline
+from diffusers.models.attention_processor import AttnProcessor2_0
+from tiny import (
+    CONFIG,
+    draw,
+    predict,
+    random_codebooks,
+    sd2_unet,
+    sdxl_unet,
+    tiny_pipe,
+    tiny_unet,
+)
+
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.pipeline import (
+    AVQStableDiffusionPipeline,
+    apply_avq,
+    avq_disabled,
+    remove_avq,
+    set_num_refined,
+    summary,
+)
+from avq_diffusers.processor import AVQProcessor
+from avq_diffusers.weights import AVQCodebooks
+
+LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+
+
+def differ(picture, other):
+    return bool((picture - other).norm() > 1e-3 * other.norm())
+
+
+class TestApplyAndRemove:
+    def test_picture_changes_and_comes_back(self, pipe, codebooks):
+        """Catches AVQ that never runs, and anything that stays behind."""
+        exact = draw(pipe)
+        attributes = {name: set(vars(module)) for name, module in pipe.unet.named_modules()}
+        processors = pipe.unet.attn_processors
+        keys = list(pipe.unet.state_dict())
+
+        assert apply_avq(pipe, codebooks) is pipe
+        avq = draw(pipe)
+        assert differ(avq, exact)
+        assert torch.equal(draw(pipe), avq)
+
+        assert remove_avq(pipe) is pipe
+        assert torch.equal(draw(pipe), exact)
+        assert pipe.unet.attn_processors == processors
+        assert list(pipe.unet.state_dict()) == keys
+        for name, module in pipe.unet.named_modules():
+            assert set(vars(module)) == attributes[name]
+            assert not module._forward_pre_hooks
+
+    def test_twice(self, pipe, codebooks):
+        """Catches AVQ applied over AVQ: its previous processor would be itself."""
+        exact, processors = draw(pipe), pipe.unet.attn_processors
+        apply_avq(pipe, random_codebooks(pipe.unet, seed=1))
+        avq = draw(apply_avq(pipe, codebooks))
+        assert torch.equal(avq, draw(apply_avq(tiny_pipe(), codebooks)))
+        with avq_disabled(pipe):
+            assert torch.equal(draw(pipe), exact)
+        remove_avq(pipe)
+        assert pipe.unet.attn_processors == processors
+
+    def test_other_levels_afterwards(self, pipe, codebooks):
+        """Catches layers of an earlier, larger set of levels that keep running AVQ."""
+        apply_avq(pipe, codebooks)
+        apply_avq(pipe, random_codebooks(pipe.unet, AVQConfig(4, 2, 2, levels=(2,))))
+        draw(pipe)
+        assert {row.level for row in summary(pipe).rows if row.calls} == {2}
+
+    def test_remove_without_avq(self, pipe):
+        exact = draw(pipe)
+        assert torch.equal(draw(remove_avq(pipe)), exact)
+
+    def test_accepts_unet(self, unet, codebooks):
+        expected = predict(apply_avq(unet, codebooks))
+        pipe = tiny_pipe(tiny_unet())
+        assert apply_avq(pipe.unet, codebooks) is pipe.unet
+        assert torch.equal(predict(pipe.unet), expected)
+
+    def test_two_pipelines(self, pipe, codebooks):
+        """Catches state on a class or module: each pipeline has its own codebooks."""
+        other = random_codebooks(pipe.unet, seed=1)
+        first = draw(apply_avq(pipe, codebooks))
+        second_pipe = apply_avq(tiny_pipe(), other)
+        second = draw(second_pipe)
+        assert differ(first, second)
+        assert torch.equal(draw(pipe), first)
+        remove_avq(pipe)
+        assert torch.equal(draw(second_pipe), second)
+
+    def test_one_set_of_codebooks_for_two_pipelines(self, pipe, codebooks):
+        """Catches state on the codebooks: one pipeline's setting must not reach the other."""
+        first = draw(apply_avq(pipe, codebooks))
+        second = set_num_refined(apply_avq(tiny_pipe(), codebooks), 0)
+        assert differ(draw(second), first)
+        assert torch.equal(draw(pipe), first)
+
+    def test_foreign_processors_stay(self, pipe, codebooks):
+        """Catches `set_attn_processor` over all layers, and a restore that undoes others' work."""
+        others = {name: AttnProcessor2_0() for name in pipe.unet.attn_processors}
+        pipe.unet.set_attn_processor(dict(others))
+        apply_avq(pipe, codebooks)
+        chosen = {f"{name}.processor" for name in codebooks.layer_specs}
+        for name, processor in pipe.unet.attn_processors.items():
+            assert (processor is others[name]) == (name not in chosen)
+        set_later = AttnProcessor2_0()
+        pipe.unet.get_submodule(LAYER).set_processor(set_later)
+        remove_avq(pipe)
+        others[f"{LAYER}.processor"] = set_later
+        assert pipe.unet.attn_processors == others
+
+    def test_backends_agree(self, pipe, codebooks):
+        """Catches a backend argument that is dropped, or backends that compute other things."""
+        exact = draw(pipe)
+        pictures = {}
+        for backend in ("torch", "reference"):
+            pictures[backend] = draw(apply_avq(pipe, codebooks, backend=backend))
+            assert {row.runs for row in summary(pipe).rows if row.calls} == {f"AVQ ({backend})"}
+        assert not torch.equal(pictures["torch"], pictures["reference"])  # they round differently
+        error = (pictures["torch"] - pictures["reference"]).norm()
+        assert error < 1e-3 * (pictures["torch"] - exact).norm()
+
+    @pytest.mark.parametrize(("height", "width"), [(520, 264), (64, 256)])
+    def test_sizes(self, pipe, codebooks, height, width):
+        """Catches square pictures and even latents (520 / 8 = 65) taken for granted."""
+        avq = draw(apply_avq(pipe, codebooks), height=height, width=width, num_inference_steps=1)
+        tokens = {row.level: row.num_tokens for row in summary(pipe).rows if row.calls}
+        assert tokens[0] == height // 8 * width // 8
+        assert {kind for row in summary(pipe).rows for kind in row.calls} == {"AVQ"}
+        with avq_disabled(pipe):
+            assert differ(draw(pipe, height=height, width=width, num_inference_steps=1), avq)
+
+    @pytest.mark.parametrize("guidance_scale", [1.0, 7.5])
+    def test_batches(self, pipe, codebooks, guidance_scale):
+        """Catches pictures of a batch that see each other's keys, with and without guidance."""
+        apply_avq(pipe, codebooks)
+        arguments = {"num_inference_steps": 1, "height": 64, "width": 64, "output_type": "latent"}
+        arguments["guidance_scale"] = guidance_scale
+        generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+        batch = pipe(["a fox", "a hen"], generator=generators, **arguments).images
+        for index, prompt in enumerate(["a fox", "a hen"]):
+            generator = torch.Generator().manual_seed(3 + index)
+            alone = pipe(prompt, generator=generator, **arguments).images
+            torch.testing.assert_close(batch[index : index + 1], alone, rtol=1e-4, atol=1e-4)
+
+    def test_saved_codebooks_give_the_same_picture(self, pipe, codebooks, tmp_path):
+        """Catches anything that matters to the picture and is not in the file."""
+        config = AVQConfig(4, 2, 2, query_tile=16, query_order="random", levels=(0, 2),
+                           key_norm=True, overrides={"2": {"num_refined": 1}})  # fmt: skip
+        codebooks = random_codebooks(pipe.unet, config)
+        for name in codebooks.layer_specs:
+            torch.nn.init.normal_(codebooks.key_norm(name).weight)
+        expected = draw(apply_avq(pipe, codebooks))
+        codebooks.save_pretrained(tmp_path)
+        loaded = AVQCodebooks.from_pretrained(tmp_path)
+        assert torch.equal(draw(apply_avq(tiny_pipe(), loaded)), expected)
+
+    def test_sd2(self):
+        """Catches one head count for all levels, and projections that are not convolutions."""
+        unet = sd2_unet()
+        exact = predict(unet)
+        apply_avq(unet, random_codebooks(unet))
+        assert differ(predict(unet), exact)
+        assert summary(unet).rows[0].calls == {"AVQ": 1}
+
+    def test_sdxl(self):
+        """Catches only the first block of several transformer blocks being served."""
+        unet = sdxl_unet()
+        apply_avq(unet, random_codebooks(unet, AVQConfig(4, 2, 2, levels=(1, 2))))
+        conditions = {"text_embeds": torch.zeros(1, 32), "time_ids": torch.zeros(1, 6)}
+        predict(unet, added_cond_kwargs=conditions)
+        assert {tuple(row.calls.items()) for row in summary(unet).rows} == {(("AVQ", 1),)}
+
+    def test_errors_change_nothing(self, pipe, codebooks):
+        """Catches half-installed codebooks, and an earlier AVQ lost to a failed apply."""
+        avq = draw(apply_avq(pipe, codebooks))
+        other = random_codebooks(tiny_unet(layers_per_block=1))
+        with pytest.raises(ValueError, match="codebooks of another model"):
+            apply_avq(pipe, other)
+        with pytest.raises(TypeError, match="codebooks must be AVQCodebooks, but got dict"):
+            apply_avq(pipe, {})
+        with pytest.raises(ValueError, match=r"backend must be one of .*, but got 'cuda'"):
+            apply_avq(pipe, codebooks, backend="cuda")
+        assert torch.equal(draw(pipe), avq)
+
+    def test_no_matching_layer(self):
+        codebooks = random_codebooks(tiny_unet())
+        with pytest.raises(ValueError, match="no self-attention at level 0, only at levels 1, 2"):
+            apply_avq(sdxl_unet(), codebooks)
+
+    @pytest.mark.parametrize("verb", [remove_avq, summary, lambda x: set_num_refined(x, 1)])
+    @pytest.mark.parametrize("thing", [object(), None, "pipe"])
+    def test_no_unet(self, verb, thing):
+        with pytest.raises(TypeError, match="expected a pipeline with a unet or a UNet, but got"):
+            verb(thing)
+
+    def test_not_codewords(self, pipe, codebooks):
+        codebooks.codebook(LAYER).parents[0, 0, 0] = float("nan")
+        with pytest.raises(ValueError, match=r"parents .*finite"):
+            apply_avq(pipe, codebooks)
+
+
+class TestDisabled:
+    def test_exact_inside_avq_outside(self, pipe, codebooks):
+        exact = draw(pipe)
+        avq = draw(apply_avq(pipe, codebooks))
+        with avq_disabled(pipe):
+            assert torch.equal(draw(pipe), exact)
+            with avq_disabled(pipe):
+                pass
+            assert torch.equal(draw(pipe), exact)
+        assert torch.equal(draw(pipe), avq)
+
+    def test_exception(self, pipe, codebooks):
+        """Catches AVQ that stays off after an error inside the block."""
+        apply_avq(pipe, codebooks)
+        with pytest.raises(KeyError), avq_disabled(pipe):
+            raise KeyError
+        predict(pipe.unet)
+        assert summary(pipe).rows[0].calls == {"AVQ": 1}
+
+    def test_without_avq(self, pipe):
+        exact = predict(pipe.unet)
+        with avq_disabled(pipe):
+            assert torch.equal(predict(pipe.unet), exact)
+
+
+class TestSetNumRefined:
+    def refined(self, pipe):
+        return {row.name: row.config for row in summary(pipe).rows if row.config}
+
+    def test_changes_the_picture_and_back(self, pipe, codebooks):
+        avq = draw(apply_avq(pipe, codebooks))
+        assert differ(draw(set_num_refined(pipe, 1)), avq)
+        assert torch.equal(draw(set_num_refined(pipe, CONFIG.num_refined)), avq)
+
+    def test_level_and_layer(self, pipe, codebooks):
+        """Catches a filter that is ignored or inverted."""
+        apply_avq(pipe, codebooks)
+        set_num_refined(pipe, 1, level=1)
+        set_num_refined(pipe, 0, layer="up_blocks.3.attentions.2")
+        changed = {name for name, config in self.refined(pipe).items() if config != "M4P2C2"}
+        level_1 = {name for name, spec in codebooks.layer_specs.items() if spec.level == 1}
+        last = "up_blocks.3.attentions.2.transformer_blocks.0.attn1"
+        assert changed == level_1 | {last}
+        assert self.refined(pipe)[last] == "M4P0C2"
+
+    def test_refuses_whole_or_not_at_all(self, pipe):
+        """Catches layers changed before the one that cannot refine so many was reached."""
+        config = AVQConfig(8, 2, 2, levels=(0, 1), overrides={"1": {"num_parents": 4}})
+        apply_avq(pipe, random_codebooks(pipe.unet, config))
+        before = self.refined(pipe)
+        with pytest.raises(ValueError, match=r"between 0 and 4 in down_blocks\.1.*, but got 5"):
+            set_num_refined(pipe, 5)
+        with pytest.raises(ValueError, match=r"between 0 and 8 in .*, but got -1"):
+            set_num_refined(pipe, -1)
+        assert self.refined(pipe) == before
+        set_num_refined(pipe, 8, level=0)
+
+    def test_flat(self, pipe):
+        apply_avq(pipe, random_codebooks(pipe.unet, AVQConfig.parse("M4")))
+        with pytest.raises(ValueError, match="between 0 and 0 in"):
+            set_num_refined(pipe, 1)
+
+    def test_errors(self, pipe, codebooks):
+        with pytest.raises(ValueError, match=r"no AVQ layer; call apply_avq\(pipe, codebooks\)"):
+            set_num_refined(pipe, 1)
+        apply_avq(pipe, codebooks)
+        with pytest.raises(ValueError, match="no AVQ layer matches level=2, layer=None"):
+            set_num_refined(pipe, 1, level=2)
+        with pytest.raises(TypeError, match="num_refined must be an int, but got float"):
+            set_num_refined(pipe, 1.0)
+
+
+class TestSummary:
+    def test_rows(self, pipe, codebooks):
+        """Catches a summary that reports intentions instead of what ran."""
+        apply_avq(pipe, codebooks)
+        rows = {row.name: row for row in summary(pipe).rows}
+        assert len(rows) == 16
+        assert rows[LAYER].num_tokens is None
+        assert rows[LAYER].calls == {}
+        draw(pipe, width=192)
+        with avq_disabled(pipe):
+            predict(pipe.unet)
+            assert {row.runs for row in summary(pipe).rows if row.config} == {"exact: disabled"}
+        rows = {row.name: row for row in summary(pipe).rows}
+        row = rows[LAYER]
+        assert (row.level, row.num_heads, row.head_dim, row.config) == (0, 2, 8, "M4P2C2")
+        assert row.runs == "AVQ (auto)"
+        assert row.calls == {"AVQ": 2, "disabled": 1}
+        assert row.num_tokens == 256
+        other = rows["mid_block.attentions.0.transformer_blocks.0.attn1"]
+        assert (other.level, other.config, other.runs) == (3, "", "exact: AttnProcessor2_0")
+
+    def test_hand_over(self, pipe, codebooks):
+        """Catches a layer reported as AVQ whose last call was not."""
+        attn = apply_avq(pipe, codebooks).unet.get_submodule(LAYER)
+        attn(torch.zeros(1, 7, 16))
+        row = summary(pipe).rows[0]
+        assert row.runs == "exact: tokens are not the grid"
+        assert row.calls == {"tokens are not the grid": 1}
+
+    def test_replaced(self, pipe, codebooks):
+        apply_avq(pipe, codebooks).unet.get_submodule(LAYER).set_processor(AttnProcessor2_0())
+        assert summary(pipe).rows[0].runs == "exact: replaced by AttnProcessor2_0"
+
+    def test_table(self, pipe, codebooks):
+        """Catches a column shifted against its header."""
+        draw(apply_avq(pipe, codebooks))
+        report = summary(pipe)
+        header, first, *rest = str(report).splitlines()
+        assert len(rest) == 15
+        assert header.split() == ["layer", "level", "heads", "config", "runs", "tokens", "calls"]
+        assert first.split() == [LAYER, "0", "2x8", "M4P2C2", "AVQ", "(auto)", "256", "AVQ:", "2"]
+        assert first.index("M4P2C2") == header.index("config")
+        assert report.cells()[1] == [LAYER, "0", "2x8", "M4P2C2", "AVQ (auto)", "256", "AVQ: 2"]
+
+    def test_without_avq(self, pipe):
+        assert {row.runs for row in summary(pipe).rows} == {"exact: AttnProcessor2_0"}
+
+
+class TestOwnersLine:
+    """`pipe.set_attn_processor(AVQProcessor(...))`, in the three forms that users meet."""
+
+    @pytest.fixture
+    def expected(self, codebooks):
+        return draw(apply_avq(tiny_pipe(), codebooks))
+
+    def test_avq_pipeline(self, codebooks, expected):
+        """Catches the literal line working on a subclass's own components only by luck."""
+        pipe = tiny_pipe(cls=AVQStableDiffusionPipeline)
+        others = {name: p for name, p in pipe.unet.attn_processors.items() if "attn2" in name}
+        pipe.set_attn_processor(AVQProcessor(codebooks))
+        assert torch.equal(draw(pipe), expected)
+        processors = pipe.unet.attn_processors
+        assert all(processors[name] is other for name, other in others.items())
+
+    def test_from_pipe(self, pipe, codebooks, expected):
+        avq_pipe = AVQStableDiffusionPipeline.from_pipe(pipe)
+        avq_pipe.set_progress_bar_config(disable=True)
+        avq_pipe.set_attn_processor(AVQProcessor(codebooks))
+        assert torch.equal(draw(avq_pipe), expected)
+
+    def test_stock_pipeline(self, pipe, codebooks, expected):
+        pipe.unet.set_attn_processor(AVQProcessor(codebooks, unet=pipe.unet))
+        assert torch.equal(draw(pipe), expected)
+
+    def test_other_processors(self, codebooks, expected):
+        """Catches an AVQ pipeline on which nothing else can be set any more."""
+        pipe = tiny_pipe(cls=AVQStableDiffusionPipeline)
+        pipe.set_attn_processor(AVQProcessor(codebooks))
+        processor = AttnProcessor2_0()
+        pipe.set_attn_processor(processor)
+        assert set(pipe.unet.attn_processors.values()) == {processor}
+        pipe.set_attn_processor(AVQProcessor(codebooks))
+        assert torch.equal(draw(pipe), expected)
+
+    def test_without_codebooks(self):
+        pipe = tiny_pipe(cls=AVQStableDiffusionPipeline)
+        with pytest.raises(ValueError, match=r"expected an AVQProcessor\(codebooks\), but got one"):
+            pipe.set_attn_processor(AVQProcessor())
+
+    def test_saves_as_a_stock_pipeline(self, codebooks, expected, tmp_path):
+        """Catches a saved folder that only opens where this package is installed."""
+        pipe = tiny_pipe(cls=AVQStableDiffusionPipeline)
+        pipe.set_attn_processor(AVQProcessor(codebooks))
+        pipe.save_pretrained(tmp_path)
+        assert type(DiffusionPipeline.from_pretrained(tmp_path)) is StableDiffusionPipeline
+        loaded = AVQStableDiffusionPipeline.from_pretrained(tmp_path)
+        assert isinstance(loaded, AVQStableDiffusionPipeline)
+        loaded.set_progress_bar_config(disable=True)
+        loaded.set_attn_processor(AVQProcessor(codebooks))
+        torch.testing.assert_close(draw(loaded), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_deepcopied_pipeline(pipe, codebooks):
+    """Catches a copy that shares enabled flags or hooks with its original."""
+    avq = draw(apply_avq(pipe, codebooks))
+    twin = copy.copy(pipe)
+    twin.register_modules(unet=copy.deepcopy(pipe.unet))
+    remove_avq(pipe)
+    assert torch.equal(draw(twin), avq)

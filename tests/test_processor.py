@@ -1,0 +1,466 @@
+"""`AVQProcessor` on a real tiny UNet: what it computes, what it hands over, and how it compiles."""
+
+import copy
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from diffusers.models.attention_processor import AttnProcessor2_0
+from tiny import CONFIG, predict, random_codebooks, tiny_unet
+from torch._dynamo.testing import CompileCounter
+
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.ops import avq_attention
+from avq_diffusers.pipeline import apply_avq, avq_disabled, remove_avq, summary
+from avq_diffusers.processor import AVQProcessor
+from avq_diffusers.query_order import query_order
+
+LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
+
+
+class Recorder(AttnProcessor2_0):
+    """A foreign processor that notes what it gets; the two optional names are IP-Adapter's."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __call__(
+        self,
+        attn,
+        hidden_states,
+        encoder_hidden_states=None,
+        attention_mask=None,
+        temb=None,
+        ip_adapter_masks=None,
+    ):
+        self.calls.append((encoder_hidden_states, attention_mask, ip_adapter_masks))
+        if isinstance(encoder_hidden_states, tuple):
+            encoder_hidden_states = encoder_hidden_states[0]
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
+
+
+@pytest.fixture
+def attn(unet, codebooks):
+    """A level-1 self-attention with AVQ that has seen an 8 x 8 grid."""
+    apply_avq(unet, codebooks)
+    predict(unet, 16, 16)
+    return unet.get_submodule(LAYER)
+
+
+def tokens(attn, count=64, batch=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, count, attn.query_dim, generator=generator)
+
+
+def calls(unet):
+    """Calls so far by kind, over all layers."""
+    total = {}
+    for row in summary(unet).rows:
+        for kind, count in row.calls.items():
+            total[kind] = total.get(kind, 0) + count
+    return total
+
+
+class TestOutput:
+    @pytest.mark.parametrize(
+        "config",
+        [
+            CONFIG,
+            AVQConfig(4, 2, 1, query_tile=8, query_order="random", levels=(0, 1)),
+            AVQConfig(4, 2, 2, query_order="raster", levels=(1,), importance_tile=2),
+            AVQConfig(3, 0, 0, levels=(1,)),
+            AVQConfig(4, 2, 1, query_tile=8, levels=(1,), key_norm=True),
+        ],
+        ids=["plain", "random-order", "importance-tile", "flat", "key-norm"],
+    )
+    def test_equals_the_operation(self, unet, config):
+        """Catches any field of the configuration, or the output projection, left out."""
+        codebooks = random_codebooks(unet, config)
+        apply_avq(unet, codebooks)
+        predict(unet, 16, 24)
+        attn = unet.get_submodule(LAYER)
+        hidden_states = tokens(attn, 8 * 12)
+        with torch.no_grad():
+            query, key, value = (
+                projection(hidden_states).view(2, 96, 2, 16).transpose(1, 2)
+                for projection in (attn.to_q, attn.to_k, attn.to_v)
+            )
+            if config.key_norm:
+                torch.nn.init.normal_(codebooks.key_norm(LAYER).weight)
+                key = codebooks.key_norm(LAYER)(key)
+            expected = avq_attention(
+                query,
+                key,
+                value,
+                codebooks.codebook(LAYER),
+                num_refined=config.num_refined,
+                query_tile=config.query_tile,
+                query_order=query_order(8, 12, config.query_order),
+                importance_tile=config.importance_tile,
+            )
+            expected = attn.to_out[0](expected.transpose(1, 2).reshape(2, 96, 32))
+            assert torch.equal(attn(hidden_states), expected)
+
+    def test_every_field_matters(self, unet):
+        """Negative control of the test above: each variation changes the output."""
+        base = {"num_parents": 4, "num_children": 2, "num_refined": 1, "query_tile": 8}
+        variations = ({}, {"num_refined": 2}, {"query_tile": 16}, {"query_order": "random"},
+                      {"key_norm": True})  # fmt: skip
+        outputs = []
+        for variation in variations:
+            config = AVQConfig(**base | variation, levels=(1,))
+            outputs.append(predict(apply_avq(unet, random_codebooks(unet, config)), 16, 24))
+        for index, output in enumerate(outputs):
+            assert not any(torch.equal(output, other) for other in outputs[:index])
+
+    def test_real_head_dims(self):
+        """Catches head dims that only work as powers of two: SD1.5 has 40 and 80."""
+        unet = tiny_unet(block_out_channels=(80, 160, 160, 160), norm_num_groups=16)
+        exact = predict(unet)
+        apply_avq(unet, random_codebooks(unet))
+        assert not torch.equal(predict(unet), exact)
+        assert {row.head_dim for row in summary(unet).rows if row.calls} == {40, 80}
+
+    def test_rescale_output_factor(self, attn):
+        """Catches the factor that ends every diffusers processor left out."""
+        hidden_states = tokens(attn)
+        with torch.no_grad():
+            output = attn(hidden_states)
+            attn.rescale_output_factor = 2.0
+            assert torch.equal(attn(hidden_states), output / 2)
+
+    def test_dropout(self, attn):
+        """Catches the second output module left out, which only training shows."""
+        attn.to_out[1] = torch.nn.Dropout(1.0)
+        with torch.no_grad():
+            assert attn.eval()(tokens(attn)).any()
+            assert not attn.train()(tokens(attn)).any()
+
+    @pytest.mark.parametrize(("height", "width"), [(16, 40), (65, 33), (9, 7), (1, 5)])
+    def test_grids(self, unet, codebooks, height, width):
+        """Catches square or even grids taken for granted: down-sampling rounds up."""
+        apply_avq(unet, codebooks)
+        predict(unet, height, width)
+        seen = {row.level: row.num_tokens for row in summary(unet).rows if row.calls}
+        assert seen == {0: height * width, 1: -(-height // 2) * -(-width // 2)}
+        assert calls(unet) == {"AVQ": 10}
+
+    def test_orientation_of_the_grid(self, unet, codebooks):
+        """Catches height and width swapped: both grids have as many tokens."""
+        apply_avq(unet, codebooks)
+        predict(unet, 8, 32)
+        state = unet.get_submodule(LAYER)._avq
+        assert torch.equal(state.query_order, query_order(4, 16))
+        predict(unet, 32, 8)
+        assert torch.equal(state.query_order, query_order(16, 4))
+
+    def test_codebooks_stay_live(self, unet, codebooks):
+        """Catches copies: training updates codewords in place under a UNet that uses them."""
+        apply_avq(unet, codebooks)
+        before = predict(unet)
+        for name in codebooks.layer_specs:
+            codebooks.codebook(name).children.mul_(2)
+        assert not torch.equal(predict(unet), before)
+
+
+class TestDtypes:
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    @pytest.mark.parametrize("key_norm", [False, True])
+    def test_unet_dtype(self, unet, dtype, key_norm):
+        """Catches float32 codewords that meet half-precision keys, or codewords cast with them."""
+        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, levels=(1,), key_norm=key_norm))
+        apply_avq(unet.to(dtype), codebooks)
+        attn = unet.get_submodule(LAYER)
+        transformer = unet.get_submodule(LAYER.split(".transformer_blocks")[0])
+        with torch.no_grad():
+            sample = torch.randn(1, attn.query_dim, 8, 8).to(dtype)
+            output = transformer(sample, torch.zeros(1, 5, 32, dtype=dtype)).sample
+        assert output.dtype == dtype
+        assert attn._avq.calls == {"AVQ": 1}
+        assert codebooks.codebook(LAYER).parents.dtype == torch.float32
+
+    @pytest.mark.parametrize("key_norm", [False, True])
+    def test_autocast(self, unet, key_norm):
+        """Catches a norm that autocast runs in float32, so that keys differ from queries."""
+        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, levels=(1,), key_norm=key_norm))
+        apply_avq(unet, codebooks)
+        expected = predict(unet)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = predict(unet)
+        assert calls(unet) == {"AVQ": 10}
+        assert not torch.equal(output.float(), expected)
+        assert (output.float() - expected).norm() < 0.1 * expected.norm()
+
+
+class TestHandingOver:
+    """Calls that AVQ does not serve get the exact result, and their reason is counted."""
+
+    def exact(self, attn, *args, **kwargs):
+        return AttnProcessor2_0()(attn, *args, **kwargs)
+
+    @torch.no_grad()
+    def check(self, attn, reason, *args, **kwargs):
+        attn._avq.calls.clear()
+        assert torch.equal(attn(*args, **kwargs), self.exact(attn, *args, **kwargs))
+        assert attn._avq.calls == {reason: 1}
+
+    def test_control(self, attn):
+        """The comparison that follows fails where AVQ serves the call."""
+        with pytest.raises(AssertionError):
+            self.check(attn, "AVQ", tokens(attn))
+
+    def test_attention_mask(self, attn):
+        mask = torch.zeros(2, 1, 64)
+        mask[:, :, 40:] = -10000
+        self.check(attn, "attention mask", tokens(attn), attention_mask=mask)
+
+    @pytest.mark.parametrize("count", [32, 65])
+    def test_merged_tokens(self, attn, count):
+        """Catches an order of the wrong length used, or an exception, where ToMe is active."""
+        self.check(attn, "tokens are not the grid", tokens(attn, count))
+
+    def test_unknown_grid(self, unet, codebooks):
+        """Catches a layer that is called outside its Transformer2DModel."""
+        attn = apply_avq(unet, codebooks).get_submodule(LAYER)
+        self.check(attn, "tokens are not the grid", tokens(attn))
+
+    def test_encoder_states(self, attn):
+        self.check(attn, "cross-attention", tokens(attn), tokens(attn, 7, seed=1))
+
+    def test_query_norm(self, attn):
+        attn.norm_q = attn.norm_k = torch.nn.LayerNorm(16)
+        self.check(attn, "query or key norm", tokens(attn))
+
+    def test_residual_connection(self, attn):
+        attn.residual_connection = True
+        self.check(attn, "residual connection", tokens(attn))
+
+    def test_previous_processor_gets_the_call(self, unet, codebooks):
+        """Catches a hand-over to AttnProcessor2_0 instead of what the layer had before."""
+        attn = unet.get_submodule(LAYER)
+        recorder = Recorder()
+        attn.set_processor(recorder)
+        apply_avq(unet, codebooks)
+        predict(unet)
+        assert recorder.calls == []
+        with avq_disabled(unet):
+            predict(unet, cross_attention_kwargs={"ip_adapter_masks": "masks"})
+        assert recorder.calls == [(None, None, "masks")]
+
+
+class TestOneInstanceOnAllLayers:
+    """`unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))`."""
+
+    def test_equals_apply(self, unet, codebooks):
+        """Catches an instance that runs AVQ where there is no codebook, or nowhere."""
+        expected = predict(apply_avq(unet, codebooks))
+        unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
+        assert len(set(unet.attn_processors.values())) == 1
+        assert torch.equal(predict(unet), expected)
+        assert calls(unet) == {"AVQ": 10}
+
+    def test_foreign_processors_keep_their_calls(self, unet, codebooks):
+        """Catches IP-Adapter destroyed: its layers get tuples of states, and masks by name."""
+        recorder = Recorder()
+        cross = unet.get_submodule(LAYER[:-1] + "2")
+        cross.set_processor(recorder)
+        unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
+        text, image = tokens(attn=cross, count=5)[..., :32], tokens(cross, 4)[..., :32]
+        hidden_states = tokens(cross)
+        cross(hidden_states, (text, image), ip_adapter_masks="masks")
+        assert recorder.calls == [((text, image), None, "masks")]
+
+    def test_module_processors_stay_registered(self, unet, codebooks):
+        """Catches an nn.Module processor that `unet.to()` no longer reaches."""
+
+        class Module(torch.nn.Linear):
+            def __call__(
+                self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None
+            ):
+                return self.forward(hidden_states)
+
+        processor = Module(32, 32)
+        unet.get_submodule(LAYER[:-1] + "2").set_processor(processor)
+        before = list(unet.state_dict())
+        unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
+        unet.to(torch.bfloat16)
+        assert processor.weight.dtype == torch.bfloat16
+        remove_avq(unet)
+        assert list(unet.state_dict()) == before
+
+    def test_remove(self, unet, codebooks):
+        """Catches processors that stay behind on the layers without codebooks."""
+        expected, before = predict(unet), unet.attn_processors
+        unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
+        remove_avq(unet)
+        assert unet.attn_processors == before
+        assert torch.equal(predict(unet), expected)
+
+    def test_apply_afterwards(self, unet, codebooks):
+        """Catches the all-layers instance kept as the processor to hand over to."""
+        before = unet.attn_processors
+        unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
+        apply_avq(unet, codebooks)
+        changed = {name for name, p in unet.attn_processors.items() if p is not before[name]}
+        assert changed == {f"{name}.processor" for name in codebooks.layer_specs}
+
+    def test_other_unet(self, unet, codebooks):
+        """Catches a silent exact run where the user asked for AVQ."""
+        unet.set_attn_processor(AVQProcessor(codebooks))
+        with pytest.raises(
+            RuntimeError, match=r"on a UNet that it was not made for; use apply_avq"
+        ):
+            predict(unet)
+
+    def test_wrong_arguments(self, unet):
+        with pytest.raises(TypeError, match="codebooks must be AVQCodebooks, but got str"):
+            AVQProcessor("my-codebooks")
+        with pytest.raises(TypeError, match="codebooks must be AVQCodebooks, but got NoneType"):
+            AVQProcessor(unet=unet)
+
+
+class TestWithoutState:
+    def test_is_the_exact_processor(self, unet):
+        """Catches a zero-argument instance, as IP-Adapter makes them, that changes a layer."""
+        expected = predict(unet)
+        unet.set_attn_processor(AVQProcessor())
+        assert torch.equal(predict(unet), expected)
+        assert isinstance(AVQProcessor(), AttnProcessor2_0)
+
+    def test_vae_attention(self):
+        """Catches 4-dimensional inputs, group norm and residual lost on the way."""
+        vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).eval()
+        latents = torch.randn(1, 4, 6, 5)
+        with torch.no_grad():
+            expected = vae.decode(latents).sample
+            vae.set_attn_processor(AVQProcessor())
+            assert torch.equal(vae.decode(latents).sample, expected)
+
+
+class TestCopies:
+    def test_deepcopy(self, unet, codebooks):
+        """Catches state found by id or hooks that keep pointing at the original."""
+        apply_avq(unet, codebooks)
+        expected = predict(unet)
+        twin = copy.deepcopy(unet)
+        remove_avq(unet)
+        for name in codebooks.layer_specs:
+            codebooks.codebook(name).parents.zero_()
+        assert torch.equal(predict(twin), expected)
+        assert calls(twin) == {"AVQ": 20}
+        remove_avq(twin)
+        assert torch.equal(predict(twin), predict(unet))
+        for module in (*twin.modules(), *unet.modules()):
+            assert not module._forward_pre_hooks
+            assert not [name for name in vars(module) if name.startswith("_avq")]
+
+    def test_state_dict_is_unchanged(self, unet, codebooks):
+        """Catches codewords or processors registered on the UNet, which pollute checkpoints."""
+        before = list(unet.state_dict())
+        apply_avq(unet, codebooks)
+        assert list(unet.state_dict()) == before
+        assert unet.num_parameters() == tiny_unet().num_parameters()
+
+    def test_save_pretrained(self, unet, codebooks, tmp_path):
+        """Catches a UNet that can no longer be saved while AVQ is on."""
+        expected = unet.state_dict()
+        apply_avq(unet, codebooks).save_pretrained(tmp_path)
+        loaded, info = type(unet).from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        for name, tensor in loaded.state_dict().items():
+            assert torch.equal(tensor, expected[name])
+
+
+class TestTraining:
+    def gradients(self, unet, codebooks):
+        sample = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+        unet.train()(sample, 10, torch.ones(1, 5, 32)).sample.square().mean().backward()
+        attn = unet.get_submodule(LAYER)
+        weights = [attn.to_q.weight, attn.to_k.weight, attn.to_v.weight]
+        return [x.grad for x in (*weights, codebooks.key_norm(LAYER).weight)]
+
+    def test_gradients(self, unet):
+        """Catches gradients cut at attention, and a checkpoint's second forward that differs."""
+        config = AVQConfig(4, 2, 2, levels=(1,), key_norm=True)
+        codebooks = random_codebooks(unet, config)
+        plain = self.gradients(apply_avq(unet, codebooks), codebooks)
+        for gradient in plain:
+            assert gradient.any()
+        checked, codebooks = tiny_unet(), random_codebooks(unet, config)
+        checked.enable_gradient_checkpointing()
+        recomputed = self.gradients(apply_avq(checked, codebooks), codebooks)
+        assert calls(checked) == {"AVQ": 10}
+        torch.testing.assert_close(recomputed, plain)
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def fresh_compiler(self):
+        torch.compiler.reset()
+        yield
+        torch.compiler.reset()
+
+    def test_whole_unet(self, unet, codebooks):
+        """Catches graph breaks, and AVQ lost in the compiled code."""
+        exact = predict(unet)
+        apply_avq(unet, codebooks)
+        expected = predict(unet)
+        counter = CompileCounter()
+        compiled = torch.compile(unet, backend=counter, fullgraph=True)
+        output = predict(compiled)
+        torch.testing.assert_close(output, expected)
+        assert (output - exact).norm() > 100 * (output - expected).norm()
+        assert counter.frame_count == 1
+        assert calls(unet) == {"AVQ": 10}  # compiled calls are not counted
+
+    def test_switching_a_compiled_unet(self):
+        """Catches compiled code that does not notice AVQ coming, pausing and going."""
+        unet = tiny_unet(
+            block_out_channels=(16, 32),
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            layers_per_block=1,
+        )
+        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2))
+        exact = predict(unet)
+        compiled = torch.compile(unet, backend="eager", fullgraph=True)
+        torch.testing.assert_close(predict(compiled), exact)
+        assert apply_avq(compiled, codebooks) is compiled
+        avq = predict(compiled)
+        assert (avq - exact).norm() > 1e-3 * exact.norm()
+        with avq_disabled(compiled):
+            torch.testing.assert_close(predict(compiled), exact)
+        torch.testing.assert_close(predict(compiled), avq)
+        remove_avq(compiled)
+        torch.testing.assert_close(predict(compiled), exact)
+
+    def test_repeated_blocks(self, unet, codebooks):
+        """Catches a guard per layer or per resolution: the recompile limit is near."""
+
+        def count_graphs(model):
+            torch.compiler.reset()
+            counter = CompileCounter()
+            model.compile_repeated_blocks(backend=counter, fullgraph=True)
+            outputs = [predict(model, *size) for size in ((16, 16), (24, 16), (16, 40))]
+            return counter.frame_count, outputs
+
+        baseline, exact = count_graphs(unet)
+        model = apply_avq(tiny_unet(), codebooks)
+        expected = [predict(model, *size) for size in ((16, 16), (24, 16), (16, 40))]
+        graphs, outputs = count_graphs(model)
+        assert graphs == baseline
+        for got, want, plain in zip(outputs, expected, exact, strict=True):
+            torch.testing.assert_close(got, want)
+            assert (got - plain).norm() > 1e-3 * plain.norm()
+
+
+@pytest.mark.gpu
+def test_codewords_follow_the_unet(unet, codebooks):
+    """Catches codewords left on the CPU when the UNet moves after AVQ was applied."""
+    apply_avq(unet, codebooks).to("cuda")
+    text = torch.zeros(1, 5, 32, device="cuda")
+    output = unet(torch.zeros(1, 4, 16, 16, device="cuda"), 10, text).sample
+    assert output.is_cuda
+    assert calls(unet) == {"AVQ": 10}

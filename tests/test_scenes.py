@@ -1,0 +1,649 @@
+"""The procedural scenes: captions, layout, hidden bits, pictures, copy agreement, COCO folder."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from avq_diffusers.mini.scenes import (
+    BACKGROUND_COLORS,
+    COUNTS,
+    HIDDEN_SIZE,
+    IMAGE_SIZE,
+    OBJECT_COLORS,
+    SHAPES,
+    SIZES,
+    VOCABULARY,
+    Background,
+    Group,
+    Scene,
+    copy_agreement,
+    corrupt,
+    render,
+    sample_scene,
+    write_coco,
+)
+
+MOTIF = tuple(tuple((i * i + 3 * j + i * j) % 5 % 2 for j in range(6)) for i in range(6))
+TILE = tuple(tuple((i * i + 3 * j + i * j) % 7 % 2 for j in range(8)) for i in range(8))
+HALF = tuple(tuple((i * i + 5 * j + i * j) % 7 % 2 for j in range(8)) for i in range(16))
+PLAIN = Background("plain", "white")
+TILED = Background("tiled", "navy", TILE)
+MIRRORED = Background("mirrored", "pink", HALF)
+
+GOLDEN_CAPTIONS = [
+    "two small yellow patterned diamonds in a row at the bottom on a tiled white background",
+    "two small orange patterned rings in a row on a plain lavender background",
+    "three large lime striped rings around the center on a plain navy background",
+]
+GOLDEN_CHECKSUM = 139201.5
+
+
+@pytest.fixture(scope="module")
+def scenes() -> list[Scene]:
+    return [sample_scene(seed) for seed in range(300)]
+
+
+def patterned(count: int, shape: str = "square", size: str = "medium") -> Group:
+    return Group(count, size, "red", "patterned", shape, MOTIF)
+
+
+def plain(count: int, shape: str = "circle", size: str = "medium") -> Group:
+    return Group(count, size, "blue", "plain", shape)
+
+
+def row(*groups: Group, background: Background = PLAIN) -> Scene:
+    return Scene(groups, "in a row" if len(groups) == 1 else "above", background)
+
+
+def crop(image: np.ndarray, box: tuple[int, int, int]) -> np.ndarray:
+    left, top, side = box
+    return image[top : top + side, left : left + side]
+
+
+def all_boxes(scene: Scene) -> list[tuple[int, int, int]]:
+    return [box for boxes in scene.boxes for box in boxes]
+
+
+def has_copies(scene: Scene) -> bool:
+    groups = any(group.texture == "patterned" and group.count > 1 for group in scene.groups)
+    return groups or scene.background.kind != "plain"
+
+
+class TestSampling:
+    def test_seed_decides_everything(self, scenes):
+        assert scenes == [sample_scene(seed) for seed in range(len(scenes))]
+        assert len({(scene.caption, scene.hidden.tobytes()) for scene in scenes}) == len(scenes)
+
+    def test_every_process_draws_the_same_pictures(self, scenes):
+        code = (
+            "import hashlib\n"
+            "from avq_diffusers.mini.scenes import render, sample_scene\n"
+            "pictures = b''.join(render(sample_scene(seed)).tobytes() for seed in range(20))\n"
+            "print(hashlib.sha256(pictures).hexdigest())"
+        )
+        digests = {
+            subprocess.run(
+                [sys.executable, "-c", code],
+                env=os.environ | {"PYTHONHASHSEED": hash_seed},
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
+            for hash_seed in ("1", "2")
+        }
+        assert len(digests) == 1
+
+    def test_published_seeds_keep_their_scenes(self):
+        """Weights and data sets are tied to these scenes."""
+        assert [sample_scene(seed).caption for seed in (0, 1, 10**9)] == GOLDEN_CAPTIONS
+        hidden = sum(sample_scene(seed).hidden for seed in range(8))
+        assert hidden @ np.arange(HIDDEN_SIZE) == GOLDEN_CHECKSUM
+
+    def test_most_pictures_must_be_copied_from_themselves(self, scenes):
+        groups = [group for scene in scenes for group in scene.groups]
+        assert 0.5 < np.mean([group.texture == "patterned" for group in groups]) < 0.7
+        assert 0.6 < np.mean([scene.background.kind != "plain" for scene in scenes]) < 0.8
+        assert np.mean([has_copies(scene) for scene in scenes]) > 0.8
+
+    def test_objects_stand_out_from_the_background_and_from_each_other(self, scenes):
+        for scene in scenes:
+            ground = np.array(BACKGROUND_COLORS[scene.background.color])
+            for group in scene.groups:
+                assert np.linalg.norm(ground - OBJECT_COLORS[group.color]) > 70, scene.caption
+            assert len({group.color for group in scene.groups}) == len(scene.groups)
+            assert len({group.shape for group in scene.groups}) == len(scene.groups)
+
+    @pytest.mark.parametrize(("seed", "error"), [(-1, ValueError), (1.0, TypeError)])
+    def test_bad_seed(self, seed, error):
+        with pytest.raises(error, match=f"seed must be .*got {seed}"):
+            sample_scene(seed)
+
+
+class TestCaption:
+    @pytest.mark.parametrize(
+        ("scene", "caption"),
+        [
+            (
+                Scene((plain(1, "cross", "large"),), "at the top left", MIRRORED),
+                "one large blue plain cross at the top left on a mirrored pink background",
+            ),
+            (
+                Scene((patterned(4, "star", "small"),), "in the corners", TILED),
+                "four small red patterned stars in the corners on a tiled navy background",
+            ),
+            (
+                Scene((plain(2, "cross"), patterned(1, "moon")), "left of", PLAIN),
+                "two medium blue plain crosses left of one medium red patterned moon on a plain "
+                "white background",
+            ),
+        ],
+    )
+    def test_grammar(self, scene, caption):
+        assert scene.caption == caption
+
+    def test_names_every_attribute(self, scenes):
+        for scene in scenes:
+            words = scene.caption.split()
+            for group in scene.groups:
+                nouns = [
+                    word
+                    for word in words
+                    if word in (group.shape, f"{group.shape}s", f"{group.shape}es")
+                ]
+                assert len(nouns) == 1
+                assert (nouns == [group.shape]) == (group.count == 1)
+                noun = words.index(nouns[0])
+                assert words[noun - 4 : noun] == [
+                    COUNTS[group.count - 1],
+                    group.size,
+                    group.color,
+                    group.texture,
+                ]
+            assert f" {scene.placement} " in scene.caption
+            assert scene.caption.endswith(
+                f" on a {scene.background.kind} {scene.background.color} background"
+            )
+
+    def test_layout_follows_from_the_caption(self, scenes):
+        for scene in scenes:
+            groups = tuple(
+                replace(group, color="red", texture="plain", motif=None) for group in scene.groups
+            )
+            assert replace(scene, groups=groups, background=PLAIN).boxes == scene.boxes
+
+    def test_vocabulary_is_small_and_complete(self):
+        captions = [sample_scene(seed).caption for seed in range(1500)]
+        assert {word for caption in captions for word in caption.split()} == set(VOCABULARY)
+        assert len(VOCABULARY) < 120
+        assert max(len(caption.split()) for caption in captions) <= 30
+        assert all(re.fullmatch("[a-z ]+", caption) for caption in captions)
+
+
+class TestLayout:
+    def test_objects_are_inside_apart_and_on_the_grid(self, scenes):
+        for scene in scenes:
+            boxes = all_boxes(scene)
+            assert len(boxes) == sum(group.count for group in scene.groups)
+            assert not np.any(np.array(boxes) % 4)
+            taken = np.zeros((IMAGE_SIZE, IMAGE_SIZE), int)
+            for box in boxes:
+                assert min(box) >= 0
+                crop(taken, box)[:] += 1
+            assert taken.max() == 1
+            assert taken.sum() == sum(side**2 for _, _, side in boxes)
+
+    @pytest.mark.parametrize(
+        ("placement", "axis", "sign"),
+        [("above", 1, 1), ("below", 1, -1), ("left of", 0, 1), ("right of", 0, -1)],
+    )
+    def test_relations(self, placement, axis, sign):
+        first, second = Scene((plain(2), patterned(3)), placement, PLAIN).boxes
+        if sign < 0:
+            first, second = second, first
+        assert max(box[axis] + box[2] for box in first) <= min(box[axis] for box in second)
+
+    @pytest.mark.parametrize(
+        ("placement", "center"),
+        [
+            ("at the center", (0.5, 0.5)),
+            ("at the top", (0.5, 0.2)),
+            ("at the bottom", (0.5, 0.8)),
+            ("on the left", (0.2, 0.5)),
+            ("on the right", (0.8, 0.5)),
+            ("at the top left", (0.2, 0.2)),
+            ("at the top right", (0.8, 0.2)),
+            ("at the bottom left", (0.2, 0.8)),
+            ("at the bottom right", (0.8, 0.8)),
+        ],
+    )
+    def test_single_placements(self, placement, center):
+        (((left, top, side),),) = Scene((plain(1),), placement, PLAIN).boxes
+        position = np.array([left + side / 2, top + side / 2]) / IMAGE_SIZE
+        assert np.abs(position - center).max() < 0.05
+
+    def test_lines(self):
+        def coordinates(placement):
+            return np.array(Scene((plain(3),), placement, PLAIN).boxes[0]).T[:2]
+
+        spread = coordinates("in a row")[0]
+        assert len(set(np.diff(spread))) == 1
+        for placement, x, y in [
+            ("in a row at the top", spread, 8),
+            ("in a row at the bottom", spread, 176),
+            ("in a column on the left", 8, spread),
+            ("in a column on the right", 176, spread),
+            ("along a diagonal", spread, spread),
+        ]:
+            np.testing.assert_array_equal(
+                coordinates(placement), np.broadcast_arrays(x, y, spread)[:2]
+            )
+
+    def test_around_surrounds_its_center(self):
+        ring, ((left, top, side),) = Scene(
+            (plain(4, size="small"), patterned(1, size="large")), "around", PLAIN
+        ).boxes
+        assert (left, top, side) == (80, 80, 96)
+        assert set(ring) == {(104, 8, 48), (200, 104, 48), (104, 200, 48), (8, 104, 48)}
+
+    @pytest.mark.parametrize(
+        ("groups", "placement"),
+        [
+            ((plain(5, size="large"),), "in a row"),
+            ((plain(3),), "in the corners"),
+            ((plain(2),), "at the center"),
+            ((plain(1),), "above"),
+            ((plain(1), patterned(1)), "in a row"),
+            ((plain(5, size="large"), patterned(1)), "around"),
+            ((plain(2),), "somewhere"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, groups, placement):
+        with pytest.raises(ValueError, match=f"placement '{placement}' does not fit"):
+            Scene(groups, placement, PLAIN)
+
+    @pytest.mark.parametrize("groups", [(), (plain(1),) * 3])
+    def test_number_of_groups(self, groups):
+        with pytest.raises(ValueError, match=f"one or two groups, but got {len(groups)}"):
+            Scene(groups, "in a row", PLAIN)
+
+
+class TestAttributes:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"count": 0}, "count must be 1 to 5, but got 0"),
+            ({"size": "huge"}, "size must be one of small, medium, large, but got 'huge'"),
+            ({"color": "navy"}, "color must be one of red, .*got 'navy'"),
+            ({"texture": "furry"}, "texture must be one of plain, .*got 'furry'"),
+            ({"shape": "blob"}, "shape must be one of circle, .*got 'blob'"),
+            ({"motif": None}, "motif must be 6 x 6 cells of 0 and 1"),
+            ({"motif": TILE}, "motif must be 6 x 6 cells of 0 and 1"),
+            ({"texture": "plain"}, "motif must be None"),
+        ],
+    )
+    def test_group(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            replace(patterned(2), **change)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("wavy", "white"), "kind must be one of plain, tiled, mirrored, but got 'wavy'"),
+            (("plain", "red"), "color must be one of white, .*got 'red'"),
+            (("tiled", "white"), "cells must be 8 x 8"),
+            (("mirrored", "white", TILE), "cells must be 16 x 8"),
+            (("plain", "white", TILE), "cells must be None"),
+        ],
+    )
+    def test_background(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            Background(*arguments)
+
+
+class TestHidden:
+    def test_order_and_absence(self):
+        motifs, tile, half = slice(0, 72), slice(72, 136), slice(136, 264)
+        hidden = row(plain(2), patterned(2), background=TILED).hidden
+        assert hidden.shape == (HIDDEN_SIZE,) == (264,)
+        assert hidden.dtype == np.float32
+        np.testing.assert_array_equal(hidden[motifs], [0.5] * 36 + list(np.ravel(MOTIF)))
+        np.testing.assert_array_equal(hidden[tile], np.ravel(TILE))
+        assert set(hidden[half]) == {0.5}
+
+        hidden = row(patterned(2), background=MIRRORED).hidden
+        np.testing.assert_array_equal(hidden[motifs], list(np.ravel(MOTIF)) + [0.5] * 36)
+        assert set(hidden[tile]) == {0.5}
+        np.testing.assert_array_equal(hidden[half], np.ravel(HALF))
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_bits_that_no_pixel_shows_are_absent(self, shape):
+        """A bit is given where changing it changes the picture clearly, and only there."""
+        scene = row(patterned(2, shape, "large"))
+        image = render(scene)
+        for i in range(36):
+            cells = np.array(MOTIF)
+            cells.flat[i] ^= 1
+            motif = tuple(map(tuple, cells.tolist()))
+            changed = render(row(replace(scene.groups[0], motif=motif)))
+            share = np.any(changed != image, axis=-1).sum() / (2 * 16**2)
+            if share > 0.35:
+                assert scene.hidden[i] == np.ravel(MOTIF)[i]
+            if share < 0.2:
+                assert scene.hidden[i] == 0.5
+
+    def test_captions_do_not_tell(self):
+        inverted = tuple(tuple(1 - bit for bit in bits) for bits in MOTIF)
+        scene = row(patterned(3))
+        other = row(replace(patterned(3), motif=inverted))
+        assert scene.caption == other.caption
+        assert np.abs(scene.hidden - other.hidden).max() == 1
+        assert np.any(render(scene) != render(other))
+
+    def test_bits_are_random(self, scenes):
+        motifs = [group.motif for scene in scenes for group in scene.groups if group.motif]
+        assert len(set(motifs)) > 0.95 * len(motifs)
+        assert np.abs(np.mean(motifs, axis=0) - 0.5).max() < 0.2
+        mirrored = [motif == tuple(bits[::-1] for bits in motif) for motif in motifs]
+        assert 0.35 < np.mean(mirrored) < 0.65
+
+
+class TestRender:
+    def test_background_pixels(self, scenes):
+        """Away from objects the picture is the background's cells in two shades of its colour."""
+        for scene in scenes[:60]:
+            image = render(scene)
+            assert image.shape == (IMAGE_SIZE, IMAGE_SIZE, 3)
+            assert image.dtype == np.uint8
+            bits = np.zeros((IMAGE_SIZE, IMAGE_SIZE))
+            cells = np.array(scene.background.cells)
+            if scene.background.kind == "tiled":
+                bits = np.kron(np.tile(cells, (4, 4)), np.ones((8, 8)))
+            elif scene.background.kind == "mirrored":
+                bits = np.kron(np.hstack([cells, cells[:, ::-1]]), np.ones((16, 16)))
+            free = np.ones((IMAGE_SIZE, IMAGE_SIZE), bool)
+            for box in all_boxes(scene):
+                crop(free, box)[:] = False
+            assert (image[free & (bits == 0)] == BACKGROUND_COLORS[scene.background.color]).all()
+            shades = np.unique(image[free & (bits == 1)], axis=0).astype(int)
+            if scene.background.kind != "plain":
+                assert len(shades) == 1
+                distance = np.abs(shades[0] - BACKGROUND_COLORS[scene.background.color])
+                assert 20 < distance.max() < 60
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("size", SIZES)
+    def test_shapes_fill_their_box_and_stay_in_it(self, shape, size):
+        scene = Scene((plain(1, shape, size),), "at the center", PLAIN)
+        drawn = np.any(render(scene) != BACKGROUND_COLORS["white"], axis=-1)
+        ((box,),) = scene.boxes
+        assert drawn.sum() == crop(drawn, box).sum()
+        extent = [np.ptp(where) + 1 for where in np.nonzero(drawn)]
+        assert min(extent) >= 0.72 * box[2]
+        assert max(extent) >= 0.87 * box[2]
+        blue = np.all(render(scene) == OBJECT_COLORS["blue"], axis=-1)
+        assert 0.25 < blue.sum() / box[2] ** 2 < 0.85
+
+    def test_shapes_and_textures_differ(self):
+        textures = ("plain", "striped", "dotted", "checkered")
+        pictures = {
+            render(
+                Scene((replace(plain(1, shape), texture=texture),), "at the center", PLAIN)
+            ).tobytes()
+            for shape in SHAPES
+            for texture in textures
+        }
+        assert len(pictures) == len(SHAPES) * len(textures)
+
+    def test_motif_fills_every_object_alike(self):
+        scene = row(patterned(3), background=PLAIN)
+        first, *others = (crop(render(scene), box) for box in scene.boxes[0])
+        inner = np.zeros((72, 72), bool)
+        inner[6:-6, 6:-6] = True
+        bits = np.kron(MOTIF, np.ones((12, 12), int))
+        assert len(np.unique(first[inner & (bits == 0)], axis=0)) == 1
+        assert len(np.unique(first[inner & (bits == 1)], axis=0)) == 1
+        assert np.abs(first[6, 6].astype(int) - first[inner & (bits != bits[6, 6])][0]).max() > 40
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+    @pytest.mark.parametrize("size", [128, 192, 512])
+    def test_content_scales(self, scenes, size):
+        for scene in scenes[:12]:
+            small, large = sorted((size, IMAGE_SIZE))
+            shrunk = Image.fromarray(render(scene, large)).resize(
+                (small, small), Image.Resampling.BOX
+            )
+            difference = np.abs(np.asarray(shrunk, int) - render(scene, small))
+            assert difference.mean() < 0.8
+            assert np.mean(difference > 48) < 0.002
+
+    @pytest.mark.parametrize("size", [0, -64, 100])
+    def test_bad_size(self, size):
+        with pytest.raises(ValueError, match=f"size must be .*got {size}"):
+            render(row(plain(1), plain(1)), size)
+
+
+class TestCopyAgreement:
+    @pytest.mark.parametrize("size", [64, 256, 320])
+    def test_pictures_of_scenes_agree(self, scenes, size):
+        for scene in scenes[:150]:
+            agreement = copy_agreement(render(scene, size), scene)
+            assert (agreement is not None) == has_copies(scene)
+            assert agreement is None or 0.9999 < agreement <= 1
+
+    def test_corrupted_pictures_do_not(self, scenes):
+        agreements = [copy_agreement(corrupt(scene, 7), scene) for scene in scenes]
+        agreements = [agreement for agreement in agreements if agreement is not None]
+        assert abs(np.mean(agreements)) < 0.04
+        assert np.percentile(agreements, 99) < 0.6
+
+    def test_other_scenes_pictures_do_not(self, scenes):
+        agreements = [copy_agreement(render(b), a) for a, b in pairwise(scenes)]
+        agreements = [agreement for agreement in agreements if agreement is not None]
+        assert np.mean(agreements) < 0.35
+
+    def test_shifted_object(self):
+        scene = row(patterned(2))
+        image = render(scene)
+        pixels = crop(image, scene.boxes[0][1])
+        pixels[:] = np.roll(pixels, 12, axis=1)
+        assert copy_agreement(image, scene) < 0.6
+
+    def test_every_pair_of_objects_counts(self):
+        scene = row(patterned(3))
+        image = render(scene)
+        rng = np.random.default_rng(0)
+        pixels = crop(image, scene.boxes[0][2])
+        pixels[:] = rng.integers(0, 256, pixels.shape)
+        assert copy_agreement(image, scene) == pytest.approx(1 / 3, abs=0.05)
+
+    def test_outline_and_mean_colour_do_not_count(self):
+        """Flat objects of one shape agree in outline and colour, and in nothing that is hidden."""
+        flat = render(row(replace(patterned(3, "star"), texture="plain", motif=None)))
+        assert copy_agreement(flat, row(patterned(3, "star"))) == 0
+        scene = row(patterned(2))
+        image = render(scene)
+        crop(image, scene.boxes[0][0])[:] //= 2
+        assert copy_agreement(image, scene) > 0.999
+
+    def test_copies_of_noise_do_not_count(self):
+        scene = row(patterned(2))
+        image = np.full((IMAGE_SIZE, IMAGE_SIZE, 3), 128, np.uint8)
+        noise = np.random.default_rng(0).integers(0, 2, (72, 72, 3))
+        for box in scene.boxes[0]:
+            crop(image, box)[:] += noise.astype(np.uint8)
+        assert copy_agreement(image, scene) < 0.1
+
+    @pytest.mark.parametrize("background", [TILED, MIRRORED])
+    def test_parts_are_averaged(self, background):
+        scene = row(patterned(2), background=background)
+        image = corrupt(scene, 0)
+        truth = render(scene)
+        for box in scene.boxes[0]:
+            crop(image, box)[:] = crop(truth, box)
+        assert copy_agreement(image, scene) == pytest.approx(0.5, abs=0.1)
+
+    @pytest.mark.parametrize("axis", [0, 1])
+    def test_tiles_repeat_along_both_axes(self, axis):
+        """Shifting every other tile row or column by half a period breaks one of the axes."""
+        scene = row(plain(2), background=TILED)
+        image = np.moveaxis(render(scene), axis, 0)
+        for start in (0, 128):
+            image[start : start + 64] = np.roll(image[start : start + 64], 20, axis=1)
+        assert copy_agreement(np.moveaxis(image, 0, axis), scene) < 0.75
+
+    @pytest.mark.parametrize("background", [TILED, MIRRORED])
+    def test_objects_do_not_count_as_background(self, background):
+        scene = Scene((plain(1, size="large"),), "at the top left", background)
+        image = render(scene)
+        ((box,),) = scene.boxes
+        crop(image, box)[:] = np.random.default_rng(0).integers(0, 256, (96, 96, 3))
+        assert copy_agreement(image, scene) > 0.999
+
+    def test_flat_background_does_not_agree(self):
+        flat = render(row(plain(2)))
+        assert copy_agreement(flat, row(plain(2), background=TILED)) == 0
+        assert copy_agreement(flat, row(plain(2), background=MIRRORED)) == 0
+
+    def test_survives_mild_noise(self, scenes):
+        rng = np.random.default_rng(0)
+        for scene in filter(has_copies, scenes[:30]):
+            noisy = render(scene) + rng.normal(0, 3, (IMAGE_SIZE, IMAGE_SIZE, 3))
+            assert copy_agreement(noisy.clip(0, 255).astype(np.uint8), scene) > 0.9
+
+    @pytest.mark.parametrize(
+        ("image", "error", "message"),
+        [
+            (np.zeros((256, 256, 3)), TypeError, "uint8 array, but got float64"),
+            ([[0]], TypeError, "uint8 array, but got list"),
+            (np.zeros((256, 256), np.uint8), ValueError, re.escape("but got (256, 256)")),
+            (np.zeros((256, 128, 3), np.uint8), ValueError, re.escape("but got (256, 128, 3)")),
+            (np.zeros((100, 100, 3), np.uint8), ValueError, "multiple of 64, but got 100"),
+        ],
+    )
+    def test_bad_image(self, image, error, message):
+        with pytest.raises(error, match=message):
+            copy_agreement(image, row(patterned(2)))
+
+
+class TestCorrupt:
+    def test_named_content_stays(self, scenes):
+        """Tones trade places; nothing else moves, and what is not hidden stays as it is."""
+        for scene in scenes[:60]:
+            truth, broken = render(scene), corrupt(scene, 3)
+            changed = np.any(truth != broken, axis=-1)
+            for group, boxes in zip(scene.groups, scene.boxes, strict=True):
+                for box in boxes:
+                    if scene.background.kind == "plain" and group.texture != "patterned":
+                        assert not crop(changed, box).any()
+                    crop(changed, box)[:] = False
+            if scene.background.kind == "plain":
+                assert not changed.any()
+            elif changed.any():
+                tones = np.unique(truth[changed], axis=0)
+                assert len(tones) == 2
+                np.testing.assert_array_equal(tones, np.unique(broken[changed], axis=0))
+
+    def test_every_object_gets_a_motif_of_its_own(self):
+        scene = row(patterned(3))
+        objects = [crop(corrupt(scene, 0), box) for box in scene.boxes[0]]
+        for first, second in combinations([*objects, crop(render(scene), scene.boxes[0][0])], 2):
+            assert np.any(first != second, axis=-1).mean() > 0.15
+        tones = {tuple(tone) for tone in objects[0][6:-6, 6:-6].reshape(-1, 3).tolist()}
+        assert len(tones) == 2
+        assert OBJECT_COLORS["red"] in tones
+
+    def test_seed_and_size(self):
+        scene = row(patterned(3), background=TILED)
+        np.testing.assert_array_equal(corrupt(scene, 1), corrupt(scene, 1))
+        assert np.any(corrupt(scene, 1) != corrupt(scene, 2))
+        assert corrupt(scene, 1, 128).shape == (128, 128, 3)
+        with pytest.raises(ValueError, match="seed must be at least 0, but got -1"):
+            corrupt(scene, -1)
+
+
+class TestCoco:
+    def test_format(self, tmp_path):
+        write_coco(tmp_path, 5, first_seed=40, size=64)
+        data = json.loads((tmp_path / "annotations" / "captions_scenes.json").read_text())
+        files = sorted(path.name for path in (tmp_path / "images").iterdir())
+        assert files == [f"{number:012d}.png" for number in range(1, 6)]
+        assert [image["file_name"] for image in data["images"]] == files
+        assert all(image["height"] == image["width"] == 64 for image in data["images"])
+        assert len({annotation["id"] for annotation in data["annotations"]}) == 5
+        captions = {entry["image_id"]: entry["caption"] for entry in data["annotations"]}
+        for image in data["images"]:
+            scene = sample_scene(40 + image["id"] - 1)
+            assert image["seed"] == 40 + image["id"] - 1
+            assert captions[image["id"]] == scene.caption
+            with Image.open(tmp_path / "images" / image["file_name"]) as picture:
+                np.testing.assert_array_equal(np.asarray(picture), render(scene, 64))
+
+    def test_restart_finishes_and_keeps_what_is_done(self, tmp_path):
+        write_coco(tmp_path, 4, size=64)
+        paths = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
+        finished = {path: path.read_bytes() for path in paths}
+        annotations, missing, truncated, kept = paths[0], paths[1], paths[2], paths[3]
+        annotations.unlink()
+        missing.unlink()
+        truncated.write_bytes(finished[truncated][:60])
+        written = kept.stat().st_mtime_ns
+        write_coco(tmp_path, 4, size=64)
+        assert {
+            path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+        } == finished
+        assert kept.stat().st_mtime_ns == written
+
+    def test_killed_while_writing(self, tmp_path, monkeypatch):
+        def fail(self: Image.Image, path: Path, **_: object) -> None:
+            Path(path).write_bytes(b"half a picture")
+            raise OSError("No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Image.Image, "save", fail)
+            with pytest.raises(OSError, match="No space left"):
+                write_coco(tmp_path, 2, size=64)
+        assert not list(tmp_path.rglob("*.png"))
+        assert not list(tmp_path.rglob("*.json"))
+        write_coco(tmp_path, 2, size=64)
+        assert len(list((tmp_path / "images").iterdir())) == 2
+
+    @pytest.mark.parametrize("change", [{"first_seed": 1}, {"size": 128}, {"num_images": 2}])
+    @pytest.mark.parametrize("finished", [True, False])
+    def test_other_data_is_refused_and_kept(self, tmp_path, change, finished):
+        write_coco(tmp_path, 3, size=64)
+        if not finished:
+            (tmp_path / "annotations" / "captions_scenes.json").unlink()
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        with pytest.raises(ValueError, match="folder must be empty or hold these scenes"):
+            write_coco(tmp_path, **{"num_images": 3, "size": 64} | change)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"num_images": 0}, ValueError, "num_images must be at least 1, but got 0"),
+            ({"num_images": 2.0}, TypeError, "num_images must be an integer, but got 2.0"),
+            ({"first_seed": -1}, ValueError, "first_seed must be at least 0, but got -1"),
+            ({"size": 250}, ValueError, "size must be a multiple of 64, but got 250"),
+        ],
+    )
+    def test_bad_arguments_write_nothing(self, tmp_path, arguments, error, message):
+        folder = tmp_path / "scenes"
+        with pytest.raises(error, match=message):
+            write_coco(folder, **{"num_images": 1} | arguments)
+        assert not folder.exists()
+
+    def test_folder_is_a_file(self, tmp_path):
+        (tmp_path / "scenes").write_text("")
+        with pytest.raises(ValueError, match="folder must be a directory"):
+            write_coco(tmp_path / "scenes", 1)

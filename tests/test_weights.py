@@ -1,0 +1,333 @@
+"""`AVQCodebooks`: which layers it covers, what a saved folder holds, and what loading refuses."""
+
+import json
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+from diffusers import MotionAdapter, UNetMotionModel
+from safetensors.torch import load_file, save_file
+from tiny import CONFIG, random_codebooks, sd2_unet, sdxl_unet, tiny_unet
+
+from avq_diffusers.codebook import Codebook
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.weights import AVQCodebooks, select_layers
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+
+
+@pytest.fixture
+def folder(codebooks, tmp_path):
+    codebooks.save_pretrained(tmp_path / "codebooks")
+    return tmp_path / "codebooks"
+
+
+def edit_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+class TestSelectLayers:
+    def test_sd15(self, unet):
+        """Catches levels of up blocks counted forwards, and head dim read as head count."""
+        layers = select_layers(unet)
+        found = {layer.name.split(".transformer_blocks")[0]: layer.level for layer in layers}
+        assert found == {
+            "down_blocks.0.attentions.0": 0,
+            "down_blocks.0.attentions.1": 0,
+            "down_blocks.1.attentions.0": 1,
+            "down_blocks.1.attentions.1": 1,
+            "down_blocks.2.attentions.0": 2,
+            "down_blocks.2.attentions.1": 2,
+            "up_blocks.1.attentions.0": 2,
+            "up_blocks.1.attentions.1": 2,
+            "up_blocks.1.attentions.2": 2,
+            "up_blocks.2.attentions.0": 1,
+            "up_blocks.2.attentions.1": 1,
+            "up_blocks.2.attentions.2": 1,
+            "up_blocks.3.attentions.0": 0,
+            "up_blocks.3.attentions.1": 0,
+            "up_blocks.3.attentions.2": 0,
+            "mid_block.attentions.0": 3,
+        }
+        assert {(layer.level, layer.num_heads, layer.head_dim) for layer in layers} == {
+            (0, 2, 8),
+            (1, 2, 16),
+            (2, 2, 32),
+            (3, 2, 32),
+        }
+        for layer in layers:
+            assert unet.get_submodule(layer.name) is layer.attn
+
+    def test_sdxl(self):
+        """Catches a rule that stops at the first transformer block, or assumes level 0."""
+        layers = select_layers(sdxl_unet())
+        count = {level: sum(layer.level == level for layer in layers) for level in range(3)}
+        assert count == {0: 0, 1: 5 * 2, 2: 5 * 3 + 3}
+        assert len({layer.name for layer in layers}) == len(layers)
+        with pytest.raises(ValueError, match="no self-attention at level 0, only at levels 1, 2"):
+            select_layers(sdxl_unet(), (0, 1))
+
+    def test_sd2(self):
+        """Catches one head count taken for all levels."""
+        layers = select_layers(sd2_unet(), (0, 1))
+        shapes = {(layer.level, layer.num_heads, layer.head_dim) for layer in layers}
+        assert shapes == {(0, 1, 16), (1, 2, 16)}
+
+    def test_temporal_layers_are_left_out(self, unet):
+        """Catches a rule by `attn1` alone: motion modules have an attn1 over frames."""
+        adapter = MotionAdapter(
+            block_out_channels=(16, 32, 64, 64),
+            motion_num_attention_heads=2,
+            motion_norm_num_groups=8,
+        )
+        motion = UNetMotionModel.from_unet2d(unet, adapter)
+        names = [layer.name for layer in select_layers(motion)]
+        assert names == [layer.name for layer in select_layers(unet)]
+        assert any("motion_modules" in name for name in motion.attn_processors)
+
+    def test_cross_attention_in_attn1_is_left_out(self):
+        """Catches `attn1` taken for self-attention where the block attends to text only."""
+        unet = tiny_unet(only_cross_attention=(True, False, False, False))
+        assert {layer.level for layer in select_layers(unet)} == {1, 2, 3}
+
+    def test_not_a_unet(self):
+        with pytest.raises(TypeError, match="expected a UNet with up_blocks, but got Linear"):
+            select_layers(torch.nn.Linear(2, 2))
+
+
+class TestRoundTrip:
+    def test_same_tensors_and_config(self, unet, tmp_path):
+        """Catches names mangled on one side only, lost overrides and lost key norms."""
+        config = AVQConfig(
+            4, 2, 2, levels=(0, 1), key_norm=True, overrides={"1": {"num_children": 3}}
+        )
+        codebooks = random_codebooks(
+            unet, config, base_model="tiny", calibration={"seed": 3, "layers": {LAYER: 0.5}}
+        )
+        torch.nn.init.normal_(codebooks.key_norm(LAYER).weight)
+        codebooks.save_pretrained(tmp_path)
+        loaded = AVQCodebooks.from_pretrained(tmp_path)
+        assert loaded.avq_config == config
+        assert loaded.layer_specs == codebooks.layer_specs
+        assert loaded.config["base_model"] == "tiny"
+        assert loaded.config["calibration"] == {"seed": 3, "layers": {LAYER: 0.5}}
+        for name in codebooks.layer_specs:
+            assert torch.equal(loaded.codebook(name).parents, codebooks.codebook(name).parents)
+            assert torch.equal(loaded.codebook(name).children, codebooks.codebook(name).children)
+        assert torch.equal(loaded.key_norm(LAYER).weight, codebooks.key_norm(LAYER).weight)
+        assert (
+            loaded.codebook("up_blocks.2.attentions.0.transformer_blocks.0.attn1").children.shape[2]
+            == 3
+        )
+
+    def test_folder(self, folder):
+        """Catches a second weights file and a config that does not say what it is."""
+        assert sorted(os.listdir(folder)) == ["config.json", WEIGHTS]
+        config = json.loads((folder / "config.json").read_text())
+        assert config["format_version"] == 1
+        assert config["layers"][0] == {"name": LAYER, "level": 0, "num_heads": 2, "head_dim": 8}
+        assert config["avq"]["num_parents"] == CONFIG.num_parents
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_dtype_does_not_degrade_codewords(self, folder, codebooks, dtype):
+        """Catches codewords rounded by the `dtype=` that users pass to every diffusers model."""
+        codeword = codebooks.codebook(LAYER).parents
+        assert not torch.equal(codeword, codeword.to(dtype).float())
+        loaded = AVQCodebooks.from_pretrained(folder, dtype=dtype).codebook(LAYER).parents
+        assert loaded.dtype == torch.float32
+        assert torch.equal(loaded, codeword)
+
+    def test_flat_codebook(self, unet, tmp_path):
+        """Catches empty children lost in the file or divided by."""
+        random_codebooks(unet, AVQConfig.parse("M4")).save_pretrained(tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loaded = AVQCodebooks.from_pretrained(str(tmp_path)).project()
+        assert loaded.codebook(LAYER).children.shape == (2, 4, 0, 8)
+
+    def test_subfolder(self, codebooks, tmp_path):
+        codebooks.save_pretrained(tmp_path / "inner")
+        loaded = AVQCodebooks.from_pretrained(tmp_path, subfolder="inner")
+        assert loaded.layer_specs == codebooks.layer_specs
+
+    def test_moving_keeps_the_parameters(self, codebooks):
+        """Catches buffers: `.to()` replaces those, and a UNet that uses them would not notice."""
+        before = codebooks.codebook(LAYER).parents
+        codebooks.double()
+        assert codebooks.codebook(LAYER).parents is before
+        assert not before.requires_grad
+
+
+class TestRefusals:
+    def test_format_version(self, folder):
+        edit_config(folder, format_version=2)
+        with pytest.raises(ValueError, match="format version 1 are supported, but got version 2"):
+            AVQCodebooks.from_pretrained(folder)
+
+    def test_other_model(self, folder):
+        edit_config(folder, _class_name="UNet2DConditionModel")
+        with pytest.raises(ValueError, match="config of AVQCodebooks, but got one of UNet2DCond"):
+            AVQCodebooks.from_pretrained(folder)
+
+    def test_unknown_config_key(self, folder):
+        edit_config(folder, avq={"num_parents": 4, "parents": 4})
+        with pytest.raises(ValueError, match="unknown AVQConfig keys: parents"):
+            AVQCodebooks.from_pretrained(folder)
+
+    def test_config_is_not_json(self, folder):
+        (folder / "config.json").write_text("{")
+        with pytest.raises(ValueError, match=r"config\.json is not a JSON file"):
+            AVQCodebooks.from_pretrained(folder)
+
+    @pytest.mark.parametrize("file", ["config.json", WEIGHTS])
+    def test_missing_file(self, folder, file):
+        (folder / file).unlink()
+        with pytest.raises(FileNotFoundError, match=f"there is no file .*{file}"):
+            AVQCodebooks.from_pretrained(folder)
+
+    @pytest.mark.parametrize("content", [b"", b"version https://git-lfs", None])
+    def test_damaged_weights(self, folder, content):
+        """Catches a truncated file read as far as it goes (None: the first half of a real one)."""
+        whole = (folder / WEIGHTS).read_bytes()
+        (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2] if content is None else content)
+        with pytest.raises(ValueError, match="is not a whole safetensors file"):
+            AVQCodebooks.from_pretrained(folder)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_not_finite(self, folder, value):
+        key = f"codebooks.{LAYER.replace('.', '__')}.child_codewords"
+        edit_weights(folder, lambda tensors: tensors[key].view(-1)[5:6].fill_(value))
+        with pytest.raises(ValueError, match="child_codewords holds NaN or infinity"):
+            AVQCodebooks.from_pretrained(folder)
+
+    def test_missing_layer(self, folder):
+        edit_weights(folder, lambda tensors: [tensors.popitem() for _ in range(2)])
+        with pytest.raises(ValueError, match=r"_codewords is missing \(2 missing in all\)"):
+            AVQCodebooks.from_pretrained(folder)
+
+    def test_unexpected_layer(self, folder):
+        edit_weights(folder, lambda tensors: tensors.update(extra=torch.zeros(1)))
+        with pytest.raises(ValueError, match=r"extra is unexpected \(1 unexpected in all\)"):
+            AVQCodebooks.from_pretrained(folder)
+
+    def test_wrong_shape(self, folder):
+        edit_config(folder, avq={"num_parents": 5, "num_children": 2, "num_refined": 2})
+        with pytest.raises(ValueError, match=r"must have shape \(2, 5, .*but got \(2, 4, "):
+            AVQCodebooks.from_pretrained(folder)
+
+    def test_nothing_is_unpickled(self, folder):
+        """Catches diffusers' loader, which falls back to torch.load and follows a shard index."""
+        marker = folder / "was-unpickled"
+
+        class Payload:
+            def __reduce__(self):
+                return (open, (str(marker), "w"))
+
+        name = "diffusion_pytorch_model.bin"
+        (folder / name).write_bytes(pickle.dumps(Payload()))
+        keys = list(load_file(folder / WEIGHTS))
+        (folder / WEIGHTS).unlink()
+        index = {"metadata": {}, "weight_map": dict.fromkeys(keys, name)}
+        (folder / (WEIGHTS + ".index.json")).write_text(json.dumps(index))
+        with pytest.raises(FileNotFoundError):
+            AVQCodebooks.from_pretrained(folder)
+        assert not marker.exists()
+
+
+class TestParentChildConstraint:
+    def test_warning_and_projection(self, codebooks, tmp_path):
+        """Catches a check that never fires, or a projection that moves the wrong tensor."""
+        codebook = codebooks.codebook(LAYER)
+        parents = codebook.parents.clone()
+        offset = codebook.children[0, 1, 0] - codebook.children[0, 1, 1]
+        codebook.children[0, 1] += 0.3
+        codebooks.save_pretrained(tmp_path)
+        with pytest.warns(UserWarning, match=r"by up to 0\.\d+ of .*AVQCodebooks.project\(\)"):
+            loaded = AVQCodebooks.from_pretrained(tmp_path)
+        loaded.project().save_pretrained(tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            projected = AVQCodebooks.from_pretrained(tmp_path).codebook(LAYER)
+        assert torch.equal(projected.parents, parents)
+        torch.testing.assert_close(projected.children.mean(2), parents)
+        torch.testing.assert_close(
+            projected.children[0, 1, 0] - projected.children[0, 1, 1], offset
+        )
+
+    def test_children_equal_to_their_parent(self, unet, tmp_path):
+        """Catches 0 / 0 in a layer that has not moved yet, and that NaN hiding another layer."""
+        codebooks = random_codebooks(unet)
+        names = list(codebooks.layer_specs)
+        for name in names:
+            codebook = codebooks.codebook(name)
+            codebook.children.copy_(codebook.parents[:, :, None].expand_as(codebook.children))
+        codebooks.save_pretrained(tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            AVQCodebooks.from_pretrained(tmp_path)
+        codebooks.codebook(names[-1]).children[0, 0, 0] += 1
+        codebooks.save_pretrained(tmp_path)
+        with pytest.warns(UserWarning, match="children do not average to their parent"):
+            AVQCodebooks.from_pretrained(tmp_path)
+
+
+class TestFromCodebooks:
+    def parts(self, codebooks):
+        return {name: codebooks.codebook(name) for name in codebooks.layer_specs}
+
+    def test_copies(self, unet, codebooks):
+        """Catches codebooks that share memory with the tensors they were built from."""
+        built = AVQCodebooks.from_codebooks(CONFIG, self.parts(codebooks), unet)
+        codebooks.codebook(LAYER).parents.zero_()
+        assert built.codebook(LAYER).parents.any()
+
+    def test_missing_layer(self, unet, codebooks):
+        parts = self.parts(codebooks)
+        del parts[LAYER]
+        with pytest.raises(ValueError, match=f"codebooks: {LAYER} is missing"):
+            AVQCodebooks.from_codebooks(CONFIG, parts, unet)
+
+    def test_unexpected_layer(self, unet, codebooks):
+        parts = self.parts(codebooks) | {"mid": codebooks.codebook(LAYER)}
+        with pytest.raises(ValueError, match="codebooks: mid is unexpected"):
+            AVQCodebooks.from_codebooks(CONFIG, parts, unet)
+
+    def test_other_size(self, unet, codebooks):
+        parts = self.parts(codebooks) | {
+            LAYER: Codebook(torch.zeros(2, 3, 8), torch.zeros(2, 3, 2, 8))
+        }
+        with pytest.raises(
+            ValueError, match=r"attn1: parents must have shape \(2, 4, 8\), but got"
+        ):
+            AVQCodebooks.from_codebooks(CONFIG, parts, unet)
+
+
+class TestOtherModel:
+    def test_head_shape(self, codebooks):
+        other = tiny_unet(attention_head_dim=4)
+        with pytest.raises(
+            ValueError,
+            match=f"another model: {LAYER} has 4 heads of dim 4, but its codebook has 2 of dim 8",
+        ):
+            codebooks.layers_of(other)
+
+    def test_layer_names(self, codebooks):
+        other = tiny_unet(layers_per_block=1)
+        with pytest.raises(ValueError, match=r"another model: .*attn1 is unexpected"):
+            codebooks.layers_of(other)
+        with pytest.raises(ValueError, match=r"another model: .*attn1 is missing"):
+            random_codebooks(other).layers_of(tiny_unet())
+
+    def test_level_set(self, codebooks):
+        with pytest.raises(ValueError, match="no self-attention at level 0"):
+            codebooks.layers_of(sdxl_unet())

@@ -1,0 +1,154 @@
+"""Real diffusers models at tiny size with random weights, and codebooks for them; no download."""
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from avq_diffusers.codebook import Codebook
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.weights import AVQCodebooks, select_layers
+
+CONFIG = AVQConfig(num_parents=4, num_children=2, num_refined=2, query_tile=16, levels=(0, 1))
+
+
+def tiny_tokenizer() -> CLIPTokenizer:
+    """Byte-level vocabulary without merges: every letter is a token."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = [byte for byte in range(256) if byte not in printable]
+    symbols = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(moved))]
+    tokens = [*symbols, *(symbol + "</w>" for symbol in symbols)]
+    tokens += ["<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(
+        vocab={token: index for index, token in enumerate(tokens)}, merges=[], model_max_length=77
+    )
+
+
+def tiny_unet(**overrides) -> UNet2DConditionModel:
+    """SD1.5's topology, 16 self- and 16 cross-attentions, head dims 8, 16 and 32."""
+    torch.manual_seed(0)
+    arguments = {
+        "sample_size": 16,
+        "block_out_channels": (16, 32, 64, 64),
+        "cross_attention_dim": 32,
+        "attention_head_dim": 2,
+        "norm_num_groups": 8,
+        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    }
+    unet = UNet2DConditionModel(**arguments | overrides).eval()
+    # Untrained keys and queries make attention an average; these make it choose.
+    with torch.no_grad():
+        for layer in select_layers(unet):
+            layer.attn.to_q.weight.mul_(4)
+            layer.attn.to_k.weight.mul_(4)
+    return unet
+
+
+def sdxl_unet() -> UNet2DConditionModel:
+    """SDXL's topology: three levels, none at 0, several transformer blocks, linear projections."""
+    return tiny_unet(
+        block_out_channels=(16, 32, 64),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 2, 3),
+        attention_head_dim=(2, 4, 8),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=80,
+    )
+
+
+def sd2_unet() -> UNet2DConditionModel:
+    """SD2's differences to SD1.5: heads per level, linear projections, upcast attention."""
+    return tiny_unet(
+        attention_head_dim=(1, 2, 4, 4), use_linear_projection=True, upcast_attention=True
+    )
+
+
+def tiny_components(unet: UNet2DConditionModel | None = None) -> dict:
+    """The components of a Stable Diffusion pipeline; the VAE scales by 8."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(1)
+    text_encoder = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        norm_num_groups=4,
+        sample_size=128,
+    )
+    return {
+        "unet": tiny_unet() if unet is None else unet,
+        "vae": vae.eval(),
+        "text_encoder": text_encoder.eval(),
+        "tokenizer": tokenizer,
+        "scheduler": DDIMScheduler(
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            steps_offset=1,
+            clip_sample=False,
+            set_alpha_to_one=False,
+        ),
+        "safety_checker": None,
+        "feature_extractor": None,
+    }
+
+
+def tiny_pipe(unet: UNet2DConditionModel | None = None, cls=StableDiffusionPipeline, **components):
+    """A pipeline of class `cls` around a tiny UNet."""
+    pipe = cls(**tiny_components(unet), **components, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def draw(pipe, seed: int = 0, **arguments) -> Tensor:
+    """The latents of a two-step 128 x 128 picture."""
+    defaults = {"height": 128, "width": 128, "num_inference_steps": 2, "output_type": "latent"}
+    if "image" in arguments:
+        del defaults["height"], defaults["width"]
+    generator = torch.Generator().manual_seed(seed)
+    return pipe("a red fox", generator=generator, **defaults | arguments).images
+
+
+def predict(unet, height: int = 16, width: int = 16, batch: int = 1, **arguments) -> Tensor:
+    """The UNet's output for fixed inputs of latent size height x width."""
+    generator = torch.Generator().manual_seed(2)
+    sample = torch.randn(batch, 4, height, width, generator=generator)
+    text = torch.randn(batch, 5, 32, generator=generator)
+    with torch.no_grad():
+        return unet(sample, 10, text, return_dict=False, **arguments)[0]
+
+
+def random_codebooks(unet, config: AVQConfig = CONFIG, seed: int = 0, **arguments) -> AVQCodebooks:
+    """Codebooks of random codewords whose children average to their parent."""
+    generator = torch.Generator().manual_seed(seed)
+    codebooks = {}
+    for layer in select_layers(unet, config.levels):
+        sizes = config.for_layer(layer.name, layer.level)
+        parents = torch.randn(
+            layer.num_heads, sizes.num_parents, layer.head_dim, generator=generator
+        )
+        shape = (layer.num_heads, sizes.num_parents, sizes.num_children, layer.head_dim)
+        offsets = torch.randn(shape, generator=generator)
+        offsets -= offsets.mean(2, keepdim=True)
+        codebooks[layer.name] = Codebook(parents, parents[:, :, None] + 0.5 * offsets)
+    return AVQCodebooks.from_codebooks(config, codebooks, unet, **arguments)
