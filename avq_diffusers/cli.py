@@ -19,7 +19,7 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.inspection import codebook_table, plot_codebooks
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_GUIDANCE_SCALE, MINI_SD, default_prompts
 from avq_diffusers.pipeline import apply_avq, avq_disabled, set_num_refined, summary
-from avq_diffusers.sheet import DIFFERENCE_GAIN, difference, picture_sheet
+from avq_diffusers.sheet import difference, picture_sheet
 from avq_diffusers.weights import AVQCodebooks, select_layers
 
 CALIBRATION_PROMPTS = (
@@ -134,6 +134,7 @@ def calibrate_command(
     config: Config = "M64P16C8",
     levels: Levels = "0",
     steps: Steps = 25,
+    keys: Annotated[int, typer.Option(min=1, help="Keys sampled in each layer.")] = 32768,
     seed: Annotated[int, typer.Option(min=0, help="Seed of noise, sample and k-means.")] = 0,
     device: Device = None,
 ) -> None:
@@ -144,7 +145,9 @@ def calibrate_command(
     chosen = _calibration_prompts(model) if prompts is None else _read_prompts(prompts)
     avq_config = _parse_config(config, levels)
     pipe = _load_pipeline(model, device)
-    codebooks = calibrate(pipe, chosen, avq_config, num_inference_steps=steps, seed=seed)
+    codebooks = calibrate(
+        pipe, chosen, avq_config, num_inference_steps=steps, keys_per_layer=keys, seed=seed
+    )
     codebooks.save_pretrained(out)
     console.print(f"codebooks: {out}")
 

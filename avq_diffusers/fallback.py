@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows (tokens times heads) worked on at a time. On a CPU their intermediates fit the cache; on
-# other devices few launches count, and a row needs about 3 KiB.
-ROWS_CPU = 2048
-ROWS = 1 << 17
+# Numbers in the intermediates of one chunk of tokens. On a CPU they stay in cache; on other devices
+# few launches count.
+ELEMENTS_CPU = 1 << 20
+ELEMENTS = 1 << 26
 
 # Most values that are added one after another.
 RUN = 256
@@ -136,13 +136,13 @@ def assign(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
     child_bias = -(offsets * (parents.reshape(-1, 1, head_dim) + 0.5 * offsets)).sum(dim=-1)
 
     assignment = torch.empty(heads, num_keys, dtype=torch.int64, device=key.device)
-    chunk = _tokens_per_chunk(key)
+    chunk = _tokens_per_chunk(key, offsets[0].numel() + parents.shape[1])
     for start in range(0, num_keys, chunk):
         keys = key[:, start : start + chunk] - centre
         parent = torch.baddbmm(parent_bias[:, None], keys, parents.transpose(1, 2)).argmax(dim=-1)
         cell = (parent + first_parent).flatten()
-        products = (offsets.index_select(0, cell) * keys.reshape(-1, 1, head_dim)).sum(dim=-1)
-        gain = products + child_bias.index_select(0, cell)
+        products = offsets.index_select(0, cell).mul_(keys.reshape(-1, 1, head_dim))
+        gain = products.sum(dim=-1) + child_bias.index_select(0, cell)
         # Staying gains nothing; it comes first, and argmax takes the first of equal gains.
         slot = F.pad(gain, (1, 0)).argmax(dim=-1)
         assignment[:, start : start + chunk] = parent * num_leaves + slot.view_as(parent)
@@ -200,7 +200,9 @@ def attend(
     first_slot = num_slots * _first_parent(parents)[..., None]
     child_slot = torch.arange(2, num_slots, device=query.device)
 
-    chunk = max(1, _tokens_per_chunk(query) // query_tile) * query_tile
+    tile_elements = 2 * head_dim * (num_parents + num_refined * num_children)
+    chunk = _tokens_per_chunk(query, num_parents + tile_elements // query_tile)
+    chunk = max(1, chunk // query_tile) * query_tile
     for start in range(0, num_queries, chunk):
         stop = min(start + chunk, num_queries)
         if query_order is None:
@@ -282,6 +284,6 @@ def _centre(parents: Tensor) -> Tensor:
     return parents.sort(dim=1).values[:, parents.shape[1] // 2, None]
 
 
-def _tokens_per_chunk(tokens: Tensor) -> int:
-    rows = ROWS_CPU if tokens.device.type == "cpu" else ROWS
-    return max(1, rows // tokens.shape[0])
+def _tokens_per_chunk(tokens: Tensor, elements_per_row: int) -> int:
+    elements = ELEMENTS_CPU if tokens.device.type == "cpu" else ELEMENTS
+    return max(1, elements // (tokens.shape[0] * elements_per_row))

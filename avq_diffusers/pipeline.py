@@ -232,7 +232,7 @@ def _unet(pipe: Any) -> nn.Module:
         raise TypeError(
             f"expected a pipeline with a unet or a UNet, but got {type(pipe).__name__}."
         )
-    return getattr(unet, "_orig_mod", unet)
+    return unet
 
 
 def _states(pipe: Any) -> dict[SelfAttentionLayer, LayerState]:

@@ -18,10 +18,11 @@ from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.config import AVQConfig
+from avq_diffusers.diagnostics import constraint_error
 
 FORMAT_VERSION = 1
 # Larger than what rounding of a float32 mean explains, far below what a picture shows.
@@ -254,7 +255,9 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
     def project(self) -> "AVQCodebooks":
         """Shift every parent's children, in place, so that they average to the parent."""
         for layer in self.codebooks.values():
-            layer.child_codewords.sub_(layer.constraint_error())
+            parents, children = layer.parent_codewords[:, :, None], layer.child_codewords
+            if children.shape[2]:
+                children.sub_(children.mean(2, keepdim=True) - parents)
         return self
 
     def layers_of(self, unet: nn.Module) -> list[SelfAttentionLayer]:
@@ -295,11 +298,11 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             if not tensor.isfinite().all():
                 raise ValueError(f"{path}: {name} holds NaN or infinity.")
         self.load_state_dict(loaded)
-        error = max(layer.relative_constraint_error() for layer in self.codebooks.values())
+        error = max(constraint_error(self.codebook(name)).max() for name in self.layer_specs)
         if error > CONSTRAINT_TOLERANCE:
             warnings.warn(
                 f"{path}: children do not average to their parent, by up to {error:.2g} of their "
-                f"distance from it; AVQCodebooks.project() shifts them.",
+                f"usual distance from it; AVQCodebooks.project() shifts them.",
                 stacklevel=3,
             )
 
@@ -317,21 +320,6 @@ class _LayerCodebook(nn.Module):
         self.parent_codewords = nn.Parameter(parents, requires_grad=False)
         self.child_codewords = nn.Parameter(children, requires_grad=False)
         self.key_norm = nn.LayerNorm(spec.head_dim) if config.key_norm else None
-
-    def constraint_error(self) -> Tensor:
-        """Mean of the children minus their parent, (H, M0, 1, D)."""
-        parents, children = self.parent_codewords[:, :, None], self.child_codewords
-        if children.shape[2] == 0:
-            return torch.zeros_like(parents)
-        return children.mean(2, keepdim=True) - parents
-
-    def relative_constraint_error(self) -> float:
-        """Largest norm of the constraint error, in typical distances of a child to its parent."""
-        offsets = self.child_codewords - self.parent_codewords[:, :, None]
-        if offsets.numel() == 0:
-            return 0.0
-        distance = offsets.square().sum(-1).mean().sqrt().clamp(min=1e-12)
-        return float(self.constraint_error().norm(dim=-1).max() / distance)
 
 
 def _level(unet: nn.Module, path: str) -> int:

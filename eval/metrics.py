@@ -13,6 +13,7 @@ from transformers import CLIPModel, CLIPTokenizer
 from avq_diffusers.mini import Scene, copy_agreement
 
 SCORER_IMAGE_SIZE = 256
+SCORER_BATCH = 256
 SCORER_MEAN = 0.5
 SCORER_STD = 0.5
 
@@ -66,26 +67,22 @@ class Scorer(nn.Module):
         return (pixels - SCORER_MEAN) / SCORER_STD
 
 
-def fid(scorer: Scorer, real: np.ndarray, generated: np.ndarray, *, batch_size: int = 256) -> float:
+def fid(scorer: Scorer, real: np.ndarray, generated: np.ndarray) -> float:
     """Frechet distance between the scorer's features of two sets of uint8 pictures."""
-    metric = (
-        FrechetInceptionDistance(feature=scorer).to(scorer.model.device).set_dtype(torch.float64)
-    )
+    features = nn.Identity()
+    features.num_features = scorer.num_features
+    metric = FrechetInceptionDistance(feature=features).to(scorer.model.device)
     for images, is_real in ((real, True), (generated, False)):
-        for start in range(0, len(images), batch_size):
-            metric.update(_to_bytes(images[start : start + batch_size]), real=is_real)
+        for batch in _batches(images):
+            metric.update(scorer(_to_bytes(batch)).double(), real=is_real)
     return float(metric.compute())
 
 
-def clip_scores(
-    scorer: Scorer, images: np.ndarray, captions: Sequence[str], *, batch_size: int = 256
-) -> np.ndarray:
+def clip_scores(scorer: Scorer, images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
     """CLIP score of every picture under its caption, (n,)."""
     scores = [
-        scorer.clip_score(
-            _to_bytes(images[start : start + batch_size]), captions[start : start + batch_size]
-        )
-        for start in range(0, len(images), batch_size)
+        scorer.clip_score(_to_bytes(batch), captions[start : start + SCORER_BATCH])
+        for start, batch in zip(range(0, len(images), SCORER_BATCH), _batches(images), strict=True)
     ]
     return torch.cat(scores).float().cpu().numpy()
 
@@ -94,6 +91,10 @@ def copy_agreements(images: np.ndarray, scenes: Sequence[Scene]) -> np.ndarray:
     """Copy agreement of the pictures whose scene holds copies; others are left out."""
     values = (copy_agreement(image, scene) for image, scene in zip(images, scenes, strict=True))
     return np.array([value for value in values if value is not None])
+
+
+def _batches(images: np.ndarray) -> list[np.ndarray]:
+    return [images[start : start + SCORER_BATCH] for start in range(0, len(images), SCORER_BATCH)]
 
 
 def _to_bytes(images: np.ndarray) -> Tensor:

@@ -27,7 +27,7 @@ def uninitialised_memory_is_nan():
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks, the last one partial, already at the sizes of these tests."""
-    monkeypatch.setattr(fallback, "ROWS_CPU", 64)
+    monkeypatch.setattr(fallback, "ELEMENTS_CPU", 1 << 10)
 
 
 def both(query: Tensor, key: Tensor, value: Tensor, codebook: Codebook, **options):
@@ -185,19 +185,26 @@ def assert_nearest(leaf: Tensor, key: Tensor, codebook: Codebook, tolerance: flo
     assert (distance.gather(-1, slot)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
 
 
-@pytest.mark.parametrize("offset", [0, 40])
+@pytest.mark.parametrize("offset", [0, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_keys_go_to_the_nearest_codeword(dtype, offset):
-    _, key, _, codebook = make_case(keys=2000, head_dim=40, parents=64, children=8)
+def test_keys_go_to_the_nearest_codeword(dtype, offset, monkeypatch):
+    *_, codebook = make_case(head_dim=40, parents=64, children=8)
     shift = torch.zeros(40).double()
     shift[:3] = offset
     codebook = Codebook(codebook.parents + shift, codebook.children + shift).to(dtype=torch.float32)
-    key = (key[0] + shift).to(dtype)
+    # Half way between two codewords, where every lost digit shows.
+    near = torch.cat([codebook.parents.roll(1, dims=1)[:, :, None], codebook.children], dim=2)
+    key = ((near + codebook.parents[:, :, None]) / 2).flatten(1, 2).to(dtype)
+
     leaf = fallback.assign(key, codebook.parents, codebook.children)
-    # Squared distances are about 40; without centring, an offset of 40 costs 5e-4.
     assert_nearest(leaf, key, codebook, 1e-4)
     with pytest.raises(AssertionError):
         assert_nearest(leaf.roll(1, dims=1), key, codebook, 1e-4)
+    if dtype == torch.float32 and offset:
+        monkeypatch.setattr(fallback, "_centre", lambda parents: torch.zeros_like(parents[:, :1]))
+        leaf = fallback.assign(key, codebook.parents, codebook.children)
+        with pytest.raises(AssertionError):
+            assert_nearest(leaf, key, codebook, 1e-4)
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 160])
@@ -297,7 +304,7 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     query, key, value, codebook = make_case(queries=100)
     options = {"num_refined": 2, "query_tile": 16, "importance_tile": 4}
     output = avq_attention(query, key, value, codebook, **options)
-    monkeypatch.setattr(fallback, "ROWS_CPU", 1 << 20)
+    monkeypatch.setattr(fallback, "ELEMENTS_CPU", 1 << 20)
     assert relative_error(avq_attention(query, key, value, codebook, **options), output) < 1e-13
 
 

@@ -322,10 +322,13 @@ class TestOneInstanceOnAllLayers:
 
 class TestWithoutState:
     def test_is_the_exact_processor(self, unet):
-        """Catches a zero-argument instance, as IP-Adapter makes them, that changes a layer."""
-        expected = predict(unet)
+        """Catches a zero-argument instance, as IP-Adapter makes them, that loses an argument."""
+        mask = torch.tensor([[1, 1, 1, 0, 0]])
+        plain, masked = predict(unet), predict(unet, encoder_attention_mask=mask)
+        assert not torch.equal(plain, masked)
         unet.set_attn_processor(AVQProcessor())
-        assert torch.equal(predict(unet), expected)
+        assert torch.equal(predict(unet), plain)
+        assert torch.equal(predict(unet, encoder_attention_mask=mask), masked)
         assert isinstance(AVQProcessor(), AttnProcessor2_0)
 
     def test_vae_attention(self):

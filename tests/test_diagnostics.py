@@ -1,0 +1,122 @@
+"""Diagnostics on codebooks whose figures are known or can be counted."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import make_case
+
+from avq_diffusers import reference
+from avq_diffusers.codebook import Codebook
+from avq_diffusers.diagnostics import (
+    active_ratio,
+    capture,
+    commitment_loss,
+    constraint_error,
+    leaf_counts,
+    quantization_error,
+)
+
+PARENTS = torch.tensor([[[0.0, 0.0], [10.0, 0.0]]])
+CHILDREN = PARENTS[:, :, None] + torch.tensor([[0.0, 2.0], [0.0, -2.0]])
+CODEBOOK = Codebook(PARENTS, CHILDREN)
+
+
+@pytest.mark.parametrize("order", [None, torch.arange(49, -1, -1)])
+@pytest.mark.parametrize("importance_tile", [None, 4])
+def test_capture_is_the_exact_attention_on_refined_cells(order, importance_tile):
+    query, key, _, codebook = make_case()
+    query = 2 * query
+    captured = capture(
+        query,
+        key,
+        codebook,
+        2,
+        query_tile=16,
+        query_order=order,
+        importance_tile=importance_tile,
+        scale=0.4,
+    )
+
+    parent, _ = reference.assign(key, codebook.parents, codebook.children)
+    counts = F.one_hot(parent, 6).sum(dim=2).double()
+    attention = (0.4 * query @ key.mT).softmax(dim=-1)
+    expected = torch.zeros(2).double()
+    for tile in torch.arange(50).split(16) if order is None else order.split(16):
+        importance = reference.importance(
+            query[:, :, tile], codebook.parents, counts, 0.4, importance_tile
+        )
+        refined = importance.topk(2).indices
+        for b in range(2):
+            for h in range(2):
+                for p in refined[b, h]:
+                    expected[h] += attention[b, h, tile][:, parent[b, h] == p].sum()
+    torch.testing.assert_close(captured, expected / (2 * 50))
+
+
+def test_capture_of_all_parents_is_one_and_of_none_is_zero():
+    query, key, _, codebook = make_case(dtype=torch.float16)
+    torch.testing.assert_close(capture(query, key, codebook, 6), torch.ones(2))
+    assert (capture(query, key, codebook, 0) == 0).all()
+    rising = torch.stack([capture(query, key, codebook, p) for p in range(7)])
+    assert (rising.diff(dim=0) > 0).all()
+
+
+def test_commitment_loss_is_the_squared_distance_to_the_leaf():
+    # Distances 1 to a child, 0.5 to the parent, 0 to a child.
+    key = torch.tensor([[[[0.0, 3.0], [10.5, 0.0], [10.0, -2.0]]]], requires_grad=True)
+    loss = commitment_loss(key, CODEBOOK)
+    torch.testing.assert_close(loss, torch.tensor([(1 + 0.25) / 3]))
+    (gradient,) = torch.autograd.grad(loss.sum(), key)
+    expected = torch.tensor([[[[0.0, 1.0], [0.5, 0.0], [0.0, 0.0]]]]) * 2 / 3
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_figures_are_per_head_over_all_leading_dimensions():
+    _, key, _, codebook = make_case(batch=3)
+    stacked = key.transpose(0, 1).flatten(1, 2)
+    for figure in (commitment_loss, quantization_error, leaf_counts):
+        torch.testing.assert_close(figure(key, codebook), figure(stacked, codebook))
+    head = Codebook(codebook.parents[1:], codebook.children[1:])
+    torch.testing.assert_close(
+        commitment_loss(key[:, 1:], head), commitment_loss(key, codebook)[1:]
+    )
+
+
+def test_quantization_error_is_relative_to_one_codeword_at_the_mean():
+    _, key, _, codebook = make_case()
+    mean = key.mean(dim=(0, 2))[:, None]
+    one = Codebook(mean, mean[:, :, None][:, :, :0])
+    torch.testing.assert_close(quantization_error(key, one), torch.ones(2).double())
+    assert (quantization_error(key, codebook) < 0.7).all()
+    torch.testing.assert_close(
+        quantization_error(7 * key, Codebook(7 * codebook.parents, 7 * codebook.children)),
+        quantization_error(key, codebook),
+    )
+    every_key = Codebook(key[0], key[0][:, :, None][:, :, :0])
+    assert (quantization_error(key[:1], every_key) < 1e-12).all()
+
+
+def test_leaf_counts():
+    key = torch.tensor([[[0.0, 3.0], [0.0, 2.5], [10.5, 0.0], [10.0, -2.0], [0.1, 0.0]]])
+    assert leaf_counts(key, CODEBOOK).tolist() == [[[1, 2, 0], [1, 0, 1]]]
+    flat = Codebook(PARENTS, CHILDREN[:, :, :0])
+    assert leaf_counts(key, flat).tolist() == [[[3], [2]]]
+
+
+def test_active_ratio_counts_parents_by_their_whole_cell():
+    # 1200 keys, 6 codewords: 200 is a fair share, 2 is not above a hundredth of it and 3 is.
+    counts = torch.tensor([[0, 3, 2], [0, 0, 1195]])
+    assert active_ratio(counts) == pytest.approx(4 / 6)
+    assert active_ratio(torch.stack([counts, 7 * counts])).tolist() == [4 / 6, 4 / 6]
+    assert active_ratio(torch.tensor([[600], [598], [2]])) == pytest.approx(2 / 3)
+
+
+def test_constraint_error_in_distances_of_a_child():
+    assert constraint_error(CODEBOOK).tolist() == [0.0]
+    shifted = CHILDREN.clone()
+    shifted[0, 1, :, 0] += 1.0
+    distance = ((4 + 4 + 5 + 5) / 4) ** 0.5
+    assert constraint_error(Codebook(PARENTS, shifted)).item() == pytest.approx(1 / distance)
+    two_heads = Codebook(PARENTS.repeat(2, 1, 1), torch.cat([CHILDREN, shifted]))
+    assert constraint_error(two_heads).tolist() == pytest.approx([0.0, 1 / distance])
+    assert constraint_error(Codebook(PARENTS, CHILDREN[:, :, :0])).tolist() == [0.0]
