@@ -117,7 +117,7 @@ def generate(
         row_titles=[f"{prompt} (seed {seed}, {steps} steps)"],
         table=report.cells(),
     ).save(sheet_path)
-    console.print(str(report))
+    print(report)
     console.print(
         f"exact {exact_seconds:.1f} s, AVQ {avq_seconds:.1f} s, {likeness} to the exact picture"
     )

@@ -56,20 +56,14 @@ def avq_attention(
     """
     _validate(query, key, value, codebook, query_order)
     _validate_numbers(codebook, num_refined, query_tile, importance_tile, scale)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if backend == "torch" and needs_grad:
-        raise NotImplementedError(
-            'backend="torch" has no gradients, but query, key or value requires one; use '
-            'backend="reference" or "auto", or call it under torch.no_grad().'
-        )
+    backend = resolve_backend(backend, needs_grad=needs_grad)
 
     codeword_dtype = torch.promote_types(query.dtype, torch.float32)
     parents = codebook.parents.detach().to(codeword_dtype)
     children = codebook.children.detach().to(codeword_dtype)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    if backend == "reference" or needs_grad:
+    if backend == "reference":
         # Autocast would choose parents by half-precision products.
         with torch.autocast(query.device.type, enabled=False):
             output = reference.avq_attention(
@@ -97,6 +91,25 @@ def avq_attention(
         importance_tile,
         scale,
     )
+
+
+def resolve_backend(backend: str, *, needs_grad: bool = False) -> str:
+    """The backend that `avq_attention(backend=backend)` runs.
+
+    Raises:
+        ValueError: the backend is unknown.
+        NotImplementedError: it has no gradients, but `needs_grad`.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
+    if backend == "auto":
+        return "reference" if needs_grad else "torch"
+    if backend == "torch" and needs_grad:
+        raise NotImplementedError(
+            'backend="torch" has no gradients, but query, key or value requires one; use '
+            'backend="reference" or "auto", or call it under torch.no_grad().'
+        )
+    return backend
 
 
 @torch.library.custom_op("avq_diffusers::attention", mutates_args=())

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from diffusers import StableDiffusionPipeline
 from torch import nn
 
-from avq_diffusers.ops import BACKENDS
+from avq_diffusers.ops import resolve_backend
 from avq_diffusers.processor import AVQ_CALL, AVQProcessor, LayerState, install, uninstall
 from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer, select_layers
 
@@ -43,8 +43,7 @@ def apply_avq(
     unet = _unet(pipe)
     if not isinstance(codebooks, AVQCodebooks):
         raise TypeError(f"codebooks must be AVQCodebooks, but got {type(codebooks).__name__}.")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
+    resolve_backend(backend)
     processor = AVQProcessor()
     for layer in install(unet, codebooks, backend):
         layer.attn._avq_previous = layer.attn.processor
@@ -259,7 +258,7 @@ def _report(layer: SelfAttentionLayer) -> LayerReport:
         elif not state.enabled:
             runs = "exact: disabled"
         elif state.last_call in (None, AVQ_CALL, "disabled"):
-            runs = f"AVQ ({state.backend})"
+            runs = f"AVQ ({resolve_backend(state.backend)} backend)"
         else:
             runs = f"exact: {state.last_call}"
     return LayerReport(

@@ -320,7 +320,7 @@ class TestOtherTools:
             apply_avq(unet, codebooks)
         assert next(unet.parameters()).is_meta
         assert torch.equal(predict(unet), expected)
-        assert summary(unet).rows[0].runs == "AVQ (auto)"
+        assert summary(unet).rows[0].runs == "AVQ (torch backend)"
 
     def test_layerwise_casting(self, unet, codebooks):
         """Catches raw weights, which are stored in eight bits, or codewords cast with them."""

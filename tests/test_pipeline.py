@@ -123,7 +123,9 @@ class TestApplyAndRemove:
         pictures = {}
         for backend in ("torch", "reference"):
             pictures[backend] = draw(apply_avq(pipe, codebooks, backend=backend))
-            assert {row.runs for row in summary(pipe).rows if row.calls} == {f"AVQ ({backend})"}
+            assert {row.runs for row in summary(pipe).rows if row.calls} == {
+                f"AVQ ({backend} backend)"
+            }
         assert not torch.equal(pictures["torch"], pictures["reference"])  # they round differently
         error = (pictures["torch"] - pictures["reference"]).norm()
         assert error < 1e-3 * (pictures["torch"] - exact).norm()
@@ -295,7 +297,7 @@ class TestSummary:
         rows = {row.name: row for row in summary(pipe).rows}
         row = rows[LAYER]
         assert (row.level, row.num_heads, row.head_dim, row.config) == (0, 2, 8, "M4P2C2")
-        assert row.runs == "AVQ (auto)"
+        assert row.runs == "AVQ (torch backend)"
         assert row.calls == {"AVQ": 2, "disabled": 1}
         assert row.num_tokens == 256
         other = rows["mid_block.attentions.0.transformer_blocks.0.attn1"]
@@ -320,9 +322,26 @@ class TestSummary:
         header, first, *rest = str(report).splitlines()
         assert len(rest) == 15
         assert header.split() == ["layer", "level", "heads", "config", "runs", "tokens", "calls"]
-        assert first.split() == [LAYER, "0", "2x8", "M4P2C2", "AVQ", "(auto)", "256", "AVQ:", "2"]
+        assert first.split() == [
+            LAYER,
+            "0",
+            "2x8",
+            "M4P2C2",
+            *"AVQ (torch backend)".split(),
+            "256",
+            "AVQ:",
+            "2",
+        ]
         assert first.index("M4P2C2") == header.index("config")
-        assert report.cells()[1] == [LAYER, "0", "2x8", "M4P2C2", "AVQ (auto)", "256", "AVQ: 2"]
+        assert report.cells()[1] == [
+            LAYER,
+            "0",
+            "2x8",
+            "M4P2C2",
+            "AVQ (torch backend)",
+            "256",
+            "AVQ: 2",
+        ]
 
     def test_without_avq(self, pipe):
         assert {row.runs for row in summary(pipe).rows} == {"exact: AttnProcessor2_0"}
