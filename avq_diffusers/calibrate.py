@@ -51,8 +51,9 @@ def calibrate(
 
     Raises:
         TypeError: `prompts` is one string.
-        ValueError: there is no prompt, no layer of the UNet is at `config.levels`, or
-            `config.key_norm` is set, which changes the model and so needs training.
+        ValueError: there is no prompt, no step, no layer of the UNet at `config.levels`, fewer
+            keys than parents, or `config.key_norm` is set, which changes the model and so needs
+            training.
         RuntimeError: the layers did not run, as in a compiled UNet.
     """
     config = AVQConfig() if config is None else config
@@ -64,7 +65,14 @@ def calibrate(
     if config.key_norm:
         raise ValueError("key_norm changes the model and needs training; calibrate without it.")
 
+    if num_inference_steps < 1:
+        raise ValueError(f"num_inference_steps must be at least 1, but got {num_inference_steps}.")
     layers = select_layers(pipe.unet, config.levels)
+    most = max(config.for_layer(layer.name, layer.level).num_parents for layer in layers)
+    if keys_per_layer < most:
+        raise ValueError(
+            f"keys_per_layer must be at least num_parents = {most}, but got {keys_per_layer}."
+        )
     samples = {
         layer.name: _LayerSample(layer, keys_per_layer, num_inference_steps // 2, seed + index)
         for index, layer in enumerate(layers)
@@ -140,7 +148,7 @@ class _LayerSample:
         self.query = query
 
     def see_key(self, module: nn.Module, inputs: tuple, key: Tensor) -> None:
-        if self.num_calls == self.snapshot_call:
+        if self.num_calls <= self.snapshot_call:  # img2img may end before it: its last call then
             query, last = (self._heads(x[-1:]).transpose(1, 2) for x in (self.query, key))
             self.snapshot = (query, last, self.grid)
         self.num_calls += 1

@@ -4,12 +4,12 @@ import hashlib
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from diffusers import AutoPipelineForText2Image
+from diffusers import AutoPipelineForText2Image, DiffusionPipeline
 from PIL import Image
 from platformdirs import user_cache_path
 from rich.console import Console
@@ -33,6 +33,9 @@ CALIBRATION_PROMPTS = (
     "aerial view of a coastline with cliffs and waves",
 )
 
+DEFAULT_CONFIG = "M64P16C8"
+DEFAULT_LEVELS = "0"
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -45,8 +48,12 @@ Model = Annotated[
     str, typer.Option(help="Folder or Hub id of a Stable Diffusion model; the embedded mini-sd.")
 ]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the fastest present.")]
-Config = Annotated[str, typer.Option(help="Codebook sizes to calibrate, as M64P16C8.")]
-Levels = Annotated[str, typer.Option(help="UNet levels to calibrate, as 0 or 0,1.")]
+Config = Annotated[
+    str | None, typer.Option(help=f"Codebook sizes to calibrate, as {DEFAULT_CONFIG}.")
+]
+Levels = Annotated[
+    str | None, typer.Option(help=f"UNet levels to calibrate, as {DEFAULT_LEVELS} or 0,1.")
+]
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
 
 
@@ -58,8 +65,8 @@ def generate(
         str | None,
         typer.Option(help="Folder or Hub id of codebooks; calibrated once and cached when absent."),
     ] = None,
-    config: Config = "M64P16C8",
-    levels: Levels = "0",
+    config: Config = None,
+    levels: Levels = None,
     negative_prompt: Annotated[str | None, typer.Option(help="What it must not show.")] = None,
     height: Annotated[int | None, typer.Option(help="Pixels, a multiple of 8.")] = None,
     width: Annotated[int | None, typer.Option(help="Pixels, a multiple of 8.")] = None,
@@ -92,8 +99,7 @@ def generate(
         "width": width,
         "num_inference_steps": steps,
     }
-    if guidance_scale is None and model == MINI_SD:
-        guidance_scale = MINI_GUIDANCE_SCALE
+    arguments |= _usual_guidance(model)
     if guidance_scale is not None:
         arguments["guidance_scale"] = guidance_scale
 
@@ -131,8 +137,8 @@ def calibrate_command(
     prompts: Annotated[
         Path | None, typer.Option(help="Text file with one prompt a line; a built-in set.")
     ] = None,
-    config: Config = "M64P16C8",
-    levels: Levels = "0",
+    config: Config = None,
+    levels: Levels = None,
     steps: Steps = 25,
     keys: Annotated[int, typer.Option(min=1, help="Keys sampled in each layer.")] = 32768,
     seed: Annotated[int, typer.Option(min=0, help="Seed of noise, sample and k-means.")] = 0,
@@ -146,7 +152,13 @@ def calibrate_command(
     avq_config = _parse_config(config, levels)
     pipe = _load_pipeline(model, device)
     codebooks = calibrate(
-        pipe, chosen, avq_config, num_inference_steps=steps, keys_per_layer=keys, seed=seed
+        pipe,
+        chosen,
+        avq_config,
+        num_inference_steps=steps,
+        keys_per_layer=keys,
+        seed=seed,
+        **_usual_guidance(model),
     )
     codebooks.save_pretrained(out)
     console.print(f"codebooks: {out}")
@@ -179,7 +191,7 @@ def main() -> None:
         sys.exit(2)
 
 
-def _load_pipeline(model: str, device: str | None):
+def _load_pipeline(model: str, device: str | None) -> DiffusionPipeline:
     if device is None:
         device = next(
             (name for name in ("cuda", "mps") if getattr(torch, name).is_available()), "cpu"
@@ -189,11 +201,19 @@ def _load_pipeline(model: str, device: str | None):
     return pipe.to(device)
 
 
-def _find_codebooks(pipe, model: str, codebooks: str | None, config: str, levels: str):
+def _find_codebooks(
+    pipe: DiffusionPipeline,
+    model: str,
+    codebooks: str | None,
+    config: str | None,
+    levels: str | None,
+) -> AVQCodebooks:
     """The codebooks named, mini-sd's own, or calibrated ones from the user's cache."""
-    avq_config = _parse_config(config, levels)
     if codebooks is not None:
+        if config is not None or levels is not None:
+            raise ValueError("--codebooks bring their own --config and --levels; drop one of them.")
         return AVQCodebooks.from_pretrained(codebooks)
+    avq_config = _parse_config(config, levels)
     shipped = AVQConfig()
     if model == MINI_SD and avq_config == shipped:
         return AVQCodebooks.from_pretrained(MINI_CODEBOOKS)
@@ -202,14 +222,15 @@ def _find_codebooks(pipe, model: str, codebooks: str | None, config: str, levels
         console.print(f"codebooks from the cache: {folder}")
         return AVQCodebooks.from_pretrained(folder)
     console.print(f"no codebooks for this model yet: calibrating once, cached in {folder}")
-    calibrated = calibrate(pipe, _calibration_prompts(model), avq_config)
+    prompts = _calibration_prompts(model)
+    calibrated = calibrate(pipe, prompts, avq_config, **_usual_guidance(model))
     partial = folder.with_name(folder.name + ".partial")
     calibrated.save_pretrained(partial)
     partial.rename(folder)
     return calibrated
 
 
-def _fingerprint(pipe, config: AVQConfig) -> str:
+def _fingerprint(pipe: DiffusionPipeline, config: AVQConfig) -> str:
     """Hash of the configuration and of the key projections that the codebooks depend on."""
     digest = hashlib.sha256(repr(config).encode())
     for layer in select_layers(pipe.unet, config.levels):
@@ -219,10 +240,16 @@ def _fingerprint(pipe, config: AVQConfig) -> str:
 
 
 def _calibration_prompts(model: str) -> list[str]:
-    return default_prompts(16) if model == MINI_SD else list(CALIBRATION_PROMPTS)
+    return default_prompts() if model == MINI_SD else list(CALIBRATION_PROMPTS)
 
 
-def _timed_picture(pipe, arguments: dict, seed: int) -> tuple[Image.Image, float]:
+def _usual_guidance(model: str) -> dict[str, float]:
+    return {"guidance_scale": MINI_GUIDANCE_SCALE} if model == MINI_SD else {}
+
+
+def _timed_picture(
+    pipe: DiffusionPipeline, arguments: dict[str, Any], seed: int
+) -> tuple[Image.Image, float]:
     """One picture and its seconds; on a GPU after a one-step run that loads the kernels."""
     on_cuda = pipe.device.type == "cuda"
     if on_cuda:
@@ -234,12 +261,13 @@ def _timed_picture(pipe, arguments: dict, seed: int) -> tuple[Image.Image, float
 
 
 def _psnr(image: Image.Image, reference: Image.Image) -> float:
-    difference_ = np.asarray(image, np.float64) - np.asarray(reference, np.float64)
-    mean_square = (difference_**2).mean()
+    error = np.asarray(image, np.float64) - np.asarray(reference, np.float64)
+    mean_square = (error**2).mean()
     return float("inf") if mean_square == 0 else float(10 * np.log10(255.0**2 / mean_square))
 
 
-def _parse_config(config: str, levels: str) -> AVQConfig:
+def _parse_config(config: str | None, levels: str | None) -> AVQConfig:
+    config, levels = config or DEFAULT_CONFIG, levels or DEFAULT_LEVELS
     try:
         numbers = tuple(int(level) for level in levels.split(","))
     except ValueError:

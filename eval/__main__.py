@@ -14,6 +14,7 @@ from eval.bench import attention_rows, attention_table, bench_attention
 from eval.report import RESULTS, save_json
 
 NUM_CALIBRATION_PROMPTS = 16
+DTYPES = ("float32", "float16", "bfloat16")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,10 +50,12 @@ def bench_attention_command(
     Example: python -m eval bench attention --device cpu
     """
     chosen = AVQConfig.parse(config)
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but got {dtype!r}.")
     timings = bench_attention(
-        [int(count) for count in tokens.split(",")],
+        _numbers("--tokens", tokens),
         config=chosen,
-        device=torch.device(device),
+        device=_device(device),
         dtype=getattr(torch, dtype),
         batch=batch,
         num_heads=heads,
@@ -87,9 +90,9 @@ def compare_command(
     """
     from eval.compare import compare, compare_sheet, compare_table
 
-    pipe = StableDiffusionPipeline.from_pretrained(model).to(device)
+    numbers = _numbers("--levels", levels)
+    pipe = StableDiffusionPipeline.from_pretrained(model).to(_device(device))
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
-    numbers = _levels(levels)
     rows, pictures = compare(
         pipe,
         methods.split(","),
@@ -131,10 +134,12 @@ def scenes_command(
     from eval.metrics import Scorer
     from eval.scenes import scenes_table, score_methods
 
-    dtype = torch.float16 if torch.device(device).type == "cuda" else torch.float32
+    numbers = _numbers("--levels", levels)
+    dtype = torch.float16 if _device(device).type == "cuda" else torch.float32
     pipe = StableDiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
-    numbers = _levels(levels)
-    rows = score_methods(
+    path = output / f"scenes_levels{''.join(map(str, numbers))}.json"
+    rows = []
+    for row in score_methods(
         pipe,
         methods.split(","),
         [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
@@ -143,16 +148,18 @@ def scenes_command(
         levels=numbers,
         calibration_prompts=_calibration_prompts(),
         num_inference_steps=steps,
-    )
+    ):
+        rows.append(row)
+        print(scenes_table([row]).splitlines()[-1], flush=True)
+        save_json(
+            path,
+            command=_command(),
+            device=device,
+            num_inference_steps=steps,
+            dtype=str(dtype),
+            rows=rows,
+        )
     print(scenes_table(rows))
-    save_json(
-        output / f"scenes_levels{''.join(map(str, numbers))}.json",
-        command=_command(),
-        device=device,
-        num_inference_steps=steps,
-        dtype=str(dtype),
-        rows=rows,
-    )
 
 
 def main() -> None:
@@ -168,8 +175,19 @@ def _calibration_prompts() -> list[str]:
     return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
 
 
-def _levels(text: str) -> tuple[int, ...]:
-    return tuple(int(level) for level in text.split(","))
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.") from None
+
+
+def _device(name: str) -> torch.device:
+    """The device, if this machine has it."""
+    try:
+        return torch.empty(0, device=name).device
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def _command() -> str:

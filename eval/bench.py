@@ -1,5 +1,6 @@
 """Speed of the operation against exact attention, in one process on one device."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -49,7 +50,7 @@ def attention_inputs(
 
 
 def bench_attention(
-    tokens: list[int],
+    tokens: Sequence[int],
     *,
     config: AVQConfig,
     device: torch.device,

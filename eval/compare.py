@@ -10,7 +10,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from avq_diffusers import picture_sheet
-from eval.methods import EXACT, attention_method
+from eval.methods import EXACT, attention_method, check_methods
 from eval.metrics import psnr, ssim
 from eval.pictures import generate
 
@@ -31,6 +31,7 @@ def compare(
         One row a method with median, 10th percentile and per-picture values; and the uint8
         pictures (len(seeds) * len(prompts), h, w, 3) of each method, prompts running fastest.
     """
+    check_methods(pipe, methods, levels)
     all_prompts = [prompt for _ in seeds for prompt in prompts]
     all_seeds = [seed for seed in seeds for _ in prompts]
     pictures = {}

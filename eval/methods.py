@@ -7,7 +7,14 @@ from diffusers import StableDiffusionPipeline
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
 
-from avq_diffusers import AVQConfig, apply_avq, calibrate, remove_avq, select_layers
+from avq_diffusers import (
+    AVQConfig,
+    apply_avq,
+    avq_disabled,
+    calibrate,
+    remove_avq,
+    select_layers,
+)
 
 EXACT = "exact"
 NO_ATTENTION = "value-projection"
@@ -26,6 +33,27 @@ class ValueProjectionProcessor(AttnProcessor2_0):
     ) -> Tensor:
         hidden_states = attn.to_out[0](attn.to_v(hidden_states))
         return attn.to_out[1](hidden_states)
+
+
+def check_methods(
+    pipe: StableDiffusionPipeline, methods: Sequence[str], levels: tuple[int, ...]
+) -> None:
+    """Refuse unknown methods and levels before the work, not after it.
+
+    Raises:
+        ValueError: a method is none of those of `attention_method`, or a level has no
+            self-attention.
+    """
+    select_layers(pipe.unet, levels)
+    for method in methods:
+        if method in (EXACT, NO_ATTENTION):
+            continue
+        try:
+            AVQConfig.parse(method)
+        except ValueError as error:
+            raise ValueError(
+                f"methods must be {EXACT}, {NO_ATTENTION} or configurations: {error}"
+            ) from None
 
 
 @contextmanager
@@ -49,7 +77,8 @@ def attention_method(
         ValueError: `method` is none of these.
     """
     if method == EXACT:
-        yield
+        with avq_disabled(pipe):
+            yield
     elif method == NO_ATTENTION:
         layers = select_layers(pipe.unet, levels)
         previous = [layer.attn.processor for layer in layers]

@@ -59,7 +59,8 @@ class Scorer(nn.Module):
         return 100 * nn.functional.cosine_similarity(image, text)
 
     def _pixels(self, images: Tensor) -> Tensor:
-        pixels = images.to(self.model.device, self.model.dtype) / 255
+        # Bytes travel to the device: in one step, `to` would convert them on the CPU first.
+        pixels = images.to(self.model.device).to(self.model.dtype) / 255
         if pixels.shape[-1] != SCORER_IMAGE_SIZE:
             pixels = nn.functional.interpolate(
                 pixels, (SCORER_IMAGE_SIZE, SCORER_IMAGE_SIZE), mode="bilinear", antialias=True

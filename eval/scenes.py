@@ -1,6 +1,6 @@
 """Quality of mini-sd on held-out scenes: FID, CLIP score and copy agreement, with controls."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers.mini import Scene, corrupt, render
-from eval.methods import attention_method
+from eval.methods import attention_method, check_methods
 from eval.metrics import Scorer, clip_scores, copy_agreements, fid
 from eval.pictures import generate
 
@@ -27,12 +27,13 @@ def score_methods(
     calibration_prompts: Sequence[str],
     num_inference_steps: int = 25,
     batch_size: int = 64,
-) -> list[dict[str, Any]]:
-    """One row a method: its pictures of `scenes` (seed i for scene i) against `reference_scenes`.
+) -> Iterator[dict[str, Any]]:
+    """Yield a row a method: its pictures of `scenes` (seed i for scene i) against other scenes.
 
     Two rows of rendered pictures come first, as ceiling and floor of the figures: other real
     scenes, and the same with their copies broken.
     """
+    check_methods(pipe, methods, levels)
     captions = [scene.caption for scene in scenes]
     real = _render_all(reference_scenes)
 
@@ -49,7 +50,8 @@ def score_methods(
             "copy_agreement_sem": _standard_error(agreement),
         }
 
-    rows = [row(REAL, _render_all(scenes)), row(BROKEN, _render_all(scenes, broken=True))]
+    yield row(REAL, _render_all(scenes))
+    yield row(BROKEN, _render_all(scenes, broken=True))
     for method in methods:
         with attention_method(pipe, method, levels=levels, calibration_prompts=calibration_prompts):
             pictures = generate(
@@ -60,8 +62,7 @@ def score_methods(
                 batch_size=batch_size,
                 description=method,
             )
-        rows.append(row(method, pictures))
-    return rows
+        yield row(method, pictures)
 
 
 def scenes_table(rows: Sequence[dict[str, Any]]) -> str:

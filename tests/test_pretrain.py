@@ -558,6 +558,13 @@ def test_the_export_is_half_precision_safetensors_with_a_scorer(weights):
     )
 
 
+def test_the_export_names_no_path_of_the_run(runs, weights):
+    """Catches configurations that carry the folder names of whoever trained."""
+    texts = [path.read_text() for path in weights.rglob("*.json")]
+    assert len(texts) > 5
+    assert not any("_name_or_path" in text or str(runs) in text for text in texts)
+
+
 def test_export_refuses_another_vae_and_an_unfinished_run(runs, weights, tmp_path):
     other = tmp_path / "other"
     AutoencoderKL.from_pretrained(runs / "vae" / "vae").apply(

@@ -91,6 +91,15 @@ def export_mini_sd(vae: Path, sd: Path, scorer: Path, output: Path) -> None:
         model = CLIPModel.from_pretrained(scorer / "scorer", dtype=torch.float16)
         tokenizer = CLIPTokenizer.from_pretrained(scorer / "scorer")
         save_scorer(model, tokenizer, folder / "scorer")
+        _forget_origin(folder)
+
+
+def _forget_origin(folder: Path) -> None:
+    """Remove the paths of the runs that diffusers notes in every configuration."""
+    for path in folder.rglob("*.json"):
+        config = json.loads(path.read_text())
+        if config.pop("_name_or_path", None) is not None:
+            path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _load_as_float32(folder: Path) -> None:
