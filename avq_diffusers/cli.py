@@ -4,6 +4,7 @@ import hashlib
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import numpy as np
@@ -88,15 +89,20 @@ def generate(
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
     _check_output(out)
+    if codebooks is not None and (config is not None or levels is not None):
+        raise ValueError("--codebooks bring their own --config and --levels; drop one of them.")
+    avq_config = _parse_config(config, levels)
     pipe = _load_pipeline(model, device)
-    apply_avq(pipe, _find_codebooks(pipe, model, codebooks, config, levels))
+    apply_avq(pipe, _find_codebooks(pipe, model, codebooks, avq_config))
     if num_refined is not None:
         set_num_refined(pipe, num_refined)
+    # diffusers takes its default for both sides unless both are given.
+    default_side = pipe.unet.config.sample_size * pipe.vae_scale_factor
     arguments = {
         "prompt": prompt,
         "negative_prompt": negative_prompt,
-        "height": height,
-        "width": width,
+        "height": default_side if height is None else height,
+        "width": default_side if width is None else width,
         "num_inference_steps": steps,
     }
     arguments |= _usual_guidance(model)
@@ -187,7 +193,7 @@ def main() -> None:
     try:
         app()
     except (OSError, ValueError, TypeError, NotImplementedError, ModuleNotFoundError) as error:
-        console.print(f"avq: {error}", style="red", markup=False, soft_wrap=True)
+        print(f"avq: {error}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -196,37 +202,42 @@ def _load_pipeline(model: str, device: str | None) -> DiffusionPipeline:
         device = next(
             (name for name in ("cuda", "mps") if getattr(torch, name).is_available()), "cpu"
         )
-    dtype = torch.float16 if torch.device(device).type == "cuda" else torch.float32
-    pipe = AutoPipelineForText2Image.from_pretrained(model, dtype=dtype)
+    try:
+        on_cuda = torch.empty(0, device=device).is_cuda
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"--device {device} cannot be used: {_first_line(error)}") from error
+    dtype = torch.float16 if on_cuda else torch.float32
+    try:
+        pipe = AutoPipelineForText2Image.from_pretrained(model, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {model} could not be loaded: {_first_line(error)}") from error
     return pipe.to(device)
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
 def _find_codebooks(
-    pipe: DiffusionPipeline,
-    model: str,
-    codebooks: str | None,
-    config: str | None,
-    levels: str | None,
+    pipe: DiffusionPipeline, model: str, codebooks: str | None, config: AVQConfig
 ) -> AVQCodebooks:
     """The codebooks named, mini-sd's own, or calibrated ones from the user's cache."""
     if codebooks is not None:
-        if config is not None or levels is not None:
-            raise ValueError("--codebooks bring their own --config and --levels; drop one of them.")
         return AVQCodebooks.from_pretrained(codebooks)
-    avq_config = _parse_config(config, levels)
-    shipped = AVQConfig()
-    if model == MINI_SD and avq_config == shipped:
+    if model == MINI_SD and config == _parse_config(None, None):
         return AVQCodebooks.from_pretrained(MINI_CODEBOOKS)
-    folder = user_cache_path("avq-diffusers") / _fingerprint(pipe, avq_config)
+    folder = user_cache_path("avq-diffusers") / _fingerprint(pipe, config)
     if folder.exists():
         console.print(f"codebooks from the cache: {folder}")
         return AVQCodebooks.from_pretrained(folder)
     console.print(f"no codebooks for this model yet: calibrating once, cached in {folder}")
     prompts = _calibration_prompts(model)
-    calibrated = calibrate(pipe, prompts, avq_config, **_usual_guidance(model))
-    partial = folder.with_name(folder.name + ".partial")
-    calibrated.save_pretrained(partial)
-    partial.rename(folder)
+    calibrated = calibrate(pipe, prompts, config, **_usual_guidance(model))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as partial:
+        calibrated.save_pretrained(Path(partial) / "codebooks")
+        if not folder.exists():  # another process may have been faster
+            (Path(partial) / "codebooks").rename(folder)
     return calibrated
 
 

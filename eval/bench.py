@@ -42,9 +42,8 @@ def attention_inputs(
     codebook = Codebook(parents, parents[:, :, None] + offsets)
     leaves = torch.cat([parents[:, :, None], codebook.children], 2).flatten(1, 2)
     cluster = torch.randint(leaves.shape[1], (batch, num_tokens), generator=generator)
-    key = leaves[:, cluster].permute(1, 2, 0, 3) + 0.1 * normal(
-        batch, num_tokens, num_heads, head_dim
-    )
+    key = leaves[:, cluster].permute(1, 2, 0, 3).contiguous()
+    key += 0.1 * normal(batch, num_tokens, num_heads, head_dim)
     query, value = (normal(batch, num_tokens, num_heads, head_dim) for _ in range(2))
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), codebook
 

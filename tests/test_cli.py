@@ -1,0 +1,320 @@
+"""The `avq` command: what it writes, prints, caches and refuses."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny import CONFIG, random_codebooks, tiny_pipe
+
+from avq_diffusers import AVQCodebooks, apply_avq, cli, set_num_refined
+from avq_diffusers.mini import MINI_CODEBOOKS
+from avq_diffusers.sheet import MARGIN
+
+PROMPT = "a red fox"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_pipe().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def codebooks(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("codebooks")
+    random_codebooks(tiny_pipe().unet, CONFIG).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def avq(monkeypatch, capsys, tmp_path):
+    """Run `avq` in an empty folder with an empty cache; exit code and output without spaces."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["avq", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        errors = [line for line in captured.err.splitlines() if "it/s]" not in line]
+        return exit_.value.code or 0, squeezed(captured.out + "\n".join(errors))
+
+    return run
+
+
+def squeezed(text: str) -> str:
+    """Without white space: the console wraps lines at the width of the terminal."""
+    return "".join(text.split())
+
+
+def pixels(path: str | Path) -> np.ndarray:
+    return np.asarray(Image.open(path))
+
+
+def written(folder: str | Path = ".") -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+
+
+def test_generate_with_the_embedded_model(tmp_path):
+    """The installed command on mini-sd: picture, sheet and report, in a fresh process."""
+    command = [str(Path(sys.executable).parent / "avq"), "generate", "one large red star"]
+    command += ["--steps", "1", "--height", "64", "--width", "128", "--device", "cpu"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert written(tmp_path) == ["avq.png", "avq_sheet.png"]  # mini-sd needs no calibration
+    picture, sheet = pixels(tmp_path / "avq.png"), pixels(tmp_path / "avq_sheet.png")
+    assert picture.shape == (64, 128, 3)
+    assert sheet.shape[1] >= 3 * 128 + 4 * MARGIN
+    assert sheet.shape[0] > 64 + 17 * 13  # a line for each of 17 layers or so, and the header
+    assert done.stdout.count("AVQ (") == 5
+    assert "PSNR" in done.stdout
+    assert "avq_sheet.png" in squeezed(done.stdout)
+    assert "Traceback" not in done.stderr
+
+
+def test_the_sheet_shows_the_exact_and_the_avq_picture(avq, model, codebooks):
+    """Fails where both columns show the same run, or the order of the titles is another."""
+    arguments = ["--model", model, "--codebooks", codebooks, "--steps", "2", "--seed", "3"]
+    code, output = avq("generate", PROMPT, *arguments, "--out", "fox.png")
+    assert code == 0
+    assert written() == ["fox.png", "fox_sheet.png"]
+    assert "AVQ(torchbackend)" in output
+    pipe = tiny_pipe()
+    exact = make(pipe, seed=3)
+    expected = make(apply_avq(pipe, AVQCodebooks.from_pretrained(codebooks)), seed=3)
+    assert not np.array_equal(exact, expected)
+    picture, sheet = pixels("fox.png"), pixels("fox_sheet.png")
+    assert np.array_equal(picture, expected)
+    assert lefts(sheet, exact) < lefts(sheet, expected)
+
+
+def make(pipe, seed: int = 0, steps: int = 2) -> np.ndarray:
+    generator = torch.Generator().manual_seed(seed)
+    return np.asarray(pipe(PROMPT, num_inference_steps=steps, generator=generator).images[0])
+
+
+def lefts(sheet: np.ndarray, picture: np.ndarray) -> int:
+    """Where the picture lies on the sheet; fails if it does not."""
+    size = len(picture)
+    for top in range(sheet.shape[0] - size + 1):
+        for left in range(MARGIN, sheet.shape[1] - size + 1, size + MARGIN):
+            if np.array_equal(sheet[top : top + size, left : left + size], picture):
+                return left
+    raise AssertionError("the picture is not on the sheet")
+
+
+def test_same_seed_same_bytes(avq, model, codebooks):
+    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert avq(*arguments, "--seed", seed, "--out", f"{name}.png")[0] == 0
+    first, second, other = (Path(f"{name}.png").read_bytes() for name in "abc")
+    assert first == second != other
+
+
+def test_num_refined_is_honoured(avq, model, codebooks):
+    """Fails where the option is read but not applied, or applied to the exact picture too."""
+    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "2"]
+    code, output = avq(*arguments, "--num-refined", "0")
+    assert code == 0
+    assert "M4P0C2" in output
+    pipe = apply_avq(tiny_pipe(), AVQCodebooks.from_pretrained(codebooks))
+    default = make(pipe)
+    expected = make(set_num_refined(pipe, 0))
+    assert not np.array_equal(default, expected)
+    assert np.array_equal(pixels("avq.png"), expected)
+
+
+def test_guidance_and_negative_prompt_reach_the_pipeline(avq, model, codebooks):
+    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
+    pictures = []
+    for extra in ([], ["--guidance-scale", "30"], ["--negative-prompt", "blue"]):
+        assert avq(*arguments, *extra)[0] == 0
+        pictures.append(Path("avq.png").read_bytes())
+    assert len(set(pictures)) == 3
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (["--height", "64", "--width", "192"], (64, 192)),
+        (["--height", "64"], (64, 128)),
+        (["--width", "192"], (128, 192)),
+    ],
+    ids=["both", "height", "width"],
+)
+def test_sizes_are_honoured(avq, model, codebooks, size, expected):
+    """Stable Diffusion pipelines silently drop a height without a width, and the reverse."""
+    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
+    assert avq(*arguments, *size)[0] == 0
+    assert pixels("avq.png").shape[:2] == expected
+
+
+def test_missing_codebooks_are_calibrated_once(avq, model, monkeypatch, tmp_path):
+    """Fails where the cache is not read, is shared by configurations, or is written elsewhere."""
+    monkeypatch.setattr(cli, "CALIBRATION_PROMPTS", ("a lake",))
+    arguments = ["generate", PROMPT, "--model", model, "--steps", "1", "--config"]
+    code, first = avq(*arguments, "M4P2C2")
+    assert code == 0
+    assert "calibratingonce" in first
+    picture = Path("avq.png").read_bytes()
+    entries = list((tmp_path / "cache" / "avq-diffusers").iterdir())
+    assert [entry.name.split("-")[0] for entry in entries] == ["M4P2C2"]
+    assert set(written(entries[0])) == {"config.json", "diffusion_pytorch_model.safetensors"}
+
+    with monkeypatch.context() as forbidden:
+        forbidden.delattr(cli, "calibrate")
+        code, second = avq(*arguments, "M4P2C2")
+    assert code == 0
+    assert "fromthecache" in second
+    assert Path("avq.png").read_bytes() == picture
+
+    assert "calibratingonce" in avq(*arguments, "M8")[1]
+    assert len(list((tmp_path / "cache" / "avq-diffusers").iterdir())) == 2
+
+
+def test_the_cache_knows_the_model(model):
+    """Fails where a fine-tune of the same architecture gets the codebooks of the other."""
+    pipe = tiny_pipe()
+    before = cli._fingerprint(pipe, CONFIG)
+    assert before == cli._fingerprint(tiny_pipe(), CONFIG)
+    with torch.no_grad():
+        pipe.unet.up_blocks[3].attentions[0].transformer_blocks[0].attn1.to_k.weight[0, 0] += 1
+    assert cli._fingerprint(pipe, CONFIG) != before
+
+
+def test_calibrate_saves_codebooks_that_load(avq, model):
+    Path("prompts.txt").write_text("a lake\n\n  a hill  \n")
+    code, output = avq(
+        *("calibrate", "--model", model, "--prompts", "prompts.txt", "--out", "my-codebooks"),
+        *("--config", "M4P2C2", "--levels", "0,1", "--steps", "2", "--keys", "256"),
+    )
+    assert code == 0
+    assert "my-codebooks" in output
+    loaded = AVQCodebooks.from_pretrained("my-codebooks")
+    assert str(loaded.avq_config) == "M4P2C2"
+    assert loaded.avq_config.levels == (0, 1)
+    kept = loaded.config["calibration"]
+    assert (kept["num_prompts"], kept["num_inference_steps"], kept["keys_per_layer"]) == (2, 2, 256)
+    make(apply_avq(tiny_pipe(), loaded), steps=1)
+
+
+def test_inspect_prints_and_plots(avq):
+    code, output = avq("inspect")
+    assert code == 0
+    calibration = AVQCodebooks.from_pretrained(MINI_CODEBOOKS).config["calibration"]
+    for name, measured in calibration["layers"].items():
+        assert f"{measured['capture']:.3f}" in output, name
+    assert pixels("codebooks.png").std() > 10
+    assert written() == ["codebooks.png"]
+
+
+def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path):
+    config = type(CONFIG)(6, 0, 0, overrides={"up_blocks": {"num_parents": 3}})
+    random_codebooks(tiny_pipe().unet, config).save_pretrained(tmp_path / "flat")
+    code, output = avq("inspect", str(tmp_path / "flat"), "--out", "flat.png")
+    assert code == 0
+    assert "M6P0C0" in output
+    assert "M3P0C0" in output
+    assert written() == ["flat.png"]
+
+
+def test_inspect_without_matplotlib_says_what_to_install(avq, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, output = avq("inspect")
+    assert code == 2
+    assert output.endswith(squeezed("avq: plots need matplotlib: install avq-diffusers[eval]."))
+    assert written() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--config", "M64P"], "expected a configuration such as M64P16C8 or M256, but got 'M64P'"),
+        (["--config", "M4P5C2"], "num_refined must be at most num_parents, but got 5 > 4"),
+        (["--levels", "zero"], "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
+        (["--levels", "7"], "no self-attention at level 7, only at levels 0, 1, 2, 3"),
+        (["--codebooks", "/no/such/folder"], "/no/such/folder"),
+        (["--codebooks", MINI_CODEBOOKS], "codebooks of another model"),
+        (["--codebooks", "CODEBOOKS", "--num-refined", "5"], "between 0 and 4"),
+        (["--codebooks", "CODEBOOKS", "--height", "100", "--width", "100"], "divisible by 8"),
+        (["--out", "no-such-folder/a.png"], "no-such-folder does not exist"),
+        (["--out", "a.jpg"], "--out must end in .png, but got 'a.jpg'"),
+        (["--device", "abacus"], "abacus"),
+        (["--steps", "0"], "Invalid value for '--steps'"),
+        (["--seed", "-1"], "Invalid value for '--seed'"),
+        (["--colour"], "No such option: --colour"),
+    ],
+    ids=[
+        *("model", "config", "refined-config", "levels", "absent-level", "codebooks"),
+        *("other-codebooks", "num-refined", "size", "out-folder", "out-suffix", "device"),
+        *("steps", "seed", "option"),
+    ],
+)
+def test_generate_refuses(avq, model, codebooks, tmp_path, arguments, message):
+    """One sentence, exit code 2, and neither a picture nor a cache entry."""
+    arguments = [codebooks if value == "CODEBOOKS" else value for value in arguments]
+    code, output = avq("generate", PROMPT, "--model", model, "--steps", "1", *arguments)
+    assert code == 2
+    assert squeezed(message) in output
+    assert "Traceback" not in output
+    assert written() == []
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "empty.txt"], "empty.txt holds no prompt"),
+        (["--prompts", "missing.txt"], "missing.txt"),
+        (["--keys", "3", "--config", "M4P2C2"], "at least num_parents = 4, but got 3"),
+        (["--config", "M"], "expected a configuration such as M64P16C8"),
+        (["--levels", "0,9"], "no self-attention at level 9"),
+    ],
+    ids=["empty-prompts", "missing-prompts", "few-keys", "config", "levels"],
+)
+def test_calibrate_refuses(avq, model, tmp_path, arguments, message):
+    prompts = tmp_path / "empty.txt"
+    prompts.write_text("\n \n")
+    arguments = [str(prompts) if value == "empty.txt" else value for value in arguments]
+    code, output = avq("calibrate", "--model", model, "--out", "codebooks", *arguments)
+    assert code == 2
+    assert squeezed(message) in output
+    assert written() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/folder"], "/no/such/folder"),
+        (["--out", "a.txt"], "--out must end in .png"),
+    ],
+    ids=["codebooks", "out"],
+)
+def test_inspect_refuses(avq, arguments, message):
+    code, output = avq("inspect", *arguments)
+    assert code == 2
+    assert squeezed(message) in output
+    assert written() == []
+
+
+def test_a_mistake_ends_the_process_with_code_2(tmp_path):
+    """The installed command, not only `main()`: a one-line message and no traceback."""
+    command = [str(Path(sys.executable).parent / "avq"), "inspect", "--out", "report.txt"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "avq: --out must end in .png, but got 'report.txt'." in done.stdout + done.stderr
+    assert written(tmp_path) == []
