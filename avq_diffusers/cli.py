@@ -36,6 +36,7 @@ CALIBRATION_PROMPTS = (
 
 DEFAULT_CONFIG = "M64P16C8"
 DEFAULT_LEVELS = "0"
+REPORT_WIDTH = 100
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -183,7 +184,8 @@ def inspect(
     """
     _check_output(out)
     loaded = AVQCodebooks.from_pretrained(codebooks)
-    console.print(codebook_table(loaded))
+    # A narrow terminal wraps the table; rich would cut names and figures off.
+    Console(width=max(console.width, REPORT_WIDTH)).print(codebook_table(loaded))
     plot_codebooks(loaded, out)
     console.print(f"plot: {out}")
 

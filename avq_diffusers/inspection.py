@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
@@ -15,17 +16,21 @@ CALIBRATION_FIGURES = ("quantization_error", "capture", "active_ratio")
 def codebook_table(codebooks: AVQCodebooks) -> Table:
     """One row a layer: sizes, spread of the codewords, and the figures calibration left."""
     figures = _calibration(codebooks)
-    table = Table(title=f"{codebooks.avq_config} codebooks of {codebooks.config['base_model']}")
-    headings = ("layer", "level", "heads", "head dim", "codebook", "child spread")
-    for heading in (*headings, *(name.replace("_", " ") for name in CALIBRATION_FIGURES)):
-        table.add_column(heading, justify="left" if heading == "layer" else "right")
+    table = Table(
+        title=f"{codebooks.avq_config} codebooks of {codebooks.config['base_model']}",
+        caption="spread: children about their parent; error: of quantization, in key variances;\n"
+        "capture: attention on refined parents; active: share of codewords in use",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in ("layer", "level", "heads", "config", "spread", "error", "capture", "active"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
     for name, spec in codebooks.layer_specs.items():
         measured = figures.get(name, {})
         table.add_row(
             name.removesuffix(".transformer_blocks.0.attn1"),
             str(spec.level),
-            str(spec.num_heads),
-            str(spec.head_dim),
+            f"{spec.num_heads}x{spec.head_dim}",
             str(codebooks.layer_config(name)),
             f"{_child_spread(codebooks.codebook(name)):.3f}",
             *(f"{measured[key]:.3f}" if key in measured else "-" for key in CALIBRATION_FIGURES),
