@@ -144,9 +144,12 @@ class TestLoRA:
         assert differ(draw(pipe, cross_attention_kwargs={"scale": 0.5}), adapted)
 
     def test_fuse(self, pipe, codebooks, config):
+        """Catches an adapter that AVQ loses when it is fused or taken out again."""
+        plain = draw(apply_avq(pipe, codebooks))
         pipe.unet.add_adapter(config)
-        apply_avq(pipe, codebooks)
         adapted = draw(pipe)
+        with pytest.raises(AssertionError):  # the tolerance below tells them apart
+            torch.testing.assert_close(plain, adapted, rtol=1e-2, atol=1e-2)
         pipe.fuse_lora()
         torch.testing.assert_close(draw(pipe), adapted, rtol=1e-2, atol=1e-2)
         pipe.unfuse_lora()
