@@ -10,7 +10,9 @@ is exact for any codebook. There are no atomics and no data-dependent shapes: ev
 same bits, and the host never waits for the device.
 
 Shapes: H heads, N queries, S keys, D head dim, M0 parents, C children, P refined parents, T query
-tiles of I queries. Batch elements are computed one after another, half precision in float32.
+tiles of I queries. Half precision is computed in float32. A CPU computes one batch element after
+another, which stays in cache; elsewhere few launches count, and the heads of all elements are one
+list.
 """
 
 import torch
@@ -60,15 +62,21 @@ def avq_attention(
     """
     batch, heads, num_queries, head_dim = query.shape
     output = query.new_empty(batch, num_queries, heads, head_dim).transpose(1, 2)
-    for b in range(batch):
-        counts, value_sums = precompute(key[b], value[b], parents, children)
+    size = 1 if query.device.type == "cpu" else batch
+    parents = parents.expand(size, -1, -1, -1).flatten(0, 1)
+    children = children.expand(size, -1, -1, -1, -1).flatten(0, 1)
+    for start in range(0, batch, size):
+        part = slice(start, start + size)
+        counts, value_sums = precompute(
+            key[part].flatten(0, 1), value[part].flatten(0, 1), parents, children
+        )
         attend(
-            query[b],
+            query[part].flatten(0, 1),
             parents,
             children,
             counts,
             value_sums,
-            output[b],
+            output[part],
             num_refined=num_refined,
             query_tile=query_tile,
             query_order=query_order,
@@ -170,9 +178,10 @@ def attend(
         parents: (H, M0, D).
         children: (H, M0, C, D).
         counts, value_sums: (H, M0, 1 + C) and (H, M0, 1 + C, D) from `precompute`.
-        output: (H, N, D), written in the order of `query`.
+        output: (B, H / B, N, D) for any B, written in the order of `query`.
     """
     num_queries, head_dim = query.shape[1:]
+    batch = output.shape[:2]
     num_parents, num_children = children.shape[1:3]
     query_tile = min(query_tile, num_queries)
     # A shift of all keys by one vector changes no softmax, and small codewords round less.
@@ -191,7 +200,8 @@ def attend(
     if num_refined == 0:
         # All tiles see the same codewords.
         means, logs = value_means[:, :, 0].contiguous(), log_counts[:, :, 0].contiguous()
-        output.copy_(_attention(query[None], parents[None], means[None], logs[None], scale)[0])
+        whole = _attention(query[None], parents[None], means[None], logs[None], scale)
+        output.copy_(whole[0].unflatten(0, batch))
         return
 
     codewords = codewords.view(-1, head_dim)
@@ -239,10 +249,11 @@ def attend(
             scale,
         )
         tile_output = tile_output.transpose(0, 1).flatten(1, 2)[:, : stop - start].to(output.dtype)
+        tile_output = tile_output.unflatten(0, batch)
         if query_order is None:
-            output[:, start:stop] = tile_output
+            output[:, :, start:stop] = tile_output
         else:
-            output.index_copy_(1, order, tile_output)
+            output.index_copy_(2, order, tile_output)
 
 
 def _attention(

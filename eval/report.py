@@ -41,13 +41,14 @@ def save_json(path: Path, *, command: str, device: torch.device | str, **content
 
 
 def _commit() -> str:
-    """Hash of HEAD, marked when tracked files differ from it; "unknown" outside a checkout."""
+    """Hash of HEAD, marked when tracked files differ from it; outside a checkout what the variable
+    GIT_COMMIT says."""
     root = Path(__file__).parent.parent
     try:
         head = _git(root, "rev-parse", "HEAD")
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "*.py")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("GIT_COMMIT", "unknown")
     return f"{head}+changes" if changed else head
 
 

@@ -398,7 +398,6 @@ def test_pictures_arrive_in_order(monkeypatch, workers, corrupted):
         expected = corrupt(scene, seed, 64) if corrupted else render(scene, 64)
         assert np.array_equal(loaded.pictures[index].numpy(), expected)
     assert loaded.captions == [scene.caption for scene in scenes]
-    assert np.array_equal(loaded.hidden.numpy(), np.stack([scene.hidden for scene in scenes]))
 
 
 def test_corrupting_changes_exactly_the_scenes_with_copies():

@@ -7,7 +7,6 @@ training picture.
 from pathlib import Path
 
 from avq_diffusers.mini.scenes import (
-    HIDDEN_SIZE,
     IMAGE_SIZE,
     VOCABULARY,
     Scene,
@@ -19,7 +18,6 @@ from avq_diffusers.mini.scenes import (
 )
 
 __all__ = [
-    "HIDDEN_SIZE",
     "IMAGE_SIZE",
     "MINI_CODEBOOKS",
     "MINI_GUIDANCE_SCALE",

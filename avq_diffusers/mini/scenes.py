@@ -8,6 +8,8 @@ can draw the hidden bits consistently only by copying them from elsewhere in the
 
 Lengths are in pixels of a picture of side 256 and multiples of 4: they stay whole at every side
 that is a multiple of 64, and all copies meet the latent grid of an f=4 autoencoder alike.
+Neighbouring copies meet a grid of 8 pixels differently, 4 modulo 8 apart, so the coarser attention
+of a U-Net cannot copy them token by token.
 """
 
 import json
@@ -107,14 +109,15 @@ MANY_PLACEMENTS = (*_LINE_AXES, "in the corners", "around the center")
 RELATIONS = (*_HALVES_AXES, "around")
 
 _MARGIN = 8
-_GAP = 16
+# Neighbours are 4 modulo 8 apart: in lines because all sides are multiples of 8, on circles by each
+# object's place modulo 8.
+_GAP = 12
+_CIRCLE_PHASES = ((0, 0), (4, 0), (0, 4), (4, 4), (4, 0))
 
 _MOTIF_SHAPE = (6, 6)
-_CELLS_SHAPE = {"tiled": (8, 8), "mirrored": (16, 8)}
-_PERIOD = 64
-
-_NUM_GROUPS = 2
-HIDDEN_SIZE = _NUM_GROUPS * math.prod(_MOTIF_SHAPE) + sum(map(math.prod, _CELLS_SHAPE.values()))
+_CELLS_SHAPE = {"tiled": (5, 5), "mirrored": (32, 17)}
+_PERIOD = 60
+_MIRROR_AXIS = 130
 
 # Shares of the sampler: most pictures must be copied from themselves.
 _PATTERNED_SHARE = 0.6
@@ -178,7 +181,9 @@ class Background:
     Args:
         kind: one of `BACKGROUNDS`.
         color: a key of `BACKGROUND_COLORS`.
-        cells: 0 and 1; the 8 x 8 tile of "tiled", the 16 x 8 left half of "mirrored", else None.
+        cells: 0 and 1; the 5 x 5 tile of "tiled", cells of 12 pixels; the 32 x 17 cells of one
+            half of "mirrored", 8 pixels high and wide but for the first column, which is 4 pixels
+            wide and lies on the mirror axis; else None.
     """
 
     kind: str
@@ -211,7 +216,7 @@ class Scene:
     background: Background
 
     def __post_init__(self) -> None:
-        if len(self.groups) not in range(1, _NUM_GROUPS + 1):
+        if len(self.groups) not in (1, 2):
             raise ValueError(f"groups must hold one or two groups, but got {len(self.groups)}.")
         if self._members not in _fitting_members(self.placement):
             raise ValueError(
@@ -236,22 +241,6 @@ class Scene:
     @property
     def _members(self) -> Members:
         return tuple((group.count, group.size) for group in self.groups)
-
-    @property
-    def hidden(self) -> np.ndarray:
-        """The hidden bits, float32 of shape (HIDDEN_SIZE,): the motifs of the two groups, the tile,
-        the mirrored half. 0.5 where the scene has none or the shape leaves a cell uncovered."""
-        parts = [np.full(math.prod(_MOTIF_SHAPE), 0.5) for _ in range(_NUM_GROUPS)]
-        for part, group in zip(parts, self.groups, strict=False):
-            if group.motif is not None:
-                visible = _cell_coverage(group.shape).ravel() > 0.25
-                part[visible] = np.ravel(group.motif)[visible]
-        for kind, shape in _CELLS_SHAPE.items():
-            part = np.full(math.prod(shape), 0.5)
-            if self.background.kind == kind:
-                part[:] = np.ravel(self.background.cells)
-            parts.append(part)
-        return np.concatenate(parts).astype(np.float32)
 
 
 def sample_scene(seed: int) -> Scene:
@@ -327,7 +316,9 @@ def corrupt(scene: Scene, seed: int, size: int = IMAGE_SIZE) -> np.ndarray:
     ]
     grid = _background_grid(scene.background)
     if scene.background.cells is not None:
-        grid = rng.integers(0, 2, grid.shape)
+        copies, rows, columns = _cell_layout(scene.background.kind)
+        cells = rng.integers(0, 2, (copies.max() + 1, *_CELLS_SHAPE[scene.background.kind]))
+        grid = cells[copies, rows, columns]
     return _compose(scene, motifs, grid, size)
 
 
@@ -468,14 +459,17 @@ def _layout(placement: str, members: Members) -> tuple[tuple[Box, ...], ...]:
 
 def _place(axes: str | tuple[str, str], count: int, side: int) -> tuple[Box, ...]:
     if axes == "corners":
-        points = list(product((_MARGIN, IMAGE_SIZE - _MARGIN - side), repeat=2))
+        points = list(product((_MARGIN, IMAGE_SIZE - _MARGIN - 4 - side), repeat=2))
     elif axes == "circle":
         radius = (IMAGE_SIZE - side) / 2 - _MARGIN
         angles = [2 * math.pi * i / count - math.pi / 2 for i in range(count)]
         center = (IMAGE_SIZE - side) / 2
         points = [
-            tuple(4 * round((center + radius * f(angle)) / 4) for f in (math.cos, math.sin))
-            for angle in angles
+            tuple(
+                8 * round((center + radius * f(angle) - phase) / 8) + phase
+                for f, phase in zip((math.cos, math.sin), phases, strict=True)
+            )
+            for angle, phases in zip(angles, _CIRCLE_PHASES, strict=False)
         ]
     else:
         points = list(zip(*(_along(axis, count, side) for axis in axes), strict=True))
@@ -486,7 +480,7 @@ def _along(axis: str, count: int, side: int) -> list[int]:
     """Coordinates of the objects of a group along one axis."""
     if axis == "line":
         length = count * side + (count - 1) * _GAP
-        return [(IMAGE_SIZE - length) // 2 + i * (side + _GAP) for i in range(count)]
+        return [(IMAGE_SIZE - length) // 8 * 4 + i * (side + _GAP) for i in range(count)]
     center = {"first": IMAGE_SIZE // 4, "middle": IMAGE_SIZE // 2, "second": IMAGE_SIZE * 3 // 4}
     start = {"start": _MARGIN, "end": IMAGE_SIZE - _MARGIN - side}
     return [start[axis] if axis in start else center[axis] - side // 2] * count
@@ -553,9 +547,9 @@ def _sample_cells(
     while True:
         cells = rng.integers(0, 2, shape)
         if symmetric:
-            cells[:, columns // 2 :] = cells[:, columns // 2 - 1 :: -1]
+            cells[:, -(columns // 2) :] = cells[:, columns // 2 - 1 :: -1]
             if both_ways:
-                cells[rows // 2 :] = cells[rows // 2 - 1 :: -1]
+                cells[-(rows // 2) :] = cells[rows // 2 - 1 :: -1]
         if 0.3 <= np.average(cells, weights=weights) <= 0.7:
             return tuple(map(tuple, cells.tolist()))
 
@@ -717,12 +711,23 @@ def _enlarge(cells: np.ndarray, cell_size: int) -> np.ndarray:
 
 def _background_grid(background: Background) -> np.ndarray:
     """The background's cells over the whole picture: 0 and 1, (n, n)."""
-    if background.kind == "plain":
+    if background.cells is None:
         return np.zeros((1, 1), int)
-    cells = np.array(background.cells)
-    if background.kind == "tiled":
-        return np.tile(cells, (IMAGE_SIZE // _PERIOD,) * 2)
-    return np.concatenate([cells, cells[:, ::-1]], axis=1)
+    _, rows, columns = _cell_layout(background.kind)
+    return np.array(background.cells)[rows, columns]
+
+
+@cache
+def _cell_layout(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per square of 4 pixels: which copy of the cells it lies in, the row and the column of its
+    cell: int (64, 64) each."""
+    y, x = np.indices((IMAGE_SIZE // 4,) * 2)
+    if kind == "tiled":
+        period = _PERIOD // 4
+        copies = y // period * math.ceil(len(y) / period) + x // period
+        return copies, y % period // 3, x % period // 3
+    distance = x - _MIRROR_AXIS // 4
+    return (distance > 0).astype(int), y // 2, (abs(distance) + 1) // 2
 
 
 def _paint_object(group: Group, motif: Cells | None, side: int) -> np.ndarray:
@@ -777,9 +782,11 @@ def _period_agreement(image: np.ndarray, free: np.ndarray) -> float:
 
 
 def _mirror_agreement(image: np.ndarray, free: np.ndarray) -> float:
-    half = len(image) // 2
-    both = (free & free[:, ::-1])[:, :half]
-    return _ncc(image[:, :half][both], image[:, ::-1][:, :half][both])
+    # The cells on the axis are their own mirror image, the first columns' lies outside.
+    start, end = (_scaled(x, len(image)) for x in (2 * _MIRROR_AXIS - IMAGE_SIZE, _MIRROR_AXIS - 2))
+    left, right = (slice(start, end), slice(None, start + end - 1, -1))
+    both = free[:, left] & free[:, right]
+    return _ncc(image[:, left][both], image[:, right][both])
 
 
 def _uncovered(scene: Scene, size: int) -> np.ndarray:

@@ -159,7 +159,6 @@ class ScorerConfig(RunConfig):
         vision_intermediate_size: width of its MLPs.
         text_layers: layers of the text encoder.
         text_intermediate_size: width of its MLPs.
-        hidden_weight: of the loss on the scenes' hidden bits.
         corrupted_weight: of the loss on "is this picture corrupted".
         num_validation: validation scenes, scored in batches of 256.
     """
@@ -173,7 +172,6 @@ class ScorerConfig(RunConfig):
     vision_intermediate_size: int
     text_layers: int
     text_intermediate_size: int
-    hidden_weight: float
     corrupted_weight: float
     num_validation: int
 

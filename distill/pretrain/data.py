@@ -18,14 +18,13 @@ TASK = 32  # pictures per task of a worker
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive scenes: pictures (n, size, size, 3) uint8, captions, hidden bits (n, bits).
+    """Consecutive scenes: pictures (n, size, size, 3) uint8 and captions.
 
     `has_copies` (n,) says which pictures have parts that should be copies of one another.
     """
 
     pictures: np.ndarray
     captions: list[str]
-    hidden: np.ndarray
     has_copies: np.ndarray
 
 
@@ -67,10 +66,13 @@ def render_chunks(
     ]
     with tqdm(total=len(seeds), desc=progress, disable=progress is None, mininterval=2) as bar:
         for index, results in enumerate(_run(tasks, buffer, size, corrupted, workers)):
-            captions = [caption for part in results for caption in part[0]]
-            hidden, has_copies = (np.concatenate([part[k] for part in results]) for k in (1, 2))
+            captions = [caption for part, _ in results for caption in part]
             bar.update(len(captions))
-            yield Chunk(buffer[index % 2, : len(captions)], captions, hidden, has_copies)
+            yield Chunk(
+                buffer[index % 2, : len(captions)],
+                captions,
+                np.concatenate([has_copies for _, has_copies in results]),
+            )
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,6 @@ class Pictures:
 
     pictures: Tensor
     captions: list[str]
-    hidden: Tensor
     has_copies: Tensor
 
 
@@ -95,7 +96,7 @@ def load_pictures(
     """Render scenes as `render_chunks` does, into memory of `device`."""
     pictures = torch.empty((len(seeds), size, size, 3), dtype=torch.uint8, device=device)
     captions: list[str] = []
-    hidden, has_copies = [], []
+    has_copies = []
     chunks = render_chunks(
         seeds, size=size, workers=workers, corrupted=corrupted, progress=progress
     )
@@ -103,11 +104,8 @@ def load_pictures(
         start = len(captions)
         pictures[start : start + len(chunk.captions)] = torch.from_numpy(chunk.pictures)
         captions += chunk.captions
-        hidden.append(torch.from_numpy(chunk.hidden))
         has_copies.append(torch.from_numpy(chunk.has_copies))
-    return Pictures(
-        pictures, captions, torch.cat(hidden).to(device), torch.cat(has_copies).to(device)
-    )
+    return Pictures(pictures, captions, torch.cat(has_copies).to(device))
 
 
 def to_float(pictures: Tensor) -> Tensor:
@@ -142,17 +140,14 @@ def _share(buffer: np.ndarray, size: int, corrupted: bool) -> None:
     _buffer, _size, _corrupted = buffer, size, corrupted
 
 
-def _render(task: tuple[int, int, list[int]]) -> tuple[list[str], np.ndarray, np.ndarray]:
+def _render(task: tuple[int, int, list[int]]) -> tuple[list[str], np.ndarray]:
     slot, offset, seeds = task
     scenes = [sample_scene(seed) for seed in seeds]
     for index, (seed, scene) in enumerate(zip(seeds, scenes, strict=True)):
         picture = corrupt(scene, seed, _size) if _corrupted else render(scene, _size)
         _buffer[slot, offset + index] = picture
-    return (
-        [scene.caption for scene in scenes],
-        np.stack([scene.hidden for scene in scenes]),
-        np.array([_has_copies(scene) for scene in scenes]),
-    )
+    has_copies = np.array([_has_copies(scene) for scene in scenes])
+    return [scene.caption for scene in scenes], has_copies
 
 
 def _has_copies(scene: Scene) -> bool:

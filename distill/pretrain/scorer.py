@@ -1,7 +1,7 @@
 """The CLIP-style scorer: captions against pictures, and features that see the hidden structure.
 
-Beside the contrastive loss, two heads that are not exported read the picture features: one the
-hidden bits of the scene, one whether the copies in the picture disagree.
+Beside the contrastive loss, a head that is not exported reads from the picture features whether the
+copies in the picture disagree.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
-from avq_diffusers.mini import HIDDEN_SIZE, SCORER_SEEDS, VALIDATION_SEEDS
+from avq_diffusers.mini import SCORER_SEEDS, VALIDATION_SEEDS
 from distill.pretrain.config import ScorerConfig
 from distill.pretrain.data import load_pictures, shard, to_float
 from distill.pretrain.export import replace_folder, save_scorer
@@ -20,7 +20,6 @@ from distill.pretrain.loop import Batch, fit
 from distill.pretrain.tokenizer import CONTEXT_LENGTH, encode, scene_tokenizer, special_ids
 
 RETRIEVAL_BATCH = 256
-UNKNOWN_BIT = 0.5
 
 
 def build_scorer(config: ScorerConfig, tokenizer: CLIPTokenizer) -> CLIPModel:
@@ -65,43 +64,32 @@ def contrastive_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 class ScorerModel(nn.Module):
-    """The scorer with its training heads and losses."""
+    """The scorer with its training head and losses."""
 
     def __init__(self, clip: CLIPModel, config: ScorerConfig) -> None:
         super().__init__()
         self.clip = clip
         self.config = config
-        self.hidden_head = nn.Linear(config.hidden_size, HIDDEN_SIZE)
         self.corrupted_head = nn.Linear(config.hidden_size, 1)
 
-    def forward(
-        self, pictures: Tensor, ids: Tensor, hidden: Tensor, corrupted: Tensor
-    ) -> dict[str, Tensor]:
+    def forward(self, pictures: Tensor, ids: Tensor, corrupted: Tensor) -> dict[str, Tensor]:
         """Return the losses; the first len(ids) pictures are intact.
 
         Args:
             pictures: (n, 3, h, w) in [-1, 1], intact ones first.
             ids: token ids (m, 77) of the intact pictures.
-            hidden: bits (m, HIDDEN_SIZE) of the intact pictures, 0.5 where absent.
             corrupted: (n,) 1 where copies disagree, else 0.
         """
         intact = len(ids)
         features = self.picture_features(pictures)
-        pooled = features.float()
         logits = self.logits(features[:intact], self.caption_features(ids))
-        known = (hidden != UNKNOWN_BIT).float()
-        bits = F.binary_cross_entropy_with_logits(
-            self.hidden_head(pooled[:intact]).float(), hidden, reduction="none"
-        )
+        disagree = self.corrupted_head(features.float())[:, 0].float()
         losses = {
             "contrastive": contrastive_loss(logits, ids),
-            "hidden": (bits * known).sum() / known.sum().clamp(min=1),
-            "corrupted": F.binary_cross_entropy_with_logits(
-                self.corrupted_head(pooled)[:, 0].float(), corrupted
-            ),
+            "corrupted": F.binary_cross_entropy_with_logits(disagree, corrupted),
         }
-        total = losses["contrastive"] + self.config.hidden_weight * losses["hidden"]
-        return {"loss": total + self.config.corrupted_weight * losses["corrupted"], **losses}
+        total = losses["contrastive"] + self.config.corrupted_weight * losses["corrupted"]
+        return {"loss": total, **losses}
 
     def picture_features(self, pictures: Tensor) -> Tensor:
         """Return the pooled vision output (n, hidden_size), the features of FID."""
@@ -155,13 +143,12 @@ class ScorerTask:
         return {
             "pictures": to_float(torch.cat(pictures)),
             "ids": self.intact["ids"][intact],
-            "hidden": self.intact["hidden"][intact],
             "corrupted": torch.cat(labels),
         }
 
     @torch.no_grad()
     def preview(self, model: ScorerModel, step: int) -> dict[str, float]:
-        ids, hidden = self.validation["ids"], self.validation["hidden"]
+        ids = self.validation["ids"]
         intact = self._features(model, self.validation["pictures"])
         corrupted = self._features(model, self.validation_corrupted["pictures"])
         captions = torch.cat([model.caption_features(part) for part in ids.split(RETRIEVAL_BATCH)])
@@ -175,12 +162,9 @@ class ScorerTask:
         has_copies = self.validation["has_copies"]
         passed = model.corrupted_head(intact)[has_copies, 0] <= 0
         found = model.corrupted_head(corrupted)[has_copies, 0] > 0
-        known = hidden != UNKNOWN_BIT
-        right = (model.hidden_head(intact) > 0) == (hidden > UNKNOWN_BIT)
         return {
             "retrieval_top1": torch.cat(hits).float().mean().item(),
             "corruption_accuracy": torch.cat([found, passed]).float().mean().item(),
-            "hidden_accuracy": right[known].float().mean().item(),
         }
 
     @torch.no_grad()
@@ -205,7 +189,6 @@ class ScorerTask:
         return {
             "pictures": data.pictures,
             "ids": encode(self.tokenizer, data.captions).to(self.device),
-            "hidden": data.hidden,
             "has_copies": data.has_copies,
         }
 
