@@ -41,14 +41,16 @@ def save_json(path: Path, *, command: str, device: torch.device | str, **content
 
 
 def _commit() -> str:
-    """Hash of HEAD, marked when tracked files differ from it; outside a checkout what the variable
-    GIT_COMMIT says."""
+    """The variable GIT_COMMIT (for copies without history), else the hash of HEAD, marked when
+    tracked files differ from it; "unknown" outside a checkout."""
+    if commit := os.environ.get("GIT_COMMIT"):
+        return commit
     root = Path(__file__).parent.parent
     try:
         head = _git(root, "rev-parse", "HEAD")
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "*.py")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return "unknown"
     return f"{head}+changes" if changed else head
 
 
