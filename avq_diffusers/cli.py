@@ -94,7 +94,7 @@ def generate(
         raise ValueError("--codebooks bring their own --config and --levels; drop one of them.")
     avq_config = _parse_config(config, levels)
     pipe = _load_pipeline(model, device)
-    apply_avq(pipe, _find_codebooks(pipe, model, codebooks, avq_config))
+    apply_avq(pipe, _find_codebooks(pipe, model, codebooks, avq_config), route="always")
     if num_refined is not None:
         set_num_refined(pipe, num_refined)
     # diffusers takes its default for both sides unless both are given.

@@ -1,13 +1,23 @@
 """`avq_attention`: the one public operation. Validates, then chooses the backend."""
 
+import os
+import weakref
+from importlib.util import find_spec
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from avq_diffusers import fallback, reference
 from avq_diffusers.codebook import Codebook
+from avq_diffusers.kernels import codewords
 
-BACKENDS = ("auto", "torch", "reference")
+BACKENDS = ("auto", "triton", "torch", "reference")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_HAS_TRITON = find_spec("triton") is not None
+_MIN_CAPABILITY = (8, 0)
 
 
 def avq_attention(
@@ -26,9 +36,10 @@ def avq_attention(
     """Adaptive vector-quantized attention (paper, section Method).
 
     Every key is replaced by the codeword nearest to it: its parent, or, in query tiles that refine
-    this parent, the leaf of the parent's cell. `backend="torch"` is fast and has no gradients yet;
-    `"reference"` is slow and differentiable in query, key and value, with straight-through keys;
-    `"auto"` takes `"torch"` unless a gradient is needed.
+    this parent, the leaf of the parent's cell. `backend="triton"` are the kernels for NVIDIA GPUs,
+    `"torch"` runs on every device; both have no gradients yet. `"reference"` is slow and
+    differentiable in query, key and value, with straight-through keys. `"auto"` takes the kernels
+    where they can run, else `"torch"`, and `"reference"` if a gradient is needed.
 
     Args:
         query: (B, H, N, D) float16, bfloat16, float32 or float64; any strides, best a view of
@@ -44,25 +55,48 @@ def avq_attention(
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator.
         scale: factor on the logits; None is 1 / sqrt(D).
-        backend: `"auto"`, `"torch"` or `"reference"`.
+        backend: `"auto"`, `"triton"`, `"torch"` or `"reference"`.
 
     Returns:
         (B, H, N, D) view of (B, N, H, D) memory, dtype of `query`.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes, devices or numbers do not agree, or the backend is unknown.
-        NotImplementedError: `backend="torch"` when a gradient is needed.
+        ValueError: shapes, devices or numbers do not agree, or the backend is unknown or cannot
+            run here.
+        NotImplementedError: the backend has no gradients, but one is needed.
     """
     _validate(query, key, value, codebook, query_order)
     _validate_numbers(codebook, num_refined, query_tile, importance_tile, scale)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    backend = resolve_backend(backend, needs_grad=needs_grad)
+    backend = resolve_backend(
+        backend,
+        query,
+        key,
+        value,
+        codebook,
+        num_refined=num_refined,
+        query_tile=query_tile,
+        scale=scale,
+    )
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    if backend == "triton":
+        with torch.no_grad():
+            return _kernel_attention(
+                query,
+                key,
+                value,
+                codebook.parents,
+                codebook.children,
+                query_order,
+                num_refined,
+                query_tile,
+                importance_tile,
+                scale,
+            )
 
     codeword_dtype = torch.promote_types(query.dtype, torch.float32)
     parents = codebook.parents.detach().to(codeword_dtype)
     children = codebook.children.detach().to(codeword_dtype)
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "reference":
         # Autocast would choose parents by half-precision products.
         with torch.autocast(query.device.type, enabled=False):
@@ -93,23 +127,77 @@ def avq_attention(
     )
 
 
-def resolve_backend(backend: str, *, needs_grad: bool = False) -> str:
-    """The backend that `avq_attention(backend=backend)` runs.
+def resolve_backend(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    codebook: Codebook,
+    *,
+    num_refined: int,
+    query_tile: int = 128,
+    scale: float | None = None,
+) -> str:
+    """The backend that `avq_attention` with these arguments runs: never "auto".
 
     Raises:
-        ValueError: the backend is unknown.
-        NotImplementedError: it has no gradients, but `needs_grad`.
+        ValueError: the backend is unknown, or the kernels cannot run and why.
+        NotImplementedError: the backend has no gradients, but one is needed.
+    """
+    check_backend(backend)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if backend == "reference" or (backend == "auto" and needs_grad):
+        return "reference"
+    if needs_grad:
+        raise NotImplementedError(
+            f'backend="{backend}" has no gradients, but query, key or value requires one; use '
+            'backend="reference" or "auto", or call it under torch.no_grad().'
+        )
+    if backend == "torch" or (backend == "auto" and query.device.type != "cuda"):
+        return "torch"
+    obstacle = _kernel_obstacle(query, codebook, num_refined, query_tile, scale)
+    if obstacle is None:
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f'backend="triton" cannot run: {obstacle}.')
+    return "torch"
+
+
+def check_backend(backend: str) -> None:
+    """Refuse an unknown backend.
+
+    Raises:
+        ValueError: `backend` is none of `BACKENDS`.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
-    if backend == "auto":
-        return "reference" if needs_grad else "torch"
-    if backend == "torch" and needs_grad:
-        raise NotImplementedError(
-            'backend="torch" has no gradients, but query, key or value requires one; use '
-            'backend="reference" or "auto", or call it under torch.no_grad().'
-        )
-    return backend
+
+
+def _kernel_obstacle(
+    query: Tensor, codebook: Codebook, num_refined: int, query_tile: int, scale: float | None
+) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    if not _HAS_TRITON:
+        return "triton is not installed"
+    capability = _MIN_CAPABILITY
+    if query.device.type == "cuda":
+        if torch.version.hip is not None:
+            return "the kernels have been tried on NVIDIA GPUs only"
+        capability = torch.cuda.get_device_capability(query.device)
+        if capability < _MIN_CAPABILITY:
+            return "the GPU's compute capability is below 8.0"
+    elif query.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+        return f"query is on {query.device}, and the kernels need an NVIDIA GPU"
+    if scale is not None and not scale > 0:
+        return f"scale must be positive, but is {scale}"
+    return codewords.unsupported(
+        query,
+        num_parents=codebook.num_parents,
+        num_children=codebook.num_children,
+        num_refined=num_refined,
+        query_tile=query_tile,
+        capability=capability,
+    )
 
 
 @torch.library.custom_op("avq_diffusers::attention", mutates_args=())
@@ -141,11 +229,71 @@ def _attention(
         )
 
 
+@torch.library.custom_op("avq_diffusers::kernel_attention", mutates_args=())
+def _kernel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parents: Tensor,
+    children: Tensor,
+    query_order: Tensor | None,
+    num_refined: int,
+    query_tile: int,
+    importance_tile: int | None,
+    scale: float,
+) -> Tensor:
+    from avq_diffusers.kernels.attention import attend
+    from avq_diffusers.kernels.precompute import precompute
+
+    sizes = {"num_parents": children.shape[1], "num_children": children.shape[2]}
+    dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
+    codes, bias = _packed_codewords(parents, children, scale, dtype)
+    means, logs = precompute(key, value, codes, bias, **sizes)
+    return attend(
+        query,
+        codes,
+        means,
+        logs,
+        **sizes,
+        num_refined=num_refined,
+        query_tile=query_tile,
+        query_order=query_order,
+        importance_tile=importance_tile,
+    )
+
+
+@_kernel_attention.register_fake
 @_attention.register_fake
 def _(query: Tensor, *args: object) -> Tensor:
     return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
         1, 2
     )
+
+
+class _Packed(NamedTuple):
+    children: weakref.ref
+    versions: tuple[int, int]
+    tables: tuple[Tensor, Tensor]
+
+
+# Per tensor of parents: its tables, packed again when a codebook is changed in place.
+_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _packed_codewords(
+    parents: Tensor, children: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`codewords.pack`, remembered as long as the codebook lives."""
+    versions = tuple(0 if x.is_inference() else x._version for x in (parents, children))
+    tables_of = _packed.setdefault(parents, {})
+    found = tables_of.get((scale, dtype))
+    if found is not None and found.children() is children and found.versions == versions:
+        return found.tables
+    tables = codewords.pack(parents, children, scale=scale, dtype=dtype)
+    # What is made while a CUDA graph is captured lives in that graph's memory.
+    if not (parents.is_cuda and torch.cuda.is_current_stream_capturing()):
+        tables_of[scale, dtype] = _Packed(weakref.ref(children), versions, tables)
+    return tables
 
 
 def _validate(

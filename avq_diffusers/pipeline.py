@@ -12,15 +12,20 @@ from typing import Any, TypeVar
 from diffusers import StableDiffusionPipeline
 from torch import nn
 
-from avq_diffusers.ops import resolve_backend
+from avq_diffusers.ops import check_backend
 from avq_diffusers.processor import AVQ_CALL, AVQProcessor, LayerState, install, uninstall
+from avq_diffusers.routing import ROUTES
 from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer, select_layers
 
 PipelineOrUNet = TypeVar("PipelineOrUNet")
 
 
 def apply_avq(
-    pipe: PipelineOrUNet, codebooks: AVQCodebooks, *, backend: str = "auto"
+    pipe: PipelineOrUNet,
+    codebooks: AVQCodebooks,
+    *,
+    backend: str = "auto",
+    route: str = "fastest",
 ) -> PipelineOrUNet:
     """Run the self-attention layers of `codebooks` with AVQ.
 
@@ -32,20 +37,25 @@ def apply_avq(
         pipe: a pipeline with a `unet`, or the UNet.
         codebooks: of that UNet.
         backend: of `avq_attention`.
+        route: `"fastest"` runs exact attention where that is faster on this GPU for the number of
+            tokens, by a table that comes with the package and measurements of about a second per
+            new shape, kept in the user's cache folder; `"always"` runs AVQ.
 
     Returns:
         `pipe`.
 
     Raises:
         TypeError: `pipe` has no UNet, or `codebooks` is not an `AVQCodebooks`.
-        ValueError: the codebooks are those of another model, or the backend is unknown.
+        ValueError: the codebooks are those of another model, or backend or route are unknown.
     """
     unet = _unet(pipe)
     if not isinstance(codebooks, AVQCodebooks):
         raise TypeError(f"codebooks must be AVQCodebooks, but got {type(codebooks).__name__}.")
-    resolve_backend(backend)
+    check_backend(backend)
+    if route not in ROUTES:
+        raise ValueError(f"route must be one of {', '.join(ROUTES)}, but got {route!r}.")
     processor = AVQProcessor()
-    for layer in install(unet, codebooks, backend):
+    for layer in install(unet, codebooks, backend, route):
         layer.attn._avq_previous = layer.attn.processor
         layer.attn.set_processor(processor)
     return pipe
@@ -139,8 +149,8 @@ class LayerReport:
         num_heads: heads.
         head_dim: head dim.
         config: such as M64P16C8; empty without codebooks.
-        runs: what a call does, or did when last called: AVQ, exact and why, or replaced by which
-            processor.
+        runs: what a call does, or did when last called: AVQ and by which backend, exact and why,
+            or replaced by which processor.
         num_tokens: tokens of the grid last seen; None before the first call.
         calls: number of calls so far by kind. Calls in compiled code are not counted.
     """
@@ -258,7 +268,7 @@ def _report(layer: SelfAttentionLayer) -> LayerReport:
         elif not state.enabled:
             runs = "exact: disabled"
         elif state.last_call in (None, AVQ_CALL, "disabled"):
-            runs = f"AVQ ({resolve_backend(state.backend)} backend)"
+            runs = f"AVQ ({state.last_backend} backend)" if state.last_backend else "AVQ"
         else:
             runs = f"exact: {state.last_call}"
     return LayerReport(

@@ -13,8 +13,9 @@ import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 
-from avq_diffusers.ops import avq_attention
+from avq_diffusers.ops import avq_attention, resolve_backend
 from avq_diffusers.query_order import query_order
+from avq_diffusers.routing import Shape, break_even, known_break_even, rows_bucket
 from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer
 
 AVQ_CALL = "AVQ"
@@ -23,7 +24,9 @@ AVQ_CALL = "AVQ"
 class LayerState:
     """What one self-attention layer needs to run AVQ, and what it did so far."""
 
-    def __init__(self, layer: SelfAttentionLayer, codebooks: AVQCodebooks, backend: str) -> None:
+    def __init__(
+        self, layer: SelfAttentionLayer, codebooks: AVQCodebooks, backend: str, route: str
+    ) -> None:
         config = codebooks.layer_config(layer.name)
         self.codebook = codebooks.codebook(layer.name)
         self.key_norm = codebooks.key_norm(layer.name)
@@ -32,10 +35,14 @@ class LayerState:
         self.importance_tile = config.importance_tile
         self.order_kind = config.query_order
         self.query_order: Tensor | None = None
+        self.num_heads = layer.num_heads
         self.backend = backend
+        self.route = route
+        self.break_even: dict[Shape, int] = {}
         self.enabled = True
         self.calls: Counter[str] = Counter()
         self.last_call: str | None = None
+        self.last_backend: str | None = None
 
     def see_grid(self, hidden_states: Tensor) -> None:
         """Prepare for the tokens of `hidden_states` (B, C, h, w), on its device."""
@@ -44,12 +51,40 @@ class LayerState:
         # A tensor and not (h, w): torch.compile would guard every block on the two integers.
         self.query_order = query_order(height, width, self.order_kind, device)
         self.move_to(device)
+        if not torch.compiler.is_compiling():
+            self.learn_break_even(hidden_states, measure=True)
 
     def move_to(self, device: torch.device) -> None:
         """Copy the codewords to another device; on their own they stay those of the codebooks."""
         if self.codebook.parents.device != device:
             self.codebook = self.codebook.to(device)
             self.key_norm = copy.deepcopy(self.key_norm).to(device) if self.key_norm else None
+
+    def shape(self, hidden_states: Tensor) -> Shape:
+        """What the faster attention depends on, for the batch and dtype of `hidden_states`."""
+        codebook = self.codebook
+        return Shape(
+            rows=rows_bucket(hidden_states.shape[0], self.num_heads),
+            head_dim=codebook.head_dim,
+            num_parents=codebook.num_parents,
+            num_refined=self.num_refined,
+            num_children=codebook.num_children,
+            query_tile=self.query_tile,
+            dtype=hidden_states.dtype,
+        )
+
+    def learn_break_even(self, hidden_states: Tensor, *, measure: bool) -> None:
+        """Find out from how many tokens on AVQ is faster than exact attention on a GPU."""
+        if self.route == "always" or hidden_states.device.type != "cuda":
+            return
+        shape = self.shape(hidden_states)
+        if shape in self.break_even:
+            return
+        capturing = torch.cuda.is_current_stream_capturing()
+        find = break_even if measure and not capturing else known_break_even
+        tokens = find(shape, hidden_states.device)
+        if tokens is not None:
+            self.break_even[shape] = tokens
 
     def exact_because(
         self,
@@ -71,6 +106,10 @@ class LayerState:
             return "query or key norm"
         if attn.residual_connection:
             return "residual connection"
+        if self.break_even:
+            least = self.break_even.get(self.shape(hidden_states), 0)
+            if hidden_states.shape[1] < least:
+                return "faster"
         return None
 
     def count(self, call: str) -> None:
@@ -159,16 +198,17 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
     )
     if state.key_norm is not None:
         key = state.key_norm(key.float()).to(query.dtype)
+    inputs = (query, key, value, state.codebook)
+    sizes = {"num_refined": state.num_refined, "query_tile": state.query_tile}
+    backend = resolve_backend(state.backend, *inputs, **sizes)
+    if not torch.compiler.is_compiling():
+        state.last_backend = backend
     output = avq_attention(
-        query,
-        key,
-        value,
-        state.codebook,
-        num_refined=state.num_refined,
-        query_tile=state.query_tile,
+        *inputs,
+        **sizes,
         query_order=state.query_order,
         importance_tile=state.importance_tile,
-        backend=state.backend,
+        backend=backend,
     )
     output = attn.to_out[0](output.transpose(1, 2).flatten(2))
     output = attn.to_out[1](output)
@@ -178,16 +218,18 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
 
 
 def install(
-    unet: nn.Module, codebooks: AVQCodebooks, backend: str = "auto"
+    unet: nn.Module, codebooks: AVQCodebooks, backend: str = "auto", route: str = "fastest"
 ) -> list[SelfAttentionLayer]:
     """Give the layers of `codebooks` their state and their grid hook; processors stay."""
     layers = codebooks.layers_of(unet)
-    states = [LayerState(layer, codebooks, backend) for layer in layers]
+    states = [LayerState(layer, codebooks, backend, route) for layer in layers]
     uninstall(unet)
     for layer, state in zip(layers, states, strict=True):
-        device = next(layer.attn.parameters()).device
-        if device.type != "meta":  # where accelerate's offload keeps weights between calls
-            state.move_to(device)
+        weight = next(layer.attn.parameters())
+        if weight.device.type != "meta":  # where accelerate's offload keeps weights between calls
+            state.move_to(weight.device)
+            # For a UNet that is compiled before its first call: one picture with guidance.
+            state.learn_break_even(weight.new_empty(2, 1, 1), measure=False)
         layer.attn._avq = state
         if not hasattr(layer.transformer, "_avq_hook"):
             layer.transformer._avq_hook = layer.transformer.register_forward_pre_hook(

@@ -73,6 +73,60 @@ def bench_attention_command(
     )
 
 
+@bench_app.command("kernels")
+def bench_kernels_command(
+    device: Device = "cuda",
+    parts: Annotated[
+        str, typer.Option(help="Comma-separated: table, sd15, scaling.")
+    ] = "table,sd15,scaling",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds.")] = False,
+    output: Output = RESULTS,
+) -> None:
+    """Time the kernels: the paper's speed table, SD1.5's shapes, and how time scales.
+
+    Example: python -m eval bench kernels --device cuda --parts table,sd15
+    """
+    from eval.kernels import run_kernels
+
+    run_kernels(_device(device), output, command=_command(), parts=parts.split(","), quick=quick)
+
+
+@bench_app.command("unet")
+def bench_unet_command(
+    device: Device = "cuda",
+    sizes: Annotated[str, typer.Option(help="Sides of the picture.")] = "512,1024,2048",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated, the most important first: sdpa, fa2, limit, tome, M64P16C8, "
+            "M64P16C8@0 (level 0 only), M64P16C8/fastest (default route)."
+        ),
+    ] = "",
+    modes: Annotated[str, typer.Option(help="Comma-separated: graph, compile, eager.")] = (
+        "graph,compile,eager"
+    ),
+    minutes: Annotated[
+        float | None, typer.Option(help="Start no row after this many minutes.")
+    ] = None,
+    output: Output = RESULTS,
+) -> None:
+    """Time one denoising step of SD1.5's UNet, random weights, batch 2.
+
+    Example: python -m eval bench unet --device cuda --sizes 1024 --modes graph
+    """
+    from eval.unet import METHODS, run_unet
+
+    run_unet(
+        _device(device),
+        output,
+        command=_command(),
+        sizes=_numbers("--sizes", sizes),
+        methods=methods.split(",") if methods else METHODS,
+        modes=modes.split(","),
+        minutes=minutes,
+    )
+
+
 @app.command("compare")
 def compare_command(
     methods: Methods = "M64P16C8,M192,M4,value-projection",

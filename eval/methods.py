@@ -91,7 +91,7 @@ def attention_method(
                 layer.attn.set_processor(processor)
     else:
         config = AVQConfig.parse(method, levels=levels)
-        apply_avq(pipe, calibrate(pipe, calibration_prompts, config))
+        apply_avq(pipe, calibrate(pipe, calibration_prompts, config), route="always")
         try:
             yield
         finally:

@@ -462,7 +462,7 @@ class TestCompile:
 @pytest.mark.gpu
 def test_codewords_follow_the_unet(unet, codebooks):
     """Catches codewords left on the CPU when the UNet moves after AVQ was applied."""
-    apply_avq(unet, codebooks).to("cuda")
+    apply_avq(unet, codebooks, route="always").to("cuda")
     text = torch.zeros(1, 5, 32, device="cuda")
     output = unet(torch.zeros(1, 4, 16, 16, device="cuda"), 10, text).sample
     assert output.is_cuda

@@ -1,0 +1,1 @@
+"""Triton kernels of AVQ attention: tensors and integers only, nothing of diffusers."""

@@ -1,0 +1,554 @@
+"""Flash AVQ-attention kernel (paper, Algorithm 2): one launch, one program per query tile.
+
+    importance_p = sum_i n_p exp(q_i . c_p) / sum_r n_r exp(q_i . c_r)   queries i of a tile
+    y_i = sum_a n_a exp(q_i . c_a) mean_a / sum_a n_a exp(q_i . c_a)     codewords a that it sees
+
+A tile sees all parents and the children of its `num_refined` most important parents. In the stay
+form a refined parent stands only for the keys that stay with it, so the result is exact for any
+codebook. The correcting form is the paper's: a refined parent keeps all its keys, and the children
+carry the correction; it is exact if every parent is the mean of its children.
+
+Logits are in base 2 and include the log2 count, so an empty codeword has logit -inf: it neither
+moves the running maximum nor adds anything.
+
+Shapes: B batch, H heads, N queries, D head dim, M0 parents, C children, P refined parents, each
+padded to a power of two where a block needs it: DP, MP (at least 16), CP (0 without children).
+Rows of `codes`: MP parents, then CP children of each of the M0 parents. Rows of `means` and `logs`:
+MP parents with all their keys, MP with the keys that stay, then the children.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Below every logit, but finite: -inf minus -inf is NaN where a query has only met empty codewords.
+LOG_ZERO = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _load_means(
+    means_ptr,
+    rows,
+    valid,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SUM_IN_MEANS: tl.constexpr,
+):
+    """Value means of some rows, (rows, BLOCK_D); with SUM_IN_MEANS padding columns are 1."""
+    columns = tl.arange(0, BLOCK_D)
+    pointers = means_ptr + rows[:, None] * BLOCK_D + columns[None, :]
+    if SUM_IN_MEANS:
+        return tl.load(pointers, mask=valid[:, None] & (columns < HEAD_DIM)[None, :], other=1.0)
+    return tl.load(pointers, mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _load_codes(codes_ptr, rows, valid, BLOCK_D: tl.constexpr):
+    """Codewords of some rows, (rows, BLOCK_D)."""
+    pointers = codes_ptr + rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    return tl.load(pointers, mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _accumulate(weights, means, numerator, denominator, SUM_IN_MEANS: tl.constexpr):
+    """Add weights (BLOCK_N, rows) times means (rows, BLOCK_D) to a softmax.
+
+    Tensor cores sum up the weights, too: where there is a padding column in `numerator`, else in
+    `denominator`, whose 8 columns are equal and are the fewest that a product can have.
+    """
+    weights = weights.to(means.dtype)
+    if not SUM_IN_MEANS:
+        ones = tl.full([means.shape[0], 8], 1.0, means.dtype)
+        denominator = tl.dot(weights, ones, acc=denominator, input_precision="tf32x3")
+    return tl.dot(weights, means, acc=numerator, input_precision="tf32x3"), denominator
+
+
+@triton.jit
+def _recover_parents(products, NUM_CHILDREN: tl.constexpr, CHILD_ROWS: tl.constexpr):
+    """For each child q.c_p of its parent, the mean over siblings; padding children are zero."""
+    BLOCK_N: tl.constexpr = products.shape[0]
+    siblings = tl.reshape(products, (BLOCK_N, products.shape[1] // CHILD_ROWS, CHILD_ROWS))
+    parents = tl.sum(siblings, axis=2) * (1.0 / NUM_CHILDREN)
+    return tl.reshape(tl.broadcast_to(parents[:, :, None], siblings.shape), products.shape)
+
+
+@triton.jit
+def _attend_rows(
+    query,
+    codes_ptr,
+    means_ptr,
+    logs_ptr,
+    code_rows,
+    value_rows,
+    valid,
+    running_max,
+    numerator,
+    denominator,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SUM_IN_MEANS: tl.constexpr,
+    CORRECTING: tl.constexpr,
+    NUM_CHILDREN: tl.constexpr,
+    CHILD_ROWS: tl.constexpr,
+):
+    """One block of an online softmax: codewords `code_rows` with the values of `value_rows`.
+
+    CORRECTING takes their keys away from the parents, which have been attended to with all keys.
+    """
+    # (rows, BLOCK_D), (rows)
+    codes = _load_codes(codes_ptr, code_rows, valid, BLOCK_D)
+    logs = tl.load(logs_ptr + value_rows, mask=valid, other=float("-inf"))
+    means = _load_means(means_ptr, value_rows, valid, HEAD_DIM, BLOCK_D, SUM_IN_MEANS)
+
+    # (BLOCK_N, rows)
+    products = tl.dot(query, tl.trans(codes), input_precision="tf32x3")
+    logits = products + logs[None, :]
+    new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+    weights = tl.exp2(logits - new_max[:, None])
+    if CORRECTING:
+        parent_logits = _recover_parents(products, NUM_CHILDREN, CHILD_ROWS) + logs[None, :]
+        weights -= tl.exp2(parent_logits - new_max[:, None])
+
+    rescale = tl.exp2(running_max - new_max)[:, None]
+    numerator, denominator = _accumulate(
+        weights, means, numerator * rescale, denominator * rescale, SUM_IN_MEANS
+    )
+    return new_max, numerator, denominator
+
+
+@triton.jit
+def _tiled_importance(
+    query,
+    valid_query,
+    codes_ptr,
+    logs_ptr,
+    NUM_PARENTS: tl.constexpr,
+    PARENT_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Importance of all parents, (PARENT_ROWS,), from tiles of TILE parents.
+
+    Unless EXACT, a denominator covers only the parents up to the end of the tile and is
+    extrapolated from the keys seen so far to all keys.
+    """
+    parents = tl.arange(0, PARENT_ROWS)
+    total = tl.sum(tl.exp2(tl.load(logs_ptr + parents)), axis=0)
+    seen = 0.0
+    running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
+    denominator = tl.zeros([BLOCK_N], tl.float32)
+    importance = tl.zeros([PARENT_ROWS], tl.float32)
+
+    if EXACT:
+        for start in tl.range(0, NUM_PARENTS, TILE):
+            rows = start + tl.arange(0, BLOCK_M)
+            valid = (rows < start + TILE) & (rows < NUM_PARENTS)
+            codes = _load_codes(codes_ptr, rows, valid, BLOCK_D)
+            logs = tl.load(logs_ptr + rows, mask=valid, other=float("-inf"))
+            logits = tl.dot(query, tl.trans(codes), input_precision="tf32x3") + logs[None, :]
+            new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+            weights = tl.exp2(logits - new_max[:, None])
+            denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
+            running_max = new_max
+
+    for start in tl.range(0, NUM_PARENTS, TILE):
+        rows = start + tl.arange(0, BLOCK_M)
+        valid = (rows < start + TILE) & (rows < NUM_PARENTS)
+        codes = _load_codes(codes_ptr, rows, valid, BLOCK_D)
+        logs = tl.load(logs_ptr + rows, mask=valid, other=float("-inf"))
+        logits = tl.dot(query, tl.trans(codes), input_precision="tf32x3") + logs[None, :]
+        if EXACT:
+            weights = tl.exp2(logits - running_max[:, None])
+            share = 1.0
+        else:
+            new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+            weights = tl.exp2(logits - new_max[:, None])
+            denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
+            running_max = new_max
+            seen += tl.sum(tl.exp2(logs), axis=0)
+            share = seen / total
+        # At least 1, the weight of the maximum, unless the first tiles hold no keys.
+        denominator_seen = tl.maximum(denominator, 1.0)
+        inverse = tl.where(valid_query, share / denominator_seen, 0.0)
+        mass = tl.sum(weights * inverse[:, None], axis=0)
+        importance += tl.sum(
+            tl.where(parents[:, None] == rows[None, :], mass[None, :], 0.0), axis=1
+        )
+    return importance
+
+
+@triton.jit
+def _rank(importance, PARENT_ROWS: tl.constexpr):
+    """Place of every parent by falling importance, of equal ones the lower index first."""
+    # Importance is not negative: its bits order like integers, and the index breaks ties.
+    key = importance.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    key |= PARENT_ROWS - 1 - tl.arange(0, PARENT_ROWS)
+    ahead = key[None, :] > key[:, None]
+    return tl.sum(ahead.to(tl.int32), axis=1)
+
+
+@triton.jit
+def _attention_kernel(
+    query_ptr,
+    query_order_ptr,
+    codes_ptr,
+    means_ptr,
+    logs_ptr,
+    output_ptr,
+    num_queries,
+    query_stride_batch,
+    query_stride_head,
+    QUERY_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_PARENTS: tl.constexpr,
+    NUM_CHILDREN: tl.constexpr,
+    NUM_REFINED: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    IMPORTANCE_TILE: tl.constexpr,
+    CORRECTING: tl.constexpr,
+    PARENT_ROWS: tl.constexpr,
+    CHILD_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    REFINED_ROWS: tl.constexpr,
+    SUM_IN_MEANS: tl.constexpr,
+):
+    head = tl.program_id(0) % HEADS
+    tile = tl.program_id(0) // HEADS
+    batch = tl.program_id(1).to(tl.int64)
+
+    CODE_ROWS: tl.constexpr = PARENT_ROWS + NUM_PARENTS * CHILD_ROWS
+    VALUE_ROWS: tl.constexpr = PARENT_ROWS + CODE_ROWS
+    query_start = batch * query_stride_batch + head.to(tl.int64) * query_stride_head
+    query_ptr += tl.multiple_of(query_start, 8)
+    codes_ptr += head * (CODE_ROWS * BLOCK_D)
+    means_ptr += (batch * HEADS + head) * (VALUE_ROWS * BLOCK_D)
+    logs_ptr += (batch * HEADS + head) * VALUE_ROWS
+    output_ptr += batch * num_queries * (HEADS * HEAD_DIM) + head * HEAD_DIM
+
+    row = tl.arange(0, BLOCK_N)
+    position = tile * QUERY_TILE + row
+    valid_query = (row < QUERY_TILE) & (position < num_queries)
+    if query_order_ptr is None:
+        token = position
+    else:
+        token = tl.load(query_order_ptr + position, mask=valid_query, other=0).to(tl.int32)
+    column = tl.arange(0, BLOCK_D)
+    in_tile = valid_query[:, None] & (column < HEAD_DIM)[None, :]
+
+    # (BLOCK_N, BLOCK_D)
+    query_pointers = query_ptr + token[:, None] * QUERY_STRIDE + column[None, :]
+    query = tl.load(query_pointers, mask=in_tile, other=0.0).to(codes_ptr.dtype.element_ty)
+
+    # (BLOCK_N), (BLOCK_N, BLOCK_D), (BLOCK_N, 8)
+    running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
+    numerator = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    denominator = tl.zeros([BLOCK_N, 8], tl.float32)
+
+    SELECTS: tl.constexpr = NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS
+    EXACT: tl.constexpr = IMPORTANCE_TILE >= NUM_PARENTS
+    ONE_BLOCK: tl.constexpr = SELECTS and EXACT and BLOCK_M == PARENT_ROWS
+    parents = tl.arange(0, PARENT_ROWS)
+
+    if ONE_BLOCK:
+        is_parent = parents < NUM_PARENTS
+        codes = _load_codes(codes_ptr, parents, is_parent, BLOCK_D)
+        logs = tl.load(logs_ptr + parents)
+        stay_logs = tl.load(logs_ptr + PARENT_ROWS + parents)
+
+        # (BLOCK_N, PARENT_ROWS)
+        logits = tl.dot(query, tl.trans(codes), input_precision="tf32x3") + logs[None, :]
+        running_max = tl.max(logits, axis=1)
+        weights = tl.exp2(logits - running_max[:, None])
+        inverse = tl.where(valid_query, 1.0 / tl.sum(weights, axis=1), 0.0)
+
+        # (PARENT_ROWS)
+        importance = tl.sum(weights * inverse[:, None], axis=0)
+        rank = _rank(importance, PARENT_ROWS)
+        value_rows = parents
+        if not CORRECTING:
+            refined = rank < NUM_REFINED
+            value_rows += tl.where(refined, PARENT_ROWS, 0)
+            # Empty parents have stay_logs of -inf, too, and a count of at least 1 avoids NaN.
+            share = tl.where(refined, tl.exp2(stay_logs - tl.maximum(logs, 0.0)), 1.0)
+            weights *= share[None, :]
+        means = _load_means(means_ptr, value_rows, is_parent, HEAD_DIM, BLOCK_D, SUM_IN_MEANS)
+        numerator, denominator = _accumulate(weights, means, numerator, denominator, SUM_IN_MEANS)
+    else:
+        if SELECTS:
+            importance = _tiled_importance(
+                query,
+                valid_query,
+                codes_ptr,
+                logs_ptr,
+                NUM_PARENTS,
+                PARENT_ROWS,
+                BLOCK_M if EXACT else IMPORTANCE_TILE,
+                EXACT,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_M,
+            )
+            rank = _rank(importance, PARENT_ROWS)
+        for start in tl.range(0, PARENT_ROWS, BLOCK_M):
+            rows = start + tl.arange(0, BLOCK_M)
+            value_rows = rows
+            if not CORRECTING:
+                if SELECTS:
+                    refined = (parents[:, None] == rows[None, :]) & (rank < NUM_REFINED)[:, None]
+                    value_rows += PARENT_ROWS * tl.sum(refined.to(tl.int32), axis=0)
+                elif NUM_REFINED > 0:
+                    value_rows += PARENT_ROWS
+            running_max, numerator, denominator = _attend_rows(
+                query,
+                codes_ptr,
+                means_ptr,
+                logs_ptr,
+                rows,
+                value_rows,
+                tl.full([BLOCK_M], True, tl.int1),
+                running_max,
+                numerator,
+                denominator,
+                HEAD_DIM,
+                BLOCK_D,
+                SUM_IN_MEANS,
+                False,
+                NUM_CHILDREN,
+                CHILD_ROWS,
+            )
+
+    if NUM_REFINED > 0:
+        # (REFINED_ROWS)
+        if SELECTS:
+            place = tl.arange(0, REFINED_ROWS)
+            refined_parents = tl.where(rank[:, None] == place[None, :], parents[:, None], 0)
+            refined_parents = tl.sum(refined_parents, axis=0)
+        for start in tl.range(0, NUM_REFINED, BLOCK_P):
+            # (BLOCK_P * CHILD_ROWS)
+            child = tl.arange(0, BLOCK_P * CHILD_ROWS)
+            parent = start + child // CHILD_ROWS
+            if NUM_REFINED % BLOCK_P == 0:
+                valid = tl.full([BLOCK_P * CHILD_ROWS], True, tl.int1)
+            else:
+                valid = parent < NUM_REFINED
+            if SELECTS:
+                parent = tl.gather(refined_parents, parent, axis=0)
+            rows = parent * CHILD_ROWS + child % CHILD_ROWS
+            # Lets a thread load the logs of neighbouring children at once.
+            rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
+            running_max, numerator, denominator = _attend_rows(
+                query,
+                codes_ptr,
+                means_ptr,
+                logs_ptr,
+                PARENT_ROWS + rows,
+                2 * PARENT_ROWS + rows,
+                valid,
+                running_max,
+                numerator,
+                denominator,
+                HEAD_DIM,
+                BLOCK_D,
+                SUM_IN_MEANS,
+                CORRECTING,
+                NUM_CHILDREN,
+                CHILD_ROWS,
+            )
+
+    if SUM_IN_MEANS:
+        denominator = tl.sum(tl.where((column == HEAD_DIM)[None, :], numerator, 0.0), axis=1)
+    else:
+        denominator = tl.max(denominator, axis=1)
+    output = numerator * (1.0 / denominator)[:, None]
+
+    output_pointers = output_ptr + token[:, None] * (HEADS * HEAD_DIM) + column[None, :]
+    tl.store(output_pointers, output, mask=in_tile)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What may change the speed and the last bits of a launch, but not its meaning.
+
+    num_warps: warps per program; 16 queries per warp fill the registers.
+    num_stages: blocks of children in flight; more than 1 needs shared memory for each.
+    parents_per_block: refined parents whose children form one block of the online softmax.
+    parent_block: parents per block. If it holds all of them, no logit is computed twice.
+    """
+
+    num_warps: int
+    num_stages: int
+    parents_per_block: int
+    parent_block: int
+
+
+def default_config(
+    *,
+    head_dim: int,
+    num_parents: int,
+    num_children: int,
+    query_tile: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+) -> Config:
+    """The configuration that `attend` launches without an explicit one."""
+    parent_rows = _padded(num_parents)
+    child_rows = triton.next_power_of_2(max(num_children, 1))
+    parents_per_block = triton.cdiv(64, child_rows)
+    parent_block = parent_rows if parent_rows <= 128 else 64
+    num_warps = triton.cdiv(_padded(query_tile), 16)
+    if capability < (9, 0) and (dtype == torch.float32 or head_dim > 64):
+        # mma.sync keeps all operands in registers; this does not spill.
+        parents_per_block, parent_block = triton.cdiv(32, child_rows), 32
+    elif capability >= (9, 0) and dtype != torch.float32 and parent_block <= 64:
+        # Measured on an H200: fewer instructions and more programs beat more warps.
+        parents_per_block, num_warps = triton.cdiv(32, child_rows), triton.cdiv(num_warps, 2)
+    return Config(
+        num_warps=num_warps,
+        num_stages=1,
+        parents_per_block=max(parents_per_block, triton.cdiv(16, child_rows)),
+        parent_block=parent_block,
+    )
+
+
+def attend(
+    query: Tensor,
+    codes: Tensor,
+    means: Tensor,
+    logs: Tensor,
+    *,
+    num_parents: int,
+    num_children: int,
+    num_refined: int,
+    query_tile: int,
+    query_order: Tensor | None,
+    importance_tile: int | None,
+    form: str = "stay",
+    config: Config | None = None,
+) -> Tensor:
+    """Softmax attention over the codewords that each query tile sees.
+
+    Args:
+        query: (B, H, N, D) float16, bfloat16 or float32; any strides with a last one of 1.
+        codes: (H, MP + M0 CP, DP), times scale * log2(e); float32 for float32 queries, else
+            float16.
+        means: (B, H, 2 MP + M0 CP, DP), dtype of `codes`.
+        logs: (B, H, 2 MP + M0 CP) float32, log2 of the number of keys.
+        num_parents: M0.
+        num_children: C.
+        num_refined: P; 0 is flat VQ-attention.
+        query_tile: consecutive queries of `query_order` that share one choice of parents.
+        query_order: (N,) int32 or int64 permutation of the queries; None is their own order.
+        importance_tile: parents per tile of the tiled importance; None is exact.
+        form: "stay", or "correcting" for the paper's.
+        config: for measurements; None takes `default_config`.
+
+    Returns:
+        (B, H, N, D) view of new (B, N, H, D) memory, dtype of `query`.
+    """
+    batch, heads, num_queries, head_dim = query.shape
+    # The kernel promises the compiler rows of 16 bytes.
+    if any(stride % 8 for stride in query.stride()[:3]) or query.data_ptr() % 16:
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    output = query.new_empty(batch, num_queries, heads, head_dim)
+
+    grid = (heads * triton.cdiv(num_queries, query_tile), batch)
+    constants = launch_constants(
+        heads=heads,
+        head_dim=head_dim,
+        query_stride=query.stride(2),
+        num_parents=num_parents,
+        num_children=num_children,
+        num_refined=num_refined,
+        query_tile=query_tile,
+        importance_tile=importance_tile,
+        form=form,
+        dtype=query.dtype,
+        capability=_capability(query.device),
+        config=config,
+    )
+    _attention_kernel[grid](
+        query_ptr=query,
+        query_order_ptr=query_order,
+        codes_ptr=codes,
+        means_ptr=means,
+        logs_ptr=logs,
+        output_ptr=output,
+        num_queries=num_queries,
+        query_stride_batch=query.stride(0),
+        query_stride_head=query.stride(1),
+        **constants,
+    )
+    return output.transpose(1, 2)
+
+
+def launch_constants(
+    *,
+    heads: int,
+    head_dim: int,
+    query_stride: int,
+    num_parents: int,
+    num_children: int,
+    num_refined: int,
+    query_tile: int,
+    importance_tile: int | None,
+    form: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    config: Config | None,
+) -> dict[str, int]:
+    """Compile-time arguments of the kernel, with num_warps and num_stages."""
+    num_refined = num_refined if num_children else 0
+    if config is None:
+        config = default_config(
+            head_dim=head_dim,
+            num_parents=num_parents,
+            num_children=num_children,
+            query_tile=query_tile,
+            dtype=dtype,
+            capability=capability,
+        )
+    block_d, parent_rows = _padded(head_dim), _padded(num_parents)
+    selects = 0 < num_refined < num_parents
+    is_tiled = selects and importance_tile is not None and importance_tile < num_parents
+    parent_block = _padded(importance_tile) if is_tiled else min(config.parent_block, parent_rows)
+    return {
+        "QUERY_STRIDE": query_stride,
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "NUM_PARENTS": num_parents,
+        "NUM_CHILDREN": num_children,
+        "NUM_REFINED": num_refined,
+        "QUERY_TILE": query_tile,
+        "IMPORTANCE_TILE": importance_tile if is_tiled else num_parents,
+        "CORRECTING": form == "correcting",
+        "PARENT_ROWS": parent_rows,
+        "CHILD_ROWS": triton.next_power_of_2(num_children) if num_children else 0,
+        "BLOCK_N": _padded(query_tile),
+        "BLOCK_D": block_d,
+        "BLOCK_M": parent_block,
+        "BLOCK_P": config.parents_per_block,
+        "REFINED_ROWS": triton.next_power_of_2(max(num_refined, config.parents_per_block)),
+        # A pipelined load cannot fill columns with ones.
+        "SUM_IN_MEANS": head_dim < block_d and config.num_stages == 1,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def _padded(length: int) -> int:
+    """The size of a block that holds `length`: a power of two that tensor cores accept."""
+    return max(16, triton.next_power_of_2(length))
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

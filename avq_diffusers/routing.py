@@ -1,0 +1,168 @@
+"""Which attention is faster on this GPU: break-even numbers of tokens, measured once and kept.
+
+AVQ costs O(N) with a larger constant than exact attention's O(N^2), so each shape has one number of
+tokens from which AVQ wins. `routes.json` holds those of GPUs that were measured for the package;
+others are measured at the first call and kept in the user's cache folder.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from platformdirs import user_cache_path
+from torch import Tensor
+
+from avq_diffusers.codebook import Codebook
+from avq_diffusers.ops import avq_attention
+
+ROUTES = ("fastest", "always")
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+NEVER = 2**31
+_SHIPPED = Path(__file__).with_name("routes.json")
+_WARMUP, _ROUNDS, _CALLS = 3, 3, 10
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides between two attentions, apart from the number of tokens.
+
+    Args:
+        rows: batch times heads; a power of two stands for all up to it (`rows_bucket`).
+        head_dim: D.
+        num_parents, num_refined, num_children: codebook sizes.
+        query_tile: queries per tile.
+        dtype: of the activations.
+    """
+
+    rows: int
+    head_dim: int
+    num_parents: int
+    num_refined: int
+    num_children: int
+    query_tile: int
+    dtype: torch.dtype
+
+    def key(self, device: torch.device) -> str:
+        """Name of the entry of `routes.json`."""
+        codebook = f"M{self.num_parents}P{self.num_refined}C{self.num_children}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{torch.cuda.get_device_name(device)}, {dtype}, {self.rows} rows, D{self.head_dim}, "
+            f"{codebook}, tiles of {self.query_tile}"
+        )
+
+
+def rows_bucket(batch: int, num_heads: int) -> int:
+    """The power of two from batch * heads on."""
+    return 1 << (batch * num_heads - 1).bit_length()
+
+
+def known_break_even(shape: Shape, device: torch.device) -> int | None:
+    """Tokens from which AVQ is faster, None if nobody has measured it."""
+    return _table().get(shape.key(device))
+
+
+def break_even(shape: Shape, device: torch.device) -> int:
+    """Tokens from which AVQ is faster; measured in about a second where it is not known."""
+    known = known_break_even(shape, device)
+    if known is not None:
+        return known
+    measured = measure_break_even(shape, device)
+    _table()[shape.key(device)] = measured
+    _keep(shape.key(device), measured)
+    return measured
+
+
+@torch.no_grad()
+def measure_break_even(shape: Shape, device: torch.device) -> int:
+    """The smallest of `TOKENS` from which on AVQ is never slower; `NEVER` if it is at the last."""
+    fastest_from = NEVER
+    for num_tokens in reversed(TOKENS):
+        query, key, value, codebook = _random_case(shape, num_tokens, device)
+
+        def avq(query=query, key=key, value=value, codebook=codebook) -> Tensor:
+            return avq_attention(
+                query,
+                key,
+                value,
+                codebook,
+                num_refined=shape.num_refined,
+                query_tile=shape.query_tile,
+            )
+
+        def exact(query=query, key=key, value=value) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, value)
+
+        if _milliseconds(avq) > _milliseconds(exact):
+            break
+        fastest_from = num_tokens
+    return fastest_from
+
+
+def _random_case(
+    shape: Shape, num_tokens: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Codebook]:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    parents = normal(shape.rows, shape.num_parents, shape.head_dim)
+    children = parents[:, :, None] + 0.5 * normal(
+        shape.rows, shape.num_parents, shape.num_children, shape.head_dim
+    )
+    tokens = [
+        normal(1, num_tokens, shape.rows, shape.head_dim).to(shape.dtype).transpose(1, 2)
+        for _ in range(3)
+    ]
+    return *tokens, Codebook(parents, children)
+
+
+def _milliseconds(function) -> float:
+    """Best mean time of a call among rounds of calls without a wait."""
+    for _ in range(_WARMUP):
+        function()
+    times = []
+    for _ in range(_ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(_CALLS):
+            function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / _CALLS)
+    return min(times)
+
+
+@cache
+def _table() -> dict[str, int]:
+    return {**_read(_SHIPPED), **_read(_cache_file())}
+
+
+def _cache_file() -> Path:
+    return user_cache_path("avq-diffusers") / "routes.json"
+
+
+def _read(path: Path) -> dict[str, int]:
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    # A broken cache costs new measurements.
+    return table if isinstance(table, dict) else {}
+
+
+def _keep(key: str, tokens: int) -> None:
+    path = _cache_file()
+    content = json.dumps({**_read(path), key: tokens}, indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(content)
+        os.replace(partial, path)
+    except OSError:  # nowhere to keep it: measured again in the next process
+        return

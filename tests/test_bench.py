@@ -1,0 +1,422 @@
+"""Benches of the operation and of the UNet step: each times what it names, here on the CPU."""
+
+import json
+import math
+from time import sleep
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models.attention_processor import AttnProcessor2_0
+from PIL import Image
+
+from avq_diffusers import AVQConfig, select_layers
+from eval import kernels, unet
+from eval.kernels import Bench, Effort, KeySource, Method, Shape
+
+CPU = torch.device("cpu")
+FAST = Effort(rounds=2, block_ms=0.1, eager_rounds=2)
+SHAPE = Shape(2, 2, 150, 16)  # N is no multiple of the query tile
+SUITE = kernels.Suite(
+    table_shapes=(Shape(1, 2, 64, 16), Shape(1, 2, 150, 16)),
+    table_configs=("M8", "M4P2C2"),
+    sd15_shapes=(Shape(2, 2, 64, 40),),
+    sd15_config="M4P2C2",
+    codebook_shapes=(Shape(1, 2, 64, 16),),
+    codebook_configs=("M4", "M16", "M4P2C2", "M8P4C2"),
+    token_shapes=(Shape(1, 2, 64, 16), Shape(1, 2, 256, 16)),
+    token_configs=("M4P2C2",),
+    effort=FAST,
+)
+
+
+@pytest.fixture(autouse=True)
+def few_calibration_keys(monkeypatch):
+    monkeypatch.setattr(kernels, "CALIBRATION_KEYS", 256)
+    monkeypatch.setattr(unet, "CALIBRATION_KEYS", 512)
+
+
+@pytest.fixture
+def bench():
+    return Bench(CPU, effort=FAST)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return unet.StepBench(unet.TINY, CPU, calibration_side=128, compile_backend="eager")
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def is_picture_with_ink(path):
+    """A plot that is one colour has no axes."""
+    with Image.open(path) as picture:
+        return len(picture.convert("L").getcolors()) > 10
+
+
+@pytest.mark.parametrize("slope", [1.0, 0.5, -2.0])
+def test_fit_slope_of_a_power_law(slope):
+    x = [3, 10, 100, 5000]
+    assert kernels.fit_slope(x, [7 * value**slope for value in x]) == pytest.approx(slope)
+
+
+def test_fit_slope_is_least_squares():
+    """Fails for the slope between the end points, which is 0 here."""
+    assert kernels.fit_slope([1, 10, 100], [1, 1, 1]) == pytest.approx(0)
+    assert kernels.fit_slope([1, 10, 100, 1000], [1, 10, 1, 1]) == pytest.approx(-0.1)
+
+
+def scaling_row(against, config, tokens, ms, **more):
+    chosen = AVQConfig.parse(config)
+    return {
+        "part": "scaling",
+        "against": against,
+        "method": kernels.method_name(chosen),
+        "config": config,
+        "tokens": tokens,
+        "effective_codewords": chosen.num_parents + chosen.num_refined * chosen.num_children,
+        "ms": ms,
+        **more,
+    }
+
+
+def test_slopes_group_the_rows_and_take_the_right_axis():
+    """Fails for VQ and AVQ in one line, a fit over M0 alone, or a missing time taken for one."""
+    rows = [
+        scaling_row("codewords", "M128", 64, 2.0),
+        scaling_row("codewords", "M64", 64, 1.0),
+        scaling_row("codewords", "M256", 64, None),
+        scaling_row("codewords", "M64P8C8", 64, 4.0, precompute_ms=1.0, attention_ms=2.0),
+        scaling_row("codewords", "M64P24C8", 64, 8.0, precompute_ms=1.0, attention_ms=8.0),
+        scaling_row("tokens", "M64P8C8", 100, 1.0),
+        scaling_row("tokens", "M64P8C8", 1000, 10**1.5),
+        {**scaling_row("tokens", "M64P8C8", 1000, 99.0), "part": "table"},
+    ]
+    flat, adaptive, tokens = kernels.slopes(rows)
+    assert (flat["label"], flat["x"], flat["ms"]) == ("VQ, N = 64", [64, 128], [1.0, 2.0])
+    assert flat["slope"] == pytest.approx(1)
+    assert "precompute_slope" not in flat
+    assert (adaptive["label"], adaptive["x"]) == ("AVQ, N = 64", [128, 256])
+    stages = [adaptive[f"{stage}slope"] for stage in ("", "precompute_", "attention_")]
+    assert stages == pytest.approx([1, 0, 2])
+    assert tokens["label"] == "AVQ 64/8/8"
+    assert tokens["slope"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("one_hot", [True, False])
+def test_unfused_precompute_by_hand(one_hot):
+    """Fails for sums instead of means, a lost bias, or NaN where a codeword has no key."""
+    codewords = torch.tensor([[[0.0, 0], [10, 0], [0, 50]]])
+    key = torch.tensor([[[[0.0, 1], [9, 0], [6, 0], [4, 0]]]])
+    value = torch.tensor([[[[1.0, 2], [4, 0], [8, 2], [3, 4]]]])
+    bias = -0.5 * codewords.square().sum(-1)[:, None]
+    means, counts = kernels.unfused_precompute(key, value, codewords, bias, one_hot=one_hot)
+    assert counts.tolist() == [[[2, 2, 0]]]
+    assert means.tolist() == [[[[2, 3], [6, 1], [0, 0]]]]
+
+
+def test_inputs_have_the_layout_of_the_projections_and_hot_keys():
+    source = KeySource(3, 16, CPU)
+    tensors = source.inputs(Shape(2, 3, 400, 16), torch.float32, hot_share=0.3)
+    for tensor in tensors:
+        assert tensor.shape == (2, 3, 400, 16)
+        assert tensor.transpose(1, 2).is_contiguous()
+    key = tensors[1]
+    hot = (key == key[:1, :, :1]).all(-1).float().mean((0, 2))
+    assert hot.tolist() == pytest.approx([0.3] * 3, abs=0.07)
+    even = source.inputs(Shape(2, 3, 400, 16), torch.float32)[1]
+    assert (even == even[:1, :, :1]).all(-1).sum() == 3
+    codebook = source.codebook(AVQConfig(8, 2, 1))
+    assert codebook.parents.shape == (3, 8, 16)
+    assert source.codebook(AVQConfig(8, 2, 4)) is codebook
+
+
+def test_time_in_turns_runs_every_set_and_divides():
+    """Fails for a run that is timed under another's name, on one input set, or for all sets."""
+    calls = []
+
+    def slow(index):
+        calls.append(("slow", index))
+        sleep(0.004)
+
+    def quick(index):
+        calls.append(("quick", index))
+
+    timings = kernels.time_in_turns({"slow": slow, "quick": quick}, 3, CPU, FAST)
+    assert 4 <= timings["slow"]["ms"] < 20
+    assert timings["quick"]["ms"] < 1
+    assert timings["slow"]["timer"] == "eager"
+    assert {index for name, index in calls if name == "slow"} == {0, 1, 2}
+    order = [name for name, index in calls if index == 0]
+    turns = [name for name, before in zip(order, [None, *order], strict=False) if name != before]
+    assert turns[-3:] == ["slow", "quick", "slow"]  # estimate, then forwards and backwards
+
+
+def test_every_method_is_what_it_is_called(bench):
+    """All rows of a size against their oracle, and each oracle refuses the neighbours' outputs."""
+    sets = bench.input_sets(SHAPE)
+    methods = bench.exact_methods(sets)
+    for text in ("M8", "M8P2C4"):
+        config = AVQConfig.parse(text)
+        methods += bench.avq_methods(SHAPE, sets, config, unfused=not config.num_children)
+    rows = bench.rows(SHAPE, methods, len(sets))
+    names = ["default SDPA", "FA2", "cuDNN", "VQ 8", "unfused VQ 8 (one-hot)"]
+    names += ["unfused VQ 8 (scatter)", "AVQ 8/2/4"]
+    assert [row["method"] for row in rows] == names
+    timed = {row["method"]: row for row in rows if row["ms"] is not None}
+    assert list(timed) == [name for name in names if name not in ("FA2", "cuDNN")]
+    for row in timed.values():
+        assert row["error"] < 1e-5
+        assert 0 < row["ms"] < 1000
+        assert row["spread"] >= 0
+    assert rows[1]["note"] == "FA2 needs a CUDA device"
+    assert "not compiled" in timed["unfused VQ 8 (scatter)"]["note"]
+    assert timed["AVQ 8/2/4"]["effective_codewords"] == 16
+
+    by_name = {method.name: method for method in methods}
+    for name, other in (
+        ("AVQ 8/2/4", "VQ 8"),
+        ("default SDPA", "AVQ 8/2/4"),
+        ("VQ 8", "default SDPA"),
+    ):
+        impostor = Method(name, by_name[other].run, by_name[name].expected)
+        (row,) = bench.rows(SHAPE, [impostor], len(sets))
+        assert row["ms"] is None, (name, other)
+        assert row["note"].startswith("wrong output: relative error")
+
+
+@pytest.mark.parametrize("text", ["M8P2C4", "M32"])
+def test_the_stages_of_the_kernels_are_the_operation(bench, text):
+    """In Triton's interpreter; fails for stages, or a packing of the baseline, that miss a row."""
+    pytest.importorskip("triton")
+    shape = Shape(1, 2, 70, 16)
+    sets = bench.input_sets(shape)
+    config = AVQConfig.parse(text)
+    codebook = bench.source(shape).codebook(config)
+    expected = bench.avq_methods(shape, sets, config)[0].expected()
+    aggregate, attend = kernels._stage_methods("stages", sets, config, codebook, None)
+    assert (aggregate.time_field, attend.time_field) == ("precompute_ms", "attention_ms")
+    assert kernels._error(attend.run(0), expected) < 1e-5
+    if not config.num_children:
+        query, key, value = sets[0]
+        bias = -0.5 * codebook.parents.square().sum(-1)[:, None]
+        unfused = kernels.unfused_precompute(key, value, codebook.parents, bias, one_hot=True)
+        by_kernel = kernels._flat_attention(config, codebook, torch.float32, kernels=True)
+        assert kernels._error(by_kernel(query, *unfused), expected) < 1e-5
+
+
+def test_a_method_of_nan_or_one_that_fails_gets_no_time(bench):
+    good = torch.ones(1, 1, 4, 2)
+
+    def fail(index):
+        raise RuntimeError("no available kernel\nand a trace")
+
+    def never(index):
+        raise AssertionError("the stage of a method that is wrong was run")
+
+    methods = [
+        Method("nan", lambda index: good * math.nan, lambda: good),
+        Method("fails", fail, lambda: good),
+        Method("fails", never, time_field="precompute_ms"),
+        Method("right", lambda index: good, lambda: good[:, :, :2]),
+        Method("right", lambda index: sleep(0.001), time_field="precompute_ms"),
+    ]
+    nan, failed, right = bench.rows(Shape(1, 1, 4, 2), methods, 1)
+    assert nan["ms"] is None
+    assert nan["note"] == "wrong output: relative error nan"
+    assert (failed["ms"], failed["note"]) == (None, "no available kernel")
+    assert right["precompute_ms"] >= 1 > right["ms"]
+
+
+def test_run_kernels_writes_rows_fits_and_plots(tmp_path, capsys):
+    kernels.run_kernels(CPU, tmp_path, command="x", suite=SUITE)
+    table, sd15, scaling = (
+        read(tmp_path / f"bench_kernels_{part}_cpu.json") for part in kernels.PARTS
+    )
+    assert table["command"] == "x"
+    assert table["environment"]["torch"] == torch.__version__
+    assert [row["tokens"] for row in table["rows"]] == [64] * 7 + [150] * 7
+    assert all(row["error"] < 1e-4 for row in table["rows"] if row["ms"] is not None)
+
+    keys = {row["keys"]: row for row in sd15["rows"] if "keys" in row}
+    assert keys["skewed"]["method"] == "AVQ 4/2/2, skewed keys"
+    assert keys["uniform"]["ms"] > 0 < keys["skewed"]["ms"]
+
+    labels = [line["label"] for line in scaling["slopes"]]
+    assert labels == ["VQ, N = 64", "AVQ, N = 64", "AVQ 4/2/2"]
+    assert scaling["slopes"][1]["x"] == [8, 16]
+    assert scaling["slopes"][2]["x"] == [64, 256]
+    assert all(math.isfinite(line["slope"]) for line in scaling["slopes"])
+
+    for part in kernels.PARTS:
+        assert is_picture_with_ink(tmp_path / f"bench_kernels_{part}_cpu.png")
+    printed = capsys.readouterr().out
+    assert "| method | N = 64 | N = 150 |" in printed
+    assert "| B2 H2 N64 D40 | AVQ 4/2/2, skewed keys | " in printed
+    assert "| tokens | AVQ 4/2/2 | " in printed
+
+
+def test_run_kernels_keeps_the_sizes_it_has(tmp_path, monkeypatch):
+    """Fails where results are written at the end only."""
+
+    def cut_off(bench, suite):
+        yield next(kernels.table_part(bench, suite))
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(kernels.RUN_PART, "table", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        kernels.run_kernels(CPU, tmp_path, command="x", suite=SUITE)
+    rows = read(tmp_path / "bench_kernels_table_cpu.json")["rows"]
+    assert {row["tokens"] for row in rows} == {64}
+
+
+def test_run_kernels_refuses_an_unknown_part(tmp_path):
+    message = "--parts must be some of table, sd15, scaling, but got 'all'"
+    with pytest.raises(ValueError, match=message):
+        kernels.run_kernels(CPU, tmp_path, command="x", parts=["all"])
+
+
+def test_the_unet_is_sd15():
+    with torch.device("meta"):
+        model = UNet2DConditionModel(**unet.SD15)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 859_520_964
+    heads = {layer.level: (layer.num_heads, layer.head_dim) for layer in select_layers(model)}
+    assert heads == {0: (8, 40), 1: (8, 80), 2: (8, 160), 3: (8, 160)}
+
+
+def last(generator):
+    *_, rows = generator
+    return rows
+
+
+def test_unet_rows(steps):
+    """Fails for a method that leaves the UNet changed, that does nothing, or ratios upside down."""
+    methods = ("sdpa", "limit", "M4P2C2", "M4P2C2@0", "fa2")
+    rows = last(unet.bench_unet(steps, 64, "graph", methods=methods))
+    assert [(row["ms"], row["note"]) for row in rows] == [
+        (None, "CUDA graphs need a CUDA device")
+    ] * 5
+    rows = last(unet.bench_unet(steps, 64, "eager", methods=methods, window_ms=1))
+    assert [(row["mode"], row["method"]) for row in rows] == [("eager", name) for name in methods]
+    sdpa, limit, adaptive, level_0, fa2 = rows
+    for row in (sdpa, limit, adaptive, level_0):
+        assert row["error"] < 1e-5
+        assert row["steps"] == 5
+        assert row["over_limit"] == pytest.approx(row["ms"] / limit["ms"])
+        assert row["over_sdpa"] == pytest.approx(row["ms"] / sdpa["ms"])
+    assert sdpa["difference_from_sdpa"] == 0
+    assert 0.01 < level_0["difference_from_sdpa"] != adaptive["difference_from_sdpa"]
+    assert limit["difference_from_sdpa"] > 0.1
+    assert level_0["label"] == "AVQ 4/2/2, level 0"
+    assert (fa2["ms"], fa2["note"]) == (None, "RuntimeError: FA2 needs a CUDA device")
+    for layer in select_layers(steps.unet):
+        assert type(layer.attn.processor) is AttnProcessor2_0
+        assert not hasattr(layer.attn, "_avq")
+
+
+def test_the_methods_change_the_layers_they_name(steps):
+    def changed(name):
+        with steps.method(name):
+            return {
+                layer.level
+                for layer in select_layers(steps.unet)
+                if type(layer.attn.processor) is not AttnProcessor2_0
+            }
+
+    assert changed("sdpa") == set()
+    assert changed("limit") == changed("M4P2C2") == {0, 1}
+    assert changed("M4P2C2@0") == {0}
+    assert steps.codebooks("M4P2C2") is steps.codebooks("M4P2C2")
+
+
+def test_only_the_row_of_the_fastest_route_is_routed(steps):
+    """Fails where the row of AVQ is timed with some layers exact."""
+
+    def routes(name):
+        with steps.method(name):
+            return {layer.attn._avq.route for layer in select_layers(steps.unet, (0, 1))}
+
+    assert routes("M4P2C2") == {"always"}
+    assert routes("M4P2C2/fastest") == {"fastest"}
+    assert unet.method_label("M4P2C2@0/fastest") == "AVQ 4/2/2, level 0, fastest route"
+
+
+def test_an_avq_row_that_runs_exact_attention_gets_no_time(steps, monkeypatch):
+    real = steps.method
+
+    def method(name, *, oracle=False):
+        return real(name if oracle or name == "sdpa" else "sdpa", oracle=oracle)
+
+    monkeypatch.setattr(steps, "method", method)
+    methods = ("sdpa", "M4P2C2", "limit")
+    rows = last(unet.bench_unet(steps, 64, "eager", methods=methods, window_ms=1))
+    sdpa, adaptive, limit = rows
+    assert sdpa["ms"] > 0
+    for row in (adaptive, limit):
+        assert row["ms"] is None
+        assert row["note"].startswith("wrong output")
+
+
+def test_compiled_step(steps):
+    """Dynamo takes the step; the back end that generates code is left to the GPU run."""
+    (row,) = last(unet.bench_unet(steps, 64, "compile", methods=("M4P2C2",), window_ms=1))
+    assert row["error"] < 1e-5
+    assert row["ms"] > 0
+    assert (row["over_limit"], row["over_sdpa"]) == (None, None)
+
+
+def test_run_unet_writes_rows_and_plots(tmp_path, monkeypatch, capsys):
+    saved = []
+    save = unet.save_json
+    monkeypatch.setattr(
+        unet,
+        "save_json",
+        lambda path, **content: (saved.append(len(content["rows"])), save(path, **content)),
+    )
+    options = {"sizes": (64,), "methods": ("sdpa", "limit"), "modes": ("eager",)}
+    unet.run_unet(CPU, tmp_path, command="y", **options)
+    assert saved == [1, 2, 2]
+    document = read(tmp_path / "bench_unet_64_eager_cpu.json")
+    assert document["rows"][1]["over_limit"] == 1
+    assert document["batch"] == 2
+    assert is_picture_with_ink(tmp_path / "bench_unet_64_cpu.png")
+    assert "| 64 | eager | limit | " in capsys.readouterr().out
+
+    unet.run_unet(CPU, tmp_path, command="y", minutes=0, **options)
+    rows = read(tmp_path / "bench_unet_64_eager_cpu.json")["rows"]
+    assert [row["note"] for row in rows] == ["not started: out of time"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"methods": ["xformers"]}, "methods must be sdpa, fa2, limit, tome or configurations"),
+        ({"methods": ["M4P2C2@x"]}, "methods must be sdpa, fa2, limit, tome or configurations"),
+        ({"modes": ["jit"]}, "modes must be graph, compile, eager, but got 'jit'"),
+        ({"sizes": [100]}, "--sizes must be multiples of 64, but got 100"),
+    ],
+)
+def test_run_unet_refuses(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        unet.run_unet(CPU, tmp_path, command="y", **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_rows_on_a_gpu():
+    """Graphs, stages, fused backends and the compiled baseline, each against its oracle."""
+    bench = Bench(torch.device("cuda"), effort=FAST)
+    shape = Shape(2, 4, 1000, 64)
+    sets = bench.input_sets(shape)
+    methods = bench.exact_methods(sets)
+    for text in ("M32", "M16P4C4"):
+        config = AVQConfig.parse(text)
+        methods += bench.avq_methods(shape, sets, config, unfused=not config.num_children)
+    for row in bench.rows(shape, methods, len(sets)):
+        assert row["ms"] is not None, row
+        assert row["timer"] == "graph", row
+        if "config" in row:
+            assert 0 < row["precompute_ms"] < row["ms"] * 2
+            assert 0 < row["attention_ms"] < row["ms"] * 2

@@ -1,0 +1,117 @@
+"""Routing to the faster attention: by a table of break-even token counts, measured on GPUs only."""
+
+import json
+
+import pytest
+import torch
+from tiny import predict
+
+from avq_diffusers import routing
+from avq_diffusers.pipeline import apply_avq, summary
+from avq_diffusers.routing import NEVER, TOKENS, Shape, break_even, known_break_even, rows_bucket
+
+SHAPE = Shape(16, 40, 64, 16, 8, 128, torch.float16)
+KEY = "GPU X, float16, 16 rows, D40, M64P16C8, tiles of 128"
+
+
+@pytest.fixture
+def cache_file(monkeypatch, tmp_path):
+    """A user's cache folder and a GPU's name; tables are read again."""
+    monkeypatch.setattr(routing, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+    routing._table.cache_clear()
+    yield tmp_path / "avq-diffusers" / "routes.json"
+    routing._table.cache_clear()
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Counts measurements; each finds 2048."""
+    shapes = []
+    monkeypatch.setattr(
+        routing, "measure_break_even", lambda shape, device: shapes.append(shape) or 2048
+    )
+    return shapes
+
+
+def set_break_even(unet, tokens):
+    """Break-even of every AVQ layer for a batch of two in float32."""
+    for row in summary(unet).rows:
+        state = getattr(unet.get_submodule(row.name), "_avq", None)
+        if state is not None:
+            state.break_even = {state.shape(torch.empty(2, 1, 1)): tokens}
+
+
+def test_layers_below_the_break_even_run_exact(unet, codebooks):
+    """Fails where the comparison, or the layer's own number of tokens, is wrong."""
+    exact = predict(unet, batch=2)
+    apply_avq(unet, codebooks)
+    avq = predict(unet, batch=2)
+    set_break_even(unet, 257)
+    assert torch.equal(predict(unet, batch=2), exact)
+    assert {row.runs for row in summary(unet).rows if row.config} == {"exact: faster"}
+    set_break_even(unet, 256)
+    predict(unet, batch=2)
+    runs = {row.level: row.runs for row in summary(unet).rows if row.config}
+    assert runs == {0: "AVQ (torch backend)", 1: "exact: faster"}
+    set_break_even(unet, 1)
+    assert torch.equal(predict(unet, batch=2), avq)
+
+
+def test_another_shape_does_not_share_the_break_even(unet, codebooks):
+    apply_avq(unet, codebooks)
+    avq = predict(unet, batch=3)
+    set_break_even(unet, NEVER)
+    assert torch.equal(predict(unet, batch=3), avq)
+
+
+def test_cpus_always_run_avq(unet, codebooks, measured):
+    apply_avq(unet, codebooks, route="fastest")
+    predict(unet, batch=2)
+    assert {row.runs for row in summary(unet).rows if row.config} == {"AVQ (torch backend)"}
+    assert not measured
+
+
+def test_unknown_routes_are_refused(unet, codebooks):
+    with pytest.raises(ValueError, match="route must be one of fastest, always, but got 'quick'"):
+        apply_avq(unet, codebooks, route="quick")
+
+
+def test_a_measurement_is_made_once_and_kept(cache_file, measured):
+    device = torch.device("cuda")
+    assert known_break_even(SHAPE, device) is None
+    assert break_even(SHAPE, device) == break_even(SHAPE, device) == 2048
+    assert measured == [SHAPE]
+    assert json.loads(cache_file.read_text()) == {KEY: 2048}
+    routing._table.cache_clear()
+    assert known_break_even(SHAPE, device) == 2048
+    assert list(cache_file.parent.iterdir()) == [cache_file]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]"])
+def test_a_broken_cache_costs_a_measurement(cache_file, measured, content):
+    cache_file.parent.mkdir()
+    cache_file.write_text(content)
+    assert break_even(SHAPE, torch.device("cuda")) == 2048
+    assert json.loads(cache_file.read_text()) == {KEY: 2048}
+
+
+def test_nowhere_to_keep_it(cache_file, measured):
+    cache_file.parent.write_text("a file is in the way")
+    assert break_even(SHAPE, torch.device("cuda")) == 2048
+
+
+def test_measurements_of_the_package_name_known_tokens():
+    table = json.loads(routing._SHIPPED.read_text())
+    assert set(table.values()) <= {*TOKENS, NEVER}
+
+
+def test_a_bucket_holds_all_batches_up_to_a_power_of_two():
+    assert [rows_bucket(batch, 8) for batch in (1, 2, 3, 4)] == [8, 16, 32, 32]
+    assert rows_bucket(1, 1) == 1
+
+
+@pytest.mark.gpu
+def test_long_sequences_are_worth_it_on_a_gpu():
+    found = routing.measure_break_even(SHAPE, torch.device("cuda"))
+    assert found in TOKENS
