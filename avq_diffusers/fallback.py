@@ -15,6 +15,8 @@ another, which stays in cache; elsewhere few launches count, and the heads of al
 list.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,23 @@ RUN = 256
 
 # Log count of an empty codeword: finite, because -inf minus -inf is NaN in an online softmax.
 LOG_ZERO = -1e30
+
+
+class Slots(NamedTuple):
+    """What a query tile can see of each cell: all its keys, those that stay, those of a child.
+
+    Args:
+        parents: (H, M0, D), centred.
+        codewords, value_means: (H, M0, 2 + C, D); the first two codewords are the parent.
+        counts: (H, M0, 2 + C) int64.
+        log_counts: (H, M0, 2 + C), at least `LOG_ZERO`.
+    """
+
+    parents: Tensor
+    codewords: Tensor
+    value_means: Tensor
+    counts: Tensor
+    log_counts: Tensor
 
 
 def avq_attention(
@@ -100,19 +119,26 @@ def precompute(
         counts: (H, M0, 1 + C) int64; slot 0 counts the keys that stay with the parent.
         value_sums: (H, M0, 1 + C, D), dtype of `parents`.
     """
-    heads, _, head_dim = key.shape
+    return aggregate(assign(key, parents, children), value, parents, children)
+
+
+def aggregate(
+    leaf: Tensor, value: Tensor, parents: Tensor, children: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`precompute` for keys whose leaves (H, S), numbered as by `assign`, are known."""
+    heads, _, head_dim = value.shape
     num_parents, num_leaves = parents.shape[1], 1 + children.shape[2]
-    leaf = assign(key, parents, children) + num_leaves * _first_parent(parents)
+    leaf = leaf + num_leaves * first_parent(parents)
     leaf, row = leaf.t().flatten().sort(stable=True)
 
     num_rows = heads * num_parents * num_leaves
-    edges = torch.searchsorted(leaf, torch.arange(num_rows + 1, device=key.device))
+    edges = torch.searchsorted(leaf, torch.arange(num_rows + 1, device=leaf.device))
     # Sums of runs, then of leaves: long leaves neither lose digits nor hold up a GPU.
-    runs = torch.arange(0, len(leaf), RUN, device=key.device)
+    runs = torch.arange(0, len(leaf), RUN, device=leaf.device)
     cuts = torch.cat([edges, runs]).sort().values
     values = value.transpose(0, 1).reshape(-1, head_dim).to(parents.dtype)
     run_sums = F.embedding_bag(row, values, cuts, mode="sum", include_last_offset=True)
-    run = torch.arange(len(run_sums), device=key.device)
+    run = torch.arange(len(run_sums), device=leaf.device)
     first_run = torch.searchsorted(cuts, edges[:-1])
     value_sums = F.embedding_bag(run, run_sums, first_run, mode="sum")
     return (
@@ -135,8 +161,8 @@ def assign(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
     """
     heads, num_keys, head_dim = key.shape
     num_leaves = 1 + children.shape[2]
-    first_parent = _first_parent(parents)
-    centre = _centre(parents)
+    cell_of_head = first_parent(parents)
+    centre = centre_of(parents)
     offsets = (children - parents[:, :, None]).flatten(0, 1)
     parents = parents - centre
     # Half of |k|^2 - |k - p|^2, and of |k - p|^2 - |k - c|^2, are linear in k.
@@ -144,11 +170,11 @@ def assign(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
     child_bias = -(offsets * (parents.reshape(-1, 1, head_dim) + 0.5 * offsets)).sum(dim=-1)
 
     assignment = torch.empty(heads, num_keys, dtype=torch.int64, device=key.device)
-    chunk = _tokens_per_chunk(key, offsets[0].numel() + parents.shape[1])
+    chunk = chunk_length(key.device, heads * (offsets[0].numel() + parents.shape[1]))
     for start in range(0, num_keys, chunk):
         keys = key[:, start : start + chunk] - centre
         parent = torch.baddbmm(parent_bias[:, None], keys, parents.transpose(1, 2)).argmax(dim=-1)
-        cell = (parent + first_parent).flatten()
+        cell = (parent + cell_of_head).flatten()
         products = offsets.index_select(0, cell).mul_(keys.reshape(-1, 1, head_dim))
         gain = products.sum(dim=-1) + child_bias.index_select(0, cell)
         # Staying gains nothing; it comes first, and argmax takes the first of equal gains.
@@ -180,80 +206,132 @@ def attend(
         counts, value_sums: (H, M0, 1 + C) and (H, M0, 1 + C, D) from `precompute`.
         output: (B, H / B, N, D) for any B, written in the order of `query`.
     """
-    num_queries, head_dim = query.shape[1:]
+    heads, num_queries, head_dim = query.shape
     batch = output.shape[:2]
     num_parents, num_children = children.shape[1:3]
     query_tile = min(query_tile, num_queries)
+    slots = slot_table(parents, children, counts, value_sums)
+
+    if num_refined == 0:
+        # All tiles see the same codewords.
+        means = slots.value_means[:, :, 0].contiguous()
+        logs = slots.log_counts[:, :, 0].contiguous()
+        whole = _attention(query[None], slots.parents[None], means[None], logs[None], scale)
+        output.copy_(whole[0].unflatten(0, batch))
+        return
+
+    tile_elements = 2 * head_dim * (num_parents + num_refined * num_children)
+    row_elements = num_parents + tile_elements // query_tile
+    chunk = chunk_length(query.device, heads * row_elements)
+    chunk = max(1, chunk // query_tile) * query_tile
+    for start in range(0, num_queries, chunk):
+        stop = min(start + chunk, num_queries)
+        order = slice(start, stop) if query_order is None else query_order[start:stop].long()
+        tiles = cut_tiles(query, order, query_tile, parents.dtype)
+        visible = visible_slots(
+            tiles,
+            slots,
+            num_queries=stop - start,
+            num_refined=num_refined,
+            importance_tile=importance_tile,
+            scale=scale,
+        )
+        tile_output = _attention(
+            tiles.transpose(0, 1),
+            gather_slots(slots.codewords, visible),
+            gather_slots(slots.value_means, visible),
+            gather_slots(slots.log_counts, visible),
+            scale,
+        )
+        write_tiles(output, tile_output.transpose(0, 1), order)
+
+
+def slot_table(parents: Tensor, children: Tensor, counts: Tensor, value_sums: Tensor) -> Slots:
+    """The slots of `parents` and `children`, from the aggregates of `precompute`."""
     # A shift of all keys by one vector changes no softmax, and small codewords round less.
-    centre = _centre(parents)
+    centre = centre_of(parents)
     parents = parents - centre
     children = children - centre[:, None]
 
-    # Table of what a tile can see of each cell: all its keys, those that stay, those of a child.
-    num_slots = 2 + num_children
     codewords = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
     counts = torch.cat([counts.sum(dim=2, keepdim=True), counts], dim=2)
     value_sums = torch.cat([value_sums.sum(dim=2, keepdim=True), value_sums], dim=2)
     value_means = value_sums / counts.clamp(min=1)[..., None]
     log_counts = counts.to(parents.dtype).log().clamp(min=LOG_ZERO)
+    return Slots(parents, codewords, value_means, counts, log_counts)
 
-    if num_refined == 0:
-        # All tiles see the same codewords.
-        means, logs = value_means[:, :, 0].contiguous(), log_counts[:, :, 0].contiguous()
-        whole = _attention(query[None], parents[None], means[None], logs[None], scale)
-        output.copy_(whole[0].unflatten(0, batch))
-        return
 
-    codewords = codewords.view(-1, head_dim)
-    value_means = value_means.view(-1, head_dim)
-    cell = torch.arange(num_parents, device=query.device)
-    first_slot = num_slots * _first_parent(parents)[..., None]
-    child_slot = torch.arange(2, num_slots, device=query.device)
+def visible_slots(
+    tiles: Tensor,
+    slots: Slots,
+    *,
+    num_queries: int,
+    num_refined: int,
+    importance_tile: int | None,
+    scale: float,
+) -> Tensor:
+    """Choose the parents that each tile refines, and list the slots that it sees.
 
-    tile_elements = 2 * head_dim * (num_parents + num_refined * num_children)
-    chunk = _tokens_per_chunk(query, num_parents + tile_elements // query_tile)
-    chunk = max(1, chunk // query_tile) * query_tile
-    for start in range(0, num_queries, chunk):
-        stop = min(start + chunk, num_queries)
-        if query_order is None:
-            tiles = query[:, start:stop]
-        else:
-            order = query_order[start:stop].long()
-            tiles = query.transpose(0, 1).index_select(0, order).transpose(0, 1)
-        tiles = tiles.to(parents.dtype)
-        padding = -(stop - start) % query_tile
-        if padding:
-            tiles = F.pad(tiles, (0, 0, 0, padding))
+    Args:
+        tiles: (H, T, I, D) queries, of which the first `num_queries` are not padding.
 
-        log_mass = torch.baddbmm(
-            log_counts[:, None, :, 0], tiles, parents.transpose(1, 2), alpha=scale
-        )
-        mass = _mass(log_mass, counts[..., 0], importance_tile)
-        mass[:, stop - start :] = 0
-        importance = mass.unflatten(1, (-1, query_tile)).sum(dim=2)
-        # topk leaves the order of equal values open.
-        ranking = importance.sort(dim=-1, descending=True, stable=True).indices
-        refined = ranking[..., :num_refined]
+    Returns:
+        (T, H, M0 + P C) int64 indices into the slots of all heads.
+    """
+    _, num_parents, num_slots, _ = slots.codewords.shape
+    log_mass = torch.baddbmm(
+        slots.log_counts[:, None, :, 0],
+        tiles.flatten(1, 2),
+        slots.parents.transpose(1, 2),
+        alpha=scale,
+    )
+    mass = _mass(log_mass, slots.counts[..., 0], importance_tile)
+    mass[:, num_queries:] = 0
+    importance = mass.unflatten(1, tiles.shape[1:3]).sum(dim=2)
+    # topk leaves the order of equal values open.
+    ranking = importance.sort(dim=-1, descending=True, stable=True).indices
+    refined = ranking[..., :num_refined]
 
-        is_refined = torch.zeros_like(ranking).scatter_(-1, refined, 1)
-        parent_slots = cell * num_slots + is_refined
-        child_slots = (refined[..., None] * num_slots + child_slot).flatten(-2)
-        slots = (torch.cat([parent_slots, child_slots], dim=-1) + first_slot).transpose(0, 1)
+    is_refined = torch.zeros_like(ranking).scatter_(-1, refined, 1)
+    cell = torch.arange(num_parents, device=tiles.device)
+    parent_slots = cell * num_slots + is_refined
+    child_slot = torch.arange(2, num_slots, device=tiles.device)
+    child_slots = (refined[..., None] * num_slots + child_slot).flatten(-2)
+    first_slot = num_slots * first_parent(slots.parents)[..., None]
+    return (torch.cat([parent_slots, child_slots], dim=-1) + first_slot).transpose(0, 1)
 
-        # (T, H, M0 + P C, ...)
-        tile_output = _attention(
-            tiles.unflatten(1, (-1, query_tile)).transpose(0, 1),
-            codewords.index_select(0, slots.flatten()).view(*slots.shape, head_dim),
-            value_means.index_select(0, slots.flatten()).view(*slots.shape, head_dim),
-            log_counts.view(-1).index_select(0, slots.flatten()).view(slots.shape),
-            scale,
-        )
-        tile_output = tile_output.transpose(0, 1).flatten(1, 2)[:, : stop - start].to(output.dtype)
-        tile_output = tile_output.unflatten(0, batch)
-        if query_order is None:
-            output[:, :, start:stop] = tile_output
-        else:
-            output.index_copy_(2, order, tile_output)
+
+def gather_slots(table: Tensor, visible: Tensor) -> Tensor:
+    """Rows (T, H, M0 + P C, ...) of a table (H, M0, 2 + C, ...), for `visible_slots`."""
+    rows = table.flatten(0, 2).index_select(0, visible.flatten())
+    return rows.unflatten(0, visible.shape)
+
+
+def cut_tiles(tokens: Tensor, order: Tensor | slice, query_tile: int, dtype: torch.dtype) -> Tensor:
+    """The tokens (H, N, D) at `order` as tiles (H, T, query_tile, D), the last filled with 0."""
+    if isinstance(order, slice):
+        tiles = tokens[:, order]
+    else:
+        tiles = tokens.transpose(0, 1).index_select(0, order).transpose(0, 1)
+    tiles = tiles.to(dtype)
+    padding = -tiles.shape[1] % query_tile
+    if padding:
+        tiles = F.pad(tiles, (0, 0, 0, padding))
+    return tiles.unflatten(1, (-1, query_tile))
+
+
+def write_tiles(tokens: Tensor, tiles: Tensor, order: Tensor | slice) -> None:
+    """Put tiles (H, T, query_tile, D) where `cut_tiles` found them.
+
+    Args:
+        tokens: (B, H / B, N, D) for any B, written.
+    """
+    tiles = tiles.flatten(1, 2).unflatten(0, tokens.shape[:2])
+    if isinstance(order, slice):
+        target = tokens[:, :, order]
+        target.copy_(tiles[:, :, : target.shape[2]])
+    else:
+        tokens.index_copy_(2, order, tiles[:, :, : len(order)].to(tokens.dtype))
 
 
 def _attention(
@@ -284,17 +362,17 @@ def _mass(log_mass: Tensor, counts: Tensor, importance_tile: int | None) -> Tens
     return log_mass
 
 
-def _first_parent(parents: Tensor) -> Tensor:
+def first_parent(parents: Tensor) -> Tensor:
     """(H, 1) index of each head's first parent when the parents of all heads are one list."""
     heads, num_parents = parents.shape[:2]
     return torch.arange(0, heads * num_parents, num_parents, device=parents.device)[:, None]
 
 
-def _centre(parents: Tensor) -> Tensor:
+def centre_of(parents: Tensor) -> Tensor:
     """(H, 1, D) median of the parents, which a dead codeword far away does not move."""
     return parents.sort(dim=1).values[:, parents.shape[1] // 2, None]
 
 
-def _tokens_per_chunk(tokens: Tensor, elements_per_row: int) -> int:
-    elements = ELEMENTS_CPU if tokens.device.type == "cpu" else ELEMENTS
-    return max(1, elements // (tokens.shape[0] * elements_per_row))
+def chunk_length(device: torch.device, elements: int) -> int:
+    """How many items of so many numbers each make up a chunk."""
+    return max(1, (ELEMENTS_CPU if device.type == "cpu" else ELEMENTS) // elements)

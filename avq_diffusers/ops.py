@@ -2,18 +2,20 @@
 
 import os
 import weakref
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from avq_diffusers import fallback, reference
+from avq_diffusers import fallback, reference, reverse
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.kernels import codewords
 
-BACKENDS = ("auto", "triton", "torch", "reference")
+BACKENDS = ("auto", "triton", "torch", "dense", "reference")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _HAS_TRITON = find_spec("triton") is not None
@@ -37,9 +39,13 @@ def avq_attention(
 
     Every key is replaced by the codeword nearest to it: its parent, or, in query tiles that refine
     this parent, the leaf of the parent's cell. `backend="triton"` are the kernels for NVIDIA GPUs,
-    `"torch"` runs on every device; both have no gradients yet. `"reference"` is slow and
-    differentiable in query, key and value, with straight-through keys. `"auto"` takes the kernels
-    where they can run, else `"torch"`, and `"reference"` if a gradient is needed.
+    `"torch"` runs on every device; both have gradients of linear cost. `"dense"` is PyTorch's
+    attention over the replaced keys, of quadratic cost, where all tiles see the same ones: no
+    parent is refined, or all are. `"reference"` is the slow definition. `"auto"` takes the kernels
+    where they can run, else `"torch"`, and `"dense"` where that gets gradients faster.
+
+    Every backend is differentiable once in query, key and value. Keys are straight-through, the
+    choice of parents is constant, and the codebook gets no gradient.
 
     Args:
         query: (B, H, N, D) float16, bfloat16, float32 or float64; any strides, best a view of
@@ -55,7 +61,7 @@ def avq_attention(
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator.
         scale: factor on the logits; None is 1 / sqrt(D).
-        backend: `"auto"`, `"triton"`, `"torch"` or `"reference"`.
+        backend: `"auto"`, `"triton"`, `"torch"`, `"dense"` or `"reference"`.
 
     Returns:
         (B, H, N, D) view of (B, N, H, D) memory, dtype of `query`.
@@ -64,7 +70,6 @@ def avq_attention(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or numbers do not agree, or the backend is unknown or cannot
             run here.
-        NotImplementedError: the backend has no gradients, but one is needed.
     """
     _validate(query, key, value, codebook, query_order)
     _validate_numbers(codebook, num_refined, query_tile, importance_tile, scale)
@@ -80,7 +85,8 @@ def avq_attention(
     )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "triton":
-        with torch.no_grad():
+        # What the codebook requires is not asked.
+        with torch.set_grad_enabled(_needs_grad(query, key, value)):
             return _kernel_attention(
                 query,
                 key,
@@ -97,9 +103,26 @@ def avq_attention(
     codeword_dtype = torch.promote_types(query.dtype, torch.float32)
     parents = codebook.parents.detach().to(codeword_dtype)
     children = codebook.children.detach().to(codeword_dtype)
-    if backend == "reference":
-        # Autocast would choose parents by half-precision products.
-        with torch.autocast(query.device.type, enabled=False):
+    if backend == "torch":
+        return _attention(
+            query,
+            key,
+            value,
+            parents,
+            children,
+            query_order,
+            num_refined,
+            query_tile,
+            importance_tile,
+            scale,
+        )
+
+    # Autocast would choose parents by half-precision products.
+    with torch.autocast(query.device.type, enabled=False):
+        if backend == "dense":
+            quantized_key = _quantize(key, parents, children if num_refined else children[:, :, :0])
+            output = F.scaled_dot_product_attention(query, quantized_key, value, scale=scale)
+        else:
             output = reference.avq_attention(
                 query,
                 key,
@@ -112,19 +135,7 @@ def avq_attention(
                 importance_tile=importance_tile,
                 scale=scale,
             )
-        return output.transpose(1, 2).contiguous().transpose(1, 2)
-    return _attention(
-        query,
-        key,
-        value,
-        parents,
-        children,
-        query_order,
-        num_refined,
-        query_tile,
-        importance_tile,
-        scale,
-    )
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def resolve_backend(
@@ -141,19 +152,32 @@ def resolve_backend(
     """The backend that `avq_attention` with these arguments runs: never "auto".
 
     Raises:
-        ValueError: the backend is unknown, or the kernels cannot run and why.
-        NotImplementedError: the backend has no gradients, but one is needed.
+        ValueError: the backend is unknown, or cannot run and why.
     """
     check_backend(backend)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if backend == "reference" or (backend == "auto" and needs_grad):
-        return "reference"
-    if needs_grad:
-        raise NotImplementedError(
-            f'backend="{backend}" has no gradients, but query, key or value requires one; use '
-            'backend="reference" or "auto", or call it under torch.no_grad().'
+    if backend in ("torch", "reference"):
+        return backend
+    num_parents = codebook.num_parents
+    if backend == "dense":
+        if 0 < num_refined < num_parents:
+            raise ValueError(
+                f'backend="dense" cannot run: num_refined must be 0 or all {num_parents} parents, '
+                f"but is {num_refined}."
+            )
+        return "dense"
+    if (
+        backend == "auto"
+        and _needs_grad(query, key, value)
+        and reverse.dense_is_faster(
+            num_keys=key.shape[2],
+            head_dim=codebook.head_dim,
+            num_parents=num_parents,
+            num_children=codebook.num_children,
+            num_refined=num_refined,
         )
-    if backend == "torch" or (backend == "auto" and query.device.type != "cuda"):
+    ):
+        return "dense"
+    if backend == "auto" and query.device.type != "cuda":
         return "torch"
     obstacle = _kernel_obstacle(query, codebook, num_refined, query_tile, scale)
     if obstacle is None:
@@ -171,6 +195,10 @@ def check_backend(backend: str) -> None:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _kernel_obstacle(
@@ -265,9 +293,78 @@ def _kernel_attention(
 @_kernel_attention.register_fake
 @_attention.register_fake
 def _(query: Tensor, *args: object) -> Tensor:
-    return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
-        1, 2
-    )
+    return reverse.empty_gradient(query)
+
+
+@torch.library.custom_op("avq_diffusers::attention_backward", mutates_args=())
+def _attention_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parents: Tensor,
+    children: Tensor,
+    query_order: Tensor | None,
+    num_refined: int,
+    query_tile: int,
+    importance_tile: int | None,
+    scale: float,
+    needs_grad: Sequence[bool],
+) -> list[Tensor]:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        return reverse.gradients(
+            grad_output,
+            query,
+            key,
+            value,
+            parents.to(dtype),
+            children.to(dtype),
+            needs_grad=needs_grad,
+            num_refined=num_refined,
+            query_tile=query_tile,
+            query_order=query_order,
+            importance_tile=importance_tile,
+            scale=scale,
+        )
+
+
+@_attention_backward.register_fake
+def _(grad_output: Tensor, *args: object) -> list[Tensor]:
+    *inputs, needs_grad = *args[:3], args[-1]
+    return [
+        reverse.empty_gradient(x) for x, needed in zip(inputs, needs_grad, strict=True) if needed
+    ]
+
+
+def _save_inputs(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.numbers = inputs[6:]
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, grad_output: Tensor
+) -> tuple[Tensor | None, ...]:
+    needs_grad = ctx.needs_input_grad[:3]
+    found = iter(_attention_backward(grad_output, *ctx.saved_tensors, *ctx.numbers, needs_grad))
+    return *(next(found) if needed else None for needed in needs_grad), *(None,) * 7
+
+
+for _operation in (_attention, _kernel_attention):
+    _operation.register_autograd(_backward, setup_context=_save_inputs)
+
+
+@torch.library.custom_op("avq_diffusers::quantize", mutates_args=())
+def _quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+    return reverse.quantize(key, parents, children)
+
+
+@_quantize.register_fake
+def _(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+    return key.new_empty(key.shape)
+
+
+_quantize.register_autograd(lambda ctx, grad_output: (grad_output, None, None))
 
 
 class _Packed(NamedTuple):

@@ -201,7 +201,7 @@ def test_keys_go_to_the_nearest_codeword(dtype, offset, monkeypatch):
     with pytest.raises(AssertionError):
         assert_nearest(leaf.roll(1, dims=1), key, codebook, 1e-4)
     if dtype == torch.float32 and offset:
-        monkeypatch.setattr(fallback, "_centre", lambda parents: torch.zeros_like(parents[:, :1]))
+        monkeypatch.setattr(fallback, "centre_of", lambda parents: torch.zeros_like(parents[:, :1]))
         leaf = fallback.assign(key, codebook.parents, codebook.children)
         with pytest.raises(AssertionError):
             assert_nearest(leaf, key, codebook, 1e-4)

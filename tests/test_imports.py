@@ -16,6 +16,7 @@ LAYERS = (
     ("config",),
     ("query_order", "codebook"),
     ("reference", "fallback", "kernels", "ema"),
+    ("reverse",),
     ("ops",),
     ("diagnostics",),
     ("routing",),

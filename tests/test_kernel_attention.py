@@ -24,6 +24,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from avq_diffusers.kernels.attention import Config, attend
+from avq_diffusers.kernels.codewords import mean_columns
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -36,8 +37,8 @@ def nan_in_new_memory(monkeypatch):
     """
 
     def new_empty(self: Tensor, *shape: int, **options: object) -> Tensor:
-        if options:  # the interpreter's own
-            return torch.empty(shape, dtype=self.dtype, **options)
+        if options:  # integers, and the interpreter's own
+            return torch.empty(*shape, **({"dtype": self.dtype} | options))
         dtype = FP32 if self.dtype == BF16 else self.dtype
         return torch.full(shape, torch.nan, dtype=dtype)
 
@@ -116,18 +117,20 @@ class Case:
         child_codes = codes[:, parent_rows:].unflatten(1, children)
         child_codes[:, :, : self.num_children, :head_dim] = self.child_codes
 
-        means = torch.zeros(batch, heads, parent_rows + codes.shape[1], columns)
+        means = torch.zeros(batch, heads, parent_rows + codes.shape[1], mean_columns(head_dim))
+        means[..., head_dim:] = 1
         means[:, :, : self.num_parents, :head_dim] = self.means
-        stay_means = means[:, :, parent_rows : 2 * parent_rows]
-        stay_means[:, :, : self.num_parents, :head_dim] = self.leaf_means[:, :, :, 0]
+        # What stays is averaged over all keys of the parent.
+        share = (self.leaf_counts[..., 0] / self.counts.clamp(min=1))[..., None]
+        stay_means = means[:, :, parent_rows : parent_rows + self.num_parents]
+        stay_means[..., :head_dim] = self.leaf_means[:, :, :, 0] * share
+        stay_means[..., head_dim:] = share
         child_means = means[:, :, 2 * parent_rows :].unflatten(2, children)
         child_means[:, :, :, : self.num_children, :head_dim] = self.leaf_means[:, :, :, 1:]
 
-        counts = torch.zeros(means.shape[:3])
+        counts = torch.zeros(batch, heads, codes.shape[1])
         counts[:, :, : self.num_parents] = self.counts
-        stay_counts = counts[:, :, parent_rows : 2 * parent_rows]
-        stay_counts[:, :, : self.num_parents] = self.leaf_counts[..., 0]
-        child_counts = counts[:, :, 2 * parent_rows :].unflatten(2, children)
+        child_counts = counts[:, :, parent_rows:].unflatten(2, children)
         child_counts[:, :, :, : self.num_children] = self.leaf_counts[..., 1:]
         return codes.to(self.code_dtype), means.to(self.code_dtype), counts.log2()
 
@@ -378,56 +381,58 @@ def test_query_may_have_any_strides(offset):
 
 # Without the package, whose import takes longer than the compilations.
 COMPILE = """
-import importlib.util, itertools, json, sys
+import itertools, json, sys
 import torch
 from compile_only import compile_for
-
-spec = importlib.util.spec_from_file_location("attention", sys.argv[1])
-attention = importlib.util.module_from_spec(spec)
-sys.modules["attention"] = attention
-spec.loader.exec_module(attention)
+from avq_diffusers.kernels import attention
 
 halves = ("query_ptr", "codes_ptr", "means_ptr", "output_ptr")
 signature = {name: "*fp16" for name in halves} | {
     "query_order_ptr": "*i64",
+    "refined_ptr": "*i32",
     "logs_ptr": "*fp32",
     "num_queries": "i32",
     "query_stride_batch": "i64",
     "query_stride_head": "i64",
 }
-for capability, head_dim, codebook in itertools.product(*json.loads(sys.argv[2])):
+for capability, head_dim, codebook in itertools.product(*json.loads(sys.argv[1])):
     parents, refined, children = codebook
-    constants = attention.launch_constants(
+    constants = dict(attention.launch_constants(
         heads=8, head_dim=head_dim, query_stride=8 * head_dim, num_parents=parents,
         num_children=children, num_refined=refined, query_tile=128, importance_tile=None,
         form="stay", dtype=torch.float16, capability=divmod(capability, 10), config=None,
-    )
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    ))
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
     info = compile_for(
         attention._attention_kernel, signature, constants, capability=capability, **options
     )
     narrow_loads, hopper_products = info.count("LDG.E.U16"), info.count("HGMMA")
-    result = capability, info.stack, info.shared, narrow_loads, hopper_products
+    spilled = info.count("LDL", "STL") / len(info.instructions())
+    result = capability, spilled, info.shared, narrow_loads, hopper_products
     print(json.dumps([[head_dim, *codebook], *result]))
 """
 
 
 def test_compiled_kernels_fit():
-    """No spills, the shared memory of a consumer GPU, wide loads, and Hopper's tensor cores."""
-    codebooks = [(32, 8, 8), (64, 16, 8), (128, 32, 8)]
-    problems = json.dumps([[86, 90], [40, 64, 80, 128], codebooks])
+    """No spills, the shared memory of a consumer GPU, wide loads, and Hopper's tensor cores.
+
+    On Hopper a limit on registers makes room for more programs; what it spills is little.
+    """
+    capabilities, head_dims = [80, 86, 89, 90], [40, 64, 80, 128]
+    codebooks = [(64, 16, 8), (128, 32, 8)]
+    problems = json.dumps([capabilities, head_dims, codebooks])
     tests = Path(__file__).parent
-    kernel = tests.parent / "avq_diffusers" / "kernels" / "attention.py"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(tests)
-    command = [sys.executable, "-c", COMPILE, str(kernel), problems]
+    command = [sys.executable, "-c", COMPILE, problems]
 
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
     lines = run.stdout.splitlines()
-    assert len(lines) == 24
-    for problem, capability, stack, shared, narrow_loads, hopper_products in map(json.loads, lines):
-        assert stack == 0, (problem, capability)
+    assert len(lines) == 32
+    for line in lines:
+        problem, capability, spilled, shared, narrow_loads, hopper_products = json.loads(line)
+        assert spilled <= (0.025 if capability == 90 else 0), (problem, capability)
         assert shared <= 99 * 1024, (problem, capability)
         assert narrow_loads == 0, (problem, capability)
         assert (hopper_products > 0) == (capability == 90), (problem, capability)

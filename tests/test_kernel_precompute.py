@@ -65,7 +65,7 @@ class Problem:
         code_dtype = SINGLE if dtype == SINGLE else HALF
         self.codes, self.bias = pack(parents, children, scale=self.scale, dtype=code_dtype)
         self.sizes = padded_sizes(head_dim, self.num_parents, self.num_children)
-        centre = fallback._centre(parents).double()
+        centre = fallback.centre_of(parents).double()
         table = self.codes[..., :head_dim].double() / (self.scale * math.log2(math.e))
         table += centre
         _, padded_parents, padded_children = self.sizes
@@ -86,6 +86,19 @@ class Problem:
             num_children=self.num_children,
             config=config,
         )
+
+    def counts(self, logs: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys of the parents (B, H, M0) and of the leaves (B, H, M0, 1 + C)."""
+        _, padded_parents, padded_children = self.sizes
+        counts = logs.double().exp2().round()
+        parents = counts[:, :, : self.num_parents]
+        if not self.num_children:
+            return parents, parents[..., None]
+        children = counts[:, :, padded_parents:]
+        children = children.unflatten(2, (self.num_parents, padded_children))
+        children = children[..., : self.num_children]
+        stay = parents - children.sum(dim=-1)
+        return parents, torch.cat([stay[..., None], children], dim=-1)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(B, H, rows, ...) to parents (B, H, M0, ...) and leaves (B, H, M0, 1 + C, ...)."""
@@ -152,7 +165,7 @@ def oracle(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def check(problem: Problem, means: Tensor, logs: Tensor) -> None:
-    """Counts exactly; means to the rounding of their dtype and of float32 sums; padding empty."""
+    """Counts exactly; means and shares to the rounding of their dtype and of float32 sums."""
     counts, sums = oracle(problem)
     _, padded_parents, padded_children = problem.sizes
     head_dim = problem.key.shape[-1]
@@ -160,27 +173,35 @@ def check(problem: Problem, means: Tensor, logs: Tensor) -> None:
     largest = problem.value.double().abs().amax()
     summing = 2.0**-23 * problem.key.shape[2] * largest
 
-    parent_means, leaf_means = problem.split(means)
-    parent_logs, leaf_logs = problem.split(logs)
-    for kind_counts, kind_sums, kind_means, kind_logs in (
-        (counts, sums, leaf_means, leaf_logs),
-        (counts.sum(dim=-1), sums.sum(dim=-2), parent_means, parent_logs),
-    ):
-        torch.testing.assert_close(kind_logs.double().exp2().round(), kind_counts, rtol=0, atol=0)
-        torch.testing.assert_close(kind_logs.double(), kind_counts.log2(), rtol=2.0**-20, atol=1e-6)
-        expected = kind_sums / kind_counts.clamp(min=1)[..., None]
-        error = (kind_means[..., :head_dim].double() - expected).abs()
-        assert (error <= ulp * expected.abs() + summing + 2.0**-24).all()
+    parents = counts.sum(dim=-1)
+    assert problem.counts(logs)[0].equal(parents)
+    assert problem.counts(logs)[1].equal(counts)
+    parent_logs = logs[:, :, : problem.num_parents].double()
+    torch.testing.assert_close(parent_logs, parents.log2(), rtol=2.0**-20, atol=1e-6)
 
-    assert (means[..., head_dim:] == 0).all()
+    # What stays is averaged over all keys of the parent.
+    over = torch.cat([parents[..., None], counts[..., 1:]], dim=-1)
+    shares = torch.ones_like(over)
+    shares[..., 0] = counts[..., 0] / parents.clamp(min=1)
+    for row_sums, row_over, row_shares, rows in (
+        (sums.sum(dim=-2), parents, torch.ones_like(parents), problem.split(means)[0]),
+        (sums, over, shares, problem.split(means)[1]),
+    ):
+        expected = row_sums / row_over.clamp(min=1)[..., None]
+        error = (rows[..., :head_dim].double() - expected).abs()
+        assert (error <= ulp * expected.abs() + summing + 2.0**-24).all()
+        error = (rows[..., head_dim:].double() - row_shares[..., None]).abs()
+        assert (error <= ulp * row_shares[..., None] + 2.0**-24).all()
+
     is_row = torch.zeros(means.shape[2], dtype=torch.bool, device=DEVICE)
     is_row[: problem.num_parents] = True
     is_row[padded_parents : padded_parents + problem.num_parents] = True
     if problem.num_children:
         children = is_row[2 * padded_parents :].unflatten(0, (problem.num_parents, padded_children))
         children[:, : problem.num_children] = True
-    assert (means[:, :, ~is_row] == 0).all()
-    assert (logs[:, :, ~is_row] == -torch.inf).all()
+    assert (means[:, :, ~is_row, :head_dim] == 0).all()
+    is_code = torch.cat([is_row[:padded_parents], is_row[2 * padded_parents :]])
+    assert (logs[:, :, ~is_code] == -torch.inf).all()
 
 
 SHAPES = {
@@ -192,6 +213,8 @@ SHAPES = {
     "flat": ((1, 2, 257, 40), 24, 0, HALF),
     "many flat parents": ((1, 1, 300, 16), 500, 0, HALF),
     "most codewords": ((1, 1, 400, 64), 256, 8, HALF),
+    "more codes than shared memory holds": ((1, 1, 150, 128), 300, 0, HALF),
+    "more float32 codes than shared memory holds": ((1, 1, 150, 64), 100, 3, SINGLE),
     "one parent": ((1, 1, 150, 40), 1, 8, HALF),
     "one child": ((1, 1, 100, 40), 4, 1, HALF),
     "most children": ((1, 1, 130, 32), 4, 32, HALF),
@@ -220,7 +243,7 @@ def test_chosen_leaf_is_nearest_up_to_rounding(dtype, offset):
     _, leaf_means = problem.split(means)
     went = (leaf_means[..., :40] > 0).permute(0, 1, 4, 2, 3)
     assert (went.flatten(3).sum(dim=-1) == 1).all()
-    assert problem.split(logs)[1].exp2().round().flatten(1).sum(dim=1).eq(80).all()
+    assert problem.counts(logs)[1].flatten(1).sum(dim=1).eq(80).all()
 
     distance, rounding = problem.distances(), problem.rounding()
     parent_distance = distance[..., 0]
@@ -248,12 +271,12 @@ def test_ties_go_to_the_lower_parent_the_parent_and_the_lower_child(dtype):
     problem.key[0, 0, :, 0] = torch.tensor([9.0, 4.0, 3.0, 0.0, -2.0, -3.0])
     problem.set_codewords(codewords.to(DEVICE), dtype, scale=math.log(2))
     assert problem.codewords.equal(problem.codewords.round())
-    _, leaves = problem.split(problem.run()[1])
+    _, leaves = problem.counts(problem.run()[1])
     # Key 9 stays. Of the keys of parent 1, 4 goes to the first twin; 3, between the parent and its
     # children, stays, and so does 0, between parents 1 to 3. Of the keys of parent 3, -2 stays, and
     # so does -3, between it and a child.
     expected = [[1, 0, 0], [2, 1, 0], [0, 0, 0], [2, 0, 0]]
-    assert leaves[0, 0].exp2().round().int().tolist() == expected
+    assert leaves[0, 0].int().tolist() == expected
 
 
 def test_one_hot_leaf_in_pieces():
@@ -262,14 +285,14 @@ def test_one_hot_leaf_in_pieces():
     problem.drop_unclear_keys()
     means, logs = problem.run(piece_keys=64)
     check(problem, means, logs)
-    assert problem.split(logs)[1][:, :, 5, 3].exp2().round().ge(650).all()
+    assert problem.counts(logs)[1][:, :, 5, 3].ge(650).all()
 
 
 def test_several_parents_in_pieces():
     problem = Problem((2, 2, 400, 40), 5, 4).drop_unclear_keys()
     means, logs = problem.run(piece_keys=32)
     check(problem, means, logs)
-    assert (problem.split(logs)[0].exp2() > 64).sum() > 4
+    assert (problem.counts(logs)[0] > 64).sum() > 4
 
 
 def test_identical_keys():
@@ -281,11 +304,12 @@ def test_identical_keys():
 
 CONFIGS = [
     {"num_chunks": 1},
-    {"num_chunks": 4, "sort_keys": 128, "sort_group": 64},
-    {"sort_keys": 32, "sort_group": 16},
+    {"num_chunks": 4, "sort_keys": 128, "sort_warps": 8},
+    {"sort_keys": 32, "sort_warps": 1},
     {"sort_parents": 16, "leaf_keys": 64},
+    {"sort_parents": 16, "sort_shared": 0},
     {"piece_keys": 32, "leaf_keys": 16},
-    {"num_chunks": 64, "sort_keys": 16, "sort_group": 16, "leaf_keys": 128},
+    {"num_chunks": 64, "sort_keys": 16, "sort_warps": 2, "leaf_keys": 128},
 ]
 
 
@@ -304,9 +328,11 @@ def test_large_values_neither_overflow_nor_lose_their_mean():
     problem = Problem((1, 1, 300, 40), 16, 4)
     problem.value[:] = 1000
     means, logs = problem.run()
-    for rows, counts in zip(problem.split(means), problem.split(logs), strict=True):
-        expected = torch.where(counts > -torch.inf, 1000.0, 0.0)[..., None].to(HALF)
-        assert rows[..., :40].equal(expected.expand_as(rows[..., :40]))
+    for rows, counts in zip(problem.split(means), problem.counts(logs), strict=True):
+        # The mean of what stays is taken over all keys of the parent.
+        expected = torch.where(counts > 0, 1000.0, 0.0)[..., None] * rows[..., 40:41].double()
+        error = (rows[..., :40].double() - expected).abs()
+        assert (error <= 2.0**-9 * expected).all()
 
 
 def test_far_codeword_is_finite_and_takes_nothing():
@@ -317,7 +343,7 @@ def test_far_codeword_is_finite_and_takes_nothing():
     assert problem.codes.isfinite().all()
     means, logs = problem.run()
     check(problem, means, logs)
-    assert (problem.split(logs)[0][:, :, 7] == -torch.inf).all()
+    assert (problem.counts(logs)[0][:, :, 7] == 0).all()
 
 
 def test_layouts_and_surroundings_change_nothing():
@@ -375,7 +401,7 @@ def test_packing_rounds_once():
     parents = 1000 + torch.randn(2, 16, 40, generator=generator)
     children = parents[:, :, None] + torch.randn(2, 16, 4, 40, generator=generator)
     codes, _ = pack(parents, children, scale=0.3, dtype=HALF)
-    centred = (parents - fallback._centre(parents)).double() * 0.3 * math.log2(math.e)
+    centred = (parents - fallback.centre_of(parents)).double() * 0.3 * math.log2(math.e)
     assert codes[:, :16, :40].equal(centred.to(HALF))
 
 

@@ -6,7 +6,7 @@ from cases import make_case, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avq_diffusers.codebook import Codebook
-from avq_diffusers.ops import BACKENDS, avq_attention
+from avq_diffusers.ops import BACKENDS, avq_attention, resolve_backend
 
 
 class Recorder(TorchDispatchMode):
@@ -176,32 +176,45 @@ def test_refusals(name):
         avq_attention(**arguments | changes)
 
 
-def test_auto_takes_the_fast_path_unless_a_gradient_is_needed():
+def test_auto_takes_the_fast_path_with_and_without_gradients():
     query = QUERY.clone().requires_grad_()
     with Recorder() as recorder:
-        avq_attention(QUERY, KEY, VALUE, CODEBOOK, num_refined=2)
-        assert recorder.calls == 1
         with torch.no_grad():
             avq_attention(query, KEY, VALUE, CODEBOOK, num_refined=2)
-        assert recorder.calls == 2
+        assert recorder.calls == 1
         output = avq_attention(query, KEY, VALUE, CODEBOOK, num_refined=2)
         assert recorder.calls == 2
     assert output.requires_grad
     assert output.transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_the_torch_backend_refuses_gradients(position):
-    inputs = [QUERY, KEY, VALUE]
-    inputs[position] = inputs[position].clone().requires_grad_()
-    message = r'^backend="torch" has no gradients.*use backend="reference".*torch\.no_grad\(\)\.$'
-    with pytest.raises(NotImplementedError, match=message):
-        avq_attention(*inputs, CODEBOOK, num_refined=2, backend="torch")
+@pytest.mark.parametrize("num_refined", [0, 6])
+def test_auto_takes_the_dense_way_where_it_gets_gradients_faster(num_refined):
+    short_key = KEY[:, :, :10]
+
+    def resolve(query, key=short_key):
+        arguments = (query, key, key, CODEBOOK)
+        return resolve_backend("auto", *arguments, num_refined=num_refined)
+
+    query = QUERY.clone().requires_grad_()
+    assert resolve(QUERY) == "torch"
+    assert resolve(query) == "dense"
+    assert resolve(QUERY, short_key.clone().requires_grad_()) == "dense"
+    assert resolve(query, KEY.repeat(1, 1, 100, 1)) == "torch"
     with torch.no_grad():
-        avq_attention(*inputs, CODEBOOK, num_refined=2, backend="torch")
+        assert resolve(query) == "torch"
+    with Recorder() as recorder:
+        avq_attention(query, short_key, short_key, CODEBOOK, num_refined=num_refined)
+    assert recorder.calls == 0
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_the_dense_way_needs_tiles_that_see_the_same_keys():
+    message = r'^backend="dense" cannot run: num_refined must be 0 or all 6 parents, but is 2\.$'
+    with pytest.raises(ValueError, match=message):
+        avq_attention(QUERY, KEY, VALUE, CODEBOOK, num_refined=2, backend="dense")
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("codebook_dtype", [torch.float16, torch.float32, torch.float64])
 def test_dtypes_of_inputs_and_codebook_may_differ(backend, dtype, codebook_dtype):
@@ -234,8 +247,26 @@ def custom_op_arguments(**options):
 @pytest.mark.parametrize(
     "options", [{}, {"query_order": None, "importance_tile": None}, {"num_refined": 0}]
 )
-def test_opcheck(options):
-    torch.library.opcheck(torch.ops.avq_diffusers.attention, custom_op_arguments(**options))
+@pytest.mark.parametrize("needs_grad", [(False,) * 3, (True,) * 3, (False, True, False)])
+def test_opcheck(options, needs_grad):
+    *tokens, parents, children = custom_op_arguments(**options)[:5]
+    numbers = custom_op_arguments(**options)[5:]
+    tokens = [
+        x.detach().requires_grad_(needed) for x, needed in zip(tokens, needs_grad, strict=True)
+    ]
+    arguments = (*tokens, parents, children, *numbers)
+    torch.library.opcheck(torch.ops.avq_diffusers.attention, arguments)
+
+
+@pytest.mark.parametrize("needs_grad", [(True,) * 3, (False, True, False), (True, False, True)])
+def test_opcheck_of_the_gradients(needs_grad):
+    arguments = (torch.ones_like(QUERY), *custom_op_arguments(), needs_grad)
+    torch.library.opcheck(torch.ops.avq_diffusers.attention_backward, arguments)
+
+
+def test_opcheck_of_the_quantization():
+    arguments = (KEY.detach().requires_grad_(), CODEBOOK.parents, CODEBOOK.children)
+    torch.library.opcheck(torch.ops.avq_diffusers.quantize, arguments)
 
 
 def test_the_fake_kernel_has_the_layout_of_the_real_one():

@@ -13,56 +13,43 @@ moves the running maximum nor adds anything.
 
 Shapes: B batch, H heads, N queries, D head dim, M0 parents, C children, P refined parents, each
 padded to a power of two where a block needs it: DP, MP (at least 16), CP (0 without children).
-Rows of `codes`: MP parents, then CP children of each of the M0 parents. Rows of `means` and `logs`:
-MP parents with all their keys, MP with the keys that stay, then the children.
+Rows of `codes` and `logs`: MP parents, then CP children of each of the M0 parents. Rows of `means`:
+MP parents with all their keys, MP with the keys that stay, then the children. The weight of a
+parent is that of all its keys; where it is refined, its mean and its share, which columns of the
+means hold, are those of the keys that stay.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from avq_diffusers.kernels.codewords import mean_columns, padded_sizes
+
 # Below every logit, but finite: -inf minus -inf is NaN where a query has only met empty codewords.
 LOG_ZERO = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _load_means(
-    means_ptr,
-    rows,
-    valid,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SUM_IN_MEANS: tl.constexpr,
-):
-    """Value means of some rows, (rows, BLOCK_D); with SUM_IN_MEANS padding columns are 1."""
-    columns = tl.arange(0, BLOCK_D)
-    pointers = means_ptr + rows[:, None] * BLOCK_D + columns[None, :]
-    if SUM_IN_MEANS:
-        return tl.load(pointers, mask=valid[:, None] & (columns < HEAD_DIM)[None, :], other=1.0)
+def _load_rows(pointer, rows, valid, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
+    """The first WIDTH columns of some rows, (rows, WIDTH)."""
+    pointers = pointer + rows[:, None] * STRIDE + tl.arange(0, WIDTH)[None, :]
     return tl.load(pointers, mask=valid[:, None], other=0.0)
 
 
 @triton.jit
-def _load_codes(codes_ptr, rows, valid, BLOCK_D: tl.constexpr):
-    """Codewords of some rows, (rows, BLOCK_D)."""
-    pointers = codes_ptr + rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    return tl.load(pointers, mask=valid[:, None], other=0.0)
-
-
-@triton.jit
-def _accumulate(weights, means, numerator, denominator, SUM_IN_MEANS: tl.constexpr):
+def _accumulate(weights, means, shares, numerator, denominator, SHARE_IN_MEANS: tl.constexpr):
     """Add weights (BLOCK_N, rows) times means (rows, BLOCK_D) to a softmax.
 
-    Tensor cores sum up the weights, too: where there is a padding column in `numerator`, else in
-    `denominator`, whose 8 columns are equal and are the fewest that a product can have.
+    Tensor cores sum up the weights, too: times the share in a padding column of the means, or times
+    `shares`, whose 8 columns are equal and are the fewest that a product can have.
     """
     weights = weights.to(means.dtype)
-    if not SUM_IN_MEANS:
-        ones = tl.full([means.shape[0], 8], 1.0, means.dtype)
-        denominator = tl.dot(weights, ones, acc=denominator, input_precision="tf32x3")
+    if not SHARE_IN_MEANS:
+        denominator = tl.dot(weights, shares, acc=denominator, input_precision="tf32x3")
     return tl.dot(weights, means, acc=numerator, input_precision="tf32x3"), denominator
 
 
@@ -82,26 +69,31 @@ def _attend_rows(
     means_ptr,
     logs_ptr,
     code_rows,
-    value_rows,
+    mean_rows,
     valid,
     running_max,
     numerator,
     denominator,
-    HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SUM_IN_MEANS: tl.constexpr,
+    MEAN_STRIDE: tl.constexpr,
+    WHOLE: tl.constexpr,
     CORRECTING: tl.constexpr,
     NUM_CHILDREN: tl.constexpr,
     CHILD_ROWS: tl.constexpr,
 ):
-    """One block of an online softmax: codewords `code_rows` with the values of `value_rows`.
+    """One block of an online softmax: codewords `code_rows` with the values of `mean_rows`.
 
-    CORRECTING takes their keys away from the parents, which have been attended to with all keys.
+    WHOLE says that all shares are 1. CORRECTING takes the keys of the codewords away from their
+    parents, which have been attended to with all keys.
     """
     # (rows, BLOCK_D), (rows)
-    codes = _load_codes(codes_ptr, code_rows, valid, BLOCK_D)
-    logs = tl.load(logs_ptr + value_rows, mask=valid, other=float("-inf"))
-    means = _load_means(means_ptr, value_rows, valid, HEAD_DIM, BLOCK_D, SUM_IN_MEANS)
+    codes = _load_rows(codes_ptr, code_rows, valid, BLOCK_D, BLOCK_D)
+    logs = tl.load(logs_ptr + code_rows, mask=valid, other=float("-inf"))
+    means = _load_rows(means_ptr, mean_rows, valid, MEAN_STRIDE, BLOCK_D)
+    if WHOLE:
+        shares = tl.full([means.shape[0], 8], 1.0, means.dtype)
+    else:
+        shares = _load_rows(means_ptr + MEAN_STRIDE - 8, mean_rows, valid, MEAN_STRIDE, 8)
 
     # (BLOCK_N, rows)
     products = tl.dot(query, tl.trans(codes), input_precision="tf32x3")
@@ -114,7 +106,12 @@ def _attend_rows(
 
     rescale = tl.exp2(running_max - new_max)[:, None]
     numerator, denominator = _accumulate(
-        weights, means, numerator * rescale, denominator * rescale, SUM_IN_MEANS
+        weights,
+        means,
+        shares,
+        numerator * rescale,
+        denominator * rescale,
+        MEAN_STRIDE == BLOCK_D,
     )
     return new_max, numerator, denominator
 
@@ -149,9 +146,10 @@ def _tiled_importance(
         for start in tl.range(0, NUM_PARENTS, TILE):
             rows = start + tl.arange(0, BLOCK_M)
             valid = (rows < start + TILE) & (rows < NUM_PARENTS)
-            codes = _load_codes(codes_ptr, rows, valid, BLOCK_D)
+            codes = _load_rows(codes_ptr, rows, valid, BLOCK_D, BLOCK_D)
             logs = tl.load(logs_ptr + rows, mask=valid, other=float("-inf"))
-            logits = tl.dot(query, tl.trans(codes), input_precision="tf32x3") + logs[None, :]
+            products = tl.dot(query, tl.trans(codes), input_precision="tf32x3")
+            logits = products + logs[None, :]
             new_max = tl.maximum(running_max, tl.max(logits, axis=1))
             weights = tl.exp2(logits - new_max[:, None])
             denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
@@ -160,7 +158,7 @@ def _tiled_importance(
     for start in tl.range(0, NUM_PARENTS, TILE):
         rows = start + tl.arange(0, BLOCK_M)
         valid = (rows < start + TILE) & (rows < NUM_PARENTS)
-        codes = _load_codes(codes_ptr, rows, valid, BLOCK_D)
+        codes = _load_rows(codes_ptr, rows, valid, BLOCK_D, BLOCK_D)
         logs = tl.load(logs_ptr + rows, mask=valid, other=float("-inf"))
         logits = tl.dot(query, tl.trans(codes), input_precision="tf32x3") + logs[None, :]
         if EXACT:
@@ -200,6 +198,7 @@ def _attention_kernel(
     codes_ptr,
     means_ptr,
     logs_ptr,
+    refined_ptr,
     output_ptr,
     num_queries,
     query_stride_batch,
@@ -217,37 +216,36 @@ def _attention_kernel(
     CHILD_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    MEAN_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    REFINED_ROWS: tl.constexpr,
-    SUM_IN_MEANS: tl.constexpr,
 ):
+    num_tiles = tl.num_programs(0) // HEADS
+    # Heads first: the rows of neighbouring heads share cache lines.
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS
     batch = tl.program_id(1).to(tl.int64)
 
     CODE_ROWS: tl.constexpr = PARENT_ROWS + NUM_PARENTS * CHILD_ROWS
-    VALUE_ROWS: tl.constexpr = PARENT_ROWS + CODE_ROWS
+    MEAN_ROWS: tl.constexpr = PARENT_ROWS + CODE_ROWS
     query_start = batch * query_stride_batch + head.to(tl.int64) * query_stride_head
     query_ptr += tl.multiple_of(query_start, 8)
     codes_ptr += head * (CODE_ROWS * BLOCK_D)
-    means_ptr += (batch * HEADS + head) * (VALUE_ROWS * BLOCK_D)
-    logs_ptr += (batch * HEADS + head) * VALUE_ROWS
+    means_ptr += (batch * HEADS + head) * (MEAN_ROWS * MEAN_STRIDE)
+    logs_ptr += (batch * HEADS + head) * CODE_ROWS
     output_ptr += batch * num_queries * (HEADS * HEAD_DIM) + head * HEAD_DIM
 
     row = tl.arange(0, BLOCK_N)
-    position = tile * QUERY_TILE + row
-    valid_query = (row < QUERY_TILE) & (position < num_queries)
-    if query_order_ptr is None:
-        token = position
-    else:
-        token = tl.load(query_order_ptr + position, mask=valid_query, other=0).to(tl.int32)
-    column = tl.arange(0, BLOCK_D)
-    in_tile = valid_query[:, None] & (column < HEAD_DIM)[None, :]
+    token = tile * QUERY_TILE + row
+    valid_query = (row < QUERY_TILE) & (token < num_queries)
+    if query_order_ptr is not None:
+        token = tl.load(query_order_ptr + token, mask=valid_query, other=0).to(tl.int32)
 
     # (BLOCK_N, BLOCK_D)
+    column = tl.arange(0, BLOCK_D)
+    is_number = valid_query[:, None] & (column < HEAD_DIM)[None, :]
     query_pointers = query_ptr + token[:, None] * QUERY_STRIDE + column[None, :]
-    query = tl.load(query_pointers, mask=in_tile, other=0.0).to(codes_ptr.dtype.element_ty)
+    query = tl.load(query_pointers, mask=is_number, other=0.0).to(codes_ptr.dtype.element_ty)
 
     # (BLOCK_N), (BLOCK_N, BLOCK_D), (BLOCK_N, 8)
     running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
@@ -261,12 +259,11 @@ def _attention_kernel(
 
     if ONE_BLOCK:
         is_parent = parents < NUM_PARENTS
-        codes = _load_codes(codes_ptr, parents, is_parent, BLOCK_D)
-        logs = tl.load(logs_ptr + parents)
-        stay_logs = tl.load(logs_ptr + PARENT_ROWS + parents)
+        codes = _load_rows(codes_ptr, parents, is_parent, BLOCK_D, BLOCK_D)
 
         # (BLOCK_N, PARENT_ROWS)
-        logits = tl.dot(query, tl.trans(codes), input_precision="tf32x3") + logs[None, :]
+        products = tl.dot(query, tl.trans(codes), input_precision="tf32x3")
+        logits = products + tl.load(logs_ptr + parents)[None, :]
         running_max = tl.max(logits, axis=1)
         weights = tl.exp2(logits - running_max[:, None])
         inverse = tl.where(valid_query, 1.0 / tl.sum(weights, axis=1), 0.0)
@@ -274,15 +271,14 @@ def _attention_kernel(
         # (PARENT_ROWS)
         importance = tl.sum(weights * inverse[:, None], axis=0)
         rank = _rank(importance, PARENT_ROWS)
-        value_rows = parents
+        mean_rows = parents
         if not CORRECTING:
-            refined = rank < NUM_REFINED
-            value_rows += tl.where(refined, PARENT_ROWS, 0)
-            # Empty parents have stay_logs of -inf, too, and a count of at least 1 avoids NaN.
-            share = tl.where(refined, tl.exp2(stay_logs - tl.maximum(logs, 0.0)), 1.0)
-            weights *= share[None, :]
-        means = _load_means(means_ptr, value_rows, is_parent, HEAD_DIM, BLOCK_D, SUM_IN_MEANS)
-        numerator, denominator = _accumulate(weights, means, numerator, denominator, SUM_IN_MEANS)
+            mean_rows += tl.where(rank < NUM_REFINED, PARENT_ROWS, 0)
+        means = _load_rows(means_ptr, mean_rows, is_parent, MEAN_STRIDE, BLOCK_D)
+        shares = _load_rows(means_ptr + MEAN_STRIDE - 8, mean_rows, is_parent, MEAN_STRIDE, 8)
+        numerator, denominator = _accumulate(
+            weights, means, shares, numerator, denominator, MEAN_STRIDE == BLOCK_D
+        )
     else:
         if SELECTS:
             importance = _tiled_importance(
@@ -301,38 +297,38 @@ def _attention_kernel(
             rank = _rank(importance, PARENT_ROWS)
         for start in tl.range(0, PARENT_ROWS, BLOCK_M):
             rows = start + tl.arange(0, BLOCK_M)
-            value_rows = rows
+            mean_rows = rows
             if not CORRECTING:
                 if SELECTS:
                     refined = (parents[:, None] == rows[None, :]) & (rank < NUM_REFINED)[:, None]
-                    value_rows += PARENT_ROWS * tl.sum(refined.to(tl.int32), axis=0)
+                    mean_rows += PARENT_ROWS * tl.sum(refined.to(tl.int32), axis=0)
                 elif NUM_REFINED > 0:
-                    value_rows += PARENT_ROWS
+                    mean_rows += PARENT_ROWS
             running_max, numerator, denominator = _attend_rows(
                 query,
                 codes_ptr,
                 means_ptr,
                 logs_ptr,
                 rows,
-                value_rows,
+                mean_rows,
                 tl.full([BLOCK_M], True, tl.int1),
                 running_max,
                 numerator,
                 denominator,
-                HEAD_DIM,
                 BLOCK_D,
-                SUM_IN_MEANS,
+                MEAN_STRIDE,
+                False,
                 False,
                 NUM_CHILDREN,
                 CHILD_ROWS,
             )
 
     if NUM_REFINED > 0:
-        # (REFINED_ROWS)
         if SELECTS:
-            place = tl.arange(0, REFINED_ROWS)
-            refined_parents = tl.where(rank[:, None] == place[None, :], parents[:, None], 0)
-            refined_parents = tl.sum(refined_parents, axis=0)
+            refined_ptr += ((batch * HEADS + head) * num_tiles + tile) * NUM_REFINED
+            tl.store(refined_ptr + rank, parents, mask=rank < NUM_REFINED)
+            # The loop reads what other threads of this program wrote.
+            tl.debug_barrier()
         for start in tl.range(0, NUM_REFINED, BLOCK_P):
             # (BLOCK_P * CHILD_ROWS)
             child = tl.arange(0, BLOCK_P * CHILD_ROWS)
@@ -342,7 +338,7 @@ def _attention_kernel(
             else:
                 valid = parent < NUM_REFINED
             if SELECTS:
-                parent = tl.gather(refined_parents, parent, axis=0)
+                parent = tl.load(refined_ptr + parent, mask=valid, other=0)
             rows = parent * CHILD_ROWS + child % CHILD_ROWS
             # Lets a thread load the logs of neighbouring children at once.
             rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
@@ -357,22 +353,22 @@ def _attention_kernel(
                 running_max,
                 numerator,
                 denominator,
-                HEAD_DIM,
                 BLOCK_D,
-                SUM_IN_MEANS,
+                MEAN_STRIDE,
+                True,
                 CORRECTING,
                 NUM_CHILDREN,
                 CHILD_ROWS,
             )
 
-    if SUM_IN_MEANS:
-        denominator = tl.sum(tl.where((column == HEAD_DIM)[None, :], numerator, 0.0), axis=1)
+    if MEAN_STRIDE == BLOCK_D:
+        denominator = tl.where((column == HEAD_DIM)[None, :], numerator, 0.0)
+        denominator = tl.sum(denominator, axis=1)
     else:
         denominator = tl.max(denominator, axis=1)
     output = numerator * (1.0 / denominator)[:, None]
-
     output_pointers = output_ptr + token[:, None] * (HEADS * HEAD_DIM) + column[None, :]
-    tl.store(output_pointers, output, mask=in_tile)
+    tl.store(output_pointers, output, mask=is_number)
 
 
 @dataclass(frozen=True)
@@ -383,12 +379,14 @@ class Config:
     num_stages: blocks of children in flight; more than 1 needs shared memory for each.
     parents_per_block: refined parents whose children form one block of the online softmax.
     parent_block: parents per block. If it holds all of them, no logit is computed twice.
+    max_registers: per thread; fewer let more programs share a multiprocessor.
     """
 
     num_warps: int
     num_stages: int
     parents_per_block: int
     parent_block: int
+    max_registers: int | None = None
 
 
 def default_config(
@@ -396,6 +394,7 @@ def default_config(
     head_dim: int,
     num_parents: int,
     num_children: int,
+    num_refined: int,
     query_tile: int,
     dtype: torch.dtype,
     capability: tuple[int, int],
@@ -403,21 +402,28 @@ def default_config(
     """The configuration that `attend` launches without an explicit one."""
     parent_rows = _padded(num_parents)
     child_rows = triton.next_power_of_2(max(num_children, 1))
-    parents_per_block = triton.cdiv(64, child_rows)
-    parent_block = parent_rows if parent_rows <= 128 else 64
-    num_warps = triton.cdiv(_padded(query_tile), 16)
+    tile_rows = _padded(query_tile)
+    config = Config(
+        num_warps=triton.cdiv(tile_rows, 16),
+        num_stages=1,
+        parents_per_block=max(1, 64 // child_rows),
+        parent_block=parent_rows if parent_rows <= 128 else 64,
+    )
+    few_parents = max(1, 32 // child_rows)
     if capability < (9, 0) and (dtype == torch.float32 or head_dim > 64):
         # mma.sync keeps all operands in registers; this does not spill.
-        parents_per_block, parent_block = triton.cdiv(32, child_rows), 32
-    elif capability >= (9, 0) and dtype != torch.float32 and parent_block <= 64:
-        # Measured on an H200: fewer instructions and more programs beat more warps.
-        parents_per_block, num_warps = triton.cdiv(32, child_rows), triton.cdiv(num_warps, 2)
-    return Config(
-        num_warps=num_warps,
-        num_stages=1,
-        parents_per_block=max(parents_per_block, triton.cdiv(16, child_rows)),
-        parent_block=parent_block,
-    )
+        return replace(config, parents_per_block=few_parents, parent_block=32)
+    if capability < (9, 0) or dtype == torch.float32:
+        return config if parent_rows <= 64 else replace(config, parents_per_block=few_parents)
+    # Measured on an H200: fewer instructions and more programs beat more warps.
+    config = replace(config, num_warps=triton.cdiv(tile_rows, 32))
+    if not 0 < num_refined < num_parents:
+        config = replace(config, parent_block=32)
+    if config.parent_block <= 64:
+        config = replace(config, parents_per_block=few_parents)
+        if head_dim <= 64:
+            config = replace(config, max_registers=128)
+    return config
 
 
 def attend(
@@ -441,8 +447,8 @@ def attend(
         query: (B, H, N, D) float16, bfloat16 or float32; any strides with a last one of 1.
         codes: (H, MP + M0 CP, DP), times scale * log2(e); float32 for float32 queries, else
             float16.
-        means: (B, H, 2 MP + M0 CP, DP), dtype of `codes`.
-        logs: (B, H, 2 MP + M0 CP) float32, log2 of the number of keys.
+        means: (B, H, 2 MP + M0 CP, DV), dtype of `codes`, as `precompute` gives them.
+        logs: (B, H, MP + M0 CP) float32, log2 of the number of keys.
         num_parents: M0.
         num_children: C.
         num_refined: P; 0 is flat VQ-attention.
@@ -460,8 +466,8 @@ def attend(
     if any(stride % 8 for stride in query.stride()[:3]) or query.data_ptr() % 16:
         query = query.transpose(1, 2).contiguous().transpose(1, 2)
     output = query.new_empty(batch, num_queries, heads, head_dim)
-
-    grid = (heads * triton.cdiv(num_queries, query_tile), batch)
+    num_tiles = -(-num_queries // query_tile)
+    refined = query.new_empty((batch, heads, num_tiles, num_refined), dtype=torch.int32)
     constants = launch_constants(
         heads=heads,
         head_dim=head_dim,
@@ -476,12 +482,13 @@ def attend(
         capability=_capability(query.device),
         config=config,
     )
-    _attention_kernel[grid](
+    _attention_kernel[heads * num_tiles, batch](
         query_ptr=query,
         query_order_ptr=query_order,
         codes_ptr=codes,
         means_ptr=means,
         logs_ptr=logs,
+        refined_ptr=refined,
         output_ptr=output,
         num_queries=num_queries,
         query_stride_batch=query.stride(0),
@@ -491,6 +498,7 @@ def attend(
     return output.transpose(1, 2)
 
 
+@cache
 def launch_constants(
     *,
     heads: int,
@@ -505,19 +513,20 @@ def launch_constants(
     dtype: torch.dtype,
     capability: tuple[int, int],
     config: Config | None,
-) -> dict[str, int]:
-    """Compile-time arguments of the kernel, with num_warps and num_stages."""
+) -> dict[str, object]:
+    """Compile-time arguments of the kernel, with the options of its launch."""
     num_refined = num_refined if num_children else 0
     if config is None:
         config = default_config(
             head_dim=head_dim,
             num_parents=num_parents,
             num_children=num_children,
+            num_refined=num_refined,
             query_tile=query_tile,
             dtype=dtype,
             capability=capability,
         )
-    block_d, parent_rows = _padded(head_dim), _padded(num_parents)
+    padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
     selects = 0 < num_refined < num_parents
     is_tiled = selects and importance_tile is not None and importance_tile < num_parents
     parent_block = _padded(importance_tile) if is_tiled else min(config.parent_block, parent_rows)
@@ -532,16 +541,15 @@ def launch_constants(
         "IMPORTANCE_TILE": importance_tile if is_tiled else num_parents,
         "CORRECTING": form == "correcting",
         "PARENT_ROWS": parent_rows,
-        "CHILD_ROWS": triton.next_power_of_2(num_children) if num_children else 0,
+        "CHILD_ROWS": child_rows,
         "BLOCK_N": _padded(query_tile),
-        "BLOCK_D": block_d,
+        "BLOCK_D": padded_dim,
+        "MEAN_STRIDE": mean_columns(head_dim),
         "BLOCK_M": parent_block,
         "BLOCK_P": config.parents_per_block,
-        "REFINED_ROWS": triton.next_power_of_2(max(num_refined, config.parents_per_block)),
-        # A pipelined load cannot fill columns with ones.
-        "SUM_IN_MEANS": head_dim < block_d and config.num_stages == 1,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        "maxnreg": config.max_registers,
     }
 
 
@@ -550,5 +558,6 @@ def _padded(length: int) -> int:
     return max(16, triton.next_power_of_2(length))
 
 
+@cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

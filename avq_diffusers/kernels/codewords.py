@@ -24,6 +24,12 @@ def padded_sizes(head_dim: int, num_parents: int, num_children: int) -> tuple[in
     )
 
 
+def mean_columns(head_dim: int) -> int:
+    """Columns of a row of D value means, whose last 8 or more hold the share of keys."""
+    padded_dim = padded_sizes(head_dim, 1, 0)[0]
+    return padded_dim if head_dim < padded_dim else padded_dim + 16
+
+
 def unsupported(
     query: Tensor,
     *,

@@ -14,14 +14,17 @@ Shapes: B batch, H heads, S keys, D head dim, M0 parents, C children; DP, MP, CP
 L leaf slots (0 stays, c + 1 is child c), T chunks.
 """
 
+import math
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from avq_diffusers.kernels.codewords import padded_sizes
+from avq_diffusers.kernels.codewords import mean_columns, padded_sizes
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class Config:
 
     num_chunks: chunks that a head's keys are sorted in, a power of two.
     sort_keys, sort_parents: keys and parents of one product.
-    sort_group: keys that are ranked by comparing each with each.
-    sort_warps, sort_stages: of the sort.
+    sort_shared: bytes of shared memory that all codes and the key tiles may take; codes that take
+        more are loaded again for every key tile.
+    sort_warps, sort_stages: of the sort; each warp ranks its own strip of a chunk.
     piece_keys: keys of one parent that one program aggregates.
     leaf_keys: keys of one product.
     leaf_warps, leaf_stages: of the aggregation.
@@ -40,7 +44,7 @@ class Config:
     num_chunks: int
     sort_keys: int
     sort_parents: int
-    sort_group: int
+    sort_shared: int
     sort_warps: int
     sort_stages: int
     piece_keys: int
@@ -50,16 +54,18 @@ class Config:
 
 
 def configure(num_keys: int, num_children: int, dtype: torch.dtype) -> Config:
-    """The configuration for a problem size; smaller tiles where registers or shared memory end."""
-    piece_keys = min(2048, max(256, triton.next_power_of_2(num_keys) // 16))
+    """The configuration for a problem size, measured on an H200 for half precision.
+
+    Smaller tiles where registers or shared memory end.
+    """
     config = Config(
-        num_chunks=32,
+        num_chunks=_clamped_power_of_2(math.isqrt(num_keys) // 4, 8, 64),
         sort_keys=64,
         sort_parents=64,
-        sort_group=32,
+        sort_shared=88 * 1024,
         sort_warps=4,
-        sort_stages=2,
-        piece_keys=piece_keys,
+        sort_stages=3,
+        piece_keys=_clamped_power_of_2(num_keys // 16, 256, 2048),
         leaf_keys=32,
         leaf_warps=1,
         leaf_stages=2,
@@ -68,9 +74,20 @@ def configure(num_keys: int, num_children: int, dtype: torch.dtype) -> Config:
         config = replace(config, leaf_keys=64, leaf_warps=4)
     if dtype == torch.float32:
         config = replace(
-            config, sort_keys=32, sort_stages=1, leaf_keys=32, leaf_warps=4, leaf_stages=1
+            config,
+            sort_keys=32,
+            sort_shared=24 * 1024,
+            sort_stages=1,
+            leaf_keys=32,
+            leaf_warps=4,
+            leaf_stages=1,
         )
     return config
+
+
+def _clamped_power_of_2(number: int, least: int, most: int) -> int:
+    """The largest power of two up to `number`, but within `least` and `most`."""
+    return min(most, max(least, 1 << (max(number, 1).bit_length() - 1)))
 
 
 @triton.jit
@@ -81,10 +98,31 @@ def _product(left, right):
 
 @triton.jit
 def _first_maximum(scores, columns, LAST: tl.constexpr):
-    """Largest score of each row and its lowest column; LAST, the last column, if the row is NaN."""
+    """Largest score along axis 1 and its lowest column; LAST, the last column, if all are NaN."""
     best = tl.max(scores, axis=1)
-    column = tl.where(scores == best[:, None], columns[None, :], LAST)
+    column = tl.where(scores == tl.expand_dims(best, 1), columns, LAST)
     return best, tl.min(column, axis=1)
+
+
+@triton.jit
+def _nearest_parents(key, codes, bias, first_parent, LAST: tl.constexpr):
+    """[KEYS, 8] best score among every eighth parent of a tile, and that parent.
+
+    A thread holds a row's scores in two of eight columns, so this needs no other thread.
+    """
+    PLACES: tl.constexpr = codes.shape[0] // 8
+    scores = (_product(key, codes.T) + bias[None, :]).reshape(key.shape[0], PLACES, 8)
+    parents = tl.arange(0, PLACES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    best, parent = _first_maximum(scores, parents[None], LAST)
+    return best, first_parent + parent
+
+
+@triton.jit
+def _count_bits(bits):
+    bits -= (bits >> 1) & 0x55555555
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    return (bits * 0x01010101) >> 24
 
 
 @triton.jit
@@ -98,9 +136,8 @@ def _load_rows(
 
 
 @triton.jit
-def _load_codes(codes_ptr, bias_ptr, rows, DP: tl.constexpr):
-    codes = tl.load(codes_ptr + rows[:, None] * DP + tl.arange(0, DP)[None, :])
-    return codes, tl.load(bias_ptr + rows)
+def _load_codes(codes_ptr, rows, DP: tl.constexpr):
+    return tl.load(codes_ptr + rows[:, None] * DP + tl.arange(0, DP)[None, :])
 
 
 @triton.jit(
@@ -118,6 +155,7 @@ def sort_kernel(
     bias_ptr,
     rank_ptr,
     order_ptr,
+    count_ptr,
     start_ptr,
     ticket_ptr,
     key_stride_b,
@@ -132,90 +170,150 @@ def sort_kernel(
     NUM_CHUNKS: tl.constexpr,
     KEYS: tl.constexpr,
     PARENTS: tl.constexpr,
-    GROUP: tl.constexpr,
+    STRIPS: tl.constexpr,
+    RESIDENT: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """Sort one chunk of one head's keys by their nearest parent.
 
-    rank, order: (B, H, S) int32 workspace, and key indices sorted within each chunk.
+    Loops over the chunk: find the parents; rank every key among those of its parent; write the
+    order. A chunk is ranked as STRIPS runs of keys, 32 keys of each at a time.
+
+    rank: (B, H, NUM_CHUNKS, chunk_keys) int32 workspace, first parents, then ranks with parents.
+    order: (B, H, S) int32, key indices sorted within each chunk.
+    count: (B, H, NUM_CHUNKS, STRIPS, MP) int32 workspace, ranked keys of a parent in a strip, then
+        where they start in the chunk.
     start: (B, H, MP + 1, NUM_CHUNKS) int32, where a parent's keys start in a chunk.
     ticket: (B, H, MP) int32, set to 0 for the aggregation.
+    RESIDENT: whether shared memory holds the codes of all parents.
     """
     head = tl.program_id(0)
     batch = tl.program_id(1)
     chunk = tl.program_id(2)
     batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
+    batch_chunk = batch_head * NUM_CHUNKS + chunk
+    first = chunk * chunk_keys
+    length = tl.minimum(chunk_keys, num_keys - first)
 
+    key_stride_s = key_stride_s.to(tl.int64) * ALIGN
     key_ptr += (batch.to(tl.int64) * key_stride_b + head.to(tl.int64) * key_stride_h) * ALIGN
+    key_ptr += first * key_stride_s
     codes_ptr += head * NUM_CODES * DP
     bias_ptr += head * NUM_CODES
-    rank_ptr += batch_head * num_keys
-    order_ptr += batch_head * num_keys
+    rank_ptr += batch_chunk * chunk_keys
+    order_ptr += batch_head * num_keys + first
+    count_ptr += batch_chunk * STRIPS * MP
     start_ptr += batch_head * (MP + 1) * NUM_CHUNKS + chunk
-    first = chunk * chunk_keys
-    stop = tl.minimum(first + chunk_keys, num_keys)
 
-    GROUPS: tl.constexpr = KEYS // GROUP
     all_parents = tl.arange(0, MP)
     parents = tl.arange(0, PARENTS)
-    in_group = tl.arange(0, GROUP)
-    is_before = in_group[None, :, None] < in_group[None, None, :]
-    group = tl.arange(0, KEYS) // GROUP
+    if RESIDENT:
+        codes = ()
+        for first_parent in tl.static_range(0, MP, PARENTS):
+            codes += (_load_codes(codes_ptr, first_parent + parents, DP),)
     if MP == PARENTS:
-        codes, bias = _load_codes(codes_ptr, bias_ptr, parents, DP)
+        bias = tl.load(bias_ptr + parents)
 
-    counts = tl.zeros([MP], tl.int32)
-    for tile in tl.range(first, stop, KEYS):
-        # [KEYS]
-        keys = tile + tl.arange(0, KEYS)
-        is_key = keys < stop
+    rows = tl.arange(0, KEYS)
+    columns = tl.arange(0, DP)
+    # [KEYS, DP] Offsets in a tile fit 32 bits; the tile's own is a scalar.
+    offsets = rows[:, None] * key_stride_s.to(tl.int32) + columns[None, :]
+    for tile in tl.range(0, length, KEYS):
         # [KEYS, DP]
-        key = _load_rows(key_ptr, keys, key_stride_s, is_key, D, DP, ALIGN).to(
-            codes_ptr.dtype.element_ty
-        )
+        is_key = tile + rows < length
+        key = tl.load(
+            key_ptr + tile * key_stride_s + offsets,
+            mask=is_key[:, None] & (columns < D)[None, :],
+            other=0.0,
+        ).to(codes_ptr.dtype.element_ty)
 
-        # [KEYS]
+        # [KEYS, 8]
         if MP == PARENTS:
-            best, parent = _first_maximum(_product(key, codes.T) + bias[None, :], parents, MP - 1)
+            best, parent = _nearest_parents(key, codes[0], bias, 0, MP - 1)
         else:
-            best = tl.full([KEYS], float("-inf"), tl.float32)
-            parent = tl.full([KEYS], MP - 1, tl.int32)
-            for first_parent in tl.range(0, MP, PARENTS):
-                codes, bias = _load_codes(codes_ptr, bias_ptr, first_parent + parents, DP)
-                tile_best, tile_parent = _first_maximum(
-                    _product(key, codes.T) + bias[None, :], parents, PARENTS - 1
-                )
-                parent = tl.where(tile_best > best, first_parent + tile_parent, parent)
-                best = tl.maximum(best, tile_best)
+            best = tl.full([KEYS, 8], float("-inf"), tl.float32)
+            parent = tl.full([KEYS, 8], MP - 1, tl.int32)
+            if RESIDENT:
+                for part in tl.static_range(MP // PARENTS):
+                    bias = tl.load(bias_ptr + part * PARENTS + parents)
+                    tile_best, tile_parent = _nearest_parents(
+                        key, codes[part], bias, part * PARENTS, PARENTS - 1
+                    )
+                    parent = tl.where(tile_best > best, tile_parent, parent)
+                    best = tl.maximum(best, tile_best)
+            else:
+                for first_parent in tl.range(0, MP, PARENTS):
+                    bias = tl.load(bias_ptr + first_parent + parents)
+                    tile_best, tile_parent = _nearest_parents(
+                        key,
+                        _load_codes(codes_ptr, first_parent + parents, DP),
+                        bias,
+                        first_parent,
+                        PARENTS - 1,
+                    )
+                    parent = tl.where(tile_best > best, tile_parent, parent)
+                    best = tl.maximum(best, tile_best)
+        _, parent = _first_maximum(best, parent, MP - 1)
+        tl.store(rank_ptr + tile + rows, parent, mask=is_key)
 
-        # Rank of a key among those of its parent: counts of earlier tiles, of earlier groups, and
-        # of earlier keys in the group.
-        grouped = parent.reshape(GROUPS, GROUP)
-        # [GROUPS, GROUP, GROUP]
-        is_same = (grouped[:, :, None] == grouped[:, None, :]) & is_before
-        before = tl.sum(is_same.to(tl.int32), axis=1).reshape(KEYS)
-        # [GROUPS, MP]
-        bins = group * MP + parent
-        group_counts = tl.histogram(bins, GROUPS * MP, mask=is_key).reshape(GROUPS, MP)
-        earlier = tl.cumsum(group_counts, axis=0) - group_counts + counts[None, :]
-        rank = tl.gather(earlier.reshape(GROUPS * MP), bins, axis=0) + before
-        counts += tl.sum(group_counts, axis=0)
+    lanes = tl.arange(0, 32 * STRIPS)
+    strip = lanes // 32
+    in_strip = (lanes % 32).to(tl.uint32)
+    bit = tl.full([32], 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
+    earlier_bits = (tl.full([32 * STRIPS], 1, tl.uint32) << in_strip) - 1
+    strip_keys = chunk_keys // STRIPS
+    lane_offsets = strip * strip_keys + lanes % 32
+    # [32, STRIPS] All keys of a strip in one thread, the strips in different warps.
+    other_offsets = tl.arange(0, 32)[:, None] + tl.arange(0, STRIPS)[None, :] * strip_keys
+    strip_counts_ptr = count_ptr + tl.arange(0, STRIPS)[:, None] * MP + all_parents[None, :]
+    tl.store(strip_counts_ptr, tl.zeros([STRIPS, MP], tl.int32))
+    # Parents, counts and ranks pass from thread to thread through memory.
+    tl.debug_barrier()
+    for tile in tl.range(0, strip_keys, 32):
+        # [32 STRIPS]
+        keys = tile + lane_offsets
+        is_key = keys < length
+        parent = tl.load(rank_ptr + keys, mask=is_key, other=-1)
+        # [32, STRIPS]
+        others = tile + other_offsets
+        other_parent = tl.load(rank_ptr + others, mask=others < length, other=-1)
+
+        # [32 STRIPS] Bit i of a key says whether key i of its strip has the same parent.
+        is_same = other_parent[:, :, None] == parent.reshape(STRIPS, 32)[None, :, :]
+        same = tl.sum(tl.where(is_same, bit[:, None, None], 0), axis=0).reshape(32 * STRIPS)
+        same = same.to(tl.uint32)
+        is_last = same >> in_strip == 1
+        parent_count_ptr = count_ptr + strip * MP + parent
+        rank = tl.load(parent_count_ptr, mask=is_key, other=0)
+        rank += _count_bits(same & earlier_bits).to(tl.int32)
+
+        tl.debug_barrier()
         tl.store(rank_ptr + keys, rank * MP + parent, mask=is_key)
+        tl.store(parent_count_ptr, rank + 1, mask=is_key & is_last)
+        tl.debug_barrier()
 
+    # [STRIPS, MP]
+    strip_counts = tl.load(strip_counts_ptr)
+    counts = tl.sum(strip_counts, axis=0)
     start = tl.cumsum(counts, axis=0) - counts
+    strip_start = start[None, :] + tl.cumsum(strip_counts, axis=0) - strip_counts
+    tl.debug_barrier()
+    tl.store(strip_counts_ptr, strip_start)
     tl.store(start_ptr + all_parents * NUM_CHUNKS, start)
-    tl.store(start_ptr + MP * NUM_CHUNKS, stop - first)
+    tl.store(start_ptr + MP * NUM_CHUNKS, length)
     if chunk == 0:
         tl.store(ticket_ptr + batch_head * MP + all_parents, tl.zeros([MP], tl.int32))
 
-    # The next loop reads ranks that other threads of this program wrote.
     tl.debug_barrier()
-    for tile in tl.range(first, stop, KEYS):
-        keys = tile + tl.arange(0, KEYS)
-        is_key = keys < stop
+    for tile in tl.range(0, length, 128 * STRIPS):
+        # [128 STRIPS]
+        keys = tile + tl.arange(0, 128 * STRIPS)
+        is_key = keys < length
         rank = tl.load(rank_ptr + keys, mask=is_key, other=0)
-        position = first + tl.gather(start, rank % MP, axis=0) + rank // MP
-        tl.store(order_ptr + position, keys, mask=is_key)
+        parent_start = tl.load(
+            count_ptr + keys // strip_keys * MP + rank % MP, mask=is_key, other=0
+        )
+        tl.store(order_ptr + parent_start + rank // MP, first + keys, mask=is_key)
 
 
 @triton.jit
@@ -244,28 +342,46 @@ def _store_aggregates(
     parent,
     M0: tl.constexpr,
     CP: tl.constexpr,
+    D: tl.constexpr,
     DP: tl.constexpr,
+    DV: tl.constexpr,
     MP: tl.constexpr,
     L: tl.constexpr,
 ):
     """Write the rows of one parent: all its keys, those that stay, and those of its children."""
     slots = tl.arange(0, L)
-    columns = tl.arange(0, DP)
-    # [L]
+    count = tl.sum(counts, axis=0)
+    # [L] keys that a slot's values are averaged over: those who stay, over all of the parent.
+    over = tl.maximum(tl.where(slots == 0, count, counts), 1)
+    share = tl.where(slots == 0, counts * (1.0 / over), 1.0)
     rows = tl.where(slots == 0, MP + parent, 2 * MP + parent * CP + slots - 1)
     is_row = (slots == 0) | ((slots <= CP) & (parent < M0))
-    means = sums * (1.0 / tl.maximum(counts, 1))[:, None]
-    tl.store(
-        means_ptr + rows[:, None] * DP + columns[None, :],
-        means.to(means_ptr.dtype.element_ty),
-        mask=is_row[:, None],
-    )
-    tl.store(logs_ptr + rows, _log2(counts), mask=is_row)
+    _store_means(means_ptr + rows * DV, sums * (1.0 / over)[:, None], share, is_row, D, DP, DV)
+    is_child = (slots > 0) & is_row
+    tl.store(logs_ptr + MP + parent * CP + slots - 1, _log2(counts), mask=is_child)
 
-    count = tl.sum(counts, axis=0)
-    mean = tl.sum(sums, axis=0) * (1.0 / tl.maximum(count, 1))
-    tl.store(means_ptr + parent * DP + columns, mean.to(means_ptr.dtype.element_ty))
+    # [1, DP]
+    sums = tl.sum(sums, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
+    ones = tl.full([1], 1.0, tl.float32)
+    row = tl.arange(0, 1) + parent
+    _store_means(means_ptr + row * DV, sums, ones, ones > 0, D, DP, DV)
     tl.store(logs_ptr + parent, _log2(count))
+
+
+@triton.jit
+def _store_means(
+    row_ptr, means, share, is_row, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr
+):
+    """Write rows of DV columns: D of a mean, and the share of keys in the others."""
+    columns = tl.arange(0, DP)
+    rows = tl.where((columns < D)[None, :], means, share[:, None])
+    dtype = row_ptr.dtype.element_ty
+    mask = is_row[:, None] & (columns < DV)[None, :]
+    tl.store(row_ptr[:, None] + columns[None, :], rows.to(dtype), mask=mask)
+    if DV > DP:
+        columns = DP + tl.arange(0, DV - DP)
+        rows = tl.broadcast_to(share[:, None], [share.shape[0], DV - DP])
+        tl.store(row_ptr[:, None] + columns[None, :], rows.to(dtype), mask=is_row[:, None])
 
 
 @triton.jit
@@ -279,9 +395,9 @@ def _log2(count):
         "key_stride_b",
         "key_stride_h",
         "key_stride_s",
-        "value_stride_b",
-        "value_stride_h",
-        "value_stride_s",
+        "num_columns_b",
+        "num_columns_h",
+        "num_columns_s",
         "num_keys",
         "chunk_keys",
         "num_chunks",
@@ -303,19 +419,19 @@ def aggregate_kernel(
     key_stride_b,
     key_stride_h,
     key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
+    num_columns_b,
+    num_columns_h,
+    num_columns_s,
     num_keys,
     chunk_keys,
     num_chunks,
     num_pieces,
     NUM_CODES: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
     M0: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    DV: tl.constexpr,
     MP: tl.constexpr,
     CP: tl.constexpr,
     L: tl.constexpr,
@@ -339,7 +455,7 @@ def aggregate_kernel(
     batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
 
     key_ptr += (batch.to(tl.int64) * key_stride_b + head.to(tl.int64) * key_stride_h) * ALIGN
-    value_ptr += (batch.to(tl.int64) * value_stride_b + head.to(tl.int64) * value_stride_h) * ALIGN
+    value_ptr += (batch.to(tl.int64) * num_columns_b + head.to(tl.int64) * num_columns_h) * ALIGN
     codes_ptr += head * NUM_CODES * DP
     bias_ptr += head * NUM_CODES
     order_ptr += batch_head * num_keys
@@ -347,8 +463,8 @@ def aggregate_kernel(
     ticket_ptr += batch_head * MP
     piece_sums_ptr += batch_head * num_pieces * L * DP
     piece_counts_ptr += batch_head * num_pieces * L
-    means_ptr += batch_head * NUM_ROWS * DP
-    logs_ptr += batch_head * NUM_ROWS
+    means_ptr += batch_head * (MP + NUM_CODES) * DV
+    logs_ptr += batch_head * NUM_CODES
 
     parent = piece
     part = 0
@@ -396,14 +512,14 @@ def aggregate_kernel(
         keys = tl.load(order_ptr + position, mask=is_key, other=0)
 
         # [KEYS, DP]
-        value = _load_rows(value_ptr, keys, value_stride_s, is_key, D, DP, ALIGN)
+        value = _load_rows(value_ptr, keys, num_columns_s, is_key, D, DP, ALIGN)
         value = value.to(codes_ptr.dtype.element_ty)
 
         # [L, KEYS]
         if C > 0:
             key = _load_rows(key_ptr, keys, key_stride_s, is_key, D, DP, ALIGN)
             key = key.to(codes_ptr.dtype.element_ty)
-            _, slot = _first_maximum(_product(key, codes.T) + bias[None, :], slots, L - 1)
+            _, slot = _first_maximum(_product(key, codes.T) + bias[None, :], slots[None, :], L - 1)
             is_chosen = (slots[:, None] == slot[None, :]) & is_key[None, :]
         else:
             is_chosen = (slots[:, None] == 0) & is_key[None, :]
@@ -412,7 +528,7 @@ def aggregate_kernel(
     counts = tl.sum(chosen_counts, axis=1)
 
     if total <= PIECE:
-        _store_aggregates(means_ptr, logs_ptr, sums, counts, parent, M0, CP, DP, MP, L)
+        _store_aggregates(means_ptr, logs_ptr, sums, counts, parent, M0, CP, D, DP, DV, MP, L)
     else:
         offsets = slots[:, None] * DP + tl.arange(0, DP)[None, :]
         tl.store(piece_sums_ptr + piece * (L * DP) + offsets, sums)
@@ -428,7 +544,7 @@ def aggregate_kernel(
             for other in tl.range(first_extra, first_extra + num_parts - 1):
                 sums += tl.load(piece_sums_ptr + other * (L * DP) + offsets)
                 counts += tl.load(piece_counts_ptr + other * L + slots)
-            _store_aggregates(means_ptr, logs_ptr, sums, counts, parent, M0, CP, DP, MP, L)
+            _store_aggregates(means_ptr, logs_ptr, sums, counts, parent, M0, CP, D, DP, DV, MP, L)
 
 
 def precompute(
@@ -449,60 +565,43 @@ def precompute(
         config: how to cut the work; None takes the configuration for this size.
 
     Returns:
-        means: (B, H, 2 MP + M0 CP, DP), dtype of `codes`. Row p averages all keys of parent p, row
-            MP + p those that stay with it, row 2 MP + p CP + c those of its child c; 0 where there
-            are none and in padding.
-        logs: (B, H, 2 MP + M0 CP) float32, log2 of the number of those keys.
+        means: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `mean_columns`. Row p
+            averages the values of all keys of parent p, row 2 MP + p CP + c those of its child c.
+            Row MP + p is the sum over the keys that stay with p, over the number of all its keys.
+            Columns from D on are the share of a row's keys in that number: 1 but for stay rows.
+            0 where there are no keys.
+        logs: (B, H, MP + M0 CP) float32, log2 of the number of keys of every codeword.
     """
-    batch_size, num_heads, num_keys, head_dim = key.shape
-    config = config or configure(num_keys, num_children, key.dtype)
-    padded_dim, padded_parents, padded_children = padded_sizes(head_dim, num_parents, num_children)
-    num_slots = max(16, 2 * padded_children)
-    num_rows = codes.shape[1] + padded_parents
-    num_chunks = config.num_chunks
-    chunk_keys = triton.cdiv(num_keys, config.sort_keys * num_chunks) * config.sort_keys
-    used_chunks = triton.cdiv(num_keys, chunk_keys)
-    num_pieces = padded_parents + num_keys // config.piece_keys
-    sort_parents = min(config.sort_parents, padded_parents)
+    batch, num_heads, num_keys, head_dim = key.shape
     strides = (*key.stride()[:3], *value.stride()[:3])
     # A stride times a constant lets the compiler prove that rows of 16 bytes are aligned.
     align = 8 if all(stride % 8 == 0 for stride in strides) else 1
     strides = [stride // align for stride in strides]
+    plan = _plan(num_keys, head_dim, num_parents, num_children, key.dtype, align, config)
 
-    heads = (batch_size, num_heads)
-    indices = key.new_empty((2, *heads, num_keys), dtype=torch.int32)
-    rank, order = indices[0], indices[1]
-    start = key.new_empty((*heads, padded_parents + 1, num_chunks), dtype=torch.int32)
-    ticket = key.new_empty((*heads, padded_parents), dtype=torch.int32)
-    piece_sums = key.new_empty((*heads, num_pieces, num_slots, padded_dim), dtype=torch.float32)
-    piece_counts = key.new_empty((*heads, num_pieces, num_slots), dtype=torch.int32)
-    means = codes.new_empty((*heads, num_rows, padded_dim))
-    logs = bias.new_empty((*heads, num_rows))
+    heads = (batch, num_heads)
+    rank, order, count, start, ticket, piece_counts = (
+        key.new_empty(heads + shape, dtype=torch.int32) for shape in plan.integers
+    )
+    piece_sums = key.new_empty(heads + plan.piece_sums, dtype=torch.float32)
+    means = codes.new_empty(heads + plan.means)
+    logs = bias.new_empty(heads + codes.shape[1:2])
 
-    sort_kernel[(num_heads, batch_size, used_chunks)](
+    sort_kernel[num_heads, batch, plan.num_chunks](
         key,
         codes,
         bias,
         rank,
         order,
+        count,
         start,
         ticket,
         *strides[:3],
         num_keys,
-        chunk_keys,
-        NUM_CODES=codes.shape[1],
-        D=head_dim,
-        DP=padded_dim,
-        MP=padded_parents,
-        NUM_CHUNKS=num_chunks,
-        KEYS=config.sort_keys,
-        PARENTS=sort_parents,
-        GROUP=config.sort_group,
-        ALIGN=align,
-        num_warps=config.sort_warps,
-        num_stages=config.sort_stages,
+        plan.chunk_keys,
+        **plan.sort,
     )
-    aggregate_kernel[(num_heads, batch_size, num_pieces)](
+    aggregate_kernel[num_heads, batch, plan.num_pieces](
         key,
         value,
         codes,
@@ -516,24 +615,96 @@ def precompute(
         logs,
         *strides,
         num_keys,
-        chunk_keys,
-        used_chunks,
-        num_pieces,
-        NUM_CODES=codes.shape[1],
-        NUM_ROWS=num_rows,
-        M0=num_parents,
-        C=num_children,
-        D=head_dim,
-        DP=padded_dim,
-        MP=padded_parents,
-        CP=padded_children,
-        L=num_slots,
-        NUM_CHUNKS=num_chunks,
-        LOG2_CHUNKS=num_chunks.bit_length() - 1,
-        PIECE=config.piece_keys,
-        KEYS=config.leaf_keys,
-        ALIGN=align,
-        num_warps=config.leaf_warps,
-        num_stages=config.leaf_stages,
+        plan.chunk_keys,
+        plan.num_chunks,
+        plan.num_pieces,
+        **plan.aggregate,
     )
     return means, logs
+
+
+class _Plan(NamedTuple):
+    """What a problem size decides about the launches.
+
+    num_chunks, chunk_keys: chunks that hold keys, and keys of each but the last.
+    num_pieces: most pieces that keys of one head can be cut into.
+    integers, piece_sums, means: shapes for one head.
+    sort, aggregate: constants and options of the kernels.
+    """
+
+    num_chunks: int
+    chunk_keys: int
+    num_pieces: int
+    integers: tuple[tuple[int, ...], ...]
+    piece_sums: tuple[int, ...]
+    means: tuple[int, ...]
+    sort: dict[str, int]
+    aggregate: dict[str, int]
+
+
+@cache
+def _plan(
+    num_keys: int,
+    head_dim: int,
+    num_parents: int,
+    num_children: int,
+    dtype: torch.dtype,
+    align: int,
+    config: Config | None,
+) -> _Plan:
+    config = config or configure(num_keys, num_children, dtype)
+    padded_dim, padded_parents, padded_children = padded_sizes(head_dim, num_parents, num_children)
+    num_codes = padded_parents + num_parents * padded_children
+    num_slots = max(16, 2 * padded_children)
+    # Products and strips both divide a chunk.
+    tile_keys = max(config.sort_keys, 32 * config.sort_warps)
+    chunk_keys = -(-num_keys // (tile_keys * config.num_chunks)) * tile_keys
+    num_pieces = padded_parents + num_keys // config.piece_keys
+    sort_parents = min(config.sort_parents, padded_parents)
+    resident_rows = padded_parents + config.sort_stages * config.sort_keys
+    resident_bytes = resident_rows * padded_dim * (4 if dtype == torch.float32 else 2)
+    sizes = {
+        "NUM_CODES": num_codes,
+        "D": head_dim,
+        "DP": padded_dim,
+        "MP": padded_parents,
+        "NUM_CHUNKS": config.num_chunks,
+        "ALIGN": align,
+    }
+    return _Plan(
+        num_chunks=-(-num_keys // chunk_keys),
+        chunk_keys=chunk_keys,
+        num_pieces=num_pieces,
+        integers=(
+            (config.num_chunks, chunk_keys),
+            (num_keys,),
+            (config.num_chunks, config.sort_warps, padded_parents),
+            (padded_parents + 1, config.num_chunks),
+            (padded_parents,),
+            (num_pieces, num_slots),
+        ),
+        piece_sums=(num_pieces, num_slots, padded_dim),
+        means=(padded_parents + num_codes, mean_columns(head_dim)),
+        sort={
+            **sizes,
+            "KEYS": config.sort_keys,
+            "PARENTS": sort_parents,
+            "STRIPS": config.sort_warps,
+            "RESIDENT": sort_parents == padded_parents or resident_bytes <= config.sort_shared,
+            "num_warps": config.sort_warps,
+            "num_stages": config.sort_stages,
+        },
+        aggregate={
+            **sizes,
+            "M0": num_parents,
+            "C": num_children,
+            "DV": mean_columns(head_dim),
+            "CP": padded_children,
+            "L": num_slots,
+            "LOG2_CHUNKS": config.num_chunks.bit_length() - 1,
+            "PIECE": config.piece_keys,
+            "KEYS": config.leaf_keys,
+            "num_warps": config.leaf_warps,
+            "num_stages": config.leaf_stages,
+        },
+    )
