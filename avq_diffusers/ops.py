@@ -169,6 +169,7 @@ def resolve_backend(
         backend == "auto"
         and _needs_grad(query, key, value)
         and reverse.dense_is_faster(
+            query.device,
             num_keys=key.shape[2],
             head_dim=codebook.head_dim,
             num_parents=num_parents,
@@ -275,19 +276,21 @@ def _kernel_attention(
 
     sizes = {"num_parents": children.shape[1], "num_children": children.shape[2]}
     dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
-    codes, bias = _packed_codewords(parents, children, scale, dtype)
-    means, logs = precompute(key, value, codes, bias, **sizes)
-    return attend(
-        query,
-        codes,
-        means,
-        logs,
-        **sizes,
-        num_refined=num_refined,
-        query_tile=query_tile,
-        query_order=query_order,
-        importance_tile=importance_tile,
-    )
+    # Triton launches on the current device.
+    with torch.cuda.device_of(query):
+        codes, bias = _packed_codewords(parents, children, scale, dtype)
+        means, logs = precompute(key, value, codes, bias, **sizes)
+        return attend(
+            query,
+            codes,
+            means,
+            logs,
+            **sizes,
+            num_refined=num_refined,
+            query_tile=query_tile,
+            query_order=query_order,
+            importance_tile=importance_tile,
+        )
 
 
 @_kernel_attention.register_fake

@@ -76,7 +76,8 @@ class Problem:
 
     def run(self, key=None, value=None, **changes) -> tuple[Tensor, Tensor]:
         key = self.key if key is None else key
-        config = replace(configure(key.shape[2], self.num_children, key.dtype), **changes)
+        config = configure(key.shape[2], self.num_parents, self.num_children, key.dtype)
+        config = replace(config, **changes)
         return precompute(
             key,
             self.value if value is None else value,

@@ -421,58 +421,20 @@ def test_the_kernels_have_these_gradients():
         assert relative_error(gradient, target) < 1e-6
 
 
-def test_when_the_dense_way_is_faster():
+@pytest.mark.parametrize(
+    ("device", "lengths"),
+    [
+        ("cpu", {0: (256, 4096), 64: (1024, 65536)}),
+        ("cuda", {0: (4096, 65536), 64: (16384, 262144)}),
+    ],
+)
+def test_when_the_dense_way_is_faster(device, lengths):
+    device = torch.device(device)
     sizes = {"head_dim": 40, "num_parents": 64, "num_children": 8}
-    for num_refined, short, long in ((0, 256, 4096), (64, 1024, 65536)):
-        assert reverse.dense_is_faster(num_keys=short, num_refined=num_refined, **sizes)
-        assert not reverse.dense_is_faster(num_keys=long, num_refined=num_refined, **sizes)
+    for num_refined, (short, long) in lengths.items():
+        sizes["num_refined"] = num_refined
+        assert reverse.dense_is_faster(device, num_keys=short, **sizes)
+        assert not reverse.dense_is_faster(device, num_keys=long, **sizes)
     # Tiles that refine different parents see different keys.
-    assert not reverse.dense_is_faster(num_keys=1, num_refined=16, **sizes)
-
-
-@pytest.mark.gpu
-class TestCuda:
-    @pytest.fixture(autouse=True)
-    def deterministic_cublas(self, monkeypatch):
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-    @staticmethod
-    def on_cuda(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Codebook]:
-        query, key, value, codebook = make_case(
-            queries=1000, head_dim=40, parents=64, children=8, dtype=dtype
-        )
-        return query.cuda(), key.cuda(), value.cuda(), codebook.to("cuda")
-
-    @pytest.mark.parametrize("num_refined", [0, 16, 64])
-    def test_agrees_with_the_definition(self, num_refined):
-        assert max(errors(*self.on_cuda(torch.float64), num_refined=num_refined)) < EXACT
-
-    @pytest.mark.parametrize("deterministic", [True, False])
-    @pytest.mark.parametrize("backend", ["torch", "triton"])
-    def test_same_bits_on_every_run(self, backend, deterministic):
-        torch.use_deterministic_algorithms(deterministic)
-        case = self.on_cuda(torch.float16)
-        first = gradients(*case, backend=backend, num_refined=16)
-        for _ in range(20):
-            for found in zip(gradients(*case, backend=backend, num_refined=16), first, strict=True):
-                assert torch.equal(*found)
-
-    @pytest.mark.parametrize("deterministic", [True, False])
-    def test_the_host_never_waits(self, deterministic):
-        torch.use_deterministic_algorithms(deterministic)
-        query, key, value, codebook = self.on_cuda(torch.float16)
-        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-        grad_output = random_like(query)
-
-        def step() -> None:
-            output = avq_attention(*inputs, codebook, num_refined=16, backend="torch")
-            torch.autograd.grad(output, inputs, grad_output)
-
-        step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step()
-            with pytest.raises(RuntimeError, match="synchroniz"):
-                query.sum().item()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    sizes["num_refined"] = 16
+    assert not reverse.dense_is_faster(device, num_keys=1, **sizes)

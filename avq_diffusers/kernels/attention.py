@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from avq_diffusers.kernels.codewords import mean_columns, padded_sizes
+from avq_diffusers.kernels.launch import launch
 
 # Below every logit, but finite: -inf minus -inf is NaN where a query has only met empty codewords.
 LOG_ZERO = tl.constexpr(-1e30)
@@ -191,7 +192,7 @@ def _rank(importance, PARENT_ROWS: tl.constexpr):
     return tl.sum(ahead.to(tl.int32), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "query_stride_batch", "query_stride_head"])
 def _attention_kernel(
     query_ptr,
     query_order_ptr,
@@ -482,18 +483,12 @@ def attend(
         capability=_capability(query.device),
         config=config,
     )
-    _attention_kernel[heads * num_tiles, batch](
-        query_ptr=query,
-        query_order_ptr=query_order,
-        codes_ptr=codes,
-        means_ptr=means,
-        logs_ptr=logs,
-        refined_ptr=refined,
-        output_ptr=output,
-        num_queries=num_queries,
-        query_stride_batch=query.stride(0),
-        query_stride_head=query.stride(1),
-        **constants,
+    launch(
+        _attention_kernel,
+        (heads * num_tiles, batch, 1),
+        (query, query_order, codes, means, logs, refined, output),
+        (num_queries, query.stride(0), query.stride(1)),
+        constants,
     )
     return output.transpose(1, 2)
 

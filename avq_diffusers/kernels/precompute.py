@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from avq_diffusers.kernels.codewords import mean_columns, padded_sizes
+from avq_diffusers.kernels.launch import launch
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,15 @@ class Config:
     leaf_stages: int
 
 
-def configure(num_keys: int, num_children: int, dtype: torch.dtype) -> Config:
+def configure(num_keys: int, num_parents: int, num_children: int, dtype: torch.dtype) -> Config:
     """The configuration for a problem size, measured on an H200 for half precision.
 
     Smaller tiles where registers or shared memory end.
     """
     config = Config(
-        num_chunks=_clamped_power_of_2(math.isqrt(num_keys) // 4, 8, 64),
+        num_chunks=_clamped_power_of_2(
+            math.isqrt(num_keys) // 4, 8, 64 if num_parents <= 64 else 32
+        ),
         sort_keys=64,
         sort_parents=64,
         sort_shared=88 * 1024,
@@ -587,38 +590,19 @@ def precompute(
     means = codes.new_empty(heads + plan.means)
     logs = bias.new_empty(heads + codes.shape[1:2])
 
-    sort_kernel[num_heads, batch, plan.num_chunks](
-        key,
-        codes,
-        bias,
-        rank,
-        order,
-        count,
-        start,
-        ticket,
-        *strides[:3],
-        num_keys,
-        plan.chunk_keys,
-        **plan.sort,
+    launch(
+        sort_kernel,
+        (num_heads, batch, plan.num_chunks),
+        (key, codes, bias, rank, order, count, start, ticket),
+        (*strides[:3], num_keys, plan.chunk_keys),
+        plan.sort,
     )
-    aggregate_kernel[num_heads, batch, plan.num_pieces](
-        key,
-        value,
-        codes,
-        bias,
-        order,
-        start,
-        ticket,
-        piece_sums,
-        piece_counts,
-        means,
-        logs,
-        *strides,
-        num_keys,
-        plan.chunk_keys,
-        plan.num_chunks,
-        plan.num_pieces,
-        **plan.aggregate,
+    launch(
+        aggregate_kernel,
+        (num_heads, batch, plan.num_pieces),
+        (key, value, codes, bias, order, start, ticket, piece_sums, piece_counts, means, logs),
+        (*strides, num_keys, plan.chunk_keys, plan.num_chunks, plan.num_pieces),
+        plan.aggregate,
     )
     return means, logs
 
@@ -652,7 +636,7 @@ def _plan(
     align: int,
     config: Config | None,
 ) -> _Plan:
-    config = config or configure(num_keys, num_children, dtype)
+    config = config or configure(num_keys, num_parents, num_children, dtype)
     padded_dim, padded_parents, padded_children = padded_sizes(head_dim, num_parents, num_children)
     num_codes = padded_parents + num_parents * padded_children
     num_slots = max(16, 2 * padded_children)
