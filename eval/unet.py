@@ -54,10 +54,10 @@ LABELS = {SDPA: "SDPA default", FA2: "FA2", LIMIT: "limit", TOME: "ToMe r=0.5"}
 EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
 MODES = {
     GRAPH: "CUDA graph, not compiled",
-    COMPILE: "torch.compile, default mode, in a CUDA graph",
+    COMPILE: "torch.compile in a CUDA graph",
     EAGER: "eager",
 }
-MODES_WITHOUT_GRAPHS = {**MODES, COMPILE: "torch.compile, default mode"}
+MODES_WITHOUT_GRAPHS = {**MODES, COMPILE: "torch.compile"}
 
 SD15 = {
     "sample_size": 64,
