@@ -6,12 +6,13 @@ import platform
 import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "diffusers", "transformers")
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "tomesd")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -27,7 +28,7 @@ def environment(device: torch.device | str) -> dict[str, Any]:
         "commit": _commit(),
         "device": device_name,
         "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
+        **{name: version(name) for name in PACKAGES if find_spec(name) is not None},
     }
 
 

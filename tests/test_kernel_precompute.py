@@ -3,12 +3,9 @@
 Compilation for GPUs that are not there runs this file as a script, in a process of its own.
 """
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace

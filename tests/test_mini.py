@@ -37,7 +37,7 @@ from avq_diffusers.mini import (
     render,
     sample_scene,
 )
-from eval.metrics import Scorer, clip_scores
+from eval.metrics import Scorer, clip_scores, psnr
 
 MEBIBYTE = 2**20
 NUM_TOKENS = {0: 4096, 1: 1024}
@@ -252,3 +252,26 @@ def test_the_vae_reconstructs_held_out_scenes(mini):
         copy = mini.vae.decode(latents).sample.clamp(-1, 1)
         assert -10 * ((copy - picture) / 2).square().mean().log10() >= 34
         assert 0.5 < (latents * mini.vae.config.scaling_factor).std() < 2
+
+
+@pytest.mark.gpu
+def test_kernels_draw_the_picture_of_the_fallback(shipped):
+    """Up to rounding, which near-ties between parents amplify: closer than to the exact one."""
+    pipe = StableDiffusionPipeline.from_pretrained(MINI_SD).to("cuda")
+    pipe.set_progress_bar_config(disable=True)
+
+    def picture() -> np.ndarray:
+        generator = torch.Generator().manual_seed(0)
+        prompt = default_prompts()[0]
+        images = pipe(prompt, generator=generator, num_inference_steps=25, output_type="np").images
+        return (images * 255).round().astype(np.uint8)
+
+    exact = picture()
+    pictures = {}
+    for backend in ("triton", "torch"):
+        apply_avq(pipe, shipped, backend=backend, route="always")
+        pictures[backend] = picture()
+        assert f"AVQ ({backend} backend)" in str(summary(pipe))
+        remove_avq(pipe)
+    apart = psnr(pictures["triton"], pictures["torch"])[0]
+    assert apart > 6 + psnr(exact, pictures["torch"])[0]

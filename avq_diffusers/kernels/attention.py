@@ -538,6 +538,8 @@ def launch_constants(
         "PARENT_ROWS": parent_rows,
         "CHILD_ROWS": child_rows,
         "BLOCK_N": _padded(query_tile),
+        # As one block: cut into 32 + 16 columns, products on an H200 read beyond shared memory with
+        # Triton 3.6 (triton issues 10486, 11366).
         "BLOCK_D": padded_dim,
         "MEAN_STRIDE": mean_columns(head_dim),
         "BLOCK_M": parent_block,
