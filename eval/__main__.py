@@ -127,6 +127,17 @@ def bench_unet_command(
     )
 
 
+@bench_app.command("counters")
+def bench_counters_command(device: Device = "cuda", output: Output = RESULTS) -> None:
+    """Read what limits each kernel from the GPU's counters, with Nsight Compute.
+
+    Example: python -m eval bench counters --device cuda
+    """
+    from eval.counters import run_counters
+
+    run_counters(_device(device), output, command=_command())
+
+
 @app.command("compare")
 def compare_command(
     methods: Methods = "M64P16C8,M192,M4,value-projection",

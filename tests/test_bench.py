@@ -12,6 +12,7 @@ from PIL import Image
 
 from avq_diffusers import AVQConfig, select_layers
 from eval import kernels, unet
+from eval.counters import counters_table, read_details, run_counters
 from eval.kernels import Bench, Effort, KeySource, Method, Shape
 
 CPU = torch.device("cpu")
@@ -276,6 +277,36 @@ def test_run_kernels_refuses_an_unknown_part(tmp_path):
     message = "--parts must be some of table, sd15, scaling, but got 'all'"
     with pytest.raises(ValueError, match=message):
         kernels.run_kernels(CPU, tmp_path, command="x", parts=["all"])
+
+
+DETAILS = """==PROF== Profiling "sort_kernel"
+"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","sort_kernel","Speed Of Light","Memory Throughput","%","79.5"
+"0","sort_kernel","Speed Of Light","Duration","us","161.25"
+"0","sort_kernel","Memory","Memory Throughput","Tbyte/s","2.5"
+"0","sort_kernel","Memory","L2 Hit Rate","%","33.1"
+"0","sort_kernel","Launch","Threads","thread","1,024"
+"1","_attention_kernel","Speed Of Light","Duration","ms","1,000.5"
+"""
+
+
+def test_counters_are_read_in_si_units():
+    sort, attention = read_details(DETAILS)
+
+    assert sort == {
+        "kernel": "sort_kernel",
+        "duration": pytest.approx(161.25e-6),
+        "dram_bytes_per_second": 2.5e12,
+        "l2_hit_percent": 33.1,
+    }
+    assert attention == {"kernel": "_attention_kernel", "duration": pytest.approx(1.0005)}
+    rows = [{"name": "level 0", "config": "M256", **launch} for launch in (sort, attention)]
+    assert "| level 0 | M256 | sort_kernel | 0.0001612 | - |" in counters_table(rows)
+
+
+def test_counters_need_a_gpu(tmp_path):
+    with pytest.raises(ValueError, match="--device cuda"):
+        run_counters(torch.device("cpu"), tmp_path, command="")
 
 
 def test_the_unet_is_sd15():

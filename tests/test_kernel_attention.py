@@ -290,7 +290,7 @@ def test_most_important_parents_are_refined(parent_block, importance_tile):
     case.leaf_means[:] = 0
     case.means[:] = torch.eye(40, dtype=torch.float64)
 
-    output = case.attend(config=Config(1, 1, 2, parent_block))
+    output = case.attend(config=Config(1, 1, 4, parent_block))
 
     for tile in case.tiles():
         refined = (output[:, :, tile] == 0).all(dim=2)

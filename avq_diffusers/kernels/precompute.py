@@ -59,10 +59,9 @@ def configure(num_keys: int, num_parents: int, num_children: int, dtype: torch.d
 
     Smaller tiles where registers or shared memory end.
     """
+    most_chunks = 16 if num_children == 0 else 64 if num_parents <= 64 else 32
     config = Config(
-        num_chunks=_clamped_power_of_2(
-            math.isqrt(num_keys) // 4, 8, 64 if num_parents <= 64 else 32
-        ),
+        num_chunks=_clamped_power_of_2(math.isqrt(num_keys) // 4, 8, most_chunks),
         sort_keys=64,
         sort_parents=64,
         sort_shared=88 * 1024,

@@ -1,0 +1,128 @@
+"""What limits each kernel, by Nsight Compute's counters: `python -m eval bench counters`.
+
+`ncu` must be on the path and allowed to read the counters. It runs this module, which calls the
+operation once at one of SD1.5's shapes or the paper's.
+"""
+
+import csv
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from avq_diffusers import AVQConfig, avq_attention
+from eval.kernels import KeySource, Shape
+from eval.report import save_json
+
+SHAPES = {
+    "level 0, 512 px": Shape(2, 8, 4096, 40),
+    "level 0, 2048 px": Shape(2, 8, 65536, 40),
+    "level 1, 1024 px": Shape(2, 8, 4096, 80),
+    "paper, N = 64k": Shape(4, 12, 65536, 64),
+}
+CONFIGS = ("M64P16C8", "M256")
+KERNELS = "sort_kernel|aggregate_kernel|_attention_kernel"
+# Name in Nsight Compute's details and name in the result.
+COUNTERS = {
+    "Duration": "duration",
+    "Executed Ipc Active": "instructions_per_cycle",
+    "Issue Slots Busy": "issue_slots_busy_percent",
+    "No Eligible": "no_eligible_warp_percent",
+    "Achieved Occupancy": "occupancy_percent",
+    "Registers Per Thread": "registers_per_thread",
+    "L1/TEX Hit Rate": "l1_hit_percent",
+    "L2 Hit Rate": "l2_hit_percent",
+    "L2 Cache Throughput": "l2_throughput_percent",
+    "DRAM Throughput": "dram_throughput_percent",
+    "Memory Throughput": "dram_bytes_per_second",
+}
+UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+UNITS |= {"byte/s": 1.0, "Kbyte/s": 1e3, "Mbyte/s": 1e6, "Gbyte/s": 1e9, "Tbyte/s": 1e12}
+PROFILER = ("ncu", "--set", "full", "--clock-control", "none", "--page", "details", "--csv")
+
+
+def run_counters(device: torch.device, output: Path, *, command: str) -> None:
+    """Profile every kernel at every shape, print a table, write a JSON file after each shape.
+
+    Raises:
+        ValueError: `device` is not CUDA, or Nsight Compute is missing or fails.
+    """
+    if device.type != "cuda":
+        raise ValueError("counters need --device cuda.")
+    rows: list[dict[str, Any]] = []
+    for name, shape in SHAPES.items():
+        for config in CONFIGS:
+            rows += [
+                {"shape": str(shape), "name": name, "config": config, **row}
+                for row in _profile(name, config)
+            ]
+            save_json(
+                output / "bench_counters_cuda.json", command=command, device=device, rows=rows
+            )
+    print(counters_table(rows))
+
+
+def counters_table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    fields = list(COUNTERS.values())
+    lines = [
+        f"| shape | config | kernel | {' | '.join(field.replace('_', ' ') for field in fields)} |",
+        "|---" * (3 + len(fields)) + "|",
+    ]
+    for row in rows:
+        cells = [row["name"], row["config"], row["kernel"]]
+        cells += [f"{row[field]:.4g}" if field in row else "-" for field in fields]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def read_details(text: str) -> list[dict[str, Any]]:
+    """Counters of each launch, in SI units, from the details page of `ncu --csv`."""
+    table = text[text.index('"ID"') :]
+    launches: dict[str, dict[str, Any]] = {}
+    for line in csv.DictReader(io.StringIO(table)):
+        field = COUNTERS.get(line["Metric Name"])
+        if field is None:
+            continue
+        launch = launches.setdefault(line["ID"], {"kernel": line["Kernel Name"]})
+        unit, value = line["Metric Unit"], float(line["Metric Value"].replace(",", ""))
+        # The percentage of the same name is that of the busiest memory.
+        if field == "dram_bytes_per_second" and unit not in UNITS:
+            continue
+        launch[field] = value * UNITS.get(unit, 1.0)
+    return list(launches.values())
+
+
+def _profile(name: str, config: str) -> list[dict[str, Any]]:
+    target = [sys.executable, "-m", "eval.counters", name, config]
+    try:
+        done = subprocess.run(
+            [*PROFILER, "-k", f"regex:{KERNELS}", "--launch-skip", "3", *target],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except FileNotFoundError:
+        raise ValueError("counters need Nsight Compute: put ncu on the path.") from None
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"ncu failed: {(error.stdout + error.stderr).splitlines()[-1]}") from None
+    return read_details(done.stdout)
+
+
+@torch.no_grad()
+def _run_twice(name: str, config_name: str) -> None:
+    """Once to compile, once to be profiled."""
+    shape, config = SHAPES[name], AVQConfig.parse(config_name)
+    source = KeySource(shape.num_heads, shape.head_dim, torch.device("cuda"))
+    query, key, value = source.inputs(shape, torch.float16)
+    codebook = source.codebook(config)
+    for _ in range(2):
+        avq_attention(query, key, value, codebook, num_refined=config.num_refined, backend="triton")
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    _run_twice(*sys.argv[1:])
