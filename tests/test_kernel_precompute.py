@@ -73,7 +73,14 @@ class Problem:
 
     def run(self, key=None, value=None, **changes) -> tuple[Tensor, Tensor]:
         key = self.key if key is None else key
-        config = configure(key.shape[2], self.num_parents, self.num_children, key.dtype)
+        config = configure(
+            key.shape[:2].numel(),
+            key.shape[2],
+            self.sizes[0],
+            self.num_parents,
+            self.num_children,
+            key.dtype,
+        )
         config = replace(config, **changes)
         return precompute(
             key,

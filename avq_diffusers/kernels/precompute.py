@@ -14,7 +14,6 @@ Shapes: B batch, H heads, S keys, D head dim, M0 parents, C children; DP, MP, CP
 L leaf slots (0 stays, c + 1 is child c), T chunks.
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -54,23 +53,32 @@ class Config:
     leaf_stages: int
 
 
-def configure(num_keys: int, num_parents: int, num_children: int, dtype: torch.dtype) -> Config:
+def configure(
+    num_heads: int,
+    num_keys: int,
+    padded_dim: int,
+    num_parents: int,
+    num_children: int,
+    dtype: torch.dtype,
+) -> Config:
     """The configuration for a problem size, measured on an H200 for half precision.
 
-    Smaller tiles where registers or shared memory end.
+    Smaller tiles where registers or shared memory end. Heads are counted over the batch.
     """
     most_chunks = 16 if num_children == 0 else 64 if num_parents <= 64 else 32
+    # Pieces enough to fill the machine, however the keys are spread over the parents.
+    piece_keys = num_heads * num_keys * padded_dim >> 16
     config = Config(
-        num_chunks=_clamped_power_of_2(math.isqrt(num_keys) // 4, 8, most_chunks),
+        num_chunks=_clamped_power_of_2(num_keys >> 10, 16, most_chunks),
         sort_keys=64,
         sort_parents=64,
         sort_shared=88 * 1024,
         sort_warps=4,
         sort_stages=3,
-        piece_keys=_clamped_power_of_2(num_keys // 16, 256, 2048),
+        piece_keys=_clamped_power_of_2(piece_keys, 256, 2048),
         leaf_keys=32,
         leaf_warps=1,
-        leaf_stages=2,
+        leaf_stages=3,
     )
     if num_children > 16:
         config = replace(config, leaf_keys=64, leaf_warps=4)
@@ -323,7 +331,8 @@ def _extra_pieces(
     start_ptr, num_chunks, PIECE: tl.constexpr, MP: tl.constexpr, NUM_CHUNKS: tl.constexpr
 ):
     """[MP] pieces of each parent after its first."""
-    CHUNKS: tl.constexpr = 512 // MP
+    MOST: tl.constexpr = 2048 // MP
+    CHUNKS: tl.constexpr = NUM_CHUNKS if NUM_CHUNKS < MOST else MOST
     num_keys = tl.zeros([MP], tl.int32)
     for first_chunk in tl.range(0, num_chunks, CHUNKS):
         chunks = first_chunk + tl.arange(0, CHUNKS)
@@ -579,7 +588,9 @@ def precompute(
     # A stride times a constant lets the compiler prove that rows of 16 bytes are aligned.
     align = 8 if all(stride % 8 == 0 for stride in strides) else 1
     strides = [stride // align for stride in strides]
-    plan = _plan(num_keys, head_dim, num_parents, num_children, key.dtype, align, config)
+    plan = _plan(
+        batch * num_heads, num_keys, head_dim, num_parents, num_children, key.dtype, align, config
+    )
 
     heads = (batch, num_heads)
     rank, order, count, start, ticket, piece_counts = (
@@ -627,6 +638,7 @@ class _Plan(NamedTuple):
 
 @cache
 def _plan(
+    num_heads: int,
     num_keys: int,
     head_dim: int,
     num_parents: int,
@@ -635,8 +647,8 @@ def _plan(
     align: int,
     config: Config | None,
 ) -> _Plan:
-    config = config or configure(num_keys, num_parents, num_children, dtype)
     padded_dim, padded_parents, padded_children = padded_sizes(head_dim, num_parents, num_children)
+    config = config or configure(num_heads, num_keys, padded_dim, num_parents, num_children, dtype)
     num_codes = padded_parents + num_parents * padded_children
     num_slots = max(16, 2 * padded_children)
     # Products and strips both divide a chunk.
