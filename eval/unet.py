@@ -420,7 +420,7 @@ def bench_unet(
     *,
     methods: Sequence[str] = METHODS,
     deadline: float | None = None,
-    window_ms: float = 600.0,
+    window_ms: float = 2000.0,
 ) -> Iterator[list[Row]]:
     """Time one step at side x side pixels; all rows so far, after every row and at the end.
 
@@ -430,7 +430,7 @@ def bench_unet(
         mode: `"graph"`, `"compile"` or `"eager"`.
         methods: those of `StepBench.method`, the most important first.
         deadline: value of `perf_counter` after which no row is started.
-        window_ms: time spent on each row, in 5 to 30 steps.
+        window_ms: time spent on each row, in 5 to 40 steps.
     """
     torch.compiler.reset()
     inputs = [bench.inputs(side) for _ in range(NUM_INPUTS)]
@@ -459,7 +459,7 @@ def bench_unet(
                 # Foreign code (ToMe, compilers, backends) fails in all of these ways.
                 row["note"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             if "note" not in row:
-                steps = max(5, min(30, round(window_ms / row["ms"])))
+                steps = max(5, min(40, round(window_ms / row["ms"])))
                 ready.append((row, step, steps))
         yield with_ratios(rows)
     _time_in_turns(bench, ready)
