@@ -1,7 +1,7 @@
 """Adaptive vector-quantized (AVQ) attention for diffusers."""
 
 from avq_diffusers.calibrate import calibrate
-from avq_diffusers.codebook import Codebook, fit_codebook
+from avq_diffusers.codebook import Codebook, assign, fit_codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.diagnostics import (
     active_ratio,
@@ -10,6 +10,19 @@ from avq_diffusers.diagnostics import (
     constraint_error,
     leaf_counts,
     quantization_error,
+)
+from avq_diffusers.ema import (
+    batch_statistics,
+    derive_codebook,
+    ema_decay,
+    ema_update,
+    reassign_dead,
+)
+from avq_diffusers.linfusion import (
+    LinFusionProcessor,
+    load_linfusion,
+    remove_linfusion,
+    save_linfusion,
 )
 from avq_diffusers.ops import avq_attention
 from avq_diffusers.pipeline import (
@@ -31,20 +44,30 @@ __all__ = [
     "AVQProcessor",
     "AVQStableDiffusionPipeline",
     "Codebook",
+    "LinFusionProcessor",
     "active_ratio",
     "apply_avq",
+    "assign",
     "avq_attention",
     "avq_disabled",
+    "batch_statistics",
     "calibrate",
     "capture",
     "commitment_loss",
     "constraint_error",
+    "derive_codebook",
+    "ema_decay",
+    "ema_update",
     "fit_codebook",
     "leaf_counts",
+    "load_linfusion",
     "picture_sheet",
     "quantization_error",
     "query_order",
+    "reassign_dead",
     "remove_avq",
+    "remove_linfusion",
+    "save_linfusion",
     "select_layers",
     "set_num_refined",
     "summary",

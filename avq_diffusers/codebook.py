@@ -11,7 +11,9 @@ from dataclasses import InitVar, dataclass
 import torch
 from torch import Tensor
 
+# What stays in a CPU's cache; a GPU wants long launches.
 ELEMENTS_PER_CHUNK = 2**22
+ELEMENTS_PER_CHUNK_CUDA = 2**26
 SEEDING_TRIALS = 12
 CONVERGED = 1 - 1e-4
 
@@ -133,7 +135,7 @@ def assign(key: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
     centered_parents = parents - center
     child_offsets = (children - parents[:, :, None]).flatten(0, 1)
 
-    keys_per_chunk = _keys_per_chunk(key[..., :1, 0].numel(), codebook.num_parents)
+    keys_per_chunk = _keys_per_chunk(key.device, key[..., :1, 0].numel(), codebook.num_parents)
     parent_chunks, child_chunks = [], []
     with torch.autocast(key.device.type, enabled=False):
         for chunk in key.split(keys_per_chunk, dim=-2):
@@ -286,8 +288,9 @@ def _check_finite(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be finite, but got NaN or infinity.")
 
 
-def _keys_per_chunk(batch: int, width: int) -> int:
-    return max(1, ELEMENTS_PER_CHUNK // max(1, batch * width))
+def _keys_per_chunk(device: torch.device, batch: int, width: int) -> int:
+    elements = ELEMENTS_PER_CHUNK_CUDA if device.type == "cuda" else ELEMENTS_PER_CHUNK
+    return max(1, elements // max(1, batch * width))
 
 
 def _cell(assignment: Tensor, num_cells: int) -> Tensor:
@@ -316,7 +319,7 @@ def _nearest_child(residual: Tensor, child_offsets: Tensor, cell: Tensor) -> tup
         return torch.full_like(cell, -1), squared_distance
 
     child, gain = [], []
-    rows_per_chunk = _keys_per_chunk(num_children, head_dim)
+    rows_per_chunk = _keys_per_chunk(residual.device, num_children, head_dim)
     for rows, cells in zip(residual.split(rows_per_chunk), cell.split(rows_per_chunk), strict=True):
         score = half_norms[cells] - (child_offsets[cells] @ rows[:, :, None])[:, :, 0]
         lowest, nearest = score.min(dim=-1)
@@ -354,7 +357,7 @@ def _seed_centroids(keys: Tensor, num_centroids: int, generator: torch.Generator
 
 def _nearest(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """Nearest centroid of each key (H, S) and half the squared distance to it."""
-    keys_per_chunk = _keys_per_chunk(keys.shape[0], centroids.shape[1])
+    keys_per_chunk = _keys_per_chunk(keys.device, keys.shape[0], centroids.shape[1])
     chunks = [_score(chunk, centroids).min(dim=-1) for chunk in keys.split(keys_per_chunk, dim=1)]
     score = torch.cat([values for values, _ in chunks], dim=1)
     assignment = torch.cat([indices for _, indices in chunks], dim=1)

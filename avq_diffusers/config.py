@@ -93,6 +93,11 @@ class AVQConfig:
     def __str__(self) -> str:
         return f"M{self.num_parents}P{self.num_refined}C{self.num_children}"
 
+    @property
+    def effective_codewords(self) -> int:
+        """M0 + P C, the codewords that a query attends to: the cost in the paper."""
+        return self.num_parents + self.num_refined * self.num_children
+
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
         """Read `"M64P16C8"` (AVQ) or `"M256"` (flat VQ); `other_fields` go to the constructor.

@@ -64,7 +64,9 @@ def ema_update(ema: Tensor, batch: Tensor, decay: float) -> Tensor:
     return decay * ema + (1 - decay) * batch
 
 
-def derive_codebook(ema_key_sums: Tensor, ema_counts: Tensor, previous: Codebook) -> Codebook:
+def derive_codebook(
+    ema_key_sums: Tensor, ema_counts: Tensor, previous: Codebook, *, constrain: bool = True
+) -> Codebook:
     """Codewords that belong to the statistics: parents S / N, children projected S / N.
 
     A parent without keys keeps its place. A child without keys starts from its place and absorbs
@@ -74,14 +76,16 @@ def derive_codebook(ema_key_sums: Tensor, ema_counts: Tensor, previous: Codebook
         ema_key_sums: (H, M0, 1 + C, D).
         ema_counts: (H, M0, 1 + C).
         previous: the codebook before, in the dtype of the statistics.
+        constrain: let the children of each parent average to it; else they are S / N.
     """
     codewords = torch.cat([previous.parents[:, :, None], previous.children], dim=2)
     counts = ema_counts.where(ema_counts > NEGLIGIBLE_COUNT, 0)
     ema_means = torch.where(
         counts[..., None] > 0, ema_key_sums / counts.where(counts > 0, 1)[..., None], codewords
     )
-    parents = ema_means[:, :, 0]
-    children = project_children(ema_means[:, :, 1:], counts[:, :, 1:], parents)
+    parents, children = ema_means[:, :, 0], ema_means[:, :, 1:]
+    if constrain:
+        children = project_children(children, counts[:, :, 1:], parents)
     return Codebook(parents, children, check_finite=False)
 
 
@@ -94,6 +98,7 @@ def reassign_dead(
     *,
     threshold: float,
     seed: int = 0,
+    constrain: bool = True,
 ) -> tuple[Tensor, Tensor, Codebook]:
     """Move dead codewords, those with an EMA count below `threshold`, to badly represented keys.
 
@@ -112,6 +117,7 @@ def reassign_dead(
             same keys and seed to stay equal.
         threshold: keys per batch below which a codeword is dead.
         seed: of the draws.
+        constrain: as in `derive_codebook`.
 
     Returns:
         New key sums, counts and codebook.
@@ -163,7 +169,7 @@ def reassign_dead(
     counts = ema_counts.where(~moved, mass).masked_fill(orphaned, 0)
     key_sums = ema_key_sums.where(~moved[..., None], target * mass[..., None])
     key_sums = key_sums.masked_fill(orphaned[..., None], 0)
-    return key_sums, counts, derive_codebook(key_sums, counts, codebook)
+    return key_sums, counts, derive_codebook(key_sums, counts, codebook, constrain=constrain)
 
 
 def ema_decay(step: int, warmup_steps: int, start: float = 0.9, end: float = 0.99) -> float:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from diffusers import StableDiffusionPipeline
 from torch import nn
 
+from avq_diffusers.linfusion import LinFusionProcessor
 from avq_diffusers.ops import check_backend
 from avq_diffusers.processor import AVQ_CALL, AVQProcessor, LayerState, install, uninstall
 from avq_diffusers.routing import ROUTES
@@ -32,6 +33,11 @@ def apply_avq(
     An earlier AVQ is removed first. Processors of all other layers stay, and the processor that a
     chosen layer has now serves the calls that AVQ does not (attention masks, merged tokens). While
     codebooks and UNet are on one device, changes made in place to the codebooks take effect.
+
+    Tuned projections of distilled codebooks run, in the UNet's dtype, in place of the layer's own
+    in the calls that AVQ serves; the UNet's parameters stay as they are, so that exact attention
+    is always that of the base model. What a LoRA adds to the layer's own projections is added to
+    the tuned ones, but a LoRA that is fused into the layer's weights does not reach them.
 
     Args:
         pipe: a pipeline with a `unet`, or the UNet.
@@ -149,8 +155,8 @@ class LayerReport:
         num_heads: heads.
         head_dim: head dim.
         config: such as M64P16C8; empty without codebooks.
-        runs: what a call does, or did when last called: AVQ and by which backend, exact and why,
-            or replaced by which processor.
+        runs: what a call does, or did when last called: AVQ, by which backend and whether with
+            tuned projections, exact and why, LinFusion, or replaced by which processor.
         num_tokens: tokens of the grid last seen; None before the first call.
         calls: number of calls so far by kind. Calls in compiled code are not counted.
     """
@@ -269,8 +275,11 @@ def _report(layer: SelfAttentionLayer) -> LayerReport:
             runs = "exact: disabled"
         elif state.last_call in (None, AVQ_CALL, "disabled"):
             runs = f"AVQ ({state.last_backend} backend)" if state.last_backend else "AVQ"
+            runs += ", tuned" if state.projections else ""
         else:
             runs = f"exact: {state.last_call}"
+    if isinstance(layer.attn.processor, LinFusionProcessor):
+        runs = "LinFusion"
     return LayerReport(
         layer.name, layer.level, layer.num_heads, layer.head_dim, config, runs, num_tokens, calls
     )

@@ -10,12 +10,14 @@ import inspect
 from collections import Counter
 
 import torch
+from diffusers import Transformer2DModel
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
+from torch.nn import functional
 
 from avq_diffusers.ops import avq_attention, resolve_backend
 from avq_diffusers.query_order import query_order
-from avq_diffusers.routing import Shape, break_even, known_break_even, rows_bucket
+from avq_diffusers.routing import BreakEven, Shape, break_even, known_break_even, rows_bucket
 from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer
 
 AVQ_CALL = "AVQ"
@@ -30,6 +32,8 @@ class LayerState:
         config = codebooks.layer_config(layer.name)
         self.codebook = codebooks.codebook(layer.name)
         self.key_norm = codebooks.key_norm(layer.name)
+        self.tuned_projections = codebooks.projections(layer.name)
+        self.projections = self.tuned_projections
         self.num_refined = config.num_refined
         self.query_tile = config.query_tile
         self.importance_tile = config.importance_tile
@@ -38,27 +42,44 @@ class LayerState:
         self.num_heads = layer.num_heads
         self.backend = backend
         self.route = route
-        self.break_even: dict[Shape, int] = {}
+        self.break_even: dict[Shape, BreakEven] = {}
         self.enabled = True
         self.calls: Counter[str] = Counter()
         self.last_call: str | None = None
         self.last_backend: str | None = None
 
-    def see_grid(self, hidden_states: Tensor) -> None:
-        """Prepare for the tokens of `hidden_states` (B, C, h, w), on its device."""
+    def see_grid(self, hidden_states: Tensor, dtype: torch.dtype) -> None:
+        """Prepare for the tokens of `hidden_states` (B, C, h, w), on its device.
+
+        `dtype` is that of the UNet, which autocast does not change.
+        """
         height, width = hidden_states.shape[-2:]
         device = hidden_states.device
         # A tensor and not (h, w): torch.compile would guard every block on the two integers.
         self.query_order = query_order(height, width, self.order_kind, device)
-        self.move_to(device)
+        self.move_to(device, dtype)
         if not torch.compiler.is_compiling():
             self.learn_break_even(hidden_states, measure=True)
 
-    def move_to(self, device: torch.device) -> None:
-        """Copy the codewords to another device; on their own they stay those of the codebooks."""
+    def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Copy what lies on another device, and projections of another dtype, from the codebooks.
+
+        Without need nothing is copied, so that changes to the codebooks take effect.
+        """
         if self.codebook.parents.device != device:
             self.codebook = self.codebook.to(device)
             self.key_norm = copy.deepcopy(self.key_norm).to(device) if self.key_norm else None
+        if self.projections is None:
+            return
+        weight = self.projections["to_q.weight"]
+        if (weight.device, weight.dtype) != (device, dtype):
+            # From the codebooks, as a copy in another dtype has lost digits, and outside inference
+            # mode, whose tensors autograd would refuse later.
+            with torch.inference_mode(False), torch.no_grad():
+                self.projections = {
+                    name: tensor.to(device, dtype)
+                    for name, tensor in self.tuned_projections.items()
+                }
 
     def shape(self, hidden_states: Tensor) -> Shape:
         """What the faster attention depends on, for the batch and dtype of `hidden_states`."""
@@ -82,9 +103,9 @@ class LayerState:
             return
         capturing = torch.cuda.is_current_stream_capturing()
         find = break_even if measure and not capturing else known_break_even
-        tokens = find(shape, hidden_states.device)
-        if tokens is not None:
-            self.break_even[shape] = tokens
+        found = find(shape, hidden_states.device)
+        if found is not None:
+            self.break_even[shape] = found
 
     def exact_because(
         self,
@@ -106,11 +127,14 @@ class LayerState:
             return "query or key norm"
         if attn.residual_connection:
             return "residual connection"
-        if self.break_even:
-            least = self.break_even.get(self.shape(hidden_states), 0)
-            if hidden_states.shape[1] < least:
-                return "faster"
+        if self.break_even and hidden_states.shape[1] < self.least_tokens(hidden_states):
+            return "faster"
         return None
+
+    def least_tokens(self, hidden_states: Tensor) -> int:
+        """Tokens from which AVQ is faster in this call."""
+        found = self.break_even.get(self.shape(hidden_states), BreakEven(0, 0))
+        return found.compiled if torch.compiler.is_compiling() else found.eager
 
     def count(self, call: str) -> None:
         self.calls[call] += 1
@@ -191,10 +215,9 @@ class AVQProcessor(AttnProcessor2_0):
 
 
 def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor:
-    # The projections are called, never read: LoRA, quantised and offloaded layers answer calls.
     query, key, value = (
-        projection(hidden_states).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-        for projection in (attn.to_q, attn.to_k, attn.to_v)
+        _project(layer, state, name, hidden_states).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        for layer, name in ((attn.to_q, "to_q"), (attn.to_k, "to_k"), (attn.to_v, "to_v"))
     )
     if state.key_norm is not None:
         key = state.key_norm(key.float()).to(query.dtype)
@@ -210,10 +233,21 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
         importance_tile=state.importance_tile,
         backend=backend,
     )
-    output = attn.to_out[0](output.transpose(1, 2).flatten(2))
+    output = _project(attn.to_out[0], state, "to_out.0", output.transpose(1, 2).flatten(2))
     output = attn.to_out[1](output)
     if attn.rescale_output_factor != 1:
         output = output / attn.rescale_output_factor
+    return output
+
+
+def _project(layer: nn.Module, state: LayerState, name: str, hidden_states: Tensor) -> Tensor:
+    # The layer is called, never read: LoRA, quantised and offloaded layers answer calls.
+    if state.projections is None:
+        return layer(hidden_states)
+    weight, bias = state.projections[f"{name}.weight"], state.projections.get(f"{name}.bias")
+    output = functional.linear(hidden_states, weight, bias)
+    if hasattr(layer, "base_layer"):  # PEFT: the tuned projection gets what a LoRA adds to its own
+        output = output + (layer(hidden_states) - layer.base_layer(hidden_states))
     return output
 
 
@@ -227,7 +261,7 @@ def install(
     for layer, state in zip(layers, states, strict=True):
         weight = next(layer.attn.parameters())
         if weight.device.type != "meta":  # where accelerate's offload keeps weights between calls
-            state.move_to(weight.device)
+            state.move_to(weight.device, _dtype(layer.transformer))
             # For a UNet that is compiled before its first call: one picture with guidance.
             state.learn_break_even(weight.new_empty(2, 1, 1), measure=False)
         layer.attn._avq = state
@@ -252,9 +286,14 @@ def uninstall(unet: nn.Module) -> None:
             del module._avq
 
 
-def _see_grid(transformer: nn.Module, args: tuple, kwargs: dict) -> None:
+def _see_grid(transformer: Transformer2DModel, args: tuple, kwargs: dict) -> None:
     hidden_states = args[0] if args else kwargs["hidden_states"]
     for block in transformer.transformer_blocks:
         state = getattr(block.attn1, "_avq", None)
         if state is not None:
-            state.see_grid(hidden_states)
+            state.see_grid(hidden_states, _dtype(transformer))
+
+
+def _dtype(transformer: Transformer2DModel) -> torch.dtype:
+    # Of the norm: quantised and layerwise-cast linear layers store another dtype than they compute.
+    return transformer.norm.weight.dtype

@@ -1,15 +1,19 @@
 """Which attention is faster on this GPU: break-even numbers of tokens, measured once and kept.
 
-AVQ costs O(N) with a larger constant than exact attention's O(N^2), so each shape has one number of
-tokens from which AVQ wins. `routes.json` holds those of GPUs that were measured for the package;
-others are measured at the first call and kept in the user's cache folder.
+AVQ costs O(N) with a larger constant than exact attention's O(N^2), so each shape has a number of
+tokens from which AVQ wins: one for calls that the host makes, which costs time of its own, and a
+lower one for calls in compiled code, which are timed in a CUDA graph. `routes.json` holds those of
+GPUs that were measured for the package; others are measured at the first call and kept in the
+user's cache folder.
 """
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +27,7 @@ ROUTES = ("fastest", "always")
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 NEVER = 2**31
 _SHIPPED = Path(__file__).with_name("routes.json")
-_WARMUP, _ROUNDS, _CALLS = 3, 3, 10
+_WARMUP, _ROUNDS, _CALLS = 1, 3, 10
 
 
 @dataclass(frozen=True)
@@ -56,31 +60,45 @@ class Shape:
         )
 
 
+class BreakEven(NamedTuple):
+    """Numbers of tokens from which AVQ is faster.
+
+    Args:
+        eager: where the host launches every call.
+        compiled: in compiled code, where launches cost the host little.
+    """
+
+    eager: int
+    compiled: int
+
+
 def rows_bucket(batch: int, num_heads: int) -> int:
     """The power of two from batch * heads on."""
     return 1 << (batch * num_heads - 1).bit_length()
 
 
-def known_break_even(shape: Shape, device: torch.device) -> int | None:
-    """Tokens from which AVQ is faster, None if nobody has measured it."""
-    return _table().get(shape.key(device))
+def known_break_even(shape: Shape, device: torch.device) -> BreakEven | None:
+    """The numbers of a shape, None if nobody has measured them."""
+    found = _table().get(shape.key(device))
+    return found and BreakEven(**found)
 
 
-def break_even(shape: Shape, device: torch.device) -> int:
-    """Tokens from which AVQ is faster; measured in about a second where it is not known."""
+def break_even(shape: Shape, device: torch.device) -> BreakEven:
+    """The numbers of a shape; measured in about a second where they are not known."""
     known = known_break_even(shape, device)
     if known is not None:
         return known
     measured = measure_break_even(shape, device)
-    _table()[shape.key(device)] = measured
+    _table()[shape.key(device)] = measured._asdict()
     _keep(shape.key(device), measured)
     return measured
 
 
 @torch.no_grad()
-def measure_break_even(shape: Shape, device: torch.device) -> int:
+def measure_break_even(shape: Shape, device: torch.device) -> BreakEven:
     """The smallest of `TOKENS` from which on AVQ is never slower; `NEVER` if it is at the last."""
-    fastest_from = NEVER
+    least = {"eager": NEVER, "compiled": NEVER}
+    timers = {"eager": _eager_milliseconds, "compiled": _compiled_milliseconds}
     for num_tokens in reversed(TOKENS):
         query, key, value, codebook = _random_case(shape, num_tokens, device)
 
@@ -97,10 +115,12 @@ def measure_break_even(shape: Shape, device: torch.device) -> int:
         def exact(query=query, key=key, value=value) -> Tensor:
             return F.scaled_dot_product_attention(query, key, value)
 
-        if _milliseconds(avq) > _milliseconds(exact):
-            break
-        fastest_from = num_tokens
-    return fastest_from
+        for name in list(timers):
+            if timers[name](avq) > timers[name](exact):
+                del timers[name]
+            else:
+                least[name] = num_tokens
+    return BreakEven(**least)
 
 
 def _random_case(
@@ -122,16 +142,35 @@ def _random_case(
     return *tokens, Codebook(parents, children)
 
 
-def _milliseconds(function) -> float:
+def _eager_milliseconds(function: Callable[[], Tensor]) -> float:
     """Best mean time of a call among rounds of calls without a wait."""
+
+    def calls() -> None:
+        for _ in range(_CALLS):
+            function()
+
+    return _milliseconds(calls)
+
+
+def _compiled_milliseconds(function: Callable[[], Tensor]) -> float:
+    """The same from a CUDA graph of the calls."""
+    function()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads of the process may go on using the GPU.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(_CALLS):
+            function()
+    return _milliseconds(graph.replay)
+
+
+def _milliseconds(calls: Callable[[], None]) -> float:
     for _ in range(_WARMUP):
-        function()
+        calls()
     times = []
     for _ in range(_ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(_CALLS):
-            function()
+        calls()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / _CALLS)
@@ -139,7 +178,7 @@ def _milliseconds(function) -> float:
 
 
 @cache
-def _table() -> dict[str, int]:
+def _table() -> dict[str, dict[str, int]]:
     return {**_read(_SHIPPED), **_read(_cache_file())}
 
 
@@ -147,18 +186,21 @@ def _cache_file() -> Path:
     return user_cache_path("avq-diffusers") / "routes.json"
 
 
-def _read(path: Path) -> dict[str, int]:
+def _read(path: Path) -> dict[str, dict[str, int]]:
+    """The whole entries of a table; a broken cache costs new measurements."""
     try:
         table = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    # A broken cache costs new measurements.
-    return table if isinstance(table, dict) else {}
+    if not isinstance(table, dict):
+        return {}
+    fields = set(BreakEven._fields)
+    return {key: x for key, x in table.items() if isinstance(x, dict) and x.keys() == fields}
 
 
-def _keep(key: str, tokens: int) -> None:
+def _keep(key: str, measured: BreakEven) -> None:
     path = _cache_file()
-    content = json.dumps({**_read(path), key: tokens}, indent=1) + "\n"
+    content = json.dumps({**_read(path), key: measured._asdict()}, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")

@@ -18,13 +18,21 @@ from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.diagnostics import constraint_error
 
 FORMAT_VERSION = 1
+# Names and dimensions of an attention's projections, which are square in every UNet of diffusers.
+PROJECTION_PARAMETERS = {
+    "to_q.weight": 2,
+    "to_k.weight": 2,
+    "to_v.weight": 2,
+    "to_out.0.weight": 2,
+    "to_out.0.bias": 1,
+}
 # Larger than what rounding of a float32 mean explains, far below what a picture shows.
 CONSTRAINT_TOLERANCE = 1e-3
 
@@ -97,14 +105,18 @@ def select_layers(
 class AVQCodebooks(ModelMixin, ConfigMixin):
     """Codebooks of all AVQ layers of one UNet: `save_pretrained`, `from_pretrained`, `push_to_hub`.
 
-    Built by `from_codebooks`, `calibrate` or distillation. Codewords are float32 parameters without
-    gradient, so that `.to(device)` moves them in place under a UNet that already uses them.
+    Built by `from_codebooks`, `calibrate` or distillation. Distilled ones may hold the layers'
+    tuned projections as well. Codewords and projections are float32 parameters without gradient,
+    so that `.to(device)` moves them in place under a UNet that already uses them.
 
     Args:
         avq: fields of the `AVQConfig`.
         layers: fields of one `LayerSpec` per layer.
         base_model: name of the model they were made for; informational.
-        calibration: free summary of how they were made; informational.
+        calibration: free summary of what `calibrate` did; informational.
+        training: free summary of what distillation did; informational.
+        tuned: hold tuned projections for every layer. The format version is the same with and
+            without, as a reader that does not know them refuses their tensors.
         format_version: of the file.
 
     Raises:
@@ -120,6 +132,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         layers: list[Mapping[str, Any]],
         base_model: str | None = None,
         calibration: Mapping[str, Any] | None = None,
+        training: Mapping[str, Any] | None = None,
+        tuned: bool = False,
         format_version: int = FORMAT_VERSION,
     ) -> None:
         super().__init__()
@@ -127,7 +141,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         self.layer_specs = {spec["name"]: LayerSpec(**spec) for spec in layers}
         self.codebooks = nn.ModuleDict(
             {
-                _key(spec.name): _LayerCodebook(spec, self.layer_config(spec.name))
+                _key(spec.name): _LayerCodebook(spec, self.layer_config(spec.name), tuned)
                 for spec in self.layer_specs.values()
             }
         )
@@ -142,6 +156,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         *,
         base_model: str | None = None,
         calibration: Mapping[str, Any] | None = None,
+        training: Mapping[str, Any] | None = None,
+        projections: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> "AVQCodebooks":
         """Gather the codebooks of a UNet's layers.
 
@@ -151,30 +167,35 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
                 config.levels)`; copied.
             unet: the UNet they are for.
             base_model: name of that model.
-            calibration: summary of how they were made, kept in `config.json`.
+            calibration: summary of what `calibrate` did, kept in `config.json`.
+            training: summary of what distillation did, kept there as well.
+            projections: for the name of every layer, its tuned `to_q.weight`, `to_k.weight`,
+                `to_v.weight`, `to_out.0.weight` and `to_out.0.bias`; copied, to float32.
 
         Raises:
-            ValueError: names or shapes are not those of the UNet and `config`.
+            ValueError: names or shapes are not those of the UNet and `config`, or a tensor holds
+                NaN or infinity.
         """
         layers = select_layers(unet, config.levels)
-        _check_names("codebooks", codebooks, [layer.name for layer in layers])
+        check_names("codebooks", codebooks, [layer.name for layer in layers])
         specs = [
             {name: getattr(layer, name) for name in LayerSpec.__dataclass_fields__}
             for layer in layers
         ]
-        built = cls(asdict(config), specs, base_model=base_model, calibration=calibration)
+        built = cls(
+            asdict(config),
+            specs,
+            base_model=base_model,
+            calibration=calibration,
+            training=training,
+            tuned=projections is not None,
+        )
         for name, codebook in codebooks.items():
-            target = built._layer(name)
-            for part, given, wanted in (
-                ("parents", codebook.parents, target.parent_codewords),
-                ("children", codebook.children, target.child_codewords),
-            ):
-                if given.shape != wanted.shape:
-                    raise ValueError(
-                        f"codebook of {name}: {part} must have shape {tuple(wanted.shape)}, but "
-                        f"got {tuple(given.shape)}."
-                    )
-                wanted.copy_(given)
+            _copy(f"codebook of {name}", vars(codebook), vars(built.codebook(name)))
+        if projections is not None:
+            check_names("projections", projections, built.layer_specs)
+            for name, tensors in projections.items():
+                _copy(f"projections of {name}", tensors, built.projections(name))
         return built
 
     @classmethod
@@ -209,7 +230,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         Args:
             pretrained_model_name_or_path: folder or Hub id.
             subfolder: folder inside of it.
-            dtype: accepted as by every diffusers model; codewords stay in float32.
+            dtype: accepted as by every diffusers model; all parameters stay in float32.
             **hub_arguments: `revision`, `token`, `cache_dir`, `force_download` or
                 `local_files_only` of `huggingface_hub.hf_hub_download`.
 
@@ -251,6 +272,11 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         """The norm that one layer's keys pass before attention, if `AVQConfig.key_norm` is set."""
         return self._layer(name).key_norm
 
+    def projections(self, name: str) -> dict[str, Tensor] | None:
+        """One layer's tuned projections, if there are any; the tensors are the parameters."""
+        tuned = self._layer(name).projections
+        return tuned and {key: tuned[_key(key)] for key in PROJECTION_PARAMETERS}
+
     @torch.no_grad()
     def project(self) -> "AVQCodebooks":
         """Shift every parent's children, in place, so that they average to the parent."""
@@ -268,7 +294,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             ValueError: the codebooks are those of another model.
         """
         layers = select_layers(unet, self.avq_config.levels)
-        _check_names("codebooks of another model", self.layer_specs, [x.name for x in layers])
+        check_names("codebooks of another model", self.layer_specs, [x.name for x in layers])
         for layer in layers:
             spec = self.layer_specs[layer.name]
             if (layer.num_heads, layer.head_dim) != (spec.num_heads, spec.head_dim):
@@ -287,16 +313,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             loaded = load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is not a whole safetensors file: {error}.") from error
-        expected = self.state_dict()
-        _check_names(str(path), loaded, expected)
-        for name, tensor in loaded.items():
-            if tensor.shape != expected[name].shape:
-                raise ValueError(
-                    f"{path}: {name} must have shape {tuple(expected[name].shape)}, but got "
-                    f"{tuple(tensor.shape)}."
-                )
-            if not tensor.isfinite().all():
-                raise ValueError(f"{path}: {name} holds NaN or infinity.")
+        check_tensors(str(path), loaded, self.state_dict())
         self.load_state_dict(loaded)
         error = max(constraint_error(self.codebook(name)).max() for name in self.layer_specs)
         if error > CONSTRAINT_TOLERANCE:
@@ -308,18 +325,29 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
 
 class _LayerCodebook(nn.Module):
-    """Parameters of one layer: parents (H, M0, D), children (H, M0, C, D) and the key norm.
+    """Parameters of one layer: parents (H, M0, D), children (H, M0, C, D), norm, projections.
 
     `nn.Module` has a method named `children`, hence the longer names.
     """
 
-    def __init__(self, spec: LayerSpec, config: AVQConfig) -> None:
+    def __init__(self, spec: LayerSpec, config: AVQConfig, tuned: bool) -> None:
         super().__init__()
         parents = torch.zeros(spec.num_heads, config.num_parents, spec.head_dim)
         children = parents[:, :, None].repeat(1, 1, config.num_children, 1)
         self.parent_codewords = nn.Parameter(parents, requires_grad=False)
         self.child_codewords = nn.Parameter(children, requires_grad=False)
         self.key_norm = nn.LayerNorm(spec.head_dim) if config.key_norm else None
+        width = spec.num_heads * spec.head_dim
+        self.projections = _empty_projections(width) if tuned else None
+
+
+def _empty_projections(width: int) -> nn.ParameterDict:
+    return nn.ParameterDict(
+        {
+            _key(name): nn.Parameter(torch.zeros((width,) * ndim), requires_grad=False)
+            for name, ndim in PROJECTION_PARAMETERS.items()
+        }
+    )
 
 
 def _level(unet: nn.Module, path: str) -> int:
@@ -339,7 +367,7 @@ def _join(values: list[int]) -> str:
     return ", ".join(str(value) for value in values)
 
 
-def _check_names(subject: str, got, expected) -> None:
+def check_names(subject: str, got, expected) -> None:
     missing = [name for name in expected if name not in got]
     unexpected = [name for name in got if name not in expected]
     if missing:
@@ -348,3 +376,21 @@ def _check_names(subject: str, got, expected) -> None:
         raise ValueError(
             f"{subject}: {unexpected[0]} is unexpected ({len(unexpected)} unexpected in all)."
         )
+
+
+def check_tensors(subject: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    check_names(subject, got, expected)
+    for name, tensor in got.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{subject}: {name} must have shape {tuple(expected[name].shape)}, but got "
+                f"{tuple(tensor.shape)}."
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(f"{subject}: {name} holds NaN or infinity.")
+
+
+def _copy(subject: str, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    check_tensors(subject, source, target)
+    for name, tensor in source.items():
+        target[name].copy_(tensor)

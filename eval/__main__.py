@@ -1,5 +1,6 @@
 """`python -m eval`: benchmarks and quality tables, each written to a results folder."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +10,16 @@ import typer
 from diffusers import StableDiffusionPipeline
 
 from avq_diffusers import AVQConfig
-from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, VALIDATION_SEEDS, sample_scene
-from eval.bench import attention_rows, attention_table, bench_attention
+from avq_diffusers.mini import (
+    MINI_SD,
+    SCORER,
+    TEST_SEEDS,
+    VALIDATION_SEEDS,
+    sample_scene,
+    write_coco,
+)
+from eval.benchmarks.attention import attention_rows, attention_table, bench_attention
+from eval.plots import panel_plot
 from eval.report import RESULTS, save_json
 
 NUM_CALIBRATION_PROMPTS = 16
@@ -24,13 +33,27 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
 app.add_typer(bench_app, name="bench")
+coco_app = typer.Typer(
+    no_args_is_help=True,
+    help="FID and CLIP score on COCO under LinFusion's protocol: generate one folder per row, then "
+    "score the folders. Scenes written by `write` take the place of COCO for mini-sd.",
+)
+app.add_typer(coco_app, name="coco")
 
 Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
 Output = Annotated[Path, typer.Option(help="Folder the results are written to.")]
 Methods = Annotated[
-    str, typer.Option(help="Comma-separated: exact, value-projection, M64P16C8, M192, ...")
+    str,
+    typer.Option(
+        help="Comma-separated: exact, value-projection, configurations to calibrate such as "
+        "M64P16C8 or M192, folders of codebooks (these two also with another number of refined "
+        "parents, as runs/m64/codebooks@P8) or of LinFusion layers."
+    ),
 ]
-Levels = Annotated[str, typer.Option(help="UNet levels that change, as 0 or 0,1.")]
+Levels = Annotated[
+    str, typer.Option(help="UNet levels that change, as 0 or 0,1; folders bring their own.")
+]
+Pictures = Annotated[int, typer.Option(min=2, help="Pictures a method.")]
 Model = Annotated[str, typer.Option(help="Folder or Hub id of a Stable Diffusion model.")]
 
 
@@ -79,16 +102,15 @@ def bench_kernels_command(
     parts: Annotated[
         str, typer.Option(help="Comma-separated: table, sd15, scaling.")
     ] = "table,sd15,scaling",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds.")] = False,
     output: Output = RESULTS,
 ) -> None:
     """Time the kernels: the paper's speed table, SD1.5's shapes, and how time scales.
 
     Example: python -m eval bench kernels --device cuda --parts table,sd15
     """
-    from eval.kernels import run_kernels
+    from eval.benchmarks.kernels import run_kernels
 
-    run_kernels(_device(device), output, command=_command(), parts=parts.split(","), quick=quick)
+    run_kernels(_device(device), output, command=_command(), parts=parts.split(","))
 
 
 @bench_app.command("unet")
@@ -99,7 +121,7 @@ def bench_unet_command(
         str,
         typer.Option(
             help="Comma-separated, the most important first: sdpa, fa2, limit, tome, M64P16C8, "
-            "M64P16C8@0 (level 0 only), M64P16C8/fastest (default route)."
+            "M64P16C8@L0 (level 0 only), M64P16C8/fastest (default route)."
         ),
     ] = "",
     modes: Annotated[str, typer.Option(help="Comma-separated: graph, compile, eager.")] = (
@@ -114,7 +136,7 @@ def bench_unet_command(
 
     Example: python -m eval bench unet --device cuda --sizes 1024 --modes graph
     """
-    from eval.unet import METHODS, run_unet
+    from eval.benchmarks.unet import METHODS, run_unet
 
     run_unet(
         _device(device),
@@ -133,9 +155,45 @@ def bench_counters_command(device: Device = "cuda", output: Output = RESULTS) ->
 
     Example: python -m eval bench counters --device cuda
     """
-    from eval.counters import run_counters
+    from eval.benchmarks.counters import run_counters
 
     run_counters(_device(device), output, command=_command())
+
+
+@bench_app.command("distill")
+def bench_distill_command(
+    config: Annotated[Path, typer.Option(help="YAML file of the run that is timed.")] = Path(
+        "configs/sd15_m64p16c8.yaml"
+    ),
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a model; SD1.5 with random weights without it.")
+    ] = None,
+    size: Annotated[int, typer.Option(help="Side of the pictures.")] = 512,
+    batches: Annotated[str, typer.Option(help="Pictures per GPU and step.")] = "4,8,12",
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs.")] = "1",
+    attentions: Annotated[
+        str, typer.Option(help="Students: exact, avq, linfusion.")
+    ] = "exact,avq,linfusion",
+    overrides: Annotated[list[str], typer.Option("--set", help="Of the run, key=value.")] = (),
+    output: Output = RESULTS,
+) -> None:
+    """Time the training step at SD1.5's size, by short runs of the real command.
+
+    Example: python -m eval bench distill --gpus 1,2 --batches 12 --attentions avq
+    """
+    from eval.benchmarks.distillation import run_distillation
+
+    run_distillation(
+        config,
+        output,
+        command=_command(),
+        model=model,
+        image_size=size,
+        batches=_numbers("--batches", batches),
+        gpus=_numbers("--gpus", gpus),
+        attentions=attentions.split(","),
+        overrides=overrides,
+    )
 
 
 @app.command("compare")
@@ -149,7 +207,7 @@ def compare_command(
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """Pictures of calibrated codebooks against exact attention at equal prompts and seeds.
+    """Pictures of each method against those of exact attention at equal prompts and seeds.
 
     Example: python -m eval compare --methods M64P16C8,M192 --device cuda
     """
@@ -186,13 +244,19 @@ def scenes_command(
     methods: Methods = "exact,M64P16C8,M192,M4,value-projection",
     model: Model = MINI_SD,
     scorer: Annotated[str, typer.Option(help="Folder of the CLIP-style scorer.")] = SCORER,
-    pictures: Annotated[int, typer.Option(min=2, help="Pictures a method.")] = 5000,
+    pictures: Pictures = 5000,
+    first_seed: Annotated[
+        int, typer.Option(min=0, help="Noise seed of the first picture; picture i adds i.")
+    ] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures made at once.")] = 64,
     levels: Levels = "0",
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
     """FID, CLIP score and copy agreement on held-out scenes, with negative controls.
+
+    Runs with other seeds can be averaged by `merge`.
 
     Example: python -m eval scenes --pictures 5000 --device cuda
     """
@@ -202,7 +266,11 @@ def scenes_command(
     numbers = _numbers("--levels", levels)
     dtype = torch.float16 if _device(device).type == "cuda" else torch.float32
     pipe = StableDiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
-    path = output / f"scenes_levels{''.join(map(str, numbers))}.json"
+    # Convolutions of half precision are fastest in this layout.
+    for network in (pipe.unet, pipe.vae):
+        network.to(memory_format=torch.channels_last)
+    seed = f"_seed{first_seed}" if first_seed else ""
+    path = output / f"scenes_levels{''.join(map(str, numbers))}{seed}.json"
     rows = []
     for row in score_methods(
         pipe,
@@ -213,6 +281,8 @@ def scenes_command(
         levels=numbers,
         calibration_prompts=_calibration_prompts(),
         num_inference_steps=steps,
+        batch_size=batch,
+        first_seed=first_seed,
     ):
         rows.append(row)
         print(scenes_table([row]).splitlines()[-1], flush=True)
@@ -220,6 +290,7 @@ def scenes_command(
             path,
             command=_command(),
             device=device,
+            first_seed=first_seed,
             num_inference_steps=steps,
             dtype=str(dtype),
             rows=rows,
@@ -227,17 +298,304 @@ def scenes_command(
     print(scenes_table(rows))
 
 
+@app.command("merge")
+def merge_command(
+    results: Annotated[list[Path], typer.Argument(help="Files of `scenes` with other seeds.")],
+    output: Annotated[Path, typer.Option(help="The file to write.")],
+) -> None:
+    """Average results of `scenes` over seeds; ± becomes one standard error over these.
+
+    Example: python -m eval merge scenes_levels0.json scenes_levels0_seed5000.json --output c.json
+    """
+    from eval.scenes import merge_runs, scenes_table
+
+    documents = [json.loads(path.read_text()) for path in results]
+    rows = merge_runs(documents)
+    print(scenes_table(rows))
+    for document in documents:
+        del document["rows"]
+    save_json(output, command=_command(), device="cpu", runs=documents, rows=rows)
+
+
+@app.command("errors")
+def errors_command(
+    methods: Methods = "M64P16C8,M64,M128,M192,M256,M4,value-projection",
+    model: Model = MINI_SD,
+    refined: Annotated[
+        str, typer.Option(help="Numbers of refined parents for codebooks that name none.")
+    ] = "0,4,8,16,32,64",
+    pictures: Pictures = 16,
+    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
+    levels: Levels = "0",
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """Error of each layer and of the predicted noise against exact attention, by codebook size.
+
+    Example: python -m eval errors --methods M64P16C8,runs/m64/codebooks,M192 --device cuda
+    """
+    from eval.errors import elastic, error_panels, errors_table, measure_errors
+    from eval.methods import prepare_methods
+
+    numbers = _numbers("--levels", levels)
+    numbers_refined = _numbers("--refined", refined)
+    pipe = StableDiffusionPipeline.from_pretrained(model).to(_device(device))
+    prepared = prepare_methods(
+        pipe,
+        methods.split(","),
+        levels=numbers,
+        calibration_prompts=_calibration_prompts(),
+    )
+    rows = measure_errors(
+        pipe,
+        elastic(prepared, numbers_refined),
+        [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
+        num_timesteps=timesteps,
+    )
+    print(errors_table(rows))
+    path = output / f"errors_levels{''.join(map(str, numbers))}.json"
+    save_json(
+        path,
+        command=_command(),
+        device=device,
+        num_pictures=pictures,
+        num_timesteps=timesteps,
+        rows=rows,
+    )
+    panel_plot(path.with_suffix(".png"), [error_panels(rows)])
+
+
+@app.command("ablate")
+def ablate_command(
+    config: Annotated[Path, typer.Option(help="YAML file of distill.")] = Path(
+        "configs/mini_m64p16c8.yaml"
+    ),
+    runs: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/ablation"),
+    variants: Annotated[str, typer.Option(help="Comma-separated; all without it.")] = "",
+    seeds: Annotated[str, typer.Option(help="Of the training.")] = "0",
+    parallel: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    overrides: Annotated[list[str], typer.Option("--set", help="Of every run, key=value.")] = (),
+    refined: Annotated[str, typer.Option(help="Numbers of refined parents to judge by.")] = "16",
+    model: Model = MINI_SD,
+    pictures: Pictures = 16,
+    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """Train variants of a distillation and compare their errors against the teacher.
+
+    Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000 --device cuda
+    """
+    from eval.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
+    from eval.errors import elastic, measure_errors
+    from eval.methods import prepare_methods
+
+    trained = train_variants(
+        config,
+        runs,
+        variants.split(",") if variants else list(VARIANTS),
+        seeds=_numbers("--seeds", seeds),
+        parallel=parallel,
+        overrides=overrides,
+    )
+    pipe = StableDiffusionPipeline.from_pretrained(model).to(_device(device))
+    names = {str(path): name for name, path in trained.items()}
+    prepared = prepare_methods(pipe, list(names), levels=(0,), calibration_prompts=())
+    errors = measure_errors(
+        pipe,
+        elastic(prepared, _numbers("--refined", refined)),
+        [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
+        num_timesteps=timesteps,
+    )
+    rows = ablation_rows(errors, names)
+    print(ablation_table(rows))
+    save_json(
+        output / f"ablation_{config.stem}.json",
+        command=_command(),
+        device=device,
+        config=config.name,
+        overrides=list(overrides),
+        num_pictures=pictures,
+        num_timesteps=timesteps,
+        rows=rows,
+    )
+
+
+@app.command("training")
+def training_command(
+    runs: Annotated[str, typer.Option(help="Comma-separated folders with a log.jsonl.")],
+    name: Annotated[str, typer.Option(help="Of the files to write.")] = "training",
+    points: Annotated[int, typer.Option(min=1, help="Most points of a curve that are kept.")] = 60,
+    output: Output = RESULTS,
+) -> None:
+    """Plot losses, quantization error and active ratio of distillation runs over training.
+
+    Example: python -m eval training --runs runs/m64p16c8,runs/m192
+    """
+    from eval.training import read_log, thin, training_rows
+
+    curves = {run: thin(read_log(Path(run)), points) for run in runs.split(",")}
+    path = output / f"{name}.json"
+    save_json(path, command=_command(), device="cpu", runs=curves)
+    panel_plot(path.with_suffix(".png"), training_rows(curves))
+
+
+@coco_app.command("generate")
+def coco_generate_command(
+    folder: Annotated[Path, typer.Argument(help="Of the row's pictures, goes on if it has some.")],
+    captions: Annotated[
+        Path,
+        typer.Option(
+            help="LinFusion's captions.txt, one caption a line, or COCO's captions_val2014.json, "
+            "of which captions are drawn."
+        ),
+    ],
+    method: Annotated[
+        str, typer.Option(help="exact, a configuration to calibrate, or a folder; as in `scenes`.")
+    ] = "exact",
+    model: Model = "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    pictures: Annotated[int, typer.Option(min=2, help="Number of captions.")] = 30_000,
+    draw_seed: Annotated[int, typer.Option(help="Of the draw from annotations.")] = 0,
+    size: Annotated[int, typer.Option(min=8, help="Side of the pictures.")] = 512,
+    steps: Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")] = 25,
+    guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 7.5,
+    levels: Levels = "0",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Text file with prompts to calibrate on, else captions of scenes."),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Pictures a GPU makes at once; a CPU makes one.")
+    ] = 8,
+    device: Device = "cpu",
+) -> None:
+    """Make the pictures of one row: picture i has caption i and the noise of seed i.
+
+    Run the same command again after a kill, on as many GPUs as there are now. The safety checker
+    is off.
+
+    Example: python -m eval coco generate runs/exact --captions captions.txt --device cuda
+
+    On all GPUs: accelerate launch -m eval coco generate runs/exact --captions captions.txt ...
+    """
+    from eval.captions import read_captions
+    from eval.coco import generate_folder
+
+    generate_folder(
+        folder,
+        read_captions(captions, pictures, seed=draw_seed),
+        model=model,
+        method=method,
+        levels=_numbers("--levels", levels),
+        calibration_prompts=_prompts(calibration),
+        size=size,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        batch_size=batch,
+        device=_device(device),
+        command=_command(),
+    )
+
+
+@coco_app.command("score")
+def coco_score_command(
+    folders: Annotated[list[Path], typer.Argument(help="Of `generate`, one a row.")],
+    real: Annotated[Path, typer.Option(help="Folder of real pictures, such as coco/val2014.")],
+    scorer: Annotated[
+        str | None,
+        typer.Option(help=f"Folder of a CLIP-style scorer, in place of both networks: {SCORER}"),
+    ] = None,
+    pictures: Annotated[
+        int | None, typer.Option(min=2, help="Score the first ones only, for FID-5k.")
+    ] = None,
+    patches: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of pictures of at least the same size, real ones or those of exact "
+            "attention: adds an FID of patches, which sees fine detail."
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures in a network at once.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="That read pictures.")] = 8,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder for features of real pictures.")
+    ] = None,
+    device: Device = "cpu",
+    name: Annotated[str, typer.Option(help="Of the file to write.")] = "coco",
+    output: Output = RESULTS,
+) -> None:
+    """FID, KID and CLIP score of folders of pictures, all made of the same captions.
+
+    Example: python -m eval coco score runs/exact runs/m64 --real coco/val2014 --device cuda
+    """
+    from platformdirs import user_cache_path
+
+    from eval.coco_score import coco_table, load_networks, read_rows, score_rows, warnings_of
+
+    rows = read_rows(folders, pictures)
+    scored, remarks = [], []
+    for row in score_rows(
+        rows,
+        real,
+        load_networks(scorer, _device(device)),
+        batch_size=batch,
+        threads=threads,
+        cache=user_cache_path("avq-diffusers") / "features" if cache is None else cache,
+        patches=patches,
+    ):
+        scored.append(row)
+        remarks += [text for text in warnings_of(rows, row, scorer) if text not in remarks]
+        save_json(
+            output / f"{name}.json",
+            command=_command(),
+            device=device,
+            generation=rows[0].shared,
+            made_with=[folder.manifest["environment"] for folder in rows],
+            remarks=remarks,
+            rows=scored,
+        )
+    print(coco_table(scored))
+    for text in remarks:
+        print(f"warning: {text}", file=sys.stderr)
+
+
+@coco_app.command("write")
+def coco_write_command(
+    folder: Annotated[Path, typer.Argument(help="Of the data set, made if need be.")],
+    pictures: Annotated[int, typer.Option(min=1, help="Number of scenes.")] = 5000,
+    first: Annotated[int, typer.Option(min=0, help="The first of mini-sd's test scenes.")] = 0,
+    size: Annotated[int, typer.Option(help="Side of the pictures.")] = 256,
+) -> None:
+    """Write test scenes as a data set in COCO's format: images, annotations with captions.
+
+    The captions are FOLDER/annotations/captions_scenes.json, the real pictures FOLDER/images.
+
+    Example: python -m eval coco write runs/scenes --pictures 5000
+    """
+    write_coco(folder, pictures, first_seed=TEST_SEEDS[first], size=size)
+
+
 def main() -> None:
     """Run the command; a mistake of the user's is one sentence and exit code 2."""
     try:
         app()
-    except (OSError, ValueError, TypeError) as error:
+    except (ImportError, OSError, ValueError, TypeError) as error:
         print(f"eval: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 def _calibration_prompts() -> list[str]:
     return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
+
+
+def _prompts(path: Path | None) -> list[str]:
+    """The lines of a file of prompts, else those for calibration."""
+    if path is None:
+        return _calibration_prompts()
+    prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    if not all(prompts) or not prompts:
+        raise ValueError(f"{path} must hold prompts, one a line, and no empty line.")
+    return prompts
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

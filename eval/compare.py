@@ -1,4 +1,4 @@
-"""How close calibrated AVQ pictures are to the exact ones at equal prompts and seeds."""
+"""How close AVQ pictures are to the exact ones at equal prompts and seeds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from avq_diffusers import picture_sheet
-from eval.methods import EXACT, attention_method, check_methods
+from eval.methods import EXACT, attention_method, method_cells, prepare_methods
 from eval.metrics import psnr, ssim
 from eval.pictures import generate
 
@@ -31,28 +31,31 @@ def compare(
         One row a method with median, 10th percentile and per-picture values; and the uint8
         pictures (len(seeds) * len(prompts), h, w, 3) of each method, prompts running fastest.
     """
-    check_methods(pipe, methods, levels)
+    prepared = prepare_methods(
+        pipe, (EXACT, *methods), levels=levels, calibration_prompts=calibration_prompts
+    )
     all_prompts = [prompt for _ in seeds for prompt in prompts]
     all_seeds = [seed for seed in seeds for _ in prompts]
     pictures = {}
-    for method in (EXACT, *methods):
-        with attention_method(pipe, method, levels=levels, calibration_prompts=calibration_prompts):
-            pictures[method] = generate(
+    for method in prepared:
+        with attention_method(pipe, method):
+            pictures[method.name] = generate(
                 pipe,
                 all_prompts,
                 all_seeds,
                 num_inference_steps=num_inference_steps,
-                description=method,
+                description=method.name,
             )
     rows = []
-    for method in methods:
-        decibels = psnr(pictures[method], pictures[EXACT])
-        similarity = ssim(pictures[method], pictures[EXACT])
+    for method in prepared[1:]:
+        decibels = psnr(pictures[method.name], pictures[EXACT])
+        similarity = ssim(pictures[method.name], pictures[EXACT])
         rows.append(
             {
-                "method": method,
-                "psnr_median": median(decibels),
-                "psnr_p10": float(np.percentile(decibels, 10)),
+                **method.facts(),
+                "psnr_median": median(decibels.tolist()),
+                # Between a number and the infinity of identical pictures nothing interpolates.
+                "psnr_p10": float(np.percentile(decibels, 10, method="lower")),
                 "ssim_median": median(similarity.tolist()),
                 "psnr": decibels.tolist(),
                 "ssim": similarity.tolist(),
@@ -63,9 +66,12 @@ def compare(
 
 def compare_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
-    lines = ["| method | PSNR dB, median | PSNR dB, p10 | SSIM, median |", "|---|---|---|---|"]
+    lines = [
+        "| method | effective codewords | PSNR dB, median | PSNR dB, p10 | SSIM, median |",
+        "|---|---|---|---|---|",
+    ]
     lines += [
-        f"| {row['method']} | {row['psnr_median']:.1f} | {row['psnr_p10']:.1f} "
+        f"| {method_cells(row)} | {row['psnr_median']:.1f} | {row['psnr_p10']:.1f} "
         f"| {row['ssim_median']:.4f} |"
         for row in rows
     ]

@@ -1,23 +1,36 @@
 """The attention variants that a table compares, each switched on for the time of a `with` block."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from diffusers import StableDiffusionPipeline
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
 
 from avq_diffusers import (
+    AVQCodebooks,
     AVQConfig,
+    LinFusionProcessor,
     apply_avq,
-    avq_disabled,
     calibrate,
+    load_linfusion,
     remove_avq,
+    remove_linfusion,
     select_layers,
+    set_num_refined,
+    summary,
 )
 
 EXACT = "exact"
 NO_ATTENTION = "value-projection"
+LINFUSION = "LinFusion"
+REFINED_MARK = "@P"
+PATH_SIGNS = "/\\."  # no configuration has one
 
 
 class ValueProjectionProcessor(AttnProcessor2_0):
@@ -35,64 +48,222 @@ class ValueProjectionProcessor(AttnProcessor2_0):
         return attn.to_out[1](hidden_states)
 
 
-def check_methods(
-    pipe: StableDiffusionPipeline, methods: Sequence[str], levels: tuple[int, ...]
-) -> None:
-    """Refuse unknown methods and levels before the work, not after it.
+@dataclass(frozen=True)
+class Method:
+    """One attention variant of a table.
+
+    Attributes:
+        name: as typed: `"exact"`, `"value-projection"` (the negative control), a configuration
+            such as `"M64P16C8"` or flat `"M192"`, or a folder of codebooks or of LinFusion layers.
+            Configurations and codebooks may end in another number of refined parents, as in
+            `"runs/m64/codebooks@P8"`.
+        levels: UNet levels that change.
+        codebooks: calibrated or loaded ones; None for methods without.
+        num_refined: parents refined per query tile, in place of the codebooks' own number.
+        linfusion: processors of LinFusion layers by layer name; None for other methods.
+    """
+
+    name: str
+    levels: tuple[int, ...]
+    codebooks: AVQCodebooks | None = None
+    num_refined: int | None = None
+    linfusion: Mapping[str, LinFusionProcessor] | None = None
+
+    @property
+    def layer_configs(self) -> list[AVQConfig]:
+        """The configuration of every layer, `num_refined` put in; empty without codebooks."""
+        if self.codebooks is None:
+            return []
+        configs = [self.codebooks.layer_config(name) for name in self.codebooks.layer_specs]
+        if self.num_refined is None:
+            return configs
+        return [replace(config, num_refined=self.num_refined) for config in configs]
+
+    @property
+    def origin(self) -> str | None:
+        """`"distilled"` or `"calibrated"`; None where nothing is learned."""
+        if self.linfusion is not None:
+            return "distilled"
+        if self.codebooks is None:
+            return None
+        return "calibrated" if self.codebooks.config["training"] is None else "distilled"
+
+    def facts(self) -> dict[str, Any]:
+        """What a row says of its method.
+
+        `config` is that of the codebooks, or `"LinFusion"`. Effective codewords, M0 + P C, are what
+        a query attends to: the cost in the paper. Here they are the mean over layers.
+        """
+        configs = self.layer_configs
+        labels = [LINFUSION] if self.linfusion is not None else dict.fromkeys(map(_short, configs))
+        effective = [config.effective_codewords for config in configs]
+        return {
+            "method": self.name,
+            "config": ", ".join(labels) or None,
+            "origin": self.origin,
+            "levels": list(self.levels),
+            "effective_codewords": mean(effective) if effective else None,
+        }
+
+
+def method_cells(row: Mapping[str, Any]) -> str:
+    """The first two cells of a table's row: the method, and its effective codewords."""
+    name, config, effective = row["method"], row.get("config"), row.get("effective_codewords")
+    name = name if config in (None, name) else f"{name} ({config})"
+    return f"{name} | {'-' if effective is None else format(effective, '.4g')}"
+
+
+def prepare_methods(
+    pipe: StableDiffusionPipeline,
+    names: Sequence[str],
+    *,
+    levels: tuple[int, ...],
+    calibration_prompts: Sequence[str],
+) -> list[Method]:
+    """Load or calibrate what the methods need; mistakes in any name come first.
+
+    Args:
+        pipe: a Stable Diffusion pipeline without AVQ and LinFusion.
+        names: of `Method`.
+        levels: UNet levels that change; what is in a folder brings its own.
+        calibration_prompts: prompts that configurations are calibrated on.
 
     Raises:
-        ValueError: a method is none of those of `attention_method`, or a level has no
-            self-attention.
+        FileNotFoundError: a folder lacks a file.
+        ValueError: a name is none of those of `Method`, a folder is missing or damaged, a level
+            has no self-attention, what is in a folder is of another model or cannot refine as many
+            parents, or `pipe` has AVQ or LinFusion already.
     """
+    _refuse_changed(pipe)
     select_layers(pipe.unet, levels)
-    for method in methods:
-        if method in (EXACT, NO_ATTENTION):
-            continue
-        try:
-            AVQConfig.parse(method)
-        except ValueError as error:
-            raise ValueError(
-                f"methods must be {EXACT}, {NO_ATTENTION} or configurations: {error}"
-            ) from None
+    parsed = [_parse(pipe, name, levels) for name in names]
+    for method, _ in parsed:
+        if method.codebooks is not None:
+            with attention_method(pipe, method):
+                pass
+    prepared = []
+    for method, config in parsed:
+        codebooks = method.codebooks
+        if config is not None:
+            codebooks = calibrate(pipe, calibration_prompts, config)
+        prepared.append(replace(method, codebooks=codebooks and codebooks.to(pipe.device)))
+    return prepared
 
 
 @contextmanager
-def attention_method(
-    pipe: StableDiffusionPipeline,
-    method: str,
-    *,
-    levels: tuple[int, ...] = (0,),
-    calibration_prompts: Sequence[str] = (),
-) -> Iterator[None]:
-    """Run the pipeline's self-attention at `levels` by `method`, and put the old one back.
+def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[None]:
+    """Run the pipeline's self-attention by `method`, and put the old one back.
 
     Args:
-        pipe: any Stable Diffusion pipeline.
-        method: `"exact"`, `"value-projection"` (the negative control), or a configuration such
-            as `"M64P16C8"` or flat `"M192"`, calibrated here.
-        levels: UNet levels that change.
-        calibration_prompts: prompts the codebooks are calibrated on.
+        pipe: the pipeline that `method` was prepared for, without AVQ and LinFusion.
+        method: of `prepare_methods`.
 
     Raises:
-        ValueError: `method` is none of these.
+        ValueError: the codebooks are those of another model or cannot refine as many parents, or
+            `pipe` has AVQ or LinFusion already.
     """
-    if method == EXACT:
-        with avq_disabled(pipe):
+    _refuse_changed(pipe)
+    if method.name == EXACT:
+        yield
+    elif method.name == NO_ATTENTION:
+        layers = select_layers(pipe.unet, method.levels)
+        with _processors(pipe, {layer.name: ValueProjectionProcessor() for layer in layers}):
             yield
-    elif method == NO_ATTENTION:
-        layers = select_layers(pipe.unet, levels)
-        previous = [layer.attn.processor for layer in layers]
-        for layer in layers:
-            layer.attn.set_processor(ValueProjectionProcessor())
-        try:
+    elif method.linfusion is not None:
+        with _processors(pipe, method.linfusion):
             yield
-        finally:
-            for layer, processor in zip(layers, previous, strict=True):
-                layer.attn.set_processor(processor)
     else:
-        config = AVQConfig.parse(method, levels=levels)
-        apply_avq(pipe, calibrate(pipe, calibration_prompts, config), route="always")
         try:
+            apply_avq(pipe, method.codebooks, route="always")
+            if method.num_refined is not None:
+                set_num_refined(pipe, method.num_refined)
             yield
         finally:
             remove_avq(pipe)
+
+
+@contextmanager
+def _processors(pipe: StableDiffusionPipeline, processors: Mapping[str, Any]) -> Iterator[None]:
+    """Run layers by other processors, and put back the ones that were there."""
+    layers = {name: pipe.unet.get_submodule(name) for name in processors}
+    previous = {name: attn.processor for name, attn in layers.items()}
+    for name, attn in layers.items():
+        attn.set_processor(processors[name])
+    try:
+        yield
+    finally:
+        for name, attn in layers.items():
+            attn.set_processor(previous[name])
+
+
+def _parse(
+    pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]
+) -> tuple[Method, AVQConfig | None]:
+    """The method, and what to calibrate for it, if anything."""
+    if name in (EXACT, NO_ATTENTION):
+        return Method(name, levels), None
+    source, mark, number = name.rpartition(REFINED_MARK)
+    if not mark:
+        source = name
+    elif not number.isdecimal():
+        raise ValueError(f"methods may end in {REFINED_MARK}8 or so, but got {name!r}.")
+    num_refined = int(number) if mark else None
+    try:
+        config = AVQConfig.parse(source, levels=levels)
+        if mark:
+            replace(config, num_refined=num_refined)
+    except ValueError as error:
+        if Path(source).is_dir():
+            return _load_folder(pipe, name, source, num_refined), None
+        if any(sign in source for sign in PATH_SIGNS):
+            raise ValueError(f"methods: there is no folder {source}.") from None
+        raise ValueError(
+            f"methods must be {EXACT}, {NO_ATTENTION}, folders of codebooks or of LinFusion "
+            f"layers, or configurations: {error}"
+        ) from None
+    return Method(name, levels, num_refined=num_refined), config
+
+
+def _load_folder(
+    pipe: StableDiffusionPipeline, name: str, folder: str, num_refined: int | None
+) -> Method:
+    if not _has_linfusion(folder):
+        codebooks = AVQCodebooks.from_pretrained(folder)
+        return Method(name, codebooks.avq_config.levels, codebooks, num_refined)
+    if num_refined is not None:
+        raise ValueError(f"LinFusion layers refine no parents, but got {name!r}.")
+    load_linfusion(folder, pipe.unet)
+    layers = _linfusion_layers(pipe)
+    processors = {layer.name: layer.attn.processor for layer in layers}
+    remove_linfusion(pipe.unet)
+    levels = tuple(sorted({layer.level for layer in layers}))
+    return Method(name, levels, linfusion=processors)
+
+
+def _has_linfusion(folder: str) -> bool:
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return config["_class_name"] == LinFusionProcessor.__name__
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # AVQCodebooks says what is wrong
+
+
+def _linfusion_layers(pipe: StableDiffusionPipeline) -> list[Any]:
+    return [
+        layer
+        for layer in select_layers(pipe.unet)
+        if isinstance(layer.attn.processor, LinFusionProcessor)
+    ]
+
+
+def _short(config: AVQConfig) -> str:
+    return str(config) if config.num_children else f"M{config.num_parents}"
+
+
+def _refuse_changed(pipe: StableDiffusionPipeline) -> None:
+    if any(row.config for row in summary(pipe).rows):
+        raise ValueError("this pipeline has AVQ already; call remove_avq(pipe) first.")
+    if _linfusion_layers(pipe):
+        raise ValueError(
+            "this pipeline has LinFusion already; call remove_linfusion(pipe.unet) first."
+        )

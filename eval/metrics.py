@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics.functional.image import structural_similarity_index_measure
-from torchmetrics.image.fid import FrechetInceptionDistance
 from transformers import CLIPModel, CLIPTokenizer
 
 from avq_diffusers.mini import Scene, copy_agreement
+from eval.frechet import fit_gaussian, frechet_distance
 
 SCORER_IMAGE_SIZE = 256
 SCORER_BATCH = 256
@@ -68,15 +68,24 @@ class Scorer(nn.Module):
         return (pixels - SCORER_MEAN) / SCORER_STD
 
 
-def fid(scorer: Scorer, real: np.ndarray, generated: np.ndarray) -> float:
-    """Frechet distance between the scorer's features of two sets of uint8 pictures."""
-    features = nn.Identity()
-    features.num_features = scorer.num_features
-    metric = FrechetInceptionDistance(feature=features).to(scorer.model.device)
-    for images, is_real in ((real, True), (generated, False)):
-        for batch in _batches(images):
-            metric.update(scorer(_to_bytes(batch)).double(), real=is_real)
-    return float(metric.compute())
+class FrechetDistance:
+    """Distance (FID) of pictures to real ones, whose features are extracted once.
+
+    Args:
+        scorer: of the features.
+        real: uint8 pictures (n, h, w, 3).
+    """
+
+    def __init__(self, scorer: Scorer, real: np.ndarray) -> None:
+        self.scorer = scorer
+        self.real = fit_gaussian(self._features(real))
+
+    def __call__(self, images: np.ndarray) -> float:
+        """The distance of uint8 pictures (n, h, w, 3) to the real ones."""
+        return frechet_distance(self.real, fit_gaussian(self._features(images)))
+
+    def _features(self, images: np.ndarray) -> Tensor:
+        return torch.cat([self.scorer(_to_bytes(batch)) for batch in _batches(images)])
 
 
 def clip_scores(scorer: Scorer, images: np.ndarray, captions: Sequence[str]) -> np.ndarray:

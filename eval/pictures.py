@@ -1,6 +1,7 @@
 """Pictures from prompts and seeds: the same picture whatever the batch size."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -31,17 +32,71 @@ def generate(
             f"expected as many seeds as prompts and at least one, but got {len(prompts)} prompts "
             f"and {len(seeds)} seeds."
         )
-    pipe.set_progress_bar_config(disable=True)
     batches = []
-    for start in tqdm(range(0, len(prompts), batch_size), desc=description):
-        chosen = slice(start, start + batch_size)
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds[chosen]]
-        images = pipe(
-            list(prompts[chosen]),
-            num_inference_steps=num_inference_steps,
-            guidance_scale=guidance_scale,
-            generator=generators,
-            output_type="np",
-        ).images
-        batches.append((images * 255).round().astype(np.uint8))
+    with quiet(pipe):
+        for start in tqdm(range(0, len(prompts), batch_size), desc=description):
+            chosen = slice(start, start + batch_size)
+            batches.append(
+                draw_batch(
+                    pipe,
+                    prompts[chosen],
+                    seeds[chosen],
+                    num_inference_steps=num_inference_steps,
+                    guidance_scale=guidance_scale,
+                )
+            )
     return np.concatenate(batches)
+
+
+def draw_batch(
+    pipe: StableDiffusionPipeline,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    num_inference_steps: int,
+    guidance_scale: float,
+    size: int | None = None,
+) -> np.ndarray:
+    """Generate pictures at once, the noise of each drawn on the CPU from its own seed.
+
+    Args:
+        pipe: whose progress bar shows unless `quiet`.
+        prompts: n of them.
+        seeds: n of them.
+        num_inference_steps: denoising steps.
+        guidance_scale: of classifier-free guidance.
+        size: side of the pictures; None is the model's own.
+
+    Returns:
+        uint8 array (n, size, size, 3).
+
+    Raises:
+        ValueError: a picture holds NaN or infinity.
+    """
+    images = pipe(
+        list(prompts),
+        height=size,
+        width=size,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        output_type="pt",
+    ).images
+    if not images.isfinite().all():
+        raise ValueError(
+            f"the model gave NaN or infinity for at least one of the seeds {list(seeds)}."
+        )
+    # On the device: only bytes travel.
+    images = (images.float() * 255).round().to(torch.uint8)
+    return images.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+
+
+@contextmanager
+def quiet(pipe: StableDiffusionPipeline) -> Iterator[None]:
+    """Hide the pipeline's own progress bars, which would break up ours."""
+    before = getattr(pipe, "_progress_bar_config", {})
+    pipe.set_progress_bar_config(**{**before, "disable": True})
+    try:
+        yield
+    finally:
+        pipe.set_progress_bar_config(**before)

@@ -1,4 +1,4 @@
-"""PNG plots of benchmark rows, in colours that colour-blind readers can tell apart."""
+"""PNG plots of results, in colours that colour-blind readers can tell apart."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,15 +8,80 @@ from pathlib import Path
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", ":", "-.")
+MOST_MARKERS = 20
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a log-log panel; `label` goes into the legend."""
+    """One line of a panel; `label` goes into the legend. Points whose y is None are left out."""
 
     label: str
     x: Sequence[float]
-    y: Sequence[float]
+    y: Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Axes of a `panel_plot`; `faint` lines lie behind the others and have no legend.
+
+    A logarithmic x axis has base 2.
+    """
+
+    title: str
+    xlabel: str
+    lines: Sequence[Line]
+    faint: Sequence[Line] = ()
+    xscale: str = "linear"
+    yscale: str = "linear"
+
+
+def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
+    """Write rows of panels; a label has one colour and marker in all of them, and one legend."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    columns = max(len(row) for row in rows)
+    labels = list(
+        dict.fromkeys(line.label for row in rows for panel in row for line in panel.lines)
+    )
+    figure = Figure(figsize=(4.2 * columns, 3.4 * len(rows) + 0.8), layout="constrained")
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    handles = {}
+    for all_axes, row in zip(grid, rows, strict=True):
+        for axes in all_axes[len(row) :]:
+            axes.set_axis_off()
+        for axes, panel in zip(all_axes, row, strict=False):
+            for line in panel.faint:
+                axes.plot(*_points(line), alpha=0.25, linewidth=0.8, **_style(labels, line))
+            for line in panel.lines:
+                marker = MARKERS[labels.index(line.label) % len(MARKERS)]
+                few = len(line.x) <= MOST_MARKERS
+                (handles[line.label],) = axes.plot(
+                    *_points(line), marker=marker if few else "", **_style(labels, line)
+                )
+            axes.set(yscale=panel.yscale, xlabel=panel.xlabel, title=panel.title)
+            if panel.xscale == "log":
+                axes.set_xscale("log", base=2)
+                axes.xaxis.set_major_formatter(ScalarFormatter())
+            axes.grid(alpha=0.3, which="both")
+    figure.legend(
+        [handles[label] for label in labels], labels, loc="outside lower center", ncols=columns
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _points(line: Line) -> tuple[list[float], list[float]]:
+    shown = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y is not None]
+    return [x for x, _ in shown], [y for _, y in shown]
+
+
+def _style(labels: Sequence[str], line: Line) -> dict[str, str]:
+    index = labels.index(line.label)
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
+    }
 
 
 def log_log_plot(
@@ -28,14 +93,14 @@ def log_log_plot(
     figure = Figure(figsize=(6.4 * len(panels), 4.8), layout="constrained")
     columns = figure.subplots(1, len(panels), squeeze=False).flat
     for axes, (title, lines), xlabel in zip(columns, panels.items(), xlabels, strict=True):
+        labels = [line.label for line in lines]
         for index, line in enumerate(lines):
             axes.plot(
                 line.x,
                 line.y,
-                DASHES[index // len(COLOURS) % len(DASHES)],
                 marker=MARKERS[index % len(MARKERS)],
-                color=COLOURS[index % len(COLOURS)],
                 label=line.label,
+                **_style(labels, line),
             )
         if lines:
             guide = min(lines, key=lambda line: min(line.y))

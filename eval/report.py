@@ -1,6 +1,7 @@
 """Results on disk: every file carries its configuration, commit, versions and device."""
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -33,12 +34,23 @@ def environment(device: torch.device | str) -> dict[str, Any]:
 
 
 def save_json(path: Path, *, command: str, device: torch.device | str, **content: Any) -> None:
-    """Write `content` with its command and environment to `path`, in one step."""
+    """Write `content` with its command and environment to `path`, in one step.
+
+    Infinity and NaN, which JSON does not have, become null.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "environment": environment(device), **content}
     temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(document, indent=2) + "\n")
+    temporary.write_text(json.dumps(_finite(document), indent=2, allow_nan=False) + "\n")
     os.replace(temporary, path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _commit() -> str:

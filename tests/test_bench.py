@@ -11,40 +11,32 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from PIL import Image
 
 from avq_diffusers import AVQConfig, select_layers
-from eval import kernels, unet
-from eval.counters import counters_table, read_details, run_counters
-from eval.kernels import Bench, Effort, KeySource, Method, Shape
+from eval.benchmarks import contenders, inputs, kernels, step, unet
+from eval.benchmarks.contenders import Bench, Contender, relative_error
+from eval.benchmarks.counters import counters_table, read_details, run_counters
+from eval.benchmarks.inputs import KeySource, Shape
+from eval.benchmarks.timing import Effort, time_in_turns
 
 CPU = torch.device("cpu")
 FAST = Effort(rounds=2, block_ms=0.1, eager_rounds=2)
 SHAPE = Shape(2, 2, 150, 16)  # N is no multiple of the query tile
-SUITE = kernels.Suite(
-    table_shapes=(Shape(1, 2, 64, 16), Shape(1, 2, 150, 16)),
-    table_configs=("M8", "M4P2C2"),
-    sd15_shapes=(Shape(2, 2, 64, 40),),
-    sd15_config="M4P2C2",
-    codebook_shapes=(Shape(1, 2, 64, 16),),
-    codebook_configs=("M4", "M16", "M4P2C2", "M8P4C2"),
-    token_shapes=(Shape(1, 2, 64, 16), Shape(1, 2, 256, 16)),
-    token_configs=("M4P2C2",),
-    effort=FAST,
-)
 
 
 @pytest.fixture(autouse=True)
 def few_calibration_keys(monkeypatch):
-    monkeypatch.setattr(kernels, "CALIBRATION_KEYS", 256)
-    monkeypatch.setattr(unet, "CALIBRATION_KEYS", 512)
+    monkeypatch.setattr(inputs, "CALIBRATION_KEYS", 256)
+    monkeypatch.setattr(step, "CALIBRATION_KEYS", 512)
+    monkeypatch.setattr(step, "CALIBRATION_SIDE", 128)
 
 
 @pytest.fixture
 def bench():
-    return Bench(CPU, effort=FAST)
+    return Bench(CPU, FAST)
 
 
 @pytest.fixture(scope="module")
 def steps():
-    return unet.StepBench(unet.TINY, CPU, calibration_side=128, compile_backend="eager")
+    return step.StepBench(step.TINY, CPU, compile_backend="eager")
 
 
 def read(path):
@@ -74,10 +66,10 @@ def scaling_row(against, config, tokens, ms, **more):
     return {
         "part": "scaling",
         "against": against,
-        "method": kernels.method_name(chosen),
+        "method": contenders.method_name(chosen),
         "config": config,
         "tokens": tokens,
-        "effective_codewords": chosen.num_parents + chosen.num_refined * chosen.num_children,
+        "effective_codewords": chosen.effective_codewords,
         "ms": ms,
         **more,
     }
@@ -93,7 +85,6 @@ def test_slopes_group_the_rows_and_take_the_right_axis():
         scaling_row("codewords", "M64P24C8", 64, 8.0, precompute_ms=1.0, attention_ms=8.0),
         scaling_row("tokens", "M64P8C8", 100, 1.0),
         scaling_row("tokens", "M64P8C8", 1000, 10**1.5),
-        {**scaling_row("tokens", "M64P8C8", 1000, 99.0), "part": "table"},
     ]
     flat, adaptive, tokens = kernels.slopes(rows)
     assert (flat["label"], flat["x"], flat["ms"]) == ("VQ, N = 64", [64, 128], [1.0, 2.0])
@@ -113,7 +104,7 @@ def test_unfused_precompute_by_hand(one_hot):
     key = torch.tensor([[[[0.0, 1], [9, 0], [6, 0], [4, 0]]]])
     value = torch.tensor([[[[1.0, 2], [4, 0], [8, 2], [3, 4]]]])
     bias = -0.5 * codewords.square().sum(-1)[:, None]
-    means, counts = kernels.unfused_precompute(key, value, codewords, bias, one_hot=one_hot)
+    means, counts = contenders.unfused_precompute(key, value, codewords, bias, one_hot=one_hot)
     assert counts.tolist() == [[[2, 2, 0]]]
     assert means.tolist() == [[[[2, 3], [6, 1], [0, 0]]]]
 
@@ -145,24 +136,28 @@ def test_time_in_turns_runs_every_set_and_divides():
     def quick(index):
         calls.append(("quick", index))
 
-    timings = kernels.time_in_turns({"slow": slow, "quick": quick}, 3, CPU, FAST)
-    assert 4 <= timings["slow"]["ms"] < 20
-    assert timings["quick"]["ms"] < 1
-    assert timings["slow"]["timer"] == "eager"
+    slow_timing, quick_timing = time_in_turns([slow, quick], 3, CPU, FAST)
+    assert 4 <= slow_timing["ms"] == slow_timing["eager_ms"] < 20
+    assert quick_timing["ms"] < 1
+    assert slow_timing["timer"] == "eager"
     assert {index for name, index in calls if name == "slow"} == {0, 1, 2}
     order = [name for name, index in calls if index == 0]
     turns = [name for name, before in zip(order, [None, *order], strict=False) if name != before]
     assert turns[-3:] == ["slow", "quick", "slow"]  # estimate, then forwards and backwards
 
 
-def test_every_method_is_what_it_is_called(bench):
+def every_contender(bench, shape, sets, flat, adaptive):
+    flat, adaptive = AVQConfig.parse(flat), AVQConfig.parse(adaptive)
+    fused = bench.avq(shape, sets, flat)
+    unfused = bench.unfused(shape, sets, flat, fused.expected)
+    return [*bench.exact(sets), fused, *unfused, bench.avq(shape, sets, adaptive)]
+
+
+def test_every_contender_is_what_it_is_called(bench):
     """All rows of a size against their oracle, and each oracle refuses the neighbours' outputs."""
     sets = bench.input_sets(SHAPE)
-    methods = bench.exact_methods(sets)
-    for text in ("M8", "M8P2C4"):
-        config = AVQConfig.parse(text)
-        methods += bench.avq_methods(SHAPE, sets, config, unfused=not config.num_children)
-    rows = bench.rows(SHAPE, methods, len(sets))
+    rivals = every_contender(bench, SHAPE, sets, "M8", "M8P2C4")
+    rows = bench.rows(SHAPE, rivals, len(sets))
     names = ["default SDPA", "FA2", "cuDNN", "VQ 8", "unfused VQ 8 (one-hot)"]
     names += ["unfused VQ 8 (scatter)", "AVQ 8/2/4"]
     assert [row["method"] for row in rows] == names
@@ -176,13 +171,13 @@ def test_every_method_is_what_it_is_called(bench):
     assert "not compiled" in timed["unfused VQ 8 (scatter)"]["note"]
     assert timed["AVQ 8/2/4"]["effective_codewords"] == 16
 
-    by_name = {method.name: method for method in methods}
+    by_name = {rival.name: rival for rival in rivals}
     for name, other in (
         ("AVQ 8/2/4", "VQ 8"),
         ("default SDPA", "AVQ 8/2/4"),
         ("VQ 8", "default SDPA"),
     ):
-        impostor = Method(name, by_name[other].run, by_name[name].expected)
+        impostor = Contender(name, by_name[other].run, by_name[name].expected)
         (row,) = bench.rows(SHAPE, [impostor], len(sets))
         assert row["ms"] is None, (name, other)
         assert row["note"].startswith("wrong output: relative error")
@@ -196,43 +191,53 @@ def test_the_stages_of_the_kernels_are_the_operation(bench, text):
     sets = bench.input_sets(shape)
     config = AVQConfig.parse(text)
     codebook = bench.source(shape).codebook(config)
-    expected = bench.avq_methods(shape, sets, config)[0].expected()
-    aggregate, attend = kernels._stage_methods("stages", sets, config, codebook, None)
-    assert (aggregate.time_field, attend.time_field) == ("precompute_ms", "attention_ms")
-    assert kernels._error(attend.run(0), expected) < 1e-5
+    expected = bench.avq(shape, sets, config).expected()
+    stages = contenders.kernel_stages(sets, config, codebook, None)
+    assert list(stages) == ["precompute_ms", "attention_ms"]
+    assert relative_error(stages["attention_ms"](0), expected) < 1e-5
     if not config.num_children:
         query, key, value = sets[0]
         bias = -0.5 * codebook.parents.square().sum(-1)[:, None]
-        unfused = kernels.unfused_precompute(key, value, codebook.parents, bias, one_hot=True)
-        by_kernel = kernels._flat_attention(config, codebook, torch.float32, kernels=True)
-        assert kernels._error(by_kernel(query, *unfused), expected) < 1e-5
+        unfused = contenders.unfused_precompute(key, value, codebook.parents, bias, one_hot=True)
+        by_kernel = contenders.flat_kernel(config, codebook, torch.float32)
+        assert relative_error(by_kernel(query, *unfused), expected) < 1e-5
 
 
-def test_a_method_of_nan_or_one_that_fails_gets_no_time(bench):
+def test_a_contender_of_nan_or_one_that_fails_gets_no_time(bench):
     good = torch.ones(1, 1, 4, 2)
 
     def fail(index):
         raise RuntimeError("no available kernel\nand a trace")
 
     def never(index):
-        raise AssertionError("the stage of a method that is wrong was run")
+        raise AssertionError("the stage of a contender that is wrong was run")
 
-    methods = [
-        Method("nan", lambda index: good * math.nan, lambda: good),
-        Method("fails", fail, lambda: good),
-        Method("fails", never, time_field="precompute_ms"),
-        Method("right", lambda index: good, lambda: good[:, :, :2]),
-        Method("right", lambda index: sleep(0.001), time_field="precompute_ms"),
+    def slow_stage(index):
+        sleep(0.001)
+
+    rivals = [
+        Contender("nan", lambda index: good * math.nan, lambda: good),
+        Contender("fails", fail, lambda: good, stages={"precompute_ms": never}),
+        Contender("zero", lambda index: 0 * good, lambda: good, stages={"precompute_ms": never}),
+        Contender(
+            "right",
+            lambda index: good,
+            lambda: good[:, :, :2],
+            facts={"note": "kept"},
+            stages={"precompute_ms": slow_stage},
+        ),
     ]
-    nan, failed, right = bench.rows(Shape(1, 1, 4, 2), methods, 1)
+    nan, failed, zero, right = bench.rows(Shape(1, 1, 4, 2), rivals, 1)
     assert nan["ms"] is None
     assert nan["note"] == "wrong output: relative error nan"
     assert (failed["ms"], failed["note"]) == (None, "no available kernel")
+    assert (zero["ms"], zero["note"]) == (None, "wrong output: relative error 1")
     assert right["precompute_ms"] >= 1 > right["ms"]
+    assert right["note"] == "kept"
 
 
 def test_run_kernels_writes_rows_fits_and_plots(tmp_path, capsys):
-    kernels.run_kernels(CPU, tmp_path, command="x", suite=SUITE)
+    kernels.run_kernels(CPU, tmp_path, command="x")
     table, sd15, scaling = (
         read(tmp_path / f"bench_kernels_{part}_cpu.json") for part in kernels.PARTS
     )
@@ -266,9 +271,9 @@ def test_run_kernels_keeps_the_sizes_it_has(tmp_path, monkeypatch):
         yield next(kernels.table_part(bench, suite))
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(kernels.RUN_PART, "table", cut_off)
+    monkeypatch.setitem(kernels.PARTS, "table", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        kernels.run_kernels(CPU, tmp_path, command="x", suite=SUITE)
+        kernels.run_kernels(CPU, tmp_path, command="x")
     rows = read(tmp_path / "bench_kernels_table_cpu.json")["rows"]
     assert {row["tokens"] for row in rows} == {64}
 
@@ -311,7 +316,7 @@ def test_counters_need_a_gpu(tmp_path):
 
 def test_the_unet_is_sd15():
     with torch.device("meta"):
-        model = UNet2DConditionModel(**unet.SD15)
+        model = UNet2DConditionModel(**step.SD15)
     assert sum(parameter.numel() for parameter in model.parameters()) == 859_520_964
     heads = {layer.level: (layer.num_heads, layer.head_dim) for layer in select_layers(model)}
     assert heads == {0: (8, 40), 1: (8, 80), 2: (8, 160), 3: (8, 160)}
@@ -324,7 +329,7 @@ def last(generator):
 
 def test_unet_rows(steps):
     """Fails for a method that leaves the UNet changed, that does nothing, or ratios upside down."""
-    methods = ("sdpa", "limit", "M4P2C2", "M4P2C2@0", "fa2")
+    methods = ("sdpa", "limit", "M4P2C2", "M4P2C2@L0", "fa2")
     rows = last(unet.bench_unet(steps, 64, "graph", methods=methods))
     assert [(row["ms"], row["note"]) for row in rows] == [
         (None, "CUDA graphs need a CUDA device")
@@ -341,7 +346,7 @@ def test_unet_rows(steps):
     assert 0.01 < level_0["difference_from_sdpa"] != adaptive["difference_from_sdpa"]
     assert limit["difference_from_sdpa"] > 0.1
     assert level_0["label"] == "AVQ 4/2/2, level 0"
-    assert (fa2["ms"], fa2["note"]) == (None, "RuntimeError: FA2 needs a CUDA device")
+    assert (fa2["ms"], fa2["note"]) == (None, "FA2 needs a CUDA device")
     for layer in select_layers(steps.unet):
         assert type(layer.attn.processor) is AttnProcessor2_0
         assert not hasattr(layer.attn, "_avq")
@@ -358,8 +363,9 @@ def test_the_methods_change_the_layers_they_name(steps):
 
     assert changed("sdpa") == set()
     assert changed("limit") == changed("M4P2C2") == {0, 1}
-    assert changed("M4P2C2@0") == {0}
-    assert steps.codebooks("M4P2C2") is steps.codebooks("M4P2C2")
+    assert changed("M4P2C2@L0") == {0}
+    config = AVQConfig.parse("M4P2C2")
+    assert steps.codebooks(config) is steps.codebooks(AVQConfig.parse("M4P2C2"))
 
 
 def test_only_the_row_of_the_fastest_route_is_routed(steps):
@@ -371,7 +377,7 @@ def test_only_the_row_of_the_fastest_route_is_routed(steps):
 
     assert routes("M4P2C2") == {"always"}
     assert routes("M4P2C2/fastest") == {"fastest"}
-    assert unet.method_label("M4P2C2@0/fastest") == "AVQ 4/2/2, level 0, fastest route"
+    assert step.method_label("M4P2C2@L0/fastest") == "AVQ 4/2/2, level 0, fastest route"
 
 
 def test_an_avq_row_that_runs_exact_attention_gets_no_time(steps, monkeypatch):
@@ -390,12 +396,25 @@ def test_an_avq_row_that_runs_exact_attention_gets_no_time(steps, monkeypatch):
         assert row["note"].startswith("wrong output")
 
 
+def test_a_step_of_nan_gets_no_time(steps):
+    """Fails where NaN is lost among the errors, as Python's maximum loses it."""
+    methods = ("sdpa", "M4P2C2")
+    with steps.unet.conv_out.register_forward_hook(lambda module, args, output: output * math.nan):
+        rows = last(unet.bench_unet(steps, 64, "eager", methods=methods, window_ms=1))
+    for row in rows:
+        assert row["ms"] is None
+        assert row["note"].startswith("wrong output: relative error nan")
+
+
 def test_compiled_step(steps):
     """Dynamo takes the step; the back end that generates code is left to the GPU run."""
-    (row,) = last(unet.bench_unet(steps, 64, "compile", methods=("M4P2C2",), window_ms=1))
-    assert row["error"] < 1e-5
-    assert row["ms"] > 0
-    assert (row["over_limit"], row["over_sdpa"]) == (None, None)
+    methods = ("M4P2C2", "limit")
+    rows = last(unet.bench_unet(steps, 64, "compile", methods=methods, window_ms=1))
+    for row in rows:
+        assert row["error"] < 1e-5
+        assert row["ms"] > 0
+        assert row["over_sdpa"] is None
+    assert rows[1]["over_limit"] == 1
 
 
 def test_run_unet_writes_rows_and_plots(tmp_path, monkeypatch, capsys):
@@ -424,7 +443,8 @@ def test_run_unet_writes_rows_and_plots(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         ({"methods": ["xformers"]}, "methods must be sdpa, fa2, limit, tome or configurations"),
-        ({"methods": ["M4P2C2@x"]}, "methods must be sdpa, fa2, limit, tome or configurations"),
+        ({"methods": ["M4P2C2@0"]}, "methods must be sdpa, fa2, limit, tome or configurations"),
+        ({"methods": ["M4P2C2@L2"]}, "methods must be sdpa, fa2, limit, tome or configurations"),
         ({"modes": ["jit"]}, "modes must be graph, compile, eager, but got 'jit'"),
         ({"sizes": [100]}, "--sizes must be multiples of 64, but got 100"),
     ],
@@ -438,14 +458,10 @@ def test_run_unet_refuses(tmp_path, arguments, message):
 @pytest.mark.gpu
 def test_rows_on_a_gpu():
     """Graphs, stages, fused backends and the compiled baseline, each against its oracle."""
-    bench = Bench(torch.device("cuda"), effort=FAST)
+    bench = Bench(torch.device("cuda"), FAST)
     shape = Shape(2, 4, 1000, 64)
     sets = bench.input_sets(shape)
-    methods = bench.exact_methods(sets)
-    for text in ("M32", "M16P4C4"):
-        config = AVQConfig.parse(text)
-        methods += bench.avq_methods(shape, sets, config, unfused=not config.num_children)
-    for row in bench.rows(shape, methods, len(sets)):
+    for row in bench.rows(shape, every_contender(bench, shape, sets, "M32", "M16P4C4"), len(sets)):
         assert row["ms"] is not None, row
         assert row["timer"] == "graph", row
         if "config" in row:

@@ -16,6 +16,11 @@ def test_parses_flat_vq():
     assert (config.num_parents, config.num_children, config.num_refined) == (256, 0, 0)
 
 
+@pytest.mark.parametrize(("text", "effective"), [("M64P16C8", 192), ("M256", 256), ("M8P0C4", 8)])
+def test_effective_codewords(text, effective):
+    assert AVQConfig.parse(text).effective_codewords == effective
+
+
 def test_parse_passes_other_fields_on():
     assert AVQConfig.parse("M64P16C8", levels=(0, 1)).levels == (0, 1)
 

@@ -53,6 +53,14 @@ def test_batch_statistics_by_hand():
     assert counts.tolist() == [[[2.0, 1.0, 0.0], [2.0, 2.0, 0.0]]]
 
 
+def test_children_without_the_constraint():
+    """Catches a projection, and an empty child that leaves its place."""
+    key_sums, counts = batch_statistics(KEYS, line_codebook())
+    derived = derive_codebook(key_sums, counts, line_codebook(), constrain=False)
+    assert derived.parents[..., 0].tolist() == [[-0.875, 9.0]]
+    assert derived.children[..., 0].tolist() == [[[-2.0, 1.0], [9.0, 11.0]]]
+
+
 def test_one_update_by_hand():
     statistics = EMAStatistics(line_codebook())
     statistics.update(*batch_statistics(KEYS, statistics.codebook()), decay=0.5)

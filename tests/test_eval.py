@@ -1,6 +1,7 @@
 """Evaluation: metrics against closed forms, methods that undo themselves, results on disk."""
 
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -9,13 +10,46 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.linalg import sqrtm
-from tiny import draw, tiny_pipe
+from tiny import draw, random_codebooks, tiny_pipe, tiny_unet
 
-from avq_diffusers import AVQConfig, Codebook, apply_avq, calibrate, remove_avq, select_layers
+from avq_diffusers import (
+    AVQCodebooks,
+    AVQConfig,
+    Codebook,
+    LinFusionProcessor,
+    active_ratio,
+    apply_avq,
+    capture,
+    leaf_counts,
+    load_linfusion,
+    quantization_error,
+    query_order,
+    remove_avq,
+    remove_linfusion,
+    save_linfusion,
+    select_layers,
+    set_num_refined,
+    summary,
+)
 from avq_diffusers.mini import SCORER, TEST_SEEDS, corrupt, render, sample_scene
-from eval import bench, compare, metrics, report, scenes
-from eval.methods import EXACT, NO_ATTENTION, ValueProjectionProcessor, attention_method
+from eval import compare, errors, metrics, report, scenes, training
+from eval.benchmarks.attention import (
+    attention_inputs,
+    attention_rows,
+    attention_table,
+    bench_attention,
+)
+from eval.methods import (
+    EXACT,
+    NO_ATTENTION,
+    Method,
+    ValueProjectionProcessor,
+    attention_method,
+    method_cells,
+    prepare_methods,
+)
 from eval.pictures import generate
 
 CALIBRATION = ["a"]
@@ -90,7 +124,9 @@ def test_fid_of_two_gaussians():
     generated = other_mean + other_scale * standard_sample(300, 3, seed=1)
     scorer = GivenFeatures(np.concatenate([real, generated]))
     expected = ((mean - other_mean) ** 2).sum() + ((scale - other_scale) ** 2).sum()
-    assert metrics.fid(scorer, numbered(0, 600), numbered(600, 900)) == pytest.approx(expected)
+    assert metrics.FrechetDistance(scorer, numbered(0, 600))(numbered(600, 900)) == pytest.approx(
+        expected
+    )
     assert scorer.batches == [256, 256, 88, 256, 44]
 
 
@@ -103,28 +139,32 @@ def test_fid_of_correlated_features():
     root = sqrtm(first @ second).real
     expected = 4 + np.trace(first + second - 2 * root)
     scorer = GivenFeatures(np.concatenate([real, generated]))
-    assert metrics.fid(scorer, numbered(0, 300), numbered(300, 600)) == pytest.approx(expected)
+    assert metrics.FrechetDistance(scorer, numbered(0, 300))(numbered(300, 600)) == pytest.approx(
+        expected
+    )
 
 
 def test_fid_is_zero_for_one_set_and_does_not_see_the_order():
+    """Also fails where one set's features leak into the next one's distance."""
     scorer = GivenFeatures(np.random.default_rng(0).normal(size=(1000, 5)))
     real, generated = numbered(0, 500), numbered(500, 1000)
     shuffled = generated[np.random.default_rng(1).permutation(500)]
-    assert metrics.fid(scorer, real, real[::-1].copy()) == pytest.approx(0, abs=1e-6)
-    distance = metrics.fid(scorer, real, generated)
+    to_real = metrics.FrechetDistance(scorer, real)
+    distance = to_real(generated)
     assert distance > 1e-3
-    assert metrics.fid(scorer, real, shuffled) == pytest.approx(distance, rel=1e-9)
-    assert metrics.fid(scorer, generated, real) == pytest.approx(distance, rel=1e-9)
+    assert to_real(real[::-1].copy()) == pytest.approx(0, abs=1e-6)
+    assert to_real(shuffled) == pytest.approx(distance, rel=1e-9)
+    assert metrics.FrechetDistance(scorer, generated)(real) == pytest.approx(distance, rel=1e-9)
 
 
 def test_the_scorer_sees_broken_copies_and_one_scale(scorer):
     """Fails where features are blind to copies, or another picture size changes the protocol."""
-    shown = [sample_scene(seed) for seed in TEST_SEEDS[:24]]
-    others = [sample_scene(seed) for seed in TEST_SEEDS[100:124]]
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:8]]
+    others = [sample_scene(seed) for seed in TEST_SEEDS[100:108]]
     real, reference = (np.stack([render(s) for s in group]) for group in (shown, others))
     broken = np.stack([corrupt(scene, seed) for seed, scene in enumerate(shown)])
-    distance = metrics.fid(scorer, reference, real)
-    assert metrics.fid(scorer, reference, broken) > 1.3 * distance
+    distance = metrics.FrechetDistance(scorer, reference)
+    assert distance(broken) > 1.3 * distance(real)
     doubled = real.repeat(2, 1).repeat(2, 2)
     cropped = doubled[:, 128:384, 128:384]
     features, *others = (scorer(metrics._to_bytes(x)) for x in (real, doubled, cropped))
@@ -135,12 +175,12 @@ def test_the_scorer_sees_broken_copies_and_one_scale(scorer):
 
 def test_clip_scores_rank_the_right_caption_first(scorer, monkeypatch):
     """Fails for captions that lose step with their pictures, at batch borders too."""
-    shown = [sample_scene(seed) for seed in TEST_SEEDS[200:210]]
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[200:206]]
     images = np.stack([render(scene) for scene in shown])
     captions = [scene.caption for scene in shown]
     right = metrics.clip_scores(scorer, images, captions)
     wrong = metrics.clip_scores(scorer, images, captions[1:] + captions[:1])
-    assert right.shape == (10,)
+    assert right.shape == (6,)
     assert (right > wrong + 20).all()
     assert (right <= 100).all()
     monkeypatch.setattr(metrics, "SCORER_BATCH", 4)
@@ -174,10 +214,29 @@ def test_generate_gives_the_same_picture_whatever_the_batch_size():
     assert reference.shape == (5, 128, 128, 3)
     assert np.array_equal(reference[0], reference[3])
     assert abs(reference[0] - reference[2]).max() > 20
+    arguments["generator"] = torch.Generator().manual_seed(3)
+    expected = pipe("a", guidance_scale=3.0, output_type="np", **arguments).images[0]
+    assert abs(reference[0] - 255 * expected).max() <= 0.5 + 1e-3
+    del arguments["generator"]
     for batch_size in (2, 3, 8):
         pictures = generate(pipe, prompts, seeds, batch_size=batch_size, **arguments)
         assert pictures.dtype == np.uint8
         assert abs(pictures.astype(int) - reference).max() <= 1
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+def test_generate_leaves_the_progress_bar_as_it_was(fails):
+    pipe = tiny_pipe()
+    before = {"disable": False, "desc": "mine"}
+    pipe.set_progress_bar_config(**before)
+    seen = []
+    pipe.unet.register_forward_pre_hook(lambda *_: seen.append(dict(pipe._progress_bar_config)))
+    if fails:
+        pipe.unet.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        generate(pipe, ["a"], [0], num_inference_steps=1)
+    assert seen[0]["disable"]
+    assert pipe._progress_bar_config == before
 
 
 @pytest.mark.parametrize(("prompts", "seeds"), [([], []), (["a"], [1, 2])])
@@ -186,57 +245,157 @@ def test_generate_wants_one_seed_a_prompt(prompts, seeds):
         generate(tiny_pipe(), prompts, seeds)
 
 
-@pytest.mark.parametrize("method", [EXACT, NO_ATTENTION, "M4P2C2", "M4"])
+def prepare(pipe, *names, levels=(0,)):
+    return prepare_methods(pipe, names, levels=levels, calibration_prompts=CALIBRATION)
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory):
+    """A folder of M4P2C2 codebooks for levels 0 and 1, with other projections than the model's."""
+    unet = tiny_unet()
+    generator = torch.manual_seed(3)
+    projections = {
+        layer.name: {
+            name: parameter + 0.05 * torch.randn(parameter.shape, generator=generator)
+            for name, parameter in layer.attn.named_parameters()
+        }
+        for layer in select_layers(unet, (0, 1))
+    }
+    folder = tmp_path_factory.mktemp("run") / "codebooks"
+    random_codebooks(unet, projections=projections, training={"steps": 5}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def linfusion(tmp_path_factory):
+    """A folder of LinFusion layers for level 1."""
+    unet = tiny_unet()
+    layers = {
+        layer.name: LinFusionProcessor(layer.attn.query_dim).state_dict() | layer.attn.state_dict()
+        for layer in select_layers(unet, (1,))
+    }
+    folder = tmp_path_factory.mktemp("run") / "linfusion"
+    save_linfusion(folder, unet, layers, training={"steps": 5})
+    return folder
+
+
+@pytest.mark.parametrize("name", [EXACT, NO_ATTENTION, "M4P2C2", "M4", "DISTILLED", "LINFUSION"])
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
-def test_attention_method_puts_everything_back(method, fails):
+def test_attention_method_puts_everything_back(name, fails, distilled, linfusion):
     """Fails for processors of another class or order, hooks that stay, or a missing finally."""
     pipe = tiny_pipe()
     exact = draw(pipe)
     before = pipe.unet.attn_processors
+    folders = {"DISTILLED": str(distilled), "LINFUSION": str(linfusion)}
+    (method,) = prepare(pipe, folders.get(name, name))
     inside = []
-    with (
-        pytest.raises(KeyError) if fails else nullcontext(),
-        attention_method(pipe, method, levels=(0,), calibration_prompts=CALIBRATION),
-    ):
+    with pytest.raises(KeyError) if fails else nullcontext(), attention_method(pipe, method):
         inside.append(draw(pipe))
         if fails:
             raise KeyError
-    assert torch.equal(inside[0], exact) == (method == EXACT)
+    assert torch.equal(inside[0], exact) == (name == EXACT)
     after = pipe.unet.attn_processors
     assert all(after[name] is processor for name, processor in before.items())
     assert torch.equal(draw(pipe), exact)
 
 
-def test_methods_change_their_levels_only():
+def test_methods_change_their_levels_only(distilled):
+    """Also fails where a GPU would run exact attention because it is faster there."""
     pipe = tiny_pipe()
-    with attention_method(pipe, NO_ATTENTION, levels=(1,)):
+    without, calibrated, loaded = prepare(pipe, NO_ATTENTION, "M4P2C2", str(distilled), levels=(1,))
+    with attention_method(pipe, without):
         kinds = {layer.level: type(layer.attn.processor) for layer in select_layers(pipe.unet)}
         assert kinds.pop(1) is ValueProjectionProcessor
         assert ValueProjectionProcessor not in kinds.values()
-    with attention_method(pipe, "M4P2C2", levels=(1,), calibration_prompts=CALIBRATION):
-        assert {
-            layer.level for layer in select_layers(pipe.unet) if hasattr(layer.attn, "_avq")
-        } == {1}
+    for method, levels in ((calibrated, {1}), (loaded, {0, 1})):
+        with attention_method(pipe, method):
+            assert {row.level for row in summary(pipe).rows if row.config} == levels
+            chosen = select_layers(pipe.unet, tuple(levels))
+            assert {layer.attn._avq.route for layer in chosen} == {"always"}
 
 
-def test_exact_is_exact_where_the_pipeline_has_avq():
+def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
+    """Fails where tuned projections are lost, or @P changes nothing or the codebooks."""
     pipe = tiny_pipe()
+    methods = prepare(pipe, str(distilled), f"{distilled}@P4", f"{distilled}@P0")
+    for method, num_refined in zip(methods, (2, 4, 0), strict=True):
+        with attention_method(pipe, method):
+            drawn = draw(pipe)
+        apply_avq(pipe, AVQCodebooks.from_pretrained(distilled))
+        set_num_refined(pipe, num_refined)
+        assert torch.equal(drawn, draw(pipe))
+        remove_avq(pipe)
+        facts = method.facts()
+        assert facts["config"] == f"M4P{num_refined}C2"
+        assert facts["effective_codewords"] == 4 + 2 * num_refined
+        assert facts["origin"] == "distilled"
+        assert facts["levels"] == [0, 1]
+    assert method_cells(methods[1].facts()) == f"{distilled}@P4 (M4P4C2) | 12"
+
+
+def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
+    """Fails for layers of another level, or switches that leave or lose something, in any order."""
+    pipe = tiny_pipe()
+    expected = draw(load_linfusion(linfusion, pipe.unet) and pipe)
+    remove_linfusion(pipe.unet)
     exact = draw(pipe)
-    codebooks = calibrate(pipe, ["a"], AVQConfig(4, 2, 0), num_inference_steps=1, progress=False)
-    apply_avq(pipe, codebooks)
-    with_avq = draw(pipe)
-    with attention_method(pipe, EXACT):
+    assert (expected - exact).abs().max() > 1e-3
+    layers, codebooks = prepare(pipe, str(linfusion), "M4", levels=(0,))
+    assert layers.levels == (1,)
+    assert torch.equal(draw(pipe), exact)
+    for _ in range(2):
+        with attention_method(pipe, layers):
+            assert torch.equal(draw(pipe), expected)
+        with attention_method(pipe, codebooks):
+            assert not torch.equal(draw(pipe), expected)
         assert torch.equal(draw(pipe), exact)
-    assert torch.equal(draw(pipe), with_avq)
-    remove_avq(pipe)
 
 
-def test_an_unknown_method_is_refused():
-    with (
-        pytest.raises(ValueError, match="expected a configuration such as M64P16C8"),
-        attention_method(tiny_pipe(), "nothing"),
-    ):
+def test_what_rows_say_of_their_methods(linfusion):
+    methods = prepare(tiny_pipe(), EXACT, NO_ATTENTION, "M6", "M4P2C2@P3", str(linfusion))
+    cells = [method_cells(method.facts()) for method in methods]
+    expected = ["exact | -", "value-projection | -", "M6 | 6", "M4P2C2@P3 (M4P3C2) | 10"]
+    assert cells == [*expected, f"{linfusion} (LinFusion) | -"]
+    origins = [None, None, "calibrated", "calibrated", "distilled"]
+    assert [method.origin for method in methods] == origins
+    assert methods[-1].facts()["effective_codewords"] is None
+    assert methods[-1].facts()["levels"] == [1]
+
+
+def test_effective_codewords_are_the_mean_over_layers():
+    """Five layers of 4 + 2 x 2 codewords, and five of 8 + 2 x 2."""
+    unet = tiny_unet()
+    config = AVQConfig(4, 2, 2, levels=(0, 1), overrides={"1": {"num_parents": 8}})
+    facts = Method("x", (0, 1), random_codebooks(unet, config)).facts()
+    assert facts["effective_codewords"] == 10
+    assert facts["config"] == "M4P2C2, M8P2C2"
+
+
+@pytest.mark.parametrize("name", [EXACT, NO_ATTENTION, "M4"])
+def test_a_pipeline_with_avq_is_refused(name):
+    """Fails for a method that takes that AVQ away, or measures it as something else."""
+    pipe = tiny_pipe()
+    method = Method(name, (0,))
+    apply_avq(pipe, random_codebooks(pipe.unet))
+    with_avq = draw(pipe)
+    message = r"has AVQ already; call remove_avq\(pipe\) first"
+    with pytest.raises(ValueError, match=message), attention_method(pipe, method):
         pass
+    with pytest.raises(ValueError, match=message):
+        prepare(pipe, name)
+    assert torch.equal(draw(pipe), with_avq)
+
+
+@pytest.mark.parametrize("name", [EXACT, "M4"])
+def test_a_pipeline_with_linfusion_is_refused(name, linfusion):
+    """Fails for LinFusion that is measured as exact attention."""
+    pipe = tiny_pipe()
+    load_linfusion(linfusion, pipe.unet)
+    message = r"has LinFusion already; call remove_linfusion\(pipe.unet\) first"
+    with pytest.raises(ValueError, match=message), attention_method(pipe, Method(name, (0,))):
+        pass
+    with pytest.raises(ValueError, match=message):
+        prepare(pipe, name)
 
 
 def test_value_projection_is_its_formula():
@@ -266,64 +425,420 @@ def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
         values = metrics.psnr(pictures[method], expected)
         assert row["psnr"] == pytest.approx(values.tolist())
         assert row["psnr_median"] == pytest.approx(np.median(values))
-        assert row["psnr_p10"] == pytest.approx(np.percentile(values, 10))
+        assert row["psnr_p10"] == min(values)
         assert row["ssim_median"] == pytest.approx(np.median(row["ssim"]))
     table = compare.compare_table(rows).splitlines()
     assert [line.split("|")[1].strip() for line in table] == ["method", "---", *methods]
+    assert [line.split("|")[2].strip() for line in table[2:]] == ["8", "-"]
     compare.compare_sheet(tmp_path / "sheet.png", pictures, prompts)
     assert (tmp_path / "sheet.png").stat().st_size > 1000
+
+
+def test_compare_of_identical_pictures_is_null_in_json(tmp_path):
+    """JSON has no Infinity; its median, too, is one of numbers that are not there."""
+    rows, _ = compare.compare(
+        tiny_pipe(),
+        [EXACT],
+        ["a"],
+        range(3),
+        calibration_prompts=CALIBRATION,
+        num_inference_steps=1,
+    )
+    report.save_json(tmp_path / "rows.json", command="", device="cpu", rows=rows)
+    text = (tmp_path / "rows.json").read_text()
+    (row,) = json.loads(text, parse_constant=lambda name: pytest.fail(name))["rows"]
+    assert row["psnr"] == [None] * 3
+    assert row["psnr_median"] is row["psnr_p10"] is None
+    assert row["ssim_median"] == pytest.approx(1)
+    assert "| inf |" in compare.compare_table(rows)
 
 
 @pytest.mark.parametrize(
     ("methods", "levels", "message"),
     [
+        (["M4P2C2", "M4P2C2@Px"], (0,), "methods may end in @P8 or so, but got 'M4P2C2@Px'"),
+        (["M4P2C2", "M4P2C2@P5"], (0,), "num_refined must be at most num_parents"),
+        (["M4P2C2", "DISTILLED@P5"], (0,), "num_refined must be between 0 and 4"),
+        (["M4P2C2", "OTHER"], (0,), "codebooks of another model"),
+        (["M4P2C2", "EMPTY"], (0,), "there is no file"),
         (["M4P2C2", "nothing"], (0,), "expected a configuration such as M64P16C8 or M256, but got"),
+        (["M4P2C2", "runs/x/codebooks"], (0,), "methods: there is no folder runs/x/codebooks"),
+        (["M4P2C2", "./codebooks@P8"], (0,), r"methods: there is no folder \./codebooks\."),
+        (["M4P2C2", "LINFUSION@P2"], (0,), "LinFusion layers refine no parents, but got .*@P2'"),
+        (["M4P2C2", "LINFUSION/none"], (0,), "methods: there is no folder .*none"),
+        (["M4P2C2", "BROKEN"], (0,), "is not a whole safetensors file"),
         (["M4P5C2"], (0,), "num_refined must be at most num_parents"),
         (["M4"], (7,), "no self-attention at level 7"),
     ],
 )
-def test_mistakes_are_found_before_the_first_picture(methods, levels, message):
+def test_mistakes_are_found_before_the_first_picture(
+    methods, levels, message, distilled, linfusion, tmp_path
+):
     """A misspelt third method must not cost the pictures of the first two."""
     pipe = tiny_pipe()
+    before = pipe.unet.attn_processors
+    other = tiny_unet(attention_head_dim=4)
+    random_codebooks(other).save_pretrained(tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(linfusion, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"")
+    folders = {name: tmp_path / name.lower() for name in ("OTHER", "EMPTY", "BROKEN")}
+    folders |= {"DISTILLED": distilled, "LINFUSION": linfusion}
+    for name, folder in folders.items():
+        methods = [method.replace(name, str(folder)) for method in methods]
     runs = []
     pipe.unet.register_forward_pre_hook(lambda *_: runs.append(1))
     shown = [sample_scene(0)]
     arguments = {"levels": levels, "calibration_prompts": CALIBRATION}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         compare.compare(pipe, methods, ["a"], range(1), **arguments)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         list(scenes.score_methods(pipe, methods, shown, shown, None, **arguments))
     assert not runs
+    assert pipe.unet.attn_processors == before
 
 
 def test_scenes_rows(scorer, monkeypatch):
     """Ceiling, floor and methods, with `generate` replaced by a painter that always draws right."""
-    shown = [sample_scene(seed) for seed in TEST_SEEDS[:24]]
-    others = [sample_scene(seed) for seed in TEST_SEEDS[100:124]]
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:8]]
+    others = [sample_scene(seed) for seed in TEST_SEEDS[100:108]]
     by_caption = {scene.caption: render(scene) for scene in shown}
 
     def paint(pipe, prompts, seeds, **options):
-        assert list(seeds) == list(range(24))
+        assert list(seeds) == list(range(7, 15))
         return np.stack([by_caption[prompt] for prompt in prompts])
 
     monkeypatch.setattr(scenes, "generate", paint)
     rows = list(
         scenes.score_methods(
-            tiny_pipe(), [NO_ATTENTION], shown, others, scorer, calibration_prompts=CALIBRATION
+            tiny_pipe(),
+            [NO_ATTENTION, "M4"],
+            shown,
+            others,
+            scorer,
+            calibration_prompts=CALIBRATION,
+            first_seed=7,
         )
     )
-    real, broken, painted = rows
-    assert [row["method"] for row in rows] == [scenes.REAL, scenes.BROKEN, NO_ATTENTION]
-    assert {**painted, "method": scenes.REAL} == pytest.approx(real)
+    real, broken, painted, avq = rows
+    names = [scenes.REAL, scenes.BROKEN, NO_ATTENTION, "M4"]
+    assert [row["method"] for row in rows] == names
+    for row in (painted, avq):
+        assert {name: row[name] for name in real if name != "method"} == pytest.approx(
+            {name: real[name] for name in real if name != "method"}
+        )
     assert broken["fid"] > 1.3 * real["fid"]
     assert real["copy_agreement"] > 0.99
     assert abs(broken["copy_agreement"]) < 0.2
     assert real["clip_score"] > 80
     assert 0 < real["clip_score_sem"] < 2
-    assert real["num_pictures"] == 24
+    assert real["num_pictures"] == 8
     table = scenes.scenes_table(rows).splitlines()
-    assert len(table) == 5
+    assert len(table) == 6
     assert f"| {real['fid']:.3f} |" in table[2]
+    assert table[5].startswith("| M4 | 4 | ")
+
+
+def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_pictures=5, dtype="half"):
+    figures = {"fid": fid, "clip_score": clip_score, "copy_agreement": 0.5}
+    errors = {"clip_score_sem": 9.0, "copy_agreement_sem": 9.0}
+    rows = [{"method": method, "num_pictures": num_pictures, **figures, **errors}]
+    return {"first_seed": seed, "num_inference_steps": 25, "dtype": dtype, "rows": rows}
+
+
+def test_merged_runs_are_means_with_standard_errors_over_runs():
+    """The standard error of 1, 2, 6 is sqrt(7 / 3); fails for that of the pictures."""
+    runs = [scenes_run(0, 1, clip_score=80.0), scenes_run(1, 2), scenes_run(2, 6, clip_score=100.0)]
+    (row,) = scenes.merge_runs(runs)
+    assert row["method"] == "M4"
+    assert row["num_runs"] == 3
+    assert (row["fid"], row["clip_score"], row["copy_agreement"]) == (3, 90, 0.5)
+    assert row["fid_sem"] == pytest.approx((7 / 3) ** 0.5)
+    assert row["clip_score_sem"] == pytest.approx(10 / 3**0.5)
+    assert row["copy_agreement_sem"] == 0
+    assert "| 3.000 ± 1.528 | 90.00 ± 5.77 |" in scenes.scenes_table([row])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ([], r"expected results of scenes with different seeds, but got seeds \[0\]"),
+        ([scenes_run(0)], r"different seeds, but got seeds \[0, 0\]"),
+        ([{"rows": []}], r"different seeds, but got seeds \[0, None\]"),
+        ([scenes_run(1, method="M5")], "must have the same methods and pictures"),
+        ([scenes_run(1, num_pictures=6)], "must have the same methods and pictures"),
+        ([scenes_run(1, dtype="double")], "and the same num_inference_steps, dtype"),
+        ([{**scenes_run(1), "rows": []}], "must have the same methods and pictures"),
+    ],
+)
+def test_runs_of_another_protocol_are_not_merged(other, message):
+    with pytest.raises(ValueError, match=message):
+        scenes.merge_runs([scenes_run(0), *other])
+
+
+PROJECTIONS = ("to_q.weight", "to_k.weight")
+LAYERS_OF_BOTH_LEVELS = [layer.name for layer in select_layers(tiny_unet(), (0, 1))]
+
+
+@torch.no_grad()
+def watched(pipe, inputs):
+    """The noise that the UNet predicts, and input and output of each attn1, by hooks of our own."""
+    calls = {}
+    handles = [
+        layer.attn.register_forward_hook(
+            lambda attn, inputs, output, name=layer.name: calls.update({name: (inputs[0], output)})
+        )
+        for layer in select_layers(pipe.unet, (0, 1))
+    ]
+    output = pipe.unet(*inputs).sample
+    for handle in handles:
+        handle.remove()
+    return output, calls
+
+
+def relative(errors, expected) -> float:
+    """Sum of squared differences over sum of squares, of lists of tensors."""
+    pairs = list(zip(errors, expected, strict=True))
+    return float(
+        sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)
+    )
+
+
+def test_errors_by_hand(distilled):
+    """Fails for time steps that are averaged and not pooled, a teacher that is not exact, forced
+    errors of the student's own input, keys without the tuned projection, or P that stays."""
+    pipe = tiny_pipe()
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+    methods = errors.elastic(prepare(pipe, str(distilled)), (0, 3, 9))
+    assert [method.num_refined for method in methods] == [0, 3]
+    rows = errors.measure_errors(pipe, methods, shown, num_timesteps=2)
+
+    batches = list(errors.noised_scenes(pipe, shown, 2))
+    codebooks = AVQCodebooks.from_pretrained(distilled)
+    teacher = [watched(pipe, inputs) for inputs in batches]
+    for row, num_refined in zip(rows, (0, 3), strict=True):
+        apply_avq(pipe, codebooks)
+        set_num_refined(pipe, num_refined)
+        student = [watched(pipe, inputs) for inputs in batches]
+        outputs, expected = [x for x, _ in student], [x for x, _ in teacher]
+        assert row["output_error"] == pytest.approx(relative(outputs, expected) ** 0.5, rel=1e-4)
+        at = [relative([x], [y]) ** 0.5 for x, y in zip(outputs, expected, strict=True)]
+        assert row["output_error_at"] == pytest.approx({"250": at[0], "750": at[1]}, rel=1e-4)
+        assert list(row["layers"]) == LAYERS_OF_BOTH_LEVELS
+        for index, layer in enumerate(select_layers(pipe.unet, (0, 1))):
+            figures = row["layers"][layer.name]
+            expected = [calls[layer.name][1] for _, calls in teacher]
+            own = [calls[layer.name] for _, calls in student]
+            value = relative([output for _, output in own], expected)
+            assert figures["feature_relative_mse"] == pytest.approx(value, rel=1e-4)
+            mse = torch.stack([x for _, x in own]).sub(torch.stack(expected)).square().mean()
+            assert figures["feature_mse"] == pytest.approx(float(mse), rel=1e-4)
+            # The first layer has no errors before it, the last one all.
+            forced = figures["forced_relative_mse"]
+            assert (forced == pytest.approx(value, rel=1e-4)) == (index == 0)
+            query, key = (
+                (torch.stack([x for x, _ in own]) @ weight.T)
+                .unflatten(-1, (layer.num_heads, -1))
+                .transpose(2, 3)
+                for weight in map(codebooks.projections(layer.name).get, PROJECTIONS)
+            )
+            keys = key.flatten(0, 1)
+            error = quantization_error(keys, codebooks.codebook(layer.name)).mean()
+            assert figures["quantization_error"] == pytest.approx(float(error), rel=1e-4)
+            counts = leaf_counts(keys, codebooks.codebook(layer.name))
+            assert figures["active_ratio"] == pytest.approx(float(active_ratio(counts).mean()))
+            side = 16 >> layer.level
+            captured = capture(
+                query[:, 0],  # of the first picture of both time steps
+                key[:, 0],
+                codebooks.codebook(layer.name),
+                num_refined,
+                query_tile=16,
+                query_order=query_order(side, side),
+            )
+            assert figures["capture"] == pytest.approx(float(captured.mean()), rel=1e-4)
+        for name in ("feature_relative_mse", "forced_relative_mse", "capture"):
+            layers = [figures[name] for figures in row["layers"].values()]
+            assert row[name] == pytest.approx(np.mean(layers))
+        remove_avq(pipe)
+
+
+def test_forced_errors_are_those_of_a_layer_alone(distilled):
+    """Where AVQ replaces one layer only, forced and own input are one, in every layer."""
+    pipe = tiny_pipe()
+    shown = [sample_scene(TEST_SEEDS[0])]
+    (method,) = prepare(pipe, f"{distilled}@P3")
+    (row,) = errors.measure_errors(pipe, [method], shown, num_timesteps=1)
+    (inputs,) = errors.noised_scenes(pipe, shown, 1)
+    _, teacher = watched(pipe, inputs)
+    for name in LAYERS_OF_BOTH_LEVELS[1::4]:
+        exact = {
+            layer.name: layer.attn.processor
+            for layer in select_layers(pipe.unet, (0, 1))
+            if layer.name != name
+        }
+        with attention_method(pipe, method):
+            for layer in select_layers(pipe.unet, (0, 1)):
+                if layer.name in exact:
+                    layer.attn.set_processor(exact[layer.name])
+            _, alone = watched(pipe, inputs)
+        expected = relative([alone[name][1]], [teacher[name][1]])
+        forced = row["layers"][name]["forced_relative_mse"]
+        assert forced == pytest.approx(expected, rel=1e-3)
+
+
+def test_errors_of_methods_without_codebooks(linfusion):
+    """Exact has none, the controls have; all figures of codebooks are missing."""
+    pipe = tiny_pipe()
+    names = [EXACT, NO_ATTENTION, "M4", str(linfusion)]
+    methods = errors.elastic(prepare(pipe, *names), (0, 1))
+    assert [method.name for method in methods] == names
+    shown = [sample_scene(TEST_SEEDS[0])]
+    exact, control, flat_vq, linear = errors.measure_errors(pipe, methods, shown, num_timesteps=1)
+    for name in ("output_error", "feature_mse", "feature_relative_mse", "forced_relative_mse"):
+        assert exact[name] == 0 < flat_vq[name] < control[name]
+        assert linear[name] > 0
+    assert exact["quantization_error"] is control["capture"] is linear["active_ratio"] is None
+    assert linear["layers"].keys() == {x.name for x in select_layers(pipe.unet, (1,))}
+    table = errors.errors_table([exact, control, flat_vq, linear]).splitlines()
+    assert table[2] == "| exact | - | 0 | 0 | 0 | 0 | - | - | - |"
+    assert table[5].startswith(f"| {linfusion} (LinFusion) | - | ")
+
+
+def test_error_panels_have_a_line_for_each_codebook():
+    """Fails for a flat codebook that is joined to a two-level one, or points out of order."""
+
+    def row(method, config, effective, origin):
+        figures = dict.fromkeys(errors.PLOTTED, 1 / effective)
+        facts = {"method": method, "config": config, "origin": origin}
+        return {**facts, "effective_codewords": effective, **figures}
+
+    rows = [
+        row("M8P4C2", "M8P4C2", 16, "calibrated"),
+        row("M8P4C2", "M8P0C2", 8, "calibrated"),
+        row("run", "M8P4C2", 16, "distilled"),
+        row("M9", "M9", 9, "calibrated"),
+        row("M4", "M4", 4, "calibrated"),
+        {"method": EXACT, "effective_codewords": None},
+    ]
+    panel = errors.error_panels(rows)[0]
+    lines = {line.label: (line.x, line.y) for line in panel.lines}
+    assert lines == {
+        "M8P4C2, calibrated": ([8, 16], [1 / 8, 1 / 16]),
+        "run, distilled": ([16], [1 / 16]),
+        "flat VQ, calibrated": ([4, 9], [1 / 4, 1 / 9]),
+    }
+
+
+def write_log(folder, lines, end=""):
+    folder.mkdir()
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
+    return folder
+
+
+def test_training_curves_are_means_over_equal_parts(tmp_path):
+    """Fails for figures by layer in either form, a preview line of its own, or a cut last line."""
+    lines = [
+        {"step": 1, "samples": 4, "loss": 8.0, "quantization_error": {"a.b": 0.5, "c": 0.1}},
+        {"step": 2, "samples": 8, "loss": 4.0, "quantization_error/a.b": 0.3},
+        {"step": 2, "capture": {"a.b": 0.9}},
+        {"step": 3, "samples": 12, "loss": 1.0, "note": "text", "final": True},
+    ]
+    steps = training.read_log(write_log(tmp_path / "run", lines, end='{"step": 4, "lo'))
+    assert training.thin(steps, 2) == {
+        "step": [1.5, 3],
+        "samples": [6, 12],
+        "loss": [6, 1],
+        "quantization_error/a.b": [0.4, None],
+        "quantization_error/c": [0.1, None],
+        "capture/a.b": [0.9, None],
+    }
+    assert training.thin(steps, 100)["loss"] == [8, 4, 1]
+
+
+def test_training_panels():
+    """Layers lie faint behind their mean, and every panel comes over steps and over samples."""
+    first = {"step": [1, 2], "samples": [10, 20], "loss": [3, 1], "active_ratio/a": [0.2, 0.4]}
+    first["active_ratio/b"] = [0.4, None]
+    second = {"step": [5], "samples": [5], "loss": [2]}
+    rows = training.training_rows({"one": first, "two": second})
+    assert [[panel.title for panel in row] for row in rows] == 2 * [["loss"], ["active ratio"]]
+    loss, ratio, loss_by_samples, _ = (row[0] for row in rows)
+    assert [(x.label, x.x, x.y) for x in loss.lines] == [("one", [1, 2], [3, 1]), ("two", [5], [2])]
+    assert [x.x for x in loss_by_samples.lines] == [[10, 20], [5]]
+    assert [x.y for x in ratio.lines] == [[pytest.approx(0.3), None]]
+    assert [x.y for x in ratio.faint] == [[0.2, 0.4], [0.4, None]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "expected the folder of a training run, but there is no "),
+        ("", "holds no step yet"),
+        ('{"step": 1}\n[1]\n', "line 2 of .* is not a JSON object with a step"),
+        ('{"step": 1}\n{"loss": 1}\n', "line 2 of .* is not a JSON object with a step"),
+        ("nonsense\n", "line 1 of .* is not a JSON object with a step"),
+    ],
+)
+def test_a_bad_log_is_refused(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "log.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        training.read_log(tmp_path)
+
+
+def run_command(monkeypatch, *arguments):
+    from eval import __main__ as command
+
+    monkeypatch.setattr(sys, "argv", ["eval", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        command.main()
+    assert not exit_.value.code
+
+
+def test_the_training_command_writes_curves_and_plot(tmp_path, monkeypatch):
+    steps = [{"step": n, "samples": 2 * n, "loss": 1 / n} for n in range(1, 9)]
+    runs = [str(write_log(tmp_path / name, steps)) for name in ("a", "b")]
+    arguments = ["--name", "curves", "--points", 4, "--output", tmp_path]
+    run_command(monkeypatch, "training", "--runs", ",".join(runs), *arguments)
+    document = json.loads((tmp_path / "curves.json").read_text())
+    assert list(document["runs"]) == runs
+    assert document["runs"][runs[0]]["step"] == [1.5, 3.5, 5.5, 7.5]
+    assert Image.open(tmp_path / "curves.png").size[0] > 300
+
+
+def test_the_merge_command(tmp_path, monkeypatch, capsys):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, fid in zip(files, (1, 3), strict=True):
+        run = scenes_run(seed=fid, fid=fid)
+        report.save_json(file, command=f"seed {fid}", device="cpu", **run)
+    run_command(monkeypatch, "merge", *files, "--output", tmp_path / "both.json")
+    assert "| M4 | - | 2.000 ± 1.000 |" in capsys.readouterr().out
+    document = json.loads((tmp_path / "both.json").read_text())
+    assert [run["command"] for run in document["runs"]] == ["seed 1", "seed 3"]
+    assert document["rows"][0]["fid"] == 2
+
+
+def test_the_errors_command(tmp_path, monkeypatch, capsys, distilled):
+    """A model folder that is not mini-sd, from the command line to JSON, table and plot."""
+    tiny_pipe().save_pretrained(tmp_path / "model")
+    arguments = {"methods": distilled, "model": tmp_path / "model", "refined": "0,4", "pictures": 2}
+    arguments |= {"timesteps": 1, "output": tmp_path}
+    options = [text for name, value in arguments.items() for text in (f"--{name}", value)]
+    run_command(monkeypatch, "errors", *options)
+    rows = json.loads((tmp_path / "errors_levels0.json").read_text())["rows"]
+    assert [row["config"] for row in rows] == ["M4P0C2", "M4P4C2"]
+    assert errors.errors_table(rows) in capsys.readouterr().out
+    assert Image.open(tmp_path / "errors_levels0.png").size[0] > 300
+
+
+def test_nothing_but_json_is_written(tmp_path):
+    """Infinity and NaN become null at any depth, other numbers stay."""
+    rows = [{"a": float("inf"), "b": (1.5, float("nan")), "c": [-float("inf"), None, 2]}]
+    report.save_json(tmp_path / "x.json", command="", device="cpu", rows=rows)
+    text = (tmp_path / "x.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(name))["rows"]
+    assert found == [{"a": None, "b": [1.5, None], "c": [None, None, 2]}]
 
 
 def test_save_json_carries_its_environment(tmp_path):
@@ -359,20 +874,20 @@ def test_save_json_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
 def test_bench_inputs_have_the_layout_of_the_projections():
     """Fails for keys in the order of the codewords they are drawn from, heads first."""
     config = AVQConfig(4, 2, 2)
-    query, key, value, codebook = bench.attention_inputs(2, 3, 50, 8, config)
+    query, key, value, codebook = attention_inputs(2, 3, 50, 8, config)
     for tensor in (query, key, value):
         assert tensor.shape == (2, 3, 50, 8)
         assert tensor.transpose(1, 2).is_contiguous()
     assert isinstance(codebook, Codebook)
     torch.testing.assert_close(codebook.children.mean(2), codebook.parents)
-    again = bench.attention_inputs(2, 3, 50, 8, config)
+    again = attention_inputs(2, 3, 50, 8, config)
     assert all(torch.equal(a, b) for a, b in zip((query, key, value), again[:3], strict=True))
-    assert not bench.attention_inputs(1, 2, 20, 8, AVQConfig(4, 0, 0))[3].num_children
+    assert not attention_inputs(1, 2, 20, 8, AVQConfig(4, 0, 0))[3].num_children
 
 
 def test_bench_attention_rows():
     """Fails for a ratio upside down, or exact attention timed beyond its limit."""
-    timings = bench.bench_attention(
+    timings = bench_attention(
         [64, 90],  # a square grid, and a row
         config=AVQConfig(4, 2, 2, 16),
         device=torch.device("cpu"),
@@ -383,19 +898,22 @@ def test_bench_attention_rows():
         rounds=1,
         max_exact_tokens=64,
     )
-    small, large = bench.attention_rows(timings)
+    small, large = attention_rows(timings)
     assert (small["num_tokens"], large["num_tokens"]) == (64, 90)
     assert 0 < small["exact_ms"] < small["avq_ms"] < 1000
     assert small["ratio"] == pytest.approx(small["exact_ms"] / small["avq_ms"])
     assert large["exact_ms"] is None
     assert large["ratio"] is None
-    assert bench.attention_table(timings).splitlines()[-1].startswith("| 90 | - | ")
+    assert attention_table(timings).splitlines()[-1].startswith("| 90 | - | ")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("compare --methods nothing", "methods must be exact, value-projection or configurations"),
+        (
+            "compare --methods nothing",
+            "methods must be exact, value-projection, folders of codebooks or of LinFusion layers",
+        ),
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
         ("scenes --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
         ("bench attention --device abacus", "--device abacus cannot be used"),

@@ -21,14 +21,15 @@ LAYERS = (
     ("diagnostics",),
     ("routing",),
     ("weights",),
-    ("processor",),
+    ("processor", "linfusion"),
     ("pipeline",),
     ("calibrate", "scalecrafter", "inspection", "sheet"),
     ("mini",),
     ("cli",),
 )
 BACKENDS = ("reference", "fallback", "kernels")
-KNOW_DIFFUSERS = {"weights", "processor", "pipeline", "calibrate", "scalecrafter", "cli"}
+KNOW_DIFFUSERS = {"weights", "processor", "linfusion", "pipeline", "calibrate", "scalecrafter"}
+KNOW_DIFFUSERS |= {"cli"}
 HEAVY = {"triton", "torchvision", "matplotlib", "torchmetrics", "open_clip", "tensorboard", "yaml"}
 
 

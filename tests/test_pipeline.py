@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline
 from diffusers.models.attention_processor import AttnProcessor2_0
+from test_weights import random_projections
 from tiny import (
     CONFIG,
     draw,
@@ -233,6 +234,87 @@ class TestDisabled:
         exact = predict(pipe.unet)
         with avq_disabled(pipe):
             assert torch.equal(predict(pipe.unet), exact)
+
+
+class TestTunedProjections:
+    """Distilled codebooks bring projections; the UNet's own stay what they are."""
+
+    @pytest.fixture
+    def tuned(self, unet):
+        return random_codebooks(unet, projections=random_projections(unet))
+
+    def test_applied_and_removed(self, pipe, codebooks, tuned):
+        """Catches projections that do not run, and any parameter that is written over."""
+        exact, untuned = draw(pipe), draw(apply_avq(tiny_pipe(), codebooks))
+        before = copy.deepcopy(pipe.unet.state_dict())
+        avq = draw(apply_avq(pipe, tuned))
+        assert differ(avq, untuned)
+        assert differ(avq, exact)
+        now = pipe.unet.state_dict()
+        assert list(now) == list(before)
+        assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
+        with avq_disabled(pipe):
+            assert torch.equal(draw(pipe), exact)
+        assert torch.equal(draw(pipe), avq)
+        assert torch.equal(draw(remove_avq(pipe)), exact)
+
+    def test_control(self, pipe, codebooks):
+        """Tuned projections equal to the UNet's own change nothing: the noise does, above."""
+        own = {
+            name: {key: pipe.unet.get_submodule(name).state_dict()[key] for key in tensors}
+            for name, tensors in random_projections(pipe.unet).items()
+        }
+        expected = draw(apply_avq(tiny_pipe(), codebooks))
+        avq = draw(apply_avq(pipe, random_codebooks(pipe.unet, projections=own)))
+        assert torch.equal(avq, expected)
+
+    def test_twice(self, pipe, codebooks, tuned):
+        """Catches tuned projections saved as the originals, or left behind for other codebooks."""
+        exact, untuned = draw(pipe), draw(apply_avq(tiny_pipe(), codebooks))
+        avq = draw(apply_avq(pipe, tuned))
+        assert torch.equal(draw(apply_avq(pipe, tuned)), avq)
+        assert torch.equal(draw(apply_avq(pipe, codebooks)), untuned)
+        assert torch.equal(draw(remove_avq(pipe)), exact)
+
+    def test_moves_between_apply_and_remove(self, unet, tuned):
+        """Catches tuned projections kept in half precision, and originals that miss a move."""
+        exact, avq = predict(unet), predict(apply_avq(unet, tuned))
+        sample, text = torch.zeros(1, 4, 16, 16), torch.zeros(1, 5, 32)
+        unet.to(torch.bfloat16)(sample.bfloat16(), 10, text.bfloat16())
+        widened = tiny_unet().to(torch.bfloat16).float()
+        assert torch.equal(predict(remove_avq(unet.float())), predict(widened))
+        assert torch.equal(predict(apply_avq(unet, tuned)), predict(apply_avq(widened, tuned)))
+        unet.load_state_dict(tiny_unet().state_dict())
+        assert torch.equal(predict(unet), avq)
+        assert torch.equal(predict(remove_avq(unet)), exact)
+
+    def test_saved_codebooks_give_the_same_picture(self, pipe, tuned, tmp_path):
+        expected = draw(apply_avq(pipe, tuned))
+        tuned.save_pretrained(tmp_path)
+        loaded = AVQCodebooks.from_pretrained(tmp_path)
+        assert torch.equal(draw(apply_avq(tiny_pipe(), loaded)), expected)
+
+    def test_owners_line(self, pipe, tuned):
+        expected = draw(apply_avq(tiny_pipe(), tuned))
+        pipe.unet.set_attn_processor(AVQProcessor(tuned, unet=pipe.unet))
+        assert torch.equal(draw(pipe), expected)
+        avq_pipe = AVQStableDiffusionPipeline.from_pipe(tiny_pipe())
+        avq_pipe.set_progress_bar_config(disable=True)
+        avq_pipe.set_attn_processor(AVQProcessor(tuned))
+        assert torch.equal(draw(avq_pipe), expected)
+
+    def test_summary(self, pipe, codebooks, tuned):
+        """Catches a table on which a student and a calibrated model look the same."""
+        apply_avq(pipe, tuned)
+        assert summary(pipe).rows[0].runs == "AVQ, tuned"
+        predict(pipe.unet)
+        assert {row.runs for row in summary(pipe).rows if row.config} == {
+            "AVQ (torch backend), tuned"
+        }
+        with avq_disabled(pipe):
+            assert summary(pipe).rows[0].runs == "exact: disabled"
+        apply_avq(pipe, codebooks)
+        assert summary(pipe).rows[0].runs == "AVQ"
 
 
 class TestSetNumRefined:

@@ -31,9 +31,11 @@ from avq_diffusers.mini import (
     render,
     sample_scene,
 )
-from distill.pretrain import checkpoint, data
+from distill import checkpoint
+from distill.config import load_config
+from distill.pretrain import data
 from distill.pretrain.__main__ import app
-from distill.pretrain.config import ScorerConfig, SDConfig, VAEConfig, load_config
+from distill.pretrain.config import ScorerConfig, SDConfig, VAEConfig
 from distill.pretrain.loop import Schedule, update_average
 from distill.pretrain.scorer import build_scorer, contrastive_loss
 from distill.pretrain.sd import (

@@ -4,16 +4,21 @@ import copy
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from diffusers import AutoencoderKL
 from diffusers.models.attention_processor import AttnProcessor2_0
-from tiny import CONFIG, predict, random_codebooks, tiny_unet
+from peft import LoraConfig
+from test_weights import random_projections
+from tiny import CONFIG, predict, random_codebooks, tiny_pipe, tiny_unet
 from torch._dynamo.testing import CompileCounter
+from torch.nn import functional
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.ops import avq_attention
 from avq_diffusers.pipeline import apply_avq, avq_disabled, remove_avq, summary
 from avq_diffusers.processor import AVQProcessor
 from avq_diffusers.query_order import query_order
+from avq_diffusers.weights import AVQCodebooks
 
 LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
 
@@ -249,6 +254,171 @@ class TestHandingOver:
         assert recorder.calls == [(None, None, "masks")]
 
 
+class TestTunedProjections:
+    """They run in the calls that AVQ serves, and only there."""
+
+    @pytest.fixture
+    def tuned(self, unet):
+        return random_codebooks(unet, projections=random_projections(unet))
+
+    def test_equals_the_operation(self, unet, tuned):
+        """Catches one of the five tensors left out, exchanged or applied to another layer."""
+        apply_avq(unet, tuned)
+        predict(unet, 16, 24)
+        attn = unet.get_submodule(LAYER)
+        own = tuned.projections(LAYER)
+        hidden_states = tokens(attn, 8 * 12)
+        with torch.no_grad():
+            query, key, value = (
+                functional.linear(hidden_states, own[name]).view(2, 96, 2, 16).transpose(1, 2)
+                for name in ("to_q.weight", "to_k.weight", "to_v.weight")
+            )
+            expected = avq_attention(
+                query,
+                key,
+                value,
+                tuned.codebook(LAYER),
+                num_refined=CONFIG.num_refined,
+                query_tile=CONFIG.query_tile,
+                query_order=query_order(8, 12, CONFIG.query_order),
+            )
+            expected = functional.linear(
+                expected.transpose(1, 2).reshape(2, 96, 32),
+                own["to_out.0.weight"],
+                own["to_out.0.bias"],
+            )
+            assert torch.equal(attn(hidden_states), expected)
+
+    def test_handed_over_calls_are_of_the_base_model(self, unet, tuned):
+        """Catches exact attention with tuned projections, which nobody trained."""
+        mask = torch.zeros(2, 1, 64)
+        mask[:, :, 40:] = -10000
+        attn = tiny_unet().get_submodule(LAYER)
+        with torch.no_grad():
+            expected = attn(tokens(attn), attention_mask=mask), attn(tokens(attn, 65))
+            attn = apply_avq(unet, tuned).get_submodule(LAYER)
+            predict(unet)
+            assert torch.equal(attn(tokens(attn), attention_mask=mask), expected[0])
+            assert torch.equal(attn(tokens(attn, 65)), expected[1])
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    @pytest.mark.parametrize("avq_first", [True, False])
+    def test_unet_dtype(self, unet, tuned, dtype, avq_first):
+        """Catches a cast that is missed, or made from an earlier cast: 16 bits and back."""
+        expected = predict(apply_avq(unet, tuned))
+        if not avq_first:
+            remove_avq(unet)
+        unet.to(dtype)
+        apply_avq(unet, tuned)
+        attn = unet.get_submodule(LAYER)
+        transformer = unet.get_submodule(LAYER.split(".transformer_blocks")[0])
+        with torch.no_grad():
+            sample = torch.randn(1, attn.query_dim, 8, 8).to(dtype)
+            assert transformer(sample, torch.zeros(1, 5, 32, dtype=dtype)).sample.dtype == dtype
+        assert attn._avq.calls == {"AVQ": 1}
+        unet.float().load_state_dict(tiny_unet().state_dict())
+        assert torch.equal(predict(unet), expected)
+        assert tuned.projections(LAYER)["to_q.weight"].dtype == torch.float32
+
+    def test_autocast(self, unet, tuned):
+        """Catches projections cast by what autocast makes of the tokens: they train in float32."""
+        expected = predict(apply_avq(unet, tuned))
+        with torch.autocast("cpu", torch.bfloat16):
+            output = predict(unet)
+        assert calls(unet) == {"AVQ": 20}
+        assert not torch.equal(output.float(), expected)
+        assert (output.float() - expected).norm() < 0.1 * expected.norm()
+        assert unet.get_submodule(LAYER)._avq.projections["to_q.weight"].dtype == torch.float32
+
+    @pytest.mark.parametrize("avq_first", [True, False])
+    def test_offload(self, unet, tuned, avq_first):
+        """Catches projections that are read from, or moved to, the meta device."""
+        expected = predict(apply_avq(unet, tuned))
+        if not avq_first:
+            remove_avq(unet)
+        cpu_offload(unet, execution_device=torch.device("cpu"))
+        if not avq_first:
+            apply_avq(unet, tuned)
+        assert unet.get_submodule(LAYER).to_q.weight.is_meta
+        assert torch.equal(predict(unet), expected)
+
+    def test_codebooks_stay_live(self, unet, tuned):
+        before = predict(apply_avq(unet, tuned))
+        tuned.projections(LAYER)["to_v.weight"].mul_(2)
+        assert not torch.equal(predict(unet), before)
+
+    def test_lora(self, unet, tuned):
+        """Catches a LoRA that tuned projections bypass, or that is added to them twice."""
+        config = LoraConfig(
+            r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False
+        )
+        pipe = tiny_pipe(unet)
+        without = predict(apply_avq(unet, tuned))
+        unet.add_adapter(config)
+        with_lora = predict(unet)
+        assert (with_lora - without).norm() > 1e-2 * without.norm()
+        pipe.disable_lora()
+        assert torch.equal(predict(unet), without)
+        pipe.enable_lora()
+
+        merged = {}
+        for name in tuned.layer_specs:
+            attn, own = unet.get_submodule(name), tuned.projections(name)
+            merged[name] = {
+                key: own[key]
+                + attn.get_submodule(key.removesuffix(".weight")).get_delta_weight("default")
+                if key.endswith("weight")
+                else own[key]
+                for key in own
+            }
+        parts = {name: tuned.codebook(name) for name in tuned.layer_specs}
+        expected_codebooks = AVQCodebooks.from_codebooks(CONFIG, parts, unet, projections=merged)
+        disabled = copy.deepcopy(unet)
+        for name in tuned.layer_specs:
+            for projection in disabled.get_submodule(name).modules():
+                if hasattr(projection, "enable_adapters"):
+                    projection.enable_adapters(False)
+        expected = predict(apply_avq(disabled, expected_codebooks))
+        torch.testing.assert_close(with_lora, expected, rtol=1e-4, atol=1e-4)
+        with avq_disabled(unet):
+            exact = predict(unet)
+        assert torch.equal(predict(remove_avq(unet)), exact)
+
+    def test_deepcopy(self, unet, tuned):
+        """Catches a copied UNet whose projections are still those of the original codebooks."""
+        expected = predict(apply_avq(unet, tuned))
+        twin = copy.deepcopy(unet)
+        for tensor in tuned.parameters():
+            tensor.zero_()
+        assert torch.equal(predict(twin), expected)
+        assert torch.equal(predict(remove_avq(twin)), predict(remove_avq(unet)))
+
+    def test_save_pretrained(self, unet, tuned, tmp_path):
+        """Catches a UNet saved with tuned projections, which would be tuned for good."""
+        expected = tiny_unet().state_dict()
+        apply_avq(unet, tuned).save_pretrained(tmp_path)
+        loaded = type(unet).from_pretrained(tmp_path).state_dict()
+        assert list(loaded) == list(expected)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+    def test_gradients(self, unet, tuned):
+        """Catches a student that trains the projections that AVQ does not run."""
+        apply_avq(unet, tuned.requires_grad_()).train()
+        unet(torch.ones(1, 4, 8, 8), 10, torch.ones(1, 5, 32)).sample.square().mean().backward()
+        for tensor in tuned.projections(LAYER).values():
+            assert tensor.grad.any()
+        assert {tensor.grad for tensor in unet.get_submodule(LAYER).parameters()} == {None}
+
+    def test_inference_mode_then_training(self, unet, tuned):
+        """Catches copies made in inference mode, which autograd refuses later."""
+        apply_avq(unet, tuned).double()
+        inputs = torch.ones(1, 4, 8, 8).double(), 10, torch.ones(1, 5, 32).double()
+        with torch.inference_mode():
+            unet(*inputs)
+        unet(*inputs).sample.sum().backward()
+        assert unet.conv_in.weight.grad.any()
+
+
 class TestOneInstanceOnAllLayers:
     """`unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))`."""
 
@@ -418,7 +588,28 @@ class TestCompile:
         assert counter.frame_count == 1
         assert calls(unet) == {"AVQ": 10}  # compiled calls are not counted
 
-    def test_switching_a_compiled_unet(self):
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_tuned(self, unet, dtype):
+        """Catches graph breaks, also where tuned projections are cast in the compiled code."""
+        tuned = random_codebooks(unet, projections=random_projections(unet))
+        inputs = torch.ones(1, 4, 16, 16, dtype=dtype), 10, torch.ones(1, 5, 32, dtype=dtype)
+
+        @torch.no_grad()
+        def output(model):
+            return model(*inputs).sample
+
+        untuned = output(apply_avq(unet, random_codebooks(unet)).to(dtype))
+        expected = output(apply_avq(unet, tuned))
+        fresh = apply_avq(tiny_unet(), tuned).to(dtype)
+        counter = CompileCounter()
+        compiled = torch.compile(fresh, backend=counter, fullgraph=True)
+        for _ in range(3):
+            torch.testing.assert_close(output(compiled), expected)
+        assert (expected - untuned).norm() > 1e-2 * untuned.norm()
+        assert counter.frame_count == (1 if dtype == torch.float32 else 2)
+
+    @pytest.mark.parametrize("tuned", [False, True])
+    def test_switching_a_compiled_unet(self, tuned):
         """Catches compiled code that does not notice AVQ coming, pausing and going."""
         unet = tiny_unet(
             block_out_channels=(16, 32),
@@ -426,7 +617,9 @@ class TestCompile:
             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
             layers_per_block=1,
         )
-        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2))
+        config = AVQConfig(4, 2, 2)
+        projections = random_projections(unet, config) if tuned else None
+        codebooks = random_codebooks(unet, config, projections=projections)
         exact = predict(unet)
         compiled = torch.compile(unet, backend="eager", fullgraph=True)
         torch.testing.assert_close(predict(compiled), exact)
@@ -439,7 +632,8 @@ class TestCompile:
         remove_avq(compiled)
         torch.testing.assert_close(predict(compiled), exact)
 
-    def test_repeated_blocks(self, unet, codebooks):
+    @pytest.mark.parametrize("tuned", [False, True])
+    def test_repeated_blocks(self, unet, tuned):
         """Catches a guard per layer or per resolution: the recompile limit is near."""
 
         def count_graphs(model):
@@ -450,7 +644,8 @@ class TestCompile:
             return counter.frame_count, outputs
 
         baseline, exact = count_graphs(unet)
-        model = apply_avq(tiny_unet(), codebooks)
+        projections = random_projections(unet) if tuned else None
+        model = apply_avq(tiny_unet(), random_codebooks(unet, projections=projections))
         expected = [predict(model, *size) for size in ((16, 16), (24, 16), (16, 40))]
         graphs, outputs = count_graphs(model)
         assert graphs == baseline
@@ -460,8 +655,11 @@ class TestCompile:
 
 
 @pytest.mark.gpu
-def test_codewords_follow_the_unet(unet, codebooks):
-    """Catches codewords left on the CPU when the UNet moves after AVQ was applied."""
+@pytest.mark.parametrize("tuned", [False, True])
+def test_codebooks_follow_the_unet(unet, tuned):
+    """Catches tensors left on the CPU when the UNet moves after AVQ was applied."""
+    projections = random_projections(unet) if tuned else None
+    codebooks = random_codebooks(unet, projections=projections)
     apply_avq(unet, codebooks, route="always").to("cuda")
     text = torch.zeros(1, 5, 32, device="cuda")
     output = unet(torch.zeros(1, 4, 16, 16, device="cuda"), 10, text).sample

@@ -8,9 +8,18 @@ from tiny import predict
 
 from avq_diffusers import routing
 from avq_diffusers.pipeline import apply_avq, summary
-from avq_diffusers.routing import NEVER, TOKENS, Shape, break_even, known_break_even, rows_bucket
+from avq_diffusers.routing import (
+    NEVER,
+    TOKENS,
+    BreakEven,
+    Shape,
+    break_even,
+    known_break_even,
+    rows_bucket,
+)
 
 SHAPE = Shape(16, 40, 64, 16, 8, 128, torch.float16)
+FOUND = BreakEven(eager=2048, compiled=512)
 KEY = "GPU X, float16, 16 rows, D40, M64P16C8, tiles of 128"
 
 
@@ -26,20 +35,20 @@ def cache_file(monkeypatch, tmp_path):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Counts measurements; each finds 2048."""
+    """Counts measurements; each gives FOUND."""
     shapes = []
     monkeypatch.setattr(
-        routing, "measure_break_even", lambda shape, device: shapes.append(shape) or 2048
+        routing, "measure_break_even", lambda shape, device: shapes.append(shape) or FOUND
     )
     return shapes
 
 
-def set_break_even(unet, tokens):
+def set_break_even(unet, eager, compiled=NEVER):
     """Break-even of every AVQ layer for a batch of two in float32."""
     for row in summary(unet).rows:
         state = getattr(unet.get_submodule(row.name), "_avq", None)
         if state is not None:
-            state.break_even = {state.shape(torch.empty(2, 1, 1)): tokens}
+            state.break_even = {state.shape(torch.empty(2, 1, 1)): BreakEven(eager, compiled)}
 
 
 def test_layers_below_the_break_even_run_exact(unet, codebooks):
@@ -56,6 +65,17 @@ def test_layers_below_the_break_even_run_exact(unet, codebooks):
     assert runs == {0: "AVQ (torch backend)", 1: "exact: faster"}
     set_break_even(unet, 1)
     assert torch.equal(predict(unet, batch=2), avq)
+
+
+def test_compiled_code_has_a_break_even_of_its_own(unet, codebooks):
+    exact = predict(unet, batch=2)
+    apply_avq(unet, codebooks)
+    avq = predict(unet, batch=2)
+    set_break_even(unet, NEVER, compiled=1)
+    assert torch.equal(predict(unet, batch=2), exact)
+    unet.compile(backend="eager")
+    torch.testing.assert_close(predict(unet, batch=2), avq)
+    assert not torch.allclose(avq, exact)
 
 
 def test_another_shape_does_not_share_the_break_even(unet, codebooks):
@@ -80,30 +100,31 @@ def test_unknown_routes_are_refused(unet, codebooks):
 def test_a_measurement_is_made_once_and_kept(cache_file, measured):
     device = torch.device("cuda")
     assert known_break_even(SHAPE, device) is None
-    assert break_even(SHAPE, device) == break_even(SHAPE, device) == 2048
+    assert break_even(SHAPE, device) == break_even(SHAPE, device) == FOUND
     assert measured == [SHAPE]
-    assert json.loads(cache_file.read_text()) == {KEY: 2048}
+    assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
     routing._table.cache_clear()
-    assert known_break_even(SHAPE, device) == 2048
+    assert known_break_even(SHAPE, device) == FOUND
     assert list(cache_file.parent.iterdir()) == [cache_file]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])
 def test_a_broken_cache_costs_a_measurement(cache_file, measured, content):
     cache_file.parent.mkdir()
     cache_file.write_text(content)
-    assert break_even(SHAPE, torch.device("cuda")) == 2048
-    assert json.loads(cache_file.read_text()) == {KEY: 2048}
+    assert break_even(SHAPE, torch.device("cuda")) == FOUND
+    assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
 
 
 def test_nowhere_to_keep_it(cache_file, measured):
     cache_file.parent.write_text("a file is in the way")
-    assert break_even(SHAPE, torch.device("cuda")) == 2048
+    assert break_even(SHAPE, torch.device("cuda")) == FOUND
 
 
 def test_measurements_of_the_package_name_known_tokens():
     table = json.loads(routing._SHIPPED.read_text())
-    assert set(table.values()) <= {*TOKENS, NEVER}
+    assert table == routing._read(routing._SHIPPED) != {}
+    assert {tokens for found in table.values() for tokens in found.values()} <= {*TOKENS, NEVER}
 
 
 def test_a_bucket_holds_all_batches_up_to_a_power_of_two():
@@ -114,4 +135,6 @@ def test_a_bucket_holds_all_batches_up_to_a_power_of_two():
 @pytest.mark.gpu
 def test_long_sequences_are_worth_it_on_a_gpu():
     found = routing.measure_break_even(SHAPE, torch.device("cuda"))
-    assert found in TOKENS
+    assert found.eager in TOKENS
+    assert found.compiled in TOKENS
+    assert found.compiled <= found.eager

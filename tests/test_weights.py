@@ -13,7 +13,7 @@ from tiny import CONFIG, random_codebooks, sd2_unet, sdxl_unet, tiny_unet
 
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.weights import AVQCodebooks, select_layers
+from avq_diffusers.weights import PROJECTION_PARAMETERS, AVQCodebooks, select_layers
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
@@ -23,6 +23,19 @@ LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 def folder(codebooks, tmp_path):
     codebooks.save_pretrained(tmp_path / "codebooks")
     return tmp_path / "codebooks"
+
+
+def random_projections(unet, config=CONFIG, seed=0):
+    """Tuned projections for the layers of `config`: the UNet's own and noise of half their size."""
+    generator = torch.Generator().manual_seed(seed)
+    projections = {}
+    for layer in select_layers(unet, config.levels):
+        own = {name: layer.attn.state_dict()[name] for name in PROJECTION_PARAMETERS}
+        projections[layer.name] = {
+            name: tensor + 0.5 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in own.items()
+        }
+    return projections
 
 
 def edit_config(folder, **values):
@@ -310,6 +323,109 @@ class TestFromCodebooks:
             ValueError, match=r"attn1: parents must have shape \(2, 4, 8\), but got"
         ):
             AVQCodebooks.from_codebooks(CONFIG, parts, unet)
+
+
+class TestProjections:
+    @pytest.fixture
+    def projections(self, unet):
+        return random_projections(unet)
+
+    @pytest.fixture
+    def tuned_folder(self, unet, projections, tmp_path):
+        codebooks = random_codebooks(unet, projections=projections, training={"steps": 7})
+        codebooks.save_pretrained(tmp_path)
+        return tmp_path
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_round_trip(self, projections, tuned_folder, dtype):
+        """Catches layers or parameters exchanged, and digits lost to the `dtype=` of loading."""
+        assert sorted(os.listdir(tuned_folder)) == ["config.json", WEIGHTS]
+        loaded = AVQCodebooks.from_pretrained(tuned_folder, dtype=dtype)
+        assert loaded.config["training"] == {"steps": 7}
+        assert loaded.config["calibration"] is None
+        for layer, tensors in projections.items():
+            found = loaded.projections(layer)
+            assert list(found) == list(PROJECTION_PARAMETERS)
+            for name, tensor in tensors.items():
+                assert found[name].dtype == torch.float32
+                assert not found[name].requires_grad
+                assert torch.equal(found[name], tensor)
+
+    def test_half_precision_given(self, unet, projections):
+        """Catches parameters of mixed dtypes, which one file for all UNet dtypes must not hold."""
+        halves = {
+            layer: {name: tensor.half() for name, tensor in tensors.items()}
+            for layer, tensors in projections.items()
+        }
+        found = random_codebooks(unet, projections=halves).projections(LAYER)["to_q.weight"]
+        assert found.dtype == torch.float32
+        assert torch.equal(found, halves[LAYER]["to_q.weight"].float())
+
+    def test_copies(self, unet, projections):
+        """Catches tuned projections that share memory with the UNet that training goes on with."""
+        built = random_codebooks(unet, projections=projections).projections(LAYER)
+        projections[LAYER]["to_q.weight"].zero_()
+        assert built["to_q.weight"].any()
+        before = random_codebooks(unet, projections=projections)
+        before.double()
+        assert before.projections(LAYER)["to_q.weight"].dtype == torch.float64
+
+    def test_codebooks_without(self, folder):
+        """Catches empty projections in every file, and files of before that no longer load."""
+        assert not [name for name in load_file(folder / WEIGHTS) if "projections" in name]
+        config = json.loads((folder / "config.json").read_text())
+        assert config.pop("tuned") is False
+        assert config.pop("training") is None
+        (folder / "config.json").write_text(json.dumps(config))
+        loaded = AVQCodebooks.from_pretrained(folder)
+        assert loaded.projections(LAYER) is None
+
+    def test_missing_layer(self, unet, projections):
+        del projections[LAYER]
+        with pytest.raises(ValueError, match=rf"projections: {LAYER} is missing \(1 missing"):
+            random_codebooks(unet, projections=projections)
+        with pytest.raises(ValueError, match=r"is missing \(10 missing in all\)"):
+            random_codebooks(unet, projections={})
+
+    def test_unexpected_layer(self, unet, projections):
+        projections["mid"] = projections[LAYER]
+        with pytest.raises(ValueError, match="projections: mid is unexpected"):
+            random_codebooks(unet, projections=projections)
+
+    def test_missing_parameter(self, unet, projections):
+        del projections[LAYER]["to_out.0.bias"]
+        with pytest.raises(
+            ValueError, match=rf"projections of {LAYER}: to_out\.0\.bias is missing"
+        ):
+            random_codebooks(unet, projections=projections)
+
+    def test_unexpected_parameter(self, unet, projections):
+        projections[LAYER]["to_q.bias"] = torch.zeros(16)
+        with pytest.raises(ValueError, match=rf"projections of {LAYER}: to_q\.bias is unexpected"):
+            random_codebooks(unet, projections=projections)
+
+    def test_wrong_shape(self, unet, projections):
+        """Catches a tensor that broadcasts into its place."""
+        projections[LAYER]["to_v.weight"] = torch.zeros(16, 1)
+        with pytest.raises(
+            ValueError, match=r"to_v\.weight must have shape \(16, 16\), but got \(16, 1\)"
+        ):
+            random_codebooks(unet, projections=projections)
+
+    def test_not_finite(self, unet, projections):
+        """Catches a diverged run that saves what loading refuses."""
+        projections[LAYER]["to_k.weight"][0, 0] = float("nan")
+        with pytest.raises(ValueError, match=rf"{LAYER}: to_k\.weight holds NaN or infinity"):
+            random_codebooks(unet, projections=projections)
+
+    def test_file_and_config_disagree(self, folder, tuned_folder):
+        """Catches a student loaded without its projections, or with those of nobody."""
+        edit_config(folder, tuned=True)
+        with pytest.raises(ValueError, match=r"projections\.to_\w+ is missing \(50 missing"):
+            AVQCodebooks.from_pretrained(folder)
+        edit_config(tuned_folder, tuned=False)
+        with pytest.raises(ValueError, match=r"is unexpected \(50 unexpected in all\)"):
+            AVQCodebooks.from_pretrained(tuned_folder)
 
 
 class TestOtherModel:

@@ -10,7 +10,8 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from distill.pretrain.config import RunConfig, ScorerConfig, SDConfig, VAEConfig, load_config
+from distill.config import load_config
+from distill.pretrain.config import RunConfig, ScorerConfig, SDConfig, VAEConfig
 
 Kind = TypeVar("Kind", bound=RunConfig)
 

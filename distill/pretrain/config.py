@@ -1,12 +1,8 @@
-"""Configurations of the pretraining commands: flat YAML files in which every field is visible."""
+"""Configurations of the pretraining commands: flat YAML files, read by `distill.config`."""
 
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from dataclasses import dataclass
 
-import yaml
-
-Config = TypeVar("Config", bound="RunConfig")
+from distill.config import check_at_least_one, check_one_of
 
 PRECISIONS = ("bf16", "fp32")
 
@@ -61,14 +57,8 @@ class RunConfig:
     tensorboard: bool
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        for name in ("num_scenes", "image_size", "steps", "batch_size", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, but got {getattr(self, name)}.")
-        if self.precision not in PRECISIONS:
-            raise ValueError(
-                f"precision must be one of {', '.join(PRECISIONS)}, but got {self.precision!r}."
-            )
+        check_at_least_one(self, "num_scenes", "image_size", "steps", "batch_size", "log_every")
+        check_one_of(self, "precision", PRECISIONS)
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), but got {self.ema_decay}.")
 
@@ -179,81 +169,3 @@ class ScorerConfig(RunConfig):
         super().__post_init__()
         if not 0 < self.corrupted_share < 1:
             raise ValueError(f"corrupted_share must be in (0, 1), but got {self.corrupted_share}.")
-
-
-def load_config(path: str | Path, kind: type[Config], overrides: list[str]) -> Config:
-    """Read the complete YAML file `path` as a `kind`, then apply `key=value` overrides.
-
-    Raises:
-        ValueError: a key is unknown or missing, or a value does not fit.
-        TypeError: a value has the wrong type.
-    """
-    values = yaml.safe_load(Path(path).read_text())
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must be a flat YAML mapping, but holds {type(values).__name__}.")
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        if not separator:
-            raise ValueError(f"--set must be key=value, but got {override!r}.")
-        values[key] = yaml.safe_load(value)
-    return config_from_values(values, kind, str(path))
-
-
-def config_from_values(values: dict[str, Any], kind: type[Config], source: str) -> Config:
-    """Build a `kind` from a mapping that has exactly its fields; `source` is for messages."""
-    names = {field.name for field in fields(kind)}
-    if unknown := sorted(set(values) - names):
-        raise ValueError(f"{source} has the unknown key {', '.join(unknown)} for {kind.__name__}.")
-    if missing := sorted(names - set(values)):
-        raise ValueError(f"{source} lacks the key {', '.join(missing)} of {kind.__name__}.")
-    hints = get_type_hints(kind)
-    numbers = {
-        name: _as_declared(value, hints[name]) if value is not None else None
-        for name, value in values.items()
-    }
-    return kind(**numbers)
-
-
-def differing_keys(config: RunConfig, saved: dict[str, Any], *, ignored: tuple[str, ...]) -> list:
-    """Return the names of the fields in which `config` and a saved mapping differ."""
-    current = plain_values(config)
-    return sorted(
-        name
-        for name in current.keys() | saved.keys()
-        if name not in ignored and current.get(name) != saved.get(name)
-    )
-
-
-def plain_values(config: RunConfig) -> dict[str, Any]:
-    """Return the fields as JSON has them (lists instead of tuples)."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in asdict(config).items()
-    }
-
-
-def _as_declared(value: Any, hint: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    wants_float = hint is float or float in get_args(hint)
-    if wants_float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as a string
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    if wants_float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return value
-
-
-def _check_types(config: RunConfig) -> None:
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        allowed = [hint, *get_args(hint)] if type(None) in get_args(hint) else [hint]
-        allowed = [tuple if "tuple" in str(kind) else kind for kind in allowed]
-        if not any(isinstance(kind, type) and type(value) is kind for kind in allowed):
-            raise TypeError(f"{name} must be {_name(hint)}, but got {value!r}.")
-
-
-def _name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)

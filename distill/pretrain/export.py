@@ -1,27 +1,15 @@
 """Results as standard folders: what every command leaves, and the folder the package ships."""
 
-import contextlib
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPModel, CLIPTextModel, CLIPTokenizer
 
+from distill.checkpoint import replace_folder
+
 MAX_SHARD_SIZE = "15MB"  # every file stays below 16 MiB
-
-
-@contextlib.contextmanager
-def replace_folder(path: Path) -> Iterator[Path]:
-    """Give a temporary folder to write into; it takes the place of `path` when all went well."""
-    temporary = path.with_name(f".writing-{path.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    yield temporary
-    shutil.rmtree(path, ignore_errors=True)
-    temporary.rename(path)
 
 
 def make_scheduler() -> DDIMScheduler:

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_lis
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from distill.pretrain import checkpoint
+from distill.pretrain.checkpoint import TrainingState
 from distill.pretrain.config import RunConfig
 
 Batch = dict[str, Tensor]
@@ -119,10 +119,10 @@ def fit(
         weight_decay=config.weight_decay,
         fused=device.type == "cuda",
     )
-    state = checkpoint.TrainingState(task.model, averaged, optimizer)
+    state = TrainingState(task.model, averaged, optimizer)
     step, progress = 0, 0.0
     if resume:
-        step, progress = checkpoint.load_newest(output, state)
+        step, progress = state.load_newest(output)
     if config.compile:
         torch._dynamo.config.optimize_ddp = False  # the compiled module is inside DDP
         task.model.compile()
@@ -176,9 +176,7 @@ def fit(
             totals = {}
             logged_step, logged_time = step, time.monotonic()
         if config.checkpoint_every and step % config.checkpoint_every == 0 and log is not None:
-            checkpoint.save(
-                output, state, config, accelerator.num_processes, step, schedule.progress(step)
-            )
+            state.save(output, config, accelerator.num_processes, step, schedule.progress(step))
     bar.close()
     if log is not None:
         with autocast(config, device):

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from avq_diffusers.mini import SCORER_SEEDS, VALIDATION_SEEDS
+from distill.checkpoint import replace_folder
 from distill.pretrain.config import ScorerConfig
 from distill.pretrain.data import load_pictures, shard, to_float
-from distill.pretrain.export import replace_folder, save_scorer
+from distill.pretrain.export import save_scorer
 from distill.pretrain.loop import Batch, fit
 from distill.pretrain.tokenizer import CONTEXT_LENGTH, encode, scene_tokenizer, special_ids
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS, sample_scene
+from distill.checkpoint import replace_folder
 from distill.pretrain.config import SDConfig
 from distill.pretrain.data import render_chunks, shard, to_float
-from distill.pretrain.export import make_pipeline, make_scheduler, replace_folder, save_pipeline
+from distill.pretrain.export import make_pipeline, make_scheduler, save_pipeline
 from distill.pretrain.grids import save_grid
 from distill.pretrain.loop import Batch, fit
 from distill.pretrain.tokenizer import CONTEXT_LENGTH, encode, scene_tokenizer, special_ids

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from avq_diffusers import AVQConfig, avq_attention
-from eval.kernels import KeySource, Shape
+from eval.benchmarks.inputs import KeySource, Shape
 from eval.report import save_json
 
 SHAPES = {
@@ -97,7 +97,7 @@ def read_details(text: str) -> list[dict[str, Any]]:
 
 
 def _profile(name: str, config: str) -> list[dict[str, Any]]:
-    target = [sys.executable, "-m", "eval.counters", name, config]
+    target = [sys.executable, "-m", "eval.benchmarks.counters", name, config]
     try:
         done = subprocess.run(
             [*PROFILER, "-k", f"regex:{KERNELS}", "--launch-skip", "3", *target],

@@ -1,0 +1,246 @@
+"""LinFusion's linear attention, to compare AVQ with: its processor, and trained layers as a folder.
+
+    output_i = q_i (sum_j k_j^T v_j) / (q_i sum_j k_j + N epsilon),    q, k = elu(.) + 1
+
+Liu et al., "LinFusion: 1 GPU, 1 Minute, 16K Image", arXiv 2409.02097. Shapes: B batch, H heads,
+N tokens, D head dim.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from avq_diffusers.weights import LayerSpec, check_names, check_tensors, select_layers
+
+FORMAT_VERSION = 1
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+EPSILON = 1e-4
+
+
+class LinFusionProcessor(nn.Module):
+    """Attention processor that runs LinFusion's attention, at a cost linear in N.
+
+    Queries and keys are projected from x + phi(x), where phi is a small network that starts at 0.
+
+    Args:
+        channels: of the tokens.
+        tuned: hold projections that run in place of the layer's own, and without what a LoRA adds
+            to those.
+    """
+
+    def __init__(self, channels: int, *, tuned: bool = False) -> None:
+        super().__init__()
+        self.phi_q = _phi(channels)
+        self.phi_k = _phi(channels)
+        self.tuned = tuned
+        if tuned:
+            self.to_q = nn.Linear(channels, channels, bias=False)
+            self.to_k = nn.Linear(channels, channels, bias=False)
+            self.to_v = nn.Linear(channels, channels, bias=False)
+            self.to_out = nn.ModuleList([nn.Linear(channels, channels)])
+
+    def forward(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend; hidden_states (B, N, channels) in, the same shape out.
+
+        Raises:
+            NotImplementedError: the call is cross-attention, or has a mask.
+        """
+        if encoder_hidden_states is not None or attention_mask is not None:
+            raise NotImplementedError(
+                "LinFusion's attention is self-attention without a mask; keep the layer's own "
+                "processor for other calls."
+            )
+        projections = self if self.tuned else attn
+        query = projections.to_q(hidden_states + self.phi_q(hidden_states))
+        key = projections.to_k(hidden_states + self.phi_k(hidden_states))
+        value = projections.to_v(hidden_states)
+        heads = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value))
+        output = projections.to_out[0](linear_attention(*heads).transpose(1, 2).flatten(2))
+        return attn.to_out[1](output) / attn.rescale_output_factor
+
+
+def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """LinFusion's attention in float32; (B, H, N, D) each, and the result, in the value's dtype."""
+    # Sums over all tokens lose their digits in half precision.
+    with torch.autocast(query.device.type, enabled=False):
+        # Contiguous for torch.compile, which expects another layout of the gradient of elu.
+        query, key = (F.elu(x.float().contiguous()) + 1 for x in (query, key))
+        numerator = query @ (key.mT @ value.float() / key.shape[2])
+        denominator = query @ key.mean(dim=2)[..., None] + EPSILON
+        return (numerator / denominator).to(value.dtype)
+
+
+def save_linfusion(
+    path: str | Path,
+    unet: nn.Module,
+    layers: Mapping[str, Mapping[str, Tensor]],
+    *,
+    base_model: str | None = None,
+    training: Mapping[str, Any] | None = None,
+) -> None:
+    """Write trained layers into a folder, for `load_linfusion`.
+
+    Args:
+        path: the folder; made where it is missing.
+        unet: that the layers are for.
+        layers: for names of `select_layers(unet)`, the state of a `LinFusionProcessor` with tuned
+            projections.
+        base_model: name of the model they are for; informational.
+        training: free summary of the training; informational.
+
+    Raises:
+        ValueError: names or shapes are not those of the UNet, or a tensor holds NaN or infinity.
+        OSError: the folder cannot be written.
+    """
+    specs = [layer for layer in select_layers(unet) if layer.name in layers]
+    check_names("LinFusion layers", layers, [spec.name for spec in specs])
+    tensors = _by_path(layers)
+    check_tensors("LinFusion layers", tensors, _by_path(_states(_empty_processors(specs))))
+    names = [field.name for field in fields(LayerSpec)]
+    config = {
+        "_class_name": LinFusionProcessor.__name__,
+        "format_version": FORMAT_VERSION,
+        "base_model": base_model,
+        "layers": [{name: getattr(spec, name) for name in names} for spec in specs],
+        "training": training,
+    }
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / WEIGHTS_FILE
+    )
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_linfusion(path: str | Path, unet: nn.Module) -> nn.Module:
+    """Run self-attention layers of a UNet with LinFusion's attention, as `save_linfusion` left it.
+
+    Earlier LinFusion layers are removed first. The layers bring their own projections, on the
+    UNet's device and in its dtype; what the UNet holds stays as it is, for `remove_linfusion`.
+
+    Args:
+        path: the folder.
+        unet: of the layers' base model.
+
+    Returns:
+        `unet`.
+
+    Raises:
+        TypeError: `unet` is not a UNet.
+        FileNotFoundError: the folder lacks a file.
+        ValueError: a file is damaged, of another format or model, or does not hold what its
+            config.json says.
+    """
+    config_path, weights_path = Path(path) / CONFIG_FILE, Path(path) / WEIGHTS_FILE
+    for file in (config_path, weights_path):
+        if not file.is_file():
+            raise FileNotFoundError(f"LinFusion layers: there is no file {file}.")
+    specs = _read_specs(config_path)
+    layers = {layer.name: layer for layer in select_layers(unet)}
+    for spec in specs:
+        if spec.name not in layers:
+            raise ValueError(
+                f"{config_path} is of another model: this UNet has no self-attention {spec.name}."
+            )
+        layer = layers[spec.name]
+        if (layer.num_heads, layer.head_dim) != (spec.num_heads, spec.head_dim):
+            raise ValueError(
+                f"{config_path} is of another model: {spec.name} has {layer.num_heads} heads of "
+                f"dim {layer.head_dim}, but the file has {spec.num_heads} of dim {spec.head_dim}."
+            )
+    try:
+        tensors = load_file(weights_path)
+    except SafetensorError as error:
+        raise ValueError(f"{weights_path} is not a whole safetensors file: {error}.") from error
+    processors = _empty_processors(specs)
+    check_tensors(str(weights_path), tensors, _by_path(_states(processors)))
+
+    remove_linfusion(unet)
+    for name, processor in processors.items():
+        state = {key: tensors[f"{name}.{key}"] for key in processor.state_dict()}
+        processor.load_state_dict(state, assign=True)
+        processor.requires_grad_(False).to(unet.device, unet.dtype)
+        attn = layers[name].attn
+        attn._linfusion_previous = attn.processor
+        attn.set_processor(processor)
+    return unet
+
+
+def remove_linfusion(unet: nn.Module) -> nn.Module:
+    """Undo `load_linfusion`: the same processor objects are back; return `unet`.
+
+    A processor that another tool has set over LinFusion's since stays. Without LinFusion nothing
+    happens.
+    """
+    for module in unet.modules():
+        if hasattr(module, "_linfusion_previous"):
+            if isinstance(module.processor, LinFusionProcessor):
+                module.set_processor(module._linfusion_previous)
+            del module._linfusion_previous
+    return unet
+
+
+def _phi(channels: int) -> nn.Sequential:
+    last = nn.Linear(channels, channels)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(
+        nn.Linear(channels, channels), nn.LayerNorm(channels), nn.LeakyReLU(), last
+    )
+
+
+def _empty_processors(specs: Iterable[LayerSpec]) -> dict[str, LinFusionProcessor]:
+    with torch.device("meta"):
+        return {
+            spec.name: LinFusionProcessor(spec.num_heads * spec.head_dim, tuned=True)
+            for spec in specs
+        }
+
+
+def _states(processors: Mapping[str, LinFusionProcessor]) -> dict[str, dict[str, Tensor]]:
+    return {name: processor.state_dict() for name, processor in processors.items()}
+
+
+def _by_path(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{name}.{key}": x for name, tensors in layers.items() for key, x in tensors.items()}
+
+
+def _read_specs(path: Path) -> list[LayerSpec]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a JSON file: {error}.") from error
+    expected = LinFusionProcessor.__name__
+    if not isinstance(config, dict) or config.get("_class_name") != expected:
+        raise ValueError(
+            f"{path} is not a config of LinFusion layers, which save_linfusion writes."
+        )
+    version = config.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"LinFusion layers of format version {FORMAT_VERSION} are supported, but {path} has "
+            f"version {version}."
+        )
+    try:
+        specs = [LayerSpec(**layer) for layer in config["layers"]]
+    except (KeyError, TypeError):
+        specs = []
+    if not specs:
+        names = ", ".join(field.name for field in fields(LayerSpec))
+        raise ValueError(f"{path} must list layers with {names}.")
+    return specs

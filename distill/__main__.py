@@ -1,0 +1,62 @@
+"""Distil AVQ codebooks and projections from a Stable Diffusion model.
+
+One process per GPU: accelerate launch --num_processes N -m distill --config FILE
+
+Several machines: the same with accelerate's --num_machines, --machine_rank, --main_process_ip and
+--main_process_port, and an --output that all of them see.
+
+The result is OUTPUT/codebooks, for AVQCodebooks.from_pretrained.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distill.config import DistillConfig, load_config
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.command(help=__doc__)
+def distill(
+    config: Annotated[Path, typer.Option(help="YAML file with every field.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the run; runs/NAME for NAME.yaml.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
+    overrides: Annotated[
+        list[str], typer.Option("--set", help="section.key=value, over the file.")
+    ] = (),
+) -> None:
+    output = Path("runs") / config.stem if output is None else output
+    with one_sentence(ValueError, TypeError, ImportError, OSError, code=2):
+        values = load_config(config, DistillConfig, overrides)
+        from distill.loop import train
+        from distill.run import prepare
+
+        # Workers that read data are forked after tokenizers ran; saying so keeps it from warning.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        run = prepare(values, output, resume=resume)
+    with one_sentence(FloatingPointError, OSError, code=1):
+        train(run, config.stem)
+
+
+@contextlib.contextmanager
+def one_sentence(*kinds: type[Exception], code: int) -> Iterator[None]:
+    """End the command with the message of such an error and this exit code."""
+    try:
+        yield
+    except kinds as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(code) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,327 @@
+"""Configurations: complete YAML files in which every field is visible, read strictly.
+
+`load_config` reads any frozen dataclass; nested dataclasses are sections of the file.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from avq_diffusers import AVQConfig
+from distill.sources import DataConfig
+
+Config = TypeVar("Config")
+
+PRECISIONS = ("fp32", "fp16", "bf16")
+SCHEDULES = ("constant", "cosine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """The losses and what is trained, see `Objective`.
+
+    Args:
+        noise_weight, output_weight, feature_weight, commitment_weight: of the losses.
+        full_spawning: refine all parents in training, whatever `avq.num_refined` says.
+        project_children: keep the children of each parent averaging to it.
+        diveq: let gradients move the codewords, in place of EMA.
+        lora_rank: train updates of this rank in place of the full projections.
+    """
+
+    noise_weight: float
+    output_weight: float
+    feature_weight: float
+    commitment_weight: float
+    full_spawning: bool
+    project_children: bool
+    diveq: bool
+    lora_rank: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodebookConfig:
+    """How codebooks start and learn.
+
+    Args:
+        start_pictures: pictures whose keys k-means starts from.
+        keys_per_layer: size of each layer's sample of these keys.
+        decay_start: EMA decay of the first step.
+        decay_end: EMA decay after the warm-up.
+        decay_warmup_steps: optimizer steps from one to the other.
+        dead_threshold: EMA count, in keys per step, below which a codeword moves to a badly
+            represented key; None leaves dead codewords alone.
+        dead_every: steps between two such moves.
+    """
+
+    start_pictures: int
+    keys_per_layer: int
+    decay_start: float
+    decay_end: float
+    decay_warmup_steps: int
+    dead_threshold: float | None
+    dead_every: int
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "start_pictures", "keys_per_layer", "dead_every")
+        for name in ("decay_start", "decay_end"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), but got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """The sheets of pictures of teacher and student.
+
+    Args:
+        every: optimizer steps between two sheets; None makes one at the end only.
+        prompts: of the pictures; picture i has seed `seed + i`.
+        num_inference_steps: denoising steps.
+        guidance_scale: classifier-free guidance.
+    """
+
+    every: int | None
+    prompts: tuple[str, ...]
+    num_inference_steps: int
+    guidance_scale: float
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "num_inference_steps")
+        if not self.prompts:
+            raise ValueError("prompts must hold at least one prompt, but got none.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """One distillation run. A step is an optimizer step.
+
+    Args:
+        base_model: folder or Hub id of a Stable Diffusion 1.x or 2.x model, or `"mini-sd"`.
+        variant: of its weight files, such as `"fp16"`.
+        image_size: side of the pictures in pixels.
+        seed: of everything that is drawn.
+        attention: `"avq"`, `"linfusion"` for LinFusion's linear attention, or `"exact"`, a control
+            that leaves nothing to load.
+        avq: codebook sizes; its `levels` say which self-attentions are replaced.
+        data: captioned pictures.
+        objective: losses.
+        codebooks: start and learning of the codebooks.
+        steps: optimizer steps.
+        batch_size: pictures per step, over micro-batches and processes.
+        micro_batch_size: pictures that one process holds at a time.
+        learning_rate: of AdamW.
+        schedule: `"constant"`, or `"cosine"` to zero, after the warm-up.
+        warmup_steps: steps of linear warm-up.
+        weight_decay: of AdamW.
+        adam_betas: of AdamW.
+        max_grad_norm: gradients are clipped to this norm; `.inf` clips none.
+        precision: `"fp32"`, `"fp16"` or `"bf16"`.
+        gradient_checkpointing: save the student's memory by computing activations twice.
+        compile: use `torch.compile` for the teacher, and for the student unless it checkpoints,
+            which would break it into many small pieces.
+        log_every: steps between two lines of `log.jsonl`.
+        checkpoint_every: steps between two checkpoints; None writes one at the end only.
+        keep_checkpoints: how many of the newest checkpoints stay.
+        samples: sheets of pictures.
+        tracker: any tracker of accelerate, such as `"tensorboard"` or `"wandb"`; None is none.
+    """
+
+    base_model: str
+    variant: str | None
+    image_size: int
+    seed: int
+    attention: str
+    avq: AVQConfig
+    data: DataConfig
+    objective: ObjectiveConfig
+    codebooks: CodebookConfig
+    steps: int
+    batch_size: int
+    micro_batch_size: int
+    learning_rate: float
+    schedule: str
+    warmup_steps: int
+    weight_decay: float
+    adam_betas: tuple[float, float]
+    max_grad_norm: float
+    precision: str
+    gradient_checkpointing: bool
+    compile: bool
+    log_every: int
+    checkpoint_every: int | None
+    keep_checkpoints: int
+    samples: SampleConfig
+    tracker: str | None
+
+    def __post_init__(self) -> None:
+        check_at_least_one(
+            self, "steps", "batch_size", "micro_batch_size", "log_every", "keep_checkpoints"
+        )
+        if self.image_size % 8 or self.image_size < 8:
+            raise ValueError(f"image_size must be a multiple of 8, but got {self.image_size}.")
+        check_one_of(self, "precision", PRECISIONS)
+        check_one_of(self, "schedule", SCHEDULES)
+
+    def accumulation(self, num_processes: int) -> int:
+        """Micro-batches per process and step.
+
+        Raises:
+            ValueError: `batch_size` is no multiple of what the processes hold at a time.
+        """
+        held = self.micro_batch_size * num_processes
+        if self.batch_size % held:
+            raise ValueError(
+                f"batch_size must be a multiple of micro_batch_size x processes = "
+                f"{self.micro_batch_size} x {num_processes}, but got {self.batch_size}."
+            )
+        return self.batch_size // held
+
+
+def load_config(path: str | Path, kind: type[Config], overrides: list[str]) -> Config:
+    """Read the complete YAML file `path` as a `kind`, after `dotted.key=value` overrides.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a key is unknown or missing, or a value does not fit.
+        TypeError: a value has the wrong type.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be a YAML mapping, but holds {type(values).__name__}.")
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ValueError(f"--set must be key=value, but got {override!r}.")
+        _set(values, key, yaml.safe_load(value))
+    return config_from_values(values, kind, str(path))
+
+
+def config_from_values(
+    values: Mapping[str, Any], kind: type[Config], source: str, prefix: str = ""
+) -> Config:
+    """Build a `kind` from a mapping that has exactly its fields.
+
+    Args:
+        values: field names and plain values.
+        kind: a dataclass whose hints are plain types, tuples, mappings, `| None` and dataclasses.
+        source: what messages call the mapping.
+        prefix: of the keys in messages, such as `"data."`.
+    """
+    names = {field.name for field in fields(kind)}
+    if unknown := sorted(prefix + str(name) for name in set(values) - names):
+        raise ValueError(f"{source} has the unknown key {', '.join(unknown)} for {kind.__name__}.")
+    if missing := sorted(prefix + name for name in names - set(values)):
+        raise ValueError(f"{source} lacks the key {', '.join(missing)} of {kind.__name__}.")
+    hints = get_type_hints(kind)
+    read = {name: _as_declared(values[name], hints[name], source, prefix + name) for name in values}
+    try:
+        return kind(**read)
+    except (TypeError, ValueError) as error:
+        if not prefix:
+            raise
+        raise type(error)(f"{prefix.removesuffix('.')}: {error}") from error
+
+
+def differing_keys(config: Any, saved: Mapping[str, Any], *, ignored: tuple[str, ...]) -> list[str]:
+    """The dotted names of the fields in which `config` and a saved mapping differ.
+
+    Args:
+        config: a dataclass.
+        saved: what `plain_values` gave for the other one.
+        ignored: fields and sections that may differ.
+    """
+    current, other = flatten(plain_values(config)), flatten(saved)
+    differing = {
+        name
+        for name in current.keys() | other.keys()
+        if (name in current, current.get(name)) != (name in other, other.get(name))
+    }
+    return sorted(
+        name for name in differing if not any(f"{name}.".startswith(f"{x}.") for x in ignored)
+    )
+
+
+def plain_values(config: Any) -> dict[str, Any]:
+    """The fields as JSON has them (lists instead of tuples)."""
+    return _plain(asdict(config))
+
+
+def flatten(values: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, the keys joined by `separator`."""
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, separator, f"{prefix}{key}{separator}")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def check_at_least_one(config: Any, *names: str) -> None:
+    """Raise ValueError for a field below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, but got {getattr(config, name)}.")
+
+
+def check_one_of(config: Any, name: str, values: tuple[str, ...]) -> None:
+    """Raise ValueError for a field that is none of `values`."""
+    if getattr(config, name) not in values:
+        raise ValueError(
+            f"{name} must be one of {', '.join(values)}, but got {getattr(config, name)!r}."
+        )
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for depth, section in enumerate(sections):
+        values = values.get(section)
+        if not isinstance(values, dict):
+            raise ValueError(f"--set names the unknown section {'.'.join(sections[: depth + 1])}.")
+    values[name] = value
+
+
+def _as_declared(value: Any, hint: Any, source: str, name: str) -> Any:
+    """`value` as the type that a field declares; YAML and JSON know no tuples."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return None
+    kind = next(kind for kind in kinds if kind is not NoneType)
+    origin = get_origin(kind)
+    if is_dataclass(kind) and isinstance(value, dict):
+        return config_from_values(value, kind, source, f"{name}.")
+    if origin is tuple and isinstance(value, list):
+        items = get_args(kind)
+        if items[-1] is Ellipsis:
+            items = items[:1] * len(value)
+        if len(items) == len(value):
+            pairs = enumerate(zip(value, items, strict=True))
+            return tuple(_as_declared(x, item, source, f"{name}[{i}]") for i, (x, item) in pairs)
+    if origin is Mapping and isinstance(value, dict):
+        return value
+    if kind is float and type(value) in (int, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-3 as a string
+        except ValueError:
+            pass
+    if type(value) is not kind:
+        raise TypeError(f"{name} must be {_name(hint)}, but got {value!r}.")
+    return value
+
+
+def _name(hint: Any) -> str:
+    if is_dataclass(hint):
+        return "a section"
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,70 @@
+"""Picture files as training pictures: uint8 RGB tensors (3, S, S)."""
+
+import struct
+import zlib
+from typing import BinaryIO
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+from torch import Tensor
+
+# What Pillow's readers raise on damaged files: they trust lengths, offsets and types they read.
+UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    EOFError,
+    LookupError,
+    ArithmeticError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+
+
+def read_rgb(file: str | BinaryIO) -> Image.Image:
+    """Read a picture upright and in RGB; what is transparent lies on white.
+
+    Raises:
+        UNREADABLE: one of these, if the file is damaged or no picture.
+    """
+    with Image.open(file) as picture:
+        upright = ImageOps.exif_transpose(picture)
+        if upright.mode.startswith("I;16"):  # `convert` would clip 16 bits at 255
+            upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+        if upright.has_transparency_data:
+            white = Image.new("RGBA", upright.size, "white")
+            upright = Image.alpha_composite(white, upright.convert("RGBA"))
+        return upright.convert("RGB")
+
+
+def picture_endings() -> set[str]:
+    """The endings of the files that `read_rgb` reads, such as `.png`."""
+    endings = Image.registered_extensions()
+    return {ending for ending, name in endings.items() if name in Image.OPEN}
+
+
+def crop(picture: Image.Image, size: int) -> Tensor:
+    """Cut the largest square from the middle and resize it, antialiased, by Lanczos."""
+    return to_tensor(ImageOps.fit(picture, (size, size), Image.Resampling.LANCZOS))
+
+
+def linfusion(picture: Image.Image, size: int) -> Tensor:
+    """Stretch to a square as LinFusion's code does: bicubic, a = -0.75, not antialiased.
+
+    That is OpenCV's `INTER_CUBIC`, whose fixed-point arithmetic may differ by one level.
+    """
+    pixels = to_tensor(picture)[None].float()
+    resized = F.interpolate(pixels, (size, size), mode="bicubic", align_corners=False)[0]
+    return resized.round().clamp(0, 255).to(torch.uint8)
+
+
+def to_tensor(picture: Image.Image | np.ndarray) -> Tensor:
+    """Turn RGB (h, w, 3) into uint8 (3, h, w)."""
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
+
+
+PREPROCESSINGS = {"crop": crop, "linfusion": linfusion}

@@ -1,0 +1,73 @@
+"""Sheets of pictures: the student's beside the teacher's."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+
+from avq_diffusers import apply_avq, picture_sheet, remove_avq
+from distill.config import DistillConfig
+from distill.export import make_codebooks
+from distill.objective import Objective
+
+
+@torch.no_grad()
+def draw_sheet(
+    path: Path, objective: Objective, config: DistillConfig, pipe: StableDiffusionPipeline
+) -> None:
+    """Draw the prompts of the config with teacher and student, side by side, as a PNG.
+
+    The student is what the run would leave now, at `config.avq.num_refined`.
+    """
+    half = pipe.unet.dtype != torch.float32  # VAE and text encoder are float32
+    # A compiled teacher would compile again for every shape and processor.
+    with (
+        torch.compiler.set_stance("force_eager"),
+        torch.autocast(pipe.device.type, pipe.unet.dtype, enabled=half),
+    ):
+        teacher = draw(pipe, config)
+        with student_in(pipe, objective, config):
+            student = draw(pipe, config)
+    name = str(config.avq) if config.attention == "avq" else config.attention
+    sheet = picture_sheet(
+        list(zip(teacher, student, strict=True)),
+        ["teacher", name],
+        row_titles=config.samples.prompts,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path)
+
+
+def draw(pipe: StableDiffusionPipeline, config: DistillConfig) -> list[Image.Image]:
+    """One picture per prompt, each with its own seed."""
+    samples = config.samples
+    return [
+        pipe(
+            prompt,
+            height=config.image_size,
+            width=config.image_size,
+            num_inference_steps=samples.num_inference_steps,
+            guidance_scale=samples.guidance_scale,
+            generator=torch.Generator().manual_seed(config.seed + index),
+        ).images[0]
+        for index, prompt in enumerate(samples.prompts)
+    ]
+
+
+@contextlib.contextmanager
+def student_in(
+    pipe: StableDiffusionPipeline, objective: Objective, config: DistillConfig
+) -> Iterator[None]:
+    """Draw with the student while the block runs."""
+    teacher = pipe.unet
+    if config.attention == "avq":
+        apply_avq(pipe, make_codebooks(objective, config).to(pipe.device), route="always")
+    else:
+        pipe.unet = objective.student
+    try:
+        yield
+    finally:
+        pipe.unet = remove_avq(teacher)

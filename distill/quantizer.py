@@ -1,0 +1,188 @@
+"""`Quantizer`: one layer's codebook while it learns, and what it makes of the layer's keys.
+
+Shapes: B batch, H heads, N keys, D head dim, M0 parents, C children per parent.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from avq_diffusers import (
+    AVQConfig,
+    Codebook,
+    active_ratio,
+    assign,
+    batch_statistics,
+    derive_codebook,
+    ema_update,
+    quantization_error,
+    reassign_dead,
+)
+
+# Of DiVeQ's noise, in each dimension.
+DIVEQ_VARIANCE = 1e-3
+# Per head, of the last batch: enough to judge a codebook by and to move dead codewords to.
+KEPT_KEYS = 4096
+
+
+class Leaves(NamedTuple):
+    """Where keys end up.
+
+    Args:
+        key: (B, H, N, D) float32.
+        codeword: (B, H, N, D) of each key's leaf.
+        assignment: what `assign` returned.
+    """
+
+    key: Tensor
+    codeword: Tensor
+    assignment: tuple[Tensor, Tensor]
+
+    def commitment(self) -> Tensor:
+        """Mean squared error of the keys' quantization, for the keys to lower."""
+        return F.mse_loss(self.key, self.codeword.detach())
+
+
+class Quantizer(nn.Module):
+    """Codewords and their EMA statistics: buffers, NaN until `start` or `load_state_dict`.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        config: of this layer, overrides resolved.
+        constrain: keep the children of each parent averaging to it.
+        diveq: make the codewords parameters, which the loss moves (Vali et al. 2026, "DiVeQ:
+            Differentiable Vector Quantization Using the Reparameterization Trick").
+    """
+
+    def __init__(
+        self, num_heads: int, head_dim: int, config: AVQConfig, *, constrain: bool, diveq: bool
+    ) -> None:
+        super().__init__()
+        self.constrain = constrain
+        self.diveq = diveq
+        cells = (num_heads, config.num_parents)
+        # `nn.Module` has a method named `children`, hence the longer names.
+        for name, shape in (
+            ("parent_codewords", (*cells, head_dim)),
+            ("child_codewords", (*cells, config.num_children, head_dim)),
+        ):
+            codewords = torch.full(shape, math.nan)
+            if diveq:
+                self.register_parameter(name, nn.Parameter(codewords))
+            else:
+                self.register_buffer(name, codewords)
+        slots = (*cells, 1 + config.num_children)
+        self.register_buffer("ema_key_sums", torch.full((*slots, head_dim), math.nan))
+        self.register_buffer("ema_counts", torch.full(slots, math.nan))
+        # Of the running optimizer step. Not buffers: DDP may overwrite those by process 0's.
+        self.statistics: tuple[Tensor, Tensor] | None = None
+        self.kept_keys: Tensor | None = None
+
+    def codebook(self) -> Codebook:
+        """The current codewords; its tensors are those of this module unless DiVeQ moves them."""
+        children = self.child_codewords
+        if self.diveq and self.constrain:
+            # Within the graph, so that children draw their parent along.
+            shift = children.mean(dim=2) - self.parent_codewords
+            children = children - shift[:, :, None]
+        return Codebook(self.parent_codewords, children, check_finite=False)
+
+    def forward(self, key: Tensor) -> Leaves:
+        """Find the leaves of float32 keys (B, H, N, D)."""
+        codebook = self.codebook()
+        parent, child = assignment = assign(key, codebook)
+        codewords = torch.cat([codebook.parents[:, :, None], codebook.children], dim=2)
+        first_cell = codebook.num_parents * torch.arange(codebook.num_heads, device=key.device)
+        leaf = (parent + first_cell[:, None]) * codewords.shape[2] + child + 1
+        return Leaves(key, F.embedding(leaf, codewords.flatten(0, 2)), assignment)
+
+    def quantized_key(self, leaves: Leaves) -> Tensor:
+        """Codewords in place of keys, less one vector per head, which softmax ignores.
+
+        Gradients reach keys straight through; with DiVeQ, keys and codewords share them, and in
+        training mode there is a little noise.
+        """
+        key, codeword = leaves.key, leaves.codeword
+        # Half precision keeps its digits for what tells the keys apart.
+        centre = self.parent_codewords.detach().median(dim=1, keepdim=True).values
+        if not self.diveq:
+            return codeword - centre + (key - key.detach())
+        error = codeword - key
+        noise = DIVEQ_VARIANCE**0.5 * torch.randn_like(error) if self.training else 0
+        direction = F.normalize(error.detach() + noise, dim=-1)
+        return key - centre + error.norm(dim=-1, keepdim=True) * direction
+
+    @torch.no_grad()
+    def start(self, codebook: Codebook, ema_counts: Tensor) -> None:
+        """Begin with a codebook whose codewords stand for `ema_counts` keys per step."""
+        self.ema_counts.copy_(ema_counts)
+        self._set_codebook(codebook)
+        self.ema_key_sums.copy_(self._key_sums())
+
+    @torch.no_grad()
+    def observe(self, leaves: Leaves) -> None:
+        """Add the keys of a micro-batch to the statistics of this step."""
+        key = leaves.key.detach()
+        statistics = batch_statistics(key, self.codebook(), leaves.assignment)
+        if self.statistics is not None:
+            statistics = tuple(a + b for a, b in zip(self.statistics, statistics, strict=True))
+        self.statistics = statistics
+        # An odd stride meets every column of a grid whose width is a power of two.
+        stride = math.ceil(key.shape[0] * key.shape[2] / KEPT_KEYS) | 1
+        self.kept_keys = key[:, :, ::stride].movedim(1, 0).flatten(1, 2).clone()
+
+    @torch.no_grad()
+    def update(self, key_sums: Tensor, counts: Tensor, decay: float) -> None:
+        """Take in the statistics of one optimizer step.
+
+        With DiVeQ only the counts; codewords are where the optimizer put them.
+        """
+        self.ema_counts.copy_(ema_update(self.ema_counts, counts, decay))
+        if self.diveq:
+            self._set_codebook(self.codebook())
+            self.ema_key_sums.copy_(self._key_sums())
+            return
+        self.ema_key_sums.copy_(ema_update(self.ema_key_sums, key_sums, decay))
+        self._set_codebook(
+            derive_codebook(
+                self.ema_key_sums, self.ema_counts, self.codebook(), constrain=self.constrain
+            )
+        )
+
+    @torch.no_grad()
+    def reassign_dead(self, *, threshold: float, seed: int) -> None:
+        """Move dead codewords to kept keys."""
+        key_sums, counts, codebook = reassign_dead(
+            self.ema_key_sums,
+            self.ema_counts,
+            self.codebook(),
+            self.kept_keys,
+            threshold=threshold,
+            seed=seed,
+            constrain=self.constrain,
+        )
+        self.ema_key_sums.copy_(key_sums)
+        self.ema_counts.copy_(counts)
+        self._set_codebook(codebook)
+
+    @torch.no_grad()
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Quantization error of the kept keys and active ratio by EMA counts, both (H,)."""
+        cells, children = self.ema_counts[..., :1], self.ema_counts[..., 1:]
+        leaves = torch.cat([cells - children.sum(dim=-1, keepdim=True), children], dim=-1)
+        return {
+            "quantization_error": quantization_error(self.kept_keys, self.codebook()),
+            "active_ratio": active_ratio(leaves),
+        }
+
+    def _set_codebook(self, codebook: Codebook) -> None:
+        self.parent_codewords.copy_(codebook.parents)
+        self.child_codewords.copy_(codebook.children)
+
+    def _key_sums(self) -> Tensor:
+        codewords = torch.cat([self.parent_codewords[:, :, None], self.child_codewords], dim=2)
+        return codewords * self.ema_counts[..., None]

@@ -1,0 +1,234 @@
+"""The student: the teacher with other self-attentions at chosen levels, which are trained.
+
+Shapes: B batch, H heads, N tokens, D head dim.
+"""
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from diffusers import UNet2DConditionModel
+from diffusers.models.attention_processor import Attention
+from torch import Tensor, nn
+
+from avq_diffusers import (
+    AVQConfig,
+    LinFusionProcessor,
+    avq_attention,
+    capture,
+    query_order,
+    select_layers,
+)
+from distill.quantizer import Quantizer
+
+ATTENTIONS = ("avq", "linfusion", "exact")
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+class ExactSelfAttention(nn.Module):
+    """Attention processor of a student layer: softmax attention, whose float32 weights are trained.
+
+    The layer computes in the dtype of its tokens, or in that of autocast.
+    """
+
+    def forward(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: None = None,
+        attention_mask: None = None,
+    ) -> Tensor:
+        with _autocast(hidden_states):
+            heads = (
+                projection(hidden_states).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+                for projection in (attn.to_q, attn.to_k, attn.to_v)
+            )
+            output = self.attend(*heads)
+            output = attn.to_out[0](output.transpose(1, 2).flatten(2))
+            return attn.to_out[1](output) / attn.rescale_output_factor
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(B, H, N, D) to (B, H, N, D)."""
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+class AVQSelfAttention(ExactSelfAttention):
+    """AVQ attention, whose codebook learns from the keys.
+
+    Where all parents are refined, it is attention over quantized keys, and costs what that costs.
+    Otherwise it is `avq_attention`, whose cost is linear in N forward and backward.
+
+    Args:
+        num_heads: H.
+        head_dim: D.
+        config: of this layer, overrides resolved.
+        full_spawning: refine all parents, whatever `config.num_refined` says.
+        constrain, diveq: of the `Quantizer`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        config: AVQConfig,
+        *,
+        full_spawning: bool,
+        constrain: bool,
+        diveq: bool,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.full_spawning = full_spawning
+        self.key_norm = nn.LayerNorm(head_dim) if config.key_norm else nn.Identity()
+        self.quantizer = Quantizer(num_heads, head_dim, config, constrain=constrain, diveq=diveq)
+        self.query_order: Tensor | None = None
+        # Arguments of `capture` for a picture of the last batch.
+        self.sample: dict[str, Tensor] = {}
+
+    def see_grid(self, transformer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Forward pre-hook of the transformer around the layer, whose input is (B, C, h, w)."""
+        height, width = inputs[0].shape[-2:]
+        self.query_order = query_order(height, width, self.config.query_order, inputs[0].device)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        leaves = self.quantizer(self.key_norm(key.float()))
+        if self.training:
+            self.sample = {
+                "query": query[:1].detach().clone(),
+                "key": leaves.key[:1].detach().clone(),
+                "query_order": self.query_order,
+            }
+        if self.full_spawning:
+            key = self.quantizer.quantized_key(leaves).to(query.dtype)
+            return F.scaled_dot_product_attention(query, key, value)
+        return avq_attention(
+            query,
+            leaves.key.to(query.dtype),
+            value,
+            self.quantizer.codebook(),
+            num_refined=self.config.num_refined,
+            query_tile=self.config.query_tile,
+            query_order=self.query_order,
+            importance_tile=self.config.importance_tile,
+        )
+
+    @torch.no_grad()
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Those of the quantizer and, unless the codebook is flat, capture on one picture, (H,)."""
+        figures = self.quantizer.diagnostics()
+        if self.config.num_refined:
+            figures["capture"] = capture(
+                **self.sample,
+                codebook=self.quantizer.codebook(),
+                num_refined=self.config.num_refined,
+                query_tile=self.config.query_tile,
+                importance_tile=self.config.importance_tile,
+            )
+        return figures
+
+
+class LinearSelfAttention(LinFusionProcessor):
+    """LinFusion's attention, whose float32 weights are trained, in the dtype of its tokens."""
+
+    def forward(self, attn: Attention, hidden_states: Tensor, **conditions: None) -> Tensor:
+        with _autocast(hidden_states):
+            return super().forward(attn, hidden_states, **conditions)
+
+
+def make_student(
+    teacher: UNet2DConditionModel,
+    config: AVQConfig,
+    *,
+    attention: str,
+    full_spawning: bool,
+    project_children: bool,
+    diveq: bool,
+    lora_rank: int | None,
+    teacher_dtype: torch.dtype | None,
+) -> UNet2DConditionModel:
+    """Convert the teacher to `teacher_dtype`; return a UNet that shares all but what is trained.
+
+    The self-attentions at `config.levels` are copies in float32, taken before the conversion, with
+    what a LoRA of the teacher adds merged into their weights. Arguments and errors: `Objective`.
+    """
+    if attention not in ATTENTIONS:
+        raise ValueError(
+            f"attention must be one of {', '.join(ATTENTIONS)}, but got {attention!r}."
+        )
+    if diveq and not (attention == "avq" and full_spawning):
+        raise ValueError(
+            'diveq needs attention="avq" and full_spawning, where attention is a function of the '
+            "codewords that has gradients."
+        )
+    if lora_rank is not None and lora_rank < 1:
+        raise ValueError(f"lora_rank must be at least 1 or None, but got {lora_rank}.")
+    trained = {
+        id(layer.attn): _trainable(layer.attn, lora_rank)
+        for layer in select_layers(teacher, config.levels)
+    }
+    nn.Module.to(teacher, dtype=teacher_dtype)  # diffusers' own warns of modules it does not name
+    shared = {id(tensor): tensor for tensor in chain(teacher.parameters(), teacher.buffers())}
+    student = copy.deepcopy(teacher, {**shared, **trained})
+    for layer in select_layers(student, config.levels):
+        if attention == "avq":
+            processor = AVQSelfAttention(
+                layer.num_heads,
+                layer.head_dim,
+                config.for_layer(layer.name, layer.level),
+                full_spawning=full_spawning,
+                constrain=project_children,
+                diveq=diveq,
+            )
+            layer.transformer.register_forward_pre_hook(processor.see_grid)
+        elif attention == "linfusion":
+            processor = LinearSelfAttention(layer.attn.query_dim)
+        else:
+            processor = ExactSelfAttention()
+        layer.attn.set_processor(processor.to(student.device))
+    return student
+
+
+def tuned_parameters(attn: Attention) -> dict[str, Tensor]:
+    """Copies of what a student layer learned, by name in `attn`, without codebook and key norm.
+
+    What a LoRA learned is merged into the projections.
+    """
+    found = {
+        f"{name}.{path}": value
+        for name in PROJECTIONS
+        for path, value in _merged(attn.get_submodule(name)).named_parameters()
+    }
+    if isinstance(attn.processor, LinFusionProcessor):
+        found |= {f"processor.{path}": phi for path, phi in attn.processor.named_parameters()}
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+def _trainable(attn: Attention, lora_rank: int | None) -> Attention:
+    attn = copy.deepcopy(attn).float()
+    for name in PROJECTIONS:
+        attn.set_submodule(name, _merged(attn.get_submodule(name)))
+    attn.requires_grad_(True)
+    if lora_rank is not None:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        config = LoraConfig(r=lora_rank, lora_alpha=lora_rank, target_modules=list(PROJECTIONS))
+        inject_adapter_in_model(config, attn)
+    return attn
+
+
+def _merged(projection: nn.Module) -> nn.Module:
+    """A projection as a plain layer, with what a LoRA of PEFT adds."""
+    if not hasattr(projection, "base_layer"):
+        return projection
+    projection = copy.deepcopy(projection)
+    projection.merge()
+    return projection.get_base_layer()
+
+
+def _autocast(hidden_states: Tensor) -> AbstractContextManager:
+    """Let float32 weights meet half-precision tokens in the dtype of the tokens."""
+    if hidden_states.dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(hidden_states.device.type, hidden_states.dtype)

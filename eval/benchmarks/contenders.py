@@ -1,0 +1,312 @@
+"""What a row of `python -m eval bench kernels` times: the operation, and attention it rivals.
+
+Every contender is checked against its own oracle first: exact attention in fp32, or AVQ by the
+backend that is not timed. One whose output is wrong gets no time.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from avq_diffusers import AVQConfig, Codebook, avq_attention
+from eval.benchmarks.inputs import KeySource, Shape
+from eval.benchmarks.timing import Effort, time_in_turns
+
+Row = dict[str, Any]
+InputSets = Sequence[tuple[Tensor, Tensor, Tensor]]
+
+DEFAULT_SDPA = "default SDPA"
+FUSED_SDPA = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+# Far above what fp16 and a near-tie between parents cost, far below what another method gives.
+TOLERANCE = 0.05
+CHECKED_QUERIES = 64
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What one row times.
+
+    Attributes:
+        name: of the row.
+        run: attend on input set i; the output (B, H, N, D).
+        expected: the right output for the first set, possibly of its first queries only.
+        facts: further fields of the row.
+        stages: parts of `run` that are timed as well, by the field of the row that gets the time.
+    """
+
+    name: str
+    run: Callable[[int], Tensor]
+    expected: Callable[[], Tensor]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    stages: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
+
+
+class Bench:
+    """Builds and times the contenders of one size after the other on one device."""
+
+    def __init__(self, device: torch.device, effort: Effort) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self.dtype = torch.float16 if self.cuda else torch.float32
+        self.backend, self.oracle = ("triton", "torch") if self.cuda else ("torch", "reference")
+        self.effort = effort
+        self._sources: dict[tuple[int, int], KeySource] = {}
+
+    def source(self, shape: Shape) -> KeySource:
+        sizes = shape.num_heads, shape.head_dim
+        if sizes not in self._sources:
+            self._sources[sizes] = KeySource(*sizes, self.device)
+        return self._sources[sizes]
+
+    def input_sets(self, shape: Shape, hot_share: float = 0.0) -> InputSets:
+        """As many input sets as overflow the L2 cache three times over, at most 32."""
+        count = 2
+        if self.cuda:
+            elements = shape.batch * shape.num_heads * shape.num_tokens * shape.head_dim
+            bytes_moved = 4 * elements * self.dtype.itemsize
+            l2_size = torch.cuda.get_device_properties(self.device).L2_cache_size
+            count = min(32, math.ceil(3 * l2_size / bytes_moved))
+        source = self.source(shape)
+        return [source.inputs(shape, self.dtype, hot_share) for _ in range(count)]
+
+    def exact(self, sets: InputSets) -> list[Contender]:
+        """Default SDPA, FlashAttention-2 and cuDNN."""
+
+        @cache
+        def expected() -> Tensor:
+            query, key, value = (tensor.float() for tensor in sets[0])
+            logits = query[:, :, :CHECKED_QUERIES] @ key.transpose(2, 3)
+            return (logits * query.shape[-1] ** -0.5).softmax(-1) @ value
+
+        def default(index: int) -> Tensor:
+            return F.scaled_dot_product_attention(*sets[index])
+
+        def fused(name: str, index: int) -> Tensor:
+            if not self.cuda:
+                raise RuntimeError(f"{name} needs a CUDA device")
+            with sdpa_kernel(FUSED_SDPA[name]):
+                return F.scaled_dot_product_attention(*sets[index])
+
+        return [
+            Contender(DEFAULT_SDPA, default, expected),
+            *(Contender(name, partial(fused, name), expected) for name in FUSED_SDPA),
+        ]
+
+    def avq(
+        self, shape: Shape, sets: InputSets, config: AVQConfig, order: Tensor | None = None
+    ) -> Contender:
+        """The operation, and its two stages where it has kernels."""
+        codebook = self.source(shape).codebook(config)
+        attend = partial(
+            avq_attention,
+            codebook=codebook,
+            num_refined=config.num_refined,
+            query_tile=config.query_tile,
+            query_order=order,
+        )
+
+        @cache
+        def expected() -> Tensor:
+            return attend(*(tensor.float() for tensor in sets[0]), backend=self.oracle)
+
+        def run(index: int) -> Tensor:
+            return attend(*sets[index], backend=self.backend)
+
+        return Contender(
+            method_name(config),
+            run,
+            expected,
+            {"config": str(config), "effective_codewords": config.effective_codewords},
+            kernel_stages(sets, config, codebook, order) if self.cuda else {},
+        )
+
+    def unfused(
+        self, shape: Shape, sets: InputSets, config: AVQConfig, expected: Callable[[], Tensor]
+    ) -> list[Contender]:
+        """Compiled PyTorch for the precompute, our kernel for the attention (paper, Tab. speed).
+
+        Off CUDA nothing is compiled, and the attention is SDPA's.
+        """
+        codebook = self.source(shape).codebook(config)
+        codewords = codebook.parents.to(self.dtype)
+        bias = -0.5 * codewords.float().square().sum(-1)[:, None]
+        facts: Row = {"effective_codewords": config.effective_codewords}
+        if self.cuda:
+            precompute = torch.compile(unfused_precompute, dynamic=False)
+            attend = flat_kernel(config, codebook, self.dtype)
+        else:
+            precompute = unfused_precompute
+            attend = partial(_flat_sdpa, codebook)
+            facts["note"] = "precompute not compiled; attention by SDPA"
+
+        def run(one_hot: bool, index: int) -> Tensor:
+            query, key, value = sets[index]
+            return attend(query, *precompute(key, value, codewords, bias, one_hot=one_hot))
+
+        name = f"unfused {method_name(config)}"
+        return [
+            Contender(f"{name} (one-hot)", partial(run, True), expected, facts),
+            Contender(f"{name} (scatter)", partial(run, False), expected, facts),
+        ]
+
+    @torch.no_grad()
+    def rows(self, shape: Shape, contenders: Sequence[Contender], num_sets: int) -> list[Row]:
+        """Check every contender's output, then time all that are right in turns."""
+        rows: list[Row] = []
+        timed: list[tuple[Row, str, Callable[[int], Any]]] = []
+        for contender in contenders:
+            row: Row = {
+                "method": contender.name,
+                "batch": shape.batch,
+                "heads": shape.num_heads,
+                "tokens": shape.num_tokens,
+                "head_dim": shape.head_dim,
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "input_sets": num_sets,
+                "ms": None,
+                **contender.facts,
+            }
+            rows.append(row)
+            try:
+                output, expected = contender.run(0), contender.expected()
+            except (RuntimeError, ValueError) as error:
+                row["note"] = str(error).splitlines()[0]
+                continue
+            row["error"] = relative_error(output[:, :, : expected.shape[2]], expected)
+            if not row["error"] <= TOLERANCE:
+                row["note"] = f"wrong output: relative error {row['error']:.3g}"
+                continue
+            timed.append((row, "ms", contender.run))
+            timed += [(row, name, stage) for name, stage in contender.stages.items()]
+        timings = time_in_turns([run for *_, run in timed], num_sets, self.device, self.effort)
+        for (row, name, _), timing in zip(timed, timings, strict=True):
+            row.update(timing if name == "ms" else {name: timing["ms"]})
+        return rows
+
+
+def method_name(config: AVQConfig) -> str:
+    """`AVQ 64/16/8` or `VQ 256`, as in the paper's table."""
+    if config.num_children == 0:
+        return f"VQ {config.num_parents}"
+    return f"AVQ {config.num_parents}/{config.num_refined}/{config.num_children}"
+
+
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    """Root mean square error over the root mean square of what is expected."""
+    expected = expected.float()
+    return float((output.float() - expected).norm() / expected.norm())
+
+
+def kernel_stages(
+    sets: InputSets, config: AVQConfig, codebook: Codebook, order: Tensor | None
+) -> dict[str, Callable[[int], Any]]:
+    """The two stages of the kernels apart, on the codewords that the operation packs."""
+    from avq_diffusers.kernels import attention, precompute
+
+    codes, bias = _packed(codebook, sets[0][0].dtype)
+    sizes = {"num_parents": config.num_parents, "num_children": config.num_children}
+
+    def aggregate(index: int) -> tuple[Tensor, Tensor]:
+        _, key, value = sets[index]
+        return precompute.precompute(key, value, codes, bias, **sizes)
+
+    # Filled by the calls before the graph is captured, which reads what they leave here.
+    aggregates = cache(aggregate)
+
+    def attend(index: int) -> Tensor:
+        return attention.attend(
+            sets[index][0],
+            codes,
+            *aggregates(index),
+            **sizes,
+            num_refined=config.num_refined,
+            query_tile=config.query_tile,
+            query_order=order,
+            importance_tile=config.importance_tile,
+        )
+
+    return {"precompute_ms": aggregate, "attention_ms": attend}
+
+
+def unfused_precompute(
+    key: Tensor, value: Tensor, codewords: Tensor, bias: Tensor, *, one_hot: bool
+) -> tuple[Tensor, Tensor]:
+    """Flat VQ in plain PyTorch: nearest codeword of every key, then its values' mean and count.
+
+    Args:
+        key, value: (B, H, N, D).
+        codewords: (H, M, D) of the same dtype.
+        bias: (H, 1, M) fp32, minus half the codewords' square norms.
+        one_hot: aggregate by a product with one-hot assignments, else by scattered additions.
+
+    Returns:
+        means: (B, H, M, D), dtype of `value`, zero for codewords without keys.
+        counts: (B, H, M) fp32.
+    """
+    num_codewords, head_dim = codewords.shape[1:]
+    logits = (key @ codewords.transpose(1, 2)).float() + bias
+    assignment = logits.argmax(-1)
+    if one_hot:
+        hot = assignment[..., None] == torch.arange(num_codewords, device=key.device)
+        counts = hot.sum(2, dtype=torch.float32)
+        sums = (hot.to(value.dtype).transpose(2, 3) @ value).float()
+    else:
+        counts = logits.new_zeros(*assignment.shape[:2], num_codewords)
+        counts = counts.scatter_add(2, assignment, torch.ones_like(assignment, dtype=counts.dtype))
+        sums = counts.new_zeros(*counts.shape, head_dim)
+        sums = sums.scatter_add(2, assignment[..., None].expand_as(value), value.float())
+    return (sums / counts.clamp(min=1)[..., None]).to(value.dtype), counts
+
+
+def flat_kernel(
+    config: AVQConfig, codebook: Codebook, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Our kernel's attention of queries over the means (B, H, M, D) and counts (B, H, M)."""
+    from avq_diffusers.kernels import attention, codewords
+
+    codes, _ = _packed(codebook, dtype)
+    padding = codes.shape[1] - config.num_parents
+    shares = codewords.mean_columns(codebook.head_dim) - codebook.head_dim
+
+    def attend(query: Tensor, means: Tensor, counts: Tensor) -> Tensor:
+        # Rows of the kernel: every parent, padding, then what stays with parents, unread here.
+        means = F.pad(means.to(codes.dtype), (0, shares), value=1.0)
+        return attention.attend(
+            query,
+            codes,
+            F.pad(means, (0, 0, 0, codes.shape[1] + padding)),
+            F.pad(counts.log2(), (0, padding), value=-math.inf),
+            num_parents=config.num_parents,
+            num_children=0,
+            num_refined=0,
+            query_tile=config.query_tile,
+            query_order=None,
+            importance_tile=None,
+        )
+
+    return attend
+
+
+def _flat_sdpa(codebook: Codebook, query: Tensor, means: Tensor, counts: Tensor) -> Tensor:
+    keys = codebook.parents.to(query.dtype).expand(len(query), -1, -1, -1)
+    log_counts = counts.log().to(query.dtype)[:, :, None]
+    return F.scaled_dot_product_attention(query, keys, means, attn_mask=log_counts)
+
+
+def _packed(codebook: Codebook, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and biases as the operation packs them for inputs of `dtype`."""
+    from avq_diffusers.kernels import codewords
+
+    return codewords.pack(
+        codebook.parents,
+        codebook.children,
+        scale=codebook.head_dim**-0.5,
+        dtype=torch.float32 if dtype == torch.float32 else torch.float16,
+    )

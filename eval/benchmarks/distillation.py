@@ -1,0 +1,202 @@
+"""Speed and memory of a training step at SD1.5's size: `python -m eval bench distill`.
+
+Every row is a short run of the real command on a Stable Diffusion 1.5 with random weights, from
+encoded scenes. Rows with exact attention, whose step is the same but for AVQ, come first.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from tqdm import tqdm
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from avq_diffusers.mini import MINI_SD
+from eval.benchmarks.unet import SD15
+from eval.report import save_json
+
+ATTENTIONS = ("exact", "avq", "linfusion")
+STEPS, LOG_EVERY, WARMUP_LINES = 60, 10, 3
+VAE = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "sample_size": 512,
+}
+TEXT = {
+    "vocab_size": 49408,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "projection_dim": 768,
+}
+
+
+def run_distillation(
+    config: Path,
+    output: Path,
+    *,
+    command: str,
+    model: Path | None = None,
+    image_size: int = 512,
+    batches: Sequence[int] = (4, 8, 12),
+    gpus: Sequence[int] = (1,),
+    attentions: Sequence[str] = ATTENTIONS,
+    overrides: Sequence[str] = (),
+) -> None:
+    """Time the steps, print a table, and write a JSON file after every row.
+
+    Args:
+        config: YAML file of `distill`.
+        output: folder of the result.
+        command: that was typed.
+        model: folder of a Stable Diffusion model; None makes SD1.5 with random weights.
+        image_size: side of the pictures in pixels.
+        batches: pictures per GPU and step.
+        gpus: numbers of processes.
+        attentions: of the student.
+        overrides: further `--set` of `distill`.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows: list[dict[str, Any]] = []
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if model is None:
+            model = folder / "sd15"
+            random_sd15().save_pretrained(model)
+        cases = [(g, a, b) for g in gpus for b in batches for a in attentions]
+        for number, attention, batch in tqdm(cases, desc="runs"):
+            row = {"gpus": number, "attention": attention, "batch_per_gpu": batch}
+            settings = {
+                "base_model": model,
+                "variant": "null",
+                "image_size": image_size,
+                "attention": attention,
+                "micro_batch_size": batch,
+                "batch_size": batch * number,
+                "steps": STEPS,
+                "log_every": LOG_EVERY,
+                "checkpoint_every": "null",
+                "tracker": "null",
+                "samples": "{every: null, prompts: [x], num_inference_steps: 1, guidance_scale: 1}",
+                "data": _scenes(folder / "cache"),
+            }
+            try:
+                run = folder / f"{number}-{attention}-{batch}"
+                row |= _run(config, run, number, settings, overrides)
+            except subprocess.CalledProcessError as error:
+                row["note"] = last_error(error.stderr)
+            rows.append(row)
+            save_json(
+                output / f"bench_distill_{device}.json",
+                command=command,
+                device=device,
+                config=config.name,
+                image_size=image_size,
+                steps=STEPS,
+                rows=with_ratios(rows),
+            )
+    print(distillation_table(with_ratios(rows)))
+
+
+def random_sd15() -> StableDiffusionPipeline:
+    """Stable Diffusion 1.5's configuration with random weights, and mini-sd's tokenizer."""
+    torch.manual_seed(0)
+    return StableDiffusionPipeline.from_pretrained(
+        MINI_SD,
+        unet=UNet2DConditionModel(**SD15),
+        vae=AutoencoderKL(**VAE),
+        text_encoder=CLIPTextModel(CLIPTextConfig(**TEXT)),
+    )
+
+
+def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with their step's time over that of the exact student, and their scaling over GPUs.
+
+    Samples per second over those of one GPU with the same attention and batch per GPU.
+    """
+    speeds = {
+        (row["gpus"], row["attention"], row["batch_per_gpu"]): row.get("samples_per_second")
+        for row in rows
+    }
+    filled = []
+    for row in rows:
+        speed, batch = row.get("samples_per_second"), row["batch_per_gpu"]
+        exact = speeds.get((row["gpus"], "exact", batch))
+        alone = speeds.get((1, row["attention"], batch))
+        filled.append(
+            {
+                **row,
+                "step_over_exact": exact / speed if exact and speed else None,
+                "speedup_over_one_gpu": speed / alone if alone and speed else None,
+            }
+        )
+    return filled
+
+
+def distillation_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| GPUs | student | pictures per GPU | samples/s | step / exact | x one GPU | peak GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        figures = (
+            row.get(name)
+            for name in (
+                "samples_per_second",
+                "step_over_exact",
+                "speedup_over_one_gpu",
+                "peak_memory_gib",
+            )
+        )
+        cells = [str(row["gpus"]), row["attention"], str(row["batch_per_gpu"])]
+        cells += ["-" if figure is None else f"{figure:.3g}" for figure in figures]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def last_error(output: str) -> str:
+    """The sentence that `distill` ended with, or else the last line of its output."""
+    lines = output.strip().splitlines()
+    sentences = [line for line in lines if line.startswith("error: ")]
+    return (sentences or lines)[-1].removeprefix("error: ")
+
+
+def _scenes(cache: Path) -> str:
+    values = {
+        "source": "scenes",
+        **dict.fromkeys(("path", "split", "image_column", "caption_column", "captions")),
+        "num_samples": 512,
+        "preprocessing": "crop",
+        "cache": str(cache),
+        "workers": 4,
+    }
+    return json.dumps(values)
+
+
+def _run(
+    config: Path, run: Path, gpus: int, settings: dict[str, Any], overrides: Sequence[str]
+) -> dict[str, float]:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(gpus)]
+    launcher += ["--multi_gpu"] if gpus > 1 else []
+    command = [*launcher, "-m", "distill", "--config", str(config), "--output", str(run)]
+    for value in (*(f"{name}={value}" for name, value in settings.items()), *overrides):
+        command += ["--set", value]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return {
+        "samples_per_second": median(x["samples_per_second"] for x in lines[WARMUP_LINES:]),
+        "peak_memory_gib": lines[-1].get("peak_memory_gib"),
+        "loss": lines[-1]["loss"],
+    }

@@ -1,0 +1,292 @@
+"""Speed of the operation against exact and unfused attention: `python -m eval bench kernels`.
+
+Three parts: the paper's table (B4 H12 D64), SD1.5's shapes with keys spread evenly and with 30 % of
+them equal to one, and how time grows with the codebook and with N. The rows of one size are timed
+in turns in one process, each over as many input sets as it takes to overflow the L2 cache, as
+replays of a CUDA graph where there is one; SD1.5's shapes also over one set, which is in the cache
+like the tokens that projections have just written. A row whose output is wrong gets no time.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import linear_regression
+
+import torch
+
+from avq_diffusers import AVQConfig, query_order
+from eval.benchmarks.contenders import DEFAULT_SDPA, Bench, Row
+from eval.benchmarks.inputs import Shape
+from eval.benchmarks.timing import Effort
+from eval.plots import Line, log_log_plot
+from eval.report import save_json
+from eval.tables import markdown_table, number
+
+HOT_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The sizes that a run times."""
+
+    table_shapes: tuple[Shape, ...]
+    table_configs: tuple[str, ...]
+    sd15_shapes: tuple[Shape, ...]
+    sd15_config: str
+    codebook_shapes: tuple[Shape, ...]
+    codebook_configs: tuple[str, ...]
+    token_shapes: tuple[Shape, ...]
+    token_configs: tuple[str, ...]
+    effort: Effort
+
+
+def _paper_shapes(*tokens: int) -> tuple[Shape, ...]:
+    return tuple(Shape(4, 12, num_tokens, 64) for num_tokens in tokens)
+
+
+FLAT_SIZES = ("M64", "M128", "M256", "M512")
+ADAPTIVE_SIZES = ("M32P8C8", "M64P8C8", "M64P16C8", "M128P16C8", "M128P32C8")
+
+FULL = Suite(
+    table_shapes=_paper_shapes(1024, 4096, 16384, 65536),
+    table_configs=("M256", "M512", "M64P8C8", "M64P16C8", "M128P8C8", "M128P16C8"),
+    sd15_shapes=(
+        *(Shape(2, 8, num_tokens, 40) for num_tokens in (4096, 16384, 65536)),
+        *(Shape(2, 8, num_tokens, 80) for num_tokens in (4096, 16384)),
+    ),
+    sd15_config="M64P16C8",
+    codebook_shapes=_paper_shapes(4096, 16384, 65536),
+    codebook_configs=FLAT_SIZES + ADAPTIVE_SIZES,
+    token_shapes=_paper_shapes(*(2**power for power in range(12, 19))),
+    token_configs=("M64P16C8", "M256"),
+    effort=Effort(),
+)
+TINY = Suite(
+    table_shapes=(Shape(1, 2, 64, 16), Shape(1, 2, 150, 16)),
+    table_configs=("M8", "M4P2C2"),
+    sd15_shapes=(Shape(2, 2, 64, 40),),
+    sd15_config="M4P2C2",
+    codebook_shapes=(Shape(1, 2, 64, 16),),
+    codebook_configs=("M4", "M16", "M4P2C2", "M8P4C2"),
+    token_shapes=(Shape(1, 2, 64, 16), Shape(1, 2, 256, 16)),
+    token_configs=("M4P2C2",),
+    effort=Effort(rounds=2, block_ms=1.0, eager_rounds=2),
+)
+
+
+def table_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
+    """The paper's Tab. speed_scaling, one list of rows for each N."""
+    for shape in suite.table_shapes:
+        torch.compiler.reset()  # the unfused baseline is compiled for every size
+        sets = bench.input_sets(shape)
+        contenders = bench.exact(sets)
+        for config in map(AVQConfig.parse, suite.table_configs):
+            fused = bench.avq(shape, sets, config)
+            contenders.append(fused)
+            if not config.num_children:
+                contenders += bench.unfused(shape, sets, config, fused.expected)
+        yield bench.rows(shape, contenders, len(sets))
+
+
+def sd15_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
+    """SD1.5's self-attention in Gilbert order, keys spread evenly and skewed."""
+    config = AVQConfig.parse(suite.sd15_config)
+    for shape in suite.sd15_shapes:
+        side = math.isqrt(shape.num_tokens)
+        order = query_order(side, side, config.query_order, bench.device)
+        sets = bench.input_sets(shape)
+        uniform = bench.avq(shape, sets, config, order)
+        skewed = bench.avq(shape, bench.input_sets(shape, HOT_SHARE), config, order)
+        contenders = [
+            *bench.exact(sets),
+            replace(uniform, facts={**uniform.facts, "keys": "uniform"}),
+            replace(
+                skewed,
+                name=f"{skewed.name}, skewed keys",
+                facts={**skewed.facts, "keys": "skewed"},
+            ),
+        ]
+        rows = bench.rows(shape, contenders, len(sets))
+        cached = bench.rows(shape, [replace(one, stages={}) for one in contenders], 1)
+        for row, one in zip(rows, cached, strict=True):
+            row["cached_ms"] = one["ms"]
+        yield rows
+
+
+def scaling_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
+    """Time against the effective codebook size, then against N."""
+    for against, shapes, configs in (
+        ("codewords", suite.codebook_shapes, suite.codebook_configs),
+        ("tokens", suite.token_shapes, suite.token_configs),
+    ):
+        for shape in shapes:
+            sets = bench.input_sets(shape)
+            contenders = [bench.avq(shape, sets, AVQConfig.parse(text)) for text in configs]
+            rows = bench.rows(shape, contenders, len(sets))
+            yield [{"against": against, **row} for row in rows]
+
+
+PARTS = {"table": table_part, "sd15": sd15_part, "scaling": scaling_part}
+
+
+def run_kernels(
+    device: torch.device,
+    output: Path,
+    *,
+    command: str,
+    parts: Sequence[str] = tuple(PARTS),
+) -> None:
+    """Time the parts, print their tables, and write one JSON file and one plot for each.
+
+    A file is rewritten whenever the rows of one size are there, so that a run that is cut off keeps
+    what it has. Off CUDA the sizes are tiny.
+
+    Raises:
+        ValueError: a part is unknown.
+    """
+    for part in parts:
+        if part not in PARTS:
+            raise ValueError(f"--parts must be some of {', '.join(PARTS)}, but got {part!r}.")
+    if device.type != "cuda":
+        print(f"{device.type}: tiny sizes, without CUDA graphs, FA2, cuDNN and stage times")
+    suite = FULL if device.type == "cuda" else TINY
+    bench = Bench(device, suite.effort)
+    for part in parts:
+        path = output / f"bench_kernels_{part}_{device.type}.json"
+        rows: list[Row] = []
+        for size in PARTS[part](bench, suite):
+            for row in size:
+                rows.append({"part": part, **row})
+                print(f"N = {row['tokens']}, {row['method']}: {number(row['ms'])} ms", flush=True)
+            fits = {"slopes": slopes(rows)} if part == "scaling" else {}
+            save_json(
+                path,
+                command=command,
+                device=device,
+                backend=bench.backend,
+                effort=asdict(suite.effort),
+                rows=rows,
+                **fits,
+            )
+        print(kernels_table(part, rows), flush=True)
+        plot_kernels(path.with_suffix(".png"), part, rows)
+
+
+def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Least-squares slope of log y over log x."""
+    return linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
+
+
+def slopes(rows: Sequence[Row]) -> list[Row]:
+    """The fitted lines of the scaling rows: points, slope, and the slopes of the two stages."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        label = row["method"]
+        if row["against"] == "codewords":
+            label = f"{label.partition(' ')[0]}, N = {row['tokens']}"
+        if row["ms"] is not None:
+            groups.setdefault((row["against"], label), []).append(row)
+    lines = []
+    for (against, label), members in groups.items():
+        axis = "effective_codewords" if against == "codewords" else "tokens"
+        members.sort(key=lambda row: row[axis])
+        x = [row[axis] for row in members]
+        line: Row = {"against": against, "label": label, "x": x}
+        for name, slope in (
+            ("ms", "slope"),
+            ("precompute_ms", "precompute_slope"),
+            ("attention_ms", "attention_slope"),
+        ):
+            if all(name in row for row in members):
+                line[name] = [row[name] for row in members]
+                if len(set(x)) > 1:
+                    line[slope] = fit_slope(x, line[name])
+        lines.append(line)
+    return lines
+
+
+def kernels_table(part: str, rows: Sequence[Row]) -> str:
+    """The rows of one part as Markdown: methods over N, or the stages and the fitted slopes."""
+    sections = [_paper_table(rows) if part == "table" else _stage_table(rows)]
+    if part == "scaling":
+        sections.append(_slope_table(slopes(rows)))
+    notes = {
+        f"- {row['method']}, N = {row['tokens']}: {row['note']}" for row in rows if "note" in row
+    }
+    if notes:
+        sections.append("\n".join(sorted(notes)))
+    return "\n\n".join(sections)
+
+
+def plot_kernels(path: Path, part: str, rows: Sequence[Row]) -> None:
+    """Write the fitted lines of the scaling part, or another part's times over N, as log-log."""
+    if part == "scaling":
+        panels: dict[str, list[Line]] = {"time over codebook size": [], "time over tokens": []}
+        for line in slopes(rows):
+            title = f"time over {'codebook size' if line['against'] == 'codewords' else 'tokens'}"
+            slope = f", slope {line['slope']:.2f}" if "slope" in line else ""
+            panels[title].append(Line(line["label"] + slope, line["x"], line["ms"]))
+        xlabels = ["effective codewords M0 + P C", "tokens N"]
+    else:
+        times: dict[str, dict[str, dict[int, float]]] = {}
+        for row in rows:
+            title = f"B{row['batch']} H{row['heads']} D{row['head_dim']}, {row['dtype']}"
+            methods = times.setdefault(title, {})
+            if row["ms"] is not None:
+                methods.setdefault(row["method"], {})[row["tokens"]] = row["ms"]
+        panels = {
+            title: [Line(name, list(ms), list(ms.values())) for name, ms in methods.items()]
+            for title, methods in times.items()
+        }
+        xlabels = ["tokens N"] * len(panels)
+    log_log_plot(path, panels, xlabels=xlabels, ylabel="time (ms)")
+
+
+def _paper_table(rows: Sequence[Row]) -> str:
+    tokens = sorted({row["tokens"] for row in rows})
+    times = {(row["method"], row["tokens"]): row["ms"] for row in rows}
+
+    def cell(method: str, num_tokens: int) -> str:
+        ms, exact = times.get((method, num_tokens)), times.get((DEFAULT_SDPA, num_tokens))
+        return number(ms) + (f" ({exact / ms:.3g}x)" if ms and exact else "")
+
+    first = rows[0]
+    title = (
+        f"B{first['batch']} H{first['heads']} D{first['head_dim']}, {first['dtype']}: ms, and how "
+        f"many times faster than {DEFAULT_SDPA}"
+    )
+    table = markdown_table(
+        ["method", *(f"N = {n}" for n in tokens)],
+        (
+            [method, *(cell(method, n) for n in tokens)]
+            for method in dict.fromkeys(row["method"] for row in rows)
+        ),
+    )
+    return f"{title}\n\n{table}"
+
+
+def _stage_table(rows: Sequence[Row]) -> str:
+    fields = ("ms", "precompute_ms", "attention_ms", "eager_ms", "cached_ms")
+    return markdown_table(
+        ["shape", "method", *(name.replace("_", " ") for name in fields)],
+        (
+            [
+                str(Shape(row["batch"], row["heads"], row["tokens"], row["head_dim"])),
+                row["method"],
+                *(number(row.get(name)) for name in fields),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def _slope_table(lines: Sequence[Row]) -> str:
+    fields = ("slope", "precompute_slope", "attention_slope")
+    return markdown_table(
+        ["time over", "line", "slope", "of the precompute", "of the attention"],
+        (
+            [line["against"], line["label"], *(number(line.get(name), ".3f") for name in fields)]
+            for line in lines
+        ),
+    )

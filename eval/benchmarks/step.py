@@ -1,0 +1,327 @@
+"""One denoising step of a UNet by any of the methods whose time is compared.
+
+A method is `"sdpa"`, `"fa2"`, `"limit"`, `"tome"`, or AVQ by a name of `parse_method`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from importlib.util import find_spec
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from avq_diffusers import (
+    AVQCodebooks,
+    AVQConfig,
+    Codebook,
+    apply_avq,
+    fit_codebook,
+    remove_avq,
+    select_layers,
+)
+from eval.benchmarks.contenders import Row, method_name, relative_error
+from eval.benchmarks.timing import block_ms
+from eval.methods import ValueProjectionProcessor
+
+SDPA, FA2, LIMIT, TOME = "sdpa", "fa2", "limit", "tome"
+ROUTED = "/fastest"
+LABELS = {SDPA: "SDPA default", FA2: "FA2", LIMIT: "limit", TOME: "ToMe r=0.5"}
+EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
+LEVELS = (0, 1)
+
+# Where SD1.5 differs from the defaults of UNet2DConditionModel.
+SD15 = {"sample_size": 64, "cross_attention_dim": 768}
+TINY = {
+    "sample_size": 64,
+    "cross_attention_dim": 32,
+    "block_out_channels": (16, 32, 64, 64),
+    "norm_num_groups": 8,
+    "attention_head_dim": 2,  # the number of heads, by diffusers' name for it
+}
+BATCH = 2
+TEXT_TOKENS = 77
+LATENT_SCALE = 8
+CALIBRATION_SIDE = 512
+CALIBRATION_STEPS = (900, 650, 400, 150)
+CALIBRATION_KEYS = 8192
+
+
+def parse_method(name: str) -> tuple[AVQConfig, str]:
+    """Configuration and route of `M64P16C8`: levels 0 and 1, every layer by AVQ.
+
+    `M64P16C8@L0` changes level 0 alone; `/fastest` at the end is the default route, which leaves
+    layers exact where that is faster.
+
+    Raises:
+        ValueError: the name has another form.
+    """
+    text, level = re.fullmatch(r"(.*?)(?:@L([01]))?", name.removesuffix(ROUTED)).groups()
+    levels = LEVELS if level is None else (int(level),)
+    route = "fastest" if name.endswith(ROUTED) else "always"
+    return AVQConfig.parse(text, levels=levels), route
+
+
+def method_label(name: str) -> str:
+    """The name that tables and plots print."""
+    if name in LABELS:
+        return LABELS[name]
+    config, route = parse_method(name)
+    levels = "" if config.levels == LEVELS else f", level {config.levels[0]}"
+    return method_name(config) + levels + (", fastest route" if route == "fastest" else "")
+
+
+@torch.library.custom_op("avq_eval::zero_of", mutates_args=())
+def _zero_of(query: Tensor, key: Tensor) -> Tensor:
+    """A zero for whose sake a compiler computes both."""
+    return query.new_zeros(1)
+
+
+@_zero_of.register_fake
+def _(query: Tensor, key: Tensor) -> Tensor:
+    return query.new_empty(1)
+
+
+class LimitProcessor(ValueProjectionProcessor):
+    """Self-attention but for the attention: its projections, and every token takes its value."""
+
+    def __call__(self, attn, hidden_states: Tensor, **others: Any) -> Tensor:
+        query, key = attn.to_q(hidden_states), attn.to_k(hidden_states)
+        output = super().__call__(attn, hidden_states, **others)
+        return output + _zero_of(query, key) if torch.compiler.is_compiling() else output
+
+
+class StepBench:
+    """A UNet with random weights, and the methods its attention can be switched to.
+
+    Args:
+        config: of the UNet.
+        device: where it runs, in fp16 on CUDA and in fp32 elsewhere.
+        compile_backend: of torch.compile.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], device: torch.device, *, compile_backend: str = "inductor"
+    ) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self.dtype = torch.float16 if self.cuda else torch.float32
+        self.backend, self.oracle = ("triton", "torch") if self.cuda else ("torch", "reference")
+        self.compile_backend = compile_backend
+        torch.manual_seed(0)
+        with device:
+            unet = UNet2DConditionModel(**config)
+        self.unet = unet.eval().requires_grad_(False)
+        # Untrained keys and queries make attention an average; these make it choose.
+        for layer in select_layers(unet, LEVELS):
+            layer.attn.to_q.weight.mul_(4)
+            layer.attn.to_k.weight.mul_(4)
+        # Not diffusers' own `to`, which warns of a list of float32 modules that is empty.
+        torch.nn.Module.to(unet, dtype=self.dtype, memory_format=torch.channels_last)
+        self.generator = torch.Generator(device).manual_seed(0)
+        self._fits: dict[tuple[int, int], dict[str, Codebook]] = {}
+        # Kept for good: captured graphs read these codewords by their address.
+        self._codebooks: dict[AVQConfig, AVQCodebooks] = {}
+
+    def inputs(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Random latents of a side x side picture, a timestep, random text states."""
+        normal = partial(
+            torch.randn, generator=self.generator, device=self.device, dtype=self.dtype
+        )
+        latent = side // LATENT_SCALE
+        sample = normal(BATCH, self.unet.config.in_channels, latent, latent)
+        text = normal(BATCH, TEXT_TOKENS, self.unet.config.cross_attention_dim)
+        timestep = torch.full((), 500, device=self.device)
+        return sample.contiguous(memory_format=torch.channels_last), timestep, text
+
+    def cannot_run(self, name: str, mode: str) -> str | None:
+        """Why this machine has no such row; None if it can have one."""
+        if mode == GRAPH and not self.cuda:
+            return "CUDA graphs need a CUDA device"
+        if name == FA2 and not self.cuda:
+            return "FA2 needs a CUDA device"
+        if name == TOME and find_spec("tomesd") is None:
+            return "tomesd is not installed"
+        return None
+
+    @contextmanager
+    def method(self, name: str, *, oracle: bool = False) -> Iterator[None]:
+        """Run the UNet's attention by `name` in the `with` block.
+
+        Args:
+            name: `"sdpa"`, `"fa2"`, `"limit"`, `"tome"`, or one of `parse_method`.
+            oracle: run AVQ by the backend that checks the one that is timed.
+        """
+        with ExitStack() as stack:
+            if name == FA2:
+                stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+                # Its key leaves the SDPA backend out: FA2 would get what SDPA's step compiled to.
+                stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+            elif name == LIMIT:
+                for layer in select_layers(self.unet, LEVELS):
+                    stack.callback(layer.attn.set_processor, layer.attn.processor)
+                    layer.attn.set_processor(LimitProcessor())
+            elif name == TOME:
+                import tomesd
+
+                # Without random destinations the step can be captured; its work is the same.
+                tomesd.apply_patch(self.unet, ratio=0.5, use_rand=False)
+                stack.callback(tomesd.remove_patch, self.unet)
+            elif name != SDPA:
+                config, route = parse_method(name)
+                backend = self.oracle if oracle else self.backend
+                apply_avq(self.unet, self.codebooks(config), backend=backend, route=route)
+                stack.callback(remove_avq, self.unet)
+            yield
+
+    @torch.no_grad()
+    def codebooks(self, config: AVQConfig) -> AVQCodebooks:
+        """Codebooks of the UNet's own keys; one k-means for each layer and size."""
+        if config not in self._codebooks:
+            sizes = config.num_parents, config.num_children
+            if sizes not in self._fits:
+                self._fits[sizes] = {
+                    name: fit_codebook(keys, *sizes, num_iterations=8)
+                    for name, keys in self._keys.items()
+                }
+            layers = select_layers(self.unet, config.levels)
+            fits = {layer.name: self._fits[sizes][layer.name] for layer in layers}
+            codebooks = AVQCodebooks.from_codebooks(config, fits, self.unet)
+            self._codebooks[config] = codebooks.to(self.device)
+        return self._codebooks[config]
+
+    @cached_property
+    def _keys(self) -> dict[str, Tensor]:
+        """Keys (H, S, D) in fp32 of every layer at LEVELS, from a few exact steps."""
+        layers = select_layers(self.unet, LEVELS)
+        samples: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
+
+        def keep(name: str, module, inputs, key: Tensor) -> None:
+            rows = key.flatten(0, 1)
+            count = min(len(rows), CALIBRATION_KEYS // len(CALIBRATION_STEPS))
+            chosen = torch.randperm(len(rows), generator=self.generator, device=self.device)
+            samples[name].append(rows[chosen[:count]].float())
+
+        with ExitStack() as stack:
+            for layer in layers:
+                hook = layer.attn.to_k.register_forward_hook(partial(keep, layer.name))
+                stack.enter_context(hook)
+            for step in CALIBRATION_STEPS:
+                sample, _, text = self.inputs(CALIBRATION_SIDE)
+                self.unet(sample, torch.full((), step, device=self.device), text)
+        return {
+            layer.name: torch.cat(samples[layer.name])
+            .unflatten(1, (layer.num_heads, -1))
+            .transpose(0, 1)
+            .contiguous()
+            for layer in layers
+        }
+
+
+class Step:
+    """One eager, compiled or captured step: `prepare` gives it the next inputs, `run` runs it."""
+
+    def __init__(self, bench: StepBench, name: str, inputs: Sequence[tuple[Tensor, ...]]) -> None:
+        unet = bench.unet
+
+        def step(sample: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+            return unet(sample, timestep, text, return_dict=False)[0]
+
+        self.bench, self.name, self.inputs = bench, name, inputs
+        self.current = tuple(tensor.clone() for tensor in inputs[0])
+        self.model: Callable[..., Tensor] = step
+        self.replay: Callable[[], None] | None = None
+        self.alive: list[Any] = []
+
+    def prepare(self, index: int) -> None:
+        for target, source in zip(self.current, self.inputs[index % len(self.inputs)], strict=True):
+            target.copy_(source)
+
+    def run(self) -> Tensor | None:
+        """The output, or None from a captured step."""
+        return self.model(*self.current) if self.replay is None else self.replay()
+
+    def first_runs(
+        self, mode: str, pool: tuple[int, int] | None, exact: Tensor | None
+    ) -> tuple[Tensor, Row]:
+        """Bring the step into its mode, in which it stays.
+
+        Args:
+            mode: `"graph"`, `"compile"` or `"eager"`.
+            pool: memory of the CUDA graph; None for a step that is not captured.
+            exact: SDPA's eager output, if it is there, which FA2's must equal.
+
+        Returns:
+            the eager output, and fields of the row with a first time.
+        """
+        bench, name = self.bench, self.name
+        with bench.method(name):
+            eager = self.run().clone()
+        errors = []
+        if name == FA2 and exact is not None:
+            errors.append(relative_error(eager, exact))
+        elif name not in LABELS and not name.endswith(ROUTED):
+            with bench.method(name, oracle=True):
+                errors.append(relative_error(eager, self.run()))
+        facts: Row = {}
+        with bench.method(name):
+            if mode == COMPILE:
+                self._compile()
+            start = perf_counter()
+            output = self.run().clone()
+            facts["first_call_s"] = round(perf_counter() - start, 2)
+            self.run()
+            if bench.cuda:
+                facts["peak_mib"] = self._peak_mib()
+            if pool is not None:
+                output = self._capture(pool)
+            facts["ms"] = median(self.milliseconds(index) for index in range(3))
+        errors.append(relative_error(output, eager))
+        facts["error"] = torch.tensor(errors).max().item()  # Python's maximum loses NaN
+        return eager, facts
+
+    def milliseconds(self, index: int) -> float:
+        """Time of one step; giving it the inputs is not part of it."""
+        self.prepare(index)
+        if self.bench.cuda:
+            torch.cuda.synchronize()
+        return block_ms(self.run, 1, self.bench.device)
+
+    def _compile(self) -> None:
+        # Dynamo keeps its results by code object and does not guard on the SDPA backend: with one
+        # code object FA2 would run what was compiled for SDPA, and after a reset the code that
+        # captured graphs still use would be gone.
+        self.model.__code__ = self.model.__code__.replace(co_name=f"step_{self.name}")
+        self.model = torch.compile(self.model, dynamic=False, backend=self.bench.compile_backend)
+
+    def _capture(self, pool: tuple[int, int]) -> Tensor:
+        """Record the step; its output for the first inputs."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = self.run()
+        self.prepare(0)
+        graph.replay()
+        self.replay = graph.replay
+        # What AVQ's layers hold goes away with the method, and the graph still reads it.
+        self.alive = [getattr(layer.attn, "_avq", None) for layer in select_layers(self.bench.unet)]
+        return output.clone()
+
+    def _peak_mib(self) -> float:
+        """Weights, codebooks and the step's own allocations at their highest."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.run()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        tensors = list(self.bench.unet.parameters())
+        if self.name not in LABELS:
+            tensors += self.bench.codebooks(parse_method(self.name)[0]).parameters()
+        return (peak + sum(tensor.nbytes for tensor in tensors)) / 2**20

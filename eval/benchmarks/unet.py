@@ -1,0 +1,282 @@
+"""One denoising step of SD1.5's UNet, batch 2: `python -m eval bench unet`.
+
+The UNet has SD1.5's configuration and random weights, so nothing is downloaded; its codebooks are
+k-means of its own keys. The limit keeps the projections of level-0 and level-1 self-attention and
+passes the values on: no attention can be faster. Rows of one size and mode are timed in turns, and
+a row whose output is wrong gets no time.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from eval.benchmarks.contenders import TOLERANCE, Row, relative_error
+from eval.benchmarks.step import (
+    BATCH,
+    COMPILE,
+    EAGER,
+    FA2,
+    GRAPH,
+    LABELS,
+    LIMIT,
+    ROUTED,
+    SD15,
+    SDPA,
+    TINY,
+    TOME,
+    Step,
+    StepBench,
+    method_label,
+)
+from eval.plots import bar_plot
+from eval.report import save_json
+from eval.tables import markdown_table, number
+
+# The ones a ratio needs first, so that a run that is cut off has them.
+METHODS = (
+    SDPA,
+    LIMIT,
+    "M64P16C8",
+    "M64P16C8/fastest",
+    "M64P16C8@L0",
+    "M32P8C8",
+    "M128P32C8",
+    FA2,
+    TOME,
+)
+MODES = {
+    GRAPH: "CUDA graph, not compiled",
+    COMPILE: "torch.compile in a CUDA graph",
+    EAGER: "eager",
+}
+MODES_WITHOUT_GRAPHS = {**MODES, COMPILE: "torch.compile"}
+NUM_INPUTS = 4
+
+
+def run_unet(
+    device: torch.device,
+    output: Path,
+    *,
+    command: str,
+    sizes: Sequence[int] = (512, 1024, 2048),
+    methods: Sequence[str] = METHODS,
+    modes: Sequence[str] = tuple(MODES),
+    minutes: float | None = None,
+) -> None:
+    """Time the steps, print the tables, and write a JSON file per size and mode, a plot per size.
+
+    A file is rewritten after every row. Off CUDA the UNet is a tiny one of the same topology.
+
+    Args:
+        device: where the UNet runs.
+        output: folder of the results.
+        command: that was typed.
+        sizes: sides of the picture.
+        methods: of `StepBench.method`, the most important first.
+        modes: `"graph"`, `"compile"`, `"eager"`.
+        minutes: no row is started after this time.
+
+    Raises:
+        ValueError: a method, mode or size is unknown or impossible.
+    """
+    check_choices(methods, modes)
+    for side in sizes:
+        if side < 64 or side % 64:
+            raise ValueError(f"--sizes must be multiples of 64, but got {side}.")
+    deadline = None if minutes is None else perf_counter() + 60 * minutes
+    cuda = device.type == "cuda"
+    labels = MODES if cuda else MODES_WITHOUT_GRAPHS
+    if not cuda:
+        print(f"{device.type}: a tiny UNet, without CUDA graphs and FA2")
+    bench = StepBench(SD15 if cuda else TINY, device)
+    for side in sizes:
+        for mode in modes:
+            rows: list[Row] = []
+            for rows in bench_unet(bench, side, mode, methods=methods, deadline=deadline):
+                save_json(
+                    _result(output, side, mode, device),
+                    command=command,
+                    device=device,
+                    unet="SD1.5, random weights" if cuda else "tiny, random weights",
+                    dtype=str(bench.dtype).removeprefix("torch."),
+                    batch=BATCH,
+                    backend=bench.backend,
+                    mode=labels[mode],
+                    rows=rows,
+                )
+            print(unet_table(rows, labels), flush=True)
+        plot_unet(output, side, device, labels)
+
+
+@torch.no_grad()
+def bench_unet(
+    bench: StepBench,
+    side: int,
+    mode: str,
+    *,
+    methods: Sequence[str] = METHODS,
+    deadline: float | None = None,
+    window_ms: float = 2000.0,
+) -> Iterator[list[Row]]:
+    """Time one step at side x side pixels; all rows so far, after every row and at the end.
+
+    Args:
+        bench: the UNet.
+        side: of the picture.
+        mode: `"graph"`, `"compile"` or `"eager"`.
+        methods: those of `StepBench.method`, the most important first.
+        deadline: value of `perf_counter` after which no row is started.
+        window_ms: time spent on each row, in 5 to 40 steps.
+    """
+    torch.compiler.reset()
+    inputs = [bench.inputs(side) for _ in range(NUM_INPUTS)]
+    pool = torch.cuda.graph_pool_handle() if bench.cuda and mode != EAGER else None
+    exact: Tensor | None = None
+    rows: list[Row] = []
+    ready: list[tuple[Row, Step]] = []
+    for name in methods:
+        row: Row = {"size": side, "mode": mode, "method": name, "label": method_label(name)}
+        row["ms"] = None
+        rows.append(row)
+        if deadline is not None and perf_counter() > deadline:
+            row["note"] = "not started: out of time"
+        elif reason := bench.cannot_run(name, mode):
+            row["note"] = reason
+        else:
+            step = Step(bench, name, inputs)
+            try:
+                eager, facts = step.first_runs(mode, pool, exact)
+            except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+                # Foreign code (ToMe, compilers, backends) fails in all of these ways.
+                row["note"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            else:
+                exact = eager if name == SDPA else exact
+                row |= facts
+                row["difference_from_sdpa"] = (
+                    None if exact is None else relative_error(eager, exact)
+                )
+                if reason := wrong_output(row):
+                    row |= {"ms": None, "note": reason}
+                else:
+                    ready.append((row, step))
+        print(
+            f"{side} {mode} {row['label']}: {number(row['ms'])} ms {row.get('note', '')}",
+            flush=True,
+        )
+        yield with_ratios(rows)
+    # A compiled step that is not captured would be compiled again for another turn.
+    if mode == EAGER or pool is not None:
+        _time_in_turns(ready, window_ms)
+    yield with_ratios(rows)
+
+
+def wrong_output(row: Row) -> str | None:
+    """Why a row gets no time; None if its output is right.
+
+    It must be closer to what it should be than half-way to SDPA, or the method did not run; one
+    that may be exact must only be close.
+    """
+    name, distance = row["method"], row["difference_from_sdpa"]
+    if distance is None or name in (SDPA, FA2) or name.endswith(ROUTED):
+        limit, compared = TOLERANCE, ""
+    else:
+        limit, compared = distance / 2, f", difference from SDPA {distance:.3g}"
+    if row["error"] < limit:
+        return None
+    return f"wrong output: relative error {row['error']:.3g}{compared}"
+
+
+def _time_in_turns(ready: Sequence[tuple[Row, Step]], window_ms: float) -> None:
+    """Replace the rows' first times by medians of steps taken in turns."""
+    counts = [max(5, min(40, round(window_ms / row["ms"]))) for row, _ in ready]
+    times: list[list[float]] = [[] for _ in ready]
+    for turn in range(max(counts, default=0)):
+        for (_, step), count, samples in zip(ready, counts, times, strict=True):
+            if turn >= count:
+                continue
+            if step.replay is not None:
+                samples.append(step.milliseconds(turn))
+                continue
+            with step.bench.method(step.name):
+                step.run()
+                samples.append(step.milliseconds(turn))
+    for (row, _), samples in zip(ready, times, strict=True):
+        row["ms"] = median(samples)
+        row["steps"] = len(samples)
+        row["spread"] = (max(samples) - min(samples)) / row["ms"]
+
+
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """The rows of one size and mode with their time over that of the limit and of SDPA."""
+    times = {row["method"]: row["ms"] for row in rows}
+
+    def over(row: Row, method: str) -> float | None:
+        base = times.get(method)
+        return row["ms"] / base if row["ms"] and base else None
+
+    return [{**row, "over_limit": over(row, LIMIT), "over_sdpa": over(row, SDPA)} for row in rows]
+
+
+def unet_table(rows: Sequence[Row], modes: dict[str, str] = MODES) -> str:
+    """The rows as Markdown."""
+    return markdown_table(
+        ["size", "mode", "method", "ms", "/ limit", "/ SDPA", "peak MiB", "error", "note"],
+        (
+            [
+                str(row["size"]),
+                modes[row["mode"]],
+                row["label"],
+                number(row["ms"]),
+                number(row["over_limit"], ".3f"),
+                number(row["over_sdpa"], ".3f"),
+                number(row.get("peak_mib"), ".0f"),
+                number(row.get("error"), ".1e"),
+                row.get("note", ""),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def plot_unet(output: Path, side: int, device: torch.device, modes: dict[str, str]) -> None:
+    """Write the times of a size as bars, one panel for each mode that this or another run timed."""
+    panels: dict[str, dict[str, float]] = {}
+    for mode in MODES:
+        path = _result(output, side, mode, device)
+        rows = json.loads(path.read_text())["rows"] if path.is_file() else []
+        if bars := {row["label"]: row["ms"] for row in rows if row["ms"] is not None}:
+            panels[modes[mode]] = bars
+    bar_plot(
+        output / f"bench_unet_{side}_{device.type}.png",
+        panels,
+        xlabel="time per step (ms)",
+        title=f"UNet step at {side} x {side}",
+    )
+
+
+def _result(output: Path, side: int, mode: str, device: torch.device) -> Path:
+    return output / f"bench_unet_{side}_{mode}_{device.type}.json"
+
+
+def check_choices(methods: Sequence[str], modes: Sequence[str]) -> None:
+    """Refuse unknown methods and modes before the work.
+
+    Raises:
+        ValueError: a method or mode is unknown.
+    """
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"modes must be {', '.join(MODES)}, but got {mode!r}.")
+    for name in methods:
+        try:
+            method_label(name)
+        except ValueError as error:
+            raise ValueError(
+                f"methods must be {', '.join(LABELS)} or configurations such as M64P16C8, "
+                f"M64P16C8@L0 or M64P16C8/fastest: {error}"
+            ) from None

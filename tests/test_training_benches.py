@@ -1,0 +1,139 @@
+"""`python -m eval bench distill` and `python -m eval ablate`: real short runs on a tiny model."""
+
+import json
+from math import inf
+
+import pytest
+from test_distill import CONFIG, TINY
+from tiny import tiny_pipe
+from typer.testing import CliRunner
+
+from eval import ablation
+from eval.__main__ import app
+from eval.ablation import ablation_rows, ablation_table, train_variants
+from eval.benchmarks import distillation
+from eval.benchmarks.distillation import distillation_table, with_ratios
+
+SHARED = [f"--set={key}={value}" for key, value in TINY.items()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a tiny pipeline."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_pipe().save_pretrained(path)
+    return path
+
+
+def test_ratios():
+    """Catches a ratio the wrong way round, or to another batch size or number of GPUs."""
+    speeds = {
+        (1, "exact", 4): 10.0,
+        (1, "avq", 4): 8.0,
+        (1, "avq", 8): 9.0,
+        (2, "exact", 4): 19.0,
+        (2, "avq", 4): 15.2,
+        (2, "avq", 8): None,
+    }
+    rows = [
+        {"gpus": gpus, "attention": name, "batch_per_gpu": batch, "samples_per_second": speed}
+        for (gpus, name, batch), speed in speeds.items()
+    ]
+    found = {
+        (row["gpus"], row["attention"], row["batch_per_gpu"]): (
+            row["step_over_exact"],
+            row["speedup_over_one_gpu"],
+        )
+        for row in with_ratios(rows)
+    }
+    assert found[1, "avq", 4] == pytest.approx((1.25, 1.0))
+    assert found[1, "avq", 8] == (None, pytest.approx(1.0))
+    assert found[2, "avq", 4] == pytest.approx((1.25, 1.9))
+    assert found[2, "avq", 8] == (None, None)
+    assert "| 2 | avq | 4 | 15.2 | 1.25 | 1.9 | - |" in distillation_table(with_ratios(rows))
+
+
+def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(distillation, "STEPS", 3)
+    monkeypatch.setattr(distillation, "LOG_EVERY", 1)
+    monkeypatch.setattr(distillation, "WARMUP_LINES", 1)
+    overrides = [f"--set={key}={TINY[key]}" for key in TINY if key.startswith("avq.")]
+    overrides += ["--set=precision=fp32", "--set=compile=false", "--set=codebooks.start_pictures=4"]
+    arguments = ["--model", model, "--size", 64, "--batches", 2, "--attentions", "exact,avq"]
+    arguments += ["--config", CONFIG, "--output", tmp_path, *overrides]
+    result = CliRunner().invoke(app, ["bench", "distill", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+
+    content = json.loads((tmp_path / "bench_distill_cpu.json").read_text())
+    exact, avq = content["rows"]
+    assert (exact["attention"], avq["attention"]) == ("exact", "avq")
+    assert exact["step_over_exact"] == 1
+    assert avq["step_over_exact"] == exact["samples_per_second"] / avq["samples_per_second"]
+    assert 0 < avq["samples_per_second"] < inf
+    assert "note" not in exact | avq
+
+
+def test_a_failed_run_is_a_row_with_a_note(model, tmp_path):
+    distillation.run_distillation(
+        CONFIG,
+        tmp_path,
+        command="",
+        model=model,
+        image_size=64,
+        batches=[2],
+        attentions=["avq"],
+        overrides=["precision=fp8"],
+    )
+    (row,) = json.loads((tmp_path / "bench_distill_cpu.json").read_text())["rows"]
+    assert "precision must be one of fp32, fp16, bf16" in row["note"]
+
+
+def test_ablate(model, tmp_path):
+    """Catches variants that do not reach the run."""
+    arguments = ["--config", CONFIG, "--model", model, "--runs", tmp_path / "runs"]
+    arguments += ["--output", tmp_path, "--pictures", 2, "--timesteps", 1, "--refined", "2"]
+    arguments += ["--variants", "base,commitment 1.0", "--parallel", "2"]
+    arguments += [f"--set=base_model={model}", *SHARED, "--set=steps=2"]
+    result = CliRunner().invoke(app, ["ablate", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+
+    rows = json.loads((tmp_path / "ablation_mini_m64p16c8.json").read_text())["rows"]
+    assert [(row["variant"], row["config"], row["num_seeds"]) for row in rows] == [
+        ("base", "M4P2C2", 1),
+        ("commitment 1.0", "M4P2C2", 1),
+    ]
+    assert rows[0]["output_error"] != rows[1]["output_error"] > 0
+    states = [
+        json.loads(path.read_text())["config"]["objective"]["commitment_weight"]
+        for path in sorted(tmp_path.glob("runs/*-seed0/checkpoints/*/run.json"))
+    ]
+    assert set(states) == {TINY["objective.commitment_weight"], 1.0}
+
+
+def test_finished_variants_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(ablation, "_distill", lambda *arguments: pytest.fail("trained again"))
+    (tmp_path / "base-seed3" / "codebooks").mkdir(parents=True)
+    found = train_variants(CONFIG, tmp_path, ["base"], seeds=[3], parallel=1, overrides=[])
+    assert found == {"base, seed 3": tmp_path / "base-seed3" / "codebooks"}
+
+
+def test_unknown_variants_and_failed_runs_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"variants must be some of base, .* but got 'bse'"):
+        train_variants(CONFIG, tmp_path, ["bse"], seeds=[0], parallel=1, overrides=[])
+    with pytest.raises(ValueError, match=r"base-seed0 failed: .* unknown key nothing"):
+        train_variants(CONFIG, tmp_path, ["base"], seeds=[0], parallel=1, overrides=["nothing=1"])
+
+
+def test_ablation_rows_by_hand():
+    shared = {**dict.fromkeys(ablation.FIGURES, 0.5), "config": "M256", "capture": None}
+    rows = [
+        {"method": "a", **shared, "output_error": 0.1},
+        {"method": "b", **shared, "output_error": 0.3},
+    ]
+    names = {"a": "EMA decay 0.9, seed 0", "b": "EMA decay 0.9, seed 1"}
+    (row,) = ablation_rows(rows, names)
+    assert (row["variant"], row["config"], row["num_seeds"]) == ("EMA decay 0.9", "M256", 2)
+    assert row["output_error"] == pytest.approx(0.2)
+    assert row["output_error_sd"] == pytest.approx(0.2 / 2**0.5)
+    assert row["capture"] is None
+    assert "| EMA decay 0.9 | M256 | 2 | 0.2 ± 0.1 |" in ablation_table([row])
