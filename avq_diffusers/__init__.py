@@ -5,11 +5,15 @@ from avq_diffusers.codebook import Codebook, assign, fit_codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.diagnostics import (
     active_ratio,
+    attention_mass,
     capture,
+    captured_share,
     commitment_loss,
     constraint_error,
     leaf_counts,
+    perplexity,
     quantization_error,
+    refined_parents,
 )
 from avq_diffusers.ema import (
     batch_statistics,
@@ -35,6 +39,12 @@ from avq_diffusers.pipeline import (
 )
 from avq_diffusers.processor import AVQProcessor
 from avq_diffusers.query_order import query_order
+from avq_diffusers.scalecrafter import (
+    ScaleCrafterConfig,
+    apply_scalecrafter,
+    remove_scalecrafter,
+    scalecrafter,
+)
 from avq_diffusers.sheet import picture_sheet
 from avq_diffusers.weights import AVQCodebooks, select_layers
 
@@ -45,14 +55,18 @@ __all__ = [
     "AVQStableDiffusionPipeline",
     "Codebook",
     "LinFusionProcessor",
+    "ScaleCrafterConfig",
     "active_ratio",
     "apply_avq",
+    "apply_scalecrafter",
     "assign",
+    "attention_mass",
     "avq_attention",
     "avq_disabled",
     "batch_statistics",
     "calibrate",
     "capture",
+    "captured_share",
     "commitment_loss",
     "constraint_error",
     "derive_codebook",
@@ -61,13 +75,17 @@ __all__ = [
     "fit_codebook",
     "leaf_counts",
     "load_linfusion",
+    "perplexity",
     "picture_sheet",
     "quantization_error",
     "query_order",
     "reassign_dead",
+    "refined_parents",
     "remove_avq",
     "remove_linfusion",
+    "remove_scalecrafter",
     "save_linfusion",
+    "scalecrafter",
     "select_layers",
     "set_num_refined",
     "summary",

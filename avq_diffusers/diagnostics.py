@@ -38,23 +38,93 @@ def capture(
     Returns:
         (H,) in [0, 1], mean over batch and queries.
     """
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    parents = codebook.parents.to(dtype)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query_order is None:
-        query_order = torch.arange(query.shape[2], device=query.device)
+    tiles = {"query_tile": query_tile, "query_order": query_order, "scale": scale}
+    mass = attention_mass(query, key, codebook, **tiles)
+    refined = refined_parents(
+        query, key, codebook, num_refined, importance_tile=importance_tile, **tiles
+    )
+    return captured_share(mass, refined)
 
-    query, key = query.to(dtype), key.to(dtype)
+
+def captured_share(mass: Tensor, refined: Tensor) -> Tensor:
+    """`capture` of any choice of parents.
+
+    Args:
+        mass: (B, H, T, M0) of `attention_mass`.
+        refined: (B, H, T, M0) bool.
+
+    Returns:
+        (H,) in [0, 1].
+    """
+    return (mass * refined).sum(dim=(0, 2, 3)) / mass.sum(dim=(0, 2, 3))
+
+
+@torch.no_grad()
+def attention_mass(
+    query: Tensor,
+    key: Tensor,
+    codebook: Codebook,
+    *,
+    query_tile: int = 128,
+    query_order: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Exact attention of each query tile that falls on the keys of each parent.
+
+    Importance estimates it; the parents of largest mass are the best to refine (paper,
+    Tab. tiled_capture).
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, H, S, D).
+        query_tile, query_order, scale: as in `avq_attention`.
+
+    Returns:
+        (B, H, T, M0) for T query tiles; the sum over parents is the number of queries in a tile.
+    """
+    query, key, scale = _at_least_fp32(query, key, scale)
     parent_assignment, _ = assign(key, codebook)
-    counts = F.one_hot(parent_assignment, codebook.num_parents).sum(dim=-2).to(dtype)
-    captured = parents.new_zeros(query.shape[:2])
-    for tile in query_order.split(query_tile):
-        tile_query = query[:, :, tile]
-        importance = reference.importance(tile_query, parents, counts, scale, importance_tile)
-        refined = reference.select(importance, num_refined).gather(-1, parent_assignment)
-        attention = (scale * tile_query @ key.transpose(-1, -2)).softmax(dim=-1)
-        captured += (attention.sum(dim=-2) * refined).sum(dim=-1)
-    return captured.mean(dim=0) / query.shape[2]
+    members = F.one_hot(parent_assignment, codebook.num_parents).to(query.dtype)
+    masses = []
+    for tile in _query_tiles(query, query_tile, query_order):
+        attention = (scale * query[:, :, tile] @ key.transpose(-1, -2)).softmax(dim=-1)
+        masses.append(attention.sum(dim=-2, keepdim=True) @ members)
+    return torch.cat(masses, dim=-2)
+
+
+@torch.no_grad()
+def refined_parents(
+    query: Tensor,
+    key: Tensor,
+    codebook: Codebook,
+    num_refined: int,
+    *,
+    query_tile: int = 128,
+    query_order: Tensor | None = None,
+    importance_tile: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """The parents that AVQ attention refines in each query tile.
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, H, S, D).
+        num_refined, query_tile, query_order, importance_tile, scale: as in `avq_attention`.
+
+    Returns:
+        (B, H, T, M0) bool for T query tiles.
+    """
+    query, key, scale = _at_least_fp32(query, key, scale)
+    parents = codebook.parents.to(query.dtype)
+    parent_assignment, _ = assign(key, codebook)
+    counts = F.one_hot(parent_assignment, codebook.num_parents).sum(dim=-2).to(query.dtype)
+    chosen = []
+    for tile in _query_tiles(query, query_tile, query_order):
+        importance = reference.importance(
+            query[:, :, tile], parents, counts, scale, importance_tile
+        )
+        chosen.append(reference.select(importance, num_refined))
+    return torch.stack(chosen, dim=-2)
 
 
 def commitment_loss(key: Tensor, codebook: Codebook) -> Tensor:
@@ -124,6 +194,20 @@ def active_ratio(counts: Tensor) -> Tensor:
     return (codewords > ACTIVE_SHARE * fair_share).double().mean(dim=-1)
 
 
+def perplexity(counts: Tensor) -> Tensor:
+    """Exponential of the entropy of the leaves' shares of keys: how many leaves are in even use.
+
+    Args:
+        counts: (..., M0, 1 + C) keys per leaf, as from `leaf_counts`.
+
+    Returns:
+        (...), from 1 to M0 (1 + C).
+    """
+    counts = counts.flatten(-2).double()
+    shares = counts / counts.sum(dim=-1, keepdim=True)
+    return torch.special.entr(shares).sum(dim=-1).exp()
+
+
 def constraint_error(codebook: Codebook) -> Tensor:
     """How far children are from averaging to their parent (paper, Eq. parent_constraint).
 
@@ -142,3 +226,14 @@ def constraint_error(codebook: Codebook) -> Tensor:
 def _per_head(key: Tensor) -> Tensor:
     """(..., H, S, D) to (H, all keys, D)."""
     return key.movedim(-3, 0).flatten(1, -2)
+
+
+def _at_least_fp32(query: Tensor, key: Tensor, scale: float | None) -> tuple[Tensor, Tensor, float]:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return query.to(dtype), key.to(dtype), query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _query_tiles(query: Tensor, query_tile: int, query_order: Tensor | None) -> tuple[Tensor, ...]:
+    if query_order is None:
+        query_order = torch.arange(query.shape[2], device=query.device)
+    return query_order.split(query_tile)

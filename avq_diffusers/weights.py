@@ -182,9 +182,10 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             {name: getattr(layer, name) for name in LayerSpec.__dataclass_fields__}
             for layer in layers
         ]
+        # By keyword: diffusers' `from_config` drops what came by position.
         built = cls(
-            asdict(config),
-            specs,
+            avq=asdict(config),
+            layers=specs,
             base_model=base_model,
             calibration=calibration,
             training=training,

@@ -45,7 +45,7 @@ Output = Annotated[Path, typer.Option(help="Folder the results are written to.")
 Methods = Annotated[
     str,
     typer.Option(
-        help="Comma-separated: exact, value-projection, configurations to calibrate such as "
+        help="Comma-separated: exact, value-projection, tome, configurations to calibrate such as "
         "M64P16C8 or M192, folders of codebooks (these two also with another number of refined "
         "parents, as runs/m64/codebooks@P8) or of LinFusion layers."
     ),
@@ -327,6 +327,12 @@ def errors_command(
     pictures: Pictures = 16,
     timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
     levels: Levels = "0",
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of `bench kernels`: adds its times of as many tokens as level 0 has."
+        ),
+    ] = None,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
@@ -334,12 +340,21 @@ def errors_command(
 
     Example: python -m eval errors --methods M64P16C8,runs/m64/codebooks,M192 --device cuda
     """
-    from eval.errors import elastic, error_panels, errors_table, measure_errors
+    from eval.errors import (
+        add_kernel_times,
+        elastic,
+        error_panels,
+        errors_table,
+        measure_errors,
+        read_kernel_times,
+    )
     from eval.methods import prepare_methods
 
     numbers = _numbers("--levels", levels)
     numbers_refined = _numbers("--refined", refined)
     pipe = StableDiffusionPipeline.from_pretrained(model).to(_device(device))
+    num_tokens = pipe.unet.config.sample_size**2
+    times = None if kernels is None else read_kernel_times(kernels, num_tokens)
     prepared = prepare_methods(
         pipe,
         methods.split(","),
@@ -352,6 +367,8 @@ def errors_command(
         [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
         num_timesteps=timesteps,
     )
+    if times is not None:
+        add_kernel_times(rows, times)
     print(errors_table(rows))
     path = output / f"errors_levels{''.join(map(str, numbers))}.json"
     save_json(
@@ -360,9 +377,81 @@ def errors_command(
         device=device,
         num_pictures=pictures,
         num_timesteps=timesteps,
+        kernel_times=times and times._asdict(),
         rows=rows,
     )
-    panel_plot(path.with_suffix(".png"), [error_panels(rows)])
+    panel_plot(path.with_suffix(".png"), error_panels(rows, times))
+
+
+@app.command("analyse")
+def analyse_command(
+    names: Annotated[
+        list[str], typer.Argument(help="Of heads, layers, utilisation, order, importance.")
+    ],
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated configurations to calibrate or folders of codebooks, as in "
+            "`errors`; each analysis has its own default."
+        ),
+    ] = None,
+    model: Model = MINI_SD,
+    pictures: Pictures = 16,
+    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
+    levels: Levels = "0,1",
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """The paper's analyses of codebooks, each with a table and a plot.
+
+    heads: capture of each head, as a heat map.
+
+    layers: commitment loss and quantization error of each layer.
+
+    utilisation: share of codewords in use, two-level against flat.
+
+    order: query orders and sizes of query tiles.
+
+    importance: tiled against exact.
+
+    Elastic inference and accuracy against cost are `errors`.
+
+    Example: python -m eval analyse heads layers --methods runs/m64/codebooks --device cuda
+    """
+    from eval.analyses import ANALYSES, analyse, check_methods
+    from eval.methods import prepare_methods
+
+    if unknown := [name for name in names if name not in ANALYSES]:
+        raise ValueError(f"analyses are {', '.join(ANALYSES)}, but got {unknown[0]!r}.")
+    numbers = _numbers("--levels", levels)
+    pipe = StableDiffusionPipeline.from_pretrained(model).to(_device(device))
+    chosen = {name: methods or ANALYSES[name].methods for name in names}
+    prepared = {
+        text: prepare_methods(
+            pipe,
+            text.split(","),
+            levels=numbers,
+            calibration_prompts=_calibration_prompts(),
+        )
+        for text in dict.fromkeys(chosen.values())
+    }
+    for name, text in chosen.items():
+        check_methods(ANALYSES[name], prepared[text])
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:pictures]]
+    for name, text in chosen.items():
+        analysis = ANALYSES[name]
+        rows = analyse(pipe, analysis, prepared[text], shown, num_timesteps=timesteps)
+        path = output / f"{name}_levels{''.join(map(str, numbers))}.json"
+        save_json(
+            path,
+            command=_command(),
+            device=device,
+            num_pictures=pictures,
+            num_timesteps=timesteps,
+            rows=rows,
+        )
+        print(analysis.table(rows))
+        analysis.plot(path.with_suffix(".png"), rows)
 
 
 @app.command("ablate")
@@ -457,6 +546,9 @@ def coco_generate_command(
     pictures: Annotated[int, typer.Option(min=2, help="Number of captions.")] = 30_000,
     draw_seed: Annotated[int, typer.Option(help="Of the draw from annotations.")] = 0,
     size: Annotated[int, typer.Option(min=8, help="Side of the pictures.")] = 512,
+    dilated: Annotated[
+        bool, typer.Option("--scalecrafter", help="Dilate convolutions, as the paper does at 1024.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")] = 25,
     guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 7.5,
     levels: Levels = "0",
@@ -476,7 +568,7 @@ def coco_generate_command(
 
     Example: python -m eval coco generate runs/exact --captions captions.txt --device cuda
 
-    On all GPUs: accelerate launch -m eval coco generate runs/exact --captions captions.txt ...
+    On 8 GPUs: accelerate launch --num_processes 8 -m eval coco generate ... (the same options)
     """
     from eval.captions import read_captions
     from eval.coco import generate_folder
@@ -489,6 +581,7 @@ def coco_generate_command(
         levels=_numbers("--levels", levels),
         calibration_prompts=_prompts(calibration),
         size=size,
+        is_dilated=dilated,
         num_inference_steps=steps,
         guidance_scale=guidance,
         batch_size=batch,
@@ -528,6 +621,8 @@ def coco_score_command(
 
     Example: python -m eval coco score runs/exact runs/m64 --real coco/val2014 --device cuda
     """
+    from functools import partial
+
     from platformdirs import user_cache_path
 
     from eval.coco_score import coco_table, load_networks, read_rows, score_rows, warnings_of
@@ -537,7 +632,7 @@ def coco_score_command(
     for row in score_rows(
         rows,
         real,
-        load_networks(scorer, _device(device)),
+        partial(load_networks, scorer, _device(device)),
         batch_size=batch,
         threads=threads,
         cache=user_cache_path("avq-diffusers") / "features" if cache is None else cache,
@@ -614,7 +709,12 @@ def _device(name: str) -> torch.device:
 
 
 def _command() -> str:
-    return " ".join(["python -m eval", *sys.argv[1:]])
+    """What was typed, but for where the results go: it is kept beside them."""
+    arguments = list(sys.argv[1:])
+    if "--output" in arguments:
+        place = arguments.index("--output")
+        del arguments[place : place + 2]
+    return " ".join(["python -m eval", *arguments])
 
 
 if __name__ == "__main__":

@@ -7,16 +7,30 @@ feature_relative_mse  sum of (s - t)^2 / sum of t^2 of the same
 forced_relative_mse   likewise, the layer on the teacher's input: without the errors before it
 output_error          |s - t| / |t| of the predicted noise; `output_error_at` has each time step's
 
-Quantization error and active ratio are those of the student's keys at all time steps, capture is
-that of the first picture.
+Of the student's keys at all time steps:
+
+commitment_loss, quantization_error  distance to the leaf, on a sample of them
+active_ratio, perplexity             how many codewords are in use
+evenness                             perplexity / codewords: 1 where all are in equal use
+
+Of the student's attention in the first picture at all time steps:
+
+capture          share on keys of refined parents
+best_capture     the same if the parents of most exact attention were refined
+overlap          share of refined parents that exact importance refines as well
+
+The figures of a codebook are known for each head; a layer's are the means over its heads.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
+from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,15 +43,20 @@ from tqdm import tqdm
 from avq_diffusers import (
     AVQConfig,
     active_ratio,
-    capture,
+    attention_mass,
+    captured_share,
+    commitment_loss,
     leaf_counts,
+    perplexity,
     quantization_error,
     query_order,
+    refined_parents,
     select_layers,
 )
 from avq_diffusers.mini import Scene, render
-from eval.methods import Method, attention_method, method_cells
+from eval.methods import Method, attention_method, method_cells, short_name
 from eval.plots import Line, Panel
+from eval.tables import markdown_table, number
 
 Row = dict[str, Any]
 UNetInputs = tuple[Tensor, Tensor, Tensor]
@@ -53,7 +72,22 @@ FIGURES = {
     "active_ratio": "active ratio",
     "capture": "capture",
 }
+KERNEL_TIME = "kernel_ms"
+KERNEL_FIGURES = {KERNEL_TIME: "kernel, ms"}
+FEATURE_FIGURES = ("feature_mse", "feature_relative_mse", "forced_relative_mse")
+SIZES = ("num_parents", "num_codewords", "num_refined")
+CODEBOOK_FIGURES = (
+    "commitment_loss",
+    "quantization_error",
+    "active_ratio",
+    "perplexity",
+    "evenness",
+    "capture",
+    "best_capture",
+    "overlap",
+)
 PLOTTED = ("output_error", "feature_relative_mse", "forced_relative_mse")
+ELASTIC = ("output_error", "feature_relative_mse", "capture")
 
 
 def elastic(methods: Iterable[Method], numbers: Sequence[int]) -> list[Method]:
@@ -79,7 +113,7 @@ def measure_errors(
     *,
     num_timesteps: int = 8,
 ) -> list[Row]:
-    """Measure one row a method, whose `layers` holds the figures of each layer.
+    """Measure one row a method, whose `layers` holds the figures of each layer, by head in `heads`.
 
     All pictures of a time step run in one batch.
 
@@ -125,43 +159,113 @@ def noised_scenes(
         yield pipe.scheduler.add_noise(latents, noise.to(latents), step), step, text_states
 
 
+class KernelTimes(NamedTuple):
+    """Milliseconds of AVQ attention by configuration, for one shape of its inputs on one GPU."""
+
+    shape: str
+    milliseconds: dict[str, float]
+
+
+def read_kernel_times(path: Path, num_tokens: int) -> KernelTimes:
+    """Read a file of `python -m eval bench kernels`.
+
+    Args:
+        path: the file.
+        num_tokens: of the rows to take; of several shapes with so many, the first.
+
+    Raises:
+        ValueError: the file has another content, or no such row.
+    """
+    try:
+        document = json.loads(path.read_text())
+        rows: dict[str, list[Row]] = {}
+        for row in document["rows"]:
+            if "config" in row and row["tokens"] == num_tokens and row.get("keys") != "skewed":
+                shape = f"B{row['batch']} H{row['heads']} N{num_tokens} D{row['head_dim']}"
+                rows.setdefault(f"{shape}, {document['environment']['device']}", []).append(row)
+        times = [
+            KernelTimes(
+                shape, {short_name(AVQConfig.parse(row["config"])): row["ms"] for row in group}
+            )
+            for shape, group in rows.items()
+        ]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not a file of `python -m eval bench kernels`.") from None
+    if not times:
+        raise ValueError(f"{path} has no times of AVQ attention with {num_tokens} tokens.")
+    return times[0]
+
+
+def add_kernel_times(rows: Sequence[Row], times: KernelTimes) -> None:
+    """Give every row its `kernel_ms`, None where its configuration was not timed."""
+    for row in rows:
+        row[KERNEL_TIME] = times.milliseconds.get(row["config"])
+
+
 def errors_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, layers' figures as their means."""
-    lines = [
-        f"| method | effective codewords | {' | '.join(FIGURES.values())} |",
-        f"|---|---|{'---|' * len(FIGURES)}",
-    ]
-    for row in rows:
-        cells = ("-" if row[name] is None else format(row[name], ".3g") for name in FIGURES)
-        lines.append(f"| {method_cells(row)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    figures = FIGURES | (KERNEL_FIGURES if KERNEL_TIME in rows[0] else {})
+    return markdown_table(
+        ["method", "effective codewords", *figures.values()],
+        ([method_cells(row), *(number(row[name], ".3g") for name in figures)] for row in rows),
+    )
 
 
-def error_panels(rows: Sequence[Row]) -> list[Panel]:
-    """Errors over effective codewords: a line for each two-level codebook, one for flat ones."""
+def error_panels(rows: Sequence[Row], times: KernelTimes | None = None) -> list[list[Panel]]:
+    """Rows of panels: what a codebook costs against what it errs, and elastic inference.
+
+    Errors over effective codewords, and over `times`, with a line for each two-level codebook and
+    one for flat ones; then figures of two-level codebooks over the number of refined parents.
+
+    Args:
+        rows: of `measure_errors`.
+        times: that `add_kernel_times` gave to the rows.
+    """
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["effective_codewords"] is not None:
-            is_flat = "P" not in row["config"]
-            label = f"{'flat VQ' if is_flat else row['method']}, {row['origin']}"
+            label = f"{'flat VQ' if _is_flat(row) else row['method']}, {row['origin']}"
             groups.setdefault(label, []).append(row)
-    for group in groups.values():
-        group.sort(key=lambda row: row["effective_codewords"])
+    two_level = {label: group for label, group in groups.items() if not _is_flat(group[0])}
+    codewords = "effective codewords, M0 + P C"
+    panels = [_panels(groups, PLOTTED, "effective_codewords", codewords, xscale="log")]
+    if times is not None:
+        panels.append(_panels(groups, PLOTTED, KERNEL_TIME, f"kernel, ms ({times.shape})"))
+    if two_level:
+        figures = ELASTIC if times is None else (*ELASTIC, KERNEL_TIME)
+        panels.append(_panels(two_level, figures, "num_refined", "refined parents P"))
+    return panels
+
+
+def _panels(
+    groups: Mapping[str, Sequence[Row]],
+    figures: Sequence[str],
+    axis: str,
+    xlabel: str,
+    *,
+    xscale: str = "linear",
+) -> list[Panel]:
+    lines = {
+        label: sorted((row for row in group if row[axis] is not None), key=itemgetter(axis))
+        for label, group in groups.items()
+    }
     return [
         Panel(
-            FIGURES[figure],
-            "effective codewords, M0 + P C",
+            (FIGURES | KERNEL_FIGURES)[figure],
+            xlabel,
             [
-                Line(
-                    label, [row["effective_codewords"] for row in group], [r[figure] for r in group]
-                )
-                for label, group in groups.items()
+                Line(label, [row[axis] for row in group], [row[figure] for row in group])
+                for label, group in lines.items()
             ],
-            xscale="log",
-            yscale="log",
+            xscale=xscale,
+            yscale="linear" if figure in ("capture", KERNEL_TIME) else "log",
         )
-        for figure in PLOTTED
+        for figure in figures
     ]
+
+
+def _is_flat(row: Row) -> bool:
+    return "P" not in row["config"]
 
 
 class _SquaredError:
@@ -220,8 +324,7 @@ class _Totals:
             name: mean(figures[name] for figures in layers.values())
             if all(name in figures for figures in layers.values())
             else None
-            for name in FIGURES
-            if name != "output_error"
+            for name in (*FEATURE_FIGURES, *SIZES, *CODEBOOK_FIGURES)
         }
         errors = self.outputs.values()
         relative = sum(error.error for error in errors) / sum(error.expected for error in errors)
@@ -248,7 +351,8 @@ class _LayerTotals:
         self.feature = _SquaredError()
         self.forced = _SquaredError()
         self.keys: list[Tensor] = []
-        self.captured: list[float] = []
+        self.counts: list[Tensor] = []
+        self.captures: list[dict[str, Tensor]] = []
         if config is not None:
             self.codebook = method.codebooks.codebook(name)
             self.projections = method.codebooks.projections(name) or {}
@@ -266,31 +370,56 @@ class _LayerTotals:
         generator = torch.Generator().manual_seed(len(self.keys))
         kept = torch.randperm(flat_key.shape[1], generator=generator)[:num_keys]
         self.keys.append(flat_key[:, kept.to(key.device)])
-        grid = (length >> self.level for length in latent_size)
-        captured = capture(
-            self._project("to_q", hidden_states[:1]),
-            key[:1],
-            self.codebook,
-            self.config.num_refined,
-            query_tile=self.config.query_tile,
-            query_order=query_order(*grid, self.config.query_order, key.device),
-            importance_tile=self.config.importance_tile,
+        self.counts.append(leaf_counts(key, self.codebook))
+        order = query_order(
+            *(length >> self.level for length in latent_size), self.config.query_order, key.device
         )
-        self.captured.append(captured.mean().item())
+        query = self._project("to_q", hidden_states[:1])
+        self.captures.append(self._capture_figures(query, key[:1], order))
 
-    def figures(self) -> dict[str, float]:
+    def _capture_figures(self, query: Tensor, key: Tensor, order: Tensor) -> dict[str, Tensor]:
+        """How good the choice of refined parents is, each (H,)."""
+        tiles = {"query_tile": self.config.query_tile, "query_order": order}
+        inputs = (query, key, self.codebook)
+        choose = partial(refined_parents, *inputs, self.config.num_refined, **tiles)
+        mass = attention_mass(*inputs, **tiles)
+        best = torch.zeros_like(mass, dtype=torch.bool)
+        best.scatter_(-1, mass.topk(self.config.num_refined).indices, True)
+        refined = choose(importance_tile=self.config.importance_tile)
+        missed = (refined & ~choose()).sum(dim=(0, 2, 3)) / refined.sum(dim=(0, 2, 3)).clamp(min=1)
+        return {
+            "capture": captured_share(mass, refined),
+            "best_capture": captured_share(mass, best),
+            "overlap": 1 - missed,
+        }
+
+    def figures(self) -> dict[str, Any]:
         figures = {
+            "level": self.level,
             "feature_mse": self.feature.mse,
             "feature_relative_mse": self.feature.relative_mse,
             "forced_relative_mse": self.forced.relative_mse,
         }
         if self.config is None:
             return figures
-        keys = torch.cat(self.keys, dim=1)
+        keys, counts = torch.cat(self.keys, dim=1), sum(self.counts)
+        heads = {
+            "commitment_loss": commitment_loss(keys, self.codebook),
+            "quantization_error": quantization_error(keys, self.codebook),
+            "active_ratio": active_ratio(counts),
+            "perplexity": perplexity(counts),
+            "evenness": perplexity(counts) / self.codebook.num_codewords,
+            **{
+                name: torch.stack([step[name] for step in self.captures]).mean(dim=0)
+                for name in self.captures[0]
+            },
+        }
         return figures | {
-            "quantization_error": quantization_error(keys, self.codebook).mean().item(),
-            "active_ratio": active_ratio(leaf_counts(keys, self.codebook)).mean().item(),
-            "capture": mean(self.captured),
+            "num_parents": self.codebook.num_parents,
+            "num_codewords": self.codebook.num_codewords,
+            "num_refined": self.config.num_refined,
+            **{name: values.mean().item() for name, values in heads.items()},
+            "heads": {name: values.tolist() for name, values in heads.items()},
         }
 
     def _project(self, name: str, hidden_states: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,6 +29,7 @@ from avq_diffusers import (
 
 EXACT = "exact"
 NO_ATTENTION = "value-projection"
+TOME = "tome"
 LINFUSION = "LinFusion"
 REFINED_MARK = "@P"
 PATH_SIGNS = "/\\."  # no configuration has one
@@ -53,10 +55,10 @@ class Method:
     """One attention variant of a table.
 
     Attributes:
-        name: as typed: `"exact"`, `"value-projection"` (the negative control), a configuration
-            such as `"M64P16C8"` or flat `"M192"`, or a folder of codebooks or of LinFusion layers.
-            Configurations and codebooks may end in another number of refined parents, as in
-            `"runs/m64/codebooks@P8"`.
+        name: as typed: `"exact"`, `"value-projection"` (the negative control), `"tome"` (ToMe-SD,
+            half of the tokens of level 0 merged), a configuration such as `"M64P16C8"` or flat
+            `"M192"`, or a folder of codebooks or of LinFusion layers. Configurations and codebooks
+            may end in another number of refined parents, as in `"runs/m64/codebooks@P8"`.
         levels: UNet levels that change.
         codebooks: calibrated or loaded ones; None for methods without.
         num_refined: parents refined per query tile, in place of the codebooks' own number.
@@ -68,6 +70,19 @@ class Method:
     codebooks: AVQCodebooks | None = None
     num_refined: int | None = None
     linfusion: Mapping[str, LinFusionProcessor] | None = None
+
+    def with_fields(self, **fields: Any) -> "Method":
+        """This method with other fields of its codebooks' `AVQConfig` that change no codeword.
+
+        Codewords and projections are shared.
+
+        Raises:
+            TypeError, ValueError: a value is not one of the field's.
+        """
+        config = {**self.codebooks.config, "avq": {**self.codebooks.config["avq"], **fields}}
+        codebooks = AVQCodebooks.from_config(config)
+        codebooks.load_state_dict(self.codebooks.state_dict(), assign=True)
+        return replace(self, codebooks=codebooks)
 
     @property
     def layer_configs(self) -> list[AVQConfig]:
@@ -95,7 +110,9 @@ class Method:
         a query attends to: the cost in the paper. Here they are the mean over layers.
         """
         configs = self.layer_configs
-        labels = [LINFUSION] if self.linfusion is not None else dict.fromkeys(map(_short, configs))
+        labels = (
+            [LINFUSION] if self.linfusion is not None else dict.fromkeys(map(short_name, configs))
+        )
         effective = [config.effective_codewords for config in configs]
         return {
             "method": self.name,
@@ -106,11 +123,21 @@ class Method:
         }
 
 
+def short_name(config: AVQConfig) -> str:
+    """As `str(config)`, but M64 for flat VQ."""
+    return str(config) if config.num_children else f"M{config.num_parents}"
+
+
 def method_cells(row: Mapping[str, Any]) -> str:
     """The first two cells of a table's row: the method, and its effective codewords."""
-    name, config, effective = row["method"], row.get("config"), row.get("effective_codewords")
-    name = name if config in (None, name) else f"{name} ({config})"
-    return f"{name} | {'-' if effective is None else format(effective, '.4g')}"
+    effective = row.get("effective_codewords")
+    return f"{method_label(row)} | {'-' if effective is None else format(effective, '.4g')}"
+
+
+def method_label(row: Mapping[str, Any]) -> str:
+    """The method, with its configuration where the name does not say it."""
+    name, config = row["method"], row.get("config")
+    return name if config in (None, name) else f"{name} ({config})"
 
 
 def prepare_methods(
@@ -169,6 +196,15 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
         layers = select_layers(pipe.unet, method.levels)
         with _processors(pipe, {layer.name: ValueProjectionProcessor() for layer in layers}):
             yield
+    elif method.name == TOME:
+        import tomesd
+
+        # Without random destinations a picture does not depend on those before it.
+        tomesd.apply_patch(pipe.unet, ratio=0.5, use_rand=False)
+        try:
+            yield
+        finally:
+            tomesd.remove_patch(pipe.unet)
     elif method.linfusion is not None:
         with _processors(pipe, method.linfusion):
             yield
@@ -202,6 +238,10 @@ def _parse(
     """The method, and what to calibrate for it, if anything."""
     if name in (EXACT, NO_ATTENTION):
         return Method(name, levels), None
+    if name == TOME:
+        if find_spec("tomesd") is None:
+            raise ValueError(f"method {TOME} needs the package tomesd: pip install tomesd.")
+        return Method(name, (0,)), None
     source, mark, number = name.rpartition(REFINED_MARK)
     if not mark:
         source = name
@@ -218,8 +258,8 @@ def _parse(
         if any(sign in source for sign in PATH_SIGNS):
             raise ValueError(f"methods: there is no folder {source}.") from None
         raise ValueError(
-            f"methods must be {EXACT}, {NO_ATTENTION}, folders of codebooks or of LinFusion "
-            f"layers, or configurations: {error}"
+            f"methods must be {EXACT}, {NO_ATTENTION}, {TOME}, folders of codebooks or of "
+            f"LinFusion layers, or configurations: {error}"
         ) from None
     return Method(name, levels, num_refined=num_refined), config
 
@@ -254,10 +294,6 @@ def _linfusion_layers(pipe: StableDiffusionPipeline) -> list[Any]:
         for layer in select_layers(pipe.unet)
         if isinstance(layer.attn.processor, LinFusionProcessor)
     ]
-
-
-def _short(config: AVQConfig) -> str:
-    return str(config) if config.num_children else f"M{config.num_parents}"
 
 
 def _refuse_changed(pipe: StableDiffusionPipeline) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 # Okabe and Ito's palette without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -24,7 +25,8 @@ class Line:
 class Panel:
     """Axes of a `panel_plot`; `faint` lines lie behind the others and have no legend.
 
-    A logarithmic x axis has base 2.
+    A logarithmic x axis has base 2. With `ticks`, the x axis shows these names at 0, 1, 2, ...
+    With `from_zero`, the y axis begins there, so that small differences look small.
     """
 
     title: str
@@ -33,6 +35,17 @@ class Panel:
     faint: Sequence[Line] = ()
     xscale: str = "linear"
     yscale: str = "linear"
+    ticks: Sequence[str] = ()
+    from_zero: bool = False
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Numbers from 0 to 1: `values[i]` are those of `rows[i]`, which may have fewer columns."""
+
+    title: str
+    rows: Sequence[str]
+    values: Sequence[Sequence[float]]
 
 
 def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
@@ -63,6 +76,12 @@ def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
             if panel.xscale == "log":
                 axes.set_xscale("log", base=2)
                 axes.xaxis.set_major_formatter(ScalarFormatter())
+            if panel.from_zero:
+                axes.set_ylim(0, 1.1 * axes.dataLim.y1)
+            if panel.ticks:
+                axes.set_xticks(
+                    range(len(panel.ticks)), panel.ticks, rotation=60, ha="right", fontsize=7
+                )
             axes.grid(alpha=0.3, which="both")
     figure.legend(
         [handles[label] for label in labels], labels, loc="outside lower center", ncols=columns
@@ -82,6 +101,33 @@ def _style(labels: Sequence[str], line: Line) -> dict[str, str]:
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
     }
+
+
+def heat_maps(path: Path, maps: Sequence[HeatMap], *, xlabel: str, label: str) -> None:
+    """Write the maps side by side in one scale of colours, their numbers in the cells."""
+    from matplotlib.figure import Figure
+
+    most = max(len(values) for heat_map in maps for values in heat_map.values)
+    height = max(len(heat_map.rows) for heat_map in maps)
+    figure = Figure(
+        figsize=((3.2 + 0.5 * most) * len(maps), 1.6 + 0.34 * height), layout="constrained"
+    )
+    for axes, heat_map in zip(figure.subplots(1, len(maps), squeeze=False).flat, maps, strict=True):
+        padded = [[*values, *[float("nan")] * (most - len(values))] for values in heat_map.values]
+        image = axes.imshow(padded, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        for row, values in enumerate(heat_map.values):
+            for column, value in enumerate(values):
+                colour = "white" if value < 0.5 else "black"
+                axes.text(
+                    column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=7
+                )
+        axes.set_xticks(range(most))
+        axes.set_yticks(range(len(heat_map.rows)), heat_map.rows, fontsize=7)
+        axes.set_title(fill(heat_map.title, 40), fontsize=8)
+        axes.set_xlabel(xlabel)
+    figure.colorbar(image, ax=figure.axes, label=label)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
 
 
 def log_log_plot(

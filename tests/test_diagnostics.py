@@ -9,11 +9,15 @@ from avq_diffusers import reference
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.diagnostics import (
     active_ratio,
+    attention_mass,
     capture,
+    captured_share,
     commitment_loss,
     constraint_error,
     leaf_counts,
+    perplexity,
     quantization_error,
+    refined_parents,
 )
 
 PARENTS = torch.tensor([[[0.0, 0.0], [10.0, 0.0]]])
@@ -59,6 +63,35 @@ def test_capture_of_all_parents_is_one_and_of_none_is_zero():
     assert (capture(query, key, codebook, 0) == 0).all()
     rising = torch.stack([capture(query, key, codebook, p) for p in range(7)])
     assert (rising.diff(dim=0) > 0).all()
+
+
+def test_attention_mass_by_hand():
+    """Fails for a tile of the wrong queries, an average over them, or keys that count once."""
+    key = torch.tensor([[[0.0, 3.0], [10.0, 2.0], [10.0, -2.0]]])[None]
+    query = torch.tensor([[[0.0, 0.0], [100.0, 0.0], [-100.0, 0.0]]])[None]
+    tiles = {"query_tile": 2, "query_order": torch.tensor([2, 0, 1])}
+    mass = attention_mass(query, key, CODEBOOK, **tiles)
+    torch.testing.assert_close(mass, torch.tensor([[[[1 + 1 / 3, 2 / 3], [0.0, 1.0]]]]))
+    chosen = torch.tensor([[[[False, True], [True, True]]]])
+    torch.testing.assert_close(captured_share(mass, chosen), torch.tensor([(2 / 3 + 1) / 3]))
+    refined = refined_parents(query, key, CODEBOOK, 1, **tiles)
+    assert refined.tolist() == [[[[True, False], [False, True]]]]
+
+
+def test_no_choice_captures_more_than_the_parents_of_most_mass():
+    """Fails for parents that are chosen by another tile's importance, or too many of them."""
+    query, key, _, codebook = make_case()
+    mass = attention_mass(query, key, codebook, query_tile=16)
+    torch.testing.assert_close(mass.sum(-1)[0, 0], torch.tensor([16.0, 16, 16, 2]).double())
+    best = torch.zeros_like(mass, dtype=torch.bool).scatter(-1, mass.topk(2).indices, True)
+    for importance_tile in (None, 2):
+        arguments = {"query_tile": 16, "importance_tile": importance_tile}
+        refined = refined_parents(query, key, codebook, 2, **arguments)
+        assert (refined.sum(-1) == 2).all()
+        share = captured_share(mass, refined)
+        torch.testing.assert_close(share, capture(query, key, codebook, 2, **arguments))
+        assert (share <= captured_share(mass, best)).all()
+        assert (share > captured_share(mass, refined.roll(1, dims=2))).all()
 
 
 def test_commitment_loss_is_the_squared_distance_to_the_leaf():
@@ -109,6 +142,13 @@ def test_active_ratio_counts_parents_by_their_whole_cell():
     assert active_ratio(counts) == pytest.approx(4 / 6)
     assert active_ratio(torch.stack([counts, 7 * counts])).tolist() == [4 / 6, 4 / 6]
     assert active_ratio(torch.tensor([[600], [598], [2]])) == pytest.approx(2 / 3)
+
+
+def test_perplexity_is_the_number_of_leaves_in_even_use():
+    """Fails for one figure over heads, base 2, or the log of an empty leaf."""
+    counts = torch.tensor([[[5, 5, 0], [0, 5, 0]], [[0, 0, 0], [9, 0, 0]], [[1, 0, 0], [3, 0, 0]]])
+    uneven = 4 / 27**0.25  # 1 / (p^p q^q) for p = 1/4
+    assert perplexity(counts).tolist() == pytest.approx([3, 1, uneven])
 
 
 def test_constraint_error_in_distances_of_a_child():

@@ -44,6 +44,7 @@ from eval.benchmarks.attention import (
 from eval.methods import (
     EXACT,
     NO_ATTENTION,
+    TOME,
     Method,
     ValueProjectionProcessor,
     attention_method,
@@ -279,7 +280,9 @@ def linfusion(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", [EXACT, NO_ATTENTION, "M4P2C2", "M4", "DISTILLED", "LINFUSION"])
+@pytest.mark.parametrize(
+    "name", [EXACT, NO_ATTENTION, TOME, "M4P2C2", "M4", "DISTILLED", "LINFUSION"]
+)
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 def test_attention_method_puts_everything_back(name, fails, distilled, linfusion):
     """Fails for processors of another class or order, hooks that stay, or a missing finally."""
@@ -709,7 +712,7 @@ def test_error_panels_have_a_line_for_each_codebook():
     """Fails for a flat codebook that is joined to a two-level one, or points out of order."""
 
     def row(method, config, effective, origin):
-        figures = dict.fromkeys(errors.PLOTTED, 1 / effective)
+        figures = dict.fromkeys([*errors.PLOTTED, "capture", "num_refined"], 1 / effective)
         facts = {"method": method, "config": config, "origin": origin}
         return {**facts, "effective_codewords": effective, **figures}
 
@@ -721,7 +724,7 @@ def test_error_panels_have_a_line_for_each_codebook():
         row("M4", "M4", 4, "calibrated"),
         {"method": EXACT, "effective_codewords": None},
     ]
-    panel = errors.error_panels(rows)[0]
+    panel = errors.error_panels(rows)[0][0]
     lines = {line.label: (line.x, line.y) for line in panel.lines}
     assert lines == {
         "M8P4C2, calibrated": ([8, 16], [1 / 8, 1 / 16]),

@@ -228,7 +228,7 @@ class TestTimesteps:
             "dilated": [DILATED, float(DILATED), torch.tensor(DILATED), torch.tensor([DILATED])]
         }
         steps["plain"] = [PLAIN, torch.tensor(PLAIN)]
-        for view in (table, table[1:], table[1::2]):
+        for view in (table, table[1:], table[1::2].data):
             rows = list(view)
             steps["dilated"].append(rows[view.tolist().index(DILATED)])
             steps["plain"].append(rows[view.tolist().index(PLAIN)])
@@ -313,6 +313,7 @@ class TestApplyAndRemove:
         remove_scalecrafter(unet)
         assert torch.equal(predict(other), dilated)
         assert torch.equal(predict(other, PLAIN), late)
+        assert torch.equal(predict(remove_scalecrafter(other)), predict(unet))
         assert differ(predict(unet), dilated)
 
     def test_errors_change_nothing(self):
@@ -333,6 +334,8 @@ class TestApplyAndRemove:
             (ValueError, r"no 3x3 convolution at a level that dilations=\(1, 2\)",
              (one_level, 256, 256, flat)),
             (TypeError, "config must be a ScaleCrafterConfig, but got dict", (pipe, 128, 128, {})),
+            (ValueError, r"sample_size=\(8, 8\), which is no training size",
+             (tiny_unet(sample_size=(8, 8)), 128, 128)),
             (TypeError, "expected a pipeline with a unet or a UNet, but got str", ("sd", 128, 128)),
             (TypeError, "expected a UNet with up_blocks, but got AutoencoderKL",
              (pipe.vae, 128, 128)),

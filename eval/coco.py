@@ -1,0 +1,312 @@
+"""Pictures of COCO's captions: a folder per row, filled by any number of processes and restarts.
+
+FOLDER/manifest.json says how its pictures are made, FOLDER/captions.txt of what, and
+FOLDER/pictures/000017.png is that of caption 17, with noise of seed 17. What is calibrated is kept
+in FOLDER/codebooks.
+
+A picture does not depend on which others are made, where, or after how many restarts: its noise is
+drawn on the CPU from its own seed, and every batch is full, the last one by repetition, so that it
+always runs in kernels of one shape. Another batch size is another shape, whose sums may be rounded
+otherwise; a CPU makes one picture at a time, and its pictures are equal to the byte.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from diffusers import PNDMScheduler, StableDiffusionPipeline
+from PIL import Image
+from tqdm import tqdm
+
+from avq_diffusers import scalecrafter
+from eval.captions import Captions
+from eval.methods import REFINED_MARK, Method, attention_method, prepare_methods
+from eval.pictures import draw_batch, quiet
+from eval.protocol import GENERATION
+from eval.report import save_json
+
+MANIFEST = "manifest.json"
+MANIFEST_KEYS = ("command", "environment", "config", "row", "earlier_sessions")
+CAPTIONS = "captions.txt"
+PICTURES = "pictures"
+CODEBOOKS = "codebooks"
+TEMPORARY = ".writing-"
+
+
+def generate_folder(
+    folder: Path,
+    captions: Captions,
+    *,
+    model: str,
+    method: str,
+    levels: tuple[int, ...],
+    calibration_prompts: Sequence[str],
+    size: int,
+    is_dilated: bool,
+    num_inference_steps: int,
+    guidance_scale: float,
+    batch_size: int,
+    device: torch.device,
+    command: str,
+) -> None:
+    """Make this process's share of the pictures that the folder lacks.
+
+    Args:
+        folder: of the row, on a disk that all processes see; made if need be.
+        captions: one for every picture.
+        model: folder or Hub id of a Stable Diffusion model.
+        method: name of `Method`.
+        levels: UNet levels that change.
+        calibration_prompts: of methods that are calibrated.
+        size: side of the pictures.
+        is_dilated: use ScaleCrafter.
+        num_inference_steps: of PNDM.
+        guidance_scale: of classifier-free guidance.
+        batch_size: pictures that a GPU makes at once.
+        device: of this process.
+        command: for the manifest.
+
+    Raises:
+        ValueError: the folder is of another configuration or holds something else, the method
+            cannot be used, or a picture is not finite.
+        OSError: the model cannot be loaded, or a picture not be written; those before are whole.
+    """
+    if size % 8:
+        raise ValueError(f"--size must be a multiple of 8, but got {size}.")
+    state = PartialState(cpu=device.type == "cpu")
+    if state.num_processes > 1:
+        device = state.device
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    config = {
+        "model": model,
+        "model_sha256": folder_digest(model, "model_index.json"),
+        "method": method,
+        "method_sha256": folder_digest(method.rpartition(REFINED_MARK)[0] or method, "config.json"),
+        "levels": list(levels),
+        "calibration_sha256": hashlib.sha256("\n".join(calibration_prompts).encode()).hexdigest(),
+        "captions": captions.origin,
+        "captions_sha256": captions.sha256,
+        "num_pictures": len(captions.texts),
+        "size": size,
+        "scalecrafter": is_dilated,
+        "sampler": GENERATION["sampler"],
+        "num_inference_steps": num_inference_steps,
+        "guidance_scale": guidance_scale,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    check_folder(folder, config)
+    pipe = _load(model, dtype, device)
+    prepare = partial(prepare_methods, pipe, levels=levels, calibration_prompts=calibration_prompts)
+    dilated = partial(scalecrafter, pipe, size, size) if is_dilated else nullcontext
+    with dilated():
+        pass  # refuses sizes before anything is written
+    if state.is_main_process:
+        _begin(folder, config, captions, prepare, command=command, device=device)
+    state.wait_for_everyone()
+    with quiet(pipe), dilated(), attention_method(pipe, _method(folder, method, prepare)):
+        _fill(
+            folder,
+            pipe,
+            captions,
+            range(state.process_index, len(captions.texts), state.num_processes),
+            description=f"{method}, process {state.process_index + 1} of {state.num_processes}",
+            is_shown=state.is_main_process,
+            size=size,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            batch_size=1 if device.type == "cpu" else batch_size,
+        )
+    state.destroy_process_group()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder of pictures.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {MANIFEST}; make its pictures by python -m eval coco generate."
+        )
+    try:
+        manifest = json.loads(path.read_text())
+        return {key: manifest[key] for key in MANIFEST_KEYS}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not the manifest of a folder of pictures ({error!r})."
+        ) from None
+
+
+def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a folder that is not empty and not of this configuration.
+
+    Raises:
+        ValueError: it is such a folder; the message names the keys that differ.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder.")
+    if not (folder / MANIFEST).exists():
+        leftovers = (*folder.glob(".*"), *folder.glob("*.tmp"))
+        if folder.exists() and set(folder.iterdir()) - set(leftovers):
+            raise ValueError(f"{folder} holds other things; name a new folder, or empty it.")
+        return
+    found = read_manifest(folder)["config"]
+    differing = sorted(
+        key for key in config.keys() | found.keys() if config.get(key) != found.get(key)
+    )
+    if differing:
+        raise ValueError(
+            f"{folder} holds pictures of another configuration; it differs in "
+            f"{', '.join(differing)}."
+        )
+
+
+def picture_path(folder: Path, index: int) -> Path:
+    """Where the picture of caption `index` is."""
+    return folder / PICTURES / f"{index:06d}.png"
+
+
+def is_whole(path: Path, size: int) -> bool:
+    """Whether a file is a PNG of this size to its last byte."""
+    try:
+        with Image.open(path) as picture:
+            fits = picture.format == "PNG" and picture.mode == "RGB"
+            fits = fits and picture.size == (size, size)
+            picture.verify()
+    except (OSError, SyntaxError):
+        return False
+    return fits
+
+
+def _load(model: str, dtype: torch.dtype, device: torch.device) -> StableDiffusionPipeline:
+    pipe = StableDiffusionPipeline.from_pretrained(
+        model, dtype=dtype, safety_checker=None, requires_safety_checker=False
+    ).to(device)
+    pipe.scheduler = PNDMScheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)
+    # Convolutions of half precision are fastest in this layout.
+    for network in (pipe.unet, pipe.vae):
+        network.to(memory_format=torch.channels_last)
+    return pipe
+
+
+def _begin(
+    folder: Path,
+    config: Mapping[str, Any],
+    captions: Captions,
+    prepare: Callable[[Sequence[str]], list[Method]],
+    *,
+    command: str,
+    device: torch.device,
+) -> None:
+    """Write all but the pictures: first the manifest, without which the rest would be refused.
+
+    Codebooks are calibrated once, or copied, so that all processes and restarts have the same.
+    """
+    written = folder / f"{TEMPORARY}{CODEBOOKS}"
+    shutil.rmtree(written, ignore_errors=True)
+    earlier = []
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+        session = {key: manifest[key] for key in ("command", "environment")}
+        earlier = [*manifest["earlier_sessions"], session]
+    if (folder / CODEBOOKS).exists():
+        row = manifest["row"]
+    else:
+        (method,) = prepare([config["method"]])
+        row = method.facts()
+        if method.codebooks is not None:
+            method.codebooks.save_pretrained(written)
+    save_json(
+        folder / MANIFEST,
+        command=command,
+        device=device,
+        config=config,
+        row=row,
+        earlier_sessions=earlier,
+    )
+    temporary = folder / f"{TEMPORARY}{CAPTIONS}"
+    temporary.write_text("\n".join(captions.texts) + "\n", encoding="utf-8")
+    os.replace(temporary, folder / CAPTIONS)
+    (folder / PICTURES).mkdir(exist_ok=True)
+    if written.exists():
+        written.rename(folder / CODEBOOKS)
+
+
+def _method(folder: Path, name: str, prepare: Callable[[Sequence[str]], list[Method]]) -> Method:
+    """The method, with the codebooks that the folder keeps."""
+    kept = folder / CODEBOOKS
+    if not kept.exists():
+        return prepare([name])[0]
+    _, mark, number = name.rpartition(REFINED_MARK)
+    source = f"{kept}{mark}{number}" if mark else str(kept)
+    return replace(prepare([source])[0], name=name)
+
+
+def _fill(
+    folder: Path,
+    pipe: StableDiffusionPipeline,
+    captions: Captions,
+    indices: Sequence[int],
+    *,
+    description: str,
+    is_shown: bool,
+    size: int,
+    batch_size: int,
+    **arguments: Any,
+) -> None:
+    """Make the pictures of these indices that are not there whole."""
+    missing = [i for i in indices if not is_whole(picture_path(folder, i), size)]
+    progress = tqdm(
+        total=len(indices),
+        initial=len(indices) - len(missing),
+        desc=description,
+        unit="picture",
+        disable=not is_shown,
+    )
+    with progress, ThreadPoolExecutor() as pool:
+        for start in range(0, len(missing), batch_size):
+            chosen = missing[start : start + batch_size]
+            full = chosen + chosen[-1:] * (batch_size - len(chosen))
+            prompts = [captions.texts[index] for index in full]
+            pictures = draw_batch(pipe, prompts, full, size=size, **arguments)
+            paths = [picture_path(folder, index) for index in chosen]
+            list(pool.map(_write_picture, paths, pictures[: len(chosen)]))
+            progress.update(len(chosen))
+
+
+def _write_picture(path: Path, picture: np.ndarray) -> None:
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    try:
+        Image.fromarray(picture).save(temporary, format="png")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            f"{path} could not be written ({error}); the same command goes on after it is mended."
+        ) from error
+
+
+def folder_digest(source: str, marker: str) -> str | None:
+    """Digest of the files of a local folder that has `marker`; None for other names."""
+    if not (Path(source) / marker).is_file():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(source).rglob("*") if path.is_file()):
+        digest.update(str(path.relative_to(source)).encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

@@ -1,0 +1,454 @@
+"""Scores of folders of pictures against real ones: FID, KID, CLIP score, patch FID.
+
+Pictures become features in one pass, preprocessed by the protocol whatever the network; features
+become figures in `frechet.py` and torchmetrics.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torchmetrics.image.kid import KernelInceptionDistance
+from tqdm import tqdm
+
+from avq_diffusers.mini import SCORER
+from eval.coco import CAPTIONS, PICTURES, folder_digest, picture_path, read_manifest
+from eval.frechet import bootstrap_error, fit_gaussian, frechet_distance
+from eval.methods import NO_ATTENTION, method_cells
+from eval.metrics import Scorer
+from eval.networks import Inception, OpenCLIP
+from eval.protocol import (
+    FID_SIZE,
+    INCEPTION_SIZE,
+    KID_SUBSET_SIZE,
+    KID_SUBSETS,
+    NUM_BOOTSTRAPS,
+    NUM_REAL,
+    deviations,
+    implausible,
+)
+from eval.tables import markdown_table, number
+
+PICTURE_ENDINGS = (".jpeg", ".jpg", ".png")
+# What may differ between the rows of one table.
+FREE = ("model", "model_sha256", "method", "method_sha256", "levels", "calibration_sha256")
+
+Prepare = Callable[[Image.Image, int], dict[str, Tensor]]
+
+
+class Clip(Protocol):
+    """What gives the CLIP score."""
+
+    def clip_score(self, images: Tensor, captions: list[str]) -> Tensor:
+        """100 x cosine of uint8 pictures (n, 3, h, w) and captions, (n,)."""
+
+
+@dataclass(frozen=True)
+class Networks:
+    """The networks that score.
+
+    Attributes:
+        features: maps pictures (n, 3, 299, 299) of floats in 0..255 to features (n, D).
+        clip: gives the CLIP score.
+        name: of `features`, and of its weights.
+        device: of both.
+    """
+
+    features: nn.Module
+    clip: Clip
+    name: str
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Row:
+    """A folder of pictures that can be scored.
+
+    Attributes:
+        folder: it.
+        manifest: of `read_manifest`.
+        captions: of the pictures that are scored, the first ones.
+    """
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    captions: list[str]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.manifest["config"]
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What all rows of a table have in common."""
+        return {key: value for key, value in self.config.items() if key not in FREE}
+
+    @property
+    def pictures(self) -> list[Path]:
+        return [picture_path(self.folder, index) for index in range(len(self.captions))]
+
+
+def load_networks(scorer: str | None, device: torch.device) -> Networks:
+    """The protocol's networks, or a CLIP-style scorer in place of both.
+
+    Raises:
+        FileNotFoundError: there is no such scorer.
+        ImportError: a package of the protocol's networks is not installed.
+        OSError: weights cannot be loaded.
+    """
+    if scorer is None:
+        features, clip = Inception().to(device), OpenCLIP().to(device)
+        return Networks(features, clip, "inception-2015-12-05", device)
+    digest = folder_digest(scorer, "config.json")
+    if digest is None:
+        raise FileNotFoundError(f"there is no scorer in {scorer}; the one of mini-sd is {SCORER}.")
+    network = Scorer(scorer).to(device)
+    return Networks(network, network, f"scorer {digest}", device)
+
+
+def read_rows(folders: Sequence[Path], num_pictures: int | None = None) -> list[Row]:
+    """Check folders of one protocol that are to be scored.
+
+    Args:
+        folders: of `generate_folder`.
+        num_pictures: score the first ones; None scores all.
+
+    Raises:
+        FileNotFoundError: a folder has no manifest or no captions.
+        ValueError: pictures are missing, or folders are of different protocols.
+    """
+    rows = [_read_row(folder, num_pictures) for folder in folders]
+    for row in rows[1:]:
+        shared = rows[0].shared
+        if differing := sorted(key for key in shared if row.shared.get(key) != shared[key]):
+            raise ValueError(
+                f"{row.folder} and {rows[0].folder} cannot stand in one table; they differ in "
+                f"{', '.join(differing)}."
+            )
+    return rows
+
+
+def real_pictures(folder: Path) -> list[Path]:
+    """All pictures in a folder and the folders in it, sorted.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: there is only one, which has no covariance.
+    """
+    found = sorted(
+        path
+        for path in folder.rglob("[!.]*")  # not the hidden files that some systems add
+        if path.suffix.lower() in PICTURE_ENDINGS
+    )
+    if not found:
+        raise FileNotFoundError(
+            f"there are no pictures in {folder}; unpack there "
+            f"images.cocodataset.org/zips/val2014.zip, whose {NUM_REAL} pictures are the reference."
+        )
+    if len(found) == 1:
+        raise ValueError(f"at least 2 real pictures are needed, but {folder} has 1.")
+    return found
+
+
+def score_rows(
+    rows: Sequence[Row],
+    real: Path,
+    load: Callable[[], Networks],
+    *,
+    batch_size: int,
+    threads: int,
+    cache: Path,
+    patches: Path | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of one row after another.
+
+    FID is against all pictures in `real`; its error, of one standard deviation, is by bootstrap
+    over the generated pictures. The CLIP score is the plain cosine. Features stay in memory as
+    float32: 8 KB a picture.
+
+    Args:
+        rows: of `read_rows`.
+        real: folder of the pictures to compare with.
+        load: gives the networks that score; called once the folders are known to be good.
+        batch_size: pictures that go through a network at once.
+        threads: that read and resize pictures.
+        cache: folder for the features of real pictures, found again while the files are the same.
+        patches: folder of pictures of at least the generated size; with it there is a patch FID,
+            which sees the detail that FID shrinks away. A square of 299 is cut out of every
+            picture, at a place that depends on its number only.
+
+    Raises:
+        FileNotFoundError: there are no pictures in a folder.
+        ValueError: a picture cannot be read, or is too small for patches.
+    """
+    size = rows[0].config["size"]
+    if patches is not None and size < INCEPTION_SIZE:
+        raise ValueError(
+            f"patches need pictures of at least {INCEPTION_SIZE}, but the generated ones have "
+            f"{size}."
+        )
+    folders = [real] if patches is None else [real, patches]
+    files = [real_pictures(folder) for folder in folders]
+    extract = Extractor(load(), batch_size, threads)
+    whole = Reference(real, files[0], extract, prepare_whole, "whole", cache)
+    detail = patches and Reference(
+        patches, files[1], extract, partial(prepare_patch, size=size), f"patches at {size}", cache
+    )
+    for row in rows:
+        name = row.config["method"]
+        features, cosines = extract(
+            row.pictures, whole.prepare, captions=row.captions, description=name
+        )
+        figures = whole.distances(features)
+        if detail:
+            features, _ = extract(row.pictures, detail.prepare, description=f"patches of {name}")
+            figures |= {f"patch_{key}": value for key, value in detail.distances(features).items()}
+        yield {
+            **row.manifest["row"],
+            "num_pictures": len(row.captions),
+            "num_real": len(whole.files),
+            **figures,
+            "clip_score": float(cosines.mean()),
+            "clip_score_sem": float(cosines.std() / len(cosines) ** 0.5),
+        }
+
+
+def warnings_of(rows: Sequence[Row], scored: Mapping[str, Any], scorer: str | None) -> list[str]:
+    """What keeps a scored row from being compared with published ones, or makes it implausible."""
+    config = rows[0].config
+    found = deviations(
+        config,
+        num_pictures=scored["num_pictures"],
+        num_real=scored["num_real"],
+        scorer=scorer,
+    )
+    if found:
+        return [f"Not the protocol: {'; '.join(found)}."]
+    return [] if scored["method"] == NO_ATTENTION else implausible(config["size"], scored)
+
+
+def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a Markdown table; ± is one standard error."""
+    header = ["method", "effective codewords", "FID", "KID x 1000", "CLIP score"]
+    has_patches = "patch_fid" in rows[0]
+    lines = [
+        [
+            method_cells(row),
+            f"{row['fid']:.2f} ± {row['fid_sem']:.2f}",
+            number(1000 * row["kid"], ".3f"),
+            f"{row['clip_score']:.4f} ± {row['clip_score_sem']:.4f}",
+            *([f"{row['patch_fid']:.2f} ± {row['patch_fid_sem']:.2f}"] if has_patches else []),
+        ]
+        for row in rows
+    ]
+    return markdown_table([*header, *(["patch FID"] if has_patches else [])], lines)
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """Networks, the number of pictures they take at once, and threads that read pictures."""
+
+    networks: Networks
+    batch_size: int
+    threads: int
+
+    def __call__(
+        self,
+        paths: Sequence[Path],
+        prepare: Prepare,
+        *,
+        description: str,
+        captions: Sequence[str] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Features (n, D) of pictures and, with captions, their cosines (n,)."""
+        features, cosines = [], []
+        progress = tqdm(total=len(paths), desc=description, unit="picture")
+        # Convolutions of float32 would otherwise be rounded to TF32 on a GPU.
+        exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+        with progress, exact:
+            for batch in _prepared(paths, prepare, self.batch_size, self.threads):
+                done = len(batch["pixels"])
+                features.append(self.networks.features(batch["pixels"]).float())
+                if captions is not None:
+                    chosen = list(captions[progress.n : progress.n + done])
+                    cosines.append(self.networks.clip.clip_score(batch["bytes"], chosen) / 100)
+                progress.update(done)
+        return torch.cat(features), torch.cat(cosines) if cosines else None
+
+
+class Reference:
+    """Real pictures, and how pictures are prepared to be compared with them.
+
+    Args:
+        folder: of the real pictures.
+        files: the pictures in it.
+        extract: gives features.
+        prepare: makes a network's input of a picture and its number.
+        kind: says what `prepare` does.
+        cache: folder for the features.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Sequence[Path],
+        extract: Extractor,
+        prepare: Prepare,
+        kind: str,
+        cache: Path,
+    ) -> None:
+        self.files = files
+        self.prepare = prepare
+        states = [(str(path.relative_to(folder)), *_state(path)) for path in files]
+        fingerprint = json.dumps([extract.networks.name, kind, states])
+        cached = cache / f"{hashlib.sha256(fingerprint.encode()).hexdigest()}.safetensors"
+        try:
+            self.features = load_file(cached, device=str(extract.networks.device))["features"]
+        except (FileNotFoundError, SafetensorError):
+            self.features, _ = extract(files, prepare, description=f"pictures in {folder}")
+            cache.mkdir(parents=True, exist_ok=True)
+            temporary = cached.with_suffix(".tmp")
+            save_file({"features": self.features.cpu()}, temporary)
+            os.replace(temporary, cached)
+        self.gaussian = fit_gaussian(self.features)
+
+    def distances(self, features: Tensor) -> dict[str, float]:
+        """FID and KID of generated pictures by their features (n, D)."""
+        kid, spread = kernel_distance(self.features, features)
+        return {
+            "fid": frechet_distance(self.gaussian, fit_gaussian(features)),
+            "fid_sem": bootstrap_error(self.gaussian, features, NUM_BOOTSTRAPS),
+            "kid": kid,
+            "kid_std": spread,
+        }
+
+
+def kernel_distance(real: Tensor, generated: Tensor) -> tuple[float, float]:
+    """KID of features (n, D) and (m, D): mean and standard deviation over subsets."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.filterwarnings("ignore", message=".*save all extracted features")
+        metric = KernelInceptionDistance(
+            feature=nn.Identity(),
+            subsets=KID_SUBSETS,
+            subset_size=min(KID_SUBSET_SIZE, len(real), len(generated)),
+        )
+        torch.manual_seed(0)
+        metric.update(real.cpu().double(), real=True)
+        metric.update(generated.cpu().double(), real=False)
+        mean, spread = metric.compute()
+    return float(mean), float(spread)
+
+
+def prepare_whole(picture: Image.Image, number: int) -> dict[str, Tensor]:
+    """The picture at 256 in bytes, and from there at 299 in floats."""
+    small = _square(picture, FID_SIZE)
+    channels = [
+        np.asarray(
+            Image.fromarray(channel).resize(
+                (INCEPTION_SIZE, INCEPTION_SIZE), Image.Resampling.BICUBIC
+            )
+        )
+        for channel in np.moveaxis(np.asarray(small, np.float32), 2, 0)
+    ]
+    pixels = torch.from_numpy(np.stack(channels).clip(0, 255))
+    return {"pixels": pixels, "bytes": _to_tensor(small)}
+
+
+def prepare_patch(picture: Image.Image, number: int, *, size: int) -> dict[str, Tensor]:
+    """A square of 299 of the picture at `size`.
+
+    Raises:
+        ValueError: the picture is smaller than `size`: enlarged, it would have no detail.
+    """
+    if min(picture.size) < size:
+        raise ValueError(f"patches need pictures of at least {size}, but it has {picture.size}")
+    left, top = np.random.default_rng(number).integers(0, size - INCEPTION_SIZE + 1, 2)
+    box = (left, top, left + INCEPTION_SIZE, top + INCEPTION_SIZE)
+    return {"pixels": _to_tensor(_square(picture, size).crop(tuple(map(int, box)))).float()}
+
+
+def _square(picture: Image.Image, size: int) -> Image.Image:
+    """The middle square, by Lanczos."""
+    side = min(picture.size)
+    left, top = (round((length - side) / 2) for length in picture.size)
+    square = picture.crop((left, top, left + side, top + side))
+    return square.resize((size, size), Image.Resampling.LANCZOS)
+
+
+def _to_tensor(picture: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+def _prepared(
+    paths: Sequence[Path], prepare: Prepare, batch_size: int, threads: int
+) -> Iterator[dict[str, Tensor]]:
+    """Batches in order, of which the next one is prepared in the meantime."""
+    starts = iter(range(0, len(paths), batch_size))
+    with ThreadPoolExecutor(threads) as pool:
+
+        def begin(start: int) -> list[Future]:
+            numbers = range(start, min(start + batch_size, len(paths)))
+            return [pool.submit(_read, paths[number], number, prepare) for number in numbers]
+
+        waiting = deque(map(begin, islice(starts, 2)))
+        while waiting:
+            samples = [future.result() for future in waiting.popleft()]
+            yield {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+            waiting.extend(map(begin, islice(starts, 1)))
+
+
+def _read(path: Path, number: int, prepare: Prepare) -> dict[str, Tensor]:
+    try:
+        with Image.open(path) as picture:
+            return prepare(picture.convert("RGB"), number)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"the picture {path} cannot be used: {error}.") from error
+
+
+def _read_row(folder: Path, num_pictures: int | None) -> Row:
+    manifest = read_manifest(folder)
+    made = manifest["config"]["num_pictures"]
+    path = folder / CAPTIONS
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {CAPTIONS}; run its command again.")
+    captions = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    if (
+        hashlib.sha256("\n".join(captions).encode()).hexdigest()
+        != (manifest["config"]["captions_sha256"])
+    ):
+        raise ValueError(f"{path} is not what the pictures were made of; run their command again.")
+    num_pictures = made if num_pictures is None else num_pictures
+    if not 2 <= num_pictures <= made:
+        raise ValueError(
+            f"the number of pictures to score must be between 2 and the {made} of {folder}, but "
+            f"got {num_pictures}."
+        )
+    row = Row(folder, manifest, captions[:num_pictures])
+    found = {path.name for path in (folder / PICTURES).glob("[!.]*")}
+    if len(found) > made:
+        raise ValueError(f"{folder / PICTURES} has {len(found)} files for {made} captions.")
+    if missing := [path for path in row.pictures if path.name not in found]:
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of {num_pictures} pictures, such as "
+            f"{missing[0].name}; run this again to make them: {manifest['command']}"
+        )
+    return row
+
+
+def _state(path: Path) -> tuple[int, int]:
+    return path.stat().st_size, path.stat().st_mtime_ns

@@ -1,0 +1,96 @@
+"""LinFusion's COCO protocol, the one of the paper's Stable Diffusion table, as named constants.
+
+Its code is src/eval of the repository Huage001/LinFusion (eval.py, calculate_metrics.py); captions
+and metrics came there from GigaGAN by way of SiD-LSG. Two things are chosen otherwise, for every
+row: the safety checker is off (there it is on, and its black pictures are scored), and noise is
+drawn on the CPU (there on the GPU), so that any machine starts from the same noise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Pictures: eval.py and examples/eval/eval.sh. Picture i has caption i and noise of seed i. At 1024
+# the paper adds ScaleCrafter, in settings that it does not state.
+SIZES = (512, 1024)
+GENERATION = {
+    "captions": "LinFusion's list",
+    "num_pictures": 30_000,
+    "sampler": "PNDM",  # what SD1.5 ships; 26 UNet evaluations
+    "num_inference_steps": 25,
+    "guidance_scale": 7.5,  # without a negative prompt
+    "dtype": "float16",
+}
+CAPTIONS_SHA256 = "edabd2a556026cbf5d36a5fffa35ad43d7ba71b72f6d640b727c1edefb7f1945"
+
+# FID: calculate_metrics.py with --eval_res 256, clean-fid's mode "clean". Every picture of val2014
+# is a reference. Centre crop, Lanczos to FID_SIZE in bytes, bicubic to INCEPTION_SIZE in floats.
+NUM_REAL = 40_504
+FID_SIZE = 256
+INCEPTION_SIZE = 299
+
+# CLIP score: calculate_metrics.sh passes --clip_model ViT-G/14, which means these weights. Plain
+# cosine: not times 100, not clamped.
+CLIP_MODEL = "ViT-g-14"
+CLIP_WEIGHTS = "laion2b_s12b_b42k"
+CLIP_PREFIX = "A photo depicts "
+
+# KID: the defaults of its paper (Binkowski et al. 2018), and of clean-fid.
+KID_SUBSETS = 100
+KID_SUBSET_SIZE = 1000
+
+NUM_BOOTSTRAPS = 50
+
+
+@dataclass(frozen=True)
+class Band:
+    """Where published figures of SD1.5 and its attention replacements lie, with some room."""
+
+    size: int
+    figure: str
+    low: float
+    high: float
+    source: str
+
+
+BANDS = (
+    Band(512, "fid", 11.5, 14.5, "AVQ paper 12.40-12.75, LinFusion paper 12.86, BK-SDM 13.05"),
+    Band(512, "clip_score", 0.310, 0.328, "AVQ paper 0.317-0.320, LinFusion paper 0.321"),
+    Band(1024, "fid", 30.0, 46.0, "AVQ paper 35.39-43.00, LinFusion paper 32.7-36.3"),
+    Band(1024, "clip_score", 0.280, 0.302, "AVQ paper 0.290-0.297, LinFusion paper 0.285-0.290"),
+)
+
+
+def deviations(
+    generation: Mapping[str, Any], *, num_pictures: int, num_real: int, scorer: str | None
+) -> list[str]:
+    """What differs from the protocol, each as a phrase; empty for figures that may be compared.
+
+    Args:
+        generation: the configuration of a folder of pictures.
+        num_pictures: scored.
+        num_real: pictures they are compared to.
+        scorer: folder that stands in for Inception and CLIP.
+    """
+    actual = {**generation, "num_pictures": num_pictures, "num_real": num_real}
+    expected = {**GENERATION, "scalecrafter": generation["size"] == 1024, "num_real": NUM_REAL}
+    found = [
+        f"{name} is {actual.get(name)}, not {value}"
+        for name, value in expected.items()
+        if actual.get(name) != value
+    ]
+    if generation["size"] not in SIZES:
+        found.append(f"size is {generation['size']}, not {' or '.join(map(str, SIZES))}")
+    if scorer is not None:
+        found.append("a scorer stands in for Inception and CLIP")
+    return found
+
+
+def implausible(size: int, row: Mapping[str, Any]) -> list[str]:
+    """A sentence for each figure of a row by the protocol that is outside its band."""
+    return [
+        f"{row['method']}: {band.figure} {row[band.figure]:.4g} is implausible for SD1.5 at "
+        f"{size}, expected {band.low}-{band.high} ({band.source})."
+        for band in BANDS
+        if band.size == size and not band.low <= row[band.figure] <= band.high
+    ]

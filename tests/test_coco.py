@@ -1,0 +1,810 @@
+"""The COCO evaluation: its real command on scenes, killed and restarted, and every refusal.
+
+A scorer of mini-sd stands in for the two networks that would be downloaded; all else is real.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import socket
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import PartialState
+from PIL import Image
+from scipy.linalg import sqrtm
+from tiny import random_codebooks, tiny_pipe, tiny_unet
+
+from avq_diffusers.mini import SCORER, TEST_SEEDS, sample_scene
+from eval import captions, coco, coco_score, frechet, protocol
+from eval.captions import read_captions
+from eval.metrics import Scorer
+from eval.pictures import draw_batch, quiet
+
+NUM = 5  # pictures of a row
+NUM_REAL = 8
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["eval.__main__", "pytest", "scipy.linalg", "safetensors.torch"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_state():
+    """The processes of other tests are not those of these; four resamples are enough."""
+    PartialState._reset_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coco_score, "NUM_BOOTSTRAPS", 4)
+        yield
+    PartialState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny model, codebooks for it, and scenes written as COCO."""
+    place = tmp_path_factory.mktemp("coco")
+    tiny_pipe().save_pretrained(place / "model")
+    random_codebooks(tiny_unet()).save_pretrained(place / "avq")
+    assert run("write", place / "scenes", "--pictures", NUM_REAL, "--size", 64) == (0, "", "")
+    return place
+
+
+@pytest.fixture(scope="module")
+def exact(place):
+    """A finished row."""
+    assert generate(place, "exact")[0] == 0
+    return place / "exact"
+
+
+def run(*arguments):
+    """Exit code, output and errors of `python -m eval coco ...`, run in this process."""
+    from eval import __main__ as command
+
+    output, errors, argv = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["eval", "coco", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            command.main()
+    except SystemExit as exit_:
+        code = exit_.code or 0
+    finally:
+        sys.argv = argv
+    shown = [line for line in errors.getvalue().splitlines() if line.startswith(("eval:", "warn"))]
+    return code, output.getvalue(), "\n".join(shown)
+
+
+def generation(place, folder, **changes):
+    options = {
+        "model": place / "model",
+        "captions": place / "scenes/annotations/captions_scenes.json",
+        "pictures": NUM,
+        "size": 64,
+        "steps": 2,
+    }
+    options |= {name.replace("_", "-"): value for name, value in changes.items()}
+    return [
+        "generate",
+        place / folder,
+        *(
+            part
+            for name, value in options.items()
+            for part in (f"--{name}", value)
+            if part is not None
+        ),
+    ]
+
+
+def generate(place, folder, **changes):
+    return run(*generation(place, folder, **changes))
+
+
+def score(place, *folders, output="results", **changes):
+    options = {
+        "real": place / "scenes/images",
+        "scorer": SCORER,
+        "cache": place / "cache",
+        "output": place / output,
+        "threads": 2,
+    }
+    options |= changes
+    parts = [part for name, value in options.items() for part in (f"--{name}", value)]
+    return run("score", *(place / folder for folder in folders), *parts)
+
+
+def rows_of(place, output="results"):
+    return json.loads((place / output / "coco.json").read_text())["rows"]
+
+
+def pictures(folder):
+    return {path.name: path.read_bytes() for path in sorted((folder / "pictures").glob("*.png"))}
+
+
+def run_process(arguments, environment):
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    code, _, errors = run(*arguments)
+    assert code == 0, errors
+
+
+def start(arguments, **environment):
+    process = FORKED.Process(target=run_process, args=(arguments, environment))
+    process.start()
+    return process
+
+
+def finish(process):
+    process.join(120)
+    assert process.exitcode == 0
+
+
+# Captions
+
+
+def write_annotations(path, count=40):
+    """Two captions of each image, in COCO's format and with its line feeds."""
+    annotations = [
+        {"id": 1000 - 2 * image + which, "image_id": 7 * image, "caption": f"{image} {which}\n "}
+        for image in range(count)
+        for which in range(2)
+    ]
+    path.write_text(json.dumps({"images": [], "annotations": annotations}))
+    return path
+
+
+def test_a_draw_takes_one_caption_of_each_image(tmp_path):
+    """Catches an image drawn twice, a draw that no seed repeats, and a pilot that is no prefix."""
+    path = write_annotations(tmp_path / "captions.json")
+    drawn = read_captions(path, 40)
+    images = [int(text.split()[0]) for text in drawn.texts]
+    assert sorted(images) == list(range(40))
+    assert images != sorted(images)
+    assert {text.split()[1] for text in drawn.texts} == {"0", "1"}
+    assert read_captions(path, 15).texts == drawn.texts[:15]
+    other = read_captions(path, 40, seed=1)
+    assert other.texts != drawn.texts
+    assert (drawn.origin, other.origin) == (
+        "draw of seed 0 from captions.json",
+        "draw of seed 1 from captions.json",
+    )
+    annotations = json.loads(path.read_text())
+    annotations["annotations"].reverse()
+    path.write_text(json.dumps(annotations))
+    assert read_captions(path, 40) == drawn
+    assert drawn.texts[:3] == ("21 1", "25 1", "17 1")  # on every machine, for good
+
+
+def test_a_list_keeps_its_order(tmp_path, monkeypatch):
+    path = tmp_path / "captions.txt"
+    path.write_bytes("  a fox \r\nübung\na fox\nlast".encode())
+    found = read_captions(path, 3)
+    assert found.texts == ("a fox", "übung", "a fox")
+    assert found.origin == "list captions.txt"
+    monkeypatch.setattr(captions, "CAPTIONS_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    assert read_captions(path, 4).origin == "LinFusion's list"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("captions.txt", None, r"no file .*captions.txt; put there .*captions_val2014.json"),
+        ("captions.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("captions.txt", b"one\ntwo\n", "3 captions are needed, but .*captions.txt has 2"),
+        ("captions.txt", b"one\n \nthree\n", "caption 2 of .* is empty"),
+        ("captions.json", b'{"annotations": [', "is not JSON .*; unpack it again"),
+        ("captions.json", b"[]", "does not hold captions as COCO's captions_val2014.json does"),
+        (
+            "instances.json",
+            b'{"annotations": [{"id": 1, "image_id": 2, "bbox": []}]}',
+            "does not hold captions as COCO's",
+        ),
+        (
+            "captions.json",
+            b'{"annotations": [{"id": 1, "image_id": 2, "caption": "a"}]}',
+            "3 captions are needed, but .*captions.json has 1",
+        ),
+    ],
+)
+def test_bad_captions_are_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        read_captions(tmp_path / name, 3)
+
+
+# From features to figures
+
+
+def correlated(count, width, seed):
+    generator = np.random.default_rng(seed)
+    mixing = generator.normal(size=(width, width)) / width**0.5
+    return generator.gamma(0.5, size=(count, width)) @ mixing + generator.normal(size=width)
+
+
+def clean_fid(first, second):
+    """The formula of clean-fid: the matrix root of the product of numpy's covariances."""
+    covariances = np.cov(first.T), np.cov(second.T)
+    means = first.mean(0) - second.mean(0)
+    root = sqrtm(covariances[0] @ covariances[1]).real
+    return means @ means + np.trace(covariances[0] + covariances[1] - 2 * root)
+
+
+def test_fid_is_that_of_clean_fid(monkeypatch):
+    """Catches ddof 0, half precision, a product of roots in the wrong order, a lost chunk."""
+    monkeypatch.setattr(frechet, "CHUNK", 97)
+    first, second = correlated(900, 64, 0), correlated(700, 64, 1)
+    real, generated = (frechet.fit_gaussian(torch.from_numpy(x)) for x in (first, second))
+    expected = clean_fid(first, second)
+    assert expected > 10
+    assert frechet.frechet_distance(real, generated) == pytest.approx(expected, rel=1e-9)
+    assert frechet.frechet_distance(generated, real) == pytest.approx(expected, rel=1e-9)
+    assert frechet.frechet_distance(real, real) == pytest.approx(0, abs=1e-9)
+    torch.testing.assert_close(real.covariance.numpy(), np.cov(first.T))
+
+
+def test_fid_of_fewer_pictures_than_features():
+    """A shift changes means only, also where covariances are singular; far means do not cancel."""
+    features = torch.from_numpy(correlated(20, 64, 0)) + 1e4
+    shift = torch.linspace(0, 1, 64, dtype=torch.float64)
+    moved = frechet.fit_gaussian(features + shift)
+    distance = frechet.frechet_distance(frechet.fit_gaussian(features), moved)
+    assert distance == pytest.approx(float((shift**2).sum()), rel=1e-5)
+
+
+def test_counts_repeat_rows(monkeypatch):
+    monkeypatch.setattr(frechet, "CHUNK", 3)
+    features = torch.from_numpy(correlated(8, 4, 0))
+    counts = torch.tensor([0, 2, 1, 0, 3, 1, 1, 0])
+    weighted = frechet.fit_gaussian(features, counts)
+    repeated = frechet.fit_gaussian(features.repeat_interleave(counts, 0))
+    torch.testing.assert_close(weighted.mean, repeated.mean)
+    torch.testing.assert_close(weighted.covariance, repeated.covariance)
+
+
+def test_the_bootstrap_error_is_the_spread_over_samples():
+    """Against the distance of many samples: catches resampling of the wrong set or size."""
+    generator = torch.Generator().manual_seed(0)
+    real = frechet.fit_gaussian(torch.randn(4000, 3, generator=generator))
+    samples = 0.3 + 1.5 * torch.randn(200, 300, 3, generator=generator)
+    distances = [frechet.frechet_distance(real, frechet.fit_gaussian(x)) for x in samples]
+    expected = torch.tensor(distances).std()
+    errors = [frechet.bootstrap_error(real, x, 100) for x in samples[:8]]
+    assert np.mean(errors) == pytest.approx(float(expected), rel=0.15)
+    assert frechet.bootstrap_error(real, samples[0], 100) == errors[0]
+
+
+def test_kid_of_whole_sets_is_the_unbiased_estimate(monkeypatch):
+    """Catches a biased estimate, another kernel, and use of the global random numbers."""
+    real, generated = (torch.from_numpy(correlated(40, 6, seed)) for seed in (0, 1))
+
+    def kernel(first, second):
+        return (first @ second.T / 6 + 1) ** 3
+
+    def off_diagonal(matrix):
+        return (matrix.sum() - matrix.trace()) / (40 * 39)
+
+    expected = off_diagonal(kernel(real, real)) + off_diagonal(kernel(generated, generated))
+    expected -= 2 * kernel(real, generated).mean()
+    state = torch.random.get_rng_state()
+    mean, spread = coco_score.kernel_distance(real, generated)
+    assert mean == pytest.approx(float(expected))
+    assert spread == pytest.approx(0, abs=1e-9)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    monkeypatch.setattr(coco_score, "KID_SUBSET_SIZE", 10)
+    first = coco_score.kernel_distance(real, generated)
+    torch.manual_seed(1)
+    assert coco_score.kernel_distance(real, generated) == first
+    assert first[1] > 0
+
+
+def noise(height, width, seed=0):
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return values, Image.fromarray(values)
+
+
+def test_the_middle_square_is_that_of_torchvision():
+    """round((length - side) / 2): 1.5 to 2, 0.5 to 0; no resize where none is needed."""
+    values, picture = noise(256, 259)
+    prepared = coco_score.prepare_whole(picture, 0)
+    assert prepared["bytes"].dtype == torch.uint8
+    assert np.array_equal(prepared["bytes"].permute(1, 2, 0), values[:, 2:258])
+    values, picture = noise(257, 256)
+    prepared = coco_score.prepare_whole(picture, 0)
+    assert np.array_equal(prepared["bytes"].permute(1, 2, 0), values[:256])
+
+
+def test_pixels_are_enlarged_in_floats_from_bytes_at_256():
+    """clean-fid's mode "clean"; catches bytes at 299, no clip, and a resize in one step."""
+    _, picture = noise(400, 300)
+    prepared = coco_score.prepare_whole(picture, 0)
+    small = picture.crop((0, 50, 300, 350)).resize((256, 256), Image.Resampling.LANCZOS)
+    assert np.array_equal(prepared["bytes"].permute(1, 2, 0), np.asarray(small))
+    for channel, pixels in zip(small.split(), prepared["pixels"], strict=True):
+        enlarged = channel.convert("F").resize((299, 299), Image.Resampling.BICUBIC)
+        assert np.asarray(enlarged).min() < 0
+        assert np.asarray(enlarged).max() > 255
+        np.testing.assert_array_equal(pixels, np.asarray(enlarged).clip(0, 255))
+    assert (prepared["pixels"] % 1 != 0).any()
+
+
+def test_patches_are_cut_and_not_resized():
+    values, picture = noise(500, 512)
+    patches = [
+        coco_score.prepare_patch(picture, n, size=500)["pixels"].permute(1, 2, 0).numpy()
+        for n in (0, 1, 0)
+    ]
+    corners = np.lib.stride_tricks.sliding_window_view(values[:, 6:506], (3, 3, 3))[:, :, 0]
+    places = [np.argwhere((corners == one[:3, :3]).all((2, 3, 4))) for one in patches]
+    for patch, ((top, left),) in zip(patches, places, strict=True):
+        assert np.array_equal(patch, values[top : top + 299, 6 + left : 6 + left + 299])
+    assert np.array_equal(places[0], places[2])
+    assert not np.array_equal(places[0], places[1])
+    with pytest.raises(ValueError, match="patches need pictures of at least 512, but it has"):
+        coco_score.prepare_patch(picture, 0, size=512)
+
+
+# Protocol
+
+
+def protocol_config(**changes):
+    return {**protocol.GENERATION, "size": 512, "scalecrafter": False, **changes}
+
+
+def test_deviations_are_named_and_bands_are_of_the_protocol():
+    """Catches figures of 5000 pictures, or of part of COCO, that pass for published ones."""
+    published = {"num_pictures": 30_000, "num_real": 40_504, "scorer": None}
+    assert protocol.deviations(protocol_config(), **published) == []
+    config = protocol_config(size=640, num_inference_steps=50)
+    assert protocol.deviations(protocol_config(size=1024), **published) == [
+        "scalecrafter is False, not True"
+    ]
+    partly = {"num_pictures": 5000, "num_real": 40_503, "scorer": "folder"}
+    assert protocol.deviations(config, **partly) == [
+        "num_pictures is 5000, not 30000",
+        "num_inference_steps is 50, not 25",
+        "num_real is 40503, not 40504",
+        "size is 640, not 512 or 1024",
+        "a scorer stands in for Inception and CLIP",
+    ]
+    paper = {"method": "exact", "fid": 12.75, "clip_score": 0.318}
+    assert protocol.implausible(512, paper) == []
+    (text,) = protocol.implausible(512, paper | {"fid": 25.0})
+    assert text.startswith("exact: fid 25 is implausible for SD1.5 at 512, expected 11.5-14.5 (AVQ")
+    assert len(protocol.implausible(1024, paper)) == 2
+
+
+# Generation
+
+
+def test_kills_and_restarts_change_nothing(place, exact):
+    """Catches a half-written picture, noise that depends on what is left, lost configuration."""
+    expected = pictures(exact)
+    assert len(expected) == len(set(expected.values())) == NUM
+    killed = place / "killed"
+    delays = random.Random(time.time_ns())
+    for least in (0, 2):
+        process = start(generation(place, "killed"))
+        until = time.monotonic() + 60
+        while time.monotonic() < until and len(pictures(killed)) < least:
+            time.sleep(0.005)
+        time.sleep(delays.uniform(0, 0.3 if least else 1.0))
+        process.kill()
+        process.join()
+        assert process.exitcode in (-9, 0)
+        assert pictures(killed).items() <= expected.items()
+    paths = sorted((killed / "pictures").glob("*.png"))
+    assert len(paths) >= 2
+    paths[0].write_bytes(expected[paths[0].name][:-20])
+    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(paths[1])
+    (killed / "pictures" / f"{coco.TEMPORARY}000004.png").write_bytes(b"half")
+    kept = {path: path.stat().st_mtime_ns for path in paths[2:]}
+    finish(start(generation(place, "killed", batch=3)))
+    assert pictures(killed) == expected
+    assert all(path.stat().st_mtime_ns == then for path, then in kept.items())
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (exact, killed)]
+    assert manifests[0]["config"] == manifests[1]["config"]
+    assert len(manifests[1]["earlier_sessions"]) >= 1
+    assert manifests[0]["environment"].keys() >= {"commit", "torch", "diffusers", "device"}
+
+    code, table, _ = score(place, "exact", "killed")
+    assert code == 0
+    assert len(table.splitlines()) == 4
+    first, second = rows_of(place)
+    assert first == second
+
+
+def test_two_processes_make_the_pictures_of_one(place, exact):
+    """Catches a share that is never made, and noise or codebooks that depend on the process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        start(generation(place, "two"), RANK=str(rank), LOCAL_RANK=str(rank), **common)
+        for rank in range(2)
+    ]
+    for process in processes:
+        finish(process)
+    assert pictures(place / "two") == pictures(exact)
+
+
+def test_full_batches_do_not_depend_on_what_is_left(tmp_path):
+    """As on a GPU: catches a last batch of another shape, whose kernels round otherwise."""
+    pipe = tiny_pipe()
+    texts = captions.Captions(tuple("abcde"), "test")
+    arguments = {"description": "", "is_shown": False, "size": 64, "batch_size": 3}
+    arguments |= {"num_inference_steps": 2, "guidance_scale": 7.5}
+    (tmp_path / "pictures").mkdir()
+    with quiet(pipe):
+        coco._fill(tmp_path, pipe, texts, range(5), **arguments)
+        expected = pictures(tmp_path)
+        for missing in ((0, 4), (1, 2, 3), (2,)):
+            for index in missing:
+                coco.picture_path(tmp_path, index).unlink()
+            coco._fill(tmp_path, pipe, texts, range(5), **arguments)
+            assert pictures(tmp_path) == expected
+        alone = draw_batch(pipe, ["c"], [2], size=64, num_inference_steps=2, guidance_scale=7.5)
+    with Image.open(coco.picture_path(tmp_path, 2)) as stored:
+        assert abs(np.asarray(stored).astype(int) - alone[0]).max() <= 1
+
+
+def test_pictures_follow_the_protocol(place, exact):
+    """PNDM, guidance 7.5, noise of seed i drawn alone, caption i, no safety checker."""
+    from diffusers import PNDMScheduler, StableDiffusionPipeline
+
+    pipe = StableDiffusionPipeline.from_pretrained(place / "model")
+    pipe.scheduler = PNDMScheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)
+    texts = (exact / "captions.txt").read_text().splitlines()
+    assert set(texts) < {sample_scene(seed).caption for seed in TEST_SEEDS[:NUM_REAL]}
+    noise = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(3))
+    with quiet(pipe):
+        image = pipe(texts[3], num_inference_steps=2, latents=noise, height=64, width=64).images[0]
+    with Image.open(exact / "pictures/000003.png") as stored:
+        assert abs(np.asarray(stored).astype(int) - np.asarray(image).astype(int)).max() <= 1
+
+
+def test_methods_change_pictures_and_codebooks_are_kept(place, exact):
+    """Catches a method that is not applied, and a restart that calibrates anew."""
+    folders = {"row-avq": place / "avq", "row-p1": f"{place / 'avq'}@P1"}
+    for folder, method in folders.items():
+        assert generate(place, folder, method=method, pictures=2) == (0, "", "")
+    prompts = place / "prompts.txt"
+    prompts.write_text("a fox\n")
+    calibrated = {"method": "M3", "calibration": prompts, "pictures": 2}
+    assert generate(place, "row-m3", **calibrated)[0] == 0
+    made = [pictures(folder) for folder in (exact, *(place / name for name in folders))]
+    made.append(pictures(place / "row-m3"))
+    for first, second in pairwise([*made, made[0]]):
+        assert all(first[name] != second[name] for name in made[-1])
+
+    weights = place / "row-m3/codebooks/diffusion_pytorch_model.safetensors"
+    before = weights.stat().st_mtime_ns
+    coco.picture_path(place / "row-m3", 1).unlink()
+    assert generate(place, "row-m3", **calibrated)[0] == 0
+    assert weights.stat().st_mtime_ns == before
+    assert pictures(place / "row-m3") == made[-1]
+
+    # What is kept is what is used.
+    shutil.copytree(place / "avq", weights.parent, dirs_exist_ok=True)
+    coco.picture_path(place / "row-m3", 1).unlink()
+    assert generate(place, "row-m3", **calibrated)[0] == 0
+    assert pictures(place / "row-m3")["000001.png"] == made[1]["000001.png"]
+
+    # Killed before the codebooks had their name.
+    shutil.rmtree(place / "row-m3/codebooks")
+    shutil.rmtree(place / "row-m3/pictures")
+    assert generate(place, "row-m3", **calibrated)[0] == 0
+    assert pictures(place / "row-m3") == made[-1]
+
+    assert score(place, *folders, "row-m3", output="methods")[0] == 0
+    rows = rows_of(place, "methods")
+    assert [row["origin"] for row in rows] == ["calibrated"] * 3
+    assert [row["effective_codewords"] for row in rows] == [8, 6, 3]
+    assert len({row["fid"] for row in rows}) == 3
+
+
+def test_scalecrafter_dilates_beyond_the_training_size(place):
+    """Catches an option that is recorded and not applied."""
+    changes = {"size": 256, "pictures": 2}
+    assert generate(place, "plain", **changes)[0] == 0
+    assert generate(place, "dilated", scalecrafter=None, **changes)[0] == 0
+    plain, dilated = (pictures(place / folder) for folder in ("plain", "dilated"))
+    assert all(plain[name] != dilated[name] for name in plain)
+    code, _, errors = generate(place, "plain", scalecrafter=None, **changes)
+    assert code == 2
+    assert errors.endswith("it differs in scalecrafter.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"steps": 3}, "num_inference_steps"),
+        ({"size": 128, "guidance": 3.0}, "guidance_scale, size"),
+        ({"pictures": 6}, "captions_sha256, num_pictures"),
+        ({"draw_seed": 1}, "captions, captions_sha256"),
+        ({"method": "value-projection", "levels": "0,1"}, "levels, method"),
+    ],
+)
+def test_a_folder_of_another_configuration_is_refused(place, exact, changes, keys):
+    before = pictures(exact), (exact / "manifest.json").read_bytes()
+    code, _, errors = generate(place, "exact", **changes)
+    assert (code, errors) == (
+        2,
+        f"eval: {exact} holds pictures of another configuration; it differs in {keys}.",
+    )
+    assert (pictures(exact), (exact / "manifest.json").read_bytes()) == before
+
+
+def test_another_model_in_the_same_folder_is_refused(place, exact):
+    """Catches a manifest that knows the model by its name only."""
+    config = place / "model/scheduler/scheduler_config.json"
+    before = config.read_text()
+    config.write_text(before.replace('"beta_end": 0.012', '"beta_end": 0.013'))
+    code, _, errors = generate(place, "exact")
+    config.write_text(before)
+    assert code == 2
+    assert errors.endswith("it differs in model_sha256.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": 100}, "--size must be a multiple of 8, but got 100"),
+        ({"captions": "nothing.txt"}, "there is no file nothing.txt; put there"),
+        ({"pictures": 9}, "9 captions are needed, but .*captions_scenes.json has 8"),
+        ({"method": "M4P9C2"}, "num_refined"),
+        ({"method": "M"}, "methods must be exact"),
+        ({"method": "no/such"}, "there is no folder no/such"),
+        ({"scalecrafter": None}, "size"),
+        ({"levels": "7"}, "level"),
+        ({"calibration": __file__}, "must hold prompts, one a line, and no empty line"),
+        ({"model": "nothing/here"}, "nothing/here"),
+        ({"device": "nonsense"}, "--device nonsense cannot be used"),
+    ],
+)
+def test_mistakes_leave_no_folder(place, changes, message):
+    code, _, errors = generate(place, "mistake", **changes)
+    assert code == 2
+    assert re.search(message, errors), errors
+    assert not (place / "mistake").exists()
+
+
+def test_a_folder_of_other_things_is_refused(place):
+    (place / "other").mkdir()
+    (place / "other/thesis.txt").write_text("mine")
+    for folder, message in (("other", "holds other things"), ("prompt.txt", "is not a folder")):
+        (place / "prompt.txt").write_text("a")
+        code, _, errors = generate(place, folder)
+        assert code == 2
+        assert message in errors
+    assert [path.name for path in (place / "other").iterdir()] == ["thesis.txt"]
+
+
+def test_a_full_disk_loses_nothing(place, tmp_path, monkeypatch):
+    def fail(self, path, **_):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "pictures").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Image.Image, "save", fail)
+        with pytest.raises(
+            OSError, match=r"000000.png could not be written .*No space left.*mended"
+        ):
+            coco._write_picture(coco.picture_path(tmp_path, 0), np.zeros((8, 8, 3), np.uint8))
+    assert not list((tmp_path / "pictures").iterdir())
+
+
+def test_pictures_that_are_not_finite_are_refused():
+    """Catches black pictures, which NaN becomes as bytes, in a score."""
+    pipe = tiny_pipe()
+    with torch.no_grad():
+        pipe.vae.decoder.conv_out.bias.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"NaN or infinity for at least one of the seeds \[4\]"):
+        draw_batch(pipe, ["a"], [4], size=64, num_inference_steps=1, guidance_scale=1.0)
+
+
+# Scores
+
+
+def test_scores_are_those_of_the_features(place, exact):
+    """Against numpy and the scorer itself: catches lost batches, shifted captions, a scale."""
+    code, table, errors = score(place, "exact", output="five", batch=2)
+    assert code == 0
+    assert errors.startswith("warning: Not the protocol: captions is draw of seed 0 from")
+    (row,) = rows_of(place, "five")
+    scorer = Scorer(SCORER)
+
+    def prepared(folder):
+        paths = sorted(folder.glob("*.png"))
+        found = [coco_score.prepare_whole(Image.open(path), 0) for path in paths]
+        return [torch.stack([one[key] for one in found]) for key in ("pixels", "bytes")]
+
+    pixels, small = prepared(exact / "pictures")
+    real, _ = prepared(place / "scenes/images")
+    first, second = (scorer(x).double().numpy() for x in (real, pixels))
+    spectrum = np.linalg.eigvals(np.cov(first.T) @ np.cov(second.T)).real.clip(0)
+    expected = ((first.mean(0) - second.mean(0)) ** 2).sum() - 2 * np.sqrt(spectrum).sum()
+    expected += np.trace(np.cov(first.T) + np.cov(second.T))
+    assert row["fid"] == pytest.approx(expected, rel=1e-3)
+    assert row["fid_sem"] > 0
+    texts = (exact / "captions.txt").read_text().splitlines()
+    cosines = scorer.clip_score(small, texts).numpy() / 100
+    assert row["clip_score"] == pytest.approx(cosines.mean(), abs=1e-5)
+    assert row["clip_score_sem"] == pytest.approx(cosines.std(ddof=1) / NUM**0.5, abs=1e-5)
+    assert (row["num_pictures"], row["num_real"]) == (NUM, NUM_REAL)
+    assert f"| exact | - | {row['fid']:.2f} ± {row['fid_sem']:.2f} |" in table
+
+    assert score(place, "exact", output="three", pictures=3)[0] == 0
+    (fewer,) = rows_of(place, "three")
+    assert fewer["num_pictures"] == 3
+    assert fewer["clip_score"] == pytest.approx(cosines[:3].mean(), abs=1e-5)
+
+
+def test_real_features_are_found_again_while_the_files_are_the_same(place, exact):
+    """Catches features that are always made anew, or those of other files."""
+    real = place / "real"
+
+    def scored(output):
+        return score(place, "exact", real=real, output=output, pictures=2)
+
+    shutil.copytree(place / "scenes/images", real)
+    assert scored("first")[0] == 0
+    path = min(real.iterdir())
+    content, state = path.read_bytes(), path.stat()
+    path.write_bytes(bytes(len(content)))
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert scored("second")[0] == 0
+    assert rows_of(place, "first") == rows_of(place, "second")
+    os.utime(path)
+    code, _, errors = scored("third")
+    assert code == 2
+    assert f"the picture {path} cannot be used: cannot identify image file" in errors
+    path.unlink()
+    assert scored("third")[0] == 0
+    assert rows_of(place, "third")[0]["num_real"] == NUM_REAL - 1
+    for file in (place / "cache").iterdir():
+        file.write_bytes(b"damaged")
+    assert scored("fourth")[0] == 0
+    assert rows_of(place, "third") == rows_of(place, "fourth")
+
+
+def write_row(folder, images, size):
+    """A finished row of given pictures."""
+    texts = [f"picture {index}" for index in range(len(images))]
+    digest = captions.Captions(tuple(texts), "").sha256
+    config = protocol_config(size=size, captions_sha256=digest, num_pictures=len(images))
+    (folder / "pictures").mkdir(parents=True)
+    for index, image in enumerate(images):
+        image.save(coco.picture_path(folder, index))
+    (folder / "captions.txt").write_text("\n".join(texts) + "\n")
+    row = {"method": "exact", "config": None, "effective_codewords": None}
+    manifest = {"command": "c", "environment": {}, "earlier_sessions": []}
+    manifest |= {"config": {"method": "exact", **config}, "row": row}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_patch_fid_sees_detail_that_fid_does_not(tmp_path):
+    """Pictures that differ in pixel noise only, which shrinking averages away."""
+    generator = np.random.default_rng(0)
+    smooth = [
+        Image.fromarray(generator.integers(60, 200, (4, 4, 3), np.uint8)).resize((1024, 1024))
+        for _ in range(4)
+    ]
+    rough = [
+        Image.fromarray(
+            (np.asarray(image) + generator.integers(-40, 40, (1024, 1024, 3))).astype(np.uint8)
+        )
+        for image in smooth
+    ]
+    write_row(tmp_path / "smooth", smooth, 1024)
+    write_row(tmp_path / "rough", rough, 1024)
+    reference = tmp_path / "smooth/pictures"
+    code, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=reference)
+    assert code == 0
+    assert "| CLIP score | patch FID |" in table
+    same, other = rows_of(tmp_path)
+    assert same["fid"] == pytest.approx(0, abs=1e-3)
+    assert same["patch_fid"] == pytest.approx(0, abs=1e-3)
+    assert other["patch_fid"] > 5 * other["fid"] > 0
+    small = tmp_path / "small"
+    small.mkdir()
+    for index in range(2):
+        noise(600, 1200)[1].save(small / f"{index}.png")
+    code, _, errors = score(tmp_path, "smooth", real=reference, patches=small)
+    assert code == 2
+    assert "0.png cannot be used: patches need pictures of at least 1024, but it has" in errors
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda row: (row / "manifest.json").unlink(), "has no manifest.json; make its pictures"),
+        (
+            lambda row: (row / "manifest.json").write_text("{}"),
+            r"manifest.json is not the manifest of a folder of pictures \(KeyError",
+        ),
+        (
+            lambda row: (row / "pictures/000001.png").unlink(),
+            "lacks 1 of 3 pictures, such as 000001.png; run this again to make them: c",
+        ),
+        (
+            lambda row: (row / "pictures/000003.png").write_bytes(b"more"),
+            "pictures has 4 files for 3 captions",
+        ),
+        (
+            lambda row: (row / "pictures/000001.png").write_bytes(b"half"),
+            "000001.png cannot be used: cannot identify",
+        ),
+        (lambda row: (row / "captions.txt").unlink(), "has no captions.txt; run its command again"),
+        (
+            lambda row: (row / "captions.txt").write_text("one\ntwo\nthree\n"),
+            "captions.txt is not what the pictures were made of",
+        ),
+    ],
+)
+def test_damaged_rows_are_refused(place, tmp_path, damage, message):
+    write_row(tmp_path / "row", [noise(64, 64, seed)[1] for seed in range(3)], 64)
+    damage(tmp_path / "row")
+    code, _, errors = score(tmp_path, "row", real=place / "scenes/images", cache=place / "cache")
+    assert code == 2
+    assert re.search(message, errors), errors
+    assert len(errors.splitlines()) == 1
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"real": "nothing"},
+            "no pictures in nothing; unpack there .*zips/val2014.zip, whose 40504",
+        ),
+        ({"real": "single"}, "at least 2 real pictures are needed, but .*single has 1"),
+        ({"pictures": 4}, "must be between 2 and the 3 of .*row, but got 4"),
+        ({"patches": "single"}, "patches need pictures of at least 299, but .* have 64"),
+        ({"scorer": "nothing"}, "there is no scorer in nothing; the one of mini-sd is "),
+    ],
+)
+def test_bad_requests_are_refused(place, tmp_path, monkeypatch, changes, message):
+    monkeypatch.chdir(tmp_path)
+    write_row(tmp_path / "row", [noise(64, 64, seed)[1] for seed in range(3)], 64)
+    (tmp_path / "single").mkdir()
+    noise(64, 64)[1].save(tmp_path / "single/a.png")
+    (tmp_path / "single/._a.png").write_bytes(b"hidden")
+    arguments = {"real": place / "scenes/images", "cache": place / "cache"} | changes
+    code, _, errors = score(tmp_path, "row", **arguments)
+    assert code == 2
+    assert re.search(message, errors), errors
+    assert not (tmp_path / "results").exists()
+
+
+def test_rows_of_different_protocols_are_refused(place, tmp_path):
+    images = [noise(64, 64, seed)[1] for seed in range(3)]
+    write_row(tmp_path / "one", images, 64)
+    write_row(tmp_path / "two", images[:2], 64)
+    code, _, errors = score(tmp_path, "one", "two", real=place / "scenes/images")
+    assert code == 2
+    assert errors.endswith(
+        "one cannot stand in one table; they differ in captions_sha256, num_pictures."
+    )
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch_fidelity") is not None, reason="the package is installed"
+)
+def test_without_the_packages_of_the_networks_the_command_says_what_to_install(place, exact):
+    arguments = ["score", exact, "--real", place / "scenes/images", "--output", place / "none"]
+    code, _, errors = run(*arguments)
+    assert code == 2
+    assert errors.startswith("eval: FID needs the package torch-fidelity")
+    assert errors.endswith("pip install torch-fidelity, or name a --scorer.")
+    assert not (place / "none").exists()
