@@ -49,10 +49,13 @@ SCENES = DataConfig(
 )
 
 
+SAMPLES_PER_SHARD = 8
+
+
 @pytest.fixture(autouse=True)
 def no_traces(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / ".datasets"))
-    monkeypatch.setattr(cache, "SHARD", 8)
+    monkeypatch.setattr(cache, "SHARD", SAMPLES_PER_SHARD)
     datasets.disable_progress_bars()
 
 
@@ -643,11 +646,21 @@ def test_moments_beyond_half_precision_are_refused(tmp_path):
         make_stream(replace(SCENES, cache=str(tmp_path / "cache")), parts)
 
 
+# Not a fork of this process, in which tokenizers of earlier tests have left threads and locks.
+CLEAN = multiprocessing.get_context("forkserver")
+CLEAN.set_forkserver_preload(["datasets", "diffusers", "transformers"])
+
+
 def in_process(function, *values):
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=function, args=values)
+    process = CLEAN.Process(target=with_small_shards, args=(function, *values))
     process.start()
     return process
+
+
+def with_small_shards(function, *values):
+    torch.set_num_threads(1)  # as in the tests' own process, which rounds alike then
+    cache.SHARD = SAMPLES_PER_SHARD
+    function(*values)
 
 
 def build_with_little_room(config, root):
