@@ -269,6 +269,8 @@ def _fill(
     **arguments: Any,
 ) -> None:
     """Make the pictures of these indices that are not there whole."""
+    for index in indices:  # what a kill left half-written
+        _temporary_path(folder, index).unlink(missing_ok=True)
     missing = [i for i in indices if not is_whole(picture_path(folder, i), size)]
     progress = tqdm(
         total=len(indices),
@@ -283,13 +285,18 @@ def _fill(
             full = chosen + chosen[-1:] * (batch_size - len(chosen))
             prompts = [captions.texts[index] for index in full]
             pictures = draw_batch(pipe, prompts, full, size=size, **arguments)
-            paths = [picture_path(folder, index) for index in chosen]
-            list(pool.map(_write_picture, paths, pictures[: len(chosen)]))
+            write = partial(_write_picture, folder)
+            list(pool.map(write, chosen, pictures[: len(chosen)]))
             progress.update(len(chosen))
 
 
-def _write_picture(path: Path, picture: np.ndarray) -> None:
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+def _temporary_path(folder: Path, index: int) -> Path:
+    path = picture_path(folder, index)
+    return path.with_name(f"{TEMPORARY}{path.name}")
+
+
+def _write_picture(folder: Path, index: int, picture: np.ndarray) -> None:
+    path, temporary = picture_path(folder, index), _temporary_path(folder, index)
     try:
         Image.fromarray(picture).save(temporary, format="png")
         os.replace(temporary, path)

@@ -126,7 +126,9 @@ def rows_of(place, output="results"):
 
 
 def pictures(folder):
-    return {path.name: path.read_bytes() for path in sorted((folder / "pictures").glob("*.png"))}
+    return {
+        path.name: path.read_bytes() for path in sorted((folder / "pictures").glob("[0-9]*.png"))
+    }
 
 
 def run_process(arguments, environment):
@@ -401,7 +403,7 @@ def test_kills_and_restarts_change_nothing(place, exact):
         process.join()
         assert process.exitcode in (-9, 0)
         assert pictures(killed).items() <= expected.items()
-    paths = sorted((killed / "pictures").glob("*.png"))
+    paths = sorted((killed / "pictures").glob("[0-9]*.png"))
     assert len(paths) >= 2
     paths[0].write_bytes(expected[paths[0].name][:-20])
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(paths[1])
@@ -409,6 +411,7 @@ def test_kills_and_restarts_change_nothing(place, exact):
     kept = {path: path.stat().st_mtime_ns for path in paths[2:]}
     finish(start(generation(place, "killed", batch=3)))
     assert pictures(killed) == expected
+    assert not list((killed / "pictures").glob(".*"))
     assert all(path.stat().st_mtime_ns == then for path, then in kept.items())
     manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (exact, killed)]
     assert manifests[0]["config"] == manifests[1]["config"]
@@ -599,7 +602,7 @@ def test_a_full_disk_loses_nothing(place, tmp_path, monkeypatch):
         with pytest.raises(
             OSError, match=r"000000.png could not be written .*No space left.*mended"
         ):
-            coco._write_picture(coco.picture_path(tmp_path, 0), np.zeros((8, 8, 3), np.uint8))
+            coco._write_picture(tmp_path, 0, np.zeros((8, 8, 3), np.uint8))
     assert not list((tmp_path / "pictures").iterdir())
 
 

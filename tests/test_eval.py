@@ -915,7 +915,7 @@ def test_bench_attention_rows():
     [
         (
             "compare --methods nothing",
-            "methods must be exact, value-projection, folders of codebooks or of LinFusion layers",
+            "methods must be exact, value-projection, tome, folders of codebooks or of LinFusion",
         ),
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
         ("scenes --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
