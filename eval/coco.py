@@ -7,7 +7,8 @@ in FOLDER/codebooks.
 A picture does not depend on which others are made, where, or after how many restarts: its noise is
 drawn on the CPU from its own seed, and every batch is full, the last one by repetition, so that it
 always runs in kernels of one shape. Another batch size is another shape, whose sums may be rounded
-otherwise; a CPU makes one picture at a time, and its pictures are equal to the byte.
+otherwise; a CPU makes one picture at a time, and with as many threads its pictures are equal to
+the byte.
 """
 
 import hashlib
@@ -84,7 +85,9 @@ def generate_folder(
     """
     if size % 8:
         raise ValueError(f"--size must be a multiple of 8, but got {size}.")
+    num_threads = torch.get_num_threads()
     state = PartialState(cpu=device.type == "cpu")
+    torch.set_num_threads(num_threads)  # accelerate's own choice would round otherwise
     if state.num_processes > 1:
         device = state.device
     dtype = torch.float16 if device.type == "cuda" else torch.float32

@@ -24,14 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@pytest.fixture(autouse=True)
-def _same_rounding():
-    """Commands set how float32 products are rounded, for their own process."""
-    precision = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(precision)
-
-
 @pytest.fixture
 def unet():
     return tiny_unet()
