@@ -35,10 +35,30 @@ LOG_ZERO = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _load_rows(pointer, rows, valid, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
+def _load_columns(pointer, rows, valid, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
     """The first WIDTH columns of some rows, (rows, WIDTH)."""
     pointers = pointer + rows[:, None] * STRIDE + tl.arange(0, WIDTH)[None, :]
     return tl.load(pointers, mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _load_rows(
+    pointer, rows, valid, STRIDE: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr
+):
+    """The first BLOCK_D and the next REST_D columns of some rows."""
+    blocks = (_load_columns(pointer, rows, valid, STRIDE, BLOCK_D),)
+    if REST_D > 0:
+        blocks += (_load_columns(pointer + BLOCK_D, rows, valid, STRIDE, REST_D),)
+    return blocks
+
+
+@triton.jit
+def _multiply(query, codes):
+    """Queries times codewords, both in blocks of columns."""
+    products = tl.dot(query[0], tl.trans(codes[0]), input_precision="tf32x3")
+    if len(query) > 1:
+        products = tl.dot(query[1], tl.trans(codes[1]), acc=products, input_precision="tf32x3")
+    return products
 
 
 @triton.jit
@@ -48,10 +68,21 @@ def _accumulate(weights, means, shares, numerator, denominator, SHARE_IN_MEANS: 
     Tensor cores sum up the weights, too: times the share in a padding column of the means, or times
     `shares`, whose 8 columns are equal and are the fewest that a product can have.
     """
-    weights = weights.to(means.dtype)
+    weights = weights.to(means[0].dtype)
     if not SHARE_IN_MEANS:
         denominator = tl.dot(weights, shares, acc=denominator, input_precision="tf32x3")
-    return tl.dot(weights, means, acc=numerator, input_precision="tf32x3"), denominator
+    sums = (tl.dot(weights, means[0], acc=numerator[0], input_precision="tf32x3"),)
+    if len(means) > 1:
+        sums += (tl.dot(weights, means[1], acc=numerator[1], input_precision="tf32x3"),)
+    return sums, denominator
+
+
+@triton.jit
+def _rescale(numerator, factor):
+    scaled = (numerator[0] * factor,)
+    if len(numerator) > 1:
+        scaled += (numerator[1] * factor,)
+    return scaled
 
 
 @triton.jit
@@ -76,6 +107,8 @@ def _attend_rows(
     numerator,
     denominator,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
+    CODE_STRIDE: tl.constexpr,
     MEAN_STRIDE: tl.constexpr,
     WHOLE: tl.constexpr,
     CORRECTING: tl.constexpr,
@@ -88,16 +121,16 @@ def _attend_rows(
     parents, which have been attended to with all keys.
     """
     # (rows, BLOCK_D), (rows)
-    codes = _load_rows(codes_ptr, code_rows, valid, BLOCK_D, BLOCK_D)
+    codes = _load_rows(codes_ptr, code_rows, valid, CODE_STRIDE, BLOCK_D, REST_D)
     logs = tl.load(logs_ptr + code_rows, mask=valid, other=float("-inf"))
-    means = _load_rows(means_ptr, mean_rows, valid, MEAN_STRIDE, BLOCK_D)
+    means = _load_rows(means_ptr, mean_rows, valid, MEAN_STRIDE, BLOCK_D, REST_D)
     if WHOLE:
-        shares = tl.full([means.shape[0], 8], 1.0, means.dtype)
+        shares = tl.full([means[0].shape[0], 8], 1.0, means[0].dtype)
     else:
-        shares = _load_rows(means_ptr + MEAN_STRIDE - 8, mean_rows, valid, MEAN_STRIDE, 8)
+        shares = _load_columns(means_ptr + MEAN_STRIDE - 8, mean_rows, valid, MEAN_STRIDE, 8)
 
     # (BLOCK_N, rows)
-    products = tl.dot(query, tl.trans(codes), input_precision="tf32x3")
+    products = _multiply(query, codes)
     logits = products + logs[None, :]
     new_max = tl.maximum(running_max, tl.max(logits, axis=1))
     weights = tl.exp2(logits - new_max[:, None])
@@ -110,9 +143,9 @@ def _attend_rows(
         weights,
         means,
         shares,
-        numerator * rescale,
+        _rescale(numerator, rescale),
         denominator * rescale,
-        MEAN_STRIDE == BLOCK_D,
+        MEAN_STRIDE == CODE_STRIDE,
     )
     return new_max, numerator, denominator
 
@@ -129,6 +162,8 @@ def _tiled_importance(
     EXACT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
+    CODE_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """Importance of all parents, (PARENT_ROWS,), from tiles of TILE parents.
@@ -147,10 +182,9 @@ def _tiled_importance(
         for start in tl.range(0, NUM_PARENTS, TILE):
             rows = start + tl.arange(0, BLOCK_M)
             valid = (rows < start + TILE) & (rows < NUM_PARENTS)
-            codes = _load_rows(codes_ptr, rows, valid, BLOCK_D, BLOCK_D)
+            codes = _load_rows(codes_ptr, rows, valid, CODE_STRIDE, BLOCK_D, REST_D)
             logs = tl.load(logs_ptr + rows, mask=valid, other=float("-inf"))
-            products = tl.dot(query, tl.trans(codes), input_precision="tf32x3")
-            logits = products + logs[None, :]
+            logits = _multiply(query, codes) + logs[None, :]
             new_max = tl.maximum(running_max, tl.max(logits, axis=1))
             weights = tl.exp2(logits - new_max[:, None])
             denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
@@ -159,9 +193,9 @@ def _tiled_importance(
     for start in tl.range(0, NUM_PARENTS, TILE):
         rows = start + tl.arange(0, BLOCK_M)
         valid = (rows < start + TILE) & (rows < NUM_PARENTS)
-        codes = _load_rows(codes_ptr, rows, valid, BLOCK_D, BLOCK_D)
+        codes = _load_rows(codes_ptr, rows, valid, CODE_STRIDE, BLOCK_D, REST_D)
         logs = tl.load(logs_ptr + rows, mask=valid, other=float("-inf"))
-        logits = tl.dot(query, tl.trans(codes), input_precision="tf32x3") + logs[None, :]
+        logits = _multiply(query, codes) + logs[None, :]
         if EXACT:
             weights = tl.exp2(logits - running_max[:, None])
             share = 1.0
@@ -192,6 +226,30 @@ def _rank(importance, PARENT_ROWS: tl.constexpr):
     return tl.sum(ahead.to(tl.int32), axis=1)
 
 
+@triton.jit
+def _load_query(
+    row_pointers,
+    first,
+    valid,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    codes_ptr,
+):
+    """Columns from `first` on, in the dtype of the codes."""
+    column = first + tl.arange(0, WIDTH)
+    is_number = valid[:, None] & (column < HEAD_DIM)[None, :]
+    block = tl.load(row_pointers + column[None, :], mask=is_number, other=0.0)
+    return block.to(codes_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _store_output(row_pointers, first, valid, output, HEAD_DIM: tl.constexpr):
+    """Columns from `first` on."""
+    column = first + tl.arange(0, output.shape[1])
+    is_number = valid[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(row_pointers + column[None, :], output, mask=is_number)
+
+
 @triton.jit(do_not_specialize=["num_queries", "query_stride_batch", "query_stride_head"])
 def _attention_kernel(
     query_ptr,
@@ -217,6 +275,8 @@ def _attention_kernel(
     CHILD_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
+    CODE_STRIDE: tl.constexpr,
     MEAN_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -231,7 +291,7 @@ def _attention_kernel(
     MEAN_ROWS: tl.constexpr = PARENT_ROWS + CODE_ROWS
     query_start = batch * query_stride_batch + head.to(tl.int64) * query_stride_head
     query_ptr += tl.multiple_of(query_start, 8)
-    codes_ptr += head * (CODE_ROWS * BLOCK_D)
+    codes_ptr += head * (CODE_ROWS * CODE_STRIDE)
     means_ptr += (batch * HEADS + head) * (MEAN_ROWS * MEAN_STRIDE)
     logs_ptr += (batch * HEADS + head) * CODE_ROWS
     output_ptr += batch * num_queries * (HEADS * HEAD_DIM) + head * HEAD_DIM
@@ -242,15 +302,17 @@ def _attention_kernel(
     if query_order_ptr is not None:
         token = tl.load(query_order_ptr + token, mask=valid_query, other=0).to(tl.int32)
 
-    # (BLOCK_N, BLOCK_D)
-    column = tl.arange(0, BLOCK_D)
-    is_number = valid_query[:, None] & (column < HEAD_DIM)[None, :]
-    query_pointers = query_ptr + token[:, None] * QUERY_STRIDE + column[None, :]
-    query = tl.load(query_pointers, mask=is_number, other=0.0).to(codes_ptr.dtype.element_ty)
+    # (BLOCK_N, BLOCK_D) and (BLOCK_N, REST_D)
+    query_ptr += token[:, None] * QUERY_STRIDE
+    query = (_load_query(query_ptr, 0, valid_query, HEAD_DIM, BLOCK_D, codes_ptr),)
+    if REST_D > 0:
+        query += (_load_query(query_ptr, BLOCK_D, valid_query, HEAD_DIM, REST_D, codes_ptr),)
 
     # (BLOCK_N), (BLOCK_N, BLOCK_D), (BLOCK_N, 8)
     running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
-    numerator = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    numerator = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
+    if REST_D > 0:
+        numerator += (tl.zeros([BLOCK_N, REST_D], tl.float32),)
     denominator = tl.zeros([BLOCK_N, 8], tl.float32)
 
     SELECTS: tl.constexpr = NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS
@@ -260,11 +322,10 @@ def _attention_kernel(
 
     if ONE_BLOCK:
         is_parent = parents < NUM_PARENTS
-        codes = _load_rows(codes_ptr, parents, is_parent, BLOCK_D, BLOCK_D)
+        codes = _load_rows(codes_ptr, parents, is_parent, CODE_STRIDE, BLOCK_D, REST_D)
 
         # (BLOCK_N, PARENT_ROWS)
-        products = tl.dot(query, tl.trans(codes), input_precision="tf32x3")
-        logits = products + tl.load(logs_ptr + parents)[None, :]
+        logits = _multiply(query, codes) + tl.load(logs_ptr + parents)[None, :]
         running_max = tl.max(logits, axis=1)
         weights = tl.exp2(logits - running_max[:, None])
         inverse = tl.where(valid_query, 1.0 / tl.sum(weights, axis=1), 0.0)
@@ -275,10 +336,10 @@ def _attention_kernel(
         mean_rows = parents
         if not CORRECTING:
             mean_rows += tl.where(rank < NUM_REFINED, PARENT_ROWS, 0)
-        means = _load_rows(means_ptr, mean_rows, is_parent, MEAN_STRIDE, BLOCK_D)
-        shares = _load_rows(means_ptr + MEAN_STRIDE - 8, mean_rows, is_parent, MEAN_STRIDE, 8)
+        means = _load_rows(means_ptr, mean_rows, is_parent, MEAN_STRIDE, BLOCK_D, REST_D)
+        shares = _load_columns(means_ptr + MEAN_STRIDE - 8, mean_rows, is_parent, MEAN_STRIDE, 8)
         numerator, denominator = _accumulate(
-            weights, means, shares, numerator, denominator, MEAN_STRIDE == BLOCK_D
+            weights, means, shares, numerator, denominator, MEAN_STRIDE == CODE_STRIDE
         )
     else:
         if SELECTS:
@@ -293,6 +354,8 @@ def _attention_kernel(
                 EXACT,
                 BLOCK_N,
                 BLOCK_D,
+                REST_D,
+                CODE_STRIDE,
                 BLOCK_M,
             )
             rank = _rank(importance, PARENT_ROWS)
@@ -317,6 +380,8 @@ def _attention_kernel(
                 numerator,
                 denominator,
                 BLOCK_D,
+                REST_D,
+                CODE_STRIDE,
                 MEAN_STRIDE,
                 False,
                 False,
@@ -355,6 +420,8 @@ def _attention_kernel(
                 numerator,
                 denominator,
                 BLOCK_D,
+                REST_D,
+                CODE_STRIDE,
                 MEAN_STRIDE,
                 True,
                 CORRECTING,
@@ -362,14 +429,19 @@ def _attention_kernel(
                 CHILD_ROWS,
             )
 
-    if MEAN_STRIDE == BLOCK_D:
-        denominator = tl.where((column == HEAD_DIM)[None, :], numerator, 0.0)
+    if MEAN_STRIDE == CODE_STRIDE:
+        # The last block holds the first padding column.
+        FIRST: tl.constexpr = BLOCK_D if REST_D > 0 else 0
+        column = FIRST + tl.arange(0, numerator[-1].shape[1])
+        denominator = tl.where((column == HEAD_DIM)[None, :], numerator[-1], 0.0)
         denominator = tl.sum(denominator, axis=1)
     else:
         denominator = tl.max(denominator, axis=1)
-    output = numerator * (1.0 / denominator)[:, None]
-    output_pointers = output_ptr + token[:, None] * (HEADS * HEAD_DIM) + column[None, :]
-    tl.store(output_pointers, output, mask=is_number)
+    inverse = (1.0 / denominator)[:, None]
+    output_ptr += token[:, None] * (HEADS * HEAD_DIM)
+    _store_output(output_ptr, 0, valid_query, numerator[0] * inverse, HEAD_DIM)
+    if REST_D > 0:
+        _store_output(output_ptr, BLOCK_D, valid_query, numerator[1] * inverse, HEAD_DIM)
 
 
 @dataclass(frozen=True)
@@ -424,6 +496,8 @@ def default_config(
         config = replace(config, parents_per_block=few_parents)
         if head_dim <= 64:
             config = replace(config, max_registers=128)
+        elif head_dim < 96:
+            config = replace(config, max_registers=168)
     return config
 
 
@@ -522,6 +596,7 @@ def launch_constants(
             capability=capability,
         )
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
+    block_dim, rest_dim = (64, 32) if 64 < head_dim < 96 else (padded_dim, 0)
     selects = 0 < num_refined < num_parents
     is_tiled = selects and importance_tile is not None and importance_tile < num_parents
     parent_block = _padded(importance_tile) if is_tiled else min(config.parent_block, parent_rows)
@@ -538,9 +613,11 @@ def launch_constants(
         "PARENT_ROWS": parent_rows,
         "CHILD_ROWS": child_rows,
         "BLOCK_N": _padded(query_tile),
-        # As one block: cut into 32 + 16 columns, products on an H200 read beyond shared memory with
-        # Triton 3.6 (triton issues 10486, 11366).
-        "BLOCK_D": padded_dim,
+        # Cut into 32 + 16 columns, products on an H200 read beyond shared memory with Triton 3.6
+        # (triton issues 10486, 11366).
+        "BLOCK_D": block_dim,
+        "REST_D": rest_dim,
+        "CODE_STRIDE": padded_dim,
         "MEAN_STRIDE": mean_columns(head_dim),
         "BLOCK_M": parent_block,
         "BLOCK_P": config.parents_per_block,
