@@ -313,6 +313,17 @@ def test_of_equally_important_parents_the_first_are_refined():
     assert refined.nonzero()[:, -1].view(-1, 3).unique(dim=0).tolist() == [[0, 1, 2]]
 
 
+@pytest.mark.parametrize("changes", [{}, {"refined": 0}, {"spread": 40.0}], ids=str)
+@pytest.mark.parametrize("parent_block", [16, 64], ids=["blocks of parents", "one block"])
+@pytest.mark.parametrize("head_dim", [72, 88])
+def test_columns_in_two_blocks_give_the_same(head_dim, parent_block, changes):
+    case = Case(head_dim=head_dim, parents=20, **changes)
+    whole, split = (
+        case.attend(config=Config(1, 1, 4, parent_block, rest_columns=rest)) for rest in (0, 32)
+    )
+    torch.testing.assert_close(split, whole, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("refined", [0, 3, 12])
 def test_empty_codewords_change_nothing_however_large_their_logits(refined):
     case = Case(refined=refined, empty=0.4)

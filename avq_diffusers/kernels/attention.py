@@ -453,6 +453,7 @@ class Config:
     parents_per_block: refined parents whose children form one block of the online softmax.
     parent_block: parents per block. If it holds all of them, no logit is computed twice.
     max_registers: per thread; fewer let more programs share a multiprocessor.
+    rest_columns: head dims above 64 are 64 columns and these; 0 is one block.
     """
 
     num_warps: int
@@ -460,6 +461,7 @@ class Config:
     parents_per_block: int
     parent_block: int
     max_registers: int | None = None
+    rest_columns: int = 0
 
 
 def default_config(
@@ -492,12 +494,12 @@ def default_config(
     config = replace(config, num_warps=triton.cdiv(tile_rows, 32))
     if not 0 < num_refined < num_parents:
         config = replace(config, parent_block=32)
+    if 64 < head_dim < 96:
+        return replace(config, rest_columns=32)
     if config.parent_block <= 64:
         config = replace(config, parents_per_block=few_parents)
         if head_dim <= 64:
             config = replace(config, max_registers=128)
-        elif head_dim < 96:
-            config = replace(config, max_registers=168)
     return config
 
 
@@ -596,7 +598,6 @@ def launch_constants(
             capability=capability,
         )
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
-    block_dim, rest_dim = (64, 32) if 64 < head_dim < 96 else (padded_dim, 0)
     selects = 0 < num_refined < num_parents
     is_tiled = selects and importance_tile is not None and importance_tile < num_parents
     parent_block = _padded(importance_tile) if is_tiled else min(config.parent_block, parent_rows)
@@ -615,8 +616,8 @@ def launch_constants(
         "BLOCK_N": _padded(query_tile),
         # Cut into 32 + 16 columns, products on an H200 read beyond shared memory with Triton 3.6
         # (triton issues 10486, 11366).
-        "BLOCK_D": block_dim,
-        "REST_D": rest_dim,
+        "BLOCK_D": 64 if config.rest_columns else padded_dim,
+        "REST_D": config.rest_columns,
         "CODE_STRIDE": padded_dim,
         "MEAN_STRIDE": mean_columns(head_dim),
         "BLOCK_M": parent_block,
