@@ -11,6 +11,7 @@ from diffusers import StableDiffusionPipeline
 
 from avq_diffusers import AVQConfig
 from avq_diffusers.mini import (
+    IMAGE_SIZE,
     MINI_SD,
     SCORER,
     TEST_SEEDS,
@@ -19,8 +20,8 @@ from avq_diffusers.mini import (
     write_coco,
 )
 from eval.benchmarks.attention import attention_rows, attention_table, bench_attention
-from eval.plots import panel_plot
 from eval.report import RESULTS, save_json
+from eval.stored import draw, read_result
 
 NUM_CALIBRATION_PROMPTS = 16
 DTYPES = ("float32", "float16", "bfloat16")
@@ -54,6 +55,13 @@ Levels = Annotated[
     str, typer.Option(help="UNet levels that change, as 0 or 0,1; folders bring their own.")
 ]
 Pictures = Annotated[int, typer.Option(min=2, help="Pictures a method.")]
+Dilated = Annotated[
+    bool,
+    typer.Option(
+        "--scalecrafter/--no-scalecrafter",
+        help="Dilate convolutions, for pictures larger than the model was trained on.",
+    ),
+]
 Model = Annotated[str, typer.Option(help="Folder or Hub id of a Stable Diffusion model.")]
 
 
@@ -204,12 +212,20 @@ def compare_command(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for every prompt.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
     levels: Levels = "0",
+    size: Annotated[
+        int | None, typer.Option(help="Side of the pictures; the model's own without it.")
+    ] = None,
+    dilated: Dilated = False,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
     """Pictures of each method against those of exact attention at equal prompts and seeds.
 
+    Besides the figures, a sheet shows four prompts by every method.
+
     Example: python -m eval compare --methods M64P16C8,M192 --device cuda
+
+    At twice the size: python -m eval compare --size 512 --scalecrafter --device cuda
     """
     from eval.compare import compare, compare_sheet, compare_table
 
@@ -224,9 +240,11 @@ def compare_command(
         levels=numbers,
         calibration_prompts=_calibration_prompts(),
         num_inference_steps=steps,
+        size=size,
+        is_dilated=dilated,
     )
     print(compare_table(rows))
-    name = f"compare_levels{''.join(map(str, numbers))}"
+    name = f"compare_levels{''.join(map(str, numbers))}{_picture_suffix(size, dilated)}"
     save_json(
         output / f"{name}.json",
         command=_command(),
@@ -234,6 +252,8 @@ def compare_command(
         prompts=chosen,
         num_seeds=seeds,
         num_inference_steps=steps,
+        size=size,
+        scalecrafter=dilated,
         rows=rows,
     )
     compare_sheet(output / f"{name}.png", pictures, chosen)
@@ -251,14 +271,19 @@ def scenes_command(
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
     batch: Annotated[int, typer.Option(min=1, help="Pictures made at once.")] = 64,
     levels: Levels = "0",
+    size: Annotated[int, typer.Option(help="Side of the pictures, a multiple of 64.")] = IMAGE_SIZE,
+    dilated: Dilated = False,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """FID, CLIP score and copy agreement on held-out scenes, with negative controls.
+    """FID, CLIP score, copy agreement and PSNR on held-out scenes, with negative controls.
 
-    Runs with other seeds can be averaged by `merge`.
+    PSNR is to the pictures of `exact`, if it is among the methods. Runs with other seeds can be
+    averaged by `merge`.
 
     Example: python -m eval scenes --pictures 5000 --device cuda
+
+    At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
     """
     from eval.metrics import Scorer
     from eval.scenes import scenes_table, score_methods
@@ -269,8 +294,9 @@ def scenes_command(
     # Convolutions of half precision are fastest in this layout.
     for network in (pipe.unet, pipe.vae):
         network.to(memory_format=torch.channels_last)
-    seed = f"_seed{first_seed}" if first_seed else ""
-    path = output / f"scenes_levels{''.join(map(str, numbers))}{seed}.json"
+    suffix = _picture_suffix(None if size == IMAGE_SIZE else size, dilated)
+    suffix += f"_seed{first_seed}" if first_seed else ""
+    path = output / f"scenes_levels{''.join(map(str, numbers))}{suffix}.json"
     rows = []
     for row in score_methods(
         pipe,
@@ -283,6 +309,8 @@ def scenes_command(
         num_inference_steps=steps,
         batch_size=batch,
         first_seed=first_seed,
+        size=size,
+        is_dilated=dilated,
     ):
         rows.append(row)
         print(scenes_table([row]).splitlines()[-1], flush=True)
@@ -293,6 +321,8 @@ def scenes_command(
             first_seed=first_seed,
             num_inference_steps=steps,
             dtype=str(dtype),
+            size=size,
+            scalecrafter=dilated,
             rows=rows,
         )
     print(scenes_table(rows))
@@ -307,14 +337,57 @@ def merge_command(
 
     Example: python -m eval merge scenes_levels0.json scenes_levels0_seed5000.json --output c.json
     """
-    from eval.scenes import merge_runs, scenes_table
+    from eval.scenes import PROTOCOL, merge_runs, scenes_table
 
     documents = [json.loads(path.read_text()) for path in results]
     rows = merge_runs(documents)
     print(scenes_table(rows))
+    protocol = {name: documents[0].get(name) for name in PROTOCOL}
     for document in documents:
         del document["rows"]
-    save_json(output, command=_command(), device="cpu", runs=documents, rows=rows)
+    save_json(output, command=_command(), device="cpu", **protocol, runs=documents, rows=rows)
+
+
+@app.command("table")
+def table_command(
+    results: Annotated[
+        list[Path], typer.Argument(help="Files of `scenes` or `merge`, and of `bench unet`.")
+    ],
+    name: Annotated[str, typer.Option(help="Of the file to write.")] = "table",
+    output: Output = RESULTS,
+) -> None:
+    """Join quality and speed of every method in one table, of pictures of one or more sizes.
+
+    A time of `bench unet` stands beside every row of the same configuration at the same levels.
+
+    Example: python -m eval table merged.json merged_512.json bench_unet_1024_graph_cuda.json
+    """
+    from eval.table import build_table, quality_table
+
+    table = build_table([read_result(path) for path in results])
+    print(quality_table(table))
+    save_json(output / f"{name}.json", command=_command(), device="cpu", **table)
+
+
+@app.command("plot")
+def plot_command(
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Files of table, errors, analyse, training, bench kernels or bench unet."
+        ),
+    ],
+    size: Annotated[
+        int | None,
+        typer.Option(help="Of the UNet step over whose time a table is shown, else its first."),
+    ] = None,
+) -> None:
+    """Draw stored results again, each as the PNG beside its file; of a table, quality over time.
+
+    Example: python -m eval plot eval/results/table.json --size 1024
+    """
+    for path in results:
+        draw(path, size=size)
 
 
 @app.command("errors")
@@ -343,7 +416,6 @@ def errors_command(
     from eval.errors import (
         add_kernel_times,
         elastic,
-        error_panels,
         errors_table,
         measure_errors,
         read_kernel_times,
@@ -380,7 +452,7 @@ def errors_command(
         kernel_times=times and times._asdict(),
         rows=rows,
     )
-    panel_plot(path.with_suffix(".png"), error_panels(rows, times))
+    draw(path)
 
 
 @app.command("analyse")
@@ -448,10 +520,11 @@ def analyse_command(
             device=device,
             num_pictures=pictures,
             num_timesteps=timesteps,
+            analysis=name,
             rows=rows,
         )
         print(analysis.table(rows))
-        analysis.plot(path.with_suffix(".png"), rows)
+        draw(path)
 
 
 @app.command("ablate")
@@ -521,12 +594,12 @@ def training_command(
 
     Example: python -m eval training --runs runs/m64p16c8,runs/m192
     """
-    from eval.training import read_log, thin, training_rows
+    from eval.training import read_log, thin
 
     curves = {run: thin(read_log(Path(run)), points) for run in runs.split(",")}
     path = output / f"{name}.json"
     save_json(path, command=_command(), device="cpu", runs=curves)
-    panel_plot(path.with_suffix(".png"), training_rows(curves))
+    draw(path)
 
 
 @coco_app.command("generate")
@@ -546,9 +619,7 @@ def coco_generate_command(
     pictures: Annotated[int, typer.Option(min=2, help="Number of captions.")] = 30_000,
     draw_seed: Annotated[int, typer.Option(help="Of the draw from annotations.")] = 0,
     size: Annotated[int, typer.Option(min=8, help="Side of the pictures.")] = 512,
-    dilated: Annotated[
-        bool, typer.Option("--scalecrafter", help="Dilate convolutions, as the paper does at 1024.")
-    ] = False,
+    dilated: Dilated = False,
     steps: Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")] = 25,
     guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 7.5,
     levels: Levels = "0",
@@ -681,6 +752,11 @@ def main() -> None:
 
 def _calibration_prompts() -> list[str]:
     return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
+
+
+def _picture_suffix(size: int | None, dilated: bool) -> str:
+    """Of the name of a file on pictures that are not the model's usual ones."""
+    return (f"_{size}" if size else "") + ("_scalecrafter" if dilated else "")
 
 
 def _prompts(path: Path | None) -> list[str]:

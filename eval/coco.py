@@ -17,7 +17,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +29,9 @@ from diffusers import PNDMScheduler, StableDiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
-from avq_diffusers import scalecrafter
 from eval.captions import Captions
 from eval.methods import REFINED_MARK, Method, attention_method, prepare_methods
-from eval.pictures import draw_batch, quiet
+from eval.pictures import dilation, draw_batch, quiet
 from eval.protocol import GENERATION
 from eval.report import save_json
 
@@ -111,7 +109,7 @@ def generate_folder(
     check_folder(folder, config)
     pipe = _load(model, dtype, device)
     prepare = partial(prepare_methods, pipe, levels=levels, calibration_prompts=calibration_prompts)
-    dilated = partial(scalecrafter, pipe, size, size) if is_dilated else nullcontext
+    dilated = partial(dilation, pipe, size, is_dilated=is_dilated)
     with dilated():
         pass  # refuses sizes before anything is written
     if state.is_main_process:

@@ -1,6 +1,6 @@
 """How close AVQ pictures are to the exact ones at equal prompts and seeds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,7 +12,7 @@ from PIL import Image
 from avq_diffusers import picture_sheet
 from eval.methods import EXACT, attention_method, method_cells, prepare_methods
 from eval.metrics import psnr, ssim
-from eval.pictures import generate
+from eval.pictures import dilation, generate
 
 
 def compare(
@@ -24,13 +24,32 @@ def compare(
     levels: tuple[int, ...] = (0,),
     calibration_prompts: Sequence[str],
     num_inference_steps: int = 25,
+    size: int | None = None,
+    is_dilated: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Generate every prompt at every seed by every method, and measure PSNR and SSIM to exact.
+
+    Args:
+        pipe: without AVQ.
+        methods: names of `Method`; exact attention comes before them.
+        prompts: of the pictures.
+        seeds: of the noise, for every prompt.
+        levels: UNet levels that change.
+        calibration_prompts: of methods that are calibrated, at the model's own size.
+        num_inference_steps: denoising steps.
+        size: side of the pictures; None is the model's own.
+        is_dilated: use ScaleCrafter, which needs a size.
 
     Returns:
         One row a method with median, 10th percentile and per-picture values; and the uint8
         pictures (len(seeds) * len(prompts), h, w, 3) of each method, prompts running fastest.
+
+    Raises:
+        FileNotFoundError, ValueError: as `prepare_methods`, or ScaleCrafter has no settings for the
+            size.
     """
+    with dilation(pipe, size, is_dilated=is_dilated):
+        pass  # refuses sizes before the work
     prepared = prepare_methods(
         pipe, (EXACT, *methods), levels=levels, calibration_prompts=calibration_prompts
     )
@@ -44,6 +63,8 @@ def compare(
                 all_prompts,
                 all_seeds,
                 num_inference_steps=num_inference_steps,
+                size=size,
+                is_dilated=is_dilated,
                 description=method.name,
             )
     rows = []
@@ -53,15 +74,22 @@ def compare(
         rows.append(
             {
                 **method.facts(),
-                "psnr_median": median(decibels.tolist()),
-                # Between a number and the infinity of identical pictures nothing interpolates.
-                "psnr_p10": float(np.percentile(decibels, 10, method="lower")),
+                **psnr_figures(decibels),
                 "ssim_median": median(similarity.tolist()),
                 "psnr": decibels.tolist(),
                 "ssim": similarity.tolist(),
             }
         )
     return rows, pictures
+
+
+def psnr_figures(decibels: np.ndarray) -> dict[str, float]:
+    """Median and 10th percentile of the PSNR of pictures (n,)."""
+    return {
+        "psnr_median": median(decibels.tolist()),
+        # Between a number and the infinity of identical pictures nothing interpolates.
+        "psnr_p10": float(np.percentile(decibels, 10, method="lower")),
+    }
 
 
 def compare_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -79,11 +107,15 @@ def compare_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def compare_sheet(
-    path: Path, pictures: dict[str, np.ndarray], prompts: Sequence[str], *, num_rows: int = 4
+    path: Path,
+    pictures: Mapping[str, np.ndarray],
+    prompts: Sequence[str],
+    *,
+    num_columns: int = 4,
 ) -> None:
-    """One row a prompt (first seed), one column a method."""
-    rows = [
-        [Image.fromarray(images[index]) for images in pictures.values()]
-        for index in range(min(num_rows, len(prompts)))
-    ]
-    picture_sheet(rows, list(pictures), row_titles=prompts[:num_rows]).save(path)
+    """One row a method, one column a prompt (first seed), the prompts below."""
+    shown = prompts[:num_columns]
+    rows = [[Image.fromarray(one) for one in images[: len(shown)]] for images in pictures.values()]
+    numbers = [str(number) for number in range(1, len(shown) + 1)]
+    table = list(zip(numbers, shown, strict=True))
+    picture_sheet(rows, numbers, row_titles=list(pictures), table=table).save(path)

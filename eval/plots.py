@@ -2,14 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 # Okabe and Ito's palette without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", ":", "-.")
 MOST_MARKERS = 20
+# Where a label may stand beside its point, the best places first.
+LABEL_DISTANCES = (5, 14, 26, 40, 56)
+LABEL_SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,26 @@ class HeatMap:
     title: str
     rows: Sequence[str]
     values: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point with an error bar in y; `label` stands beside it."""
+
+    label: str
+    x: float
+    y: float
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
+class PointPanel:
+    """Axes of a `point_plot`, with a dashed line at the height of `reference`."""
+
+    title: str
+    xlabel: str
+    points: Sequence[Point]
+    reference: float | None = None
 
 
 def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
@@ -101,6 +126,83 @@ def _style(labels: Sequence[str], line: Line) -> dict[str, str]:
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
     }
+
+
+def point_plot(path: Path, rows: Sequence[Sequence[PointPanel]]) -> None:
+    """Write rows of equally many panels; a label has one colour and marker in all of them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    labels = list(
+        dict.fromkeys(point.label for row in rows for panel in row for point in panel.points)
+    )
+    columns = len(rows[0])
+    figure = Figure(figsize=(6.4 * columns, 4.6 * len(rows)), layout="constrained")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    panels = [panel for row in rows for panel in row]
+    grid = list(figure.subplots(len(rows), columns, squeeze=False).flat)
+    colours = {label: COLOURS[index % len(COLOURS)] for index, label in enumerate(labels)}
+    for axes, panel in zip(grid, panels, strict=True):
+        for point in panel.points:
+            axes.errorbar(
+                point.x,
+                point.y,
+                point.error,
+                color=colours[point.label],
+                marker=MARKERS[labels.index(point.label) % len(MARKERS)],
+                capsize=3,
+            )
+        if panel.reference is not None:
+            axes.axhline(panel.reference, linestyle="--", linewidth=0.8, color="#808080")
+        axes.margins(0.2)
+        axes.set(xlabel=panel.xlabel, title=panel.title)
+        axes.grid(alpha=0.3)
+    figure.draw_without_rendering()  # from here on the axes stay where they are
+    for axes, panel in zip(grid, panels, strict=True):
+        _label_points(axes, panel, colours, renderer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def _label_points(axes: Any, panel: PointPanel, colours: Mapping[str, str], renderer: Any) -> None:
+    """Write the labels where each covers least of points, error bars, lines and other labels."""
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    frame = axes.get_window_extent(renderer)
+    taken = []
+    for point in panel.points:
+        left, low = axes.transData.transform((point.x, point.y - point.error)) - 5
+        right, high = axes.transData.transform((point.x, point.y + point.error)) + 5
+        taken.append(Bbox.from_extents(left, low, right, high))
+    if panel.reference is not None:
+        _, height = axes.transData.transform((0, panel.reference))
+        taken.append(Bbox.from_extents(frame.x0, height - 1, frame.x1, height + 1))
+    for point in panel.points:
+        label = axes.annotate(
+            point.label,
+            (point.x, point.y),
+            (0, 0),
+            textcoords="offset points",
+            fontsize=8,
+            color=colours[point.label],
+            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": "#808080"},
+        )
+        label.set_in_layout(False)
+
+        def move(distance: int, side: tuple[int, int], label: Any = label) -> Bbox:
+            label.set_position((distance * side[0], distance * side[1]))
+            label.set_horizontalalignment(("center", "left", "right")[side[0]])
+            label.set_verticalalignment(("center", "bottom", "top")[side[1]])
+            label.update_positions(renderer)
+            return Text.get_window_extent(label, renderer)  # without its line
+
+        def cost(place: tuple[int, tuple[int, int]]) -> int:
+            box = move(*place)
+            inside = frame.contains(*box.min) and frame.contains(*box.max)
+            return box.count_overlaps(taken) + (0 if inside else len(taken))
+
+        taken.append(move(*min(product(LABEL_DISTANCES, LABEL_SIDES), key=cost)))
 
 
 def heat_maps(path: Path, maps: Sequence[HeatMap], *, xlabel: str, label: str) -> None:

@@ -1,20 +1,32 @@
 """Quality of mini-sd on held-out scenes: FID, CLIP score and copy agreement, with controls."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
-from avq_diffusers.mini import Scene, corrupt, render
-from eval.methods import attention_method, method_cells, prepare_methods
-from eval.metrics import FrechetDistance, Scorer, clip_scores, copy_agreements
-from eval.pictures import generate
+from avq_diffusers.mini import IMAGE_SIZE, Scene, corrupt, render
+from eval.compare import psnr_figures
+from eval.methods import EXACT, attention_method, method_cells, prepare_methods
+from eval.metrics import FrechetDistance, Scorer, clip_scores, copy_agreements, psnr
+from eval.pictures import dilation, generate
+from eval.tables import markdown_table, number
 
-FIGURES = ("fid", "clip_score", "copy_agreement")
+FIGURES = (
+    "fid",
+    "clip_score",
+    "copy_agreement",
+    "psnr_median",
+    "psnr_p10",
+    "seconds_per_picture",
+)
 MEASURED = {*FIGURES, *(f"{name}_sem" for name in FIGURES)}
-PROTOCOL = ("num_inference_steps", "dtype")
+PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
+HEADER = ("FID", "CLIP score", "copy agreement", "PSNR dB, median (p10)")
 REAL = "real scenes"
 BROKEN = "real scenes, copies broken"
 
@@ -31,18 +43,48 @@ def score_methods(
     num_inference_steps: int = 25,
     batch_size: int = 64,
     first_seed: int = 0,
+    size: int = IMAGE_SIZE,
+    is_dilated: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row a method: its pictures of `scenes` against other scenes.
 
     The noise of picture i has the seed `first_seed + i`, the same for every method. Two rows of
     rendered pictures come first, as ceiling and floor of the figures: other real scenes, and the
-    same with their copies broken.
+    same with their copies broken. Then comes `exact`, wherever it stands among the methods: PSNR is
+    that of the other methods' pictures to its own. Seconds per picture are those of generation,
+    first calls included.
+
+    Real pictures are rendered at the size of the generated ones. Copy agreement is measured at this
+    size; for FID and CLIP score the scorer resizes all of them to its own by an antialiased
+    bilinear filter. Two rows of pictures are in memory at a time.
+
+    Args:
+        pipe: without AVQ.
+        methods: names of `Method`.
+        scenes: whose captions are drawn.
+        reference_scenes: that FID compares with.
+        scorer: gives features and CLIP scores.
+        levels: UNet levels that change.
+        calibration_prompts: of methods that are calibrated, at the model's own size.
+        num_inference_steps: denoising steps.
+        batch_size: pictures made at once.
+        first_seed: of the noise.
+        size: side of the pictures, a multiple of 64.
+        is_dilated: use ScaleCrafter.
+
+    Raises:
+        FileNotFoundError, ValueError: as `prepare_methods`, or the size is no multiple of 64 or one
+            that ScaleCrafter has no settings for.
     """
+    if size <= 0 or size % 64:
+        raise ValueError(f"the size must be a multiple of 64, but got {size}.")
+    with dilation(pipe, size, is_dilated=is_dilated):
+        pass  # refuses sizes before the work
     prepared = prepare_methods(
         pipe, methods, levels=levels, calibration_prompts=calibration_prompts
     )
     captions = [scene.caption for scene in scenes]
-    distance = FrechetDistance(scorer, _render_all(reference_scenes))
+    distance = FrechetDistance(scorer, _render_all(reference_scenes, size))
 
     def row(facts: dict[str, Any], pictures: np.ndarray) -> dict[str, Any]:
         agreement = copy_agreements(pictures, scenes)
@@ -57,9 +99,11 @@ def score_methods(
             "copy_agreement_sem": _standard_error(agreement),
         }
 
-    yield row({"method": REAL}, _render_all(scenes))
-    yield row({"method": BROKEN}, _render_all(scenes, broken=True))
-    for method in prepared:
+    yield row({"method": REAL}, _render_all(scenes, size))
+    yield row({"method": BROKEN}, _render_all(scenes, size, broken=True))
+    exact = None
+    for method in sorted(prepared, key=lambda method: method.name != EXACT):
+        start = perf_counter()
         with attention_method(pipe, method):
             pictures = generate(
                 pipe,
@@ -67,9 +111,19 @@ def score_methods(
                 range(first_seed, first_seed + len(captions)),
                 num_inference_steps=num_inference_steps,
                 batch_size=batch_size,
+                size=size,
+                is_dilated=is_dilated,
                 description=method.name,
             )
-        yield row(method.facts(), pictures)
+        seconds = (perf_counter() - start) / len(captions)
+        if method.name == EXACT:
+            exact = pictures
+        yield {
+            **row(method.facts(), pictures),
+            **_psnr(pictures, exact),
+            "seconds_per_picture": seconds,
+        }
+        del pictures  # before the next ones are made
 
 
 def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -85,7 +139,7 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if len(runs) < 2 or None in seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"expected results of scenes with different seeds, but got seeds {seeds}.")
     protocols = [
-        {name: run[name] for name in PROTOCOL}
+        {name: run.get(name) for name in PROTOCOL}
         | {
             "rows": [
                 {name: row[name] for name in row if name not in MEASURED} for row in run["rows"]
@@ -97,43 +151,58 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         raise ValueError(
             f"the runs must have the same methods and pictures, and the same {', '.join(PROTOCOL)}."
         )
-    merged = []
-    for facts, *rows in zip(protocols[0]["rows"], *(run["rows"] for run in runs), strict=True):
-        figures = {name: np.array([row[name] for row in rows]) for name in FIGURES}
-        merged.append(
-            {
-                **facts,
-                "num_runs": len(runs),
-                **{name: float(values.mean()) for name, values in figures.items()},
-                **{f"{name}_sem": _standard_error(values) for name, values in figures.items()},
-            }
-        )
-    return merged
-
-
-def scenes_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
-    lines = [
-        "| method | effective codewords | FID | CLIP score | copy agreement |",
-        "|---|---|---|---|---|",
+    return [
+        {**facts, "num_runs": len(runs), **_over_runs(rows)}
+        for facts, *rows in zip(protocols[0]["rows"], *(run["rows"] for run in runs), strict=True)
     ]
-    for row in rows:
-        spread = f" ± {row['fid_sem']:.3f}" if "fid_sem" in row else ""
-        lines.append(
-            f"| {method_cells(row)} | {row['fid']:.3f}{spread} "
-            f"| {row['clip_score']:.2f} ± {row['clip_score_sem']:.2f} "
-            f"| {row['copy_agreement']:.3f} ± {row['copy_agreement_sem']:.3f} |"
-        )
-    return "\n".join(lines)
 
 
-def _render_all(scenes: Sequence[Scene], *, broken: bool = False) -> np.ndarray:
-    return np.stack(
-        [
-            corrupt(scene, seed) if broken else render(scene)
-            for seed, scene in enumerate(tqdm(scenes, desc="rendering"))
-        ]
+def scenes_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a Markdown table."""
+    return markdown_table(
+        ["method", "effective codewords", *HEADER],
+        ([method_cells(row), *figure_cells(row)] for row in rows),
     )
+
+
+def figure_cells(row: Mapping[str, Any]) -> list[str]:
+    """The cells of a row under `HEADER`; ± is one standard error."""
+
+    def cell(name: str, form: str) -> str:
+        spread = row.get(f"{name}_sem")
+        return number(row.get(name), form) + ("" if spread is None else f" ± {spread:{form}}")
+
+    median = cell("psnr_median", ".1f")
+    if row.get("psnr_p10") is not None:
+        median += f" ({row['psnr_p10']:.1f})"
+    return [cell("fid", ".3f"), cell("clip_score", ".2f"), cell("copy_agreement", ".3f"), median]
+
+
+def _psnr(pictures: np.ndarray, exact: np.ndarray | None) -> dict[str, float | None]:
+    """Figures of PSNR to exact attention; None without its pictures, and for these themselves."""
+    if exact is None or exact is pictures:
+        return {"psnr_median": None, "psnr_p10": None}
+    # One at a time: `psnr` computes in float64.
+    pairs = zip(pictures, exact, strict=True)
+    return psnr_figures(np.concatenate([psnr(one[None], other[None]) for one, other in pairs]))
+
+
+def _over_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Means and standard errors of each figure, None where a run has none."""
+    figures = {}
+    for name in FIGURES:
+        values = [row.get(name) for row in rows]
+        known = None not in values
+        figures[name] = mean(values) if known else None
+        figures[f"{name}_sem"] = _standard_error(np.array(values)) if known else None
+    return figures
+
+
+def _render_all(scenes: Sequence[Scene], size: int, *, broken: bool = False) -> np.ndarray:
+    pictures = np.empty((len(scenes), size, size, 3), np.uint8)
+    for index, scene in enumerate(tqdm(scenes, desc="rendering")):
+        pictures[index] = corrupt(scene, index, size) if broken else render(scene, size)
+    return pictures
 
 
 def _standard_error(values: np.ndarray) -> float:

@@ -1,0 +1,496 @@
+"""Scenes at any size, the table of quality and speed, and plots drawn from stored results."""
+
+import json
+from itertools import combinations
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from diffusers import StableDiffusionPipeline
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from PIL import Image
+from test_eval import run_command, scenes_run
+from tiny import random_codebooks, tiny_pipe, tiny_unet
+
+from avq_diffusers import ScaleCrafterConfig, scalecrafter
+from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
+from eval import scenes
+from eval.analyses import ANALYSES
+from eval.benchmarks.kernels import plot_kernels
+from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
+from eval.compare import compare_sheet
+from eval.errors import KernelTimes, error_panels
+from eval.methods import EXACT, NO_ATTENTION, TOME, attention_method, prepare_methods
+from eval.metrics import Scorer, psnr
+from eval.pictures import dilation, generate
+from eval.plots import Point, PointPanel, _label_points, panel_plot, point_plot
+from eval.report import save_json
+from eval.stored import Result, draw, read_result
+from eval.table import build_table, quality_table, table_panels
+from eval.training import training_rows
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    return Scorer(SCORER)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder of a model that was trained at 128."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_pipe().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def codebooks(tmp_path_factory):
+    """A folder of codebooks of levels 0 and 1 for this model."""
+    folder = tmp_path_factory.mktemp("codebooks")
+    random_codebooks(tiny_unet()).save_pretrained(folder)
+    return str(folder)
+
+
+class TestScenes:
+    def test_the_command_at_twice_the_size(self, model, codebooks, tmp_path, monkeypatch, capsys):
+        """Fails for pictures that are not dilated, of another size, or PSNR to other pictures."""
+        places = ["--model", model, "--output", tmp_path, "--methods", f"{codebooks},exact"]
+        counts = ["--pictures", 2, "--steps", 2, "--batch", 2]
+        run_command(monkeypatch, "scenes", *places, *counts, "--scalecrafter")
+        document = json.loads((tmp_path / "scenes_levels0_scalecrafter.json").read_text())
+        assert (document["size"], document["scalecrafter"]) == (256, True)
+        names = [scenes.REAL, scenes.BROKEN, EXACT, codebooks]
+        assert [row["method"] for row in document["rows"]] == names
+        _, _, exact, avq = document["rows"]
+        assert exact["psnr_median"] is exact["psnr_p10"] is None
+        assert exact["seconds_per_picture"] > 0
+
+        pipe = StableDiffusionPipeline.from_pretrained(model)
+        captions = [sample_scene(seed).caption for seed in TEST_SEEDS[:2]]
+        (method,) = prepare_methods(pipe, [codebooks], levels=(0,), calibration_prompts=())
+        arguments = {"num_inference_steps": 2, "batch_size": 2, "size": 256}
+        with scalecrafter(pipe, 256, 256):
+            expected = generate(pipe, captions, range(2), **arguments)
+            with attention_method(pipe, method):
+                pictures = generate(pipe, captions, range(2), **arguments)
+        assert expected.shape == (2, 256, 256, 3)
+        values = psnr(pictures, expected)
+        assert avq["psnr_median"] == pytest.approx(values.mean(), abs=0.1)
+        assert avq["psnr_p10"] == pytest.approx(values.min(), abs=0.1)
+        undilated = psnr(generate(pipe, captions, range(2), **arguments), expected)
+        assert undilated.max() < values.min() - 1
+        assert f"| {avq['psnr_median']:.1f} ({avq['psnr_p10']:.1f}) |" in capsys.readouterr().out
+
+    def test_rows_at_another_size(self, scorer, monkeypatch):
+        """Fails for real pictures of the usual size, boxes that do not scale, PSNR to the row
+        before, or `exact` in the place where it was named."""
+        shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
+        by_caption = {scene.caption: scene for scene in shown}
+        drawn = []
+
+        def paint(pipe, prompts, seeds, *, size, is_dilated, description, **options):
+            drawn.append(description)
+            images = np.stack([render(by_caption[prompt], size) for prompt in prompts])
+            error = np.uint8(0 if description == EXACT else 3 * len(drawn))
+            return np.where(images > 127, images - error, images + error)
+
+        monkeypatch.setattr(scenes, "generate", paint)
+        arguments = {"calibration_prompts": (), "size": 320}
+        methods = [NO_ATTENTION, EXACT, TOME]
+        pipe = tiny_pipe()
+        rows = list(scenes.score_methods(pipe, methods, shown, shown, scorer, **arguments))
+        real, broken, *others = rows
+        assert drawn == [row["method"] for row in others] == [EXACT, NO_ATTENTION, TOME]
+        assert [real["fid"], others[0]["fid"]] == pytest.approx([0, 0], abs=1e-2)
+        assert real["copy_agreement"] > 0.99
+        assert abs(broken["copy_agreement"]) < 0.2
+        assert others[0]["copy_agreement"] > 0.99
+        decibels = [row["psnr_median"] for row in others]
+        assert decibels == [None, *(pytest.approx(20 * np.log10(255 / x)) for x in (6, 9))]
+        rows = scenes.score_methods(pipe, [TOME], shown, shown, scorer, **arguments)
+        assert list(rows)[2]["psnr_median"] is None
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"size": 500}, "the size must be a multiple of 64, but got 500"),
+            ({"size": 0}, "the size must be a multiple of 64, but got 0"),
+            ({"size": 128, "is_dilated": True}, "larger than the training size, 128"),
+            ({"size": 192, "is_dilated": True}, "there are ScaleCrafter settings for 256 x 256"),
+        ],
+    )
+    def test_sizes_are_refused_before_the_work(self, options, message):
+        pipe = tiny_pipe()
+        pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
+        shown = [sample_scene(0)]
+        rows = scenes.score_methods(
+            pipe, ["M4"], shown, shown, None, calibration_prompts=["a"], **options
+        )
+        with pytest.raises(ValueError, match=message):
+            next(rows)
+
+    def test_mini_sd_has_a_window_of_its_own(self):
+        """Fails where SD1.5's 30 steps are taken, or mini-sd's for other models."""
+        mini = StableDiffusionPipeline.from_pretrained(MINI_SD)
+        for pipe, size, steps in ((mini, 512, 42), (mini, 1024, 35), (tiny_pipe(), 256, 30)):
+            with dilation(pipe, size, is_dilated=True):
+                config = pipe.unet._scalecrafter.config
+                assert config.num_dilated_steps == steps
+                assert size == 1024 or config == ScaleCrafterConfig((1, 2), steps)
+            with dilation(pipe, size, is_dilated=False):
+                assert not hasattr(pipe.unet, "_scalecrafter")
+        with pytest.raises(ValueError, match="ScaleCrafter needs a size"):
+            dilation(mini, None, is_dilated=True)
+
+
+class TestMerge:
+    def test_psnr_and_time_are_averaged(self):
+        """Fails for errors over pictures, or a mean over those runs that have a figure."""
+        runs = [scenes_run(seed) for seed in range(3)]
+        for run, decibels in zip(runs, (30.0, 33.0, 36.0), strict=True):
+            run["rows"][0] |= {"psnr_median": decibels, "seconds_per_picture": 0.5}
+            run["rows"][0]["psnr_p10"] = None if decibels == 33 else decibels
+        (row,) = scenes.merge_runs(runs)
+        assert row["psnr_median"] == 33
+        assert row["psnr_median_sem"] == pytest.approx(3 / 3**0.5)
+        assert row["psnr_p10"] is row["psnr_p10_sem"] is None
+        assert row["seconds_per_picture"] == 0.5
+        assert scenes.scenes_table([row]).endswith("| 33.0 ± 1.7 |")
+
+    @pytest.mark.parametrize("change", [{"size": 512}, {"scalecrafter": True}])
+    def test_sizes_are_not_mixed(self, change):
+        with pytest.raises(ValueError, match=r"and the same .*size, scalecrafter"):
+            scenes.merge_runs([scenes_run(0), scenes_run(1) | change])
+
+
+def quality_row(method, config=None, origin=None, levels=(0,), **figures):
+    facts = {"config": config, "origin": origin, "levels": list(levels)}
+    facts["effective_codewords"] = 192 if config == "M64P16C8" else None
+    return {"method": method, **facts, "num_pictures": 5, **figures}
+
+
+def quality(rows, *, kind="scenes", size=256, seed=0, **changes):
+    document = {"command": f"python -m eval {kind} --x", "first_seed": seed, "size": size}
+    document |= {"scalecrafter": size > 256, "num_inference_steps": 25, "dtype": "half"}
+    return {**document, "rows": rows, **changes}
+
+
+def speed(times, *, size=512, unet="SD1.5", **changes):
+    rows = [{"size": size, "mode": "graph", "method": m, "ms": ms} for m, ms in times.items()]
+    environment = {"device": "GPU"}
+    document = {"command": "python -m eval bench unet", "environment": environment, "unet": unet}
+    return {**document, "mode": "in a graph", "rows": rows, **changes}
+
+
+def result(document, name="a.json"):
+    """As `read_result` gives it, but not from a file."""
+    words = document["command"].split()
+    kind = " ".join(words[3:5]) if words[3] == "bench" else words[3]
+    return Result(SimpleNamespace(name=name, __str__=lambda self: name), kind, document)
+
+
+FIGURES = {"fid": 20.0, "fid_sem": 0.5, "clip_score": 90.0, "copy_agreement": 0.75}
+FOLDER = "runs/m64/codebooks"
+SMALL, LARGE = "256²", "512², ScaleCrafter"
+TIMES = "512² (SD1.5; in a graph)"
+
+
+@pytest.fixture
+def table():
+    distilled = (FOLDER, "M64P16C8", "distilled")
+    small = [
+        {"method": scenes.REAL, "num_pictures": 5, **FIGURES},
+        quality_row(EXACT, **FIGURES),
+        quality_row("M64P16C8", "M64P16C8", "calibrated", **FIGURES),
+        quality_row(*distilled, fid=21.0, clip_score=89.0),
+        quality_row(f"{FOLDER}@P8", "M64P8C8", "distilled", **FIGURES),
+        quality_row("tome", **FIGURES),
+        quality_row("value-projection", **FIGURES),
+    ]
+    both = [quality_row(EXACT, levels=(0, 1), fid=99.0), quality_row(*distilled, (0, 1), fid=22.0)]
+    large = [quality_row(EXACT, fid=30.0, clip_score=80.0), quality_row(*distilled, fid=31.0)]
+    timed = {"sdpa": 10.0, "limit": 5.0, "M64P16C8": 6.0, "M64P16C8@L0": 7.0, "tome": 8.0}
+    timed |= {"M64P16C8/fastest": 6.5, "M64P8C8@L0": None, "M4": 5.5}
+    documents = [
+        speed(timed),
+        quality(small),
+        quality(both),
+        quality(large, kind="merge", size=512, runs=[{"first_seed": 0}, {"first_seed": 5}]),
+        speed({"sdpa": 40.0, "M64P16C8@L0": 28.0}, size=1024),
+        speed({"sdpa": 3.0}, unet="mini-sd"),
+    ]
+    return build_table([result(document) for document in documents])
+
+
+class TestTable:
+    def test_times_belong_to_what_runs(self, table):
+        """Fails for a join by name: of folders, of levels, of the default route, of exact."""
+        times = {(row["method"], *row["levels"]): row["ms"].get(TIMES) for row in table["rows"]}
+        assert times == {
+            (scenes.REAL,): None,
+            (EXACT,): 10,
+            ("M64P16C8", 0): 7,
+            (FOLDER, 0): 7,
+            (f"{FOLDER}@P8", 0): None,  # measured, and wrong
+            ("tome", 0): 8,
+            ("value-projection", 0): None,
+            (FOLDER, 0, 1): 6,
+            ("limit",): 5,
+            ("AVQ 64/16/8, fastest route", 0, 1): 6.5,
+            ("VQ 4", 0, 1): 5.5,
+        }
+        (exact,) = (row for row in table["rows"] if row["method"] == EXACT)
+        other_times = {"1024² (SD1.5; in a graph)": 40, "512² (mini-sd; in a graph)": 3}
+        assert exact["ms"] == {TIMES: 10, **other_times}
+
+    def test_quality_stands_by_size(self, table):
+        """Fails where a size overwrites another, or a later file a row that is there."""
+        rows = {(row["method"], *row["levels"]): row["quality"] for row in table["rows"]}
+        assert rows[EXACT,][SMALL] == FIGURES
+        assert {size: figures["fid"] for size, figures in rows[EXACT,].items()} == {
+            SMALL: 20,
+            LARGE: 30,
+        }
+        assert {size: figures["fid"] for size, figures in rows[FOLDER, 0].items()} == {
+            SMALL: 21,
+            LARGE: 31,
+        }
+        assert rows[FOLDER, 0, 1] == {SMALL: {"fid": 22}}
+        assert rows["limit",] == {}
+        assert table["quality"][LARGE]["first_seeds"] == [0, 5]
+
+    def test_markdown(self, table):
+        lines = quality_table(table).splitlines()
+        cells = {line.split(" | ")[0]: line.split(" | ") for line in lines}
+        assert len({len(line.split(" | ")) for line in (lines[0], *lines[2:])}) == 1
+        assert cells[f"| {EXACT}"][1:6] == ["-", "-", "20.000 ± 0.500", "90.00", "0.750"]
+        assert cells[f"| {EXACT}"][-3:] == ["10", "40", "3 |"]
+        assert cells["| M64P16C8"][1:3] == ["192", "0"]
+        assert cells["| limit"][1:-3] == ["-"] * (len(cells["| limit"]) - 4)
+        assert f"| {FOLDER} (M64P16C8) | 192 | 0, 1 | 22.000 | - | - | - | - |" in "\n".join(lines)
+
+    def test_panels(self, table):
+        """Fails for a row without time or figure that is drawn, or labels that are the same."""
+        (fid, clip), (fid_large, clip_large) = table_panels(table)
+        assert [(point.label, point.x, point.y) for point in fid.points] == [
+            (EXACT, 10, 20),
+            ("M64P16C8, calibrated", 7, 20),
+            ("M64P16C8, distilled, level 0", 7, 21),
+            ("tome", 8, 20),
+            ("M64P16C8, distilled, level 0+1", 6, 22),
+        ]
+        assert [point.error for point in fid.points] == [0.5, 0.5, 0, 0.5, 0]
+        assert (fid.reference, clip.reference, fid_large.reference) == (20, 90, 30)
+        assert [point.y for point in clip.points] == [90, 90, 89, 90]
+        assert [point.x for point in clip_large.points] == [10]
+        fid, _ = table_panels(table, 1024)[0]
+        assert [point.x for point in fid.points] == [40, 28, 28]
+
+    def test_panels_of_a_size_that_is_not_there(self, table):
+        with pytest.raises(ValueError, match=r"has 2 of scenes and times at the sizes \[512, 1024"):
+            table_panels(table, 2048)
+        table = build_table([result(speed({"sdpa": 1.0}))])
+        with pytest.raises(ValueError, match="has 0 of scenes"):
+            table_panels(table)
+
+    @pytest.mark.parametrize(
+        ("document", "message"),
+        [
+            ({"command": "python -m eval errors"}, "a table is made of results of scenes, merge, "),
+            (quality([quality_row(EXACT)], seed=1), "other seeds; average seeds by merge first"),
+            (quality([quality_row(EXACT)], dtype="x"), "have pictures of 256², but are of another"),
+            (
+                {"command": "python -m eval scenes", "rows": []},
+                "does not say the size of its pictures; make it again: python -m eval scenes",
+            ),
+            (speed({"sdpa": 1.0}), "a.json both have the times of 512"),
+            (speed({"M5P6C7@0": 1.0}, size=64), "names a method that is none: .*'M5P6C7@0'"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, document, message):
+        fitting = [quality([quality_row(EXACT)]), speed({"sdpa": 1.0})]
+        documents = [*map(result, fitting), result(document, "b.json")]
+        with pytest.raises(ValueError, match=message):
+            build_table(documents)
+
+    def test_the_commands(self, tmp_path, monkeypatch, capsys):
+        """From files to table.json, and from that to its plot at a size."""
+        documents = {"a": quality([quality_row(EXACT, **FIGURES)]), "b": speed({"sdpa": 10.0})}
+        documents["c"] = speed({"sdpa": 40.0}, size=1024)
+        files = [tmp_path / f"{name}.json" for name in documents]
+        for file, document in zip(files, documents.values(), strict=True):
+            file.write_text(json.dumps(document))
+        run_command(monkeypatch, "table", *files, "--output", tmp_path)
+        table = json.loads((tmp_path / "table.json").read_text())
+        assert quality_table(table) in capsys.readouterr().out
+        plots = []
+        for options in ([], ["--size", "512"], ["--size", "1024"]):
+            run_command(monkeypatch, "plot", tmp_path / "table.json", *options)
+            plots.append((tmp_path / "table.png").read_bytes())
+        assert plots[0] == plots[1] != plots[2]
+
+
+def test_labels_stand_apart_and_inside():
+    """Eight methods at nearly one place; fails for labels at a fixed place beside their points."""
+    points = [Point(f"M64P16C8, number {i}", 2 + i / 50, 2 + i % 3 / 50, 0.01) for i in range(8)]
+    panel = PointPanel("", "", [*points, Point("far", 5, 9)], reference=2.0)
+    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    axes = figure.subplots()
+    axes.plot([point.x for point in panel.points], [point.y for point in panel.points], "o")
+    axes.margins(0.2)
+    figure.draw_without_rendering()
+    colours = {point.label: "black" for point in panel.points}
+    _label_points(axes, panel, colours, renderer)
+    assert [text.get_text() for text in axes.texts] == list(colours)
+    boxes = [Text.get_window_extent(text, renderer) for text in axes.texts]
+    assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
+    frame = axes.get_window_extent()
+    assert all(frame.contains(*box.min) and frame.contains(*box.max) for box in boxes)
+
+
+def error_row(method, config, effective):
+    figures = ("output_error", "feature_relative_mse", "forced_relative_mse", "capture")
+    facts = {"method": method, "config": config, "origin": "calibrated", "num_refined": 2}
+    facts |= {"effective_codewords": effective, "kernel_ms": 0.1 * effective}
+    return {**facts, **dict.fromkeys(figures, 1 / effective)}
+
+
+KERNEL_ROWS = [
+    {"part": "sd15", "batch": 2, "heads": 8, "head_dim": 40, "dtype": "half", **row}
+    for row in ({"method": "a", "tokens": 64, "ms": 1.5}, {"method": "b", "tokens": 64, "ms": None})
+]
+ERROR_ROWS = [error_row("M8P2C2", "M8P2C2", 12), error_row("M4", "M4", 4)]
+UTILISATION_ROWS = [
+    {"config": "M4", "origin": "x", "num_codewords": n, "active_ratio": 1 / n, "evenness": 0.5}
+    for n in (4, 8)
+]
+CURVES = {"run": {"step": [1, 2], "samples": [4, 8], "loss": [0.5, 0.25], "capture/a": [0.1, None]}}
+TIMES_OF_KERNELS = KernelTimes("B2", {"M4": 0.4})
+
+
+class TestDraw:
+    @pytest.mark.parametrize(
+        ("command", "content", "plot"),
+        [
+            (
+                "bench kernels --parts sd15",
+                {"rows": KERNEL_ROWS},
+                lambda path: plot_kernels(path, "sd15", KERNEL_ROWS),
+            ),
+            (
+                "errors",
+                {"rows": ERROR_ROWS, "kernel_times": None},
+                lambda path: panel_plot(path, error_panels(ERROR_ROWS)),
+            ),
+            (
+                "errors",
+                {"rows": ERROR_ROWS, "kernel_times": TIMES_OF_KERNELS._asdict()},
+                lambda path: panel_plot(path, error_panels(ERROR_ROWS, TIMES_OF_KERNELS)),
+            ),
+            (
+                "analyse heads utilisation",
+                {"rows": UTILISATION_ROWS, "analysis": "utilisation"},
+                lambda path: ANALYSES["utilisation"].plot(path, UTILISATION_ROWS),
+            ),
+            (
+                "training --runs run",
+                {"runs": CURVES},
+                lambda path: panel_plot(path, training_rows(CURVES)),
+            ),
+        ],
+    )
+    def test_the_plot_is_that_of_the_command(self, command, content, plot, tmp_path):
+        """Fails where JSON loses what the plot needs."""
+        plot(tmp_path / "expected.png")
+        path = tmp_path / "stored.json"
+        save_json(path, command=f"python -m eval {command}", device="cpu", **content)
+        draw(path)
+        expected = (tmp_path / "expected.png").read_bytes()
+        assert path.with_suffix(".png").read_bytes() == expected
+
+    @pytest.mark.parametrize(("device", "modes"), [("cuda", MODES), ("cpu", MODES_WITHOUT_GRAPHS)])
+    def test_a_unet_plot_has_all_modes(self, device, modes, tmp_path):
+        for mode in ("graph", "compile"):
+            rows = [{"size": 64, "mode": mode, "label": mode, "ms": 2.0}]
+            path = tmp_path / f"bench_unet_64_{mode}_{device}.json"
+            save_json(path, command="python -m eval bench unet", device="cpu", rows=rows)
+        plot = tmp_path / f"bench_unet_64_{device}.png"
+        plot_unet(tmp_path, 64, SimpleNamespace(type=device), modes)
+        expected = plot.read_bytes()
+        plot.unlink()
+        draw(path)
+        assert plot.read_bytes() == expected
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("no JSON", "is not a result of python -m eval"),
+            ("[]", "is not a result of python -m eval"),
+            ('{"rows": []}', "is not a result of python -m eval"),
+            ('{"command": "python -m eval"}', "is not a result of python -m eval"),
+            ('{"command": "python -m distill --config x"}', "is not a result of python -m eval"),
+            (
+                '{"command": "python -m eval scenes --x"}',
+                "plots are those of bench kernels, bench unet, errors, analyse, training, table, "
+                "but .* is a result of scenes",
+            ),
+            ('{"command": "python -m eval coco score x"}', "is a result of coco score"),
+        ],
+    )
+    def test_other_files_are_refused(self, text, message, tmp_path):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            draw(tmp_path / "x.json")
+        assert not (tmp_path / "x.png").exists()
+
+    def test_a_file_that_is_not_there(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"there is no file .*x\.json"):
+            read_result(tmp_path / "x.json")
+
+    def test_a_size_is_for_tables(self, tmp_path):
+        path = tmp_path / "x.json"
+        save_json(path, command="python -m eval training", device="cpu", runs=CURVES)
+        with pytest.raises(ValueError, match="a size chooses what the plot of a table shows"):
+            draw(path, size=512)
+
+
+class TestSheet:
+    def test_a_row_is_a_method(self, tmp_path):
+        """Fails for rows and columns exchanged, or other pictures than those of the first seed."""
+        first, second = (
+            np.stack([np.full((40, 40, 3), (level + i, 0, 200), np.uint8) for i in range(4)])
+            for level in (50, 150)
+        )
+        compare_sheet(tmp_path / "x.png", {"exact": first, "M4": second}, ["a cat", "a dog"])
+        pixels = np.asarray(Image.open(tmp_path / "x.png"))
+
+        def places(level):
+            return np.argwhere((pixels == (level, 0, 200)).all(-1))
+
+        corners = {level: tuple(places(level)[0].tolist()) for level in (50, 51, 150, 151)}
+        assert corners[50][0] == corners[51][0] < corners[150][0] == corners[151][0]
+        assert corners[50][1] == corners[150][1] < corners[51][1] == corners[151][1]
+        assert [len(places(level)) for level in (50, 52, 151, 152)] == [1600, 0, 1600, 0]
+
+    def test_the_command_at_twice_the_size(self, model, codebooks, tmp_path, monkeypatch):
+        places = ["--model", model, "--output", tmp_path, "--methods", codebooks]
+        counts = ["--prompts", 2, "--seeds", 1, "--steps", 1]
+        run_command(monkeypatch, "compare", *places, *counts, "--size", 256, "--scalecrafter")
+        document = json.loads((tmp_path / "compare_levels0_256_scalecrafter.json").read_text())
+        assert (document["size"], document["scalecrafter"]) == (256, True)
+        width, height = Image.open(tmp_path / "compare_levels0_256_scalecrafter.png").size
+        assert width > 2 * 256
+        assert height > 2 * 256
+
+
+def test_points_are_drawn(tmp_path):
+    """Fails where the grid of panels is not filled."""
+    panel = PointPanel("title", "x", [Point("a", 1, 2, 0.1), Point("b", 2, 1)], reference=1.5)
+    point_plot(tmp_path / "x.png", [[panel, panel], [panel, panel]])
+    pixels = np.asarray(Image.open(tmp_path / "x.png").convert("RGB")).astype(int)
+    halves = [half for row in np.array_split(pixels, 2) for half in np.array_split(row, 2, 1)]
+    blue = [(abs(half - (0x00, 0x72, 0xB2)).sum(-1) < 20).sum() for half in halves]
+    assert min(blue) > 20
