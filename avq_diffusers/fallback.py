@@ -373,6 +373,6 @@ def centre_of(parents: Tensor) -> Tensor:
     return parents.sort(dim=1).values[:, parents.shape[1] // 2, None]
 
 
-def chunk_length(device: torch.device, elements: int) -> int:
-    """How many items of so many numbers each make up a chunk."""
-    return max(1, (ELEMENTS_CPU if device.type == "cpu" else ELEMENTS) // elements)
+def chunk_length(device: torch.device, elements: int, most: int = ELEMENTS) -> int:
+    """How many items of so many numbers each make up a chunk, of `most` unless on a CPU."""
+    return max(1, (ELEMENTS_CPU if device.type == "cpu" else most) // elements)

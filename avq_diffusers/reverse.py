@@ -27,6 +27,10 @@ from torch import Tensor
 from avq_diffusers import fallback
 from avq_diffusers.fallback import Slots
 
+# Numbers in the intermediates of one chunk, except on a CPU. A tile has so many moments that with
+# fewer numbers each tile would be a chunk, of some sixty launches.
+ELEMENTS = 1 << 28
+
 # Flops of attention over quantized keys in the time of one flop of the linear way. Measured on two
 # CPU cores, and on an H200, where the linear way is bound by memory and launches.
 DENSE_SPEED_CPU = 2.0
@@ -117,7 +121,7 @@ def gradients(
     num_moments = (rows.stop - rows.start) * (1 + head_dim)
 
     table_elements = heads * num_parents * (2 + num_children) * max(1, num_moments)
-    size = min(batch, fallback.chunk_length(query.device, table_elements))
+    size = min(batch, fallback.chunk_length(query.device, table_elements, ELEMENTS))
     for start in range(0, batch, size):
         part = slice(start, min(start + size, batch))
         elements = part.stop - part.start
@@ -183,7 +187,7 @@ def _reverse_queries(
     num_visible = num_parents + num_refined * (num_slots - 2)
     moment_elements = (num_visible + query_tile) * num_rows * (1 + head_dim)
     tile_elements = moment_elements + 4 * num_visible * query_tile + 2 * num_visible * head_dim
-    chunk = query_tile * fallback.chunk_length(query.device, heads * tile_elements)
+    chunk = query_tile * fallback.chunk_length(query.device, heads * tile_elements, ELEMENTS)
     for start in range(0, num_queries, chunk):
         stop = min(start + chunk, num_queries)
         order = slice(start, stop) if query_order is None else query_order[start:stop].long()
@@ -238,7 +242,7 @@ def _reverse_keys(
     leaf = leaf + num_leaves * fallback.first_parent(moments)
     moments = (moments[:, :, 1:] + moments[:, :, :1]).flatten(0, 2)
 
-    chunk = fallback.chunk_length(value.device, len(leaf) * moments[0].numel())
+    chunk = fallback.chunk_length(value.device, len(leaf) * moments[0].numel(), ELEMENTS)
     for start in range(0, num_keys, chunk):
         part = slice(start, start + chunk)
         of_leaf = leaf[:, part]
