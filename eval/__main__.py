@@ -273,6 +273,9 @@ def scenes_command(
     levels: Levels = "0",
     size: Annotated[int, typer.Option(help="Side of the pictures, a multiple of 64.")] = IMAGE_SIZE,
     dilated: Dilated = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the UNet: pays from a thousand pictures on.")
+    ] = False,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
@@ -311,6 +314,7 @@ def scenes_command(
         first_seed=first_seed,
         size=size,
         is_dilated=dilated,
+        is_compiled=compiled,
     ):
         rows.append(row)
         print(scenes_table([row]).splitlines()[-1], flush=True)
@@ -323,6 +327,7 @@ def scenes_command(
             dtype=str(dtype),
             size=size,
             scalecrafter=dilated,
+            compiled=compiled,
             rows=rows,
         )
     print(scenes_table(rows))

@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
@@ -45,6 +46,7 @@ def score_methods(
     first_seed: int = 0,
     size: int = IMAGE_SIZE,
     is_dilated: bool = False,
+    is_compiled: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row a method: its pictures of `scenes` against other scenes.
 
@@ -71,13 +73,19 @@ def score_methods(
         first_seed: of the noise.
         size: side of the pictures, a multiple of 64.
         is_dilated: use ScaleCrafter.
+        is_compiled: compile the UNet, anew for each method.
 
     Raises:
         FileNotFoundError, ValueError: as `prepare_methods`, or the size is no multiple of 64 or one
-            that ScaleCrafter has no settings for.
+            that ScaleCrafter has no settings for, or batches to compile for differ in size.
     """
     if size <= 0 or size % 64:
         raise ValueError(f"the size must be a multiple of 64, but got {size}.")
+    if is_compiled and len(scenes) % batch_size:
+        raise ValueError(
+            f"a compiled UNet needs batches of one size, but {len(scenes)} pictures are no "
+            f"multiple of {batch_size}."
+        )
     with dilation(pipe, size, is_dilated=is_dilated):
         pass  # refuses sizes before the work
     prepared = prepare_methods(
@@ -102,7 +110,10 @@ def score_methods(
     yield row({"method": REAL}, _render_all(scenes, size))
     yield row({"method": BROKEN}, _render_all(scenes, size, broken=True))
     exact = None
+    if is_compiled:
+        pipe.unet.compile(dynamic=False)
     for method in sorted(prepared, key=lambda method: method.name != EXACT):
+        torch.compiler.reset()  # the code of the method before would count as a recompilation
         start = perf_counter()
         with attention_method(pipe, method):
             pictures = generate(

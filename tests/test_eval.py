@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -540,6 +541,28 @@ def test_scenes_rows(scorer, monkeypatch):
     assert len(table) == 6
     assert f"| {real['fid']:.3f} |" in table[2]
     assert table[5].startswith("| M4 | 4 | ")
+
+
+def test_scenes_of_a_compiled_unet(scorer, distilled, monkeypatch):
+    """Catches a UNet that is not compiled, or code of one method that serves the next."""
+    pipe = tiny_pipe()
+    compile_unet = partial(torch.nn.Module.compile, pipe.unet, backend="eager")
+    monkeypatch.setattr(pipe.unet, "compile", compile_unet, raising=False)
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+    methods = [EXACT, str(distilled)]
+    arguments = {"calibration_prompts": CALIBRATION, "num_inference_steps": 2, "size": 128}
+    plain = list(scenes.score_methods(pipe, methods, shown, shown, scorer, **arguments))
+
+    torch._dynamo.utils.counters.clear()
+    arguments |= {"is_compiled": True, "batch_size": 1}
+    rows = list(scenes.score_methods(pipe, methods, shown, shown, scorer, **arguments))
+
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(methods)
+    for row, expected in zip(rows, plain, strict=True):
+        for name in ("fid", "clip_score", "copy_agreement"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-3), row["method"]
+    with pytest.raises(ValueError, match="2 pictures are no multiple of 64"):
+        next(scenes.score_methods(pipe, [], shown, shown, scorer, **arguments | {"batch_size": 64}))
 
 
 def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_pictures=5, dtype="half"):
