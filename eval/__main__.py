@@ -124,12 +124,19 @@ def bench_kernels_command(
 @bench_app.command("unet")
 def bench_unet_command(
     device: Device = "cuda",
-    sizes: Annotated[str, typer.Option(help="Sides of the picture.")] = "512,1024,2048",
+    model: Annotated[
+        str,
+        typer.Option(help="Whose UNet: sd15, with random weights, or mini-sd, with its own."),
+    ] = "sd15",
+    sizes: Annotated[
+        str,
+        typer.Option(help="Sides of the picture, else 512,1024,2048 or for mini-sd 256,512."),
+    ] = "",
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated, the most important first: sdpa, fa2, limit, tome, M64P16C8, "
-            "M64P16C8@L0 (level 0 only), M64P16C8/fastest (default route)."
+            help="Comma-separated, the most important first: sdpa, fa2, limit, tome, linfusion, "
+            "M64P16C8, M64P16C8@L0 (level 0 only), M64P16C8/fastest (default route)."
         ),
     ] = "",
     modes: Annotated[str, typer.Option(help="Comma-separated: graph, compile, eager.")] = (
@@ -140,9 +147,11 @@ def bench_unet_command(
     ] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Time one denoising step of SD1.5's UNet, random weights, batch 2.
+    """Time one denoising step of a UNet, batch 2.
 
     Example: python -m eval bench unet --device cuda --sizes 1024 --modes graph
+
+    Of mini-sd: python -m eval bench unet --model mini-sd --device cuda --modes graph
     """
     from eval.benchmarks.unet import METHODS, run_unet
 
@@ -150,7 +159,8 @@ def bench_unet_command(
         _device(device),
         output,
         command=_command(),
-        sizes=_numbers("--sizes", sizes),
+        model=model,
+        sizes=_numbers("--sizes", sizes) if sizes else None,
         methods=methods.split(",") if methods else METHODS,
         modes=modes.split(","),
         minutes=minutes,
@@ -513,7 +523,7 @@ def analyse_command(
         for text in dict.fromkeys(chosen.values())
     }
     for name, text in chosen.items():
-        check_methods(ANALYSES[name], prepared[text])
+        check_methods(name, prepared[text])
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:pictures]]
     for name, text in chosen.items():
         analysis = ANALYSES[name]
@@ -701,12 +711,18 @@ def coco_score_command(
 
     from platformdirs import user_cache_path
 
-    from eval.coco_score import coco_table, load_networks, read_rows, score_rows, warnings_of
+    from eval.coco_score import (
+        coco_table,
+        load_networks,
+        read_folders,
+        score_folders,
+        warnings_of,
+    )
 
-    rows = read_rows(folders, pictures)
+    chosen = read_folders(folders, pictures)
     scored, remarks = [], []
-    for row in score_rows(
-        rows,
+    for row in score_folders(
+        chosen,
         real,
         partial(load_networks, scorer, _device(device)),
         batch_size=batch,
@@ -715,13 +731,14 @@ def coco_score_command(
         patches=patches,
     ):
         scored.append(row)
-        remarks += [text for text in warnings_of(rows, row, scorer) if text not in remarks]
+        found = warnings_of(chosen[0].config, row, scorer)
+        remarks += [text for text in found if text not in remarks]
         save_json(
             output / f"{name}.json",
             command=_command(),
             device=device,
-            generation=rows[0].shared,
-            made_with=[folder.manifest["environment"] for folder in rows],
+            generation=chosen[0].shared,
+            made_with=[folder.manifest["environment"] for folder in chosen],
             remarks=remarks,
             rows=scored,
         )

@@ -13,7 +13,7 @@ Elastic inference (Tab. elastic_p) and accuracy against cost (Fig. accuracy_cost
 `python -m eval errors`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -31,6 +31,7 @@ from eval.tables import markdown_table, number
 QUERY_ORDERS = ("gilbert", "raster", "random")
 QUERY_TILES = (16, 32, 64, 128, 256, 512)
 IMPORTANCE_TILES = (8, 16, 32, 64, 128)
+PARTS = ("down_blocks", "mid_block", "up_blocks")  # of a UNet, as it runs them
 
 LAYER_FIGURES = {
     "commitment_loss": "commitment loss",
@@ -76,8 +77,8 @@ class Analysis:
     refines: bool = True
 
 
-def check_methods(analysis: Analysis, methods: Sequence[Method]) -> None:
-    """Refuse methods that an analysis has nothing to say of.
+def check_methods(name: str, methods: Sequence[Method]) -> None:
+    """Refuse methods that the analysis `name` of `ANALYSES` has nothing to say of.
 
     Raises:
         ValueError: a method has no codebooks, or refines no parents where the analysis needs it.
@@ -85,10 +86,12 @@ def check_methods(analysis: Analysis, methods: Sequence[Method]) -> None:
     for method in methods:
         configs = method.layer_configs
         if not configs:
-            raise ValueError(f"analyses need methods with codebooks, but got {method.name!r}.")
-        if analysis.refines and not all(config.num_refined for config in configs):
             raise ValueError(
-                f"this analysis needs methods that refine parents, but got {method.name!r}."
+                f"the analysis {name} needs methods with codebooks, but got {method.name!r}."
+            )
+        if ANALYSES[name].refines and not all(config.num_refined for config in configs):
+            raise ValueError(
+                f"the analysis {name} needs methods that refine parents, but got {method.name!r}."
             )
 
 
@@ -102,6 +105,8 @@ def analyse(
 ) -> list[Row]:
     """Measure every variant of every method: rows of `measure_errors` with the replaced fields.
 
+    One after the other, as each keeps a sample of its keys while it is measured.
+
     Args:
         pipe: without AVQ.
         analysis: of `ANALYSES`.
@@ -109,14 +114,13 @@ def analyse(
         scenes: whose pictures, at the UNet's own size, are noised.
         num_timesteps: middles of so many equal parts of the noise schedule.
     """
-    variants = [(method, fields) for method in methods for fields in analysis.variants(method)]
-    rows = measure_errors(
-        pipe,
-        [method.with_fields(**fields) for method, fields in variants],
-        scenes,
-        num_timesteps=num_timesteps,
-    )
-    return [row | fields for row, (_, fields) in zip(rows, variants, strict=True)]
+    rows = []
+    for method in methods:
+        for fields in analysis.variants(method):
+            variant = [method.with_fields(**fields)]
+            (row,) = measure_errors(pipe, variant, scenes, num_timesteps=num_timesteps)
+            rows.append(row | fields)
+    return rows
 
 
 def heads_table(rows: Sequence[Row]) -> str:
@@ -126,12 +130,12 @@ def heads_table(rows: Sequence[Row]) -> str:
         (
             [
                 method_label(row),
-                _short(name),
+                label,
                 str(layer["level"]),
                 *(f"{of(layer['heads']['capture']):.3f}" for of in (mean, min, max)),
             ]
             for row in rows
-            for name, layer in row["layers"].items()
+            for label, layer in zip(_labels(row["layers"]), row["layers"].values(), strict=True)
         ),
     )
 
@@ -141,7 +145,7 @@ def heads_maps(rows: Sequence[Row]) -> list[HeatMap]:
     return [
         HeatMap(
             method_label(row),
-            [_short(name) for name in row["layers"]],
+            _labels(row["layers"]),
             [layer["heads"]["capture"] for layer in row["layers"].values()],
         )
         for row in rows
@@ -151,7 +155,7 @@ def heads_maps(rows: Sequence[Row]) -> list[HeatMap]:
 def layers_table(rows: Sequence[Row]) -> str:
     """The figures of each layer, a column a method, and their means over each level."""
     layers = _layer_levels(rows)
-    groups = {name: [name] for name in layers}
+    groups = {label: [name] for label, name in zip(_labels(layers), layers, strict=True)}
     for level in sorted(set(layers.values())):
         groups[f"mean of level {level}"] = [name for name in layers if layers[name] == level]
     header = [f"{title}, {method_label(row)}" for title in LAYER_FIGURES.values() for row in rows]
@@ -166,7 +170,7 @@ def layers_table(rows: Sequence[Row]) -> str:
 
     return markdown_table(
         ["layer", "level", *header],
-        ([_short(title), str(layers[names[0]]), *cells(names)] for title, names in groups.items()),
+        ([title, str(layers[names[0]]), *cells(names)] for title, names in groups.items()),
     )
 
 
@@ -185,7 +189,7 @@ def layers_panels(rows: Sequence[Row]) -> list[Panel]:
                 )
                 for row in rows
             ],
-            ticks=[_short(name) for name in layers],
+            ticks=_labels(layers),
             from_zero=True,
         )
         for figure, title in LAYER_FIGURES.items()
@@ -201,7 +205,7 @@ def utilisation_panels(rows: Sequence[Row]) -> list[Panel]:
     """Share and evenness of use over the number of codewords."""
 
     def kind(row: Row) -> str:
-        return f"{'AVQ' if 'C' in row['config'] else 'flat VQ'}, {row['origin']}"
+        return f"{'flat VQ' if row['is_flat'] else 'AVQ'}, {row['origin']}"
 
     figures = {name: UTILISATION_FIGURES[name] for name in ("active_ratio", "evenness")}
     return _panels(rows, figures, kind, itemgetter("num_codewords"), "codewords, M0 (1 + C)")
@@ -232,7 +236,8 @@ def order_panels(rows: Sequence[Row]) -> list[Panel]:
 def importance_variants(method: Method) -> list[Fields]:
     """Importance tiles smaller than the number of parents, and exact importance."""
     most = max(config.num_parents for config in method.layer_configs)
-    return [{"importance_tile": tile} for tile in (*IMPORTANCE_TILES, None) if (tile or 0) < most]
+    tiles = [tile for tile in IMPORTANCE_TILES if tile < most]
+    return [{"importance_tile": tile} for tile in (*tiles, None)]
 
 
 def importance_table(rows: Sequence[Row]) -> str:
@@ -320,8 +325,19 @@ def _panels(
 def _layer_levels(rows: Sequence[Row]) -> dict[str, int]:
     """The level of every layer that a row has, in the order in which the UNet runs them."""
     levels = {name: layer["level"] for row in rows for name, layer in row["layers"].items()}
-    return dict(sorted(levels.items()))  # down, mid, up
+    return {name: levels[name] for name in sorted(levels, key=_place)}
 
 
-def _short(name: str) -> str:
-    return name.removesuffix(".transformer_blocks.0.attn1")
+def _place(name: str) -> tuple[int, list[int]]:
+    """Where the UNet runs a layer, whose modules are not in this order: the middle is the last."""
+    part, *path = name.split(".")
+    return PARTS.index(part), [int(step) for step in path if step.isdecimal()]
+
+
+def _labels(names: Iterable[str]) -> list[str]:
+    """The names without what all have in common: the block too, unless there are several."""
+    names = list(names)
+    end = ".transformer_blocks.0.attn1"
+    if not all(name.endswith(end) for name in names):
+        end = ".attn1"
+    return [name.removesuffix(end) for name in names]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,6 +46,8 @@ from eval.protocol import (
 from eval.tables import markdown_table, number
 
 PICTURE_ENDINGS = (".jpeg", ".jpg", ".png")
+# Of the two resizes of the protocol.
+FID_FILTER, INCEPTION_FILTER = Image.Resampling.LANCZOS, Image.Resampling.BICUBIC
 # What may differ between the rows of one table.
 FREE = ("model", "model_sha256", "method", "method_sha256", "levels", "calibration_sha256")
 
@@ -54,8 +57,8 @@ Prepare = Callable[[Image.Image, int], dict[str, Tensor]]
 class Clip(Protocol):
     """What gives the CLIP score."""
 
-    def clip_score(self, images: Tensor, captions: list[str]) -> Tensor:
-        """100 x cosine of uint8 pictures (n, 3, h, w) and captions, (n,)."""
+    def cosines(self, images: Tensor, captions: list[str]) -> Tensor:
+        """Cosine of uint8 pictures (n, 3, h, w) and captions, (n,)."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +79,16 @@ class Networks:
 
 
 @dataclass(frozen=True)
-class Row:
+class Folder:
     """A folder of pictures that can be scored.
 
     Attributes:
-        folder: it.
+        path: of the folder.
         manifest: of `read_manifest`.
         captions: of the pictures that are scored, the first ones.
     """
 
-    folder: Path
+    path: Path
     manifest: Mapping[str, Any]
     captions: list[str]
 
@@ -95,12 +98,12 @@ class Row:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What all rows of a table have in common."""
+        """What all folders of a table have in common."""
         return {key: value for key, value in self.config.items() if key not in FREE}
 
     @property
     def pictures(self) -> list[Path]:
-        return [picture_path(self.folder, index) for index in range(len(self.captions))]
+        return [picture_path(self.path, index) for index in range(len(self.captions))]
 
 
 def load_networks(scorer: str | None, device: torch.device) -> Networks:
@@ -121,26 +124,26 @@ def load_networks(scorer: str | None, device: torch.device) -> Networks:
     return Networks(network, network, f"scorer {digest}", device)
 
 
-def read_rows(folders: Sequence[Path], num_pictures: int | None = None) -> list[Row]:
+def read_folders(paths: Sequence[Path], num_pictures: int | None = None) -> list[Folder]:
     """Check folders of one protocol that are to be scored.
 
     Args:
-        folders: of `generate_folder`.
+        paths: of folders by `generate_folder`.
         num_pictures: score the first ones; None scores all.
 
     Raises:
         FileNotFoundError: a folder has no manifest or no captions.
         ValueError: pictures are missing, or folders are of different protocols.
     """
-    rows = [_read_row(folder, num_pictures) for folder in folders]
-    for row in rows[1:]:
-        shared = rows[0].shared
-        if differing := sorted(key for key in shared if row.shared.get(key) != shared[key]):
+    first, *others = folders = [_read_folder(path, num_pictures) for path in paths]
+    for folder in others:
+        shared = first.shared
+        if differing := sorted(key for key in shared if folder.shared.get(key) != shared[key]):
             raise ValueError(
-                f"{row.folder} and {rows[0].folder} cannot stand in one table; they differ in "
+                f"{folder.path} and {first.path} cannot stand in one table; they differ in "
                 f"{', '.join(differing)}."
             )
-    return rows
+    return folders
 
 
 def real_pictures(folder: Path) -> list[Path]:
@@ -165,8 +168,8 @@ def real_pictures(folder: Path) -> list[Path]:
     return found
 
 
-def score_rows(
-    rows: Sequence[Row],
+def score_folders(
+    folders: Sequence[Folder],
     real: Path,
     load: Callable[[], Networks],
     *,
@@ -175,14 +178,15 @@ def score_rows(
     cache: Path,
     patches: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the figures of one row after another.
+    """Yield a row of figures for one folder after another.
 
     FID is against all pictures in `real`; its error, of one standard deviation, is by bootstrap
-    over the generated pictures. The CLIP score is the plain cosine. Features stay in memory as
-    float32: 8 KB a picture.
+    over the generated pictures. KID's subsets are smaller than the protocol's where there are fewer
+    pictures; `kid_subset_size` says how large they were. The CLIP score is the plain cosine.
+    Features of real pictures stay in memory as float64: 16 KB a picture.
 
     Args:
-        rows: of `read_rows`.
+        folders: of `read_folders`.
         real: folder of the pictures to compare with.
         load: gives the networks that score; called once the folders are known to be good.
         batch_size: pictures that go through a network at once.
@@ -194,52 +198,67 @@ def score_rows(
 
     Raises:
         FileNotFoundError: there are no pictures in a folder.
-        ValueError: a picture cannot be read, or is too small for patches.
+        ValueError: a picture cannot be read, is too small for patches, or is a generated one of
+            another size than its folder's.
     """
-    size = rows[0].config["size"]
+    size = folders[0].config["size"]
     if patches is not None and size < INCEPTION_SIZE:
         raise ValueError(
             f"patches need pictures of at least {INCEPTION_SIZE}, but the generated ones have "
             f"{size}."
         )
-    folders = [real] if patches is None else [real, patches]
-    files = [real_pictures(folder) for folder in folders]
+    files, patch_files = real_pictures(real), patches and real_pictures(patches)
     extract = Extractor(load(), batch_size, threads)
-    whole = Reference(real, files[0], extract, prepare_whole, "whole", cache)
+    prepare_detail = partial(prepare_patch, size=size)
+    whole = Reference(real_features(real, files, extract, prepare_whole, "whole", cache))
     detail = patches and Reference(
-        patches, files[1], extract, partial(prepare_patch, size=size), f"patches at {size}", cache
+        real_features(patches, patch_files, extract, prepare_detail, f"patches at {size}", cache)
     )
-    for row in rows:
-        name = row.config["method"]
+    for folder in folders:
+        name = folder.config["method"]
         features, cosines = extract(
-            row.pictures, whole.prepare, captions=row.captions, description=name
+            folder.pictures,
+            partial(_prepare_generated, size=size),
+            captions=folder.captions,
+            description=name,
         )
         figures = whole.distances(features)
         if detail:
-            features, _ = extract(row.pictures, detail.prepare, description=f"patches of {name}")
+            features, _ = extract(folder.pictures, prepare_detail, description=f"patches of {name}")
             figures |= {f"patch_{key}": value for key, value in detail.distances(features).items()}
         yield {
-            **row.manifest["row"],
-            "num_pictures": len(row.captions),
-            "num_real": len(whole.files),
+            **folder.manifest["row"],
+            "num_pictures": len(folder.captions),
+            "num_real": len(files),
             **figures,
             "clip_score": float(cosines.mean()),
             "clip_score_sem": float(cosines.std() / len(cosines) ** 0.5),
         }
 
 
-def warnings_of(rows: Sequence[Row], scored: Mapping[str, Any], scorer: str | None) -> list[str]:
-    """What keeps a scored row from being compared with published ones, or makes it implausible."""
-    config = rows[0].config
+def warnings_of(
+    config: Mapping[str, Any], scored: Mapping[str, Any], scorer: str | None
+) -> list[str]:
+    """What keeps a row from being compared with published ones, and what is implausible in it.
+
+    The figures of a scorer are on other scales than published ones, and those of the negative
+    control are meant to be bad: neither is implausible.
+
+    Args:
+        config: of the row's folder.
+        scored: the row.
+        scorer: folder that stands in for Inception and CLIP.
+    """
     found = deviations(
         config,
         num_pictures=scored["num_pictures"],
         num_real=scored["num_real"],
         scorer=scorer,
     )
-    if found:
-        return [f"Not the protocol: {'; '.join(found)}."]
-    return [] if scored["method"] == NO_ATTENTION else implausible(config["size"], scored)
+    remarks = [f"Not the protocol: {'; '.join(found)}."] if found else []
+    if scorer is None and scored["method"] != NO_ATTENTION:
+        remarks += implausible(config["size"], scored)
+    return remarks
 
 
 def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -286,13 +305,40 @@ class Extractor:
                 features.append(self.networks.features(batch["pixels"]).float())
                 if captions is not None:
                     chosen = list(captions[progress.n : progress.n + done])
-                    cosines.append(self.networks.clip.clip_score(batch["bytes"], chosen) / 100)
+                    cosines.append(self.networks.clip.cosines(batch["bytes"], chosen))
                 progress.update(done)
         return torch.cat(features), torch.cat(cosines) if cosines else None
 
 
 class Reference:
-    """Real pictures, and how pictures are prepared to be compared with them.
+    """Real pictures that others are compared with.
+
+    Args:
+        features: of the real pictures, (n, D).
+    """
+
+    def __init__(self, features: Tensor) -> None:
+        self.gaussian = fit_gaussian(features)
+        self.features = features.cpu().double()
+
+    def distances(self, features: Tensor) -> dict[str, float]:
+        """FID and KID of generated pictures by their features (n, D)."""
+        return {
+            "fid": frechet_distance(self.gaussian, fit_gaussian(features)),
+            "fid_sem": bootstrap_error(self.gaussian, features, NUM_BOOTSTRAPS),
+            **kernel_distance(self.features, features.cpu().double()),
+        }
+
+
+def real_features(
+    folder: Path,
+    files: Sequence[Path],
+    extract: Extractor,
+    prepare: Prepare,
+    kind: str,
+    cache: Path,
+) -> Tensor:
+    """Features (n, D) of real pictures, from the cache if it has them, which it has afterwards.
 
     Args:
         folder: of the real pictures.
@@ -302,56 +348,39 @@ class Reference:
         kind: says what `prepare` does.
         cache: folder for the features.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        files: Sequence[Path],
-        extract: Extractor,
-        prepare: Prepare,
-        kind: str,
-        cache: Path,
-    ) -> None:
-        self.files = files
-        self.prepare = prepare
-        states = [(str(path.relative_to(folder)), *_state(path)) for path in files]
-        fingerprint = json.dumps([extract.networks.name, kind, states])
-        cached = cache / f"{hashlib.sha256(fingerprint.encode()).hexdigest()}.safetensors"
-        try:
-            self.features = load_file(cached, device=str(extract.networks.device))["features"]
-        except (FileNotFoundError, SafetensorError):
-            self.features, _ = extract(files, prepare, description=f"pictures in {folder}")
-            cache.mkdir(parents=True, exist_ok=True)
-            temporary = cached.with_suffix(".tmp")
-            save_file({"features": self.features.cpu()}, temporary)
-            os.replace(temporary, cached)
-        self.gaussian = fit_gaussian(self.features)
-
-    def distances(self, features: Tensor) -> dict[str, float]:
-        """FID and KID of generated pictures by their features (n, D)."""
-        kid, spread = kernel_distance(self.features, features)
-        return {
-            "fid": frechet_distance(self.gaussian, fit_gaussian(features)),
-            "fid_sem": bootstrap_error(self.gaussian, features, NUM_BOOTSTRAPS),
-            "kid": kid,
-            "kid_std": spread,
-        }
+    states = [(str(path.relative_to(folder)), *_state(path)) for path in files]
+    resizing = [FID_SIZE, FID_FILTER.name, INCEPTION_SIZE, INCEPTION_FILTER.name]
+    fingerprint = json.dumps([extract.networks.name, kind, resizing, states])
+    cached = cache / f"{hashlib.sha256(fingerprint.encode()).hexdigest()}.safetensors"
+    try:
+        return load_file(cached, device=str(extract.networks.device))["features"]
+    except (FileNotFoundError, SafetensorError):
+        features, _ = extract(files, prepare, description=f"pictures in {folder}")
+    cache.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=cache, prefix=".") as own:  # another process may write the same
+        temporary = Path(own) / cached.name
+        save_file({"features": features.cpu()}, temporary)
+        os.replace(temporary, cached)
+    return features
 
 
-def kernel_distance(real: Tensor, generated: Tensor) -> tuple[float, float]:
-    """KID of features (n, D) and (m, D): mean and standard deviation over subsets."""
+def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float]:
+    """KID of float64 features (n, D) and (m, D) on the CPU.
+
+    Returns:
+        mean and standard deviation over subsets, and how many pictures a subset has.
+    """
+    subset_size = min(KID_SUBSET_SIZE, len(real), len(generated))
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.filterwarnings("ignore", message=".*save all extracted features")
         metric = KernelInceptionDistance(
-            feature=nn.Identity(),
-            subsets=KID_SUBSETS,
-            subset_size=min(KID_SUBSET_SIZE, len(real), len(generated)),
+            feature=nn.Identity(), subsets=KID_SUBSETS, subset_size=subset_size
         )
         torch.manual_seed(0)
-        metric.update(real.cpu().double(), real=True)
-        metric.update(generated.cpu().double(), real=False)
+        metric.update(real, real=True)
+        metric.update(generated, real=False)
         mean, spread = metric.compute()
-    return float(mean), float(spread)
+    return {"kid": float(mean), "kid_std": float(spread), "kid_subset_size": subset_size}
 
 
 def prepare_whole(picture: Image.Image, number: int) -> dict[str, Tensor]:
@@ -359,9 +388,7 @@ def prepare_whole(picture: Image.Image, number: int) -> dict[str, Tensor]:
     small = _square(picture, FID_SIZE)
     channels = [
         np.asarray(
-            Image.fromarray(channel).resize(
-                (INCEPTION_SIZE, INCEPTION_SIZE), Image.Resampling.BICUBIC
-            )
+            Image.fromarray(channel).resize((INCEPTION_SIZE, INCEPTION_SIZE), INCEPTION_FILTER)
         )
         for channel in np.moveaxis(np.asarray(small, np.float32), 2, 0)
     ]
@@ -382,12 +409,22 @@ def prepare_patch(picture: Image.Image, number: int, *, size: int) -> dict[str, 
     return {"pixels": _to_tensor(_square(picture, size).crop(tuple(map(int, box)))).float()}
 
 
+def _prepare_generated(picture: Image.Image, number: int, *, size: int) -> dict[str, Tensor]:
+    if picture.size != (size, size):
+        width, height = picture.size
+        raise ValueError(
+            f"it has {width} x {height} pixels and not {size} x {size}; its folder's command makes "
+            "it anew"
+        )
+    return prepare_whole(picture, number)
+
+
 def _square(picture: Image.Image, size: int) -> Image.Image:
     """The middle square, by Lanczos."""
     side = min(picture.size)
     left, top = (round((length - side) / 2) for length in picture.size)
     square = picture.crop((left, top, left + side, top + side))
-    return square.resize((size, size), Image.Resampling.LANCZOS)
+    return square.resize((size, size), FID_FILTER)
 
 
 def _to_tensor(picture: Image.Image) -> Tensor:
@@ -420,34 +457,34 @@ def _read(path: Path, number: int, prepare: Prepare) -> dict[str, Tensor]:
         raise ValueError(f"the picture {path} cannot be used: {error}.") from error
 
 
-def _read_row(folder: Path, num_pictures: int | None) -> Row:
-    manifest = read_manifest(folder)
+def _read_folder(path: Path, num_pictures: int | None) -> Folder:
+    manifest = read_manifest(path)
     made = manifest["config"]["num_pictures"]
-    path = folder / CAPTIONS
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {CAPTIONS}; run its command again.")
-    captions = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    file = path / CAPTIONS
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} has no {CAPTIONS}; run its command again.")
+    captions = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     if (
         hashlib.sha256("\n".join(captions).encode()).hexdigest()
         != (manifest["config"]["captions_sha256"])
     ):
-        raise ValueError(f"{path} is not what the pictures were made of; run their command again.")
+        raise ValueError(f"{file} is not what the pictures were made of; run their command again.")
     num_pictures = made if num_pictures is None else num_pictures
     if not 2 <= num_pictures <= made:
         raise ValueError(
-            f"the number of pictures to score must be between 2 and the {made} of {folder}, but "
+            f"the number of pictures to score must be between 2 and the {made} of {path}, but "
             f"got {num_pictures}."
         )
-    row = Row(folder, manifest, captions[:num_pictures])
-    found = {path.name for path in (folder / PICTURES).glob("[!.]*")}
+    folder = Folder(path, manifest, captions[:num_pictures])
+    found = {picture.name for picture in (path / PICTURES).glob("[!.]*")}
     if len(found) > made:
-        raise ValueError(f"{folder / PICTURES} has {len(found)} files for {made} captions.")
-    if missing := [path for path in row.pictures if path.name not in found]:
+        raise ValueError(f"{path / PICTURES} has {len(found)} files for {made} captions.")
+    if missing := [picture for picture in folder.pictures if picture.name not in found]:
         raise ValueError(
-            f"{folder} lacks {len(missing)} of {num_pictures} pictures, such as "
+            f"{path} lacks {len(missing)} of {num_pictures} pictures, such as "
             f"{missing[0].name}; run this again to make them: {manifest['command']}"
         )
-    return row
+    return folder
 
 
 def _state(path: Path) -> tuple[int, int]:

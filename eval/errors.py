@@ -115,6 +115,8 @@ def measure_errors(
 ) -> list[Row]:
     """Measure one row a method, whose `layers` holds the figures of each layer, by head in `heads`.
 
+    `is_flat` says whether its codebooks are flat, and is None for methods without.
+
     All pictures of a time step run in one batch.
 
     Args:
@@ -224,9 +226,9 @@ def error_panels(rows: Sequence[Row], times: KernelTimes | None = None) -> list[
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["effective_codewords"] is not None:
-            label = f"{'flat VQ' if _is_flat(row) else row['method']}, {row['origin']}"
+            label = f"{'flat VQ' if row['is_flat'] else row['method']}, {row['origin']}"
             groups.setdefault(label, []).append(row)
-    two_level = {label: group for label, group in groups.items() if not _is_flat(group[0])}
+    two_level = {label: group for label, group in groups.items() if not group[0]["is_flat"]}
     codewords = "effective codewords, M0 + P C"
     panels = [_panels(groups, PLOTTED, "effective_codewords", codewords, xscale="log")]
     if times is not None:
@@ -262,10 +264,6 @@ def _panels(
         )
         for figure in figures
     ]
-
-
-def _is_flat(row: Row) -> bool:
-    return "P" not in row["config"]
 
 
 class _SquaredError:
@@ -328,8 +326,10 @@ class _Totals:
         }
         errors = self.outputs.values()
         relative = sum(error.error for error in errors) / sum(error.expected for error in errors)
+        configs = self.method.layer_configs
         return {
             **self.method.facts(),
+            "is_flat": not any(config.num_children for config in configs) if configs else None,
             "output_error": relative**0.5,
             **means,
             "output_error_at": {

@@ -49,14 +49,14 @@ class Scorer(nn.Module):
         return self.model.vision_model(self._pixels(images)).pooler_output
 
     @torch.no_grad()
-    def clip_score(self, images: Tensor, captions: Sequence[str]) -> Tensor:
-        """100 x cosine between each picture's and its caption's embedding, (n,)."""
+    def cosines(self, images: Tensor, captions: Sequence[str]) -> Tensor:
+        """Cosine between each picture's and its caption's embedding, (n,)."""
         tokens = self.tokenizer(
             list(captions), padding="max_length", truncation=True, return_tensors="pt"
         ).to(self.model.device)
         image = self.model.visual_projection(self(images))
         text = self.model.text_projection(self.model.text_model(**tokens).pooler_output)
-        return 100 * nn.functional.cosine_similarity(image, text)
+        return nn.functional.cosine_similarity(image, text)
 
     def _pixels(self, images: Tensor) -> Tensor:
         # Bytes travel to the device: in one step, `to` would convert them on the CPU first.
@@ -89,12 +89,12 @@ class FrechetDistance:
 
 
 def clip_scores(scorer: Scorer, images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
-    """CLIP score of every picture under its caption, (n,)."""
-    scores = [
-        scorer.clip_score(_to_bytes(batch), captions[start : start + SCORER_BATCH])
+    """CLIP score of every picture under its caption, 100 x cosine, (n,)."""
+    cosines = [
+        scorer.cosines(_to_bytes(batch), captions[start : start + SCORER_BATCH])
         for start, batch in zip(range(0, len(images), SCORER_BATCH), _batches(images), strict=True)
     ]
-    return torch.cat(scores).float().cpu().numpy()
+    return 100 * torch.cat(cosines).float().cpu().numpy()
 
 
 def copy_agreements(images: np.ndarray, scenes: Sequence[Scene]) -> np.ndarray:

@@ -88,8 +88,8 @@ class OpenCLIP(nn.Module):
         self.tokenizer = open_clip.get_tokenizer(CLIP_MODEL)
 
     @torch.no_grad()
-    def clip_score(self, images: Tensor, captions: list[str]) -> Tensor:
-        """100 x cosine between each uint8 picture (n, 3, h, w) and "A photo depicts " + caption.
+    def cosines(self, images: Tensor, captions: list[str]) -> Tensor:
+        """Cosine between each uint8 picture (n, 3, h, w) and "A photo depicts " + caption.
 
         LinFusion puts the prefix between the tokens; words are tokenized one by one, and the end
         is cut in the same way, so that the tokens are these.
@@ -100,4 +100,4 @@ class OpenCLIP(nn.Module):
         tokens = self.tokenizer([CLIP_PREFIX + caption for caption in captions])
         image = self.model.encode_image(pixels.to(device))
         text = self.model.encode_text(tokens.to(device))
-        return 100 * nn.functional.cosine_similarity(image, text)
+        return nn.functional.cosine_similarity(image, text)

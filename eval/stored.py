@@ -86,7 +86,9 @@ def _unet(path: Path, document: Mapping[str, Any]) -> None:
 
     device = torch.device(path.stem.rpartition("_")[2])
     modes = MODES if device.type == "cuda" else MODES_WITHOUT_GRAPHS
-    plot_unet(path.parent, document["rows"][0]["size"], device, modes)
+    side, mode = (document["rows"][0][name] for name in ("size", "mode"))
+    stem = path.stem.removesuffix(f"_{side}_{mode}_{device.type}")
+    plot_unet(path.parent, stem, side, device, modes)
 
 
 def _errors(path: Path, document: Mapping[str, Any]) -> None:

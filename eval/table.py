@@ -11,8 +11,17 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from eval.benchmarks.step import LABELS, ROUTED, SDPA, TOME, method_label, parse_method
+from eval.benchmarks.step import (
+    LABELS,
+    LINFUSION,
+    ROUTED,
+    SDPA,
+    TOME,
+    method_label,
+    parse_method,
+)
 from eval.methods import EXACT, method_cells, short_name
+from eval.methods import LINFUSION as LINFUSION_CONFIG
 from eval.methods import TOME as TOME_METHOD
 from eval.plots import Point, PointPanel
 from eval.scenes import HEADER, MEASURED, PROTOCOL, figure_cells
@@ -26,8 +35,13 @@ QUALITY = ("scenes", "merge")
 SPEED = "bench unet"
 FACTS = ("method", "config", "origin", "levels", "effective_codewords")
 PLOTTED = {"fid": "FID (lower is better)", "clip_score": "CLIP score (higher is better)"}
-# Names of `bench unet` for methods without configuration.
-WITHOUT_CONFIG: dict[str, Variant] = {SDPA: (EXACT, ()), TOME: (TOME_METHOD, (0,))}
+# Names of `bench unet` for methods without configuration. LinFusion is timed in every
+# self-attention; these are the levels of mini-sd, which scenes are drawn by.
+WITHOUT_CONFIG: dict[str, Variant] = {
+    SDPA: (EXACT, ()),
+    TOME: (TOME_METHOD, (0,)),
+    LINFUSION: (LINFUSION_CONFIG, (0, 1, 2)),
+}
 
 
 def build_table(results: Sequence[Result]) -> dict[str, Any]:

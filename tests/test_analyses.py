@@ -154,9 +154,17 @@ def test_figures_of_heads_by_hand(monkeypatch):
     assert (row["num_parents"], row["num_codewords"], row["num_refined"]) == (6, 18, 2)
 
 
-def test_variants_are_measured_one_after_the_other(folder):
-    """Fails for fields that are written to the wrong row; one importance tile that holds all
-    parents is exact importance, and leaves the same rows."""
+def test_variants_are_measured_one_after_the_other(folder, monkeypatch):
+    """Fails for fields that are written to the wrong row, and for variants whose keys are all in
+    memory at once; one importance tile that holds all parents is exact importance, and leaves the
+    same rows."""
+    counts = []
+
+    def measure(pipe, methods, *arguments, **options):
+        counts.append(len(methods))
+        return errors.measure_errors(pipe, methods, *arguments, **options)
+
+    monkeypatch.setattr(analyses, "measure_errors", measure)
     pipe = tiny_pipe()
     (method,) = prepare_methods(pipe, [str(folder)], levels=(0,), calibration_prompts=())
     analysis = analyses.ANALYSES["importance"]
@@ -164,14 +172,28 @@ def test_variants_are_measured_one_after_the_other(folder):
     eight = method_of(pipe.unet, replace(TWELVE, num_parents=8))
     assert analysis.variants(eight) == [{"importance_tile": None}]
     tiled, exact = analyses.analyse(pipe, analysis, [method], SCENES, num_timesteps=1)
+    assert counts == [1, 1]
     assert (tiled["importance_tile"], exact["importance_tile"]) == (8, None)
     assert tiled["overlap"] < exact["overlap"] == 1
     assert tiled["best_capture"] > tiled["capture"] != exact["capture"]
     (expected,) = errors.measure_errors(pipe, [method], SCENES, num_timesteps=1)
     assert exact == {**expected, "importance_tile": None}
+    assert exact["is_flat"] is False
     whole = method.with_fields(importance_tile=12)
     (row,) = errors.measure_errors(pipe, [whole], SCENES, num_timesteps=1)
     assert row == expected
+
+
+def test_rows_say_which_codebooks_are_flat():
+    """Fails for a row whose kind is read off the letters of its name."""
+    pipe = tiny_pipe()
+    methods = [
+        replace(method_of(pipe.unet, AVQConfig(4, 0, 0)), name="runs/C4P"),
+        method_of(pipe.unet, AVQConfig(4, 2, 0)),
+        Method(EXACT, (0,)),
+    ]
+    rows = errors.measure_errors(pipe, methods, SCENES[:1], num_timesteps=1)
+    assert [row["is_flat"] for row in rows] == [True, False, None]
 
 
 def test_orders_and_tiles():
@@ -211,10 +233,13 @@ def test_heads_table_and_maps():
         layer_row("M4", {name.format(0): layer(1, (0.2, 0.6)), name.format(1): layer(2, (1, 0, 0))})
     ]
     table = analyses.heads_table(rows).splitlines()
-    assert table[2] == "| M4 | up_blocks.1.attentions.0 | 1 | 0.400 | 0.200 | 0.600 |"
-    assert table[3] == f"| M4 | {name.format(1)} | 2 | 0.333 | 0.000 | 1.000 |"
-    short = ["up_blocks.1.attentions.0", name.format(1)]
-    assert analyses.heads_maps(rows) == [HeatMap("M4", short, [[0.2, 0.6], [1, 0, 0]])]
+    labels = [name.format(block).removesuffix(".attn1") for block in range(2)]
+    assert table[2] == f"| M4 | {labels[0]} | 1 | 0.400 | 0.200 | 0.600 |"
+    assert table[3] == f"| M4 | {labels[1]} | 2 | 0.333 | 0.000 | 1.000 |"
+    assert analyses.heads_maps(rows) == [HeatMap("M4", labels, [[0.2, 0.6], [1, 0, 0]])]
+    del rows[0]["layers"][name.format(1)]
+    line = analyses.heads_table(rows).splitlines()[2]
+    assert line.startswith("| M4 | up_blocks.1.attentions.0 | 1 |")
 
 
 def test_heat_maps_have_one_scale_of_colours(tmp_path):
@@ -229,9 +254,15 @@ def test_heat_maps_have_one_scale_of_colours(tmp_path):
 
 
 def test_layers_are_in_the_order_in_which_they_run():
-    """Fails for means over methods or levels, and a layer that a method lacks."""
-    figures = {name: dict.fromkeys(analyses.LAYER_FIGURES, float(name)) for name in range(1, 6)}
-    first = {"up_blocks.0": layer(1, **figures[1]), "down_blocks.1": layer(1, **figures[2])}
+    """Fails for means over methods or levels, a layer that a method lacks, and the order of rows,
+    of text or of the UNet's modules, whose middle is the last."""
+    figures = {name: dict.fromkeys(analyses.LAYER_FIGURES, float(name)) for name in range(1, 7)}
+    first = {
+        "down_blocks.1": layer(1, **figures[2]),
+        "up_blocks.2": layer(1, **figures[1]),
+        "up_blocks.10": layer(0, **figures[5]),
+        "mid_block": layer(2, **figures[6]),
+    }
     second = {"down_blocks.0": layer(0, **figures[3]), "down_blocks.1": layer(1, **figures[4])}
     rows = [layer_row("M4", first), layer_row("M8", second)]
     lines = [line.split(" | ")[:4] for line in analyses.layers_table(rows).splitlines()]
@@ -239,16 +270,19 @@ def test_layers_are_in_the_order_in_which_they_run():
     assert lines[2:] == [
         ["| down_blocks.0", "0", "-", "3"],
         ["| down_blocks.1", "1", "2", "4"],
-        ["| up_blocks.0", "1", "1", "-"],
-        ["| mean of level 0", "0", "-", "3"],
+        ["| mid_block", "2", "6", "-"],
+        ["| up_blocks.2", "1", "1", "-"],
+        ["| up_blocks.10", "0", "5", "-"],
+        ["| mean of level 0", "0", "5", "3"],
         ["| mean of level 1", "1", "1.5", "4"],
+        ["| mean of level 2", "2", "6", "-"],
     ]
     panel = analyses.layers_panels(rows)[1]
     assert panel.title == "quantization error"
-    assert panel.ticks == ["down_blocks.0", "down_blocks.1", "up_blocks.0"]
+    assert panel.ticks == [line[0].removeprefix("| ") for line in lines[2:7]]
     assert [(x.label, list(x.y)) for x in panel.lines] == [
-        ("M4", [None, 2, 1]),
-        ("M8", [3, 4, None]),
+        ("M4", [None, 2, 6, 1, 5]),
+        ("M8", [3, 4, None, None, None]),
     ]
 
 
@@ -260,9 +294,9 @@ def variant(method, **figures):
 
 def test_lines_of_utilisation_are_kinds_of_codebooks():
     rows = [
-        variant("M64", num_codewords=64, active_ratio=0.9),
-        variant("M4P2C2", num_codewords=12, active_ratio=1.0),
-        variant("M16", num_codewords=16, active_ratio=0.8),
+        variant("M64", num_codewords=64, active_ratio=0.9, is_flat=True),
+        variant("M4P2C2", num_codewords=12, active_ratio=1.0, is_flat=False),
+        variant("M16", num_codewords=16, active_ratio=0.8, is_flat=True),
     ]
     panel, _ = analyses.utilisation_panels(rows)
     assert [(x.label, x.x, x.y) for x in panel.lines] == [
@@ -321,10 +355,13 @@ def test_the_analyse_command(names, folder, model, tmp_path, monkeypatch, capsys
     ("arguments", "message"),
     [
         (["heads", "tails"], "analyses are heads, layers, utilisation, order, importance, but got"),
-        (["layers", "--methods", "exact"], "analyses need methods with codebooks, but got 'exact'"),
+        (
+            ["layers", "--methods", "exact"],
+            "the analysis layers needs methods with codebooks, but got 'exact'",
+        ),
         (
             ["layers", "order", "--methods", "FOLDER@P0"],
-            "this analysis needs methods that refine parents",
+            "the analysis order needs methods that refine parents, but got",
         ),
     ],
 )
@@ -379,6 +416,7 @@ def test_errors_over_milliseconds_and_refined_parents():
     def row(method, config, effective, refined):
         figures = dict.fromkeys([*errors.FIGURES, "capture"], 1 / effective)
         facts = {"method": method, "config": config, "origin": "calibrated"}
+        facts["is_flat"] = method == "M9"
         return {**facts, "effective_codewords": effective, "num_refined": refined, **figures}
 
     rows = [

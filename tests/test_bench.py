@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import replace
+from functools import partial
 from time import sleep
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor2_0
 from PIL import Image
+from test_eval import run_command
 
-from avq_diffusers import AVQConfig, select_layers
+from avq_diffusers import AVQConfig, LinFusionProcessor, select_layers
+from avq_diffusers.mini import MINI_SD
 from eval.benchmarks import contenders, inputs, kernels, step, unet
 from eval.benchmarks.contenders import Bench, Contender, relative_error
 from eval.benchmarks.counters import counters_table, read_details, run_counters
@@ -26,7 +30,6 @@ SHAPE = Shape(2, 2, 150, 16)  # N is no multiple of the query tile
 def few_calibration_keys(monkeypatch):
     monkeypatch.setattr(inputs, "CALIBRATION_KEYS", 256)
     monkeypatch.setattr(step, "CALIBRATION_KEYS", 512)
-    monkeypatch.setattr(step, "CALIBRATION_SIDE", 128)
 
 
 @pytest.fixture
@@ -34,9 +37,15 @@ def bench():
     return Bench(CPU, FAST)
 
 
+def tiny_steps(**config):
+    """Of a tiny UNet that would be trained at 128."""
+    build = partial(unet.random_unet, {**unet.TINY, "sample_size": 16, **config})
+    return step.StepBench(replace(unet.TINY_MODEL, build=build), CPU, compile_backend="eager")
+
+
 @pytest.fixture(scope="module")
 def steps():
-    return step.StepBench(step.TINY, CPU, compile_backend="eager")
+    return tiny_steps()
 
 
 def read(path):
@@ -316,7 +325,7 @@ def test_counters_need_a_gpu(tmp_path):
 
 def test_the_unet_is_sd15():
     with torch.device("meta"):
-        model = UNet2DConditionModel(**step.SD15)
+        model = UNet2DConditionModel(**unet.SD15)
     assert sum(parameter.numel() for parameter in model.parameters()) == 859_520_964
     heads = {layer.level: (layer.num_heads, layer.head_dim) for layer in select_layers(model)}
     assert heads == {0: (8, 40), 1: (8, 80), 2: (8, 160), 3: (8, 160)}
@@ -329,15 +338,15 @@ def last(generator):
 
 def test_unet_rows(steps):
     """Fails for a method that leaves the UNet changed, that does nothing, or ratios upside down."""
-    methods = ("sdpa", "limit", "M4P2C2", "M4P2C2@L0", "fa2")
+    methods = ("sdpa", "limit", "M4P2C2", "M4P2C2@L0", "M5@L0", "linfusion", "fa2")
     rows = last(unet.bench_unet(steps, 64, "graph", methods=methods))
     assert [(row["ms"], row["note"]) for row in rows] == [
         (None, "CUDA graphs need a CUDA device")
-    ] * 5
+    ] * len(methods)
     rows = last(unet.bench_unet(steps, 64, "eager", methods=methods, window_ms=1))
     assert [(row["mode"], row["method"]) for row in rows] == [("eager", name) for name in methods]
-    sdpa, limit, adaptive, level_0, fa2 = rows
-    for row in (sdpa, limit, adaptive, level_0):
+    sdpa, limit, adaptive, level_0, flat, linfusion, fa2 = rows
+    for row in rows[:-1]:
         assert row["error"] < 1e-5
         assert row["steps"] == 5
         assert row["over_limit"] == pytest.approx(row["ms"] / limit["ms"])
@@ -345,7 +354,9 @@ def test_unet_rows(steps):
     assert sdpa["difference_from_sdpa"] == 0
     assert 0.01 < level_0["difference_from_sdpa"] != adaptive["difference_from_sdpa"]
     assert limit["difference_from_sdpa"] > 0.1
-    assert level_0["label"] == "AVQ 4/2/2, level 0"
+    assert linfusion["difference_from_sdpa"] > 0.1
+    labels = [row["label"] for row in (level_0, flat, linfusion)]
+    assert labels == ["AVQ 4/2/2, level 0", "VQ 5, level 0", "LinFusion"]
     assert (fa2["ms"], fa2["note"]) == (None, "FA2 needs a CUDA device")
     for layer in select_layers(steps.unet):
         assert type(layer.attn.processor) is AttnProcessor2_0
@@ -364,8 +375,26 @@ def test_the_methods_change_the_layers_they_name(steps):
     assert changed("sdpa") == set()
     assert changed("limit") == changed("M4P2C2") == {0, 1}
     assert changed("M4P2C2@L0") == {0}
+    assert changed("linfusion") == {0, 1, 2, 3}
     config = AVQConfig.parse("M4P2C2")
     assert steps.codebooks(config) is steps.codebooks(AVQConfig.parse("M4P2C2"))
+
+
+def test_linfusion_is_the_same_network_every_time(steps):
+    """Fails for weights that a captured graph would lose, or a phi that is zero."""
+
+    def processors():
+        with steps.method("linfusion"):
+            return [layer.attn.processor for layer in select_layers(steps.unet)]
+
+    first, second = processors(), processors()
+    assert all(one is other for one, other in zip(first, second, strict=True))
+    assert len({id(processor) for processor in first}) == 16
+    for processor in first:
+        assert type(processor) is LinFusionProcessor
+        assert processor.phi_q[-1].weight.std() > 0.01
+        assert processor.phi_k[-1].weight.std() > 0.01
+        assert not torch.equal(processor.phi_q[-1].weight, processor.phi_k[-1].weight)
 
 
 def test_only_the_row_of_the_fastest_route_is_routed(steps):
@@ -387,11 +416,11 @@ def test_an_avq_row_that_runs_exact_attention_gets_no_time(steps, monkeypatch):
         return real(name if oracle or name == "sdpa" else "sdpa", oracle=oracle)
 
     monkeypatch.setattr(steps, "method", method)
-    methods = ("sdpa", "M4P2C2", "limit")
+    methods = ("sdpa", "M4P2C2", "limit", "linfusion")
     rows = last(unet.bench_unet(steps, 64, "eager", methods=methods, window_ms=1))
-    sdpa, adaptive, limit = rows
+    sdpa, *others = rows
     assert sdpa["ms"] > 0
-    for row in (adaptive, limit):
+    for row in others:
         assert row["ms"] is None
         assert row["note"].startswith("wrong output")
 
@@ -406,9 +435,10 @@ def test_a_step_of_nan_gets_no_time(steps):
         assert row["note"].startswith("wrong output: relative error nan")
 
 
-def test_compiled_step(steps):
+def test_compiled_step():
     """Dynamo takes the step; the back end that generates code is left to the GPU run."""
-    methods = ("M4P2C2", "limit")
+    steps = tiny_steps(layers_per_block=1)
+    methods = ("M4P2C2", "limit", "linfusion")
     rows = last(unet.bench_unet(steps, 64, "compile", methods=methods, window_ms=1))
     for row in rows:
         assert row["error"] < 1e-5
@@ -431,6 +461,7 @@ def test_run_unet_writes_rows_and_plots(tmp_path, monkeypatch, capsys):
     document = read(tmp_path / "bench_unet_64_eager_cpu.json")
     assert document["rows"][1]["over_limit"] == 1
     assert document["batch"] == 2
+    assert document["unet"] == "tiny, random weights"
     assert is_picture_with_ink(tmp_path / "bench_unet_64_cpu.png")
     assert "| 64 | eager | limit | " in capsys.readouterr().out
 
@@ -439,12 +470,59 @@ def test_run_unet_writes_rows_and_plots(tmp_path, monkeypatch, capsys):
     assert [row["note"] for row in rows] == ["not started: out of time"] * 2
 
 
+def test_mini_sd_is_itself_at_its_sizes():
+    """Fails for random weights, latents of SD1.5's scale, or keys of another picture size."""
+    bench = step.StepBench(unet.MINI_MODEL, CPU)
+    stored = UNet2DConditionModel.from_pretrained(MINI_SD, subfolder="unet").state_dict()
+    loaded = bench.unet.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
+    sample, _, text = bench.inputs(64)
+    assert (sample.shape, text.shape) == ((2, 4, 16, 16), (2, 77, 192))
+    sides = []
+    bench.inputs = lambda side: sides.append(side) or (sample, None, text)
+    assert {keys.shape[0] for keys in bench._keys.values()} == {2}
+    assert sides == [256] * len(step.CALIBRATION_STEPS)
+    with bench.method("linfusion"):
+        processors = {type(layer.attn.processor) for layer in select_layers(bench.unet)}
+    assert processors == {LinFusionProcessor}
+
+
+def test_run_unet_keeps_mini_sd_apart(tmp_path, monkeypatch):
+    """Fails for results in the files of SD1.5, a plot of these, or sizes of SD1.5."""
+    (tmp_path / "bench_unet_64_eager_cpu.json").write_text("{}")
+    options = {"sizes": (64,), "methods": ("sdpa",), "modes": ("eager",)}
+    unet.run_unet(CPU, tmp_path, command="y", model="mini-sd", **options)
+    document = read(tmp_path / "bench_unet_mini_64_eager_cpu.json")
+    assert document["unet"] == "mini-sd"
+    assert document["rows"][0]["ms"] > 0
+    assert is_picture_with_ink(tmp_path / "bench_unet_mini_64_cpu.png")
+    assert read(tmp_path / "bench_unet_64_eager_cpu.json") == {}
+    assert not (tmp_path / "bench_unet_64_cpu.png").exists()
+
+    options = ["--model", "mini-sd", "--device", "cpu", "--modes", "eager", "--minutes", 0]
+    run_command(monkeypatch, "bench", "unet", *options, "--output", tmp_path / "sizes")
+    names = [path.name for path in sorted((tmp_path / "sizes").glob("*.json"))]
+    assert names == [f"bench_unet_mini_{side}_eager_cpu.json" for side in (256, 512)]
+    rows = read(tmp_path / "sizes" / names[0])["rows"]
+    assert [row["method"] for row in rows] == list(unet.METHODS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"methods": ["xformers"]}, "methods must be sdpa, fa2, limit, tome or configurations"),
-        ({"methods": ["M4P2C2@0"]}, "methods must be sdpa, fa2, limit, tome or configurations"),
-        ({"methods": ["M4P2C2@L2"]}, "methods must be sdpa, fa2, limit, tome or configurations"),
+        ({"model": "sdxl"}, "--model must be sd15 or mini-sd, but got 'sdxl'"),
+        (
+            {"methods": ["xformers"]},
+            "methods must be sdpa, fa2, limit, tome, linfusion or configurations",
+        ),
+        (
+            {"methods": ["M4P2C2@0"]},
+            "methods must be sdpa, fa2, limit, tome, linfusion or configurations",
+        ),
+        (
+            {"methods": ["M4P2C2@L2"]},
+            "methods must be sdpa, fa2, limit, tome, linfusion or configurations",
+        ),
         ({"modes": ["jit"]}, "modes must be graph, compile, eager, but got 'jit'"),
         ({"sizes": [100]}, "--sizes must be multiples of 64, but got 100"),
     ],

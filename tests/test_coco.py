@@ -297,15 +297,17 @@ def test_kid_of_whole_sets_is_the_unbiased_estimate(monkeypatch):
     expected = off_diagonal(kernel(real, real)) + off_diagonal(kernel(generated, generated))
     expected -= 2 * kernel(real, generated).mean()
     state = torch.random.get_rng_state()
-    mean, spread = coco_score.kernel_distance(real, generated)
-    assert mean == pytest.approx(float(expected))
-    assert spread == pytest.approx(0, abs=1e-9)
+    whole = coco_score.kernel_distance(real, generated)
+    assert whole["kid"] == pytest.approx(float(expected))
+    assert whole["kid_std"] == pytest.approx(0, abs=1e-9)
+    assert whole["kid_subset_size"] == 40
     assert torch.equal(torch.random.get_rng_state(), state)
     monkeypatch.setattr(coco_score, "KID_SUBSET_SIZE", 10)
     first = coco_score.kernel_distance(real, generated)
     torch.manual_seed(1)
     assert coco_score.kernel_distance(real, generated) == first
-    assert first[1] > 0
+    assert first["kid_std"] > 0
+    assert first["kid_subset_size"] == 10
 
 
 def noise(height, width, seed=0):
@@ -382,6 +384,24 @@ def test_deviations_are_named_and_bands_are_of_the_protocol():
     (text,) = protocol.implausible(512, paper | {"fid": 25.0})
     assert text.startswith("exact: fid 25 is implausible for SD1.5 at 512, expected 11.5-14.5 (AVQ")
     assert len(protocol.implausible(1024, paper)) == 2
+
+
+def test_all_that_is_odd_is_warned_of():
+    """Catches a deviation that hides an implausible figure, and bands for a scorer's figures."""
+    config = protocol_config(num_inference_steps=50)
+    row = {"method": "exact", "num_pictures": 30_000, "num_real": 40_504}
+    row |= {"fid": 25.0, "clip_score": 0.318}
+    deviation = "Not the protocol: num_inference_steps is 50, not 25."
+    first, second = coco_score.warnings_of(config, row, None)
+    assert first == deviation
+    assert second.startswith("exact: fid 25 is implausible for SD1.5 at 512")
+    assert coco_score.warnings_of(protocol_config(), row, None) == [second]
+    assert coco_score.warnings_of(config, row | {"fid": 12.5}, None) == [deviation]
+    assert coco_score.warnings_of(config, row | {"method": "value-projection"}, None) == [deviation]
+    (text,) = coco_score.warnings_of(config, row, "folder")
+    assert text.endswith(
+        "num_inference_steps is 50, not 25; a scorer stands in for Inception and CLIP."
+    )
 
 
 # Generation
@@ -640,10 +660,11 @@ def test_scores_are_those_of_the_features(place, exact):
     assert row["fid"] == pytest.approx(expected, rel=1e-3)
     assert row["fid_sem"] > 0
     texts = (exact / "captions.txt").read_text().splitlines()
-    cosines = scorer.clip_score(small, texts).numpy() / 100
+    cosines = scorer.cosines(small, texts).numpy()
     assert row["clip_score"] == pytest.approx(cosines.mean(), abs=1e-5)
     assert row["clip_score_sem"] == pytest.approx(cosines.std(ddof=1) / NUM**0.5, abs=1e-5)
     assert (row["num_pictures"], row["num_real"]) == (NUM, NUM_REAL)
+    assert row["kid_subset_size"] == NUM
     assert f"| exact | - | {row['fid']:.2f} ± {row['fid_sem']:.2f} |" in table
 
     assert score(place, "exact", output="three", pictures=3)[0] == 0
@@ -678,6 +699,53 @@ def test_real_features_are_found_again_while_the_files_are_the_same(place, exact
         file.write_bytes(b"damaged")
     assert scored("fourth")[0] == 0
     assert rows_of(place, "third") == rows_of(place, "fourth")
+
+
+def test_real_features_are_those_of_one_preparation(tmp_path, monkeypatch):
+    """Catches features of another size or filter that are taken for the present ones."""
+    (tmp_path / "real").mkdir()
+    for index in range(2):
+        noise(64, 64, index)[1].save(tmp_path / f"real/{index}.png")
+    extract = coco_score.Extractor(coco_score.load_networks(SCORER, torch.device("cpu")), 2, 1)
+    files = coco_score.real_pictures(tmp_path / "real")
+    whole = coco_score.prepare_whole
+
+    def features():
+        place, cache = tmp_path / "real", tmp_path / "cache"
+        return coco_score.real_features(place, files, extract, whole, "whole", cache)
+
+    first = features()
+    changes = {
+        "FID_SIZE": 32,
+        "FID_FILTER": Image.Resampling.BOX,
+        "INCEPTION_SIZE": 128,
+        "INCEPTION_FILTER": Image.Resampling.NEAREST,
+    }
+    for name, value in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(coco_score, name, value)
+            assert not torch.equal(features(), first), name
+    assert torch.equal(features(), first)
+    assert len(list((tmp_path / "cache").iterdir())) == 1 + len(changes)
+
+
+def test_two_scorings_at_once_both_write_the_cache(tmp_path, monkeypatch):
+    """Catches a temporary file that both write, and that the first one takes from the other."""
+    noise(64, 64)[1].save(tmp_path / "a.png")
+    extract = coco_score.Extractor(coco_score.load_networks(SCORER, torch.device("cpu")), 2, 1)
+    arguments = (tmp_path, [tmp_path / "a.png"], extract, coco_score.prepare_whole, "whole")
+    cache, save, others = tmp_path / "cache", coco_score.save_file, []
+
+    def save_while_another_does(tensors, path):
+        save(tensors, path)
+        monkeypatch.setattr(coco_score, "save_file", save)
+        others.append(coco_score.real_features(*arguments, cache))
+
+    monkeypatch.setattr(coco_score, "save_file", save_while_another_does)
+    features = coco_score.real_features(*arguments, cache)
+    assert torch.equal(features, others[0])
+    assert len(list(cache.iterdir())) == 1
+    assert torch.equal(coco_score.real_features(*arguments, cache), features)
 
 
 def write_row(folder, images, size):
@@ -746,6 +814,10 @@ def test_patch_fid_sees_detail_that_fid_does_not(tmp_path):
         (
             lambda row: (row / "pictures/000001.png").write_bytes(b"half"),
             "000001.png cannot be used: cannot identify",
+        ),
+        (
+            lambda row: noise(32, 48)[1].save(row / "pictures/000002.png"),
+            "000002.png cannot be used: it has 48 x 32 pixels and not 64 x 64; its folder's",
         ),
         (lambda row: (row / "captions.txt").unlink(), "has no captions.txt; run its command again"),
         (

@@ -737,6 +737,7 @@ def test_error_panels_have_a_line_for_each_codebook():
     def row(method, config, effective, origin):
         figures = dict.fromkeys([*errors.PLOTTED, "capture", "num_refined"], 1 / effective)
         facts = {"method": method, "config": config, "origin": origin}
+        facts["is_flat"] = config in ("M9", "M4")
         return {**facts, "effective_codewords": effective, **figures}
 
     rows = [

@@ -1,11 +1,13 @@
 """One denoising step of a UNet by any of the methods whose time is compared.
 
-A method is `"sdpa"`, `"fa2"`, `"limit"`, `"tome"`, or AVQ by a name of `parse_method`.
+A method is `"sdpa"`, `"fa2"`, `"limit"`, `"tome"`, `"linfusion"`, or AVQ by a name of
+`parse_method`.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from statistics import median
@@ -22,6 +24,7 @@ from avq_diffusers import (
     AVQCodebooks,
     AVQConfig,
     Codebook,
+    LinFusionProcessor,
     apply_avq,
     fit_codebook,
     remove_avq,
@@ -31,27 +34,42 @@ from eval.benchmarks.contenders import Row, method_name, relative_error
 from eval.benchmarks.timing import block_ms
 from eval.methods import ValueProjectionProcessor
 
-SDPA, FA2, LIMIT, TOME = "sdpa", "fa2", "limit", "tome"
+SDPA, FA2, LIMIT, TOME, LINFUSION = "sdpa", "fa2", "limit", "tome", "linfusion"
 ROUTED = "/fastest"
-LABELS = {SDPA: "SDPA default", FA2: "FA2", LIMIT: "limit", TOME: "ToMe r=0.5"}
+LABELS = {
+    SDPA: "SDPA default",
+    FA2: "FA2",
+    LIMIT: "limit",
+    TOME: "ToMe r=0.5",
+    LINFUSION: "LinFusion",
+}
 EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
 LEVELS = (0, 1)
 
-# Where SD1.5 differs from the defaults of UNet2DConditionModel.
-SD15 = {"sample_size": 64, "cross_attention_dim": 768}
-TINY = {
-    "sample_size": 64,
-    "cross_attention_dim": 32,
-    "block_out_channels": (16, 32, 64, 64),
-    "norm_num_groups": 8,
-    "attention_head_dim": 2,  # the number of heads, by diffusers' name for it
-}
 BATCH = 2
 TEXT_TOKENS = 77
-LATENT_SCALE = 8
-CALIBRATION_SIDE = 512
+TIMESTEP = 150  # late, where trained attention does most
 CALIBRATION_STEPS = (900, 650, 400, 150)
 CALIBRATION_KEYS = 8192
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model whose UNet is timed.
+
+    Attributes:
+        unet: what results call its UNet.
+        build: makes the UNet on a device, in float32.
+        latent_scale: pixels per latent along a side of the picture.
+        sizes: sides of the pictures, in pixels, where none are named.
+        stem: what the names of its results begin with.
+    """
+
+    unet: str
+    build: Callable[[torch.device], UNet2DConditionModel]
+    latent_scale: int
+    sizes: tuple[int, ...]
+    stem: str
 
 
 def parse_method(name: str) -> tuple[AVQConfig, str]:
@@ -99,32 +117,26 @@ class LimitProcessor(ValueProjectionProcessor):
 
 
 class StepBench:
-    """A UNet with random weights, and the methods its attention can be switched to.
+    """A UNet, and the methods its attention can be switched to.
 
     Args:
-        config: of the UNet.
+        model: of the UNet.
         device: where it runs, in fp16 on CUDA and in fp32 elsewhere.
         compile_backend: of torch.compile.
     """
 
     def __init__(
-        self, config: dict[str, Any], device: torch.device, *, compile_backend: str = "inductor"
+        self, model: Model, device: torch.device, *, compile_backend: str = "inductor"
     ) -> None:
+        self.model = model
         self.device = device
         self.cuda = device.type == "cuda"
         self.dtype = torch.float16 if self.cuda else torch.float32
         self.backend, self.oracle = ("triton", "torch") if self.cuda else ("torch", "reference")
         self.compile_backend = compile_backend
-        torch.manual_seed(0)
-        with device:
-            unet = UNet2DConditionModel(**config)
-        self.unet = unet.eval().requires_grad_(False)
-        # Untrained keys and queries make attention an average; these make it choose.
-        for layer in select_layers(unet, LEVELS):
-            layer.attn.to_q.weight.mul_(4)
-            layer.attn.to_k.weight.mul_(4)
+        self.unet = model.build(device).eval().requires_grad_(False)
         # Not diffusers' own `to`, which warns of a list of float32 modules that is empty.
-        torch.nn.Module.to(unet, dtype=self.dtype, memory_format=torch.channels_last)
+        torch.nn.Module.to(self.unet, dtype=self.dtype, memory_format=torch.channels_last)
         self.generator = torch.Generator(device).manual_seed(0)
         self._fits: dict[tuple[int, int], dict[str, Codebook]] = {}
         # Kept for good: captured graphs read these codewords by their address.
@@ -135,10 +147,10 @@ class StepBench:
         normal = partial(
             torch.randn, generator=self.generator, device=self.device, dtype=self.dtype
         )
-        latent = side // LATENT_SCALE
+        latent = side // self.model.latent_scale
         sample = normal(BATCH, self.unet.config.in_channels, latent, latent)
         text = normal(BATCH, TEXT_TOKENS, self.unet.config.cross_attention_dim)
-        timestep = torch.full((), 500, device=self.device)
+        timestep = torch.full((), TIMESTEP, device=self.device)
         return sample.contiguous(memory_format=torch.channels_last), timestep, text
 
     def cannot_run(self, name: str, mode: str) -> str | None:
@@ -156,7 +168,7 @@ class StepBench:
         """Run the UNet's attention by `name` in the `with` block.
 
         Args:
-            name: `"sdpa"`, `"fa2"`, `"limit"`, `"tome"`, or one of `parse_method`.
+            name: `"sdpa"`, `"fa2"`, `"limit"`, `"tome"`, `"linfusion"`, or one of `parse_method`.
             oracle: run AVQ by the backend that checks the one that is timed.
         """
         with ExitStack() as stack:
@@ -164,10 +176,13 @@ class StepBench:
                 stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
                 # Its key leaves the SDPA backend out: FA2 would get what SDPA's step compiled to.
                 stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
-            elif name == LIMIT:
-                for layer in select_layers(self.unet, LEVELS):
+            elif name in (LIMIT, LINFUSION):
+                layers = select_layers(self.unet, LEVELS if name == LIMIT else None)
+                for layer in layers:
                     stack.callback(layer.attn.set_processor, layer.attn.processor)
-                    layer.attn.set_processor(LimitProcessor())
+                    layer.attn.set_processor(
+                        LimitProcessor() if name == LIMIT else self._linfusion[layer.name]
+                    )
             elif name == TOME:
                 import tomesd
 
@@ -207,6 +222,22 @@ class StepBench:
         return self._codebooks[config]
 
     @cached_property
+    def _linfusion(self) -> dict[str, LinFusionProcessor]:
+        """LinFusion of every self-attention by its name, with random weights.
+
+        Kept for good as well, for the graphs that read them.
+        """
+        torch.manual_seed(0)
+        processors = {}
+        for layer in select_layers(self.unet):
+            with self.device:
+                processor = LinFusionProcessor(layer.attn.query_dim)
+            for phi in (processor.phi_q, processor.phi_k):
+                phi[-1].reset_parameters()  # zero at first, so that a phi left out would not show
+            processors[layer.name] = processor.to(self.dtype).requires_grad_(False)
+        return processors
+
+    @cached_property
     def _keys(self) -> dict[str, Tensor]:
         """Keys (H, S, D) in fp32 of every layer at LEVELS, from a few exact steps."""
         layers = select_layers(self.unet, LEVELS)
@@ -222,8 +253,9 @@ class StepBench:
             for layer in layers:
                 hook = layer.attn.to_k.register_forward_hook(partial(keep, layer.name))
                 stack.enter_context(hook)
+            side = self.unet.config.sample_size * self.model.latent_scale
             for step in CALIBRATION_STEPS:
-                sample, _, text = self.inputs(CALIBRATION_SIDE)
+                sample, _, text = self.inputs(side)
                 self.unet(sample, torch.full((), step, device=self.device), text)
         return {
             layer.name: torch.cat(samples[layer.name])

@@ -1,20 +1,28 @@
-"""One denoising step of SD1.5's UNet, batch 2: `python -m eval bench unet`.
+"""One denoising step of a UNet, batch 2: `python -m eval bench unet`.
 
-The UNet has SD1.5's configuration and random weights, so nothing is downloaded; its codebooks are
-k-means of its own keys. The limit keeps the projections of level-0 and level-1 self-attention and
-passes the values on: no attention can be faster. Rows of one size and mode are timed in turns, and
-a row whose output is wrong gets no time.
+The UNet is that of SD1.5 with random weights, so that nothing is downloaded, or mini-sd's; its
+codebooks are k-means of its own keys. The limit keeps the projections of level-0 and level-1
+self-attention and passes the values on: no attention can be faster. LinFusion's linear attention
+runs as published in every self-attention of the UNet, whatever its level (arXiv 2409.02097); its
+weights are random, and its sums over tokens in float32. Rows of one size and mode are timed in
+turns, and a row whose output is wrong gets no time.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
+from diffusers import UNet2DConditionModel
 from torch import Tensor
 
+from avq_diffusers import select_layers
+from avq_diffusers.mini import MINI_SD
 from eval.benchmarks.contenders import TOLERANCE, Row, relative_error
 from eval.benchmarks.step import (
     BATCH,
@@ -23,12 +31,13 @@ from eval.benchmarks.step import (
     FA2,
     GRAPH,
     LABELS,
+    LEVELS,
     LIMIT,
+    LINFUSION,
     ROUTED,
-    SD15,
     SDPA,
-    TINY,
     TOME,
+    Model,
     Step,
     StepBench,
     method_label,
@@ -46,8 +55,10 @@ METHODS = (
     "M64P16C8@L0",
     "M32P8C8",
     "M128P32C8",
+    "M136@L0",  # flat VQ of M64P16C8's kernel time
     FA2,
     TOME,
+    LINFUSION,
 )
 MODES = {
     GRAPH: "CUDA graph, not compiled",
@@ -58,33 +69,78 @@ MODES_WITHOUT_GRAPHS = {**MODES, COMPILE: "torch.compile"}
 NUM_INPUTS = 4
 
 
+def random_unet(config: Mapping[str, Any], device: torch.device) -> UNet2DConditionModel:
+    """A UNet with random weights, made on the device."""
+    torch.manual_seed(0)
+    with device:
+        unet = UNet2DConditionModel(**config)
+    # Untrained keys and queries make attention an average; these make it choose.
+    with torch.no_grad():
+        for layer in select_layers(unet, LEVELS):
+            layer.attn.to_q.weight.mul_(4)
+            layer.attn.to_k.weight.mul_(4)
+    return unet
+
+
+def mini_unet(device: torch.device) -> UNet2DConditionModel:
+    """mini-sd's UNet."""
+    return UNet2DConditionModel.from_pretrained(MINI_SD, subfolder="unet").to(device)
+
+
+# Where SD1.5 differs from the defaults of UNet2DConditionModel.
+SD15 = {"sample_size": 64, "cross_attention_dim": 768}
+TINY = {
+    "sample_size": 64,
+    "cross_attention_dim": 32,
+    "block_out_channels": (16, 32, 64, 64),
+    "norm_num_groups": 8,
+    "attention_head_dim": 2,  # the number of heads, by diffusers' name for it
+}
+SD15_MODEL = Model(
+    unet="SD1.5, random weights",
+    build=partial(random_unet, SD15),
+    latent_scale=8,
+    sizes=(512, 1024, 2048),
+    stem="bench_unet",
+)
+TINY_MODEL = replace(SD15_MODEL, unet="tiny, random weights", build=partial(random_unet, TINY))
+MINI_MODEL = Model(
+    unet="mini-sd", build=mini_unet, latent_scale=4, sizes=(256, 512), stem="bench_unet_mini"
+)
+MODELS = {"sd15": SD15_MODEL, "mini-sd": MINI_MODEL}
+
+
 def run_unet(
     device: torch.device,
     output: Path,
     *,
     command: str,
-    sizes: Sequence[int] = (512, 1024, 2048),
+    model: str = "sd15",
+    sizes: Sequence[int] | None = None,
     methods: Sequence[str] = METHODS,
     modes: Sequence[str] = tuple(MODES),
     minutes: float | None = None,
 ) -> None:
     """Time the steps, print the tables, and write a JSON file per size and mode, a plot per size.
 
-    A file is rewritten after every row. Off CUDA the UNet is a tiny one of the same topology.
+    A file is rewritten after every row. Off CUDA a tiny UNet of its topology stands for SD1.5's.
 
     Args:
         device: where the UNet runs.
         output: folder of the results.
         command: that was typed.
-        sizes: sides of the picture.
+        model: of the UNet, one of `MODELS`.
+        sizes: sides of the picture; None takes the model's own.
         methods: of `StepBench.method`, the most important first.
         modes: `"graph"`, `"compile"`, `"eager"`.
         minutes: no row is started after this time.
 
     Raises:
-        ValueError: a method, mode or size is unknown or impossible.
+        ValueError: a model, method, mode or size is unknown or impossible.
     """
-    check_choices(methods, modes)
+    check_choices(model, methods, modes)
+    chosen = MODELS[model]
+    sizes = chosen.sizes if sizes is None else sizes
     for side in sizes:
         if side < 64 or side % 64:
             raise ValueError(f"--sizes must be multiples of 64, but got {side}.")
@@ -92,17 +148,18 @@ def run_unet(
     cuda = device.type == "cuda"
     labels = MODES if cuda else MODES_WITHOUT_GRAPHS
     if not cuda:
-        print(f"{device.type}: a tiny UNet, without CUDA graphs and FA2")
-    bench = StepBench(SD15 if cuda else TINY, device)
+        chosen = TINY_MODEL if chosen is SD15_MODEL else chosen
+        print(f"{device.type}: {chosen.unet}; without CUDA graphs and FA2")
+    bench = StepBench(chosen, device)
     for side in sizes:
         for mode in modes:
             rows: list[Row] = []
             for rows in bench_unet(bench, side, mode, methods=methods, deadline=deadline):
                 save_json(
-                    _result(output, side, mode, device),
+                    _result(output, chosen.stem, side, mode, device),
                     command=command,
                     device=device,
-                    unet="SD1.5, random weights" if cuda else "tiny, random weights",
+                    unet=chosen.unet,
                     dtype=str(bench.dtype).removeprefix("torch."),
                     batch=BATCH,
                     backend=bench.backend,
@@ -110,7 +167,7 @@ def run_unet(
                     rows=rows,
                 )
             print(unet_table(rows, labels), flush=True)
-        plot_unet(output, side, device, labels)
+        plot_unet(output, chosen.stem, side, device, labels)
 
 
 @torch.no_grad()
@@ -243,32 +300,36 @@ def unet_table(rows: Sequence[Row], modes: dict[str, str] = MODES) -> str:
     )
 
 
-def plot_unet(output: Path, side: int, device: torch.device, modes: dict[str, str]) -> None:
+def plot_unet(
+    output: Path, stem: str, side: int, device: torch.device, modes: Mapping[str, str]
+) -> None:
     """Write the times of a size as bars, one panel for each mode that this or another run timed."""
+    paths = [_result(output, stem, side, mode, device) for mode in MODES]
+    documents = [json.loads(path.read_text()) for path in paths if path.is_file()]
     panels: dict[str, dict[str, float]] = {}
-    for mode in MODES:
-        path = _result(output, side, mode, device)
-        rows = json.loads(path.read_text())["rows"] if path.is_file() else []
+    for rows in (document["rows"] for document in documents):
         if bars := {row["label"]: row["ms"] for row in rows if row["ms"] is not None}:
-            panels[modes[mode]] = bars
+            panels[modes[rows[0]["mode"]]] = bars
     bar_plot(
-        output / f"bench_unet_{side}_{device.type}.png",
+        output / f"{stem}_{side}_{device.type}.png",
         panels,
         xlabel="time per step (ms)",
-        title=f"UNet step at {side} x {side}",
+        title=f"UNet step at {side} x {side} ({documents[0]['unet']})",
     )
 
 
-def _result(output: Path, side: int, mode: str, device: torch.device) -> Path:
-    return output / f"bench_unet_{side}_{mode}_{device.type}.json"
+def _result(output: Path, stem: str, side: int, mode: str, device: torch.device) -> Path:
+    return output / f"{stem}_{side}_{mode}_{device.type}.json"
 
 
-def check_choices(methods: Sequence[str], modes: Sequence[str]) -> None:
-    """Refuse unknown methods and modes before the work.
+def check_choices(model: str, methods: Sequence[str], modes: Sequence[str]) -> None:
+    """Refuse unknown models, methods and modes before the work.
 
     Raises:
-        ValueError: a method or mode is unknown.
+        ValueError: one is unknown.
     """
+    if model not in MODELS:
+        raise ValueError(f"--model must be {' or '.join(MODELS)}, but got {model!r}.")
     for mode in modes:
         if mode not in MODES:
             raise ValueError(f"modes must be {', '.join(MODES)}, but got {mode!r}.")
