@@ -7,6 +7,7 @@ from avq_diffusers.diagnostics import (
     active_ratio,
     attention_mass,
     capture,
+    capture_curve,
     captured_share,
     commitment_loss,
     constraint_error,
@@ -15,6 +16,7 @@ from avq_diffusers.diagnostics import (
     quantization_error,
     refined_parents,
 )
+from avq_diffusers.elastic import CaptureProfile, measure_capture
 from avq_diffusers.ema import (
     batch_statistics,
     derive_codebook,
@@ -53,6 +55,7 @@ __all__ = [
     "AVQConfig",
     "AVQProcessor",
     "AVQStableDiffusionPipeline",
+    "CaptureProfile",
     "Codebook",
     "LinFusionProcessor",
     "ScaleCrafterConfig",
@@ -66,6 +69,7 @@ __all__ = [
     "batch_statistics",
     "calibrate",
     "capture",
+    "capture_curve",
     "captured_share",
     "commitment_loss",
     "constraint_error",
@@ -75,6 +79,7 @@ __all__ = [
     "fit_codebook",
     "leaf_counts",
     "load_linfusion",
+    "measure_capture",
     "perplexity",
     "picture_sheet",
     "quantization_error",

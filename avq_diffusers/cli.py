@@ -17,6 +17,7 @@ from rich.console import Console
 
 from avq_diffusers.calibrate import calibrate
 from avq_diffusers.config import AVQConfig
+from avq_diffusers.elastic import measure_capture
 from avq_diffusers.inspection import codebook_table, plot_codebooks
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_GUIDANCE_SCALE, MINI_SD, default_prompts
 from avq_diffusers.pipeline import apply_avq, avq_disabled, set_num_refined, summary
@@ -37,6 +38,7 @@ CALIBRATION_PROMPTS = (
 DEFAULT_CONFIG = "M64P16C8"
 DEFAULT_LEVELS = "0"
 REPORT_WIDTH = 100
+CAPTURE_STEPS = 8  # capture changes slowly from step to step
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -80,6 +82,13 @@ def generate(
     num_refined: Annotated[
         int | None, typer.Option(help="Parents refined per query tile; the codebooks' value.")
     ] = None,
+    capture: Annotated[
+        float | None,
+        typer.Option(
+            help="As few refined parents, by layer and timestep, as get this share of attention, "
+            "such as 0.9; measured on this prompt."
+        ),
+    ] = None,
     device: Device = None,
     out: Annotated[Path, typer.Option(help="The AVQ picture; the sheet lies beside it.")] = Path(
         "avq.png"
@@ -92,6 +101,10 @@ def generate(
     _check_output(out)
     if codebooks is not None and (config is not None or levels is not None):
         raise ValueError("--codebooks bring their own --config and --levels; drop one of them.")
+    if capture is not None and num_refined is not None:
+        raise ValueError("--num-refined and --capture exclude each other; drop one of them.")
+    if capture is not None and not 0 < capture <= 1:
+        raise ValueError(f"--capture must be above 0 and at most 1, but got {capture}.")
     avq_config = _parse_config(config, levels)
     pipe = _load_pipeline(model, device)
     apply_avq(pipe, _find_codebooks(pipe, model, codebooks, avq_config), route="always")
@@ -109,6 +122,12 @@ def generate(
     arguments |= _usual_guidance(model)
     if guidance_scale is not None:
         arguments["guidance_scale"] = guidance_scale
+    if capture is not None:
+        console.print(f"measuring which parents get {capture:.0%} of attention")
+        measured = {name: value for name, value in arguments.items() if name != "prompt"}
+        measured["num_inference_steps"] = min(steps, CAPTURE_STEPS)
+        profile = measure_capture(pipe, [prompt], seed=seed, **measured)
+        set_num_refined(pipe, profile.at_least(capture))
 
     console.print("with AVQ attention")
     avq, avq_seconds = _timed_picture(pipe, arguments, seed)

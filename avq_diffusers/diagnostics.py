@@ -46,6 +46,38 @@ def capture(
     return captured_share(mass, refined)
 
 
+@torch.no_grad()
+def capture_curve(
+    query: Tensor,
+    key: Tensor,
+    codebook: Codebook,
+    *,
+    query_tile: int = 128,
+    query_order: Tensor | None = None,
+    importance_tile: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`capture` for every number of refined parents, at the cost of one.
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, H, S, D).
+        query_tile, query_order, importance_tile, scale: as in `avq_attention`.
+
+    Returns:
+        (H, M0 + 1) float64 in [0, 1], on the CPU: with 0, 1, ... M0 refined parents.
+    """
+    mass = attention_mass(
+        query, key, codebook, query_tile=query_tile, query_order=query_order, scale=scale
+    )
+    importance = _parent_importance(
+        query, key, codebook, query_tile, query_order, importance_tile, scale
+    )
+    ranking = importance.argsort(dim=-1, descending=True, stable=True)
+    captured = mass.gather(-1, ranking).cpu().double().sum(dim=(0, 2)).cumsum(dim=-1)
+    return F.pad(captured / captured[:, -1:], (1, 0))
+
+
 def captured_share(mass: Tensor, refined: Tensor) -> Tensor:
     """`capture` of any choice of parents.
 
@@ -114,17 +146,10 @@ def refined_parents(
     Returns:
         (B, H, T, M0) bool for T query tiles.
     """
-    query, key, scale = _at_least_fp32(query, key, scale)
-    parents = codebook.parents.to(query.dtype)
-    parent_assignment, _ = assign(key, codebook)
-    counts = F.one_hot(parent_assignment, codebook.num_parents).sum(dim=-2).to(query.dtype)
-    chosen = []
-    for tile in _query_tiles(query, query_tile, query_order):
-        importance = reference.importance(
-            query[:, :, tile], parents, counts, scale, importance_tile
-        )
-        chosen.append(reference.select(importance, num_refined))
-    return torch.stack(chosen, dim=-2)
+    importance = _parent_importance(
+        query, key, codebook, query_tile, query_order, importance_tile, scale
+    )
+    return reference.select(importance, num_refined)
 
 
 def commitment_loss(key: Tensor, codebook: Codebook) -> Tensor:
@@ -221,6 +246,27 @@ def constraint_error(codebook: Codebook) -> Tensor:
     distance = offsets.square().sum(dim=-1).mean(dim=(1, 2)).sqrt()
     error = offsets.mean(dim=2).norm(dim=-1).amax(dim=1)
     return error / distance.clamp(min=torch.finfo(offsets.dtype).tiny)
+
+
+def _parent_importance(
+    query: Tensor,
+    key: Tensor,
+    codebook: Codebook,
+    query_tile: int,
+    query_order: Tensor | None,
+    importance_tile: int | None,
+    scale: float | None,
+) -> Tensor:
+    """(B, H, T, M0)."""
+    query, key, scale = _at_least_fp32(query, key, scale)
+    parents = codebook.parents.to(query.dtype)
+    parent_assignment, _ = assign(key, codebook)
+    counts = F.one_hot(parent_assignment, codebook.num_parents).sum(dim=-2).to(query.dtype)
+    tiles = [
+        reference.importance(query[:, :, tile], parents, counts, scale, importance_tile)
+        for tile in _query_tiles(query, query_tile, query_order)
+    ]
+    return torch.stack(tiles, dim=-2)
 
 
 def _per_head(key: Tensor) -> Tensor:

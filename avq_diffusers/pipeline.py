@@ -4,11 +4,13 @@ Every function takes a pipeline with a `unet`, or the UNet itself, compiled or n
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
+import torch
 from diffusers import StableDiffusionPipeline
 from torch import nn
 
@@ -16,9 +18,12 @@ from avq_diffusers.linfusion import LinFusionProcessor
 from avq_diffusers.ops import check_backend
 from avq_diffusers.processor import AVQ_CALL, AVQProcessor, LayerState, install, uninstall
 from avq_diffusers.routing import ROUTES
+from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer, select_layers
 
 PipelineOrUNet = TypeVar("PipelineOrUNet")
+# Numbers of parents by the training timestep from which on, downwards, they hold.
+Schedule = Mapping[int, int]
 
 
 def apply_avq(
@@ -99,16 +104,27 @@ def avq_disabled(pipe: Any) -> Iterator[None]:
 
 def set_num_refined(
     pipe: PipelineOrUNet,
-    num_refined: int,
+    num_refined: int | Schedule | Mapping[str, int | Schedule],
     *,
     level: int | None = None,
     layer: str | None = None,
 ) -> PipelineOrUNet:
     """Change how many parents each query tile refines: quality against speed, without reloading.
 
+    A schedule switches by itself, at the timestep of each call of the UNet. `torch.compile(unet)`
+    makes one graph for each part of it, and blocks that are compiled one by one make one for each
+    number of parents: where these are more than 8, raise `torch._dynamo.config.recompile_limit`.
+    Where the UNet must compile without a graph break (`fullgraph=True`), compile it by `pipe.unet =
+    torch.compile(pipe.unet, fullgraph=True)` before setting a schedule. A CUDA graph keeps the
+    number of parents that it was captured with.
+
     Args:
         pipe: a pipeline or UNet with AVQ.
-        num_refined: between 0 and the number of parents of every layer concerned.
+        num_refined: between 0 and the number of parents of every layer concerned. Or a schedule in
+            training timesteps, which fall from 1000 to 0 in every sampler: `{1000: 8, 400: 16}`
+            refines 8 parents from timestep 1000 down and 16 from 400 down. Or a plan, such as
+            `CaptureProfile.at_least` makes: numbers or schedules by the start of a layer's name,
+            longer ones winning over shorter ones; layers without an entry stay as they are.
         level: only the layers of this UNet level.
         layer: only the layers whose name starts with this, such as `"up_blocks.3"`.
 
@@ -116,14 +132,12 @@ def set_num_refined(
         `pipe`.
 
     Raises:
-        TypeError: `pipe` has no UNet, or `num_refined` is not an int.
-        ValueError: no AVQ layer matches, or a layer cannot refine that many parents.
+        TypeError: `pipe` has no UNet, or a number of parents or a timestep is not an int.
+        ValueError: no AVQ layer matches, a layer cannot refine that many parents, or a schedule
+            does not begin at timestep 1000.
     """
-    if not isinstance(num_refined, int) or isinstance(num_refined, bool):
-        raise TypeError(f"num_refined must be an int, but got {type(num_refined).__name__}.")
-    states = _states(pipe)
-    if not states:
-        raise ValueError("this UNet has no AVQ layer; call apply_avq(pipe, codebooks) first.")
+    states = applied_states(pipe)
+    names = ", ".join(found.name for found in states)
     chosen = {
         found: state
         for found, state in states.items()
@@ -131,18 +145,41 @@ def set_num_refined(
     }
     if not chosen:
         raise ValueError(
-            f"no AVQ layer matches level={level!r}, layer={layer!r}; the layers are "
-            f"{', '.join(found.name for found in states)}."
+            f"no AVQ layer matches level={level!r}, layer={layer!r}; the layers are {names}."
         )
-    for found, state in chosen.items():
-        most = state.codebook.num_parents if state.codebook.num_children else 0
-        if not 0 <= num_refined <= most:
-            raise ValueError(
-                f"num_refined must be between 0 and {most} in {found.name}, but got {num_refined}."
-            )
-    for state in chosen.values():
-        state.num_refined = num_refined
+    schedules = {}
+    for start, schedule in _plan(num_refined).items():
+        if not any(found.name.startswith(start) for found in states):
+            raise ValueError(f"no AVQ layer's name starts with {start!r}; the layers are {names}.")
+        for found, state in chosen.items():
+            if not found.name.startswith(start):
+                continue
+            most = state.codebook.num_parents if state.codebook.num_children else 0
+            for count in schedule.values():
+                if not 0 <= count <= most:
+                    raise ValueError(
+                        f"num_refined must be between 0 and {most} in {found.name}, but got "
+                        f"{count}."
+                    )
+            schedules[state] = schedule
+
+    for state, schedule in schedules.items():
+        state.num_refined = schedule[NUM_TRAIN_TIMESTEPS]
+    _Scheduler.install(_unet(pipe), _schedules(pipe) | schedules)
     return pipe
+
+
+def applied_states(pipe: Any) -> dict[SelfAttentionLayer, LayerState]:
+    """The layers that AVQ was applied to.
+
+    Raises:
+        TypeError: `pipe` has no UNet.
+        ValueError: there is none.
+    """
+    states = _states(pipe)
+    if not states:
+        raise ValueError("this UNet has no AVQ layer; call apply_avq(pipe, codebooks) first.")
+    return states
 
 
 @dataclass(frozen=True)
@@ -154,7 +191,8 @@ class LayerReport:
         level: UNet level.
         num_heads: heads.
         head_dim: head dim.
-        config: such as M64P16C8; empty without codebooks.
+        config: such as M64P16C8, or M64P8-16C8 with a schedule from 8 to 16 refined parents; empty
+            without codebooks.
         runs: what a call does, or did when last called: AVQ, by which backend and whether with
             tuned projections, exact and why, LinFusion, or replaced by which processor.
         num_tokens: tokens of the grid last seen; None before the first call.
@@ -208,7 +246,8 @@ def summary(pipe: Any) -> Summary:
     Raises:
         TypeError: `pipe` has no UNet.
     """
-    return Summary(tuple(_report(layer) for layer in select_layers(_unet(pipe))))
+    schedules = _schedules(pipe)
+    return Summary(tuple(_report(layer, schedules) for layer in select_layers(_unet(pipe))))
 
 
 class AVQStableDiffusionPipeline(StableDiffusionPipeline):
@@ -250,6 +289,10 @@ def _unet(pipe: Any) -> nn.Module:
     return unet
 
 
+def _original(unet: nn.Module) -> nn.Module:
+    return getattr(unet, "_orig_mod", unet)  # inside torch.compile's wrapper
+
+
 def _states(pipe: Any) -> dict[SelfAttentionLayer, LayerState]:
     return {
         layer: layer.attn._avq
@@ -258,7 +301,74 @@ def _states(pipe: Any) -> dict[SelfAttentionLayer, LayerState]:
     }
 
 
-def _report(layer: SelfAttentionLayer) -> LayerReport:
+class _Scheduler:
+    """The hook that sets scheduled layers for the timestep of each call of a UNet."""
+
+    def __init__(self, unet: nn.Module, schedules: dict[LayerState, Schedule]) -> None:
+        self.schedules = schedules
+        self.timesteps = Timesteps()
+        self.handle = unet.register_forward_pre_hook(self.see_call, with_kwargs=True)
+
+    @classmethod
+    def install(cls, unet: nn.Module, schedules: dict[LayerState, Schedule]) -> None:
+        """Put it in place of an earlier one, if any layer has more than one number."""
+        scheduled = {state: schedule for state, schedule in schedules.items() if len(schedule) > 1}
+        original = _original(unet)
+        if hasattr(original, "_avq_hook"):
+            original._avq_hook.remove()
+            del original._avq_hook
+        if scheduled:
+            # Under the name that `uninstall` takes away.
+            original._avq_hook = cls(unet, scheduled)
+
+    def remove(self) -> None:
+        self.handle.remove()
+
+    @torch.compiler.disable
+    def see_call(self, unet: nn.Module, args: tuple, kwargs: dict) -> None:
+        timestep = self.timesteps.of_call(args, kwargs)
+        if timestep is not None:
+            for state, schedule in self.schedules.items():
+                state.num_refined = at_timestep(schedule, timestep)
+
+
+def _schedules(pipe: Any) -> dict[LayerState, Schedule]:
+    """Those that `set_num_refined` left, of layers with more than one number of parents."""
+    scheduler: _Scheduler | None = getattr(_original(_unet(pipe)), "_avq_hook", None)
+    return {} if scheduler is None else scheduler.schedules
+
+
+def _plan(
+    num_refined: int | Schedule | Mapping[str, int | Schedule],
+) -> dict[str, Schedule]:
+    """Schedules by the start of a layer's name, shorter ones first; "" is every layer."""
+    is_plan = isinstance(num_refined, Mapping) and {type(key) for key in num_refined} == {str}
+    plan = num_refined if is_plan else {"": num_refined}
+    return {start: _schedule(plan[start]) for start in sorted(plan, key=len)}
+
+
+def _schedule(num_refined: int | Schedule) -> Schedule:
+    """A schedule from 1000 down, without entries that change nothing."""
+    if not isinstance(num_refined, Mapping):
+        num_refined = {NUM_TRAIN_TIMESTEPS: num_refined}
+    for count in num_refined.values():
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"num_refined must be an int, but got {type(count).__name__}.")
+    for timestep in num_refined:
+        if not isinstance(timestep, int):
+            raise TypeError(
+                f"a schedule must have ints as timesteps, but got {type(timestep).__name__}."
+            )
+    if max(num_refined, default=None) != NUM_TRAIN_TIMESTEPS or min(num_refined) < 0:
+        raise ValueError(
+            f"a schedule must begin at timestep {NUM_TRAIN_TIMESTEPS} and end at 0 or before, such "
+            f"as {{1000: 8, 400: 16}}, but got {dict(num_refined)}."
+        )
+    parts = groupby(sorted(num_refined, reverse=True), key=num_refined.get)
+    return {next(timesteps): count for count, timesteps in parts}
+
+
+def _report(layer: SelfAttentionLayer, schedules: dict[LayerState, Schedule]) -> LayerReport:
     state: LayerState | None = getattr(layer.attn, "_avq", None)
     config, num_tokens, calls = "", None, {}
     processor = type(layer.attn.processor).__name__
@@ -266,7 +376,8 @@ def _report(layer: SelfAttentionLayer) -> LayerReport:
         runs = f"exact: {processor}"
     else:
         codebook = state.codebook
-        config = f"M{codebook.num_parents}P{state.num_refined}C{codebook.num_children}"
+        refined = "-".join(map(str, schedules.get(state, {0: state.num_refined}).values()))
+        config = f"M{codebook.num_parents}P{refined}C{codebook.num_children}"
         num_tokens = None if state.query_order is None else len(state.query_order)
         calls = dict(state.calls)
         if not isinstance(layer.attn.processor, AVQProcessor):

@@ -32,11 +32,11 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from avq_diffusers.pipeline import PipelineOrUNet, _unet
+from avq_diffusers.pipeline import PipelineOrUNet, _original, _unet
+from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps
 
 # The paper's settings count iterations of DDIM with 50 steps.
 NUM_STEPS = 50
-NUM_TRAIN_TIMESTEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -298,32 +298,6 @@ class _Convolution:
         return output if scaled == plain else _resize(output, plain)
 
 
-class _Timesteps:
-    """Timesteps as numbers, with one read from the device per picture instead of one per call."""
-
-    def __init__(self) -> None:
-        self.table: Tensor | None = None
-        self.version = 0
-        self.values: list[float] = []
-
-    def read(self, timestep: Tensor | float) -> float:
-        if not isinstance(timestep, Tensor):
-            return timestep
-        # Pipelines iterate over the scheduler's timesteps: each is a view of that tensor.
-        table = timestep._base
-        if timestep.dim() or table is None or table.dim() != 1 or table.is_inference():
-            values = set(timestep.flatten().tolist())
-            if len(values) != 1:
-                raise ValueError(
-                    "ScaleCrafter takes one timestep for the whole batch, but got "
-                    f"{sorted(values)}."
-                )
-            return values.pop()
-        if table is not self.table or table._version != self.version:
-            self.table, self.version, self.values = table, table._version, table.tolist()
-        return self.values[(timestep.storage_offset() - table.storage_offset()) // table.stride(0)]
-
-
 class _ScaleCrafter:
     """What `apply_scalecrafter` puts on a UNet: convolutions, and hooks that watch its calls."""
 
@@ -367,7 +341,7 @@ class _ScaleCrafter:
         self.size = (height, width)
         self.latent_size = (height // factor, width // factor)
         self.pipe = weakref.ref(pipe) if config.damped_dilations else None
-        self.timesteps = _Timesteps()
+        self.timesteps = Timesteps()
         self.timestep: float = 0
         self.in_damped_call = False
         self.handles: list[RemovableHandle] = []
@@ -389,7 +363,6 @@ class _ScaleCrafter:
         if self.in_damped_call:
             return
         sample = args[0] if args else kwargs["sample"]
-        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
         if tuple(sample.shape[-2:]) != self.latent_size:
             height, width = self.size
             raise ValueError(
@@ -397,9 +370,9 @@ class _ScaleCrafter:
                 f"{self.latent_size}, but got latents of {tuple(sample.shape[-2:])}; apply it for "
                 "this size, or remove it."
             )
-        # Capture forbids reads from the device.
-        if not (sample.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.timestep = self.timesteps.read(timestep)
+        timestep = self.timesteps.of_call(args, kwargs)
+        if timestep is not None:
+            self.timestep = timestep
         for convolution in self.convolutions:
             convolution.install()
         self.dilate(self.config.dilations_at(self.timestep))
@@ -501,7 +474,3 @@ def _sample_size(unet: nn.Module) -> int:
 
 def _resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
     return functional.interpolate(x, size, mode="bilinear", align_corners=False)
-
-
-def _original(unet: nn.Module) -> nn.Module:
-    return getattr(unet, "_orig_mod", unet)  # inside torch.compile's wrapper

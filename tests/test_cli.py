@@ -11,7 +11,14 @@ import torch
 from PIL import Image
 from tiny import CONFIG, random_codebooks, tiny_pipe
 
-from avq_diffusers import AVQCodebooks, apply_avq, cli, set_num_refined
+from avq_diffusers import (
+    AVQCodebooks,
+    AVQConfig,
+    apply_avq,
+    cli,
+    measure_capture,
+    set_num_refined,
+)
 from avq_diffusers.mini import MINI_CODEBOOKS
 from avq_diffusers.sheet import MARGIN
 
@@ -134,6 +141,28 @@ def test_num_refined_is_honoured(avq, model, codebooks):
     assert np.array_equal(pixels("avq.png"), expected)
 
 
+def test_capture_is_honoured(avq, model, tmp_path):
+    """Fails where the plan is not applied, or is measured on another picture than this one."""
+    pipe = tiny_pipe()
+    codebooks = random_codebooks(pipe.unet, AVQConfig(12, 2, 2, query_tile=16, levels=(0, 1)))
+    codebooks.save_pretrained(tmp_path / "codebooks")
+    arguments = ["--model", model, "--codebooks", str(tmp_path / "codebooks"), "--steps", "2"]
+    arguments += ["--seed", "3", "--capture", "0.7"]
+    code, output = avq("generate", PROMPT, *arguments)
+    assert code == 0
+    assert "70%ofattention" in output
+    sizes = {"num_inference_steps": 2, "height": 128, "width": 128, "progress": False}
+    plan = measure_capture(apply_avq(pipe, codebooks), [PROMPT], seed=3, **sizes).at_least(0.7)
+    default = make(pipe, seed=3)
+    expected = make(set_num_refined(pipe, plan), seed=3)
+    assert not np.array_equal(default, expected)
+    assert np.array_equal(pixels("avq.png"), expected)
+    shown = {"P" + "-".join(map(str, dict.fromkeys(parts.values()))) for parts in plan.values()}
+    assert len(shown) > 1
+    for refined in shown:
+        assert f"M12{refined}C2" in output
+
+
 def test_guidance_and_negative_prompt_reach_the_pipeline(avq, model, codebooks):
     arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
     pictures = []
@@ -249,6 +278,9 @@ def test_inspect_without_matplotlib_says_what_to_install(avq, monkeypatch):
         (["--codebooks", "/no/such/folder"], "/no/such/folder"),
         (["--codebooks", MINI_CODEBOOKS], "codebooks of another model"),
         (["--codebooks", "CODEBOOKS", "--num-refined", "5"], "between 0 and 4"),
+        (["--capture", "0"], "--capture must be above 0 and at most 1, but got 0"),
+        (["--capture", "90"], "--capture must be above 0 and at most 1, but got 90"),
+        (["--capture", "0.9", "--num-refined", "8"], "exclude each other; drop one of them"),
         (["--codebooks", "CODEBOOKS", "--height", "100", "--width", "100"], "divisible by 8"),
         (["--out", "no-such-folder/a.png"], "no-such-folder does not exist"),
         (["--out", "a.jpg"], "--out must end in .png, but got 'a.jpg'"),
@@ -259,7 +291,8 @@ def test_inspect_without_matplotlib_says_what_to_install(avq, monkeypatch):
     ],
     ids=[
         *("model", "config", "refined-config", "levels", "absent-level", "codebooks"),
-        *("other-codebooks", "num-refined", "size", "out-folder", "out-suffix", "device"),
+        *("other-codebooks", "num-refined", "no-capture", "percent", "both"),
+        *("size", "out-folder", "out-suffix", "device"),
         *("steps", "seed", "option"),
     ],
 )

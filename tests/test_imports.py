@@ -13,7 +13,7 @@ PACKAGES = ("avq_diffusers", "distill", "eval")
 
 # From the bottom up; a module imports only from modules that stand before its own line.
 LAYERS = (
-    ("config",),
+    ("config", "timesteps"),
     ("query_order", "codebook"),
     ("reference", "fallback", "kernels", "ema"),
     ("reverse",),
@@ -24,12 +24,12 @@ LAYERS = (
     ("processor", "linfusion"),
     ("pipeline",),
     ("calibrate", "scalecrafter", "inspection", "sheet"),
-    ("mini",),
+    ("elastic", "mini"),
     ("cli",),
 )
 BACKENDS = ("reference", "fallback", "kernels")
 KNOW_DIFFUSERS = {"weights", "processor", "linfusion", "pipeline", "calibrate", "scalecrafter"}
-KNOW_DIFFUSERS |= {"cli"}
+KNOW_DIFFUSERS |= {"elastic", "cli"}
 HEAVY = {"triton", "torchvision", "matplotlib", "torchmetrics", "open_clip", "tensorboard", "yaml"}
 
 

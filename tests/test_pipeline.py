@@ -1,10 +1,17 @@
 """`apply_avq` and its companions on real tiny pipelines."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionPipeline
+from diffusers import (
+    DDIMScheduler,
+    DiffusionPipeline,
+    EulerDiscreteScheduler,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+)
 from diffusers.models.attention_processor import AttnProcessor2_0
 from test_weights import random_projections
 from tiny import (
@@ -17,6 +24,7 @@ from tiny import (
     tiny_pipe,
     tiny_unet,
 )
+from torch._dynamo.testing import CompileCounter
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.pipeline import (
@@ -362,6 +370,222 @@ class TestSetNumRefined:
             set_num_refined(pipe, 1, level=2)
         with pytest.raises(TypeError, match="num_refined must be an int, but got float"):
             set_num_refined(pipe, 1.0)
+
+    def test_plan(self, pipe, codebooks):
+        """Catches entries in the order of writing, and layers without an entry reset."""
+        apply_avq(pipe, codebooks)
+        plan = {"up_blocks.3.attentions.2": 0, "up_blocks": 1, "down_blocks.1": {1000: 4, 500: 3}}
+        assert set_num_refined(pipe, plan) is pipe
+        expected = {}
+        for name in codebooks.layer_specs:
+            expected[name] = "M4P1C2" if name.startswith("up_blocks") else "M4P2C2"
+            if name.startswith("down_blocks.1"):
+                expected[name] = "M4P4-3C2"
+        expected["up_blocks.3.attentions.2.transformer_blocks.0.attn1"] = "M4P0C2"
+        assert self.refined(pipe) == expected
+        set_num_refined(pipe, {"up_blocks": 4, "down_blocks": 4}, level=0)
+        for name, spec in codebooks.layer_specs.items():
+            if spec.level == 0:
+                expected[name] = "M4P4C2"
+        assert self.refined(pipe) == expected
+
+
+def timesteps_of(unet):
+    """Timestep and refined parents of every call of every AVQ layer, as the calls come."""
+    seen, timestep = [], []
+
+    def see_timestep(module, args, kwargs):
+        timestep[:] = [float(args[1])]
+
+    def see_layer(attn, args, kwargs):
+        seen.append((timestep[0], attn._avq.num_refined))
+
+    unet.register_forward_pre_hook(see_timestep, with_kwargs=True)
+    for module in unet.modules():
+        if hasattr(module, "_avq"):
+            module.register_forward_pre_hook(see_layer, with_kwargs=True)
+    return seen
+
+
+class TestSchedule:
+    """`set_num_refined` by timestep."""
+
+    SCHEDULE = {1000: 1, 501: 4}  # noqa: RUF012
+
+    @pytest.mark.parametrize(
+        ("scheduler", "timesteps", "schedule"),
+        [
+            (DDIMScheduler, [751, 501, 251, 1], {1000: 1, 501: 4}),
+            (DDIMScheduler, [751, 501, 251, 1], {400: 0, 1000: 1, 502: 4}),
+            (EulerDiscreteScheduler, [999, 666, 333, 0], {1000: 1, 666: 4}),
+            (EulerDiscreteScheduler, [999, 666, 333, 0], {1000: 1, 998: 2, 665: 0, 0: 4}),
+        ],
+    )
+    def test_switches_at_the_timestep(self, pipe, codebooks, scheduler, timesteps, schedule):
+        """Catches steps counted, a switch one step off, and a setting that is not what runs."""
+        options = {"timestep_spacing": "linspace"} if scheduler is EulerDiscreteScheduler else {}
+        pipe.scheduler = scheduler.from_config(pipe.scheduler.config, **options)
+        apply_avq(pipe, codebooks)
+        expected = [
+            schedule[min(start for start in schedule if start >= timestep)]
+            for timestep in timesteps
+        ]
+        later = iter(expected[1:])
+
+        def set_by_hand(pipe, step, timestep, tensors):
+            set_num_refined(pipe, next(later, 0))
+            return tensors
+
+        set_num_refined(pipe, expected[0])
+        by_hand = draw(pipe, num_inference_steps=4, callback_on_step_end=set_by_hand)
+        set_num_refined(pipe, schedule)
+        seen = timesteps_of(pipe.unet)
+        assert torch.equal(draw(pipe, num_inference_steps=4), by_hand)
+        assert seen == [
+            (timestep, count)
+            for timestep, count in zip(timesteps, expected, strict=True)
+            for _ in codebooks.layer_specs
+        ]
+        assert differ(draw(set_num_refined(pipe, expected[0]), num_inference_steps=4), by_hand)
+
+    def test_comes_and_goes(self, pipe, codebooks):
+        """Catches a hook or a number that stays behind, and one that is installed twice."""
+        exact = draw(pipe)
+        attributes = {name: set(vars(module)) for name, module in pipe.unet.named_modules()}
+        avq = draw(apply_avq(pipe, codebooks))
+        scheduled = draw(set_num_refined(pipe, self.SCHEDULE))
+        assert differ(scheduled, avq)
+        with avq_disabled(pipe):
+            assert torch.equal(draw(pipe), exact)
+        assert torch.equal(draw(pipe), scheduled)
+        set_num_refined(pipe, self.SCHEDULE)
+        assert len(pipe.unet._forward_pre_hooks) == 1
+        assert torch.equal(draw(pipe), scheduled)
+
+        assert torch.equal(draw(set_num_refined(pipe, CONFIG.num_refined)), avq)
+        assert not pipe.unet._forward_pre_hooks
+        set_num_refined(pipe, self.SCHEDULE)
+        assert torch.equal(draw(apply_avq(pipe, codebooks)), avq)
+        assert torch.equal(draw(remove_avq(set_num_refined(pipe, self.SCHEDULE))), exact)
+        for name, module in pipe.unet.named_modules():
+            assert set(vars(module)) == attributes[name]
+            assert not module._forward_pre_hooks
+
+    def test_other_layers_keep_theirs(self, pipe, codebooks):
+        """Catches one schedule for the whole UNet, and a hook kept for nothing."""
+        apply_avq(pipe, codebooks)
+        set_num_refined(pipe, self.SCHEDULE, level=0)
+        set_num_refined(pipe, {1000: 2, 700: 3, 300: 3, 200: 0}, level=1)
+        levels = {row.level: row.config for row in summary(pipe).rows if row.config}
+        assert levels == {0: "M4P1-4C2", 1: "M4P2-3-0C2"}
+        seen = timesteps_of(pipe.unet)
+        draw(pipe)  # timesteps 501 and 1
+        assert {count for timestep, count in seen if timestep == 501} == {4, 3}
+        assert {count for timestep, count in seen if timestep == 1} == {4, 0}
+        set_num_refined(pipe, 2, level=0)
+        levels = {row.level: row.config for row in summary(pipe).rows if row.config}
+        assert levels == {0: "M4P2C2", 1: "M4P2-3-0C2"}
+        set_num_refined(pipe, {1000: 2, 500: 2}, level=1)
+        assert {row.config for row in summary(pipe).rows if row.config} == {"M4P2C2"}
+        assert not hasattr(pipe.unet, "_avq_hook")
+
+    def test_copies_and_other_pipelines(self, pipe, codebooks, tmp_path):
+        """Catches a copy that switches its original, and a saved pipeline that knows of AVQ."""
+        exact, image = draw(pipe), torch.rand(1, 3, 128, 128)
+        scheduled = draw(set_num_refined(apply_avq(pipe, codebooks), self.SCHEDULE))
+        twin = copy.copy(pipe)
+        twin.register_modules(unet=copy.deepcopy(pipe.unet))
+        set_num_refined(twin, 0)
+        assert torch.equal(draw(pipe), scheduled)
+        other = StableDiffusionImg2ImgPipeline.from_pipe(pipe)
+        other.set_progress_bar_config(disable=True)
+        seen = timesteps_of(pipe.unet)
+        draw(other, image=image, strength=1.0, num_inference_steps=4)
+        assert set(seen) == {(751, 1), (501, 4), (251, 4), (1, 4)}
+        pipe.save_pretrained(tmp_path)
+        loaded = StableDiffusionPipeline.from_pretrained(tmp_path)
+        loaded.set_progress_bar_config(disable=True)
+        torch.testing.assert_close(draw(loaded), exact, rtol=1e-4, atol=1e-4)
+
+    def test_threads(self, codebooks):
+        """Catches a timestep, or a table of timesteps, that two pipelines share."""
+        schedules = [self.SCHEDULE, {1000: 4, 300: 0}]
+        pipes = [set_num_refined(apply_avq(tiny_pipe(), codebooks), x) for x in schedules]
+        alone = [draw(pipe, num_inference_steps=4) for pipe in pipes]
+        assert differ(*alone)
+        with ThreadPoolExecutor(2) as threads:
+            for _ in range(3):
+                together = threads.map(lambda pipe: draw(pipe, num_inference_steps=4), pipes)
+                for got, expected in zip(together, alone, strict=True):
+                    assert torch.equal(got, expected)
+
+    @pytest.mark.parametrize("compiled_first", [True, False])
+    def test_compile(self, compiled_first):
+        """Catches compiled code that keeps the first number, and a graph for every timestep."""
+        unet = tiny_unet(
+            block_out_channels=(16, 32),
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            layers_per_block=1,
+        )
+        apply_avq(unet, random_codebooks(unet, AVQConfig(4, 2, 2)))
+        inputs = torch.randn(1, 4, 16, 16), torch.randn(1, 5, 32)
+
+        @torch.no_grad()
+        def output(model, timestep):
+            return model(inputs[0], timestep, inputs[1]).sample
+
+        schedule = {1000: 1, 400: 4}
+        timesteps = torch.tensor([900.0, 700, 400, 200, 900, 7])
+        expected = []
+        for timestep in timesteps:
+            set_num_refined(unet, 1 if timestep > 400 else 4)
+            expected.append(output(unet, timestep))
+        torch.compiler.reset()
+        counter = CompileCounter()
+        if compiled_first:
+            model = set_num_refined(torch.compile(unet, backend=counter, fullgraph=True), schedule)
+        else:
+            model = torch.compile(set_num_refined(unet, schedule), backend=counter)
+        graphs = []
+        for timestep, want in zip(timesteps, expected, strict=True):
+            torch.testing.assert_close(output(model, timestep), want)
+            graphs.append(counter.frame_count)
+        assert graphs == [1, 1, 2, 2, 2, 2]
+        remove_avq(model)
+        assert not unet._forward_pre_hooks
+        assert not model._forward_pre_hooks
+        torch.compiler.reset()
+
+    def test_several_timesteps(self, pipe, codebooks):
+        unet = set_num_refined(apply_avq(pipe, codebooks), self.SCHEDULE).unet
+        inputs = torch.zeros(2, 4, 16, 16), torch.tensor([900, 5]), torch.zeros(2, 5, 32)
+        with pytest.raises(ValueError, match=r"one timestep for the whole batch, .* \[5, 900\]"):
+            unet(*inputs)
+        unet(inputs[0], torch.tensor([5, 5]), inputs[2])
+        assert unet.get_submodule(LAYER)._avq.num_refined == 4
+
+    @pytest.mark.parametrize(
+        ("num_refined", "error", "message"),
+        [
+            ({400: 1}, ValueError, r"must begin at timestep 1000 .*, but got \{400: 1\}"),
+            ({1001: 1, 1000: 2}, ValueError, "must begin at timestep 1000"),
+            ({1000: 1, -1: 2}, ValueError, "must begin at timestep 1000 and end at 0 or before"),
+            ({}, ValueError, r"must begin at timestep 1000 .*, but got \{\}"),
+            ({1000: 1, 400: 5}, ValueError, r"between 0 and 4 in down_blocks\.0.*, but got 5"),
+            ({1000: 1.0}, TypeError, "num_refined must be an int, but got float"),
+            ({1000: 1, 10.5: 2}, TypeError, "must have ints as timesteps, but got float"),
+            ({1000: 1, "up_blocks": 2}, TypeError, "must have ints as timesteps, but got str"),
+            ({"up_blocks": 1, "mid": 2}, ValueError, "no AVQ layer's name starts with 'mid'"),
+            ({"up_blocks": 1, "down_blocks": {1000: 7}}, ValueError, "0 and 4 in .* but got 7"),
+        ],
+    )  # fmt: skip
+    def test_errors_change_nothing(self, pipe, codebooks, num_refined, error, message):
+        set_num_refined(apply_avq(pipe, codebooks), self.SCHEDULE, level=1)
+        before = str(summary(pipe))
+        with pytest.raises(error, match=message):
+            set_num_refined(pipe, num_refined)
+        assert str(summary(pipe)) == before
 
 
 class TestSummary:
