@@ -1,0 +1,113 @@
+"""The notebooks run from a clean kernel at reduced size, and hold the outputs of a clean run."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from eval.report import RESULTS
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+# What follows in the cell that is tagged "parameters".
+REDUCED = {
+    "quick_start": "STEPS, SIZE = 1, 64",
+    "what_the_codebook_learns": "STEPS, SIZE = 1, 64",
+    "results": "",
+    "distil_your_own": """
+STEPS, TRAINING_SIZE, SIZE, PICTURE_STEPS, SCENES, TIMESTEPS = 2, 64, 64, 1, 1, 1
+RUN = Path({folder!r}) / "run"
+""",
+}
+MOST_BYTES = 2 * 2**20
+OF_ONE_MACHINE = re.compile(r"/(home|root|Users|tmp|opt|work|var)/|site-packages|[Ww]arning")
+
+
+def read(name):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def run(name, parameters):
+    """The notebook, executed in its folder as a person would."""
+    notebook = read(name)
+    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+    cell.source += f"\n{parameters}"
+    # The interpreter of kernels, which conftest.py chooses, is not what a person has.
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}})
+    client.execute(env=inherited | {"OMP_NUM_THREADS": "1"})
+    return notebook
+
+
+def outputs(notebook):
+    """{kind: text} of what each code cell shows; kinds are streams, "error" and MIME types."""
+    return [
+        {kind: text for output in cell.outputs for kind, text in of_output(output).items()}
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+def of_output(output):
+    if output.output_type == "stream":
+        return {output.name: output.text}
+    return {"error": output.evalue} if output.output_type == "error" else output.data
+
+
+def assert_clean(shown):
+    assert not {kind for cell in shown for kind in cell} & {"stderr", "error"}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_runs(name, tmp_path):
+    """Catches a cell that raises or warns, and one that no longer shows what is stored."""
+    executed = outputs(run(name, REDUCED[name].format(folder=str(tmp_path))))
+    assert_clean(executed)
+    assert [set(cell) for cell in executed] == [set(cell) for cell in outputs(read(name))]
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_stored_outputs(name):
+    """Catches a notebook stored without a run, out of order, or with traces of a machine."""
+    counts = [cell.execution_count for cell in read(name).cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    shown = outputs(read(name))
+    assert any("image/png" in cell for cell in shown)
+    assert_clean(shown)
+    for cell in shown:
+        for kind in cell.keys() - {"image/png"}:
+            assert OF_ONE_MACHINE.search(cell[kind]) is None, cell[kind]
+
+
+def test_folder():
+    """Catches a notebook that no test runs, and pictures that make every clone slow."""
+    stored = list(FOLDER.glob("*.ipynb"))
+    assert {path.stem for path in stored} == set(REDUCED)
+    assert sum(path.stat().st_size for path in stored) <= MOST_BYTES
+
+
+def test_results_of_another_day(tmp_path):
+    """Catches a notebook that breaks when a file is missing or gains rows."""
+    failed = {"ms": None, "note": "out of memory"}
+    for name, changes in {
+        "bench_kernels_table_cuda.json": {"method": "a new kernel", **failed},
+        "bench_unet_1024_graph_cuda.json": {"method": "tome", "over_sdpa": None, **failed},
+        "scenes_levels01.json": {"method": "a new method", "fid": None},
+    }.items():
+        path = Path(shutil.copy(RESULTS / name, tmp_path))
+        document = json.loads(path.read_text())
+        document["rows"].append({**document["rows"][-1], **changes})
+        path.write_text(json.dumps(document))
+
+    shown = outputs(run("results", f"FOLDER = Path({str(tmp_path)!r})"))
+    assert_clean(shown)
+    tables = "\n".join(cell.get("text/markdown", "") for cell in shown)
+    missing = "\n".join(cell.get("stdout", "") for cell in shown)
+    assert "a new kernel" in tables
+    assert "a new method" in tables
+    assert "python -m eval compare" in missing
+    assert "python -m eval scenes" not in missing
