@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -306,10 +307,8 @@ def _as_declared(value: Any, hint: Any, source: str, name: str) -> Any:
     if origin is Mapping and isinstance(value, dict):
         return value
     if kind is float and type(value) in (int, str):
-        try:
+        with suppress(ValueError):
             return float(value)  # YAML 1.1 reads 1e-3 as a string
-        except ValueError:
-            pass
     if type(value) is not kind:
         raise TypeError(f"{name} must be {_name(hint)}, but got {value!r}.")
     return value

@@ -407,10 +407,11 @@ def timesteps_of(unet):
     return seen
 
 
+SCHEDULE = {1000: 1, 501: 4}
+
+
 class TestSchedule:
     """`set_num_refined` by timestep."""
-
-    SCHEDULE = {1000: 1, 501: 4}  # noqa: RUF012
 
     @pytest.mark.parametrize(
         ("scheduler", "timesteps", "schedule"),
@@ -453,20 +454,20 @@ class TestSchedule:
         exact = draw(pipe)
         attributes = {name: set(vars(module)) for name, module in pipe.unet.named_modules()}
         avq = draw(apply_avq(pipe, codebooks))
-        scheduled = draw(set_num_refined(pipe, self.SCHEDULE))
+        scheduled = draw(set_num_refined(pipe, SCHEDULE))
         assert differ(scheduled, avq)
         with avq_disabled(pipe):
             assert torch.equal(draw(pipe), exact)
         assert torch.equal(draw(pipe), scheduled)
-        set_num_refined(pipe, self.SCHEDULE)
+        set_num_refined(pipe, SCHEDULE)
         assert len(pipe.unet._forward_pre_hooks) == 1
         assert torch.equal(draw(pipe), scheduled)
 
         assert torch.equal(draw(set_num_refined(pipe, CONFIG.num_refined)), avq)
         assert not pipe.unet._forward_pre_hooks
-        set_num_refined(pipe, self.SCHEDULE)
+        set_num_refined(pipe, SCHEDULE)
         assert torch.equal(draw(apply_avq(pipe, codebooks)), avq)
-        assert torch.equal(draw(remove_avq(set_num_refined(pipe, self.SCHEDULE))), exact)
+        assert torch.equal(draw(remove_avq(set_num_refined(pipe, SCHEDULE))), exact)
         for name, module in pipe.unet.named_modules():
             assert set(vars(module)) == attributes[name]
             assert not module._forward_pre_hooks
@@ -474,7 +475,7 @@ class TestSchedule:
     def test_other_layers_keep_theirs(self, pipe, codebooks):
         """Catches one schedule for the whole UNet, and a hook kept for nothing."""
         apply_avq(pipe, codebooks)
-        set_num_refined(pipe, self.SCHEDULE, level=0)
+        set_num_refined(pipe, SCHEDULE, level=0)
         set_num_refined(pipe, {1000: 2, 700: 3, 300: 3, 200: 0}, level=1)
         levels = {row.level: row.config for row in summary(pipe).rows if row.config}
         assert levels == {0: "M4P1-4C2", 1: "M4P2-3-0C2"}
@@ -492,7 +493,7 @@ class TestSchedule:
     def test_copies_and_other_pipelines(self, pipe, codebooks, tmp_path):
         """Catches a copy that switches its original, and a saved pipeline that knows of AVQ."""
         exact, image = draw(pipe), torch.rand(1, 3, 128, 128)
-        scheduled = draw(set_num_refined(apply_avq(pipe, codebooks), self.SCHEDULE))
+        scheduled = draw(set_num_refined(apply_avq(pipe, codebooks), SCHEDULE))
         twin = copy.copy(pipe)
         twin.register_modules(unet=copy.deepcopy(pipe.unet))
         set_num_refined(twin, 0)
@@ -509,7 +510,7 @@ class TestSchedule:
 
     def test_threads(self, codebooks):
         """Catches a timestep, or a table of timesteps, that two pipelines share."""
-        schedules = [self.SCHEDULE, {1000: 4, 300: 0}]
+        schedules = [SCHEDULE, {1000: 4, 300: 0}]
         pipes = [set_num_refined(apply_avq(tiny_pipe(), codebooks), x) for x in schedules]
         alone = [draw(pipe, num_inference_steps=4) for pipe in pipes]
         assert differ(*alone)
@@ -558,7 +559,7 @@ class TestSchedule:
         torch.compiler.reset()
 
     def test_several_timesteps(self, pipe, codebooks):
-        unet = set_num_refined(apply_avq(pipe, codebooks), self.SCHEDULE).unet
+        unet = set_num_refined(apply_avq(pipe, codebooks), SCHEDULE).unet
         inputs = torch.zeros(2, 4, 16, 16), torch.tensor([900, 5]), torch.zeros(2, 5, 32)
         with pytest.raises(ValueError, match=r"one timestep for the whole batch, .* \[5, 900\]"):
             unet(*inputs)
@@ -581,7 +582,7 @@ class TestSchedule:
         ],
     )  # fmt: skip
     def test_errors_change_nothing(self, pipe, codebooks, num_refined, error, message):
-        set_num_refined(apply_avq(pipe, codebooks), self.SCHEDULE, level=1)
+        set_num_refined(apply_avq(pipe, codebooks), SCHEDULE, level=1)
         before = str(summary(pipe))
         with pytest.raises(error, match=message):
             set_num_refined(pipe, num_refined)
