@@ -20,6 +20,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from avq_diffusers.kernels import attention
 from avq_diffusers.kernels.attention import Config, attend
 from avq_diffusers.kernels.codewords import mean_columns
 
@@ -222,6 +223,10 @@ class Case:
         return output
 
 
+# Without a GPU the interpreter runs what others would.
+CAPABILITIES = [torch.cuda.get_device_capability()] if DEVICE == "cuda" else [(8, 0), (9, 0)]
+
+
 def _padded(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
@@ -254,13 +259,35 @@ def _padded(length: int) -> int:
     ],
     ids=str,
 )
-def test_error_is_at_most_twice_that_of_sdpa(shape, dtype):
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_error_is_at_most_twice_that_of_sdpa(monkeypatch, shape, dtype, capability):
+    monkeypatch.setattr(attention, "_capability", lambda device: capability)
     case = Case(dtype=dtype, **shape)
     expected = case.expected()
 
     error = relative_error(case.attend(), expected)
 
     assert error <= 2 * relative_error(case.sdpa(), expected)
+
+
+@pytest.mark.parametrize("refined", [0, 3, 12])
+@pytest.mark.parametrize("parent_block", [16, 64], ids=["blocks of parents", "one block"])
+def test_a_logit_may_exceed_the_reference_by_any_amount(parent_block, refined):
+    """Catches float16 weights that overflow, and a second pass that starts from the first one."""
+    case = Case(parents=20, refined=refined, spread=40.0)
+    parent, child = (
+        case.weight(torch.arange(50), codes).log2()
+        for codes in (case.parent_codes, case.child_codes.flatten(1, 2))
+    )
+    excess = child.amax(dim=-1) if refined else parent[..., 16:].amax(dim=-1)
+    reference = parent[..., :16] if refined in (0, 12) else parent
+    assert (excess - reference.amax(dim=-1) > 40).any()  # far above 2^16, with log counts up to 10
+
+    output = case.attend(config=Config(1, 1, 4, parent_block, running_max=False))
+
+    running = case.attend(config=Config(1, 1, 4, parent_block))
+    expected = case.expected()
+    assert relative_error(output, expected) <= 1.1 * relative_error(running, expected)
 
 
 @pytest.mark.parametrize("shape", [{}, {"head_dim": 64, "children": 3}, {"refined": 12}], ids=str)

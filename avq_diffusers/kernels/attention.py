@@ -9,7 +9,12 @@ codebook. The correcting form is the paper's: a refined parent keeps all its key
 carry the correction; it is exact if every parent is the mean of its children.
 
 Logits are in base 2 and include the log2 count, so an empty codeword has logit -inf: it neither
-moves the running maximum nor adds anything.
+moves a maximum nor adds anything.
+
+Weights are relative to a running maximum of the logits or, which is faster, to the largest logit
+of a parent (of the first block if all parents are refined, or none), and then nothing is rescaled.
+A codeword may exceed that by far; where a weight overflows, the tile is computed again with a
+running maximum.
 
 Shapes: B batch, H heads, N queries, D head dim, M0 parents, C children, P refined parents, each
 padded to a power of two where a block needs it: DP, MP (at least 16), CP (0 without children).
@@ -53,12 +58,13 @@ def _load_rows(
 
 
 @triton.jit
-def _multiply(query, codes):
-    """Queries times codewords, both in blocks of columns."""
-    products = tl.dot(query[0], tl.trans(codes[0]), input_precision="tf32x3")
+def _logits(query, codes, bias):
+    """Queries times codewords, both in blocks of columns, plus a bias, which costs nothing more."""
+    bias = tl.broadcast_to(bias, (query[0].shape[0], codes[0].shape[0]))
+    logits = tl.dot(query[0], tl.trans(codes[0]), acc=bias, input_precision="tf32x3")
     if len(query) > 1:
-        products = tl.dot(query[1], tl.trans(codes[1]), acc=products, input_precision="tf32x3")
-    return products
+        logits = tl.dot(query[1], tl.trans(codes[1]), acc=logits, input_precision="tf32x3")
+    return logits
 
 
 @triton.jit
@@ -103,7 +109,7 @@ def _attend_rows(
     code_rows,
     mean_rows,
     valid,
-    running_max,
+    reference,
     numerator,
     denominator,
     BLOCK_D: tl.constexpr,
@@ -114,11 +120,13 @@ def _attend_rows(
     CORRECTING: tl.constexpr,
     NUM_CHILDREN: tl.constexpr,
     CHILD_ROWS: tl.constexpr,
+    RUNNING: tl.constexpr,
 ):
-    """One block of an online softmax: codewords `code_rows` with the values of `mean_rows`.
+    """One block of a softmax: codewords `code_rows` with the values of `mean_rows`.
 
     WHOLE says that all shares are 1. CORRECTING takes the keys of the codewords away from their
-    parents, which have been attended to with all keys.
+    parents, which have been attended to with all keys. RUNNING raises `reference`, relative to
+    which the weights are, to the largest logit so far.
     """
     # (rows, BLOCK_D), (rows)
     codes = _load_rows(codes_ptr, code_rows, valid, CODE_STRIDE, BLOCK_D, REST_D)
@@ -130,24 +138,163 @@ def _attend_rows(
         shares = _load_columns(means_ptr + MEAN_STRIDE - 8, mean_rows, valid, MEAN_STRIDE, 8)
 
     # (BLOCK_N, rows)
-    products = _multiply(query, codes)
-    logits = products + logs[None, :]
-    new_max = tl.maximum(running_max, tl.max(logits, axis=1))
-    weights = tl.exp2(logits - new_max[:, None])
+    if RUNNING:
+        logits = _logits(query, codes, logs[None, :])
+        highest = tl.maximum(reference, tl.max(logits, axis=1))
+        rescale = tl.exp2(reference - highest)[:, None]
+        numerator = _rescale(numerator, rescale)
+        denominator *= rescale
+        reference = highest
+        weights = tl.exp2(logits - reference[:, None])
+    else:
+        weights = tl.exp2(_logits(query, codes, logs[None, :] - reference[:, None]))
     if CORRECTING:
-        parent_logits = _recover_parents(products, NUM_CHILDREN, CHILD_ROWS) + logs[None, :]
-        weights -= tl.exp2(parent_logits - new_max[:, None])
+        bias = logs[None, :] - reference[:, None]
+        products = _logits(query, codes, tl.zeros_like(bias))
+        weights -= tl.exp2(_recover_parents(products, NUM_CHILDREN, CHILD_ROWS) + bias)
 
-    rescale = tl.exp2(running_max - new_max)[:, None]
     numerator, denominator = _accumulate(
-        weights,
-        means,
-        shares,
-        _rescale(numerator, rescale),
-        denominator * rescale,
-        MEAN_STRIDE == CODE_STRIDE,
+        weights, means, shares, numerator, denominator, MEAN_STRIDE == CODE_STRIDE
     )
-    return new_max, numerator, denominator
+    return reference, numerator, denominator
+
+
+@triton.jit
+def _attend_parents(
+    query,
+    codes_ptr,
+    means_ptr,
+    logs_ptr,
+    refined_ptr,
+    reference,
+    numerator,
+    denominator,
+    NUM_REFINED: tl.constexpr,
+    SELECTS: tl.constexpr,
+    PARENT_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
+    CODE_STRIDE: tl.constexpr,
+    MEAN_STRIDE: tl.constexpr,
+    CORRECTING: tl.constexpr,
+    RUNNING: tl.constexpr,
+):
+    """All parents, refined ones with the keys that stay."""
+    if SELECTS:
+        place = tl.arange(0, triton.next_power_of_2(NUM_REFINED))
+        refined = tl.load(refined_ptr + place, mask=place < NUM_REFINED, other=-1)
+    for start in tl.range(0, PARENT_ROWS, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        mean_rows = rows
+        if not CORRECTING:
+            if SELECTS:
+                is_refined = refined[:, None] == rows[None, :]
+                mean_rows += PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
+            elif NUM_REFINED > 0:
+                mean_rows += PARENT_ROWS
+        reference, numerator, denominator = _attend_rows(
+            query,
+            codes_ptr,
+            means_ptr,
+            logs_ptr,
+            rows,
+            mean_rows,
+            tl.full([BLOCK_M], True, tl.int1),
+            reference,
+            numerator,
+            denominator,
+            BLOCK_D,
+            REST_D,
+            CODE_STRIDE,
+            MEAN_STRIDE,
+            False,
+            False,
+            0,
+            1,
+            RUNNING,
+        )
+    return reference, numerator, denominator
+
+
+@triton.jit
+def _attend_children(
+    query,
+    codes_ptr,
+    means_ptr,
+    logs_ptr,
+    refined_ptr,
+    reference,
+    numerator,
+    denominator,
+    NUM_CHILDREN: tl.constexpr,
+    NUM_REFINED: tl.constexpr,
+    SELECTS: tl.constexpr,
+    PARENT_ROWS: tl.constexpr,
+    CHILD_ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
+    CODE_STRIDE: tl.constexpr,
+    MEAN_STRIDE: tl.constexpr,
+    CORRECTING: tl.constexpr,
+    RUNNING: tl.constexpr,
+):
+    """The children of the refined parents, BLOCK_P parents at a time."""
+    for start in tl.range(0, NUM_REFINED, BLOCK_P):
+        # (BLOCK_P * CHILD_ROWS)
+        child = tl.arange(0, BLOCK_P * CHILD_ROWS)
+        parent = start + child // CHILD_ROWS
+        if NUM_REFINED % BLOCK_P == 0:
+            valid = tl.full([BLOCK_P * CHILD_ROWS], True, tl.int1)
+        else:
+            valid = parent < NUM_REFINED
+        if SELECTS:
+            parent = tl.load(refined_ptr + parent, mask=valid, other=0)
+        rows = parent * CHILD_ROWS + child % CHILD_ROWS
+        # Lets a thread load the logs of neighbouring children at once.
+        rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
+        reference, numerator, denominator = _attend_rows(
+            query,
+            codes_ptr,
+            means_ptr,
+            logs_ptr,
+            PARENT_ROWS + rows,
+            2 * PARENT_ROWS + rows,
+            valid,
+            reference,
+            numerator,
+            denominator,
+            BLOCK_D,
+            REST_D,
+            CODE_STRIDE,
+            MEAN_STRIDE,
+            True,
+            CORRECTING,
+            NUM_CHILDREN,
+            CHILD_ROWS,
+            RUNNING,
+        )
+    return reference, numerator, denominator
+
+
+@triton.jit
+def _total_weight(
+    numerator,
+    denominator,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IN_NUMERATOR: tl.constexpr,
+):
+    """Sum of the weights, (BLOCK_N,)."""
+    if IN_NUMERATOR:
+        # The last block holds the first padding column.
+        FIRST: tl.constexpr = BLOCK_D if len(numerator) > 1 else 0
+        column = FIRST + tl.arange(0, numerator[-1].shape[1])
+        total = tl.sum(tl.where((column == HEAD_DIM)[None, :], numerator[-1], 0.0), axis=1)
+    else:
+        total = tl.max(denominator, axis=1)
+    return total
 
 
 @triton.jit
@@ -166,7 +313,7 @@ def _tiled_importance(
     CODE_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Importance of all parents, (PARENT_ROWS,), from tiles of TILE parents.
+    """Importance of all parents, (PARENT_ROWS,), from tiles of TILE parents; and largest logits.
 
     Unless EXACT, a denominator covers only the parents up to the end of the tile and is
     extrapolated from the keys seen so far to all keys.
@@ -184,7 +331,7 @@ def _tiled_importance(
             valid = (rows < start + TILE) & (rows < NUM_PARENTS)
             codes = _load_rows(codes_ptr, rows, valid, CODE_STRIDE, BLOCK_D, REST_D)
             logs = tl.load(logs_ptr + rows, mask=valid, other=float("-inf"))
-            logits = _multiply(query, codes) + logs[None, :]
+            logits = _logits(query, codes, logs[None, :])
             new_max = tl.maximum(running_max, tl.max(logits, axis=1))
             weights = tl.exp2(logits - new_max[:, None])
             denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
@@ -195,7 +342,7 @@ def _tiled_importance(
         valid = (rows < start + TILE) & (rows < NUM_PARENTS)
         codes = _load_rows(codes_ptr, rows, valid, CODE_STRIDE, BLOCK_D, REST_D)
         logs = tl.load(logs_ptr + rows, mask=valid, other=float("-inf"))
-        logits = _multiply(query, codes) + logs[None, :]
+        logits = _logits(query, codes, logs[None, :])
         if EXACT:
             weights = tl.exp2(logits - running_max[:, None])
             share = 1.0
@@ -213,7 +360,7 @@ def _tiled_importance(
         importance += tl.sum(
             tl.where(parents[:, None] == rows[None, :], mass[None, :], 0.0), axis=1
         )
-    return importance
+    return importance, running_max
 
 
 @triton.jit
@@ -280,6 +427,9 @@ def _attention_kernel(
     MEAN_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    RUNNING: tl.constexpr,
+    AGAIN_M: tl.constexpr,
+    AGAIN_P: tl.constexpr,
 ):
     num_tiles = tl.num_programs(0) // HEADS
     # Heads first: the rows of neighbouring heads share cache lines.
@@ -308,8 +458,7 @@ def _attention_kernel(
     if REST_D > 0:
         query += (_load_query(query_ptr, BLOCK_D, valid_query, HEAD_DIM, REST_D, codes_ptr),)
 
-    # (BLOCK_N), (BLOCK_N, BLOCK_D), (BLOCK_N, 8)
-    running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
+    # (BLOCK_N, BLOCK_D), (BLOCK_N, REST_D), (BLOCK_N, 8)
     numerator = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
     if REST_D > 0:
         numerator += (tl.zeros([BLOCK_N, REST_D], tl.float32),)
@@ -318,32 +467,38 @@ def _attention_kernel(
     SELECTS: tl.constexpr = NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS
     EXACT: tl.constexpr = IMPORTANCE_TILE >= NUM_PARENTS
     ONE_BLOCK: tl.constexpr = SELECTS and EXACT and BLOCK_M == PARENT_ROWS
+    IN_NUMERATOR: tl.constexpr = MEAN_STRIDE == CODE_STRIDE
     parents = tl.arange(0, PARENT_ROWS)
+    if SELECTS:
+        refined_ptr += ((batch * HEADS + head) * num_tiles + tile) * NUM_REFINED
 
     if ONE_BLOCK:
         is_parent = parents < NUM_PARENTS
         codes = _load_rows(codes_ptr, parents, is_parent, CODE_STRIDE, BLOCK_D, REST_D)
 
         # (BLOCK_N, PARENT_ROWS)
-        logits = _multiply(query, codes) + tl.load(logs_ptr + parents)[None, :]
-        running_max = tl.max(logits, axis=1)
-        weights = tl.exp2(logits - running_max[:, None])
+        logits = _logits(query, codes, tl.load(logs_ptr + parents)[None, :])
+        reference = tl.max(logits, axis=1)
+        weights = tl.exp2(logits - reference[:, None])
         inverse = tl.where(valid_query, 1.0 / tl.sum(weights, axis=1), 0.0)
 
         # (PARENT_ROWS)
         importance = tl.sum(weights * inverse[:, None], axis=0)
         rank = _rank(importance, PARENT_ROWS)
+        tl.store(refined_ptr + rank, parents, mask=rank < NUM_REFINED)
         mean_rows = parents
         if not CORRECTING:
             mean_rows += tl.where(rank < NUM_REFINED, PARENT_ROWS, 0)
         means = _load_rows(means_ptr, mean_rows, is_parent, MEAN_STRIDE, BLOCK_D, REST_D)
         shares = _load_columns(means_ptr + MEAN_STRIDE - 8, mean_rows, is_parent, MEAN_STRIDE, 8)
         numerator, denominator = _accumulate(
-            weights, means, shares, numerator, denominator, MEAN_STRIDE == CODE_STRIDE
+            weights, means, shares, numerator, denominator, IN_NUMERATOR
         )
+        # The loops read what other threads of this program wrote.
+        tl.debug_barrier()
     else:
         if SELECTS:
-            importance = _tiled_importance(
+            importance, reference = _tiled_importance(
                 query,
                 valid_query,
                 codes_ptr,
@@ -359,85 +514,117 @@ def _attention_kernel(
                 BLOCK_M,
             )
             rank = _rank(importance, PARENT_ROWS)
-        for start in tl.range(0, PARENT_ROWS, BLOCK_M):
-            rows = start + tl.arange(0, BLOCK_M)
-            mean_rows = rows
-            if not CORRECTING:
-                if SELECTS:
-                    refined = (parents[:, None] == rows[None, :]) & (rank < NUM_REFINED)[:, None]
-                    mean_rows += PARENT_ROWS * tl.sum(refined.to(tl.int32), axis=0)
-                elif NUM_REFINED > 0:
-                    mean_rows += PARENT_ROWS
-            running_max, numerator, denominator = _attend_rows(
-                query,
-                codes_ptr,
-                means_ptr,
-                logs_ptr,
-                rows,
-                mean_rows,
-                tl.full([BLOCK_M], True, tl.int1),
-                running_max,
-                numerator,
-                denominator,
-                BLOCK_D,
-                REST_D,
-                CODE_STRIDE,
-                MEAN_STRIDE,
-                False,
-                False,
-                NUM_CHILDREN,
-                CHILD_ROWS,
-            )
+            tl.store(refined_ptr + rank, parents, mask=rank < NUM_REFINED)
+            # The loops read what other threads of this program wrote.
+            tl.debug_barrier()
+        elif RUNNING:
+            reference = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
+        else:
+            rows = tl.arange(0, BLOCK_M)
+            every = tl.full([BLOCK_M], True, tl.int1)
+            codes = _load_rows(codes_ptr, rows, every, CODE_STRIDE, BLOCK_D, REST_D)
+            logits = _logits(query, codes, tl.load(logs_ptr + rows)[None, :])
+            reference = tl.maximum(tl.max(logits, axis=1), LOG_ZERO)
+        reference, numerator, denominator = _attend_parents(
+            query,
+            codes_ptr,
+            means_ptr,
+            logs_ptr,
+            refined_ptr,
+            reference,
+            numerator,
+            denominator,
+            NUM_REFINED,
+            SELECTS,
+            PARENT_ROWS,
+            BLOCK_M,
+            BLOCK_D,
+            REST_D,
+            CODE_STRIDE,
+            MEAN_STRIDE,
+            CORRECTING,
+            RUNNING,
+        )
 
     if NUM_REFINED > 0:
-        if SELECTS:
-            refined_ptr += ((batch * HEADS + head) * num_tiles + tile) * NUM_REFINED
-            tl.store(refined_ptr + rank, parents, mask=rank < NUM_REFINED)
-            # The loop reads what other threads of this program wrote.
-            tl.debug_barrier()
-        for start in tl.range(0, NUM_REFINED, BLOCK_P):
-            # (BLOCK_P * CHILD_ROWS)
-            child = tl.arange(0, BLOCK_P * CHILD_ROWS)
-            parent = start + child // CHILD_ROWS
-            if NUM_REFINED % BLOCK_P == 0:
-                valid = tl.full([BLOCK_P * CHILD_ROWS], True, tl.int1)
-            else:
-                valid = parent < NUM_REFINED
-            if SELECTS:
-                parent = tl.load(refined_ptr + parent, mask=valid, other=0)
-            rows = parent * CHILD_ROWS + child % CHILD_ROWS
-            # Lets a thread load the logs of neighbouring children at once.
-            rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
-            running_max, numerator, denominator = _attend_rows(
+        reference, numerator, denominator = _attend_children(
+            query,
+            codes_ptr,
+            means_ptr,
+            logs_ptr,
+            refined_ptr,
+            reference,
+            numerator,
+            denominator,
+            NUM_CHILDREN,
+            NUM_REFINED,
+            SELECTS,
+            PARENT_ROWS,
+            CHILD_ROWS,
+            BLOCK_P,
+            BLOCK_D,
+            REST_D,
+            CODE_STRIDE,
+            MEAN_STRIDE,
+            CORRECTING,
+            RUNNING,
+        )
+
+    total = _total_weight(numerator, denominator, HEAD_DIM, BLOCK_D, IN_NUMERATOR)
+    if not RUNNING:  # noqa: SIM102 (known when compiling, unlike the other condition)
+        # An overflow leaves infinity or NaN, and neither is less than infinity.
+        if tl.min((total < float("inf")).to(tl.int32)) == 0:
+            reference = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
+            numerator = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
+            if REST_D > 0:
+                numerator += (tl.zeros([BLOCK_N, REST_D], tl.float32),)
+            denominator = tl.zeros([BLOCK_N, 8], tl.float32)
+            reference, numerator, denominator = _attend_parents(
                 query,
                 codes_ptr,
                 means_ptr,
                 logs_ptr,
-                PARENT_ROWS + rows,
-                2 * PARENT_ROWS + rows,
-                valid,
-                running_max,
+                refined_ptr,
+                reference,
                 numerator,
                 denominator,
+                NUM_REFINED,
+                SELECTS,
+                PARENT_ROWS,
+                AGAIN_M,
                 BLOCK_D,
                 REST_D,
                 CODE_STRIDE,
                 MEAN_STRIDE,
-                True,
                 CORRECTING,
-                NUM_CHILDREN,
-                CHILD_ROWS,
+                True,
             )
+            if NUM_REFINED > 0:
+                reference, numerator, denominator = _attend_children(
+                    query,
+                    codes_ptr,
+                    means_ptr,
+                    logs_ptr,
+                    refined_ptr,
+                    reference,
+                    numerator,
+                    denominator,
+                    NUM_CHILDREN,
+                    NUM_REFINED,
+                    SELECTS,
+                    PARENT_ROWS,
+                    CHILD_ROWS,
+                    AGAIN_P,
+                    BLOCK_D,
+                    REST_D,
+                    CODE_STRIDE,
+                    MEAN_STRIDE,
+                    CORRECTING,
+                    True,
+                )
+            total = _total_weight(numerator, denominator, HEAD_DIM, BLOCK_D, IN_NUMERATOR)
 
-    if MEAN_STRIDE == CODE_STRIDE:
-        # The last block holds the first padding column.
-        FIRST: tl.constexpr = BLOCK_D if REST_D > 0 else 0
-        column = FIRST + tl.arange(0, numerator[-1].shape[1])
-        denominator = tl.where((column == HEAD_DIM)[None, :], numerator[-1], 0.0)
-        denominator = tl.sum(denominator, axis=1)
-    else:
-        denominator = tl.max(denominator, axis=1)
-    inverse = (1.0 / denominator)[:, None]
+    inverse = (1.0 / total)[:, None]
     output_ptr += token[:, None] * (HEADS * HEAD_DIM)
     _store_output(output_ptr, 0, valid_query, numerator[0] * inverse, HEAD_DIM)
     if REST_D > 0:
@@ -454,6 +641,7 @@ class Config:
     parent_block: parents per block. If it holds all of them, no logit is computed twice.
     max_registers: per thread; fewer let more programs share a multiprocessor.
     rest_columns: head dims above 64 are 64 columns and these; 0 is one block.
+    running_max: weights are relative to a running maximum from the start.
     """
 
     num_warps: int
@@ -462,6 +650,7 @@ class Config:
     parent_block: int
     max_registers: int | None = None
     rest_columns: int = 0
+    running_max: bool = True
 
 
 def default_config(
@@ -491,7 +680,7 @@ def default_config(
     if capability < (9, 0) or dtype == torch.float32:
         return config if parent_rows <= 64 else replace(config, parents_per_block=few_parents)
     # Measured on an H200: fewer instructions and more programs beat more warps.
-    config = replace(config, num_warps=triton.cdiv(tile_rows, 32))
+    config = replace(config, num_warps=triton.cdiv(tile_rows, 32), running_max=False)
     if not 0 < num_refined < num_parents:
         config = replace(config, parent_block=32)
     if 64 < head_dim < 96:
@@ -601,6 +790,10 @@ def launch_constants(
     selects = 0 < num_refined < num_parents
     is_tiled = selects and importance_tile is not None and importance_tile < num_parents
     parent_block = _padded(importance_tile) if is_tiled else min(config.parent_block, parent_rows)
+    # Blocks of the second pass, small enough to take no registers from the first.
+    again = parent_block, config.parents_per_block
+    if parent_block > 64:
+        again = 16, max(1, 16 // max(1, child_rows))
     return {
         "QUERY_STRIDE": query_stride,
         "HEADS": heads,
@@ -622,6 +815,9 @@ def launch_constants(
         "MEAN_STRIDE": mean_columns(head_dim),
         "BLOCK_M": parent_block,
         "BLOCK_P": config.parents_per_block,
+        "RUNNING": config.running_max,
+        "AGAIN_M": again[0],
+        "AGAIN_P": again[1],
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "maxnreg": config.max_registers,
