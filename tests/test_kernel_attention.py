@@ -51,6 +51,7 @@ class Case:
         empty: share of codewords without keys, and of parents without any.
         spread: standard deviation of a logit due to a parent, roughly.
         consistent: every parent is the mean of its children.
+        sunken: no key stays with its parent, and children have half its logits.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Case:
         empty: float = 0.2,
         spread: float = 2.0,
         consistent: bool = False,
+        sunken: bool = False,
         permuted: bool = False,
         seed: int = 0,
     ) -> None:
@@ -89,12 +91,16 @@ class Case:
         child_codes = parent_codes[:, :, None] + scale * normal(heads, parents, children, head_dim)
         if consistent:
             parent_codes = child_codes.mean(dim=2)
+        if sunken:
+            child_codes = (parent_codes[:, :, None] / 2).expand_as(child_codes)
         self.parent_codes = parent_codes.to(dtype).double()
         self.child_codes = child_codes.to(dtype).double()
 
         counts = torch.randint(1, 30, (batch, heads, parents, 1 + children), generator=generator)
         counts *= torch.rand(counts.shape, generator=generator) >= empty
         counts *= torch.rand(counts.shape[:3], generator=generator)[..., None] >= empty
+        if sunken:
+            counts[..., 0] = 0
         counts[:, :, -1, -1] += 1  # all that parents keep for themselves may be nothing
         self.leaf_counts = counts
         self.counts = counts.sum(dim=3)
@@ -288,6 +294,17 @@ def test_a_logit_may_exceed_the_reference_by_any_amount(parent_block, refined):
     running = case.attend(config=Config(1, 1, 4, parent_block))
     expected = case.expected()
     assert relative_error(output, expected) <= 1.1 * relative_error(running, expected)
+
+
+@pytest.mark.parametrize("refined", [3, 20])
+@pytest.mark.parametrize("running_max", [False, True])
+@pytest.mark.parametrize("parent_block", [16, 64], ids=["blocks of parents", "one block"])
+def test_all_keys_may_lie_far_below_their_parents(parent_block, running_max, refined):
+    """Catches weights that all vanish in float16 beside a parent that no key stays with."""
+    case = Case(parents=20, refined=refined, spread=40.0, sunken=True)
+    output = case.attend(config=Config(1, 1, 4, parent_block, running_max=running_max))
+    expected = case.expected()
+    assert relative_error(output, expected) <= 2 * relative_error(case.sdpa(), expected)
 
 
 @pytest.mark.parametrize("shape", [{}, {"head_dim": 64, "children": 3}, {"refined": 12}], ids=str)

@@ -13,8 +13,9 @@ moves a maximum nor adds anything.
 
 Weights are relative to a running maximum of the logits or, which is faster, to the largest logit
 of a parent (of the first block if all parents are refined, or none), and then nothing is rescaled.
-A codeword may exceed that by far; where a weight overflows, the tile is computed again with a
-running maximum.
+A codeword may exceed that by far, or all keys of the largest parent may be with children far below;
+where weights leave the range of float16, the tile is computed again with a running maximum of the
+codewords that it sees.
 
 Shapes: B batch, H heads, N queries, D head dim, M0 parents, C children, P refined parents, each
 padded to a power of two where a block needs it: DP, MP (at least 16), CP (0 without children).
@@ -37,6 +38,8 @@ from avq_diffusers.kernels.launch import launch
 
 # Below every logit, but finite: -inf minus -inf is NaN where a query has only met empty codewords.
 LOG_ZERO = tl.constexpr(-1e30)
+# Sum of the weights of a query below which float16, whose last bit is 2^-24, loses digits of them.
+LEAST_TOTAL = tl.constexpr(2.0**-10)
 
 
 @triton.jit
@@ -126,7 +129,7 @@ def _attend_rows(
 
     WHOLE says that all shares are 1. CORRECTING takes the keys of the codewords away from their
     parents, which have been attended to with all keys. RUNNING raises `reference`, relative to
-    which the weights are, to the largest logit so far.
+    which the weights are, to the largest logit so far of a codeword that a key stays with.
     """
     # (rows, BLOCK_D), (rows)
     codes = _load_rows(codes_ptr, code_rows, valid, CODE_STRIDE, BLOCK_D, REST_D)
@@ -136,6 +139,8 @@ def _attend_rows(
         shares = tl.full([means[0].shape[0], 8], 1.0, means[0].dtype)
     else:
         shares = _load_columns(means_ptr + MEAN_STRIDE - 8, mean_rows, valid, MEAN_STRIDE, 8)
+        if RUNNING:
+            logs = tl.where(tl.max(shares, axis=1) > 0, logs, float("-inf"))
 
     # (BLOCK_N, rows)
     if RUNNING:
@@ -571,9 +576,10 @@ def _attention_kernel(
         )
 
     total = _total_weight(numerator, denominator, HEAD_DIM, BLOCK_D, IN_NUMERATOR)
-    if not RUNNING:  # noqa: SIM102 (known when compiling, unlike the other condition)
+    if SELECTS or not RUNNING:
         # An overflow leaves infinity or NaN, and neither is less than infinity.
-        if tl.min((total < float("inf")).to(tl.int32)) == 0:
+        in_range = (total > LEAST_TOTAL) & (total < float("inf"))
+        if tl.min(in_range.to(tl.int32)) == 0:
             reference = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
             numerator = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
             if REST_D > 0:
