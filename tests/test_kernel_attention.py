@@ -490,5 +490,5 @@ def test_compiled_kernels_fit():
         problem, capability, spilled, shared, narrow_loads, hopper_products = json.loads(line)
         assert spilled <= (0.025 if capability == 90 else 0), (problem, capability)
         assert shared <= 99 * 1024, (problem, capability)
-        assert narrow_loads <= 1, (problem, capability)  # shares of a few parents
+        assert narrow_loads <= 2, (problem, capability)  # shares of a few parents, twice
         assert (hopper_products > 0) == (capability == 90), (problem, capability)
