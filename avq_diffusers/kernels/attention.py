@@ -38,6 +38,8 @@ from avq_diffusers.kernels.launch import launch
 
 # Below every logit, but finite: -inf minus -inf is NaN where a query has only met empty codewords.
 LOG_ZERO = tl.constexpr(-1e30)
+# Below every weight that float32 holds to full precision.
+LEAST_WEIGHT = tl.constexpr(2.0**-120)
 # Sum of the weights of a query below which float16, whose last bit is 2^-24, loses digits of them.
 LEAST_TOTAL = tl.constexpr(2.0**-10)
 
@@ -71,6 +73,15 @@ def _logits(query, codes, bias):
 
 
 @triton.jit
+def _no_weights(BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr):
+    """Numerator (BLOCK_N, BLOCK_D) and perhaps (BLOCK_N, REST_D), denominator (BLOCK_N, 8)."""
+    numerator = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
+    if REST_D > 0:
+        numerator += (tl.zeros([BLOCK_N, REST_D], tl.float32),)
+    return numerator, tl.zeros([BLOCK_N, 8], tl.float32)
+
+
+@triton.jit
 def _accumulate(weights, means, shares, numerator, denominator, SHARE_IN_MEANS: tl.constexpr):
     """Add weights (BLOCK_N, rows) times means (rows, BLOCK_D) to a softmax.
 
@@ -101,6 +112,15 @@ def _recover_parents(products, NUM_CHILDREN: tl.constexpr, CHILD_ROWS: tl.conste
     siblings = tl.reshape(products, (BLOCK_N, products.shape[1] // CHILD_ROWS, CHILD_ROWS))
     parents = tl.sum(siblings, axis=2) * (1.0 / NUM_CHILDREN)
     return tl.reshape(tl.broadcast_to(parents[:, :, None], siblings.shape), products.shape)
+
+
+@triton.jit
+def _leave_out_empty(weights, reference, shares):
+    """Weights without those of parents that no key stays with, relative to the largest of them."""
+    weights = tl.where((tl.max(shares, axis=1) > 0)[None, :], weights, 0.0)
+    highest = tl.max(weights, axis=1)
+    weights *= (1.0 / tl.maximum(highest, LEAST_WEIGHT))[:, None]
+    return weights, tl.where(highest < LEAST_WEIGHT, LOG_ZERO, reference + tl.log2(highest))
 
 
 @triton.jit
@@ -463,11 +483,7 @@ def _attention_kernel(
     if REST_D > 0:
         query += (_load_query(query_ptr, BLOCK_D, valid_query, HEAD_DIM, REST_D, codes_ptr),)
 
-    # (BLOCK_N, BLOCK_D), (BLOCK_N, REST_D), (BLOCK_N, 8)
-    numerator = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
-    if REST_D > 0:
-        numerator += (tl.zeros([BLOCK_N, REST_D], tl.float32),)
-    denominator = tl.zeros([BLOCK_N, 8], tl.float32)
+    numerator, denominator = _no_weights(BLOCK_N, BLOCK_D, REST_D)
 
     SELECTS: tl.constexpr = NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS
     EXACT: tl.constexpr = IMPORTANCE_TILE >= NUM_PARENTS
@@ -496,6 +512,8 @@ def _attention_kernel(
             mean_rows += tl.where(rank < NUM_REFINED, PARENT_ROWS, 0)
         means = _load_rows(means_ptr, mean_rows, is_parent, MEAN_STRIDE, BLOCK_D, REST_D)
         shares = _load_columns(means_ptr + MEAN_STRIDE - 8, mean_rows, is_parent, MEAN_STRIDE, 8)
+        if RUNNING:
+            weights, reference = _leave_out_empty(weights, reference, shares)
         numerator, denominator = _accumulate(
             weights, means, shares, numerator, denominator, IN_NUMERATOR
         )
@@ -522,14 +540,14 @@ def _attention_kernel(
             tl.store(refined_ptr + rank, parents, mask=rank < NUM_REFINED)
             # The loops read what other threads of this program wrote.
             tl.debug_barrier()
-        elif RUNNING:
-            reference = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
-        else:
+        elif not RUNNING:
             rows = tl.arange(0, BLOCK_M)
             every = tl.full([BLOCK_M], True, tl.int1)
             codes = _load_rows(codes_ptr, rows, every, CODE_STRIDE, BLOCK_D, REST_D)
             logits = _logits(query, codes, tl.load(logs_ptr + rows)[None, :])
             reference = tl.maximum(tl.max(logits, axis=1), LOG_ZERO)
+        if RUNNING:
+            reference = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
         reference, numerator, denominator = _attend_parents(
             query,
             codes_ptr,
@@ -576,15 +594,12 @@ def _attention_kernel(
         )
 
     total = _total_weight(numerator, denominator, HEAD_DIM, BLOCK_D, IN_NUMERATOR)
-    if SELECTS or not RUNNING:
+    if not RUNNING:
         # An overflow leaves infinity or NaN, and neither is less than infinity.
         in_range = (total > LEAST_TOTAL) & (total < float("inf"))
         if tl.min(in_range.to(tl.int32)) == 0:
             reference = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
-            numerator = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
-            if REST_D > 0:
-                numerator += (tl.zeros([BLOCK_N, REST_D], tl.float32),)
-            denominator = tl.zeros([BLOCK_N, 8], tl.float32)
+            numerator, denominator = _no_weights(BLOCK_N, BLOCK_D, REST_D)
             reference, numerator, denominator = _attend_parents(
                 query,
                 codes_ptr,
@@ -686,7 +701,7 @@ def default_config(
     if capability < (9, 0) or dtype == torch.float32:
         return config if parent_rows <= 64 else replace(config, parents_per_block=few_parents)
     # Measured on an H200: fewer instructions and more programs beat more warps.
-    config = replace(config, num_warps=triton.cdiv(tile_rows, 32), running_max=False)
+    config = replace(config, num_warps=triton.cdiv(tile_rows, 32), running_max=head_dim > 64)
     if not 0 < num_refined < num_parents:
         config = replace(config, parent_block=32)
     if 64 < head_dim < 96:
@@ -694,7 +709,7 @@ def default_config(
     if config.parent_block <= 64:
         config = replace(config, parents_per_block=few_parents)
         if head_dim <= 64:
-            config = replace(config, max_registers=128)
+            config = replace(config, max_registers=128 if num_refined else 144)
     return config
 
 
