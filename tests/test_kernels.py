@@ -285,7 +285,8 @@ class TestGpu:
         options = {"num_refined": 16, "backend": "triton"}
         output = avq_attention(packed, packed, packed, codebook, **options)[-1:]
         last = packed[-1:].clone()
-        assert torch.equal(avq_attention(last, last, last, codebook, **options), output)
+        alone = avq_attention(last, last, last, codebook, **options)
+        assert relative_error(output, alone) < 1e-3  # a batch cuts sums into other pieces
 
     @pytest.mark.parametrize("skew", ["one value", "identical keys", "huge offset"])
     def test_hard_keys(self, skew):
