@@ -50,6 +50,7 @@ from avq_diffusers.scalecrafter import (
 from avq_diffusers.sheet import picture_sheet
 from avq_diffusers.weights import AVQCodebooks, select_layers
 
+__docformat__ = "google"
 __all__ = [
     "AVQCodebooks",
     "AVQConfig",

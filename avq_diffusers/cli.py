@@ -1,13 +1,11 @@
-"""The `avq` command: generate, calibrate, inspect."""
+"""The `avq` command: generate, bench, app, calibrate, inspect."""
 
 import hashlib
 import sys
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 from diffusers import AutoPipelineForText2Image, DiffusionPipeline
@@ -16,12 +14,21 @@ from platformdirs import user_cache_path
 from rich.console import Console
 
 from avq_diffusers.calibrate import calibrate
+from avq_diffusers.comparison import psnr, refinable_parents, timed_picture
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.elastic import measure_capture
+from avq_diffusers.elastic import CaptureProfile, measure_capture
 from avq_diffusers.inspection import codebook_table, plot_codebooks
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_GUIDANCE_SCALE, MINI_SD, default_prompts
 from avq_diffusers.pipeline import apply_avq, avq_disabled, set_num_refined, summary
 from avq_diffusers.sheet import difference, picture_sheet
+from avq_diffusers.sweep import (
+    capture_choices,
+    draw_choices,
+    plot_sweep,
+    refined_choices,
+    sweep_sheet,
+    sweep_table,
+)
 from avq_diffusers.weights import AVQCodebooks, select_layers
 
 CALIBRATION_PROMPTS = (
@@ -38,7 +45,7 @@ CALIBRATION_PROMPTS = (
 DEFAULT_CONFIG = "M64P16C8"
 DEFAULT_LEVELS = "0"
 REPORT_WIDTH = 100
-CAPTURE_STEPS = 8  # capture changes slowly from step to step
+CAPTURE_STEPS = 8
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,6 +58,10 @@ console = Console()
 Model = Annotated[
     str, typer.Option(help="Folder or Hub id of a Stable Diffusion model; the embedded mini-sd.")
 ]
+Codebooks = Annotated[
+    str | None,
+    typer.Option(help="Folder or Hub id of codebooks; calibrated once and cached when absent."),
+]
 Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the fastest present.")]
 Config = Annotated[
     str | None, typer.Option(help=f"Codebook sizes to calibrate, as {DEFAULT_CONFIG}.")
@@ -59,26 +70,28 @@ Levels = Annotated[
     str | None, typer.Option(help=f"UNet levels to calibrate, as {DEFAULT_LEVELS} or 0,1.")
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
+Prompt = Annotated[str, typer.Argument(help="What the picture shows.")]
+NegativePrompt = Annotated[str | None, typer.Option(help="What it must not show.")]
+Side = Annotated[int | None, typer.Option(help="Pixels, a multiple of 8.")]
+GuidanceScale = Annotated[
+    float | None, typer.Option(help="Classifier-free guidance; the model's usual value.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the noise.")]
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the picture shows.")],
+    prompt: Prompt,
     model: Model = MINI_SD,
-    codebooks: Annotated[
-        str | None,
-        typer.Option(help="Folder or Hub id of codebooks; calibrated once and cached when absent."),
-    ] = None,
+    codebooks: Codebooks = None,
     config: Config = None,
     levels: Levels = None,
-    negative_prompt: Annotated[str | None, typer.Option(help="What it must not show.")] = None,
-    height: Annotated[int | None, typer.Option(help="Pixels, a multiple of 8.")] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels, a multiple of 8.")] = None,
+    negative_prompt: NegativePrompt = None,
+    height: Side = None,
+    width: Side = None,
     steps: Steps = 25,
-    guidance_scale: Annotated[
-        float | None, typer.Option(help="Classifier-free guidance; the model's usual value.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    guidance_scale: GuidanceScale = None,
+    seed: Seed = 0,
     num_refined: Annotated[
         int | None, typer.Option(help="Parents refined per query tile; the codebooks' value.")
     ] = None,
@@ -99,47 +112,31 @@ def generate(
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
     _check_output(out)
-    if codebooks is not None and (config is not None or levels is not None):
-        raise ValueError("--codebooks bring their own --config and --levels; drop one of them.")
     if capture is not None and num_refined is not None:
         raise ValueError("--num-refined and --capture exclude each other; drop one of them.")
     if capture is not None and not 0 < capture <= 1:
         raise ValueError(f"--capture must be above 0 and at most 1, but got {capture}.")
-    avq_config = _parse_config(config, levels)
-    pipe = _load_pipeline(model, device)
-    apply_avq(pipe, _find_codebooks(pipe, model, codebooks, avq_config), route="always")
+    pipe = _load_with_avq(model, codebooks, config, levels, device)
     if num_refined is not None:
         set_num_refined(pipe, num_refined)
-    # diffusers takes its default for both sides unless both are given.
-    default_side = pipe.unet.config.sample_size * pipe.vae_scale_factor
-    arguments = {
-        "prompt": prompt,
-        "negative_prompt": negative_prompt,
-        "height": default_side if height is None else height,
-        "width": default_side if width is None else width,
-        "num_inference_steps": steps,
-    }
-    arguments |= _usual_guidance(model)
-    if guidance_scale is not None:
-        arguments["guidance_scale"] = guidance_scale
+    arguments = _picture_arguments(
+        pipe, model, prompt, negative_prompt, height, width, steps, guidance_scale
+    )
     if capture is not None:
         console.print(f"measuring which parents get {capture:.0%} of attention")
-        measured = {name: value for name, value in arguments.items() if name != "prompt"}
-        measured["num_inference_steps"] = min(steps, CAPTURE_STEPS)
-        profile = measure_capture(pipe, [prompt], seed=seed, **measured)
-        set_num_refined(pipe, profile.at_least(capture))
+        set_num_refined(pipe, _measure_capture(pipe, arguments, seed).at_least(capture))
 
     console.print("with AVQ attention")
-    avq, avq_seconds = _timed_picture(pipe, arguments, seed)
+    avq, avq_seconds = timed_picture(pipe, arguments, seed)
     report = summary(pipe)
     console.print("with exact attention")
     with avq_disabled(pipe):
-        exact, exact_seconds = _timed_picture(pipe, arguments, seed)
+        exact, exact_seconds = timed_picture(pipe, arguments, seed)
 
-    avq.save(out)
+    _save(avq, out)
     sheet_path = out.with_stem(out.stem + "_sheet")
-    likeness = f"PSNR {_psnr(avq, exact):.1f} dB"
-    picture_sheet(
+    likeness = f"PSNR {psnr(avq, exact):.1f} dB"
+    sheet = picture_sheet(
         [[exact, avq, difference(exact, avq)]],
         [
             f"exact, {exact_seconds:.1f} s",
@@ -148,12 +145,91 @@ def generate(
         ],
         row_titles=[f"{prompt} (seed {seed}, {steps} steps)"],
         table=report.cells(),
-    ).save(sheet_path)
+    )
+    _save(sheet, sheet_path)
     print(report)
     console.print(
         f"exact {exact_seconds:.1f} s, AVQ {avq_seconds:.1f} s, {likeness} to the exact picture"
     )
     console.print(f"picture: {out}\nsheet:   {sheet_path}")
+
+
+@app.command()
+def bench(
+    prompt: Prompt,
+    model: Model = MINI_SD,
+    codebooks: Codebooks = None,
+    config: Config = None,
+    levels: Levels = None,
+    negative_prompt: NegativePrompt = None,
+    height: Side = None,
+    width: Side = None,
+    steps: Steps = 25,
+    guidance_scale: GuidanceScale = None,
+    seed: Seed = 0,
+    refined: Annotated[
+        str | None,
+        typer.Option(help="Numbers of refined parents, as 0,4,16; from none to all parents."),
+    ] = None,
+    device: Device = None,
+    out: Annotated[
+        Path, typer.Option(help="The plot of speed and likeness; the pictures lie beside it.")
+    ] = Path("avq_bench.png"),
+) -> None:
+    """Time one picture with exact attention and with AVQ at several numbers of refined parents.
+
+    The last rows refine, by layer and timestep, as few parents as get a share of the attention.
+
+    Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
+    """
+    _check_output(out)
+    numbers = None if refined is None else _numbers("--refined", refined)
+    pipe = _load_with_avq(model, codebooks, config, levels, device)
+    arguments = _picture_arguments(
+        pipe, model, prompt, negative_prompt, height, width, steps, guidance_scale
+    )
+    choices = refined_choices(pipe, numbers)
+    if any(refinable_parents(pipe).values()):
+        console.print("measuring which parents get the attention")
+        choices += capture_choices(_measure_capture(pipe, arguments, seed))
+    drawn = list(draw_choices(pipe, choices, arguments, seed))
+    console.print(sweep_table(drawn))
+    title = f"{Path(model).name}, {arguments['width']}x{arguments['height']}, {steps} steps"
+    plot_sweep(drawn, title, out)
+    sheet_path = out.with_stem(out.stem + "_sheet")
+    _save(sweep_sheet(drawn, f"{prompt} (seed {seed}, {steps} steps)"), sheet_path)
+    console.print(f"plot:     {out}\npictures: {sheet_path}")
+
+
+@app.command("app")
+def app_command(
+    model: Model = MINI_SD,
+    codebooks: Codebooks = None,
+    config: Config = None,
+    levels: Levels = None,
+    device: Device = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 7860,
+    share: Annotated[
+        bool, typer.Option("--share", help="Also publish the page through Gradio's servers.")
+    ] = False,
+) -> None:
+    """Serve a page, for a browser, that draws pictures with exact and with AVQ attention.
+
+    Example: avq app --port 8000
+    """
+    try:
+        from avq_diffusers.app import build_page, serve
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the page needs gradio: pip install 'avq-diffusers[app]'."
+        ) from error
+    pipe = _load_with_avq(model, codebooks, config, levels, device)
+    page = build_page(pipe, Path(model).name, _calibration_prompts(model), **_usual_guidance(model))
+    print(f"page: {serve(page, host=host, port=port, share=share)}", flush=True)
+    page.block_thread()
 
 
 @app.command("calibrate")
@@ -174,6 +250,8 @@ def calibrate_command(
 
     Example: avq calibrate --model my-model --prompts prompts.txt --out my-codebooks
     """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out must be a folder, but {out} is a file.")
     chosen = _calibration_prompts(model) if prompts is None else _read_prompts(prompts)
     avq_config = _parse_config(config, levels)
     pipe = _load_pipeline(model, device)
@@ -216,6 +294,20 @@ def main() -> None:
     except (OSError, ValueError, TypeError, NotImplementedError, ModuleNotFoundError) as error:
         print(f"avq: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _load_with_avq(
+    model: str,
+    codebooks: str | None,
+    config: str | None,
+    levels: str | None,
+    device: str | None,
+) -> DiffusionPipeline:
+    if codebooks is not None and (config is not None or levels is not None):
+        raise ValueError("--codebooks bring their own --config and --levels; drop one of them.")
+    avq_config = _parse_config(config, levels)
+    pipe = _load_pipeline(model, device)
+    return apply_avq(pipe, _find_codebooks(pipe, model, codebooks, avq_config), route="always")
 
 
 def _load_pipeline(model: str, device: str | None) -> DiffusionPipeline:
@@ -271,6 +363,41 @@ def _fingerprint(pipe: DiffusionPipeline, config: AVQConfig) -> str:
     return f"{config}-{digest.hexdigest()[:16]}"
 
 
+def _picture_arguments(
+    pipe: DiffusionPipeline,
+    model: str,
+    prompt: str,
+    negative_prompt: str | None,
+    height: int | None,
+    width: int | None,
+    steps: int,
+    guidance_scale: float | None,
+) -> dict[str, Any]:
+    """What the pipeline's call gets."""
+    # diffusers takes its default for both sides unless both are given.
+    default_side = pipe.unet.config.sample_size * pipe.vae_scale_factor
+    arguments = {
+        "prompt": prompt,
+        "negative_prompt": negative_prompt,
+        "height": default_side if height is None else height,
+        "width": default_side if width is None else width,
+        "num_inference_steps": steps,
+    }
+    arguments |= _usual_guidance(model)
+    if guidance_scale is not None:
+        arguments["guidance_scale"] = guidance_scale
+    return arguments
+
+
+def _measure_capture(
+    pipe: DiffusionPipeline, arguments: dict[str, Any], seed: int
+) -> CaptureProfile:
+    """The capture on one picture, in fewer steps: it changes slowly from step to step."""
+    steps = min(arguments["num_inference_steps"], CAPTURE_STEPS)
+    measured = {**arguments, "num_inference_steps": steps}
+    return measure_capture(pipe, [measured.pop("prompt")], seed=seed, **measured)
+
+
 def _calibration_prompts(model: str) -> list[str]:
     return default_prompts() if model == MINI_SD else list(CALIBRATION_PROMPTS)
 
@@ -279,33 +406,16 @@ def _usual_guidance(model: str) -> dict[str, float]:
     return {"guidance_scale": MINI_GUIDANCE_SCALE} if model == MINI_SD else {}
 
 
-def _timed_picture(
-    pipe: DiffusionPipeline, arguments: dict[str, Any], seed: int
-) -> tuple[Image.Image, float]:
-    """One picture and its seconds; on a GPU after a one-step run that loads the kernels."""
-    on_cuda = pipe.device.type == "cuda"
-    if on_cuda:
-        pipe(**{**arguments, "num_inference_steps": 1})
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    image = pipe(**arguments, generator=torch.Generator().manual_seed(seed)).images[0]
-    return image, time.perf_counter() - start
-
-
-def _psnr(image: Image.Image, reference: Image.Image) -> float:
-    error = np.asarray(image, np.float64) - np.asarray(reference, np.float64)
-    mean_square = (error**2).mean()
-    return float("inf") if mean_square == 0 else float(10 * np.log10(255.0**2 / mean_square))
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.") from None
 
 
 def _parse_config(config: str | None, levels: str | None) -> AVQConfig:
     config, levels = config or DEFAULT_CONFIG, levels or DEFAULT_LEVELS
-    try:
-        numbers = tuple(int(level) for level in levels.split(","))
-    except ValueError:
-        raise ValueError(
-            f"--levels must be numbers such as 0 or 0,1, but got {levels!r}."
-        ) from None
+    numbers = _numbers("--levels", levels)
     return AVQConfig.parse(config, levels=numbers)
 
 
@@ -314,6 +424,16 @@ def _read_prompts(path: Path) -> list[str]:
     if not prompts:
         raise ValueError(f"{path} holds no prompt; write one a line.")
     return prompts
+
+
+def _save(picture: Image.Image, path: Path) -> None:
+    """Write a PNG in one step: a picture that was there stays until the new one is whole."""
+    temporary = path.with_name(f".writing-{path.name}")
+    try:
+        picture.save(temporary, format="png")  # deletes what it cannot finish
+        temporary.replace(path)
+    except OSError as error:
+        raise OSError(f"{path} could not be written ({error}).") from error
 
 
 def _check_output(path: Path) -> None:

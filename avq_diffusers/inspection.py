@@ -39,15 +39,8 @@ def codebook_table(codebooks: AVQCodebooks) -> Table:
 
 
 def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
-    """Plot head 0 of every layer on its two principal axes, and the calibration figures.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("plots need matplotlib: install avq-diffusers[eval].") from error
+    """Plot head 0 of every layer on its two principal axes, and the calibration figures."""
+    from matplotlib.figure import Figure
 
     names = list(codebooks.layer_specs)
     figures = _calibration(codebooks)

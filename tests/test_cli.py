@@ -247,6 +247,37 @@ def test_inspect_prints_and_plots(avq):
     assert written() == ["codebooks.png"]
 
 
+def test_bench_draws_what_generate_draws(avq, model, codebooks):
+    """Catches choices that are drawn as one another, times without pictures, another exact one."""
+    arguments = ("--model", model, "--codebooks", codebooks, "--steps", "2")
+    code, output = avq("bench", PROMPT, *arguments, "--refined", "0,4")
+    assert code == 0
+    assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
+    labels = ["exact", "0 refined", "4 refined", "80% capture", "90% capture", "95% capture"]
+    rows = [output.rindex(squeezed(label)) for label in labels]
+    assert rows == sorted(rows)
+    sheet = pixels("avq_bench_sheet.png")
+    columns = []
+    for parents in ("0", "4"):
+        avq("generate", PROMPT, *arguments, "--num-refined", parents)
+        columns.append(lefts(sheet, pixels("avq.png")))
+    assert columns[0] < columns[1]
+
+
+def test_bench_of_flat_codebooks_has_one_choice(avq, model, tmp_path):
+    config = type(CONFIG)(6, 0, 0, query_tile=16, levels=(0, 1))
+    random_codebooks(tiny_pipe().unet, config).save_pretrained(tmp_path / "flat")
+    arguments = ("--model", model, "--codebooks", str(tmp_path / "flat"), "--steps", "1")
+    code, output = avq("bench", PROMPT, *arguments)
+    assert code == 0
+    assert "0refined" in output
+    assert "capture" not in output
+    code, output = avq("bench", PROMPT, *arguments, "--refined", "1", "--out", "other.png")
+    assert code == 2
+    assert output.endswith(squeezed("avq: refined parents must be between 0 and 0, but got 1."))
+    assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
+
+
 def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path):
     config = type(CONFIG)(6, 0, 0, overrides={"up_blocks": {"num_parents": 3}})
     random_codebooks(tiny_pipe().unet, config).save_pretrained(tmp_path / "flat")
@@ -255,16 +286,6 @@ def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path
     assert "M6P0C0" in output
     assert "M3P0C0" in output
     assert written() == ["flat.png"]
-
-
-def test_inspect_without_matplotlib_says_what_to_install(avq, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, output = avq("inspect")
-    assert code == 2
-    assert output.endswith(squeezed("avq: plots need matplotlib: install avq-diffusers[eval]."))
-    assert written() == []
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ LAYERS = (
     ("weights",),
     ("processor", "linfusion"),
     ("pipeline",),
-    ("calibrate", "scalecrafter", "inspection", "sheet"),
+    ("calibrate", "scalecrafter", "inspection", "sheet", "comparison"),
     ("elastic", "mini"),
+    ("app", "sweep"),
     ("cli",),
 )
 BACKENDS = ("reference", "fallback", "kernels")
