@@ -26,19 +26,22 @@ def calibrate(
     prompts: Sequence[str],
     config: AVQConfig | None = None,
     *,
+    model: nn.Module | None = None,
     num_inference_steps: int = 25,
     keys_per_layer: int = 32768,
     seed: int = 0,
     progress: bool = True,
     **pipe_arguments,
 ) -> AVQCodebooks:
-    """Fit the codebooks of a pipeline's UNet to the keys of a few prompts.
+    """Fit the codebooks of a pipeline's UNet, or ControlNet, to the keys of a few prompts.
 
     Args:
         pipe: a Stable Diffusion pipeline; left as it was.
         prompts: a handful of prompts such as the pipeline will see; number i runs with seed
             `seed + i`.
         config: codebook sizes and levels; `AVQConfig()` when None.
+        model: part of the pipeline whose codebooks are wanted, `pipe.controlnet`; `pipe.unet` when
+            None.
         num_inference_steps: denoising steps of each run.
         keys_per_layer: size of each layer's key sample.
         seed: of the noise, the sample and k-means; same seed, same codebooks.
@@ -67,7 +70,8 @@ def calibrate(
 
     if num_inference_steps < 1:
         raise ValueError(f"num_inference_steps must be at least 1, but got {num_inference_steps}.")
-    layers = select_layers(pipe.unet, config.levels)
+    model = pipe.unet if model is None else model
+    layers = select_layers(model, config.levels)
     most = max(config.for_layer(layer.name, layer.level).num_parents for layer in layers)
     if keys_per_layer < most:
         raise ValueError(
@@ -77,7 +81,7 @@ def calibrate(
         layer.name: _LayerSample(layer, keys_per_layer, num_inference_steps // 2, seed + index)
         for index, layer in enumerate(layers)
     }
-    with avq_disabled(pipe), _watch(samples.values()), _quiet(pipe):
+    with avq_disabled(pipe), avq_disabled(model), _watch(samples.values()), _quiet(pipe):
         for index, prompt in enumerate(tqdm(prompts, "prompts", disable=not progress)):
             pipe(
                 prompt,
@@ -99,7 +103,7 @@ def calibrate(
     return AVQCodebooks.from_codebooks(
         config,
         codebooks,
-        pipe.unet,
+        model,
         base_model=_model_name(pipe),
         calibration={
             "num_prompts": len(prompts),

@@ -263,7 +263,8 @@ def install(
         if weight.device.type != "meta":  # where accelerate's offload keeps weights between calls
             state.move_to(weight.device, _dtype(layer.transformer))
             # For a UNet that is compiled before its first call: one picture with guidance.
-            state.learn_break_even(weight.new_empty(2, 1, 1), measure=False)
+            picture = torch.empty(2, 1, 1, dtype=_dtype(layer.transformer), device=weight.device)
+            state.learn_break_even(picture, measure=False)
         layer.attn._avq = state
         if not hasattr(layer.transformer, "_avq_hook"):
             layer.transformer._avq_hook = layer.transformer.register_forward_pre_hook(

@@ -1,22 +1,62 @@
-"""AVQ beside what else diffusers users switch on: adapters, other pipelines, offload, patches."""
+"""AVQ beside what else diffusers users switch on: adapters, other pipelines, offload, patches.
 
+The marker `feature` names the feature of the README's table that a test stands for.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import diffusers
 import pytest
+import tomesd
 import torch
 from accelerate import cpu_offload
 from diffusers import (
+    AnimateDiffPipeline,
+    BitsAndBytesConfig,
     ControlNetModel,
+    DDPMScheduler,
     MotionAdapter,
+    StableDiffusionAdapterPipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionPAGPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionUpscalePipeline,
+    T2IAdapter,
+    TorchAoConfig,
+    UNet2DConditionModel,
     UNetMotionModel,
 )
-from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
+from diffusers.models.attention_processor import (
+    IPAdapterAttnProcessor2_0,
+    XFormersAttnProcessor,
+)
 from diffusers.models.embeddings import ImageProjection
-from peft import LoraConfig
-from tiny import draw, predict, random_codebooks, tiny_components, tiny_pipe, tiny_unet
+from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
+from peft import LoraConfig, get_peft_model_state_dict
+from tiny import (
+    CONFIG,
+    draw,
+    predict,
+    random_codebooks,
+    tiny_components,
+    tiny_pipe,
+    tiny_unet,
+)
 
+from avq_diffusers.calibrate import calibrate
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.pipeline import (
     apply_avq,
     avq_disabled,
@@ -25,6 +65,25 @@ from avq_diffusers.pipeline import (
     summary,
 )
 from avq_diffusers.processor import AVQProcessor
+from avq_diffusers.weights import AVQCodebooks
+
+feature = pytest.mark.feature
+
+# Those that `KarrasDiffusionSchedulers` leaves out and that sample Stable Diffusion as well.
+OTHER_SCHEDULERS = (
+    "DDIMParallelScheduler",
+    "DDPMParallelScheduler",
+    "EDMDPMSolverMultistepScheduler",
+    "IPNDMScheduler",
+    "LCMScheduler",
+    "SASolverScheduler",
+    "TCDScheduler",
+)
+SCHEDULER_OPTIONS = {
+    "PNDMScheduler": {"skip_prk_steps": True},  # as SD1.5; two steps are too few without
+    "DPMSolverSDEScheduler": {"noise_sampler_seed": 0},  # its noise is not the generator's
+}
+SCHEDULERS = (*(scheduler.name for scheduler in KarrasDiffusionSchedulers), *OTHER_SCHEDULERS)
 
 
 def differ(picture, other):
@@ -36,11 +95,12 @@ def kinds(pipe):
     return {kind for row in summary(pipe).rows for kind in row.calls}
 
 
-def check_on_and_off(pipe, codebooks, **arguments):
-    """AVQ changes the picture, and nothing is left of it when it is off or removed."""
+def check_on_and_off(pipe, codebooks, draw=draw, **arguments):
+    """AVQ runs in every layer, changes the picture, and nothing is left of it when off."""
     exact = draw(pipe, **arguments)
-    avq = draw(apply_avq(pipe, codebooks), **arguments)
-    assert kinds(pipe) == {"AVQ"}
+    avq = draw(apply_avq(pipe, codebooks, route="always"), **arguments)
+    calls = {row.name: set(row.calls) for row in summary(pipe).rows if row.config}
+    assert calls == {name: {"AVQ"} for name in codebooks.layer_specs}
     assert differ(avq, exact)
     with avq_disabled(pipe):
         assert torch.equal(draw(pipe, **arguments), exact)
@@ -49,13 +109,15 @@ def check_on_and_off(pipe, codebooks, **arguments):
 
 
 class TestPipelines:
-    def image(self, seed=5):
-        return torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(seed))
+    def image(self, seed=5, size=128):
+        return torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(seed))
 
+    @feature("img2img")
     def test_img2img(self, codebooks):
         pipe = tiny_pipe(cls=StableDiffusionImg2ImgPipeline)
         check_on_and_off(pipe, codebooks, image=self.image(), strength=1.0)
 
+    @feature("inpainting")
     def test_inpaint(self, codebooks):
         pipe = tiny_pipe(cls=StableDiffusionInpaintPipeline)
         mask = torch.zeros(1, 1, 128, 128)
@@ -64,6 +126,16 @@ class TestPipelines:
             pipe, codebooks, image=self.image(), mask_image=mask, height=128, width=128
         )
 
+    @feature("upscaling")
+    def test_upscale(self):
+        """Catches the extra channels and noise level of the upscaler's UNet lost on the way."""
+        components = tiny_components(tiny_unet(in_channels=7, num_class_embeds=1000))
+        components["vae"].register_to_config(scaling_factor=0.08333)
+        pipe = StableDiffusionUpscalePipeline(**components, low_res_scheduler=DDPMScheduler())
+        pipe.set_progress_bar_config(disable=True)
+        check_on_and_off(pipe, random_codebooks(pipe.unet), image=self.image(size=16))
+
+    @feature("from_pipe")
     def test_shared_unet(self, pipe, codebooks):
         """Catches AVQ lost where `from_pipe` shares the UNet, or removed from one only."""
         apply_avq(pipe, codebooks)
@@ -75,6 +147,7 @@ class TestPipelines:
         assert differ(draw(other, image=self.image(), strength=1.0), avq)
         assert kinds(pipe) == set()
 
+    @feature("ControlNet")
     def test_controlnet(self, unet, codebooks):
         """Catches codebooks copied into the ControlNet, whose weights come from this UNet."""
         reference = ControlNetModel.from_unet(unet)
@@ -89,6 +162,45 @@ class TestPipelines:
         exact, _ = check_on_and_off(pipe, codebooks, image=self.image(), height=128, width=128)
         assert differ(exact, draw(tiny_pipe(unet)))
 
+    @feature("AVQ inside the ControlNet")
+    def test_inside_the_controlnet(self, unet, codebooks):
+        """Catches AVQ that needs up blocks, and calibration that watches the UNet instead."""
+        controlnet = ControlNetModel.from_unet(unet)
+        for block in (*controlnet.controlnet_down_blocks, controlnet.controlnet_mid_block):
+            torch.nn.init.normal_(block.weight, std=0.1)  # zero before training: without effect
+        pipe = tiny_pipe(unet, StableDiffusionControlNetPipeline, controlnet=controlnet)
+        arguments = {"image": self.image(), "height": 128, "width": 128}
+        exact = draw(pipe, **arguments)
+        options = {"image": self.image(), "num_inference_steps": 1, "progress": False}
+        options["model"] = controlnet
+        own = calibrate(pipe, ["a hen"], CONFIG, **options)
+        assert len(own.layer_specs) == 4  # of the two levels, down blocks only
+        with pytest.raises(ValueError, match=r"another model: up_blocks.* \(6 unexpected in all\)"):
+            apply_avq(controlnet, codebooks)
+        apply_avq(controlnet, own)
+        assert differ(draw(pipe, **arguments), exact)
+        rows = [row for row in summary(controlnet).rows if row.config]
+        assert [row.calls for row in rows] == [{"AVQ": 2}] * 4
+        assert kinds(pipe) == set()
+        with avq_disabled(controlnet):
+            assert torch.equal(draw(pipe, **arguments), exact)
+        again = calibrate(pipe, ["a hen"], CONFIG, **options)  # of exact keys, AVQ being on
+        for name in own.layer_specs:
+            assert torch.equal(again.codebook(name).children, own.codebook(name).children)
+        remove_avq(controlnet)
+        assert torch.equal(draw(pipe, **arguments), exact)
+
+    @feature("T2I-Adapter")
+    def test_t2i_adapter(self, codebooks):
+        """Catches features of the adapter that no longer reach the UNet."""
+        torch.manual_seed(4)
+        adapter = T2IAdapter(channels=[16, 32, 64, 64], num_res_blocks=1, downscale_factor=8)
+        pipe = tiny_pipe(cls=StableDiffusionAdapterPipeline, adapter=adapter.eval())
+        _, avq = check_on_and_off(pipe, codebooks, image=self.image())
+        apply_avq(pipe, codebooks)
+        assert differ(draw(pipe, image=self.image(), adapter_conditioning_scale=0.0), avq)
+
+    @feature("PAG")
     @pytest.mark.parametrize("layers", [["mid"], ["down_blocks.0"]])
     def test_pag(self, codebooks, layers):
         """Catches a processor that PAG's own cannot replace for a run and put back."""
@@ -106,6 +218,7 @@ class TestPipelines:
         assert pipe.unet.attn_processors == before
         assert torch.equal(draw(remove_avq(pipe), pag_scale=3.0), exact)
 
+    @feature("AnimateDiff")
     def test_animatediff(self, unet, codebooks):
         """Catches temporal attention quantized, or codebooks carried over by `from_unet2d`."""
         adapter = MotionAdapter(
@@ -124,6 +237,86 @@ class TestPipelines:
             if "motion_modules" in name:
                 assert not isinstance(processor, AVQProcessor)
 
+    @feature("AnimateDiff")
+    def test_animatediff_pipeline(self, codebooks):
+        """Catches frames that are taken for tokens, or for one picture."""
+        adapter = MotionAdapter(
+            block_out_channels=(16, 32, 64, 64),
+            motion_num_attention_heads=2,
+            motion_norm_num_groups=8,
+        )
+        components = tiny_components()
+        del components["safety_checker"], components["feature_extractor"]
+        pipe = AnimateDiffPipeline(**components, motion_adapter=adapter)
+        pipe.set_progress_bar_config(disable=True)
+
+        def draw_video(pipe):
+            return pipe(
+                "a red fox", num_frames=2, height=64, width=64, num_inference_steps=2,
+                output_type="latent", generator=torch.Generator().manual_seed(0),
+            ).frames  # fmt: skip
+
+        _, avq = check_on_and_off(pipe, codebooks, draw_video)
+        assert differ(avq[:, :, 0], avq[:, :, 1])
+
+
+class TestSampling:
+    @feature("every scheduler")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers' use of NumPy
+    @pytest.mark.parametrize("name", SCHEDULERS)
+    def test_scheduler(self, name):
+        """Catches AVQ that counts on a number of UNet calls or on timesteps of one scheduler."""
+        if name == "DPMSolverSDEScheduler":
+            pytest.importorskip("torchsde")
+        unet = tiny_unet(
+            block_out_channels=(16, 32),
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            layers_per_block=1,
+        )
+        pipe = tiny_pipe(unet)
+        cls = getattr(diffusers, name)
+        pipe.scheduler = cls.from_config(pipe.scheduler.config, **SCHEDULER_OPTIONS.get(name, {}))
+        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16))
+        check_on_and_off(pipe, codebooks, height=64, width=64)
+
+    @feature("negative prompts")
+    def test_negative_prompt(self, pipe, codebooks):
+        plain = draw(apply_avq(pipe, codebooks))
+        remove_avq(pipe)
+        _, avq = check_on_and_off(pipe, codebooks, negative_prompt="a blue hen")
+        assert differ(avq, plain)
+
+    @feature("batches")
+    def test_batch(self, pipe, codebooks):
+        _, avq = check_on_and_off(pipe, codebooks, num_images_per_prompt=3)
+        assert len(avq) == 3
+        assert differ(avq[0], avq[1])
+
+    @feature("no guidance")
+    def test_without_guidance(self, pipe, codebooks):
+        """Catches two halves of a batch taken for granted."""
+        check_on_and_off(pipe, codebooks, guidance_scale=1.0)
+
+
+@feature("several pipelines and threads")
+def test_threads(pipe, codebooks):
+    """Catches state that pipelines share: grid, codebooks, switches."""
+    other = tiny_pipe(cls=StableDiffusionImg2ImgPipeline)
+    apply_avq(pipe, codebooks)
+    apply_avq(other, random_codebooks(other.unet, AVQConfig(6, 0, 0, levels=(0,)), seed=1))
+    image = torch.rand(1, 3, 64, 192, generator=torch.Generator().manual_seed(5))
+    runs = [
+        lambda: draw(pipe, num_inference_steps=4),
+        lambda: draw(other, image=image, strength=1.0, num_inference_steps=4),
+    ]
+    alone = [run() for run in runs]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(3):
+            together = list(threads.map(lambda run: run(), runs))
+            assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+    assert kinds(pipe) == kinds(other) == {"AVQ"}
+
 
 class TestLoRA:
     @pytest.fixture
@@ -132,6 +325,7 @@ class TestLoRA:
             r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False
         )
 
+    @feature("LoRA (load/fuse/unfuse)")
     def test_is_seen(self, pipe, codebooks, config):
         """Catches raw weights read instead of projections called."""
         plain = draw(apply_avq(pipe, codebooks))
@@ -143,6 +337,7 @@ class TestLoRA:
         assert torch.equal(draw(pipe, cross_attention_kwargs={"scale": 0.0}), plain)
         assert differ(draw(pipe, cross_attention_kwargs={"scale": 0.5}), adapted)
 
+    @feature("LoRA (load/fuse/unfuse)")
     def test_fuse(self, pipe, codebooks, config):
         """Catches an adapter that AVQ loses when it is fused or taken out again."""
         plain = draw(apply_avq(pipe, codebooks))
@@ -155,6 +350,7 @@ class TestLoRA:
         pipe.unfuse_lora()
         torch.testing.assert_close(draw(pipe), adapted, rtol=1e-2, atol=1e-2)
 
+    @feature("LoRA (load/fuse/unfuse)")
     def test_remove(self, pipe, codebooks, config):
         """Catches AVQ that only lets go of the modules it was applied to."""
         exact = draw(pipe)
@@ -165,7 +361,43 @@ class TestLoRA:
         pipe.unload_lora_weights()
         assert torch.equal(draw(pipe), exact)
 
+    @feature("LoRA hot-swap")
+    def test_hot_swap(self, pipe, codebooks, config, tmp_path):
+        """Catches AVQ that keeps the weights of the LoRA it met first."""
+        for seed in (1, 2):
+            source = tiny_unet()
+            torch.manual_seed(seed)
+            source.add_adapter(config)
+            StableDiffusionPipeline.save_lora_weights(
+                tmp_path / str(seed), unet_lora_layers=get_peft_model_state_dict(source)
+            )
+        plain = draw(apply_avq(pipe, codebooks))
+        pipe.load_lora_weights(tmp_path / "1", adapter_name="default_0")
+        first = draw(pipe)
+        pipe.load_lora_weights(tmp_path / "2", adapter_name="default_0", hotswap=True)
+        second = draw(pipe)
+        assert differ(first, plain)
+        assert differ(second, first)
+        assert kinds(pipe) == {"AVQ"}
+        expected = tiny_pipe()
+        expected.load_lora_weights(tmp_path / "2")
+        assert torch.equal(second, draw(apply_avq(expected, codebooks)))
+        pipe.unload_lora_weights()
+        assert torch.equal(draw(pipe), plain)
 
+
+@feature("textual inversion")
+def test_textual_inversion(pipe, codebooks):
+    generator = torch.Generator().manual_seed(8)
+    vectors = {"<fox>": 3 * torch.randn(2, 32, generator=generator)}
+    pipe.load_textual_inversion(vectors, token="<fox>")
+    _, avq = check_on_and_off(pipe, codebooks, negative_prompt="<fox>")
+    apply_avq(pipe, codebooks)
+    pipe.unload_textual_inversion()
+    assert differ(draw(pipe, negative_prompt="<fox>"), avq)
+
+
+@feature("IP-Adapter")
 class TestIPAdapter:
     """Layers of cross-attention hold IP-Adapter's processors and get (text, image) states."""
 
@@ -241,6 +473,7 @@ class TestIPAdapter:
 
 
 class TestOtherTools:
+    @feature("attention slicing (replaces AVQ: reported)")
     def test_attention_slicing(self, pipe, codebooks):
         """Catches AVQ that is silently gone: slicing replaces every processor."""
         avq = draw(apply_avq(pipe, codebooks))
@@ -248,6 +481,17 @@ class TestOtherTools:
         replaced = {row.runs for row in summary(pipe).rows if row.config}
         assert replaced == {"exact: replaced by SlicedAttnProcessor"}
         assert differ(draw(pipe), avq)
+        torch.testing.assert_close(draw(apply_avq(pipe, codebooks)), avq, rtol=1e-4, atol=1e-4)
+        assert kinds(pipe) == {"AVQ"}
+
+    @feature("xFormers (replaces AVQ: reported)")
+    def test_xformers(self, pipe, codebooks):
+        """Catches AVQ that is silently gone. What `enable_xformers_...` sets is set by hand."""
+        avq = draw(apply_avq(pipe, codebooks))
+        pipe.unet.set_attn_processor(XFormersAttnProcessor())
+        replaced = {row.runs for row in summary(pipe).rows if row.config}
+        assert replaced == {"exact: replaced by XFormersAttnProcessor"}
+        pipe.unet.set_default_attn_processor()
         torch.testing.assert_close(draw(apply_avq(pipe, codebooks)), avq, rtol=1e-4, atol=1e-4)
         assert kinds(pipe) == {"AVQ"}
 
@@ -261,6 +505,7 @@ class TestOtherTools:
         pipe.unfuse_qkv_projections(vae=False)
         assert torch.equal(draw(pipe), avq)
 
+    @feature("FreeU")
     def test_freeu(self, pipe, codebooks):
         plain = draw(apply_avq(pipe, codebooks))
         remove_avq(pipe)
@@ -268,6 +513,7 @@ class TestOtherTools:
         _, avq = check_on_and_off(pipe, codebooks)
         assert differ(avq, plain)
 
+    @feature("callbacks")
     def test_callback(self, pipe, codebooks):
         """Catches a setting that is only read when AVQ is applied."""
         avq = draw(apply_avq(pipe, codebooks))
@@ -299,6 +545,41 @@ class TestOtherTools:
         assert torch.equal(draw(apply_avq(pipe, codebooks)), exact)
         assert kinds(pipe) == {"tokens are not the grid"}
 
+    @feature("ToMe (merged layers run exact)")
+    def test_tomesd(self, pipe, codebooks):
+        """Catches AVQ lost with ToMe's patched blocks, or left out where nothing is merged."""
+        exact = draw(pipe)
+        tomesd.apply_patch(pipe, ratio=0.5, use_rand=False)
+        merged = draw(pipe)
+        avq = draw(apply_avq(pipe, codebooks))
+        assert {(row.level, *row.calls) for row in summary(pipe).rows if row.config} == {
+            (0, "tokens are not the grid"),  # ToMe merges at the highest resolution
+            (1, "AVQ"),
+        }
+        assert differ(avq, merged)
+        assert torch.equal(draw(remove_avq(pipe)), merged)
+        tomesd.remove_patch(pipe)
+        assert torch.equal(draw(pipe), exact)
+        check_on_and_off(pipe, codebooks)
+
+    @feature("DeepCache")
+    def test_deepcache(self, pipe, codebooks):
+        """Catches AVQ that runs in skipped blocks, or breaks what is cached between steps."""
+        deepcache = pytest.importorskip("DeepCache")
+        plain = draw(pipe, num_inference_steps=4)
+        helper = deepcache.DeepCacheSDHelper(pipe=pipe)
+        helper.set_params(cache_interval=2)
+        helper.enable()
+        exact = draw(pipe, num_inference_steps=4)
+        assert differ(exact, plain)
+        avq = draw(apply_avq(pipe, codebooks), num_inference_steps=4)
+        assert differ(avq, exact)
+        assert kinds(pipe) == {"AVQ"}
+        assert summary(pipe).rows[1].calls["AVQ"] == 2  # every other step
+        helper.disable()
+        assert torch.equal(draw(remove_avq(pipe), num_inference_steps=4), plain)
+
+    @feature("group offload")
     @pytest.mark.parametrize("offload_type", ["leaf_level", "block_level"])
     def test_group_offload(self, codebooks, offload_type):
         unet = apply_avq(tiny_unet(), codebooks)
@@ -312,6 +593,7 @@ class TestOtherTools:
         assert torch.equal(predict(unet), expected)
         assert torch.equal(predict(apply_avq(unet, codebooks)), expected)
 
+    @feature("sequential offload")
     @pytest.mark.parametrize("avq_first", [True, False])
     def test_sequential_offload(self, unet, codebooks, avq_first):
         """Catches codewords moved to the meta device, where weights lie between calls."""
@@ -325,6 +607,7 @@ class TestOtherTools:
         assert torch.equal(predict(unet), expected)
         assert summary(unet).rows[0].runs == "AVQ (torch backend)"
 
+    @feature("layerwise casting")
     def test_layerwise_casting(self, unet, codebooks):
         """Catches raw weights, which are stored in eight bits, or codewords cast with them."""
         codeword = next(iter(codebooks.parameters())).clone()
@@ -349,3 +632,260 @@ class TestOtherTools:
         sample = torch.zeros(1, 4, 16, 16, requires_grad=True)
         unet(sample, 10, torch.zeros(1, 5, 32)).sample.sum().backward()
         assert sample.grad.isfinite().all()
+
+    @feature("torchao int8 weights")
+    def test_torchao(self, unet, codebooks, tmp_path):
+        """Catches weights read where a quantised tensor has no such operator, or dtype."""
+        torchao = pytest.importorskip("torchao.quantization")
+        unet.save_pretrained(tmp_path)
+        config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+        quantised = UNet2DConditionModel.from_pretrained(
+            tmp_path, quantization_config=config, torch_dtype=torch.float32
+        )
+        weight = quantised.get_submodule(next(iter(codebooks.layer_specs))).to_q.weight
+        assert isinstance(weight, torchao.Int8Tensor)
+        exact, avq = check_on_and_off(quantised, codebooks, predict)
+        full = predict(apply_avq(unet, codebooks))
+        assert 0 < (avq - full).norm() < 0.5 * (avq - exact).norm()
+
+
+class TestSaving:
+    @feature("save_pretrained")
+    def test_save_pretrained(self, pipe, codebooks, tmp_path):
+        """Catches a folder that knows of AVQ, or lacks what AVQ's layers hold."""
+        exact, avq = draw(pipe), draw(apply_avq(pipe, codebooks))
+        pipe.save_pretrained(tmp_path / "pipe")
+        codebooks.save_pretrained(tmp_path / "codebooks")
+        loaded = StableDiffusionPipeline.from_pretrained(tmp_path / "pipe")
+        loaded.set_progress_bar_config(disable=True)
+        torch.testing.assert_close(draw(loaded), exact, rtol=1e-4, atol=1e-4)
+        assert kinds(loaded) == set()
+        apply_avq(loaded, AVQCodebooks.from_pretrained(tmp_path / "codebooks"))
+        torch.testing.assert_close(draw(loaded), avq, rtol=1e-4, atol=1e-4)
+
+    @feature("push_to_hub")
+    def test_push_to_hub(self, pipe, codebooks, hub):
+        """Catches anything that is uploaded and not needed, or needed and not uploaded."""
+        avq = draw(apply_avq(pipe, codebooks))
+        process = subprocess.run(
+            [sys.executable, "-c", PUSH_AND_LOAD],
+            env={**os.environ, **hub.environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert process.returncode == 0, process.stderr
+        assert set(hub.repos["someone/codebooks"]) == {
+            "README.md", "config.json", "diffusion_pytorch_model.safetensors",
+        }  # fmt: skip
+        assert "model_index.json" in hub.repos["someone/pipe"]
+        assert not any(b"avq" in content.lower() for content in hub.repos["someone/pipe"].values())
+        picture = torch.tensor(json.loads(process.stdout.splitlines()[-1]))
+        torch.testing.assert_close(picture, avq, rtol=1e-4, atol=1e-4)
+
+
+# The Hub's address is read when huggingface_hub is imported: hence a process of its own.
+PUSH_AND_LOAD = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import json, torch
+torch.set_num_threads(1)
+from diffusers import StableDiffusionPipeline
+from tiny import draw, random_codebooks, tiny_pipe
+from avq_diffusers import AVQCodebooks, apply_avq
+
+pipe = tiny_pipe()
+codebooks = random_codebooks(pipe.unet)
+apply_avq(pipe, codebooks).push_to_hub("someone/pipe", token="none")
+codebooks.push_to_hub("someone/codebooks", token="none")
+loaded = StableDiffusionPipeline.from_pretrained("someone/pipe")
+loaded.set_progress_bar_config(disable=True)
+apply_avq(loaded, AVQCodebooks.from_pretrained("someone/codebooks"))
+print(json.dumps(draw(loaded).tolist()))
+"""
+
+
+class Hub(ThreadingHTTPServer):
+    """As much of the Hub's HTTP interface as an upload and a download of small files need."""
+
+    commit = "0" * 40
+
+    def __init__(self, cache):
+        super().__init__(("127.0.0.1", 0), HubRequest)
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.environment = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}",
+            "HF_HOME": str(cache),
+            "HF_HUB_OFFLINE": "0",
+        }
+
+
+class HubRequest(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def answer(self, content, status=200, headers=()):
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in (*headers, ("Content-Length", str(len(body)))):
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        repo = "/".join(self.path.split("/")[3:5])
+        if self.path == "/api/repos/create":
+            request = json.loads(body)
+            repo = f"{request['organization']}/{request['name']}"
+            self.server.repos[repo] = {}
+            self.answer({"id": repo, "url": f"http://{self.headers['Host']}/{repo}"})
+        elif "/preupload/" in self.path:
+            files = [{"path": x["path"], "uploadMode": "regular", "shouldIgnore": False}
+                     for x in json.loads(body)["files"]]  # fmt: skip
+            self.answer({"files": files})
+        elif "/commit/" in self.path:
+            for entry in map(json.loads, body.splitlines()):
+                if entry["key"] == "file":
+                    file = entry["value"]
+                    self.server.repos[repo][file["path"]] = base64.b64decode(file["content"])
+            commit = self.server.commit
+            url = f"http://{self.headers['Host']}/{repo}/commit/{commit}"
+            self.answer({"commitOid": commit, "commitUrl": url, "hookOutput": ""})
+        else:  # of the model card's header
+            self.answer({"errors": [], "warnings": []})
+
+    def do_GET(self):
+        if found := re.fullmatch(r"/(.+?)/resolve/\w+/(.+)", self.path):
+            content = self.server.repos[found[1]].get(found[2])
+            if content is None:
+                self.answer({}, 404, [("X-Error-Code", "EntryNotFound")])
+                return
+            etag = hashlib.sha1(content).hexdigest()
+            headers = [("ETag", f'"{etag}"'), ("X-Repo-Commit", self.server.commit)]
+            self.answer(content, headers=headers)
+            return
+        repo = "/".join(self.path.split("?")[0].split("/")[3:5])
+        files = self.server.repos.get(repo, {})
+        if "/tree/" in self.path:
+            self.answer([
+                {"type": "file", "path": path, "size": len(content), "oid": self.server.commit}
+                for path, content in files.items()
+            ])  # fmt: skip
+        else:
+            siblings = [{"rfilename": path} for path in files]
+            self.answer({"id": repo, "sha": self.server.commit, "siblings": siblings})
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with Hub(tmp_path) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.gpu
+class TestOnAGPU:
+    @feature("text to image")
+    def test_picture(self, pipe, codebooks):
+        """Catches kernels that are not what runs, and anything that stays behind."""
+        check_on_and_off(pipe.to("cuda"), codebooks)
+        draw(apply_avq(pipe, codebooks, route="always"))
+        assert {row.runs for row in summary(pipe).rows if row.config} == {"AVQ (triton backend)"}
+
+    @pytest.mark.parametrize(
+        "offload",
+        [
+            pytest.param("enable_model_cpu_offload", marks=feature("model offload")),
+            pytest.param("enable_sequential_cpu_offload", marks=feature("sequential offload")),
+        ],
+    )
+    @pytest.mark.parametrize("avq_first", [True, False])
+    def test_offload(self, pipe, codebooks, offload, avq_first):
+        """Catches codewords or orders left behind when weights come to the GPU and go again."""
+        if avq_first:
+            apply_avq(pipe, codebooks, route="always")
+        getattr(pipe, offload)()
+        if avq_first:
+            draw(pipe)
+            assert kinds(pipe) == {"AVQ"}
+            remove_avq(pipe)
+        check_on_and_off(pipe, codebooks)
+
+    @feature("group offload")
+    def test_group_offload(self, pipe, codebooks):
+        pipe.to("cuda")
+        pipe.unet.enable_group_offload(
+            onload_device=torch.device("cuda"),
+            offload_device=torch.device("cpu"),
+            offload_type="leaf_level",
+            use_stream=True,
+        )
+        check_on_and_off(pipe, codebooks)
+
+    @feature("xFormers (replaces AVQ: reported)")
+    def test_xformers(self, pipe, codebooks):
+        pytest.importorskip("xformers")
+        pipe.to("cuda", torch.float16).enable_xformers_memory_efficient_attention()
+        check_on_and_off(pipe, codebooks)
+        apply_avq(pipe, codebooks, route="always")
+        pipe.enable_xformers_memory_efficient_attention()
+        replaced = {row.runs for row in summary(pipe).rows if row.config}
+        assert replaced == {"exact: replaced by XFormersAttnProcessor"}
+
+    @feature("bitsandbytes int8 weights")
+    def test_bitsandbytes(self, unet, codebooks, tmp_path):
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+        unet.save_pretrained(tmp_path)
+        quantised = UNet2DConditionModel.from_pretrained(
+            tmp_path,
+            quantization_config=BitsAndBytesConfig(load_in_8bit=True),
+            torch_dtype=torch.float16,
+        )
+        projection = quantised.get_submodule(next(iter(codebooks.layer_specs))).to_q
+        assert isinstance(projection, bitsandbytes.nn.Linear8bitLt)
+        sample = torch.randn(1, 4, 16, 16, device="cuda", dtype=torch.float16)
+        text = torch.randn(1, 5, 32, device="cuda", dtype=torch.float16)
+        with torch.no_grad():
+            check_on_and_off(quantised, codebooks, lambda unet: unet(sample, 10, text).sample)
+
+    @pytest.mark.parametrize(
+        "method",
+        [
+            pytest.param("compile", marks=feature("torch.compile of the UNet (inductor)")),
+            pytest.param(
+                "compile_repeated_blocks", marks=feature("torch.compile of its blocks (inductor)")
+            ),
+        ],
+    )
+    def test_compile(self, pipe, codebooks, method):
+        pipe.to("cuda")
+        exact, avq = draw(pipe), draw(apply_avq(pipe, codebooks, route="always"))
+        getattr(pipe.unet, method)(fullgraph=True)
+        compiled = draw(pipe)
+        assert (compiled - avq).norm() < 0.1 * (avq - exact).norm()
+
+    @feature("CUDA graphs")
+    @torch.no_grad()
+    def test_cuda_graph(self, unet, codebooks):
+        """Catches an order, a table or a timing that is made anew on the host in every call."""
+        apply_avq(unet, codebooks, route="always").to("cuda")
+        sample, other = torch.randn(2, 1, 4, 16, 16, device="cuda")
+        timestep = torch.full((), 10, device="cuda")
+        text = torch.zeros(1, 5, 32, device="cuda")
+        expected = [unet(x, timestep, text).sample for x in (other, sample)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = unet(sample, timestep, text).sample
+        for x, want in zip((sample.clone(), other), reversed(expected), strict=True):
+            sample.copy_(x)
+            graph.replay()
+            torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-4)

@@ -386,5 +386,5 @@ class TestRefusals:
         assert LinFusionProcessor not in {type(x) for x in unet.attn_processors.values()}
 
     def test_not_a_unet(self, folder, pipe):
-        with pytest.raises(TypeError, match="expected a UNet with up_blocks, but got StableDiff"):
+        with pytest.raises(TypeError, match="expected a UNet with down_blocks, but got StableDiff"):
             load_linfusion(folder, pipe)

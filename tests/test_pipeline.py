@@ -46,6 +46,7 @@ def differ(picture, other):
 
 
 class TestApplyAndRemove:
+    @pytest.mark.feature("text to image")
     def test_picture_changes_and_comes_back(self, pipe, codebooks):
         """Catches AVQ that never runs, and anything that stays behind."""
         exact = draw(pipe)
@@ -94,6 +95,7 @@ class TestApplyAndRemove:
         assert apply_avq(pipe.unet, codebooks) is pipe.unet
         assert torch.equal(predict(pipe.unet), expected)
 
+    @pytest.mark.feature("several pipelines and threads")
     def test_two_pipelines(self, pipe, codebooks):
         """Catches state on a class or module: each pipeline has its own codebooks."""
         other = random_codebooks(pipe.unet, seed=1)
@@ -149,6 +151,7 @@ class TestApplyAndRemove:
         with avq_disabled(pipe):
             assert differ(draw(pipe, height=height, width=width, num_inference_steps=1), avq)
 
+    @pytest.mark.feature("batches")
     @pytest.mark.parametrize("guidance_scale", [1.0, 7.5])
     def test_batches(self, pipe, codebooks, guidance_scale):
         """Catches pictures of a batch that see each other's keys, with and without guidance."""
@@ -697,6 +700,7 @@ class TestOwnersLine:
         with pytest.raises(ValueError, match=r"expected an AVQProcessor\(codebooks\), but got one"):
             pipe.set_attn_processor(AVQProcessor())
 
+    @pytest.mark.feature("save_pretrained")
     def test_saves_as_a_stock_pipeline(self, codebooks, expected, tmp_path):
         """Catches a saved folder that only opens where this package is installed."""
         pipe = tiny_pipe(cls=AVQStableDiffusionPipeline)

@@ -554,6 +554,7 @@ class TestTraining:
         weights = [attn.to_q.weight, attn.to_k.weight, attn.to_v.weight]
         return [x.grad for x in (*weights, codebooks.key_norm(LAYER).weight)]
 
+    @pytest.mark.feature("gradient checkpointing")
     def test_gradients(self, unet):
         """Catches gradients cut at attention, and a checkpoint's second forward that differs."""
         config = AVQConfig(4, 2, 2, levels=(1,), key_norm=True)
@@ -575,6 +576,7 @@ class TestCompile:
         yield
         torch.compiler.reset()
 
+    @pytest.mark.feature("torch.compile of the UNet (one graph)")
     def test_whole_unet(self, unet, codebooks):
         """Catches graph breaks, and AVQ lost in the compiled code."""
         exact = predict(unet)
@@ -608,6 +610,7 @@ class TestCompile:
         assert (expected - untuned).norm() > 1e-2 * untuned.norm()
         assert counter.frame_count == (1 if dtype == torch.float32 else 2)
 
+    @pytest.mark.feature("torch.compile of the UNet (one graph)")
     @pytest.mark.parametrize("tuned", [False, True])
     def test_switching_a_compiled_unet(self, tuned):
         """Catches compiled code that does not notice AVQ coming, pausing and going."""
@@ -632,6 +635,7 @@ class TestCompile:
         remove_avq(compiled)
         torch.testing.assert_close(predict(compiled), exact)
 
+    @pytest.mark.feature("torch.compile of its blocks (one graph)")
     @pytest.mark.parametrize("tuned", [False, True])
     def test_repeated_blocks(self, unet, tuned):
         """Catches a guard per layer or per resolution: the recompile limit is near."""
