@@ -71,10 +71,12 @@ class Codebook:
 
     @property
     def num_heads(self) -> int:
+        """H."""
         return self.parents.shape[0]
 
     @property
     def num_parents(self) -> int:
+        """M0, parents of one head."""
         return self.parents.shape[1]
 
     @property
@@ -84,6 +86,7 @@ class Codebook:
 
     @property
     def head_dim(self) -> int:
+        """D."""
         return self.parents.shape[2]
 
     @property
@@ -115,7 +118,8 @@ def assign(key: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
     products follow torch's TF32 setting. Memory stays bounded for any number of keys.
 
     Args:
-        key: (..., H, N, D) on the codebook's device.
+        key: (..., H, N, D).
+        codebook: of H heads and head dim D, on the same device.
 
     Returns:
         parent_assignment: (..., H, N) int64 in [0, M0).

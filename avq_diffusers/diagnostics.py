@@ -33,6 +33,7 @@ def capture(
     Args:
         query: (B, H, N, D).
         key: (B, H, S, D).
+        codebook: of H heads and head dim D.
         num_refined, query_tile, query_order, importance_tile, scale: as in `avq_attention`.
 
     Returns:
@@ -62,6 +63,7 @@ def capture_curve(
     Args:
         query: (B, H, N, D).
         key: (B, H, S, D).
+        codebook: of H heads and head dim D.
         query_tile, query_order, importance_tile, scale: as in `avq_attention`.
 
     Returns:
@@ -109,6 +111,7 @@ def attention_mass(
     Args:
         query: (B, H, N, D).
         key: (B, H, S, D).
+        codebook: of H heads and head dim D.
         query_tile, query_order, scale: as in `avq_attention`.
 
     Returns:
@@ -141,6 +144,7 @@ def refined_parents(
     Args:
         query: (B, H, N, D).
         key: (B, H, S, D).
+        codebook: of H heads and head dim D.
         num_refined, query_tile, query_order, importance_tile, scale: as in `avq_attention`.
 
     Returns:
@@ -159,6 +163,7 @@ def commitment_loss(key: Tensor, codebook: Codebook) -> Tensor:
 
     Args:
         key: (..., H, S, D).
+        codebook: of H heads and head dim D.
 
     Returns:
         (H,).
@@ -175,6 +180,7 @@ def quantization_error(key: Tensor, codebook: Codebook) -> Tensor:
 
     Args:
         key: (..., H, S, D).
+        codebook: of H heads and head dim D.
 
     Returns:
         (H,); 0 is exact, 1 is what a single codeword at the mean of the keys would reach.
@@ -189,6 +195,7 @@ def leaf_counts(key: Tensor, codebook: Codebook) -> Tensor:
 
     Args:
         key: (..., H, S, D).
+        codebook: of H heads and head dim D.
 
     Returns:
         (H, M0, 1 + C) int64; slot 0 counts the keys that stay with the parent.

@@ -107,7 +107,14 @@ class CaptureProfile:
                     for name, parts in document["curves"].items()
                 }
             )
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ValueError(f"{path} is not a saved CaptureProfile: {error!r}.") from error
 
     def __str__(self) -> str:

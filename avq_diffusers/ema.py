@@ -60,7 +60,7 @@ def batch_statistics(
 
 
 def ema_update(ema: Tensor, batch: Tensor, decay: float) -> Tensor:
-    """S <- decay S + (1 - decay) batch, for key sums and for counts."""
+    """`ema` <- `decay` `ema` + (1 - `decay`) `batch`, for key sums and for counts."""
     return decay * ema + (1 - decay) * batch
 
 

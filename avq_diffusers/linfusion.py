@@ -223,7 +223,7 @@ def _by_path(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _read_specs(path: Path) -> list[LayerSpec]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON file: {error}.") from error
     expected = LinFusionProcessor.__name__
     if not isinstance(config, dict) or config.get("_class_name") != expected:

@@ -1,6 +1,7 @@
 """`avq_attention`: the one public operation. Validates, then chooses the backend."""
 
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _HAS_TRITON = find_spec("triton") is not None
 _MIN_CAPABILITY = (8, 0)
+_LARGEST_SCALE = sys.float_info.max
 
 
 def avq_attention(
@@ -478,6 +480,8 @@ def _validate_numbers(
         _check_int("importance_tile", importance_tile, 1)
     if scale is not None and not isinstance(scale, int | float):
         raise TypeError(f"scale must be a number or None, but got {type(scale).__name__}.")
+    if scale is not None and not abs(scale) <= _LARGEST_SCALE:
+        raise ValueError(f"scale must be finite, but got {scale}.")
     num_parents, num_children = codebook.children.shape[1:3]
     if num_refined > num_parents:
         raise ValueError(

@@ -190,12 +190,19 @@ def _read(path: Path) -> dict[str, dict[str, int]]:
     """The whole entries of a table; a broken cache costs new measurements."""
     try:
         table = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return {}
     if not isinstance(table, dict):
         return {}
-    fields = set(BreakEven._fields)
-    return {key: x for key, x in table.items() if isinstance(x, dict) and x.keys() == fields}
+    return {key: entry for key, entry in table.items() if _is_whole(entry)}
+
+
+def _is_whole(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == set(BreakEven._fields)
+        and all(type(tokens) is int for tokens in entry.values())
+    )
 
 
 def _keep(key: str, measured: BreakEven) -> None:

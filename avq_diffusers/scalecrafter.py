@@ -180,6 +180,9 @@ def scalecrafter(
 ) -> Iterator[None]:
     """`apply_scalecrafter` inside the `with` block; afterwards what was there before is back.
 
+    Args:
+        pipe, height, width, config, training_size: as `apply_scalecrafter`.
+
     Raises:
         TypeError, ValueError: as `apply_scalecrafter`.
     """

@@ -4,6 +4,8 @@ Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
 
 import json
+import os
+import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -25,6 +27,7 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.diagnostics import constraint_error
 
 FORMAT_VERSION = 1
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Names and dimensions of an attention's projections, which are square in every UNet of diffusers.
 PROJECTION_PARAMETERS = {
     "to_q.weight": 2,
@@ -46,6 +49,12 @@ class LayerSpec:
     num_heads: int
     head_dim: int
 
+    def __post_init__(self) -> None:
+        for name, kind in (("name", str), ("level", int), ("num_heads", int), ("head_dim", int)):
+            value = getattr(self, name)
+            if type(value) is not kind:
+                raise TypeError(f"{name} of a layer must be {kind.__name__}, but got {value!r}.")
+
 
 @dataclass(frozen=True)
 class SelfAttentionLayer(LayerSpec):
@@ -58,20 +67,20 @@ class SelfAttentionLayer(LayerSpec):
 def select_layers(
     unet: nn.Module, levels: tuple[int, ...] | None = None
 ) -> list[SelfAttentionLayer]:
-    """The spatial self-attention layers of a UNet, in module order.
+    """The spatial self-attention layers of a UNet or ControlNet, in module order.
 
     Args:
-        unet: a UNet with `down_blocks`, `mid_block` and `up_blocks`. Temporal layers (motion
-            modules) are never chosen.
+        unet: a UNet with `down_blocks`, `mid_block` and `up_blocks`, or a ControlNet, which has the
+            first two. Temporal layers (motion modules) are never chosen.
         levels: UNet levels to choose, 0 being the highest resolution; None chooses all.
 
     Raises:
-        TypeError: `unet` is not such a UNet.
+        TypeError: `unet` is not such a model.
         ValueError: a level has no self-attention.
     """
     unet = getattr(unet, "_orig_mod", unet)  # torch.compile's wrapper puts itself into the paths
-    if not isinstance(unet, nn.Module) or not hasattr(unet, "up_blocks"):
-        raise TypeError(f"expected a UNet with up_blocks, but got {type(unet).__name__}.")
+    if not isinstance(unet, nn.Module) or not hasattr(unet, "down_blocks"):
+        raise TypeError(f"expected a UNet with down_blocks, but got {type(unet).__name__}.")
     layers = []
     for path, transformer in unet.named_modules():
         if not isinstance(transformer, Transformer2DModel):
@@ -254,11 +263,46 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         config_path = locate(cls.config_name)
         try:
             config = json.loads(config_path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{config_path} is not a JSON file: {error}.") from error
-        codebooks = cls.from_config(config)
+        try:
+            with torch.device("meta"):  # the file may claim sizes beyond any memory
+                codebooks = cls.from_config(config)
+        except ValueError as error:
+            raise ValueError(f"{config_path}: {error}") from error
+        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{config_path} is not a config of {cls.__name__}: {error!r}."
+            ) from error
         codebooks._load(locate(SAFETENSORS_WEIGHTS_NAME))
         return codebooks
+
+    def save_pretrained(self, save_directory: str | Path, **arguments: Any) -> None:
+        """Save config and weights into a folder, as `ModelMixin.save_pretrained`.
+
+        Codebooks that were there stay until the new ones are whole; a kill at any moment leaves
+        the old ones, the new ones, or a folder that is refused for having no config.json.
+
+        Raises:
+            OSError: the folder cannot be made or written; what was there is intact.
+        """
+        folder = Path(save_directory)
+        temporary = folder / ".writing"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            # To a Hub repository, if to any, named as the folder is.
+            super().save_pretrained(str(temporary), **{"repo_id": folder.name, **arguments})
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise OSError(
+                f"codebooks could not be written to {folder} ({error}); what was there is intact."
+            ) from error
+        (folder / self.config_name).unlink(missing_ok=True)
+        written = sorted(temporary.iterdir(), key=lambda path: path.name == self.config_name)
+        for path in written:  # config.json last
+            os.replace(path, folder / path.name)
+        temporary.rmdir()
 
     def layer_config(self, name: str) -> AVQConfig:
         """The `AVQConfig` of one layer, its overrides resolved."""
@@ -315,8 +359,9 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         except SafetensorError as error:
             raise ValueError(f"{path} is not a whole safetensors file: {error}.") from error
         check_tensors(str(path), loaded, self.state_dict())
-        self.load_state_dict(loaded)
-        error = max(constraint_error(self.codebook(name)).max() for name in self.layer_specs)
+        self.to_empty(device="cpu").load_state_dict(loaded)
+        errors = [constraint_error(self.codebook(name)).max() for name in self.layer_specs]
+        error = max(errors, default=0)
         if error > CONSTRAINT_TOLERANCE:
             warnings.warn(
                 f"{path}: children do not average to their parent, by up to {error:.2g} of their "
@@ -386,6 +431,11 @@ def check_tensors(subject: str, got: Mapping[str, Tensor], expected: Mapping[str
             raise ValueError(
                 f"{subject}: {name} must have shape {tuple(expected[name].shape)}, but got "
                 f"{tuple(tensor.shape)}."
+            )
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{subject}: {name} must be floating point of 16 bits or more, but got "
+                f"{tensor.dtype}."
             )
         if not tensor.isfinite().all():
             raise ValueError(f"{subject}: {name} holds NaN or infinity.")

@@ -43,10 +43,14 @@ class CachedSamples(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         number, row = divmod(index, SHARD)
-        if number not in self.shards:  # one mapping per process, made after the workers' fork
-            self.shards[number] = safe_open(shard_path(self.folder, number), framework="pt")
-        shard = self.shards[number]
-        return {name: shard.get_slice(name)[row] for name in shard.keys()}  # noqa: SIM118
+        path = shard_path(self.folder, number)
+        try:
+            if number not in self.shards:  # one mapping per process, made after the workers' fork
+                self.shards[number] = safe_open(path, framework="pt")
+            shard = self.shards[number]
+            return {name: shard.get_slice(name)[row] for name in shard.keys()}  # noqa: SIM118
+        except (IndexError, SafetensorError) as error:
+            raise ValueError(f"{path} is damaged ({error}); delete it to make it anew.") from error
 
 
 def open_cache(
@@ -122,7 +126,12 @@ def _check(folder: Path, fingerprint: dict[str, Any]) -> None:
     path = folder / "fingerprint.json"
     if not path.exists():
         raise ValueError(f"{folder} is not a cache, but is not empty; name another folder.")
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise TypeError(f"it holds {type(found).__name__}, no mapping")
+    except (OSError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete the cache {folder}.") from None
     keys = sorted(found.keys() | fingerprint.keys())
     if differing := [key for key in keys if found.get(key) != fingerprint.get(key)]:
         raise ValueError(

@@ -17,6 +17,8 @@ from distill.sources import DataConfig
 
 Config = TypeVar("Config")
 
+# What yaml lets through of values that its tags or its patterns promise, and of deep nesting.
+YAML_ERRORS = (ValueError, AttributeError, LookupError, RecursionError, TypeError)
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCHEDULES = ("constant", "cosine")
 
@@ -181,6 +183,15 @@ class DistillConfig:
         return self.batch_size // held
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases, as a few nested ones can stand for more than any memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases are not supported")
+        return super().compose_node(parent, index)
+
+
 def load_config(path: str | Path, kind: type[Config], overrides: list[str]) -> Config:
     """Read the complete YAML file `path` as a `kind`, after `dotted.key=value` overrides.
 
@@ -189,17 +200,14 @@ def load_config(path: str | Path, kind: type[Config], overrides: list[str]) -> C
         ValueError: a key is unknown or missing, or a value does not fit.
         TypeError: a value has the wrong type.
     """
-    try:
-        values = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not a YAML file: {' '.join(str(error).split())}.") from error
+    values = _parse_yaml(Path(path).read_bytes(), f"{path} is not a YAML file")
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be a YAML mapping, but holds {type(values).__name__}.")
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator:
             raise ValueError(f"--set must be key=value, but got {override!r}.")
-        _set(values, key, yaml.safe_load(value))
+        _set(values, key, _parse_yaml(value, f"--set {key} is not YAML"))
     return config_from_values(values, kind, str(path))
 
 
@@ -279,6 +287,13 @@ def check_one_of(config: Any, name: str, values: tuple[str, ...]) -> None:
         )
 
 
+def _parse_yaml(text: str | bytes, complaint: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, *YAML_ERRORS) as error:
+        raise ValueError(f"{complaint}: {' '.join(str(error).split())}.") from error
+
+
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *sections, name = key.split(".")
     for depth, section in enumerate(sections):
@@ -307,7 +322,7 @@ def _as_declared(value: Any, hint: Any, source: str, name: str) -> Any:
     if origin is Mapping and isinstance(value, dict):
         return value
     if kind is float and type(value) in (int, str):
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             return float(value)  # YAML 1.1 reads 1e-3 as a string
     if type(value) is not kind:
         raise TypeError(f"{name} must be {_name(hint)}, but got {value!r}.")

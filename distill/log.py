@@ -1,6 +1,8 @@
 """Figures of a run: lines of `log.jsonl`, and the tracker's."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +37,27 @@ class Log:
         lines = [line for line in read_log(output) if line["step"] <= step]
         self.last = lines[-1] if lines else {}
         temporary = self.path.with_name(f".writing-{self.path.name}")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        temporary.replace(self.path)
+        with naming(self.path):
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            temporary.replace(self.path)
         values = flatten(plain_values(config))
         accelerator.init_trackers(PROJECT, {name: str(value) for name, value in values.items()})
 
     def write(self, step: int, **figures: float | dict[str, float]) -> None:
         """Write the figures of a step."""
         self.last = _rounded({"step": step, **figures})
-        with self.path.open("a") as file:
+        with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps(self.last) + "\n")
         self.accelerator.log(flatten(figures, "/"), step=step)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in the error of a disk that is full or not writable."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} could not be written ({error}).") from error
 
 
 def log_path(output: Path) -> Path:
@@ -54,10 +66,23 @@ def log_path(output: Path) -> Path:
 
 
 def read_log(output: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run; a kill may have cut the last one."""
+    """The whole lines of a run; a kill may have cut the last one.
+
+    Raises:
+        ValueError: a line is not a JSON object with a step.
+    """
     path = log_path(output)
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    read = []
+    for number, line in enumerate(lines, 1):
+        try:
+            read.append(json.loads(line))
+            valid = isinstance(read[-1]["step"], int)
+        except (KeyError, RecursionError, TypeError, ValueError):
+            valid = False
+        if not valid:
+            raise ValueError(f"line {number} of {path} is not a JSON object with a step.")
+    return read
 
 
 def _rounded(value: Any) -> Any:

@@ -2,12 +2,16 @@
 
 import hashlib
 import json
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.protocol import CAPTIONS_SHA256, GENERATION
+
+# No text in UTF-8, but JSON can spell it.
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ def read_captions(path: Path, num_captions: int, *, seed: int = 0) -> Captions:
     for number, caption in enumerate(texts, 1):
         if not caption:
             raise ValueError(f"caption {number} of {path} is empty.")
+        if SURROGATE.search(caption):
+            raise ValueError(f"caption {number} of {path} holds half of a surrogate pair.")
     return Captions(texts, origin)
 
 
@@ -84,7 +90,7 @@ def _draw(path: Path, text: str, seed: int) -> list[str]:
 def _annotations(path: Path, text: str) -> list[dict[str, Any]]:
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); unpack it again.") from None
     annotations = document.get("annotations") if isinstance(document, dict) else None
     if not isinstance(annotations, list) or not all(map(_is_caption, annotations)):

@@ -191,7 +191,7 @@ def read_kernel_times(path: Path, num_tokens: int) -> KernelTimes:
             )
             for shape, group in rows.items()
         ]
-    except (ValueError, KeyError, TypeError):
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         raise ValueError(f"{path} is not a file of `python -m eval bench kernels`.") from None
     if not times:
         raise ValueError(f"{path} has no times of AVQ attention with {num_tokens} tokens.")

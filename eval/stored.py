@@ -44,7 +44,7 @@ def read_result(path: Path) -> Result:
         document = json.loads(path.read_text())
         program, words = document["command"].split()[:3], document["command"].split()[3:]
         kind = " ".join(words[:2]) if words[0] in GROUPS else words[0]
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, RecursionError, TypeError, AttributeError):
         program = []
     if program != PROGRAM:
         raise ValueError(f"{path} is not a result of python -m eval.")

@@ -33,13 +33,16 @@ def read_log(run: Path) -> list[dict[str, float]]:
     path = run / LOG
     if not path.is_file():
         raise ValueError(f"expected the folder of a training run, but there is no {path}.")
-    *lines, _ = path.read_text().split("\n")
+    try:
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text.") from None
     steps: list[dict[str, float]] = []
     for number, line in enumerate(lines, start=1):
         try:
             figures = _flat(json.loads(line))
             step = figures["step"]
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, RecursionError, AttributeError):
             raise ValueError(f"line {number} of {path} is not a JSON object with a step.") from None
         if steps and steps[-1]["step"] == step:
             steps[-1].update(figures)

@@ -114,7 +114,7 @@ class TestSelectLayers:
         assert {layer.level for layer in select_layers(unet)} == {1, 2, 3}
 
     def test_not_a_unet(self):
-        with pytest.raises(TypeError, match="expected a UNet with up_blocks, but got Linear"):
+        with pytest.raises(TypeError, match="expected a UNet with down_blocks, but got Linear"):
             select_layers(torch.nn.Linear(2, 2))
 
 
