@@ -171,12 +171,13 @@ def bench(
         str | None,
         typer.Option(help="Numbers of refined parents, as 0,4,16; from none to all parents."),
     ] = None,
+    pictures: Annotated[int, typer.Option(min=1, help="Pictures a choice; medians count.")] = 1,
     device: Device = None,
     out: Annotated[
         Path, typer.Option(help="The plot of speed and likeness; the pictures lie beside it.")
     ] = Path("avq_bench.png"),
 ) -> None:
-    """Time one picture with exact attention and with AVQ at several numbers of refined parents.
+    """Time pictures with exact attention and with AVQ at several numbers of refined parents.
 
     The last rows refine, by layer and timestep, as few parents as get a share of the attention.
 
@@ -192,12 +193,14 @@ def bench(
     if any(refinable_parents(pipe).values()):
         console.print("measuring which parents get the attention")
         choices += capture_choices(_measure_capture(pipe, arguments, seed))
-    drawn = list(draw_choices(pipe, choices, arguments, seed))
+    seeds = range(seed, seed + pictures)
+    drawn = list(draw_choices(pipe, choices, arguments, seeds))
     console.print(sweep_table(drawn))
     title = f"{Path(model).name}, {arguments['width']}x{arguments['height']}, {steps} steps"
     plot_sweep(drawn, title, out)
     sheet_path = out.with_stem(out.stem + "_sheet")
-    _save(sweep_sheet(drawn, f"{prompt} (seed {seed}, {steps} steps)"), sheet_path)
+    titles = [f"{prompt} (seed {seed}, {steps} steps)" for seed in seeds]
+    _save(sweep_sheet(drawn, titles), sheet_path)
     console.print(f"plot:     {out}\npictures: {sheet_path}")
 
 

@@ -1,9 +1,10 @@
-"""Speed against likeness: one picture for several choices of refined parents, and the exact one."""
+"""Speed against likeness: pictures for several choices of refined parents, and the exact ones."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from PIL import Image
@@ -35,11 +36,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture, the seconds it took, and its PSNR in dB to the exact one (itself: infinity)."""
+    """Pictures of a choice, one a seed.
+
+    Attributes:
+        label, series: of the choice.
+        images: in the order of the seeds.
+        seconds: the median time of a picture.
+        psnr: the median over pictures of the PSNR in dB to the exact one; infinite for equal ones.
+    """
 
     label: str
     series: str
-    image: Image.Image
+    images: Sequence[Image.Image]
     seconds: float
     psnr: float
 
@@ -81,25 +89,32 @@ def capture_choices(profile: CaptureProfile) -> list[Choice]:
 
 
 def draw_choices(
-    pipe: Any, choices: Sequence[Choice], arguments: dict[str, Any], seed: int
+    pipe: Any, choices: Sequence[Choice], arguments: dict[str, Any], seeds: Sequence[int]
 ) -> Iterator[Drawn]:
-    """Draw the exact picture, then that of every choice, from the same noise.
+    """Draw the exact pictures, then those of every choice, from the same noise.
 
     Args:
         pipe: a pipeline with AVQ; it keeps the last choice.
+        choices: what to draw.
         arguments: of the pipeline's call.
+        seeds: of the noise, one a picture.
     """
+
+    def draw() -> tuple[list[Image.Image], float]:
+        timed = [timed_picture(pipe, arguments, seed) for seed in seeds]
+        return [image for image, _ in timed], median(seconds for _, seconds in timed)
+
     with avq_disabled(pipe):
-        exact, seconds = timed_picture(pipe, arguments, seed)
+        exact, seconds = draw()
     yield Drawn(EXACT, EXACT, exact, seconds, math.inf)
     for choice in choices:
         set_num_refined(pipe, choice.num_refined)
-        image, seconds = timed_picture(pipe, arguments, seed)
-        yield Drawn(choice.label, choice.series, image, seconds, psnr(image, exact))
+        images, seconds = draw()
+        yield Drawn(choice.label, choice.series, images, seconds, median(map(psnr, images, exact)))
 
 
 def sweep_table(drawn: Sequence[Drawn]) -> Table:
-    """One row a picture: seconds, speed relative to the exact picture, PSNR to it."""
+    """One row a choice: seconds a picture, speed relative to exact attention, PSNR to it."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -108,23 +123,26 @@ def sweep_table(drawn: Sequence[Drawn]) -> Table:
     return table
 
 
-def sweep_sheet(drawn: Sequence[Drawn], title: str) -> Image.Image:
-    """All pictures, at most THUMBNAIL pixels wide, above a table of seconds and PSNR."""
-    width, height = drawn[0].image.size
+def sweep_sheet(drawn: Sequence[Drawn], row_titles: Sequence[str]) -> Image.Image:
+    """The pictures, at most THUMBNAIL pixels wide, above a table of seconds and PSNR."""
+    width, height = drawn[0].images[0].size
     factor = min(1.0, THUMBNAIL / width)
     size = (round(width * factor), round(height * factor))
     return picture_sheet(
-        [[one.image.resize(size, Image.Resampling.LANCZOS) for one in drawn]],
+        [
+            [image.resize(size, Image.Resampling.LANCZOS) for image in row]
+            for row in zip(*(one.images for one in drawn), strict=True)
+        ],
         [one.label for one in drawn],
-        row_titles=[title],
+        row_titles=row_titles,
         table=[HEADINGS, *(_cells(one, drawn[0]) for one in drawn)],
     )
 
 
 def plot_sweep(drawn: Sequence[Drawn], title: str, path: Path) -> None:
-    """Plot PSNR to the exact picture over seconds; the exact picture is a vertical line.
+    """Plot PSNR to the exact pictures over seconds; exact attention is a vertical line.
 
-    A picture with the bits of the exact one has no finite PSNR and is left out.
+    Pictures with the bits of the exact ones have no finite PSNR and are left out.
     """
     from matplotlib.figure import Figure
 
@@ -137,8 +155,8 @@ def plot_sweep(drawn: Sequence[Drawn], title: str, path: Path) -> None:
         axes.plot([one.seconds for one in shown], [one.psnr for one in shown], marker, label=name)
         for one in shown:
             place = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 8}
-            axes.annotate(one.label, (one.seconds, one.psnr), **place)
-    axes.set(xlabel="seconds per picture", ylabel="PSNR to the exact picture, dB", title=title)
+            axes.annotate(one.label.split()[0], (one.seconds, one.psnr), **place)
+    axes.set(xlabel="seconds per picture", ylabel="PSNR to exact, dB", title=title)
     axes.set_xlim(0, 1.12 * max(one.seconds for one in drawn))
     axes.grid(alpha=0.3)
     axes.legend()

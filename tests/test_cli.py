@@ -250,7 +250,7 @@ def test_inspect_prints_and_plots(avq):
 def test_bench_draws_what_generate_draws(avq, model, codebooks):
     """Catches choices that are drawn as one another, times without pictures, another exact one."""
     arguments = ("--model", model, "--codebooks", codebooks, "--steps", "2")
-    code, output = avq("bench", PROMPT, *arguments, "--refined", "0,4")
+    code, output = avq("bench", PROMPT, *arguments, "--refined", "0,4", "--pictures", "2")
     assert code == 0
     assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
     labels = ["exact", "0 refined", "4 refined", "80% capture", "90% capture", "95% capture"]
@@ -259,9 +259,10 @@ def test_bench_draws_what_generate_draws(avq, model, codebooks):
     sheet = pixels("avq_bench_sheet.png")
     columns = []
     for parents in ("0", "4"):
-        avq("generate", PROMPT, *arguments, "--num-refined", parents)
-        columns.append(lefts(sheet, pixels("avq.png")))
-    assert columns[0] < columns[1]
+        for seed in ("0", "1"):
+            avq("generate", PROMPT, *arguments, "--num-refined", parents, "--seed", seed)
+            columns.append(lefts(sheet, pixels("avq.png")))
+    assert columns[0] == columns[1] < columns[2] == columns[3]
 
 
 def test_bench_of_flat_codebooks_has_one_choice(avq, model, tmp_path):
