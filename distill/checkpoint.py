@@ -3,6 +3,7 @@
 A kill at any moment leaves whole checkpoints, and hidden folders that the next save removes.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from distill.config import differing_keys, plain_values
 
 RUN_FILE = "run.json"
+RUN_KEYS = {"step": int, "config": dict, "sha256": dict}
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,19 @@ class Checkpoint:
         return self.run["step"]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors that were saved under `name`."""
-        return load_file(self.path / f"{name}.safetensors")
+        """The tensors that were saved under `name`.
+
+        Raises:
+            ValueError: the file is missing or not the one that was saved, or holds NaN or infinity.
+        """
+        path = self.path / f"{name}.safetensors"
+        if not path.is_file() or _sha256(path) != self.run["sha256"].get(name):
+            raise damaged(path, "it is not the file that was saved")
+        loaded = load_file(path)
+        for key, tensor in loaded.items():
+            if not tensor.isfinite().all():
+                raise damaged(path, f"{key} holds NaN or infinity")
+        return loaded
 
 
 def checkpoints(output: Path) -> list[Path]:
@@ -44,11 +57,30 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def newest(output: Path) -> Checkpoint | None:
-    """The checkpoint to go on from, if there is one."""
+    """The checkpoint to go on from, if there is one.
+
+    Raises:
+        ValueError: its run.json is damaged.
+    """
     found = checkpoints(output)
     if not found:
         return None
-    return Checkpoint(found[-1], json.loads((found[-1] / RUN_FILE).read_text()))
+    path = found[-1] / RUN_FILE
+    try:
+        run = json.loads(path.read_text())
+        missing = [key for key, kind in RUN_KEYS.items() if not isinstance(run.get(key), kind)]
+    except (AttributeError, OSError, RecursionError, ValueError) as error:
+        raise damaged(path, repr(error)) from None
+    if missing:
+        raise damaged(path, f"it lacks {', '.join(missing)}")
+    return Checkpoint(found[-1], run)
+
+
+def damaged(path: Path, reason: str) -> ValueError:
+    """The error of a checkpoint that cannot be gone on from."""
+    return ValueError(
+        f"{path} is damaged ({reason}); delete {path.parent} to go on from the checkpoint before."
+    )
 
 
 def save(
@@ -80,7 +112,8 @@ def save(
         for name, group in tensors.items():
             contiguous = {key: value.detach().contiguous().cpu() for key, value in group.items()}
             save_file(contiguous, folder / f"{name}.safetensors")
-        values = {"step": step, "config": plain_values(config), **run}
+        digests = {name: _sha256(folder / f"{name}.safetensors") for name in tensors}
+        values = {"step": step, "config": plain_values(config), "sha256": digests, **run}
         (folder / RUN_FILE).write_text(json.dumps(values))
     for old in checkpoints(output)[:-keep]:
         _remove(old)
@@ -155,7 +188,7 @@ def replace_folder(path: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(
-            f"{path} could not be written ({error}); what was there is intact."
+            f"{path} could not be written ({error.__cause__ or error}); what was there is intact."
         ) from error
     if path.exists():
         _remove(path)
@@ -169,6 +202,11 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

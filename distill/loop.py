@@ -85,11 +85,11 @@ def train(run: Run, config_name: str) -> None:
                     **layer_figures(run.objective),
                 )
                 bar.set_postfix(loss=f"{means['loss']:.4g}", samples_per_s=f"{speed:.1f}")
-                if is_saved:
-                    run.state.save(output, step, config)
                 if is_drawn:
                     path = output / "samples" / f"step-{step:08d}.png"
                     draw_sheet(path, run.objective, config, run.pipe)
+                if is_saved:  # last: what comes before is made again where a kill prevents it
+                    run.state.save(output, step, config)
             totals = {}
             logged_step, logged_time = step, time.monotonic()
     if accelerator.is_main_process:

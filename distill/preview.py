@@ -38,7 +38,9 @@ def draw_sheet(
         row_titles=config.samples.prompts,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
+    temporary = path.with_name(f".writing-{path.name}")
+    sheet.save(temporary, format="png")
+    temporary.replace(path)
 
 
 def draw(pipe: StableDiffusionPipeline, config: DistillConfig) -> list[Image.Image]:

@@ -144,9 +144,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has no {MANIFEST}; make its pictures by python -m eval coco generate."
         )
     try:
-        manifest = json.loads(path.read_text())
-        return {key: manifest[key] for key in MANIFEST_KEYS}
-    except (ValueError, KeyError, TypeError) as error:
+        found = json.loads(path.read_text())
+        manifest = {key: found[key] for key in MANIFEST_KEYS}
+        if not all(isinstance(manifest[key], dict) for key in ("config", "row")):
+            raise TypeError("config and row must be mappings")
+        return manifest
+    except (ValueError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(
             f"{path} is not the manifest of a folder of pictures ({error!r})."
         ) from None

@@ -354,12 +354,15 @@ def real_features(
     cached = cache / f"{hashlib.sha256(fingerprint.encode()).hexdigest()}.safetensors"
     try:
         return load_file(cached, device=str(extract.networks.device))["features"]
-    except (FileNotFoundError, SafetensorError):
+    except (FileNotFoundError, KeyError, SafetensorError):
         features, _ = extract(files, prepare, description=f"pictures in {folder}")
     cache.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=cache, prefix=".") as own:  # another process may write the same
         temporary = Path(own) / cached.name
-        save_file({"features": features.cpu()}, temporary)
+        try:
+            save_file({"features": features.cpu()}, temporary)
+        except SafetensorError as error:
+            raise OSError(f"{cached} could not be written ({error}).") from error
         os.replace(temporary, cached)
     return features
 

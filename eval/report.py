@@ -1,5 +1,6 @@
 """Results on disk: every file carries its configuration, commit, versions and device."""
 
+import contextlib
 import json
 import math
 import os
@@ -41,8 +42,14 @@ def save_json(path: Path, *, command: str, device: torch.device | str, **content
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "environment": environment(device), **content}
     temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(_finite(document), indent=2, allow_nan=False) + "\n")
-    os.replace(temporary, path)
+    text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(f"{path} could not be written ({error}).") from error
 
 
 def _finite(value: Any) -> Any:
