@@ -1,0 +1,1 @@
+"""The commands of `python -m eval`, a file for each kind."""

@@ -1,0 +1,165 @@
+"""`python -m eval bench`: speed against exact attention."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from avq_diffusers import AVQConfig
+from eval.benchmarks.attention import attention_rows, attention_table, bench_attention
+from eval.commands.options import Device, Output, command_line, device_of, numbers_of
+from eval.report import RESULTS, save_json
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
+
+
+@app.command("attention")
+def bench_attention_command(
+    device: Device = "cpu",
+    tokens: Annotated[str, typer.Option(help="Token counts.")] = "1024,4096,16384,65536",
+    config: Annotated[str, typer.Option(help="Codebook sizes.")] = "M64P16C8",
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    batch: int = 2,
+    heads: int = 8,
+    head_dim: int = 40,
+    output: Output = RESULTS,
+) -> None:
+    """Time AVQ attention (precompute included) against scaled_dot_product_attention.
+
+    Example: python -m eval bench attention --device cpu
+    """
+    chosen = AVQConfig.parse(config)
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but got {dtype!r}.")
+    timings = bench_attention(
+        numbers_of("--tokens", tokens),
+        config=chosen,
+        device=device_of(device),
+        dtype=getattr(torch, dtype),
+        batch=batch,
+        num_heads=heads,
+        head_dim=head_dim,
+    )
+    print(f"{chosen}, B{batch} H{heads} D{head_dim}, {dtype}, {device}")
+    print(attention_table(timings))
+    save_json(
+        output / f"bench_attention_{torch.device(device).type}.json",
+        command=command_line(),
+        device=device,
+        config=str(chosen),
+        shape={"batch": batch, "heads": heads, "head_dim": head_dim, "dtype": dtype},
+        rows=attention_rows(timings),
+    )
+
+
+@app.command("kernels")
+def bench_kernels_command(
+    device: Device = "cuda",
+    parts: Annotated[
+        str, typer.Option(help="Comma-separated: table, sd15, scaling.")
+    ] = "table,sd15,scaling",
+    output: Output = RESULTS,
+) -> None:
+    """Time the kernels: the paper's speed table, SD1.5's shapes, and how time scales.
+
+    Example: python -m eval bench kernels --device cuda --parts table,sd15
+    """
+    from eval.benchmarks.kernels import run_kernels
+
+    run_kernels(device_of(device), output, command=command_line(), parts=parts.split(","))
+
+
+@app.command("unet")
+def bench_unet_command(
+    device: Device = "cuda",
+    model: Annotated[
+        str,
+        typer.Option(help="Whose UNet: sd15, with random weights, or mini-sd, with its own."),
+    ] = "sd15",
+    sizes: Annotated[
+        str,
+        typer.Option(help="Sides of the picture, else 512,1024,2048 or for mini-sd 256,512."),
+    ] = "",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated, the most important first: sdpa, fa2, limit, tome, linfusion, "
+            "M64P16C8, M64P16C8@L0 (level 0 only), M64P16C8/fastest (default route)."
+        ),
+    ] = "",
+    modes: Annotated[str, typer.Option(help="Comma-separated: graph, compile, eager.")] = (
+        "graph,compile,eager"
+    ),
+    minutes: Annotated[
+        float | None, typer.Option(help="Start no row after this many minutes.")
+    ] = None,
+    output: Output = RESULTS,
+) -> None:
+    """Time one denoising step of a UNet, batch 2.
+
+    Example: python -m eval bench unet --device cuda --sizes 1024 --modes graph
+
+    Of mini-sd: python -m eval bench unet --model mini-sd --device cuda --modes graph
+    """
+    from eval.benchmarks.unet import METHODS, run_unet
+
+    run_unet(
+        device_of(device),
+        output,
+        command=command_line(),
+        model=model,
+        sizes=numbers_of("--sizes", sizes) if sizes else None,
+        methods=methods.split(",") if methods else METHODS,
+        modes=modes.split(","),
+        minutes=minutes,
+    )
+
+
+@app.command("counters")
+def bench_counters_command(device: Device = "cuda", output: Output = RESULTS) -> None:
+    """Read what limits each kernel from the GPU's counters, with Nsight Compute.
+
+    Example: python -m eval bench counters --device cuda
+    """
+    from eval.benchmarks.counters import run_counters
+
+    run_counters(device_of(device), output, command=command_line())
+
+
+@app.command("distill")
+def bench_distill_command(
+    config: Annotated[Path, typer.Option(help="YAML file of the run that is timed.")] = Path(
+        "configs/sd15_m64p16c8.yaml"
+    ),
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a model; SD1.5 with random weights without it.")
+    ] = None,
+    size: Annotated[int, typer.Option(help="Side of the pictures.")] = 512,
+    batches: Annotated[str, typer.Option(help="Pictures per GPU and step.")] = "4,8,12",
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs.")] = "1",
+    attentions: Annotated[
+        str, typer.Option(help="Students: exact, avq, linfusion.")
+    ] = "exact,avq,linfusion",
+    overrides: Annotated[list[str], typer.Option("--set", help="Of the run, key=value.")] = (),
+    output: Output = RESULTS,
+) -> None:
+    """Time the training step at SD1.5's size, by short runs of the real command.
+
+    Example: python -m eval bench distill --gpus 1,2 --batches 12 --attentions avq
+    """
+    from eval.benchmarks.distillation import run_distillation
+
+    run_distillation(
+        config,
+        output,
+        command=command_line(),
+        model=model,
+        image_size=size,
+        batches=numbers_of("--batches", batches),
+        gpus=numbers_of("--gpus", gpus),
+        attentions=attentions.split(","),
+        overrides=overrides,
+    )

@@ -1,0 +1,183 @@
+"""`python -m eval coco`: the COCO protocol, a folder of pictures a row."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from avq_diffusers.mini import SCORER, TEST_SEEDS, write_coco
+from eval.commands.options import (
+    Device,
+    Dilated,
+    Levels,
+    Model,
+    Output,
+    calibration_prompts,
+    command_line,
+    device_of,
+    numbers_of,
+)
+from eval.report import RESULTS, save_json
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="FID and CLIP score on COCO under LinFusion's protocol: generate one folder per row, then "
+    "score the folders. Scenes written by `write` take the place of COCO for mini-sd.",
+)
+
+
+@app.command("generate")
+def coco_generate_command(
+    folder: Annotated[Path, typer.Argument(help="Of the row's pictures, goes on if it has some.")],
+    captions: Annotated[
+        Path,
+        typer.Option(
+            help="LinFusion's captions.txt, one caption a line, or COCO's captions_val2014.json, "
+            "of which captions are drawn."
+        ),
+    ],
+    method: Annotated[
+        str, typer.Option(help="exact, a configuration to calibrate, or a folder; as in `scenes`.")
+    ] = "exact",
+    model: Model = "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    pictures: Annotated[int, typer.Option(min=2, help="Number of captions.")] = 30_000,
+    draw_seed: Annotated[int, typer.Option(help="Of the draw from annotations.")] = 0,
+    size: Annotated[int, typer.Option(min=8, help="Side of the pictures.")] = 512,
+    dilated: Dilated = False,
+    steps: Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")] = 25,
+    guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 7.5,
+    levels: Levels = "0",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Text file with prompts to calibrate on, else captions of scenes."),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Pictures a GPU makes at once; a CPU makes one.")
+    ] = 8,
+    device: Device = "cpu",
+) -> None:
+    """Make the pictures of one row: picture i has caption i and the noise of seed i.
+
+    Run the same command again after a kill, on as many GPUs as there are now. The safety checker
+    is off.
+
+    Example: python -m eval coco generate runs/exact --captions captions.txt --device cuda
+
+    On 8 GPUs: accelerate launch --num_processes 8 -m eval coco generate ... (the same options)
+    """
+    from eval.captions import read_captions
+    from eval.coco import generate_folder
+
+    generate_folder(
+        folder,
+        read_captions(captions, pictures, seed=draw_seed),
+        model=model,
+        method=method,
+        levels=numbers_of("--levels", levels),
+        calibration_prompts=_read_prompts(calibration),
+        size=size,
+        is_dilated=dilated,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        batch_size=batch,
+        device=device_of(device),
+        command=command_line(),
+    )
+
+
+@app.command("score")
+def coco_score_command(
+    folders: Annotated[list[Path], typer.Argument(help="Of `generate`, one a row.")],
+    real: Annotated[Path, typer.Option(help="Folder of real pictures, such as coco/val2014.")],
+    scorer: Annotated[
+        str | None,
+        typer.Option(help=f"Folder of a CLIP-style scorer, in place of both networks: {SCORER}"),
+    ] = None,
+    pictures: Annotated[
+        int | None, typer.Option(min=2, help="Score the first ones only, for FID-5k.")
+    ] = None,
+    patches: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of pictures of at least the same size, real ones or those of exact "
+            "attention: adds an FID of patches, which sees fine detail."
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures in a network at once.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="That read pictures.")] = 8,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder for features of real pictures.")
+    ] = None,
+    device: Device = "cpu",
+    name: Annotated[str, typer.Option(help="Of the file to write.")] = "coco",
+    output: Output = RESULTS,
+) -> None:
+    """FID, KID and CLIP score of folders of pictures, all made of the same captions.
+
+    Example: python -m eval coco score runs/exact runs/m64 --real coco/val2014 --device cuda
+    """
+    from functools import partial
+
+    from platformdirs import user_cache_path
+
+    from eval.coco_score import (
+        coco_table,
+        load_networks,
+        read_folders,
+        score_folders,
+        warnings_of,
+    )
+
+    chosen = read_folders(folders, pictures)
+    scored, remarks = [], []
+    for row in score_folders(
+        chosen,
+        real,
+        partial(load_networks, scorer, device_of(device)),
+        batch_size=batch,
+        threads=threads,
+        cache=user_cache_path("avq-diffusers") / "features" if cache is None else cache,
+        patches=patches,
+    ):
+        scored.append(row)
+        found = warnings_of(chosen[0].config, row, scorer)
+        remarks += [text for text in found if text not in remarks]
+        save_json(
+            output / f"{name}.json",
+            command=command_line(),
+            device=device,
+            generation=chosen[0].shared,
+            made_with=[folder.manifest["environment"] for folder in chosen],
+            remarks=remarks,
+            rows=scored,
+        )
+    print(coco_table(scored))
+    for text in remarks:
+        print(f"warning: {text}", file=sys.stderr)
+
+
+@app.command("write")
+def coco_write_command(
+    folder: Annotated[Path, typer.Argument(help="Of the data set, made if need be.")],
+    pictures: Annotated[int, typer.Option(min=1, help="Number of scenes.")] = 5000,
+    first: Annotated[int, typer.Option(min=0, help="The first of mini-sd's test scenes.")] = 0,
+    size: Annotated[int, typer.Option(help="Side of the pictures.")] = 256,
+) -> None:
+    """Write test scenes as a data set in COCO's format: images, annotations with captions.
+
+    The captions are FOLDER/annotations/captions_scenes.json, the real pictures FOLDER/images.
+
+    Example: python -m eval coco write runs/scenes --pictures 5000
+    """
+    write_coco(folder, pictures, first_seed=TEST_SEEDS[first], size=size)
+
+
+def _read_prompts(path: Path | None) -> list[str]:
+    """The lines of a file of prompts, else those for calibration."""
+    if path is None:
+        return calibration_prompts()
+    prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    if not all(prompts) or not prompts:
+        raise ValueError(f"{path} must hold prompts, one a line, and no empty line.")
+    return prompts

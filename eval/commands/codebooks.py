@@ -1,0 +1,237 @@
+"""Codebooks and their training: `errors`, `analyse`, `ablate`, `training`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from diffusers import StableDiffusionPipeline
+
+from avq_diffusers.mini import MINI_SD, TEST_SEEDS, sample_scene
+from eval.commands.options import (
+    Device,
+    Levels,
+    Methods,
+    Model,
+    Output,
+    Pictures,
+    calibration_prompts,
+    command_line,
+    device_of,
+    numbers_of,
+)
+from eval.report import RESULTS, save_json
+from eval.stored import draw
+
+app = typer.Typer()
+
+
+@app.command("errors")
+def errors_command(
+    methods: Methods = "M64P16C8,M64,M128,M192,M256,M4,value-projection",
+    model: Model = MINI_SD,
+    refined: Annotated[
+        str, typer.Option(help="Numbers of refined parents for codebooks that name none.")
+    ] = "0,4,8,16,32,64",
+    pictures: Pictures = 16,
+    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
+    levels: Levels = "0",
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of `bench kernels`: adds its times of as many tokens as level 0 has."
+        ),
+    ] = None,
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """Error of each layer and of the predicted noise against exact attention, by codebook size.
+
+    Example: python -m eval errors --methods M64P16C8,runs/m64/codebooks,M192 --device cuda
+    """
+    from eval.errors import (
+        add_kernel_times,
+        elastic,
+        errors_table,
+        measure_errors,
+        read_kernel_times,
+    )
+    from eval.methods import prepare_methods
+
+    numbers = numbers_of("--levels", levels)
+    numbers_refined = numbers_of("--refined", refined)
+    pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
+    num_tokens = pipe.unet.config.sample_size**2
+    times = None if kernels is None else read_kernel_times(kernels, num_tokens)
+    prepared = prepare_methods(
+        pipe,
+        methods.split(","),
+        levels=numbers,
+        calibration_prompts=calibration_prompts(),
+    )
+    rows = measure_errors(
+        pipe,
+        elastic(prepared, numbers_refined),
+        [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
+        num_timesteps=timesteps,
+    )
+    if times is not None:
+        add_kernel_times(rows, times)
+    print(errors_table(rows))
+    path = output / f"errors_levels{''.join(map(str, numbers))}.json"
+    save_json(
+        path,
+        command=command_line(),
+        device=device,
+        num_pictures=pictures,
+        num_timesteps=timesteps,
+        kernel_times=times and times._asdict(),
+        rows=rows,
+    )
+    draw(path)
+
+
+@app.command("analyse")
+def analyse_command(
+    names: Annotated[
+        list[str], typer.Argument(help="Of heads, layers, utilisation, order, importance.")
+    ],
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated configurations to calibrate or folders of codebooks, as in "
+            "`errors`; each analysis has its own default."
+        ),
+    ] = None,
+    model: Model = MINI_SD,
+    pictures: Pictures = 16,
+    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
+    levels: Levels = "0,1",
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """The paper's analyses of codebooks, each with a table and a plot.
+
+    heads: capture of each head, as a heat map.
+
+    layers: commitment loss and quantization error of each layer.
+
+    utilisation: share of codewords in use, two-level against flat.
+
+    order: query orders and sizes of query tiles.
+
+    importance: tiled against exact.
+
+    Elastic inference and accuracy against cost are `errors`.
+
+    Example: python -m eval analyse heads layers --methods runs/m64/codebooks --device cuda
+    """
+    from eval.analyses import ANALYSES, analyse, check_methods
+    from eval.methods import prepare_methods
+
+    if unknown := [name for name in names if name not in ANALYSES]:
+        raise ValueError(f"analyses are {', '.join(ANALYSES)}, but got {unknown[0]!r}.")
+    numbers = numbers_of("--levels", levels)
+    pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
+    chosen = {name: methods or ANALYSES[name].methods for name in names}
+    prepared = {
+        text: prepare_methods(
+            pipe,
+            text.split(","),
+            levels=numbers,
+            calibration_prompts=calibration_prompts(),
+        )
+        for text in dict.fromkeys(chosen.values())
+    }
+    for name, text in chosen.items():
+        check_methods(name, prepared[text])
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:pictures]]
+    for name, text in chosen.items():
+        analysis = ANALYSES[name]
+        rows = analyse(pipe, analysis, prepared[text], shown, num_timesteps=timesteps)
+        path = output / f"{name}_levels{''.join(map(str, numbers))}.json"
+        save_json(
+            path,
+            command=command_line(),
+            device=device,
+            num_pictures=pictures,
+            num_timesteps=timesteps,
+            analysis=name,
+            rows=rows,
+        )
+        print(analysis.table(rows))
+        draw(path)
+
+
+@app.command("ablate")
+def ablate_command(
+    config: Annotated[Path, typer.Option(help="YAML file of distill.")] = Path(
+        "configs/mini_m64p16c8.yaml"
+    ),
+    runs: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/ablation"),
+    variants: Annotated[str, typer.Option(help="Comma-separated; all without it.")] = "",
+    seeds: Annotated[str, typer.Option(help="Of the training.")] = "0",
+    parallel: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
+    overrides: Annotated[list[str], typer.Option("--set", help="Of every run, key=value.")] = (),
+    refined: Annotated[str, typer.Option(help="Numbers of refined parents to judge by.")] = "16",
+    model: Model = MINI_SD,
+    pictures: Pictures = 16,
+    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """Train variants of a distillation and compare their errors against the teacher.
+
+    Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000 --device cuda
+    """
+    from eval.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
+    from eval.errors import elastic, measure_errors
+    from eval.methods import prepare_methods
+
+    trained = train_variants(
+        config,
+        runs,
+        variants.split(",") if variants else list(VARIANTS),
+        seeds=numbers_of("--seeds", seeds),
+        parallel=parallel,
+        overrides=overrides,
+    )
+    pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
+    names = {str(path): name for name, path in trained.items()}
+    prepared = prepare_methods(pipe, list(names), levels=(0,), calibration_prompts=())
+    errors = measure_errors(
+        pipe,
+        elastic(prepared, numbers_of("--refined", refined)),
+        [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
+        num_timesteps=timesteps,
+    )
+    rows = ablation_rows(errors, names)
+    print(ablation_table(rows))
+    save_json(
+        output / f"ablation_{config.stem}.json",
+        command=command_line(),
+        device=device,
+        config=config.name,
+        overrides=list(overrides),
+        num_pictures=pictures,
+        num_timesteps=timesteps,
+        rows=rows,
+    )
+
+
+@app.command("training")
+def training_command(
+    runs: Annotated[str, typer.Option(help="Comma-separated folders with a log.jsonl.")],
+    name: Annotated[str, typer.Option(help="Of the files to write.")] = "training",
+    points: Annotated[int, typer.Option(min=1, help="Most points of a curve that are kept.")] = 60,
+    output: Output = RESULTS,
+) -> None:
+    """Plot losses, quantization error and active ratio of distillation runs over training.
+
+    Example: python -m eval training --runs runs/m64p16c8,runs/m192
+    """
+    from eval.training import read_log, thin
+
+    curves = {run: thin(read_log(Path(run)), points) for run in runs.split(",")}
+    path = output / f"{name}.json"
+    save_json(path, command=command_line(), device="cpu", runs=curves)
+    draw(path)

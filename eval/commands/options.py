@@ -1,0 +1,65 @@
+"""Options that several commands of `python -m eval` have, and what their values stand for."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from avq_diffusers.mini import VALIDATION_SEEDS, sample_scene
+
+NUM_CALIBRATION_PROMPTS = 16
+
+Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
+Output = Annotated[Path, typer.Option(help="Folder the results are written to.")]
+Methods = Annotated[
+    str,
+    typer.Option(
+        help="Comma-separated: exact, value-projection, tome, configurations to calibrate such as "
+        "M64P16C8 or M192, folders of codebooks (these two also with another number of refined "
+        "parents, as runs/m64/codebooks@P8) or of LinFusion layers."
+    ),
+]
+Levels = Annotated[
+    str, typer.Option(help="UNet levels that change, as 0 or 0,1; folders bring their own.")
+]
+Pictures = Annotated[int, typer.Option(min=2, help="Pictures a method.")]
+Dilated = Annotated[
+    bool,
+    typer.Option(
+        "--scalecrafter/--no-scalecrafter",
+        help="Dilate convolutions, for pictures larger than the model was trained on.",
+    ),
+]
+Model = Annotated[str, typer.Option(help="Folder or Hub id of a Stable Diffusion model.")]
+
+
+def calibration_prompts() -> list[str]:
+    """Captions of validation scenes, which no figure is measured on."""
+    return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
+
+
+def numbers_of(option: str, text: str) -> tuple[int, ...]:
+    """The integers of a comma-separated list; `option` is named where it is none."""
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.") from None
+
+
+def device_of(name: str) -> torch.device:
+    """The device, if this machine has it."""
+    try:
+        return torch.empty(0, device=name).device
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def command_line() -> str:
+    """What was typed, but for where the results go: it is kept beside them."""
+    arguments = list(sys.argv[1:])
+    if "--output" in arguments:
+        place = arguments.index("--output")
+        del arguments[place : place + 2]
+    return " ".join(["python -m eval", *arguments])

@@ -1,0 +1,224 @@
+"""Likeness and quality: `compare`, `scenes`, `merge`; their `table`, and every stored `plot`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from diffusers import StableDiffusionPipeline
+
+from avq_diffusers.mini import IMAGE_SIZE, MINI_SD, SCORER, TEST_SEEDS, sample_scene
+from eval.commands.options import (
+    Device,
+    Dilated,
+    Levels,
+    Methods,
+    Model,
+    Output,
+    Pictures,
+    calibration_prompts,
+    command_line,
+    device_of,
+    numbers_of,
+)
+from eval.report import RESULTS, save_json
+from eval.stored import draw, read_result
+
+app = typer.Typer()
+
+
+@app.command("compare")
+def compare_command(
+    methods: Methods = "M64P16C8,M192,M4,value-projection",
+    model: Model = MINI_SD,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts: captions of test scenes.")] = 8,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds for every prompt.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
+    levels: Levels = "0",
+    size: Annotated[
+        int | None, typer.Option(help="Side of the pictures; the model's own without it.")
+    ] = None,
+    dilated: Dilated = False,
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """Pictures of each method against those of exact attention at equal prompts and seeds.
+
+    Besides the figures, a sheet shows four prompts by every method.
+
+    Example: python -m eval compare --methods M64P16C8,M192 --device cuda
+
+    At twice the size: python -m eval compare --size 512 --scalecrafter --device cuda
+    """
+    from eval.compare import compare, compare_sheet, compare_table
+
+    numbers = numbers_of("--levels", levels)
+    pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
+    chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
+    rows, pictures = compare(
+        pipe,
+        methods.split(","),
+        chosen,
+        range(seeds),
+        levels=numbers,
+        calibration_prompts=calibration_prompts(),
+        num_inference_steps=steps,
+        size=size,
+        is_dilated=dilated,
+    )
+    print(compare_table(rows))
+    name = f"compare_levels{''.join(map(str, numbers))}{_picture_suffix(size, dilated)}"
+    save_json(
+        output / f"{name}.json",
+        command=command_line(),
+        device=device,
+        prompts=chosen,
+        num_seeds=seeds,
+        num_inference_steps=steps,
+        size=size,
+        scalecrafter=dilated,
+        rows=rows,
+    )
+    compare_sheet(output / f"{name}.png", pictures, chosen)
+
+
+@app.command("scenes")
+def scenes_command(
+    methods: Methods = "exact,M64P16C8,M192,M4,value-projection",
+    model: Model = MINI_SD,
+    scorer: Annotated[str, typer.Option(help="Folder of the CLIP-style scorer.")] = SCORER,
+    pictures: Pictures = 5000,
+    first_seed: Annotated[
+        int, typer.Option(min=0, help="Noise seed of the first picture; picture i adds i.")
+    ] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures made at once.")] = 64,
+    levels: Levels = "0",
+    size: Annotated[int, typer.Option(help="Side of the pictures, a multiple of 64.")] = IMAGE_SIZE,
+    dilated: Dilated = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the UNet: pays from a thousand pictures on.")
+    ] = False,
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """FID, CLIP score, copy agreement and PSNR on held-out scenes, with negative controls.
+
+    PSNR is to the pictures of `exact`, if it is among the methods. Runs with other seeds can be
+    averaged by `merge`.
+
+    Example: python -m eval scenes --pictures 5000 --device cuda
+
+    At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
+    """
+    from eval.metrics import Scorer
+    from eval.scenes import scenes_table, score_methods
+
+    numbers = numbers_of("--levels", levels)
+    dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
+    pipe = StableDiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
+    # Convolutions of half precision are fastest in this layout.
+    for network in (pipe.unet, pipe.vae):
+        network.to(memory_format=torch.channels_last)
+    suffix = _picture_suffix(None if size == IMAGE_SIZE else size, dilated)
+    suffix += f"_seed{first_seed}" if first_seed else ""
+    path = output / f"scenes_levels{''.join(map(str, numbers))}{suffix}.json"
+    rows = []
+    for row in score_methods(
+        pipe,
+        methods.split(","),
+        [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
+        [sample_scene(seed) for seed in TEST_SEEDS[pictures : 2 * pictures]],
+        Scorer(scorer).to(device),
+        levels=numbers,
+        calibration_prompts=calibration_prompts(),
+        num_inference_steps=steps,
+        batch_size=batch,
+        first_seed=first_seed,
+        size=size,
+        is_dilated=dilated,
+        is_compiled=compiled,
+    ):
+        rows.append(row)
+        print(scenes_table([row]).splitlines()[-1], flush=True)
+        save_json(
+            path,
+            command=command_line(),
+            device=device,
+            first_seed=first_seed,
+            num_inference_steps=steps,
+            dtype=str(dtype),
+            size=size,
+            scalecrafter=dilated,
+            compiled=compiled,
+            rows=rows,
+        )
+    print(scenes_table(rows))
+
+
+@app.command("merge")
+def merge_command(
+    results: Annotated[list[Path], typer.Argument(help="Files of `scenes` with other seeds.")],
+    output: Annotated[Path, typer.Option(help="The file to write.")],
+) -> None:
+    """Average results of `scenes` over seeds; ± becomes one standard error over these.
+
+    Example: python -m eval merge scenes_levels0.json scenes_levels0_seed5000.json --output c.json
+    """
+    from eval.scenes import PROTOCOL, merge_runs, scenes_table
+
+    documents = [json.loads(path.read_text()) for path in results]
+    rows = merge_runs(documents)
+    print(scenes_table(rows))
+    protocol = {name: documents[0].get(name) for name in PROTOCOL}
+    for document in documents:
+        del document["rows"]
+    save_json(output, command=command_line(), device="cpu", **protocol, runs=documents, rows=rows)
+
+
+@app.command("table")
+def table_command(
+    results: Annotated[
+        list[Path], typer.Argument(help="Files of `scenes` or `merge`, and of `bench unet`.")
+    ],
+    name: Annotated[str, typer.Option(help="Of the file to write.")] = "table",
+    output: Output = RESULTS,
+) -> None:
+    """Join quality and speed of every method in one table, of pictures of one or more sizes.
+
+    A time of `bench unet` stands beside every row of the same configuration at the same levels.
+
+    Example: python -m eval table merged.json merged_512.json bench_unet_1024_graph_cuda.json
+    """
+    from eval.table import build_table, quality_table
+
+    table = build_table([read_result(path) for path in results])
+    print(quality_table(table))
+    save_json(output / f"{name}.json", command=command_line(), device="cpu", **table)
+
+
+@app.command("plot")
+def plot_command(
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Files of table, errors, analyse, training, bench kernels or bench unet."
+        ),
+    ],
+    size: Annotated[
+        int | None,
+        typer.Option(help="Of the UNet step over whose time a table is shown, else its first."),
+    ] = None,
+) -> None:
+    """Draw stored results again, each as the PNG beside its file; of a table, quality over time.
+
+    Example: python -m eval plot eval/results/table.json --size 1024
+    """
+    for path in results:
+        draw(path, size=size)
+
+
+def _picture_suffix(size: int | None, dilated: bool) -> str:
+    """Of the name of a file on pictures that are not the model's usual ones."""
+    return (f"_{size}" if size else "") + ("_scalecrafter" if dilated else "")
