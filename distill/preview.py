@@ -39,8 +39,12 @@ def draw_sheet(
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".writing-{path.name}")
-    sheet.save(temporary, format="png")
-    temporary.replace(path)
+    try:
+        sheet.save(temporary, format="png")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written ({error}).") from error
 
 
 def draw(pipe: StableDiffusionPipeline, config: DistillConfig) -> list[Image.Image]:

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from diffusers.models.attention_processor import AttnProcessor2_0
 from peft import LoraConfig
 from test_weights import random_projections
-from tiny import CONFIG, predict, random_codebooks, tiny_pipe, tiny_unet
+from tiny import CONFIG, predict, random_codebooks, small_unet, tiny_pipe, tiny_unet
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
@@ -591,18 +591,19 @@ class TestCompile:
         assert calls(unet) == {"AVQ": 10}  # compiled calls are not counted
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_tuned(self, unet, dtype):
+    def test_tuned(self, dtype):
         """Catches graph breaks, also where tuned projections are cast in the compiled code."""
-        tuned = random_codebooks(unet, projections=random_projections(unet))
+        unet, config = small_unet(), AVQConfig(4, 2, 2)
+        tuned = random_codebooks(unet, config, projections=random_projections(unet, config))
         inputs = torch.ones(1, 4, 16, 16, dtype=dtype), 10, torch.ones(1, 5, 32, dtype=dtype)
 
         @torch.no_grad()
         def output(model):
             return model(*inputs).sample
 
-        untuned = output(apply_avq(unet, random_codebooks(unet)).to(dtype))
+        untuned = output(apply_avq(unet, random_codebooks(unet, config)).to(dtype))
         expected = output(apply_avq(unet, tuned))
-        fresh = apply_avq(tiny_unet(), tuned).to(dtype)
+        fresh = apply_avq(small_unet(), tuned).to(dtype)
         counter = CompileCounter()
         compiled = torch.compile(fresh, backend=counter, fullgraph=True)
         for _ in range(3):
@@ -614,13 +615,7 @@ class TestCompile:
     @pytest.mark.parametrize("tuned", [False, True])
     def test_switching_a_compiled_unet(self, tuned):
         """Catches compiled code that does not notice AVQ coming, pausing and going."""
-        unet = tiny_unet(
-            block_out_channels=(16, 32),
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            layers_per_block=1,
-        )
-        config = AVQConfig(4, 2, 2)
+        unet, config = small_unet(), AVQConfig(4, 2, 2)
         projections = random_projections(unet, config) if tuned else None
         codebooks = random_codebooks(unet, config, projections=projections)
         exact = predict(unet)

@@ -670,7 +670,9 @@ def _shape_inside(shape: str, side: int) -> np.ndarray:
     """Pixels inside the shape and away from its edge: bool (side, side)."""
     edge = side // 24
     mask = Image.fromarray((_shape_mask(shape, side)[..., 0] == 256).astype(np.uint8))
-    return np.asarray(mask.filter(ImageFilter.MinFilter(2 * edge + 1)), bool)
+    if edge > 0:  # a filter of one pixel ends the process in pillow 12.3
+        mask = mask.filter(ImageFilter.MinFilter(2 * edge + 1))
+    return np.asarray(mask, bool)
 
 
 @cache
