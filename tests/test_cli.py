@@ -363,13 +363,3 @@ def test_inspect_refuses(avq, arguments, message):
     assert code == 2
     assert squeezed(message) in output
     assert written() == []
-
-
-def test_a_mistake_ends_the_process_with_code_2(tmp_path):
-    """The installed command, not only `main()`: a one-line message and no traceback."""
-    command = [str(Path(sys.executable).parent / "avq"), "inspect", "--out", "report.txt"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stdout + done.stderr
-    assert "avq: --out must end in .png, but got 'report.txt'." in done.stdout + done.stderr
-    assert written(tmp_path) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig
-from tiny import tiny_unet
+from tiny import small_unet, tiny_unet
 from torch.nn.parallel import DistributedDataParallel
 
 from avq_diffusers import (
@@ -309,14 +309,8 @@ def test_micro_batches_add_up():
 
 def test_compiled_unets():
     """Catches features, keys or a grid of an earlier call."""
-    blocks = {
-        "block_out_channels": (16, 32),
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        "layers_per_block": 1,
-    }
     plain, compiled = (
-        shake(Objective(tiny_unet(**blocks), AVQConfig(4, 2, 2, query_tile=16))) for _ in range(2)
+        shake(Objective(small_unet(), AVQConfig(4, 2, 2, query_tile=16))) for _ in range(2)
     )
     graphs = []
     compiled.teacher.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from scipy.linalg import sqrtm
-from tiny import draw, random_codebooks, tiny_pipe, tiny_unet
+from tiny import draw, random_codebooks, small_unet, tiny_pipe, tiny_unet
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -543,13 +543,13 @@ def test_scenes_rows(scorer, monkeypatch):
     assert table[5].startswith("| M4 | 4 | ")
 
 
-def test_scenes_of_a_compiled_unet(scorer, distilled, monkeypatch):
+def test_scenes_of_a_compiled_unet(scorer, monkeypatch):
     """Catches a UNet that is not compiled, or code of one method that serves the next."""
-    pipe = tiny_pipe()
+    pipe = tiny_pipe(small_unet())
     compile_unet = partial(torch.nn.Module.compile, pipe.unet, backend="eager")
     monkeypatch.setattr(pipe.unet, "compile", compile_unet, raising=False)
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    methods = [EXACT, str(distilled)]
+    methods = [EXACT, "M4P2C2"]
     arguments = {"calibration_prompts": CALIBRATION, "num_inference_steps": 2, "size": 128}
     plain = list(scenes.score_methods(pipe, methods, shown, shown, scorer, **arguments))
 

@@ -21,6 +21,7 @@ from tiny import (
     random_codebooks,
     sd2_unet,
     sdxl_unet,
+    small_unet,
     tiny_pipe,
     tiny_unet,
 )
@@ -526,12 +527,7 @@ class TestSchedule:
     @pytest.mark.parametrize("compiled_first", [True, False])
     def test_compile(self, compiled_first):
         """Catches compiled code that keeps the first number, and a graph for every timestep."""
-        unet = tiny_unet(
-            block_out_channels=(16, 32),
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            layers_per_block=1,
-        )
+        unet = small_unet()
         apply_avq(unet, random_codebooks(unet, AVQConfig(4, 2, 2)))
         inputs = torch.randn(1, 4, 16, 16), torch.randn(1, 5, 32)
 

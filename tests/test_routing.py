@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from tiny import predict
+from tiny import predict, random_codebooks, small_unet
 
 from avq_diffusers import routing
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.pipeline import apply_avq, summary
 from avq_diffusers.routing import (
     NEVER,
@@ -67,9 +68,10 @@ def test_layers_below_the_break_even_run_exact(unet, codebooks):
     assert torch.equal(predict(unet, batch=2), avq)
 
 
-def test_compiled_code_has_a_break_even_of_its_own(unet, codebooks):
+def test_compiled_code_has_a_break_even_of_its_own():
+    unet = small_unet()
     exact = predict(unet, batch=2)
-    apply_avq(unet, codebooks)
+    apply_avq(unet, random_codebooks(unet, AVQConfig(4, 2, 2)))
     avq = predict(unet, batch=2)
     set_break_even(unet, NEVER, compiled=1)
     assert torch.equal(predict(unet, batch=2), exact)
