@@ -338,6 +338,7 @@ def command(saved, tmp_path):
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.long
 def test_in_a_browser(command, browser, reference):
     """A visitor types, clicks, waits, moves the slider, and makes a mistake."""
     page = browser.new_page(viewport={"width": 1280, "height": 1000})

@@ -435,6 +435,7 @@ def test_a_step_of_nan_gets_no_time(steps):
         assert row["note"].startswith("wrong output: relative error nan")
 
 
+@pytest.mark.long
 def test_compiled_step():
     """Dynamo takes the step; the back end that generates code is left to the GPU run."""
     steps = tiny_steps(layers_per_block=1)

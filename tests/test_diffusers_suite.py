@@ -114,6 +114,7 @@ def result(first_run, command):
     return json.loads((command.folder / "diffusers_suite_cpu.json").read_text())
 
 
+@pytest.mark.long
 class TestCommand:
     def test_counts(self, result):
         """Catches a run without AVQ, and one whose AVQ is not exact."""

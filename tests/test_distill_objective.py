@@ -791,6 +791,7 @@ def run_process(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_two_processes_are_one(tmp_path):
     """Catches sums that are averaged or not reduced, and codebooks of each process's own keys."""
     torch.multiprocessing.spawn(run_process, (str(tmp_path),), nprocs=2)

@@ -18,6 +18,8 @@ from eval.faults import FORKED, PRELOADED, Job, contents, disk_faults, kill_repe
 # The processes of one test run share one server, whoever starts it.
 FORKED.set_forkserver_preload([*PRELOADED, "pytest", "scipy.linalg", "safetensors.torch"])
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):

@@ -231,6 +231,7 @@ def test_the_scorer_retrieves_held_out_scenes(scorer):
         assert (direction.argmax(1) == torch.arange(64)).float().mean() >= 0.95
 
 
+@pytest.mark.long
 def test_broken_copies_lower_the_clip_score_slightly(scorer):
     """Captions do not name the copies: the score falls, but stays far above a wrong caption's."""
     shown = [scene for scene in scenes(48) if scene.background.kind != "plain"]

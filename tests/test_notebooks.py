@@ -90,6 +90,7 @@ def test_folder():
     assert sum(path.stat().st_size for path in stored) <= MOST_BYTES
 
 
+@pytest.mark.long
 def test_results_of_another_day(tmp_path):
     """Catches a notebook that breaks when a file is missing or gains rows."""
     failed = {"ms": None, "note": "out of memory"}

@@ -180,6 +180,7 @@ def test_two_and_two_steps_equal_four(runs, tmp_path, command):
     assert_same_state(tmp_path / "checkpoints" / last.name, last)
 
 
+@pytest.mark.long
 def test_a_killed_process_resumes_to_the_undisturbed_result(runs, tmp_path):
     vae = ["--vae", str(runs / "vae")]
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"

@@ -53,6 +53,7 @@ def test_ratios():
     assert "| 2 | avq | 4 | 15.2 | 1.25 | 1.9 | - |" in distillation_table(with_ratios(rows))
 
 
+@pytest.mark.long
 def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
     monkeypatch.setattr(distillation, "STEPS", 3)
     monkeypatch.setattr(distillation, "LOG_EVERY", 1)
@@ -73,6 +74,7 @@ def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
     assert "note" not in exact | avq
 
 
+@pytest.mark.long
 def test_a_failed_run_is_a_row_with_a_note(model, tmp_path):
     distillation.run_distillation(
         CONFIG,
@@ -88,6 +90,7 @@ def test_a_failed_run_is_a_row_with_a_note(model, tmp_path):
     assert "precision must be one of fp32, fp16, bf16" in row["note"]
 
 
+@pytest.mark.long
 def test_ablate(model, tmp_path):
     """Catches variants that do not reach the run."""
     arguments = ["--config", CONFIG, "--model", model, "--runs", tmp_path / "runs"]
@@ -117,6 +120,7 @@ def test_finished_variants_are_kept(tmp_path, monkeypatch):
     assert found == {"base, seed 3": tmp_path / "base-seed3" / "codebooks"}
 
 
+@pytest.mark.long
 def test_unknown_variants_and_failed_runs_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"variants must be some of base, .* but got 'bse'"):
         train_variants(CONFIG, tmp_path, ["bse"], seeds=[0], parallel=1, overrides=[])
