@@ -664,6 +664,7 @@ class TestSaving:
         torch.testing.assert_close(draw(loaded), avq, rtol=1e-4, atol=1e-4)
 
     @feature("push_to_hub")
+    @pytest.mark.long
     def test_push_to_hub(self, pipe, codebooks, hub):
         """Catches anything that is uploaded and not needed, or needed and not uploaded."""
         avq = draw(apply_avq(pipe, codebooks))

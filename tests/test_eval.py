@@ -961,6 +961,7 @@ def test_the_command_ends_mistakes_with_code_2(tmp_path, monkeypatch, capsys, ar
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.long
 def test_python_m_eval_is_the_command():
     command = [sys.executable, "-m", "eval", "bench", "attention", "--config", "M4P5C2"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -320,6 +320,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("changes", CONFIGS, ids=str)
+@pytest.mark.long
 def test_counts_do_not_depend_on_the_configuration(changes):
     problem = Problem((1, 1, 260, 40), 20, 8)
     _, expected = problem.run()

@@ -216,6 +216,7 @@ def test_default_prompts_are_validation_captions():
 
 
 @torch.no_grad()
+@pytest.mark.long
 def test_the_scorer_retrieves_held_out_scenes(scorer):
     """Top-1 among 64 both ways; an untrained scorer or another tokenizer finds 1 in 64."""
     shown = scenes(64)
