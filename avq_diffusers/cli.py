@@ -17,8 +17,16 @@ from avq_diffusers.calibrate import calibrate
 from avq_diffusers.comparison import psnr, refinable_parents, timed_picture
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.elastic import CaptureProfile, measure_capture
+from avq_diffusers.files import atomic_write, naming
 from avq_diffusers.inspection import codebook_table, plot_codebooks
-from avq_diffusers.mini import MINI_CODEBOOKS, MINI_GUIDANCE_SCALE, MINI_SD, default_prompts
+from avq_diffusers.mini import (
+    MINI_CODEBOOKS,
+    MINI_CODEBOOKS_LEVEL1,
+    MINI_GUIDANCE_SCALE,
+    MINI_SD,
+    default_prompts,
+)
+from avq_diffusers.options import numbers_of
 from avq_diffusers.pipeline import apply_avq, avq_disabled, set_num_refined, summary
 from avq_diffusers.sheet import difference, picture_sheet
 from avq_diffusers.sweep import (
@@ -184,7 +192,7 @@ def bench(
     Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
     """
     _check_output(out)
-    numbers = None if refined is None else _numbers("--refined", refined)
+    numbers = None if refined is None else numbers_of("--refined", refined)
     pipe = _load_with_avq(model, codebooks, config, levels, device)
     arguments = _picture_arguments(
         pipe, model, prompt, negative_prompt, height, width, steps, guidance_scale
@@ -340,8 +348,8 @@ def _find_codebooks(
     """The codebooks named, mini-sd's own, or calibrated ones from the user's cache."""
     if codebooks is not None:
         return AVQCodebooks.from_pretrained(codebooks)
-    if model == MINI_SD and config == _parse_config(None, None):
-        return AVQCodebooks.from_pretrained(MINI_CODEBOOKS)
+    if model == MINI_SD and config in (shipped := _shipped_codebooks()):
+        return AVQCodebooks.from_pretrained(shipped[config])
     folder = user_cache_path("avq-diffusers") / _fingerprint(pipe, config)
     if folder.exists():
         console.print(f"codebooks from the cache: {folder}")
@@ -401,6 +409,14 @@ def _measure_capture(
     return measure_capture(pipe, [measured.pop("prompt")], seed=seed, **measured)
 
 
+def _shipped_codebooks() -> dict[AVQConfig, str]:
+    """mini-sd's own."""
+    return {
+        _parse_config(None, None): MINI_CODEBOOKS,
+        _parse_config(None, "0,1"): MINI_CODEBOOKS_LEVEL1,
+    }
+
+
 def _calibration_prompts(model: str) -> list[str]:
     return default_prompts() if model == MINI_SD else list(CALIBRATION_PROMPTS)
 
@@ -409,17 +425,9 @@ def _usual_guidance(model: str) -> dict[str, float]:
     return {"guidance_scale": MINI_GUIDANCE_SCALE} if model == MINI_SD else {}
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.") from None
-
-
 def _parse_config(config: str | None, levels: str | None) -> AVQConfig:
     config, levels = config or DEFAULT_CONFIG, levels or DEFAULT_LEVELS
-    numbers = _numbers("--levels", levels)
-    return AVQConfig.parse(config, levels=numbers)
+    return AVQConfig.parse(config, levels=numbers_of("--levels", levels))
 
 
 def _read_prompts(path: Path) -> list[str]:
@@ -431,12 +439,8 @@ def _read_prompts(path: Path) -> list[str]:
 
 def _save(picture: Image.Image, path: Path) -> None:
     """Write a PNG in one step: a picture that was there stays until the new one is whole."""
-    temporary = path.with_name(f".writing-{path.name}")
-    try:
-        picture.save(temporary, format="png")  # deletes what it cannot finish
-        temporary.replace(path)
-    except OSError as error:
-        raise OSError(f"{path} could not be written ({error}).") from error
+    with naming(path), atomic_write(path) as temporary:
+        picture.save(temporary)
 
 
 def _check_output(path: Path) -> None:

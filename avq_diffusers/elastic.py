@@ -6,7 +6,6 @@ and keys of a layer gives its capture for every number of refined parents.
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from avq_diffusers.calibrate import _quiet
 from avq_diffusers.diagnostics import capture_curve
+from avq_diffusers.files import atomic_write
 from avq_diffusers.pipeline import _unet, applied_states, avq_disabled
 from avq_diffusers.processor import LayerState, _project
 from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
@@ -84,10 +84,8 @@ class CaptureProfile:
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, in one step."""
-        path = Path(path)
-        partial_path = path.with_name(path.name + ".tmp")
-        partial_path.write_text(json.dumps({"curves": self.curves}))
-        os.replace(partial_path, path)
+        with atomic_write(Path(path)) as temporary:
+            temporary.write_text(json.dumps({"curves": self.curves}))
 
     @classmethod
     def load(cls, path: str | Path) -> "CaptureProfile":

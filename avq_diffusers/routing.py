@@ -8,7 +8,6 @@ user's cache folder.
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +20,7 @@ from platformdirs import user_cache_path
 from torch import Tensor
 
 from avq_diffusers.codebook import Codebook
+from avq_diffusers.files import atomic_write
 from avq_diffusers.ops import avq_attention
 
 ROUTES = ("fastest", "always")
@@ -210,8 +210,7 @@ def _keep(key: str, measured: BreakEven) -> None:
     content = json.dumps({**_read(path), key: measured._asdict()}, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(content)
-        os.replace(partial, path)
+        with atomic_write(path, shared=True) as temporary:
+            temporary.write_text(content)
     except OSError:  # nowhere to keep it: measured again in the next process
         return

@@ -12,12 +12,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from avq_diffusers.comparison import psnr, refinable_parents, timed_picture
-from avq_diffusers.elastic import CaptureProfile
+from avq_diffusers.elastic import SHOWN_TARGETS, CaptureProfile
 from avq_diffusers.pipeline import avq_disabled, set_num_refined
 from avq_diffusers.sheet import picture_sheet
 
 EXACT = "exact"
-CAPTURE_TARGETS = (0.8, 0.9, 0.95)
 HEADINGS = ("", "seconds", "speed", "PSNR dB")
 THUMBNAIL = 256
 
@@ -84,7 +83,7 @@ def capture_choices(profile: CaptureProfile) -> list[Choice]:
     """As few refined parents, by layer and timestep, as get a share of the attention."""
     return [
         Choice(f"{target:.0%} capture", "capture target", profile.at_least(target))
-        for target in CAPTURE_TARGETS
+        for target in SHOWN_TARGETS
     ]
 
 

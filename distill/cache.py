@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from avq_diffusers.files import TEMPORARY, atomic_write
+
 FORMAT = 1
 SHARD = 512  # samples
-TEMPORARY = ".writing-"
 
 Encode = Callable[[Iterable[list[int]]], Iterator[dict[str, Tensor]]]
 
@@ -117,9 +118,8 @@ def shard_path(folder: Path, number: int) -> Path:
 def _begin(folder: Path, fingerprint: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if all(path.name.startswith(TEMPORARY) for path in folder.iterdir()):
-        temporary = folder / f"{TEMPORARY}fingerprint-{os.getpid()}"
-        temporary.write_text(json.dumps(fingerprint, indent=2) + "\n")
-        temporary.rename(folder / "fingerprint.json")
+        with atomic_write(folder / "fingerprint.json", shared=True) as temporary:
+            temporary.write_text(json.dumps(fingerprint, indent=2) + "\n")
 
 
 def _check(folder: Path, fingerprint: dict[str, Any]) -> None:

@@ -1,13 +1,12 @@
 """Figures of a run: lines of `log.jsonl`, and the tracker's."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from avq_diffusers.files import atomic_write, naming
 from distill.config import DistillConfig, flatten, plain_values
 
 PROJECT = "avq-distill"
@@ -36,10 +35,8 @@ class Log:
         output.mkdir(parents=True, exist_ok=True)
         lines = [line for line in read_log(output) if line["step"] <= step]
         self.last = lines[-1] if lines else {}
-        temporary = self.path.with_name(f".writing-{self.path.name}")
-        with naming(self.path):
+        with naming(self.path), atomic_write(self.path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            temporary.replace(self.path)
         values = flatten(plain_values(config))
         accelerator.init_trackers(PROJECT, {name: str(value) for name, value in values.items()})
 
@@ -49,15 +46,6 @@ class Log:
         with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps(self.last) + "\n")
         self.accelerator.log(flatten(figures, "/"), step=step)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name the file in the error of a disk that is full or not writable."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f"{path} could not be written ({error}).") from error
 
 
 def log_path(output: Path) -> Path:

@@ -9,6 +9,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from avq_diffusers import apply_avq, picture_sheet, remove_avq
+from avq_diffusers.files import atomic_write, naming
 from distill.config import DistillConfig
 from distill.export import make_codebooks
 from distill.objective import Objective
@@ -38,13 +39,8 @@ def draw_sheet(
         row_titles=config.samples.prompts,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".writing-{path.name}")
-    try:
-        sheet.save(temporary, format="png")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(f"{path} could not be written ({error}).") from error
+    with naming(path), atomic_write(path) as temporary:
+        sheet.save(temporary)
 
 
 def draw(pipe: StableDiffusionPipeline, config: DistillConfig) -> list[Image.Image]:

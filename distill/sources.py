@@ -251,7 +251,11 @@ def _load_rows(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
     elif config.source == "folder":
         found = sorted(Path(config.path).absolute().rglob("*"))
         if config.caption_column is None:
-            files = [str(path) for path in found if path.suffix.lower() in picture_endings()]
+            files = [
+                str(path)
+                for path in found
+                if path.suffix.lower() in picture_endings() and not path.name.startswith(".")
+            ]
             if not files:
                 raise FileNotFoundError(f"there are no pictures in the folder {config.path}.")
             return datasets.Dataset.from_dict({"image": files})

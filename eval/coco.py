@@ -13,7 +13,6 @@ the byte.
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from diffusers import PNDMScheduler, StableDiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
+from avq_diffusers.files import TEMPORARY, atomic_write
 from eval.captions import Captions
 from eval.methods import REFINED_MARK, Method, attention_method, prepare_methods
 from eval.pictures import dilation, draw_batch, quiet
@@ -40,7 +40,6 @@ MANIFEST_KEYS = ("command", "environment", "config", "row", "earlier_sessions")
 CAPTIONS = "captions.txt"
 PICTURES = "pictures"
 CODEBOOKS = "codebooks"
-TEMPORARY = ".writing-"
 
 
 def generate_folder(
@@ -164,8 +163,7 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is not a folder.")
     if not (folder / MANIFEST).exists():
-        leftovers = (*folder.glob(".*"), *folder.glob("*.tmp"))
-        if folder.exists() and set(folder.iterdir()) - set(leftovers):
+        if folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ValueError(f"{folder} holds other things; name a new folder, or empty it.")
         return
     found = read_manifest(folder)["config"]
@@ -242,9 +240,8 @@ def _begin(
         row=row,
         earlier_sessions=earlier,
     )
-    temporary = folder / f"{TEMPORARY}{CAPTIONS}"
-    temporary.write_text("\n".join(captions.texts) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / CAPTIONS)
+    with atomic_write(folder / CAPTIONS) as temporary:
+        temporary.write_text("\n".join(captions.texts) + "\n", encoding="utf-8")
     (folder / PICTURES).mkdir(exist_ok=True)
     if written.exists():
         written.rename(folder / CODEBOOKS)
@@ -274,7 +271,8 @@ def _fill(
 ) -> None:
     """Make the pictures of these indices that are not there whole."""
     for index in indices:  # what a kill left half-written
-        _temporary_path(folder, index).unlink(missing_ok=True)
+        path = picture_path(folder, index)
+        path.with_name(f"{TEMPORARY}{path.name}").unlink(missing_ok=True)
     missing = [i for i in indices if not is_whole(picture_path(folder, i), size)]
     progress = tqdm(
         total=len(indices),
@@ -294,18 +292,12 @@ def _fill(
             progress.update(len(chosen))
 
 
-def _temporary_path(folder: Path, index: int) -> Path:
-    path = picture_path(folder, index)
-    return path.with_name(f"{TEMPORARY}{path.name}")
-
-
 def _write_picture(folder: Path, index: int, picture: np.ndarray) -> None:
-    path, temporary = picture_path(folder, index), _temporary_path(folder, index)
+    path = picture_path(folder, index)
     try:
-        Image.fromarray(picture).save(temporary, format="png")
-        os.replace(temporary, path)
+        with atomic_write(path) as temporary:
+            Image.fromarray(picture).save(temporary)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(
             f"{path} could not be written ({error}); the same command goes on after it is mended."
         ) from error

@@ -6,7 +6,6 @@ become figures in `frechet.py` and torchmetrics.
 
 import hashlib
 import json
-import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from torchmetrics.image.kid import KernelInceptionDistance
 from tqdm import tqdm
 
+from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import SCORER
 from eval.coco import CAPTIONS, PICTURES, folder_digest, picture_path, read_manifest
 from eval.frechet import bootstrap_error, fit_gaussian, frechet_distance
@@ -357,13 +356,11 @@ def real_features(
     except (FileNotFoundError, KeyError, SafetensorError):
         features, _ = extract(files, prepare, description=f"pictures in {folder}")
     cache.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=cache, prefix=".") as own:  # another process may write the same
-        temporary = Path(own) / cached.name
-        try:
+    try:
+        with atomic_write(cached, shared=True) as temporary:
             save_file({"features": features.cpu()}, temporary)
-        except SafetensorError as error:
-            raise OSError(f"{cached} could not be written ({error}).") from error
-        os.replace(temporary, cached)
+    except SafetensorError as error:
+        raise OSError(f"{cached} could not be written ({error}).") from error
     return features
 
 

@@ -40,6 +40,7 @@ from avq_diffusers import (
     remove_avq,
     select_layers,
 )
+from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import MINI_SD
 
 UNETS = ("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel")
@@ -93,9 +94,9 @@ class Outcomes:
         if exitstatus == pytest.ExitCode.INTERRUPTED:
             return
         calls = sum(self.layer_calls, Counter())
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"tests": self.tests, "calls": calls}, indent=1) + "\n")
-        os.replace(temporary, self.path)
+        text = json.dumps({"tests": self.tests, "calls": calls}, indent=1) + "\n"
+        with atomic_write(self.path) as temporary:
+            temporary.write_text(text)
 
 
 def stand_in_for_hub() -> None:

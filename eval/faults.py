@@ -408,7 +408,7 @@ def _plain(text: str, left_out: Sequence[str]) -> bytes:
 
 
 def _is_temporary(name: Path) -> bool:
-    return any(part.startswith(".") for part in name.parts) or name.suffix == ".tmp"
+    return any(part.startswith(".") for part in name.parts)
 
 
 def _temporary(folder: Path) -> list[Path]:

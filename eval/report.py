@@ -1,6 +1,5 @@
 """Results on disk: every file carries its configuration, commit, versions and device."""
 
-import contextlib
 import json
 import math
 import os
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from avq_diffusers.files import atomic_write, naming
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "tomesd")
 RESULTS = Path(__file__).parent / "results"
@@ -41,15 +42,9 @@ def save_json(path: Path, *, command: str, device: torch.device | str, **content
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "environment": environment(device), **content}
-    temporary = path.with_suffix(path.suffix + ".tmp")
     text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
-    try:
+    with naming(path), atomic_write(path) as temporary:
         temporary.write_text(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise OSError(f"{path} could not be written ({error}).") from error
 
 
 def _finite(value: Any) -> Any:

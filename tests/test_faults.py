@@ -92,7 +92,7 @@ def test_a_sheet_that_could_not_be_drawn_is_drawn_later(jobs, tmp_path):
     obstacle.mkdir()
     code, output = job.start(folder).finish()
     assert code == 1
-    assert "error: [Errno 21] Is a directory" in output
+    assert f"error: {sheet} could not be written ([Errno 21] Is a directory" in output
     obstacle.rmdir()
     assert job.start(folder).finish()[0] == 0
     assert contents(folder) == contents(job.undisturbed)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from avq_diffusers.mini import SCORER, TEST_SEEDS, write_coco
+from avq_diffusers.options import numbers_of
 from eval.commands.options import (
     Device,
     Dilated,
@@ -16,7 +17,6 @@ from eval.commands.options import (
     calibration_prompts,
     command_line,
     device_of,
-    numbers_of,
 )
 from eval.report import RESULTS, save_json
 

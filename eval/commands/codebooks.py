@@ -7,6 +7,7 @@ import typer
 from diffusers import StableDiffusionPipeline
 
 from avq_diffusers.mini import MINI_SD, TEST_SEEDS, sample_scene
+from avq_diffusers.options import numbers_of
 from eval.commands.options import (
     Device,
     Levels,
@@ -17,7 +18,6 @@ from eval.commands.options import (
     calibration_prompts,
     command_line,
     device_of,
-    numbers_of,
 )
 from eval.report import RESULTS, save_json
 from eval.stored import draw

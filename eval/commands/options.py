@@ -40,14 +40,6 @@ def calibration_prompts() -> list[str]:
     return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
 
 
-def numbers_of(option: str, text: str) -> tuple[int, ...]:
-    """The integers of a comma-separated list; `option` is named where it is none."""
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.") from None
-
-
 def device_of(name: str) -> torch.device:
     """The device, if this machine has it."""
     try:

@@ -1,0 +1,116 @@
+"""Files that appear in one step, when the writer fails, is killed, or is not alone."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from avq_diffusers.files import TEMPORARY, atomic_write, naming
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from avq_diffusers.files import atomic_write
+
+with atomic_write(Path(sys.argv[1])) as temporary:
+    temporary.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A file that holds "old"."""
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    return path
+
+
+def contents(path):
+    return {found.name: found.read_text() for found in path.parent.iterdir()}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_file_is_replaced_when_all_is_written(path, shared):
+    """Catches writing in place: others see the old file until the block ends."""
+    with atomic_write(path, shared=shared) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+        assert len(contents(path)) == 2
+    assert contents(path) == {"file.txt": "new"}
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError, KeyboardInterrupt])
+def test_a_write_that_fails_leaves_the_old_file_only(path, error):
+    def fail():
+        with atomic_write(path) as temporary:
+            temporary.write_text("half")
+            raise error("stop")
+
+    with pytest.raises(error, match="stop"):
+        fail()
+    assert contents(path) == {"file.txt": "old"}
+
+
+def test_a_rename_that_fails_leaves_no_temporary_file(tmp_path):
+    """Catches a clean-up that covers the writing only."""
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError), atomic_write(tmp_path / "folder") as temporary:
+        temporary.write_text("new")
+    assert [found.name for found in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_write_that_never_began_says_why(path):
+    """Catches a clean-up whose own error hides the first one."""
+    with pytest.raises(FileNotFoundError, match="first"), atomic_write(path):
+        raise FileNotFoundError("first")
+    obstacle = path.with_name(f"{TEMPORARY}file.txt")
+    obstacle.mkdir()
+    with pytest.raises(ValueError, match="first"), atomic_write(path):
+        raise ValueError("first")
+    assert path.read_text() == "old"
+
+
+def test_a_kill_leaves_a_marked_file_that_the_next_write_goes_over(path):
+    process = subprocess.run([sys.executable, "-c", KILLED, path])
+    assert process.returncode == -signal.SIGKILL
+    assert contents(path) == {"file.txt": "old", f"{TEMPORARY}file.txt": "half"}
+    with atomic_write(path) as temporary:
+        temporary.write_text("new")
+    assert contents(path) == {"file.txt": "new"}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_writers_know_the_format_by_the_name(tmp_path, shared):
+    """Catches a mark at the end of the name, and another folder, maybe on another disk."""
+    path = tmp_path / "picture.png"
+    with atomic_write(path, shared=shared) as temporary:
+        assert temporary.parent == tmp_path
+        assert temporary.name.startswith(TEMPORARY)
+        Image.new("RGB", (8, 8)).save(temporary)
+    with Image.open(path) as picture:
+        assert picture.format == "PNG"
+
+
+def test_two_that_share_a_file_do_not_share_the_temporary_one(path):
+    """Catches a half-written file that the other writer renames."""
+    with atomic_write(path, shared=True) as one:
+        one.write_text("one")
+        with atomic_write(path, shared=True) as two:
+            two.write_text("two")
+        assert path.read_text() == "two"
+        assert one.read_text() == "one"
+    assert contents(path) == {"file.txt": "one"}
+
+
+def test_the_error_of_a_disk_names_the_file(path):
+    message = f"{path} could not be written ([Errno 28] {os.strerror(28)})."
+    with pytest.raises(OSError, match=re.escape(message)) as caught, naming(path):
+        raise OSError(28, os.strerror(28))
+    assert caught.value.__cause__.errno == 28
+    with pytest.raises(ValueError, match="another matter"), naming(path):
+        raise ValueError("another matter")
