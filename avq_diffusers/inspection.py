@@ -10,12 +10,12 @@ from torch import Tensor
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.weights import AVQCodebooks
 
-CALIBRATION_FIGURES = ("quantization_error", "capture", "active_ratio")
+FIGURES = ("quantization_error", "capture", "active_ratio")
 
 
 def codebook_table(codebooks: AVQCodebooks) -> Table:
-    """One row a layer: sizes, spread of the codewords, and the figures calibration left."""
-    figures = _calibration(codebooks)
+    """One row a layer: sizes, spread of the codewords, figures of calibration or training."""
+    figures = _figures(codebooks)
     table = Table(
         title=f"{codebooks.avq_config} codebooks of {codebooks.config['base_model']}",
         caption="spread: children about their parent; error: of quantization, in key variances;\n"
@@ -33,17 +33,17 @@ def codebook_table(codebooks: AVQCodebooks) -> Table:
             f"{spec.num_heads}x{spec.head_dim}",
             str(codebooks.layer_config(name)),
             f"{_child_spread(codebooks.codebook(name)):.3f}",
-            *(f"{measured[key]:.3f}" if key in measured else "-" for key in CALIBRATION_FIGURES),
+            *(f"{measured[key]:.3f}" if key in measured else "-" for key in FIGURES),
         )
     return table
 
 
 def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
-    """Plot head 0 of every layer on its two principal axes, and the calibration figures."""
+    """Plot head 0 of every layer on its principal axes, figures of calibration or training."""
     from matplotlib.figure import Figure
 
     names = list(codebooks.layer_specs)
-    figures = _calibration(codebooks)
+    figures = _figures(codebooks)
     columns = min(5, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(3.2 * columns, 3.2 * rows + 2.8), layout="constrained")
@@ -59,17 +59,19 @@ def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
         axes.set_yticks([])
     top.axes[0].legend(fontsize=7)
 
-    panels = bottom.subplots(1, len(CALIBRATION_FIGURES))
+    panels = bottom.subplots(1, len(FIGURES))
     short = [name.split(".transformer_blocks")[0].replace("attentions", "a") for name in names]
-    for axes, key in zip(panels, CALIBRATION_FIGURES, strict=True):
+    for axes, key in zip(panels, FIGURES, strict=True):
         axes.bar(short, [figures.get(name, {}).get(key, 0.0) for name in names])
         axes.set_title(key.replace("_", " "), fontsize=9)
         axes.tick_params(axis="x", labelrotation=60, labelsize=6)
     figure.savefig(path, dpi=110)
 
 
-def _calibration(codebooks: AVQCodebooks) -> dict[str, dict[str, float]]:
-    return (codebooks.config["calibration"] or {}).get("layers", {})
+def _figures(codebooks: AVQCodebooks) -> dict[str, dict[str, float]]:
+    """What calibration or training measured, by layer."""
+    measured = codebooks.config["calibration"] or codebooks.config["training"] or {}
+    return measured.get("layers", {})
 
 
 def _child_spread(codebook: Codebook) -> float:

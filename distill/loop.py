@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -99,6 +100,7 @@ def train(run: Run, config_name: str) -> None:
             "steps": step,
             "samples": step * config.batch_size,
             "losses": {name: log.last[name] for name in names if name in log.last},
+            "layers": figures_by_layer(log.last),
         }
         export(output, run.objective, config, training)
     accelerator.wait_for_everyone()
@@ -143,6 +145,16 @@ def reduced_means(
             f"({listed}); the last checkpoint is from before."
         )
     return means
+
+
+def figures_by_layer(line: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What a line of the log says of every layer, as `calibrate` keeps it."""
+    layers: dict[str, dict[str, float]] = {}
+    for figure, values in line.items():
+        if isinstance(values, dict):
+            for layer, value in values.items():
+                layers.setdefault(layer, {})[figure] = value
+    return layers
 
 
 def layer_figures(objective: Objective) -> dict[str, dict[str, float]]:

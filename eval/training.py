@@ -62,7 +62,7 @@ def thin(steps: Sequence[Mapping[str, float]], num_points: int) -> Curves:
 
 
 def training_rows(curves: Mapping[str, Curves]) -> list[list[Panel]]:
-    """Panels of losses and of layers' figures over steps, then the same over samples.
+    """Panels of losses and of layers' figures over samples, or over steps where none are counted.
 
     Args:
         curves: of each run, by the name that the legend shows.
@@ -72,10 +72,9 @@ def training_rows(curves: Mapping[str, Curves]) -> list[list[Panel]]:
     layer_figures = [
         figure for figure in LAYER_FIGURES if any(name.startswith(f"{figure}/") for name in names)
     ]
+    axis = "samples" if all("samples" in run for run in curves.values()) else "step"
     return [
         [_panel(curves, figure, axis) for figure in figures]
-        for axis in AXES
-        if axis in names
         for figures in (losses, layer_figures)
         if figures
     ]

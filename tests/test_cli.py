@@ -240,8 +240,8 @@ def test_calibrate_saves_codebooks_that_load(avq, model):
 def test_inspect_prints_and_plots(avq):
     code, output = avq("inspect")
     assert code == 0
-    calibration = AVQCodebooks.from_pretrained(MINI_CODEBOOKS).config["calibration"]
-    for name, measured in calibration["layers"].items():
+    training = AVQCodebooks.from_pretrained(MINI_CODEBOOKS).config["training"]
+    for name, measured in training["layers"].items():
         assert f"{measured['capture']:.3f}" in output, name
     assert pixels("codebooks.png").std() > 10
     assert written() == ["codebooks.png"]

@@ -143,6 +143,10 @@ def test_a_run_leaves_logs_checkpoints_sheets_and_codebooks(finished, model):
     last = read_log(finished)[-1]
     assert (training["steps"], training["samples"], training["seed"]) == (4, 16, 0)
     assert training["losses"]["feature"] == last["feature"]
+    assert len(training["layers"]) == 10
+    for layer, figures in training["layers"].items():
+        assert figures == {name: last[name][layer] for name in figures}
+        assert set(figures) == {"quantization_error", "active_ratio", "capture"}
     assert training["config"] == "mini_m64p16c8"
     assert training["versions"]["torch"] == torch.__version__
 
@@ -623,8 +627,9 @@ def test_half_precision_and_compilation_on_a_gpu(tmp_path, precision):
     half = losses_on_devices(tmp_path, 1, precision=precision)
     compiled = losses_on_devices(tmp_path, 1, precision=precision, compile="true")
     names = slice(2, 7)  # losses
-    torch.testing.assert_close(half[:, names], exact[:, names], rtol=0.05, atol=1e-3)
-    torch.testing.assert_close(compiled[:, names], half[:, names], rtol=0.05, atol=1e-3)
+    # On a CPU, bf16 is off by 3 %, and by 14 % where the codebooks or the optimizer stand still.
+    torch.testing.assert_close(half[:, names], exact[:, names], rtol=0.08, atol=0)
+    torch.testing.assert_close(compiled[:, names], half[:, names], rtol=0.08, atol=0)
 
 
 @pytest.mark.gpu

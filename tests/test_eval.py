@@ -784,17 +784,19 @@ def test_training_curves_are_means_over_equal_parts(tmp_path):
 
 
 def test_training_panels():
-    """Layers lie faint behind their mean, and every panel comes over steps and over samples."""
+    """Layers lie faint behind their mean; runs without a count of samples are shown over steps."""
     first = {"step": [1, 2], "samples": [10, 20], "loss": [3, 1], "active_ratio/a": [0.2, 0.4]}
     first["active_ratio/b"] = [0.4, None]
-    second = {"step": [5], "samples": [5], "loss": [2]}
-    rows = training.training_rows({"one": first, "two": second})
-    assert [[panel.title for panel in row] for row in rows] == 2 * [["loss"], ["active ratio"]]
-    loss, ratio, loss_by_samples, _ = (row[0] for row in rows)
-    assert [(x.label, x.x, x.y) for x in loss.lines] == [("one", [1, 2], [3, 1]), ("two", [5], [2])]
-    assert [x.x for x in loss_by_samples.lines] == [[10, 20], [5]]
+    second = {"step": [5], "samples": [6], "loss": [2]}
+    (loss,), (ratio,) = training.training_rows({"one": first, "two": second})
+    assert (loss.title, ratio.title) == ("loss", "active ratio")
+    lines = [(line.label, line.x, line.y) for line in loss.lines]
+    assert lines == [("one", [10, 20], [3, 1]), ("two", [6], [2])]
     assert [x.y for x in ratio.lines] == [[pytest.approx(0.3), None]]
     assert [x.y for x in ratio.faint] == [[0.2, 0.4], [0.4, None]]
+    del second["samples"]
+    (loss,), _ = training.training_rows({"one": first, "two": second})
+    assert [line.x for line in loss.lines] == [[1, 2], [5]]
 
 
 @pytest.mark.parametrize(

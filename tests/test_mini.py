@@ -25,6 +25,7 @@ from avq_diffusers import (
 )
 from avq_diffusers.mini import (
     MINI_CODEBOOKS,
+    MINI_CODEBOOKS_LEVEL1,
     MINI_SD,
     SCORER,
     SCORER_SEEDS,
@@ -85,8 +86,8 @@ def noisy_step(pipe, timestep: int = 300, caption: str | None = None) -> Tensor:
 
 def test_the_files_are_small_and_safe():
     """Fails for a shard that the file limit refuses, or for a pickle."""
-    files = [path for folder in (MINI_SD, MINI_CODEBOOKS) for path in Path(folder).rglob("*.*")]
-    files = [path for path in files if path.is_file()]
+    folders = (MINI_SD, MINI_CODEBOOKS, MINI_CODEBOOKS_LEVEL1)
+    files = [path for folder in folders for path in Path(folder).rglob("*.*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".safetensors"}
     assert max(path.stat().st_size for path in files) <= 16 * MEBIBYTE
     assert sum(path.stat().st_size for path in files) <= 40 * MEBIBYTE
@@ -146,18 +147,26 @@ def test_every_word_of_a_caption_is_one_token(folder):
         assert tokens == [known[word][0] for word in words], scene.caption
 
 
-def test_the_codebooks_fit_and_keep_the_constraint(mini, shipped, recwarn):
-    assert shipped.avq_config == AVQConfig()
+@pytest.mark.parametrize(
+    ("folder", "levels"), [(MINI_CODEBOOKS, (0,)), (MINI_CODEBOOKS_LEVEL1, (0, 1))]
+)
+def test_the_codebooks_fit_and_keep_the_constraint(mini, folder, levels, recwarn):
+    """Fails for codebooks of another model or run, or that training left with dead children."""
+    shipped = AVQCodebooks.from_pretrained(folder)
+    assert shipped.avq_config == AVQConfig(levels=levels)
     assert shipped.config["base_model"] == "mini-sd"
+    assert shipped.config["tuned"]
+    training = shipped.config["training"]
+    assert training["config"] == "mini_m64p16c8" + ("_level1" if 1 in levels else "")
+    assert set(training["layers"]) == set(shipped.layer_specs)
     layers = shipped.layers_of(mini.unet)
     assert [layer.name for layer in layers] == [
-        layer.name for layer in select_layers(mini.unet, (0,))
+        layer.name for layer in select_layers(mini.unet, levels)
     ]
     for layer in layers:
         codebook = shipped.codebook(layer.name)
         assert constraint_error(codebook).max() < 1e-3
         assert codebook.children.flatten(0, 2).unique(dim=0).shape[0] > 0.9 * 2 * 64 * 8
-    AVQCodebooks.from_pretrained(MINI_CODEBOOKS)
     assert not [warning for warning in recwarn if "average to their parent" in str(warning.message)]
 
 

@@ -20,6 +20,7 @@ from avq_diffusers.mini.scenes import (
 __all__ = [
     "IMAGE_SIZE",
     "MINI_CODEBOOKS",
+    "MINI_CODEBOOKS_LEVEL1",
     "MINI_GUIDANCE_SCALE",
     "MINI_SD",
     "SCORER",
@@ -38,7 +39,10 @@ __all__ = [
 ]
 
 MINI_SD = str(Path(__file__).parent / "mini-sd")
+# Distilled by configs/mini_m64p16c8.yaml, and with level 1 by configs/mini_m64p16c8_level1.yaml; to
+# be small, projections are in half precision.
 MINI_CODEBOOKS = str(Path(__file__).parent / "codebooks")
+MINI_CODEBOOKS_LEVEL1 = str(Path(__file__).parent / "codebooks-level1")
 MINI_GUIDANCE_SCALE = 3.0
 SCORER = str(Path(__file__).parent / "mini-sd" / "scorer")
 

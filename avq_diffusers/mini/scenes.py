@@ -14,7 +14,6 @@ of a U-Net cannot copy them token by token.
 
 import json
 import math
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +24,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 from tqdm import tqdm
+
+from avq_diffusers.files import TEMPORARY, atomic_write
 
 IMAGE_SIZE = 256
 
@@ -400,7 +401,7 @@ def write_coco(
         raise ValueError(f"folder must be empty or hold these scenes, but {annotations} differs.")
     expected = {_file_name(i + 1) for i in range(num_images)}
     for path in images.glob("*.png"):
-        if path.name not in expected:
+        if path.name.removeprefix(TEMPORARY) not in expected:
             raise ValueError(f"folder must be empty or hold these scenes, but has {path}.")
 
     for i, scene in enumerate(tqdm(scenes, desc="scenes", unit="image")):
@@ -408,14 +409,12 @@ def write_coco(
         picture = render(scene, size)
         stored = _read_picture(path)
         if stored is None:
-            partial = path.with_suffix(".partial")
-            Image.fromarray(picture).save(partial, format="png")
-            os.replace(partial, path)
+            with atomic_write(path) as temporary:
+                Image.fromarray(picture).save(temporary)
         elif not np.array_equal(stored, picture):
             raise ValueError(f"folder must be empty or hold these scenes, but {path} differs.")
-    partial = annotations.with_suffix(".partial")
-    partial.write_text(content)
-    os.replace(partial, annotations)
+    with atomic_write(annotations) as temporary:
+        temporary.write_text(content)
 
 
 def _check_name(name: str, value: str, allowed: Collection[str]) -> None:
