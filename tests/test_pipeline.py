@@ -2,6 +2,8 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import count
 
 import pytest
 import torch
@@ -246,6 +248,50 @@ class TestDisabled:
         exact = predict(pipe.unet)
         with avq_disabled(pipe):
             assert torch.equal(predict(pipe.unet), exact)
+
+
+class TestOutOfMemory:
+    """In mid-generation: the pipeline draws the same pictures afterwards, with AVQ and without."""
+
+    @pytest.mark.parametrize("call", [1, 15, 28])  # of 40: ten layers, four steps
+    def test_at_any_layer(self, pipe, codebooks, call):
+        """Catches what a call leaves half-done: a schedule's step, an order of queries."""
+        exact = draw(pipe)
+        apply_avq(pipe, codebooks)
+        set_num_refined(pipe, {1000: 1, 501: 4})
+        avq = draw(pipe)
+
+        def run_out(*_):
+            if next(calls) == call:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        for mode in (avq_disabled(pipe), nullcontext()):
+            calls = count(1)
+            layers = [pipe.unet.get_submodule(name) for name in codebooks.layer_specs]
+            handles = [layer.to_out[0].register_forward_hook(run_out) for layer in layers]
+            with pytest.raises(torch.OutOfMemoryError), mode:
+                draw(pipe, num_inference_steps=4)
+            for handle in handles:
+                handle.remove()
+        assert torch.equal(draw(pipe), avq)
+        assert torch.equal(draw(remove_avq(pipe)), exact)
+
+    @pytest.mark.gpu
+    def test_of_a_gpu(self, pipe, codebooks):
+        pipe.to("cuda")
+        exact = draw(pipe)
+        apply_avq(pipe, codebooks, route="always")
+        avq = draw(pipe)
+        torch.cuda.empty_cache()
+        size = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**27) / size)
+        try:
+            with pytest.raises(torch.OutOfMemoryError):
+                draw(pipe, height=2048, width=2048)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert torch.equal(draw(pipe), avq)
+        assert torch.equal(draw(remove_avq(pipe)), exact)
 
 
 class TestTunedProjections:
