@@ -628,8 +628,8 @@ def test_half_precision_and_compilation_on_a_gpu(tmp_path, precision):
     compiled = losses_on_devices(tmp_path, 1, precision=precision, compile="true")
     names = slice(2, 7)  # losses
     # On a CPU, bf16 is off by 3 %, and by 14 % where the codebooks or the optimizer stand still.
-    torch.testing.assert_close(half[:, names], exact[:, names], rtol=0.08, atol=0)
-    torch.testing.assert_close(compiled[:, names], half[:, names], rtol=0.08, atol=0)
+    torch.testing.assert_close(half[:, names], exact[:, names], rtol=0.05, atol=0)
+    torch.testing.assert_close(compiled[:, names], half[:, names], rtol=0.05, atol=0)
 
 
 @pytest.mark.gpu
