@@ -22,6 +22,7 @@ BASE = "base"
 # The settings that a variant changes in the configuration that is ablated.
 VARIANTS: dict[str, Mapping[str, Any]] = {
     BASE: {},
+    **{f"learning rate {rate}": {"learning_rate": rate} for rate in (0.0005, 0.001)},
     "EMA decay 0.9": {"codebooks.decay_start": 0.9, "codebooks.decay_end": 0.9},
     "EMA decay 0.999": {"codebooks.decay_start": 0.999, "codebooks.decay_end": 0.999},
     **{

@@ -1,13 +1,15 @@
 """What limits each kernel, by Nsight Compute's counters: `python -m eval bench counters`.
 
 `ncu` must be on the path and allowed to read the counters. It runs this module, which calls the
-operation once at one of SD1.5's shapes or the paper's.
+operation at SD1.5's shapes and the paper's, and reads the last call of each.
 """
 
 import csv
 import io
 import subprocess
 import sys
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ SHAPES = {
     "paper, N = 64k": Shape(4, 12, 65536, 64),
 }
 CONFIGS = ("M64P16C8", "M256")
-KERNELS = "sort_kernel|aggregate_kernel|_attention_kernel"
+KERNELS = ("sort_kernel", "aggregate_kernel", "_attention_kernel")
 # Name in Nsight Compute's details and name in the result.
 COUNTERS = {
     "Duration": "duration",
@@ -41,27 +43,38 @@ COUNTERS = {
 }
 UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 UNITS |= {"byte/s": 1.0, "Kbyte/s": 1e3, "Mbyte/s": 1e6, "Gbyte/s": 1e9, "Tbyte/s": 1e12}
-PROFILER = ("ncu", "--set", "full", "--clock-control", "none", "--page", "details", "--csv")
+SECTIONS = (
+    "SpeedOfLight",
+    "ComputeWorkloadAnalysis",
+    "MemoryWorkloadAnalysis",
+    "SchedulerStats",
+    "Occupancy",
+    "LaunchStats",
+)
+PROFILER = (
+    "ncu",
+    *(argument for section in SECTIONS for argument in ("--section", section)),
+    *("--profile-from-start", "off", "--clock-control", "none", "--page", "details", "--csv"),
+)
 
 
 def run_counters(device: torch.device, output: Path, *, command: str) -> None:
-    """Profile every kernel at every shape, print a table, write a JSON file after each shape.
+    """Profile every kernel at every shape, print a table and write a JSON file.
 
     Raises:
         ValueError: `device` is not CUDA, or Nsight Compute is missing or fails.
     """
     if device.type != "cuda":
         raise ValueError("counters need --device cuda.")
-    rows: list[dict[str, Any]] = []
-    for name, shape in SHAPES.items():
-        for config in CONFIGS:
-            rows += [
-                {"shape": str(shape), "name": name, "config": config, **row}
-                for row in _profile(name, config)
-            ]
-            save_json(
-                output / "bench_counters_cuda.json", command=command, device=device, rows=rows
-            )
+    launches = _profile()
+    cases = [case for case in product(SHAPES.items(), CONFIGS) for _ in KERNELS]
+    if len(launches) != len(cases):
+        raise ValueError(f"expected counters of {len(cases)} launches, but got {len(launches)}.")
+    rows = [
+        {"shape": str(shape), "name": name, "config": config, **launch}
+        for ((name, shape), config), launch in zip(cases, launches, strict=True)
+    ]
+    save_json(output / "bench_counters_cuda.json", command=command, device=device, rows=rows)
     print(counters_table(rows))
 
 
@@ -96,11 +109,11 @@ def read_details(text: str) -> list[dict[str, Any]]:
     return list(launches.values())
 
 
-def _profile(name: str, config: str) -> list[dict[str, Any]]:
-    target = [sys.executable, "-m", "eval.benchmarks.counters", name, config]
+def _profile() -> list[dict[str, Any]]:
+    target = [sys.executable, "-m", "eval.benchmarks.counters"]
     try:
         done = subprocess.run(
-            [*PROFILER, "-k", f"regex:{KERNELS}", "--launch-skip", "3", *target],
+            [*PROFILER, "-k", f"regex:{'|'.join(KERNELS)}", *target],
             capture_output=True,
             text=True,
             check=True,
@@ -113,16 +126,24 @@ def _profile(name: str, config: str) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def _run_twice(name: str, config_name: str) -> None:
-    """Once to compile, once to be profiled."""
-    shape, config = SHAPES[name], AVQConfig.parse(config_name)
-    source = KeySource(shape.num_heads, shape.head_dim, torch.device("cuda"))
-    query, key, value = source.inputs(shape, torch.float16)
-    codebook = source.codebook(config)
-    for _ in range(2):
-        avq_attention(query, key, value, codebook, num_refined=config.num_refined, backend="triton")
-    torch.cuda.synchronize()
+def _run_cases() -> None:
+    """Each case twice: once to compile, once to be profiled."""
+    for shape in SHAPES.values():
+        source = KeySource(shape.num_heads, shape.head_dim, torch.device("cuda"))
+        query, key, value = source.inputs(shape, torch.float16)
+        for name in CONFIGS:
+            config = AVQConfig.parse(name)
+            call = partial(
+                avq_attention,
+                *(query, key, value, source.codebook(config)),
+                num_refined=config.num_refined,
+                backend="triton",
+            )
+            call()
+            torch.cuda.profiler.start()
+            call()
+            torch.cuda.profiler.stop()
 
 
 if __name__ == "__main__":
-    _run_twice(*sys.argv[1:])
+    _run_cases()

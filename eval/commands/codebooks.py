@@ -55,8 +55,11 @@ def errors_command(
         measure_errors,
         read_kernel_times,
     )
-    from eval.methods import prepare_methods
+    from eval.methods import TOME, prepare_methods
 
+    names = methods.split(",")
+    if TOME in names:
+        raise ValueError(f"errors are those of layers, and in {TOME} they see merged tokens.")
     numbers = numbers_of("--levels", levels)
     numbers_refined = numbers_of("--refined", refined)
     pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
@@ -64,7 +67,7 @@ def errors_command(
     times = None if kernels is None else read_kernel_times(kernels, num_tokens)
     prepared = prepare_methods(
         pipe,
-        methods.split(","),
+        names,
         levels=numbers,
         calibration_prompts=calibration_prompts(),
     )
