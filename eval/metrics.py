@@ -69,20 +69,20 @@ class Scorer(nn.Module):
 
 
 class FrechetDistance:
-    """Distance (FID) of pictures to real ones, whose features are extracted once.
+    """Distance (FID) of pictures to others, whose features are extracted once.
 
     Args:
         scorer: of the features.
-        real: uint8 pictures (n, h, w, 3).
+        reference: uint8 pictures (n, h, w, 3).
     """
 
-    def __init__(self, scorer: Scorer, real: np.ndarray) -> None:
+    def __init__(self, scorer: Scorer, reference: np.ndarray) -> None:
         self.scorer = scorer
-        self.real = fit_gaussian(self._features(real))
+        self.reference = fit_gaussian(self._features(reference))
 
     def __call__(self, images: np.ndarray) -> float:
-        """The distance of uint8 pictures (n, h, w, 3) to the real ones."""
-        return frechet_distance(self.real, fit_gaussian(self._features(images)))
+        """The distance of uint8 pictures (n, h, w, 3) to the reference."""
+        return frechet_distance(self.reference, fit_gaussian(self._features(images)))
 
     def _features(self, images: np.ndarray) -> Tensor:
         return torch.cat([self.scorer(_to_bytes(batch)) for batch in _batches(images)])

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,11 @@ from eval.metrics import FrechetDistance, Scorer, clip_scores, copy_agreements, 
 from eval.pictures import dilation, generate
 from eval.tables import markdown_table, number
 
-FIGURES = (
-    "fid",
-    "clip_score",
-    "copy_agreement",
-    "psnr_median",
-    "psnr_p10",
-    "seconds_per_picture",
-)
+LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
+FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_picture")
 MEASURED = {*FIGURES, *(f"{name}_sem" for name in FIGURES)}
 PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
-HEADER = ("FID", "CLIP score", "copy agreement", "PSNR dB, median (p10)")
+HEADER = ("FID", "FID to exact", "CLIP score", "copy agreement", "PSNR dB, median (p10)")
 REAL = "real scenes"
 BROKEN = "real scenes, copies broken"
 
@@ -47,14 +42,16 @@ def score_methods(
     size: int = IMAGE_SIZE,
     is_dilated: bool = False,
     is_compiled: bool = False,
-) -> Iterator[dict[str, Any]]:
+    finished: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Iterator[Mapping[str, Any]]:
     """Yield a row a method: its pictures of `scenes` against other scenes.
 
     The noise of picture i has the seed `first_seed + i`, the same for every method. Two rows of
     rendered pictures come first, as ceiling and floor of the figures: other real scenes, and the
-    same with their copies broken. Then comes `exact`, wherever it stands among the methods: PSNR is
-    that of the other methods' pictures to its own. Seconds per picture are those of generation,
-    first calls included.
+    same with their copies broken. Then comes `exact`, wherever it stands among the methods: PSNR
+    and "FID to exact" compare the other methods' pictures with its own. At equal noise the latter
+    tells methods apart that FID, which varies with the noise, does not. Seconds per picture are
+    those of generation, first calls included.
 
     Real pictures are rendered at the size of the generated ones. Copy agreement is measured at this
     size; for FID and CLIP score the scorer resizes all of them to its own by an antialiased
@@ -74,6 +71,8 @@ def score_methods(
         size: side of the pictures, a multiple of 64.
         is_dilated: use ScaleCrafter.
         is_compiled: compile the UNet, anew for each method.
+        finished: rows of an earlier run by method. Their methods are not run again, but for
+            `exact` where the pictures of others are still to be compared with its own.
 
     Raises:
         FileNotFoundError, ValueError: as `prepare_methods`, or the size is no multiple of 64 or one
@@ -109,10 +108,14 @@ def score_methods(
 
     yield row({"method": REAL}, _render_all(scenes, size))
     yield row({"method": BROKEN}, _render_all(scenes, size, broken=True))
-    exact = None
+    exact = to_exact = None
     if is_compiled:
         pipe.unet.compile(dynamic=False)
+    are_all_finished = all(method.name in finished for method in prepared)
     for method in sorted(prepared, key=lambda method: method.name != EXACT):
+        if method.name in finished and (are_all_finished or method.name != EXACT):
+            yield finished[method.name]
+            continue
         torch.compiler.reset()  # the code of the method before would count as a recompilation
         start = perf_counter()
         with attention_method(pipe, method):
@@ -127,14 +130,41 @@ def score_methods(
                 description=method.name,
             )
         seconds = (perf_counter() - start) / len(captions)
+        likeness = dict.fromkeys(LIKENESS)
         if method.name == EXACT:
-            exact = pictures
-        yield {
-            **row(method.facts(), pictures),
-            **_psnr(pictures, exact),
-            "seconds_per_picture": seconds,
-        }
+            exact, to_exact = pictures, FrechetDistance(scorer, pictures)
+        elif exact is not None:
+            likeness = {"fid_to_exact": to_exact(pictures), **_psnr(pictures, exact)}
+        yield {**row(method.facts(), pictures), **likeness, "seconds_per_picture": seconds}
         del pictures  # before the next ones are made
+
+
+def finished_rows(
+    document: Mapping[str, Any], protocol: Mapping[str, Any], environment: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """The rows of a run that was killed, by method, for `score_methods` to go on from.
+
+    Args:
+        document: the content of its file.
+        protocol: of the run that goes on, as fields of `document`.
+        environment: of the run that goes on; its date may differ.
+
+    Raises:
+        ValueError: the file is of another protocol, commit, version or device.
+    """
+    stored = {**document, **document.get("environment", {})}
+    expected = {**protocol, **environment}
+    differing = [
+        f"{name} ({stored.get(name)}, now {value})"
+        for name, value in expected.items()
+        if name != "date" and stored.get(name) != value
+    ]
+    if differing:
+        raise ValueError(
+            f"only the same run can go on, but the stored one differs in {', '.join(differing)}; "
+            "start again without --resume."
+        )
+    return {row["method"]: row for row in document["rows"]}
 
 
 def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -186,13 +216,12 @@ def figure_cells(row: Mapping[str, Any]) -> list[str]:
     median = cell("psnr_median", ".1f")
     if row.get("psnr_p10") is not None:
         median += f" ({row['psnr_p10']:.1f})"
-    return [cell("fid", ".3f"), cell("clip_score", ".2f"), cell("copy_agreement", ".3f"), median]
+    distances = (cell("fid", ".3f"), cell("fid_to_exact", ".3f"))
+    return [*distances, cell("clip_score", ".2f"), cell("copy_agreement", ".3f"), median]
 
 
-def _psnr(pictures: np.ndarray, exact: np.ndarray | None) -> dict[str, float | None]:
-    """Figures of PSNR to exact attention; None without its pictures, and for these themselves."""
-    if exact is None or exact is pictures:
-        return {"psnr_median": None, "psnr_p10": None}
+def _psnr(pictures: np.ndarray, exact: np.ndarray) -> dict[str, float | None]:
+    """Figures of PSNR to exact attention."""
     # One at a time: `psnr` computes in float64.
     pairs = zip(pictures, exact, strict=True)
     return psnr_figures(np.concatenate([psnr(one[None], other[None]) for one, other in pairs]))

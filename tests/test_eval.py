@@ -582,7 +582,7 @@ def test_merged_runs_are_means_with_standard_errors_over_runs():
     assert row["fid_sem"] == pytest.approx((7 / 3) ** 0.5)
     assert row["clip_score_sem"] == pytest.approx(10 / 3**0.5)
     assert row["copy_agreement_sem"] == 0
-    assert "| 3.000 ± 1.528 | 90.00 ± 5.77 |" in scenes.scenes_table([row])
+    assert "| 3.000 ± 1.528 | - | 90.00 ± 5.77 |" in scenes.scenes_table([row])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from eval.commands.options import (
     command_line,
     device_of,
 )
-from eval.report import RESULTS, save_json
+from eval.report import RESULTS, environment, save_json
 from eval.stored import draw, read_result
 
 app = typer.Typer()
@@ -100,30 +100,47 @@ def scenes_command(
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the UNet: pays from a thousand pictures on.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the rows of this run's file, if there is one.")
+    ] = False,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
     """FID, CLIP score, copy agreement and PSNR on held-out scenes, with negative controls.
 
-    PSNR is to the pictures of `exact`, if it is among the methods. Runs with other seeds can be
-    averaged by `merge`.
+    PSNR and FID to exact are to the pictures of `exact`, if it is among the methods. Runs with
+    other seeds can be averaged by `merge`.
 
     Example: python -m eval scenes --pictures 5000 --device cuda
 
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
     """
     from eval.metrics import Scorer
-    from eval.scenes import scenes_table, score_methods
+    from eval.scenes import finished_rows, scenes_table, score_methods
 
     numbers = numbers_of("--levels", levels)
     dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
+    suffix = _picture_suffix(None if size == IMAGE_SIZE else size, dilated)
+    suffix += f"_seed{first_seed}" if first_seed else ""
+    path = output / f"scenes_levels{''.join(map(str, numbers))}{suffix}.json"
+    protocol = {
+        "model": Path(model).name,
+        "scorer": Path(scorer).name,
+        "pictures": pictures,
+        "first_seed": first_seed,
+        "num_inference_steps": steps,
+        "dtype": str(dtype),
+        "size": size,
+        "scalecrafter": dilated,
+        "compiled": compiled,
+    }
+    finished = {}
+    if resume and path.exists():
+        finished = finished_rows(read_result(path).document, protocol, environment(device))
     pipe = StableDiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
     # Convolutions of half precision are fastest in this layout.
     for network in (pipe.unet, pipe.vae):
         network.to(memory_format=torch.channels_last)
-    suffix = _picture_suffix(None if size == IMAGE_SIZE else size, dilated)
-    suffix += f"_seed{first_seed}" if first_seed else ""
-    path = output / f"scenes_levels{''.join(map(str, numbers))}{suffix}.json"
     rows = []
     for row in score_methods(
         pipe,
@@ -139,21 +156,13 @@ def scenes_command(
         size=size,
         is_dilated=dilated,
         is_compiled=compiled,
+        finished=finished,
     ):
         rows.append(row)
         print(scenes_table([row]).splitlines()[-1], flush=True)
-        save_json(
-            path,
-            command=command_line(),
-            device=device,
-            first_seed=first_seed,
-            num_inference_steps=steps,
-            dtype=str(dtype),
-            size=size,
-            scalecrafter=dilated,
-            compiled=compiled,
-            rows=rows,
-        )
+        later = finished.keys() - {row["method"] for row in rows}
+        kept = [row for name, row in finished.items() if name in later]
+        save_json(path, command=command_line(), device=device, **protocol, rows=[*rows, *kept])
     print(scenes_table(rows))
 
 
