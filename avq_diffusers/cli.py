@@ -25,6 +25,7 @@ from avq_diffusers.mini import (
     MINI_GUIDANCE_SCALE,
     MINI_SD,
     default_prompts,
+    model_path,
 )
 from avq_diffusers.options import numbers_of
 from avq_diffusers.pipeline import apply_avq, avq_disabled, set_num_refined, summary
@@ -64,7 +65,11 @@ app = typer.Typer(
 console = Console()
 
 Model = Annotated[
-    str, typer.Option(help="Folder or Hub id of a Stable Diffusion model; the embedded mini-sd.")
+    str,
+    typer.Option(
+        callback=model_path,
+        help="Folder or Hub id of a Stable Diffusion model, or mini-sd, the embedded one.",
+    ),
 ]
 Codebooks = Annotated[
     str | None,
@@ -90,7 +95,7 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of the noise.")]
 @app.command()
 def generate(
     prompt: Prompt,
-    model: Model = MINI_SD,
+    model: Model = "mini-sd",
     codebooks: Codebooks = None,
     config: Config = None,
     levels: Levels = None,
@@ -165,7 +170,7 @@ def generate(
 @app.command()
 def bench(
     prompt: Prompt,
-    model: Model = MINI_SD,
+    model: Model = "mini-sd",
     codebooks: Codebooks = None,
     config: Config = None,
     levels: Levels = None,
@@ -214,7 +219,7 @@ def bench(
 
 @app.command("app")
 def app_command(
-    model: Model = MINI_SD,
+    model: Model = "mini-sd",
     codebooks: Codebooks = None,
     config: Config = None,
     levels: Levels = None,
@@ -246,7 +251,7 @@ def app_command(
 @app.command("calibrate")
 def calibrate_command(
     out: Annotated[Path, typer.Option(help="Folder to save the codebooks in.")],
-    model: Model = MINI_SD,
+    model: Model = "mini-sd",
     prompts: Annotated[
         Path | None, typer.Option(help="Text file with one prompt a line; a built-in set.")
     ] = None,

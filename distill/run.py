@@ -15,7 +15,7 @@ from diffusers.optimization import get_scheduler
 from torch import nn
 from tqdm import tqdm
 
-from avq_diffusers.mini import MINI_SD
+from avq_diffusers.mini import model_path
 from distill import checkpoint
 from distill.batches import training_batches
 from distill.config import DistillConfig
@@ -196,7 +196,7 @@ def load_pipeline(config: DistillConfig, device: torch.device) -> StableDiffusio
         ValueError: it is not a Stable Diffusion 1.x or 2.x model.
     """
     pipe = StableDiffusionPipeline.from_pretrained(
-        MINI_SD if config.base_model == "mini-sd" else config.base_model,
+        model_path(config.base_model),
         variant=config.variant,
         dtype=torch.float32,
         safety_checker=None,

@@ -35,6 +35,7 @@ from avq_diffusers.mini import (
     VOCABULARY,
     corrupt,
     default_prompts,
+    model_path,
     render,
     sample_scene,
 )
@@ -82,6 +83,11 @@ def noisy_step(pipe, timestep: int = 300, caption: str | None = None) -> Tensor:
     tokens = pipe.tokenizer(caption, padding="max_length", return_tensors="pt").input_ids
     text = pipe.text_encoder(tokens).last_hidden_state
     return pipe.unet(pipe.scheduler.add_noise(latents, noise, steps), timestep, text).sample
+
+
+def test_its_name_stands_for_its_folder():
+    assert model_path("mini-sd") == MINI_SD
+    assert model_path("runs/mini-sd") == "runs/mini-sd"
 
 
 def test_the_files_are_small_and_safe():

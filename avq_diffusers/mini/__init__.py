@@ -33,6 +33,7 @@ __all__ = [
     "copy_agreement",
     "corrupt",
     "default_prompts",
+    "model_path",
     "render",
     "sample_scene",
     "write_coco",
@@ -50,6 +51,11 @@ TRAINING_SEEDS = range(0, 10_000_000)  # VAE and UNet
 SCORER_SEEDS = range(10_000_000, 20_000_000)
 VALIDATION_SEEDS = range(20_000_000, 30_000_000)  # losses and sample grids while training
 TEST_SEEDS = range(30_000_000, 40_000_000)  # published figures
+
+
+def model_path(name: str) -> str:
+    """The folder of mini-sd for the name `"mini-sd"`; any other name is that of its own model."""
+    return MINI_SD if name == "mini-sd" else name
 
 
 def default_prompts(count: int = 8) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from diffusers import StableDiffusionPipeline
 
-from avq_diffusers.mini import MINI_SD, TEST_SEEDS, sample_scene
+from avq_diffusers.mini import TEST_SEEDS, sample_scene
 from avq_diffusers.options import numbers_of
 from eval.commands.options import (
     Device,
@@ -28,7 +28,7 @@ app = typer.Typer()
 @app.command("errors")
 def errors_command(
     methods: Methods = "M64P16C8,M64,M128,M192,M256,M4,value-projection",
-    model: Model = MINI_SD,
+    model: Model = "mini-sd",
     refined: Annotated[
         str, typer.Option(help="Numbers of refined parents for codebooks that name none.")
     ] = "0,4,8,16,32,64",
@@ -105,7 +105,7 @@ def analyse_command(
             "`errors`; each analysis has its own default."
         ),
     ] = None,
-    model: Model = MINI_SD,
+    model: Model = "mini-sd",
     pictures: Pictures = 16,
     timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
     levels: Levels = "0,1",
@@ -176,7 +176,7 @@ def ablate_command(
     parallel: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     overrides: Annotated[list[str], typer.Option("--set", help="Of every run, key=value.")] = (),
     refined: Annotated[str, typer.Option(help="Numbers of refined parents to judge by.")] = "16",
-    model: Model = MINI_SD,
+    model: Model = "mini-sd",
     pictures: Pictures = 16,
     timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
     device: Device = "cpu",

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from avq_diffusers.mini import VALIDATION_SEEDS, sample_scene
+from avq_diffusers.mini import VALIDATION_SEEDS, model_path, sample_scene
 
 NUM_CALIBRATION_PROMPTS = 16
 
@@ -32,7 +32,12 @@ Dilated = Annotated[
         help="Dilate convolutions, for pictures larger than the model was trained on.",
     ),
 ]
-Model = Annotated[str, typer.Option(help="Folder or Hub id of a Stable Diffusion model.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        callback=model_path, help="Folder or Hub id of a Stable Diffusion model, or mini-sd."
+    ),
+]
 
 
 def calibration_prompts() -> list[str]:

@@ -8,7 +8,7 @@ import torch
 import typer
 from diffusers import StableDiffusionPipeline
 
-from avq_diffusers.mini import IMAGE_SIZE, MINI_SD, SCORER, TEST_SEEDS, sample_scene
+from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
 from avq_diffusers.options import numbers_of
 from eval.commands.options import (
     Device,
@@ -31,7 +31,7 @@ app = typer.Typer()
 @app.command("compare")
 def compare_command(
     methods: Methods = "M64P16C8,M192,M4,value-projection",
-    model: Model = MINI_SD,
+    model: Model = "mini-sd",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts: captions of test scenes.")] = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for every prompt.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
@@ -86,7 +86,7 @@ def compare_command(
 @app.command("scenes")
 def scenes_command(
     methods: Methods = "exact,M64P16C8,M192,M4,value-projection",
-    model: Model = MINI_SD,
+    model: Model = "mini-sd",
     scorer: Annotated[str, typer.Option(help="Folder of the CLIP-style scorer.")] = SCORER,
     pictures: Pictures = 5000,
     first_seed: Annotated[
