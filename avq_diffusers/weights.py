@@ -3,6 +3,7 @@
 Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -126,6 +127,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         training: free summary of what distillation did; informational.
         tuned: hold tuned projections for every layer. The format version is the same with and
             without, as a reader that does not know them refuses their tensors.
+        sha256: digest of the tensors in the file beside config.json, set by `save_pretrained`.
         format_version: of the file.
 
     Raises:
@@ -143,6 +145,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         calibration: Mapping[str, Any] | None = None,
         training: Mapping[str, Any] | None = None,
         tuned: bool = False,
+        sha256: str | None = None,
         format_version: int = FORMAT_VERSION,
     ) -> None:
         super().__init__()
@@ -288,6 +291,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         """
         folder = Path(save_directory)
         temporary = folder / ".writing"
+        self.register_to_config(sha256=self._digest())
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -353,6 +357,13 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
     def _layer(self, name: str) -> "_LayerCodebook":
         return self.codebooks[_key(name)]
 
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.float().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
     def _load(self, path: Path) -> None:
         try:
             loaded = load_file(path)
@@ -362,6 +373,11 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         self.to_empty(device="cpu").load_state_dict(loaded)
         errors = [constraint_error(self.codebook(name)).max() for name in self.layer_specs]
         error = max(errors, default=0)
+        if self.config["sha256"] not in (None, self._digest()):
+            raise ValueError(
+                f"{path} does not hold the tensors that its config.json was saved with: it is "
+                f"damaged, or belongs to other codebooks."
+            )
         if error > CONSTRAINT_TOLERANCE:
             warnings.warn(
                 f"{path}: children do not average to their parent, by up to {error:.2g} of their "

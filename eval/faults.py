@@ -489,7 +489,7 @@ def _truncate(path: Path) -> None:
 
 
 def _overwrite(path: Path) -> None:
-    """The header: of a codeword in the middle of a file nobody can say that it is wrong."""
+    """The header."""
     content = path.read_bytes()
     path.write_bytes(b"\xff" * 64 + content[64:])
 
@@ -520,6 +520,11 @@ def _swap_sizes(path: Path) -> None:
     save_file({name: x[:, :-1].contiguous() for name, x in tensors.items()}, path)
 
 
+def _swap_training(path: Path) -> None:
+    """The weights of other codebooks of the same sizes."""
+    save_file({name: 0.5 * x for name, x in load_file(path).items()}, path)
+
+
 def _swap_steps(path: Path) -> None:
     """The file of the checkpoint before, of the same shapes."""
     others = sorted(path.parent.parent.glob("step-*"))
@@ -543,7 +548,9 @@ def _delete_checkpoint(folder: Path, path: Path) -> None:
 _CODEBOOK_DAMAGES = (
     (WEIGHTS, "truncated", _truncate),
     (WEIGHTS, "corrupted", _overwrite),
+    (WEIGHTS, "corrupted, one bit", _flip),
     (WEIGHTS, "swapped for another size", _swap_sizes),
+    (WEIGHTS, "swapped for another training", _swap_training),
     (WEIGHTS, "NaN", _put_nan),
     ("config.json", "truncated", _truncate),
 )

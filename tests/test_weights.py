@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import warnings
 
 import pytest
@@ -214,6 +215,20 @@ class TestRefusals:
         whole = (folder / WEIGHTS).read_bytes()
         (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2] if content is None else content)
         with pytest.raises(ValueError, match="is not a whole safetensors file"):
+            AVQCodebooks.from_pretrained(folder)
+
+    @pytest.mark.parametrize("changed", ["one-bit", "exchanged"])
+    def test_other_tensors_of_the_same_shapes(self, folder, tmp_path, changed):
+        """Catches weights that are taken as long as names, shapes and numbers are plausible."""
+        if changed == "one-bit":
+            content = bytearray((folder / WEIGHTS).read_bytes())
+            content[-1] ^= 1
+            (folder / WEIGHTS).write_bytes(content)
+        else:
+            other = random_codebooks(tiny_unet(), seed=7)
+            other.save_pretrained(tmp_path / "other")
+            shutil.copy(tmp_path / "other" / WEIGHTS, folder / WEIGHTS)
+        with pytest.raises(ValueError, match="does not hold the tensors that its config"):
             AVQCodebooks.from_pretrained(folder)
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
