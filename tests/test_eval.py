@@ -945,7 +945,7 @@ def test_bench_attention_rows():
         ),
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
         ("scenes --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
-        ("errors --methods exact,tome", "errors are those of layers, and in tome they see merged"),
+        ("errors --methods exact,tome", "but layers of tome see merged tokens"),
         ("bench attention --device abacus", "--device abacus cannot be used"),
     ],
     ids=lambda value: value.split()[0],

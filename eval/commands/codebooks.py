@@ -59,7 +59,7 @@ def errors_command(
 
     names = methods.split(",")
     if TOME in names:
-        raise ValueError(f"errors are those of layers, and in {TOME} they see merged tokens.")
+        raise ValueError(f"errors are those of layers, but layers of {TOME} see merged tokens.")
     numbers = numbers_of("--levels", levels)
     numbers_refined = numbers_of("--refined", refined)
     pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
