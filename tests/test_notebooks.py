@@ -103,6 +103,7 @@ def test_results_of_another_day(tmp_path):
         document = json.loads(path.read_text())
         document["rows"].append({**document["rows"][-1], **changes})
         path.write_text(json.dumps(document))
+    shutil.copytree(RESULTS / "scenes", tmp_path / "scenes")
 
     shown = outputs(run("results", f"FOLDER = Path({str(tmp_path)!r})"))
     assert_clean(shown)
@@ -111,4 +112,4 @@ def test_results_of_another_day(tmp_path):
     assert "a new kernel" in tables
     assert "a new method" in tables
     assert "python -m eval compare" in missing
-    assert "There is no quality" not in missing
+    assert "python -m eval scenes" not in missing

@@ -127,6 +127,7 @@ def scenes_command(
         "model": Path(model).name,
         "scorer": Path(scorer).name,
         "pictures": pictures,
+        "batch": batch,
         "first_seed": first_seed,
         "num_inference_steps": steps,
         "dtype": str(dtype),
