@@ -56,9 +56,9 @@ class Method:
 
     Attributes:
         name: as typed: `"exact"`, `"value-projection"` (the negative control), `"tome"` (ToMe-SD,
-            half of the tokens of level 0 merged), a configuration such as `"M64P16C8"` or flat
-            `"M192"`, or a folder of codebooks or of LinFusion layers. Configurations and codebooks
-            may end in another number of refined parents, as in `"runs/m64/codebooks@P8"`.
+            half of the tokens merged, from level 0 on), a configuration such as `"M64P16C8"` or
+            flat `"M192"`, or a folder of codebooks or of LinFusion layers. Configurations and
+            codebooks may end in another number of refined parents, as in `"runs/m64/codebooks@P8"`.
         levels: UNet levels that change.
         codebooks: calibrated or loaded ones; None for methods without.
         num_refined: parents refined per query tile, in place of the codebooks' own number.
@@ -200,7 +200,9 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
         import tomesd
 
         # Without random destinations a picture does not depend on those before it.
-        tomesd.apply_patch(pipe.unet, ratio=0.5, use_rand=False)
+        tomesd.apply_patch(
+            pipe.unet, ratio=0.5, max_downsample=2 ** max(method.levels), use_rand=False
+        )
         try:
             yield
         finally:
@@ -241,7 +243,11 @@ def _parse(
     if name == TOME:
         if find_spec("tomesd") is None:
             raise ValueError(f"method {TOME} needs the package tomesd: pip install tomesd.")
-        return Method(name, (0,)), None
+        if set(levels) != set(range(len(levels))):
+            raise ValueError(
+                f"{TOME} merges tokens from level 0 on, leaving none out, but got levels {levels}."
+            )
+        return Method(name, levels), None
     source, mark, number = name.rpartition(REFINED_MARK)
     if not mark:
         source = name

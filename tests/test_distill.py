@@ -530,6 +530,7 @@ def test_models_with_further_conditions_are_refused(model, tmp_path):
         ("m64", "M64P0C0", (0,)),
         ("m128", "M128P0C0", (0,)),
         ("m256", "M256P0C0", (0,)),
+        ("m256_level1", "M256P0C0", (0, 1)),
         ("linfusion", None, None),
     ],
 )

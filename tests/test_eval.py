@@ -318,6 +318,32 @@ def test_methods_change_their_levels_only(distilled):
             assert {layer.attn._avq.route for layer in chosen} == {"always"}
 
 
+@pytest.mark.parametrize(("levels", "share"), [((0,), {0: 0.5, 1: 1}), ((0, 1), {0: 0.5, 1: 0.5})])
+def test_tome_merges_its_levels(levels, share):
+    """Fails where ToMe stays at level 0 beside methods that change level 1 as well."""
+    pipe = tiny_pipe()
+    (method,) = prepare(pipe, TOME, levels=levels)
+    tokens = {}
+
+    def note(attn, arguments):
+        tokens[by_module[attn]] = arguments[0].shape[1]
+
+    by_module = {layer.attn: layer.level for layer in select_layers(pipe.unet)}
+    hooks = [attn.register_forward_pre_hook(note) for attn in by_module]
+    draw(pipe)
+    whole = dict(tokens)
+    with attention_method(pipe, method):
+        draw(pipe)
+    for hook in hooks:
+        hook.remove()
+    assert {level: tokens[level] / whole[level] for level in share} == share
+
+
+def test_tome_leaves_no_level_out():
+    with pytest.raises(ValueError, match=r"from level 0 on, leaving none out, but got levels \(1,"):
+        prepare(tiny_pipe(), TOME, levels=(1,))
+
+
 def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
     """Fails where tuned projections are lost, or @P changes nothing or the codebooks."""
     pipe = tiny_pipe()
