@@ -1,6 +1,7 @@
 """How close AVQ pictures are to the exact ones at equal prompts and seeds."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +14,9 @@ from avq_diffusers import picture_sheet
 from eval.methods import EXACT, attention_method, method_cells, prepare_methods
 from eval.metrics import psnr, ssim
 from eval.pictures import dilation, generate
+
+UNDILATED = "exact, without ScaleCrafter"
+SHEET_QUALITY = 90  # of formats with losses
 
 
 def compare(
@@ -28,6 +32,8 @@ def compare(
     is_dilated: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Generate every prompt at every seed by every method, and measure PSNR and SSIM to exact.
+
+    With ScaleCrafter, pictures of exact attention without it come along.
 
     Args:
         pipe: without AVQ.
@@ -53,20 +59,20 @@ def compare(
     prepared = prepare_methods(
         pipe, (EXACT, *methods), levels=levels, calibration_prompts=calibration_prompts
     )
-    all_prompts = [prompt for _ in seeds for prompt in prompts]
-    all_seeds = [seed for seed in seeds for _ in prompts]
+    draw = partial(
+        generate,
+        pipe,
+        [prompt for _ in seeds for prompt in prompts],
+        [seed for seed in seeds for _ in prompts],
+        num_inference_steps=num_inference_steps,
+        size=size,
+    )
     pictures = {}
+    if is_dilated:
+        pictures[UNDILATED] = draw(is_dilated=False, description=UNDILATED)
     for method in prepared:
         with attention_method(pipe, method):
-            pictures[method.name] = generate(
-                pipe,
-                all_prompts,
-                all_seeds,
-                num_inference_steps=num_inference_steps,
-                size=size,
-                is_dilated=is_dilated,
-                description=method.name,
-            )
+            pictures[method.name] = draw(is_dilated=is_dilated, description=method.name)
     rows = []
     for method in prepared[1:]:
         decibels = psnr(pictures[method.name], pictures[EXACT])
@@ -118,4 +124,5 @@ def compare_sheet(
     rows = [[Image.fromarray(one) for one in images[: len(shown)]] for images in pictures.values()]
     numbers = [str(number) for number in range(1, len(shown) + 1)]
     table = list(zip(numbers, shown, strict=True))
-    picture_sheet(rows, numbers, row_titles=list(pictures), table=table).save(path)
+    sheet = picture_sheet(rows, numbers, row_titles=list(pictures), table=table)
+    sheet.save(path, quality=SHEET_QUALITY)

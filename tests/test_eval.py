@@ -464,6 +464,17 @@ def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
     assert (tmp_path / "sheet.png").stat().st_size > 1000
 
 
+def test_compare_shows_what_scalecrafter_does():
+    """Fails where both rows are drawn with it, or both without."""
+    pipe = tiny_pipe()
+    arguments = {"calibration_prompts": CALIBRATION, "num_inference_steps": 2, "size": 256}
+    _, pictures = compare.compare(pipe, [], ["a"], range(1), is_dilated=True, **arguments)
+    assert list(pictures) == [compare.UNDILATED, EXACT]
+    plain = generate(pipe, ["a"], [0], num_inference_steps=2, size=256)
+    assert np.array_equal(pictures[compare.UNDILATED], plain)
+    assert not np.array_equal(pictures[EXACT], plain)
+
+
 def test_compare_of_identical_pictures_is_null_in_json(tmp_path):
     """JSON has no Infinity; its median, too, is one of numbers that are not there."""
     rows, _ = compare.compare(

@@ -568,9 +568,9 @@ class TestSheet:
         run_command(monkeypatch, "compare", *places, *counts, "--size", 256, "--scalecrafter")
         document = json.loads((tmp_path / "compare_levels0_256_scalecrafter.json").read_text())
         assert (document["size"], document["scalecrafter"]) == (256, True)
-        width, height = Image.open(tmp_path / "compare_levels0_256_scalecrafter.png").size
+        width, height = Image.open(tmp_path / "compare_levels0_256_scalecrafter.webp").size
         assert width > 2 * 256
-        assert height > 2 * 256
+        assert height > 3 * 256
 
 
 def test_points_are_drawn(tmp_path):

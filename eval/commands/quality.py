@@ -80,7 +80,7 @@ def compare_command(
         scalecrafter=dilated,
         rows=rows,
     )
-    compare_sheet(output / f"{name}.png", pictures, chosen)
+    compare_sheet(output / f"{name}.webp", pictures, chosen)
 
 
 @app.command("scenes")
