@@ -33,7 +33,7 @@ from eval.captions import Captions
 from eval.methods import REFINED_MARK, Method, attention_method, prepare_methods
 from eval.pictures import dilation, draw_batch, quiet
 from eval.protocol import GENERATION
-from eval.report import save_json
+from eval.report import folder_digest, save_json
 
 MANIFEST = "manifest.json"
 MANIFEST_KEYS = ("command", "environment", "config", "row", "earlier_sessions")
@@ -301,15 +301,3 @@ def _write_picture(folder: Path, index: int, picture: np.ndarray) -> None:
         raise OSError(
             f"{path} could not be written ({error}); the same command goes on after it is mended."
         ) from error
-
-
-def folder_digest(source: str, marker: str) -> str | None:
-    """Digest of the files of a local folder that has `marker`; None for other names."""
-    if not (Path(source) / marker).is_file():
-        return None
-    digest = hashlib.sha256()
-    for path in sorted(path for path in Path(source).rglob("*") if path.is_file()):
-        digest.update(str(path.relative_to(source)).encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import SCORER
-from eval.coco import CAPTIONS, PICTURES, folder_digest, picture_path, read_manifest
+from eval.coco import CAPTIONS, PICTURES, picture_path, read_manifest
 from eval.frechet import bootstrap_error, fit_gaussian, frechet_distance
 from eval.methods import NO_ATTENTION, method_cells
 from eval.metrics import Scorer
@@ -42,6 +42,7 @@ from eval.protocol import (
     deviations,
     implausible,
 )
+from eval.report import folder_digest
 from eval.tables import markdown_table, number
 
 PICTURE_ENDINGS = (".jpeg", ".jpg", ".png")

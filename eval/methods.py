@@ -26,6 +26,7 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
+from eval.report import folder_digest
 
 EXACT = "exact"
 NO_ATTENTION = "value-projection"
@@ -63,6 +64,7 @@ class Method:
         codebooks: calibrated or loaded ones; None for methods without.
         num_refined: parents refined per query tile, in place of the codebooks' own number.
         linfusion: processors of LinFusion layers by layer name; None for other methods.
+        sha256: digest of the folder that the method was loaded from; None for other methods.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Method:
     codebooks: AVQCodebooks | None = None
     num_refined: int | None = None
     linfusion: Mapping[str, LinFusionProcessor] | None = None
+    sha256: str | None = None
 
     def with_fields(self, **fields: Any) -> "Method":
         """This method with other fields of its codebooks' `AVQConfig` that change no codeword.
@@ -118,6 +121,7 @@ class Method:
             "method": self.name,
             "config": ", ".join(labels) or None,
             "origin": self.origin,
+            "sha256": self.sha256,
             "levels": list(self.levels),
             "effective_codewords": mean(effective) if effective else None,
         }
@@ -273,9 +277,11 @@ def _parse(
 def _load_folder(
     pipe: StableDiffusionPipeline, name: str, folder: str, num_refined: int | None
 ) -> Method:
+    digest = folder_digest(folder, "config.json")
     if not _has_linfusion(folder):
         codebooks = AVQCodebooks.from_pretrained(folder)
-        return Method(name, codebooks.avq_config.levels, codebooks, num_refined)
+        levels = codebooks.avq_config.levels
+        return Method(name, levels, codebooks, num_refined, sha256=digest)
     if num_refined is not None:
         raise ValueError(f"LinFusion layers refine no parents, but got {name!r}.")
     load_linfusion(folder, pipe.unet)
@@ -283,7 +289,7 @@ def _load_folder(
     processors = {layer.name: layer.attn.processor for layer in layers}
     remove_linfusion(pipe.unet)
     levels = tuple(sorted({layer.level for layer in layers}))
-    return Method(name, levels, linfusion=processors)
+    return Method(name, levels, linfusion=processors, sha256=digest)
 
 
 def _has_linfusion(folder: str) -> bool:

@@ -1,5 +1,6 @@
 """Results on disk: every file carries its configuration, commit, versions and device."""
 
+import hashlib
 import json
 import math
 import os
@@ -45,6 +46,18 @@ def save_json(path: Path, *, command: str, device: torch.device | str, **content
     text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
     with naming(path), atomic_write(path) as temporary:
         temporary.write_text(text)
+
+
+def folder_digest(source: str, marker: str) -> str | None:
+    """Digest of the files of a local folder that has `marker`; None for other names."""
+    if not (Path(source) / marker).is_file():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(source).rglob("*") if path.is_file()):
+        digest.update(str(path.relative_to(source)).encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _finite(value: Any) -> Any:

@@ -72,7 +72,8 @@ def score_methods(
         is_dilated: use ScaleCrafter.
         is_compiled: compile the UNet, anew for each method.
         finished: rows of an earlier run by method. Their methods are not run again, but for
-            `exact` where the pictures of others are still to be compared with its own.
+            folders that have changed since, and for `exact` where the pictures of others are still
+            to be compared with its own.
 
     Raises:
         FileNotFoundError, ValueError: as `prepare_methods`, or the size is no multiple of 64 or one
@@ -111,7 +112,12 @@ def score_methods(
     exact = to_exact = None
     if is_compiled:
         pipe.unet.compile(dynamic=False)
-    are_all_finished = all(method.name in finished for method in prepared)
+    finished = {
+        method.name: finished[method.name]
+        for method in prepared
+        if method.name in finished and finished[method.name]["sha256"] == method.sha256
+    }
+    are_all_finished = len(finished) == len(prepared)
     for method in sorted(prepared, key=lambda method: method.name != EXACT):
         if method.name in finished and (are_all_finished or method.name != EXACT):
             yield finished[method.name]

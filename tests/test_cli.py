@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 from PIL import Image
 from tiny import CONFIG, random_codebooks, tiny_pipe
 
@@ -19,7 +20,8 @@ from avq_diffusers import (
     measure_capture,
     set_num_refined,
 )
-from avq_diffusers.mini import MINI_CODEBOOKS
+from avq_diffusers.comparison import psnr, timed_picture
+from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
 from avq_diffusers.sheet import MARGIN
 
 PROMPT = "a red fox"
@@ -87,6 +89,23 @@ def test_generate_with_the_embedded_model(tmp_path):
     assert "PSNR" in done.stdout
     assert "avq_sheet.png" in squeezed(done.stdout)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu
+def test_generate_runs_the_kernels_on_a_gpu(avq):
+    """Also fails where their picture is not that of the fallback, up to half precision."""
+    prompt = default_prompts()[0]
+    arguments = {"num_inference_steps": 25, "height": 512, "width": 512, "guidance_scale": 3.0}
+    sizes = ["--height", "512", "--width", "512", "--guidance-scale", "3"]
+    code, output = avq("generate", prompt, *sizes, "--num-refined", "1")
+    assert code == 0
+    assert "AVQ(tritonbackend)" in output
+    pipe = StableDiffusionPipeline.from_pretrained(MINI_SD, dtype=torch.float16).to("cuda")
+    exact, _ = timed_picture(pipe, {"prompt": prompt, **arguments}, seed=0)
+    apply_avq(pipe, AVQCodebooks.from_pretrained(MINI_CODEBOOKS), backend="torch", route="always")
+    set_num_refined(pipe, 1)
+    fallback, _ = timed_picture(pipe, {"prompt": prompt, **arguments}, seed=0)
+    assert psnr(Image.open("avq.png"), fallback) > 3 + psnr(exact, fallback)
 
 
 def test_the_sheet_shows_the_exact_and_the_avq_picture(avq, model, codebooks):

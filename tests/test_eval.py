@@ -363,6 +363,24 @@ def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
     assert method_cells(methods[1].facts()) == f"{distilled}@P4 (M4P4C2) | 12"
 
 
+def test_a_row_says_which_weights_a_folder_had(distilled, linfusion, tmp_path):
+    """Fails where a folder that is trained again cannot be told from what it was."""
+    folders = [shutil.copytree(path, tmp_path / path.name) for path in (distilled, linfusion)]
+
+    def digests():
+        methods = prepare(tiny_pipe(), *map(str, folders), f"{folders[0]}@P0", "M4P2C2", EXACT)
+        return [method.facts()["sha256"] for method in methods]
+
+    before = digests()
+    assert before == digests()
+    assert before[0] == before[2] != before[1] != before[3] is before[4] is None
+    config = folders[0] / "config.json"
+    config.write_text(config.read_text() + "\n")
+    after = digests()
+    assert after[0] == after[2] != before[0]
+    assert after[1] == before[1]
+
+
 def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
     """Fails for layers of another level, or switches that leave or lose something, in any order."""
     pipe = tiny_pipe()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -169,6 +170,20 @@ class TestScenes:
         assert list(stored) == [scenes.REAL, scenes.BROKEN, EXACT, TOME, NO_ATTENTION]
         assert stored[NO_ATTENTION] == rows[3]
         assert stored[TOME]["psnr_median"] > 0
+
+    def test_a_folder_trained_again_is_drawn_again(self, scorer, tmp_path, monkeypatch):
+        """Fails where a row is kept by the name of its folder."""
+        shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+        arguments = {"calibration_prompts": (), "num_inference_steps": 1, "size": 128}
+        pipe = tiny_pipe()
+        random_codebooks(pipe.unet).save_pretrained(tmp_path)
+        score = partial(scenes.score_methods, pipe, [str(tmp_path)], shown, shown, scorer)
+        rows = {row["method"]: row for row in score(**arguments)}
+        random_codebooks(pipe.unet, seed=1).save_pretrained(tmp_path)
+        *_, again = score(finished=rows, **arguments)
+        assert again["sha256"] != rows[str(tmp_path)]["sha256"]
+        monkeypatch.setattr(scenes, "generate", lambda *_, **__: pytest.fail("drawn once more"))
+        assert [*score(finished={again["method"]: again}, **arguments)][-1] is again
 
     @pytest.mark.parametrize(
         ("protocol", "environment", "named"),
