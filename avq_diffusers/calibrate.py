@@ -71,7 +71,7 @@ def calibrate(
     if num_inference_steps < 1:
         raise ValueError(f"num_inference_steps must be at least 1, but got {num_inference_steps}.")
     model = pipe.unet if model is None else model
-    layers = select_layers(model, config.levels)
+    layers = select_layers(model, config.levels, config.exact)
     most = max(config.for_layer(layer.name, layer.level).num_parents for layer in layers)
     if keys_per_layer < most:
         raise ValueError(

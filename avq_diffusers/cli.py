@@ -82,6 +82,12 @@ Config = Annotated[
 Levels = Annotated[
     str | None, typer.Option(help=f"UNet levels to calibrate, as {DEFAULT_LEVELS} or 0,1.")
 ]
+Exact = Annotated[
+    str | None,
+    typer.Option(
+        help="Layers or modules at these levels, comma-separated, that keep exact attention."
+    ),
+]
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
 Prompt = Annotated[str, typer.Argument(help="What the picture shows.")]
 NegativePrompt = Annotated[str | None, typer.Option(help="What it must not show.")]
@@ -99,6 +105,7 @@ def generate(
     codebooks: Codebooks = None,
     config: Config = None,
     levels: Levels = None,
+    exact: Exact = None,
     negative_prompt: NegativePrompt = None,
     height: Side = None,
     width: Side = None,
@@ -129,7 +136,7 @@ def generate(
         raise ValueError("--num-refined and --capture exclude each other; drop one of them.")
     if capture is not None and not 0 < capture <= 1:
         raise ValueError(f"--capture must be above 0 and at most 1, but got {capture}.")
-    pipe = _load_with_avq(model, codebooks, config, levels, device)
+    pipe = _load_with_avq(model, codebooks, config, levels, exact, device)
     if num_refined is not None:
         set_num_refined(pipe, num_refined)
     arguments = _picture_arguments(
@@ -174,6 +181,7 @@ def bench(
     codebooks: Codebooks = None,
     config: Config = None,
     levels: Levels = None,
+    exact: Exact = None,
     negative_prompt: NegativePrompt = None,
     height: Side = None,
     width: Side = None,
@@ -198,7 +206,7 @@ def bench(
     """
     _check_output(out)
     numbers = None if refined is None else numbers_of("--refined", refined)
-    pipe = _load_with_avq(model, codebooks, config, levels, device)
+    pipe = _load_with_avq(model, codebooks, config, levels, exact, device)
     arguments = _picture_arguments(
         pipe, model, prompt, negative_prompt, height, width, steps, guidance_scale
     )
@@ -223,6 +231,7 @@ def app_command(
     codebooks: Codebooks = None,
     config: Config = None,
     levels: Levels = None,
+    exact: Exact = None,
     device: Device = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
@@ -242,7 +251,7 @@ def app_command(
         raise ModuleNotFoundError(
             "the page needs gradio: pip install 'avq-diffusers[app]'."
         ) from error
-    pipe = _load_with_avq(model, codebooks, config, levels, device)
+    pipe = _load_with_avq(model, codebooks, config, levels, exact, device)
     page = build_page(pipe, Path(model).name, _calibration_prompts(model), **_usual_guidance(model))
     print(f"page: {serve(page, host=host, port=port, share=share)}", flush=True)
     page.block_thread()
@@ -257,6 +266,7 @@ def calibrate_command(
     ] = None,
     config: Config = None,
     levels: Levels = None,
+    exact: Exact = None,
     steps: Steps = 25,
     keys: Annotated[int, typer.Option(min=1, help="Keys sampled in each layer.")] = 32768,
     seed: Annotated[int, typer.Option(min=0, help="Seed of noise, sample and k-means.")] = 0,
@@ -269,7 +279,7 @@ def calibrate_command(
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, but {out} is a file.")
     chosen = _calibration_prompts(model) if prompts is None else _read_prompts(prompts)
-    avq_config = _parse_config(config, levels)
+    avq_config = _parse_config(config, levels, exact)
     pipe = _load_pipeline(model, device)
     codebooks = calibrate(
         pipe,
@@ -317,11 +327,14 @@ def _load_with_avq(
     codebooks: str | None,
     config: str | None,
     levels: str | None,
+    exact: str | None,
     device: str | None,
 ) -> DiffusionPipeline:
-    if codebooks is not None and (config is not None or levels is not None):
-        raise ValueError("--codebooks bring their own --config and --levels; drop one of them.")
-    avq_config = _parse_config(config, levels)
+    if codebooks is not None and any(x is not None for x in (config, levels, exact)):
+        raise ValueError(
+            "--codebooks bring their own --config, --levels and --exact; drop one of them."
+        )
+    avq_config = _parse_config(config, levels, exact)
     pipe = _load_pipeline(model, device)
     return apply_avq(pipe, _find_codebooks(pipe, model, codebooks, avq_config), route="always")
 
@@ -373,7 +386,7 @@ def _find_codebooks(
 def _fingerprint(pipe: DiffusionPipeline, config: AVQConfig) -> str:
     """Hash of the configuration and of the key projections that the codebooks depend on."""
     digest = hashlib.sha256(repr(config).encode())
-    for layer in select_layers(pipe.unet, config.levels):
+    for layer in select_layers(pipe.unet, config.levels, config.exact):
         weight = layer.attn.to_k.weight.detach().float().cpu().contiguous()
         digest.update(layer.name.encode() + weight.numpy().tobytes())
     return f"{config}-{digest.hexdigest()[:16]}"
@@ -417,8 +430,8 @@ def _measure_capture(
 def _shipped_codebooks() -> dict[AVQConfig, str]:
     """mini-sd's own."""
     return {
-        _parse_config(None, None): MINI_CODEBOOKS,
-        _parse_config(None, "0,1"): MINI_CODEBOOKS_LEVEL1,
+        _parse_config(None, None, None): MINI_CODEBOOKS,
+        _parse_config(None, "0,1", None): MINI_CODEBOOKS_LEVEL1,
     }
 
 
@@ -430,9 +443,10 @@ def _usual_guidance(model: str) -> dict[str, float]:
     return {"guidance_scale": MINI_GUIDANCE_SCALE} if model == MINI_SD else {}
 
 
-def _parse_config(config: str | None, levels: str | None) -> AVQConfig:
+def _parse_config(config: str | None, levels: str | None, exact: str | None) -> AVQConfig:
     config, levels = config or DEFAULT_CONFIG, levels or DEFAULT_LEVELS
-    return AVQConfig.parse(config, levels=numbers_of("--levels", levels))
+    names = tuple(exact.split(",")) if exact else ()
+    return AVQConfig.parse(config, levels=numbers_of("--levels", levels), exact=names)
 
 
 def _read_prompts(path: Path) -> list[str]:

@@ -20,6 +20,9 @@ class AVQConfig:
         query_tile: consecutive queries (in `query_order`) that share one choice of parents.
         query_order: `"gilbert"`, `"raster"` or `"random"` order of the tokens of the grid.
         levels: UNet levels whose self-attention is replaced; 0 is the highest resolution.
+        exact: layers at these levels that keep exact attention, each the name of a layer or of a
+            module for all layers in it, such as `"up_blocks.1"`. `python -m eval analyse layers`
+            measures which ones a model is sensitive to.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator.
         key_norm: normalise keys with a learnable LayerNorm before they are quantized.
@@ -39,6 +42,7 @@ class AVQConfig:
     query_tile: int = 128
     query_order: str = "gilbert"
     levels: tuple[int, ...] = (0,)
+    exact: tuple[str, ...] = ()
     importance_tile: int | None = None
     key_norm: bool = False
     overrides: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
@@ -75,6 +79,11 @@ class AVQConfig:
         for level in levels:
             _check_int("levels", level, 0)
         object.__setattr__(self, "levels", tuple(sorted(set(levels))))
+        if not isinstance(self.exact, list | tuple) or not all(
+            isinstance(name, str) for name in self.exact
+        ):
+            raise TypeError(f"exact must be a tuple of names of layers, but got {self.exact!r}.")
+        object.__setattr__(self, "exact", tuple(self.exact))
         if not isinstance(self.overrides, Mapping):
             raise TypeError(f"overrides must be a mapping, but got {self.overrides!r}.")
         for key, values in self.overrides.items():
@@ -128,10 +137,15 @@ class AVQConfig:
     def for_layer(self, name: str, level: int) -> "AVQConfig":
         """The configuration of one layer, with the overrides that apply to it resolved."""
         values = dict(self.overrides.get(str(level), {}))
-        prefixes = [key for key in self.overrides if f"{name}.".startswith(f"{key}.")]
+        prefixes = [key for key in self.overrides if is_within(name, key)]
         for prefix in sorted(prefixes, key=len):
             values.update(self.overrides[prefix])
         return replace(self, overrides={}, **values)
+
+
+def is_within(layer: str, name: str) -> bool:
+    """Whether `name` is that of the layer or of a module that holds it."""
+    return f"{layer}.".startswith(f"{name}.")
 
 
 def _check_int(name: str, value: Any, minimum: int) -> None:

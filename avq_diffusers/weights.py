@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from avq_diffusers.codebook import Codebook
-from avq_diffusers.config import AVQConfig
+from avq_diffusers.config import AVQConfig, is_within
 from avq_diffusers.diagnostics import constraint_error
 
 FORMAT_VERSION = 1
@@ -66,7 +66,7 @@ class SelfAttentionLayer(LayerSpec):
 
 
 def select_layers(
-    unet: nn.Module, levels: tuple[int, ...] | None = None
+    unet: nn.Module, levels: tuple[int, ...] | None = None, exact: tuple[str, ...] = ()
 ) -> list[SelfAttentionLayer]:
     """The spatial self-attention layers of a UNet or ControlNet, in module order.
 
@@ -74,10 +74,12 @@ def select_layers(
         unet: a UNet with `down_blocks`, `mid_block` and `up_blocks`, or a ControlNet, which has the
             first two. Temporal layers (motion modules) are never chosen.
         levels: UNet levels to choose, 0 being the highest resolution; None chooses all.
+        exact: names of layers to leave out, or of modules all of whose layers to leave out.
 
     Raises:
         TypeError: `unet` is not such a model.
-        ValueError: a level has no self-attention.
+        ValueError: a level has no self-attention, a name is that of no layer at these levels, or
+            no layer is left.
     """
     unet = getattr(unet, "_orig_mod", unet)  # torch.compile's wrapper puts itself into the paths
     if not isinstance(unet, nn.Module) or not hasattr(unet, "down_blocks"):
@@ -100,16 +102,25 @@ def select_layers(
                     transformer=transformer,
                 )
             )
-    if levels is None:
-        return layers
     present = sorted({layer.level for layer in layers})
+    levels = present if levels is None else levels
     absent = [level for level in levels if level not in present]
     if absent:
         raise ValueError(
             f"this UNet has no self-attention at level {_join(absent)}, "
             f"only at levels {_join(present) or '(none)'}."
         )
-    return [layer for layer in layers if layer.level in levels]
+    layers = [layer for layer in layers if layer.level in levels]
+    for name in exact:
+        if not any(is_within(layer.name, name) for layer in layers):
+            raise ValueError(
+                f"exact must name layers of this UNet at the levels {_join(levels)}, but got "
+                f"{name!r}; one of them is {layers[0].name}."
+            )
+    chosen = [x for x in layers if not any(is_within(x.name, name) for name in exact)]
+    if layers and not chosen:
+        raise ValueError(f"exact leaves no layer at the levels {_join(levels)}.")
+    return chosen
 
 
 class AVQCodebooks(ModelMixin, ConfigMixin):
@@ -176,7 +187,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         Args:
             config: sizes and levels.
             codebooks: one `Codebook` for the name of every layer of `select_layers(unet,
-                config.levels)`; copied.
+                config.levels, config.exact)`; copied.
             unet: the UNet they are for.
             base_model: name of that model.
             calibration: summary of what `calibrate` did, kept in `config.json`.
@@ -188,7 +199,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             ValueError: names or shapes are not those of the UNet and `config`, or a tensor holds
                 NaN or infinity.
         """
-        layers = select_layers(unet, config.levels)
+        layers = select_layers(unet, config.levels, config.exact)
         check_names("codebooks", codebooks, [layer.name for layer in layers])
         specs = [
             {name: getattr(layer, name) for name in LayerSpec.__dataclass_fields__}
@@ -342,7 +353,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             TypeError: `unet` is not a UNet.
             ValueError: the codebooks are those of another model.
         """
-        layers = select_layers(unet, self.avq_config.levels)
+        layers = select_layers(unet, self.avq_config.levels, self.avq_config.exact)
         check_names("codebooks of another model", self.layer_specs, [x.name for x in layers])
         for layer in layers:
             spec = self.layer_specs[layer.name]

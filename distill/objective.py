@@ -86,7 +86,7 @@ class Objective(nn.Module):
         # Past nn.Module, which would make every frozen weight part of the state.
         object.__setattr__(self, "teacher", teacher)
         object.__setattr__(self, "student", student)
-        layers = select_layers(student, config.levels)
+        layers = select_layers(student, config.levels, config.exact)
         self.names = [layer.name for layer in layers]
         self.layers = nn.ModuleList(layer.attn for layer in layers)
         self.weights = {

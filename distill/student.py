@@ -150,8 +150,9 @@ def make_student(
 ) -> UNet2DConditionModel:
     """Convert the teacher to `teacher_dtype`; return a UNet that shares all but what is trained.
 
-    The self-attentions at `config.levels` are copies in float32, taken before the conversion, with
-    what a LoRA of the teacher adds merged into their weights. Arguments and errors: `Objective`.
+    The self-attentions that `config` replaces are copies in float32, taken before the conversion,
+    with what a LoRA of the teacher adds merged into their weights. Arguments and errors are those
+    of `Objective`.
     """
     if attention not in ATTENTIONS:
         raise ValueError(
@@ -166,12 +167,12 @@ def make_student(
         raise ValueError(f"lora_rank must be at least 1 or None, but got {lora_rank}.")
     trained = {
         id(layer.attn): _trainable(layer.attn, lora_rank)
-        for layer in select_layers(teacher, config.levels)
+        for layer in select_layers(teacher, config.levels, config.exact)
     }
     nn.Module.to(teacher, dtype=teacher_dtype)  # diffusers' own warns of modules it does not name
     shared = {id(tensor): tensor for tensor in chain(teacher.parameters(), teacher.buffers())}
     student = copy.deepcopy(teacher, {**shared, **trained})
-    for layer in select_layers(student, config.levels):
+    for layer in select_layers(student, config.levels, config.exact):
         if attention == "avq":
             processor = AVQSelfAttention(
                 layer.num_heads,

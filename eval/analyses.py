@@ -23,7 +23,7 @@ from typing import Any
 from diffusers import StableDiffusionPipeline
 
 from avq_diffusers.mini import Scene
-from eval.errors import Row, measure_errors
+from eval.errors import Row, measure_errors, measure_sensitivity
 from eval.methods import Method, method_label
 from eval.plots import HeatMap, Line, Panel, heat_maps, panel_plot
 from eval.tables import markdown_table, number
@@ -37,6 +37,7 @@ LAYER_FIGURES = {
     "commitment_loss": "commitment loss",
     "quantization_error": "quantization error",
     "feature_relative_mse": "feature, relative MSE",
+    "output_error_alone": "output error, replaced alone",
 }
 UTILISATION_FIGURES = {
     "active_ratio": "active ratio",
@@ -68,6 +69,7 @@ class Analysis:
         table: of its rows, as Markdown.
         plot: writes a PNG of its rows.
         refines: it needs methods that refine parents.
+        sensitivity: it shows `measure_sensitivity` of each layer, as `output_error_alone`.
     """
 
     methods: str
@@ -75,6 +77,7 @@ class Analysis:
     plot: Callable[[Path, Sequence[Row]], None]
     variants: Callable[[Method], Sequence[Fields]] = lambda method: [{}]
     refines: bool = True
+    sensitivity: bool = False
 
 
 def check_methods(name: str, methods: Sequence[Method]) -> None:
@@ -117,8 +120,12 @@ def analyse(
     rows = []
     for method in methods:
         for fields in analysis.variants(method):
-            variant = [method.with_fields(**fields)]
-            (row,) = measure_errors(pipe, variant, scenes, num_timesteps=num_timesteps)
+            variant = method.with_fields(**fields)
+            (row,) = measure_errors(pipe, [variant], scenes, num_timesteps=num_timesteps)
+            if analysis.sensitivity:
+                alone = measure_sensitivity(pipe, variant, scenes, num_timesteps=num_timesteps)
+                for name, error in alone.items():
+                    row["layers"][name]["output_error_alone"] = error
             rows.append(row | fields)
     return rows
 
@@ -267,7 +274,13 @@ ANALYSES: Mapping[str, Analysis] = {
         heads_table,
         lambda path, rows: heat_maps(path, heads_maps(rows), xlabel="head", label="capture"),
     ),
-    "layers": Analysis("M64P16C8,M128P16C8", layers_table, _plot(layers_panels), refines=False),
+    "layers": Analysis(
+        "M64P16C8,M128P16C8",
+        layers_table,
+        _plot(layers_panels),
+        refines=False,
+        sensitivity=True,
+    ),
     "utilisation": Analysis(
         "M32P8C8,M64P16C8,M128P32C8,M32,M64,M128,M288,M576,M1152",
         utilisation_table,

@@ -54,6 +54,7 @@ from avq_diffusers import (
     select_layers,
 )
 from avq_diffusers.mini import Scene, render
+from avq_diffusers.pipeline import applied_states
 from eval.methods import Method, attention_method, method_cells, short_name
 from eval.plots import Line, Panel
 from eval.tables import markdown_table, number
@@ -139,6 +140,36 @@ def measure_errors(
                     output = pipe.unet(*inputs, return_dict=False)[0]
                 total.add(inputs, output, teacher_output, student, teacher, num_keys)
     return [total.row() for total in totals]
+
+
+@torch.no_grad()
+def measure_sensitivity(
+    pipe: StableDiffusionPipeline,
+    method: Method,
+    scenes: Sequence[Scene],
+    *,
+    num_timesteps: int = 8,
+) -> dict[str, float]:
+    """By layer: `output_error` where AVQ runs in that layer alone, all others being the teacher's.
+
+    Args:
+        pipe: without AVQ; its UNet is the teacher.
+        method: one with codebooks, prepared for `pipe`.
+        scenes: whose pictures, at the UNet's own size, are noised.
+        num_timesteps: middles of so many equal parts of the noise schedule.
+    """
+    errors: dict[str, _SquaredError] = {}
+    steps = noised_scenes(pipe, scenes, num_timesteps)
+    for inputs in tqdm(steps, desc="time steps, one layer at a time", total=num_timesteps):
+        expected = pipe.unet(*inputs, return_dict=False)[0]
+        with attention_method(pipe, method):
+            states = applied_states(pipe)
+            for layer in states:
+                for other, state in states.items():
+                    state.enabled = other is layer
+                output = pipe.unet(*inputs, return_dict=False)[0]
+                errors.setdefault(layer.name, _SquaredError()).add(output, expected)
+    return {name: error.relative_mse**0.5 for name, error in errors.items()}
 
 
 def noised_scenes(
@@ -294,7 +325,10 @@ class _Totals:
     def __init__(self, pipe: StableDiffusionPipeline, method: Method) -> None:
         self.method = method
         self.outputs: dict[int, _SquaredError] = {}
-        layers = select_layers(pipe.unet, method.levels)
+        if method.codebooks is None:
+            layers = select_layers(pipe.unet, method.levels)
+        else:
+            layers = method.codebooks.layers_of(pipe.unet)
         configs = method.layer_configs or [None] * len(layers)
         self.layers = {
             layer.name: _LayerTotals(layer.name, layer.level, layer.attn, method, config)

@@ -109,13 +109,16 @@ class Method:
     def facts(self) -> dict[str, Any]:
         """What a row says of its method.
 
-        `config` is that of the codebooks, or `"LinFusion"`. Effective codewords, M0 + P C, are what
+        `config` is that of the codebooks, with the layers that it keeps exact, or `"LinFusion"`.
+        Effective codewords, M0 + P C, are what
         a query attends to: the cost in the paper. Here they are the mean over layers.
         """
         configs = self.layer_configs
-        labels = (
-            [LINFUSION] if self.linfusion is not None else dict.fromkeys(map(short_name, configs))
-        )
+        labels = dict.fromkeys(map(short_name, configs))
+        if self.linfusion is not None:
+            labels = [LINFUSION]
+        elif self.codebooks is not None:
+            labels = [*labels, *(f"{name} exact" for name in self.codebooks.avq_config.exact)]
         effective = [config.effective_codewords for config in configs]
         return {
             "method": self.name,

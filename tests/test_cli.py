@@ -18,6 +18,7 @@ from avq_diffusers import (
     apply_avq,
     cli,
     measure_capture,
+    select_layers,
     set_num_refined,
 )
 from avq_diffusers.comparison import psnr, timed_picture
@@ -256,6 +257,16 @@ def test_calibrate_saves_codebooks_that_load(avq, model):
     make(apply_avq(tiny_pipe(), loaded), steps=1)
 
 
+def test_calibrate_leaves_layers_exact(avq, model):
+    names = [layer.name for layer in select_layers(tiny_pipe().unet, (0, 1))]
+    arguments = ["--config", "M4P2C2", "--levels", "0,1", "--steps", "2", "--keys", "256"]
+    kept = ["--exact", f"{names[0]},up_blocks"]
+    code, _ = avq("calibrate", "--model", model, "--out", "some", *arguments, *kept)
+    assert code == 0
+    expected = [name for name in names[1:] if not name.startswith("up_blocks")]
+    assert list(AVQCodebooks.from_pretrained("some").layer_specs) == expected
+
+
 def test_inspect_prints_and_plots(avq):
     code, output = avq("inspect")
     assert code == 0
@@ -322,6 +333,8 @@ def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path
         (["--capture", "0"], "--capture must be above 0 and at most 1, but got 0"),
         (["--capture", "90"], "--capture must be above 0 and at most 1, but got 90"),
         (["--capture", "0.9", "--num-refined", "8"], "exclude each other; drop one of them"),
+        (["--codebooks", "CODEBOOKS", "--exact", "up_blocks"], "--exact; drop one of them"),
+        (["--exact", "nowhere"], "but got 'nowhere'; one of them is down_blocks.0.att"),
         (["--codebooks", "CODEBOOKS", "--height", "100", "--width", "100"], "divisible by 8"),
         (["--out", "no-such-folder/a.png"], "no-such-folder does not exist"),
         (["--out", "a.jpg"], "--out must end in .png, but got 'a.jpg'"),
@@ -333,6 +346,7 @@ def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path
     ids=[
         *("model", "config", "refined-config", "levels", "absent-level", "codebooks"),
         *("other-codebooks", "num-refined", "no-capture", "percent", "both"),
+        *("exact-and-codebooks", "exact-nowhere"),
         *("size", "out-folder", "out-suffix", "device"),
         *("steps", "seed", "option"),
     ],

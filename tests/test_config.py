@@ -66,6 +66,12 @@ def test_parse_rejects_other_forms(text):
         ({"levels": (-1,)}, ValueError, "levels must be at least 0, but got -1."),
         ({"levels": ("0",)}, TypeError, "levels must be an int, but got '0' (str)."),
         ({"levels": 0}, TypeError, "levels must be a tuple of ints, but got 0."),
+        (
+            {"exact": "up_blocks.1"},
+            TypeError,
+            "exact must be a tuple of names of layers, but got 'up_blocks.1'.",
+        ),
+        ({"exact": (1,)}, TypeError, "exact must be a tuple of names of layers, but got (1,)."),
         ({"key_norm": "no"}, TypeError, "key_norm must be a bool, but got 'no'."),
         ({"overrides": None}, TypeError, "overrides must be a mapping, but got None."),
         (

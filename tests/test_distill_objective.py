@@ -1,5 +1,6 @@
 import copy
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from avq_diffusers import (
     capture,
     constraint_error,
     query_order,
+    select_layers,
 )
 from avq_diffusers.codebook import assign
 from avq_diffusers.ema import EMAStatistics, batch_statistics
@@ -98,6 +100,19 @@ def watch(modules):
     for module in modules:
         module.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
     return seen
+
+
+def test_layers_that_stay_exact_are_the_teachers():
+    """Catches a layer that is trained, or that another processor runs, though it should not."""
+    objective = make_objective(replace(CONFIG, exact=("up_blocks",)))
+    student, teacher = objective.student, objective.teacher
+    assert objective.names
+    assert not any(name.startswith("up_blocks") for name in objective.names)
+    for layer in select_layers(student, (0, 1)):
+        own = teacher.get_submodule(layer.name)
+        is_exact = layer.name.startswith("up_blocks")
+        assert (type(layer.attn.processor) is type(own.processor)) == is_exact
+        assert (layer.attn.to_k.weight is own.to_k.weight) == is_exact
 
 
 # Losses

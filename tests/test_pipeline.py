@@ -3,6 +3,7 @@
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -39,7 +40,7 @@ from avq_diffusers.pipeline import (
     summary,
 )
 from avq_diffusers.processor import AVQProcessor
-from avq_diffusers.weights import AVQCodebooks
+from avq_diffusers.weights import AVQCodebooks, select_layers
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 
@@ -87,6 +88,17 @@ class TestApplyAndRemove:
         apply_avq(pipe, random_codebooks(pipe.unet, AVQConfig(4, 2, 2, levels=(2,))))
         draw(pipe)
         assert {row.level for row in summary(pipe).rows if row.calls} == {2}
+
+    def test_layers_that_stay_exact(self, pipe, tmp_path):
+        """Catches AVQ in all layers of a level, also after a round trip through a folder."""
+        config = replace(CONFIG, exact=("down_blocks.1", "up_blocks"))
+        random_codebooks(pipe.unet, config).save_pretrained(tmp_path)
+        loaded = AVQCodebooks.from_pretrained(tmp_path)
+        assert loaded.avq_config == config
+        draw(apply_avq(pipe, loaded))
+        ran = [row.name for row in summary(pipe).rows if row.calls]
+        expected = [x.name for x in select_layers(pipe.unet, (0,)) if "down_blocks" in x.name]
+        assert ran == expected
 
     def test_remove_without_avq(self, pipe):
         exact = draw(pipe)

@@ -91,6 +91,18 @@ class TestSelectLayers:
         with pytest.raises(ValueError, match="no self-attention at level 0, only at levels 1, 2"):
             select_layers(sdxl_unet(), (0, 1))
 
+    def test_layers_that_stay_exact(self, unet):
+        """Catches a part of a name that matches, other levels' layers, a name without effect."""
+        names = [layer.name for layer in select_layers(unet, (0, 1))]
+        some = (names[0], "up_blocks")
+        expected = [name for name in names[1:] if not name.startswith("up_blocks.")]
+        assert [layer.name for layer in select_layers(unet, (0, 1), some)] == expected
+        for name in ("down_blocks.0.attention", "up_blocks.1.attentions.9", "", "mid_block"):
+            with pytest.raises(ValueError, match=f"at the levels 0, 1, but got '{name}'; one of"):
+                select_layers(unet, (0, 1), (name,))
+        with pytest.raises(ValueError, match="exact leaves no layer at the levels 0, 1"):
+            select_layers(unet, (0, 1), ("down_blocks", "up_blocks"))
+
     def test_sd2(self):
         """Catches one head count taken for all levels."""
         layers = select_layers(sd2_unet(), (0, 1))

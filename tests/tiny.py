@@ -152,7 +152,7 @@ def random_codebooks(unet, config: AVQConfig = CONFIG, seed: int = 0, **argument
     """Codebooks of random codewords whose children average to their parent."""
     generator = torch.Generator().manual_seed(seed)
     codebooks = {}
-    for layer in select_layers(unet, config.levels):
+    for layer in select_layers(unet, config.levels, config.exact):
         sizes = config.for_layer(layer.name, layer.level)
         parents = torch.randn(
             layer.num_heads, sizes.num_parents, layer.head_dim, generator=generator

@@ -116,7 +116,8 @@ def analyse_command(
 
     heads: capture of each head, as a heat map.
 
-    layers: commitment loss and quantization error of each layer.
+    layers: commitment loss and quantization error of each layer, and the output's error where AVQ
+    runs in that layer alone: the ones to name in --exact of avq calibrate.
 
     utilisation: share of codewords in use, two-level against flat.
 
