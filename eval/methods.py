@@ -110,8 +110,8 @@ class Method:
         """What a row says of its method.
 
         `config` is that of the codebooks, with the layers that it keeps exact, or `"LinFusion"`.
-        Effective codewords, M0 + P C, are what
-        a query attends to: the cost in the paper. Here they are the mean over layers.
+        Effective codewords, M0 + P C, are what a query attends to: the cost in the paper. Here they
+        are the mean over layers.
         """
         configs = self.layer_configs
         labels = dict.fromkeys(map(short_name, configs))

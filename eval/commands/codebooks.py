@@ -117,7 +117,7 @@ def analyse_command(
     heads: capture of each head, as a heat map.
 
     layers: commitment loss and quantization error of each layer, and the output's error where AVQ
-    runs in that layer alone: the ones to name in --exact of avq calibrate.
+    runs in that layer alone; avq calibrate --exact leaves out the worst.
 
     utilisation: share of codewords in use, two-level against flat.
 
