@@ -47,6 +47,7 @@ from avq_diffusers.scalecrafter import (
     remove_scalecrafter,
     scalecrafter,
 )
+from avq_diffusers.sensitivity import measure_sensitivity
 from avq_diffusers.sheet import picture_sheet
 from avq_diffusers.weights import AVQCodebooks, select_layers
 
@@ -81,6 +82,7 @@ __all__ = [
     "leaf_counts",
     "load_linfusion",
     "measure_capture",
+    "measure_sensitivity",
     "perplexity",
     "picture_sheet",
     "quantization_error",

@@ -60,11 +60,7 @@ def calibrate(
         RuntimeError: the layers did not run, as in a compiled UNet.
     """
     config = AVQConfig() if config is None else config
-    if isinstance(prompts, str):
-        raise TypeError("prompts must be a sequence of strings, but got one string.")
-    prompts = list(prompts)
-    if not prompts:
-        raise ValueError("prompts must hold at least one prompt, but got none.")
+    prompts = _checked_prompts(prompts)
     if config.key_norm:
         raise ValueError("key_norm changes the model and needs training; calibrate without it.")
 
@@ -209,6 +205,15 @@ def _watch(samples: Iterable[_LayerSample]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _checked_prompts(prompts: Sequence[str]) -> list[str]:
+    if isinstance(prompts, str):
+        raise TypeError("prompts must be a sequence of strings, but got one string.")
+    prompts = list(prompts)
+    if not prompts:
+        raise ValueError("prompts must hold at least one prompt, but got none.")
+    return prompts
 
 
 @contextmanager

@@ -21,8 +21,8 @@ class AVQConfig:
         query_order: `"gilbert"`, `"raster"` or `"random"` order of the tokens of the grid.
         levels: UNet levels whose self-attention is replaced; 0 is the highest resolution.
         exact: layers at these levels that keep exact attention, each the name of a layer or of a
-            module for all layers in it, such as `"up_blocks.1"`. `python -m eval analyse layers`
-            measures which ones a model is sensitive to.
+            module for all layers in it, such as `"up_blocks.1"`. `measure_sensitivity` tells which
+            ones change the output most.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator.
         key_norm: normalise keys with a learnable LayerNorm before they are quantized.

@@ -20,7 +20,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from avq_diffusers.calibrate import _quiet
+from avq_diffusers.calibrate import _checked_prompts, _quiet
 from avq_diffusers.diagnostics import capture_curve
 from avq_diffusers.files import atomic_write
 from avq_diffusers.pipeline import _unet, applied_states, avq_disabled
@@ -160,11 +160,7 @@ def measure_capture(
         ValueError: there is no prompt, no step, no part, no AVQ, or no codebook with children.
         RuntimeError: a layer did not run, as in a compiled UNet.
     """
-    if isinstance(prompts, str):
-        raise TypeError("prompts must be a sequence of strings, but got one string.")
-    prompts = list(prompts)
-    if not prompts:
-        raise ValueError("prompts must hold at least one prompt, but got none.")
+    prompts = _checked_prompts(prompts)
     for name, number in (("num_inference_steps", num_inference_steps), ("parts", parts)):
         if not 1 <= number <= NUM_TRAIN_TIMESTEPS:
             raise ValueError(f"{name} must be from 1 to {NUM_TRAIN_TIMESTEPS}, but got {number}.")

@@ -4,7 +4,8 @@ Each varies the methods that it is given, measures the variants by `eval.errors`
 figures of the rows:
 
 heads        capture of each head (paper, Fig. perhead_capture)
-layers       commitment loss and quantization error of each layer (Tab. perlayer_imagenet)
+layers       commitment loss and quantization error of each layer (Tab. perlayer_imagenet), and how
+             sensitive the model is to it
 utilisation  how many codewords are in use, two-level against flat (Tab. active_ratio)
 order        query orders and sizes of query tiles (Tab. gilbert_ablation)
 importance   tiled against exact importance (Tab. tiled_capture)
@@ -22,9 +23,10 @@ from typing import Any
 
 from diffusers import StableDiffusionPipeline
 
+from avq_diffusers import measure_sensitivity
 from avq_diffusers.mini import Scene
-from eval.errors import Row, measure_errors, measure_sensitivity
-from eval.methods import Method, method_label
+from eval.errors import Row, measure_errors
+from eval.methods import Method, attention_method, method_label
 from eval.plots import HeatMap, Line, Panel, heat_maps, panel_plot
 from eval.tables import markdown_table, number
 
@@ -114,8 +116,9 @@ def analyse(
         pipe: without AVQ.
         analysis: of `ANALYSES`.
         methods: prepared for `pipe`, and checked by `check_methods`.
-        scenes: whose pictures, at the UNet's own size, are noised.
-        num_timesteps: middles of so many equal parts of the noise schedule.
+        scenes: whose pictures, at the UNet's own size, are noised; sensitivity is that of drawing
+            them by their captions.
+        num_timesteps: middles of so many equal parts of the noise schedule; denoising steps.
     """
     rows = []
     for method in methods:
@@ -123,7 +126,9 @@ def analyse(
             variant = method.with_fields(**fields)
             (row,) = measure_errors(pipe, [variant], scenes, num_timesteps=num_timesteps)
             if analysis.sensitivity:
-                alone = measure_sensitivity(pipe, variant, scenes, num_timesteps=num_timesteps)
+                captions = [scene.caption for scene in scenes]
+                with attention_method(pipe, variant):
+                    alone = measure_sensitivity(pipe, captions, num_inference_steps=num_timesteps)
                 for name, error in alone.items():
                     row["layers"][name]["output_error_alone"] = error
             rows.append(row | fields)

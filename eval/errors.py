@@ -54,7 +54,6 @@ from avq_diffusers import (
     select_layers,
 )
 from avq_diffusers.mini import Scene, render
-from avq_diffusers.pipeline import applied_states
 from eval.methods import Method, attention_method, method_cells, short_name
 from eval.plots import Line, Panel
 from eval.tables import markdown_table, number
@@ -140,36 +139,6 @@ def measure_errors(
                     output = pipe.unet(*inputs, return_dict=False)[0]
                 total.add(inputs, output, teacher_output, student, teacher, num_keys)
     return [total.row() for total in totals]
-
-
-@torch.no_grad()
-def measure_sensitivity(
-    pipe: StableDiffusionPipeline,
-    method: Method,
-    scenes: Sequence[Scene],
-    *,
-    num_timesteps: int = 8,
-) -> dict[str, float]:
-    """By layer: `output_error` where AVQ runs in that layer alone, all others being the teacher's.
-
-    Args:
-        pipe: without AVQ; its UNet is the teacher.
-        method: one with codebooks, prepared for `pipe`.
-        scenes: whose pictures, at the UNet's own size, are noised.
-        num_timesteps: middles of so many equal parts of the noise schedule.
-    """
-    errors: dict[str, _SquaredError] = {}
-    steps = noised_scenes(pipe, scenes, num_timesteps)
-    for inputs in tqdm(steps, desc="time steps, one layer at a time", total=num_timesteps):
-        expected = pipe.unet(*inputs, return_dict=False)[0]
-        with attention_method(pipe, method):
-            states = applied_states(pipe)
-            for layer in states:
-                for other, state in states.items():
-                    state.enabled = other is layer
-                output = pipe.unet(*inputs, return_dict=False)[0]
-                errors.setdefault(layer.name, _SquaredError()).add(output, expected)
-    return {name: error.relative_mse**0.5 for name, error in errors.items()}
 
 
 def noised_scenes(

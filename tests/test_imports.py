@@ -24,13 +24,13 @@ LAYERS = (
     ("processor", "linfusion"),
     ("pipeline",),
     ("calibrate", "scalecrafter", "inspection", "sheet", "comparison"),
-    ("elastic", "mini"),
+    ("elastic", "sensitivity", "mini"),
     ("app", "sweep"),
     ("cli",),
 )
 BACKENDS = ("reference", "fallback", "kernels")
 KNOW_DIFFUSERS = {"weights", "processor", "linfusion", "pipeline", "calibrate", "scalecrafter"}
-KNOW_DIFFUSERS |= {"elastic", "cli"}
+KNOW_DIFFUSERS |= {"elastic", "sensitivity", "cli"}
 SHARED = {"avq_diffusers.files", "avq_diffusers.mini", "avq_diffusers.options"}
 HEAVY = {"triton", "torchvision", "matplotlib", "torchmetrics", "open_clip", "tensorboard", "yaml"}
 

@@ -1,0 +1,82 @@
+"""How sensitive a model is to AVQ in each of its layers: which ones had better stay exact."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+from tqdm import tqdm
+
+from avq_diffusers.calibrate import _checked_prompts, _quiet
+from avq_diffusers.pipeline import _unet, applied_states, avq_disabled
+
+
+@torch.no_grad()
+def measure_sensitivity(
+    pipe: DiffusionPipeline,
+    prompts: Sequence[str],
+    *,
+    num_inference_steps: int = 8,
+    seed: int = 0,
+    progress: bool = True,
+    **pipe_arguments: Any,
+) -> dict[str, float]:
+    """Measure the error of the predicted noise where AVQ runs in one layer alone.
+
+    The pipeline runs with exact attention. At each step the UNet runs once more for every AVQ layer
+    on the same inputs. Layers whose error stands out are what `AVQConfig.exact` is for.
+
+    Args:
+        pipe: a Stable Diffusion pipeline with AVQ; left as it was.
+        prompts: one or a handful; number i runs with seed `seed + i`.
+        num_inference_steps: denoising steps of each run.
+        seed: of the noise.
+        progress: show a progress bar.
+        **pipe_arguments: further arguments of the pipeline's call, such as `height` or `image`.
+
+    Returns:
+        By layer, |s - t| / |t| over all steps and prompts, s what the UNet returns with AVQ in that
+        layer and t what it returns without.
+
+    Raises:
+        TypeError: `pipe` has no UNet, or `prompts` is one string.
+        ValueError: there is no prompt, no step or no AVQ.
+    """
+    prompts = _checked_prompts(prompts)
+    if num_inference_steps < 1:
+        raise ValueError(f"num_inference_steps must be at least 1, but got {num_inference_steps}.")
+    states = applied_states(pipe)
+    errors = dict.fromkeys((layer.name for layer in states), 0.0)
+    expected = 0.0
+
+    def compare(unet: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        nonlocal expected
+        if any(state.enabled for state in states.values()):
+            return  # one of the calls below
+        exact = output[0].float()
+        expected += float(exact.square().sum())
+        for layer, state in states.items():
+            state.enabled = True
+            try:
+                changed = unet(*args, **kwargs)[0].float()
+            finally:
+                state.enabled = False
+            errors[layer.name] += float((changed - exact).square().sum())
+        bar.update()
+
+    bar = tqdm(total=len(prompts) * num_inference_steps, desc="sensitivity", disable=not progress)
+    with bar, avq_disabled(pipe), _quiet(pipe):
+        handle = _unet(pipe).register_forward_hook(compare, with_kwargs=True)
+        try:
+            for index, prompt in enumerate(prompts):
+                pipe(
+                    prompt,
+                    num_inference_steps=num_inference_steps,
+                    generator=torch.Generator().manual_seed(seed + index),
+                    output_type="latent",
+                    **pipe_arguments,
+                )
+        finally:
+            handle.remove()
+    return {name: (error / expected) ** 0.5 for name, error in errors.items()}
