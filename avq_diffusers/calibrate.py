@@ -4,9 +4,10 @@ The pipeline runs the prompts with exact attention; every layer keeps a bounded 
 the keys of all timesteps, and its two-level codebook is fitted to that sample by k-means.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
@@ -77,15 +78,9 @@ def calibrate(
         layer.name: _LayerSample(layer, keys_per_layer, num_inference_steps // 2, seed + index)
         for index, layer in enumerate(layers)
     }
-    with avq_disabled(pipe), avq_disabled(model), _watch(samples.values()), _quiet(pipe):
-        for index, prompt in enumerate(tqdm(prompts, "prompts", disable=not progress)):
-            pipe(
-                prompt,
-                num_inference_steps=num_inference_steps,
-                generator=torch.Generator().manual_seed(seed + index),
-                output_type="latent",
-                **pipe_arguments,
-            )
+    bar = tqdm(prompts, "prompts", disable=not progress)
+    with avq_disabled(pipe), avq_disabled(model), _watch(samples.values()):
+        _run(pipe, bar, num_inference_steps, seed, pipe_arguments)
 
     codebooks, report = {}, {}
     for layer in tqdm(layers, "codebooks", disable=not progress):
@@ -205,6 +200,25 @@ def _watch(samples: Iterable[_LayerSample]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _run(
+    pipe: DiffusionPipeline,
+    prompts: Iterable[str],
+    num_inference_steps: int,
+    seed: int,
+    arguments: Mapping[str, Any],
+) -> None:
+    """Denoise prompt after prompt, number i with seed `seed + i`; nothing is decoded."""
+    with _quiet(pipe):
+        for index, prompt in enumerate(prompts):
+            pipe(
+                prompt,
+                num_inference_steps=num_inference_steps,
+                generator=torch.Generator().manual_seed(seed + index),
+                output_type="latent",
+                **arguments,
+            )
 
 
 def _checked_prompts(prompts: Sequence[str]) -> list[str]:

@@ -14,13 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import DiffusionPipeline
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from avq_diffusers.calibrate import _checked_prompts, _quiet
+from avq_diffusers.calibrate import _checked_prompts, _run
 from avq_diffusers.diagnostics import capture_curve
 from avq_diffusers.files import atomic_write
 from avq_diffusers.pipeline import _unet, applied_states, avq_disabled
@@ -172,15 +171,8 @@ def measure_capture(
 
     bar = tqdm(total=len(prompts) * num_inference_steps, desc="capture", disable=not progress)
     measurement = _Measurement(parts, bar)
-    with bar, avq_disabled(pipe), measurement.watch(_unet(pipe), layers), _quiet(pipe):
-        for index, prompt in enumerate(prompts):
-            pipe(
-                prompt,
-                num_inference_steps=num_inference_steps,
-                generator=torch.Generator().manual_seed(seed + index),
-                output_type="latent",
-                **pipe_arguments,
-            )
+    with bar, avq_disabled(pipe), measurement.watch(_unet(pipe), layers):
+        _run(pipe, prompts, num_inference_steps, seed, pipe_arguments)
     return CaptureProfile({layer.name: measurement.curves(layer.name) for layer in layers})
 
 

@@ -8,7 +8,7 @@ from diffusers import DiffusionPipeline
 from torch import nn
 from tqdm import tqdm
 
-from avq_diffusers.calibrate import _checked_prompts, _quiet
+from avq_diffusers.calibrate import _checked_prompts, _run
 from avq_diffusers.pipeline import _unet, applied_states, avq_disabled
 
 
@@ -66,17 +66,10 @@ def measure_sensitivity(
         bar.update()
 
     bar = tqdm(total=len(prompts) * num_inference_steps, desc="sensitivity", disable=not progress)
-    with bar, avq_disabled(pipe), _quiet(pipe):
+    with bar, avq_disabled(pipe):
         handle = _unet(pipe).register_forward_hook(compare, with_kwargs=True)
         try:
-            for index, prompt in enumerate(prompts):
-                pipe(
-                    prompt,
-                    num_inference_steps=num_inference_steps,
-                    generator=torch.Generator().manual_seed(seed + index),
-                    output_type="latent",
-                    **pipe_arguments,
-                )
+            _run(pipe, prompts, num_inference_steps, seed, pipe_arguments)
         finally:
             handle.remove()
     return {name: (error / expected) ** 0.5 for name, error in errors.items()}
