@@ -30,7 +30,7 @@ def random_projections(unet, config=CONFIG, seed=0):
     """Tuned projections for the layers of `config`: the UNet's own and noise of half their size."""
     generator = torch.Generator().manual_seed(seed)
     projections = {}
-    for layer in select_layers(unet, config.levels):
+    for layer in select_layers(unet, config.levels, config.exact):
         own = {name: layer.attn.state_dict()[name] for name in PROJECTION_PARAMETERS}
         projections[layer.name] = {
             name: tensor + 0.5 * tensor.std() * torch.randn(tensor.shape, generator=generator)
