@@ -25,8 +25,9 @@ def measure_sensitivity(
     """Measure the error of the predicted noise where AVQ runs in one layer alone.
 
     The pipeline runs with exact attention. At each step the UNet runs once more for every AVQ layer
-    on the same inputs. Layers whose error stands out are what `AVQConfig.exact` is for. A layer that
-    its route runs exact on this GPU has no error: apply AVQ with `route="always"` to measure all.
+    on the same inputs. Layers whose error stands out are what `AVQConfig.exact` is for. A layer
+    that its route runs exact on this GPU has no error: `apply_avq(..., route="always")` measures
+    all.
 
     Args:
         pipe: a Stable Diffusion pipeline with AVQ; left as it was.
