@@ -118,7 +118,7 @@ class Method:
         if self.linfusion is not None:
             labels = [LINFUSION]
         elif self.codebooks is not None:
-            labels = [*labels, *(f"{name} exact" for name in self.codebooks.avq_config.exact)]
+            labels = [*labels, *exact_labels(self.codebooks.avq_config)]
         effective = [config.effective_codewords for config in configs]
         return {
             "method": self.name,
@@ -133,6 +133,11 @@ class Method:
 def short_name(config: AVQConfig) -> str:
     """As `str(config)`, but M64 for flat VQ."""
     return str(config) if config.num_children else f"M{config.num_parents}"
+
+
+def exact_labels(config: AVQConfig) -> list[str]:
+    """What a label says of the layers that stay exact."""
+    return [f"{name} exact" for name in config.exact]
 
 
 def method_cells(row: Mapping[str, Any]) -> str:

@@ -17,10 +17,11 @@ from eval.benchmarks.step import (
     ROUTED,
     SDPA,
     TOME,
+    TOME_BOTH,
     method_label,
     parse_method,
 )
-from eval.methods import EXACT, method_cells, short_name
+from eval.methods import EXACT, exact_labels, method_cells, short_name
 from eval.methods import LINFUSION as LINFUSION_CONFIG
 from eval.methods import TOME as TOME_METHOD
 from eval.plots import Point, PointPanel
@@ -40,6 +41,7 @@ PLOTTED = {"fid": "FID (lower is better)", "clip_score": "CLIP score (higher is 
 WITHOUT_CONFIG: dict[str, Variant] = {
     SDPA: (EXACT, ()),
     TOME: (TOME_METHOD, (0,)),
+    TOME_BOTH: (TOME_METHOD, (0, 1)),
     LINFUSION: (LINFUSION_CONFIG, (0, 1, 2)),
 }
 
@@ -200,7 +202,9 @@ def _timed_variant(name: str) -> Variant:
     if name in LABELS:
         return WITHOUT_CONFIG.get(name, (name, ()))
     config, _ = parse_method(name)
-    return (name if name.endswith(ROUTED) else short_name(config)), config.levels
+    if name.endswith(ROUTED):
+        return name, config.levels
+    return ", ".join([short_name(config), *exact_labels(config)]), config.levels
 
 
 def _timed_facts(name: str) -> Row:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from time import sleep
@@ -409,6 +410,41 @@ def test_only_the_row_of_the_fastest_route_is_routed(steps):
     assert step.method_label("M4P2C2@L0/fastest") == "AVQ 4/2/2, level 0, fastest route"
 
 
+def test_a_row_leaves_the_layers_exact_that_its_name_says(steps):
+    """Fails where they are replaced after all, and their time is not in the row's."""
+    with steps.method("M4P2C2-up_blocks.2.attentions.1"):
+        exact = [layer.name for layer in select_layers(steps.unet, (0, 1)) if not is_avq(layer)]
+    assert exact == ["up_blocks.2.attentions.1.transformer_blocks.0.attn1"]
+    label = step.method_label("M4P2C2-up_blocks.2.attentions.1")
+    assert label == "AVQ 4/2/2, up_blocks.2.attentions.1 exact"
+
+
+@pytest.mark.parametrize(("name", "levels"), [("tome", [0]), ("tome@L01", [0, 1])])
+def test_tome_merges_tokens_at_the_levels_of_its_row(steps, name, levels):
+    """Fails where it stays at its default, level 0."""
+    pytest.importorskip("tomesd")
+    seen = {}
+    with ExitStack() as stack:
+        stack.enter_context(steps.method(name))
+        for layer in select_layers(steps.unet):
+            handle = layer.attn.register_forward_pre_hook(
+                partial(note_tokens, seen, layer), with_kwargs=True
+            )
+            stack.callback(handle.remove)
+        steps.unet(*steps.inputs(64), return_dict=False)
+    merged = {level for level, tokens in seen.items() if tokens < 64 >> 2 * level}
+    assert sorted(merged) == levels
+
+
+def note_tokens(seen, layer, module, args, kwargs):
+    (hidden_states, *_) = args or (kwargs["hidden_states"],)
+    seen[layer.level] = hidden_states.shape[1]
+
+
+def is_avq(layer):
+    return getattr(layer.attn, "_avq", None) is not None
+
+
 def test_an_avq_row_that_runs_exact_attention_gets_no_time(steps, monkeypatch):
     real = steps.method
 
@@ -514,15 +550,15 @@ def test_run_unet_keeps_mini_sd_apart(tmp_path, monkeypatch):
         ({"model": "sdxl"}, "--model must be sd15 or mini-sd, but got 'sdxl'"),
         (
             {"methods": ["xformers"]},
-            "methods must be sdpa, fa2, limit, tome, linfusion or configurations",
+            "methods must be sdpa, fa2, limit, tome, tome@L01, linfusion or configurations",
         ),
         (
             {"methods": ["M4P2C2@0"]},
-            "methods must be sdpa, fa2, limit, tome, linfusion or configurations",
+            "methods must be sdpa, fa2, limit, tome, tome@L01, linfusion or configurations",
         ),
         (
             {"methods": ["M4P2C2@L2"]},
-            "methods must be sdpa, fa2, limit, tome, linfusion or configurations",
+            "methods must be sdpa, fa2, limit, tome, tome@L01, linfusion or configurations",
         ),
         ({"modes": ["jit"]}, "modes must be graph, compile, eager, but got 'jit'"),
         ({"sizes": [100]}, "--sizes must be multiples of 64, but got 100"),

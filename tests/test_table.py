@@ -281,6 +281,7 @@ def result(document, name="a.json"):
 
 FIGURES = {"fid": 20.0, "fid_sem": 0.5, "clip_score": 90.0, "copy_agreement": 0.75}
 FOLDER = "runs/m64/codebooks"
+BUT_ONE = "runs/but-one/codebooks"
 SMALL, LARGE = "256²", "512², ScaleCrafter"
 TIMES = "512² (SD1.5; in a graph)"
 
@@ -295,6 +296,8 @@ def table():
         quality_row(*distilled, fid=21.0, clip_score=89.0),
         quality_row(f"{FOLDER}@P8", "M64P8C8", "distilled", **FIGURES),
         quality_row("tome", **FIGURES),
+        quality_row("tome", levels=(0, 1), **FIGURES),
+        quality_row(BUT_ONE, "M64P16C8, up_blocks.1 exact", "calibrated", (0, 1), **FIGURES),
         quality_row("value-projection", **FIGURES),
         quality_row("runs/linear", "LinFusion", "distilled", (0, 1, 2), **FIGURES),
         quality_row("runs/linear-01", "LinFusion", "distilled", (0, 1), **FIGURES),
@@ -304,7 +307,7 @@ def table():
     large = [quality_row(EXACT, fid=30.0, clip_score=80.0), quality_row(*distilled, fid=31.0)]
     timed = {"sdpa": 10.0, "limit": 5.0, "M64P16C8": 6.0, "M64P16C8@L0": 7.0, "tome": 8.0}
     timed |= {"M64P16C8/fastest": 6.5, "M64P8C8@L0": None, "M4": 5.5, "M4@L0": 5.25}
-    timed |= {"linfusion": 9.0}
+    timed |= {"linfusion": 9.0, "tome@L01": 8.5, "M64P16C8-up_blocks.1": 6.25}
     documents = [
         speed(timed),
         quality(small),
@@ -327,6 +330,8 @@ class TestTable:
             (FOLDER, 0): 7,
             (f"{FOLDER}@P8", 0): None,  # measured, and wrong
             ("tome", 0): 8,
+            ("tome", 0, 1): 8.5,
+            (BUT_ONE, 0, 1): 6.25,
             ("value-projection", 0): None,
             ("runs/linear", 0, 1, 2): 9,
             ("runs/linear-01", 0, 1): None,  # not in every self-attention, which was timed
@@ -374,14 +379,16 @@ class TestTable:
             (EXACT, 10, 20),
             ("M64P16C8, calibrated", 7, 20),
             ("M64P16C8, distilled, level 0", 7, 21),
-            ("tome", 8, 20),
+            ("tome, level 0", 8, 20),
+            ("tome, level 0+1", 8.5, 20),
+            ("M64P16C8, up_blocks.1 exact, calibrated", 6.25, 20),
             ("LinFusion, distilled, level 0+1+2", 9, 20),
             ("M4, calibrated", 5.25, 20),
             ("M64P16C8, distilled, level 0+1", 6, 22),
         ]
-        assert [point.error for point in fid.points] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0]
+        assert [point.error for point in fid.points] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0.5, 0.5, 0]
         assert (fid.reference, clip.reference, fid_large.reference) == (20, 90, 30)
-        assert [point.y for point in clip.points] == [90, 90, 89, 90, 90, 90]
+        assert [point.y for point in clip.points] == [90, 90, 89, 90, 90, 90, 90, 90]
         assert [point.x for point in clip_large.points] == [10]
         fid, _ = table_panels(table, 1024)[0]
         assert [point.x for point in fid.points] == [40, 28, 28]

@@ -1,7 +1,6 @@
 """One denoising step of a UNet by any of the methods whose time is compared.
 
-A method is `"sdpa"`, `"fa2"`, `"limit"`, `"tome"`, `"linfusion"`, or AVQ by a name of
-`parse_method`.
+A method is one of `LABELS`, or AVQ by a name of `parse_method`.
 """
 
 import re
@@ -32,15 +31,17 @@ from avq_diffusers import (
 )
 from eval.benchmarks.contenders import Row, method_name, relative_error
 from eval.benchmarks.timing import block_ms
-from eval.methods import ValueProjectionProcessor
+from eval.methods import ValueProjectionProcessor, exact_labels
 
-SDPA, FA2, LIMIT, TOME, LINFUSION = "sdpa", "fa2", "limit", "tome", "linfusion"
+SDPA, FA2, LIMIT, LINFUSION = "sdpa", "fa2", "limit", "linfusion"
+TOME, TOME_BOTH = "tome", "tome@L01"
 ROUTED = "/fastest"
 LABELS = {
     SDPA: "SDPA default",
     FA2: "FA2",
     LIMIT: "limit",
     TOME: "ToMe r=0.5",
+    TOME_BOTH: "ToMe r=0.5, levels 0 and 1",
     LINFUSION: "LinFusion",
 }
 EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
@@ -75,16 +76,18 @@ class Model:
 def parse_method(name: str) -> tuple[AVQConfig, str]:
     """Configuration and route of `M64P16C8`: levels 0 and 1, every layer by AVQ.
 
-    `M64P16C8@L0` changes level 0 alone; `/fastest` at the end is the default route, which leaves
-    layers exact where that is faster.
+    `M64P16C8@L0` changes level 0 alone, `M64P16C8-up_blocks.2` leaves the layers of that block
+    exact; `/fastest` at the end is the default route, which leaves layers exact where that is
+    faster.
 
     Raises:
         ValueError: the name has another form.
     """
-    text, level = re.fullmatch(r"(.*?)(?:@L([01]))?", name.removesuffix(ROUTED)).groups()
+    form = r"(.*?)(?:@L([01]))?(?:-(.+))?"
+    text, level, exact = re.fullmatch(form, name.removesuffix(ROUTED)).groups()
     levels = LEVELS if level is None else (int(level),)
     route = "fastest" if name.endswith(ROUTED) else "always"
-    return AVQConfig.parse(text, levels=levels), route
+    return AVQConfig.parse(text, levels=levels, exact=(exact,) if exact else ()), route
 
 
 def method_label(name: str) -> str:
@@ -92,8 +95,9 @@ def method_label(name: str) -> str:
     if name in LABELS:
         return LABELS[name]
     config, route = parse_method(name)
-    levels = "" if config.levels == LEVELS else f", level {config.levels[0]}"
-    return method_name(config) + levels + (", fastest route" if route == "fastest" else "")
+    levels = [] if config.levels == LEVELS else [f"level {config.levels[0]}"]
+    routed = ["fastest route"] if route == "fastest" else []
+    return ", ".join([method_name(config), *levels, *exact_labels(config), *routed])
 
 
 @torch.library.custom_op("avq_eval::zero_of", mutates_args=())
@@ -159,7 +163,7 @@ class StepBench:
             return "CUDA graphs need a CUDA device"
         if name == FA2 and not self.cuda:
             return "FA2 needs a CUDA device"
-        if name == TOME and find_spec("tomesd") is None:
+        if name in (TOME, TOME_BOTH) and find_spec("tomesd") is None:
             return "tomesd is not installed"
         return None
 
@@ -168,7 +172,7 @@ class StepBench:
         """Run the UNet's attention by `name` in the `with` block.
 
         Args:
-            name: `"sdpa"`, `"fa2"`, `"limit"`, `"tome"`, `"linfusion"`, or one of `parse_method`.
+            name: one of `LABELS` or of `parse_method`.
             oracle: run AVQ by the backend that checks the one that is timed.
         """
         with ExitStack() as stack:
@@ -183,11 +187,12 @@ class StepBench:
                     layer.attn.set_processor(
                         LimitProcessor() if name == LIMIT else self._linfusion[layer.name]
                     )
-            elif name == TOME:
+            elif name in (TOME, TOME_BOTH):
                 import tomesd
 
                 # Without random destinations the step can be captured; its work is the same.
-                tomesd.apply_patch(self.unet, ratio=0.5, use_rand=False)
+                downsample = 1 if name == TOME else 2
+                tomesd.apply_patch(self.unet, ratio=0.5, max_downsample=downsample, use_rand=False)
                 stack.callback(tomesd.remove_patch, self.unet)
             elif name != SDPA:
                 config, route = parse_method(name)
@@ -215,7 +220,7 @@ class StepBench:
                     name: fit_codebook(keys, *sizes, num_iterations=8)
                     for name, keys in self._keys.items()
                 }
-            layers = select_layers(self.unet, config.levels)
+            layers = select_layers(self.unet, config.levels, config.exact)
             fits = {layer.name: self._fits[sizes][layer.name] for layer in layers}
             codebooks = AVQCodebooks.from_codebooks(config, fits, self.unet)
             self._codebooks[config] = codebooks.to(self.device)

@@ -38,6 +38,7 @@ from eval.benchmarks.step import (
     ROUTED,
     SDPA,
     TOME,
+    TOME_BOTH,
     Model,
     Step,
     StepBench,
@@ -59,6 +60,7 @@ METHODS = (
     "M136@L0",  # flat VQ of M64P16C8's kernel time
     FA2,
     TOME,
+    TOME_BOTH,
     LINFUSION,
 )
 MODES = {
@@ -345,5 +347,5 @@ def check_choices(model: str, methods: Sequence[str], modes: Sequence[str]) -> N
         except ValueError as error:
             raise ValueError(
                 f"methods must be {', '.join(LABELS)} or configurations such as M64P16C8, "
-                f"M64P16C8@L0 or M64P16C8/fastest: {error}"
+                f"M64P16C8@L0, M64P16C8-up_blocks.2 or M64P16C8/fastest: {error}"
             ) from None
