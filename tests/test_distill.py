@@ -541,7 +541,7 @@ def test_every_row_has_its_file(prefix, row, sizes, levels):
         assert config.attention == "linfusion"
     else:
         assert (str(config.avq), config.avq.levels, config.attention) == (sizes, levels, "avq")
-    # With level 1 mini-sd trains as SD1.5: a higher rate loses the copies in its pictures.
+    # With level 1 mini-sd trains by SD1.5's losses.
     family = "m64p16c8_level1" if (prefix, levels) == ("mini", (0, 1)) else "m64p16c8"
     texts = [
         (CONFIGS / f"{prefix}_{name}.yaml").read_text().partition("data:")[2]

@@ -154,12 +154,16 @@ def test_every_word_of_a_caption_is_one_token(folder):
 
 
 @pytest.mark.parametrize(
-    ("folder", "levels"), [(MINI_CODEBOOKS, (0,)), (MINI_CODEBOOKS_LEVEL1, (0, 1))]
+    ("folder", "levels", "exact"),
+    [
+        (MINI_CODEBOOKS, (0,), ()),
+        (MINI_CODEBOOKS_LEVEL1, (0, 1), ("up_blocks.1.attentions.1",)),
+    ],
 )
-def test_the_codebooks_fit_and_keep_the_constraint(mini, folder, levels, recwarn):
+def test_the_codebooks_fit_and_keep_the_constraint(mini, folder, levels, exact, recwarn):
     """Fails for codebooks of another model or run, or that training left with dead children."""
     shipped = AVQCodebooks.from_pretrained(folder)
-    assert shipped.avq_config == AVQConfig(levels=levels)
+    assert shipped.avq_config == AVQConfig(levels=levels, exact=exact)
     assert shipped.config["base_model"] == "mini-sd"
     assert shipped.config["tuned"]
     training = shipped.config["training"]
@@ -167,7 +171,7 @@ def test_the_codebooks_fit_and_keep_the_constraint(mini, folder, levels, recwarn
     assert set(training["layers"]) == set(shipped.layer_specs)
     layers = shipped.layers_of(mini.unet)
     assert [layer.name for layer in layers] == [
-        layer.name for layer in select_layers(mini.unet, levels)
+        layer.name for layer in select_layers(mini.unet, levels, exact)
     ]
     for layer in layers:
         codebook = shipped.codebook(layer.name)
