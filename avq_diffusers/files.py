@@ -1,9 +1,12 @@
 """Files that appear in one step, whole, and errors that name them."""
 
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 TEMPORARY = ".writing-"
 
@@ -27,6 +30,36 @@ def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # it is no longer there, or the disk fails again
             temporary.unlink()
+
+
+@contextmanager
+def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
+    """Give a temporary folder to write; its files take the place of those in `folder`.
+
+    A kill at any moment leaves the old files, the new ones, or a folder without `last`.
+
+    Args:
+        folder: made where it is missing; files of other names stay.
+        last: name of the file without which the others count for nothing.
+        subject: what an error says could not be written.
+
+    Raises:
+        OSError: the block could not write; what was there is intact.
+    """
+    temporary = folder / ".writing"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(
+            f"{subject} could not be written to {folder} ({error}); what was there is intact."
+        ) from error
+    (folder / last).unlink(missing_ok=True)
+    for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
+        path.replace(folder / path.name)
+    temporary.rmdir()
 
 
 @contextmanager

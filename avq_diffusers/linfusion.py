@@ -19,7 +19,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from avq_diffusers.weights import LayerSpec, check_names, check_tensors, select_layers
+from avq_diffusers.files import atomic_save
+from avq_diffusers.weights import (
+    LayerSpec,
+    check_digest,
+    check_names,
+    check_tensors,
+    select_layers,
+    tensor_digest,
+)
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -105,7 +113,7 @@ def save_linfusion(
 
     Raises:
         ValueError: names or shapes are not those of the UNet, or a tensor holds NaN or infinity.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written; what was there is intact.
     """
     specs = [layer for layer in select_layers(unet) if layer.name in layers]
     check_names("LinFusion layers", layers, [spec.name for spec in specs])
@@ -117,14 +125,15 @@ def save_linfusion(
         "format_version": FORMAT_VERSION,
         "base_model": base_model,
         "layers": [{name: getattr(spec, name) for name in names} for spec in specs],
+        "sha256": tensor_digest(tensors),
         "training": training,
     }
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / WEIGHTS_FILE
-    )
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with atomic_save(Path(path), CONFIG_FILE, "LinFusion layers") as folder:
+        save_file(
+            {name: x.detach().cpu().contiguous() for name, x in tensors.items()},
+            folder / WEIGHTS_FILE,
+        )
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load_linfusion(path: str | Path, unet: nn.Module) -> nn.Module:
@@ -150,7 +159,7 @@ def load_linfusion(path: str | Path, unet: nn.Module) -> nn.Module:
     for file in (config_path, weights_path):
         if not file.is_file():
             raise FileNotFoundError(f"LinFusion layers: there is no file {file}.")
-    specs = _read_specs(config_path)
+    specs, sha256 = _read_config(config_path)
     layers = {layer.name: layer for layer in select_layers(unet)}
     for spec in specs:
         if spec.name not in layers:
@@ -169,6 +178,7 @@ def load_linfusion(path: str | Path, unet: nn.Module) -> nn.Module:
         raise ValueError(f"{weights_path} is not a whole safetensors file: {error}.") from error
     processors = _empty_processors(specs)
     check_tensors(str(weights_path), tensors, _by_path(_states(processors)))
+    check_digest(weights_path, tensors, sha256)
 
     remove_linfusion(unet)
     for name, processor in processors.items():
@@ -220,7 +230,8 @@ def _by_path(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {f"{name}.{key}": x for name, tensors in layers.items() for key, x in tensors.items()}
 
 
-def _read_specs(path: Path) -> list[LayerSpec]:
+def _read_config(path: Path) -> tuple[list[LayerSpec], str | None]:
+    """The layers, and the digest of their tensors if there is one."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -243,4 +254,4 @@ def _read_specs(path: Path) -> list[LayerSpec]:
     if not specs:
         names = ", ".join(field.name for field in fields(LayerSpec))
         raise ValueError(f"{path} must list layers with {names}.")
-    return specs
+    return specs, config.get("sha256")

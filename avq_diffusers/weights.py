@@ -5,8 +5,6 @@ Shapes: H heads, M0 parents, C children per parent, D head dim.
 
 import hashlib
 import json
-import os
-import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.config import AVQConfig, is_within
 from avq_diffusers.diagnostics import constraint_error
+from avq_diffusers.files import atomic_save
 
 FORMAT_VERSION = 1
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -301,23 +300,10 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             OSError: the folder cannot be made or written; what was there is intact.
         """
         folder = Path(save_directory)
-        temporary = folder / ".writing"
-        self.register_to_config(sha256=self._digest())
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+        self.register_to_config(sha256=tensor_digest(self.state_dict()))
+        with atomic_save(folder, self.config_name, "codebooks") as temporary:
             # To a Hub repository, if to any, named as the folder is.
             super().save_pretrained(str(temporary), **{"repo_id": folder.name, **arguments})
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise OSError(
-                f"codebooks could not be written to {folder} ({error}); what was there is intact."
-            ) from error
-        (folder / self.config_name).unlink(missing_ok=True)
-        written = sorted(temporary.iterdir(), key=lambda path: path.name == self.config_name)
-        for path in written:  # config.json last
-            os.replace(path, folder / path.name)
-        temporary.rmdir()
 
     def layer_config(self, name: str) -> AVQConfig:
         """The `AVQConfig` of one layer, its overrides resolved."""
@@ -368,13 +354,6 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
     def _layer(self, name: str) -> "_LayerCodebook":
         return self.codebooks[_key(name)]
 
-    def _digest(self) -> str:
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.state_dict().items()):
-            digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.float().cpu().numpy().tobytes())
-        return digest.hexdigest()
-
     def _load(self, path: Path) -> None:
         try:
             loaded = load_file(path)
@@ -384,11 +363,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         self.to_empty(device="cpu").load_state_dict(loaded)
         errors = [constraint_error(self.codebook(name)).max() for name in self.layer_specs]
         error = max(errors, default=0)
-        if self.config["sha256"] not in (None, self._digest()):
-            raise ValueError(
-                f"{path} does not hold the tensors that its config.json was saved with: it is "
-                f"damaged, or belongs to other codebooks."
-            )
+        check_digest(path, self.state_dict(), self.config["sha256"])
         if error > CONSTRAINT_TOLERANCE:
             warnings.warn(
                 f"{path}: children do not average to their parent, by up to {error:.2g} of their "
@@ -466,6 +441,23 @@ def check_tensors(subject: str, got: Mapping[str, Tensor], expected: Mapping[str
             )
         if not tensor.isfinite().all():
             raise ValueError(f"{subject}: {name} holds NaN or infinity.")
+
+
+def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, shapes and values, whatever the floating point dtype they are stored in."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_digest(path: Path, tensors: Mapping[str, Tensor], sha256: str | None) -> None:
+    if sha256 not in (None, tensor_digest(tensors)):
+        raise ValueError(
+            f"{path} does not hold the tensors that its config.json was saved with: it is damaged, "
+            f"or belongs to another training."
+        )
 
 
 def _copy(subject: str, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:

@@ -329,6 +329,24 @@ class TestRefusals:
         with pytest.raises(ValueError, match="is not a whole safetensors file"):
             load_linfusion(folder, loaded)
 
+    def test_other_tensors_of_the_same_shapes(self, folder, loaded):
+        """Catches one changed bit that leaves a plausible number."""
+        path = folder / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="does not hold the tensors that its config"):
+            load_linfusion(folder, loaded)
+
+    def test_layers_stay_that_cannot_be_replaced(self, folder, unet, layers):
+        """Catches new weights beside an old config.json, or none."""
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        (folder / ".writing").touch()  # in the place of the temporary folder
+        with pytest.raises(OSError, match=r"LinFusion layers could not be written to .*intact\."):
+            save_linfusion(folder, unet, layers)
+        (folder / ".writing").unlink(missing_ok=True)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
     @pytest.mark.parametrize(
         ("change", "message"),
         [
