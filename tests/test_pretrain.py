@@ -4,6 +4,8 @@ import ast
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -251,6 +253,22 @@ def test_a_checkpoint_of_another_configuration_is_refused(runs):
     result = run(arguments("vae", runs / "vae", "--resume", seed=1, learning_rate=0.5, workers=0))
     assert result.exit_code == 2
     assert "it differs in learning_rate, seed." in result.stderr
+
+
+@pytest.mark.parametrize("name", ["model", "averaged", "optimizer"])
+def test_a_damaged_checkpoint_is_refused(runs, tmp_path, name):
+    """Catches one changed bit that is found, if at all, when the data are loaded and it is late."""
+    shutil.copytree(runs / "scorer" / "checkpoints", tmp_path / "checkpoints")
+    path = tmp_path / "checkpoints" / "step-00000004" / f"{name}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    result = run(arguments("scorer", tmp_path, "--resume"))
+    assert result.exit_code == 2
+    assert re.fullmatch(
+        rf"error: .*{name}\.safetensors is damaged \(.*\); delete .*step-00000004 to go on .*\n",
+        result.stderr,
+    )
 
 
 # --- configuration ---

@@ -9,6 +9,7 @@ from torch import nn
 from distill import checkpoint
 from distill.pretrain.config import RunConfig
 
+PARTS = MODEL, AVERAGED, OPTIMIZER = "model", "averaged", "optimizer"
 KEPT = 2
 # Fields that may change between a run and its continuation: they do not change its result, or
 # (the time budget) are a property of the process.
@@ -32,9 +33,9 @@ class TrainingState:
             output,
             step,
             {
-                "model": self.model.state_dict(),
-                "averaged": self.averaged.state_dict(),
-                "optimizer": checkpoint.optimizer_tensors(self.model, self.optimizer),
+                MODEL: self.model.state_dict(),
+                AVERAGED: self.averaged.state_dict(),
+                OPTIMIZER: checkpoint.optimizer_tensors(self.model, self.optimizer),
             },
             config=config,
             keep=KEPT,
@@ -47,18 +48,20 @@ class TrainingState:
         found = checkpoint.newest(output)
         if found is None:
             return 0, 0.0
-        self.model.load_state_dict(found.tensors("model"))
-        self.averaged.load_state_dict(found.tensors("averaged"))
-        checkpoint.load_optimizer(self.model, self.optimizer, found.tensors("optimizer"))
+        self.model.load_state_dict(found.tensors(MODEL))
+        self.averaged.load_state_dict(found.tensors(AVERAGED))
+        checkpoint.load_optimizer(self.model, self.optimizer, found.tensors(OPTIMIZER))
         return found.step, found.run["progress"]
 
 
 def check_newest(output: Path, config: RunConfig, num_processes: int) -> None:
-    """Check that the newest checkpoint, if there is one, belongs to this configuration.
+    """Check that the newest checkpoint, if there is one, is whole and of this configuration.
 
     Raises:
-        ValueError: it is of another configuration or number of processes.
+        ValueError: it is damaged, or of another configuration or number of processes.
     """
     found = checkpoint.newest(output)
     if found is not None:
         checkpoint.check(found, config, free=FREE, num_processes=num_processes)
+        for name in PARTS:
+            found.tensors(name)
