@@ -1,6 +1,7 @@
 """The page of `avq app`: exact and AVQ pictures of one prompt, side by side. Needs gradio."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -222,7 +223,7 @@ def build_page(
             avq.image,
             f"{DIFFERENCE} x{DIFFERENCE_GAIN}, PSNR {psnr(avq.image, exact):.1f} dB",
             difference(exact, avq.image),
-            f"{drawn.request}\n\n{_table(report)}",
+            f"{_as_typed(drawn.request)}\n\n{_table(report)}",
         ]
 
     def offer_scalecrafter(width: int, height: int) -> gr.Checkbox:
@@ -359,6 +360,11 @@ def _note(pipe: Any, model: str) -> str:
     else:
         device = pipe.device.type.upper()
     return f"{model} on {device}, {str(pipe.dtype).removeprefix('torch.')}"
+
+
+def _as_typed(request: Request) -> str:
+    """The request in Markdown that shows its characters and takes none of them for markup."""
+    return re.sub(r"([!-/:-@[-`{-~])", r"\\\1", str(request))
 
 
 def _table(report: Summary) -> str:

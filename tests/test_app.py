@@ -22,7 +22,7 @@ from avq_diffusers import AVQConfig, apply_avq, avq_disabled, cli, scalecrafter,
 from avq_diffusers.pipeline import applied_states
 from avq_diffusers.sheet import difference
 
-PROMPT = "a red fox"
+PROMPT = "a *red* fox"  # no emphasis, to the page
 SIDE = 128
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FIELDS = {
@@ -131,7 +131,7 @@ def test_the_pictures_are_those_of_generate(visit, reference):
     expected = difference(Image.open(exact), Image.open(avq))
     assert np.array_equal(pixels(differing), np.asarray(expected))
     assert "PSNR" in difference_title
-    assert f"{PROMPT} ({SIDE} x {SIDE}, seed 3, 2 steps, guidance 7.5)" in report
+    assert f"{PROMPT} ({SIDE} x {SIDE}, seed 3, 2 steps, guidance 7.5)" in report.replace("\\", "")
     assert report.count("AVQ (torch backend)") == len(applied_states(reference))
     assert report.count("| AVQ: 2 |") == len(applied_states(reference))
 
@@ -359,6 +359,7 @@ def test_in_a_browser(command, browser, reference):
     assert np.array_equal(shown("exact"), draw_exact(reference))
     assert np.array_equal(shown("avq"), draw(reference))
     assert "PSNR" in page.inner_text("#difference-title")
+    assert page.inner_text("#report").startswith(PROMPT)
     rows = page.locator("#report tbody tr")
     assert rows.count() == 16
     assert rows.filter(has_text="AVQ (torch backend)").count() == len(applied_states(reference))
