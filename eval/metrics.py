@@ -10,7 +10,6 @@ from torchmetrics.functional.image import structural_similarity_index_measure
 from transformers import CLIPModel, CLIPTokenizer
 
 from avq_diffusers.mini import Scene, copy_agreement
-from eval.frechet import fit_gaussian, frechet_distance
 
 SCORER_IMAGE_SIZE = 256
 SCORER_BATCH = 256
@@ -48,13 +47,17 @@ class Scorer(nn.Module):
         """uint8 pictures (n, 3, h, w) to pooled features (n, num_features)."""
         return self.model.vision_model(self._pixels(images)).pooler_output
 
-    @torch.no_grad()
     def cosines(self, images: Tensor, captions: Sequence[str]) -> Tensor:
         """Cosine between each picture's and its caption's embedding, (n,)."""
+        return self.text_cosines(self(images), captions)
+
+    @torch.no_grad()
+    def text_cosines(self, features: Tensor, captions: Sequence[str]) -> Tensor:
+        """The same from the pictures' features (n, num_features)."""
         tokens = self.tokenizer(
             list(captions), padding="max_length", truncation=True, return_tensors="pt"
         ).to(self.model.device)
-        image = self.model.visual_projection(self(images))
+        image = self.model.visual_projection(features)
         text = self.model.text_projection(self.model.text_model(**tokens).pooler_output)
         return nn.functional.cosine_similarity(image, text)
 
@@ -68,31 +71,21 @@ class Scorer(nn.Module):
         return (pixels - SCORER_MEAN) / SCORER_STD
 
 
-class FrechetDistance:
-    """Distance (FID) of pictures to others, whose features are extracted once.
-
-    Args:
-        scorer: of the features.
-        reference: uint8 pictures (n, h, w, 3).
-    """
-
-    def __init__(self, scorer: Scorer, reference: np.ndarray) -> None:
-        self.scorer = scorer
-        self.reference = fit_gaussian(self._features(reference))
-
-    def __call__(self, images: np.ndarray) -> float:
-        """The distance of uint8 pictures (n, h, w, 3) to the reference."""
-        return frechet_distance(self.reference, fit_gaussian(self._features(images)))
-
-    def _features(self, images: np.ndarray) -> Tensor:
-        return torch.cat([self.scorer(_to_bytes(batch)) for batch in _batches(images)])
+def picture_features(scorer: Scorer, images: np.ndarray) -> Tensor:
+    """Features (n, num_features) of uint8 pictures (n, h, w, 3), for FID and the CLIP score."""
+    batches = (
+        images[start : start + SCORER_BATCH] for start in range(0, len(images), SCORER_BATCH)
+    )
+    return torch.cat([scorer(_to_bytes(batch)) for batch in batches])
 
 
-def clip_scores(scorer: Scorer, images: np.ndarray, captions: Sequence[str]) -> np.ndarray:
+def clip_scores(scorer: Scorer, features: Tensor, captions: Sequence[str]) -> np.ndarray:
     """CLIP score of every picture under its caption, 100 x cosine, (n,)."""
     cosines = [
-        scorer.cosines(_to_bytes(batch), captions[start : start + SCORER_BATCH])
-        for start, batch in zip(range(0, len(images), SCORER_BATCH), _batches(images), strict=True)
+        scorer.text_cosines(batch, captions[start : start + SCORER_BATCH])
+        for start, batch in zip(
+            range(0, len(features), SCORER_BATCH), features.split(SCORER_BATCH), strict=True
+        )
     ]
     return 100 * torch.cat(cosines).float().cpu().numpy()
 
@@ -101,10 +94,6 @@ def copy_agreements(images: np.ndarray, scenes: Sequence[Scene]) -> np.ndarray:
     """Copy agreement of the pictures whose scene holds copies; others are left out."""
     values = (copy_agreement(image, scene) for image, scene in zip(images, scenes, strict=True))
     return np.array([value for value in values if value is not None])
-
-
-def _batches(images: np.ndarray) -> list[np.ndarray]:
-    return [images[start : start + SCORER_BATCH] for start in range(0, len(images), SCORER_BATCH)]
 
 
 def _to_bytes(images: np.ndarray) -> Tensor:

@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
+from torch import Tensor
 from tqdm import tqdm
 
 from avq_diffusers.mini import IMAGE_SIZE, Scene, corrupt, render
 from eval.compare import psnr_figures
+from eval.frechet import bootstrap_error, fit_gaussian, frechet_distance
 from eval.methods import EXACT, attention_method, method_cells, prepare_methods
-from eval.metrics import FrechetDistance, Scorer, clip_scores, copy_agreements, psnr
+from eval.metrics import Scorer, clip_scores, copy_agreements, picture_features, psnr
 from eval.pictures import dilation, generate
+from eval.protocol import NUM_BOOTSTRAPS
 from eval.tables import markdown_table, number
 
 LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
@@ -51,7 +54,8 @@ def score_methods(
     same with their copies broken. Then comes `exact`, wherever it stands among the methods: PSNR
     and "FID to exact" compare the other methods' pictures with its own. At equal noise the latter
     tells methods apart that FID, which varies with the noise, does not. Seconds per picture are
-    those of generation, first calls included.
+    those of generation, first calls included. Standard errors are over pictures, that of FID by
+    bootstrap.
 
     Real pictures are rendered at the size of the generated ones. Copy agreement is measured at this
     size; for FID and CLIP score the scorer resizes all of them to its own by an antialiased
@@ -92,24 +96,26 @@ def score_methods(
         pipe, methods, levels=levels, calibration_prompts=calibration_prompts
     )
     captions = [scene.caption for scene in scenes]
-    distance = FrechetDistance(scorer, _render_all(reference_scenes, size))
+    reference = fit_gaussian(picture_features(scorer, _render_all(reference_scenes, size)))
 
-    def row(facts: dict[str, Any], pictures: np.ndarray) -> dict[str, Any]:
+    def row(facts: dict[str, Any], pictures: np.ndarray, features: Tensor) -> dict[str, Any]:
         agreement = copy_agreements(pictures, scenes)
-        clip = clip_scores(scorer, pictures, captions)
+        clip = clip_scores(scorer, features, captions)
         return {
             **facts,
             "num_pictures": len(pictures),
-            "fid": distance(pictures),
+            "fid": frechet_distance(reference, fit_gaussian(features)),
+            "fid_sem": bootstrap_error(reference, features, NUM_BOOTSTRAPS),
             "clip_score": float(clip.mean()),
             "clip_score_sem": _standard_error(clip),
             "copy_agreement": float(agreement.mean()),
             "copy_agreement_sem": _standard_error(agreement),
         }
 
-    yield row({"method": REAL}, _render_all(scenes, size))
-    yield row({"method": BROKEN}, _render_all(scenes, size, broken=True))
-    exact = to_exact = None
+    for name in (REAL, BROKEN):
+        pictures = _render_all(scenes, size, broken=name == BROKEN)
+        yield row({"method": name}, pictures, picture_features(scorer, pictures))
+    exact = None
     if is_compiled:
         pipe.unet.compile(dynamic=False)
     finished = {
@@ -136,12 +142,15 @@ def score_methods(
                 description=method.name,
             )
         seconds = (perf_counter() - start) / len(captions)
+        features = picture_features(scorer, pictures)
         likeness = dict.fromkeys(LIKENESS)
         if method.name == EXACT:
-            exact, to_exact = pictures, FrechetDistance(scorer, pictures)
+            exact, exact_features = pictures, fit_gaussian(features)
         elif exact is not None:
-            likeness = {"fid_to_exact": to_exact(pictures), **_psnr(pictures, exact)}
-        yield {**row(method.facts(), pictures), **likeness, "seconds_per_picture": seconds}
+            distance = frechet_distance(exact_features, fit_gaussian(features))
+            likeness = {"fid_to_exact": distance, **_psnr(pictures, exact)}
+        figures = row(method.facts(), pictures, features)
+        yield {**figures, **likeness, "seconds_per_picture": seconds}
         del pictures  # before the next ones are made
 
 

@@ -42,6 +42,7 @@ from eval.benchmarks.attention import (
     attention_table,
     bench_attention,
 )
+from eval.frechet import fit_gaussian, frechet_distance
 from eval.methods import (
     EXACT,
     NO_ATTENTION,
@@ -118,6 +119,11 @@ def standard_sample(count: int, width: int, seed: int) -> np.ndarray:
     return sample @ np.linalg.inv(np.linalg.cholesky(np.cov(sample.T))).T
 
 
+def fid(scorer, reference: np.ndarray, images: np.ndarray) -> float:
+    gaussians = [fit_gaussian(metrics.picture_features(scorer, x)) for x in (reference, images)]
+    return frechet_distance(*gaussians)
+
+
 def test_fid_of_two_gaussians():
     """|m - n|² + Σ (s - t)² for diagonal covariances; fails for a lost last batch as well."""
     mean, other_mean = np.array([1.0, -2, 0]), np.array([0.5, 1, 4])
@@ -126,9 +132,7 @@ def test_fid_of_two_gaussians():
     generated = other_mean + other_scale * standard_sample(300, 3, seed=1)
     scorer = GivenFeatures(np.concatenate([real, generated]))
     expected = ((mean - other_mean) ** 2).sum() + ((scale - other_scale) ** 2).sum()
-    assert metrics.FrechetDistance(scorer, numbered(0, 600))(numbered(600, 900)) == pytest.approx(
-        expected
-    )
+    assert fid(scorer, numbered(0, 600), numbered(600, 900)) == pytest.approx(expected)
     assert scorer.batches == [256, 256, 88, 256, 44]
 
 
@@ -141,9 +145,7 @@ def test_fid_of_correlated_features():
     root = sqrtm(first @ second).real
     expected = 4 + np.trace(first + second - 2 * root)
     scorer = GivenFeatures(np.concatenate([real, generated]))
-    assert metrics.FrechetDistance(scorer, numbered(0, 300))(numbered(300, 600)) == pytest.approx(
-        expected
-    )
+    assert fid(scorer, numbered(0, 300), numbered(300, 600)) == pytest.approx(expected)
 
 
 def test_fid_is_zero_for_one_set_and_does_not_see_the_order():
@@ -151,12 +153,11 @@ def test_fid_is_zero_for_one_set_and_does_not_see_the_order():
     scorer = GivenFeatures(np.random.default_rng(0).normal(size=(1000, 5)))
     real, generated = numbered(0, 500), numbered(500, 1000)
     shuffled = generated[np.random.default_rng(1).permutation(500)]
-    to_real = metrics.FrechetDistance(scorer, real)
-    distance = to_real(generated)
+    distance = fid(scorer, real, generated)
     assert distance > 1e-3
-    assert to_real(real[::-1].copy()) == pytest.approx(0, abs=1e-6)
-    assert to_real(shuffled) == pytest.approx(distance, rel=1e-9)
-    assert metrics.FrechetDistance(scorer, generated)(real) == pytest.approx(distance, rel=1e-9)
+    assert fid(scorer, real, real[::-1].copy()) == pytest.approx(0, abs=1e-6)
+    assert fid(scorer, real, shuffled) == pytest.approx(distance, rel=1e-9)
+    assert fid(scorer, generated, real) == pytest.approx(distance, rel=1e-9)
 
 
 def test_the_scorer_sees_broken_copies_and_one_scale(scorer):
@@ -165,8 +166,7 @@ def test_the_scorer_sees_broken_copies_and_one_scale(scorer):
     others = [sample_scene(seed) for seed in TEST_SEEDS[100:108]]
     real, reference = (np.stack([render(s) for s in group]) for group in (shown, others))
     broken = np.stack([corrupt(scene, seed) for seed, scene in enumerate(shown)])
-    distance = metrics.FrechetDistance(scorer, reference)
-    assert distance(broken) > 1.3 * distance(real)
+    assert fid(scorer, reference, broken) > 1.3 * fid(scorer, reference, real)
     doubled = real.repeat(2, 1).repeat(2, 2)
     cropped = doubled[:, 128:384, 128:384]
     features, *others = (scorer(metrics._to_bytes(x)) for x in (real, doubled, cropped))
@@ -180,13 +180,16 @@ def test_clip_scores_rank_the_right_caption_first(scorer, monkeypatch):
     shown = [sample_scene(seed) for seed in TEST_SEEDS[200:206]]
     images = np.stack([render(scene) for scene in shown])
     captions = [scene.caption for scene in shown]
-    right = metrics.clip_scores(scorer, images, captions)
-    wrong = metrics.clip_scores(scorer, images, captions[1:] + captions[:1])
+    features = metrics.picture_features(scorer, images)
+    right = metrics.clip_scores(scorer, features, captions)
+    wrong = metrics.clip_scores(scorer, features, captions[1:] + captions[:1])
     assert right.shape == (6,)
     assert (right > wrong + 20).all()
     assert (right <= 100).all()
     monkeypatch.setattr(metrics, "SCORER_BATCH", 4)
-    assert metrics.clip_scores(scorer, images, captions) == pytest.approx(right, abs=1e-2)
+    assert metrics.clip_scores(scorer, features, captions) == pytest.approx(right, abs=1e-2)
+    cosines = scorer.cosines(metrics._to_bytes(images), captions)
+    assert 100 * cosines.numpy() == pytest.approx(right, abs=1e-2)
 
 
 def test_copy_agreements_leave_out_scenes_without_copies():
@@ -591,10 +594,11 @@ def test_scenes_rows(scorer, monkeypatch):
     assert abs(broken["copy_agreement"]) < 0.2
     assert real["clip_score"] > 80
     assert 0 < real["clip_score_sem"] < 2
+    assert 0 < real["fid_sem"] < real["fid"]
     assert real["num_pictures"] == 8
     table = scenes.scenes_table(rows).splitlines()
     assert len(table) == 6
-    assert f"| {real['fid']:.3f} |" in table[2]
+    assert f"| {real['fid']:.3f} ± {real['fid_sem']:.3f} |" in table[2]
     assert table[5].startswith("| M4 | 4 | ")
 
 

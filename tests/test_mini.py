@@ -39,7 +39,7 @@ from avq_diffusers.mini import (
     render,
     sample_scene,
 )
-from eval.metrics import Scorer, clip_scores, psnr
+from eval.metrics import Scorer, clip_scores, picture_features, psnr
 
 MEBIBYTE = 2**20
 NUM_TOKENS = {0: 4096, 1: 1024}
@@ -256,8 +256,10 @@ def test_broken_copies_lower_the_clip_score_slightly(scorer):
     """Captions do not name the copies: the score falls, but stays far above a wrong caption's."""
     shown = [scene for scene in scenes(48) if scene.background.kind != "plain"]
     captions = [scene.caption for scene in shown]
-    whole = clip_scores(scorer, np.stack([render(scene) for scene in shown]), captions)
-    broken = np.stack([corrupt(scene, seed) for seed, scene in enumerate(shown)])
+    pictures = np.stack([render(scene) for scene in shown])
+    whole = clip_scores(scorer, picture_features(scorer, pictures), captions)
+    pictures = np.stack([corrupt(scene, seed) for seed, scene in enumerate(shown)])
+    broken = picture_features(scorer, pictures)
     scores = clip_scores(scorer, broken, captions)
     wrong = clip_scores(scorer, broken, captions[1:] + captions[:1])
     assert scores.mean() < whole.mean()
