@@ -153,7 +153,7 @@ def load_linfusion(path: str | Path, unet: nn.Module) -> nn.Module:
         TypeError: `unet` is not a UNet.
         FileNotFoundError: the folder lacks a file.
         ValueError: a file is damaged, of another format or model, or does not hold what its
-            config.json says.
+            config.json says; or `unet` has AVQ.
     """
     config_path, weights_path = Path(path) / CONFIG_FILE, Path(path) / WEIGHTS_FILE
     for file in (config_path, weights_path):
@@ -161,6 +161,8 @@ def load_linfusion(path: str | Path, unet: nn.Module) -> nn.Module:
             raise FileNotFoundError(f"LinFusion layers: there is no file {file}.")
     specs, sha256 = _read_config(config_path)
     layers = {layer.name: layer for layer in select_layers(unet)}
+    if any(hasattr(layer.attn, "_avq") for layer in layers.values()):
+        raise ValueError("this UNet has AVQ; call remove_avq(unet) first.")
     for spec in specs:
         if spec.name not in layers:
             raise ValueError(

@@ -276,6 +276,11 @@ def _kernel_attention(
     from avq_diffusers.kernels.attention import attend
     from avq_diffusers.kernels.precompute import precompute
 
+    # The kernels read rows of neighbouring numbers.
+    query, key, value = (
+        x if x.stride(-1) == 1 else x.transpose(1, 2).contiguous().transpose(1, 2)
+        for x in (query, key, value)
+    )
     sizes = {"num_parents": children.shape[1], "num_children": children.shape[2]}
     dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
     # Triton launches on the current device.
@@ -374,11 +379,11 @@ _quantize.register_autograd(lambda ctx, grad_output: (grad_output, None, None))
 
 class _Packed(NamedTuple):
     children: weakref.ref
-    versions: tuple[int, int]
+    states: tuple[tuple, tuple]
     tables: tuple[Tensor, Tensor]
 
 
-# Per tensor of parents: its tables, packed again when a codebook is changed in place.
+# Per tensor of parents: its tables, packed again when a codebook is changed in place or moved.
 _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -386,15 +391,17 @@ def _packed_codewords(
     parents: Tensor, children: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`codewords.pack`, remembered as long as the codebook lives."""
-    versions = tuple(0 if x.is_inference() else x._version for x in (parents, children))
+    if parents.is_inference() or children.is_inference():  # their changes leave no trace
+        return codewords.pack(parents, children, scale=scale, dtype=dtype)
+    states = tuple((x._version, x.device, x.dtype, x.data_ptr()) for x in (parents, children))
     tables_of = _packed.setdefault(parents, {})
     found = tables_of.get((scale, dtype))
-    if found is not None and found.children() is children and found.versions == versions:
+    if found is not None and found.children() is children and found.states == states:
         return found.tables
     tables = codewords.pack(parents, children, scale=scale, dtype=dtype)
     # What is made while a CUDA graph is captured lives in that graph's memory.
     if not (parents.is_cuda and torch.cuda.is_current_stream_capturing()):
-        tables_of[scale, dtype] = _Packed(weakref.ref(children), versions, tables)
+        tables_of[scale, dtype] = _Packed(weakref.ref(children), states, tables)
     return tables
 
 

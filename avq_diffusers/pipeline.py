@@ -3,7 +3,9 @@
 Every function takes a pipeline with a `unet`, or the UNet itself, compiled or not.
 """
 
+import inspect
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ def apply_avq(
 
     An earlier AVQ is removed first. Processors of all other layers stay, and the processor that a
     chosen layer has now serves the calls that AVQ does not (attention masks, merged tokens). While
-    codebooks and UNet are on one device, changes made in place to the codebooks take effect.
+    codebooks and UNet are on one device, changes made in place to the codewords take effect.
 
     Tuned projections of distilled codebooks run, in the UNet's dtype, in place of the layer's own
     in the calls that AVQ serves; the UNet's parameters stay as they are, so that exact attention
@@ -57,7 +59,8 @@ def apply_avq(
 
     Raises:
         TypeError: `pipe` has no UNet, or `codebooks` is not an `AVQCodebooks`.
-        ValueError: the codebooks are those of another model, or backend or route are unknown.
+        ValueError: the codebooks are those of another model, backend or route are unknown, or the
+            UNet has LinFusion layers.
     """
     unet = _unet(pipe)
     if not isinstance(codebooks, AVQCodebooks):
@@ -66,7 +69,22 @@ def apply_avq(
     if route not in ROUTES:
         raise ValueError(f"route must be one of {', '.join(ROUTES)}, but got {route!r}.")
     processor = AVQProcessor()
-    for layer in install(unet, codebooks, backend, route):
+    layers = install(unet, codebooks, backend, route)
+    # By these names diffusers chooses what a processor gets.
+    known = {*inspect.signature(processor.__call__).parameters, "args", "kwargs"}
+    lost = {
+        name
+        for layer in layers
+        for name in inspect.signature(layer.attn.processor.__call__).parameters
+        if name not in known
+    }
+    if lost:
+        warnings.warn(
+            f"the arguments {', '.join(sorted(lost))} of cross_attention_kwargs no longer reach "
+            f"the processors that had them; keep their layers exact, by AVQConfig(exact=...).",
+            stacklevel=2,
+        )
+    for layer in layers:
         layer.attn._avq_previous = layer.attn.processor
         layer.attn.set_processor(processor)
     return pipe
@@ -124,7 +142,8 @@ def set_num_refined(
             training timesteps, which fall from 1000 to 0 in every sampler: `{1000: 8, 400: 16}`
             refines 8 parents from timestep 1000 down and 16 from 400 down. Or a plan, such as
             `CaptureProfile.at_least` makes: numbers or schedules by the start of a layer's name,
-            longer ones winning over shorter ones; layers without an entry stay as they are.
+            longer ones winning over shorter ones; layers without an entry stay as they are, and an
+            entry without a layer is refused.
         level: only the layers of this UNet level.
         layer: only the layers whose name starts with this, such as `"up_blocks.3"`.
 
@@ -133,8 +152,8 @@ def set_num_refined(
 
     Raises:
         TypeError: `pipe` has no UNet, or a number of parents or a timestep is not an int.
-        ValueError: no AVQ layer matches, a layer cannot refine that many parents, or a schedule
-            does not begin at timestep 1000.
+        ValueError: no AVQ layer matches, an entry of a plan is for none of those that do, a layer
+            cannot refine that many parents, or a schedule does not begin at timestep 1000.
     """
     states = applied_states(pipe)
     names = ", ".join(found.name for found in states)
@@ -149,11 +168,15 @@ def set_num_refined(
         )
     schedules = {}
     for start, schedule in _plan(num_refined).items():
-        if not any(found.name.startswith(start) for found in states):
-            raise ValueError(f"no AVQ layer's name starts with {start!r}; the layers are {names}.")
-        for found, state in chosen.items():
-            if not found.name.startswith(start):
-                continue
+        concerned = {
+            found: state for found, state in chosen.items() if found.name.startswith(start)
+        }
+        if not concerned:
+            names = ", ".join(found.name for found in chosen)
+            raise ValueError(
+                f"no AVQ layer's name starts with {start!r}; the chosen layers are {names}."
+            )
+        for found, state in concerned.items():
             most = state.codebook.num_parents if state.codebook.num_children else 0
             for count in schedule.values():
                 if not 0 <= count <= most:

@@ -7,6 +7,7 @@ processors as `type(processor)()`, and compiles without a guard per layer.
 
 import copy
 import inspect
+import threading
 from collections import Counter
 
 import torch
@@ -21,6 +22,15 @@ from avq_diffusers.routing import BreakEven, Shape, break_even, known_break_even
 from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer
 
 AVQ_CALL = "AVQ"
+
+
+class _PerThread(threading.local):
+    """What the thread that draws has seen last; a copy has seen nothing."""
+
+    query_order: Tensor | None = None
+
+    def __reduce__(self) -> tuple:
+        return _PerThread, ()
 
 
 class LayerState:
@@ -38,7 +48,8 @@ class LayerState:
         self.query_tile = config.query_tile
         self.importance_tile = config.importance_tile
         self.order_kind = config.query_order
-        self.query_order: Tensor | None = None
+        self.last_order: Tensor | None = None
+        self.of_thread = _PerThread()
         self.num_heads = layer.num_heads
         self.backend = backend
         self.route = route
@@ -56,9 +67,10 @@ class LayerState:
         height, width = hidden_states.shape[-2:]
         device = hidden_states.device
         # A tensor and not (h, w): torch.compile would guard every block on the two integers.
-        self.query_order = query_order(height, width, self.order_kind, device)
+        self.last_order = order = query_order(height, width, self.order_kind, device)
         self.move_to(device, dtype)
         if not torch.compiler.is_compiling():
+            self.of_thread.query_order = order
             self.learn_break_even(hidden_states, measure=True)
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -66,20 +78,34 @@ class LayerState:
 
         Without need nothing is copied, so that changes to the codebooks take effect.
         """
+        # Both outside inference mode: autograd would refuse its tensors later, and the kernels'
+        # tables of codewords could not be kept.
         if self.codebook.parents.device != device:
-            self.codebook = self.codebook.to(device)
-            self.key_norm = copy.deepcopy(self.key_norm).to(device) if self.key_norm else None
+            with torch.inference_mode(False), torch.no_grad():
+                self.codebook = self.codebook.to(device)
+                self.key_norm = copy.deepcopy(self.key_norm).to(device) if self.key_norm else None
         if self.projections is None:
             return
         weight = self.projections["to_q.weight"]
         if (weight.device, weight.dtype) != (device, dtype):
-            # From the codebooks, as a copy in another dtype has lost digits, and outside inference
-            # mode, whose tensors autograd would refuse later.
+            # From the codebooks, as a copy in another dtype has lost digits.
             with torch.inference_mode(False), torch.no_grad():
                 self.projections = {
                     name: tensor.to(device, dtype)
                     for name, tensor in self.tuned_projections.items()
                 }
+
+    @property
+    def query_order(self) -> Tensor | None:
+        """Of the grid that this thread is drawing: others may draw with the same UNet.
+
+        Compiled code, and autograd's own threads where it computes a layer again, take the last
+        one of any thread.
+        """
+        if torch.compiler.is_compiling():
+            return self.last_order
+        order = self.of_thread.query_order
+        return self.last_order if order is None else order
 
     def shape(self, hidden_states: Tensor) -> Shape:
         """What the faster attention depends on, for the batch and dtype of `hidden_states`."""
@@ -256,6 +282,8 @@ def install(
 ) -> list[SelfAttentionLayer]:
     """Give the layers of `codebooks` their state and their grid hook; processors stay."""
     layers = codebooks.layers_of(unet)
+    if any(hasattr(module, "_linfusion_previous") for module in unet.modules()):
+        raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")
     states = [LayerState(layer, codebooks, backend, route) for layer in layers]
     uninstall(unet)
     for layer, state in zip(layers, states, strict=True):

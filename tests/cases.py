@@ -5,6 +5,15 @@ from torch import Tensor
 
 from avq_diffusers.codebook import Codebook
 
+LAYOUTS = {
+    "(B, H, N, D) memory": lambda x: x.contiguous(),
+    "(B, N, H, D) memory": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "(D, N, H, B) memory": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "part of a fused projection": lambda x: torch.cat([x, x + 1, x - 1], dim=-1)[..., 8:16],
+    "every second token": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
+    "batch expanded": lambda x: x[:1].expand(2, -1, -1, -1),
+}
+
 
 def make_case(
     *,

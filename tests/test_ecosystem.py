@@ -39,6 +39,7 @@ from diffusers import (
     UNetMotionModel,
 )
 from diffusers.models.attention_processor import (
+    AttnProcessor2_0,
     IPAdapterAttnProcessor2_0,
     XFormersAttnProcessor,
 )
@@ -65,7 +66,7 @@ from avq_diffusers.pipeline import (
     summary,
 )
 from avq_diffusers.processor import AVQProcessor
-from avq_diffusers.weights import AVQCodebooks
+from avq_diffusers.weights import AVQCodebooks, select_layers
 
 feature = pytest.mark.feature
 
@@ -316,6 +317,47 @@ def test_threads(pipe, codebooks):
             together = list(threads.map(lambda run: run(), runs))
             assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
     assert kinds(pipe) == kinds(other) == {"AVQ"}
+
+
+@feature("several pipelines and threads")
+def test_threads_of_one_unet(codebooks):
+    """Catches a grid that is another thread's: as many tokens in another order, or too many."""
+    unet = apply_avq(tiny_unet(), codebooks)
+    layer = select_layers(unet, (0,))[0]
+
+    @torch.no_grad()
+    def output(height, width):
+        generator = torch.Generator().manual_seed(height)
+        sample = torch.randn(1, 4, height, width, generator=generator)
+        return unet(sample, 5, torch.ones(1, 5, 32)).sample
+
+    alone = output(16, 32)
+    for size in ((32, 16), (16, 16)):
+        with ThreadPoolExecutor(1) as thread:
+            seen = []
+
+            def draw_elsewhere(*_, size=size, thread=thread, seen=seen):
+                if not seen:
+                    seen.append(size)
+                    thread.submit(output, *size).result()
+
+            handle = layer.attn.register_forward_pre_hook(draw_elsewhere)
+            assert torch.equal(output(16, 32), alone)
+            handle.remove()
+            assert seen == [size]
+
+
+def test_lost_arguments_are_said(codebooks):
+    """Catches a processor that silently gets less than before."""
+
+    class Gained(AttnProcessor2_0):
+        def __call__(self, *args, gain=1.0, **kwargs):
+            return gain * super().__call__(*args, **kwargs)
+
+    unet = tiny_unet()
+    select_layers(unet, (0,))[0].attn.set_processor(Gained())
+    with pytest.warns(UserWarning, match="the arguments gain of cross_attention_kwargs no longer"):
+        apply_avq(unet, codebooks)
 
 
 class TestLoRA:

@@ -6,7 +6,7 @@ Uninitialised memory holds NaN in every test here.
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import make_case, relative_error
+from cases import LAYOUTS, make_case, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -124,16 +124,6 @@ def test_identical_codewords_and_keys():
     key = parents[:, torch.arange(50) % 4].expand(2, -1, -1, -1)
     output, expected = both(query, key, value, codebook, num_refined=2, query_tile=16)
     assert relative_error(output, expected) < 1e-12
-
-
-LAYOUTS = {
-    "(B, H, N, D) memory": lambda x: x.contiguous(),
-    "(B, N, H, D) memory": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "(D, N, H, B) memory": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
-    "part of a fused projection": lambda x: torch.cat([x, x + 1, x - 1], dim=-1)[..., 8:16],
-    "every second token": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
-    "batch expanded": lambda x: x[:1].expand(2, -1, -1, -1),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import make_case, relative_error
+from cases import LAYOUTS, make_case, relative_error
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -107,12 +107,29 @@ def test_agrees_with_the_definition(dtype, shape, num_refined, query_tile):
     check(*case, num_refined=num_refined, query_tile=query_tile, order=order.to(DEVICE))
 
 
-def test_a_codebook_changed_in_place_is_packed_again():
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout):
+    """Catches kernels that take neighbours in memory for neighbours in a row."""
+    *tensors, codebook = on_device(dtype=FP32)
+    query, key, value = map(LAYOUTS[layout], tensors)
+    check(query, key, value, codebook, num_refined=2, query_tile=32)
+
+
+@pytest.mark.parametrize("change", ["in place", "moved", "made in inference mode"])
+def test_a_changed_codebook_is_packed_again(change):
     query, key, value, codebook = on_device(dtype=FP32)
+    if change == "made in inference mode":
+        with torch.inference_mode():
+            codebook = Codebook(codebook.parents.clone(), codebook.children.clone())
     options = {"num_refined": 2, "backend": "triton"}
     before = avq_attention(query, key, value, codebook, **options)
     assert torch.equal(avq_attention(query, key, value, codebook, **options), before)
-    codebook.children.add_(0.5 * torch.randn_like(codebook.children))
+    with torch.inference_mode(change == "made in inference mode"):
+        moved = codebook.children + 0.5 * torch.randn_like(codebook.children)
+        if change == "moved":  # as Module.to does, which leaves the tensor and its version
+            codebook.children.data = moved
+        else:
+            codebook.children.copy_(moved)
     after = avq_attention(query, key, value, codebook, **options)
     assert not torch.equal(after, before)
     fresh = Codebook(codebook.parents.clone(), codebook.children.clone())

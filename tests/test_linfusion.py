@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from avq_diffusers import (
     LinFusionProcessor,
+    apply_avq,
     load_linfusion,
     remove_linfusion,
     save_linfusion,
@@ -283,6 +284,18 @@ class TestRefusals:
         yield unet
         after = unet.attn_processors
         assert all(after[name] is processor for name, processor in before.items())
+
+    def test_avq(self, folder, loaded, unet):
+        """Catches one that takes the other's processor for the layer's own."""
+        codebooks = random_codebooks(unet)
+        with pytest.raises(
+            ValueError, match=r"LinFusion layers; call remove_linfusion\(unet\)"
+        ):
+            apply_avq(loaded, codebooks)
+        processors = dict(apply_avq(unet, codebooks).attn_processors)
+        with pytest.raises(ValueError, match=r"has AVQ; call remove_avq\(unet\)"):
+            load_linfusion(folder, unet)
+        assert unet.attn_processors == processors
 
     @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
     def test_missing_file(self, folder, loaded, file):
