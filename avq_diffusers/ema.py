@@ -169,7 +169,11 @@ def reassign_dead(
     counts = ema_counts.where(~moved, mass).masked_fill(orphaned, 0)
     key_sums = ema_key_sums.where(~moved[..., None], target * mass[..., None])
     key_sums = key_sums.masked_fill(orphaned[..., None], 0)
-    return key_sums, counts, derive_codebook(key_sums, counts, codebook, constrain=constrain)
+    shift = (keys[head, drawn] - codebook.parents).where(dead_parent[..., None], 0)
+    previous = Codebook(
+        codebook.parents + shift, codebook.children + shift[:, :, None], check_finite=False
+    )
+    return key_sums, counts, derive_codebook(key_sums, counts, previous, constrain=constrain)
 
 
 def ema_decay(step: int, warmup_steps: int, start: float = 0.9, end: float = 0.99) -> float:

@@ -11,12 +11,13 @@ unchanged convolution on d x d sub-grids of its input (`sub_grids`), which is eq
 whatever stands for the convolution: LoRA, quantised or offloaded layers.
 
 The UNet finds out by itself, from the timestep of each call, what to run. The hook that does this
-reads a scheduler's timesteps from the device once per picture, and stays outside of compiled code:
-of `torch.compile(unet)` there is one graph for each set of dilations that a picture goes through:
-two, or nine at four times the training size, for which `torch._dynamo.config.recompile_limit`
-must be raised to 16. Where the UNet must compile without a graph break (`fullgraph=True`), compile
-it by `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before `apply_scalecrafter`. While a
-CUDA graph is captured nothing is read: the graph holds the convolutions of the call before.
+reads a scheduler's timesteps from the device once per picture, and for noise-damped guidance
+compares the latents there at each step. It stays outside of compiled code: of `torch.compile(unet)`
+there is one graph for each set of dilations that a picture goes through: two, or nine at four times
+the training size, for which `torch._dynamo.config.recompile_limit` must be raised to 16. Where the
+UNet must compile without a graph break (`fullgraph=True`), compile it by
+`pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before `apply_scalecrafter`. While a CUDA
+graph is captured nothing is read: the graph holds the convolutions of the call before.
 """
 
 import math
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.pipeline import PipelineOrUNet, _original, _unet
@@ -135,7 +136,9 @@ def apply_scalecrafter(
 
     Args:
         pipe: a pipeline with a `unet`, or the UNet. Noise-damped guidance needs the pipeline that
-            draws, to know whether it guides.
+            draws, to know whether it guides. Where another one with the same UNet (`from_pipe`)
+            draws, damping is on or off by whether this one guided last; batches that do not fit are
+            refused.
         height: of the pictures, in pixels; 8 per latent for a UNet without pipeline.
         width: likewise.
         config: None takes the authors' settings for SD1.5, by the ratio of picture and training
@@ -149,6 +152,8 @@ def apply_scalecrafter(
         TypeError: `pipe` has no UNet, or `config` is not a `ScaleCrafterConfig`.
         ValueError: the size is not larger than the training size, there are no settings for it, or
             the UNet has no convolution to dilate.
+        NotImplementedError: noise-damped guidance of a pipeline that guides by an image as well,
+            such as InstructPix2Pix.
     """
     state = _ScaleCrafter(pipe, height, width, config, training_size)
     remove_scalecrafter(pipe)
@@ -184,7 +189,7 @@ def scalecrafter(
         pipe, height, width, config, training_size: as `apply_scalecrafter`.
 
     Raises:
-        TypeError, ValueError: as `apply_scalecrafter`.
+        TypeError, ValueError, NotImplementedError: as `apply_scalecrafter`.
     """
     earlier = getattr(_original(_unet(pipe)), "_scalecrafter", None)
     apply_scalecrafter(pipe, height, width, config=config, training_size=training_size)
@@ -334,6 +339,11 @@ class _ScaleCrafter:
                 f"noise-damped guidance needs a pipeline with guidance, but got "
                 f"{type(pipe).__name__}; pass one, or a config without damped_dilations."
             )
+        if config.damped_dilations and hasattr(type(pipe), "image_guidance_scale"):
+            raise NotImplementedError(
+                f"noise-damped guidance is for pairs (uncond, text), but {type(pipe).__name__} "
+                "guides by an image as well; pass a config without damped_dilations."
+            )
         self.convolutions = _convolutions(unet, config)
         if not self.convolutions:
             raise ValueError(
@@ -346,6 +356,7 @@ class _ScaleCrafter:
         self.pipe = weakref.ref(pipe) if config.damped_dilations else None
         self.timesteps = Timesteps()
         self.timestep: float = 0
+        self.inputs: Any = None
         self.in_damped_call = False
         self.handles: list[RemovableHandle] = []
 
@@ -365,13 +376,13 @@ class _ScaleCrafter:
     def see_call(self, unet: nn.Module, args: tuple, kwargs: dict) -> None:
         if self.in_damped_call:
             return
-        sample = args[0] if args else kwargs["sample"]
-        if tuple(sample.shape[-2:]) != self.latent_size:
+        size = tuple(_sample(args, kwargs).shape[-2:])
+        if size != self.latent_size:
             height, width = self.size
             raise ValueError(
                 f"ScaleCrafter was applied for {height} x {width} pictures, latents of "
-                f"{self.latent_size}, but got latents of {tuple(sample.shape[-2:])}; apply it for "
-                "this size, or remove it."
+                f"{self.latent_size}, but got latents of {size}; apply it for this size, or remove "
+                "it."
             )
         timestep = self.timesteps.of_call(args, kwargs)
         if timestep is not None:
@@ -379,13 +390,19 @@ class _ScaleCrafter:
         for convolution in self.convolutions:
             convolution.install()
         self.dilate(self.config.dilations_at(self.timestep))
+        if self.pipe is not None:
+            # Flattened: the UNet takes a T2I-Adapter's features out of the list that it is given.
+            self.inputs = tree_flatten((args, kwargs))
 
     # Not recursive: the second evaluation runs compiled where the first does.
     @torch.compiler.disable(recursive=False)
     def damp(self, unet: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Exchange the pair (uncond, text) so that ordinary guidance gives the damped noise."""
+        if self.in_damped_call:
+            return None
+        inputs, self.inputs = self.inputs, None
         dilations = self.config.dilations_at(self.timestep, damped=True)
-        if self.in_damped_call or dilations is None:
+        if dilations is None:
             return None
         pipe = self.pipe()
         if pipe is None:
@@ -393,7 +410,12 @@ class _ScaleCrafter:
                 "the pipeline that ScaleCrafter was applied to is gone; apply it to the one that "
                 "draws."
             )
-        if not getattr(pipe, "do_classifier_free_guidance", False):
+        if not hasattr(pipe, "do_classifier_free_guidance"):
+            raise ValueError(
+                "the pipeline that ScaleCrafter was applied to has not drawn yet, and noise-damped "
+                "guidance must know whether it guides; apply it to the one that draws."
+            )
+        if not pipe.do_classifier_free_guidance:
             return None
         if getattr(pipe, "do_perturbed_attention_guidance", False):
             raise NotImplementedError(
@@ -402,11 +424,17 @@ class _ScaleCrafter:
             )
         noise = output[0]
         batch = len(noise)
+        if not _is_pair(_sample(args, kwargs)):
+            raise ValueError(
+                f"noise-damped guidance needs a batch (uncond, text) with the same latents twice, "
+                f"which this batch of {batch} is not; apply ScaleCrafter to the pipeline that "
+                "draws, or pass a config without damped_dilations."
+            )
 
         def first_half(x: Tensor) -> Tensor:
             return x[: batch // 2] if x.dim() and len(x) == batch else x
 
-        args, kwargs = tree_map_only(Tensor, first_half, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, first_half, tree_unflatten(*inputs))
         self.dilate(dilations)
         self.in_damped_call = True
         try:
@@ -463,6 +491,16 @@ def _convolutions(unet: nn.Module, config: ScaleCrafterConfig) -> list[_Convolut
 
 def _at(dilations: tuple[float, ...], level: int) -> float:
     return dilations[min(level, len(dilations) - 1)]
+
+
+def _sample(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    return args[0] if args else kwargs["sample"]
+
+
+def _is_pair(sample: Tensor) -> bool:
+    if sample.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True  # a capture forbids reading; the call before it was compared
+    return torch.equal(*sample.tensor_split(2))
 
 
 def _sample_size(unet: nn.Module) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from avq_diffusers.calibrate import _checked_prompts, _run
@@ -51,27 +52,39 @@ def measure_sensitivity(
     states = applied_states(pipe)
     errors = dict.fromkeys((layer.name for layer in states), 0.0)
     expected = 0.0
+    # Of the UNet's calls under way, from the pipeline's inwards. Flattened, because the UNet takes
+    # a T2I-Adapter's features out of the list that it is given.
+    inputs = []
+
+    def keep_inputs(unet: nn.Module, args: tuple, kwargs: dict) -> None:
+        inputs.append(tree_flatten((args, kwargs)))
 
     def compare(unet: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         nonlocal expected
-        if any(state.enabled for state in states.values()):
-            return  # one of the calls below
-        exact = output[0].float()
-        expected += float(exact.square().sum())
-        for layer, state in states.items():
-            state.enabled = True
-            try:
-                changed = unet(*args, **kwargs)[0].float()
-            finally:
-                state.enabled = False
-            errors[layer.name] += float((changed - exact).square().sum())
-        bar.update()
+        if len(inputs) == 1:
+            exact = output[0].float()
+            expected += float(exact.square().sum())
+            for layer, state in states.items():
+                args, kwargs = tree_unflatten(*inputs[0])
+                state.enabled = True
+                try:
+                    changed = unet(*args, **kwargs)[0].float()
+                finally:
+                    state.enabled = False
+                errors[layer.name] += float((changed - exact).square().sum())
+            bar.update()
+        inputs.pop()
 
     bar = tqdm(total=len(prompts) * num_inference_steps, desc="sensitivity", disable=not progress)
     with bar, avq_disabled(pipe):
-        handle = _unet(pipe).register_forward_hook(compare, with_kwargs=True)
+        unet = _unet(pipe)
+        handles = (
+            unet.register_forward_pre_hook(keep_inputs, with_kwargs=True),
+            unet.register_forward_hook(compare, with_kwargs=True),
+        )
         try:
             _run(pipe, prompts, num_inference_steps, seed, pipe_arguments)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
     return {name: (error / expected) ** 0.5 for name, error in errors.items()}

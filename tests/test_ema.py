@@ -297,6 +297,22 @@ def test_dead_parents_move_to_different_keys_with_their_children():
     assert leaf_error(keys, new) < leaf_error(keys, codebook)
 
 
+def test_children_of_dead_parents_move_along_without_the_constraint():
+    """Catches children that stay where their dead parent was, and others that move as well."""
+    keys, codebook, key_sums, counts = far_layer()
+    assert (counts[:, :4, 0] > 1).all()
+    counts[:, :4, 1:3] = 0  # of two children without keys, the second stays
+    key_sums[:, :4, 1:3] = 0
+    arguments = {"threshold": 1.0, "constrain": False}
+    new_sums, new_counts, new = reassign_dead(key_sums, counts, codebook, keys, **arguments)
+    offsets = codebook.children[:, 4:] - codebook.parents[:, 4:, None]
+    torch.testing.assert_close(new.children[:, 4:] - new.parents[:, 4:, None], offsets)
+    assert (new.children[:, 4:] - codebook.children[:, 4:]).abs().min() > 50
+    living = derive_codebook(new_sums, new_counts, codebook, constrain=False)
+    assert torch.equal(new.children[:, :4], living.children[:, :4])
+    assert torch.equal(new.parents, living.parents)
+
+
 def test_one_dead_child_of_a_cell_moves_to_a_key_of_the_cell():
     keys, codebook = random_layer()
     children = codebook.children.clone()

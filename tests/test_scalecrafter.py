@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ from diffusers import (
     ControlNetModel,
     DDIMScheduler,
     PNDMScheduler,
+    StableDiffusionAdapterPipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
+    StableDiffusionInstructPix2PixPipeline,
     StableDiffusionPAGPipeline,
     StableDiffusionPipeline,
+    T2IAdapter,
     UNet2DConditionModel,
 )
 from peft import LoraConfig
@@ -143,7 +147,8 @@ class TestConvolution:
         latents = {"height": height // 8, "width": width // 8}
         expected = predict(redilate(copy.deepcopy(unet), factors), **latents)
         plain, late = predict(unet, **latents), predict(unet, PLAIN, **latents)
-        pipe = apply_scalecrafter(tiny_pipe(unet), height, width)
+        pipe = apply_scalecrafter(tiny_pipe(unet).to(torch.float64), height, width)
+        draw(pipe, height=height, width=width, guidance_scale=1.0)  # for noise-damped guidance
         assert_equal_to_rounding(predict(unet, **latents), expected)
         assert differ(expected, plain)
         assert torch.equal(predict(unet, PLAIN, **latents), late)
@@ -412,6 +417,61 @@ class TestNoiseDampedGuidance:
         apply_scalecrafter(pipe, 256, 256)
         assert differ(draw(pipe, **arguments), plain)
         assert torch.equal(draw(remove_scalecrafter(pipe), **arguments), plain)
+
+    def test_features_of_an_adapter(self):
+        """Catches a weak evaluation without them: the UNet takes them out of their list."""
+        torch.manual_seed(4)
+        adapter = T2IAdapter(channels=[16, 32, 64, 64], num_res_blocks=1, downscale_factor=8)
+        pipe = small_pipe(StableDiffusionAdapterPipeline, adapter=adapter.eval())
+        image = torch.rand(1, 3, 256, 256, generator=torch.Generator().manual_seed(5))
+
+        def dilated(damped_dilations=None):
+            with scalecrafter(
+                pipe, 256, 256, config=ScaleCrafterConfig((1, 2), 50, False, damped_dilations)
+            ):
+                return draw(pipe, image=image)
+
+        assert not differ(dilated((1, 2)), dilated())
+        assert differ(dilated((1, 1)), dilated())
+
+    def test_instruct_pix2pix(self):
+        """Catches halves of its three parts (text, image, uncond), which broadcast silently."""
+        pipe = tiny_pipe(small_unet(in_channels=8), StableDiffusionInstructPix2PixPipeline)
+        image = torch.rand(1, 3, 256, 256, generator=torch.Generator().manual_seed(5))
+        plain = draw(pipe, image=image)
+        with pytest.raises(NotImplementedError, match=r"pairs \(uncond, text\), but StableDiff"):
+            apply_scalecrafter(pipe, 256, 256)
+        assert torch.equal(draw(pipe, image=image), plain)
+        with scalecrafter(pipe, 256, 256, config=ScaleCrafterConfig((1, 2), 30)):
+            assert differ(draw(pipe, image=image), plain)
+
+    def test_other_pipeline_draws(self):
+        """Catches damping that is silently off, and pictures that are mixed as if guided."""
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        other = StableDiffusionPipeline.from_pipe(pipe)
+        other.set_progress_bar_config(disable=True)
+        with pytest.raises(ValueError, match=r"has not drawn yet, .* apply it to the one that dr"):
+            draw(other, **SIZE_4X)
+        expected = draw(pipe, **SIZE_4X)
+        assert torch.equal(draw(other, **SIZE_4X), expected)
+        for number in (1, 2, 3):
+            message = f"this batch of {number} is not; apply ScaleCrafter to the pipeline that"
+            with pytest.raises(ValueError, match=message):
+                draw(other, guidance_scale=1.0, num_images_per_prompt=number, **SIZE_4X)
+        assert torch.equal(draw(pipe, **SIZE_4X), expected)
+
+    def test_nothing_is_kept(self):
+        """Catches inputs of a call, such as a ControlNet's, that stay in memory."""
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        text = torch.randn(2, 5, 32)
+        draw(pipe, **SIZE_4X)
+        for timestep in (DILATED, PLAIN):
+            sample = torch.randn(1, 4, 32, 32).repeat(2, 1, 1, 1)
+            memory = weakref.ref(sample)
+            with torch.no_grad():
+                pipe.unet(sample, timestep, text)
+            del sample
+            assert memory() is None
 
     def test_pag(self):
         pipe = StableDiffusionPAGPipeline(

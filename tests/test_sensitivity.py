@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import StableDiffusionAdapterPipeline, T2IAdapter
 from tiny import CONFIG, draw, random_codebooks, tiny_pipe
 
 from avq_diffusers import (
     AVQCodebooks,
+    ScaleCrafterConfig,
     apply_avq,
     avq_disabled,
     measure_sensitivity,
     remove_avq,
+    scalecrafter,
     select_layers,
 )
 
@@ -43,6 +46,26 @@ def recorded(pipe, seed: int, steps: int) -> list[tuple[dict, torch.Tensor]]:
     return calls
 
 
+def apply_to_one(pipe, codebooks, name: str) -> None:
+    others = tuple(layer.name for layer in select_layers(pipe.unet, (0, 1)) if layer.name != name)
+    book = {name: codebooks.codebook(name)}
+    one = AVQCodebooks.from_codebooks(replace(CONFIG, exact=others), book, pipe.unet)
+    apply_avq(pipe, one, route="always")
+
+
+def error_of_one_step(pipe, codebooks, name: str, **arguments) -> float:
+    """The error of what a pipeline gets from the UNet, from pictures with and without AVQ."""
+    outputs = []
+    handle = pipe.unet.register_forward_hook(lambda _, args, output: outputs.append(output[0]))
+    remove_avq(pipe)
+    draw(pipe, num_inference_steps=1, **arguments)
+    exact = outputs[-1]
+    apply_to_one(pipe, codebooks, name)
+    draw(pipe, num_inference_steps=1, **arguments)
+    handle.remove()
+    return float((outputs[-1] - exact).norm() / exact.norm())
+
+
 def test_each_layer_by_hand(pipe, codebooks):
     """Fails where other layers run AVQ as well, errors do not add up, or names are exchanged."""
     calls = recorded(pipe, seed=3, steps=2)
@@ -51,15 +74,42 @@ def test_each_layer_by_hand(pipe, codebooks):
     names = [layer.name for layer in select_layers(pipe.unet, (0, 1))]
     assert list(found) == names
     for name in (names[0], names[-1]):
-        config = replace(CONFIG, exact=tuple(other for other in names if other != name))
-        book = {name: codebooks.codebook(name)}
-        one = AVQCodebooks.from_codebooks(config, book, pipe.unet)
-        apply_avq(pipe, one, route="always")
+        apply_to_one(pipe, codebooks, name)
         with torch.no_grad():
             changed = torch.cat([pipe.unet(*args, **kwargs)[0] for (args, kwargs), _ in calls])
         exact = torch.cat([output for _, output in calls])
         error = (changed - exact).norm() / exact.norm()
         assert found[name] == pytest.approx(float(error), rel=1e-4)
+
+
+def test_features_of_an_adapter():
+    """Fails where the UNet runs again without them: it takes them out of the pipeline's list."""
+    torch.manual_seed(4)
+    adapter = T2IAdapter(channels=[16, 32, 64, 64], num_res_blocks=1, downscale_factor=8).eval()
+    pipe = tiny_pipe(cls=StableDiffusionAdapterPipeline, adapter=adapter)
+    codebooks = random_codebooks(pipe.unet)
+    image = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(5))
+    apply_avq(pipe, codebooks, route="always")
+    found = measure_sensitivity(pipe, [PROMPT], num_inference_steps=1, progress=False, image=image)
+    for name in (min(found, key=found.get), max(found, key=found.get)):
+        expected = error_of_one_step(pipe, codebooks, name, image=image)
+        assert found[name] == pytest.approx(expected, rel=1e-4)
+
+
+def test_noise_damped_guidance(pipe, codebooks):
+    """Fails where the weak evaluation, inside of the UNet's call, is measured as well."""
+    size = {"height": 256, "width": 256}
+    config = ScaleCrafterConfig((1, 2), num_dilated_steps=50, damped_dilations=(1, 1))
+    apply_avq(pipe, codebooks, route="always")
+    with scalecrafter(pipe, **size, config=config):
+        calls = []
+        handle = pipe.unet.register_forward_hook(lambda *call: calls.append(call))
+        found = measure_sensitivity(pipe, [PROMPT], num_inference_steps=1, progress=False, **size)
+        handle.remove()
+        assert len(calls) == 2 * (1 + len(found))
+        for name in (min(found, key=found.get), max(found, key=found.get)):
+            expected = error_of_one_step(pipe, codebooks, name, **size)
+            assert found[name] == pytest.approx(expected, rel=1e-4)
 
 
 def test_prompts_are_averaged(pipe, codebooks):
@@ -85,6 +135,7 @@ def test_the_pipeline_is_left_as_it_was(pipe, codebooks, fails):
     else:
         measure_sensitivity(pipe, [PROMPT], num_inference_steps=1, **SIZES)
     assert not pipe.unet._forward_hooks
+    assert not pipe.unet._forward_pre_hooks
     assert torch.equal(draw(pipe), before)
     with avq_disabled(pipe):
         exact = draw(pipe)
