@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from distill.config import DistillConfig, load_config
+from distill.sources import DataError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -36,7 +37,7 @@ def distill(
     ] = (),
 ) -> None:
     output = Path("runs") / config.stem if output is None else output
-    with one_sentence(ValueError, TypeError, ImportError, OSError, code=2):
+    with one_sentence(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
         values = load_config(config, DistillConfig, overrides)
         from distill.loop import train
         from distill.run import prepare
@@ -44,7 +45,7 @@ def distill(
         # Workers that read data are forked after tokenizers ran; saying so keeps it from warning.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         run = prepare(values, output, resume=resume)
-    with one_sentence(FloatingPointError, OSError, code=1):
+    with one_sentence(FloatingPointError, DataError, OSError, code=1):
         train(run, config.stem)
 
 

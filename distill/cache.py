@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from avq_diffusers.files import TEMPORARY, atomic_write
+from distill.sources import DataError
 
 FORMAT = 1
 SHARD = 512  # samples
@@ -32,6 +33,9 @@ class CachedSamples(Dataset):
     Args:
         folder: of the cache.
         num_samples: in the cache.
+
+    Raises:
+        DataError: a shard is damaged (when a sample is read).
     """
 
     def __init__(self, folder: Path, num_samples: int) -> None:
@@ -51,7 +55,7 @@ class CachedSamples(Dataset):
             shard = self.shards[number]
             return {name: shard.get_slice(name)[row] for name in shard.keys()}  # noqa: SIM118
         except (IndexError, SafetensorError) as error:
-            raise ValueError(f"{path} is damaged ({error}); delete it to make it anew.") from error
+            raise DataError(f"{path} is damaged ({error}); delete it to make it anew.") from error
 
 
 def open_cache(

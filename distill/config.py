@@ -93,6 +93,7 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "num_inference_steps")
+        check_interval(self, "every")
         if not self.prompts:
             raise ValueError("prompts must hold at least one prompt, but got none.")
 
@@ -163,6 +164,9 @@ class DistillConfig:
         check_at_least_one(
             self, "steps", "batch_size", "micro_batch_size", "log_every", "keep_checkpoints"
         )
+        check_interval(self, "checkpoint_every")
+        check_not_negative(self, "seed")
+        check_positive(self, "max_grad_norm")
         if self.image_size % 8 or self.image_size < 8:
             raise ValueError(f"image_size must be a multiple of 8, but got {self.image_size}.")
         check_one_of(self, "precision", PRECISIONS)
@@ -277,6 +281,26 @@ def check_at_least_one(config: Any, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, but got {getattr(config, name)}.")
+
+
+def check_interval(config: Any, name: str) -> None:
+    """Raise ValueError for a field below 1 that is not None."""
+    value = getattr(config, name)
+    if value is not None and value < 1:
+        raise ValueError(f"{name} must be at least 1 or null, but got {value}.")
+
+
+def check_not_negative(config: Any, *names: str) -> None:
+    """Raise ValueError for a field below 0 or NaN."""
+    for name in names:
+        if not getattr(config, name) >= 0:
+            raise ValueError(f"{name} must be at least 0, but got {getattr(config, name)}.")
+
+
+def check_positive(config: Any, name: str) -> None:
+    """Raise ValueError for a field that is not above 0, or NaN."""
+    if not getattr(config, name) > 0:
+        raise ValueError(f"{name} must be above 0, but got {getattr(config, name)}.")
 
 
 def check_one_of(config: Any, name: str, values: tuple[str, ...]) -> None:

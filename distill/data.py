@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from distill.cache import SHARD, open_cache
 from distill.encoder import Encoder
-from distill.sources import BrokenSample, DataConfig, Rows, Scenes, open_samples
+from distill.sources import BrokenSample, DataConfig, DataError, Rows, Scenes, open_samples
 
 # Broken samples in a row that stop the run: then it is not one file, but the disk.
 MAX_BROKEN = 16
@@ -78,7 +78,8 @@ def stream(
     Raises:
         ValueError: there are fewer samples than one batch over all processes, or what
             `open_samples` and `open_cache` raise.
-        RuntimeError: many samples in a row are broken (while iterating).
+        DataError: many samples in a row are broken, or the cache is damaged (while iterating).
+        FloatingPointError: a sample to be cached is infinite or NaN in float16.
     """
     samples = open_samples(config, image_size)
     if len(samples) < batch_size * num_processes:
@@ -135,7 +136,20 @@ class _Repaired(Dataset):
                 broken.append(str(error))
             else:
                 return {**sample, "broken": "; ".join(broken)}
-        raise RuntimeError(f"{MAX_BROKEN} samples in a row are broken, the last: {broken[-1]}.")
+        raise DataError(f"{MAX_BROKEN} samples in a row are broken, the last: {broken[-1]}.")
+
+
+class _Batches(Dataset):
+    """Collated batches, or the error of one: what a worker raises comes with its traceback."""
+
+    def __init__(self, samples: Dataset) -> None:
+        self.samples = samples
+
+    def __getitem__(self, indices: list[int]) -> dict[str, Any] | DataError:
+        try:
+            return default_collate([self.samples[index] for index in indices])
+        except DataError as error:
+            return error
 
 
 def _encoded(
@@ -164,11 +178,16 @@ def _on_device(
 
 def _load(
     samples: Dataset, batches: Iterable[list[int]], workers: int, device: torch.device
-) -> DataLoader:
-    return DataLoader(
-        samples,
-        batch_sampler=batches,
+) -> Iterator[dict[str, Any]]:
+    loader = DataLoader(
+        _Batches(samples),
+        batch_size=None,
+        sampler=batches,
         num_workers=workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # leaves torch's own alone
     )
+    for batch in loader:
+        if isinstance(batch, DataError):
+            raise batch
+        yield batch

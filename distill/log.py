@@ -12,8 +12,36 @@ from distill.config import DistillConfig, flatten, plain_values
 PROJECT = "avq-distill"
 
 
+class LogFile:
+    """The lines on disk, each a JSON object; the last one is `last`.
+
+    Args:
+        output: folder of the run, made if need be.
+        step: lines of later steps and of the end (`final`) are dropped, as the run writes them
+            again.
+
+    Raises:
+        ValueError: of `read_log`.
+        OSError: the disk is full or not writable, here or in `write`.
+    """
+
+    def __init__(self, output: Path, step: int) -> None:
+        self.path = log_path(output)
+        output.mkdir(parents=True, exist_ok=True)
+        lines = [x for x in read_log(output) if x["step"] <= step and "final" not in x]
+        self.last: dict[str, Any] = lines[-1] if lines else {}
+        with naming(self.path), atomic_write(self.path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def write(self, step: int, **figures: float | dict[str, float]) -> None:
+        """Write the figures of a step."""
+        self.last = _rounded({"step": step, **figures})
+        with naming(self.path), self.path.open("a") as file:
+            file.write(json.dumps(self.last) + "\n")
+
+
 class Log:
-    """Writes the lines; only the main process does.
+    """Writes the lines, and the tracker's; only the main process does.
 
     Figures of every layer are mappings by layer; trackers get them as `figure/layer`.
 
@@ -21,30 +49,22 @@ class Log:
         output: folder of the run.
         config: kept by the tracker.
         accelerator: with the tracker.
-        step: lines of later steps are dropped, as the run takes those steps again.
+        step: of `LogFile`.
     """
 
     def __init__(
         self, output: Path, config: DistillConfig, accelerator: Accelerator, step: int
     ) -> None:
         self.accelerator = accelerator
-        self.path = log_path(output)
-        self.last: dict[str, Any] = {}
         if not accelerator.is_main_process:
             return
-        output.mkdir(parents=True, exist_ok=True)
-        lines = [line for line in read_log(output) if line["step"] <= step]
-        self.last = lines[-1] if lines else {}
-        with naming(self.path), atomic_write(self.path) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.file = LogFile(output, step)
         values = flatten(plain_values(config))
         accelerator.init_trackers(PROJECT, {name: str(value) for name, value in values.items()})
 
     def write(self, step: int, **figures: float | dict[str, float]) -> None:
         """Write the figures of a step."""
-        self.last = _rounded({"step": step, **figures})
-        with naming(self.path), self.path.open("a") as file:
-            file.write(json.dumps(self.last) + "\n")
+        self.file.write(step, **figures)
         self.accelerator.log(flatten(figures, "/"), step=step)
 
 
@@ -69,7 +89,10 @@ def read_log(output: Path) -> list[dict[str, Any]]:
         except (KeyError, RecursionError, TypeError, ValueError):
             valid = False
         if not valid:
-            raise ValueError(f"line {number} of {path} is not a JSON object with a step.")
+            raise ValueError(
+                f"line {number} of {path} is not a JSON object with a step; delete that line to go "
+                f"on."
+            )
     return read
 
 

@@ -29,6 +29,7 @@ def train(run: Run, config_name: str) -> None:
 
     Raises:
         FloatingPointError: a loss is not finite.
+        DataError: the data cannot be read.
         OSError: the disk is full or not writable.
     """
     config, output, accelerator = run.config, run.output, run.accelerator
@@ -99,8 +100,8 @@ def train(run: Run, config_name: str) -> None:
             "config": config_name,
             "steps": step,
             "samples": step * config.batch_size,
-            "losses": {name: log.last[name] for name in names if name in log.last},
-            "layers": figures_by_layer(log.last),
+            "losses": {name: log.file.last[name] for name in names if name in log.file.last},
+            "layers": figures_by_layer(log.file.last),
         }
         export(output, run.objective, config, training)
     accelerator.wait_for_everyone()

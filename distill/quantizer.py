@@ -133,7 +133,9 @@ class Quantizer(nn.Module):
         self.statistics = statistics
         # An odd stride meets every column of a grid whose width is a power of two.
         stride = math.ceil(key.shape[0] * key.shape[2] / KEPT_KEYS) | 1
-        self.kept_keys = key[:, :, ::stride].movedim(1, 0).flatten(1, 2).clone()
+        kept = key[:, :, ::stride].movedim(1, 0).flatten(1, 2)
+        # NCCL refuses to broadcast what is not contiguous.
+        self.kept_keys = kept.clone(memory_format=torch.contiguous_format)
 
     @torch.no_grad()
     def update(self, key_sums: Tensor, counts: Tensor, decay: float) -> None:

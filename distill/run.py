@@ -19,7 +19,7 @@ from avq_diffusers.mini import model_path
 from distill import checkpoint
 from distill.batches import training_batches
 from distill.config import DistillConfig
-from distill.log import log_path
+from distill.log import log_path, read_log
 from distill.objective import Batch, Objective
 
 # Fields and sections that may differ between a run and its continuation: the result is the same up
@@ -103,8 +103,9 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
 
     Raises:
         ValueError: the config does not go with this machine, the base model, the data or the
-            checkpoint, or `output` holds a run and is not to be resumed.
+            checkpoint, or `output` holds a run and is not to be resumed, or a damaged log.
         FileNotFoundError, ImportError: of the data.
+        FloatingPointError: the cache cannot hold what the base model makes of the data.
         OSError: the base model cannot be loaded, or the cache cannot be written.
     """
     found = checkpoint.newest(output) if resume else None
@@ -112,6 +113,7 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
         checkpoint.check(found, config, free=FREE)
     elif not resume and log_path(output).exists():
         raise ValueError(f"{output} holds a run: add --resume or choose another --output.")
+    read_log(output)  # a damaged one is refused now, not after the codebooks' start
     accelerator = make_accelerator(config, output)
     device = accelerator.device
     torch.manual_seed(config.seed)

@@ -98,6 +98,10 @@ class BrokenSample(ValueError):
     """A picture that cannot be read, or a caption that is missing; the message names it."""
 
 
+class DataError(ValueError):
+    """Samples that a run cannot do without cannot be read; the message says which."""
+
+
 class Scenes(Dataset):
     """The first scenes of mini-sd's training range, drawn when they are asked for."""
 
@@ -191,8 +195,8 @@ def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
     Raises:
         FileNotFoundError: the folder, tars, pictures or captions do not exist.
         ImportError: the source needs the package `datasets`.
-        ValueError: a column is missing, the captions are not as many as the pictures, or there
-            are fewer than `num_samples`.
+        ValueError: a column is missing or holds no pictures, the captions are not as many as the
+            pictures, or there are fewer than `num_samples`.
     """
     if config.source == "scenes":
         return Scenes(config.num_samples, image_size)
@@ -209,7 +213,14 @@ def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
                 f"{config.path} has no column {column}, only {', '.join(rows.column_names)}."
             )
     origin = [rows._fingerprint]  # of data files, revision, split
-    rows = rows.select_columns(columns).cast_column(image_column, datasets.Image(decode=False))
+    rows = rows.select_columns(columns)
+    try:
+        rows = rows.cast_column(image_column, datasets.Image(decode=False))
+    except (NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"column {image_column} of {config.path} holds {rows.features[image_column]}, no "
+            f"pictures; name another image_column."
+        ) from error
     if config.source == "folder":
         files = [Path(file["path"]) for file in rows[image_column]]
         origin += [(str(path), *_state(path)) for path in files]

@@ -352,6 +352,58 @@ def test_a_loss_that_is_not_finite_ends_the_run(model, tmp_path):
 SPLIT = {"steps": 2, "checkpoint_every": 1, "codebooks.dead_threshold": "null"}
 
 
+@pytest.mark.parametrize(
+    ("attention", "code"), [("avq", 2), ("linfusion", 1)], ids=["before k-means", "in training"]
+)
+def test_broken_pictures_end_with_one_sentence(model, tmp_path, attention, code):
+    """Catches a traceback from either of the two places that read pictures first."""
+    for name in "abcdef":
+        (tmp_path / f"{name}.png").write_text("no picture")
+        (tmp_path / f"{name}.txt").write_text("a fox")
+    data = {"data__source": "folder", "data__path": tmp_path, "data__num_samples": "null"}
+    result = run(model, tmp_path / "run", attention=attention, **data)
+    assert result.exit_code == code
+    error = result.stderr.splitlines()[-1]
+    assert re.match(r"error: 16 samples in a row are broken, the last: sample \d of ", error)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("attention", "code"), [("avq", 2), ("linfusion", 1)], ids=["before k-means", "in training"]
+)
+def test_a_damaged_cache_ends_with_one_sentence(model, tmp_path, attention, code, workers):
+    """Catches the message of a DataLoader worker, which is a traceback of twenty lines."""
+    settings = {"attention": attention, "data__cache": tmp_path / "cache", "steps": 1}
+    assert run(model, tmp_path / "whole", **settings).exit_code == 0
+    (shard,) = (tmp_path / "cache").glob("shard-*")
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    result = run(model, tmp_path / "run", data__workers=workers, **settings)
+    assert result.exit_code == code
+    error = result.stderr[result.stderr.index("error: ") :]
+    assert re.fullmatch(rf"error: {shard} is damaged \(.*\); delete it to make it anew\.\n", error)
+
+    shard.unlink()
+    assert run(model, tmp_path / "run", "--resume", **settings).exit_code == 0
+
+
+def test_latents_beyond_half_precision_end_with_one_sentence(tmp_path):
+    """Catches a cache whose errors the command does not expect."""
+    pipe = tiny_pipe()
+    torch.nn.init.constant_(pipe.vae.quant_conv.bias, 1e6)
+    pipe.save_pretrained(tmp_path / "model")
+    error = refused(tmp_path / "model", tmp_path / "run", data__cache=tmp_path / "cache")
+    assert error.splitlines()[-1].startswith("error: moments of samples 0 to 5 are not finite")
+
+
+def test_a_damaged_log_is_refused_before_anything_is_loaded(tmp_path):
+    """Catches a log that is read when training begins, and one that is lost."""
+    log_path(tmp_path).write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    before = log_path(tmp_path).read_bytes()
+    error = refused("/nowhere", tmp_path, "--resume")
+    assert f"line 2 of {log_path(tmp_path)} is not a JSON object with a step; delete" in error
+    assert log_path(tmp_path).read_bytes() == before
+
+
 def assert_close(one, two):
     """Compare what sums make; Adam makes steps of any size of the rounding of a tiny gradient."""
     one, two = ({**states["objective"], **states["optimizer"]} for states in (one, two))
@@ -596,6 +648,31 @@ def test_unknown_and_missing_keys_are_named(tmp_path, change, message):
 def test_wrong_values_are_named(override, kind, message):
     with pytest.raises(kind, match=message):
         load_config(CONFIG, DistillConfig, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("checkpoint_every=0", "checkpoint_every must be at least 1 or null, but got 0."),
+        ("samples.every=0", "samples: every must be at least 1 or null, but got 0."),
+        ("max_grad_norm=-1", "max_grad_norm must be above 0, but got -1.0."),
+        ("max_grad_norm=0", "max_grad_norm must be above 0, but got 0.0."),
+        ("max_grad_norm=.nan", "max_grad_norm must be above 0, but got nan."),
+        ("seed=-1", "seed must be at least 0, but got -1."),
+    ],
+)
+def test_values_that_fail_late_or_train_backwards_are_refused(override, message):
+    """Catches a modulo by zero after k-means, and clipping that turns gradients around."""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_config(CONFIG, DistillConfig, [override])
+
+
+def test_the_ends_of_the_ranges_are_values():
+    """Catches checks that refuse what the docstrings offer."""
+    settings = ["checkpoint_every=null", "samples.every=null", "max_grad_norm=.inf", "seed=0"]
+    config = load_config(CONFIG, DistillConfig, settings)
+    assert config.checkpoint_every is config.samples.every is None
+    assert (config.max_grad_norm, config.seed) == (float("inf"), 0)
 
 
 def test_values_arrive_as_declared():

@@ -30,7 +30,7 @@ from distill import cache
 from distill.data import sample_batches, stream
 from distill.encoder import Encoder
 from distill.pictures import crop, linfusion, read_rgb
-from distill.sources import BrokenSample, DataConfig, open_samples
+from distill.sources import BrokenSample, DataConfig, DataError, open_samples
 
 SIZE = 64
 NAMES = ("b", "a", "test_c", "d", "e")  # "test" in a name means a split to `datasets`
@@ -264,6 +264,28 @@ def test_refusals(kind, changes, message, tmp_path):
         open_samples(replace(config, **changes), SIZE)
 
 
+@pytest.mark.parametrize(
+    ("values", "kind"), [([1, 2], "int64"), ([["a"], ["b"]], "List"), ([0.5, 1.0], "float64")]
+)
+def test_an_image_column_without_pictures_is_refused(tmp_path, values, kind):
+    """Catches the errors of pyarrow and datasets, each of another type."""
+    (tmp_path / "data").mkdir()
+    rows = datasets.Dataset.from_dict({"picture": values, "text": ["a", "b"]})
+    rows.to_parquet(tmp_path / "data" / "train.parquet")
+    config = replace(
+        SCENES,
+        source="huggingface",
+        path=str(tmp_path / "data"),
+        split="train",
+        image_column="picture",
+        caption_column="text",
+        num_samples=None,
+    )
+    message = rf"column picture of .*data holds .*{kind}.*, no pictures; name another image_column"
+    with pytest.raises(ValueError, match=message):
+        open_samples(config, SIZE)
+
+
 def test_a_picture_without_caption_is_named(tmp_path):
     config = source("folder", tmp_path)
     (tmp_path / "data" / "e.txt").unlink()
@@ -386,12 +408,14 @@ def test_a_missing_caption_is_a_broken_sample(tmp_path):
         samples[4]
 
 
-def test_a_broken_disk_stops_the_run(tmp_path):
-    config = source("folder", tmp_path)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_disk_stops_the_run(tmp_path, workers):
+    """Catches a worker's error, which comes with a traceback in its message."""
+    config = replace(source("folder", tmp_path), workers=workers)
     for path in (tmp_path / "data").rglob("*.png"):
         path.write_text("no picture")
     batches = make_stream(config)
-    with pytest.raises(RuntimeError, match="16 samples in a row are broken, the last: sample"):
+    with pytest.raises(DataError, match=r"^16 samples in a row are broken, the last: sample"):
         next(batches)
 
 

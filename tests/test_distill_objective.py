@@ -445,6 +445,19 @@ def test_kept_keys_are_bounded(monkeypatch):
     assert len(processor.kept_keys[0, :, 1].unique()) == 4
 
 
+@pytest.mark.parametrize(("samples", "tokens"), [(1, 64), (2, 64), (1, 5000)])
+def test_what_processes_share_is_contiguous(samples, tokens):
+    """Catches a clone with permuted strides, which NCCL refuses to broadcast and gloo does not."""
+    objective = make_objective()
+    processor = objective.quantizers[objective.names[0]]
+    # As projections give them: heads beside head dims in memory.
+    key = torch.randn(samples, tokens, 2 * 8).unflatten(-1, (2, 8)).transpose(1, 2)
+    assert not key.is_contiguous()
+    processor.observe(processor(key))
+    assert processor.kept_keys.is_contiguous()
+    assert all(part.is_contiguous() for part in processor.statistics)
+
+
 def test_keys_are_assigned_once(monkeypatch):
     """Catches an assignment each for attention, commitment and statistics."""
     objective = make_objective()

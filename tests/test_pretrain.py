@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,7 @@ from avq_diffusers.mini import (
 )
 from distill import checkpoint
 from distill.config import load_config
+from distill.log import log_path, read_log
 from distill.pretrain import data
 from distill.pretrain.__main__ import app
 from distill.pretrain.config import ScorerConfig, SDConfig, VAEConfig
@@ -103,7 +105,7 @@ def arguments(command, output, *extra, **overrides):
 
 def run(argument_list):
     result = CliRunner().invoke(app, argument_list)
-    if result.exit_code not in (0, 2):
+    if type(result.exception) not in (type(None), SystemExit):
         raise result.exception
     return result
 
@@ -182,6 +184,71 @@ def test_two_and_two_steps_equal_four(runs, tmp_path, command):
     assert_same_state(tmp_path / "checkpoints" / last.name, last)
 
 
+def test_a_log_that_a_kill_cut_goes_on_with_each_step_once(runs, tmp_path):
+    """Catches a log that is only appended to: half a line within it, steps and ends repeated."""
+    output = tmp_path / "vae"
+    shutil.copytree(runs / "vae", output)
+    shutil.rmtree(output / "checkpoints" / "step-00000004")
+    whole = log_path(output).read_text()
+    for left in (whole, "".join(whole.splitlines(keepends=True)[:3]) + '{"step": 4, "lo'):
+        log_path(output).write_text(left)
+        assert run(arguments("vae", output, "--resume")).exit_code == 0
+        lines = read_log(output)
+        assert [(line["step"], "final" in line) for line in lines] == [
+            *((step, False) for step in (1, 2, 3, 4)),
+            *((4, True),) * 2,
+        ]
+        assert losses(output) == losses(runs / "vae")
+        shutil.rmtree(output / "checkpoints" / "step-00000004")
+
+
+def test_resuming_a_finished_run_writes_its_end_again(runs, tmp_path):
+    """Catches final figures that stand twice in the log."""
+    shutil.copytree(runs / "vae", tmp_path, dirs_exist_ok=True)
+    assert run(arguments("vae", tmp_path, "--resume")).exit_code == 0
+    assert read_log(tmp_path) == read_log(runs / "vae")
+
+
+def test_a_damaged_log_is_refused_before_scenes_are_rendered(runs, tmp_path):
+    """Catches a log that is read when training begins, and one that is lost."""
+    shutil.copytree(runs / "vae", tmp_path, dirs_exist_ok=True)
+    log_path(tmp_path).write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    before = log_path(tmp_path).read_bytes()
+    result = run(arguments("vae", tmp_path, "--resume"))
+    assert result.exit_code == 2
+    assert f"line 2 of {log_path(tmp_path)} is not a JSON object with a step" in result.stderr
+    assert "render" not in result.stderr
+    assert log_path(tmp_path).read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["vae", "sd", "scorer"])
+def test_a_loss_that_is_not_finite_ends_with_one_sentence(runs, tmp_path, command):
+    """Catches a traceback after all scenes were rendered, and the export of such a model."""
+    extra = ["--vae", str(runs / "vae")] if command == "sd" else []
+    result = run(arguments(command, tmp_path, *extra, learning_rate=1e30))
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("error: training stopped: a loss is not")
+    assert not (tmp_path / RESULT[command]).exists()
+
+
+def test_a_full_disk_ends_with_one_sentence(runs, tmp_path):
+    """Catches a traceback, and half a checkpoint that the next run goes on from."""
+    limit = 2 * log_path(runs / "vae").stat().st_size
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        result = run(arguments("vae", tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert result.exit_code == 1
+    error = result.stderr.splitlines()[-1]
+    assert re.match("error: .*step-00000002 could not be written", error)
+    assert not checkpoint.checkpoints(tmp_path)
+
+    assert run(arguments("vae", tmp_path, "--resume")).exit_code == 0
+    assert losses(tmp_path) == losses(runs / "vae")
+
+
 @pytest.mark.long
 def test_a_killed_process_resumes_to_the_undisturbed_result(runs, tmp_path):
     vae = ["--vae", str(runs / "vae")]
@@ -229,9 +296,21 @@ def test_init_from_starts_at_the_exported_weights(runs, weights, tmp_path):
 
 
 def test_init_from_another_architecture_is_refused(weights, tmp_path):
+    """Catches a start that is loaded after all scenes were rendered, and a traceback."""
     start = {"init_from": weights, "block_out_channels": "[16,32,32]"}
-    with pytest.raises(ValueError, match=r"block_out_channels is \(16, 32, 32\) in the config"):
-        run(arguments("sd", tmp_path, **start))
+    result = run(arguments("sd", tmp_path, **start))
+    assert result.exit_code == 2
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: block_out_channels is (16, 32, 32) in the configuration, but")
+    assert "render" not in result.stderr
+
+
+@pytest.mark.parametrize("scenes", [{"num_scenes": 1}, {"num_scenes": 4, "corrupted_share": 0.9}])
+def test_the_scorer_needs_intact_scenes(tmp_path, scenes):
+    """Catches the error of an empty memory map, after scenes were rendered."""
+    result = run(arguments("scorer", tmp_path, **scenes))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: num_scenes must leave each process an intact scene")
 
 
 def test_sd_needs_exactly_one_vae(weights, tmp_path):
@@ -291,6 +370,18 @@ def test_unknown_and_missing_keys_are_named(tmp_path):
     [
         ("steps=many", TypeError, "steps must be int, but got 'many'"),
         ("steps=0", ValueError, "steps must be at least 1"),
+        ("checkpoint_every=0", ValueError, "checkpoint_every must be at least 1 or null, but got"),
+        ("max_grad_norm=-1", ValueError, "max_grad_norm must be above 0, but got -1.0"),
+        ("max_grad_norm=0", ValueError, "max_grad_norm must be above 0, but got 0.0"),
+        ("seed=-1", ValueError, "seed must be at least 0, but got -1"),
+        ("workers=-1", ValueError, "workers must be at least 0, but got -1"),
+        ("learning_rate=-1", ValueError, "learning_rate must be at least 0, but got -1.0"),
+        ("weight_decay=-1", ValueError, "weight_decay must be at least 0, but got -1.0"),
+        (
+            "num_scenes=10000001",
+            ValueError,
+            "num_scenes must be at most 10000000, but got 10000001",
+        ),
         ("compile=1", TypeError, "compile must be bool"),
         ("precision=fp8", ValueError, "precision must be one of bf16, fp32, but got 'fp8'"),
         ("ema_decay=1.5", ValueError, "ema_decay must be in"),
@@ -299,6 +390,7 @@ def test_unknown_and_missing_keys_are_named(tmp_path):
     ],
 )
 def test_wrong_values_are_refused(override, kind, message):
+    """Catches scenes that are silently fewer, and values that fail late or train backwards."""
     with pytest.raises(kind, match=message):
         load_config(CONFIGS / "mini_vae.yaml", VAEConfig, [override])
 
@@ -402,6 +494,13 @@ def test_shards_are_equal_and_disjoint():
     shards = [data.shard(range(11), rank, 3) for rank in range(3)]
     assert [len(part) for part in shards] == [3, 3, 3]
     assert sorted(seed for part in shards for seed in part) == list(range(9))
+    with pytest.raises(ValueError, match="at least the number of processes, 3, but got 2"):
+        data.shard(range(2), 0, 3)
+
+
+def test_the_ranges_of_seeds_are_equally_long():
+    """Catches a limit of num_scenes that cuts the scorer's range silently."""
+    assert len(TRAINING_SEEDS) == len(SCORER_SEEDS)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,19 +1,20 @@
 """`python -m distill.pretrain`: the commands that train and assemble mini-sd."""
 
-import contextlib
 import os
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
+from accelerate import Accelerator
 
+from distill.__main__ import one_sentence
 from distill.config import load_config
+from distill.log import read_log
 from distill.pretrain.config import RunConfig, ScorerConfig, SDConfig, VAEConfig
 
-Kind = TypeVar("Kind", bound=RunConfig)
+INPUT_ERRORS = (ValueError, TypeError, OSError)
+RUN_ERRORS = (FloatingPointError, OSError)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -27,12 +28,15 @@ Overrides = Annotated[list[str], typer.Option("--set", help="key=value, over the
 def vae(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
     """Train the VAE; the result is OUTPUT/vae."""
     started = time.monotonic()
-    with _input_errors():
+    with one_sentence(*INPUT_ERRORS, code=2):
         values = load_config(config, VAEConfig, overrides)
         accelerator = _prepare(values, output, resume)
-    from distill.pretrain.vae import train_vae
+        from distill.pretrain.loop import fit
+        from distill.pretrain.vae import VAETask
 
-    train_vae(values, output, accelerator, resume=resume, started=started)
+        task = VAETask(values, output, accelerator)
+    with one_sentence(*RUN_ERRORS, code=1):
+        fit(task, values, output, accelerator=accelerator, resume=resume, started=started)
 
 
 @app.command()
@@ -45,7 +49,7 @@ def sd(
 ):
     """Train UNet and text encoder; the result is OUTPUT/model."""
     started = time.monotonic()
-    with _input_errors():
+    with one_sentence(*INPUT_ERRORS, code=2):
         values = load_config(config, SDConfig, overrides)
         if (vae is None) == (values.init_from is None):
             raise ValueError("give either --vae or init_from (an export brings its own VAE).")
@@ -53,21 +57,27 @@ def sd(
         if not vae_folder.is_dir():
             raise FileNotFoundError(f"{vae_folder} does not exist: there is no trained VAE.")
         accelerator = _prepare(values, output, resume)
-    from distill.pretrain.sd import train_sd
+        from distill.pretrain.loop import fit
+        from distill.pretrain.sd import SDTask
 
-    train_sd(values, output, accelerator, resume=resume, started=started, vae_folder=vae_folder)
+        task = SDTask(values, output, accelerator, vae_folder)
+    with one_sentence(*RUN_ERRORS, code=1):
+        fit(task, values, output, accelerator=accelerator, resume=resume, started=started)
 
 
 @app.command()
 def scorer(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
     """Train the scorer; the result is OUTPUT/scorer."""
     started = time.monotonic()
-    with _input_errors():
+    with one_sentence(*INPUT_ERRORS, code=2):
         values = load_config(config, ScorerConfig, overrides)
         accelerator = _prepare(values, output, resume)
-    from distill.pretrain.scorer import train_scorer
+        from distill.pretrain.loop import fit
+        from distill.pretrain.scorer import ScorerTask
 
-    train_scorer(values, output, accelerator, resume=resume, started=started)
+        task = ScorerTask(values, output, accelerator)
+    with one_sentence(*RUN_ERRORS, code=1):
+        fit(task, values, output, accelerator=accelerator, resume=resume, started=started)
 
 
 @app.command()
@@ -80,12 +90,12 @@ def export(
     """Assemble the folder that the package ships."""
     from distill.pretrain.export import export_mini_sd
 
-    with _input_errors():
+    with one_sentence(*INPUT_ERRORS, code=2):
         export_mini_sd(vae, sd, scorer, output)
 
 
-def _prepare(config: RunConfig, output: Path, resume: bool):
-    """Return the accelerator, after checking that `output` can take the run."""
+def _prepare(config: RunConfig, output: Path, resume: bool) -> Accelerator:
+    """Check that `output` can take the run, seed torch, return the accelerator."""
     if not resume and any((output / "checkpoints").glob("step-*")):
         raise ValueError(
             f"{output} holds the checkpoints of a run: add --resume or choose another --output."
@@ -102,18 +112,10 @@ def _prepare(config: RunConfig, output: Path, resume: bool):
     accelerator = make_accelerator()
     if resume:
         check_newest(output, config, accelerator.num_processes)
+    read_log(output)  # a damaged one is refused now, not after all scenes are rendered
     output.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(config.seed)
     return accelerator
-
-
-@contextlib.contextmanager
-def _input_errors() -> Iterator[None]:
-    """End the command with one sentence and exit code 2 if its input is wrong."""
-    try:
-        yield
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
 
 
 if __name__ == "__main__":

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from distill.config import check_at_least_one, check_one_of
+from avq_diffusers.mini import TRAINING_SEEDS
+from distill.config import (
+    check_at_least_one,
+    check_interval,
+    check_not_negative,
+    check_one_of,
+    check_positive,
+)
 
 PRECISIONS = ("bf16", "fp32")
 
@@ -58,7 +65,14 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "num_scenes", "image_size", "steps", "batch_size", "log_every")
+        check_interval(self, "checkpoint_every")
+        check_not_negative(self, "seed", "workers", "learning_rate", "weight_decay")
+        check_positive(self, "max_grad_norm")
         check_one_of(self, "precision", PRECISIONS)
+        if self.num_scenes > len(TRAINING_SEEDS):  # the scorer's range is as long
+            raise ValueError(
+                f"num_scenes must be at most {len(TRAINING_SEEDS)}, but got {self.num_scenes}."
+            )
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), but got {self.ema_decay}.")
 

@@ -29,7 +29,16 @@ class Chunk:
 
 
 def shard(seeds: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
-    """Return the seeds of process `rank`: equally many for every process, none in common."""
+    """Return the seeds of process `rank`: equally many for every process, none in common.
+
+    Raises:
+        ValueError: there are fewer seeds than processes.
+    """
+    if len(seeds) < world_size:
+        raise ValueError(
+            f"num_scenes must be at least the number of processes, {world_size}, but got "
+            f"{len(seeds)}."
+        )
     return seeds[: len(seeds) // world_size * world_size][rank::world_size]
 
 

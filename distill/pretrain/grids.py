@@ -7,13 +7,19 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from avq_diffusers.files import naming
+
 CAPTION_HEIGHT = 44
 
 
 def save_grid(
     path: Path, pictures: Sequence[np.ndarray], *, columns: int, captions: Sequence[str] = ()
 ) -> None:
-    """Write uint8 pictures (size, size, 3) row by row, with captions below if there are any."""
+    """Write uint8 pictures (size, size, 3) row by row, with captions below if there are any.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
     size = pictures[0].shape[0]
     height = size + (CAPTION_HEIGHT if captions else 0)
     rows = -(-len(pictures) // columns)
@@ -25,5 +31,6 @@ def save_grid(
         if captions:
             text = "\n".join(textwrap.wrap(captions[index], max(size // 6, 1)))
             draw.text((corner[0] + 2, corner[1] + size + 1), text, fill="black", font_size=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    grid.save(path)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        grid.save(path)

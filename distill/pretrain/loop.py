@@ -6,7 +6,6 @@ state: model, averaged model, optimizer and step number are all of it.
 
 import contextlib
 import copy
-import json
 import math
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_lis
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from distill.log import LogFile
 from distill.pretrain.checkpoint import TrainingState
 from distill.pretrain.config import RunConfig
 
@@ -109,6 +109,10 @@ def fit(
         accelerator: device and processes.
         resume: go on from the newest checkpoint, if there is one.
         started: `time.monotonic()` of the start of the process, for `max_minutes`.
+
+    Raises:
+        FloatingPointError: a loss is not finite.
+        OSError: the disk is full or not writable.
     """
     device = accelerator.device
     averaged = copy.deepcopy(task.model).requires_grad_(False).eval()
@@ -130,54 +134,53 @@ def fit(
 
     schedule = Schedule(config, progress=progress)
     generator = torch.Generator(device)
-    log = Log(output, config) if accelerator.is_main_process else None
+    log = Log(output, config, step) if accelerator.is_main_process else None
     totals: dict[str, Tensor] = {}
     logged_step, logged_time, preview_time = step, time.monotonic(), time.monotonic()
-    bar = tqdm(
+    with tqdm(
         total=config.steps,
         initial=step,
         desc="train",
         mininterval=2,
         disable=not accelerator.is_main_process,
-    )
-    while schedule.progress(step) < 1:
-        generator.manual_seed(_step_seed(config.seed, accelerator.process_index, step))
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.learning_rate(step)
-        losses = train_step(model, task.batch(generator), optimizer, config, device)
-        step += 1
-        update_average(averaged, task.model, config.ema_decay, step)
-        for name, value in losses.items():
-            totals[name] = totals[name] + value if name in totals else value
-        bar.update()
+    ) as bar:
+        while schedule.progress(step) < 1:
+            generator.manual_seed(_step_seed(config.seed, accelerator.process_index, step))
+            for group in optimizer.param_groups:
+                group["lr"] = schedule.learning_rate(step)
+            losses = train_step(model, task.batch(generator), optimizer, config, device)
+            step += 1
+            update_average(averaged, task.model, config.ema_decay, step)
+            for name, value in losses.items():
+                totals[name] = totals[name] + value if name in totals else value
+            bar.update()
 
-        if step % config.log_every == 0:
-            means = _reduced_means(totals, step - logged_step, accelerator)
-            now = time.monotonic()
-            schedule.observe(step, _agreed(now - started))
-            speed = (step - logged_step) / (now - logged_time)
-            if log is not None:
-                log.write(
-                    step=step,
-                    progress=schedule.progress(step),
-                    learning_rate=optimizer.param_groups[0]["lr"],
-                    minutes=(now - started) / 60,
-                    samples_per_second=speed * config.batch_size * accelerator.num_processes,
-                    **means,
-                )
-                bar.set_postfix(
-                    loss=f"{means['loss']:.4g}", left=f"{1 - schedule.progress(step):.0%}"
-                )
-                due = config.preview_minutes is not None and schedule.progress(step) < 1
-                if due and now - preview_time >= 60 * config.preview_minutes:
-                    with autocast(config, device):
-                        log.write(step=step, **task.preview(averaged, step))
-                    preview_time = time.monotonic()
-            totals = {}
-            logged_step, logged_time = step, time.monotonic()
-        if config.checkpoint_every and step % config.checkpoint_every == 0 and log is not None:
-            state.save(output, config, accelerator.num_processes, step, schedule.progress(step))
-    bar.close()
+            if step % config.log_every == 0:
+                means = _reduced_means(totals, step - logged_step, accelerator)
+                now = time.monotonic()
+                schedule.observe(step, _agreed(now - started))
+                speed = (step - logged_step) / (now - logged_time)
+                if log is not None:
+                    log.write(
+                        step=step,
+                        progress=schedule.progress(step),
+                        learning_rate=optimizer.param_groups[0]["lr"],
+                        minutes=(now - started) / 60,
+                        samples_per_second=speed * config.batch_size * accelerator.num_processes,
+                        **means,
+                    )
+                    bar.set_postfix(
+                        loss=f"{means['loss']:.4g}", left=f"{1 - schedule.progress(step):.0%}"
+                    )
+                    due = config.preview_minutes is not None and schedule.progress(step) < 1
+                    if due and now - preview_time >= 60 * config.preview_minutes:
+                        with autocast(config, device):
+                            log.write(step=step, **task.preview(averaged, step))
+                        preview_time = time.monotonic()
+                totals = {}
+                logged_step, logged_time = step, time.monotonic()
+            if config.checkpoint_every and step % config.checkpoint_every == 0 and log is not None:
+                state.save(output, config, accelerator.num_processes, step, schedule.progress(step))
     if log is not None:
         with autocast(config, device):
             log.write(step=step, final=True, **task.preview(averaged, step))
@@ -212,10 +215,10 @@ def update_average(averaged: nn.Module, model: nn.Module, decay: float, step: in
 
 
 class Log:
-    """Lines of `log.jsonl` (one JSON object each), and TensorBoard's if configured."""
+    """Lines of `log.jsonl` after those up to `step`, and TensorBoard's if configured."""
 
-    def __init__(self, output: Path, config: RunConfig) -> None:
-        self.file = (output / "log.jsonl").open("a")
+    def __init__(self, output: Path, config: RunConfig, step: int) -> None:
+        self.file = LogFile(output, step)
         self.board = None
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -223,15 +226,11 @@ class Log:
             self.board = SummaryWriter(output / "tensorboard")
 
     def write(self, *, step: int, final: bool = False, **figures: float) -> None:
-        rounded = {name: float(f"{value:.6g}") for name, value in figures.items()}
-        line = {"step": step, **({"final": True} if final else {}), **rounded}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        self.file.write(step, **({"final": True} if final else {}), **figures)
         for name, value in figures.items() if self.board is not None else ():
             self.board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self.file.close()
         if self.board is not None:
             self.board.close()
 

@@ -17,7 +17,7 @@ from distill.checkpoint import replace_folder
 from distill.pretrain.config import ScorerConfig
 from distill.pretrain.data import load_pictures, shard, to_float
 from distill.pretrain.export import save_scorer
-from distill.pretrain.loop import Batch, fit
+from distill.pretrain.loop import Batch
 from distill.pretrain.tokenizer import CONTEXT_LENGTH, encode, scene_tokenizer, special_ids
 
 RETRIEVAL_BATCH = 256
@@ -109,7 +109,11 @@ class ScorerModel(nn.Module):
 
 
 class ScorerTask:
-    """Intact and corrupted pictures on the device, figures and export."""
+    """Intact and corrupted pictures on the device, figures, and export as a folder `scorer`.
+
+    Raises:
+        ValueError: there are fewer scenes than processes, or no scene is left intact.
+    """
 
     def __init__(self, config: ScorerConfig, output: Path, accelerator: Accelerator) -> None:
         self.config, self.output = config, output
@@ -120,6 +124,11 @@ class ScorerTask:
         seeds = SCORER_SEEDS[: config.num_scenes]
         seeds = shard(seeds, accelerator.process_index, accelerator.num_processes)
         count = max(1, round(len(seeds) * config.corrupted_share))
+        if count == len(seeds):
+            raise ValueError(
+                f"num_scenes must leave each process an intact scene beside its {count} corrupted "
+                f"of {len(seeds)}; raise num_scenes or lower corrupted_share."
+            )
         # The corrupted scenes are intact ones too, so nothing but the copies tells them apart.
         self.intact = self._load(seeds[count:], label="render" if main else None)
         label = "render corrupted" if main else None
@@ -196,12 +205,3 @@ class ScorerTask:
     def _features(self, model: ScorerModel, pictures: Tensor) -> Tensor:
         parts = pictures.split(RETRIEVAL_BATCH)
         return torch.cat([model.picture_features(to_float(part)) for part in parts])
-
-
-def train_scorer(
-    config: ScorerConfig, output: Path, accelerator: Accelerator, *, resume: bool, started: float
-) -> None:
-    """Train the scorer; leave it with its tokenizer as a folder in `output/scorer`."""
-    torch.manual_seed(config.seed)
-    task = ScorerTask(config, output, accelerator)
-    fit(task, config, output, accelerator=accelerator, resume=resume, started=started)

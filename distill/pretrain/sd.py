@@ -15,7 +15,7 @@ from distill.pretrain.config import SDConfig
 from distill.pretrain.data import render_chunks, shard, to_float
 from distill.pretrain.export import make_pipeline, make_scheduler, save_pipeline
 from distill.pretrain.grids import save_grid
-from distill.pretrain.loop import Batch, fit
+from distill.pretrain.loop import Batch
 from distill.pretrain.tokenizer import CONTEXT_LENGTH, encode, scene_tokenizer, special_ids
 
 ENCODER_BATCH = 128
@@ -124,7 +124,13 @@ class SDModel(nn.Module):
 
 
 class SDTask:
-    """Latents and token ids on the device, previews and export."""
+    """Latents and token ids on the device, previews, and export of the pipeline as `model`.
+
+    Raises:
+        ValueError: `init_from` is of another architecture, or there are fewer scenes than
+            processes.
+        OSError: the VAE or `init_from` cannot be loaded.
+    """
 
     def __init__(
         self, config: SDConfig, output: Path, accelerator: Accelerator, vae_folder: Path
@@ -135,8 +141,14 @@ class SDTask:
         self.vae.to(self.device, memory_format=torch.channels_last)
         if config.init_from is None:
             self.tokenizer = scene_tokenizer()
+            side = config.image_size >> (len(self.vae.config.block_out_channels) - 1)
+            unet = build_unet(config, self.vae.config.latent_channels, side)
+            text_encoder = build_text_encoder(config, self.tokenizer)
         else:
             self.tokenizer = CLIPTokenizer.from_pretrained(Path(config.init_from) / "tokenizer")
+            unet, text_encoder = _load_start(config)
+        self.model = SDModel(unet, text_encoder, config)
+        self.model.to(self.device, memory_format=torch.channels_last)
         seeds = TRAINING_SEEDS[: config.num_scenes]
         seeds = shard(seeds, accelerator.process_index, accelerator.num_processes)
         label = "render and encode" if accelerator.is_main_process else None
@@ -147,14 +159,6 @@ class SDTask:
             self.validation = self._encode_scenes(seeds, None)
             seeds = VALIDATION_SEEDS[: config.num_prompts]
             self.prompts = [sample_scene(seed).caption for seed in seeds]
-        if config.init_from is None:
-            channels, size = self.latents.shape[1:3]
-            unet = build_unet(config, channels, size)
-            text_encoder = build_text_encoder(config, self.tokenizer)
-        else:
-            unet, text_encoder = _load_start(config)
-        self.model = SDModel(unet, text_encoder, config)
-        self.model.to(self.device, memory_format=torch.channels_last)
 
     def batch(self, generator: torch.Generator) -> Batch:
         shape = (self.config.batch_size,)
@@ -262,18 +266,3 @@ def _load_start(config: SDConfig) -> tuple[UNet2DConditionModel, CLIPTextModel]:
                 f"{name} is {wanted} in the configuration, but {found} in {config.init_from}."
             )
     return unet, text_encoder
-
-
-def train_sd(
-    config: SDConfig,
-    output: Path,
-    accelerator: Accelerator,
-    *,
-    resume: bool,
-    started: float,
-    vae_folder: Path,
-) -> None:
-    """Train UNet and text encoder; leave the whole pipeline as a folder in `output/model`."""
-    torch.manual_seed(config.seed)
-    task = SDTask(config, output, accelerator, vae_folder)
-    fit(task, config, output, accelerator=accelerator, resume=resume, started=started)

@@ -14,7 +14,7 @@ from distill.pretrain.config import VAEConfig
 from distill.pretrain.data import load_pictures, shard, to_float, to_uint8
 from distill.pretrain.export import MAX_SHARD_SIZE
 from distill.pretrain.grids import save_grid
-from distill.pretrain.loop import Batch, fit
+from distill.pretrain.loop import Batch
 
 PREVIEWED = 8
 BATCH = 64  # pictures at once when figures are taken
@@ -69,7 +69,11 @@ def edge_loss(error: Tensor) -> Tensor:
 
 
 class VAETask:
-    """Training pictures on the device, previews and export."""
+    """Training pictures on the device, previews, and export as a diffusers folder `vae`.
+
+    Raises:
+        ValueError: there are fewer scenes than processes.
+    """
 
     def __init__(self, config: VAEConfig, output: Path, accelerator: Accelerator) -> None:
         self.config, self.output = config, output
@@ -154,12 +158,3 @@ def normalize_latents(vae: AutoencoderKL, mean: Tensor, std: Tensor) -> None:
 
 def _encode(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
     return vae.encode(to_float(pictures)).latent_dist.mean.float()
-
-
-def train_vae(
-    config: VAEConfig, output: Path, accelerator: Accelerator, *, resume: bool, started: float
-) -> None:
-    """Train the autoencoder; leave it as a diffusers folder in `output/vae`."""
-    torch.manual_seed(config.seed)
-    task = VAETask(config, output, accelerator)
-    fit(task, config, output, accelerator=accelerator, resume=resume, started=started)
