@@ -54,12 +54,14 @@ def calibrate(
         every layer under `codebooks.config["calibration"]`.
 
     Raises:
-        TypeError: `prompts` is one string.
-        ValueError: there is no prompt, no step, no layer of the UNet at `config.levels`, fewer
-            keys than parents, or `config.key_norm` is set, which changes the model and so needs
-            training.
+        TypeError: `pipe` is not a pipeline with a UNet, or `prompts` is one string.
+        ValueError: there is no prompt, no step, no layer of the UNet at `config.levels`, an
+            override for none of these layers, fewer keys than parents, or `config.key_norm` is set,
+            which changes the model and so needs training.
         RuntimeError: the layers did not run, as in a compiled UNet.
     """
+    if getattr(pipe, "unet", None) is None:
+        raise TypeError(f"expected a pipeline with a unet, but got {type(pipe).__name__}.")
     config = AVQConfig() if config is None else config
     prompts = _checked_prompts(prompts)
     if config.key_norm:
@@ -68,7 +70,7 @@ def calibrate(
     if num_inference_steps < 1:
         raise ValueError(f"num_inference_steps must be at least 1, but got {num_inference_steps}.")
     model = pipe.unet if model is None else model
-    layers = select_layers(model, config.levels, config.exact)
+    layers = select_layers(model, config.levels, config.exact, config.overrides)
     most = max(config.for_layer(layer.name, layer.level).num_parents for layer in layers)
     if keys_per_layer < most:
         raise ValueError(

@@ -91,7 +91,7 @@ Exact = Annotated[
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
 Prompt = Annotated[str, typer.Argument(help="What the picture shows.")]
 NegativePrompt = Annotated[str | None, typer.Option(help="What it must not show.")]
-Side = Annotated[int | None, typer.Option(help="Pixels, a multiple of 8.")]
+Side = Annotated[int | None, typer.Option(min=8, help="Pixels, a multiple of 8.")]
 GuidanceScale = Annotated[
     float | None, typer.Option(help="Classifier-free guidance; the model's usual value.")
 ]
@@ -317,6 +317,12 @@ def main() -> None:
     """Run the command; a mistake of the user's is one sentence and exit code 2."""
     try:
         app()
+    except torch.OutOfMemoryError:
+        print(
+            "avq: the memory is too small for this size; try a smaller one or --device cpu.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     except (OSError, ValueError, TypeError, NotImplementedError, ModuleNotFoundError) as error:
         print(f"avq: {error}", file=sys.stderr)
         sys.exit(2)

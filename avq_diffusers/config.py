@@ -29,7 +29,7 @@ class AVQConfig:
         overrides: other values of `num_parents`, `num_children` or `num_refined` for a level
             (key: the level as a string, such as `"1"`) or for a layer or all layers of a module
             (key: its name, such as `"up_blocks.3"`). Names win over levels, longer names over
-            shorter ones.
+            shorter ones. Copied; a key that is for no layer is refused where the UNet is known.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -48,12 +48,12 @@ class AVQConfig:
     overrides: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _check_int("num_parents", self.num_parents, 1)
-        _check_int("num_children", self.num_children, 0)
-        _check_int("num_refined", self.num_refined, 0)
-        _check_int("query_tile", self.query_tile, 1)
+        check_int("num_parents", self.num_parents, 1)
+        check_int("num_children", self.num_children, 0)
+        check_int("num_refined", self.num_refined, 0)
+        check_int("query_tile", self.query_tile, 1)
         if self.importance_tile is not None:
-            _check_int("importance_tile", self.importance_tile, 1)
+            check_int("importance_tile", self.importance_tile, 1)
         if self.num_refined > self.num_parents:
             raise ValueError(
                 f"num_refined must be at most num_parents, but got {self.num_refined} > "
@@ -77,7 +77,7 @@ class AVQConfig:
         if not levels:
             raise ValueError("levels must name at least one UNet level, but got ().")
         for level in levels:
-            _check_int("levels", level, 0)
+            check_int("levels", level, 0)
         object.__setattr__(self, "levels", tuple(sorted(set(levels))))
         if not isinstance(self.exact, list | tuple) or not all(
             isinstance(name, str) for name in self.exact
@@ -98,6 +98,8 @@ class AVQConfig:
                     f"{', '.join(sorted(unknown))}."
                 )
             replace(self, overrides={}, **values)
+        copied = {key: dict(values) for key, values in self.overrides.items()}
+        object.__setattr__(self, "overrides", copied)
 
     def __str__(self) -> str:
         return f"M{self.num_parents}P{self.num_refined}C{self.num_children}"
@@ -148,7 +150,13 @@ def is_within(layer: str, name: str) -> bool:
     return f"{layer}.".startswith(f"{name}.")
 
 
-def _check_int(name: str, value: Any, minimum: int) -> None:
+def check_int(name: str, value: Any, minimum: int) -> None:
+    """Refuse what is not an int of at least `minimum`.
+
+    Raises:
+        TypeError: `value` is not an int.
+        ValueError: it is too small.
+    """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, but got {value!r} ({type(value).__name__}).")
     if value < minimum:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from avq_diffusers import reference
 from avq_diffusers.codebook import Codebook, assign
+from avq_diffusers.validation import check_inputs, check_numbers
 
 ACTIVE_SHARE = 0.01
 
@@ -38,13 +39,15 @@ def capture(
 
     Returns:
         (H,) in [0, 1], mean over batch and queries.
+
+    Raises:
+        TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
     tiles = {"query_tile": query_tile, "query_order": query_order, "scale": scale}
-    mass = attention_mass(query, key, codebook, **tiles)
     refined = refined_parents(
         query, key, codebook, num_refined, importance_tile=importance_tile, **tiles
     )
-    return captured_share(mass, refined)
+    return captured_share(attention_mass(query, key, codebook, **tiles), refined)
 
 
 @torch.no_grad()
@@ -68,7 +71,11 @@ def capture_curve(
 
     Returns:
         (H, M0 + 1) float64 in [0, 1], on the CPU: with 0, 1, ... M0 refined parents.
+
+    Raises:
+        TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
+    _check(query, key, codebook, 0, query_tile, query_order, importance_tile, scale)
     mass = attention_mass(
         query, key, codebook, query_tile=query_tile, query_order=query_order, scale=scale
     )
@@ -116,7 +123,11 @@ def attention_mass(
 
     Returns:
         (B, H, T, M0) for T query tiles; the sum over parents is the number of queries in a tile.
+
+    Raises:
+        TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
+    _check(query, key, codebook, 0, query_tile, query_order, None, scale)
     query, key, scale = _at_least_fp32(query, key, scale)
     parent_assignment, _ = assign(key, codebook)
     members = F.one_hot(parent_assignment, codebook.num_parents).to(query.dtype)
@@ -149,7 +160,11 @@ def refined_parents(
 
     Returns:
         (B, H, T, M0) bool for T query tiles.
+
+    Raises:
+        TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
+    _check(query, key, codebook, num_refined, query_tile, query_order, importance_tile, scale)
     importance = _parent_importance(
         query, key, codebook, query_tile, query_order, importance_tile, scale
     )
@@ -253,6 +268,21 @@ def constraint_error(codebook: Codebook) -> Tensor:
     distance = offsets.square().sum(dim=-1).mean(dim=(1, 2)).sqrt()
     error = offsets.mean(dim=2).norm(dim=-1).amax(dim=1)
     return error / distance.clamp(min=torch.finfo(offsets.dtype).tiny)
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    codebook: Codebook,
+    num_refined: int,
+    query_tile: int,
+    query_order: Tensor | None,
+    importance_tile: int | None,
+    scale: float | None,
+) -> None:
+    # No figure needs values; the keys stand in for them.
+    check_inputs(query, key, key, codebook, query_order)
+    check_numbers(codebook, num_refined, query_tile, importance_tile, scale)
 
 
 def _parent_importance(

@@ -1,7 +1,9 @@
 """Files that appear in one step, whole, and errors that name them."""
 
+import hashlib
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 TEMPORARY = ".writing-"
+LONGEST_SAVE = 24 * 3600
 
 
 @contextmanager
@@ -36,7 +39,9 @@ def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
 def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
     """Give a temporary folder to write; its files take the place of those in `folder`.
 
-    A kill at any moment leaves the old files, the new ones, or a folder without `last`.
+    Others may save into `folder` at the same time, each through a temporary folder of its own. A
+    kill at any moment leaves the old files, the new ones, or a folder without `last`; the temporary
+    folder that it leaves behind goes with the first save a day later.
 
     Args:
         folder: made where it is missing; files of other names stay.
@@ -44,22 +49,43 @@ def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
         subject: what an error says could not be written.
 
     Raises:
-        OSError: the block could not write; what was there is intact.
+        OSError: the block could not write, or another's files came between; the message says
+            whether what was there is intact.
     """
-    temporary = folder / ".writing"
+    temporary = folder / f"{TEMPORARY}{secrets.token_hex(4)}"
+    outcome = "what was there is intact"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+        _remove_leftovers(folder)
         yield temporary
+        written = sorted(temporary.iterdir(), key=lambda path: path.name == last)
+        digests = {folder / path.name: _sha256(path) for path in written}
+        (folder / last).unlink(missing_ok=True)
+        outcome = "what was there may be lost: save again"
+        for path in written:
+            path.replace(folder / path.name)
+        if any(_sha256(path) != digest for path, digest in digests.items()):
+            raise OSError("another process saves there at the same time")
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(
-            f"{subject} could not be written to {folder} ({error}); what was there is intact."
+            f"{subject} could not be written to {folder} ({error}); {outcome}."
         ) from error
-    (folder / last).unlink(missing_ok=True)
-    for path in sorted(temporary.iterdir(), key=lambda path: path.name == last):
-        path.replace(folder / path.name)
-    temporary.rmdir()
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete temporary folders of kills: so old that nobody can still be writing them."""
+    for path in folder.glob(f"{TEMPORARY}*/"):
+        with suppress(FileNotFoundError):  # another process was faster
+            if time.time() - path.stat().st_mtime > LONGEST_SAVE:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str | None:
+    """None where there is no such file."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
 from avq_diffusers.codebook import Codebook
+from avq_diffusers.files import atomic_write, naming
 from avq_diffusers.weights import AVQCodebooks
 
 FIGURES = ("quantization_error", "capture", "active_ratio")
@@ -39,7 +41,11 @@ def codebook_table(codebooks: AVQCodebooks) -> Table:
 
 
 def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
-    """Plot head 0 of every layer on its principal axes, figures of calibration or training."""
+    """Plot head 0 of every layer on its principal axes, figures of calibration or training.
+
+    Raises:
+        OSError: `path` cannot be written; what was there stays.
+    """
     from matplotlib.figure import Figure
 
     names = list(codebooks.layer_specs)
@@ -65,7 +71,8 @@ def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
         axes.bar(short, [figures.get(name, {}).get(key, 0.0) for name in names])
         axes.set_title(key.replace("_", " "), fontsize=9)
         axes.tick_params(axis="x", labelrotation=60, labelsize=6)
-    figure.savefig(path, dpi=110)
+    with naming(path), atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=110)
 
 
 def _figures(codebooks: AVQCodebooks) -> dict[str, dict[str, float]]:
@@ -86,4 +93,5 @@ def _child_spread(codebook: Codebook) -> float:
 def _project(parents: Tensor, children: Tensor) -> tuple[Tensor, Tensor]:
     center = parents.mean(0)
     axes = torch.linalg.svd(parents - center, full_matrices=False).Vh[:2]
+    axes = F.pad(axes, (0, 0, 0, 2 - len(axes)))  # a single parent has no second axis
     return (parents - center) @ axes.T, (children - center) @ axes.T

@@ -113,7 +113,7 @@ def save_linfusion(
 
     Raises:
         ValueError: names or shapes are not those of the UNet, or a tensor holds NaN or infinity.
-        OSError: the folder cannot be written; what was there is intact.
+        OSError: the folder cannot be written; the message says whether what was there is intact.
     """
     specs = [layer for layer in select_layers(unet) if layer.name in layers]
     check_names("LinFusion layers", layers, [spec.name for spec in specs])

@@ -1,7 +1,6 @@
 """`avq_attention`: the one public operation. Validates, then chooses the backend."""
 
 import os
-import sys
 import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -15,13 +14,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from avq_diffusers import fallback, reference, reverse
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.kernels import codewords
+from avq_diffusers.validation import check_inputs, check_numbers
 
 BACKENDS = ("auto", "triton", "torch", "dense", "reference")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _HAS_TRITON = find_spec("triton") is not None
 _MIN_CAPABILITY = (8, 0)
-_LARGEST_SCALE = sys.float_info.max
 
 
 def avq_attention(
@@ -74,7 +72,7 @@ def avq_attention(
             run here.
     """
     _validate(query, key, value, codebook, query_order)
-    _validate_numbers(codebook, num_refined, query_tile, importance_tile, scale)
+    check_numbers(codebook, num_refined, query_tile, importance_tile, scale)
     backend = resolve_backend(
         backend,
         query,
@@ -408,102 +406,9 @@ def _packed_codewords(
 def _validate(
     query: Tensor, key: Tensor, value: Tensor, codebook: Codebook, query_order: Tensor | None
 ) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}.")
-        if tensor.ndim != 4:
-            raise ValueError(
-                f"{name} must have shape (batch, heads, tokens, head_dim), but got "
-                f"{tuple(tensor.shape)}."
-            )
-        if tensor.dtype not in DTYPES:
-            raise TypeError(
-                f"{name} must be float16, bfloat16, float32 or float64, but got {tensor.dtype}."
-            )
-        if 0 in tensor.shape:
-            raise ValueError(f"{name} must not be empty, but got shape {tuple(tensor.shape)}.")
-    if not isinstance(codebook, Codebook):
-        raise TypeError(f"codebook must be a Codebook, but got {type(codebook).__name__}.")
+    check_inputs(query, key, value, codebook, query_order)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise TypeError(
                 f"{name} must have the dtype of query, {query.dtype}, but got {tensor.dtype}."
             )
-        if tensor.device != query.device:
-            raise ValueError(
-                f"{name} must be on the device of query, {query.device}, but got {tensor.device}."
-            )
-        for axis, word in ((0, "batch size"), (1, "number of heads"), (3, "head dim")):
-            if tensor.shape[axis] != query.shape[axis]:
-                raise ValueError(
-                    f"{name} must have the {word} of query, {query.shape[axis]}, but got "
-                    f"{tensor.shape[axis]}."
-                )
-    if value.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"value must have as many tokens as key, {key.shape[2]}, but got {value.shape[2]}."
-        )
-
-    parents = codebook.parents
-    if parents.device != query.device:
-        raise ValueError(
-            f"codebook must be on the device of query, {query.device}, but got {parents.device}."
-        )
-    for axis, query_axis, word in ((0, 1, "number of heads"), (2, 3, "head dim")):
-        if parents.shape[axis] != query.shape[query_axis]:
-            raise ValueError(
-                f"codebook must have the {word} of query, {query.shape[query_axis]}, but got "
-                f"{parents.shape[axis]}."
-            )
-
-    if query_order is None:
-        return
-    if not isinstance(query_order, Tensor):
-        raise TypeError(f"query_order must be a tensor, but got {type(query_order).__name__}.")
-    if query_order.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"query_order must be int32 or int64, but got {query_order.dtype}.")
-    if query_order.shape != query.shape[2:3]:
-        raise ValueError(
-            f"query_order must have shape ({query.shape[2]},), one entry per query, but got "
-            f"{tuple(query_order.shape)}."
-        )
-    if query_order.device != query.device:
-        raise ValueError(
-            f"query_order must be on the device of query, {query.device}, but got "
-            f"{query_order.device}."
-        )
-
-
-def _validate_numbers(
-    codebook: Codebook,
-    num_refined: int,
-    query_tile: int,
-    importance_tile: int | None,
-    scale: float | None,
-) -> None:
-    _check_int("num_refined", num_refined, 0)
-    _check_int("query_tile", query_tile, 1)
-    if importance_tile is not None:
-        _check_int("importance_tile", importance_tile, 1)
-    if scale is not None and not isinstance(scale, int | float):
-        raise TypeError(f"scale must be a number or None, but got {type(scale).__name__}.")
-    if scale is not None and not abs(scale) <= _LARGEST_SCALE:
-        raise ValueError(f"scale must be finite, but got {scale}.")
-    num_parents, num_children = codebook.children.shape[1:3]
-    if num_refined > num_parents:
-        raise ValueError(
-            f"num_refined must be at most the codebook's {num_parents} parents, but got "
-            f"{num_refined}."
-        )
-    if num_refined > 0 and num_children == 0:
-        raise ValueError(
-            f"num_refined must be 0 for a codebook without children (flat VQ), but got "
-            f"{num_refined}."
-        )
-
-
-def _check_int(name: str, value: int, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, but got {type(value).__name__}.")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, but got {value}.")

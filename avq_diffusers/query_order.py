@@ -49,12 +49,6 @@ def query_order(
     return _cached_order(height, width, kind, device, seed)
 
 
-def inverse_order(order: Tensor) -> Tensor:
-    """Position of each raster token: `inverse_order(order)[order[i]] == i`, same dtype."""
-    positions = torch.arange(len(order), dtype=order.dtype, device=order.device)
-    return torch.empty_like(order).index_copy_(0, order.long(), positions)
-
-
 @torch.library.custom_op("avq_diffusers::query_order", mutates_args=())
 def _query_order_op(height: int, width: int, kind: str, device: torch.device, seed: int) -> Tensor:
     return _cached_order(height, width, kind, device, seed).clone()

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from avq_diffusers.comparison import psnr, refinable_parents, timed_picture
 from avq_diffusers.elastic import SHOWN_TARGETS, CaptureProfile
+from avq_diffusers.files import atomic_write, naming
 from avq_diffusers.pipeline import avq_disabled, set_num_refined
 from avq_diffusers.sheet import picture_sheet
 
@@ -142,6 +143,9 @@ def plot_sweep(drawn: Sequence[Drawn], title: str, path: Path) -> None:
     """Plot PSNR to the exact pictures over seconds; exact attention is a vertical line.
 
     Pictures with the bits of the exact ones have no finite PSNR and are left out.
+
+    Raises:
+        OSError: `path` cannot be written; what was there stays.
     """
     from matplotlib.figure import Figure
 
@@ -159,7 +163,8 @@ def plot_sweep(drawn: Sequence[Drawn], title: str, path: Path) -> None:
     axes.set_xlim(0, 1.12 * max(one.seconds for one in drawn))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=110)
+    with naming(path), atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=110)
 
 
 def _cells(one: Drawn, exact: Drawn) -> tuple[str, ...]:

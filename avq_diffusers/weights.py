@@ -6,7 +6,7 @@ Shapes: H heads, M0 parents, C children per parent, D head dim.
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +38,27 @@ PROJECTION_PARAMETERS = {
 }
 # Larger than what rounding of a float32 mean explains, far below what a picture shows.
 CONSTRAINT_TOLERANCE = 1e-3
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
+# What `DiffusionPipeline.from_pretrained` passes to each of its models.
+PIPELINE_ARGUMENTS = (
+    "torch_dtype",
+    "device_map",
+    "max_memory",
+    "offload_folder",
+    "offload_state_dict",
+    "variant",
+    "use_safetensors",
+    "use_flashpack",
+    "low_cpu_mem_usage",
+    "disable_mmap",
+)
+# Arguments of `ModelMixin.save_pretrained` whose other values make files of other names.
+SAVED_WITH = {
+    "safe_serialization": True,
+    "variant": None,
+    "max_shard_size": "10GB",
+    "use_flashpack": False,
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +86,10 @@ class SelfAttentionLayer(LayerSpec):
 
 
 def select_layers(
-    unet: nn.Module, levels: tuple[int, ...] | None = None, exact: tuple[str, ...] = ()
+    unet: nn.Module,
+    levels: tuple[int, ...] | None = None,
+    exact: tuple[str, ...] = (),
+    overrides: Iterable[str] = (),
 ) -> list[SelfAttentionLayer]:
     """The spatial self-attention layers of a UNet or ControlNet, in module order.
 
@@ -74,11 +98,12 @@ def select_layers(
             first two. Temporal layers (motion modules) are never chosen.
         levels: UNet levels to choose, 0 being the highest resolution; None chooses all.
         exact: names of layers to leave out, or of modules all of whose layers to leave out.
+        overrides: keys of `AVQConfig.overrides`; each must be for a layer that is chosen.
 
     Raises:
         TypeError: `unet` is not such a model.
-        ValueError: a level has no self-attention, a name is that of no layer at these levels, or
-            no layer is left.
+        ValueError: a level has no self-attention, a name is that of no layer at these levels, no
+            layer is left, or an override is for none of them.
     """
     unet = getattr(unet, "_orig_mod", unet)  # torch.compile's wrapper puts itself into the paths
     if not isinstance(unet, nn.Module) or not hasattr(unet, "down_blocks"):
@@ -119,6 +144,12 @@ def select_layers(
     chosen = [x for x in layers if not any(is_within(x.name, name) for name in exact)]
     if layers and not chosen:
         raise ValueError(f"exact leaves no layer at the levels {_join(levels)}.")
+    for key in overrides:
+        if not any(key == str(x.level) or is_within(x.name, key) for x in chosen):
+            raise ValueError(
+                f"overrides must have levels or names of the chosen layers as keys, but got "
+                f"{key!r}; one of them is {chosen[0].name} at level {chosen[0].level}."
+            )
     return chosen
 
 
@@ -195,10 +226,10 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
                 `to_v.weight`, `to_out.0.weight` and `to_out.0.bias`; copied, to float32.
 
         Raises:
-            ValueError: names or shapes are not those of the UNet and `config`, or a tensor holds
-                NaN or infinity.
+            ValueError: names or shapes are not those of the UNet and `config`, an override is for
+                none of its layers, or a tensor holds NaN or infinity.
         """
-        layers = select_layers(unet, config.levels, config.exact)
+        layers = select_layers(unet, config.levels, config.exact, config.overrides)
         check_names("codebooks", codebooks, [layer.name for layer in layers])
         specs = [
             {name: getattr(layer, name) for name in LayerSpec.__dataclass_fields__}
@@ -246,7 +277,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         *,
         subfolder: str | None = None,
         dtype: torch.dtype = torch.float32,
-        **hub_arguments: Any,
+        **arguments: Any,
     ) -> "AVQCodebooks":
         """Load codebooks from a folder or from the Hub; only safetensors are read.
 
@@ -254,14 +285,23 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             pretrained_model_name_or_path: folder or Hub id.
             subfolder: folder inside of it.
             dtype: accepted as by every diffusers model; all parameters stay in float32.
-            **hub_arguments: `revision`, `token`, `cache_dir`, `force_download` or
-                `local_files_only` of `huggingface_hub.hf_hub_download`.
+            **arguments: `revision`, `token`, `cache_dir`, `force_download` or `local_files_only` of
+                `huggingface_hub.hf_hub_download`. What else a pipeline of diffusers passes to its
+                models is accepted and changes nothing.
 
         Raises:
+            TypeError: an argument is unknown.
             FileNotFoundError: the folder lacks a file.
             ValueError: a file is damaged, of another format, or does not hold what its
                 config.json says.
         """
+        for name in arguments:
+            if name not in HUB_ARGUMENTS + PIPELINE_ARGUMENTS:
+                raise TypeError(
+                    f"from_pretrained takes subfolder, dtype, {', '.join(HUB_ARGUMENTS)}, but got "
+                    f"{name!r}."
+                )
+        hub_arguments = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
 
         def locate(file: str) -> Path:
             folder = Path(pretrained_model_name_or_path)
@@ -290,15 +330,31 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         codebooks._load(locate(SAFETENSORS_WEIGHTS_NAME))
         return codebooks
 
-    def save_pretrained(self, save_directory: str | Path, **arguments: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | Path, is_main_process: bool = True, **arguments: Any
+    ) -> None:
         """Save config and weights into a folder, as `ModelMixin.save_pretrained`.
 
         Codebooks that were there stay until the new ones are whole; a kill at any moment leaves
         the old ones, the new ones, or a folder that is refused for having no config.json.
 
+        Args:
+            save_directory: made where it is missing.
+            is_main_process: where this is False, nothing is written.
+            **arguments: others of `ModelMixin.save_pretrained`, such as `push_to_hub`.
+
         Raises:
-            OSError: the folder cannot be made or written; what was there is intact.
+            ValueError: the arguments ask for other files than the one that `from_pretrained` reads.
+            OSError: the folder cannot be made or written; the message says whether what was there
+                is intact.
         """
+        for name, value in SAVED_WITH.items():
+            if arguments.get(name, value) != value:
+                raise ValueError(
+                    f"codebooks are saved with {name}={value!r} only, but got {arguments[name]!r}."
+                )
+        if not is_main_process:
+            return
         folder = Path(save_directory)
         self.register_to_config(sha256=tensor_digest(self.state_dict()))
         with atomic_save(folder, self.config_name, "codebooks") as temporary:

@@ -51,8 +51,9 @@ class Objective(nn.Module):
             None keeps the teacher's.
 
     Raises:
-        ValueError: `attention` is unknown, `teacher` has no self-attention at a level, `lora_rank`
-            is below 1, or `diveq` comes without AVQ attention and full spawning.
+        ValueError: `attention` is unknown, `teacher` has no self-attention at a level or of an
+            override, `lora_rank` is below 1, or `diveq` comes without AVQ attention and full
+            spawning.
     """
 
     def __init__(

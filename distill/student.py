@@ -167,7 +167,7 @@ def make_student(
         raise ValueError(f"lora_rank must be at least 1 or None, but got {lora_rank}.")
     trained = {
         id(layer.attn): _trainable(layer.attn, lora_rank)
-        for layer in select_layers(teacher, config.levels, config.exact)
+        for layer in select_layers(teacher, config.levels, config.exact, config.overrides)
     }
     nn.Module.to(teacher, dtype=teacher_dtype)  # diffusers' own warns of modules it does not name
     shared = {id(tensor): tensor for tensor in chain(teacher.parameters(), teacher.buffers())}

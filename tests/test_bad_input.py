@@ -216,6 +216,24 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(model, codebooks, t
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["inspect", "bench"])
+def test_a_plot_that_cannot_be_written_leaves_the_old_one(model, codebooks, tmp_path, capsys, name):
+    """Catches a plot that is drawn over the old one, and an error that does not name the file."""
+    import matplotlib.figure  # noqa: F401 - it writes its cache of fonts without the limit
+
+    folder = _saved(codebooks, tmp_path / "codebooks")
+    Image.effect_noise((256, 256), 50).save(tmp_path / "plot.png")
+    before = contents(tmp_path)
+    arguments = ["inspect", folder]
+    if name == "bench":
+        arguments = ["bench", "a fox", "--model", model, "--codebooks", folder]
+        arguments += ["--steps", "1", "--refined", "0", "--device", "cpu"]
+    with largest_file(4096):
+        assert avq(*arguments, "--out", tmp_path / "plot.png") == 2
+    assert re.search(r"avq: .*plot\.png could not be written \(.*large", capsys.readouterr().err)
+    assert contents(tmp_path) == before
+
+
 def test_nothing_of_a_model_is_unpickled(model, tmp_path, capsys):
     """Catches a loader that takes weights in pickles, which may run anything."""
     marker = tmp_path / "was-unpickled"

@@ -287,6 +287,13 @@ def test_the_result_saves_and_applies(calibrated, tmp_path):
     assert sum(row.runs.startswith("AVQ") for row in summary(pipe).rows) == 10
 
 
+@pytest.mark.parametrize("pipe", [object(), torch.nn.Linear(1, 1)])
+def test_what_is_no_pipeline_is_refused(pipe):
+    """Catches an AttributeError, as of a UNet, which is all that `apply_avq` needs."""
+    with pytest.raises(TypeError, match=f"a pipeline with a unet, but got {type(pipe).__name__}"):
+        calibrate(pipe, PROMPTS)
+
+
 def test_one_string_is_refused():
     with pytest.raises(TypeError, match="prompts must be a sequence of strings, but got one"):
         calibrate(tiny_pipe(), "a red fox")
@@ -298,11 +305,15 @@ def test_one_string_is_refused():
         ({"prompts": []}, "prompts must hold at least one prompt, but got none"),
         ({"config": AVQConfig(key_norm=True)}, "key_norm changes the model and needs training"),
         ({"config": AVQConfig(levels=(7,))}, "no self-attention at level 7"),
+        (
+            {"config": AVQConfig(4, 2, 2, overrides={"7": {"num_parents": 8}})},
+            r"overrides must have levels or names .*, but got '7'; .* at level 0",
+        ),
         ({"keys_per_layer": 3}, "keys_per_layer must be at least num_parents = 4, but got 3"),
         ({"keys_per_layer": -1}, "keys_per_layer must be at least num_parents = 4, but got -1"),
         ({"num_inference_steps": 0}, "num_inference_steps must be at least 1, but got 0"),
     ],
-    ids=["prompts", "key_norm", "level", "few-keys", "negative-keys", "steps"],
+    ids=["prompts", "key_norm", "level", "override", "few-keys", "negative-keys", "steps"],
 )
 def test_bad_arguments_are_refused_before_the_pipeline_runs(arguments, message):
     pipe = tiny_pipe()

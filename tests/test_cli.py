@@ -319,6 +319,16 @@ def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path
     assert written() == ["flat.png"]
 
 
+@pytest.mark.parametrize("config", ["M1", "M1P1C4"])
+def test_inspect_takes_codebooks_of_one_parent(avq, tmp_path, config):
+    """Catches a projection on two axes where there is only one."""
+    codebooks = random_codebooks(tiny_pipe().unet, AVQConfig.parse(config))
+    codebooks.save_pretrained(tmp_path / "one")
+    code, _ = avq("inspect", str(tmp_path / "one"))
+    assert code == 0
+    assert pixels("codebooks.png").std() > 10
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -336,6 +346,7 @@ def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path
         (["--codebooks", "CODEBOOKS", "--exact", "up_blocks"], "--exact; drop one of them"),
         (["--exact", "nowhere"], "but got 'nowhere'; one of them is down_blocks.0.att"),
         (["--codebooks", "CODEBOOKS", "--height", "100", "--width", "100"], "divisible by 8"),
+        (["--height", "-64", "--width", "64"], "Invalid value for '--height'"),
         (["--out", "no-such-folder/a.png"], "no-such-folder does not exist"),
         (["--out", "a.jpg"], "--out must end in .png, but got 'a.jpg'"),
         (["--device", "abacus"], "abacus"),
@@ -347,7 +358,7 @@ def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path
         *("model", "config", "refined-config", "levels", "absent-level", "codebooks"),
         *("other-codebooks", "num-refined", "no-capture", "percent", "both"),
         *("exact-and-codebooks", "exact-nowhere"),
-        *("size", "out-folder", "out-suffix", "device"),
+        *("size", "negative-size", "out-folder", "out-suffix", "device"),
         *("steps", "seed", "option"),
     ],
 )
@@ -360,6 +371,20 @@ def test_generate_refuses(avq, model, codebooks, tmp_path, arguments, message):
     assert "Traceback" not in output
     assert written() == []
     assert not (tmp_path / "cache").exists()
+
+
+def test_generate_says_that_the_memory_is_too_small(avq, model, codebooks, monkeypatch):
+    """Catches a traceback of the most usual mistake on a GPU."""
+
+    def exhaust(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(cli, "timed_picture", exhaust)
+    code, output = avq("generate", PROMPT, "--model", model, "--codebooks", codebooks)
+    assert code == 2
+    message = "avq: the memory is too small for this size; try a smaller one or --device cpu."
+    assert output.endswith(squeezed(message))
+    assert written() == []
 
 
 @pytest.mark.parametrize(

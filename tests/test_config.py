@@ -108,6 +108,16 @@ def test_is_frozen_and_hashable():
     assert hash(config) == hash(AVQConfig(overrides={"1": {"num_refined": 8}}))
 
 
+def test_overrides_are_a_copy():
+    """Catches a frozen config that changes with the mapping it was built from."""
+    values = {"num_refined": 8}
+    overrides = {"1": values}
+    config = AVQConfig(overrides=overrides)
+    values["num_refined"] = 4
+    overrides["2"] = {}
+    assert config.overrides == {"1": {"num_refined": 8}}
+
+
 def test_layer_names_win_over_levels_and_longer_names_over_shorter():
     config = AVQConfig(
         overrides={

@@ -644,6 +644,13 @@ def test_lora_rank_is_positive():
         Objective(tiny_unet(), CONFIG, lora_rank=0)
 
 
+def test_an_override_for_no_layer_is_refused():
+    """Catches one that is found when the codebooks are written, after the training."""
+    config = replace(CONFIG, overrides={"up_block.3": {"num_refined": 1}})
+    with pytest.raises(ValueError, match=r"but got 'up_block\.3'"):
+        Objective(tiny_unet(), config)
+
+
 @pytest.mark.parametrize("lora_rank", [None, 2])
 def test_teacher_with_lora(lora_rank):
     """Catches a student that starts without the teacher's LoRA, or that shares it."""

@@ -5,11 +5,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from avq_diffusers.files import TEMPORARY, atomic_write, naming
+from avq_diffusers.files import LONGEST_SAVE, TEMPORARY, atomic_save, atomic_write, naming
 
 KILLED = """
 import os, signal, sys
@@ -28,6 +30,29 @@ def path(tmp_path):
     path = tmp_path / "file.txt"
     path.write_text("old")
     return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a result, "weights" and "last", and a file of another's."""
+    folder = tmp_path / "folder"
+    save(folder, "old")
+    (folder / "mine").write_text("mine")
+    return folder
+
+
+def save(folder, text):
+    with atomic_save(folder, "last", "things") as temporary:
+        write(temporary, text)
+
+
+def write(temporary, text):
+    for name in ("last", "weights"):
+        (temporary / name).write_text(text)
+
+
+def result(text):
+    return {"last": text, "weights": text, "mine": "mine"}
 
 
 def contents(path):
@@ -105,6 +130,84 @@ def test_two_that_share_a_file_do_not_share_the_temporary_one(path):
         assert path.read_text() == "two"
         assert one.read_text() == "one"
     assert contents(path) == {"file.txt": "one"}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_save_that_fails_leaves_the_old_files_only(folder, error):
+    """Catches a temporary folder that only errors of the disk remove."""
+
+    def fail():
+        with atomic_save(folder, "last", "things") as temporary:
+            write(temporary, "half")
+            raise error("stop")
+
+    with pytest.raises(error, match="stop"):
+        fail()
+    assert contents(folder / "last") == result("old")
+
+
+def test_two_that_save_into_a_folder_do_not_share_the_temporary_one(folder):
+    """Catches one that deletes or moves what the other is writing."""
+    with atomic_save(folder, "last", "things") as one:
+        write(one, "one")
+        save(folder, "two")
+        assert {path.name for path in one.iterdir()} == {"last", "weights"}
+        assert (folder / "last").read_text() == (folder / "weights").read_text() == "two"
+    assert contents(folder / "last") == result("one")
+
+
+@pytest.mark.parametrize("text", ["one", "two"])
+def test_a_save_between_the_moves_of_another_is_noticed(folder, monkeypatch, text):
+    """Catches files of two results that pass for one; those of equal results are one."""
+    replace = Path.replace
+
+    def replace_and_be_late(path, target):
+        replace(path, target)
+        if path.name == "weights":
+            monkeypatch.setattr(Path, "replace", replace)
+            save(folder, text)
+
+    monkeypatch.setattr(Path, "replace", replace_and_be_late)
+    message = r"things could not be .*\(another process .* same time\); .* be lost: save again\."
+    if text == "two":
+        with pytest.raises(OSError, match=message):
+            save(folder, "one")
+    else:
+        save(folder, "one")
+    assert contents(folder / "last") == {"last": "one", "weights": text, "mine": "mine"}
+    save(folder, "new")
+    assert contents(folder / "last") == result("new")
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_a_move_that_fails_does_not_call_the_old_files_intact(folder, monkeypatch, moved):
+    """Catches that claim, an error without a name, and a new file beside the old `last`."""
+    replace, moves = Path.replace, []
+
+    def fail_later(path, target):
+        if len(moves) == moved:
+            raise OSError(5, "Input/output error")
+        moves.append(path.name)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail_later)
+    message = rf"things could not be written to {folder} .*5\].*; what was there may be lost: save"
+    with pytest.raises(OSError, match=message):
+        save(folder, "new")
+    weights = "new" if moved else "old"
+    assert contents(folder / "last") == {"weights": weights, "mine": "mine"}
+
+
+def test_leftovers_of_kills_go_when_nobody_can_be_writing_them(folder):
+    """Catches folders that pile up, and a concurrent writer's that is taken for a leftover."""
+    for name, age in (("old", 2 * LONGEST_SAVE), ("new", LONGEST_SAVE / 2)):
+        leftover = folder / f"{TEMPORARY}{name}"
+        leftover.mkdir()
+        (leftover / "weights").write_text("half")
+        os.utime(leftover, (time.time() - age,) * 2)
+    save(folder, "new")
+    names = {"last", "weights", "mine", f"{TEMPORARY}new"}
+    assert {path.name for path in folder.iterdir()} == names
 
 
 def test_the_error_of_a_disk_names_the_file(path):

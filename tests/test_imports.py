@@ -15,7 +15,7 @@ PACKAGES = ("avq_diffusers", "distill", "eval")
 LAYERS = (
     ("config", "timesteps", "files", "options"),
     ("query_order", "codebook"),
-    ("reference", "fallback", "kernels", "ema"),
+    ("reference", "fallback", "kernels", "ema", "validation"),
     ("reverse",),
     ("ops",),
     ("diagnostics",),

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import resource
 
 import pytest
 import torch
@@ -288,9 +289,7 @@ class TestRefusals:
     def test_avq(self, folder, loaded, unet):
         """Catches one that takes the other's processor for the layer's own."""
         codebooks = random_codebooks(unet)
-        with pytest.raises(
-            ValueError, match=r"LinFusion layers; call remove_linfusion\(unet\)"
-        ):
+        with pytest.raises(ValueError, match=r"LinFusion layers; call remove_linfusion\(unet\)"):
             apply_avq(loaded, codebooks)
         processors = dict(apply_avq(unet, codebooks).attn_processors)
         with pytest.raises(ValueError, match=r"has AVQ; call remove_avq\(unet\)"):
@@ -354,10 +353,14 @@ class TestRefusals:
     def test_layers_stay_that_cannot_be_replaced(self, folder, unet, layers):
         """Catches new weights beside an old config.json, or none."""
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        (folder / ".writing").touch()  # in the place of the temporary folder
-        with pytest.raises(OSError, match=r"LinFusion layers could not be written to .*intact\."):
-            save_linfusion(folder, unet, layers)
-        (folder / ".writing").unlink(missing_ok=True)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limit[1]))
+        try:
+            message = r"LinFusion layers could not be written to .*intact\."
+            with pytest.raises(OSError, match=message):
+                save_linfusion(folder, unet, layers)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
     @pytest.mark.parametrize(

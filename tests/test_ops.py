@@ -117,12 +117,12 @@ REFUSALS = {
     "num_refined type": (
         {"num_refined": 2.0},
         TypeError,
-        r"num_refined must be an int, but got float\.",
+        r"num_refined must be an int, but got 2\.0 \(float\)\.",
     ),
     "num_refined bool": (
         {"num_refined": True},
         TypeError,
-        r"num_refined must be an int, but got bool\.",
+        r"num_refined must be an int, but got True \(bool\)\.",
     ),
     "num_refined negative": (
         {"num_refined": -1},

@@ -433,6 +433,16 @@ class TestSetNumRefined:
         with pytest.raises(TypeError, match="num_refined must be an int, but got float"):
             set_num_refined(pipe, 1.0)
 
+    @pytest.mark.parametrize("chosen", [{"layer": "up_blocks"}, {"level": 1}])
+    def test_entries_that_no_chosen_layer_has(self, pipe, codebooks, chosen):
+        """Catches an entry of a plan that matches layers, but none of those it may change."""
+        apply_avq(pipe, codebooks)
+        before = self.refined(pipe)
+        message = r"starts with 'down_blocks\.0'; the chosen layers are (up_blocks|down_blocks\.1)"
+        with pytest.raises(ValueError, match=message):
+            set_num_refined(pipe, {"up_blocks": 1, "down_blocks.0": 1}, **chosen)
+        assert self.refined(pipe) == before
+
     def test_plan(self, pipe, codebooks):
         """Catches entries in the order of writing, and layers without an entry reset."""
         apply_avq(pipe, codebooks)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from avq_diffusers.query_order import _cached_order, inverse_order, query_order
+from avq_diffusers.query_order import _cached_order, query_order
 
 LARGE_GRIDS = [(64, 64), (128, 128), (96, 64), (45, 80), (80, 45), (127, 50), (1, 300), (33, 257)]
 
@@ -90,24 +90,6 @@ def test_random_depends_on_the_seed_only():
 def test_eager_calls_share_one_tensor():
     assert query_order(6, 7) is query_order(6, 7, "gilbert", "cpu")
     assert query_order(6, 7) is not query_order(7, 6)
-
-
-def test_inverse_order_is_the_inverse():
-    order = query_order(9, 14)
-    inverse = inverse_order(order)
-    assert inverse.dtype == order.dtype
-    assert inverse[order].tolist() == list(range(9 * 14))
-    assert order[inverse].tolist() == list(range(9 * 14))
-    assert not torch.equal(inverse, order)
-
-
-def test_indexes_in_both_directions_with_gradients():
-    values = torch.randn(12, 3, requires_grad=True)
-    order = query_order(3, 4)
-    there_and_back = values[order][inverse_order(order)]
-    assert torch.equal(there_and_back, values)
-    there_and_back.sum().backward()
-    assert torch.equal(values.grad, torch.ones_like(values))
 
 
 @pytest.mark.parametrize("kind", ["gilbert", "raster", "random"])

@@ -5,10 +5,11 @@ import os
 import pickle
 import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import MotionAdapter, UNetMotionModel
+from diffusers import DiffusionPipeline, MotionAdapter, UNetMotionModel
 from safetensors.torch import load_file, save_file
 from tiny import CONFIG, random_codebooks, sd2_unet, sdxl_unet, tiny_unet
 
@@ -18,6 +19,14 @@ from avq_diffusers.weights import PROJECTION_PARAMETERS, AVQCodebooks, select_la
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+
+
+class WithCodebooks(DiffusionPipeline):
+    """A pipeline that holds codebooks among its models."""
+
+    def __init__(self, codebooks):
+        super().__init__()
+        self.register_modules(codebooks=codebooks)
 
 
 @pytest.fixture
@@ -103,6 +112,18 @@ class TestSelectLayers:
         with pytest.raises(ValueError, match="exact leaves no layer at the levels 0, 1"):
             select_layers(unet, (0, 1), ("down_blocks", "up_blocks"))
 
+    def test_overrides(self, unet):
+        """Catches keys that match no layer, another level's, or one that stays exact."""
+        names = [layer.name for layer in select_layers(unet, (0, 1))]
+        good = ("0", "1", "up_blocks", "up_blocks.3.attentions.1", names[0])
+        found = select_layers(unet, (0, 1), (), good)
+        assert [layer.name for layer in found] == names
+        bad = ("up_block.3", "7", "2", "01", "mid_block", "up_blocks.3.attentions.9", "")
+        for key in (*bad, "down_blocks.0"):
+            message = rf"overrides must .* but got '{key}'; one of them is down_blocks\.1.* level 1"
+            with pytest.raises(ValueError, match=message):
+                select_layers(unet, (0, 1), ("down_blocks.0",), ["0", key])
+
     def test_sd2(self):
         """Catches one head count taken for all levels."""
         layers = select_layers(sd2_unet(), (0, 1))
@@ -186,6 +207,18 @@ class TestRoundTrip:
         loaded = AVQCodebooks.from_pretrained(tmp_path, subfolder="inner")
         assert loaded.layer_specs == codebooks.layer_specs
 
+    def test_arguments_of_a_download(self, folder, codebooks):
+        """Catches those of the Hub refused for a folder, which scripts pass for either."""
+        arguments = {"revision": "main", "token": None, "local_files_only": True}
+        loaded = AVQCodebooks.from_pretrained(folder, force_download=False, **arguments)
+        assert loaded.layer_specs == codebooks.layer_specs
+
+    def test_as_a_part_of_a_pipeline(self, codebooks, tmp_path):
+        """Catches an argument refused that diffusers passes to every model of a pipeline."""
+        WithCodebooks(codebooks).save_pretrained(tmp_path)
+        loaded = WithCodebooks.from_pretrained(tmp_path).codebooks
+        assert torch.equal(loaded.codebook(LAYER).parents, codebooks.codebook(LAYER).parents)
+
     def test_moving_keeps_the_parameters(self, codebooks):
         """Catches buffers: `.to()` replaces those, and a UNet that uses them would not notice."""
         before = codebooks.codebook(LAYER).parents
@@ -194,7 +227,53 @@ class TestRoundTrip:
         assert not before.requires_grad
 
 
+class TestSaving:
+    def contents(self, folder):
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def test_other_processes_write_nothing(self, codebooks, folder, tmp_path):
+        """Catches one that removes the config.json, which only the main process writes."""
+        before = self.contents(folder)
+        codebooks.codebook(LAYER).parents.add_(1)
+        codebooks.save_pretrained(folder, is_main_process=False)
+        codebooks.save_pretrained(tmp_path / "new", is_main_process=False)
+        assert self.contents(folder) == before
+        assert not (tmp_path / "new").exists()
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("safe_serialization", False),
+            ("variant", "fp16"),
+            ("max_shard_size", "1KB"),
+            ("use_flashpack", True),
+        ],
+    )
+    def test_files_that_loading_does_not_read(self, codebooks, folder, tmp_path, name, value):
+        """Catches a folder that is saved without an error and cannot be loaded."""
+        before = self.contents(folder)
+        message = rf"codebooks are saved with {name}=.* only, but got {value!r}\."
+        for place in (folder, tmp_path / "new"):
+            with pytest.raises(ValueError, match=message):
+                codebooks.save_pretrained(place, **{name: value})
+        assert self.contents(folder) == before
+        assert not (tmp_path / "new").exists()
+
+    def test_as_every_model(self, codebooks, tmp_path):
+        """Catches the usual values of those arguments refused, as `push_to_hub` passes them."""
+        codebooks.save_pretrained(tmp_path, True, safe_serialization=True, variant=None)
+        assert AVQCodebooks.from_pretrained(tmp_path).layer_specs == codebooks.layer_specs
+
+
 class TestRefusals:
+    @pytest.mark.parametrize("name", ["subfoldr", "torch_type", "repo_type"])
+    def test_unknown_argument(self, folder, name):
+        """Catches a misspelt argument that is dropped where the codebooks are a local folder."""
+        with pytest.raises(
+            TypeError, match=f"takes subfolder, dtype, revision.*, but got '{name}'"
+        ):
+            AVQCodebooks.from_pretrained(folder, **{name: None})
+
     def test_format_version(self, folder):
         edit_config(folder, format_version=2)
         with pytest.raises(ValueError, match="format version 1 are supported, but got version 2"):
@@ -341,6 +420,12 @@ class TestFromCodebooks:
         parts = self.parts(codebooks) | {"mid": codebooks.codebook(LAYER)}
         with pytest.raises(ValueError, match="codebooks: mid is unexpected"):
             AVQCodebooks.from_codebooks(CONFIG, parts, unet)
+
+    def test_override_of_no_layer(self, unet, codebooks):
+        """Catches sizes that were asked for by a misspelt name and are silently the usual ones."""
+        config = replace(CONFIG, overrides={"up_block.3": {"num_refined": 1}})
+        with pytest.raises(ValueError, match=r"overrides must .*, but got 'up_block\.3'"):
+            AVQCodebooks.from_codebooks(config, self.parts(codebooks), unet)
 
     def test_other_size(self, unet, codebooks):
         parts = self.parts(codebooks) | {
