@@ -5,6 +5,7 @@ import sys
 import typer
 
 from eval.commands import bench, coco, codebooks, quality, reliability
+from eval.report import ProcessFailed
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,10 +20,15 @@ app.add_typer(coco.app, name="coco")
 
 
 def main() -> None:
-    """Run the command; a mistake of the user's is one sentence and exit code 2."""
+    """Run the command."""
+    run_app(app)
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run a command; a mistake of the user's is one sentence and exit code 2."""
     try:
         app()
-    except (ImportError, OSError, ValueError, TypeError) as error:
+    except (ImportError, OSError, ValueError, TypeError, ProcessFailed) as error:
         print(f"eval: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -1,7 +1,8 @@
 """What each choice of the training is worth: `python -m eval ablate`.
 
 Every variant is a run of the real `python -m distill` with a few settings changed, several at a
-time on one device. Finished runs are kept, killed ones are resumed, so the command can be repeated.
+time on one device. Runs that are there are resumed, so the command can be repeated: finished ones
+make no further step, and those of other settings are refused.
 """
 
 import subprocess
@@ -55,27 +56,26 @@ def train_variants(
     parallel: int,
     overrides: Sequence[str],
 ) -> dict[str, Path]:
-    """Train what is not trained yet, and return the codebooks by `VARIANT, seed S`.
+    """Train what is not trained to its end, and return the codebooks by `VARIANT, seed S`.
 
     Args:
         config: YAML file of `distill`.
-        output: folder of the runs.
+        output: folder of the runs, named by the stem of `config`, variant and seed.
         variants: keys of `VARIANTS`.
         seeds: of the runs; a variant is trained once with each.
         parallel: runs at a time.
         overrides: further `--set` of `distill`, before those of the variant.
 
     Raises:
-        ValueError: a variant is unknown, or a run failed.
+        ValueError: a variant is unknown, or a run failed, as one that is there with other settings.
     """
     if unknown := [name for name in variants if name not in VARIANTS]:
         raise ValueError(f"variants must be some of {', '.join(VARIANTS)}, but got {unknown[0]!r}.")
 
     def train(variant: str, seed: int) -> tuple[str, Path]:
-        run = output / f"{variant.replace(' ', '-').lower()}-seed{seed}"
+        run = output / f"{config.stem}-{variant.replace(' ', '-').lower()}-seed{seed}"
         changed = [f"{name}={value}" for name, value in VARIANTS[variant].items()]
-        if not (run / "codebooks").is_dir():
-            _distill(config, run, [*overrides, f"seed={seed}", *changed])
+        _distill(config, run, [*overrides, f"seed={seed}", *changed])
         return f"{variant}, seed {seed}", run / "codebooks"
 
     cases = [(variant, seed) for variant in variants for seed in seeds]

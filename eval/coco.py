@@ -77,7 +77,7 @@ def generate_folder(
 
     Raises:
         ValueError: the folder is of another configuration or holds something else, the method
-            cannot be used, or a picture is not finite.
+            cannot be used, or a picture holds NaN.
         OSError: the model cannot be loaded, or a picture not be written; those before are whole.
     """
     if size % 8:

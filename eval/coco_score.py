@@ -300,13 +300,15 @@ class Extractor:
         # Convolutions of float32 would otherwise be rounded to TF32 on a GPU.
         exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
         with progress, exact:
+            first = 0  # the bar's own count stays 0 where TQDM_DISABLE is set
             for batch in _prepared(paths, prepare, self.batch_size, self.threads):
-                done = len(batch["pixels"])
+                end = first + len(batch["pixels"])
                 features.append(self.networks.features(batch["pixels"]).float())
                 if captions is not None:
-                    chosen = list(captions[progress.n : progress.n + done])
+                    chosen = list(captions[first:end])
                     cosines.append(self.networks.clip.cosines(batch["bytes"], chosen))
-                progress.update(done)
+                progress.update(end - first)
+                first = end
         return torch.cat(features), torch.cat(cosines) if cosines else None
 
 

@@ -26,7 +26,8 @@ from typing import Annotated, Any
 import typer
 from tqdm import tqdm
 
-from eval.report import RESULTS, environment, save_json
+from eval.__main__ import run_app
+from eval.report import RESULTS, ProcessFailed, environment, save_json
 from eval.tables import markdown_table
 
 TESTS = (
@@ -93,7 +94,7 @@ def run_tests(
 ) -> None:
     """Run each file without and with AVQ, and keep the outcomes in `folder`.
 
-    A file whose outcomes are there already does not run again.
+    A file whose outcomes are there already does not run again, unless its process died.
 
     Args:
         checkout: folder of the checkout.
@@ -105,10 +106,10 @@ def run_tests(
 
     Raises:
         ValueError: the outcomes in `folder` are of other versions or settings.
-        RuntimeError: pytest stopped early, as by Ctrl-C.
+        ProcessFailed: pytest stopped early, as by Ctrl-C.
     """
     _check_settings(folder, _settings(checkout, device, hub))
-    todo = [(file, run) for file in files for run in RUNS if not _path(folder, run, file).exists()]
+    todo = [(file, run) for file in files for run in RUNS if not _is_done(_path(folder, run, file))]
     pool = ThreadPoolExecutor(jobs)
     futures = [pool.submit(_run_file, checkout, *x, folder, device, hub) for x in todo]
     try:
@@ -123,17 +124,23 @@ def compare(folder: Path, files: Sequence[str]) -> dict[str, Any]:
 
     Returns:
         For JSON: the number of tests that passed, failed and skipped in both runs (`totals`, and by
-        file `files`), what AVQ's layers did (`calls`), and three lists of tests: those that fail
-        only with AVQ (`new_failures`), for a reason of `EXPECTED` (`expected_failures`), and those
-        that fail with another error (`changed_failures`).
+        file `files`), what AVQ's layers did (`calls`), three lists of tests: those that fail only
+        with AVQ (`new_failures`), for a reason of `EXPECTED` (`expected_failures`), and those that
+        fail with another error (`changed_failures`), and the test files whose process died in a
+        run, with its exit code (`dead_files`).
     """
-    rows, new, expected, changed, calls = [], [], [], [], Counter()
+    rows, new, expected, changed, dead, calls = [], [], [], [], [], Counter()
     for file in files:
         plain, avq = (json.loads(_path(folder, run, file).read_text()) for run in RUNS)
         rows.append(
             {"file": file, "plain": _counts(plain), "avq": _counts(avq), "calls": avq["calls"]}
         )
         calls.update(avq["calls"])
+        runs = zip(RUNS, (plain, avq), strict=True)
+        if exits := {
+            run: f"exit {outcomes['exit']}" for run, outcomes in runs if "exit" in outcomes
+        }:
+            dead.append({"file": file, **exits})
         for test in sorted(plain["tests"].keys() | avq["tests"].keys()):
             before, after = (x["tests"].get(test, {"outcome": UNFINISHED}) for x in (plain, avq))
             difference = {"test": test, "plain": _describe(before), "avq": _describe(after)}
@@ -153,6 +160,7 @@ def compare(folder: Path, files: Sequence[str]) -> dict[str, Any]:
         "new_failures": new,
         "changed_failures": changed,
         "expected_failures": expected,
+        "dead_files": dead,
         "files": rows,
     }
 
@@ -181,6 +189,7 @@ def summary(result: dict[str, Any]) -> str:
         ("Fail only with AVQ", "new_failures"),
         ("Fail otherwise with AVQ", "changed_failures"),
         ("Expected to fail with AVQ", "expected_failures"),
+        ("Files whose process died", "dead_files"),
     ):
         lines += ["", f"{title}: {len(result[name])}"]
         for found in result[name]:
@@ -223,7 +232,8 @@ def diffusers_suite(
         **result,
     )
     print(summary(result))
-    if result["new_failures"] or result["changed_failures"] or not result["calls"].get("AVQ"):
+    wrong = (result[name] for name in ("new_failures", "changed_failures", "dead_files"))
+    if any(wrong) or not result["calls"].get("AVQ"):
         raise typer.Exit(1)
 
 
@@ -259,6 +269,7 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 def _run_file(checkout: Path, file: str, run: str, folder: Path, device: str, hub: bool) -> None:
     outcomes = _path(folder, run, file).resolve()
+    outcomes.unlink(missing_ok=True)  # of a process that died
     command = [sys.executable, "-m", "pytest", file, "--rootdir", ".", "-p", PLUGIN]
     command += ["-p", "no:cacheprovider", "-q", "--tb", "short", "--continue-on-collection-errors"]
     command += ["--outcomes", str(outcomes)]
@@ -276,9 +287,13 @@ def _run_file(checkout: Path, file: str, run: str, folder: Path, device: str, hu
     if outcomes.exists():
         return
     if process.returncode in PYTEST_EXITS:
-        raise RuntimeError(f"pytest did not finish {file}; see {log.name}.")
-    # The process died: what it would have run counts as not finished.
+        raise ProcessFailed(f"pytest did not finish {file}; see {log.name}.")
+    # The process died: what it would have run counts as not finished, and is run again next time.
     outcomes.write_text(json.dumps({"tests": {}, "calls": {}, "exit": process.returncode}))
+
+
+def _is_done(outcomes: Path) -> bool:
+    return outcomes.exists() and "exit" not in json.loads(outcomes.read_text())
 
 
 def _path(folder: Path, run: str, file: str) -> Path:
@@ -294,4 +309,6 @@ def _describe(result: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(diffusers_suite)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(diffusers_suite)
+    run_app(app)

@@ -39,6 +39,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, sample_scene, write_coco
+from eval.report import ProcessFailed
 from eval.tables import markdown_table
 
 # Entry points of the commands, and how the line of an error begins.
@@ -167,7 +168,7 @@ def prepare_jobs(place: Path, kinds: Sequence[str]) -> list[Job]:
 
     Raises:
         ValueError: a kind is unknown.
-        RuntimeError: an undisturbed run fails.
+        ProcessFailed: an undisturbed run fails.
     """
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ValueError(f"--jobs must be some of {', '.join(KINDS)}, but got {unknown[0]!r}.")
@@ -600,7 +601,7 @@ def _tiny_model(folder: Path) -> None:
 def _finish(job: Job, folder: Path) -> None:
     code, output = job.start(folder).finish()
     if code != 0:
-        raise RuntimeError(f"the undisturbed {job.kind} failed: {_last_line(output)}")
+        raise ProcessFailed(f"the undisturbed {job.kind} failed: {_last_line(output)}")
 
 
 def _jobs(place: Path) -> Iterator[Job]:
@@ -701,7 +702,7 @@ def run_faults(
 
     Raises:
         ValueError: a kind is unknown.
-        RuntimeError: an undisturbed run fails.
+        ProcessFailed: an undisturbed run fails.
     """
     killed, faults = [], []
     jobs = prepare_jobs(place, kinds)

@@ -35,7 +35,7 @@ from avq_diffusers import (
     summary,
 )
 from eval.benchmarks.unet import SD15
-from eval.report import environment, save_json
+from eval.report import ProcessFailed, environment, save_json
 from eval.tables import markdown_table
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -232,7 +232,7 @@ def run_features(output: Path, *, command: str, full_size: bool = False) -> bool
     Raises:
         FileNotFoundError: the tests are not there, as in an installed package.
         ValueError: a test names a feature that is not in `GROUPS`.
-        RuntimeError: pytest did not run all tests.
+        ProcessFailed: pytest did not run all tests.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = output / "features.json"
@@ -266,7 +266,7 @@ def run_tests(tests: Path, device: str) -> dict[str, dict[str, dict[str, Any]]]:
 
     Raises:
         FileNotFoundError: there is no such folder.
-        RuntimeError: pytest did not run all tests.
+        ProcessFailed: pytest did not run all tests.
         ValueError: a test names a feature that is not in `GROUPS`.
 
     Returns:
@@ -283,7 +283,7 @@ def run_tests(tests: Path, device: str) -> dict[str, dict[str, dict[str, Any]]]:
             env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         )
         if process.returncode not in ENDED or not junit.is_file():
-            raise RuntimeError(f"pytest did not run all tests: exit code {process.returncode}.")
+            raise ProcessFailed(f"pytest did not run all tests: exit code {process.returncode}.")
         return read_outcomes(junit)
 
 

@@ -33,6 +33,8 @@ NO_ATTENTION = "value-projection"
 TOME = "tome"
 LINFUSION = "LinFusion"
 REFINED_MARK = "@P"
+COMPUTATION = ("query_tile", "query_order", "importance_tile", "key_norm")
+CALIBRATION_SEED = 1_000_000_000  # of its noise, which no picture of a table shares
 PATH_SIGNS = "/\\."  # no configuration has one
 
 
@@ -96,6 +98,16 @@ class Method:
         if self.num_refined is None:
             return configs
         return [replace(config, num_refined=self.num_refined) for config in configs]
+
+    @property
+    def unusual_fields(self) -> dict[str, Any]:
+        """Fields of the codebooks' configuration that `config` of `facts` does not say, and that
+        change the computation, where they are not the default."""
+        if self.codebooks is None:
+            return {}
+        config, usual = self.codebooks.avq_config, AVQConfig()
+        values = {name: getattr(config, name) for name in COMPUTATION}
+        return {name: value for name, value in values.items() if value != getattr(usual, name)}
 
     @property
     def origin(self) -> str | None:
@@ -184,7 +196,7 @@ def prepare_methods(
     for method, config in parsed:
         codebooks = method.codebooks
         if config is not None:
-            codebooks = calibrate(pipe, calibration_prompts, config)
+            codebooks = calibrate(pipe, calibration_prompts, config, seed=CALIBRATION_SEED)
         prepared.append(replace(method, codebooks=codebooks and codebooks.to(pipe.device)))
     return prepared
 

@@ -40,11 +40,10 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = CLIPModel.from_pretrained(folder).eval().requires_grad_(False)
         self.tokenizer = CLIPTokenizer.from_pretrained(folder)
-        self.num_features = self.model.config.vision_config.hidden_size
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 pictures (n, 3, h, w) to pooled features (n, num_features)."""
+        """uint8 pictures (n, 3, h, w) to pooled features (n, D)."""
         return self.model.vision_model(self._pixels(images)).pooler_output
 
     def cosines(self, images: Tensor, captions: Sequence[str]) -> Tensor:
@@ -53,7 +52,7 @@ class Scorer(nn.Module):
 
     @torch.no_grad()
     def text_cosines(self, features: Tensor, captions: Sequence[str]) -> Tensor:
-        """The same from the pictures' features (n, num_features)."""
+        """The same from the pictures' features (n, D)."""
         tokens = self.tokenizer(
             list(captions), padding="max_length", truncation=True, return_tensors="pt"
         ).to(self.model.device)
@@ -72,7 +71,7 @@ class Scorer(nn.Module):
 
 
 def picture_features(scorer: Scorer, images: np.ndarray) -> Tensor:
-    """Features (n, num_features) of uint8 pictures (n, h, w, 3), for FID and the CLIP score."""
+    """Features (n, D) of uint8 pictures (n, h, w, 3), for FID and the CLIP score."""
     batches = (
         images[start : start + SCORER_BATCH] for start in range(0, len(images), SCORER_BATCH)
     )

@@ -20,6 +20,10 @@ PACKAGES = ("torch", "triton", "diffusers", "transformers", "tomesd")
 RESULTS = Path(__file__).parent / "results"
 
 
+class ProcessFailed(RuntimeError):
+    """A process that a command had started did not do its work."""
+
+
 def environment(device: torch.device | str) -> dict[str, Any]:
     """Commit, versions and device of the running process."""
     device = torch.device(device)

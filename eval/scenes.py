@@ -1,6 +1,7 @@
 """Quality of mini-sd on held-out scenes: FID, CLIP score and copy agreement, with controls."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from statistics import mean
 from time import perf_counter
 from types import MappingProxyType
@@ -25,6 +26,8 @@ LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
 FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_picture")
 MEASURED = {*FIGURES, *(f"{name}_sem" for name in FIGURES)}
 PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
+# Older files lack some of these; what a file does not say is not compared.
+MAKING = ("model", "scorer", "guidance_scale")
 HEADER = ("FID", "FID to exact", "CLIP score", "copy agreement", "PSNR dB, median (p10)")
 REAL = "real scenes"
 BROKEN = "real scenes, copies broken"
@@ -149,7 +152,8 @@ def score_methods(
         elif exact is not None:
             distance = frechet_distance(exact_features, fit_gaussian(features))
             likeness = {"fid_to_exact": distance, **_psnr(pictures, exact)}
-        figures = row(method.facts(), pictures, features)
+        unusual = {"fields": fields} if (fields := method.unusual_fields) else {}
+        figures = row(method.facts() | unusual, pictures, features)
         yield {**figures, **likeness, "seconds_per_picture": seconds}
         del pictures  # before the next ones are made
 
@@ -189,7 +193,8 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         runs: the contents of at least two files of `python -m eval scenes`.
 
     Raises:
-        ValueError: there are fewer, a seed comes twice, or the rest of their protocol differs.
+        ValueError: there are fewer, pictures of two runs have the same seed, or the rest of their
+            protocol differs.
     """
     seeds = [run.get("first_seed") for run in runs]
     if len(runs) < 2 or None in seeds or len(set(seeds)) < len(seeds):
@@ -203,14 +208,33 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for run in runs
     ]
-    if any(protocol != protocols[0] for protocol in protocols):
+    if any(protocol != protocols[0] for protocol in protocols) or said_otherwise(runs):
         raise ValueError(
-            f"the runs must have the same methods and pictures, and the same {', '.join(PROTOCOL)}."
+            "the runs must have the same methods and pictures, and the same "
+            f"{', '.join((*PROTOCOL, *MAKING))}."
         )
+    ranges = sorted(map(noise_seeds, runs), key=lambda seeds: seeds.start)
+    for before, after in pairwise(ranges):
+        if after.start < before.stop:
+            raise ValueError(
+                f"runs that are averaged must share no noise, but have the seeds {before.start} to "
+                f"{before.stop - 1} and {after.start} to {after.stop - 1}."
+            )
     return [
         {**facts, "num_runs": len(runs), **_over_runs(rows)}
         for facts, *rows in zip(protocols[0]["rows"], *(run["rows"] for run in runs), strict=True)
     ]
+
+
+def noise_seeds(run: Mapping[str, Any]) -> range:
+    """The seeds of the noise of a run's pictures."""
+    count = max((row["num_pictures"] for row in run["rows"]), default=0)
+    return range(run["first_seed"], run["first_seed"] + count)
+
+
+def said_otherwise(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of `MAKING` that two of the runs say with different values."""
+    return [name for name in MAKING if len({run.get(name) for run in runs} - {None}) > 1]
 
 
 def scenes_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -5,7 +5,8 @@ at any time: `python -m eval plot`.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,21 @@ def read_result(path: Path) -> Result:
     return Result(path, kind, document)
 
 
+@contextmanager
+def complete(path: Path) -> Iterator[None]:
+    """Name the file whose fields the block reads, should one be missing or of another type.
+
+    Raises:
+        ValueError: one is.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a complete result ({type(error).__name__}: {error}); make it again."
+        ) from error
+
+
 def draw(path: Path, *, size: int | None = None) -> None:
     """Draw the plot of a result: the PNG beside its JSON file.
 
@@ -60,7 +76,8 @@ def draw(path: Path, *, size: int | None = None) -> None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a result, one that has no plot, or one that has not this size.
+        ValueError: it is not a result, not a complete one, one that has no plot, or one that has
+            not this size.
     """
     result = read_result(path)
     if result.kind not in PLOTS:
@@ -70,7 +87,8 @@ def draw(path: Path, *, size: int | None = None) -> None:
     if size is not None and result.kind != "table":
         raise ValueError(f"a size chooses what the plot of a table shows, but {path} is none.")
     options = {} if size is None else {"size": size}
-    PLOTS[result.kind](path.with_suffix(".png"), result.document, **options)
+    with complete(path):
+        PLOTS[result.kind](path.with_suffix(".png"), result.document, **options)
 
 
 def _kernels(path: Path, document: Mapping[str, Any]) -> None:

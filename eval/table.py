@@ -25,8 +25,8 @@ from eval.methods import EXACT, exact_labels, method_cells, short_name
 from eval.methods import LINFUSION as LINFUSION_CONFIG
 from eval.methods import TOME as TOME_METHOD
 from eval.plots import Point, PointPanel
-from eval.scenes import HEADER, MEASURED, PROTOCOL, figure_cells
-from eval.stored import Result
+from eval.scenes import HEADER, MAKING, MEASURED, PROTOCOL, figure_cells, said_otherwise
+from eval.stored import Result, complete
 from eval.tables import markdown_table, number
 
 Row = dict[str, Any]
@@ -58,14 +58,15 @@ def build_table(results: Sequence[Result]) -> dict[str, Any]:
         and milliseconds by column.
 
     Raises:
-        ValueError: a result is of another command, or does not fit the others.
+        ValueError: a result is of another command, is not complete, or does not fit the others.
     """
     quality: dict[str, Row] = {}
     speed: dict[str, Row] = {}
     rows: dict[tuple[str, Variant], Row] = {}
     for result in results:
         if result.kind in QUALITY:
-            _add_quality(result, quality, rows)
+            with complete(result.path):
+                _add_quality(result, quality, rows)
         elif result.kind != SPEED:
             raise ValueError(
                 f"a table is made of results of {', '.join((*QUALITY, SPEED))}, but {result.path} "
@@ -73,7 +74,8 @@ def build_table(results: Sequence[Result]) -> dict[str, Any]:
             )
     for result in results:
         if result.kind == SPEED:
-            _add_speed(result, speed, rows)
+            with complete(result.path):
+                _add_speed(result, speed, rows)
     return {"quality": quality, "speed": speed, "rows": list(rows.values())}
 
 
@@ -147,11 +149,15 @@ def _add_quality(
         "num_pictures": document["rows"][0]["num_pictures"],
         "first_seeds": sorted(run["first_seed"] for run in document.get("runs", [document])),
     }
-    if quality.setdefault(title, protocol) != protocol:
+    making = {name: document[name] for name in MAKING if document.get(name) is not None}
+    known = quality.setdefault(title, protocol | making)
+    differs = any(known[name] != value for name, value in protocol.items())
+    if differs or said_otherwise([known, making]):
         raise ValueError(
             f"{result.path} and the results before it have pictures of {title}, but are of another "
             "protocol or other seeds; average seeds by merge first."
         )
+    known.update(making)
     for row in document["rows"]:
         variant = _variant(row)
         facts = {name: row.get(name) for name in FACTS} | {"levels": list(variant[1])}
@@ -194,7 +200,8 @@ def _entry(rows: dict[tuple[str, Variant], Row], key: tuple[str, Variant], facts
 def _variant(row: Row) -> Variant:
     """What a row of `scenes` computes; exact attention and real pictures have no levels."""
     levels = () if row["method"] == EXACT else tuple(row.get("levels", ()))
-    return row.get("config") or row["method"], levels
+    fields = [f"{name} {value}" for name, value in row.get("fields", {}).items()]
+    return ", ".join([row.get("config") or row["method"], *fields]), levels
 
 
 def _timed_variant(name: str) -> Variant:

@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -626,12 +627,12 @@ def test_a_full_disk_loses_nothing(place, tmp_path, monkeypatch):
     assert not list((tmp_path / "pictures").iterdir())
 
 
-def test_pictures_that_are_not_finite_are_refused():
+def test_pictures_that_hold_nan_are_refused():
     """Catches black pictures, which NaN becomes as bytes, in a score."""
     pipe = tiny_pipe()
     with torch.no_grad():
         pipe.vae.decoder.conv_out.bias.fill_(torch.nan)
-    with pytest.raises(ValueError, match=r"NaN or infinity for at least one of the seeds \[4\]"):
+    with pytest.raises(ValueError, match=r"gave NaN for at least one of the seeds \[4\]"):
         draw_batch(pipe, ["a"], [4], size=64, num_inference_steps=1, guidance_scale=1.0)
 
 
@@ -671,6 +672,14 @@ def test_scores_are_those_of_the_features(place, exact):
     (fewer,) = rows_of(place, "three")
     assert fewer["num_pictures"] == 3
     assert fewer["clip_score"] == pytest.approx(cosines[:3].mean(), abs=1e-5)
+
+
+def test_captions_do_not_follow_the_bar(place, exact, monkeypatch):
+    """Catches captions counted by a bar that TQDM_DISABLE keeps at 0: all of the first batch."""
+    assert score(place, "exact", output="with-bar", batch=2)[0] == 0
+    monkeypatch.setattr(coco_score, "tqdm", partial(coco_score.tqdm, disable=True))
+    assert score(place, "exact", output="without-bar", batch=2)[0] == 0
+    assert rows_of(place, "without-bar") == rows_of(place, "with-bar")
 
 
 def test_real_features_are_found_again_while_the_files_are_the_same(place, exact):

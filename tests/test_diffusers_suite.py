@@ -1,6 +1,8 @@
 """The command that runs diffusers' own tests with AVQ, on a stand-in for its checkout."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer import Typer
@@ -185,6 +187,18 @@ class TestCompare:
         assert [x["test"] for x in result["new_failures"]] == ["a::b", "a::c"]
         assert "did not finish" in summary(result)
 
+    def test_dead(self, tmp_path):
+        """Catches a process that dies in both runs and so looks like a file without tests."""
+        folder = self.folder(tmp_path, {}, {}, {})
+        for run in ("plain", "avq"):
+            dead = {"tests": {}, "calls": {}, "exit": -9}
+            (folder / run / "tests-a.json").write_text(json.dumps(dead))
+        result = compare(folder, ["tests/a.py"])
+        assert result["dead_files"] == [
+            {"file": "tests/a.py", "plain": "exit -9", "avq": "exit -9"}
+        ]
+        assert "Files whose process died: 1\n- tests/a.py\n  - plain: exit -9" in summary(result)
+
     def test_expected(self, tmp_path):
         """Catches a reason that excuses another error of the same test."""
         (text, reason), *_ = EXPECTED.items()
@@ -204,6 +218,37 @@ class TestCompare:
         avq = {"a::b": "skipped", "a::c": "passed"}
         result = compare(self.folder(tmp_path, plain, avq, {"AVQ": 2}), ["tests/a.py"])
         assert [x["test"] for x in result["new_failures"]] == ["a::b"]
+
+
+@pytest.mark.long
+def test_a_file_whose_process_died_runs_again(tmp_path, monkeypatch):
+    """Catches a crash that counts as done, and one that ends with code 0."""
+    monkeypatch.setenv("GIT_COMMIT", "one")
+    file = tmp_path / "tests" / "test_dies.py"
+    file.parent.mkdir()
+    file.write_text("import os\nos._exit(9)\n")
+    app = Typer()
+    app.command()(diffusers_suite)
+    options = ["--checkout", tmp_path, "--tests", "tests/*.py", "--folder", tmp_path / "kept"]
+    options = list(map(str, [*options, "--output", tmp_path]))
+    answer = CliRunner().invoke(app, options)
+    assert answer.exit_code == 1
+    assert "Files whose process died: 1\n- tests/test_dies.py\n  - plain: exit 9" in answer.output
+
+    file.write_text("def test_passes():\n    pass\n")
+    answer = CliRunner().invoke(app, options)
+    assert "Files whose process died: 0" in answer.output
+    assert "| avq | 1 | 0 | 0 |" in answer.output
+
+
+def test_the_program_ends_a_mistake_with_one_sentence(tmp_path):
+    """Catches a traceback where the folder is no checkout."""
+    command = [sys.executable, "-m", "eval.diffusers_suite", "--checkout", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"eval: {tmp_path} must be a checkout of diffusers, but has no tests/")
 
 
 def test_same_error():

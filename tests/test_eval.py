@@ -1,12 +1,14 @@
 """Evaluation: metrics against closed forms, methods that undo themselves, results on disk."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -95,7 +97,6 @@ class GivenFeatures:
 
     def __init__(self, table: np.ndarray) -> None:
         self.table = torch.from_numpy(table)
-        self.num_features = table.shape[1]
         self.model = SimpleNamespace(device=torch.device("cpu"))
         self.batches: list[int] = []
 
@@ -413,6 +414,40 @@ def test_what_rows_say_of_their_methods(linfusion):
     assert methods[-1].facts()["levels"] == [1]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"query_tile": 16, "query_order": "random"}, {"importance_tile": 2}, {"key_norm": True}],
+)
+def test_a_row_says_what_its_computation_has_of_its_own(scorer, monkeypatch, tmp_path, fields):
+    """Catches rows that do not tell another computation from the default one, and default ones
+    that could no longer be merged with those of older files."""
+    random_codebooks(tiny_unet(), AVQConfig(4, 2, 2, **fields)).save_pretrained(tmp_path)
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+    pictures = np.stack([render(scene, 256) for scene in shown])
+    monkeypatch.setattr(scenes, "generate", lambda *positional, **options: pictures)
+    methods = [str(tmp_path), NO_ATTENTION]
+    *_, row, other = scenes.score_methods(
+        tiny_pipe(), methods, shown, shown, scorer, calibration_prompts=()
+    )
+    assert (row["config"], row.get("fields")) == ("M4P2C2", fields or None)
+    assert "fields" not in other
+
+
+def test_calibration_shares_no_noise_with_pictures(monkeypatch):
+    """Catches calibration on the noise that the first pictures of a table start from."""
+    pipe, seeds = tiny_pipe(), []
+    latents = pipe.prepare_latents
+
+    def watched(*arguments):
+        seeds.extend(x.initial_seed() for x in arguments if isinstance(x, torch.Generator))
+        return latents(*arguments)
+
+    monkeypatch.setattr(pipe, "prepare_latents", watched)
+    prepare(pipe, "M4P2C2")
+    assert len(seeds) == len(CALIBRATION)
+    assert min(seeds) > len(TEST_SEEDS)
+
+
 def test_effective_codewords_are_the_mean_over_layers():
     """Five layers of 4 + 2 x 2 codewords, and five of 8 + 2 x 2."""
     unet = tiny_unet()
@@ -624,7 +659,7 @@ def test_scenes_of_a_compiled_unet(scorer, monkeypatch):
         next(scenes.score_methods(pipe, [], shown, shown, scorer, **arguments | {"batch_size": 64}))
 
 
-def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_pictures=5, dtype="half"):
+def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_pictures=1, dtype="half"):
     figures = {"fid": fid, "clip_score": clip_score, "copy_agreement": 0.5}
     errors = {"clip_score_sem": 9.0, "copy_agreement_sem": 9.0}
     rows = [{"method": method, "num_pictures": num_pictures, **figures, **errors}]
@@ -651,14 +686,41 @@ def test_merged_runs_are_means_with_standard_errors_over_runs():
         ([scenes_run(0)], r"different seeds, but got seeds \[0, 0\]"),
         ([{"rows": []}], r"different seeds, but got seeds \[0, None\]"),
         ([scenes_run(1, method="M5")], "must have the same methods and pictures"),
-        ([scenes_run(1, num_pictures=6)], "must have the same methods and pictures"),
+        ([scenes_run(1, num_pictures=2)], "must have the same methods and pictures"),
         ([scenes_run(1, dtype="double")], "and the same num_inference_steps, dtype"),
         ([{**scenes_run(1), "rows": []}], "must have the same methods and pictures"),
+        (
+            [scenes_run(seed) | {"model": model} for seed, model in ((1, "a"), (2, "b"))],
+            "and the same .*, model, scorer, guidance_scale",
+        ),
+        ([scenes_run(n) | {"scorer": str(n)} for n in (1, 2)], "and the same .*scorer"),
+        (
+            [scenes_run(n) | {"guidance_scale": n} for n in (1, 2)],
+            "and the same .*guidance_scale",
+        ),
     ],
 )
 def test_runs_of_another_protocol_are_not_merged(other, message):
     with pytest.raises(ValueError, match=message):
         scenes.merge_runs([scenes_run(0), *other])
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 4), (4, 0), (9, 5)])
+def test_runs_that_share_noise_are_not_merged(first, second):
+    """Catches seeds that only differ; ranges that touch are merged."""
+    runs = [scenes_run(seed, num_pictures=5) for seed in (first, second)]
+    low = min(first, second)
+    message = f"the seeds {low} to {low + 4} and {low + 4} to {low + 8}"
+    with pytest.raises(ValueError, match=message):
+        scenes.merge_runs(runs)
+    (row,) = scenes.merge_runs([runs[0], scenes_run(first + 5, num_pictures=5)])
+    assert row["num_runs"] == 2
+
+
+def test_runs_of_older_files_are_merged():
+    """Catches a file that does not say its model refused beside one that does."""
+    (row,) = scenes.merge_runs([scenes_run(0), scenes_run(1) | {"model": "a", "scorer": "b"}])
+    assert row["num_runs"] == 2
 
 
 PROJECTIONS = ("to_q.weight", "to_k.weight")
@@ -887,6 +949,18 @@ def test_a_bad_log_is_refused(tmp_path, text, message):
         training.read_log(tmp_path)
 
 
+def failed_command(monkeypatch, capsys, *arguments):
+    """Exit code and last line of errors of a command that ends with a sentence."""
+    from eval import __main__ as command
+
+    monkeypatch.setattr(sys, "argv", ["eval", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        command.main()
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("eval: ")
+    return exit_.value.code, last
+
+
 def run_command(monkeypatch, *arguments):
     from eval import __main__ as command
 
@@ -909,14 +983,43 @@ def test_the_training_command_writes_curves_and_plot(tmp_path, monkeypatch):
 
 def test_the_merge_command(tmp_path, monkeypatch, capsys):
     files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, fid in zip(files, (1, 3), strict=True):
-        run = scenes_run(seed=fid, fid=fid)
-        report.save_json(file, command=f"seed {fid}", device="cpu", **run)
+    commands = [f"python -m eval scenes --first-seed {seed}" for seed in (1, 3)]
+    for file, command, fid in zip(files, commands, (1, 3), strict=True):
+        run = scenes_run(seed=fid, fid=fid) | {"model": "mini-sd"}
+        report.save_json(file, command=command, device="cpu", **run)
     run_command(monkeypatch, "merge", *files, "--output", tmp_path / "both.json")
     assert "| M4 | - | 2.000 ± 1.000 |" in capsys.readouterr().out
     document = json.loads((tmp_path / "both.json").read_text())
-    assert [run["command"] for run in document["runs"]] == ["seed 1", "seed 3"]
+    assert [run["command"] for run in document["runs"]] == commands
+    assert not any("rows" in run for run in document["runs"])
     assert document["rows"][0]["fid"] == 2
+    assert (document["model"], document["dtype"]) == ("mini-sd", "half")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "x.json is not a result of python -m eval"),
+        ({"command": "python -m eval table a"}, "only results of scenes are merged, but .*x.json"),
+        ({"command": "python -m eval scenes"}, "x.json is not a complete result .*'rows'"),
+        ({"command": "python -m eval scenes", "rows": [1]}, "x.json is not a complete result"),
+        (
+            {"command": "python -m eval scenes", "rows": [], "num_pictures": 1},
+            "x.json is not a complete result .*'first_seed'",
+        ),
+    ],
+)
+def test_the_merge_command_names_a_file_that_does_not_fit(
+    tmp_path, monkeypatch, capsys, content, message
+):
+    """Catches a traceback, and a sentence that does not say which file it is."""
+    (tmp_path / "x.json").write_text(json.dumps(content))
+    code, last = failed_command(
+        monkeypatch, capsys, "merge", tmp_path / "x.json", "--output", tmp_path / "y.json"
+    )
+    assert code == 2
+    assert re.search(message, last)
+    assert not (tmp_path / "y.json").exists()
 
 
 def test_the_errors_command(tmp_path, monkeypatch, capsys, distilled):
@@ -1022,17 +1125,26 @@ def test_bench_attention_rows():
     ids=lambda value: value.split()[0],
 )
 def test_the_command_ends_mistakes_with_code_2(tmp_path, monkeypatch, capsys, arguments, message):
-    from eval import __main__ as command
-
-    argv = ["eval", *arguments.split(), "--output", str(tmp_path / "results")]
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit) as exit_:
-        command.main()
-    assert exit_.value.code == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("eval: ")
+    code, last = failed_command(
+        monkeypatch, capsys, *arguments.split(), "--output", tmp_path / "results"
+    )
+    assert code == 2
     assert message in last
     assert not (tmp_path / "results").exists()
+
+
+def test_a_process_that_failed_is_one_sentence(tmp_path, monkeypatch, capsys):
+    """Catches a traceback where tests did not run, and one that hides an error of our own."""
+    from eval import features
+
+    def fail(error):
+        monkeypatch.setattr(features, "run_features", Mock(side_effect=error))
+
+    fail(report.ProcessFailed("pytest did not run."))
+    assert failed_command(monkeypatch, capsys, "features") == (2, "eval: pytest did not run.")
+    fail(RuntimeError("a mistake of ours"))
+    with pytest.raises(RuntimeError, match="of ours"):
+        run_command(monkeypatch, "features")
 
 
 @pytest.mark.long

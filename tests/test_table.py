@@ -410,6 +410,12 @@ class TestTable:
                 {"command": "python -m eval scenes", "rows": []},
                 "does not say the size of its pictures; make it again: python -m eval scenes",
             ),
+            (quality([]), "b.json.* is not a complete result .IndexError"),
+            (
+                quality([{"method": EXACT}]),
+                "b.json.* is not a complete result .KeyError: 'num_pict",
+            ),
+            (speed({}, rows=[{"size": 64}]), "b.json.* is not a complete result .KeyError: 'mode'"),
             (speed({"sdpa": 1.0}), "a.json both have the times of 512"),
             (speed({"M5P6C7@0": 1.0}, size=64), "names a method that is none: .*'M5P6C7@0'"),
         ],
@@ -419,6 +425,25 @@ class TestTable:
         documents = [*map(result, fitting), result(document, "b.json")]
         with pytest.raises(ValueError, match=message):
             build_table(documents)
+
+    @pytest.mark.parametrize("name", ["model", "scorer", "guidance_scale"])
+    def test_what_makes_pictures_must_agree(self, name):
+        """Catches a column of two models; a file that does not say hides none of the others."""
+        documents = [quality([quality_row(EXACT)], **said) for said in ({}, {name: 1}, {name: 2})]
+        silent, first, second = map(result, documents)
+        assert build_table([silent, first])["quality"][SMALL][name] == 1
+        assert build_table([first, silent])["quality"][SMALL][name] == 1
+        with pytest.raises(ValueError, match="are of another protocol or other seeds"):
+            build_table([silent, first, second])
+
+    def test_times_are_those_of_the_same_fields(self):
+        """Catches a time of the default computation beside a row of another one."""
+        rows = [
+            quality_row(name, "M64P16C8", "distilled", fields=fields)
+            for name, fields in (("a", {}), ("b", {"query_tile": 16}))
+        ]
+        table = build_table([result(quality(rows)), result(speed({"M64P16C8@L0": 7.0}), "b.json")])
+        assert [row["ms"].get(TIMES) for row in table["rows"]] == [7.0, None]
 
     def test_the_commands(self, tmp_path, monkeypatch, capsys):
         """From files to table.json, and from that to its plot at a size."""
@@ -554,6 +579,14 @@ class TestDraw:
         with pytest.raises(ValueError, match=message):
             draw(tmp_path / "x.json")
         assert not (tmp_path / "x.png").exists()
+
+    @pytest.mark.parametrize("kind", ["table", "errors", "analyse", "training", "bench kernels"])
+    def test_a_file_without_fields_is_named(self, kind, tmp_path):
+        """Catches a KeyError that does not say which file it is."""
+        path = tmp_path / "x.json"
+        path.write_text(json.dumps({"command": f"python -m eval {kind} x"}))
+        with pytest.raises(ValueError, match=r"x\.json is not a complete result \(KeyError"):
+            draw(path)
 
     def test_a_file_that_is_not_there(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"there is no file .*x\.json"):

@@ -1,7 +1,9 @@
 """`python -m eval bench distill` and `python -m eval ablate`: real short runs on a tiny model."""
 
 import json
+from functools import partial
 from math import inf
+from pathlib import Path
 
 import pytest
 from test_distill import CONFIG, TINY
@@ -113,11 +115,36 @@ def test_ablate(model, tmp_path):
     assert set(states) == {TINY["objective.commitment_weight"], 1.0}
 
 
-def test_finished_variants_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(ablation, "_distill", lambda *arguments: pytest.fail("trained again"))
-    (tmp_path / "base-seed3" / "codebooks").mkdir(parents=True)
-    found = train_variants(CONFIG, tmp_path, ["base"], seeds=[3], parallel=1, overrides=[])
-    assert found == {"base, seed 3": tmp_path / "base-seed3" / "codebooks"}
+@pytest.mark.long
+def test_finished_variants_are_kept_and_other_settings_refused(model, tmp_path):
+    """Catches a finished run that is trained again, and one that is kept for other settings."""
+    overrides = [x.removeprefix("--set=") for x in SHARED] + [f"base_model={model}", "steps=1"]
+    train = partial(train_variants, CONFIG, tmp_path, ["base"], seeds=[3], parallel=1)
+    run = tmp_path / f"{CONFIG.stem}-base-seed3"
+    assert train(overrides=overrides) == {"base, seed 3": run / "codebooks"}
+    log = (run / "log.jsonl").read_text()
+    assert train(overrides=overrides) == {"base, seed 3": run / "codebooks"}
+    assert (run / "log.jsonl").read_text() == log
+    with pytest.raises(ValueError, match=r"another configuration; it differs in steps"):
+        train(overrides=[*overrides, "steps=2"])
+
+
+def test_runs_of_two_configs_have_folders_of_their_own(tmp_path, monkeypatch):
+    """Catches a folder that does not say the config, and a run that is kept unseen."""
+    started = []
+    monkeypatch.setattr(ablation, "_distill", lambda config, run, settings: started.append(run))
+    for name in ("one.yaml", "two.yaml"):
+        run = tmp_path / f"{Path(name).stem}-base-seed0"
+        (run / "codebooks").mkdir(parents=True)
+        train_variants(Path(name), tmp_path, ["base"], seeds=[0], parallel=1, overrides=[])
+        assert started.pop() == run
+
+
+def test_a_run_without_output_was_killed():
+    """Catches an IndexError in place of the sentence."""
+    assert distillation.last_error("") == "it was killed"
+    assert distillation.last_error("Traceback\nerror: no\nlast") == "no"
+    assert distillation.last_error("first\nlast") == "last"
 
 
 @pytest.mark.long

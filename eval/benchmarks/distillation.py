@@ -167,10 +167,10 @@ def distillation_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def last_error(output: str) -> str:
-    """The sentence that `distill` ended with, or else the last line of its output."""
+    """The sentence that `distill` ended with, else the last line of its output, if it has one."""
     lines = output.strip().splitlines()
     sentences = [line for line in lines if line.startswith("error: ")]
-    return (sentences or lines)[-1].removeprefix("error: ")
+    return (sentences or lines or ["it was killed"])[-1].removeprefix("error: ")
 
 
 def _scenes(cache: Path) -> str:

@@ -1,14 +1,14 @@
 """Likeness and quality: `compare`, `scenes`, `merge`; their `table`, and every stored `plot`."""
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from diffusers import StableDiffusionPipeline
 
-from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
+from avq_diffusers.mini import IMAGE_SIZE, MINI_GUIDANCE_SCALE, SCORER, TEST_SEEDS, sample_scene
 from avq_diffusers.options import numbers_of
 from eval.commands.options import (
     Device,
@@ -23,7 +23,7 @@ from eval.commands.options import (
     device_of,
 )
 from eval.report import RESULTS, environment, save_json
-from eval.stored import draw, read_result
+from eval.stored import complete, draw, read_result
 
 app = typer.Typer()
 
@@ -130,6 +130,7 @@ def scenes_command(
         "batch": batch,
         "first_seed": first_seed,
         "num_inference_steps": steps,
+        "guidance_scale": MINI_GUIDANCE_SCALE,
         "dtype": str(dtype),
         "size": size,
         "scalecrafter": dilated,
@@ -176,15 +177,16 @@ def merge_command(
 
     Example: python -m eval merge scenes_levels0.json scenes_levels0_seed5000.json --output c.json
     """
-    from eval.scenes import PROTOCOL, merge_runs, scenes_table
+    from eval.scenes import MAKING, PROTOCOL, merge_runs, scenes_table
 
-    documents = [json.loads(path.read_text()) for path in results]
+    documents = [_read_scenes(path) for path in results]
     rows = merge_runs(documents)
     print(scenes_table(rows))
     protocol = {name: documents[0].get(name) for name in PROTOCOL}
     for document in documents:
-        del document["rows"]
-    save_json(output, command=command_line(), device="cpu", **protocol, runs=documents, rows=rows)
+        protocol |= {name: document[name] for name in MAKING if name in document}
+    runs = [{name: run[name] for name in run if name != "rows"} for run in documents]
+    save_json(output, command=command_line(), device="cpu", **protocol, runs=runs, rows=rows)
 
 
 @app.command("table")
@@ -227,6 +229,19 @@ def plot_command(
     """
     for path in results:
         draw(path, size=size)
+
+
+def _read_scenes(path: Path) -> Mapping[str, Any]:
+    """The content of a file of `scenes`."""
+    from eval.scenes import noise_seeds, scenes_table
+
+    result = read_result(path)
+    if result.kind != "scenes":
+        raise ValueError(f"only results of scenes are merged, but {path} is one of {result.kind}.")
+    with complete(path):
+        noise_seeds(result.document)
+        scenes_table(result.document["rows"])
+    return result.document
 
 
 def _picture_suffix(size: int | None, dilated: bool) -> str:
