@@ -33,6 +33,7 @@ NO_ATTENTION = "value-projection"
 TOME = "tome"
 LINFUSION = "LinFusion"
 REFINED_MARK = "@P"
+EXACT_MARK = "-"
 COMPUTATION = ("query_tile", "query_order", "importance_tile", "key_norm")
 CALIBRATION_SEED = 1_000_000_000  # of its noise, which no picture of a table shares
 PATH_SIGNS = "/\\."  # no configuration has one
@@ -59,9 +60,10 @@ class Method:
 
     Attributes:
         name: as typed: `"exact"`, `"value-projection"` (the negative control), `"tome"` (ToMe-SD,
-            half of the tokens merged, from level 0 on), a configuration such as `"M64P16C8"` or
-            flat `"M192"`, or a folder of codebooks or of LinFusion layers. Configurations and
-            codebooks may end in another number of refined parents, as in `"runs/m64/codebooks@P8"`.
+            half of the tokens merged, from level 0 on), a configuration such as `"M64P16C8"`, flat
+            `"M192"` or `"M64P16C8-up_blocks.1"`, where the layers of that block stay exact, or a
+            folder of codebooks or of LinFusion layers. Configurations and codebooks may end in
+            another number of refined parents, as in `"runs/m64/codebooks@P8"`.
         levels: UNet levels that change.
         codebooks: calibrated or loaded ones; None for methods without.
         num_refined: parents refined per query tile, in place of the codebooks' own number.
@@ -188,7 +190,9 @@ def prepare_methods(
     _refuse_changed(pipe)
     select_layers(pipe.unet, levels)
     parsed = [_parse(pipe, name, levels) for name in names]
-    for method, _ in parsed:
+    for method, config in parsed:
+        if config is not None:
+            select_layers(pipe.unet, levels, config.exact)
         if method.codebooks is not None:
             with attention_method(pipe, method):
                 pass
@@ -278,8 +282,9 @@ def _parse(
     elif not number.isdecimal():
         raise ValueError(f"methods may end in {REFINED_MARK}8 or so, but got {name!r}.")
     num_refined = int(number) if mark else None
+    text, _, exact = source.partition(EXACT_MARK)
     try:
-        config = AVQConfig.parse(source, levels=levels)
+        config = AVQConfig.parse(text, levels=levels, exact=(exact,) if exact else ())
         if mark:
             replace(config, num_refined=num_refined)
     except ValueError as error:

@@ -414,6 +414,12 @@ def test_what_rows_say_of_their_methods(linfusion):
     assert methods[-1].facts()["levels"] == [1]
 
 
+def test_a_block_stays_exact():
+    (method,) = prepare(tiny_pipe(), "M4P2C2-up_blocks@P1")
+    assert method.facts()["config"] == "M4P1C2, up_blocks exact"
+    assert all("up_blocks" not in name for name in method.codebooks.layer_specs)
+
+
 @pytest.mark.parametrize(
     "fields",
     [{}, {"query_tile": 16, "query_order": "random"}, {"importance_tile": 2}, {"key_norm": True}],
@@ -566,6 +572,7 @@ def test_compare_of_identical_pictures_is_null_in_json(tmp_path):
         (["M4P2C2", "BROKEN"], (0,), "is not a whole safetensors file"),
         (["M4P5C2"], (0,), "num_refined must be at most num_parents"),
         (["M4"], (7,), "no self-attention at level 7"),
+        (["M4P2C2", "M4P2C2-up_blocks.7"], (0,), "exact must name layers of this UNet"),
     ],
 )
 def test_mistakes_are_found_before_the_first_picture(
