@@ -64,6 +64,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    # On a GPU, TF32 differs between batch sizes by as much as some tests allow.
+    torch.backends.cudnn.allow_tf32 = False
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         stand_in_for_hub()
     outcomes = Outcomes(config.getoption("--outcomes"))
