@@ -187,43 +187,55 @@ def finished_rows(
 
 
 def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of results that differ in their seed only: means, standard errors over the runs.
+    """The rows that every seed has: means, and standard errors over the seeds.
+
+    Runs of one seed are joined; where several have the same row, the first one counts.
 
     Args:
-        runs: the contents of at least two files of `python -m eval scenes`.
+        runs: the contents of files of `python -m eval scenes`, of at least two seeds.
 
     Raises:
-        ValueError: there are fewer, pictures of two runs have the same seed, or the rest of their
-            protocol differs.
+        ValueError: there are fewer seeds, pictures of two seeds share noise, no row is of every
+            seed, or the rest of the runs' protocol differs.
     """
     seeds = [run.get("first_seed") for run in runs]
-    if len(runs) < 2 or None in seeds or len(set(seeds)) < len(seeds):
+    if len(set(seeds)) < 2 or None in seeds:
         raise ValueError(f"expected results of scenes with different seeds, but got seeds {seeds}.")
-    protocols = [
-        {name: run.get(name) for name in PROTOCOL}
-        | {
-            "rows": [
-                {name: row[name] for name in row if name not in MEASURED} for row in run["rows"]
-            ]
-        }
-        for run in runs
-    ]
-    if any(protocol != protocols[0] for protocol in protocols) or said_otherwise(runs):
+    protocols = [{name: run.get(name) for name in PROTOCOL} for run in runs]
+    by_seed: dict[int, dict[tuple, Mapping[str, Any]]] = {seed: {} for seed in seeds}
+    facts: dict[tuple, dict[str, Any]] = {}
+    are_alike = all(x == protocols[0] for x in protocols) and not said_otherwise(runs)
+    for run in runs:
+        for row in run["rows"]:
+            key = row_key(row)
+            by_seed[run["first_seed"]].setdefault(key, row)
+            said = {name: row[name] for name in row if name not in MEASURED}
+            if row["method"] == EXACT:
+                said.pop("levels", None)
+            are_alike &= facts.setdefault(key, said) == said
+    common = [key for key in facts if all(key in rows for rows in by_seed.values())]
+    if not are_alike or not common:
         raise ValueError(
             "the runs must have the same methods and pictures, and the same "
             f"{', '.join((*PROTOCOL, *MAKING))}."
         )
-    ranges = sorted(map(noise_seeds, runs), key=lambda seeds: seeds.start)
-    for before, after in pairwise(ranges):
-        if after.start < before.stop:
+    ranges = sorted({(x.start, x.stop) for x in map(noise_seeds, runs)})
+    for (first, stop), (other, other_stop) in pairwise(ranges):
+        if other < stop:
             raise ValueError(
-                f"runs that are averaged must share no noise, but have the seeds {before.start} to "
-                f"{before.stop - 1} and {after.start} to {after.stop - 1}."
+                f"runs that are averaged must share no noise, but have the seeds {first} to "
+                f"{stop - 1} and {other} to {other_stop - 1}."
             )
     return [
-        {**facts, "num_runs": len(runs), **_over_runs(rows)}
-        for facts, *rows in zip(protocols[0]["rows"], *(run["rows"] for run in runs), strict=True)
+        {**facts[key], "num_runs": len(by_seed), **_over_runs([x[key] for x in by_seed.values()])}
+        for key in common
     ]
+
+
+def row_key(row: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """What a row is of: a method at levels; exact attention is the same at any."""
+    levels = () if row["method"] == EXACT else tuple(row.get("levels") or ())
+    return row["method"], levels
 
 
 def noise_seeds(run: Mapping[str, Any]) -> range:

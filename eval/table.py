@@ -25,7 +25,7 @@ from eval.methods import EXACT, exact_labels, method_cells, short_name
 from eval.methods import LINFUSION as LINFUSION_CONFIG
 from eval.methods import TOME as TOME_METHOD
 from eval.plots import Point, PointPanel
-from eval.scenes import HEADER, MAKING, MEASURED, PROTOCOL, figure_cells, said_otherwise
+from eval.scenes import HEADER, MAKING, MEASURED, PROTOCOL, figure_cells, row_key, said_otherwise
 from eval.stored import Result, complete
 from eval.tables import markdown_table, number
 
@@ -147,7 +147,7 @@ def _add_quality(
     protocol = {
         **{name: document[name] for name in PROTOCOL},
         "num_pictures": document["rows"][0]["num_pictures"],
-        "first_seeds": sorted(run["first_seed"] for run in document.get("runs", [document])),
+        "first_seeds": sorted({run["first_seed"] for run in document.get("runs", [document])}),
     }
     making = {name: document[name] for name in MAKING if document.get(name) is not None}
     known = quality.setdefault(title, protocol | making)
@@ -199,7 +199,7 @@ def _entry(rows: dict[tuple[str, Variant], Row], key: tuple[str, Variant], facts
 
 def _variant(row: Row) -> Variant:
     """What a row of `scenes` computes; exact attention and real pictures have no levels."""
-    levels = () if row["method"] == EXACT else tuple(row.get("levels", ()))
+    _, levels = row_key(row)
     fields = [f"{name} {value}" for name, value in row.get("fields", {}).items()]
     return ", ".join([row.get("config") or row["method"], *fields]), levels
 

@@ -724,6 +724,31 @@ def test_runs_that_share_noise_are_not_merged(first, second):
     assert row["num_runs"] == 2
 
 
+def test_runs_of_one_seed_are_joined():
+    """Catches a row counted twice or under another level, and one that a seed lacks."""
+
+    def run(seed, **fids):
+        rows = []
+        for name, fid in fids.items():
+            method, _, level = name.partition("_")
+            (row,) = scenes_run(seed, fid, method=method)["rows"]
+            rows.append(row | {"levels": [int(level)]})
+        return scenes_run(seed) | {"rows": rows}
+
+    runs = [
+        run(0, exact_0=1.0, M4_0=2.0),
+        run(0, exact_1=5.0, M4_1=3.0),
+        run(1, exact_1=3.0, M4_1=5.0, M4_0=4.0, M9_0=1.0),
+    ]
+    rows = scenes.merge_runs(runs)
+    found = [(*scenes.row_key(row), row["fid"], row["num_runs"]) for row in rows]
+    assert found == [("exact", (), 2, 2), ("M4", (0,), 3, 2), ("M4", (1,), 4, 2)]
+    changed = run(1, M4_0=4.0)
+    changed["rows"][0]["sha256"] = "another folder"
+    with pytest.raises(ValueError, match="the same methods and pictures"):
+        scenes.merge_runs([*runs, changed])
+
+
 def test_runs_of_older_files_are_merged():
     """Catches a file that does not say its model refused beside one that does."""
     (row,) = scenes.merge_runs([scenes_run(0), scenes_run(1) | {"model": "a", "scorer": "b"}])
@@ -993,9 +1018,12 @@ def test_the_merge_command(tmp_path, monkeypatch, capsys):
     commands = [f"python -m eval scenes --first-seed {seed}" for seed in (1, 3)]
     for file, command, fid in zip(files, commands, (1, 3), strict=True):
         run = scenes_run(seed=fid, fid=fid) | {"model": "mini-sd"}
+        run["rows"] += [{**run["rows"][0], "method": "M5"}] * (fid == 3)
         report.save_json(file, command=command, device="cpu", **run)
     run_command(monkeypatch, "merge", *files, "--output", tmp_path / "both.json")
-    assert "| M4 | - | 2.000 ± 1.000 |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| M4 | - | 2.000 ± 1.000 |" in shown
+    assert "Left out, as not every seed has it: M5, levels []" in shown
     document = json.loads((tmp_path / "both.json").read_text())
     assert [run["command"] for run in document["runs"]] == commands
     assert not any("rows" in run for run in document["runs"])

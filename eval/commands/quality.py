@@ -170,18 +170,24 @@ def scenes_command(
 
 @app.command("merge")
 def merge_command(
-    results: Annotated[list[Path], typer.Argument(help="Files of `scenes` with other seeds.")],
+    results: Annotated[list[Path], typer.Argument(help="Files of `scenes`, of two seeds or more.")],
     output: Annotated[Path, typer.Option(help="The file to write.")],
 ) -> None:
     """Average results of `scenes` over seeds; ± becomes one standard error over these.
 
+    Rows of one seed may come from several files. A row that not every seed has is left out.
+
     Example: python -m eval merge scenes_levels0.json scenes_levels0_seed5000.json --output c.json
     """
-    from eval.scenes import MAKING, PROTOCOL, merge_runs, scenes_table
+    from eval.scenes import MAKING, PROTOCOL, merge_runs, row_key, scenes_table
 
     documents = [_read_scenes(path) for path in results]
     rows = merge_runs(documents)
     print(scenes_table(rows))
+    merged = set(map(row_key, rows))
+    for key in dict.fromkeys(row_key(row) for document in documents for row in document["rows"]):
+        if key not in merged:
+            print(f"Left out, as not every seed has it: {key[0]}, levels {list(key[1])}")
     protocol = {name: documents[0].get(name) for name in PROTOCOL}
     for document in documents:
         protocol |= {name: document[name] for name in MAKING if name in document}
