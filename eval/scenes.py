@@ -252,8 +252,11 @@ def said_otherwise(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 def scenes_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table."""
     return markdown_table(
-        ["method", "effective codewords", *HEADER],
-        ([method_cells(row), *figure_cells(row)] for row in rows),
+        ["method", "effective codewords", "levels", *HEADER],
+        (
+            [method_cells(row), ", ".join(map(str, row_key(row)[1])) or "-", *figure_cells(row)]
+            for row in rows
+        ),
     )
 
 

@@ -1022,7 +1022,7 @@ def test_the_merge_command(tmp_path, monkeypatch, capsys):
         report.save_json(file, command=command, device="cpu", **run)
     run_command(monkeypatch, "merge", *files, "--output", tmp_path / "both.json")
     shown = capsys.readouterr().out
-    assert "| M4 | - | 2.000 ± 1.000 |" in shown
+    assert "| M4 | - | - | 2.000 ± 1.000 |" in shown
     assert "Left out, as not every seed has it: M5, levels []" in shown
     document = json.loads((tmp_path / "both.json").read_text())
     assert [run["command"] for run in document["runs"]] == commands

@@ -97,7 +97,7 @@ def test_results_of_another_day(tmp_path):
     for name, changes in {
         "bench_kernels_table_cuda.json": {"method": "a new kernel", **failed},
         "bench_unet_1024_graph_cuda.json": {"method": "tome", "over_sdpa": None, **failed},
-        "quality_256.json": {"method": "a new method", "fid": None},
+        "quality_levels01.json": {"method": "a new method", "fid": None},
     }.items():
         path = Path(shutil.copy(RESULTS / name, tmp_path))
         document = json.loads(path.read_text())
