@@ -24,10 +24,9 @@ from avq_diffusers.mini import (
     MINI_CODEBOOKS_LEVEL1,
     MINI_GUIDANCE_SCALE,
     MINI_SD,
-    default_prompts,
     model_path,
 )
-from avq_diffusers.options import numbers_of
+from avq_diffusers.options import numbers_of, usual_prompts
 from avq_diffusers.pipeline import apply_avq, avq_disabled, set_num_refined, summary
 from avq_diffusers.sheet import difference, picture_sheet
 from avq_diffusers.sweep import (
@@ -39,17 +38,6 @@ from avq_diffusers.sweep import (
     sweep_table,
 )
 from avq_diffusers.weights import AVQCodebooks, select_layers
-
-CALIBRATION_PROMPTS = (
-    "a photo of a mountain lake at sunrise, pine trees in the foreground",
-    "portrait of an old fisherman, dramatic light, detailed skin",
-    "a busy street market at night with neon signs",
-    "a bowl of fruit on a wooden table, oil painting",
-    "an astronaut riding a horse, digital art",
-    "close-up of a dragonfly on a leaf, macro photography",
-    "a modern living room with a sofa, large windows and plants",
-    "aerial view of a coastline with cliffs and waves",
-)
 
 DEFAULT_CONFIG = "M64P16C8"
 DEFAULT_LEVELS = "0"
@@ -252,7 +240,7 @@ def app_command(
             "the page needs gradio: pip install 'avq-diffusers[app]'."
         ) from error
     pipe = _load_with_avq(model, codebooks, config, levels, exact, device)
-    page = build_page(pipe, Path(model).name, _calibration_prompts(model), **_usual_guidance(model))
+    page = build_page(pipe, Path(model).name, usual_prompts(model), **_usual_guidance(model))
     print(f"page: {serve(page, host=host, port=port, share=share)}", flush=True)
     page.block_thread()
 
@@ -278,7 +266,7 @@ def calibrate_command(
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, but {out} is a file.")
-    chosen = _calibration_prompts(model) if prompts is None else _read_prompts(prompts)
+    chosen = usual_prompts(model) if prompts is None else _read_prompts(prompts)
     avq_config = _parse_config(config, levels, exact)
     pipe = _load_pipeline(model, device)
     codebooks = calibrate(
@@ -379,7 +367,7 @@ def _find_codebooks(
         console.print(f"codebooks from the cache: {folder}")
         return AVQCodebooks.from_pretrained(folder)
     console.print(f"no codebooks for this model yet: calibrating once, cached in {folder}")
-    prompts = _calibration_prompts(model)
+    prompts = usual_prompts(model)
     calibrated = calibrate(pipe, prompts, config, **_usual_guidance(model))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as partial:
@@ -439,10 +427,6 @@ def _shipped_codebooks() -> dict[AVQConfig, str]:
         _parse_config(None, None, None): MINI_CODEBOOKS,
         _parse_config(None, "0,1", None): MINI_CODEBOOKS_LEVEL1,
     }
-
-
-def _calibration_prompts(model: str) -> list[str]:
-    return default_prompts() if model == MINI_SD else list(CALIBRATION_PROMPTS)
 
 
 def _usual_guidance(model: str) -> dict[str, float]:

@@ -1,5 +1,18 @@
 """What the values of options stand for, in the commands of this repository."""
 
+from avq_diffusers.mini import MINI_SD, default_prompts
+
+CALIBRATION_PROMPTS = (
+    "a photo of a mountain lake at sunrise, pine trees in the foreground",
+    "portrait of an old fisherman, dramatic light, detailed skin",
+    "a busy street market at night with neon signs",
+    "a bowl of fruit on a wooden table, oil painting",
+    "an astronaut riding a horse, digital art",
+    "close-up of a dragonfly on a leaf, macro photography",
+    "a modern living room with a sofa, large windows and plants",
+    "aerial view of a coastline with cliffs and waves",
+)
+
 
 def numbers_of(option: str, text: str) -> tuple[int, ...]:
     """The integers of a comma-separated list; `option` is named where it is none."""
@@ -7,3 +20,8 @@ def numbers_of(option: str, text: str) -> tuple[int, ...]:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
         raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.") from None
+
+
+def usual_prompts(model: str) -> list[str]:
+    """The prompts that a model is calibrated on where none are given."""
+    return default_prompts() if model == MINI_SD else list(CALIBRATION_PROMPTS)

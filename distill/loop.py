@@ -105,6 +105,7 @@ def train(run: Run, config_name: str) -> None:
         }
         export(output, run.objective, config, training)
     accelerator.wait_for_everyone()
+    (run.model,) = accelerator.free_memory(run.model)  # its threads must not outlive the group
     accelerator.end_training()
 
 

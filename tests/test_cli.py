@@ -18,6 +18,7 @@ from avq_diffusers import (
     apply_avq,
     cli,
     measure_capture,
+    options,
     select_layers,
     set_num_refined,
 )
@@ -210,7 +211,7 @@ def test_sizes_are_honoured(avq, model, codebooks, size, expected):
 
 def test_missing_codebooks_are_calibrated_once(avq, model, monkeypatch, tmp_path):
     """Fails where the cache is not read, is shared by configurations, or is written elsewhere."""
-    monkeypatch.setattr(cli, "CALIBRATION_PROMPTS", ("a lake",))
+    monkeypatch.setattr(options, "CALIBRATION_PROMPTS", ("a lake",))
     arguments = ["generate", PROMPT, "--model", model, "--steps", "1", "--config"]
     code, first = avq(*arguments, "M4P2C2")
     assert code == 0

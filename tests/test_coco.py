@@ -28,6 +28,7 @@ from PIL import Image
 from scipy.linalg import sqrtm
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
+from avq_diffusers import options
 from avq_diffusers.mini import SCORER, TEST_SEEDS, sample_scene
 from eval import captions, coco, coco_score, frechet, protocol
 from eval.captions import read_captions
@@ -495,8 +496,9 @@ def test_pictures_follow_the_protocol(place, exact):
         assert abs(np.asarray(stored).astype(int) - np.asarray(image).astype(int)).max() <= 1
 
 
-def test_methods_change_pictures_and_codebooks_are_kept(place, exact):
-    """Catches a method that is not applied, and a restart that calibrates anew."""
+def test_methods_change_pictures_and_codebooks_are_kept(place, exact, monkeypatch):
+    """Catches a method that is not applied, a restart that calibrates anew, and a calibration on
+    captions of scenes, which are nothing to another model."""
     folders = {"row-avq": place / "avq", "row-p1": f"{place / 'avq'}@P1"}
     for folder, method in folders.items():
         assert generate(place, folder, method=method, pictures=2) == (0, "", "")
@@ -515,6 +517,9 @@ def test_methods_change_pictures_and_codebooks_are_kept(place, exact):
     assert generate(place, "row-m3", **calibrated)[0] == 0
     assert weights.stat().st_mtime_ns == before
     assert pictures(place / "row-m3") == made[-1]
+    monkeypatch.setattr(options, "CALIBRATION_PROMPTS", ("a fox",))
+    assert generate(place, "row-default", method="M3", pictures=2)[0] == 0
+    assert pictures(place / "row-default") == made[-1]
 
     # What is kept is what is used.
     shutil.copytree(place / "avq", weights.parent, dirs_exist_ok=True)

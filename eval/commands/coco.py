@@ -7,14 +7,13 @@ from typing import Annotated
 import typer
 
 from avq_diffusers.mini import SCORER, TEST_SEEDS, write_coco
-from avq_diffusers.options import numbers_of
+from avq_diffusers.options import numbers_of, usual_prompts
 from eval.commands.options import (
     Device,
     Dilated,
     Levels,
     Model,
     Output,
-    calibration_prompts,
     command_line,
     device_of,
 )
@@ -50,7 +49,7 @@ def coco_generate_command(
     levels: Levels = "0",
     calibration: Annotated[
         Path | None,
-        typer.Option(help="Text file with prompts to calibrate on, else captions of scenes."),
+        typer.Option(help="Text file with prompts to calibrate on, else those of `avq calibrate`."),
     ] = None,
     batch: Annotated[
         int, typer.Option(min=1, help="Pictures a GPU makes at once; a CPU makes one.")
@@ -75,7 +74,7 @@ def coco_generate_command(
         model=model,
         method=method,
         levels=numbers_of("--levels", levels),
-        calibration_prompts=_read_prompts(calibration),
+        calibration_prompts=_read_prompts(calibration) if calibration else usual_prompts(model),
         size=size,
         is_dilated=dilated,
         num_inference_steps=steps,
@@ -173,10 +172,8 @@ def coco_write_command(
     write_coco(folder, pictures, first_seed=TEST_SEEDS[first], size=size)
 
 
-def _read_prompts(path: Path | None) -> list[str]:
-    """The lines of a file of prompts, else those for calibration."""
-    if path is None:
-        return calibration_prompts()
+def _read_prompts(path: Path) -> list[str]:
+    """The lines of a file of prompts."""
     prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     if not all(prompts) or not prompts:
         raise ValueError(f"{path} must hold prompts, one a line, and no empty line.")
