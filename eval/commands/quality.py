@@ -140,9 +140,6 @@ def scenes_command(
     if resume and path.exists():
         finished = finished_rows(read_result(path).document, protocol, environment(device))
     pipe = StableDiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
-    # Convolutions of half precision are fastest in this layout.
-    for network in (pipe.unet, pipe.vae):
-        network.to(memory_format=torch.channels_last)
     rows = []
     for row in score_methods(
         pipe,
