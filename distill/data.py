@@ -78,7 +78,8 @@ def stream(
     Raises:
         ValueError: there are fewer samples than one batch over all processes, or what
             `open_samples` and `open_cache` raise.
-        DataError: many samples in a row are broken, or the cache is damaged (while iterating).
+        DataError: many samples in a row are broken, the cache is damaged, or a worker died (while
+            iterating).
         FloatingPointError: a sample to be cached is infinite or NaN in float16.
     """
     samples = open_samples(config, image_size)
@@ -187,7 +188,15 @@ def _load(
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # leaves torch's own alone
     )
-    for batch in loader:
-        if isinstance(batch, DataError):
-            raise batch
-        yield batch
+    try:
+        for batch in loader:
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            f"a process that reads data died ({error}); go on with --resume, and with fewer "
+            "data.workers should memory have run out."
+        ) from error

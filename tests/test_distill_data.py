@@ -419,6 +419,16 @@ def test_a_broken_disk_stops_the_run(tmp_path, workers):
         next(batches)
 
 
+def test_a_killed_worker_ends_in_one_sentence():
+    """Catches a traceback where memory ran out."""
+    batches = make_stream(replace(SCENES, workers=1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.kill()
+    with pytest.raises(DataError, match=r"^a process that reads data died .* go on with --resume"):
+        take(batches, 20)
+
+
 # Order
 
 

@@ -231,6 +231,16 @@ def test_a_loss_that_is_not_finite_ends_with_one_sentence(runs, tmp_path, comman
     assert not (tmp_path / RESULT[command]).exists()
 
 
+@pytest.mark.parametrize("rare", [{"log_every": 3}, {"log_every": 9, "checkpoint_every": "null"}])
+def test_nothing_is_kept_of_a_run_that_diverges_between_two_lines_of_its_log(tmp_path, rare):
+    """Catches a checkpoint or a result of NaN."""
+    result = run(arguments("vae", tmp_path, learning_rate=1e30, **rare))
+    assert result.exit_code == 1
+    assert "training stopped: a loss is not finite" in result.stderr
+    assert not checkpoint.checkpoints(tmp_path)
+    assert not (tmp_path / RESULT["vae"]).exists()
+
+
 def test_a_full_disk_ends_with_one_sentence(runs, tmp_path):
     """Catches a traceback, and half a checkpoint that the next run goes on from."""
     limit = 2 * log_path(runs / "vae").stat().st_size

@@ -155,7 +155,8 @@ def fit(
                 totals[name] = totals[name] + value if name in totals else value
             bar.update()
 
-            if step % config.log_every == 0:
+            is_saved = config.checkpoint_every and step % config.checkpoint_every == 0
+            if is_saved or step % config.log_every == 0:
                 means = _reduced_means(totals, step - logged_step, accelerator)
                 now = time.monotonic()
                 schedule.observe(step, _agreed(now - started))
@@ -179,8 +180,10 @@ def fit(
                         preview_time = time.monotonic()
                 totals = {}
                 logged_step, logged_time = step, time.monotonic()
-            if config.checkpoint_every and step % config.checkpoint_every == 0 and log is not None:
+            if is_saved and log is not None:
                 state.save(output, config, accelerator.num_processes, step, schedule.progress(step))
+    if totals:  # of the steps since the last line of the log
+        _reduced_means(totals, step - logged_step, accelerator)
     if log is not None:
         with autocast(config, device):
             log.write(step=step, final=True, **task.preview(averaged, step))
