@@ -1,6 +1,7 @@
 """The `avq` command: generate, bench, app, calibrate, inspect."""
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -294,7 +295,7 @@ def inspect(
     Example: avq inspect my-codebooks --out report.png
     """
     _check_output(out)
-    loaded = AVQCodebooks.from_pretrained(codebooks)
+    loaded = _load_codebooks(codebooks)
     # A narrow terminal wraps the table; rich would cut names and figures off.
     Console(width=max(console.width, REPORT_WIDTH)).print(codebook_table(loaded))
     plot_codebooks(loaded, out)
@@ -359,7 +360,7 @@ def _find_codebooks(
 ) -> AVQCodebooks:
     """The codebooks named, mini-sd's own, or calibrated ones from the user's cache."""
     if codebooks is not None:
-        return AVQCodebooks.from_pretrained(codebooks)
+        return _load_codebooks(codebooks)
     if model == MINI_SD and config in (shipped := _shipped_codebooks()):
         return AVQCodebooks.from_pretrained(shipped[config])
     folder = user_cache_path("avq-diffusers") / _fingerprint(pipe, config)
@@ -375,6 +376,13 @@ def _find_codebooks(
         if not folder.exists():  # another process may have been faster
             (Path(partial) / "codebooks").rename(folder)
     return calibrated
+
+
+def _load_codebooks(name: str) -> AVQCodebooks:
+    try:
+        return AVQCodebooks.from_pretrained(name)
+    except OSError as error:
+        raise ValueError(f"codebooks {name} could not be loaded: {_first_line(error)}") from error
 
 
 def _fingerprint(pipe: DiffusionPipeline, config: AVQConfig) -> str:
@@ -440,7 +448,10 @@ def _parse_config(config: str | None, levels: str | None, exact: str | None) -> 
 
 
 def _read_prompts(path: Path) -> list[str]:
-    prompts = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    try:
+        prompts = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise ValueError(f"--prompts {path} cannot be read ({error.strerror}).") from error
     if not prompts:
         raise ValueError(f"{path} holds no prompt; write one a line.")
     return prompts
@@ -456,5 +467,8 @@ def _check_output(path: Path) -> None:
     """Refuse before the work, not after it."""
     if path.suffix.lower() != ".png":
         raise ValueError(f"--out must end in .png, but got {str(path)!r}.")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--out: the folder {path.absolute().parent} does not exist.")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"--out: the folder {folder} does not exist.")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--out: the folder {folder} is not writable.")

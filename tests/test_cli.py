@@ -338,7 +338,7 @@ def test_inspect_takes_codebooks_of_one_parent(avq, tmp_path, config):
         (["--config", "M4P5C2"], "num_refined must be at most num_parents, but got 5 > 4"),
         (["--levels", "zero"], "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
         (["--levels", "7"], "no self-attention at level 7, only at levels 0, 1, 2, 3"),
-        (["--codebooks", "/no/such/folder"], "/no/such/folder"),
+        (["--codebooks", "nowhere"], "codebooks nowhere could not be loaded: "),
         (["--codebooks", MINI_CODEBOOKS], "codebooks of another model"),
         (["--codebooks", "CODEBOOKS", "--num-refined", "5"], "between 0 and 4"),
         (["--capture", "0"], "--capture must be above 0 and at most 1, but got 0"),
@@ -374,6 +374,15 @@ def test_generate_refuses(avq, model, codebooks, tmp_path, arguments, message):
     assert not (tmp_path / "cache").exists()
 
 
+def test_generate_refuses_a_read_only_folder_before_it_draws(avq, model, monkeypatch):
+    """Catches minutes of drawing that end in nothing. To root no folder is read-only."""
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.delattr(cli, "timed_picture")
+    code, output = avq("generate", PROMPT, "--model", model)
+    assert code == 2
+    assert "isnotwritable" in output
+
+
 def test_generate_says_that_the_memory_is_too_small(avq, model, codebooks, monkeypatch):
     """Catches a traceback of the most usual mistake on a GPU."""
 
@@ -392,7 +401,7 @@ def test_generate_says_that_the_memory_is_too_small(avq, model, codebooks, monke
     ("arguments", "message"),
     [
         (["--prompts", "empty.txt"], "empty.txt holds no prompt"),
-        (["--prompts", "missing.txt"], "missing.txt"),
+        (["--prompts", "missing.txt"], "--prompts missing.txt cannot be read (No such file"),
         (["--keys", "3", "--config", "M4P2C2"], "at least num_parents = 4, but got 3"),
         (["--config", "M"], "expected a configuration such as M64P16C8"),
         (["--levels", "0,9"], "no self-attention at level 9"),
