@@ -109,7 +109,8 @@ class LayerState:
 
     def shape(self, hidden_states: Tensor) -> Shape:
         """What the faster attention depends on, for the batch and dtype of `hidden_states`."""
-        codebook = self.codebook
+        codebook, device = self.codebook, hidden_states.device.type
+        is_autocast = torch.is_autocast_enabled(device)
         return Shape(
             rows=rows_bucket(hidden_states.shape[0], self.num_heads),
             head_dim=codebook.head_dim,
@@ -117,7 +118,7 @@ class LayerState:
             num_refined=self.num_refined,
             num_children=codebook.num_children,
             query_tile=self.query_tile,
-            dtype=hidden_states.dtype,
+            dtype=torch.get_autocast_dtype(device) if is_autocast else hidden_states.dtype,
         )
 
     def learn_break_even(self, hidden_states: Tensor, *, measure: bool) -> None:

@@ -68,6 +68,19 @@ def test_layers_below_the_break_even_run_exact(unet, codebooks):
     assert torch.equal(predict(unet, batch=2), avq)
 
 
+def test_under_autocast_the_break_even_is_that_of_its_dtype(unet, codebooks):
+    """Fails where the dtype of the layer's input decides, which autocast leaves in float32."""
+    apply_avq(unet, codebooks)
+    half = torch.autocast("cpu", torch.bfloat16)
+    with half:
+        set_break_even(unet, NEVER)
+    predict(unet, batch=2)
+    assert {row.runs for row in summary(unet).rows if row.config} == {"AVQ (torch backend)"}
+    with half:
+        predict(unet, batch=2)
+    assert {row.runs for row in summary(unet).rows if row.config} == {"exact: faster"}
+
+
 def test_compiled_code_has_a_break_even_of_its_own():
     unet = small_unet()
     exact = predict(unet, batch=2)
