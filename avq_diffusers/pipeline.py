@@ -384,7 +384,7 @@ def _schedule(num_refined: int | Schedule) -> Schedule:
             )
     if max(num_refined, default=None) != NUM_TRAIN_TIMESTEPS or min(num_refined) < 0:
         raise ValueError(
-            f"a schedule must begin at timestep {NUM_TRAIN_TIMESTEPS} and end at 0 or before, such "
+            f"a schedule must begin at timestep {NUM_TRAIN_TIMESTEPS} and have none below 0, such "
             f"as {{1000: 8, 400: 16}}, but got {dict(num_refined)}."
         )
     parts = groupby(sorted(num_refined, reverse=True), key=num_refined.get)

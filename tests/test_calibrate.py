@@ -1,5 +1,6 @@
 """Calibration: what is sampled, what is fitted, what is reported, and that the pipeline is left."""
 
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -10,7 +11,16 @@ from PIL import Image
 from tiny import CONFIG, draw, random_codebooks, tiny_pipe
 from torch import Tensor
 
-from avq_diffusers import AVQConfig, apply_avq, avq_disabled, calibrate, select_layers, summary
+from avq_diffusers import (
+    AVQConfig,
+    apply_avq,
+    avq_disabled,
+    calibrate,
+    capture,
+    query_order,
+    select_layers,
+    summary,
+)
 from avq_diffusers.calibrate import _LayerSample, _watch
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.diagnostics import quantization_error
@@ -220,10 +230,42 @@ def test_capture_grows_with_num_refined_to_everything(calibrated):
         assert every == pytest.approx(1, abs=1e-5)
 
 
-def test_capture_is_measured_in_the_configured_order_on_the_grid_that_ran():
-    """Fails where a non-square grid is taken for its transpose or for the default size."""
-    codebooks = fit(tiny_pipe(), AVQConfig(4, 2, 2), height=64, width=192)
-    assert all(0 < measured["capture"] < 1 for measured in figures(codebooks).values())
+def test_capture_is_that_of_the_layer_on_the_grid_that_ran():
+    """Fails for the transposed grid, another call than the middle one of the first prompt, the
+    unguided half of the batch, the default order or importance tile, and without overrides."""
+    pipe, calls = tiny_pipe(), {}
+    overrides = {"1": {"num_refined": 1}}
+    config = replace(CONFIG, query_tile=8, importance_tile=4, overrides=overrides)
+    layers = select_layers(pipe.unet, config.levels)
+    for layer in layers:
+        for projection in (layer.attn.to_q, layer.attn.to_k):
+            found = calls.setdefault(layer.name, [])
+            projection.register_forward_hook(lambda *call, found=found: found.append(call[-1]))
+    height, width = 64, 192
+    codebooks = fit(pipe, config, height=height, width=width)
+    for layer in layers:
+        query, key = (
+            x[-1:].float().unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+            for x in calls[layer.name][STEPS // 2 * 2 :][:2]
+        )
+        scale = pipe.vae_scale_factor << layer.level
+        sides = (height // scale, width // scale)
+        captured = [
+            capture(
+                query,
+                key,
+                codebooks.codebook(layer.name),
+                2 - layer.level,
+                query_tile=8,
+                query_order=query_order(*grid),
+                importance_tile=4,
+            )
+            .mean()
+            .item()
+            for grid in (sides, sides[::-1])
+        ]
+        assert captured[0] != pytest.approx(captured[1], rel=1e-4)
+        assert figures(codebooks)[layer.name]["capture"] == pytest.approx(captured[0], rel=1e-4)
 
 
 def test_calibrated_codebooks_beat_random_keys():

@@ -124,6 +124,19 @@ def assert_same(one, two):
             assert torch.equal(value, two[name][key]), key
 
 
+def test_the_newest_checkpoints_of_the_same_processes(tmp_path):
+    """Catches one kept too many or too few, and a run that goes on with other batches."""
+    config = load_config(CONFIG, DistillConfig, [])
+    for step in range(1, 5):
+        checkpoint.save(tmp_path, step, {}, config=config, keep=2, num_processes=2)
+    found = [path.name for path in checkpoint.checkpoints(tmp_path)]
+    assert found == ["step-00000003", "step-00000004"]
+    newest = checkpoint.newest(tmp_path)
+    checkpoint.check(newest, config, free=(), num_processes=2)
+    with pytest.raises(ValueError, match="it differs in num_processes"):
+        checkpoint.check(newest, config, free=(), num_processes=1)
+
+
 # The command
 
 

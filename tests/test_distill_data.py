@@ -419,6 +419,11 @@ def test_a_broken_disk_stops_the_run(tmp_path, workers):
         next(batches)
 
 
+def test_every_process_gets_a_batch():
+    with pytest.raises(ValueError, match="takes 3 x 2 samples, but the data has 5"):
+        make_stream(replace(SCENES, num_samples=5), num_processes=2)
+
+
 def test_a_killed_worker_ends_in_one_sentence():
     """Catches a traceback where memory ran out."""
     batches = make_stream(replace(SCENES, workers=1))

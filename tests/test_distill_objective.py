@@ -388,6 +388,18 @@ def test_dead_codewords_move_to_keys():
     assert distance.min() < 1e-4
 
 
+def test_the_seed_chooses_what_dead_codewords_become():
+    def moved(seed):
+        objective = make_objective()
+        objective(**make_batch())
+        objective.update_codebooks(0.9)
+        objective.reassign_dead(threshold=1e9, seed=seed)
+        return objective.quantizers[objective.names[0]].parent_codewords
+
+    assert torch.equal(moved(1), moved(1))
+    assert not torch.equal(moved(1), moved(2))
+
+
 def test_capture():
     """Catches capture of other queries or keys, of all parents, or of tiles in raster order."""
     objective = shake(make_objective())
@@ -475,6 +487,7 @@ def test_keys_are_assigned_once(monkeypatch):
 def test_without_the_constraint(tmp_path):
     """Catches a projection somewhere, and an export that hides what it violates."""
     objective = make_objective(project_children=False)
+    assert all(constraint_error(x.codebook()).max() > 0.1 for x in objective.quantizers.values())
     for _ in range(2):
         objective(**make_batch())
         objective.update_codebooks(0.5)
@@ -584,6 +597,18 @@ def test_diveq_trains_the_codewords():
         codebooks[objective.names[0]].parents,
         objective.quantizers[objective.names[0]].parent_codewords,
     )
+
+
+def test_commitment_moves_keys_to_codewords_and_not_the_reverse():
+    """Catches a commitment loss that trains the codewords, which only DiVeQ can show."""
+    quantizer = Quantizer(2, 4, CONFIG, constrain=True, diveq=True)
+    parents = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
+    quantizer.start(Codebook(parents, parents[:, :, None].repeat(1, 1, 2, 1)), torch.ones(2, 4, 3))
+    key = torch.ones(1, 2, 3, 4, requires_grad=True)
+    quantizer(key).commitment().backward()
+    assert key.grad.any()
+    assert quantizer.parent_codewords.grad is None
+    assert quantizer.child_codewords.grad is None
 
 
 def test_diveq_without_children():
@@ -745,10 +770,12 @@ def test_a_copy_is_independent():
     assert larger.isfinite()
 
 
+@pytest.mark.parametrize("sizes", [{}, {"query_order": "random", "importance_tile": 4}])
 @pytest.mark.parametrize("key_norm", [False, True])
 @pytest.mark.parametrize("full_spawning", [True, False])
-def test_export_is_the_student(full_spawning, key_norm):
-    """Catches another order, tile or number of refined parents than the library's processor."""
+def test_export_is_the_student(full_spawning, key_norm, sizes):
+    """Catches another order, tile or number of refined parents than the library's processor, and
+    the transposed grid."""
     config = AVQConfig(
         num_parents=4,
         num_children=2,
@@ -756,6 +783,7 @@ def test_export_is_the_student(full_spawning, key_norm):
         query_tile=16,
         levels=(0, 1),
         key_norm=key_norm,
+        **sizes,
     )
     objective = shake(make_objective(config, full_spawning=full_spawning))
     codebooks, projections = objective.export()
@@ -766,6 +794,8 @@ def test_export_is_the_student(full_spawning, key_norm):
         model.key_norm(name).load_state_dict(norm.state_dict())
     unet.set_attn_processor(AVQProcessor(model, unet))
     batch = make_batch()
+    wide = {name: torch.cat([batch[name]] * 2, dim=-1) for name in ("noisy_latents", "target")}
+    batch |= wide
     got, expected = unet_output(unet, batch), unet_output(objective.student, batch)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert (unet_output(objective.teacher, batch) - expected).abs().max() > 1e-2

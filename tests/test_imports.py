@@ -13,7 +13,7 @@ PACKAGES = ("avq_diffusers", "distill", "eval")
 
 # From the bottom up; a module imports only from modules that stand before its own line.
 LAYERS = (
-    ("config", "timesteps", "files", "options"),
+    ("config", "timesteps", "files"),
     ("query_order", "codebook"),
     ("reference", "fallback", "kernels", "ema", "validation"),
     ("reverse",),
@@ -25,7 +25,7 @@ LAYERS = (
     ("pipeline",),
     ("calibrate", "scalecrafter", "inspection", "sheet", "comparison"),
     ("elastic", "sensitivity", "mini"),
-    ("app", "sweep"),
+    ("app", "sweep", "options"),
     ("cli",),
 )
 BACKENDS = ("reference", "fallback", "kernels")

@@ -53,6 +53,19 @@ def folder(unet, layers, tmp_path):
     return path
 
 
+def test_what_follows_the_output_projection(unet, folder):
+    """Catches the factor and the dropout that end every diffusers processor left out."""
+    load_linfusion(folder, unet)
+    attn = unet.get_submodule(LAYER)
+    tokens = torch.randn(1, 256, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        output = attn(tokens)
+        attn.rescale_output_factor = 2.0
+        assert torch.equal(attn(tokens), output / 2)
+        attn.to_out[1] = torch.nn.Dropout(1.0)
+        assert not attn.train()(tokens).any()
+
+
 def tuned_processor(state):
     processor = LinFusionProcessor(16, tuned=True)
     processor.load_state_dict(state)

@@ -638,7 +638,7 @@ class TestSchedule:
         [
             ({400: 1}, ValueError, r"must begin at timestep 1000 .*, but got \{400: 1\}"),
             ({1001: 1, 1000: 2}, ValueError, "must begin at timestep 1000"),
-            ({1000: 1, -1: 2}, ValueError, "must begin at timestep 1000 and end at 0 or before"),
+            ({1000: 1, -1: 2}, ValueError, "must begin at timestep 1000 and have none below 0"),
             ({}, ValueError, r"must begin at timestep 1000 .*, but got \{\}"),
             ({1000: 1, 400: 5}, ValueError, r"between 0 and 4 in down_blocks\.0.*, but got 5"),
             ({1000: 1.0}, TypeError, "num_refined must be an int, but got float"),

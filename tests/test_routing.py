@@ -1,6 +1,7 @@
 """Routing to the faster attention: by a table of break-even token counts, measured on GPUs only."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from avq_diffusers.routing import (
     Shape,
     break_even,
     known_break_even,
+    measure_break_even,
     rows_bucket,
 )
+from avq_diffusers.weights import select_layers
 
 SHAPE = Shape(16, 40, 64, 16, 8, 128, torch.float16)
 FOUND = BreakEven(eager=2048, compiled=512)
@@ -121,6 +124,43 @@ def test_a_measurement_is_made_once_and_kept(cache_file, measured):
     routing._table.cache_clear()
     assert known_break_even(SHAPE, device) == FOUND
     assert list(cache_file.parent.iterdir()) == [cache_file]
+
+
+def test_measurements_of_other_shapes_and_of_the_package_stay(cache_file, measured):
+    """Catches a file of the last shape alone, a table without the package's, and one over ours."""
+    device, other = torch.device("cuda"), replace(SHAPE, head_dim=80)
+    shipped, entry = next(iter(routing._read(routing._SHIPPED).items()))
+    for shape in (SHAPE, other):
+        break_even(shape, device)
+    kept = json.loads(cache_file.read_text())
+    assert kept.keys() == {SHAPE.key(device), other.key(device)}
+    assert routing._table()[shipped] == entry
+    cache_file.write_text(json.dumps({**kept, shipped: FOUND._asdict()}))
+    routing._table.cache_clear()
+    assert routing._table()[shipped] == FOUND._asdict() != entry
+
+
+def test_never_slower_from_a_break_even_on(monkeypatch):
+    """Catches the first number of tokens at which AVQ wins, though it loses at a later one."""
+    exact = dict(zip(TOKENS, (3.0, 1.0, 3.0, 3.0, 3.0, 3.0), strict=True))
+    case = lambda shape, num_tokens, device: (num_tokens,) * 4  # noqa: E731
+    monkeypatch.setattr(routing, "_random_case", case)
+    monkeypatch.setattr(routing, "avq_attention", lambda query, *others, **sizes: 2.0)
+    attention = lambda query, key, value: exact[query]  # noqa: E731
+    monkeypatch.setattr(routing.F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(routing, "_eager_milliseconds", lambda call: call())
+    monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
+    cpu = torch.device("cpu")
+    assert measure_break_even(SHAPE, cpu) == BreakEven(TOKENS[2], TOKENS[2])
+    exact[TOKENS[-1]] = 1.0
+    assert measure_break_even(SHAPE, cpu) == BreakEven(NEVER, NEVER)
+
+
+def test_the_shape_of_a_call(unet, codebooks):
+    """Catches heads or the batch left out of what decides."""
+    apply_avq(unet, codebooks)
+    layer = select_layers(unet, (0,))[0]
+    assert layer.attn._avq.shape(torch.empty(3, 1, 1)) == Shape(8, 8, 4, 2, 2, 16, torch.float32)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])
