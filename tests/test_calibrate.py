@@ -1,6 +1,5 @@
 """Calibration: what is sampled, what is fitted, what is reported, and that the pipeline is left."""
 
-from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -235,7 +234,7 @@ def test_capture_is_that_of_the_layer_on_the_grid_that_ran():
     unguided half of the batch, the default order or importance tile, and without overrides."""
     pipe, calls = tiny_pipe(), {}
     overrides = {"1": {"num_refined": 1}}
-    config = replace(CONFIG, query_tile=8, importance_tile=4, overrides=overrides)
+    config = AVQConfig(8, 2, 3, 8, levels=(0, 1), importance_tile=2, overrides=overrides)
     layers = select_layers(pipe.unet, config.levels)
     for layer in layers:
         for projection in (layer.attn.to_q, layer.attn.to_k):
@@ -255,17 +254,17 @@ def test_capture_is_that_of_the_layer_on_the_grid_that_ran():
                 query,
                 key,
                 codebooks.codebook(layer.name),
-                2 - layer.level,
+                (3, 1)[layer.level],
                 query_tile=8,
                 query_order=query_order(*grid),
-                importance_tile=4,
+                importance_tile=2,
             )
             .mean()
             .item()
             for grid in (sides, sides[::-1])
         ]
-        assert captured[0] != pytest.approx(captured[1], rel=1e-4)
-        assert figures(codebooks)[layer.name]["capture"] == pytest.approx(captured[0], rel=1e-4)
+        assert captured[0] != pytest.approx(captured[1], rel=1e-6)
+        assert figures(codebooks)[layer.name]["capture"] == pytest.approx(captured[0], rel=1e-6)
 
 
 def test_calibrated_codebooks_beat_random_keys():

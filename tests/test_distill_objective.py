@@ -770,16 +770,16 @@ def test_a_copy_is_independent():
     assert larger.isfinite()
 
 
-@pytest.mark.parametrize("sizes", [{}, {"query_order": "random", "importance_tile": 4}])
+@pytest.mark.parametrize("sizes", [{}, {"query_order": "random", "importance_tile": 2}])
 @pytest.mark.parametrize("key_norm", [False, True])
 @pytest.mark.parametrize("full_spawning", [True, False])
 def test_export_is_the_student(full_spawning, key_norm, sizes):
     """Catches another order, tile or number of refined parents than the library's processor, and
     the transposed grid."""
     config = AVQConfig(
-        num_parents=4,
+        num_parents=8,
         num_children=2,
-        num_refined=4 if full_spawning else 2,
+        num_refined=8 if full_spawning else 3,
         query_tile=16,
         levels=(0, 1),
         key_norm=key_norm,
