@@ -291,7 +291,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
         Raises:
             TypeError: an argument is unknown.
-            FileNotFoundError: the folder lacks a file.
+            FileNotFoundError: there is no such folder, or it lacks a file.
             ValueError: a file is damaged, of another format, or does not hold what its
                 config.json says.
         """
@@ -307,6 +307,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             folder = Path(pretrained_model_name_or_path)
             if not folder.is_dir():
                 repo = str(pretrained_model_name_or_path)
+                if folder.is_absolute() or repo.startswith(".") or len(folder.parts) > 2:
+                    raise FileNotFoundError(f"codebooks: there is no folder {repo}.")
                 return Path(hf_hub_download(repo, file, subfolder=subfolder, **hub_arguments))
             path = folder / (subfolder or "") / file
             if not path.is_file():

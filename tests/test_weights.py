@@ -294,6 +294,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"config\.json is not a JSON file"):
             AVQCodebooks.from_pretrained(folder)
 
+    @pytest.mark.parametrize("name", ["/no/such/folder", "./codebooks", "runs/m64/codebooks"])
+    def test_missing_folder(self, name):
+        """Catches a path that is looked for on the Hub, whose errors speak of connections."""
+        with pytest.raises(FileNotFoundError, match=f"there is no folder {name}"):
+            AVQCodebooks.from_pretrained(name)
+
     @pytest.mark.parametrize("file", ["config.json", WEIGHTS])
     def test_missing_file(self, folder, file):
         (folder / file).unlink()
