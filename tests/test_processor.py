@@ -233,8 +233,9 @@ class TestHandingOver:
     def test_encoder_states(self, attn):
         self.check(attn, "cross-attention", tokens(attn), tokens(attn, 7, seed=1))
 
-    def test_query_norm(self, attn):
-        attn.norm_q = attn.norm_k = torch.nn.LayerNorm(16)
+    @pytest.mark.parametrize("name", ["norm_q", "norm_k"])
+    def test_query_or_key_norm(self, attn, name):
+        setattr(attn, name, torch.nn.LayerNorm(16))
         self.check(attn, "query or key norm", tokens(attn))
 
     def test_residual_connection(self, attn):

@@ -460,6 +460,31 @@ class TestNoiseDampedGuidance:
                 draw(other, guidance_scale=1.0, num_images_per_prompt=number, **SIZE_4X)
         assert torch.equal(draw(pipe, **SIZE_4X), expected)
 
+    def test_an_error_in_the_weak_evaluation(self):
+        """Catches ScaleCrafter that stays off after it."""
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        expected, evaluations = draw(pipe, **SIZE_4X), []
+
+        def fail_second(module, inputs):
+            evaluations.append(module)
+            if len(evaluations) == 2:
+                raise RuntimeError("interrupted")
+
+        handle = pipe.unet.mid_block.register_forward_pre_hook(fail_second)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            draw(pipe, **SIZE_4X)
+        handle.remove()
+        assert torch.equal(draw(pipe, **SIZE_4X), expected)
+
+    def test_both_kinds_of_output(self):
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        draw(pipe, **SIZE_4X)  # says that it guides
+        pair = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0))
+        inputs = (pair.repeat(2, 1, 1, 1), DILATED, torch.ones(2, 5, 32))
+        with torch.no_grad():
+            (noise,) = pipe.unet(*inputs, return_dict=False)
+            assert torch.equal(pipe.unet(*inputs).sample, noise)
+
     def test_nothing_is_kept(self):
         """Catches inputs of a call, such as a ControlNet's, that stay in memory."""
         pipe = apply_scalecrafter(small_pipe(), 256, 256)
