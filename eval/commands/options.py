@@ -17,8 +17,9 @@ Methods = Annotated[
     str,
     typer.Option(
         help="Comma-separated: exact, value-projection, tome, configurations to calibrate such as "
-        "M64P16C8 or M192, folders of codebooks (these two also with another number of refined "
-        "parents, as runs/m64/codebooks@P8) or of LinFusion layers."
+        "M64P16C8, M192 or, with a block or layer that stays exact, M64P16C8-up_blocks.1, folders "
+        "of codebooks (these two also with another number of refined parents, as "
+        "runs/m64/codebooks@P8) or of LinFusion layers."
     ),
 ]
 Levels = Annotated[
