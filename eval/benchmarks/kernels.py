@@ -45,7 +45,7 @@ def _paper_shapes(*tokens: int) -> tuple[Shape, ...]:
     return tuple(Shape(4, 12, num_tokens, 64) for num_tokens in tokens)
 
 
-FLAT_SIZES = ("M64", "M128", "M256", "M512")
+FLAT_SIZES = ("M64", "M128", "M160", "M256", "M512")
 ADAPTIVE_SIZES = ("M32P8C8", "M64P8C8", "M64P16C8", "M128P16C8", "M128P32C8")
 
 FULL = Suite(

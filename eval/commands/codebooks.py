@@ -27,7 +27,7 @@ app = typer.Typer()
 
 @app.command("errors")
 def errors_command(
-    methods: Methods = "M64P16C8,M64,M128,M192,M256,M4,value-projection",
+    methods: Methods = "M64P16C8,M64,M128,M160,M256,M4,value-projection",
     model: Model = "mini-sd",
     refined: Annotated[
         str, typer.Option(help="Numbers of refined parents for codebooks that name none.")
@@ -46,7 +46,7 @@ def errors_command(
 ) -> None:
     """Error of each layer and of the predicted noise against exact attention, by codebook size.
 
-    Example: python -m eval errors --methods M64P16C8,runs/m64/codebooks,M192 --device cuda
+    Example: python -m eval errors --methods M64P16C8,runs/m64/codebooks,M160 --device cuda
     """
     from eval.errors import (
         add_kernel_times,
