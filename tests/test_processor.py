@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from accelerate import cpu_offload
-from diffusers import AutoencoderKL
-from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers import AutoencoderKL, VQModel
+from diffusers.models.attention_processor import AttnProcessor2_0, SlicedAttnProcessor
 from peft import LoraConfig
 from test_weights import random_projections
 from tiny import CONFIG, predict, random_codebooks, small_unet, tiny_pipe, tiny_unet
@@ -24,7 +24,7 @@ LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
 
 
 class Recorder(AttnProcessor2_0):
-    """A foreign processor that notes what it gets; the two optional names are IP-Adapter's."""
+    """A foreign processor that notes what it gets; the last two names are IP-Adapter's."""
 
     def __init__(self):
         super().__init__()
@@ -38,8 +38,11 @@ class Recorder(AttnProcessor2_0):
         attention_mask=None,
         temb=None,
         ip_adapter_masks=None,
+        ip_hidden_states=None,
     ):
-        self.calls.append((encoder_hidden_states, attention_mask, ip_adapter_masks))
+        self.calls.append(
+            (encoder_hidden_states, attention_mask, temb, ip_adapter_masks, ip_hidden_states)
+        )
         if isinstance(encoder_hidden_states, tuple):
             encoder_hidden_states = encoder_hidden_states[0]
         return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
@@ -252,7 +255,22 @@ class TestHandingOver:
         assert recorder.calls == []
         with avq_disabled(unet):
             predict(unet, cross_attention_kwargs={"ip_adapter_masks": "masks"})
-        assert recorder.calls == [(None, None, "masks")]
+        assert recorder.calls == [(None, None, None, "masks", None)]
+
+    def test_previous_processor_gets_every_argument(self, attn):
+        """Catches an argument that is lost, or takes the place of another."""
+        recorder = attn._avq_previous = Recorder()
+        text, mask = tokens(attn, 7, seed=1), torch.zeros(2, 1, 7)
+        optional = {"temb": "temb", "ip_adapter_masks": "masks", "ip_hidden_states": "states"}
+        attn(tokens(attn), text, mask, **optional)
+        assert recorder.calls == [(text, mask, "temb", "masks", "states")]
+
+    def test_previous_processor_gets_no_argument_that_it_does_not_take(self, unet, codebooks):
+        unet.set_attn_processor(SlicedAttnProcessor(2))
+        expected = predict(unet)
+        apply_avq(unet, codebooks)
+        with avq_disabled(unet):
+            assert torch.equal(predict(unet), expected)
 
 
 class TestTunedProjections:
@@ -440,7 +458,7 @@ class TestOneInstanceOnAllLayers:
         text, image = tokens(attn=cross, count=5)[..., :32], tokens(cross, 4)[..., :32]
         hidden_states = tokens(cross)
         cross(hidden_states, (text, image), ip_adapter_masks="masks")
-        assert recorder.calls == [((text, image), None, "masks")]
+        assert recorder.calls == [((text, image), None, None, "masks", None)]
 
     def test_module_processors_stay_registered(self, unet, codebooks):
         """Catches an nn.Module processor that `unet.to()` no longer reaches."""
@@ -509,6 +527,15 @@ class TestWithoutState:
         with torch.no_grad():
             expected = vae.decode(latents).sample
             vae.set_attn_processor(AVQProcessor())
+            assert torch.equal(vae.decode(latents).sample, expected)
+
+    def test_spatial_norm(self):
+        """Catches `temb` lost: this norm reads it."""
+        vae = VQModel(block_out_channels=(32,), norm_type="spatial").eval()
+        latents = torch.randn(1, 3, 6, 5)
+        with torch.no_grad():
+            expected = vae.decode(latents).sample
+            vae.decoder.mid_block.attentions[0].set_processor(AVQProcessor())
             assert torch.equal(vae.decode(latents).sample, expected)
 
 
