@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny import predict, random_codebooks, small_unet
+from torch._subclasses import FakeTensorMode
 
 from avq_diffusers import routing
 from avq_diffusers.config import AVQConfig
@@ -108,6 +109,47 @@ def test_cpus_always_run_avq(unet, codebooks, measured):
     predict(unet, batch=2)
     assert {row.runs for row in summary(unet).rows if row.config} == {"AVQ (torch backend)"}
     assert not measured
+
+
+class TestLearning:
+    """What one layer learns from tokens that seem to lie on a GPU."""
+
+    @pytest.fixture
+    def state(self, unet, codebooks, cache_file, measured):
+        return select_layers(apply_avq(unet, codebooks), (0,))[0].attn._avq
+
+    @pytest.fixture
+    def learn(self, state, monkeypatch):
+        with FakeTensorMode():
+            tokens = torch.empty(2, 1, 1, device="cuda")
+
+        def learn(*, measure=True, capturing=False):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+            state.learn_break_even(tokens, measure=measure)
+            return list(state.break_even.values())
+
+        return learn
+
+    @pytest.mark.parametrize("when", [{"measure": False}, {"capturing": True}])
+    def test_an_unknown_shape_waits_until_it_may_be_measured(self, learn, measured, when):
+        """Catches a measurement that breaks a CUDA graph, and one that is never made up for."""
+        assert learn(**when) == []
+        assert not measured
+        assert learn() == learn() == [FOUND]
+        assert len(measured) == 1
+
+    @pytest.mark.parametrize("when", [{"measure": False}, {"capturing": True}])
+    def test_what_the_table_knows_holds_everywhere(self, state, learn, measured, when):
+        """Catches a CUDA graph of AVQ where exact attention is known to be faster."""
+        break_even(state.shape(torch.empty(2, 1, 1)), torch.device("cuda"))
+        measured.clear()
+        assert learn(**when) == [FOUND]
+        assert not measured
+
+    def test_a_fixed_route_needs_no_measurement(self, state, learn, measured):
+        state.route = "always"
+        assert learn() == []
+        assert not measured
 
 
 def test_unknown_routes_are_refused(unet, codebooks):
