@@ -163,6 +163,18 @@ class TestConvolution:
         apply_scalecrafter(unet, 144, 160, config=config)
         assert_equal_to_rounding(predict(unet, height=18, width=20), expected)
 
+    @pytest.mark.parametrize(("height", "width"), [(128, 64), (64, 128)])
+    def test_one_side_at_training_size(self, height, width):
+        """Catches a picture that is refused unless both of its sides are larger."""
+        unet = small_unet().double()
+        config = ScaleCrafterConfig((1, 2), num_dilated_steps=30)
+        latents = {"height": height // 8, "width": width // 8}
+        plain = predict(unet, **latents)
+        expected = predict(redilate(copy.deepcopy(unet), by_level(2, 2, 2)), **latents)
+        apply_scalecrafter(unet, height, width, config=config)
+        assert_equal_to_rounding(predict(unet, **latents), expected)
+        assert differ(expected, plain)
+
     def test_number_of_convolutions(self):
         """Catches another choice than the authors' 39 convolutions of SD1.5."""
         unet = small_unet()
@@ -333,6 +345,7 @@ class TestApplyAndRemove:
         for error, message, arguments in (
             (ValueError, "larger than the training size, 64, but got 64 x 32", (pipe, 64, 32)),
             (ValueError, "larger than the training size, 128, but", (pipe, 128, 128, None, 128)),
+            (ValueError, "settings for 128 x 128, .*but got 128 x 64", (pipe, 128, 64)),
             (ValueError, r"settings for 128 x 128, 160 x 160, .*but got 96 x 128", (pipe, 96, 128)),
             (ValueError, "at a training size of 96, but got 256 x", (pipe, 256, 256, None, 96)),
             (ValueError, "needs a pipeline with guidance, but got UNet2D", (pipe.unet, 256, 256)),
@@ -405,6 +418,25 @@ class TestNoiseDampedGuidance:
             assert differ(draw(pipe, guidance_scale=7.5, **arguments), expected)
             unguided = draw(pipe, guidance_scale=1.0, **arguments)
         assert torch.equal(draw(pipe, guidance_scale=1.0, **arguments), unguided)
+
+    @pytest.mark.parametrize("damped_dilations", [(1, 2, 2), (1, 2)])
+    def test_levels_of_the_weak_evaluation_alone(self, damped_dilations):
+        """Catches a level whose convolutions only `dilations` chooses, or dilates."""
+        pipe = small_pipe()
+        config = ScaleCrafterConfig((1, 1, 3), 50, damped_dilations=damped_dilations)
+        latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+        inputs = latents.repeat(2, 1, 1, 1), DILATED, torch.randn(2, 5, 32)
+        strong, weak = (
+            redilate(copy.deepcopy(pipe.unet), by_level(*factors))
+            for factors in ((1, 3, 3), (2, 2, 2))
+        )
+        draw(apply_scalecrafter(pipe, 128, 128, config=config))  # says that it guides
+        with torch.no_grad():
+            unconditional, conditional = strong(*inputs).sample.chunk(2)
+            damped = weak(*inputs).sample[:1]
+            expected = torch.cat([damped, damped + (conditional - unconditional)])
+            result = pipe.unet(*inputs).sample
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
 
     def test_tensors_of_both_halves(self):
         """Catches an input of a ControlNet that is not cut in half with the batch."""
