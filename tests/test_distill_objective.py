@@ -290,6 +290,27 @@ def test_first_update_does_not_jump():
     assert share.max() < 0.03
 
 
+def test_batches_share_the_sample():
+    """Catches a sample that grows with the batches, that falls short of `keys_per_layer`, or that
+    takes the first keys of a batch: as many parents as keys are the keys."""
+    start = [make_batch(seed=seed) for seed in range(3)]
+    objective = Objective(tiny_unet(), replace(FLAT, num_parents=12))
+    found = watch(attn.to_k for attn in map(objective.teacher.get_submodule, objective.names))
+    objective.start_codebooks(start, samples_per_step=4, keys_per_layer=11)
+    for index, quantizer in enumerate(objective.quantizers.values()):
+        keys = torch.stack(found[index :: len(objective.names)]).flatten(1, 2)
+        keys = keys.unflatten(-1, (2, -1)).movedim(2, 0).flatten(1, 2)
+        distances = torch.cdist(quantizer.parent_codewords, keys)
+        nearest = distances.argmin(dim=-1)
+        assert distances.amin(dim=-1).max() < 1e-3 * quantizer.parent_codewords.abs().max()
+        for chosen in nearest:
+            assert (chosen // 256).bincount().tolist() == [4, 4, 4]
+            assert len((chosen % 256 // 64).unique()) > 1
+    objective = Objective(tiny_unet(), replace(FLAT, num_parents=13))
+    with pytest.raises(ValueError, match="num_parents = 13 keys per head, but got 12"):
+        objective.start_codebooks(start, samples_per_step=4, keys_per_layer=11)
+
+
 def test_codebooks_start_from_keys_after_the_norm():
     """Catches codebooks of raw keys for a layer that normalises them."""
     norm = make_objective(AVQConfig(8, 2, 2, key_norm=True))
