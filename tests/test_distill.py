@@ -564,7 +564,8 @@ def test_a_checkpoint_of_another_configuration_is_refused(finished, model):
         ({"data__num_samples": 1}, "but the data has 1"),
         ({"base_model": "/nowhere"}, "/nowhere"),
         ({"image_size": 60}, "image_size must be a multiple of 8, but got 60."),
-        ({"avq__num_parents": 4096, "avq__num_refined": 1}, "keys"),
+        ({"avq__num_parents": 4096, "avq__num_refined": 1}, "4096 keys per head, but got 256."),
+        ({"codebooks__keys_per_layer": 2}, "4 keys per head, but got 2."),
     ],
 )
 def test_wrong_settings_are_refused_with_one_sentence(model, tmp_path, settings, message):
