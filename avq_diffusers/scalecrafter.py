@@ -364,7 +364,10 @@ class _ScaleCrafter:
         _original(unet)._scalecrafter = self
         self.handles = [unet.register_forward_pre_hook(self.see_call, with_kwargs=True)]
         if self.pipe is not None:
-            self.handles.append(unet.register_forward_hook(self.damp, with_kwargs=True))
+            self.handles.append(
+                # Also where the UNet raises: it frees the inputs.
+                unet.register_forward_hook(self.damp, with_kwargs=True, always_call=True)
+            )
 
     def uninstall(self) -> None:
         for handle in self.handles:
@@ -402,7 +405,7 @@ class _ScaleCrafter:
             return None
         inputs, self.inputs = self.inputs, None
         dilations = self.config.dilations_at(self.timestep, damped=True)
-        if dilations is None:
+        if output is None or dilations is None:
             return None
         pipe = self.pipe()
         if pipe is None:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -529,6 +530,21 @@ class TestNoiseDampedGuidance:
                 pipe.unet(sample, timestep, text)
             del sample
             assert memory() is None
+
+    def test_nothing_is_kept_after_an_error(self):
+        """Catches inputs that stay in memory when the UNet has run out of it."""
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+
+        def fail(module, inputs):
+            raise torch.OutOfMemoryError
+
+        pipe.unet.mid_block.register_forward_pre_hook(fail)
+        sample = torch.randn(2, 4, 32, 32)
+        memory = weakref.ref(sample)
+        with suppress(torch.OutOfMemoryError):
+            pipe.unet(sample, DILATED, torch.randn(2, 5, 32))
+        del sample
+        assert memory() is None
 
     def test_pag(self):
         pipe = StableDiffusionPAGPipeline(
