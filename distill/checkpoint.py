@@ -174,10 +174,15 @@ def load_optimizer(
 def replace_folder(path: Path) -> Iterator[Path]:
     """Give a temporary folder to write into; it takes the place of `path` when all went well.
 
+    A kill between the two renames leaves the old folder under a hidden name; the next call puts it
+    back before it writes.
+
     Raises:
         OSError: the disk is full or not writable; `path` is as it was.
     """
     temporary = path.with_name(f".writing-{path.name}")
+    replaced = path.with_name(f".replaced-{path.name}")
+    _settle(path, replaced)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -185,15 +190,26 @@ def replace_folder(path: Path) -> Iterator[Path]:
         for written in temporary.rglob("*"):
             _sync(written)
         _sync(temporary)
+        if path.exists():
+            path.rename(replaced)
+        temporary.rename(path)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(
             f"{path} could not be written ({error.__cause__ or error}); what was there is intact."
         ) from error
-    if path.exists():
-        _remove(path)
-    temporary.rename(path)
+    finally:
+        _settle(path, replaced)
     _sync(path.parent)
+
+
+def _settle(path: Path, replaced: Path) -> None:
+    """Delete the folder that was replaced, or put it back where no other took its place."""
+    if replaced.exists():
+        if path.exists():
+            _remove(replaced)
+        else:
+            replaced.rename(path)
 
 
 def _remove(path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from avq_diffusers.files import LONGEST_SAVE, TEMPORARY, atomic_save, atomic_write, naming
+from distill.checkpoint import replace_folder
 
 KILLED = """
 import os, signal, sys
@@ -21,6 +22,23 @@ from avq_diffusers.files import atomic_write
 with atomic_write(Path(sys.argv[1])) as temporary:
     temporary.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+KILLED_AT_A_RENAME = """
+import os, signal, sys
+from pathlib import Path
+from distill.checkpoint import replace_folder
+
+def rename(path, target, renames=[], rename=Path.rename):
+    if len(renames) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    renames.append(target)
+    return rename(path, target)
+
+Path.rename = rename
+with replace_folder(Path(sys.argv[1])) as folder:
+    (folder / "weights").write_text("new")
 """
 
 
@@ -208,6 +226,46 @@ def test_leftovers_of_kills_go_when_nobody_can_be_writing_them(folder):
     save(folder, "new")
     names = {"last", "weights", "mine", f"{TEMPORARY}new"}
     assert {path.name for path in folder.iterdir()} == names
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_kill_while_a_folder_is_replaced_loses_nothing(tmp_path, renames):
+    """Catches an old folder that is deleted, or forgotten, before the new one is in its place."""
+    folder = tmp_path / "folder"
+    replace(folder, "old")
+    process = subprocess.run([sys.executable, "-c", KILLED_AT_A_RENAME, folder, str(renames)])
+    assert process.returncode == -signal.SIGKILL
+    with pytest.raises(OSError, match="what was there is intact"), replace_folder(folder):
+        raise OSError("full")
+    assert contents(folder / "weights") == {"weights": "old" if renames < 2 else "new"}
+    replace(folder, "newer")
+    assert contents(folder / "weights") == {"weights": "newer"}
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_folder_stays_where_the_new_one_cannot_be_renamed(tmp_path, monkeypatch, renames):
+    folder = tmp_path / "folder"
+    replace(folder, "old")
+    rename, done = Path.rename, []
+
+    def fail_once(path, target):
+        done.append(target)
+        if len(done) == renames + 1:
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    message = f"{folder} could not be written ([Errno 5] Input/output error); what was there is "
+    with pytest.raises(OSError, match=re.escape(message)):
+        replace(folder, "new")
+    assert contents(folder / "weights") == {"weights": "old"}
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def replace(folder, text):
+    with replace_folder(folder) as temporary:
+        (temporary / "weights").write_text(text)
 
 
 def test_the_error_of_a_disk_names_the_file(path):
