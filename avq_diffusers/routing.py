@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from filelock import FileLock
 from platformdirs import user_cache_path
 from torch import Tensor
 
@@ -207,10 +208,10 @@ def _is_whole(entry: object) -> bool:
 
 def _keep(key: str, measured: BreakEven) -> None:
     path = _cache_file()
-    content = json.dumps({**_read(path), key: measured._asdict()}, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path, shared=True) as temporary:
-            temporary.write_text(content)
+        with FileLock(path.with_suffix(".lock")), atomic_write(path) as temporary:
+            table = {**_read(path), key: measured._asdict()}
+            temporary.write_text(json.dumps(table, indent=1) + "\n")
     except OSError:  # nowhere to keep it: measured again in the next process
         return

@@ -1,7 +1,10 @@
 """Routing to the faster attention: by a table of break-even token counts, measured on GPUs only."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
@@ -165,7 +168,7 @@ def test_a_measurement_is_made_once_and_kept(cache_file, measured):
     assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
     routing._table.cache_clear()
     assert known_break_even(SHAPE, device) == FOUND
-    assert list(cache_file.parent.iterdir()) == [cache_file]
+    assert set(cache_file.parent.iterdir()) == {cache_file, cache_file.with_suffix(".lock")}
 
 
 def test_measurements_of_other_shapes_and_of_the_package_stay(cache_file, measured):
@@ -180,6 +183,22 @@ def test_measurements_of_other_shapes_and_of_the_package_stay(cache_file, measur
     cache_file.write_text(json.dumps({**kept, shipped: FOUND._asdict()}))
     routing._table.cache_clear()
     assert routing._table()[shipped] == FOUND._asdict() != entry
+
+
+def test_two_that_measure_at_once_keep_both(cache_file, monkeypatch):
+    """Catches a writer that does not see what another wrote since it read."""
+    read, both_have_read = routing._read, Barrier(2)
+
+    def slow_read(path):
+        table = read(path)
+        with suppress(BrokenBarrierError):  # whoever holds the lock waits in vain
+            both_have_read.wait(0.5)
+        return table
+
+    monkeypatch.setattr(routing, "_read", slow_read)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(routing._keep, ["one", "two"], [FOUND, FOUND]))
+    assert json.loads(cache_file.read_text()).keys() == {"one", "two"}
 
 
 def test_never_slower_from_a_break_even_on(monkeypatch):
