@@ -179,7 +179,8 @@ def prepare_methods(
         pipe: a Stable Diffusion pipeline without AVQ and LinFusion.
         names: of `Method`.
         levels: UNet levels that change; what is in a folder brings its own.
-        calibration_prompts: prompts that configurations are calibrated on.
+        calibration_prompts: prompts that configurations are calibrated on, in the default steps of
+            `calibrate`: codebooks do not change with the steps of the pictures that are compared.
 
     Raises:
         FileNotFoundError: a folder lacks a file.
