@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from avq_diffusers.mini import (
 )
 from avq_diffusers.options import numbers_of, usual_prompts
 from avq_diffusers.pipeline import apply_avq, avq_disabled, set_num_refined, summary
+from avq_diffusers.scalecrafter import scalecrafter
 from avq_diffusers.sheet import difference, picture_sheet
 from avq_diffusers.sweep import (
     capture_choices,
@@ -81,6 +83,13 @@ Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
 Prompt = Annotated[str, typer.Argument(help="What the picture shows.")]
 NegativePrompt = Annotated[str | None, typer.Option(help="What it must not show.")]
 Side = Annotated[int | None, typer.Option(min=8, help="Pixels, a multiple of 8.")]
+Dilated = Annotated[
+    bool,
+    typer.Option(
+        "--scalecrafter/--no-scalecrafter",
+        help="Dilate convolutions, for pictures larger than the model was trained on.",
+    ),
+]
 GuidanceScale = Annotated[
     float | None, typer.Option(help="Classifier-free guidance; the model's usual value.")
 ]
@@ -98,6 +107,7 @@ def generate(
     negative_prompt: NegativePrompt = None,
     height: Side = None,
     width: Side = None,
+    dilated: Dilated = False,
     steps: Steps = 25,
     guidance_scale: GuidanceScale = None,
     seed: Seed = 0,
@@ -131,16 +141,18 @@ def generate(
     arguments = _picture_arguments(
         pipe, model, prompt, negative_prompt, height, width, steps, guidance_scale
     )
-    if capture is not None:
-        console.print(f"measuring which parents get {capture:.0%} of attention")
-        set_num_refined(pipe, _measure_capture(pipe, arguments, seed).at_least(capture))
+    dilation = scalecrafter(pipe, arguments["height"], arguments["width"])
+    with dilation if dilated else nullcontext():
+        if capture is not None:
+            console.print(f"measuring which parents get {capture:.0%} of attention")
+            set_num_refined(pipe, _measure_capture(pipe, arguments, seed).at_least(capture))
 
-    console.print("with AVQ attention")
-    avq, avq_seconds = timed_picture(pipe, arguments, seed)
-    report = summary(pipe)
-    console.print("with exact attention")
-    with avq_disabled(pipe):
-        exact, exact_seconds = timed_picture(pipe, arguments, seed)
+        console.print("with AVQ attention")
+        avq, avq_seconds = timed_picture(pipe, arguments, seed)
+        report = summary(pipe)
+        console.print("with exact attention")
+        with avq_disabled(pipe):
+            exact, exact_seconds = timed_picture(pipe, arguments, seed)
 
     _save(avq, out)
     sheet_path = out.with_stem(out.stem + "_sheet")
@@ -174,6 +186,7 @@ def bench(
     negative_prompt: NegativePrompt = None,
     height: Side = None,
     width: Side = None,
+    dilated: Dilated = False,
     steps: Steps = 25,
     guidance_scale: GuidanceScale = None,
     seed: Seed = 0,
@@ -200,11 +213,13 @@ def bench(
         pipe, model, prompt, negative_prompt, height, width, steps, guidance_scale
     )
     choices = refined_choices(pipe, numbers)
-    if any(refinable_parents(pipe).values()):
-        console.print("measuring which parents get the attention")
-        choices += capture_choices(_measure_capture(pipe, arguments, seed))
     seeds = range(seed, seed + pictures)
-    drawn = list(draw_choices(pipe, choices, arguments, seeds))
+    dilation = scalecrafter(pipe, arguments["height"], arguments["width"])
+    with dilation if dilated else nullcontext():
+        if any(refinable_parents(pipe).values()):
+            console.print("measuring which parents get the attention")
+            choices += capture_choices(_measure_capture(pipe, arguments, seed))
+        drawn = list(draw_choices(pipe, choices, arguments, seeds))
     console.print(sweep_table(drawn))
     title = f"{Path(model).name}, {arguments['width']}x{arguments['height']}, {steps} steps"
     plot_sweep(drawn, title, out)

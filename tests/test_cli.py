@@ -19,6 +19,7 @@ from avq_diffusers import (
     cli,
     measure_capture,
     options,
+    scalecrafter,
     select_layers,
     set_num_refined,
 )
@@ -126,9 +127,10 @@ def test_the_sheet_shows_the_exact_and_the_avq_picture(avq, model, codebooks):
     assert lefts(sheet, exact) < lefts(sheet, expected)
 
 
-def make(pipe, seed: int = 0, steps: int = 2) -> np.ndarray:
+def make(pipe, seed: int = 0, steps: int = 2, **sizes: int) -> np.ndarray:
     generator = torch.Generator().manual_seed(seed)
-    return np.asarray(pipe(PROMPT, num_inference_steps=steps, generator=generator).images[0])
+    images = pipe(PROMPT, num_inference_steps=steps, generator=generator, **sizes).images
+    return np.asarray(images[0])
 
 
 def lefts(sheet: np.ndarray, picture: np.ndarray) -> int:
@@ -209,6 +211,24 @@ def test_sizes_are_honoured(avq, model, codebooks, size, expected):
     assert pixels("avq.png").shape[:2] == expected
 
 
+def test_scalecrafter_dilates_both_pictures(avq, model, codebooks):
+    """Fails where the option is read but not applied, or applied to one picture only."""
+    sizes = {"height": 256, "width": 256}
+    code, _ = avq(
+        *("generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "2"),
+        *("--scalecrafter", "--height", "256", "--width", "256"),
+    )
+    assert code == 0
+    pipe = tiny_pipe()
+    with scalecrafter(pipe, **sizes):
+        exact = make(pipe, **sizes)
+        expected = make(apply_avq(pipe, AVQCodebooks.from_pretrained(codebooks)), **sizes)
+    assert not np.array_equal(expected, make(pipe, **sizes))
+    assert np.array_equal(pixels("avq.png"), expected)
+    sheet = pixels("avq_sheet.png")
+    assert lefts(sheet, exact) < lefts(sheet, expected)
+
+
 def test_missing_codebooks_are_calibrated_once(avq, model, monkeypatch, tmp_path):
     """Fails where the cache is not read, is shared by configurations, or is written elsewhere."""
     monkeypatch.setattr(options, "CALIBRATION_PROMPTS", ("a lake",))
@@ -278,9 +298,10 @@ def test_inspect_prints_and_plots(avq):
     assert written() == ["codebooks.png"]
 
 
-def test_bench_draws_what_generate_draws(avq, model, codebooks):
+@pytest.mark.parametrize("size", [[], ["--height", "256", "--width", "256", "--scalecrafter"]])
+def test_bench_draws_what_generate_draws(avq, model, codebooks, size):
     """Catches choices that are drawn as one another, times without pictures, another exact one."""
-    arguments = ("--model", model, "--codebooks", codebooks, "--steps", "2")
+    arguments = ("--model", model, "--codebooks", codebooks, "--steps", "2", *size)
     code, output = avq("bench", PROMPT, *arguments, "--refined", "0,4", "--pictures", "2")
     assert code == 0
     assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
@@ -347,6 +368,11 @@ def test_inspect_takes_codebooks_of_one_parent(avq, tmp_path, config):
         (["--codebooks", "CODEBOOKS", "--exact", "up_blocks"], "--exact; drop one of them"),
         (["--exact", "nowhere"], "but got 'nowhere'; one of them is down_blocks.0.att"),
         (["--codebooks", "CODEBOOKS", "--height", "100", "--width", "100"], "divisible by 8"),
+        (["--codebooks", "CODEBOOKS", "--scalecrafter"], "training size, 128, but got 128 x 128"),
+        (
+            ["--codebooks", "CODEBOOKS", "--scalecrafter", "--height", "192", "--width", "192"],
+            "there are ScaleCrafter settings for 256 x 256, ",
+        ),
         (["--height", "-64", "--width", "64"], "Invalid value for '--height'"),
         (["--out", "no-such-folder/a.png"], "no-such-folder does not exist"),
         (["--out", "a.jpg"], "--out must end in .png, but got 'a.jpg'"),
@@ -359,7 +385,8 @@ def test_inspect_takes_codebooks_of_one_parent(avq, tmp_path, config):
         *("model", "config", "refined-config", "levels", "absent-level", "codebooks"),
         *("other-codebooks", "num-refined", "no-capture", "percent", "both"),
         *("exact-and-codebooks", "exact-nowhere"),
-        *("size", "negative-size", "out-folder", "out-suffix", "device"),
+        *("size", "training-size", "no-settings"),
+        *("negative-size", "out-folder", "out-suffix", "device"),
         *("steps", "seed", "option"),
     ],
 )
