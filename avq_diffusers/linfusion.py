@@ -83,14 +83,13 @@ class LinFusionProcessor(nn.Module):
 
 
 def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """LinFusion's attention in float32; (B, H, N, D) each, and the result, in the value's dtype."""
-    # Sums over all tokens lose their digits in half precision.
-    with torch.autocast(query.device.type, enabled=False):
-        # Contiguous for torch.compile, which expects another layout of the gradient of elu.
-        query, key = (F.elu(x.float().contiguous()) + 1 for x in (query, key))
-        numerator = query @ (key.mT @ value.float() / key.shape[2])
-        denominator = query @ key.mean(dim=2)[..., None] + EPSILON
-        return (numerator / denominator).to(value.dtype)
+    """LinFusion's attention; (B, H, N, D) each, and the result, in one dtype."""
+    # Contiguous for torch.compile, which expects another layout of the gradient of elu.
+    query, key = (F.elu(x.contiguous()) + 1 for x in (query, key))
+    query = query / (query @ key.mean(dim=2)[..., None] + EPSILON)
+    # On keys and on values, as the authors have it: their products stay in float16's range.
+    scale = key.shape[2] ** -0.5
+    return query @ ((key * scale).mT @ (value * scale))
 
 
 def save_linfusion(
