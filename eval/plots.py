@@ -277,7 +277,8 @@ def bar_plot(
     figure.suptitle(title)
     columns = figure.subplots(1, max(1, len(panels)), squeeze=False).flat
     for axes, (name, bars) in zip(columns, panels.items(), strict=False):
-        drawn = axes.barh(list(bars), list(bars.values()), color=COLOURS[0])
+        drawn = axes.barh(range(len(bars)), list(bars.values()), color=COLOURS[0])
+        axes.set_yticks(range(len(bars)), [fill(label, 36) for label in bars], fontsize=8)
         axes.bar_label(drawn, fmt="%.4g", padding=3, fontsize=8)
         axes.set(xlabel=xlabel, title=name)
         axes.margins(x=0.2)
