@@ -40,7 +40,7 @@ from avq_diffusers.sweep import (
     sweep_sheet,
     sweep_table,
 )
-from avq_diffusers.weights import AVQCodebooks, select_layers
+from avq_diffusers.weights import FORMAT_VERSION, AVQCodebooks, select_layers
 
 DEFAULT_CONFIG = "M64P16C8"
 DEFAULT_LEVELS = "0"
@@ -401,8 +401,8 @@ def _load_codebooks(name: str) -> AVQCodebooks:
 
 
 def _fingerprint(pipe: DiffusionPipeline, config: AVQConfig) -> str:
-    """Hash of the configuration and of the key projections that the codebooks depend on."""
-    digest = hashlib.sha256(repr(config).encode())
+    """Hash of format and configuration, and of the key projections that codebooks depend on."""
+    digest = hashlib.sha256(f"{FORMAT_VERSION} {config!r}".encode())
     for layer in select_layers(pipe.unet, config.levels, config.exact):
         weight = layer.attn.to_k.weight.detach().float().cpu().contiguous()
         digest.update(layer.name.encode() + weight.numpy().tobytes())

@@ -41,10 +41,9 @@ def apply_avq(
     chosen layer has now serves the calls that AVQ does not (attention masks, merged tokens). While
     codebooks and UNet are on one device, changes made in place to the codewords take effect.
 
-    Tuned projections of distilled codebooks run, in the UNet's dtype, in place of the layer's own
-    in the calls that AVQ serves; the UNet's parameters stay as they are, so that exact attention
-    is always that of the base model. What a LoRA adds to the layer's own projections is added to
-    the tuned ones, but a LoRA that is fused into the layer's weights does not reach them.
+    What distillation changed in the projections is added, in the UNet's dtype, to what the layer's
+    own give in the calls that AVQ serves. The UNet's parameters stay as they are and are what runs:
+    fine-tunes of the base model and LoRA, fused or not, act as in exact attention.
 
     Args:
         pipe: a pipeline with a `unet`, or the UNet.
@@ -409,7 +408,7 @@ def _report(layer: SelfAttentionLayer, schedules: dict[LayerState, Schedule]) ->
             runs = "exact: disabled"
         elif state.last_call in (None, AVQ_CALL, "disabled"):
             runs = f"AVQ ({state.last_backend} backend)" if state.last_backend else "AVQ"
-            runs += ", tuned" if state.projections else ""
+            runs += ", tuned" if state.projection_changes else ""
         else:
             runs = f"exact: {state.last_call}"
     if isinstance(layer.attn.processor, LinFusionProcessor):

@@ -42,8 +42,8 @@ class LayerState:
         config = codebooks.layer_config(layer.name)
         self.codebook = codebooks.codebook(layer.name)
         self.key_norm = codebooks.key_norm(layer.name)
-        self.tuned_projections = codebooks.projections(layer.name)
-        self.projections = self.tuned_projections
+        self.stored_changes = codebooks.projection_changes(layer.name)
+        self.projection_changes = self.stored_changes
         self.num_refined = config.num_refined
         self.query_tile = config.query_tile
         self.importance_tile = config.importance_tile
@@ -74,7 +74,7 @@ class LayerState:
             self.learn_break_even(hidden_states, measure=True)
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Copy what lies on another device, and projections of another dtype, from the codebooks.
+        """Copy what lies on another device, and changes of another dtype, from the codebooks.
 
         Without need nothing is copied, so that changes to the codebooks take effect.
         """
@@ -84,15 +84,14 @@ class LayerState:
             with torch.inference_mode(False), torch.no_grad():
                 self.codebook = self.codebook.to(device)
                 self.key_norm = copy.deepcopy(self.key_norm).to(device) if self.key_norm else None
-        if self.projections is None:
+        if self.projection_changes is None:
             return
-        weight = self.projections["to_q.weight"]
+        weight = self.projection_changes["to_q.weight"]
         if (weight.device, weight.dtype) != (device, dtype):
             # From the codebooks, as a copy in another dtype has lost digits.
             with torch.inference_mode(False), torch.no_grad():
-                self.projections = {
-                    name: tensor.to(device, dtype)
-                    for name, tensor in self.tuned_projections.items()
+                self.projection_changes = {
+                    name: tensor.to(device, dtype) for name, tensor in self.stored_changes.items()
                 }
 
     @property
@@ -269,13 +268,12 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
 
 def _project(layer: nn.Module, state: LayerState, name: str, hidden_states: Tensor) -> Tensor:
     # The layer is called, never read: LoRA, quantised and offloaded layers answer calls.
-    if state.projections is None:
-        return layer(hidden_states)
-    weight, bias = state.projections[f"{name}.weight"], state.projections.get(f"{name}.bias")
-    output = functional.linear(hidden_states, weight, bias)
-    if hasattr(layer, "base_layer"):  # PEFT: the tuned projection gets what a LoRA adds to its own
-        output = output + (layer(hidden_states) - layer.base_layer(hidden_states))
-    return output
+    output = layer(hidden_states)
+    changes = state.projection_changes
+    if changes is None:
+        return output
+    weight_change, bias_change = changes[f"{name}.weight"], changes.get(f"{name}.bias")
+    return output + functional.linear(hidden_states, weight_change, bias_change)
 
 
 def install(

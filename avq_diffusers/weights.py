@@ -26,7 +26,7 @@ from avq_diffusers.config import AVQConfig, is_within
 from avq_diffusers.diagnostics import constraint_error
 from avq_diffusers.files import atomic_save
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Names and dimensions of an attention's projections, which are square in every UNet of diffusers.
 PROJECTION_PARAMETERS = {
@@ -156,9 +156,10 @@ def select_layers(
 class AVQCodebooks(ModelMixin, ConfigMixin):
     """Codebooks of all AVQ layers of one UNet: `save_pretrained`, `from_pretrained`, `push_to_hub`.
 
-    Built by `from_codebooks`, `calibrate` or distillation. Distilled ones may hold the layers'
-    tuned projections as well. Codewords and projections are float32 parameters without gradient,
-    so that `.to(device)` moves them in place under a UNet that already uses them.
+    Built by `from_codebooks`, `calibrate` or distillation. Distilled ones may hold what training
+    changed in the layers' projections as well: tuned minus base, so that a fine-tune or a LoRA of
+    the base model keeps its own part. All are float32 parameters without gradient, so that
+    `.to(device)` moves them in place under a UNet that already uses them.
 
     Args:
         avq: fields of the `AVQConfig`.
@@ -166,8 +167,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         base_model: name of the model they were made for; informational.
         calibration: free summary of what `calibrate` did; informational.
         training: free summary of what distillation did; informational.
-        tuned: hold tuned projections for every layer. The format version is the same with and
-            without, as a reader that does not know them refuses their tensors.
+        tuned: hold changes of the projections of every layer.
         sha256: digest of the tensors in the file beside config.json, set by `save_pretrained`.
         format_version: of the file.
 
@@ -210,7 +210,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         base_model: str | None = None,
         calibration: Mapping[str, Any] | None = None,
         training: Mapping[str, Any] | None = None,
-        projections: Mapping[str, Mapping[str, Tensor]] | None = None,
+        projection_changes: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> "AVQCodebooks":
         """Gather the codebooks of a UNet's layers.
 
@@ -222,8 +222,9 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             base_model: name of that model.
             calibration: summary of what `calibrate` did, kept in `config.json`.
             training: summary of what distillation did, kept there as well.
-            projections: for the name of every layer, its tuned `to_q.weight`, `to_k.weight`,
-                `to_v.weight`, `to_out.0.weight` and `to_out.0.bias`; copied, to float32.
+            projection_changes: for the name of every layer, what is added to its `to_q.weight`,
+                `to_k.weight`, `to_v.weight`, `to_out.0.weight` and `to_out.0.bias`; copied, to
+                float32.
 
         Raises:
             ValueError: names or shapes are not those of the UNet and `config`, an override is for
@@ -242,14 +243,14 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             base_model=base_model,
             calibration=calibration,
             training=training,
-            tuned=projections is not None,
+            tuned=projection_changes is not None,
         )
         for name, codebook in codebooks.items():
             _copy(f"codebook of {name}", vars(codebook), vars(built.codebook(name)))
-        if projections is not None:
-            check_names("projections", projections, built.layer_specs)
-            for name, tensors in projections.items():
-                _copy(f"projections of {name}", tensors, built.projections(name))
+        if projection_changes is not None:
+            check_names("projection_changes", projection_changes, built.layer_specs)
+            for name, tensors in projection_changes.items():
+                _copy(f"projection_changes of {name}", tensors, built.projection_changes(name))
         return built
 
     @classmethod
@@ -376,10 +377,10 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         """The norm that one layer's keys pass before attention, if `AVQConfig.key_norm` is set."""
         return self._layer(name).key_norm
 
-    def projections(self, name: str) -> dict[str, Tensor] | None:
-        """One layer's tuned projections, if there are any; the tensors are the parameters."""
-        tuned = self._layer(name).projections
-        return tuned and {key: tuned[_key(key)] for key in PROJECTION_PARAMETERS}
+    def projection_changes(self, name: str) -> dict[str, Tensor] | None:
+        """What AVQ adds to one layer's projections, if anything; the tensors are the parameters."""
+        changes = self._layer(name).projection_changes
+        return changes and {key: changes[_key(key)] for key in PROJECTION_PARAMETERS}
 
     @torch.no_grad()
     def project(self) -> "AVQCodebooks":
@@ -431,7 +432,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
 
 class _LayerCodebook(nn.Module):
-    """Parameters of one layer: parents (H, M0, D), children (H, M0, C, D), norm, projections.
+    """Parameters of one layer: parents (H, M0, D), children (H, M0, C, D), norm, changes.
 
     `nn.Module` has a method named `children`, hence the longer names.
     """
@@ -444,10 +445,10 @@ class _LayerCodebook(nn.Module):
         self.child_codewords = nn.Parameter(children, requires_grad=False)
         self.key_norm = nn.LayerNorm(spec.head_dim) if config.key_norm else None
         width = spec.num_heads * spec.head_dim
-        self.projections = _empty_projections(width) if tuned else None
+        self.projection_changes = _no_changes(width) if tuned else None
 
 
-def _empty_projections(width: int) -> nn.ParameterDict:
+def _no_changes(width: int) -> nn.ParameterDict:
     return nn.ParameterDict(
         {
             _key(name): nn.Parameter(torch.zeros((width,) * ndim), requires_grad=False)

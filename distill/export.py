@@ -42,10 +42,9 @@ def export(
             make_codebooks(objective, config, training).save_pretrained(folder)
         return path
     path = output / config.attention
-    _, layers = objective.export()
     layers = {
         name: {key.removeprefix("processor."): x for key, x in layer.items()}
-        for name, layer in layers.items()
+        for name, layer in objective.projections().items()
     }
     with replace_folder(path) as folder:
         save_linfusion(
@@ -57,15 +56,14 @@ def export(
 def make_codebooks(
     objective: Objective, config: DistillConfig, training: Mapping[str, Any] | None = None
 ) -> AVQCodebooks:
-    """The student's codebooks with its tuned projections and key norms, as they are now."""
-    codebooks, projections = objective.export()
+    """The student's codebooks, changes of projections and key norms, as they are now."""
     made = AVQCodebooks.from_codebooks(
         config.avq,
-        codebooks,
+        objective.codebooks(),
         objective.student,
         base_model=base_model(config),
         training=training,
-        projections=projections,
+        projection_changes=objective.projection_changes(),
     )
     for name, norm in objective.key_norms().items():
         made.key_norm(name).load_state_dict(norm.state_dict())

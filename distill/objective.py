@@ -90,6 +90,8 @@ class Objective(nn.Module):
         layers = select_layers(student, config.levels, config.exact)
         self.names = [layer.name for layer in layers]
         self.layers = nn.ModuleList(layer.attn for layer in layers)
+        # The teacher's own may have lost digits to `teacher_dtype`.
+        self.original_projections = self.projections()
         self.weights = {
             "noise": noise_weight,
             "output": output_weight,
@@ -248,18 +250,31 @@ class Objective(nn.Module):
         return {name: processor.diagnostics() for name, processor in self._judged().items()}
 
     @torch.no_grad()
-    def export(self) -> tuple[dict[str, Codebook], dict[str, dict[str, Tensor]]]:
-        """Copies of what was learned, by layer name: codebooks, and projections of the attn1.
-
-        Projections have names in `attn1` such as `to_out.0.bias`, and a LoRA is merged into them;
-        with LinFusion's attention its phi are among them. Key norms are in `key_norms`.
-        """
-        codebooks = {
+    def codebooks(self) -> dict[str, Codebook]:
+        """Copies of the codebooks by layer name."""
+        return {
             name: Codebook(*(x.clone() for x in vars(quantizer.codebook()).values()))
             for name, quantizer in self.quantizers.items()
         }
+
+    @torch.no_grad()
+    def projections(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of the tuned projections of the attn1 by layer name, float32.
+
+        They have names in `attn1` such as `to_out.0.bias`, and a LoRA is merged into them; with
+        LinFusion's attention its phi are among them.
+        """
         pairs = zip(self.names, self.layers, strict=True)
-        return codebooks, {name: tuned_parameters(attn) for name, attn in pairs}
+        return {name: tuned_parameters(attn) for name, attn in pairs}
+
+    def projection_changes(self) -> dict[str, dict[str, Tensor]]:
+        """What training changed: `projections` minus those of the teacher, its LoRA merged."""
+        return {
+            name: {
+                key: tuned - self.original_projections[name][key] for key, tuned in layer.items()
+            }
+            for name, layer in self.projections().items()
+        }
 
     def key_norms(self) -> dict[str, nn.LayerNorm]:
         """The learned norms of the keys by layer name; empty unless `config.key_norm`."""

@@ -358,7 +358,7 @@ class _LayerTotals:
         self.captures: list[dict[str, Tensor]] = []
         if config is not None:
             self.codebook = method.codebooks.codebook(name)
-            self.projections = method.codebooks.projections(name) or {}
+            self.projection_changes = method.codebooks.projection_changes(name) or {}
             self.key_norm = method.codebooks.key_norm(name) or nn.Identity()
 
     def add(self, student: Call, teacher: Call, latent_size: torch.Size, num_keys: int) -> None:
@@ -426,9 +426,10 @@ class _LayerTotals:
         }
 
     def _project(self, name: str, hidden_states: Tensor) -> Tensor:
-        """(B, N, channels) to (B, H, N, D) by the tuned projection, if there is one."""
-        weight = self.projections.get(f"{name}.weight", self.attn.get_submodule(name).weight)
-        projected = F.linear(hidden_states.float(), weight.float())
+        """(B, N, channels) to (B, H, N, D) by the projection, with its change if there is one."""
+        weight = self.attn.get_submodule(name).weight.float()
+        weight = weight + self.projection_changes.get(f"{name}.weight", 0)
+        projected = F.linear(hidden_states.float(), weight)
         return projected.unflatten(-1, (self.attn.heads, -1)).transpose(1, 2)
 
 

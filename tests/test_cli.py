@@ -262,6 +262,13 @@ def test_the_cache_knows_the_model(model):
     assert cli._fingerprint(pipe, CONFIG) != before
 
 
+def test_the_cache_knows_the_format(monkeypatch):
+    """Fails where codebooks that an older version cached would be read, and refused."""
+    before = cli._fingerprint(tiny_pipe(), CONFIG)
+    monkeypatch.setattr(cli, "FORMAT_VERSION", cli.FORMAT_VERSION + 1)
+    assert cli._fingerprint(tiny_pipe(), CONFIG) != before
+
+
 def test_calibrate_saves_codebooks_that_load(avq, model):
     Path("prompts.txt").write_text("a lake\n\n  a hill  \n")
     code, output = avq(

@@ -520,8 +520,7 @@ def test_without_the_constraint(tmp_path):
         assert constraint_error(quantizer.codebook()).max() > 0.1
     objective.reassign_dead(threshold=8.0, seed=0)
     assert all(constraint_error(x.codebook()).max() > 0.1 for x in objective.quantizers.values())
-    codebooks, _ = objective.export()
-    model = AVQCodebooks.from_codebooks(CONFIG, codebooks, objective.student)
+    model = AVQCodebooks.from_codebooks(CONFIG, objective.codebooks(), objective.student)
     model.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="children do not average to their parent"):
         AVQCodebooks.from_pretrained(tmp_path)
@@ -610,8 +609,8 @@ def test_diveq_trains_the_codewords():
                 quantizer.parent_codewords * quantizer.ema_counts[:, :, :1],
             )
     assert losses[-1]["feature"] < 0.8 * losses[0]["feature"]
-    codebooks, projections = objective.export()
-    assert len(projections[objective.names[0]]) == 5
+    codebooks = objective.codebooks()
+    assert len(objective.projections()[objective.names[0]]) == 5
     assert not any(codebook.parents.requires_grad for codebook in codebooks.values())
     objective.reassign_dead(threshold=50.0, seed=0)
     assert not torch.equal(
@@ -666,7 +665,7 @@ def test_lora(attention):
     with torch.no_grad():
         for parameter in trained.values():
             parameter.add_(0.1)
-    _, projections = objective.export()
+    projections = objective.projections()
     layer, name = objective.layers[0].to_q, objective.names[0]
     update = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     expected = objective.teacher.get_submodule(name).to_q.weight + update
@@ -683,6 +682,24 @@ def test_lora(attention):
         strict=False,
     )
     assert_close(objective(**make_batch()), full(**make_batch()))
+
+
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_changes_are_those_of_the_base_model(lora_rank):
+    """Catches changes of a teacher in half precision, which has lost digits of the base model."""
+    objective = Objective(tiny_unet(), CONFIG, lora_rank=lora_rank, teacher_dtype=torch.bfloat16)
+    assert not any(
+        x.any() for layer in objective.projection_changes().values() for x in layer.values()
+    )
+    tuned, changes = shake(objective).projections(), objective.projection_changes()
+    for name, layer in changes.items():
+        base = tiny_unet().get_submodule(name)
+        assert not torch.equal(objective.teacher.get_submodule(name).to_q.weight, base.to_q.weight)
+        assert len(layer) == 5
+        for key, change in layer.items():
+            assert change.dtype == torch.float32
+            assert torch.equal(change, tuned[name][key] - base.get_parameter(key))
+        assert layer["to_q.weight"].any()
 
 
 def test_lora_rank_is_positive():
@@ -715,7 +732,7 @@ def test_teacher_with_lora(lora_rank):
     lora = [name for name, _ in objective.named_parameters() if "lora_" in name]
     assert len(lora) == (80 if lora_rank else 0)
     paths = {"to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight", "to_out.0.bias"}
-    assert objective.export()[1][objective.names[0]].keys() == paths
+    assert objective.projections()[objective.names[0]].keys() == paths
 
 
 # What is trained, and what is kept
@@ -807,9 +824,9 @@ def test_export_is_the_student(full_spawning, key_norm, sizes):
         **sizes,
     )
     objective = shake(make_objective(config, full_spawning=full_spawning))
-    codebooks, projections = objective.export()
+    codebooks, changes = objective.codebooks(), objective.projection_changes()
     unet = tiny_unet()
-    model = AVQCodebooks.from_codebooks(config, codebooks, unet, projections=projections)
+    model = AVQCodebooks.from_codebooks(config, codebooks, unet, projection_changes=changes)
     assert len(objective.key_norms()) == (10 if key_norm else 0)
     for name, norm in objective.key_norms().items():
         model.key_norm(name).load_state_dict(norm.state_dict())
@@ -823,7 +840,7 @@ def test_export_is_the_student(full_spawning, key_norm, sizes):
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter.zero_()
-    assert projections[objective.names[0]]["to_q.weight"].abs().max() > 0
+    assert changes[objective.names[0]]["to_q.weight"].abs().max() > 0
 
 
 def test_training_lowers_the_feature_loss():
@@ -926,9 +943,8 @@ def test_linear_attention_trains():
     assert losses[0].keys() == {"noise", "output", "feature", "loss"}
     assert losses[-1]["feature"] < 0.8 * losses[0]["feature"]
     assert all((p != 0).any() for p in phi)
-    codebooks, projections = objective.export()
-    assert codebooks == {}
-    assert "processor.phi_k.0.weight" in projections[objective.names[0]]
+    assert objective.codebooks() == {}
+    assert "processor.phi_k.0.weight" in objective.projections()[objective.names[0]]
 
 
 def test_unknown_attention():

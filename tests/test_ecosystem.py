@@ -46,6 +46,7 @@ from diffusers.models.attention_processor import (
 from diffusers.models.embeddings import ImageProjection
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from peft import LoraConfig, get_peft_model_state_dict
+from test_weights import random_changes
 from tiny import (
     CONFIG,
     draw,
@@ -361,6 +362,11 @@ def test_lost_arguments_are_said(codebooks):
 
 
 class TestLoRA:
+    @pytest.fixture(params=[False, True], ids=["untuned", "tuned"])
+    def codebooks(self, unet, request):
+        changes = random_changes(unet) if request.param else None
+        return random_codebooks(unet, projection_changes=changes)
+
     @pytest.fixture
     def config(self):
         return LoraConfig(
@@ -389,8 +395,26 @@ class TestLoRA:
             torch.testing.assert_close(plain, adapted, rtol=1e-2, atol=1e-2)
         pipe.fuse_lora()
         torch.testing.assert_close(draw(pipe), adapted, rtol=1e-2, atol=1e-2)
+        assert kinds(pipe) == {"AVQ"}
         pipe.unfuse_lora()
         torch.testing.assert_close(draw(pipe), adapted, rtol=1e-2, atol=1e-2)
+
+    @feature("LoRA (load/fuse/unfuse)")
+    @pytest.mark.parametrize("avq_first", [True, False])
+    def test_fuse_for_good(self, pipe, codebooks, config, avq_first):
+        """Catches weights of the base model in place of those that a LoRA was fused into."""
+        pipe.unet.add_adapter(config)
+        adapted = draw(apply_avq(pipe, codebooks))
+        if not avq_first:
+            remove_avq(pipe)
+        pipe.fuse_lora()
+        pipe.unload_lora_weights()
+        if not avq_first:
+            apply_avq(pipe, codebooks)
+        torch.testing.assert_close(draw(pipe), adapted, rtol=1e-2, atol=1e-2)
+        plain = draw(apply_avq(tiny_pipe(), codebooks))
+        with pytest.raises(AssertionError):  # the tolerance tells them apart
+            torch.testing.assert_close(plain, adapted, rtol=1e-2, atol=1e-2)
 
     @feature("LoRA (load/fuse/unfuse)")
     def test_remove(self, pipe, codebooks, config):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import make_case
 from diffusers import StableDiffusionImg2ImgPipeline
-from test_weights import random_projections
+from test_weights import random_changes
 from tiny import draw, random_codebooks, tiny_pipe
 
 from avq_diffusers.config import AVQConfig
@@ -136,7 +136,7 @@ class TestFile:
 def recorded(pipe, codebooks, **arguments):
     """By layer: (timestep, query, key, order) of the last picture in every call, all exact.
 
-    An independent way to what AVQ sees: what `attn1` gets, times the weights that AVQ uses.
+    An independent way to what AVQ sees: what `attn1` gets, times its weights and their changes.
     """
     calls, timestep, handles = {}, [], []
 
@@ -145,12 +145,12 @@ def recorded(pipe, codebooks, **arguments):
 
     def see_layer(name, attn, args):
         hidden_states = args[0][-1].double()
-        weights = codebooks.projections(name) or attn.state_dict()
+        changes = codebooks.projection_changes(name) or {}
         query, key = (
-            (hidden_states @ weights[f"{part}.weight"].double().T)
+            (hidden_states @ (weight + changes.get(f"{part}.weight", 0)).double().T)
             .unflatten(-1, (attn.heads, -1))
             .transpose(0, 1)[None]
-            for part in ("to_q", "to_k")
+            for part, weight in (("to_q", attn.to_q.weight), ("to_k", attn.to_k.weight))
         )
         norm = codebooks.key_norm(name)
         if norm is not None:
@@ -176,15 +176,15 @@ class TestMeasure:
 
     @pytest.mark.parametrize("kind", ["calibrated", "distilled"])
     def test_curves(self, pipe, kind):
-        """Catches the UNet's own projections in place of the tuned ones, a part of other timesteps,
+        """Catches projections without their changes, a part of other timesteps,
         the unguided half of the batch, and any number that `capture` does not give.
         """
         if kind == "calibrated":
             codebooks = random_codebooks(pipe.unet, CONFIG)
         else:
             config = AVQConfig(10, 2, 3, query_tile=16, levels=(0, 1), key_norm=True)
-            projections = random_projections(pipe.unet, config)
-            codebooks = random_codebooks(pipe.unet, config, projections=projections)
+            changes = random_changes(pipe.unet, config)
+            codebooks = random_codebooks(pipe.unet, config, projection_changes=changes)
         apply_avq(pipe, codebooks)
         profile = self.measure(pipe, parts=2, seed=5)
         calls = recorded(pipe, codebooks, seed=5, num_inference_steps=3)

@@ -257,18 +257,20 @@ def prepare(pipe, *names, levels=(0,)):
 
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory):
-    """A folder of M4P2C2 codebooks for levels 0 and 1, with other projections than the model's."""
+    """A folder of M4P2C2 codebooks for levels 0 and 1, with changes of the projections."""
     unet = tiny_unet()
     generator = torch.manual_seed(3)
-    projections = {
+    changes = {
         layer.name: {
-            name: parameter + 0.05 * torch.randn(parameter.shape, generator=generator)
+            name: 0.05 * torch.randn(parameter.shape, generator=generator)
             for name, parameter in layer.attn.named_parameters()
         }
         for layer in select_layers(unet, (0, 1))
     }
     folder = tmp_path_factory.mktemp("run") / "codebooks"
-    random_codebooks(unet, projections=projections, training={"steps": 5}).save_pretrained(folder)
+    random_codebooks(unet, projection_changes=changes, training={"steps": 5}).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -349,7 +351,7 @@ def test_tome_leaves_no_level_out():
 
 
 def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
-    """Fails where tuned projections are lost, or @P changes nothing or the codebooks."""
+    """Fails where changes of projections are lost, or @P changes nothing or the codebooks."""
     pipe = tiny_pipe()
     methods = prepare(pipe, str(distilled), f"{distilled}@P4", f"{distilled}@P0")
     for method, num_refined in zip(methods, (2, 4, 0), strict=True):
@@ -785,7 +787,7 @@ def relative(errors, expected) -> float:
 
 def test_errors_by_hand(distilled):
     """Fails for time steps that are averaged and not pooled, a teacher that is not exact, forced
-    errors of the student's own input, keys without the tuned projection, or P that stays."""
+    errors of the student's own input, keys without the projection's change, or P that stays."""
     pipe = tiny_pipe()
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
     methods = errors.elastic(prepare(pipe, str(distilled)), (0, 3, 9))
@@ -815,11 +817,13 @@ def test_errors_by_hand(distilled):
             # The first layer has no errors before it, the last one all.
             forced = figures["forced_relative_mse"]
             assert (forced == pytest.approx(value, rel=1e-4)) == (index == 0)
+            changes = codebooks.projection_changes(layer.name)
             query, key = (
-                (torch.stack([x for x, _ in own]) @ weight.T)
+                (torch.stack([x for x, _ in own]) @ (weight + changes[name]).T)
                 .unflatten(-1, (layer.num_heads, -1))
                 .transpose(2, 3)
-                for weight in map(codebooks.projections(layer.name).get, PROJECTIONS)
+                for name, weight in layer.attn.named_parameters()
+                if name in PROJECTIONS
             )
             keys = key.flatten(0, 1)
             error = quantization_error(keys, codebooks.codebook(layer.name)).mean()

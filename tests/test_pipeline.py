@@ -16,7 +16,7 @@ from diffusers import (
     StableDiffusionPipeline,
 )
 from diffusers.models.attention_processor import AttnProcessor2_0
-from test_weights import random_projections
+from test_weights import random_changes
 from tiny import (
     CONFIG,
     draw,
@@ -306,15 +306,15 @@ class TestOutOfMemory:
         assert torch.equal(draw(remove_avq(pipe)), exact)
 
 
-class TestTunedProjections:
-    """Distilled codebooks bring projections; the UNet's own stay what they are."""
+class TestProjectionChanges:
+    """Distilled codebooks change projections; the UNet's own stay what they are."""
 
     @pytest.fixture
     def tuned(self, unet):
-        return random_codebooks(unet, projections=random_projections(unet))
+        return random_codebooks(unet, projection_changes=random_changes(unet))
 
     def test_applied_and_removed(self, pipe, codebooks, tuned):
-        """Catches projections that do not run, and any parameter that is written over."""
+        """Catches changes that do not run, and any parameter that is written over."""
         exact, untuned = draw(pipe), draw(apply_avq(tiny_pipe(), codebooks))
         before = copy.deepcopy(pipe.unet.state_dict())
         avq = draw(apply_avq(pipe, tuned))
@@ -329,17 +329,17 @@ class TestTunedProjections:
         assert torch.equal(draw(remove_avq(pipe)), exact)
 
     def test_control(self, pipe, codebooks):
-        """Tuned projections equal to the UNet's own change nothing: the noise does, above."""
-        own = {
-            name: {key: pipe.unet.get_submodule(name).state_dict()[key] for key in tensors}
-            for name, tensors in random_projections(pipe.unet).items()
+        """Changes of zero change nothing: the noise does, above."""
+        none = {
+            name: {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+            for name, tensors in random_changes(pipe.unet).items()
         }
         expected = draw(apply_avq(tiny_pipe(), codebooks))
-        avq = draw(apply_avq(pipe, random_codebooks(pipe.unet, projections=own)))
+        avq = draw(apply_avq(pipe, random_codebooks(pipe.unet, projection_changes=none)))
         assert torch.equal(avq, expected)
 
     def test_twice(self, pipe, codebooks, tuned):
-        """Catches tuned projections saved as the originals, or left behind for other codebooks."""
+        """Catches changes written into the originals, or left behind for other codebooks."""
         exact, untuned = draw(pipe), draw(apply_avq(tiny_pipe(), codebooks))
         avq = draw(apply_avq(pipe, tuned))
         assert torch.equal(draw(apply_avq(pipe, tuned)), avq)
@@ -347,7 +347,7 @@ class TestTunedProjections:
         assert torch.equal(draw(remove_avq(pipe)), exact)
 
     def test_moves_between_apply_and_remove(self, unet, tuned):
-        """Catches tuned projections kept in half precision, and originals that miss a move."""
+        """Catches changes kept in half precision, and originals that miss a move."""
         exact, avq = predict(unet), predict(apply_avq(unet, tuned))
         sample, text = torch.zeros(1, 4, 16, 16), torch.zeros(1, 5, 32)
         unet.to(torch.bfloat16)(sample.bfloat16(), 10, text.bfloat16())

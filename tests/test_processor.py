@@ -8,7 +8,7 @@ from accelerate import cpu_offload
 from diffusers import AutoencoderKL, VQModel
 from diffusers.models.attention_processor import AttnProcessor2_0, SlicedAttnProcessor
 from peft import LoraConfig
-from test_weights import random_projections
+from test_weights import random_changes
 from tiny import CONFIG, predict, random_codebooks, small_unet, tiny_pipe, tiny_unet
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
@@ -18,7 +18,7 @@ from avq_diffusers.ops import avq_attention
 from avq_diffusers.pipeline import apply_avq, avq_disabled, remove_avq, summary
 from avq_diffusers.processor import AVQProcessor
 from avq_diffusers.query_order import query_order
-from avq_diffusers.weights import AVQCodebooks
+from avq_diffusers.weights import PROJECTION_PARAMETERS, AVQCodebooks
 
 LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
 
@@ -273,23 +273,24 @@ class TestHandingOver:
             assert torch.equal(predict(unet), expected)
 
 
-class TestTunedProjections:
-    """They run in the calls that AVQ serves, and only there."""
+class TestProjectionChanges:
+    """They are added in the calls that AVQ serves, and only there."""
 
     @pytest.fixture
     def tuned(self, unet):
-        return random_codebooks(unet, projections=random_projections(unet))
+        return random_codebooks(unet, projection_changes=random_changes(unet))
 
     def test_equals_the_operation(self, unet, tuned):
         """Catches one of the five tensors left out, exchanged or applied to another layer."""
         apply_avq(unet, tuned)
         predict(unet, 16, 24)
         attn = unet.get_submodule(LAYER)
-        own = tuned.projections(LAYER)
+        changes = tuned.projection_changes(LAYER)
+        weights = {name: attn.get_parameter(name) + change for name, change in changes.items()}
         hidden_states = tokens(attn, 8 * 12)
         with torch.no_grad():
             query, key, value = (
-                functional.linear(hidden_states, own[name]).view(2, 96, 2, 16).transpose(1, 2)
+                functional.linear(hidden_states, weights[name]).view(2, 96, 2, 16).transpose(1, 2)
                 for name in ("to_q.weight", "to_k.weight", "to_v.weight")
             )
             expected = avq_attention(
@@ -303,13 +304,28 @@ class TestTunedProjections:
             )
             expected = functional.linear(
                 expected.transpose(1, 2).reshape(2, 96, 32),
-                own["to_out.0.weight"],
-                own["to_out.0.bias"],
+                weights["to_out.0.weight"],
+                weights["to_out.0.bias"],
             )
-            assert torch.equal(attn(hidden_states), expected)
+            torch.testing.assert_close(attn(hidden_states), expected)
+
+    @pytest.mark.parametrize("name", PROJECTION_PARAMETERS)
+    def test_fine_tune(self, unet, tuned, name):
+        """Catches weights of the base model that run in place of those of its fine-tune."""
+        exact, before = predict(unet), predict(apply_avq(unet, tuned))
+        own = unet.get_submodule(LAYER).get_parameter(name)
+        noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(9)) * own.std()
+        with torch.no_grad():
+            own += noise
+        fine_tuned = predict(unet)
+        with avq_disabled(unet):
+            difference = (predict(unet) - exact).norm()
+        assert (fine_tuned - before).norm() > 0.3 * difference > 1e-3 * exact.norm()
+        tuned.projection_changes(LAYER)[name].add_(noise)
+        torch.testing.assert_close(fine_tuned, predict(apply_avq(tiny_unet(), tuned)))
 
     def test_handed_over_calls_are_of_the_base_model(self, unet, tuned):
-        """Catches exact attention with tuned projections, which nobody trained."""
+        """Catches exact attention with changes that were trained for AVQ."""
         mask = torch.zeros(2, 1, 64)
         mask[:, :, 40:] = -10000
         attn = tiny_unet().get_submodule(LAYER)
@@ -337,21 +353,23 @@ class TestTunedProjections:
         assert attn._avq.calls == {"AVQ": 1}
         unet.float().load_state_dict(tiny_unet().state_dict())
         assert torch.equal(predict(unet), expected)
-        assert tuned.projections(LAYER)["to_q.weight"].dtype == torch.float32
+        assert tuned.projection_changes(LAYER)["to_q.weight"].dtype == torch.float32
 
     def test_autocast(self, unet, tuned):
-        """Catches projections cast by what autocast makes of the tokens: they train in float32."""
+        """Catches changes cast by what autocast makes of the tokens: they train in float32."""
         expected = predict(apply_avq(unet, tuned))
         with torch.autocast("cpu", torch.bfloat16):
             output = predict(unet)
         assert calls(unet) == {"AVQ": 20}
         assert not torch.equal(output.float(), expected)
         assert (output.float() - expected).norm() < 0.1 * expected.norm()
-        assert unet.get_submodule(LAYER)._avq.projections["to_q.weight"].dtype == torch.float32
+        assert (
+            unet.get_submodule(LAYER)._avq.projection_changes["to_q.weight"].dtype == torch.float32
+        )
 
     @pytest.mark.parametrize("avq_first", [True, False])
     def test_offload(self, unet, tuned, avq_first):
-        """Catches projections that are read from, or moved to, the meta device."""
+        """Catches changes that are moved to the meta device, or weights that are read from it."""
         expected = predict(apply_avq(unet, tuned))
         if not avq_first:
             remove_avq(unet)
@@ -363,11 +381,11 @@ class TestTunedProjections:
 
     def test_codebooks_stay_live(self, unet, tuned):
         before = predict(apply_avq(unet, tuned))
-        tuned.projections(LAYER)["to_v.weight"].mul_(2)
+        tuned.projection_changes(LAYER)["to_v.weight"].mul_(2)
         assert not torch.equal(predict(unet), before)
 
     def test_lora(self, unet, tuned):
-        """Catches a LoRA that tuned projections bypass, or that is added to them twice."""
+        """Catches a LoRA that tuned layers bypass, or that is added twice."""
         config = LoraConfig(
             r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False
         )
@@ -382,16 +400,18 @@ class TestTunedProjections:
 
         merged = {}
         for name in tuned.layer_specs:
-            attn, own = unet.get_submodule(name), tuned.projections(name)
+            attn, changes = unet.get_submodule(name), tuned.projection_changes(name)
             merged[name] = {
-                key: own[key]
+                key: changes[key]
                 + attn.get_submodule(key.removesuffix(".weight")).get_delta_weight("default")
                 if key.endswith("weight")
-                else own[key]
-                for key in own
+                else changes[key]
+                for key in changes
             }
         parts = {name: tuned.codebook(name) for name in tuned.layer_specs}
-        expected_codebooks = AVQCodebooks.from_codebooks(CONFIG, parts, unet, projections=merged)
+        expected_codebooks = AVQCodebooks.from_codebooks(
+            CONFIG, parts, unet, projection_changes=merged
+        )
         disabled = copy.deepcopy(unet)
         for name in tuned.layer_specs:
             for projection in disabled.get_submodule(name).modules():
@@ -404,7 +424,7 @@ class TestTunedProjections:
         assert torch.equal(predict(remove_avq(unet)), exact)
 
     def test_deepcopy(self, unet, tuned):
-        """Catches a copied UNet whose projections are still those of the original codebooks."""
+        """Catches a copied UNet whose changes are still those of the original codebooks."""
         expected = predict(apply_avq(unet, tuned))
         twin = copy.deepcopy(unet)
         for tensor in tuned.parameters():
@@ -413,7 +433,7 @@ class TestTunedProjections:
         assert torch.equal(predict(remove_avq(twin)), predict(remove_avq(unet)))
 
     def test_save_pretrained(self, unet, tuned, tmp_path):
-        """Catches a UNet saved with tuned projections, which would be tuned for good."""
+        """Catches a UNet saved with the changes, which would be tuned for good."""
         expected = tiny_unet().state_dict()
         apply_avq(unet, tuned).save_pretrained(tmp_path)
         loaded = type(unet).from_pretrained(tmp_path).state_dict()
@@ -421,12 +441,13 @@ class TestTunedProjections:
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
     def test_gradients(self, unet, tuned):
-        """Catches a student that trains the projections that AVQ does not run."""
+        """Catches weights of the UNet that tuned codebooks keep from being trained."""
         apply_avq(unet, tuned.requires_grad_()).train()
         unet(torch.ones(1, 4, 8, 8), 10, torch.ones(1, 5, 32)).sample.square().mean().backward()
-        for tensor in tuned.projections(LAYER).values():
+        for tensor in tuned.projection_changes(LAYER).values():
             assert tensor.grad.any()
-        assert {tensor.grad for tensor in unet.get_submodule(LAYER).parameters()} == {None}
+        for parameter in unet.get_submodule(LAYER).parameters():
+            assert parameter.grad.any()
 
     def test_inference_mode_then_training(self, unet, tuned):
         """Catches copies made in inference mode, which autograd refuses later."""
@@ -620,9 +641,9 @@ class TestCompile:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_tuned(self, dtype):
-        """Catches graph breaks, also where tuned projections are cast in the compiled code."""
+        """Catches graph breaks, also where changes are cast in the compiled code."""
         unet, config = small_unet(), AVQConfig(4, 2, 2)
-        tuned = random_codebooks(unet, config, projections=random_projections(unet, config))
+        tuned = random_codebooks(unet, config, projection_changes=random_changes(unet, config))
         inputs = torch.ones(1, 4, 16, 16, dtype=dtype), 10, torch.ones(1, 5, 32, dtype=dtype)
 
         @torch.no_grad()
@@ -644,8 +665,8 @@ class TestCompile:
     def test_switching_a_compiled_unet(self, tuned):
         """Catches compiled code that does not notice AVQ coming, pausing and going."""
         unet, config = small_unet(), AVQConfig(4, 2, 2)
-        projections = random_projections(unet, config) if tuned else None
-        codebooks = random_codebooks(unet, config, projections=projections)
+        changes = random_changes(unet, config) if tuned else None
+        codebooks = random_codebooks(unet, config, projection_changes=changes)
         exact = predict(unet)
         compiled = torch.compile(unet, backend="eager", fullgraph=True)
         torch.testing.assert_close(predict(compiled), exact)
@@ -671,8 +692,8 @@ class TestCompile:
             return counter.frame_count, outputs
 
         baseline, exact = count_graphs(unet)
-        projections = random_projections(unet) if tuned else None
-        model = apply_avq(tiny_unet(), random_codebooks(unet, projections=projections))
+        changes = random_changes(unet) if tuned else None
+        model = apply_avq(tiny_unet(), random_codebooks(unet, projection_changes=changes))
         expected = [predict(model, *size) for size in ((16, 16), (24, 16), (16, 40))]
         graphs, outputs = count_graphs(model)
         assert graphs == baseline
@@ -685,8 +706,8 @@ class TestCompile:
 @pytest.mark.parametrize("tuned", [False, True])
 def test_codebooks_follow_the_unet(unet, tuned):
     """Catches tensors left on the CPU when the UNet moves after AVQ was applied."""
-    projections = random_projections(unet) if tuned else None
-    codebooks = random_codebooks(unet, projections=projections)
+    changes = random_changes(unet) if tuned else None
+    codebooks = random_codebooks(unet, projection_changes=changes)
     apply_avq(unet, codebooks, route="always").to("cuda")
     text = torch.zeros(1, 5, 32, device="cuda")
     output = unet(torch.zeros(1, 4, 16, 16, device="cuda"), 10, text).sample

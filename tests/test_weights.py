@@ -35,17 +35,17 @@ def folder(codebooks, tmp_path):
     return tmp_path / "codebooks"
 
 
-def random_projections(unet, config=CONFIG, seed=0):
-    """Tuned projections for the layers of `config`: the UNet's own and noise of half their size."""
+def random_changes(unet, config=CONFIG, seed=0):
+    """Changes of the projections of the layers of `config`: noise of half the weights' size."""
     generator = torch.Generator().manual_seed(seed)
-    projections = {}
+    changes = {}
     for layer in select_layers(unet, config.levels, config.exact):
         own = {name: layer.attn.state_dict()[name] for name in PROJECTION_PARAMETERS}
-        projections[layer.name] = {
-            name: tensor + 0.5 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        changes[layer.name] = {
+            name: 0.5 * tensor.std() * torch.randn(tensor.shape, generator=generator)
             for name, tensor in own.items()
         }
-    return projections
+    return changes
 
 
 def edit_config(folder, **values):
@@ -181,7 +181,7 @@ class TestRoundTrip:
         """Catches a second weights file and a config that does not say what it is."""
         assert sorted(os.listdir(folder)) == ["config.json", WEIGHTS]
         config = json.loads((folder / "config.json").read_text())
-        assert config["format_version"] == 1
+        assert config["format_version"] == 2
         assert config["layers"][0] == {"name": LAYER, "level": 0, "num_heads": 2, "head_dim": 8}
         assert config["avq"]["num_parents"] == CONFIG.num_parents
 
@@ -275,8 +275,8 @@ class TestRefusals:
             AVQCodebooks.from_pretrained(folder, **{name: None})
 
     def test_format_version(self, folder):
-        edit_config(folder, format_version=2)
-        with pytest.raises(ValueError, match="format version 1 are supported, but got version 2"):
+        edit_config(folder, format_version=1)
+        with pytest.raises(ValueError, match="format version 2 are supported, but got version 1"):
             AVQCodebooks.from_pretrained(folder)
 
     def test_other_model(self, folder):
@@ -443,103 +443,109 @@ class TestFromCodebooks:
             AVQCodebooks.from_codebooks(CONFIG, parts, unet)
 
 
-class TestProjections:
+class TestProjectionChanges:
     @pytest.fixture
-    def projections(self, unet):
-        return random_projections(unet)
+    def changes(self, unet):
+        return random_changes(unet)
 
     @pytest.fixture
-    def tuned_folder(self, unet, projections, tmp_path):
-        codebooks = random_codebooks(unet, projections=projections, training={"steps": 7})
+    def tuned_folder(self, unet, changes, tmp_path):
+        codebooks = random_codebooks(unet, projection_changes=changes, training={"steps": 7})
         codebooks.save_pretrained(tmp_path)
         return tmp_path
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-    def test_round_trip(self, projections, tuned_folder, dtype):
+    def test_round_trip(self, changes, tuned_folder, dtype):
         """Catches layers or parameters exchanged, and digits lost to the `dtype=` of loading."""
         assert sorted(os.listdir(tuned_folder)) == ["config.json", WEIGHTS]
         loaded = AVQCodebooks.from_pretrained(tuned_folder, dtype=dtype)
         assert loaded.config["training"] == {"steps": 7}
         assert loaded.config["calibration"] is None
-        for layer, tensors in projections.items():
-            found = loaded.projections(layer)
+        for layer, tensors in changes.items():
+            found = loaded.projection_changes(layer)
             assert list(found) == list(PROJECTION_PARAMETERS)
             for name, tensor in tensors.items():
                 assert found[name].dtype == torch.float32
                 assert not found[name].requires_grad
                 assert torch.equal(found[name], tensor)
 
-    def test_half_precision_given(self, unet, projections):
+    def test_half_precision_given(self, unet, changes):
         """Catches parameters of mixed dtypes, which one file for all UNet dtypes must not hold."""
         halves = {
             layer: {name: tensor.half() for name, tensor in tensors.items()}
-            for layer, tensors in projections.items()
+            for layer, tensors in changes.items()
         }
-        found = random_codebooks(unet, projections=halves).projections(LAYER)["to_q.weight"]
+        found = random_codebooks(unet, projection_changes=halves).projection_changes(LAYER)[
+            "to_q.weight"
+        ]
         assert found.dtype == torch.float32
         assert torch.equal(found, halves[LAYER]["to_q.weight"].float())
 
-    def test_copies(self, unet, projections):
-        """Catches tuned projections that share memory with the UNet that training goes on with."""
-        built = random_codebooks(unet, projections=projections).projections(LAYER)
-        projections[LAYER]["to_q.weight"].zero_()
+    def test_copies(self, unet, changes):
+        """Catches changes that share memory with the UNet that training goes on with."""
+        built = random_codebooks(unet, projection_changes=changes).projection_changes(LAYER)
+        changes[LAYER]["to_q.weight"].zero_()
         assert built["to_q.weight"].any()
-        before = random_codebooks(unet, projections=projections)
+        before = random_codebooks(unet, projection_changes=changes)
         before.double()
-        assert before.projections(LAYER)["to_q.weight"].dtype == torch.float64
+        assert before.projection_changes(LAYER)["to_q.weight"].dtype == torch.float64
 
     def test_codebooks_without(self, folder):
-        """Catches empty projections in every file, and files of before that no longer load."""
-        assert not [name for name in load_file(folder / WEIGHTS) if "projections" in name]
+        """Catches empty changes in every file, and a config that must say that there are none."""
+        assert not [name for name in load_file(folder / WEIGHTS) if "changes" in name]
         config = json.loads((folder / "config.json").read_text())
         assert config.pop("tuned") is False
         assert config.pop("training") is None
         (folder / "config.json").write_text(json.dumps(config))
         loaded = AVQCodebooks.from_pretrained(folder)
-        assert loaded.projections(LAYER) is None
+        assert loaded.projection_changes(LAYER) is None
 
-    def test_missing_layer(self, unet, projections):
-        del projections[LAYER]
-        with pytest.raises(ValueError, match=rf"projections: {LAYER} is missing \(1 missing"):
-            random_codebooks(unet, projections=projections)
-        with pytest.raises(ValueError, match=r"is missing \(10 missing in all\)"):
-            random_codebooks(unet, projections={})
-
-    def test_unexpected_layer(self, unet, projections):
-        projections["mid"] = projections[LAYER]
-        with pytest.raises(ValueError, match="projections: mid is unexpected"):
-            random_codebooks(unet, projections=projections)
-
-    def test_missing_parameter(self, unet, projections):
-        del projections[LAYER]["to_out.0.bias"]
+    def test_missing_layer(self, unet, changes):
+        del changes[LAYER]
         with pytest.raises(
-            ValueError, match=rf"projections of {LAYER}: to_out\.0\.bias is missing"
+            ValueError, match=rf"projection_changes: {LAYER} is missing \(1 missing"
         ):
-            random_codebooks(unet, projections=projections)
+            random_codebooks(unet, projection_changes=changes)
+        with pytest.raises(ValueError, match=r"is missing \(10 missing in all\)"):
+            random_codebooks(unet, projection_changes={})
 
-    def test_unexpected_parameter(self, unet, projections):
-        projections[LAYER]["to_q.bias"] = torch.zeros(16)
-        with pytest.raises(ValueError, match=rf"projections of {LAYER}: to_q\.bias is unexpected"):
-            random_codebooks(unet, projections=projections)
+    def test_unexpected_layer(self, unet, changes):
+        changes["mid"] = changes[LAYER]
+        with pytest.raises(ValueError, match="projection_changes: mid is unexpected"):
+            random_codebooks(unet, projection_changes=changes)
 
-    def test_wrong_shape(self, unet, projections):
+    def test_missing_parameter(self, unet, changes):
+        del changes[LAYER]["to_out.0.bias"]
+        with pytest.raises(
+            ValueError, match=rf"projection_changes of {LAYER}: to_out\.0\.bias is missing"
+        ):
+            random_codebooks(unet, projection_changes=changes)
+
+    def test_unexpected_parameter(self, unet, changes):
+        changes[LAYER]["to_q.bias"] = torch.zeros(16)
+        with pytest.raises(
+            ValueError, match=rf"projection_changes of {LAYER}: to_q\.bias is unexpected"
+        ):
+            random_codebooks(unet, projection_changes=changes)
+
+    def test_wrong_shape(self, unet, changes):
         """Catches a tensor that broadcasts into its place."""
-        projections[LAYER]["to_v.weight"] = torch.zeros(16, 1)
+        changes[LAYER]["to_v.weight"] = torch.zeros(16, 1)
         with pytest.raises(
             ValueError, match=r"to_v\.weight must have shape \(16, 16\), but got \(16, 1\)"
         ):
-            random_codebooks(unet, projections=projections)
+            random_codebooks(unet, projection_changes=changes)
 
-    def test_not_finite(self, unet, projections):
+    def test_not_finite(self, unet, changes):
         """Catches a diverged run that saves what loading refuses."""
-        projections[LAYER]["to_k.weight"][0, 0] = float("nan")
+        changes[LAYER]["to_k.weight"][0, 0] = float("nan")
         with pytest.raises(ValueError, match=rf"{LAYER}: to_k\.weight holds NaN or infinity"):
-            random_codebooks(unet, projections=projections)
+            random_codebooks(unet, projection_changes=changes)
 
     def test_file_and_config_disagree(self, folder, tuned_folder):
-        """Catches a student loaded without its projections, or with those of nobody."""
+        """Catches a student loaded without its changes, or with those of nobody."""
         edit_config(folder, tuned=True)
-        with pytest.raises(ValueError, match=r"projections\.to_\w+ is missing \(50 missing"):
+        with pytest.raises(ValueError, match=r"projection_changes\.to_\w+ is missing \(50 missing"):
             AVQCodebooks.from_pretrained(folder)
         edit_config(tuned_folder, tuned=False)
         with pytest.raises(ValueError, match=r"is unexpected \(50 unexpected in all\)"):

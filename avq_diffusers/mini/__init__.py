@@ -41,7 +41,7 @@ __all__ = [
 
 MINI_SD = str(Path(__file__).parent / "mini-sd")
 # Distilled by configs/mini_m64p16c8.yaml, and with level 1 by configs/mini_m64p16c8_level1.yaml; to
-# be small, projections are in half precision.
+# be small, changes of projections are in half precision.
 MINI_CODEBOOKS = str(Path(__file__).parent / "codebooks")
 MINI_CODEBOOKS_LEVEL1 = str(Path(__file__).parent / "codebooks-level1")
 MINI_GUIDANCE_SCALE = 3.0
