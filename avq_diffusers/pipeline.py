@@ -16,6 +16,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from torch import nn
 
+from avq_diffusers.config import is_within
 from avq_diffusers.linfusion import LinFusionProcessor
 from avq_diffusers.ops import check_backend
 from avq_diffusers.processor import AVQ_CALL, AVQProcessor, LayerState, install, uninstall
@@ -140,11 +141,11 @@ def set_num_refined(
         num_refined: between 0 and the number of parents of every layer concerned. Or a schedule in
             training timesteps, which fall from 1000 to 0 in every sampler: `{1000: 8, 400: 16}`
             refines 8 parents from timestep 1000 down and 16 from 400 down. Or a plan, such as
-            `CaptureProfile.at_least` makes: numbers or schedules by the start of a layer's name,
-            longer ones winning over shorter ones; layers without an entry stay as they are, and an
-            entry without a layer is refused.
+            `CaptureProfile.at_least` makes: numbers or schedules by the name of a layer, or of a
+            module for all layers in it, longer names winning over shorter ones; layers without an
+            entry stay as they are, and an entry without a layer is refused.
         level: only the layers of this UNet level.
-        layer: only the layers whose name starts with this, such as `"up_blocks.3"`.
+        layer: only the layer of this name, or the layers in this module, such as `"up_blocks.3"`.
 
     Returns:
         `pipe`.
@@ -159,24 +160,23 @@ def set_num_refined(
     chosen = {
         found: state
         for found, state in states.items()
-        if level in (None, found.level) and found.name.startswith(layer or "")
+        if level in (None, found.level) and (layer is None or is_within(found.name, layer))
     }
     if not chosen:
         raise ValueError(
             f"no AVQ layer matches level={level!r}, layer={layer!r}; the layers are {names}."
         )
-    schedules = {}
-    for start, schedule in _plan(num_refined).items():
-        concerned = {
-            found: state for found, state in chosen.items() if found.name.startswith(start)
-        }
-        if not concerned:
+    is_plan = isinstance(num_refined, Mapping) and {type(key) for key in num_refined} == {str}
+    plan = num_refined if is_plan else {found.name: num_refined for found in chosen}
+    plan = {name: _schedule(plan[name]) for name in sorted(plan, key=len)}
+    for name in plan:
+        if not any(is_within(found.name, name) for found in chosen):
             names = ", ".join(found.name for found in chosen)
-            raise ValueError(
-                f"no AVQ layer's name starts with {start!r}; the chosen layers are {names}."
-            )
-        for found, state in concerned.items():
-            most = state.codebook.num_parents if state.codebook.num_children else 0
+            raise ValueError(f"no AVQ layer is {name!r} or in it; the chosen layers are {names}.")
+    schedules = {}
+    for found, state in chosen.items():
+        most = state.codebook.num_parents if state.codebook.num_children else 0
+        for schedule in (plan[name] for name in plan if is_within(found.name, name)):
             for count in schedule.values():
                 if not 0 <= count <= most:
                     raise ValueError(
@@ -358,15 +358,6 @@ def _schedules(pipe: Any) -> dict[LayerState, Schedule]:
     """Those that `set_num_refined` left, of layers with more than one number of parents."""
     scheduler: _Scheduler | None = getattr(_original(_unet(pipe)), "_avq_hook", None)
     return {} if scheduler is None else scheduler.schedules
-
-
-def _plan(
-    num_refined: int | Schedule | Mapping[str, int | Schedule],
-) -> dict[str, Schedule]:
-    """Schedules by the start of a layer's name, shorter ones first; "" is every layer."""
-    is_plan = isinstance(num_refined, Mapping) and {type(key) for key in num_refined} == {str}
-    plan = num_refined if is_plan else {"": num_refined}
-    return {start: _schedule(plan[start]) for start in sorted(plan, key=len)}
 
 
 def _schedule(num_refined: int | Schedule) -> Schedule:

@@ -438,10 +438,23 @@ class TestSetNumRefined:
         """Catches an entry of a plan that matches layers, but none of those it may change."""
         apply_avq(pipe, codebooks)
         before = self.refined(pipe)
-        message = r"starts with 'down_blocks\.0'; the chosen layers are (up_blocks|down_blocks\.1)"
+        message = (
+            r"layer is 'down_blocks\.0' or in it; the chosen layers are (up_blocks|down_blocks\.1)"
+        )
         with pytest.raises(ValueError, match=message):
             set_num_refined(pipe, {"up_blocks": 1, "down_blocks.0": 1}, **chosen)
         assert self.refined(pipe) == before
+
+    @pytest.mark.parametrize(
+        "name", ["up_blocks.3.attentions.2.trans", "up_blocks.3.att", "up", ""]
+    )
+    def test_names_end_where_a_module_ends(self, pipe, codebooks, name):
+        """Catches "up_blocks.1" taken for "up_blocks.10" as well."""
+        apply_avq(pipe, codebooks)
+        with pytest.raises(ValueError, match=f"no AVQ layer matches level=None, layer='{name}'"):
+            set_num_refined(pipe, 1, layer=name)
+        with pytest.raises(ValueError, match=f"no AVQ layer is '{name}' or in it"):
+            set_num_refined(pipe, {name: 1})
 
     def test_plan(self, pipe, codebooks):
         """Catches entries in the order of writing, and layers without an entry reset."""
@@ -644,7 +657,7 @@ class TestSchedule:
             ({1000: 1.0}, TypeError, "num_refined must be an int, but got float"),
             ({1000: 1, 10.5: 2}, TypeError, "must have ints as timesteps, but got float"),
             ({1000: 1, "up_blocks": 2}, TypeError, "must have ints as timesteps, but got str"),
-            ({"up_blocks": 1, "mid": 2}, ValueError, "no AVQ layer's name starts with 'mid'"),
+            ({"up_blocks": 1, "mid": 2}, ValueError, "no AVQ layer is 'mid' or in it; the"),
             ({"up_blocks": 1, "down_blocks": {1000: 7}}, ValueError, "0 and 4 in .* but got 7"),
         ],
     )  # fmt: skip
