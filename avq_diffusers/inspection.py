@@ -17,7 +17,7 @@ FIGURES = ("quantization_error", "capture", "active_ratio")
 
 def codebook_table(codebooks: AVQCodebooks) -> Table:
     """One row a layer: sizes, spread of the codewords, figures of calibration or training."""
-    figures = _figures(codebooks)
+    figures, labels = _figures(codebooks), _labels(codebooks)
     table = Table(
         title=f"{codebooks.avq_config} codebooks of {codebooks.config['base_model']}",
         caption="spread: children about their parent; error: of quantization, in key variances;\n"
@@ -30,7 +30,7 @@ def codebook_table(codebooks: AVQCodebooks) -> Table:
     for name, spec in codebooks.layer_specs.items():
         measured = figures.get(name, {})
         table.add_row(
-            name.removesuffix(".transformer_blocks.0.attn1"),
+            labels[name],
             str(spec.level),
             f"{spec.num_heads}x{spec.head_dim}",
             str(codebooks.layer_config(name)),
@@ -49,7 +49,7 @@ def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = list(codebooks.layer_specs)
-    figures = _figures(codebooks)
+    figures, labels = _figures(codebooks), _labels(codebooks)
     columns = min(5, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(3.2 * columns, 3.2 * rows + 2.8), layout="constrained")
@@ -60,19 +60,31 @@ def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
         parents, children = _project(codebook.parents[0], codebook.children[0].flatten(0, 1))
         axes.scatter(*children.T, s=4, color="tab:red", alpha=0.6, label="children")
         axes.scatter(*parents.T, s=16, color="tab:blue", marker="s", label="parents")
-        axes.set_title(name.split(".transformer_blocks")[0], fontsize=8)
+        axes.set_title(labels[name], fontsize=8)
         axes.set_xticks([])
         axes.set_yticks([])
     top.axes[0].legend(fontsize=7)
 
     panels = bottom.subplots(1, len(FIGURES))
-    short = [name.split(".transformer_blocks")[0].replace("attentions", "a") for name in names]
+    places = range(len(names))
+    short = [
+        label.replace("attentions", "a").replace("transformer_blocks", "t")
+        for label in labels.values()
+    ]
     for axes, key in zip(panels, FIGURES, strict=True):
-        axes.bar(short, [figures.get(name, {}).get(key, 0.0) for name in names])
+        axes.bar(places, [figures.get(name, {}).get(key, 0.0) for name in names])
         axes.set_title(key.replace("_", " "), fontsize=9)
-        axes.tick_params(axis="x", labelrotation=60, labelsize=6)
+        axes.set_xticks(places, short, rotation=60, fontsize=6)
     with naming(path), atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110)
+
+
+def _labels(codebooks: AVQCodebooks) -> dict[str, str]:
+    """Names of the layers without what ends all of them."""
+    suffix = ".transformer_blocks.0.attn1"
+    if not all(name.endswith(suffix) for name in codebooks.layer_specs):
+        suffix = ".attn1"
+    return {name: name.removesuffix(suffix) for name in codebooks.layer_specs}
 
 
 def _figures(codebooks: AVQCodebooks) -> dict[str, dict[str, float]]:

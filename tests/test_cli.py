@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from matplotlib.figure import Figure
 from PIL import Image
-from tiny import CONFIG, random_codebooks, tiny_pipe
+from tiny import CONFIG, random_codebooks, sdxl_unet, tiny_pipe
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -346,6 +347,29 @@ def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path
     assert "M6P0C0" in output
     assert "M3P0C0" in output
     assert written() == ["flat.png"]
+
+
+@pytest.mark.parametrize("exact", [(), ("down_blocks.2.attentions.0.transformer_blocks.0",)])
+def test_inspect_tells_transformer_blocks_apart(avq, tmp_path, monkeypatch, exact):
+    """Catches bars of several blocks on top of one another, and panels of one title."""
+    figures, save = [], Figure.savefig
+
+    def kept(figure, *arguments, **options):
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    codebooks = random_codebooks(sdxl_unet(), AVQConfig(4, 2, 2, levels=(1, 2), exact=exact))
+    codebooks.save_pretrained(tmp_path / "sdxl")
+    code, output = avq("inspect", str(tmp_path / "sdxl"))
+    assert code == 0
+    layers, panels = figures[0].subfigs
+    labels = [name.removesuffix(".attn1") for name in codebooks.layer_specs]
+    assert [axes.get_title() for axes in layers.axes if axes.get_title()] == labels
+    assert all(squeezed(f"{label} ") in output for label in labels)
+    for axes in panels.axes:
+        assert len({bar.get_x() for bar in axes.patches}) == len(labels)
+        assert len({label.get_text() for label in axes.get_xticklabels()}) == len(labels)
 
 
 @pytest.mark.parametrize("config", ["M1", "M1P1C4"])
