@@ -6,7 +6,7 @@ Shapes: H heads, M0 parents, C children per parent, D head dim.
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -159,7 +159,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
     Built by `from_codebooks`, `calibrate` or distillation. Distilled ones may hold what training
     changed in the layers' projections as well: tuned minus base, so that a fine-tune or a LoRA of
     the base model keeps its own part. All are float32 parameters without gradient, so that
-    `.to(device)` moves them in place under a UNet that already uses them.
+    `.to(device)` moves them in place under a UNet that already uses them; under `.half()` or
+    `.to(dtype)` they stay in float32.
 
     Args:
         avq: fields of the `AVQConfig`.
@@ -381,6 +382,14 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         """What AVQ adds to one layer's projections, if anything; the tensors are the parameters."""
         changes = self._layer(name).projection_changes
         return changes and {key: changes[_key(key)] for key in PROJECTION_PARAMETERS}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AVQCodebooks":
+        # All moves and casts go through here; of `_keep_in_fp32_modules`, `to` only warns.
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
 
     @torch.no_grad()
     def project(self) -> "AVQCodebooks":

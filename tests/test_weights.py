@@ -11,10 +11,11 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, MotionAdapter, UNetMotionModel
 from safetensors.torch import load_file, save_file
-from tiny import CONFIG, random_codebooks, sd2_unet, sdxl_unet, tiny_unet
+from tiny import CONFIG, predict, random_codebooks, sd2_unet, sdxl_unet, tiny_unet
 
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.config import AVQConfig
+from avq_diffusers.pipeline import apply_avq
 from avq_diffusers.weights import PROJECTION_PARAMETERS, AVQCodebooks, select_layers
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -221,10 +222,35 @@ class TestRoundTrip:
 
     def test_moving_keeps_the_parameters(self, codebooks):
         """Catches buffers: `.to()` replaces those, and a UNet that uses them would not notice."""
-        before = codebooks.codebook(LAYER).parents
-        codebooks.double()
-        assert codebooks.codebook(LAYER).parents is before
+        before = codebooks.codebook(LAYER).children
+        place = before.data_ptr()
+        codebooks.to(memory_format=torch.channels_last)  # a copy, as on another device
+        assert codebooks.codebook(LAYER).children is before
+        assert before.data_ptr() != place
         assert not before.requires_grad
+
+    @pytest.mark.parametrize(
+        "cast",
+        [
+            torch.nn.Module.half,
+            torch.nn.Module.bfloat16,
+            lambda module: module.to("cpu", torch.float16),
+            lambda module: torch.nn.Sequential(module).to(torch.float16),
+        ],
+    )
+    def test_casts_leave_float32(self, unet, cast):
+        """Catches digits lost to half precision and back, and a cast that also does not move."""
+        codebooks = random_codebooks(unet, replace(CONFIG, key_norm=True))
+        before = {name: tensor.clone() for name, tensor in codebooks.state_dict().items()}
+        cast(codebooks)
+        for name, tensor in codebooks.state_dict().items():
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, before[name])
+        predict(apply_avq(unet, codebooks))
+        codebooks.to("meta", torch.float16)
+        assert {(x.device.type, x.dtype) for x in codebooks.parameters()} == {
+            ("meta", torch.float32)
+        }
 
 
 class TestSaving:
@@ -487,8 +513,8 @@ class TestProjectionChanges:
         changes[LAYER]["to_q.weight"].zero_()
         assert built["to_q.weight"].any()
         before = random_codebooks(unet, projection_changes=changes)
-        before.double()
-        assert before.projection_changes(LAYER)["to_q.weight"].dtype == torch.float64
+        before.to("meta")
+        assert before.projection_changes(LAYER)["to_q.weight"].is_meta
 
     def test_codebooks_without(self, folder):
         """Catches empty changes in every file, and a config that must say that there are none."""
