@@ -19,7 +19,14 @@ from torch import nn
 from avq_diffusers.config import is_within
 from avq_diffusers.linfusion import LinFusionProcessor
 from avq_diffusers.ops import check_backend
-from avq_diffusers.processor import AVQ_CALL, AVQProcessor, LayerState, install, uninstall
+from avq_diffusers.processor import (
+    AVQ_CALL,
+    AVQProcessor,
+    LayerState,
+    PerThread,
+    install,
+    uninstall,
+)
 from avq_diffusers.routing import ROUTES
 from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer, select_layers
@@ -129,7 +136,8 @@ def set_num_refined(
 ) -> PipelineOrUNet:
     """Change how many parents each query tile refines: quality against speed, without reloading.
 
-    A schedule switches by itself, at the timestep of each call of the UNet. `torch.compile(unet)`
+    A schedule switches by itself, at the timestep of each call of the UNet; threads that draw with
+    one UNet are each at a timestep of their own, but not in compiled code. `torch.compile(unet)`
     makes one graph for each part of it, and blocks that are compiled one by one make one for each
     number of parents: where these are more than 8, raise `torch._dynamo.config.recompile_limit`.
     Where the UNet must compile without a graph break (`fullgraph=True`), compile it by `pipe.unet =
@@ -186,7 +194,8 @@ def set_num_refined(
             schedules[state] = schedule
 
     for state, schedule in schedules.items():
-        state.num_refined = schedule[NUM_TRAIN_TIMESTEPS]
+        # Anew, without what threads have of an earlier schedule.
+        state.refined = PerThread(schedule[NUM_TRAIN_TIMESTEPS])
     _Scheduler.install(_unet(pipe), _schedules(pipe) | schedules)
     return pipe
 
@@ -351,7 +360,7 @@ class _Scheduler:
         timestep = self.timesteps.of_call(args, kwargs)
         if timestep is not None:
             for state, schedule in self.schedules.items():
-                state.num_refined = at_timestep(schedule, timestep)
+                state.refined.set(at_timestep(schedule, timestep))
 
 
 def _schedules(pipe: Any) -> dict[LayerState, Schedule]:

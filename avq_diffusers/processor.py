@@ -9,6 +9,7 @@ import copy
 import inspect
 import threading
 from collections import Counter
+from typing import Any
 
 import torch
 from diffusers import Transformer2DModel
@@ -24,13 +25,32 @@ from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer
 AVQ_CALL = "AVQ"
 
 
-class _PerThread(threading.local):
-    """What the thread that draws has seen last; a copy has seen nothing."""
-
-    query_order: Tensor | None = None
+class _Own(threading.local):
+    value: Any = None
 
     def __reduce__(self) -> tuple:
-        return _PerThread, ()
+        return _Own, ()
+
+
+class PerThread:
+    """A value that each thread sets for itself, as others may draw with the same UNet.
+
+    Compiled code, and threads that have set none, such as autograd's own where it computes a layer
+    again, get the last one of any thread. So does a copy.
+    """
+
+    def __init__(self, value: Any = None) -> None:
+        self.last = value
+        self.own = _Own()
+
+    def set(self, value: Any) -> None:
+        self.last = value
+        if not torch.compiler.is_compiling():
+            self.own.value = value
+
+    def get(self) -> Any:
+        own = None if torch.compiler.is_compiling() else self.own.value
+        return self.last if own is None else own
 
 
 class LayerState:
@@ -44,12 +64,11 @@ class LayerState:
         self.key_norm = codebooks.key_norm(layer.name)
         self.stored_changes = codebooks.projection_changes(layer.name)
         self.projection_changes = self.stored_changes
-        self.num_refined = config.num_refined
+        self.refined = PerThread(config.num_refined)
         self.query_tile = config.query_tile
         self.importance_tile = config.importance_tile
         self.order_kind = config.query_order
-        self.last_order: Tensor | None = None
-        self.of_thread = _PerThread()
+        self.order = PerThread()
         self.num_heads = layer.num_heads
         self.backend = backend
         self.route = route
@@ -67,10 +86,9 @@ class LayerState:
         height, width = hidden_states.shape[-2:]
         device = hidden_states.device
         # A tensor and not (h, w): torch.compile would guard every block on the two integers.
-        self.last_order = order = query_order(height, width, self.order_kind, device)
+        self.order.set(query_order(height, width, self.order_kind, device))
         self.move_to(device, dtype)
         if not torch.compiler.is_compiling():
-            self.of_thread.query_order = order
             self.learn_break_even(hidden_states, measure=True)
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -96,15 +114,13 @@ class LayerState:
 
     @property
     def query_order(self) -> Tensor | None:
-        """Of the grid that this thread is drawing: others may draw with the same UNet.
+        """Of the grid that is drawn."""
+        return self.order.get()
 
-        Compiled code, and autograd's own threads where it computes a layer again, take the last
-        one of any thread.
-        """
-        if torch.compiler.is_compiling():
-            return self.last_order
-        order = self.of_thread.query_order
-        return self.last_order if order is None else order
+    @property
+    def num_refined(self) -> int:
+        """At the timestep that is drawn."""
+        return self.refined.get()
 
     def shape(self, hidden_states: Tensor) -> Shape:
         """What the faster attention depends on, for the batch and dtype of `hidden_states`."""

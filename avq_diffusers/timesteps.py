@@ -4,6 +4,7 @@ Training timesteps fall from 1000 to 0 while a picture is made. Unlike steps, th
 every sampler and number of steps.
 """
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,13 +20,19 @@ def at_timestep(schedule: Mapping[int, Any], timestep: float) -> Any:
     return schedule[min(starts, default=NUM_TRAIN_TIMESTEPS)]
 
 
-class Timesteps:
-    """Reads the timestep of a UNet's calls: from the device once per picture, not once per call."""
+class Timesteps(threading.local):
+    """Reads the timestep of a UNet's calls: from the device once per picture, not once per call.
+
+    Each thread reads for itself, and so does a copy.
+    """
 
     def __init__(self) -> None:
         self.table: Tensor | None = None
         self.version = 0
         self.values: list[float] = []
+
+    def __reduce__(self) -> tuple:
+        return Timesteps, ()
 
     def of_call(self, args: tuple, kwargs: dict[str, Any]) -> float | None:
         """The timestep among a UNet's arguments, as a number.

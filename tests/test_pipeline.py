@@ -605,6 +605,31 @@ class TestSchedule:
                 for got, expected in zip(together, alone, strict=True):
                     assert torch.equal(got, expected)
 
+    def test_threads_of_one_unet(self, unet, codebooks):
+        """Catches a number of parents that is another thread's, and one that outlives it."""
+        set_num_refined(apply_avq(unet, codebooks), SCHEDULE)
+        inputs = torch.ones(1, 4, 16, 16), torch.ones(1, 5, 32)
+
+        @torch.no_grad()
+        def output(timestep):
+            return unet(inputs[0], timestep, inputs[1]).sample
+
+        early, late = torch.tensor([900, 5])
+        alone = output(early)
+        assert differ(output(late), alone)
+        with ThreadPoolExecutor(1) as thread:
+
+            def draw_elsewhere(*_):
+                handle.remove()
+                thread.submit(output, late).result()
+
+            handle = unet.get_submodule(LAYER).register_forward_pre_hook(draw_elsewhere)
+            assert torch.equal(output(early), alone)
+            set_num_refined(unet, 3, level=0)
+            seen = timesteps_of(unet)
+            thread.submit(output, late).result()
+        assert {count for _, count in seen} == {3, 4}
+
     @pytest.mark.parametrize("compiled_first", [True, False])
     def test_compile(self, compiled_first):
         """Catches compiled code that keeps the first number, and a graph for every timestep."""
