@@ -156,7 +156,8 @@ def measure_capture(
 
     Raises:
         TypeError: `pipe` has no UNet, or `prompts` is one string.
-        ValueError: there is no prompt, no step, no part, no AVQ, or no codebook with children.
+        ValueError: there is no prompt, no step, no part, no AVQ, or no codebook with children, or
+            there are several parts for a sampler without training timesteps, such as EDM's.
         RuntimeError: a layer did not run, as in a compiled UNet.
     """
     prompts = _checked_prompts(prompts)
@@ -202,7 +203,8 @@ class _Measurement:
                 handle.remove()
 
     def see_timestep(self, unet: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.start = at_timestep(self.starts, self.timesteps.of_call(args, kwargs))
+        if len(self.starts) > 1:
+            self.start = at_timestep(self.starts, self.timesteps.of_call(args, kwargs))
         self.bar.update()
 
     def see_layer(self, name: str, state: LayerState, attn: Attention, args: tuple) -> None:

@@ -147,8 +147,9 @@ def set_num_refined(
     Args:
         pipe: a pipeline or UNet with AVQ.
         num_refined: between 0 and the number of parents of every layer concerned. Or a schedule in
-            training timesteps, which fall from 1000 to 0 in every sampler: `{1000: 8, 400: 16}`
-            refines 8 parents from timestep 1000 down and 16 from 400 down. Or a plan, such as
+            training timesteps, which fall from 1000 to 0: `{1000: 8, 400: 16}` refines 8 parents
+            from timestep 1000 down and 16 from 400 down; the UNet then refuses samplers with other
+            timesteps, such as EDM's and IPNDM. Or a plan, such as
             `CaptureProfile.at_least` makes: numbers or schedules by the name of a layer, or of a
             module for all layers in it, longer names winning over shorter ones; layers without an
             entry stay as they are, and an entry without a layer is refused.

@@ -1,7 +1,8 @@
 """The training timestep that a UNet is called with, and values that change with it.
 
 Training timesteps fall from 1000 to 0 while a picture is made. Unlike steps, they mean the same for
-every sampler and number of steps.
+every sampler and number of steps. Some samplers call the UNet with other numbers, EDM's with the
+logarithm of the noise and IPNDM with a share of the way: these are refused.
 """
 
 import threading
@@ -28,7 +29,7 @@ class Timesteps(threading.local):
 
     def __init__(self) -> None:
         self.table: Tensor | None = None
-        self.version = 0
+        self.version: tuple[int, int] | None = None
         self.values: list[float] = []
 
     def __reduce__(self) -> tuple:
@@ -40,16 +41,14 @@ class Timesteps(threading.local):
         None while a CUDA graph is captured, which forbids reads from the device.
 
         Raises:
-            ValueError: the batch has several timesteps.
+            ValueError: the batch has several timesteps, or the sampler's are no training timesteps.
         """
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
         if not isinstance(timestep, Tensor):
             return timestep
         if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        # Pipelines iterate over the scheduler's timesteps: each is a view of that tensor.
-        table = timestep._base
-        if timestep.dim() or table is None or table.dim() != 1 or table.is_inference():
+        if timestep.dim():
             values = set(timestep.flatten().tolist())
             if len(values) != 1:
                 raise ValueError(
@@ -57,6 +56,24 @@ class Timesteps(threading.local):
                     f"batch, but got {sorted(values)}."
                 )
             return values.pop()
-        if table is not self.table or table._version != self.version:
-            self.table, self.version, self.values = table, table._version, table.tolist()
-        return self.values[(timestep.storage_offset() - table.storage_offset()) // table.stride(0)]
+        # Pipelines iterate over the scheduler's timesteps: each is a view of that tensor's memory.
+        size = timestep.untyped_storage().nbytes() // timestep.element_size()
+        table = timestep.as_strided((size,), (1,), 0)
+        version = None if table.is_inference() else (table.data_ptr(), table._version)
+        if version is None or version != self.version:
+            self.values = _training_timesteps(table)
+            # Kept, so that no other one gets its address.
+            self.table, self.version = table, version
+        return self.values[timestep.storage_offset()]
+
+
+def _training_timesteps(table: Tensor) -> list[float]:
+    values = table.tolist()
+    # Judged by the largest: training timesteps, too, may end in fractions of 1.
+    if len(values) > 1 and max(values) < 2 and any(value % 1 for value in values):
+        raise ValueError(
+            "ScaleCrafter, schedules of refined parents and measure_capture with several parts "
+            "need a sampler whose timesteps fall from 1000 to 0, but got one with "
+            f"{max(values):.3g} to {min(values):.3g}."
+        )
+    return values

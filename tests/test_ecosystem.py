@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -59,6 +60,7 @@ from tiny import (
 
 from avq_diffusers.calibrate import calibrate
 from avq_diffusers.config import AVQConfig
+from avq_diffusers.elastic import measure_capture
 from avq_diffusers.pipeline import (
     apply_avq,
     avq_disabled,
@@ -67,6 +69,7 @@ from avq_diffusers.pipeline import (
     summary,
 )
 from avq_diffusers.processor import AVQProcessor
+from avq_diffusers.scalecrafter import scalecrafter
 from avq_diffusers.weights import AVQCodebooks, select_layers
 
 feature = pytest.mark.feature
@@ -85,6 +88,8 @@ SCHEDULER_OPTIONS = {
     "PNDMScheduler": {"skip_prk_steps": True},  # as SD1.5; two steps are too few without
     "DPMSolverSDEScheduler": {"noise_sampler_seed": 0},  # its noise is not the generator's
 }
+# They call the UNet with numbers that are no training timesteps.
+OTHER_TIMESTEPS = ("EDMDPMSolverMultistepScheduler", "EDMEulerScheduler", "IPNDMScheduler")
 SCHEDULERS = (*(scheduler.name for scheduler in KarrasDiffusionSchedulers), *OTHER_SCHEDULERS)
 
 
@@ -281,6 +286,31 @@ class TestSampling:
         pipe.scheduler = cls.from_config(pipe.scheduler.config, **SCHEDULER_OPTIONS.get(name, {}))
         codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16))
         check_on_and_off(pipe, codebooks, height=64, width=64)
+        apply_avq(pipe, codebooks, route="always")
+        if name in OTHER_TIMESTEPS:
+            self.check_refused(pipe)
+            return
+        seen = []
+        attn = select_layers(unet)[0].attn
+        attn.register_forward_pre_hook(lambda *_: seen.append(attn._avq.num_refined))
+        draw(set_num_refined(pipe, {1000: 0, 500: 4}), height=64, width=64)
+        assert (seen[0], seen[-1]) == (0, 4)
+
+    def check_refused(self, pipe):
+        """What needs timesteps says so, each time and in inference mode, and nothing else does."""
+        sizes = {"height": 64, "width": 64}
+        refused = pytest.raises(ValueError, match=r"timesteps fall from 1000 to 0, but got one wi")
+        one = partial(measure_capture, pipe, ["a fox"], num_inference_steps=2, progress=False)
+        set_num_refined(pipe, one(parts=1, **sizes).at_least(0.5))
+        draw(pipe, **sizes)
+        with refused:
+            one(parts=2, **sizes)
+        with scalecrafter(pipe, 256, 256), refused:
+            draw(pipe, height=256, width=256)
+        set_num_refined(pipe, {1000: 0, 500: 4})
+        for mode in (torch.no_grad, torch.no_grad, torch.inference_mode):
+            with mode(), refused:
+                draw(pipe, **sizes)
 
     @feature("negative prompts")
     def test_negative_prompt(self, pipe, codebooks):

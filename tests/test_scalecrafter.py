@@ -258,6 +258,8 @@ class TestTimesteps:
         with torch.inference_mode():
             assert torch.equal(predict(unet, torch.tensor([PLAIN, DILATED])[1]), dilated)
             assert torch.equal(predict(unet, table[1]), plain)
+            last = torch.tensor([999.0, 0.4])[1]  # by Karras's noise levels
+            assert torch.equal(predict(unet, last), predict(unet, 0.4))
 
     def test_no_read_per_step(self):
         """Catches a wait for the device in every step of a picture."""
