@@ -22,9 +22,10 @@ from tqdm import tqdm
 from avq_diffusers.calibrate import _checked_prompts, _run
 from avq_diffusers.diagnostics import capture_curve
 from avq_diffusers.files import atomic_write
-from avq_diffusers.pipeline import _unet, applied_states, avq_disabled
+from avq_diffusers.pipeline import applied_states, avq_disabled
 from avq_diffusers.processor import LayerState, _project
 from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
+from avq_diffusers.unets import unet_of
 from avq_diffusers.weights import SelfAttentionLayer
 
 # The kernels compute children in blocks of 4 or 8 parents, and are compiled for each number.
@@ -172,7 +173,7 @@ def measure_capture(
 
     bar = tqdm(total=len(prompts) * num_inference_steps, desc="capture", disable=not progress)
     measurement = _Measurement(parts, bar)
-    with bar, avq_disabled(pipe), measurement.watch(_unet(pipe), layers):
+    with bar, avq_disabled(pipe), measurement.watch(unet_of(pipe), layers):
         _run(pipe, prompts, num_inference_steps, seed, pipe_arguments)
     return CaptureProfile({layer.name: measurement.curves(layer.name) for layer in layers})
 

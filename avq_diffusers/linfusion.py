@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from avq_diffusers.files import atomic_save
+from avq_diffusers.unets import PipelineOrUNet, unet_of
 from avq_diffusers.weights import (
     LayerSpec,
     check_digest,
@@ -94,7 +95,7 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def save_linfusion(
     path: str | Path,
-    unet: nn.Module,
+    pipe: Any,
     layers: Mapping[str, Mapping[str, Tensor]],
     *,
     base_model: str | None = None,
@@ -104,17 +105,18 @@ def save_linfusion(
 
     Args:
         path: the folder; made where it is missing.
-        unet: that the layers are for.
+        pipe: a pipeline with the UNet that the layers are for, or the UNet.
         layers: for names of `select_layers(unet)`, the state of a `LinFusionProcessor` with tuned
             projections.
         base_model: name of the model they are for; informational.
         training: free summary of the training; informational.
 
     Raises:
+        TypeError: `pipe` has no UNet.
         ValueError: names or shapes are not those of the UNet, or a tensor holds NaN or infinity.
         OSError: the folder cannot be written; the message says whether what was there is intact.
     """
-    specs = [layer for layer in select_layers(unet) if layer.name in layers]
+    specs = [layer for layer in select_layers(unet_of(pipe)) if layer.name in layers]
     check_names("LinFusion layers", layers, [spec.name for spec in specs])
     tensors = _by_path(layers)
     check_tensors("LinFusion layers", tensors, _by_path(_states(_empty_processors(specs))))
@@ -135,7 +137,7 @@ def save_linfusion(
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def load_linfusion(path: str | Path, unet: nn.Module) -> nn.Module:
+def load_linfusion(path: str | Path, pipe: PipelineOrUNet) -> PipelineOrUNet:
     """Run self-attention layers of a UNet with LinFusion's attention, as `save_linfusion` left it.
 
     Earlier LinFusion layers are removed first. The layers bring their own projections, on the
@@ -143,17 +145,18 @@ def load_linfusion(path: str | Path, unet: nn.Module) -> nn.Module:
 
     Args:
         path: the folder.
-        unet: of the layers' base model.
+        pipe: a pipeline with the UNet of the layers' base model, or the UNet.
 
     Returns:
-        `unet`.
+        `pipe`.
 
     Raises:
-        TypeError: `unet` is not a UNet.
+        TypeError: `pipe` has no UNet.
         FileNotFoundError: the folder lacks a file.
         ValueError: a file is damaged, of another format or model, or does not hold what its
-            config.json says; or `unet` has AVQ.
+            config.json says; or the UNet has AVQ.
     """
+    unet = unet_of(pipe)
     config_path, weights_path = Path(path) / CONFIG_FILE, Path(path) / WEIGHTS_FILE
     for file in (config_path, weights_path):
         if not file.is_file():
@@ -189,21 +192,24 @@ def load_linfusion(path: str | Path, unet: nn.Module) -> nn.Module:
         attn = layers[name].attn
         attn._linfusion_previous = attn.processor
         attn.set_processor(processor)
-    return unet
+    return pipe
 
 
-def remove_linfusion(unet: nn.Module) -> nn.Module:
-    """Undo `load_linfusion`: the same processor objects are back; return `unet`.
+def remove_linfusion(pipe: PipelineOrUNet) -> PipelineOrUNet:
+    """Undo `load_linfusion`: the same processor objects are back; return `pipe`.
 
     A processor that another tool has set over LinFusion's since stays. Without LinFusion nothing
     happens.
+
+    Raises:
+        TypeError: `pipe` has no UNet.
     """
-    for module in unet.modules():
+    for module in unet_of(pipe).modules():
         if hasattr(module, "_linfusion_previous"):
             if isinstance(module.processor, LinFusionProcessor):
                 module.set_processor(module._linfusion_previous)
             del module._linfusion_previous
-    return unet
+    return pipe
 
 
 def _phi(channels: int) -> nn.Sequential:

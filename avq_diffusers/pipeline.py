@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from diffusers import StableDiffusionPipeline
@@ -29,9 +29,9 @@ from avq_diffusers.processor import (
 )
 from avq_diffusers.routing import ROUTES
 from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
+from avq_diffusers.unets import PipelineOrUNet, uncompiled, unet_of
 from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer, select_layers
 
-PipelineOrUNet = TypeVar("PipelineOrUNet")
 # Numbers of parents by the training timestep from which on, downwards, they hold.
 Schedule = Mapping[int, int]
 
@@ -69,7 +69,7 @@ def apply_avq(
         ValueError: the codebooks are those of another model, backend or route are unknown, or the
             UNet has LinFusion layers.
     """
-    unet = _unet(pipe)
+    unet = unet_of(pipe)
     if not isinstance(codebooks, AVQCodebooks):
         raise TypeError(f"codebooks must be AVQCodebooks, but got {type(codebooks).__name__}.")
     check_backend(backend)
@@ -105,7 +105,7 @@ def remove_avq(pipe: PipelineOrUNet) -> PipelineOrUNet:
     Raises:
         TypeError: `pipe` has no UNet.
     """
-    uninstall(_unet(pipe))
+    uninstall(unet_of(pipe))
     return pipe
 
 
@@ -197,7 +197,7 @@ def set_num_refined(
     for state, schedule in schedules.items():
         # Anew, without what threads have of an earlier schedule.
         state.refined = PerThread(schedule[NUM_TRAIN_TIMESTEPS])
-    _Scheduler.install(_unet(pipe), _schedules(pipe) | schedules)
+    _Scheduler.install(unet_of(pipe), _schedules(pipe) | schedules)
     return pipe
 
 
@@ -279,7 +279,7 @@ def summary(pipe: Any) -> Summary:
         TypeError: `pipe` has no UNet.
     """
     schedules = _schedules(pipe)
-    return Summary(tuple(_report(layer, schedules) for layer in select_layers(_unet(pipe))))
+    return Summary(tuple(_report(layer, schedules) for layer in select_layers(unet_of(pipe))))
 
 
 class AVQStableDiffusionPipeline(StableDiffusionPipeline):
@@ -312,23 +312,10 @@ class AVQStableDiffusionPipeline(StableDiffusionPipeline):
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
-def _unet(pipe: Any) -> nn.Module:
-    unet = pipe if isinstance(pipe, nn.Module) else getattr(pipe, "unet", None)
-    if unet is None:
-        raise TypeError(
-            f"expected a pipeline with a unet or a UNet, but got {type(pipe).__name__}."
-        )
-    return unet
-
-
-def _original(unet: nn.Module) -> nn.Module:
-    return getattr(unet, "_orig_mod", unet)  # inside torch.compile's wrapper
-
-
 def _states(pipe: Any) -> dict[SelfAttentionLayer, LayerState]:
     return {
         layer: layer.attn._avq
-        for layer in select_layers(_unet(pipe))
+        for layer in select_layers(unet_of(pipe))
         if hasattr(layer.attn, "_avq")
     }
 
@@ -345,7 +332,7 @@ class _Scheduler:
     def install(cls, unet: nn.Module, schedules: dict[LayerState, Schedule]) -> None:
         """Put it in place of an earlier one, if any layer has more than one number."""
         scheduled = {state: schedule for state, schedule in schedules.items() if len(schedule) > 1}
-        original = _original(unet)
+        original = uncompiled(unet)
         if hasattr(original, "_avq_hook"):
             original._avq_hook.remove()
             del original._avq_hook
@@ -366,7 +353,7 @@ class _Scheduler:
 
 def _schedules(pipe: Any) -> dict[LayerState, Schedule]:
     """Those that `set_num_refined` left, of layers with more than one number of parents."""
-    scheduler: _Scheduler | None = getattr(_original(_unet(pipe)), "_avq_hook", None)
+    scheduler: _Scheduler | None = getattr(uncompiled(unet_of(pipe)), "_avq_hook", None)
     return {} if scheduler is None else scheduler.schedules
 
 

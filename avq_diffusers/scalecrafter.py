@@ -33,8 +33,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from avq_diffusers.pipeline import PipelineOrUNet, _original, _unet
 from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps
+from avq_diffusers.unets import PipelineOrUNet, uncompiled, unet_of
 
 # The paper's settings count iterations of DDIM with 50 steps.
 NUM_STEPS = 50
@@ -159,7 +159,7 @@ def apply_scalecrafter(
     """
     state = _ScaleCrafter(pipe, height, width, config, training_size)
     remove_scalecrafter(pipe)
-    state.install(_unet(pipe))
+    state.install(unet_of(pipe))
     return pipe
 
 
@@ -169,7 +169,7 @@ def remove_scalecrafter(pipe: PipelineOrUNet) -> PipelineOrUNet:
     Raises:
         TypeError: `pipe` has no UNet.
     """
-    unet = _original(_unet(pipe))
+    unet = uncompiled(unet_of(pipe))
     if hasattr(unet, "_scalecrafter"):
         unet._scalecrafter.uninstall()
         del unet._scalecrafter
@@ -193,14 +193,14 @@ def scalecrafter(
     Raises:
         TypeError, ValueError, NotImplementedError: as `apply_scalecrafter`.
     """
-    earlier = getattr(_original(_unet(pipe)), "_scalecrafter", None)
+    earlier = getattr(uncompiled(unet_of(pipe)), "_scalecrafter", None)
     apply_scalecrafter(pipe, height, width, config=config, training_size=training_size)
     try:
         yield
     finally:
         remove_scalecrafter(pipe)
         if earlier is not None:
-            earlier.install(_unet(pipe))
+            earlier.install(unet_of(pipe))
 
 
 def sub_grids(x: Tensor, dilation: int, stride: int) -> Tensor:
@@ -319,7 +319,7 @@ class _ScaleCrafter:
         config: ScaleCrafterConfig | None,
         training_size: int | None,
     ) -> None:
-        unet = _original(_unet(pipe))
+        unet = uncompiled(unet_of(pipe))
         if not hasattr(unet, "up_blocks"):
             raise TypeError(f"expected a UNet with up_blocks, but got {type(unet).__name__}.")
         factor = getattr(pipe, "vae_scale_factor", 8)
@@ -363,7 +363,7 @@ class _ScaleCrafter:
         self.handles: list[RemovableHandle] = []
 
     def install(self, unet: nn.Module) -> None:
-        _original(unet)._scalecrafter = self
+        uncompiled(unet)._scalecrafter = self
         self.handles = [unet.register_forward_pre_hook(self.see_call, with_kwargs=True)]
         if self.pipe is not None:
             self.handles.append(

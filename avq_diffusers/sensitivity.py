@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from avq_diffusers.calibrate import _checked_prompts, _run
-from avq_diffusers.pipeline import _unet, applied_states, avq_disabled
+from avq_diffusers.pipeline import applied_states, avq_disabled
+from avq_diffusers.unets import unet_of
 
 
 @torch.no_grad()
@@ -77,7 +78,7 @@ def measure_sensitivity(
 
     bar = tqdm(total=len(prompts) * num_inference_steps, desc="sensitivity", disable=not progress)
     with bar, avq_disabled(pipe):
-        unet = _unet(pipe)
+        unet = unet_of(pipe)
         handles = (
             unet.register_forward_pre_hook(keep_inputs, with_kwargs=True),
             unet.register_forward_hook(compare, with_kwargs=True),

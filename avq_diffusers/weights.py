@@ -25,6 +25,7 @@ from avq_diffusers.codebook import Codebook
 from avq_diffusers.config import AVQConfig, is_within
 from avq_diffusers.diagnostics import constraint_error
 from avq_diffusers.files import atomic_save
+from avq_diffusers.unets import uncompiled
 
 FORMAT_VERSION = 2
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -105,7 +106,7 @@ def select_layers(
         ValueError: a level has no self-attention, a name is that of no layer at these levels, no
             layer is left, or an override is for none of them.
     """
-    unet = getattr(unet, "_orig_mod", unet)  # torch.compile's wrapper puts itself into the paths
+    unet = uncompiled(unet)
     if not isinstance(unet, nn.Module) or not hasattr(unet, "down_blocks"):
         raise TypeError(f"expected a UNet with down_blocks, but got {type(unet).__name__}.")
     layers = []

@@ -310,10 +310,10 @@ def _load_folder(
         return Method(name, levels, codebooks, num_refined, sha256=digest)
     if num_refined is not None:
         raise ValueError(f"LinFusion layers refine no parents, but got {name!r}.")
-    load_linfusion(folder, pipe.unet)
+    load_linfusion(folder, pipe)
     layers = _linfusion_layers(pipe)
     processors = {layer.name: layer.attn.processor for layer in layers}
-    remove_linfusion(pipe.unet)
+    remove_linfusion(pipe)
     levels = tuple(sorted({layer.level for layer in layers}))
     return Method(name, levels, linfusion=processors, sha256=digest)
 
@@ -338,6 +338,4 @@ def _refuse_changed(pipe: StableDiffusionPipeline) -> None:
     if any(row.config for row in summary(pipe).rows):
         raise ValueError("this pipeline has AVQ already; call remove_avq(pipe) first.")
     if _linfusion_layers(pipe):
-        raise ValueError(
-            "this pipeline has LinFusion already; call remove_linfusion(pipe.unet) first."
-        )
+        raise ValueError("this pipeline has LinFusion already; call remove_linfusion(pipe) first.")

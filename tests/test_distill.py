@@ -224,7 +224,7 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
     learned = final(tmp_path, step=2)["objective"]["layers.0.to_k.weight"]
     assert torch.equal(attn.processor.to_k.weight, learned)
     assert not torch.equal(attn.to_k.weight, learned)
-    remove_linfusion(pipe.unet)
+    remove_linfusion(pipe)
     assert torch.equal(draw(pipe), before)
     linfusion = json.loads((tmp_path / "linfusion" / "config.json").read_text())
     assert (linfusion["base_model"], linfusion["training"]["steps"]) == ("tiny", 2)

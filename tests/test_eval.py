@@ -390,8 +390,8 @@ def test_a_row_says_which_weights_a_folder_had(distilled, linfusion, tmp_path):
 def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
     """Fails for layers of another level, or switches that leave or lose something, in any order."""
     pipe = tiny_pipe()
-    expected = draw(load_linfusion(linfusion, pipe.unet) and pipe)
-    remove_linfusion(pipe.unet)
+    expected = draw(load_linfusion(linfusion, pipe))
+    remove_linfusion(pipe)
     exact = draw(pipe)
     assert (expected - exact).abs().max() > 1e-3
     layers, codebooks = prepare(pipe, str(linfusion), "M4", levels=(0,))
@@ -485,7 +485,7 @@ def test_a_pipeline_with_linfusion_is_refused(name, linfusion):
     """Fails for LinFusion that is measured as exact attention."""
     pipe = tiny_pipe()
     load_linfusion(linfusion, pipe.unet)
-    message = r"has LinFusion already; call remove_linfusion\(pipe.unet\) first"
+    message = r"has LinFusion already; call remove_linfusion\(pipe\) first"
     with pytest.raises(ValueError, match=message), attention_method(pipe, Method(name, (0,))):
         pass
     with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ PACKAGES = ("avq_diffusers", "distill", "eval")
 
 # From the bottom up; a module imports only from modules that stand before its own line.
 LAYERS = (
-    ("config", "timesteps", "files"),
+    ("config", "timesteps", "files", "unets"),
     ("query_order", "codebook"),
     ("reference", "fallback", "kernels", "ema", "validation"),
     ("reverse",),

@@ -245,6 +245,21 @@ class TestLoading:
         assert torch.equal(predict(unet), before)
         assert torch.equal(predict(remove_linfusion(unet)), before)
 
+    def test_pipelines(self, pipe, folder, tmp_path):
+        """Catches functions that take a UNet only, unlike those of AVQ and ScaleCrafter."""
+        exact, expected = predict(pipe.unet), predict(load_linfusion(folder, tiny_unet()))
+        assert load_linfusion(folder, pipe) is pipe
+        assert torch.equal(predict(pipe.unet), expected)
+        processors = {
+            layer.name: layer.attn.processor.state_dict()
+            for layer in select_layers(pipe.unet)
+            if isinstance(layer.attn.processor, LinFusionProcessor)
+        }
+        save_linfusion(tmp_path / "again", pipe, processors)
+        assert remove_linfusion(pipe) is pipe
+        assert torch.equal(predict(pipe.unet), exact)
+        assert torch.equal(predict(load_linfusion(tmp_path / "again", pipe).unet), expected)
+
     def test_removal_leaves_the_processors_of_others(self, unet, folder):
         load_linfusion(folder, unet)
         other = AttnProcessor()
@@ -435,6 +450,12 @@ class TestRefusals:
             load_linfusion(folder, unet)
         assert LinFusionProcessor not in {type(x) for x in unet.attn_processors.values()}
 
-    def test_not_a_unet(self, folder, pipe):
-        with pytest.raises(TypeError, match="expected a UNet with down_blocks, but got StableDiff"):
-            load_linfusion(folder, pipe)
+    @pytest.mark.parametrize("pipe", [None, object(), "pipe"])
+    def test_no_unet(self, folder, pipe):
+        for call in (
+            lambda: save_linfusion(folder, pipe, {}),
+            lambda: load_linfusion(folder, pipe),
+            lambda: remove_linfusion(pipe),
+        ):
+            with pytest.raises(TypeError, match="expected a pipeline with a unet or a UNet, but"):
+                call()
