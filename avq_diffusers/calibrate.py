@@ -21,6 +21,9 @@ from avq_diffusers.pipeline import avq_disabled
 from avq_diffusers.query_order import query_order
 from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer, select_layers
 
+# Of the pipeline's call, which `_run` sets.
+RUN_ARGUMENTS = ("prompt", "generator", "output_type")
+
 
 def calibrate(
     pipe: DiffusionPipeline,
@@ -54,7 +57,8 @@ def calibrate(
         every layer under `codebooks.config["calibration"]`.
 
     Raises:
-        TypeError: `pipe` is not a pipeline with a UNet, or `prompts` is one string.
+        TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, or an argument is
+            prompt, generator or output_type.
         ValueError: there is no prompt, no step, no layer of the UNet at `config.levels`, an
             override for none of these layers, fewer keys than parents, or `config.key_norm` is set,
             which changes the model and so needs training.
@@ -63,7 +67,7 @@ def calibrate(
     if getattr(pipe, "unet", None) is None:
         raise TypeError(f"expected a pipeline with a unet, but got {type(pipe).__name__}.")
     config = AVQConfig() if config is None else config
-    prompts = _checked_prompts(prompts)
+    prompts = _checked_prompts(prompts, pipe_arguments)
     if config.key_norm:
         raise ValueError("key_norm changes the model and needs training; calibrate without it.")
 
@@ -223,7 +227,14 @@ def _run(
             )
 
 
-def _checked_prompts(prompts: Sequence[str]) -> list[str]:
+def _checked_prompts(prompts: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
+    """The prompts for `_run`, refused if it cannot run them with these arguments."""
+    for name in RUN_ARGUMENTS:
+        if name in arguments:
+            raise TypeError(
+                f"{', '.join(RUN_ARGUMENTS)} are set for each prompt and cannot be passed on to "
+                f"the pipeline, but got {name}."
+            )
     if isinstance(prompts, str):
         raise TypeError("prompts must be a sequence of strings, but got one string.")
     prompts = list(prompts)

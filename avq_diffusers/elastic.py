@@ -156,12 +156,13 @@ def measure_capture(
         A profile, whose `at_least(0.9)` is a plan for `set_num_refined`.
 
     Raises:
-        TypeError: `pipe` has no UNet, or `prompts` is one string.
+        TypeError: `pipe` has no UNet, `prompts` is one string, or an argument is prompt, generator
+            or output_type.
         ValueError: there is no prompt, no step, no part, no AVQ, or no codebook with children, or
             there are several parts for a sampler without training timesteps, such as EDM's.
         RuntimeError: a layer did not run, as in a compiled UNet.
     """
-    prompts = _checked_prompts(prompts)
+    prompts = _checked_prompts(prompts, pipe_arguments)
     for name, number in (("num_inference_steps", num_inference_steps), ("parts", parts)):
         if not 1 <= number <= NUM_TRAIN_TIMESTEPS:
             raise ValueError(f"{name} must be from 1 to {NUM_TRAIN_TIMESTEPS}, but got {number}.")

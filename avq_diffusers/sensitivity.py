@@ -44,10 +44,11 @@ def measure_sensitivity(
         layer and t what it returns without.
 
     Raises:
-        TypeError: `pipe` has no UNet, or `prompts` is one string.
+        TypeError: `pipe` has no UNet, `prompts` is one string, or an argument is prompt, generator
+            or output_type.
         ValueError: there is no prompt, no step or no AVQ.
     """
-    prompts = _checked_prompts(prompts)
+    prompts = _checked_prompts(prompts, pipe_arguments)
     if num_inference_steps < 1:
         raise ValueError(f"num_inference_steps must be at least 1, but got {num_inference_steps}.")
     states = applied_states(pipe)

@@ -16,6 +16,8 @@ from avq_diffusers import (
     avq_disabled,
     calibrate,
     capture,
+    measure_capture,
+    measure_sensitivity,
     query_order,
     select_layers,
     summary,
@@ -333,6 +335,16 @@ def test_what_is_no_pipeline_is_refused(pipe):
     """Catches an AttributeError, as of a UNet, which is all that `apply_avq` needs."""
     with pytest.raises(TypeError, match=f"a pipeline with a unet, but got {type(pipe).__name__}"):
         calibrate(pipe, PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["prompt", "generator", "output_type"])
+@pytest.mark.parametrize("function", [calibrate, measure_capture, measure_sensitivity])
+def test_arguments_that_runs_set_are_refused(pipe, codebooks, function, name):
+    """Fails where Python finds the same argument twice, deep in the first run."""
+    apply_avq(pipe, codebooks)
+    pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("it ran"))
+    with pytest.raises(TypeError, match=f"are set for each prompt and cannot .*, but got {name}"):
+        function(pipe, PROMPTS, **{name: "np"})
 
 
 def test_one_string_is_refused():
