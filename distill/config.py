@@ -28,7 +28,8 @@ class ObjectiveConfig:
     """The losses and what is trained, see `Objective`.
 
     Args:
-        noise_weight, output_weight, feature_weight, commitment_weight: of the losses.
+        noise_weight, output_weight, feature_weight: of the losses.
+        commitment_weight: of the commitment loss, `commitment_loss` / head dim.
         full_spawning: refine all parents in training, whatever `avq.num_refined` says.
         project_children: keep the children of each parent averaging to it.
         diveq: let gradients move the codewords, in place of EMA.

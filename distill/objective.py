@@ -6,7 +6,7 @@
 noise       MSE(student output, target)
 output      MSE(student output, teacher output)
 feature     mean over replaced layers of MSE(student attn1 output, teacher attn1 output)
-commitment  mean over replaced layers of MSE(keys, their leaves)
+commitment  mean over replaced layers of MSE(keys, their leaves): `commitment_loss` / head dim
 """
 
 import math

@@ -42,7 +42,10 @@ class Leaves(NamedTuple):
     assignment: tuple[Tensor, Tensor]
 
     def commitment(self) -> Tensor:
-        """Mean squared error of the keys' quantization, for the keys to lower."""
+        """Mean squared error of the keys' quantization, for the keys to lower.
+
+        Over head dims as well: the mean over heads of `commitment_loss`, divided by D.
+        """
         return F.mse_loss(self.key, self.codeword.detach())
 
 

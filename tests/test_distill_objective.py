@@ -17,6 +17,7 @@ from avq_diffusers import (
     Codebook,
     avq_attention,
     capture,
+    commitment_loss,
     constraint_error,
     query_order,
     select_layers,
@@ -625,7 +626,9 @@ def test_commitment_moves_keys_to_codewords_and_not_the_reverse():
     parents = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
     quantizer.start(Codebook(parents, parents[:, :, None].repeat(1, 1, 2, 1)), torch.ones(2, 4, 3))
     key = torch.ones(1, 2, 3, 4, requires_grad=True)
-    quantizer(key).commitment().backward()
+    loss = quantizer(key).commitment()
+    torch.testing.assert_close(loss, commitment_loss(key, quantizer.codebook()).mean() / 4)
+    loss.backward()
     assert key.grad.any()
     assert quantizer.parent_codewords.grad is None
     assert quantizer.child_codewords.grad is None
