@@ -4,10 +4,9 @@ The pipeline runs the prompts with exact attention; every layer keeps a bounded 
 the keys of all timesteps, and its two-level codebook is fitted to that sample by k-means.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
@@ -19,10 +18,8 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.diagnostics import active_ratio, capture, leaf_counts, quantization_error
 from avq_diffusers.pipeline import avq_disabled
 from avq_diffusers.query_order import query_order
+from avq_diffusers.runs import checked_prompts, run_prompts
 from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer, select_layers
-
-# Of the pipeline's call, which `_run` sets.
-RUN_ARGUMENTS = ("prompt", "generator", "output_type")
 
 
 def calibrate(
@@ -67,7 +64,7 @@ def calibrate(
     if getattr(pipe, "unet", None) is None:
         raise TypeError(f"expected a pipeline with a unet, but got {type(pipe).__name__}.")
     config = AVQConfig() if config is None else config
-    prompts = _checked_prompts(prompts, pipe_arguments)
+    prompts = checked_prompts(prompts, pipe_arguments)
     if config.key_norm:
         raise ValueError("key_norm changes the model and needs training; calibrate without it.")
 
@@ -86,7 +83,7 @@ def calibrate(
     }
     bar = tqdm(prompts, "prompts", disable=not progress)
     with avq_disabled(pipe), avq_disabled(model), _watch(samples.values()):
-        _run(pipe, bar, num_inference_steps, seed, pipe_arguments)
+        run_prompts(pipe, bar, num_inference_steps, seed, pipe_arguments)
 
     codebooks, report = {}, {}
     for layer in tqdm(layers, "codebooks", disable=not progress):
@@ -206,49 +203,3 @@ def _watch(samples: Iterable[_LayerSample]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _run(
-    pipe: DiffusionPipeline,
-    prompts: Iterable[str],
-    num_inference_steps: int,
-    seed: int,
-    arguments: Mapping[str, Any],
-) -> None:
-    """Denoise prompt after prompt, number i with seed `seed + i`; nothing is decoded."""
-    with _quiet(pipe):
-        for index, prompt in enumerate(prompts):
-            pipe(
-                prompt,
-                num_inference_steps=num_inference_steps,
-                generator=torch.Generator().manual_seed(seed + index),
-                output_type="latent",
-                **arguments,
-            )
-
-
-def _checked_prompts(prompts: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
-    """The prompts for `_run`, refused if it cannot run them with these arguments."""
-    for name in RUN_ARGUMENTS:
-        if name in arguments:
-            raise TypeError(
-                f"{', '.join(RUN_ARGUMENTS)} are set for each prompt and cannot be passed on to "
-                f"the pipeline, but got {name}."
-            )
-    if isinstance(prompts, str):
-        raise TypeError("prompts must be a sequence of strings, but got one string.")
-    prompts = list(prompts)
-    if not prompts:
-        raise ValueError("prompts must hold at least one prompt, but got none.")
-    return prompts
-
-
-@contextmanager
-def _quiet(pipe: DiffusionPipeline) -> Iterator[None]:
-    """Hide the pipeline's own progress bars, which would break up ours."""
-    before = getattr(pipe, "_progress_bar_config", {})
-    pipe.set_progress_bar_config(**{**before, "disable": True})
-    try:
-        yield
-    finally:
-        pipe.set_progress_bar_config(**before)

@@ -19,11 +19,11 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from avq_diffusers.calibrate import _checked_prompts, _run
 from avq_diffusers.diagnostics import capture_curve
 from avq_diffusers.files import atomic_write
 from avq_diffusers.pipeline import applied_states, avq_disabled
 from avq_diffusers.processor import LayerState, _project
+from avq_diffusers.runs import checked_prompts, run_prompts
 from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 from avq_diffusers.unets import unet_of
 from avq_diffusers.weights import SelfAttentionLayer
@@ -162,7 +162,7 @@ def measure_capture(
             there are several parts for a sampler without training timesteps, such as EDM's.
         RuntimeError: a layer did not run, as in a compiled UNet.
     """
-    prompts = _checked_prompts(prompts, pipe_arguments)
+    prompts = checked_prompts(prompts, pipe_arguments)
     for name, number in (("num_inference_steps", num_inference_steps), ("parts", parts)):
         if not 1 <= number <= NUM_TRAIN_TIMESTEPS:
             raise ValueError(f"{name} must be from 1 to {NUM_TRAIN_TIMESTEPS}, but got {number}.")
@@ -175,7 +175,7 @@ def measure_capture(
     bar = tqdm(total=len(prompts) * num_inference_steps, desc="capture", disable=not progress)
     measurement = _Measurement(parts, bar)
     with bar, avq_disabled(pipe), measurement.watch(unet_of(pipe), layers):
-        _run(pipe, prompts, num_inference_steps, seed, pipe_arguments)
+        run_prompts(pipe, prompts, num_inference_steps, seed, pipe_arguments)
     return CaptureProfile({layer.name: measurement.curves(layer.name) for layer in layers})
 
 

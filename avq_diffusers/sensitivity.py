@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
-from avq_diffusers.calibrate import _checked_prompts, _run
 from avq_diffusers.pipeline import applied_states, avq_disabled
+from avq_diffusers.runs import checked_prompts, run_prompts
 from avq_diffusers.unets import unet_of
 
 
@@ -48,7 +48,7 @@ def measure_sensitivity(
             or output_type.
         ValueError: there is no prompt, no step or no AVQ.
     """
-    prompts = _checked_prompts(prompts, pipe_arguments)
+    prompts = checked_prompts(prompts, pipe_arguments)
     if num_inference_steps < 1:
         raise ValueError(f"num_inference_steps must be at least 1, but got {num_inference_steps}.")
     states = applied_states(pipe)
@@ -85,7 +85,7 @@ def measure_sensitivity(
             unet.register_forward_hook(compare, with_kwargs=True),
         )
         try:
-            _run(pipe, prompts, num_inference_steps, seed, pipe_arguments)
+            run_prompts(pipe, prompts, num_inference_steps, seed, pipe_arguments)
         finally:
             for handle in handles:
                 handle.remove()

@@ -29,9 +29,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from avq_diffusers.files import TEMPORARY, atomic_write
+from avq_diffusers.runs import quiet
 from eval.captions import Captions
 from eval.methods import REFINED_MARK, Method, attention_method, prepare_methods
-from eval.pictures import dilation, draw_batch, quiet
+from eval.pictures import dilation, draw_batch
 from eval.protocol import GENERATION
 from eval.report import folder_digest, save_json
 

@@ -1,7 +1,7 @@
 """Pictures from prompts and seeds: the same picture whatever the batch size."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from avq_diffusers import ScaleCrafterConfig, scalecrafter
 from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD
+from avq_diffusers.runs import quiet
 
 # By side of the pictures: at twice its training size mini-sd is best with a longer window than
 # SD1.5's 30 steps.
@@ -128,14 +129,3 @@ def draw_batch(
     # On the device: only bytes travel.
     images = (images.float() * 255).round().to(torch.uint8)
     return images.permute(0, 2, 3, 1).contiguous().cpu().numpy()
-
-
-@contextmanager
-def quiet(pipe: StableDiffusionPipeline) -> Iterator[None]:
-    """Hide the pipeline's own progress bars, which would break up ours."""
-    before = getattr(pipe, "_progress_bar_config", {})
-    pipe.set_progress_bar_config(**{**before, "disable": True})
-    try:
-        yield
-    finally:
-        pipe.set_progress_bar_config(**before)

@@ -30,10 +30,11 @@ from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import options
 from avq_diffusers.mini import SCORER, TEST_SEEDS, sample_scene
+from avq_diffusers.runs import quiet
 from eval import captions, coco, coco_score, frechet, protocol
 from eval.captions import read_captions
 from eval.metrics import Scorer
-from eval.pictures import draw_batch, quiet
+from eval.pictures import draw_batch
 
 NUM = 5  # pictures of a row
 NUM_REAL = 8

@@ -13,7 +13,7 @@ PACKAGES = ("avq_diffusers", "distill", "eval")
 
 # From the bottom up; a module imports only from modules that stand before its own line.
 LAYERS = (
-    ("config", "timesteps", "files", "unets"),
+    ("config", "timesteps", "files", "unets", "runs"),
     ("query_order", "codebook"),
     ("reference", "fallback", "kernels", "ema", "validation"),
     ("reverse",),
@@ -30,8 +30,8 @@ LAYERS = (
 )
 BACKENDS = ("reference", "fallback", "kernels")
 KNOW_DIFFUSERS = {"weights", "processor", "linfusion", "pipeline", "calibrate", "scalecrafter"}
-KNOW_DIFFUSERS |= {"elastic", "sensitivity", "cli"}
-SHARED = {"avq_diffusers.files", "avq_diffusers.mini", "avq_diffusers.options"}
+KNOW_DIFFUSERS |= {"runs", "elastic", "sensitivity", "cli"}
+SHARED = {f"avq_diffusers.{name}" for name in ("files", "mini", "options", "runs")}
 HEAVY = {"triton", "torchvision", "matplotlib", "torchmetrics", "open_clip", "tensorboard", "yaml"}
 
 

@@ -1,0 +1,62 @@
+"""Run a pipeline over prompts to measure it, without pictures and progress bars of its own."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+# Of the pipeline's call, which `run_prompts` sets.
+RUN_ARGUMENTS = ("prompt", "generator", "output_type")
+
+
+def checked_prompts(prompts: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
+    """The prompts for `run_prompts`, with `arguments` of the pipeline's call.
+
+    Raises:
+        TypeError: `prompts` is one string, or an argument is one that `run_prompts` sets.
+        ValueError: there is no prompt.
+    """
+    for name in RUN_ARGUMENTS:
+        if name in arguments:
+            raise TypeError(
+                f"{', '.join(RUN_ARGUMENTS)} are set for each prompt and cannot be passed on to "
+                f"the pipeline, but got {name}."
+            )
+    if isinstance(prompts, str):
+        raise TypeError("prompts must be a sequence of strings, but got one string.")
+    prompts = list(prompts)
+    if not prompts:
+        raise ValueError("prompts must hold at least one prompt, but got none.")
+    return prompts
+
+
+def run_prompts(
+    pipe: DiffusionPipeline,
+    prompts: Iterable[str],
+    num_inference_steps: int,
+    seed: int,
+    arguments: Mapping[str, Any],
+) -> None:
+    """Denoise prompt after prompt, number i with seed `seed + i`; nothing is decoded."""
+    with quiet(pipe):
+        for index, prompt in enumerate(prompts):
+            pipe(
+                prompt,
+                num_inference_steps=num_inference_steps,
+                generator=torch.Generator().manual_seed(seed + index),
+                output_type="latent",
+                **arguments,
+            )
+
+
+@contextmanager
+def quiet(pipe: DiffusionPipeline) -> Iterator[None]:
+    """Hide the pipeline's own progress bars, which would break up ours."""
+    before = getattr(pipe, "_progress_bar_config", {})
+    pipe.set_progress_bar_config(**{**before, "disable": True})
+    try:
+        yield
+    finally:
+        pipe.set_progress_bar_config(**before)
