@@ -4,6 +4,7 @@ import hashlib
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -40,10 +41,10 @@ from avq_diffusers.sweep import (
     sweep_sheet,
     sweep_table,
 )
+from avq_diffusers.unets import unet_of
 from avq_diffusers.weights import FORMAT_VERSION, AVQCodebooks, select_layers
 
 DEFAULT_CONFIG = "M64P16C8"
-DEFAULT_LEVELS = "0"
 REPORT_WIDTH = 100
 CAPTURE_STEPS = 8
 
@@ -71,7 +72,10 @@ Config = Annotated[
     str | None, typer.Option(help=f"Codebook sizes to calibrate, as {DEFAULT_CONFIG}.")
 ]
 Levels = Annotated[
-    str | None, typer.Option(help=f"UNet levels to calibrate, as {DEFAULT_LEVELS} or 0,1.")
+    str | None,
+    typer.Option(
+        help="UNet levels to calibrate, as 0,1; the highest resolution that has self-attention."
+    ),
 ]
 Exact = Annotated[
     str | None,
@@ -283,8 +287,7 @@ def calibrate_command(
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, but {out} is a file.")
     chosen = usual_prompts(model) if prompts is None else _read_prompts(prompts)
-    avq_config = _parse_config(config, levels, exact)
-    pipe = _load_pipeline(model, device)
+    pipe, avq_config = _load_model(model, config, levels, exact, device)
     codebooks = calibrate(
         pipe,
         chosen,
@@ -344,9 +347,24 @@ def _load_with_avq(
         raise ValueError(
             "--codebooks bring their own --config, --levels and --exact; drop one of them."
         )
-    avq_config = _parse_config(config, levels, exact)
-    pipe = _load_pipeline(model, device)
+    pipe, avq_config = _load_model(model, config, levels, exact, device)
     return apply_avq(pipe, _find_codebooks(pipe, model, codebooks, avq_config), route="always")
+
+
+def _load_model(
+    model: str, config: str | None, levels: str | None, exact: str | None, device: str | None
+) -> tuple[DiffusionPipeline, AVQConfig]:
+    """The pipeline, and what to calibrate it with."""
+    avq_config = AVQConfig.parse(
+        config or DEFAULT_CONFIG,
+        levels=(0,) if levels is None else numbers_of("--levels", levels),
+        exact=tuple(exact.split(",")) if exact else (),
+    )
+    pipe = _load_pipeline(model, device)
+    if levels is None:  # SDXL has no self-attention at level 0
+        present = (layer.level for layer in select_layers(unet_of(pipe)))
+        avq_config = replace(avq_config, levels=(min(present, default=0),))
+    return pipe, avq_config
 
 
 def _load_pipeline(model: str, device: str | None) -> DiffusionPipeline:
@@ -447,19 +465,13 @@ def _measure_capture(
 def _shipped_codebooks() -> dict[AVQConfig, str]:
     """mini-sd's own."""
     return {
-        _parse_config(None, None, None): MINI_CODEBOOKS,
-        _parse_config(None, "0,1", None): MINI_CODEBOOKS_LEVEL1,
+        AVQConfig.parse(DEFAULT_CONFIG, levels=(0,)): MINI_CODEBOOKS,
+        AVQConfig.parse(DEFAULT_CONFIG, levels=(0, 1)): MINI_CODEBOOKS_LEVEL1,
     }
 
 
 def _usual_guidance(model: str) -> dict[str, float]:
     return {"guidance_scale": MINI_GUIDANCE_SCALE} if model == MINI_SD else {}
-
-
-def _parse_config(config: str | None, levels: str | None, exact: str | None) -> AVQConfig:
-    config, levels = config or DEFAULT_CONFIG, levels or DEFAULT_LEVELS
-    names = tuple(exact.split(",")) if exact else ()
-    return AVQConfig.parse(config, levels=numbers_of("--levels", levels), exact=names)
 
 
 def _read_prompts(path: Path) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from matplotlib.figure import Figure
 from PIL import Image
+from test_models import base_pipe
 from tiny import CONFIG, random_codebooks, sdxl_unet, tiny_pipe
 
 from avq_diffusers import (
@@ -284,6 +285,16 @@ def test_calibrate_saves_codebooks_that_load(avq, model):
     kept = loaded.config["calibration"]
     assert (kept["num_prompts"], kept["num_inference_steps"], kept["keys_per_layer"]) == (2, 2, 256)
     make(apply_avq(tiny_pipe(), loaded), steps=1)
+
+
+def test_sdxl(avq, tmp_path):
+    """Catches level 0 taken for granted, where SDXL has no self-attention."""
+    base_pipe().save_pretrained(tmp_path / "sdxl")
+    arguments = ["--config", "M4P2C2", "--steps", "2", "--keys", "64", "--out", "codebooks"]
+    code, output = avq("calibrate", "--model", str(tmp_path / "sdxl"), *arguments)
+    assert code == 0, output
+    specs = AVQCodebooks.from_pretrained("codebooks").layer_specs.values()
+    assert {spec.level for spec in specs} == {1}
 
 
 def test_calibrate_leaves_layers_exact(avq, model):
