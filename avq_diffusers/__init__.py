@@ -49,7 +49,8 @@ from avq_diffusers.scalecrafter import (
 )
 from avq_diffusers.sensitivity import measure_sensitivity
 from avq_diffusers.sheet import picture_sheet
-from avq_diffusers.weights import AVQCodebooks, select_layers
+from avq_diffusers.unets import select_layers
+from avq_diffusers.weights import AVQCodebooks
 
 __docformat__ = "google"
 __all__ = [

@@ -19,7 +19,8 @@ from avq_diffusers.diagnostics import active_ratio, capture, leaf_counts, quanti
 from avq_diffusers.pipeline import avq_disabled
 from avq_diffusers.query_order import query_order
 from avq_diffusers.runs import checked_prompts, run_prompts
-from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer, select_layers
+from avq_diffusers.unets import SelfAttentionLayer, select_layers
+from avq_diffusers.weights import AVQCodebooks
 
 
 def calibrate(

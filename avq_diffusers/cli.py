@@ -41,8 +41,8 @@ from avq_diffusers.sweep import (
     sweep_sheet,
     sweep_table,
 )
-from avq_diffusers.unets import unet_of
-from avq_diffusers.weights import FORMAT_VERSION, AVQCodebooks, select_layers
+from avq_diffusers.unets import select_layers, unet_of
+from avq_diffusers.weights import FORMAT_VERSION, AVQCodebooks
 
 DEFAULT_CONFIG = "M64P16C8"
 REPORT_WIDTH = 100

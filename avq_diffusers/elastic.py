@@ -25,8 +25,7 @@ from avq_diffusers.pipeline import applied_states, avq_disabled
 from avq_diffusers.processor import LayerState, _project
 from avq_diffusers.runs import checked_prompts, run_prompts
 from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
-from avq_diffusers.unets import unet_of
-from avq_diffusers.weights import SelfAttentionLayer
+from avq_diffusers.unets import SelfAttentionLayer, unet_of
 
 # The kernels compute children in blocks of 4 or 8 parents, and are compiled for each number.
 PARENT_STEP = 4

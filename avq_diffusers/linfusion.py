@@ -20,15 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from avq_diffusers.files import atomic_save
-from avq_diffusers.unets import PipelineOrUNet, unet_of
-from avq_diffusers.weights import (
-    LayerSpec,
-    check_digest,
-    check_names,
-    check_tensors,
-    select_layers,
-    tensor_digest,
-)
+from avq_diffusers.tensors import check_digest, check_names, check_tensors, tensor_digest
+from avq_diffusers.unets import LayerSpec, PipelineOrUNet, select_layers, unet_of
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"

@@ -29,8 +29,14 @@ from avq_diffusers.processor import (
 )
 from avq_diffusers.routing import ROUTES
 from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
-from avq_diffusers.unets import PipelineOrUNet, uncompiled, unet_of
-from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer, select_layers
+from avq_diffusers.unets import (
+    PipelineOrUNet,
+    SelfAttentionLayer,
+    select_layers,
+    uncompiled,
+    unet_of,
+)
+from avq_diffusers.weights import AVQCodebooks
 
 # Numbers of parents by the training timestep from which on, downwards, they hold.
 Schedule = Mapping[int, int]

@@ -20,7 +20,8 @@ from torch.nn import functional
 from avq_diffusers.ops import avq_attention, resolve_backend
 from avq_diffusers.query_order import query_order
 from avq_diffusers.routing import BreakEven, Shape, break_even, known_break_even, rows_bucket
-from avq_diffusers.weights import AVQCodebooks, SelfAttentionLayer
+from avq_diffusers.unets import SelfAttentionLayer
+from avq_diffusers.weights import AVQCodebooks
 
 AVQ_CALL = "AVQ"
 

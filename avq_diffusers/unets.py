@@ -1,8 +1,14 @@
-"""The UNet of a pipeline: every public function takes either, compiled or not."""
+"""The UNet of a pipeline, which every public function takes as well, and its self-attention."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from diffusers import Transformer2DModel
+from diffusers.models.attention_processor import Attention
 from torch import nn
+
+from avq_diffusers.config import is_within
 
 PipelineOrUNet = TypeVar("PipelineOrUNet")
 
@@ -24,3 +30,108 @@ def unet_of(pipe: Any) -> nn.Module:
 def uncompiled(unet: nn.Module) -> nn.Module:
     """What is inside of `torch.compile`'s wrapper, which puts itself into the paths of modules."""
     return getattr(unet, "_orig_mod", unet)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a codebook must fit: module path, UNet level and head shape of a self-attention."""
+
+    name: str
+    level: int
+    num_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        for name, kind in (("name", str), ("level", int), ("num_heads", int), ("head_dim", int)):
+            value = getattr(self, name)
+            if type(value) is not kind:
+                raise TypeError(f"{name} of a layer must be {kind.__name__}, but got {value!r}.")
+
+
+@dataclass(frozen=True)
+class SelfAttentionLayer(LayerSpec):
+    """A self-attention layer found in a UNet, with its modules."""
+
+    attn: Attention
+    transformer: Transformer2DModel
+
+
+def select_layers(
+    unet: nn.Module,
+    levels: tuple[int, ...] | None = None,
+    exact: tuple[str, ...] = (),
+    overrides: Iterable[str] = (),
+) -> list[SelfAttentionLayer]:
+    """The spatial self-attention layers of a UNet or ControlNet, in module order.
+
+    Args:
+        unet: a UNet with `down_blocks`, `mid_block` and `up_blocks`, or a ControlNet, which has the
+            first two. Temporal layers (motion modules) are never chosen.
+        levels: UNet levels to choose, 0 being the highest resolution; None chooses all.
+        exact: names of layers to leave out, or of modules all of whose layers to leave out.
+        overrides: keys of `AVQConfig.overrides`; each must be for a layer that is chosen.
+
+    Raises:
+        TypeError: `unet` is not such a model.
+        ValueError: a level has no self-attention, a name is that of no layer at these levels, no
+            layer is left, or an override is for none of them.
+    """
+    unet = uncompiled(unet)
+    if not isinstance(unet, nn.Module) or not hasattr(unet, "down_blocks"):
+        raise TypeError(f"expected a UNet with down_blocks, but got {type(unet).__name__}.")
+    layers = []
+    for path, transformer in unet.named_modules():
+        if not isinstance(transformer, Transformer2DModel):
+            continue
+        for index, block in enumerate(transformer.transformer_blocks):
+            attn = block.attn1
+            if attn.is_cross_attention:
+                continue
+            layers.append(
+                SelfAttentionLayer(
+                    name=f"{path}.transformer_blocks.{index}.attn1",
+                    level=_level(unet, path),
+                    num_heads=attn.heads,
+                    head_dim=attn.inner_dim // attn.heads,
+                    attn=attn,
+                    transformer=transformer,
+                )
+            )
+    present = sorted({layer.level for layer in layers})
+    levels = present if levels is None else levels
+    absent = [level for level in levels if level not in present]
+    if absent:
+        raise ValueError(
+            f"this UNet has no self-attention at level {_join(absent)}, "
+            f"only at levels {_join(present) or '(none)'}."
+        )
+    layers = [layer for layer in layers if layer.level in levels]
+    for name in exact:
+        if not any(is_within(layer.name, name) for layer in layers):
+            raise ValueError(
+                f"exact must name layers of this UNet at the levels {_join(levels)}, but got "
+                f"{name!r}; one of them is {layers[0].name}."
+            )
+    chosen = [x for x in layers if not any(is_within(x.name, name) for name in exact)]
+    if layers and not chosen:
+        raise ValueError(f"exact leaves no layer at the levels {_join(levels)}.")
+    for key in overrides:
+        if not any(key == str(x.level) or is_within(x.name, key) for x in chosen):
+            raise ValueError(
+                f"overrides must have levels or names of the chosen layers as keys, but got "
+                f"{key!r}; one of them is {chosen[0].name} at level {chosen[0].level}."
+            )
+    return chosen
+
+
+def _level(unet: nn.Module, path: str) -> int:
+    part, index = (path + ".0").split(".")[:2]
+    if part == "down_blocks":
+        return int(index)
+    if part == "up_blocks":
+        return len(unet.up_blocks) - 1 - int(index)
+    return len(unet.down_blocks) - 1
+
+
+def _join(values: list[int]) -> str:
+    return ", ".join(str(value) for value in values)

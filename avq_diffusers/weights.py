@@ -1,20 +1,18 @@
-"""`AVQCodebooks`: the codebooks of a UNet's layers as one model, and which layers these are.
+"""`AVQCodebooks`: the codebooks of a UNet's layers as one model.
 
 Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
 
-import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers import ConfigMixin, ModelMixin, Transformer2DModel
+from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
-from diffusers.models.attention_processor import Attention
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
@@ -22,13 +20,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from avq_diffusers.codebook import Codebook
-from avq_diffusers.config import AVQConfig, is_within
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.diagnostics import constraint_error
 from avq_diffusers.files import atomic_save
-from avq_diffusers.unets import uncompiled
+from avq_diffusers.tensors import check_digest, check_names, check_tensors, tensor_digest
+from avq_diffusers.unets import LayerSpec, SelfAttentionLayer, select_layers
 
 FORMAT_VERSION = 2
-WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Names and dimensions of an attention's projections, which are square in every UNet of diffusers.
 PROJECTION_PARAMETERS = {
     "to_q.weight": 2,
@@ -60,98 +58,6 @@ SAVED_WITH = {
     "max_shard_size": "10GB",
     "use_flashpack": False,
 }
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What a codebook must fit: module path, UNet level and head shape of a self-attention."""
-
-    name: str
-    level: int
-    num_heads: int
-    head_dim: int
-
-    def __post_init__(self) -> None:
-        for name, kind in (("name", str), ("level", int), ("num_heads", int), ("head_dim", int)):
-            value = getattr(self, name)
-            if type(value) is not kind:
-                raise TypeError(f"{name} of a layer must be {kind.__name__}, but got {value!r}.")
-
-
-@dataclass(frozen=True)
-class SelfAttentionLayer(LayerSpec):
-    """A self-attention layer found in a UNet, with its modules."""
-
-    attn: Attention
-    transformer: Transformer2DModel
-
-
-def select_layers(
-    unet: nn.Module,
-    levels: tuple[int, ...] | None = None,
-    exact: tuple[str, ...] = (),
-    overrides: Iterable[str] = (),
-) -> list[SelfAttentionLayer]:
-    """The spatial self-attention layers of a UNet or ControlNet, in module order.
-
-    Args:
-        unet: a UNet with `down_blocks`, `mid_block` and `up_blocks`, or a ControlNet, which has the
-            first two. Temporal layers (motion modules) are never chosen.
-        levels: UNet levels to choose, 0 being the highest resolution; None chooses all.
-        exact: names of layers to leave out, or of modules all of whose layers to leave out.
-        overrides: keys of `AVQConfig.overrides`; each must be for a layer that is chosen.
-
-    Raises:
-        TypeError: `unet` is not such a model.
-        ValueError: a level has no self-attention, a name is that of no layer at these levels, no
-            layer is left, or an override is for none of them.
-    """
-    unet = uncompiled(unet)
-    if not isinstance(unet, nn.Module) or not hasattr(unet, "down_blocks"):
-        raise TypeError(f"expected a UNet with down_blocks, but got {type(unet).__name__}.")
-    layers = []
-    for path, transformer in unet.named_modules():
-        if not isinstance(transformer, Transformer2DModel):
-            continue
-        for index, block in enumerate(transformer.transformer_blocks):
-            attn = block.attn1
-            if attn.is_cross_attention:
-                continue
-            layers.append(
-                SelfAttentionLayer(
-                    name=f"{path}.transformer_blocks.{index}.attn1",
-                    level=_level(unet, path),
-                    num_heads=attn.heads,
-                    head_dim=attn.inner_dim // attn.heads,
-                    attn=attn,
-                    transformer=transformer,
-                )
-            )
-    present = sorted({layer.level for layer in layers})
-    levels = present if levels is None else levels
-    absent = [level for level in levels if level not in present]
-    if absent:
-        raise ValueError(
-            f"this UNet has no self-attention at level {_join(absent)}, "
-            f"only at levels {_join(present) or '(none)'}."
-        )
-    layers = [layer for layer in layers if layer.level in levels]
-    for name in exact:
-        if not any(is_within(layer.name, name) for layer in layers):
-            raise ValueError(
-                f"exact must name layers of this UNet at the levels {_join(levels)}, but got "
-                f"{name!r}; one of them is {layers[0].name}."
-            )
-    chosen = [x for x in layers if not any(is_within(x.name, name) for name in exact)]
-    if layers and not chosen:
-        raise ValueError(f"exact leaves no layer at the levels {_join(levels)}.")
-    for key in overrides:
-        if not any(key == str(x.level) or is_within(x.name, key) for x in chosen):
-            raise ValueError(
-                f"overrides must have levels or names of the chosen layers as keys, but got "
-                f"{key!r}; one of them is {chosen[0].name} at level {chosen[0].level}."
-            )
-    return chosen
 
 
 class AVQCodebooks(ModelMixin, ConfigMixin):
@@ -467,66 +373,8 @@ def _no_changes(width: int) -> nn.ParameterDict:
     )
 
 
-def _level(unet: nn.Module, path: str) -> int:
-    part, index = (path + ".0").split(".")[:2]
-    if part == "down_blocks":
-        return int(index)
-    if part == "up_blocks":
-        return len(unet.up_blocks) - 1 - int(index)
-    return len(unet.down_blocks) - 1
-
-
 def _key(name: str) -> str:
     return name.replace(".", "__")
-
-
-def _join(values: list[int]) -> str:
-    return ", ".join(str(value) for value in values)
-
-
-def check_names(subject: str, got, expected) -> None:
-    missing = [name for name in expected if name not in got]
-    unexpected = [name for name in got if name not in expected]
-    if missing:
-        raise ValueError(f"{subject}: {missing[0]} is missing ({len(missing)} missing in all).")
-    if unexpected:
-        raise ValueError(
-            f"{subject}: {unexpected[0]} is unexpected ({len(unexpected)} unexpected in all)."
-        )
-
-
-def check_tensors(subject: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    check_names(subject, got, expected)
-    for name, tensor in got.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"{subject}: {name} must have shape {tuple(expected[name].shape)}, but got "
-                f"{tuple(tensor.shape)}."
-            )
-        if tensor.dtype not in WEIGHT_DTYPES:
-            raise ValueError(
-                f"{subject}: {name} must be floating point of 16 bits or more, but got "
-                f"{tensor.dtype}."
-            )
-        if not tensor.isfinite().all():
-            raise ValueError(f"{subject}: {name} holds NaN or infinity.")
-
-
-def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, shapes and values, whatever the floating point dtype they are stored in."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def check_digest(path: Path, tensors: Mapping[str, Tensor], sha256: str | None) -> None:
-    if sha256 not in (None, tensor_digest(tensors)):
-        raise ValueError(
-            f"{path} does not hold the tensors that its config.json was saved with: it is damaged, "
-            f"or belongs to another training."
-        )
 
 
 def _copy(subject: str, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:

@@ -70,7 +70,8 @@ from avq_diffusers.pipeline import (
 )
 from avq_diffusers.processor import AVQProcessor
 from avq_diffusers.scalecrafter import scalecrafter
-from avq_diffusers.weights import AVQCodebooks, select_layers
+from avq_diffusers.unets import select_layers
+from avq_diffusers.weights import AVQCodebooks
 
 feature = pytest.mark.feature
 

@@ -13,8 +13,8 @@ PACKAGES = ("avq_diffusers", "distill", "eval")
 
 # From the bottom up; a module imports only from modules that stand before its own line.
 LAYERS = (
-    ("config", "timesteps", "files", "unets", "runs"),
-    ("query_order", "codebook"),
+    ("config", "timesteps", "files", "tensors", "runs"),
+    ("unets", "query_order", "codebook"),
     ("reference", "fallback", "kernels", "ema", "validation"),
     ("reverse",),
     ("ops",),
@@ -30,7 +30,7 @@ LAYERS = (
 )
 BACKENDS = ("reference", "fallback", "kernels")
 KNOW_DIFFUSERS = {"weights", "processor", "linfusion", "pipeline", "calibrate", "scalecrafter"}
-KNOW_DIFFUSERS |= {"runs", "elastic", "sensitivity", "cli"}
+KNOW_DIFFUSERS |= {"unets", "runs", "elastic", "sensitivity", "cli"}
 SHARED = {f"avq_diffusers.{name}" for name in ("files", "mini", "options", "runs")}
 HEAVY = {"triton", "torchvision", "matplotlib", "torchmetrics", "open_clip", "tensorboard", "yaml"}
 

@@ -40,7 +40,8 @@ from avq_diffusers.pipeline import (
     summary,
 )
 from avq_diffusers.processor import AVQProcessor
-from avq_diffusers.weights import AVQCodebooks, select_layers
+from avq_diffusers.unets import select_layers
+from avq_diffusers.weights import AVQCodebooks
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 

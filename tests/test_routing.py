@@ -24,7 +24,7 @@ from avq_diffusers.routing import (
     measure_break_even,
     rows_bucket,
 )
-from avq_diffusers.weights import select_layers
+from avq_diffusers.unets import select_layers
 
 SHAPE = Shape(16, 40, 64, 16, 8, 128, torch.float16)
 FOUND = BreakEven(eager=2048, compiled=512)

@@ -44,7 +44,7 @@ from avq_diffusers.scalecrafter import (
     scalecrafter,
     sub_grids,
 )
-from avq_diffusers.weights import select_layers
+from avq_diffusers.unets import select_layers
 
 DILATED, PLAIN = 981, 1  # timesteps
 MORE_THAN_ROUNDING = 1e-3

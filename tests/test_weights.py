@@ -16,7 +16,8 @@ from tiny import CONFIG, predict, random_codebooks, sd2_unet, sdxl_unet, tiny_un
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.pipeline import apply_avq
-from avq_diffusers.weights import PROJECTION_PARAMETERS, AVQCodebooks, select_layers
+from avq_diffusers.unets import select_layers
+from avq_diffusers.weights import PROJECTION_PARAMETERS, AVQCodebooks
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"

@@ -1,0 +1,55 @@
+"""Checks of tensors read from a file, or about to be written into one."""
+
+import hashlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_names(subject: str, got: Collection[str], expected: Collection[str]) -> None:
+    missing = [name for name in expected if name not in got]
+    unexpected = [name for name in got if name not in expected]
+    if missing:
+        raise ValueError(f"{subject}: {missing[0]} is missing ({len(missing)} missing in all).")
+    if unexpected:
+        raise ValueError(
+            f"{subject}: {unexpected[0]} is unexpected ({len(unexpected)} unexpected in all)."
+        )
+
+
+def check_tensors(subject: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    check_names(subject, got, expected)
+    for name, tensor in got.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{subject}: {name} must have shape {tuple(expected[name].shape)}, but got "
+                f"{tuple(tensor.shape)}."
+            )
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{subject}: {name} must be floating point of 16 bits or more, but got "
+                f"{tensor.dtype}."
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(f"{subject}: {name} holds NaN or infinity.")
+
+
+def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, shapes and values, whatever the floating point dtype they are stored in."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_digest(path: Path, tensors: Mapping[str, Tensor], sha256: str | None) -> None:
+    if sha256 not in (None, tensor_digest(tensors)):
+        raise ValueError(
+            f"{path} does not hold the tensors that its config.json was saved with: it is damaged, "
+            f"or belongs to another training."
+        )
