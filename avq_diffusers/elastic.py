@@ -22,7 +22,7 @@ from tqdm import tqdm
 from avq_diffusers.diagnostics import capture_curve
 from avq_diffusers.files import atomic_write
 from avq_diffusers.pipeline import applied_states, avq_disabled
-from avq_diffusers.processor import LayerState, _project
+from avq_diffusers.processor import LayerState
 from avq_diffusers.runs import checked_prompts, run_prompts
 from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 from avq_diffusers.unets import SelfAttentionLayer, unet_of
@@ -213,10 +213,10 @@ class _Measurement:
         if state.query_order is None or hidden_states.shape[1] != len(state.query_order):
             return
         query, key = (
-            _project(projection, state, path, hidden_states)
+            state.project(layer, name, hidden_states)
             .unflatten(-1, (attn.heads, -1))
             .transpose(1, 2)
-            for projection, path in ((attn.to_q, "to_q"), (attn.to_k, "to_k"))
+            for layer, name in ((attn.to_q, "to_q"), (attn.to_k, "to_k"))
         )
         if state.key_norm is not None:
             key = state.key_norm(key.float())

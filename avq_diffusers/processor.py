@@ -179,6 +179,16 @@ class LayerState:
         found = self.break_even.get(self.shape(hidden_states), BreakEven(0, 0))
         return found.compiled if torch.compiler.is_compiling() else found.eager
 
+    def project(self, layer: nn.Module, name: str, hidden_states: Tensor) -> Tensor:
+        """Run the projection `name` of the layer, with what distillation changed in it."""
+        # The layer is called, never read: LoRA, quantised and offloaded layers answer calls.
+        output = layer(hidden_states)
+        changes = self.projection_changes
+        if changes is None:
+            return output
+        weight_change, bias_change = changes[f"{name}.weight"], changes.get(f"{name}.bias")
+        return output + functional.linear(hidden_states, weight_change, bias_change)
+
     def count(self, call: str) -> None:
         self.calls[call] += 1
         self.last_call = call
@@ -259,7 +269,7 @@ class AVQProcessor(AttnProcessor2_0):
 
 def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor:
     query, key, value = (
-        _project(layer, state, name, hidden_states).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        state.project(layer, name, hidden_states).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
         for layer, name in ((attn.to_q, "to_q"), (attn.to_k, "to_k"), (attn.to_v, "to_v"))
     )
     if state.key_norm is not None:
@@ -276,21 +286,11 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
         importance_tile=state.importance_tile,
         backend=backend,
     )
-    output = _project(attn.to_out[0], state, "to_out.0", output.transpose(1, 2).flatten(2))
+    output = state.project(attn.to_out[0], "to_out.0", output.transpose(1, 2).flatten(2))
     output = attn.to_out[1](output)
     if attn.rescale_output_factor != 1:
         output = output / attn.rescale_output_factor
     return output
-
-
-def _project(layer: nn.Module, state: LayerState, name: str, hidden_states: Tensor) -> Tensor:
-    # The layer is called, never read: LoRA, quantised and offloaded layers answer calls.
-    output = layer(hidden_states)
-    changes = state.projection_changes
-    if changes is None:
-        return output
-    weight_change, bias_change = changes[f"{name}.weight"], changes.get(f"{name}.bias")
-    return output + functional.linear(hidden_states, weight_change, bias_change)
 
 
 def install(
