@@ -14,10 +14,10 @@ from typing import Any
 from eval.benchmarks.step import (
     LABELS,
     LINFUSION,
-    ROUTED,
     SDPA,
     TOME,
     TOME_BOTH,
+    AVQMethod,
     method_label,
     parse_method,
 )
@@ -205,11 +205,12 @@ def _variant(row: Row) -> Variant:
 
 
 def _timed_variant(name: str) -> Variant:
-    """What a row of `bench unet` computes; its default route is not what `scenes` runs."""
+    """What a row of `bench unet` computes; other ways than the usual are rows of their own."""
     if name in LABELS:
         return WITHOUT_CONFIG.get(name, (name, ()))
-    config, _ = parse_method(name)
-    if name.endswith(ROUTED):
+    method = parse_method(name)
+    config = method.config
+    if method != AVQMethod(config):
         return name, config.levels
     return ", ".join([short_name(config), *exact_labels(config)]), config.levels
 
@@ -218,7 +219,7 @@ def _timed_facts(name: str) -> Row:
     """The facts of a method that has times only."""
     facts = dict.fromkeys(FACTS) | {"method": method_label(name), "levels": []}
     if name not in LABELS:
-        config, _ = parse_method(name)
+        config = parse_method(name).config
         facts["levels"] = list(config.levels)
         facts["effective_codewords"] = config.effective_codewords
     return facts

@@ -410,6 +410,20 @@ def test_only_the_row_of_the_fastest_route_is_routed(steps):
     assert step.method_label("M4P2C2@L0/fastest") == "AVQ 4/2/2, level 0, fastest route"
 
 
+def test_only_the_tuned_row_runs_changes_of_projections(steps):
+    """Fails where the time of tuned projections is that of the model's own, or in every row."""
+
+    def changed(name):
+        with steps.method(name):
+            states = [layer.attn._avq for layer in select_layers(steps.unet, (0, 1))]
+        return {state.projection_changes is not None for state in states}
+
+    for _ in range(2):
+        assert changed("M4P2C2/tuned") == {True}
+        assert changed("M4P2C2") == {False}
+    assert step.method_label("M4P2C2@L0/tuned") == "AVQ 4/2/2, level 0, tuned projections"
+
+
 def test_a_row_leaves_the_layers_exact_that_its_name_says(steps):
     """Fails where they are replaced after all, and their time is not in the row's."""
     with steps.method("M4P2C2-up_blocks.2.attentions.1"):

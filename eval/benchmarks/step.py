@@ -11,10 +11,11 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import UNet2DConditionModel
+from diffusers.models.attention_processor import Attention
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,7 +36,10 @@ from eval.methods import ValueProjectionProcessor, exact_labels
 
 SDPA, FA2, LIMIT, LINFUSION = "sdpa", "fa2", "limit", "linfusion"
 TOME, TOME_BOTH = "tome", "tome@L01"
-ROUTED = "/fastest"
+# At the end of a name of `parse_method`.
+ROUTED, TUNED = "/fastest", "/tuned"
+# Standard deviation of the changes of projections that a tuned row runs.
+CHANGE = 1e-3
 LABELS = {
     SDPA: "SDPA default",
     FA2: "FA2",
@@ -73,31 +77,39 @@ class Model:
     stem: str
 
 
-def parse_method(name: str) -> tuple[AVQConfig, str]:
-    """Configuration and route of `M64P16C8`: levels 0 and 1, every layer by AVQ.
+class AVQMethod(NamedTuple):
+    """How a row runs AVQ: what codebooks, by which route, and with tuned projections or not."""
+
+    config: AVQConfig
+    route: str = "always"
+    tuned: bool = False
+
+
+def parse_method(name: str) -> AVQMethod:
+    """What `M64P16C8` stands for: levels 0 and 1, every layer by AVQ.
 
     `M64P16C8@L0` changes level 0 alone, `M64P16C8-up_blocks.2` leaves the layers of that block
     exact; `/fastest` at the end is the default route, which leaves layers exact where that is
-    faster.
+    faster, and `/tuned` adds changes to the projections, as distilled codebooks do.
 
     Raises:
         ValueError: the name has another form.
     """
-    form = r"(.*?)(?:@L([01]))?(?:-(.+))?"
-    text, level, exact = re.fullmatch(form, name.removesuffix(ROUTED)).groups()
+    form = rf"(.*?)(?:@L([01]))?(?:-([^/]+))?({ROUTED}|{TUNED})?"
+    text, level, exact, way = re.fullmatch(form, name).groups()
     levels = LEVELS if level is None else (int(level),)
-    route = "fastest" if name.endswith(ROUTED) else "always"
-    return AVQConfig.parse(text, levels=levels, exact=(exact,) if exact else ()), route
+    config = AVQConfig.parse(text, levels=levels, exact=(exact,) if exact else ())
+    return AVQMethod(config, "fastest" if way == ROUTED else "always", way == TUNED)
 
 
 def method_label(name: str) -> str:
     """The name that tables and plots print."""
     if name in LABELS:
         return LABELS[name]
-    config, route = parse_method(name)
+    config, route, tuned = parse_method(name)
     levels = [] if config.levels == LEVELS else [f"level {config.levels[0]}"]
-    routed = ["fastest route"] if route == "fastest" else []
-    return ", ".join([method_name(config), *levels, *exact_labels(config), *routed])
+    ways = [*["fastest route"] * (route == "fastest"), *["tuned projections"] * tuned]
+    return ", ".join([method_name(config), *levels, *exact_labels(config), *ways])
 
 
 @torch.library.custom_op("avq_eval::zero_of", mutates_args=())
@@ -144,7 +156,7 @@ class StepBench:
         self.generator = torch.Generator(device).manual_seed(0)
         self._fits: dict[tuple[int, int], dict[str, Codebook]] = {}
         # Kept for good: captured graphs read these codewords by their address.
-        self._codebooks: dict[AVQConfig, AVQCodebooks] = {}
+        self._codebooks: dict[tuple[AVQConfig, bool], AVQCodebooks] = {}
 
     def inputs(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
         """Random latents of a side x side picture, a timestep, random text states."""
@@ -195,9 +207,10 @@ class StepBench:
                 tomesd.apply_patch(self.unet, ratio=0.5, max_downsample=downsample, use_rand=False)
                 stack.callback(tomesd.remove_patch, self.unet)
             elif name != SDPA:
-                config, route = parse_method(name)
+                config, route, tuned = parse_method(name)
                 backend = self.oracle if oracle else self.backend
-                apply_avq(self.unet, self.codebooks(config), backend=backend, route=route)
+                codebooks = self.codebooks(config, tuned=tuned)
+                apply_avq(self.unet, codebooks, backend=backend, route=route)
                 stack.callback(remove_avq, self.unet)
             yield
 
@@ -211,9 +224,9 @@ class StepBench:
                 }
 
     @torch.no_grad()
-    def codebooks(self, config: AVQConfig) -> AVQCodebooks:
+    def codebooks(self, config: AVQConfig, *, tuned: bool = False) -> AVQCodebooks:
         """Codebooks of the UNet's own keys; one k-means for each layer and size."""
-        if config not in self._codebooks:
+        if (config, tuned) not in self._codebooks:
             sizes = config.num_parents, config.num_children
             if sizes not in self._fits:
                 self._fits[sizes] = {
@@ -222,9 +235,17 @@ class StepBench:
                 }
             layers = select_layers(self.unet, config.levels, config.exact)
             fits = {layer.name: self._fits[sizes][layer.name] for layer in layers}
-            codebooks = AVQCodebooks.from_codebooks(config, fits, self.unet)
-            self._codebooks[config] = codebooks.to(self.device)
-        return self._codebooks[config]
+            changes = {layer.name: self._changes(layer.attn) for layer in layers}
+            codebooks = AVQCodebooks.from_codebooks(
+                config, fits, self.unet, projection_changes=changes if tuned else None
+            )
+            self._codebooks[config, tuned] = codebooks.to(self.device)
+        return self._codebooks[config, tuned]
+
+    def _changes(self, attn: Attention) -> dict[str, Tensor]:
+        """Random changes of the projections, by their names in `attn`."""
+        draw = partial(torch.randn, generator=self.generator, device=self.device)
+        return {name: CHANGE * draw(x.shape) for name, x in attn.state_dict().items()}
 
     @cached_property
     def _linfusion(self) -> dict[str, LinFusionProcessor]:

@@ -54,6 +54,7 @@ METHODS = (
     LIMIT,
     "M64P16C8",
     "M64P16C8/fastest",
+    "M64P16C8/tuned",
     "M64P16C8@L0",
     "M32P8C8",
     "M128P32C8",
@@ -347,5 +348,5 @@ def check_choices(model: str, methods: Sequence[str], modes: Sequence[str]) -> N
         except ValueError as error:
             raise ValueError(
                 f"methods must be {', '.join(LABELS)} or configurations such as M64P16C8, "
-                f"M64P16C8@L0, M64P16C8-up_blocks.2 or M64P16C8/fastest: {error}"
+                f"M64P16C8@L0, M64P16C8-up_blocks.2, M64P16C8/fastest or M64P16C8/tuned: {error}"
             ) from None

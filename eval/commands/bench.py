@@ -89,7 +89,8 @@ def bench_unet_command(
         typer.Option(
             help="Comma-separated, the most important first: sdpa, fa2, limit, tome, "
             "tome@L01 (levels 0 and 1), linfusion, M64P16C8, M64P16C8@L0 (level 0 only), "
-            "M64P16C8-up_blocks.2 (that block exact), M64P16C8/fastest (default route)."
+            "M64P16C8-up_blocks.2 (that block exact), M64P16C8/fastest (default route), "
+            "M64P16C8/tuned (with changes of projections)."
         ),
     ] = "",
     modes: Annotated[str, typer.Option(help="Comma-separated: graph, compile, eager.")] = (
