@@ -26,9 +26,9 @@ from diffusers import StableDiffusionPipeline
 from avq_diffusers import measure_sensitivity
 from avq_diffusers.mini import Scene
 from eval.errors import Row, measure_errors
+from eval.markdown import markdown_table, number
 from eval.methods import Method, attention_method, method_label
 from eval.plots import HeatMap, Line, Panel, heat_maps, panel_plot
-from eval.tables import markdown_table, number
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
 QUERY_TILES = (16, 32, 64, 128, 256, 512)

@@ -29,6 +29,7 @@ from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import SCORER
 from eval.coco import CAPTIONS, PICTURES, picture_path, read_manifest
 from eval.frechet import bootstrap_error, fit_gaussian, frechet_distance
+from eval.markdown import markdown_table, number
 from eval.methods import NO_ATTENTION, method_cells
 from eval.metrics import Scorer
 from eval.networks import Inception, OpenCLIP
@@ -43,7 +44,6 @@ from eval.protocol import (
     implausible,
 )
 from eval.report import folder_digest
-from eval.tables import markdown_table, number
 
 PICTURE_ENDINGS = (".jpeg", ".jpg", ".png")
 # Of the two resizes of the protocol.

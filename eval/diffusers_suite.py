@@ -27,8 +27,8 @@ import typer
 from tqdm import tqdm
 
 from eval.__main__ import run_app
+from eval.markdown import markdown_table
 from eval.report import RESULTS, ProcessFailed, environment, save_json
-from eval.tables import markdown_table
 
 TESTS = (
     "tests/models/unets/test_models_unet_2d_condition.py",

@@ -54,9 +54,9 @@ from avq_diffusers import (
     select_layers,
 )
 from avq_diffusers.mini import Scene, render
+from eval.markdown import markdown_table, number
 from eval.methods import Method, attention_method, method_cells, short_name
 from eval.plots import Line, Panel
-from eval.tables import markdown_table, number
 
 Row = dict[str, Any]
 UNetInputs = tuple[Tensor, Tensor, Tensor]

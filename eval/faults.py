@@ -39,8 +39,8 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, sample_scene, write_coco
+from eval.markdown import markdown_table
 from eval.report import ProcessFailed
-from eval.tables import markdown_table
 
 # Entry points of the commands, and how the line of an error begins.
 PROGRAMS = {

@@ -35,8 +35,8 @@ from avq_diffusers import (
     summary,
 )
 from eval.benchmarks.unet import SD15
+from eval.markdown import markdown_table
 from eval.report import ProcessFailed, environment, save_json
-from eval.tables import markdown_table
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Pipelines": (

@@ -16,11 +16,11 @@ from tqdm import tqdm
 from avq_diffusers.mini import IMAGE_SIZE, Scene, corrupt, render
 from eval.compare import psnr_figures
 from eval.frechet import bootstrap_error, fit_gaussian, frechet_distance
+from eval.markdown import markdown_table, number
 from eval.methods import EXACT, attention_method, method_cells, prepare_methods
 from eval.metrics import Scorer, clip_scores, copy_agreements, picture_features, psnr
 from eval.pictures import dilation, generate
 from eval.protocol import NUM_BOOTSTRAPS
-from eval.tables import markdown_table, number
 
 LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
 FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_picture")

@@ -54,8 +54,8 @@ from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD
 from eval.captions import read_captions
 from eval.coco import MANIFEST, MANIFEST_KEYS, read_manifest
 from eval.errors import read_kernel_times
+from eval.markdown import markdown_table, number
 from eval.stored import read_result
-from eval.tables import markdown_table, number
 from eval.training import LOG, read_log
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -131,8 +131,8 @@ def _training(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _table(path: Path, document: Mapping[str, Any], size: int | None = None) -> None:
+    from eval.method_table import table_panels
     from eval.plots import point_plot
-    from eval.table import table_panels
 
     point_plot(path, table_panels(document, size))
 

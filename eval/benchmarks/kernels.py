@@ -19,9 +19,9 @@ from avq_diffusers import AVQConfig, query_order
 from eval.benchmarks.contenders import DEFAULT_SDPA, Bench, Row
 from eval.benchmarks.inputs import Shape
 from eval.benchmarks.timing import Effort
+from eval.markdown import markdown_table, number
 from eval.plots import Line, log_log_plot
 from eval.report import save_json
-from eval.tables import markdown_table, number
 
 HOT_SHARE = 0.3
 

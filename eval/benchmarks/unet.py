@@ -44,9 +44,9 @@ from eval.benchmarks.step import (
     StepBench,
     method_label,
 )
+from eval.markdown import markdown_table, number
 from eval.plots import bar_plot
 from eval.report import save_json
-from eval.tables import markdown_table, number
 
 # The ones a ratio needs first, so that a run that is cut off has them.
 METHODS = (

@@ -206,7 +206,7 @@ def table_command(
 
     Example: python -m eval table merged.json merged_512.json bench_unet_1024_graph_cuda.json
     """
-    from eval.table import build_table, quality_table
+    from eval.method_table import build_table, quality_table
 
     table = build_table([read_result(path) for path in results])
     print(quality_table(table))

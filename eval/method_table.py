@@ -21,13 +21,13 @@ from eval.benchmarks.step import (
     method_label,
     parse_method,
 )
+from eval.markdown import markdown_table, number
 from eval.methods import EXACT, exact_labels, method_cells, short_name
 from eval.methods import LINFUSION as LINFUSION_CONFIG
 from eval.methods import TOME as TOME_METHOD
 from eval.plots import Point, PointPanel
 from eval.scenes import HEADER, MAKING, MEASURED, PROTOCOL, figure_cells, row_key, said_otherwise
 from eval.stored import Result, complete
-from eval.tables import markdown_table, number
 
 Row = dict[str, Any]
 Variant = tuple[str, tuple[int, ...]]

@@ -24,13 +24,13 @@ from eval.benchmarks.kernels import plot_kernels
 from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
 from eval.compare import compare_sheet
 from eval.errors import KernelTimes, error_panels
+from eval.method_table import build_table, quality_table, table_panels
 from eval.methods import EXACT, NO_ATTENTION, TOME, attention_method, prepare_methods
 from eval.metrics import Scorer, psnr
 from eval.pictures import dilation, generate
 from eval.plots import Point, PointPanel, _label_points, panel_plot, point_plot
 from eval.report import save_json
 from eval.stored import Result, draw, read_result
-from eval.table import build_table, quality_table, table_panels
 from eval.training import training_rows
 
 
