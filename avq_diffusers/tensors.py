@@ -11,6 +11,7 @@ WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_names(subject: str, got: Collection[str], expected: Collection[str]) -> None:
+    """Refuse names that are missing or unexpected, with a ValueError that `subject` begins."""
     missing = [name for name in expected if name not in got]
     unexpected = [name for name in got if name not in expected]
     if missing:
@@ -22,6 +23,11 @@ def check_names(subject: str, got: Collection[str], expected: Collection[str]) -
 
 
 def check_tensors(subject: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of other names or shapes, of less than 16 bits, or with NaN or infinity.
+
+    Raises:
+        ValueError: begins with `subject` and names the tensor.
+    """
     check_names(subject, got, expected)
     for name, tensor in got.items():
         if tensor.shape != expected[name].shape:
@@ -48,6 +54,11 @@ def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_digest(path: Path, tensors: Mapping[str, Tensor], sha256: str | None) -> None:
+    """Refuse tensors of another digest than `sha256`, if there is one.
+
+    Raises:
+        ValueError: names `path`.
+    """
     if sha256 not in (None, tensor_digest(tensors)):
         raise ValueError(
             f"{path} does not hold the tensors that its config.json was saved with: it is damaged, "
