@@ -5,8 +5,10 @@ time on one device. Runs that are there are resumed, so the command can be repea
 make no further step, and those of other settings are refused.
 """
 
+import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from eval.benchmarks.distillation import last_error
+from eval.markdown import markdown_table
 
 Row = dict[str, Any]
 
@@ -38,6 +41,8 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
     "no feature loss": {"objective.feature_weight": 0.0},
     "key norm": {"avq.key_norm": "true"},
 }
+# What two files must share if their runs are to stand in one table.
+PROTOCOL = ("config", "overrides", "num_pictures", "num_timesteps")
 FIGURES = {
     "output_error": "output error",
     "feature_relative_mse": "feature, relative MSE",
@@ -84,46 +89,66 @@ def train_variants(
         return dict(tqdm(done, desc="runs", total=len(cases)))
 
 
-def ablation_rows(rows: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
-    """Means over seeds, with the standard deviation where there are several.
+def ablation_rows(errors: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
+    """What every run is of, and its figures.
 
     Args:
-        rows: of `measure_errors`; the method is a folder.
+        errors: rows of `measure_errors`; the method is a folder.
         names: `VARIANT, seed S` by folder.
     """
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        variant = names[row["method"]].rpartition(", seed")[0]
-        groups.setdefault((variant, row["config"]), []).append(row)
-    return [
-        {"variant": variant, "config": config, "num_seeds": len(group), **_statistics(group)}
-        for (variant, config), group in groups.items()
-    ]
+    rows = []
+    for row in errors:
+        variant, _, seed = names[row["method"]].rpartition(", seed ")
+        figures = {figure: row[figure] for figure in FIGURES}
+        rows.append({"variant": variant, "seed": int(seed), "config": row["config"], **figures})
+    return rows
+
+
+def join_ablations(documents: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The rows of several files of `python -m eval ablate`, by variant and seed.
+
+    Args:
+        documents: the contents of the files.
+
+    Raises:
+        ValueError: the files differ in `PROTOCOL`, or two have the same run.
+    """
+    for name in PROTOCOL:
+        if len({json.dumps(document[name]) for document in documents}) > 1:
+            raise ValueError(f"ablations that are merged must be alike, but differ in {name}.")
+    rows = [row for document in documents for row in document["rows"]]
+    runs = Counter((row["variant"], row["seed"], row["config"]) for row in rows)
+    if repeated := [run for run, count in runs.items() if count > 1]:
+        variant, seed, config = repeated[0]
+        raise ValueError(f"two files have the run {variant}, seed {seed}, judged at {config}.")
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    return sorted(rows, key=lambda row: (variants.index(row["variant"]), row["seed"]))
 
 
 def ablation_table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
-    lines = [
-        f"| variant | config | seeds | {' | '.join(FIGURES.values())} |",
-        f"|---|---|---|{'---|' * len(FIGURES)}",
-    ]
+    """Means over seeds as a Markdown table, with the standard deviation where there are several.
+
+    Args:
+        rows: of `ablation_rows`.
+    """
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        cells = [row["variant"], row["config"], str(row["num_seeds"])]
-        for figure in FIGURES:
-            value, spread = row[figure], row[f"{figure}_sd"]
-            text = "-" if value is None else f"{value:.3g}"
-            cells.append(text if spread is None else f"{text} ± {spread:.1g}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        groups.setdefault((row["variant"], row["config"]), []).append(row)
+    return markdown_table(
+        ["variant", "config", "seeds", *FIGURES.values()],
+        (
+            [variant, config, str(len(runs)), *(_over_seeds(runs, name) for name in FIGURES)]
+            for (variant, config), runs in groups.items()
+        ),
+    )
 
 
-def _statistics(group: Sequence[Row]) -> dict[str, float | None]:
-    figures = {}
-    for figure in FIGURES:
-        values = [row[figure] for row in group if row[figure] is not None]  # flat: no capture
-        figures[figure] = mean(values) if values else None
-        figures[f"{figure}_sd"] = stdev(values) if len(values) > 1 else None
-    return figures
+def _over_seeds(runs: Sequence[Row], figure: str) -> str:
+    values = [run[figure] for run in runs if run[figure] is not None]  # flat: no capture
+    if not values:
+        return "-"
+    spread = f" ± {stdev(values):.1g}" if len(values) > 1 else ""
+    return f"{mean(values):.3g}{spread}"
 
 
 def _distill(config: Path, run: Path, settings: Sequence[str]) -> None:

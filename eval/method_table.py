@@ -3,7 +3,7 @@
 Quality is what `scenes` measured, or `merge` averaged, with columns for each size of the pictures;
 speed is the time of a UNet step by `bench unet`, a column for each UNet, size and mode. A time
 belongs to all methods that run the same computation: the same configuration at the same levels,
-calibrated or distilled.
+with tuned projections, as distilled methods have them, or without.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from eval.benchmarks.step import (
     SDPA,
     TOME,
     TOME_BOTH,
-    AVQMethod,
+    TUNED,
     method_label,
     parse_method,
 )
@@ -200,19 +200,22 @@ def _entry(rows: dict[tuple[str, Variant], Row], key: tuple[str, Variant], facts
 def _variant(row: Row) -> Variant:
     """What a row of `scenes` computes; exact attention and real pictures have no levels."""
     _, levels = row_key(row)
+    config = row.get("config") or row["method"]
     fields = [f"{name} {value}" for name, value in row.get("fields", {}).items()]
-    return ", ".join([row.get("config") or row["method"], *fields]), levels
+    tuned = [TUNED] if row.get("origin") == "distilled" and config != LINFUSION_CONFIG else []
+    return ", ".join([config, *fields, *tuned]), levels
 
 
 def _timed_variant(name: str) -> Variant:
-    """What a row of `bench unet` computes; other ways than the usual are rows of their own."""
+    """What a row of `bench unet` computes; the default route is a row of its own."""
     if name in LABELS:
         return WITHOUT_CONFIG.get(name, (name, ()))
     method = parse_method(name)
     config = method.config
-    if method != AVQMethod(config):
+    if method.route != "always":
         return name, config.levels
-    return ", ".join([short_name(config), *exact_labels(config)]), config.levels
+    tuned = [TUNED] if method.tuned else []
+    return ", ".join([short_name(config), *exact_labels(config), *tuned]), config.levels
 
 
 def _timed_facts(name: str) -> Row:

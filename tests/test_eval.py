@@ -1039,7 +1039,10 @@ def test_the_merge_command(tmp_path, monkeypatch, capsys):
     ("content", "message"),
     [
         ([], "x.json is not a result of python -m eval"),
-        ({"command": "python -m eval table a"}, "only results of scenes are merged, but .*x.json"),
+        (
+            {"command": "python -m eval table a"},
+            "but these are of table",
+        ),
         ({"command": "python -m eval scenes"}, "x.json is not a complete result .*'rows'"),
         ({"command": "python -m eval scenes", "rows": [1]}, "x.json is not a complete result"),
         (

@@ -306,14 +306,15 @@ def table():
     both = [quality_row(EXACT, levels=(0, 1), fid=99.0), quality_row(*distilled, (0, 1), fid=22.0)]
     large = [quality_row(EXACT, fid=30.0, clip_score=80.0), quality_row(*distilled, fid=31.0)]
     timed = {"sdpa": 10.0, "limit": 5.0, "M64P16C8": 6.0, "M64P16C8@L0": 7.0, "tome": 8.0}
-    timed |= {"M64P16C8/fastest": 6.5, "M64P8C8@L0": None, "M4": 5.5, "M4@L0": 5.25}
+    timed |= {"M64P16C8/fastest": 6.5, "M64P8C8@L0/tuned": None, "M4": 5.5, "M4@L0": 5.25}
     timed |= {"linfusion": 9.0, "tome@L01": 8.5, "M64P16C8-up_blocks.1": 6.25}
+    timed |= {"M64P16C8/tuned": 6.125, "M64P16C8@L0/tuned": 7.5, "M4@L0/tuned": 5.375}
     documents = [
         speed(timed),
         quality(small),
         quality(both),
         quality(large, kind="merge", size=512, runs=[{"first_seed": 0}, {"first_seed": 5}]),
-        speed({"sdpa": 40.0, "M64P16C8@L0": 28.0}, size=1024),
+        speed({"sdpa": 40.0, "M64P16C8@L0": 28.0, "M64P16C8@L0/tuned": 29.0}, size=1024),
         speed({"sdpa": 3.0}, unet="mini-sd"),
     ]
     return build_table([result(document) for document in documents])
@@ -321,13 +322,13 @@ def table():
 
 class TestTable:
     def test_times_belong_to_what_runs(self, table):
-        """Fails for a join by name: of folders, of levels, of the default route, of exact."""
+        """Fails for a join by name: of folders, levels, the default route, exact, projections."""
         times = {(row["method"], *row["levels"]): row["ms"].get(TIMES) for row in table["rows"]}
         assert times == {
             (scenes.REAL,): None,
             (EXACT,): 10,
             ("M64P16C8", 0): 7,
-            (FOLDER, 0): 7,
+            (FOLDER, 0): 7.5,
             (f"{FOLDER}@P8", 0): None,  # measured, and wrong
             ("tome", 0): 8,
             ("tome", 0, 1): 8.5,
@@ -336,10 +337,12 @@ class TestTable:
             ("runs/linear", 0, 1, 2): 9,
             ("runs/linear-01", 0, 1): None,  # not in every self-attention, which was timed
             ("M4", 0): 5.25,
-            (FOLDER, 0, 1): 6,
+            (FOLDER, 0, 1): 6.125,
             ("limit",): 5,
+            ("AVQ 64/16/8", 0, 1): 6,
             ("AVQ 64/16/8, fastest route", 0, 1): 6.5,
             ("VQ 4", 0, 1): 5.5,
+            ("VQ 4, level 0, tuned projections", 0): 5.375,
         }
         (exact,) = (row for row in table["rows"] if row["method"] == EXACT)
         other_times = {"1024² (SD1.5; in a graph)": 40, "512² (mini-sd; in a graph)": 3}
@@ -378,20 +381,20 @@ class TestTable:
         assert [(point.label, point.x, point.y) for point in fid.points] == [
             (EXACT, 10, 20),
             ("M64P16C8, calibrated", 7, 20),
-            ("M64P16C8, distilled, level 0", 7, 21),
+            ("M64P16C8, distilled, level 0", 7.5, 21),
             ("tome, level 0", 8, 20),
             ("tome, level 0+1", 8.5, 20),
             ("M64P16C8, up_blocks.1 exact, calibrated", 6.25, 20),
             ("LinFusion, distilled, level 0+1+2", 9, 20),
             ("M4, calibrated", 5.25, 20),
-            ("M64P16C8, distilled, level 0+1", 6, 22),
+            ("M64P16C8, distilled, level 0+1", 6.125, 22),
         ]
         assert [point.error for point in fid.points] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0.5, 0.5, 0]
         assert (fid.reference, clip.reference, fid_large.reference) == (20, 90, 30)
         assert [point.y for point in clip.points] == [90, 90, 89, 90, 90, 90, 90, 90]
         assert [point.x for point in clip_large.points] == [10]
         fid, _ = table_panels(table, 1024)[0]
-        assert [point.x for point in fid.points] == [40, 28, 28]
+        assert [point.x for point in fid.points] == [40, 28, 29]
 
     def test_panels_of_a_size_that_is_not_there(self, table):
         with pytest.raises(ValueError, match=r"has 2 of scenes and times at the sizes \[512, 1024"):
@@ -442,7 +445,9 @@ class TestTable:
             quality_row(name, "M64P16C8", "distilled", fields=fields)
             for name, fields in (("a", {}), ("b", {"query_tile": 16}))
         ]
-        table = build_table([result(quality(rows)), result(speed({"M64P16C8@L0": 7.0}), "b.json")])
+        table = build_table(
+            [result(quality(rows)), result(speed({"M64P16C8@L0/tuned": 7.0}), "b.json")]
+        )
         assert [row["ms"].get(TIMES) for row in table["rows"]] == [7.0, None]
 
     def test_the_commands(self, tmp_path, monkeypatch, capsys):

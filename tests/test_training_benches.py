@@ -103,9 +103,9 @@ def test_ablate(model, tmp_path):
     assert result.exit_code == 0, result.output
 
     rows = json.loads((tmp_path / "ablation_mini_m64p16c8.json").read_text())["rows"]
-    assert [(row["variant"], row["config"], row["num_seeds"]) for row in rows] == [
-        ("base", "M4P2C2", 1),
-        ("commitment 1.0", "M4P2C2", 1),
+    assert [(row["variant"], row["seed"], row["config"]) for row in rows] == [
+        ("base", 0, "M4P2C2"),
+        ("commitment 1.0", 0, "M4P2C2"),
     ]
     assert rows[0]["output_error"] != rows[1]["output_error"] > 0
     states = [
@@ -155,16 +155,66 @@ def test_unknown_variants_and_failed_runs_are_refused(tmp_path):
         train_variants(CONFIG, tmp_path, ["base"], seeds=[0], parallel=1, overrides=["nothing=1"])
 
 
-def test_ablation_rows_by_hand():
+def test_ablation_table_by_hand():
+    """Catches a mean over variants, a wrong spread, and one of a single seed."""
     shared = {**dict.fromkeys(ablation.FIGURES, 0.5), "config": "M256", "capture": None}
-    rows = [
+    errors = [
         {"method": "a", **shared, "output_error": 0.1},
         {"method": "b", **shared, "output_error": 0.3},
+        {"method": "c", **shared, "output_error": 0.7},
     ]
-    names = {"a": "EMA decay 0.9, seed 0", "b": "EMA decay 0.9, seed 1"}
-    (row,) = ablation_rows(rows, names)
-    assert (row["variant"], row["config"], row["num_seeds"]) == ("EMA decay 0.9", "M256", 2)
-    assert row["output_error"] == pytest.approx(0.2)
-    assert row["output_error_sd"] == pytest.approx(0.2 / 2**0.5)
-    assert row["capture"] is None
-    assert "| EMA decay 0.9 | M256 | 2 | 0.2 ± 0.1 |" in ablation_table([row])
+    names = {"a": "EMA decay 0.9, seed 0", "b": "EMA decay 0.9, seed 12", "c": "base, seed 0"}
+    rows = ablation_rows(errors, names)
+    assert [(row["variant"], row["seed"]) for row in rows] == [
+        ("EMA decay 0.9", 0),
+        ("EMA decay 0.9", 12),
+        ("base", 0),
+    ]
+    table = ablation_table(rows).splitlines()[2:]
+    assert table[0].startswith("| EMA decay 0.9 | M256 | 2 | 0.2 ± 0.1 | 0.5 ± 0 |")
+    assert table[0].endswith("| - |")
+    assert table[1].startswith("| base | M256 | 1 | 0.7 | 0.5 |")
+
+
+def ablation_file(folder: Path, seed: int, **changed) -> Path:
+    row = {"variant": "base", "seed": seed, "config": "M4P2C2"}
+    row |= dict.fromkeys(ablation.FIGURES, 0.1 * (seed + 1))
+    document = {"command": "python -m eval ablate", "environment": {"seed": seed}}
+    document |= dict.fromkeys(ablation.PROTOCOL, 8)
+    document |= {"rows": [{**row, "variant": "DiVeQ"}, row], **changed}
+    path = folder / f"{seed}-{len(list(folder.iterdir()))}.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def merge(*paths: Path):
+    output = paths[0].with_name("merged.json")
+    return CliRunner().invoke(app, ["merge", *map(str, paths), "--output", str(output)])
+
+
+def test_ablations_of_several_seeds_are_merged(tmp_path):
+    """Catches a run that is lost, and one that does not say how it was made."""
+    result = merge(*(ablation_file(tmp_path, seed) for seed in (2, 0, 1)))
+    assert result.exit_code == 0, result.output
+    assert "| base | M4P2C2 | 3 | 0.2 ± 0.1 |" in result.output
+    merged = json.loads((tmp_path / "merged.json").read_text())
+    expected = [(variant, seed) for variant in ("DiVeQ", "base") for seed in (0, 1, 2)]
+    assert [(row["variant"], row["seed"]) for row in merged["rows"]] == expected
+    assert [run["environment"]["seed"] for run in merged["runs"]] == [2, 0, 1]
+    assert merged["num_pictures"] == 8
+
+
+@pytest.mark.parametrize(
+    ("second", "changed", "message"),
+    [
+        (0, {}, "two files have the run DiVeQ, seed 0, judged at M4P2C2."),
+        (1, {"num_pictures": 9}, "must be alike, but differ in num_pictures."),
+        (1, {"command": "python -m eval scenes"}, "but these are of ablate, scenes."),
+        (1, {"rows": [{}]}, "is not a complete result (KeyError: 'variant')"),
+    ],
+)
+def test_ablations_that_do_not_belong_together(tmp_path, second, changed, message):
+    result = merge(ablation_file(tmp_path, 0), ablation_file(tmp_path, second, **changed))
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+    assert not (tmp_path / "merged.json").exists()

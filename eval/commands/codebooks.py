@@ -185,6 +185,8 @@ def ablate_command(
 ) -> None:
     """Train variants of a distillation and compare their errors against the teacher.
 
+    Runs of other seeds or variants join the table by `merge`.
+
     Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000 --device cuda
     """
     from eval.ablation import VARIANTS, ablation_rows, ablation_table, train_variants

@@ -1,6 +1,6 @@
 """Likeness and quality: `compare`, `scenes`, `merge`; their `table`, and every stored `plot`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from eval.commands.options import (
     device_of,
 )
 from eval.report import RESULTS, environment, save_json
-from eval.stored import complete, draw, read_result
+from eval.stored import Result, complete, draw, read_result
 
 app = typer.Typer()
 
@@ -167,29 +167,26 @@ def scenes_command(
 
 @app.command("merge")
 def merge_command(
-    results: Annotated[list[Path], typer.Argument(help="Files of `scenes`, of two seeds or more.")],
+    results: Annotated[list[Path], typer.Argument(help="Files of `scenes`, or all of `ablate`.")],
     output: Annotated[Path, typer.Option(help="The file to write.")],
 ) -> None:
-    """Average results of `scenes` over seeds; ± becomes one standard error over these.
+    """Average results of `scenes` over seeds, or put runs of `ablate` into one table.
 
-    Rows of one seed may come from several files. A row that not every seed has is left out.
+    Of scenes, ± becomes one standard error over the seeds. Rows of one seed may come from several
+    files, and a row that not every seed has is left out.
 
     Example: python -m eval merge scenes_levels0.json scenes_levels0_seed5000.json --output c.json
     """
-    from eval.scenes import MAKING, PROTOCOL, merge_runs, row_key, scenes_table
-
-    documents = [_read_scenes(path) for path in results]
-    rows = merge_runs(documents)
-    print(scenes_table(rows))
-    merged = set(map(row_key, rows))
-    for key in dict.fromkeys(row_key(row) for document in documents for row in document["rows"]):
-        if key not in merged:
-            print(f"Left out, as not every seed has it: {key[0]}, levels {list(key[1])}")
-    protocol = {name: documents[0].get(name) for name in PROTOCOL}
-    for document in documents:
-        protocol |= {name: document[name] for name in MAKING if name in document}
-    runs = [{name: run[name] for name in run if name != "rows"} for run in documents]
-    save_json(output, command=command_line(), device="cpu", **protocol, runs=runs, rows=rows)
+    read = [read_result(path) for path in results]
+    kinds = dict.fromkeys(result.kind for result in read)
+    if set(kinds) == {"scenes"}:
+        _merge_scenes(read, output)
+    elif set(kinds) == {"ablate"}:
+        _merge_ablations(read, output)
+    else:
+        raise ValueError(
+            f"results of scenes or of ablate are merged, but these are of {', '.join(kinds)}."
+        )
 
 
 @app.command("table")
@@ -234,17 +231,44 @@ def plot_command(
         draw(path, size=size)
 
 
-def _read_scenes(path: Path) -> Mapping[str, Any]:
-    """The content of a file of `scenes`."""
-    from eval.scenes import noise_seeds, scenes_table
+def _merge_scenes(results: Sequence[Result], output: Path) -> None:
+    from eval.scenes import MAKING, PROTOCOL, merge_runs, noise_seeds, row_key, scenes_table
 
-    result = read_result(path)
-    if result.kind != "scenes":
-        raise ValueError(f"only results of scenes are merged, but {path} is one of {result.kind}.")
-    with complete(path):
-        noise_seeds(result.document)
-        scenes_table(result.document["rows"])
-    return result.document
+    documents = [result.document for result in results]
+    for result in results:
+        with complete(result.path):
+            noise_seeds(result.document)
+            scenes_table(result.document["rows"])
+    rows = merge_runs(documents)
+    print(scenes_table(rows))
+    merged = set(map(row_key, rows))
+    for key in dict.fromkeys(row_key(row) for document in documents for row in document["rows"]):
+        if key not in merged:
+            print(f"Left out, as not every seed has it: {key[0]}, levels {list(key[1])}")
+    protocol = {name: documents[0].get(name) for name in PROTOCOL}
+    for document in documents:
+        protocol |= {name: document[name] for name in MAKING if name in document}
+    runs = [_without_rows(document) for document in documents]
+    save_json(output, command=command_line(), device="cpu", **protocol, runs=runs, rows=rows)
+
+
+def _merge_ablations(results: Sequence[Result], output: Path) -> None:
+    from eval.ablation import PROTOCOL, ablation_table, join_ablations
+
+    documents = [result.document for result in results]
+    for result in results:
+        with complete(result.path):
+            join_ablations([result.document])
+    rows = join_ablations(documents)
+    print(ablation_table(rows))
+    protocol = {name: documents[0][name] for name in PROTOCOL}
+    runs = [_without_rows(document) for document in documents]
+    save_json(output, command=command_line(), device="cpu", **protocol, runs=runs, rows=rows)
+
+
+def _without_rows(document: Mapping[str, Any]) -> dict[str, Any]:
+    """How a result was made."""
+    return {name: value for name, value in document.items() if name != "rows"}
 
 
 def _picture_suffix(size: int | None, dilated: bool) -> str:
