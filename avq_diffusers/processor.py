@@ -9,6 +9,7 @@ import copy
 import inspect
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -92,26 +93,34 @@ class LayerState:
         if not torch.compiler.is_compiling():
             self.learn_break_even(hidden_states, measure=True)
 
+    @torch.compiler.assume_constant_result
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Copy what lies on another device, and changes of another dtype, from the codebooks.
 
-        Without need nothing is copied, so that changes to the codebooks take effect.
+        Without need nothing is copied, so that changes to the codebooks take effect. Compilers run
+        this while they trace, so that what they compile finds everything in its place.
         """
-        # Both outside inference mode: autograd would refuse its tensors later, and the kernels'
-        # tables of codewords could not be kept.
-        if self.codebook.parents.device != device:
-            with torch.inference_mode(False), torch.no_grad():
-                self.codebook = self.codebook.to(device)
-                self.key_norm = copy.deepcopy(self.key_norm).to(device) if self.key_norm else None
-        if self.projection_changes is None:
+        moves = self.codebook.parents.device != device
+        if self.projection_changes is not None:
+            weight = self.projection_changes["to_q.weight"]
+            moves |= (weight.device, weight.dtype) != (device, dtype)
+        if not moves:
             return
-        weight = self.projection_changes["to_q.weight"]
-        if (weight.device, weight.dtype) != (device, dtype):
+        # On a thread of its own, which knows no inference mode, whose tensors autograd would refuse
+        # later and of which the kernels' tables could not be kept, and no fake tensors.
+        with ThreadPoolExecutor(max_workers=1) as worker:
+            worker.submit(self._move, device, dtype).result()
+
+    @torch.no_grad()
+    def _move(self, device: torch.device, dtype: torch.dtype) -> None:
+        if self.codebook.parents.device != device:
+            self.codebook = self.codebook.to(device)
+            self.key_norm = copy.deepcopy(self.key_norm).to(device) if self.key_norm else None
+        if self.stored_changes is not None:
             # From the codebooks, as a copy in another dtype has lost digits.
-            with torch.inference_mode(False), torch.no_grad():
-                self.projection_changes = {
-                    name: tensor.to(device, dtype) for name, tensor in self.stored_changes.items()
-                }
+            self.projection_changes = {
+                name: tensor.to(device, dtype) for name, tensor in self.stored_changes.items()
+            }
 
     @property
     def query_order(self) -> Tensor | None:
