@@ -2,7 +2,8 @@
 
 Every test file runs twice, each time in a process of its own: as it is, and with AVQ in every
 self-attention layer of every UNet that a test builds (`eval.diffusers_suite_plugin` says how). A
-test that fails only with AVQ is a feature that AVQ breaks. The installed diffusers is tested, by
+test that fails only with AVQ is a feature that AVQ breaks. One whose process dies has failed, and
+the file runs again without it. The installed diffusers is tested, by
 the tests of a checkout, best of the same version.
 
 Without the Hub, tests that need a model from there fail or skip in both runs, and mini-sd's
@@ -53,6 +54,7 @@ TESTS = (
 LEFT_OUT = ("onnx", "sd3", "__init__")
 SETTINGS = "settings.json"
 PLUGIN = "eval.diffusers_suite_plugin"
+RUNNING = ".running"
 PYTEST_EXITS = range(6)
 RUNS = ("plain", "avq")
 OUTCOMES = ("passed", "failed", "skipped")
@@ -126,8 +128,8 @@ def compare(folder: Path, files: Sequence[str]) -> dict[str, Any]:
         For JSON: the number of tests that passed, failed and skipped in both runs (`totals`, and by
         file `files`), what AVQ's layers did (`calls`), three lists of tests: those that fail only
         with AVQ (`new_failures`), for a reason of `EXPECTED` (`expected_failures`), and those that
-        fail with another error (`changed_failures`), and the test files whose process died in a
-        run, with its exit code (`dead_files`).
+        fail with another error (`changed_failures`), and the test files whose process died before
+        the first test of a run, with its exit code (`dead_files`).
     """
     rows, new, expected, changed, dead, calls = [], [], [], [], [], Counter()
     for file in files:
@@ -270,6 +272,7 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
 def _run_file(checkout: Path, file: str, run: str, folder: Path, device: str, hub: bool) -> None:
     outcomes = _path(folder, run, file).resolve()
     outcomes.unlink(missing_ok=True)  # of a process that died
+    running = outcomes.with_suffix(RUNNING)
     command = [sys.executable, "-m", "pytest", file, "--rootdir", ".", "-p", PLUGIN]
     command += ["-p", "no:cacheprovider", "-q", "--tb", "short", "--continue-on-collection-errors"]
     command += ["--outcomes", str(outcomes)]
@@ -280,16 +283,32 @@ def _run_file(checkout: Path, file: str, run: str, folder: Path, device: str, hu
         "DIFFUSERS_TEST_DEVICE": device,
         "HF_HUB_OFFLINE": "0" if hub else "1",
     }
-    with outcomes.with_suffix(".log").open("w") as log:
-        process = subprocess.run(
-            command, cwd=checkout, env=os.environ | variables, stdout=log, stderr=log
-        )
-    if outcomes.exists():
-        return
-    if process.returncode in PYTEST_EXITS:
-        raise ProcessFailed(f"pytest did not finish {file}; see {log.name}.")
-    # The process died: what it would have run counts as not finished, and is run again next time.
-    outcomes.write_text(json.dumps({"tests": {}, "calls": {}, "exit": process.returncode}))
+    died: dict[str, dict[str, str]] = {}
+    while not outcomes.exists():
+        running.unlink(missing_ok=True)
+        with outcomes.with_suffix(".log").open("w") as log:
+            process = subprocess.run(
+                [*command, *(f"--died={test}" for test in died)],
+                cwd=checkout,
+                env=os.environ | variables,
+                stdout=log,
+                stderr=log,
+            )
+        if outcomes.exists():
+            break
+        if process.returncode in PYTEST_EXITS:
+            raise ProcessFailed(f"pytest did not finish {file}; see {log.name}.")
+        if not running.exists():
+            # It came to no test: they count as not finished, and run again next time.
+            outcomes.write_text(json.dumps({"tests": {}, "calls": {}, "exit": process.returncode}))
+            return
+        error = f"the process died: exit {process.returncode}"
+        died[running.read_text()] = {"outcome": "failed", "error": error}
+    running.unlink(missing_ok=True)
+    document = json.loads(outcomes.read_text())
+    outcomes.write_text(
+        json.dumps({**document, "tests": document["tests"] | died}, indent=1) + "\n"
+    )
 
 
 def _is_done(outcomes: Path) -> bool:

@@ -241,6 +241,38 @@ def test_a_file_whose_process_died_runs_again(tmp_path, monkeypatch):
     assert "| avq | 1 | 0 | 0 |" in answer.output
 
 
+@pytest.mark.long
+def test_a_process_that_dies_in_a_test(tmp_path, monkeypatch):
+    """Catches other tests of the file that are lost, and a crash that is no failure."""
+    monkeypatch.setenv("GIT_COMMIT", "one")
+    file = tmp_path / "tests" / "test_dies.py"
+    file.parent.mkdir()
+    file.write_text(
+        "import os\n\n"
+        "def test_before():\n    pass\n\n"
+        "def test_dies():\n    os._exit(9)\n\n"
+        "def test_dies_with_avq():\n"
+        "    from diffusers import UNet2DConditionModel\n"
+        "    if UNet2DConditionModel.__init__.__code__.co_filename.endswith('_plugin.py'):\n"
+        "        os.abort()\n\n"
+        "def test_after():\n    pass\n"
+    )
+    app = Typer()
+    app.command()(diffusers_suite)
+    options = ["--checkout", tmp_path, "--tests", "tests/*.py", "--folder", tmp_path / "kept"]
+    answer = CliRunner().invoke(app, list(map(str, [*options, "--output", tmp_path])))
+    result = json.loads((tmp_path / "diffusers_suite_cpu.json").read_text())
+    assert result["totals"] == {
+        "plain": {"passed": 3, "failed": 1},
+        "avq": {"passed": 2, "failed": 2},
+    }
+    (new,) = result["new_failures"]
+    assert new["test"] == "tests/test_dies.py::test_dies_with_avq"
+    assert new["avq"] == "failed: the process died: exit -6"
+    assert result["changed_failures"] == result["dead_files"] == []
+    assert answer.exit_code == 1
+
+
 def test_the_program_ends_a_mistake_with_one_sentence(tmp_path):
     """Catches a traceback where the folder is no checkout."""
     command = [sys.executable, "-m", "eval.diffusers_suite", "--checkout", str(tmp_path)]
