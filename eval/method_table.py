@@ -32,7 +32,7 @@ from eval.stored import Result, complete
 Row = dict[str, Any]
 Variant = tuple[str, tuple[int, ...]]
 
-QUALITY = ("scenes", "merge")
+QUALITY = ("scenes", "pool", "merge")
 SPEED = "bench unet"
 FACTS = ("method", "config", "origin", "levels", "effective_codewords")
 PLOTTED = {"fid": "FID (lower is better)", "clip_score": "CLIP score (higher is better)"}
@@ -50,8 +50,8 @@ def build_table(results: Sequence[Result]) -> dict[str, Any]:
     """Join results by method.
 
     Args:
-        results: of `scenes`, `merge` and `bench unet`. Those of one size must be of one protocol
-            and with the same seeds; where several have the same row, the first one counts.
+        results: of `scenes`, `pool`, `merge` and `bench unet`. Those of one size must be of one
+            protocol and with the same seeds; where several have the same row, the first one counts.
 
     Returns:
         `quality` and `speed`, which say how each column was measured, and `rows` with the figures
@@ -138,6 +138,8 @@ def _add_quality(
     result: Result, quality: dict[str, Row], rows: dict[tuple[str, Variant], Row]
 ) -> None:
     document = result.document
+    if "part" in document:
+        raise ValueError(f"{result.path} is a part of a run; join its parts by pool first.")
     if "size" not in document:
         raise ValueError(
             f"{result.path} does not say the size of its pictures; make it again: "

@@ -1,5 +1,7 @@
 """Quality of mini-sd on held-out scenes: FID, CLIP score and copy agreement, with controls."""
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import mean
@@ -10,25 +12,25 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
-from torch import Tensor
 from tqdm import tqdm
 
 from avq_diffusers.mini import IMAGE_SIZE, Scene, corrupt, render
-from eval.compare import psnr_figures
-from eval.frechet import bootstrap_error, fit_gaussian, frechet_distance
+from eval.frechet import fit_gaussian
 from eval.markdown import markdown_table, number
 from eval.methods import EXACT, attention_method, method_cells, prepare_methods
 from eval.metrics import Scorer, clip_scores, copy_agreements, picture_features, psnr
 from eval.pictures import dilation, generate
-from eval.protocol import NUM_BOOTSTRAPS
+from eval.samples import LIKENESS, Sample, figures, likeness
 
-LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
 FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_picture")
 MEASURED = {*FIGURES, *(f"{name}_sem" for name in FIGURES)}
 PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
 # Older files lack some of these; what a file does not say is not compared.
 MAKING = ("model", "scorer", "guidance_scale")
 HEADER = ("FID", "FID to exact", "CLIP score", "copy agreement", "PSNR dB, median (p10)")
+# Of a run that is made in parts, what these share.
+WHOLE = ("pictures", "first_seed", *PROTOCOL, *MAKING)
+REFERENCE = "scenes of the reference"
 REAL = "real scenes"
 BROKEN = "real scenes, copies broken"
 
@@ -45,20 +47,21 @@ def score_methods(
     num_inference_steps: int = 25,
     batch_size: int = 64,
     first_seed: int = 0,
+    first_index: int = 0,
     size: int = IMAGE_SIZE,
     is_dilated: bool = False,
     is_compiled: bool = False,
     finished: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    samples: dict[str, Sample] | None = None,
 ) -> Iterator[Mapping[str, Any]]:
     """Yield a row a method: its pictures of `scenes` against other scenes.
 
-    The noise of picture i has the seed `first_seed + i`, the same for every method. Two rows of
-    rendered pictures come first, as ceiling and floor of the figures: other real scenes, and the
-    same with their copies broken. Then comes `exact`, wherever it stands among the methods: PSNR
-    and "FID to exact" compare the other methods' pictures with its own. At equal noise the latter
-    tells methods apart that FID, which varies with the noise, does not. Seconds per picture are
-    those of generation, first calls included. Standard errors are over pictures, that of FID by
-    bootstrap.
+    The noise of picture i of a run has the seed `first_seed + i`, the same for every method. Two
+    rows of rendered pictures come first, as ceiling and floor of the figures: other real scenes,
+    and the same with their copies broken. Then comes `exact`, wherever it stands among the methods:
+    PSNR and "FID to exact" compare the other methods' pictures with its own. At equal noise the
+    latter tells methods apart that FID, which varies with the noise, does not. Seconds per picture
+    are those of generation, first calls included.
 
     Real pictures are rendered at the size of the generated ones. Copy agreement is measured at this
     size; for FID and CLIP score the scorer resizes all of them to its own by an antialiased
@@ -75,12 +78,15 @@ def score_methods(
         num_inference_steps: denoising steps.
         batch_size: pictures made at once.
         first_seed: of the noise.
+        first_index: pictures of the run that come before these.
         size: side of the pictures, a multiple of 64.
         is_dilated: use ScaleCrafter.
         is_compiled: compile the UNet, anew for each method.
         finished: rows of an earlier run by method. Their methods are not run again, but for
             folders that have changed since, and for `exact` where the pictures of others are still
             to be compared with its own.
+        samples: gets what is measured of each picture before the row comes, by method, and of
+            `REFERENCE`.
 
     Raises:
         FileNotFoundError, ValueError: as `prepare_methods`, or the size is no multiple of 64 or one
@@ -95,30 +101,29 @@ def score_methods(
         )
     with dilation(pipe, size, is_dilated=is_dilated):
         pass  # refuses sizes before the work
+    noise = range(first_seed + first_index, first_seed + first_index + len(scenes))
     prepared = prepare_methods(
         pipe, methods, levels=levels, calibration_prompts=calibration_prompts
     )
     captions = [scene.caption for scene in scenes]
-    reference = fit_gaussian(picture_features(scorer, _render_all(reference_scenes, size)))
+    samples = {} if samples is None else samples
+    samples[REFERENCE] = Sample(picture_features(scorer, _render_all(reference_scenes, size)))
+    reference = fit_gaussian(samples[REFERENCE].features)
 
-    def row(facts: dict[str, Any], pictures: np.ndarray, features: Tensor) -> dict[str, Any]:
-        agreement = copy_agreements(pictures, scenes)
-        clip = clip_scores(scorer, features, captions)
-        return {
-            **facts,
-            "num_pictures": len(pictures),
-            "fid": frechet_distance(reference, fit_gaussian(features)),
-            "fid_sem": bootstrap_error(reference, features, NUM_BOOTSTRAPS),
-            "clip_score": float(clip.mean()),
-            "clip_score_sem": _standard_error(clip),
-            "copy_agreement": float(agreement.mean()),
-            "copy_agreement_sem": _standard_error(agreement),
-        }
+    def measure(pictures: np.ndarray, exact: np.ndarray | None) -> Sample:
+        features = picture_features(scorer, pictures)
+        values = (
+            clip_scores(scorer, features, captions),
+            copy_agreements(pictures, scenes),
+            np.empty(0) if exact is None else _psnr(pictures, exact),
+        )
+        return Sample(features, *map(torch.from_numpy, values))
 
     for name in (REAL, BROKEN):
-        pictures = _render_all(scenes, size, broken=name == BROKEN)
-        yield row({"method": name}, pictures, picture_features(scorer, pictures))
-    exact = None
+        breaks = range(first_index, first_index + len(scenes)) if name == BROKEN else None
+        samples[name] = measure(_render_all(scenes, size, breaks), None)
+        yield {"method": name, **figures(samples[name], reference)}
+    exact = exact_features = None
     if is_compiled:
         pipe.unet.compile(dynamic=False)
     finished = {
@@ -137,7 +142,7 @@ def score_methods(
             pictures = generate(
                 pipe,
                 captions,
-                range(first_seed, first_seed + len(captions)),
+                noise,
                 num_inference_steps=num_inference_steps,
                 batch_size=batch_size,
                 size=size,
@@ -145,16 +150,13 @@ def score_methods(
                 description=method.name,
             )
         seconds = (perf_counter() - start) / len(captions)
-        features = picture_features(scorer, pictures)
-        likeness = dict.fromkeys(LIKENESS)
+        sample = samples[method.name] = measure(pictures, exact)
+        alike = likeness(sample, exact_features)
         if method.name == EXACT:
-            exact, exact_features = pictures, fit_gaussian(features)
-        elif exact is not None:
-            distance = frechet_distance(exact_features, fit_gaussian(features))
-            likeness = {"fid_to_exact": distance, **_psnr(pictures, exact)}
+            exact, exact_features = pictures, fit_gaussian(sample.features)
         unusual = {"fields": fields} if (fields := method.unusual_fields) else {}
-        figures = row(method.facts() | unusual, pictures, features)
-        yield {**figures, **likeness, "seconds_per_picture": seconds}
+        facts = method.facts() | unusual
+        yield {**facts, **figures(sample, reference), **alike, "seconds_per_picture": seconds}
         del pictures  # before the next ones are made
 
 
@@ -184,6 +186,70 @@ def finished_rows(
             "start again without --resume."
         )
     return {row["method"]: row for row in document["rows"]}
+
+
+def part_of(part: str, count: int) -> range:
+    """The indices of the part `K/N` of `count` pictures.
+
+    Raises:
+        ValueError: it has another form, or there is no such part.
+    """
+    form = re.fullmatch(r"(\d+)/(\d+)", part)
+    number, total = map(int, form.groups()) if form else (0, 0)
+    if not 1 <= number <= total <= count:
+        raise ValueError(
+            f"the part must be K/N, the K-th of N parts of at most {count} pictures, but got "
+            f"{part!r}."
+        )
+    return range((number - 1) * count // total, number * count // total)
+
+
+def pool_parts(
+    parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Sample]]],
+) -> list[dict[str, Any]]:
+    """The rows of a whole run, those that every part has, from all of its parts.
+
+    Args:
+        parts: of each, the content of its file and its samples.
+
+    Raises:
+        ValueError: a part is missing, is there twice, lacks samples, or is of another run.
+    """
+    documents = [document for document, _ in parts]
+    for name in WHOLE:
+        if len({json.dumps(document.get(name)) for document in documents}) > 1:
+            raise ValueError(f"the parts must be of one run, but differ in {name}.")
+    whole = range(documents[0]["pictures"])
+    made = [part_of(document["part"], len(whole)) for document in documents]
+    if sorted(index for indices in made for index in indices) != list(whole):
+        raise ValueError(
+            f"a run is pooled from all of its parts, each once, but these are "
+            f"{', '.join(document['part'] for document in documents)}."
+        )
+    in_order = [parts[index] for index in np.argsort([indices.start for indices in made])]
+
+    def joined(name: str) -> Sample:
+        if any(name not in samples for _, samples in in_order):
+            raise ValueError(f"a part has no sample of {name}.")
+        return Sample.join([samples[name] for _, samples in in_order])
+
+    by_part = [{row_key(row): row for row in document["rows"]} for document, _ in in_order]
+    common = [key for key in by_part[0] if all(key in rows for rows in by_part)]
+    reference = fit_gaussian(joined(REFERENCE).features)
+    exact = fit_gaussian(joined(EXACT).features) if (EXACT, ()) in common else None
+    pooled = []
+    for key in common:
+        row = by_part[0][key]
+        facts = {name: row[name] for name in row if name not in {*MEASURED, "num_pictures"}}
+        if any({**rows[key], **facts} != rows[key] for rows in by_part):
+            raise ValueError(f"the parts must be of one run, but differ in the method {key[0]}.")
+        sample = joined(key[0])
+        alike = likeness(sample, exact) if "psnr_median" in row else {}
+        if "seconds_per_picture" in row:
+            seconds = [rows[key]["seconds_per_picture"] for rows in by_part]
+            alike["seconds_per_picture"] = mean(seconds)
+        pooled.append({**facts, **figures(sample, reference), **alike})
+    return pooled
 
 
 def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -274,11 +340,10 @@ def figure_cells(row: Mapping[str, Any]) -> list[str]:
     return [*distances, cell("clip_score", ".2f"), cell("copy_agreement", ".3f"), median]
 
 
-def _psnr(pictures: np.ndarray, exact: np.ndarray) -> dict[str, float | None]:
-    """Figures of PSNR to exact attention."""
+def _psnr(pictures: np.ndarray, exact: np.ndarray) -> np.ndarray:
     # One at a time: `psnr` computes in float64.
     pairs = zip(pictures, exact, strict=True)
-    return psnr_figures(np.concatenate([psnr(one[None], other[None]) for one, other in pairs]))
+    return np.concatenate([psnr(one[None], other[None]) for one, other in pairs])
 
 
 def _over_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
@@ -292,10 +357,15 @@ def _over_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     return figures
 
 
-def _render_all(scenes: Sequence[Scene], size: int, *, broken: bool = False) -> np.ndarray:
+def _render_all(
+    scenes: Sequence[Scene], size: int, breaks: Sequence[int] | None = None
+) -> np.ndarray:
+    """Pictures of the scenes, with copies broken by these seeds."""
     pictures = np.empty((len(scenes), size, size, 3), np.uint8)
     for index, scene in enumerate(tqdm(scenes, desc="rendering")):
-        pictures[index] = corrupt(scene, index, size) if broken else render(scene, size)
+        pictures[index] = (
+            render(scene, size) if breaks is None else corrupt(scene, breaks[index], size)
+        )
     return pictures
 
 

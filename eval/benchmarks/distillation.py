@@ -23,7 +23,7 @@ from eval.benchmarks.unet import SD15
 from eval.report import save_json
 
 ATTENTIONS = ("exact", "avq", "linfusion")
-STEPS, LOG_EVERY, WARMUP_LINES = 60, 10, 3
+STEPS, LOG_EVERY, WARMUP_LINES = 100, 10, 3
 VAE = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,

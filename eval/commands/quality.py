@@ -1,4 +1,4 @@
-"""Likeness and quality: `compare`, `scenes`, `merge`; their `table`, and every stored `plot`."""
+"""Likeness and quality: `compare`, `scenes`, `pool`, `merge`, `table`, and every stored `plot`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +24,9 @@ from eval.commands.options import (
 )
 from eval.report import RESULTS, environment, save_json
 from eval.stored import Result, complete, draw, read_result
+
+# What writes runs on scenes.
+SCENES = ("scenes", "pool")
 
 app = typer.Typer()
 
@@ -89,6 +92,10 @@ def scenes_command(
     model: Model = "mini-sd",
     scorer: Annotated[str, typer.Option(help="Folder of the CLIP-style scorer.")] = SCORER,
     pictures: Pictures = 5000,
+    part: Annotated[
+        str | None,
+        typer.Option(help="K/N: make the K-th of N parts of the pictures, which `pool` joins."),
+    ] = None,
     first_seed: Annotated[
         int, typer.Option(min=0, help="Noise seed of the first picture; picture i adds i.")
     ] = 0,
@@ -109,24 +116,29 @@ def scenes_command(
     """FID, CLIP score, copy agreement and PSNR on held-out scenes, with negative controls.
 
     PSNR and FID to exact are to the pictures of `exact`, if it is among the methods. Runs with
-    other seeds can be averaged by `merge`.
+    other seeds can be averaged by `merge`. A long run can be made in parts, each by a command of
+    its own, as on several GPUs.
 
     Example: python -m eval scenes --pictures 5000 --device cuda
 
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
     """
     from eval.metrics import Scorer
-    from eval.scenes import finished_rows, scenes_table, score_methods
+    from eval.samples import load_samples, save_samples
+    from eval.scenes import finished_rows, part_of, scenes_table, score_methods
 
     numbers = numbers_of("--levels", levels)
     dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
     suffix = _picture_suffix(None if size == IMAGE_SIZE else size, dilated)
     suffix += f"_seed{first_seed}" if first_seed else ""
+    suffix += f"_part{part.replace('/', 'of')}" if part else ""
+    indices = part_of(part, pictures) if part else range(pictures)
     path = output / f"scenes_levels{''.join(map(str, numbers))}{suffix}.json"
     protocol = {
         "model": Path(model).name,
         "scorer": Path(scorer).name,
         "pictures": pictures,
+        **({"part": part} if part else {}),
         "batch": batch,
         "first_seed": first_seed,
         "num_inference_steps": steps,
@@ -136,28 +148,33 @@ def scenes_command(
         "scalecrafter": dilated,
         "compiled": compiled,
     }
-    finished = {}
+    finished, samples = {}, {}
     if resume and path.exists():
         finished = finished_rows(read_result(path).document, protocol, environment(device))
+        samples = load_samples(_samples_path(path)) if part else {}
     pipe = StableDiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
     rows = []
     for row in score_methods(
         pipe,
         methods.split(","),
-        [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
-        [sample_scene(seed) for seed in TEST_SEEDS[pictures : 2 * pictures]],
+        [sample_scene(TEST_SEEDS[index]) for index in indices],
+        [sample_scene(TEST_SEEDS[pictures + index]) for index in indices],
         Scorer(scorer).to(device),
         levels=numbers,
         calibration_prompts=calibration_prompts(),
         num_inference_steps=steps,
         batch_size=batch,
         first_seed=first_seed,
+        first_index=indices.start,
         size=size,
         is_dilated=dilated,
         is_compiled=compiled,
         finished=finished,
+        samples=samples,
     ):
         rows.append(row)
+        if part:
+            save_samples(_samples_path(path), samples)
         print(scenes_table([row]).splitlines()[-1], flush=True)
         later = finished.keys() - {row["method"] for row in rows}
         kept = [row for name, row in finished.items() if name in later]
@@ -165,9 +182,38 @@ def scenes_command(
     print(scenes_table(rows))
 
 
+@app.command("pool")
+def pool_command(
+    parts: Annotated[list[Path], typer.Argument(help="Files of all parts of a run of `scenes`.")],
+    output: Annotated[Path, typer.Option(help="The file to write.")],
+) -> None:
+    """Score a run of `scenes` that was made in parts, as if it had been made at once.
+
+    What was measured of each picture lies beside each part's file, as safetensors.
+
+    Example: python -m eval pool runs/scenes_levels0_part1of2.json
+    runs/scenes_levels0_part2of2.json --output eval/results/scenes/scenes_levels0.json
+    """
+    from eval.samples import load_samples
+    from eval.scenes import PROTOCOL, WHOLE, pool_parts, scenes_table
+
+    documents = [_scenes_document(read_result(path)) for path in parts]
+    for path, document in zip(parts, documents, strict=True):
+        if "part" not in document:
+            raise ValueError(f"only parts of a run are pooled, but {path} is a whole one.")
+    samples = [load_samples(_samples_path(path)) for path in parts]
+    rows = pool_parts(list(zip(documents, samples, strict=True)))
+    print(scenes_table(rows))
+    whole = {name: documents[0].get(name) for name in (*WHOLE, *PROTOCOL)}
+    runs = [_without_rows(document) for document in documents]
+    save_json(output, command=command_line(), device="cpu", **whole, runs=runs, rows=rows)
+
+
 @app.command("merge")
 def merge_command(
-    results: Annotated[list[Path], typer.Argument(help="Files of `scenes`, or all of `ablate`.")],
+    results: Annotated[
+        list[Path], typer.Argument(help="Files of `scenes` and `pool`, or of `ablate`.")
+    ],
     output: Annotated[Path, typer.Option(help="The file to write.")],
 ) -> None:
     """Average results of `scenes` over seeds, or put runs of `ablate` into one table.
@@ -179,7 +225,7 @@ def merge_command(
     """
     read = [read_result(path) for path in results]
     kinds = dict.fromkeys(result.kind for result in read)
-    if set(kinds) == {"scenes"}:
+    if kinds.keys() <= set(SCENES):
         _merge_scenes(read, output)
     elif set(kinds) == {"ablate"}:
         _merge_ablations(read, output)
@@ -232,13 +278,12 @@ def plot_command(
 
 
 def _merge_scenes(results: Sequence[Result], output: Path) -> None:
-    from eval.scenes import MAKING, PROTOCOL, merge_runs, noise_seeds, row_key, scenes_table
+    from eval.scenes import MAKING, PROTOCOL, merge_runs, row_key, scenes_table
 
-    documents = [result.document for result in results]
-    for result in results:
-        with complete(result.path):
-            noise_seeds(result.document)
-            scenes_table(result.document["rows"])
+    documents = [_scenes_document(result) for result in results]
+    for result, document in zip(results, documents, strict=True):
+        if "part" in document:
+            raise ValueError(f"{result.path} is a part of a run; join its parts by pool first.")
     rows = merge_runs(documents)
     print(scenes_table(rows))
     merged = set(map(row_key, rows))
@@ -250,6 +295,24 @@ def _merge_scenes(results: Sequence[Result], output: Path) -> None:
         protocol |= {name: document[name] for name in MAKING if name in document}
     runs = [_without_rows(document) for document in documents]
     save_json(output, command=command_line(), device="cpu", **protocol, runs=runs, rows=rows)
+
+
+def _scenes_document(result: Result) -> Mapping[str, Any]:
+    """The content of a file of `scenes` or `pool`."""
+    from eval.scenes import noise_seeds, scenes_table
+
+    if result.kind not in SCENES:
+        raise ValueError(
+            f"results of {' and '.join(SCENES)} are joined, but {result.path} is of {result.kind}."
+        )
+    with complete(result.path):
+        noise_seeds(result.document)
+        scenes_table(result.document["rows"])
+    return result.document
+
+
+def _samples_path(path: Path) -> Path:
+    return path.with_suffix(".safetensors")
 
 
 def _merge_ablations(results: Sequence[Result], output: Path) -> None:

@@ -1,0 +1,125 @@
+"""A run of `scenes` in parts: `--part`, and `pool`."""
+
+import json
+import re
+
+import pytest
+import torch
+from test_eval import run_command
+from test_method_table import quality, quality_row
+from tiny import tiny_pipe
+from typer.testing import CliRunner
+
+from eval import scenes
+from eval.__main__ import app
+from eval.samples import Sample
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a tiny pipeline."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_pipe().save_pretrained(folder)
+    return str(folder)
+
+
+def test_parts_are_the_whole(model, tmp_path, monkeypatch):
+    """Catches pictures that two parts share or none has, other noise, and figures of a part."""
+    counts = ["--pictures", 5, "--steps", 1, "--first-seed", 3]
+    counts += ["--methods", "tome,exact,value-projection"]
+    arguments = ["--model", model, "--output", tmp_path, *counts]
+    run_command(monkeypatch, "scenes", *arguments)
+    whole = json.loads((tmp_path / "scenes_levels0_seed3.json").read_text())
+    files = []
+    for part in ("2/2", "1/2"):
+        run_command(monkeypatch, "scenes", *arguments, "--part", part)
+        files.append(tmp_path / f"scenes_levels0_seed3_part{part.replace('/', 'of')}.json")
+    run_command(monkeypatch, "pool", *files, "--output", tmp_path / "pooled.json")
+    pooled = json.loads((tmp_path / "pooled.json").read_text())
+    assert {name: pooled[name] for name in scenes.WHOLE} == {
+        name: whole[name] for name in scenes.WHOLE
+    }
+    assert [run["part"] for run in pooled["runs"]] == ["2/2", "1/2"]
+    for row, expected in zip(pooled["rows"], whole["rows"], strict=True):
+        assert row.keys() == expected.keys()
+        for name in row.keys() - {"seconds_per_picture"}:
+            value = expected[name]
+            if isinstance(value, float):
+                # A batch of another size computes the last bits otherwise.
+                value = pytest.approx(value, rel=1e-3, abs=1e-3)
+            assert row[name] == value, name
+    parts = [json.loads(path.read_text())["rows"] for path in files]
+    assert [row["num_pictures"] for row in (*parts[0], *parts[1])] == [3] * 5 + [2] * 5
+
+
+def test_a_part_goes_on(model, tmp_path, monkeypatch):
+    """Catches samples that a second run of the part loses."""
+    arguments = ["--model", model, "--output", tmp_path, "--pictures", 4, "--steps", 1]
+    arguments += ["--part", "1/1", "--methods"]
+    run_command(monkeypatch, "scenes", *arguments, "exact,tome")
+    run_command(monkeypatch, "scenes", *arguments, "tome", "--resume")
+    path = tmp_path / "scenes_levels0_part1of1.json"
+    run_command(monkeypatch, "pool", path, "--output", tmp_path / "pooled.json")
+    part, pooled = (json.loads(x.read_text()) for x in (path, tmp_path / "pooled.json"))
+    assert len(pooled["rows"]) == 4
+    assert pooled["rows"] == part["rows"]
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1/5", "1", "a/b", "-1/2", "1/2/3"])
+def test_there_is_no_such_part(part):
+    with pytest.raises(ValueError, match=f"K-th of N parts of at most 4 .*got '{part}'"):
+        scenes.part_of(part, 4)
+
+
+def test_parts_by_hand():
+    assert [list(scenes.part_of(f"{k}/3", 7)) for k in (1, 2, 3)] == [[0, 1], [2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "changed", "message"),
+    [
+        (["1/3", "3/3"], {}, "all of its parts, each once, but these are 1/3, 3/3."),
+        (["1/2", "2/2", "2/2"], {}, "each once, but these are 1/2, 2/2, 2/2."),
+        (["1/2", "2/2"], {"first_seed": 1}, "differ in first_seed"),
+        (["1/2", "2/2"], {"size": 512}, "differ in size"),
+        (["1/2", "2/2"], {"rows": [quality_row("M4", "M8")]}, "differ in the method M4"),
+        (["1/2", "2/2"], {"samples": {}}, "a part has no sample of scenes of the reference"),
+    ],
+)
+def test_parts_that_are_no_run(parts, changed, message):
+    document = quality([quality_row("M4", "M4")], pictures=6)
+    sample = Sample(torch.zeros(3, 2))
+    samples = {scenes.REFERENCE: sample, "M4": sample}
+    found = [({**document, "part": part}, samples) for part in parts]
+    found[0] = ({**found[0][0], **changed}, changed.get("samples", samples))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        scenes.pool_parts(found)
+
+
+def test_files_that_are_no_parts(model, tmp_path, monkeypatch):
+    """Catches a part that stands for a run, a run for a part, and samples of something else."""
+
+    def refused(*arguments):
+        return str(CliRunner().invoke(app, list(map(str, arguments))).exception)
+
+    arguments = ["--model", model, "--output", tmp_path, "--pictures", 4, "--steps", 1]
+    run_command(monkeypatch, "scenes", *arguments, "--methods", "exact")
+    run_command(monkeypatch, "scenes", *arguments, "--methods", "exact", "--part", "1/1")
+    whole, part = tmp_path / "scenes_levels0.json", tmp_path / "scenes_levels0_part1of1.json"
+    samples = part.with_suffix(".safetensors")
+    assert samples.exists()
+    assert not whole.with_suffix(".safetensors").exists()
+
+    output = tmp_path / "x.json"
+    is_part = f"{part} is a part of a run; join its parts by pool first."
+    assert refused("merge", part, part, "--output", output) == is_part
+    assert refused("table", part, "--output", tmp_path) == is_part
+    message = refused("pool", whole, "--output", output)
+    assert message == f"only parts of a run are pooled, but {whole} is a whole one."
+    samples.write_bytes(samples.read_bytes()[:-9])
+    message = refused("pool", part, "--output", output)
+    assert message.startswith(f"{samples} does not hold the samples of scenes: ")
+    samples.unlink()
+    message = refused("pool", part, "--output", output)
+    assert message == f"there is no file {samples}."
+    assert not output.exists()
