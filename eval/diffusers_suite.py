@@ -61,6 +61,8 @@ OUTCOMES = ("passed", "failed", "skipped")
 UNFINISHED = "did not finish"
 ERROR_LENGTH = 300
 ADDRESS = re.compile(r"0x[0-9a-f]+")  # of an object, another one in every process
+# NumPy pads the numbers of an array, and breaks lines by their length.
+LAYOUT = re.compile(r" |\\n")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 # What AVQ is known to break and how the suite gets past it.
@@ -169,8 +171,7 @@ def compare(folder: Path, files: Sequence[str]) -> dict[str, Any]:
 
 def same_error(error: str, other: str) -> bool:
     """Whether two messages say the same, their numbers within 0.1 % or 0.0001."""
-    # NumPy pads the numbers of an array with spaces.
-    error, other = (ADDRESS.sub("address", x.replace(" ", "")) for x in (error, other))
+    error, other = (ADDRESS.sub("address", LAYOUT.sub("", x)) for x in (error, other))
     numbers, others = (map(float, NUMBER.findall(x)) for x in (error, other))
     return NUMBER.sub("#", error) == NUMBER.sub("#", other) and all(
         math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in zip(numbers, others, strict=True)

@@ -287,6 +287,7 @@ def test_same_error():
     """Catches a picture that changed behind an error that both runs have."""
     assert same_error("assert 0.51234 < 0.01", "assert 0.51240 < 0.01")
     assert same_error("array([0.2567 , 1])", "array([0.25671, 1])")
+    assert same_error("array([0.25671,\\n 1, 2])", "array([0.2567, 1,\\n 2])")
     assert same_error("<Tensor at 0x7f381b396f10>", "<Tensor at 0x7f9e57b04740>")
     assert not same_error("assert 0.51234 < 0.01", "assert 0.516 < 0.01")
     assert not same_error("assert 0.5 < 0.01", "ValueError: 0.5 < 0.01")
