@@ -3,8 +3,8 @@
 Every test file runs twice, each time in a process of its own: as it is, and with AVQ in every
 self-attention layer of every UNet that a test builds (`eval.diffusers_suite_plugin` says how). A
 test that fails only with AVQ is a feature that AVQ breaks. One whose process dies has failed, and
-the file runs again without it. The installed diffusers is tested, by
-the tests of a checkout, best of the same version.
+the file runs again without it. The installed diffusers is tested, by the tests of a checkout, best
+of the same version.
 
 Without the Hub, tests that need a model from there fail or skip in both runs, and mini-sd's
 tokenizer stands in for the tiny one that most pipeline tests load; pictures then differ from the
