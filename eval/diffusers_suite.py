@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import typer
 from tqdm import tqdm
 
+from avq_diffusers.files import atomic_write
 from eval.__main__ import run_app
 from eval.markdown import markdown_table
 from eval.report import RESULTS, ProcessFailed, environment, save_json
@@ -306,10 +307,11 @@ def _run_file(checkout: Path, file: str, run: str, folder: Path, device: str, hu
         error = f"the process died: exit {process.returncode}"
         died[running.read_text()] = {"outcome": "failed", "error": error}
     running.unlink(missing_ok=True)
-    document = json.loads(outcomes.read_text())
-    outcomes.write_text(
-        json.dumps({**document, "tests": document["tests"] | died}, indent=1) + "\n"
-    )
+    if died:
+        document = json.loads(outcomes.read_text())
+        document["tests"] |= died
+        with atomic_write(outcomes) as temporary:
+            temporary.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _is_done(outcomes: Path) -> bool:

@@ -195,7 +195,7 @@ def pool_command(
     runs/scenes_levels0_part2of2.json --output eval/results/scenes/scenes_levels0.json
     """
     from eval.samples import load_samples
-    from eval.scenes import PROTOCOL, WHOLE, pool_parts, scenes_table
+    from eval.scenes import WHOLE, pool_parts, scenes_table
 
     documents = [_scenes_document(read_result(path)) for path in parts]
     for path, document in zip(parts, documents, strict=True):
@@ -204,7 +204,7 @@ def pool_command(
     samples = [load_samples(_samples_path(path)) for path in parts]
     rows = pool_parts(list(zip(documents, samples, strict=True)))
     print(scenes_table(rows))
-    whole = {name: documents[0].get(name) for name in (*WHOLE, *PROTOCOL)}
+    whole = {name: documents[0].get(name) for name in WHOLE}
     runs = [_without_rows(document) for document in documents]
     save_json(output, command=command_line(), device="cpu", **whole, runs=runs, rows=rows)
 
