@@ -4,11 +4,13 @@ Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children.
 head, (H,), so that bad heads show.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avq_diffusers import reference
+from avq_diffusers import fallback, reference
 from avq_diffusers.codebook import Codebook, assign
 from avq_diffusers.validation import check_inputs, check_numbers
 
@@ -29,7 +31,7 @@ def capture(
 ) -> Tensor:
     """Share of exact attention that falls on keys of refined parents (paper, Tab. elastic_p).
 
-    Its cost is that of exact attention, in pieces of one query tile.
+    Its cost is that of exact attention, in pieces of bounded memory.
 
     Args:
         query: (B, H, N, D).
@@ -132,9 +134,9 @@ def attention_mass(
     parent_assignment, _ = assign(key, codebook)
     members = F.one_hot(parent_assignment, codebook.num_parents).to(query.dtype)
     masses = []
-    for tile in _query_tiles(query, query_tile, query_order):
-        attention = (scale * query[:, :, tile] @ key.transpose(-1, -2)).softmax(dim=-1)
-        masses.append(attention.sum(dim=-2, keepdim=True) @ members)
+    for tiles in _query_tiles(query, query_tile, query_order, row_elements=key.shape[2]):
+        attention = (scale * tiles.flatten(2, 3) @ key.transpose(-1, -2)).softmax(dim=-1)
+        masses.append(attention.unflatten(2, tiles.shape[2:4]).sum(dim=3) @ members)
     return torch.cat(masses, dim=-2)
 
 
@@ -300,11 +302,18 @@ def _parent_importance(
     parents = codebook.parents.to(query.dtype)
     parent_assignment, _ = assign(key, codebook)
     counts = F.one_hot(parent_assignment, codebook.num_parents).sum(dim=-2).to(query.dtype)
-    tiles = [
-        reference.importance(query[:, :, tile], parents, counts, scale, importance_tile)
-        for tile in _query_tiles(query, query_tile, query_order)
-    ]
-    return torch.stack(tiles, dim=-2)
+    found = []
+    row_elements = codebook.num_parents
+    for tiles in _query_tiles(query, query_tile, query_order, row_elements=row_elements):
+        importance = reference.importance(
+            tiles.movedim(2, 0).flatten(0, 1),
+            parents,
+            counts.repeat(tiles.shape[2], 1, 1),
+            scale,
+            importance_tile,
+        )
+        found.append(importance.unflatten(0, (-1, len(query))).movedim(0, 2))
+    return torch.cat(found, dim=-2)
 
 
 def _per_head(key: Tensor) -> Tensor:
@@ -317,7 +326,22 @@ def _at_least_fp32(query: Tensor, key: Tensor, scale: float | None) -> tuple[Ten
     return query.to(dtype), key.to(dtype), query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _query_tiles(query: Tensor, query_tile: int, query_order: Tensor | None) -> tuple[Tensor, ...]:
+def _query_tiles(
+    query: Tensor, query_tile: int, query_order: Tensor | None, *, row_elements: int
+) -> Iterator[Tensor]:
+    """Queries (B, H, T, I, D) of T tiles at a time; a last tile that is not full comes alone.
+
+    Args:
+        row_elements: numbers that are computed per query; few tiles at a time bound the memory.
+    """
+    batch, heads, num_queries, _ = query.shape
     if query_order is None:
-        query_order = torch.arange(query.shape[2], device=query.device)
-    return query_order.split(query_tile)
+        query_order = torch.arange(num_queries, device=query.device)
+    tile_elements = batch * heads * query_tile * row_elements
+    length = query_tile * fallback.chunk_length(query.device, tile_elements)
+    num_whole = num_queries // query_tile * query_tile
+    for start in range(0, num_whole, length):
+        chunk = query_order[start : min(start + length, num_whole)]
+        yield query[:, :, chunk].unflatten(2, (-1, query_tile))
+    if num_whole < num_queries:
+        yield query[:, :, None, query_order[num_whole:]]

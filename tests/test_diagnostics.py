@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from cases import make_case
 
-from avq_diffusers import reference
+from avq_diffusers import fallback, reference
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.diagnostics import (
     active_ratio,
@@ -31,7 +31,12 @@ CODEBOOK = Codebook(PARENTS, CHILDREN)
 
 @pytest.mark.parametrize("order", [None, torch.arange(49, -1, -1)])
 @pytest.mark.parametrize("importance_tile", [None, 4])
-def test_capture_is_the_exact_attention_on_refined_cells(order, importance_tile):
+@pytest.mark.parametrize("elements", [1, 2 * 16 * 2 * 2 * 6, 2**20])
+def test_capture_is_the_exact_attention_on_refined_cells(
+    order, importance_tile, elements, monkeypatch
+):
+    """Also where tiles are computed one or two at a time, and a last one that is not full."""
+    monkeypatch.setattr(fallback, "ELEMENTS_CPU", elements)
     query, key, _, codebook = make_case()
     query = 2 * query
     captured = capture(
