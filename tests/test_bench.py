@@ -5,6 +5,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from time import sleep
 
 import pytest
@@ -252,7 +253,7 @@ def test_run_kernels_writes_rows_fits_and_plots(tmp_path, capsys):
         read(tmp_path / f"bench_kernels_{part}_cpu.json") for part in kernels.PARTS
     )
     assert table["command"] == "x"
-    assert table["environment"]["torch"] == torch.__version__
+    assert table["environment"]["torch"] == version("torch")
     assert [row["tokens"] for row in table["rows"]] == [64] * 7 + [150] * 7
     assert all(row["error"] < 1e-4 for row in table["rows"] if row["ms"] is not None)
 

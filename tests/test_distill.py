@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
@@ -161,7 +162,7 @@ def test_a_run_leaves_logs_checkpoints_sheets_and_codebooks(finished, model):
         assert figures == {name: last[name][layer] for name in figures}
         assert set(figures) == {"quantization_error", "active_ratio", "capture"}
     assert training["config"] == "mini_m64p16c8"
-    assert training["versions"]["torch"] == torch.__version__
+    assert training["versions"]["torch"] == version("torch")
 
 
 def test_steps_are_optimizer_steps_and_samples_are_counted(finished):

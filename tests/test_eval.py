@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from importlib.metadata import version
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -1092,7 +1093,7 @@ def test_save_json_carries_its_environment(tmp_path):
     document = json.loads(path.read_text())
     assert document["command"] == "python -m eval x"
     assert document["rows"] == [{"a": 1}]
-    assert document["environment"]["torch"] == torch.__version__
+    assert document["environment"]["torch"] == version("torch")
     assert {"date", "commit", "device", "python", "diffusers"} <= set(document["environment"])
     assert "CPU" in document["environment"]["device"]
     assert [file.name for file in path.parent.iterdir()] == ["result.json"]

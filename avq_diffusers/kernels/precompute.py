@@ -366,7 +366,7 @@ def _store_aggregates(
     over = tl.maximum(tl.where(slots == 0, count, counts), 1)
     share = tl.where(slots == 0, counts * (1.0 / over), 1.0)
     rows = tl.where(slots == 0, MP + parent, 2 * MP + parent * CP + slots - 1)
-    is_row = (slots == 0) | ((slots <= CP) & (parent < M0))
+    is_row = slots <= tl.where(parent < M0, CP, 0)
     _store_means(means_ptr + rows * DV, sums * (1.0 / over)[:, None], share, is_row, D, DP, DV)
     is_child = (slots > 0) & is_row
     tl.store(logs_ptr + MP + parent * CP + slots - 1, _log2(counts), mask=is_child)
@@ -500,7 +500,7 @@ def aggregate_kernel(
     if C > 0:
         # [L, DP]
         code_rows = tl.where(slots == 0, parent, MP + parent * CP + slots - 1)
-        is_code = (slots == 0) | ((slots <= C) & (parent < M0))
+        is_code = slots <= tl.where(parent < M0, C, 0)
         codes = tl.load(
             codes_ptr + code_rows[:, None] * DP + tl.arange(0, DP)[None, :],
             mask=is_code[:, None],
