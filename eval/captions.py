@@ -60,7 +60,8 @@ def read_captions(path: Path, num_captions: int, *, seed: int = 0) -> Captions:
     if path.suffix == ".json":
         texts, origin = _draw(path, text, seed), f"draw of seed {seed} from {path.name}"
     else:
-        texts = [line.strip() for line in text.splitlines()]
+        # Not splitlines, which also ends a line where a caption holds a rarer separator.
+        texts = [line.strip() for line in text.removesuffix("\n").split("\n")]
         is_linfusion = hashlib.sha256(content).hexdigest() == CAPTIONS_SHA256
         origin = GENERATION["captions"] if is_linfusion else f"list {path.name}"
     if len(texts) < num_captions:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from avq_diffusers.files import TEMPORARY, atomic_write
 from avq_diffusers.runs import quiet
 from eval.captions import Captions
-from eval.methods import REFINED_MARK, Method, attention_method, prepare_methods
+from eval.methods import Method, attention_method, prepare_methods, split_refined
 from eval.pictures import dilation, draw_batch
 from eval.protocol import GENERATION
 from eval.report import folder_digest, save_json
@@ -93,7 +93,7 @@ def generate_folder(
         "model": model,
         "model_sha256": folder_digest(model, "model_index.json"),
         "method": method,
-        "method_sha256": folder_digest(method.rpartition(REFINED_MARK)[0] or method, "config.json"),
+        "method_sha256": folder_digest(split_refined(method)[0], "config.json"),
         "levels": list(levels),
         "calibration_sha256": hashlib.sha256("\n".join(calibration_prompts).encode()).hexdigest(),
         "captions": captions.origin,
@@ -217,13 +217,17 @@ def _begin(
 ) -> None:
     """Write all but the pictures: first the manifest, without which the rest would be refused.
 
-    Codebooks are calibrated once, or copied, so that all processes and restarts have the same.
+    Codebooks are calibrated once, or copied, so that all processes and restarts have the same. A
+    folder whose pictures are all there keeps its manifest: it says how they were made.
     """
     written = folder / f"{TEMPORARY}{CODEBOOKS}"
     shutil.rmtree(written, ignore_errors=True)
     earlier = []
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
+        numbers = range(config["num_pictures"])
+        if all(is_whole(picture_path(folder, number), config["size"]) for number in numbers):
+            return
         session = {key: manifest[key] for key in ("command", "environment")}
         earlier = [*manifest["earlier_sessions"], session]
     if (folder / CODEBOOKS).exists():
@@ -253,9 +257,8 @@ def _method(folder: Path, name: str, prepare: Callable[[Sequence[str]], list[Met
     kept = folder / CODEBOOKS
     if not kept.exists():
         return prepare([name])[0]
-    _, mark, number = name.rpartition(REFINED_MARK)
-    source = f"{kept}{mark}{number}" if mark else str(kept)
-    return replace(prepare([source])[0], name=name)
+    (method,) = prepare([str(kept)])
+    return replace(method, name=name, num_refined=split_refined(name)[1])
 
 
 def _fill(

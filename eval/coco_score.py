@@ -228,6 +228,8 @@ def score_folders(
             figures |= {f"patch_{key}": value for key, value in detail.distances(features).items()}
         yield {
             **folder.manifest["row"],
+            "model": Path(folder.config["model"]).name,
+            "model_sha256": folder.config["model_sha256"],
             "num_pictures": len(folder.captions),
             "num_real": len(files),
             **figures,

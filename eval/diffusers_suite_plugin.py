@@ -46,6 +46,12 @@ from eval.diffusers_suite import RUNNING
 
 UNETS = ("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel")
 NUM_REFINED = 16
+# A session that ends so has outcomes of some of its tests only.
+STOPPED = (
+    pytest.ExitCode.INTERRUPTED,
+    pytest.ExitCode.INTERNAL_ERROR,
+    pytest.ExitCode.USAGE_ERROR,
+)
 TINY_CLIP = ("hf-internal-testing/tiny-random-clip", "peft-internal-testing/tiny-clip-text-2")
 TINY_TEXT_ENCODER = {
     "vocab_size": 1000,
@@ -107,7 +113,7 @@ class Outcomes:
             self.tests[report.nodeid] = {"outcome": report.outcome}
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.INTERRUPTED:
+        if exitstatus in STOPPED:
             return
         calls = sum(self.layer_calls, Counter())
         text = json.dumps({"tests": self.tests, "calls": calls}, indent=1) + "\n"

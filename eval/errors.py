@@ -94,6 +94,9 @@ def elastic(methods: Iterable[Method], numbers: Sequence[int]) -> list[Method]:
     """Two-level codebooks once for each number of refined parents that they can have.
 
     Methods without codebooks, with flat ones or with a number of their own stay as they are.
+
+    Raises:
+        ValueError: codebooks can have none of the numbers.
     """
     expanded = []
     for method in methods:
@@ -101,7 +104,13 @@ def elastic(methods: Iterable[Method], numbers: Sequence[int]) -> list[Method]:
         if most == 0 or method.num_refined is not None:
             expanded.append(method)
         else:
-            expanded += [replace(method, num_refined=n) for n in numbers if n <= most]
+            possible = [n for n in numbers if n <= most]
+            if not possible:
+                raise ValueError(
+                    f"{method.name} refines at most {most} parents, but --refined asks for "
+                    f"{', '.join(map(str, numbers))}."
+                )
+            expanded += [replace(method, num_refined=n) for n in possible]
     return expanded
 
 

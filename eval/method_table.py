@@ -34,7 +34,7 @@ Variant = tuple[str, tuple[int, ...]]
 
 QUALITY = ("scenes", "pool", "merge")
 SPEED = "bench unet"
-FACTS = ("method", "config", "origin", "levels", "effective_codewords")
+FACTS = ("method", "config", "origin", "sha256", "levels", "effective_codewords")
 PLOTTED = {"fid": "FID (lower is better)", "clip_score": "CLIP score (higher is better)"}
 # Names of `bench unet` for methods without configuration. LinFusion is timed in every
 # self-attention; these are the levels of mini-sd, which scenes are drawn by.
@@ -164,6 +164,11 @@ def _add_quality(
         variant = _variant(row)
         facts = {name: row.get(name) for name in FACTS} | {"levels": list(variant[1])}
         entry = _entry(rows, (row["method"], variant), facts)
+        if None not in (entry["sha256"], facts["sha256"]) and entry["sha256"] != facts["sha256"]:
+            raise ValueError(
+                f"{result.path} has pictures of {row['method']} as it is at another time than in "
+                "the results before it: the folder's digest differs; make one of them again."
+            )
         entry["quality"].setdefault(title, {name: row[name] for name in row if name in MEASURED})
 
 

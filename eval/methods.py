@@ -1,6 +1,7 @@
 """The attention variants that a table compares, each switched on for the time of a `with` block."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -263,6 +264,12 @@ def _processors(pipe: StableDiffusionPipeline, processors: Mapping[str, Any]) ->
             attn.set_processor(previous[name])
 
 
+def split_refined(name: str) -> tuple[str, int | None]:
+    """A method's name without its number of refined parents, and that number, if it has one."""
+    form = re.fullmatch(rf"(.+){REFINED_MARK}(\d+)", name)
+    return (form[1], int(form[2])) if form else (name, None)
+
+
 def _parse(
     pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]
 ) -> tuple[Method, AVQConfig | None]:
@@ -277,16 +284,13 @@ def _parse(
                 f"{TOME} merges tokens from level 0 on, leaving none out, but got levels {levels}."
             )
         return Method(name, levels), None
-    source, mark, number = name.rpartition(REFINED_MARK)
-    if not mark:
-        source = name
-    elif not number.isdecimal():
+    source, num_refined = split_refined(name)
+    if num_refined is None and REFINED_MARK in name and not Path(name).is_dir():
         raise ValueError(f"methods may end in {REFINED_MARK}8 or so, but got {name!r}.")
-    num_refined = int(number) if mark else None
     text, _, exact = source.partition(EXACT_MARK)
     try:
         config = AVQConfig.parse(text, levels=levels, exact=(exact,) if exact else ())
-        if mark:
+        if num_refined is not None:
             replace(config, num_refined=num_refined)
     except ValueError as error:
         if Path(source).is_dir():
@@ -297,6 +301,11 @@ def _parse(
             f"methods must be {EXACT}, {NO_ATTENTION}, {TOME}, folders of codebooks or of "
             f"LinFusion layers, or configurations: {error}"
         ) from None
+    if Path(source).is_dir():
+        raise ValueError(
+            f"methods: {source} is a configuration, but also a folder here; write ./{source} for "
+            "the folder."
+        )
     return Method(name, levels, num_refined=num_refined), config
 
 

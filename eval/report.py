@@ -45,11 +45,12 @@ def save_json(path: Path, *, command: str, device: torch.device | str, **content
 
     Infinity and NaN, which JSON does not have, become null.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "environment": environment(device), **content}
     text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
-    with naming(path), atomic_write(path) as temporary:
-        temporary.write_text(text)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as temporary:
+            temporary.write_text(text)
 
 
 def folder_digest(source: str, marker: str) -> str | None:

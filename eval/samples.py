@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from avq_diffusers.files import atomic_write
+from avq_diffusers.files import atomic_write, naming
 from eval.compare import psnr_figures
 from eval.frechet import Gaussian, bootstrap_error, fit_gaussian, frechet_distance
 from eval.protocol import NUM_BOOTSTRAPS
@@ -62,14 +62,23 @@ def likeness(sample: Sample, exact: Gaussian | None) -> dict[str, float | None]:
 
 
 def save_samples(path: Path, samples: Mapping[str, Sample]) -> None:
-    """Write samples by name as safetensors, in one step."""
+    """Write samples by name as safetensors, in one step.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
     tensors = {
         f"{name}|{field}": tensor.contiguous().cpu()
         for name, sample in samples.items()
         for field, tensor in sample._asdict().items()
     }
-    with atomic_write(path) as temporary:
-        save_file(tensors, temporary)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with atomic_write(path) as temporary:
+                save_file(tensors, temporary)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
 
 
 def load_samples(path: Path) -> dict[str, Sample]:

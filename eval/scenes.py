@@ -26,10 +26,12 @@ FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_pictur
 MEASURED = {*FIGURES, *(f"{name}_sem" for name in FIGURES)}
 PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
 # Older files lack some of these; what a file does not say is not compared.
-MAKING = ("model", "scorer", "guidance_scale")
+MAKING = ("model", "model_sha256", "scorer", "scorer_sha256", "guidance_scale")
 HEADER = ("FID", "FID to exact", "CLIP score", "copy agreement", "PSNR dB, median (p10)")
-# Of a run that is made in parts, what these share.
-WHOLE = ("pictures", "first_seed", *PROTOCOL, *MAKING)
+# Of a run that is made in parts, what these share, beside device and versions.
+WHOLE = ("pictures", "first_seed", "batch", "compiled", *PROTOCOL, *MAKING)
+# Of an environment, what may differ between parts, which are made on several days.
+CHANGING = ("date", "commit")
 REFERENCE = "scenes of the reference"
 REAL = "real scenes"
 BROKEN = "real scenes, copies broken"
@@ -83,10 +85,11 @@ def score_methods(
         is_dilated: use ScaleCrafter.
         is_compiled: compile the UNet, anew for each method.
         finished: rows of an earlier run by method. Their methods are not run again, but for
-            folders that have changed since, and for `exact` where the pictures of others are still
-            to be compared with its own.
+            folders that have changed since, rows that were not compared with `exact` and now are,
+            and for `exact` where the pictures of others are still to be compared with its own.
         samples: gets what is measured of each picture before the row comes, by method, and of
-            `REFERENCE`.
+            `REFERENCE`. Of finished rows it has them from the earlier run; one without is made
+            again.
 
     Raises:
         FileNotFoundError, ValueError: as `prepare_methods`, or the size is no multiple of 64 or one
@@ -106,6 +109,15 @@ def score_methods(
         pipe, methods, levels=levels, calibration_prompts=calibration_prompts
     )
     captions = [scene.caption for scene in scenes]
+    is_compared = EXACT in methods
+    finished = {
+        method.name: row
+        for method in prepared
+        if (row := finished.get(method.name)) is not None
+        and row["sha256"] == method.sha256
+        and (samples is None or method.name in samples)
+        and (method.name == EXACT or not is_compared or row["psnr_median"] is not None)
+    }
     samples = {} if samples is None else samples
     samples[REFERENCE] = Sample(picture_features(scorer, _render_all(reference_scenes, size)))
     reference = fit_gaussian(samples[REFERENCE].features)
@@ -126,11 +138,6 @@ def score_methods(
     exact = exact_features = None
     if is_compiled:
         pipe.unet.compile(dynamic=False)
-    finished = {
-        method.name: finished[method.name]
-        for method in prepared
-        if method.name in finished and finished[method.name]["sha256"] == method.sha256
-    }
     are_all_finished = len(finished) == len(prepared)
     for method in sorted(prepared, key=lambda method: method.name != EXACT):
         if method.name in finished and (are_all_finished or method.name != EXACT):
@@ -213,11 +220,15 @@ def pool_parts(
         parts: of each, the content of its file and its samples.
 
     Raises:
-        ValueError: a part is missing, is there twice, lacks samples, or is of another run.
+        ValueError: a part is missing, is there twice, lacks samples, or is of another run, device
+            or version.
     """
     documents = [document for document, _ in parts]
-    for name in WHOLE:
-        if len({json.dumps(document.get(name)) for document in documents}) > 1:
+    environments = [document.get("environment", {}) for document in documents]
+    names = {name: documents for name in WHOLE}
+    names |= {name: environments for name in environments[0] if name not in CHANGING}
+    for name, places in names.items():
+        if len({json.dumps(place.get(name)) for place in places}) > 1:
             raise ValueError(f"the parts must be of one run, but differ in {name}.")
     whole = range(documents[0]["pictures"])
     made = [part_of(document["part"], len(whole)) for document in documents]
@@ -231,7 +242,10 @@ def pool_parts(
     def joined(name: str) -> Sample:
         if any(name not in samples for _, samples in in_order):
             raise ValueError(f"a part has no sample of {name}.")
-        return Sample.join([samples[name] for _, samples in in_order])
+        sample = Sample.join([samples[name] for _, samples in in_order])
+        if len(sample.psnr) not in (0, len(sample.features)):
+            raise ValueError(f"a part has not compared {name} with {EXACT}; go on with --resume.")
+        return sample
 
     by_part = [{row_key(row): row for row in document["rows"]} for document, _ in in_order]
     common = [key for key in by_part[0] if all(key in rows for rows in by_part)]

@@ -439,6 +439,8 @@ def test_kills_and_restarts_change_nothing(place, exact):
     manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (exact, killed)]
     assert manifests[0]["config"] == manifests[1]["config"]
     assert len(manifests[1]["earlier_sessions"]) >= 1
+    finish(start(generation(place, "killed")))  # makes no picture, so it made none of these
+    assert json.loads((killed / "manifest.json").read_text()) == manifests[1]
     assert manifests[0]["environment"].keys() >= {"commit", "torch", "diffusers", "device"}
 
     code, table, _ = score(place, "exact", "killed")
@@ -774,7 +776,8 @@ def write_row(folder, images, size):
     (folder / "captions.txt").write_text("\n".join(texts) + "\n")
     row = {"method": "exact", "config": None, "effective_codewords": None}
     manifest = {"command": "c", "environment": {}, "earlier_sessions": []}
-    manifest |= {"config": {"method": "exact", **config}, "row": row}
+    config |= {"method": "exact", "model": "models/tiny", "model_sha256": "d"}
+    manifest |= {"config": config, "row": row}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

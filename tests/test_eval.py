@@ -701,7 +701,7 @@ def test_merged_runs_are_means_with_standard_errors_over_runs():
         ([{**scenes_run(1), "rows": []}], "must have the same methods and pictures"),
         (
             [scenes_run(seed) | {"model": model} for seed, model in ((1, "a"), (2, "b"))],
-            "and the same .*, model, scorer, guidance_scale",
+            "and the same .*, model, model_sha256, scorer, scorer_sha256, guidance_scale",
         ),
         ([scenes_run(n) | {"scorer": str(n)} for n in (1, 2)], "and the same .*scorer"),
         (

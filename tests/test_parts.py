@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from eval import scenes
 from eval.__main__ import app
-from eval.samples import Sample
+from eval.samples import Sample, load_samples, save_samples
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +53,52 @@ def test_parts_are_the_whole(model, tmp_path, monkeypatch):
 
 
 def test_a_part_goes_on(model, tmp_path, monkeypatch):
-    """Catches samples that a second run of the part loses."""
-    arguments = ["--model", model, "--output", tmp_path, "--pictures", 4, "--steps", 1]
+    """Catches a folder that is not there yet, samples that a second run of the part loses, rows
+    whose samples were lost, and rows that stay without PSNR when exact attention comes later."""
+    folder = tmp_path / "new"
+    arguments = ["--model", model, "--output", folder, "--pictures", 4, "--steps", 1]
     arguments += ["--part", "1/1", "--methods"]
-    run_command(monkeypatch, "scenes", *arguments, "exact,tome")
+    run_command(monkeypatch, "scenes", *arguments, "tome")
+    run_command(monkeypatch, "scenes", *arguments, "exact,tome", "--resume")
     run_command(monkeypatch, "scenes", *arguments, "tome", "--resume")
-    path = tmp_path / "scenes_levels0_part1of1.json"
-    run_command(monkeypatch, "pool", path, "--output", tmp_path / "pooled.json")
-    part, pooled = (json.loads(x.read_text()) for x in (path, tmp_path / "pooled.json"))
-    assert len(pooled["rows"]) == 4
-    assert pooled["rows"] == part["rows"]
+    path = folder / "scenes_levels0_part1of1.json"
+
+    def pooled():
+        run_command(monkeypatch, "pool", path, "--output", tmp_path / "pooled.json")
+        rows = json.loads((tmp_path / "pooled.json").read_text())["rows"]
+        return {row["method"]: row for row in rows}
+
+    rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
+    assert len(rows) == 4
+    assert rows["tome"]["psnr_median"] > 0
+    assert pooled() == rows
+
+    kept = load_samples(path.with_suffix(".safetensors"))
+    save_samples(path.with_suffix(".safetensors"), {k: v for k, v in kept.items() if k != "tome"})
+    run_command(monkeypatch, "scenes", *arguments, "exact,tome", "--resume")
+    again = pooled()
+    assert again.keys() == rows.keys()
+    assert again["tome"]["fid"] == rows["tome"]["fid"]
+
+
+def test_a_run_goes_on_with_its_own_weights(model, tmp_path, monkeypatch):
+    """Catches a model of the same name, or one that was trained on in its place."""
+    other = tiny_pipe()
+    other.unet.conv_in.bias.data += 1
+    other.save_pretrained(tmp_path / "tiny")
+    arguments = ["--output", tmp_path, "--pictures", 2, "--steps", 1, "--methods", "exact"]
+    run_command(monkeypatch, "scenes", *arguments, "--model", model)
+    refused = CliRunner().invoke(
+        app, ["scenes", *map(str, arguments), "--model", str(tmp_path / "tiny"), "--resume"]
+    )
+    assert "the stored one differs in model_sha256" in str(refused.exception)
+
+
+def test_samples_that_cannot_be_written(tmp_path):
+    path = tmp_path / "file" / "x.safetensors"
+    path.parent.write_text("")
+    with pytest.raises(OSError, match=f"{path} could not be written"):
+        save_samples(path, {"exact": Sample(torch.zeros(3, 2))})
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1/5", "1", "a/b", "-1/2", "1/2/3"])
@@ -82,6 +118,9 @@ def test_parts_by_hand():
         (["1/2", "2/2", "2/2"], {}, "each once, but these are 1/2, 2/2, 2/2."),
         (["1/2", "2/2"], {"first_seed": 1}, "differ in first_seed"),
         (["1/2", "2/2"], {"size": 512}, "differ in size"),
+        (["1/2", "2/2"], {"batch": 3}, "differ in batch"),
+        (["1/2", "2/2"], {"model_sha256": "b"}, "differ in model_sha256"),
+        (["1/2", "2/2"], {"environment": {"device": "B"}}, "differ in device"),
         (["1/2", "2/2"], {"rows": [quality_row("M4", "M8")]}, "differ in the method M4"),
         (["1/2", "2/2"], {"samples": {}}, "a part has no sample of scenes of the reference"),
     ],
@@ -90,10 +129,26 @@ def test_parts_that_are_no_run(parts, changed, message):
     document = quality([quality_row("M4", "M4")], pictures=6)
     sample = Sample(torch.zeros(3, 2))
     samples = {scenes.REFERENCE: sample, "M4": sample}
+    document["environment"] = {"device": "A", "commit": "a", "date": "b"}
     found = [({**document, "part": part}, samples) for part in parts]
     found[0] = ({**found[0][0], **changed}, changed.get("samples", samples))
     with pytest.raises(ValueError, match=re.escape(message)):
         scenes.pool_parts(found)
+
+
+def test_parts_of_which_one_is_not_compared():
+    """Catches a PSNR of some pictures that stands for all; commits may differ."""
+    document = quality([quality_row("M4", "M4", psnr_median=30.0)], pictures=6)
+    reference = {scenes.REFERENCE: Sample(torch.randn(3, 2))}
+    compared = Sample(*map(torch.randn, ((3, 2), (3,), (3,), (3,))))
+    parts = [
+        ({**document, "part": f"{k}/2", "environment": {"commit": str(k)}}, reference | {"M4": x})
+        for k, x in ((1, compared), (2, compared._replace(psnr=torch.empty(0))))
+    ]
+    with pytest.raises(ValueError, match="a part has not compared M4 with exact; go on with --res"):
+        scenes.pool_parts(parts)
+    parts[1][1]["M4"] = compared
+    assert scenes.pool_parts(parts)[0]["num_pictures"] == 6
 
 
 def test_files_that_are_no_parts(model, tmp_path, monkeypatch):

@@ -93,7 +93,13 @@ def counters_table(rows: list[dict[str, Any]]) -> str:
 
 
 def read_details(text: str) -> list[dict[str, Any]]:
-    """Counters of each launch, in SI units, from the details page of `ncu --csv`."""
+    """Counters of each launch, in SI units, from the details page of `ncu --csv`.
+
+    Raises:
+        ValueError: there is no launch.
+    """
+    if '"ID"' not in text:
+        raise ValueError(f"ncu counted in no kernel: {text.strip()[-200:]!r}")
     table = text[text.index('"ID"') :]
     launches: dict[str, dict[str, Any]] = {}
     for line in csv.DictReader(io.StringIO(table)):

@@ -147,7 +147,10 @@ def coco_score_command(
             command=command_line(),
             device=device,
             generation=chosen[0].shared,
-            made_with=[folder.manifest["environment"] for folder in chosen],
+            made_with=[
+                [made["environment"] for made in (*x.manifest["earlier_sessions"], x.manifest)]
+                for x in chosen
+            ],
             remarks=remarks,
             rows=scored,
         )
@@ -160,7 +163,10 @@ def coco_score_command(
 def coco_write_command(
     folder: Annotated[Path, typer.Argument(help="Of the data set, made if need be.")],
     pictures: Annotated[int, typer.Option(min=1, help="Number of scenes.")] = 5000,
-    first: Annotated[int, typer.Option(min=0, help="The first of mini-sd's test scenes.")] = 0,
+    first: Annotated[
+        int,
+        typer.Option(min=0, max=len(TEST_SEEDS) - 1, help="The first of mini-sd's test scenes."),
+    ] = 0,
     size: Annotated[int, typer.Option(help="Side of the pictures.")] = 256,
 ) -> None:
     """Write test scenes as a data set in COCO's format: images, annotations with captions.

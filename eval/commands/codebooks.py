@@ -193,6 +193,8 @@ def ablate_command(
     from eval.errors import elastic, measure_errors
     from eval.methods import prepare_methods
 
+    numbers = numbers_of("--refined", refined)
+    pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
     trained = train_variants(
         config,
         runs,
@@ -201,12 +203,11 @@ def ablate_command(
         parallel=parallel,
         overrides=overrides,
     )
-    pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
     names = {str(path): name for name, path in trained.items()}
     prepared = prepare_methods(pipe, list(names), levels=(0,), calibration_prompts=())
     errors = measure_errors(
         pipe,
-        elastic(prepared, numbers_of("--refined", refined)),
+        elastic(prepared, numbers),
         [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
         num_timesteps=timesteps,
     )

@@ -1,5 +1,7 @@
 """Options that several commands of `python -m eval` have, and what their values stand for."""
 
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +13,22 @@ from avq_diffusers.mini import VALIDATION_SEEDS, model_path, sample_scene
 
 NUM_CALIBRATION_PROMPTS = 16
 
+
+def _results_folder(path: Path) -> Path:
+    """Refuse before the work, not after it."""
+    place = path.absolute()
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not there.is_dir():
+        raise ValueError(f"--output must be a folder, but {there} is a file.")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"--output: the folder {there} is not writable.")
+    return path
+
+
 Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
-Output = Annotated[Path, typer.Option(help="Folder the results are written to.")]
+Output = Annotated[
+    Path, typer.Option(callback=_results_folder, help="Folder the results are written to.")
+]
 Methods = Annotated[
     str,
     typer.Option(
@@ -56,8 +72,8 @@ def device_of(name: str) -> torch.device:
 
 def command_line() -> str:
     """What was typed, but for where the results go: it is kept beside them."""
-    arguments = list(sys.argv[1:])
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--output=")]
     if "--output" in arguments:
         place = arguments.index("--output")
         del arguments[place : place + 2]
-    return " ".join(["python -m eval", *arguments])
+    return f"python -m eval {shlex.join(arguments)}"

@@ -22,7 +22,7 @@ from eval.commands.options import (
     command_line,
     device_of,
 )
-from eval.report import RESULTS, environment, save_json
+from eval.report import RESULTS, environment, folder_digest, save_json
 from eval.stored import Result, complete, draw, read_result
 
 # What writes runs on scenes.
@@ -136,7 +136,9 @@ def scenes_command(
     path = output / f"scenes_levels{''.join(map(str, numbers))}{suffix}.json"
     protocol = {
         "model": Path(model).name,
+        "model_sha256": folder_digest(model, "model_index.json"),
         "scorer": Path(scorer).name,
+        "scorer_sha256": folder_digest(scorer, "config.json"),
         "pictures": pictures,
         **({"part": part} if part else {}),
         "batch": batch,
