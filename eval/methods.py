@@ -265,8 +265,11 @@ def _processors(pipe: StableDiffusionPipeline, processors: Mapping[str, Any]) ->
 
 
 def split_refined(name: str) -> tuple[str, int | None]:
-    """A method's name without its number of refined parents, and that number, if it has one."""
-    form = re.fullmatch(rf"(.+){REFINED_MARK}(\d+)", name)
+    """A method's name without its number of refined parents, and that number, if it has one.
+
+    A folder's whole name counts first.
+    """
+    form = None if Path(name).is_dir() else re.fullmatch(rf"(.+){REFINED_MARK}(\d+)", name)
     return (form[1], int(form[2])) if form else (name, None)
 
 

@@ -320,6 +320,11 @@ def test_counters_are_read_in_si_units():
     assert "| level 0 | M256 | sort_kernel | 0.0001612 | - |" in counters_table(rows)
 
 
+def test_counters_of_no_kernel():
+    with pytest.raises(ValueError, match="ncu counted in no kernel: '==ERROR== permissions'"):
+        read_details("==ERROR== permissions\n")
+
+
 def test_counters_need_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="--device cuda"):
         run_counters(torch.device("cpu"), tmp_path, command="")

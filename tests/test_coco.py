@@ -190,9 +190,9 @@ def test_a_draw_takes_one_caption_of_each_image(tmp_path):
 
 def test_a_list_keeps_its_order(tmp_path, monkeypatch):
     path = tmp_path / "captions.txt"
-    path.write_bytes("  a fox \r\nübung\na fox\nlast".encode())
+    path.write_bytes("  a fox \r\nübung\x0bx\na fox\nlast\n".encode())
     found = read_captions(path, 3)
-    assert found.texts == ("a fox", "übung", "a fox")
+    assert found.texts == ("a fox", "übung\x0bx", "a fox")
     assert found.origin == "list captions.txt"
     monkeypatch.setattr(captions, "CAPTIONS_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     assert read_captions(path, 4).origin == "LinFusion's list"

@@ -242,6 +242,24 @@ def test_a_file_whose_process_died_runs_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+def test_a_session_that_breaks_off_is_not_done(tmp_path, monkeypatch):
+    """Catches outcomes of the tests before an error of pytest's own that count as all."""
+    monkeypatch.setenv("GIT_COMMIT", "one")
+    file = tmp_path / "tests" / "test_some.py"
+    file.parent.mkdir()
+    file.write_text("def test_one():\n    pass\n\ndef test_two():\n    pass\n")
+    (tmp_path / "tests" / "conftest.py").write_text(
+        "def pytest_runtest_logstart(nodeid): assert 'two' not in nodeid\n"
+    )
+    app = Typer()
+    app.command()(diffusers_suite)
+    options = ["--checkout", tmp_path, "--tests", "tests/test_*.py", "--folder", tmp_path / "kept"]
+    answer = CliRunner().invoke(app, list(map(str, [*options, "--output", tmp_path])))
+    assert "pytest did not finish tests/test_some.py" in str(answer.exception)
+    assert not (tmp_path / "diffusers_suite_cpu.json").exists()
+
+
+@pytest.mark.long
 def test_a_process_that_dies_in_a_test(tmp_path, monkeypatch):
     """Catches other tests of the file that are lost, and a crash that is no failure."""
     monkeypatch.setenv("GIT_COMMIT", "one")

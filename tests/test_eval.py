@@ -45,6 +45,7 @@ from eval.benchmarks.attention import (
     attention_table,
     bench_attention,
 )
+from eval.commands.options import command_line
 from eval.frechet import fit_gaussian, frechet_distance
 from eval.methods import (
     EXACT,
@@ -605,6 +606,33 @@ def test_mistakes_are_found_before_the_first_picture(
     assert pipe.unet.attn_processors == before
 
 
+def test_folders_may_have_any_name(distilled, tmp_path, monkeypatch):
+    """Catches a number of refined parents that is read off a path, and a configuration that is
+    calibrated although a folder of its name was meant."""
+    pipe = tiny_pipe()
+    for name in ("a@P2", "M4P2C2", "M4P2C2-seed1"):
+        shutil.copytree(distilled, tmp_path / name)
+    (method,) = prepare(pipe, f"{tmp_path}/a@P2")
+    assert method.num_refined is None
+    (method,) = prepare(pipe, f"{tmp_path}/a@P2@P1")
+    assert method.num_refined == 1
+    monkeypatch.chdir(tmp_path)
+    for name in ("M4P2C2", "M4P2C2@P1", "M4P2C2-seed1"):
+        source = name.removesuffix("@P1")
+        message = f"methods: {source} is a configuration, but also a folder here; write ./{source} "
+        with pytest.raises(ValueError, match=message):
+            prepare(pipe, name)
+        (method,) = prepare(pipe, f"./{name}")
+        assert method.sha256 is not None
+
+
+def test_the_command_that_is_kept(monkeypatch):
+    """Catches arguments that a shell would take apart, and the folder where results went once."""
+    for output in (["--output", "a b"], ["--output=a"]):
+        monkeypatch.setattr(sys, "argv", ["eval", "x", *output, "--methods", "m 1,exact"])
+        assert command_line() == "python -m eval x --methods 'm 1,exact'"
+
+
 def test_scenes_rows(scorer, monkeypatch):
     """Ceiling, floor and methods, with `generate` replaced by a painter that always draws right."""
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:8]]
@@ -793,6 +821,8 @@ def test_errors_by_hand(distilled):
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
     methods = errors.elastic(prepare(pipe, str(distilled)), (0, 3, 9))
     assert [method.num_refined for method in methods] == [0, 3]
+    with pytest.raises(ValueError, match="refines at most 4 parents, but --refined asks for 8, 9"):
+        errors.elastic(prepare(pipe, str(distilled)), (8, 9))
     rows = errors.measure_errors(pipe, methods, shown, num_timesteps=2)
 
     batches = list(errors.noised_scenes(pipe, shown, 2))

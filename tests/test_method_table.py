@@ -429,6 +429,15 @@ class TestTable:
         with pytest.raises(ValueError, match=message):
             build_table(documents)
 
+    def test_a_folder_that_has_changed_is_refused(self):
+        """Catches codebooks of before and after a training in one row."""
+        small, large = (
+            result(quality([quality_row("runs/a", "M4", sha256=digest)], size=size), f"{size}.json")
+            for size, digest in ((256, "old"), (512, "new"))
+        )
+        with pytest.raises(ValueError, match=r"has pictures of runs/a as it is at anoth"):
+            build_table([small, large])
+
     @pytest.mark.parametrize("name", ["model", "scorer", "guidance_scale"])
     def test_what_makes_pictures_must_agree(self, name):
         """Catches a column of two models; a file that does not say hides none of the others."""

@@ -129,6 +129,21 @@ def test_finished_variants_are_kept_and_other_settings_refused(model, tmp_path):
         train(overrides=[*overrides, "steps=2"])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--refined", "x"], "--refined must be numbers"),
+        (["--device", "tpu"], "--device tpu cannot be used"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--output", __file__], f"--output must be a folder, but {__file__} is a file."),
+    ],
+)
+def test_mistakes_are_found_before_the_training(options, message, monkeypatch):
+    monkeypatch.setattr(ablation, "train_variants", lambda *x, **y: pytest.fail("trained"))
+    result = CliRunner().invoke(app, ["ablate", *options])
+    assert message in str(result.exception)
+
+
 def test_runs_of_two_configs_have_folders_of_their_own(tmp_path, monkeypatch):
     """Catches a folder that does not say the config, and a run that is kept unseen."""
     started = []
