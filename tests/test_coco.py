@@ -499,6 +499,7 @@ def test_pictures_follow_the_protocol(place, exact):
         assert abs(np.asarray(stored).astype(int) - np.asarray(image).astype(int)).max() <= 1
 
 
+@pytest.mark.long
 def test_methods_change_pictures_and_codebooks_are_kept(place, exact, monkeypatch):
     """Catches a method that is not applied, a restart that calibrates anew, and a calibration on
     captions of scenes, which are nothing to another model."""

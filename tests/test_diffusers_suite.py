@@ -291,6 +291,7 @@ def test_a_process_that_dies_in_a_test(tmp_path, monkeypatch):
     assert answer.exit_code == 1
 
 
+@pytest.mark.long
 def test_the_program_ends_a_mistake_with_one_sentence(tmp_path):
     """Catches a traceback where the folder is no checkout."""
     command = [sys.executable, "-m", "eval.diffusers_suite", "--checkout", str(tmp_path)]

@@ -637,6 +637,7 @@ def test_a_cache_of_changed_files_is_refused(tmp_path):
         make_stream(config)
 
 
+@pytest.mark.long
 def test_a_fingerprint_is_the_same_in_every_process(tmp_path):
     """Catches a digest of addresses or of randomly seeded hashes, which refuses its own cache."""
     kinds = ("folder", "folder csv", "huggingface json", "webdataset txt")
@@ -712,6 +713,7 @@ def build_with_little_room(config, root):
         (root / "error").write_text(str(error))
 
 
+@pytest.mark.long
 def test_a_full_disk_is_a_clear_error(tmp_path):
     config = replace(SCENES, cache=str(tmp_path / "cache"))
     process = in_process(build_with_little_room, config, tmp_path)

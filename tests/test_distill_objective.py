@@ -344,6 +344,7 @@ def test_micro_batches_add_up():
     assert_close(dict(parts.named_buffers()), dict(whole.named_buffers()))
 
 
+@pytest.mark.long
 def test_compiled_unets():
     """Catches features, keys or a grid of an earlier call."""
     plain, compiled = (

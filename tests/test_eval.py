@@ -675,6 +675,7 @@ def test_scenes_rows(scorer, monkeypatch):
     assert table[5].startswith("| M4 | 4 | ")
 
 
+@pytest.mark.long
 def test_scenes_of_a_compiled_unet(scorer, monkeypatch):
     """Catches a UNet that is not compiled, or code of one method that serves the next."""
     pipe = tiny_pipe(small_unet())

@@ -118,6 +118,7 @@ def test_a_write_that_never_began_says_why(path):
     assert path.read_text() == "old"
 
 
+@pytest.mark.long
 def test_a_kill_leaves_a_marked_file_that_the_next_write_goes_over(path):
     process = subprocess.run([sys.executable, "-c", KILLED, path])
     assert process.returncode == -signal.SIGKILL
@@ -228,6 +229,7 @@ def test_leftovers_of_kills_go_when_nobody_can_be_writing_them(folder):
     assert {path.name for path in folder.iterdir()} == names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_a_kill_while_a_folder_is_replaced_loses_nothing(tmp_path, renames):
     """Catches an old folder that is deleted, or forgotten, before the new one is in its place."""

@@ -469,6 +469,7 @@ for capability, head_dim, codebook in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.long
 def test_compiled_kernels_fit():
     """No spills, the shared memory of a consumer GPU, wide loads, and Hopper's tensor cores.
 

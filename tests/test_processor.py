@@ -763,6 +763,7 @@ class TestCompile:
             expected = unet(*inputs).sample
             torch.testing.assert_close(exported(*inputs).sample, expected)
 
+    @pytest.mark.long
     @pytest.mark.feature("torch.compile of the UNet (one graph)")
     @pytest.mark.parametrize("tuned", [False, True])
     def test_switching_a_compiled_unet(self, tuned):
