@@ -52,6 +52,7 @@ def test_parts_are_the_whole(model, tmp_path, monkeypatch):
     assert [row["num_pictures"] for row in (*parts[0], *parts[1])] == [3] * 4 + [2] * 4
 
 
+@pytest.mark.long
 def test_a_part_goes_on(model, tmp_path, monkeypatch):
     """Catches a folder that is not there yet, samples that a second run of the part loses, rows
     whose samples were lost, and rows that stay without PSNR when exact attention comes later."""
