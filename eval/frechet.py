@@ -65,8 +65,8 @@ def bootstrap_error(real: Gaussian, features: Tensor, num_bootstraps: int) -> fl
     """Standard error of the distance of features (n, D) to `real`, over which pictures there are.
 
     It is the standard deviation of the distance over resamples of n rows with replacement. These
-    hold fewer different rows, so that it is too large where n is not many times D: by half at 4 D,
-    by a tenth at 15 D.
+    hold fewer different rows, so that it is too large where n is not many times D: by four tenths
+    at 4 D, by a tenth at 15 D.
     """
     generator = torch.Generator().manual_seed(0)
     num = len(features)
