@@ -128,27 +128,41 @@ def join_ablations(documents: Sequence[Mapping[str, Any]]) -> list[Row]:
 def ablation_table(rows: Sequence[Row]) -> str:
     """Means over seeds as a Markdown table, with the standard deviation where there are several.
 
+    Runs of one seed draw the same pictures in the same order, so their output error is also shown
+    as a multiple of that of the `BASE` run of this seed: it varies less.
+
     Args:
         rows: of `ablation_rows`.
     """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["variant"], row["config"]), []).append(row)
+    base = {
+        (row["config"], row["seed"]): row["output_error"] for row in rows if row["variant"] == BASE
+    }
+
+    def over_base(runs: Sequence[Row]) -> list[float]:
+        keys = [((run["config"], run["seed"]), run["output_error"]) for run in runs]
+        return [error / base[key] for key, error in keys if key in base]
+
     return markdown_table(
-        ["variant", "config", "seeds", *FIGURES.values()],
+        ["variant", "config", "seeds", f"error / {BASE}, same seed", *FIGURES.values()],
         (
-            [variant, config, str(len(runs)), *(_over_seeds(runs, name) for name in FIGURES)]
+            [
+                *(variant, config, str(len(runs)), _over_seeds(over_base(runs))),
+                *(_over_seeds([run[name] for run in runs]) for name in FIGURES),
+            ]
             for (variant, config), runs in groups.items()
         ),
     )
 
 
-def _over_seeds(runs: Sequence[Row], figure: str) -> str:
-    values = [run[figure] for run in runs if run[figure] is not None]  # flat: no capture
-    if not values:
+def _over_seeds(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]  # flat: no capture
+    if not known:
         return "-"
-    spread = f" ± {stdev(values):.1g}" if len(values) > 1 else ""
-    return f"{mean(values):.3g}{spread}"
+    spread = f" ± {stdev(known):.1g}" if len(known) > 1 else ""
+    return f"{mean(known):.3g}{spread}"
 
 
 def _distill(config: Path, run: Path, settings: Sequence[str]) -> None:
