@@ -28,17 +28,18 @@ from tqdm import tqdm
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import SCORER
 from eval.coco import CAPTIONS, PICTURES, picture_path, read_manifest
-from eval.frechet import bootstrap_error, fit_gaussian, frechet_distance
+from eval.frechet import fit_gaussian, frechet_distance, jackknife_error
 from eval.markdown import markdown_table, number
 from eval.methods import NO_ATTENTION, method_cells
 from eval.metrics import Scorer
 from eval.networks import Inception, OpenCLIP
 from eval.protocol import (
     FID_SIZE,
+    GENERATION,
     INCEPTION_SIZE,
+    JACKKNIFE_BLOCKS,
     KID_SUBSET_SIZE,
     KID_SUBSETS,
-    NUM_BOOTSTRAPS,
     NUM_REAL,
     deviations,
     implausible,
@@ -180,7 +181,7 @@ def score_folders(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of figures for one folder after another.
 
-    FID is against all pictures in `real`; its error, of one standard deviation, is by bootstrap
+    FID is against all pictures in `real`; its error, of one standard deviation, is by the jackknife
     over the generated pictures. KID's subsets are smaller than the protocol's where there are fewer
     pictures; `kid_subset_size` says how large they were. The CLIP score is the plain cosine.
     Features of real pictures stay in memory as float64: 16 KB a picture.
@@ -194,7 +195,8 @@ def score_folders(
         cache: folder for the features of real pictures, found again while the files are the same.
         patches: folder of pictures of at least the generated size; with it there is a patch FID,
             which sees the detail that FID shrinks away. A square of 299 is cut out of every
-            picture, at a place that depends on its number only.
+            picture, at a place that depends on its number only. Where they are a row's own
+            pictures, it is None in this row.
 
     Raises:
         FileNotFoundError: there are no pictures in a folder.
@@ -224,8 +226,14 @@ def score_folders(
         )
         figures = whole.distances(features)
         if detail:
-            features, _ = extract(folder.pictures, prepare_detail, description=f"patches of {name}")
-            figures |= {f"patch_{key}": value for key, value in detail.distances(features).items()}
+            distances = dict.fromkeys(figures)
+            own = {folder.path.resolve(), folder.pictures[0].resolve().parent}
+            if patches.resolve() not in own:
+                features, _ = extract(
+                    folder.pictures, prepare_detail, description=f"patches of {name}"
+                )
+                distances = detail.distances(features)
+            figures |= {f"patch_{key}": value for key, value in distances.items()}
         yield {
             **folder.manifest["row"],
             "model": Path(folder.config["model"]).name,
@@ -243,8 +251,8 @@ def warnings_of(
 ) -> list[str]:
     """What keeps a row from being compared with published ones, and what is implausible in it.
 
-    The figures of a scorer are on other scales than published ones, and those of the negative
-    control are meant to be bad: neither is implausible.
+    The figures of a scorer or of another model are on other scales than published ones, and those
+    of the negative control are meant to be bad: none is implausible.
 
     Args:
         config: of the row's folder.
@@ -258,22 +266,27 @@ def warnings_of(
         scorer=scorer,
     )
     remarks = [f"Not the protocol: {'; '.join(found)}."] if found else []
-    if scorer is None and scored["method"] != NO_ATTENTION:
+    is_sd15 = Path(config["model"]).name == GENERATION["model"]
+    if is_sd15 and scorer is None and scored["method"] != NO_ATTENTION:
         remarks += implausible(config["size"], scored)
     return remarks
 
 
 def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table; ± is one standard error."""
+
+    def cell(row: Mapping[str, Any], name: str, form: str) -> str:
+        return "-" if row[name] is None else f"{row[name]:{form}} ± {row[f'{name}_sem']:{form}}"
+
     header = ["method", "effective codewords", "FID", "KID x 1000", "CLIP score"]
     has_patches = "patch_fid" in rows[0]
     lines = [
         [
             method_cells(row),
-            f"{row['fid']:.2f} ± {row['fid_sem']:.2f}",
+            cell(row, "fid", ".2f"),
             number(1000 * row["kid"], ".3f"),
-            f"{row['clip_score']:.4f} ± {row['clip_score_sem']:.4f}",
-            *([f"{row['patch_fid']:.2f} ± {row['patch_fid_sem']:.2f}"] if has_patches else []),
+            cell(row, "clip_score", ".4f"),
+            *([cell(row, "patch_fid", ".2f")] if has_patches else []),
         ]
         for row in rows
     ]
@@ -329,7 +342,7 @@ class Reference:
         """FID and KID of generated pictures by their features (n, D)."""
         return {
             "fid": frechet_distance(self.gaussian, fit_gaussian(features)),
-            "fid_sem": bootstrap_error(self.gaussian, features, NUM_BOOTSTRAPS),
+            "fid_sem": jackknife_error(self.gaussian, features, JACKKNIFE_BLOCKS),
             **kernel_distance(self.features, features.cpu().double()),
         }
 

@@ -4,6 +4,7 @@ d² = |m - n|² + tr(S) + tr(T) - 2 tr((S T)^(1/2)), in float64, with covariance
 clean-fid and torchmetrics have them.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,26 +28,17 @@ class Gaussian:
         return (vectors * values.clamp(min=0).sqrt()) @ vectors.mT
 
 
-def fit_gaussian(features: Tensor, counts: Tensor | None = None) -> Gaussian:
-    """The Gaussian of features (n, D), of which row i counts `counts[i]` times (once without)."""
+def fit_gaussian(features: Tensor) -> Gaussian:
+    """The Gaussian of features (n, D)."""
     if features.device.type == "mps":  # has no float64
         features = features.cpu()
-    counts = torch.ones(len(features)) if counts is None else counts
-    counts = counts.to(features.device, torch.float64)
-    total = counts.sum()
     # Centred first: sums of squares would cancel where the mean is large.
-    mean = (
-        sum(
-            (share.double() * count[:, None]).sum(0)
-            for share, count in zip(features.split(CHUNK), counts.split(CHUNK), strict=True)
-        )
-        / total
-    )
+    mean = sum(share.double().sum(0) for share in features.split(CHUNK)) / len(features)
     covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=mean.device)
-    for share, count in zip(features.split(CHUNK), counts.split(CHUNK), strict=True):
+    for share in features.split(CHUNK):
         centred = share.double() - mean
-        covariance.addmm_(centred.mT * count, centred)
-    return Gaussian(mean, covariance / (total - 1))
+        covariance.addmm_(centred.mT, centred)
+    return Gaussian(mean, covariance / (len(features) - 1))
 
 
 def frechet_distance(first: Gaussian, second: Gaussian) -> float:
@@ -61,23 +53,27 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
     return float(means + first.covariance.trace() + second.covariance.trace() - 2 * overlap)
 
 
-def bootstrap_error(real: Gaussian, features: Tensor, num_bootstraps: int) -> float:
+def jackknife_error(real: Gaussian, features: Tensor, num_blocks: int) -> float:
     """Standard error of the distance of features (n, D) to `real`, over which pictures there are.
 
-    It is the standard deviation of the distance over resamples of n rows with replacement. These
-    hold fewer different rows, so that it is too large where n is not many times D: by four tenths
-    at 4 D, by a tenth at 15 D.
+    It is the jackknife's, from the distances without one block of rows each. Where n is not many
+    times D it is too large, by a fifth at 2 D and a tenth at 4 D; a bootstrap, whose samples hold
+    fewer different rows, by eight and five tenths. NaN for fewer than three rows.
     """
-    generator = torch.Generator().manual_seed(0)
     num = len(features)
-    distances = [
-        frechet_distance(
-            real,
-            fit_gaussian(
-                features,
-                torch.randint(num, (num,), generator=generator).bincount(minlength=num),
-            ),
-        )
-        for _ in range(num_bootstraps)
-    ]
-    return float(torch.tensor(distances, dtype=torch.float64).std())
+    if num < 3:
+        return math.nan
+    num_blocks = min(num_blocks, num)
+    whole = fit_gaussian(features)
+    features = features.to(whole.mean.device)
+    scatter = whole.covariance * (num - 1)
+    distances = []
+    for first in range(num_blocks):
+        block = features[first::num_blocks].double() - whole.mean
+        left = num - len(block)
+        shift = -block.sum(0) / left
+        rest = scatter - block.mT @ block - left * shift.outer(shift)
+        gaussian = Gaussian(whole.mean + shift, rest / (left - 1))
+        distances.append(frechet_distance(real, gaussian))
+    variance = torch.tensor(distances, dtype=torch.float64).var(correction=0)
+    return float((variance * (num_blocks - 1)).sqrt())

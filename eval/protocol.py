@@ -8,12 +8,14 @@ drawn on the CPU (there on the GPU), so that any machine starts from the same no
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 # Pictures: eval.py and examples/eval/eval.sh. Picture i has caption i and noise of seed i. At 1024
 # the paper adds ScaleCrafter, in settings that it does not state.
 SIZES = (512, 1024)
 GENERATION = {
+    "model": "stable-diffusion-v1-5",  # of any owner, or a folder of this name
     "captions": "LinFusion's list",
     "num_pictures": 30_000,
     "sampler": "PNDM",  # what SD1.5 ships; 26 UNet evaluations
@@ -39,7 +41,7 @@ CLIP_PREFIX = "A photo depicts "
 KID_SUBSETS = 100
 KID_SUBSET_SIZE = 1000
 
-NUM_BOOTSTRAPS = 50
+JACKKNIFE_BLOCKS = 50
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def deviations(
         num_real: pictures they are compared to.
         scorer: folder that stands in for Inception and CLIP.
     """
-    actual = {**generation, "num_pictures": num_pictures, "num_real": num_real}
+    model = PurePath(generation["model"]).name
+    actual = {**generation, "model": model, "num_pictures": num_pictures, "num_real": num_real}
     expected = {**GENERATION, "scalecrafter": generation["size"] == 1024, "num_real": NUM_REAL}
     found = [
         f"{name} is {actual.get(name)}, not {value}"

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from avq_diffusers.files import atomic_write, naming
 from eval.compare import psnr_figures
-from eval.frechet import Gaussian, bootstrap_error, fit_gaussian, frechet_distance
-from eval.protocol import NUM_BOOTSTRAPS
+from eval.frechet import Gaussian, fit_gaussian, frechet_distance, jackknife_error
+from eval.protocol import JACKKNIFE_BLOCKS
 
 LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
 
@@ -40,12 +40,12 @@ class Sample(NamedTuple):
 def figures(sample: Sample, reference: Gaussian) -> dict[str, Any]:
     """Number of pictures, FID to a reference, CLIP score and copy agreement.
 
-    Standard errors are over pictures, that of FID by bootstrap.
+    Standard errors are over pictures, that of FID by the jackknife.
     """
     return {
         "num_pictures": len(sample.features),
         "fid": frechet_distance(reference, fit_gaussian(sample.features)),
-        "fid_sem": bootstrap_error(reference, sample.features, NUM_BOOTSTRAPS),
+        "fid_sem": jackknife_error(reference, sample.features, JACKKNIFE_BLOCKS),
         "clip_score": sample.clip_score.mean().item(),
         "clip_score_sem": _standard_error(sample.clip_score),
         "copy_agreement": sample.copy_agreement.mean().item(),

@@ -44,10 +44,10 @@ FORKED.set_forkserver_preload(["eval.__main__", "pytest", "scipy.linalg", "safet
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_state():
-    """The processes of other tests are not those of these; four resamples are enough."""
+    """The processes of other tests are not those of these; four blocks are enough."""
     PartialState._reset_state()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coco_score, "NUM_BOOTSTRAPS", 4)
+        patch.setattr(coco_score, "JACKKNIFE_BLOCKS", 4)
         yield
     PartialState._reset_state()
 
@@ -265,26 +265,32 @@ def test_fid_of_fewer_pictures_than_features():
     assert distance == pytest.approx(float((shift**2).sum()), rel=1e-5)
 
 
-def test_counts_repeat_rows(monkeypatch):
+def test_the_jackknife_leaves_each_block_out(monkeypatch):
+    """Against fits of what is left: catches a wrong block, mean, covariance or factor."""
     monkeypatch.setattr(frechet, "CHUNK", 3)
-    features = torch.from_numpy(correlated(8, 4, 0))
-    counts = torch.tensor([0, 2, 1, 0, 3, 1, 1, 0])
-    weighted = frechet.fit_gaussian(features, counts)
-    repeated = frechet.fit_gaussian(features.repeat_interleave(counts, 0))
-    torch.testing.assert_close(weighted.mean, repeated.mean)
-    torch.testing.assert_close(weighted.covariance, repeated.covariance)
+    real = frechet.fit_gaussian(torch.from_numpy(correlated(40, 4, 1)))
+    features = torch.from_numpy(correlated(22, 4, 0))
+    distances = [
+        frechet.frechet_distance(
+            real, frechet.fit_gaussian(features[torch.arange(22) % 5 != block])
+        )
+        for block in range(5)
+    ]
+    expected = (4 / 5 * sum((x - np.mean(distances)) ** 2 for x in distances)) ** 0.5
+    assert frechet.jackknife_error(real, features, 5) == pytest.approx(expected)
+    assert frechet.jackknife_error(real, features[:3], 5) > 0
+    assert np.isnan(frechet.jackknife_error(real, features[:2], 5))
 
 
-def test_the_bootstrap_error_is_the_spread_over_samples():
-    """Against the distance of many samples: catches resampling of the wrong set or size."""
+@pytest.mark.parametrize(("num", "excess"), [(300, 1), (32, 1.1)])
+def test_the_jackknife_error_is_the_spread_over_samples(num, excess):
+    """Against the distances of many samples, also where n is 4 D: a bootstrap gives 1.5 there."""
     generator = torch.Generator().manual_seed(0)
-    real = frechet.fit_gaussian(torch.randn(4000, 3, generator=generator))
-    samples = 0.3 + 1.5 * torch.randn(200, 300, 3, generator=generator)
+    real = frechet.fit_gaussian(torch.randn(4000, 8, generator=generator))
+    samples = 0.3 + 1.5 * torch.randn(400, num, 8, generator=generator)
     distances = [frechet.frechet_distance(real, frechet.fit_gaussian(x)) for x in samples]
-    expected = torch.tensor(distances).std()
-    errors = [frechet.bootstrap_error(real, x, 100) for x in samples[:8]]
-    assert np.mean(errors) == pytest.approx(float(expected), rel=0.15)
-    assert frechet.bootstrap_error(real, samples[0], 100) == errors[0]
+    errors = [frechet.jackknife_error(real, x, 50) for x in samples[:40]]
+    assert np.mean(errors) == pytest.approx(excess * float(torch.tensor(distances).std()), rel=0.1)
 
 
 def test_kid_of_whole_sets_is_the_unbiased_estimate(monkeypatch):
@@ -370,12 +376,14 @@ def test_deviations_are_named_and_bands_are_of_the_protocol():
     """Catches figures of 5000 pictures, or of part of COCO, that pass for published ones."""
     published = {"num_pictures": 30_000, "num_real": 40_504, "scorer": None}
     assert protocol.deviations(protocol_config(), **published) == []
-    config = protocol_config(size=640, num_inference_steps=50)
+    assert protocol.deviations(protocol_config(model="me/stable-diffusion-v1-5"), **published) == []
+    config = protocol_config(size=640, num_inference_steps=50, model="me/other")
     assert protocol.deviations(protocol_config(size=1024), **published) == [
         "scalecrafter is False, not True"
     ]
     partly = {"num_pictures": 5000, "num_real": 40_503, "scorer": "folder"}
     assert protocol.deviations(config, **partly) == [
+        "model is other, not stable-diffusion-v1-5",
         "num_pictures is 5000, not 30000",
         "num_inference_steps is 50, not 25",
         "num_real is 40503, not 40504",
@@ -401,6 +409,8 @@ def test_all_that_is_odd_is_warned_of():
     assert coco_score.warnings_of(protocol_config(), row, None) == [second]
     assert coco_score.warnings_of(config, row | {"fid": 12.5}, None) == [deviation]
     assert coco_score.warnings_of(config, row | {"method": "value-projection"}, None) == [deviation]
+    (text,) = coco_score.warnings_of(protocol_config(model="mini-sd"), row, None)
+    assert text == "Not the protocol: model is mini-sd, not stable-diffusion-v1-5."
     (text,) = coco_score.warnings_of(config, row, "folder")
     assert text.endswith(
         "num_inference_steps is 50, not 25; a scorer stands in for Inception and CLIP."
@@ -652,7 +662,8 @@ def test_scores_are_those_of_the_features(place, exact):
     """Against numpy and the scorer itself: catches lost batches, shifted captions, a scale."""
     code, table, errors = score(place, "exact", output="five", batch=2)
     assert code == 0
-    assert errors.startswith("warning: Not the protocol: captions is draw of seed 0 from")
+    assert errors.startswith("warning: Not the protocol: model is")
+    assert "; captions is draw of seed 0 from" in errors
     (row,) = rows_of(place, "five")
     scorer = Scorer(SCORER)
 
@@ -798,13 +809,20 @@ def test_patch_fid_sees_detail_that_fid_does_not(tmp_path):
     write_row(tmp_path / "smooth", smooth, 1024)
     write_row(tmp_path / "rough", rough, 1024)
     reference = tmp_path / "smooth/pictures"
-    code, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=reference)
+    shutil.copytree(reference, tmp_path / "copy")
+    code, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=tmp_path / "copy")
     assert code == 0
     assert "| CLIP score | patch FID |" in table
     same, other = rows_of(tmp_path)
     assert same["fid"] == pytest.approx(0, abs=1e-3)
     assert same["patch_fid"] == pytest.approx(0, abs=1e-3)
     assert other["patch_fid"] > 5 * other["fid"] > 0
+    for patches in (reference, reference.parent):
+        _, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=patches)
+        own, another = rows_of(tmp_path)
+        assert table.splitlines()[2].endswith(" | - |")
+        assert own == {**same, **{key: None for key in same if key.startswith("patch_")}}
+        assert another["patch_fid"] == pytest.approx(other["patch_fid"])
     small = tmp_path / "small"
     small.mkdir()
     for index in range(2):
