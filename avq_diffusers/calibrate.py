@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from avq_diffusers.codebook import Codebook, fit_codebook
-from avq_diffusers.config import AVQConfig
+from avq_diffusers.config import AVQConfig, check_int
 from avq_diffusers.diagnostics import active_ratio, capture, leaf_counts, quantization_error
 from avq_diffusers.pipeline import avq_disabled
 from avq_diffusers.query_order import query_order
@@ -55,22 +55,22 @@ def calibrate(
         every layer under `codebooks.config["calibration"]`.
 
     Raises:
-        TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, or an argument is
-            prompt, generator or output_type.
+        TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, an argument has
+            the wrong type, or is prompt, generator or output_type.
         ValueError: there is no prompt, no step, no layer of the UNet at `config.levels`, an
             override for none of these layers, fewer keys than parents, or `config.key_norm` is set,
             which changes the model and so needs training.
-        RuntimeError: the layers did not run, as in a compiled UNet.
+        RuntimeError: the layers did not run, as in a compiled UNet, or one with fused projections.
     """
     if getattr(pipe, "unet", None) is None:
         raise TypeError(f"expected a pipeline with a unet, but got {type(pipe).__name__}.")
     config = AVQConfig() if config is None else config
+    if not isinstance(config, AVQConfig):
+        raise TypeError(f"config must be an AVQConfig, but got {config!r}.")
     prompts = checked_prompts(prompts, pipe_arguments)
     if config.key_norm:
         raise ValueError("key_norm changes the model and needs training; calibrate without it.")
-
-    if num_inference_steps < 1:
-        raise ValueError(f"num_inference_steps must be at least 1, but got {num_inference_steps}.")
+    check_int("num_inference_steps", num_inference_steps, 1)
     model = pipe.unet if model is None else model
     layers = select_layers(model, config.levels, config.exact, config.overrides)
     most = max(config.for_layer(layer.name, layer.level).num_parents for layer in layers)
@@ -78,6 +78,7 @@ def calibrate(
         raise ValueError(
             f"keys_per_layer must be at least num_parents = {most}, but got {keys_per_layer}."
         )
+    check_int("keys_per_layer", keys_per_layer, most)
     samples = {
         layer.name: _LayerSample(layer, keys_per_layer, num_inference_steps // 2, seed + index)
         for index, layer in enumerate(layers)
@@ -136,7 +137,8 @@ class _LayerSample:
         """The sample, (H, S, D) in fp32."""
         if self.flat_keys is None:
             raise RuntimeError(
-                f"{self.layer.name} did not run while calibrating; calibrate before compiling."
+                f"{self.layer.name} did not run while calibrating; calibrate before compiling or "
+                f"fusing projections."
             )
         return self._heads(self.flat_keys).transpose(0, 1)
 

@@ -1,6 +1,7 @@
 """The `avq` command: generate, bench, app, calibrate, inspect."""
 
 import hashlib
+import math
 import os
 import sys
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from diffusers import AutoPipelineForText2Image, DiffusionPipeline
 from PIL import Image
 from platformdirs import user_cache_path
 from rich.console import Console
+from torch import nn
 
 from avq_diffusers.calibrate import calibrate
 from avq_diffusers.comparison import psnr, refinable_parents, timed_picture
@@ -47,6 +49,7 @@ from avq_diffusers.weights import FORMAT_VERSION, AVQCodebooks
 DEFAULT_CONFIG = "M64P16C8"
 REPORT_WIDTH = 100
 CAPTURE_STEPS = 8
+FINGERPRINT_VALUES = 1024
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -284,8 +287,10 @@ def calibrate_command(
 
     Example: avq calibrate --model my-model --prompts prompts.txt --out my-codebooks
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out must be a folder, but {out} is a file.")
+    present = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not present.is_dir():
+        raise ValueError(f"--out must be a folder, but {present} is a file.")
+    _check_writable(present)
     chosen = usual_prompts(model) if prompts is None else _read_prompts(prompts)
     pipe, avq_config = _load_model(model, config, levels, exact, device)
     codebooks = calibrate(
@@ -399,7 +404,13 @@ def _find_codebooks(
     folder = user_cache_path("avq-diffusers") / _fingerprint(pipe, config)
     if folder.exists():
         console.print(f"codebooks from the cache: {folder}")
-        return AVQCodebooks.from_pretrained(folder)
+        try:
+            return AVQCodebooks.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the codebooks in the cache are damaged: {_first_line(error)} Delete {folder} to "
+                f"calibrate again."
+            ) from error
     console.print(f"no codebooks for this model yet: calibrating once, cached in {folder}")
     prompts = usual_prompts(model)
     calibrated = calibrate(pipe, prompts, config, **_usual_guidance(model))
@@ -419,11 +430,17 @@ def _load_codebooks(name: str) -> AVQCodebooks:
 
 
 def _fingerprint(pipe: DiffusionPipeline, config: AVQConfig) -> str:
-    """Hash of format and configuration, and of the key projections that codebooks depend on."""
+    """Hash of format and configuration, and of the weights that keys depend on.
+
+    Of each tensor some values spread over it: a fine-tune changes nearly all, and all of them would
+    take seconds.
+    """
     digest = hashlib.sha256(f"{FORMAT_VERSION} {config!r}".encode())
-    for layer in select_layers(pipe.unet, config.levels, config.exact):
-        weight = layer.attn.to_k.weight.detach().float().cpu().contiguous()
-        digest.update(layer.name.encode() + weight.numpy().tobytes())
+    modules = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    for name, weight in nn.ModuleDict(modules).named_parameters():
+        values = weight.detach().flatten()
+        values = values[:: math.ceil(len(values) / FINGERPRINT_VALUES)]
+        digest.update(name.encode() + values.float().cpu().numpy().tobytes())
     return f"{config}-{digest.hexdigest()[:16]}"
 
 
@@ -479,6 +496,8 @@ def _read_prompts(path: Path) -> list[str]:
         prompts = [line.strip() for line in path.read_text().splitlines() if line.strip()]
     except OSError as error:
         raise ValueError(f"--prompts {path} cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts {path} is not UTF-8 ({error.reason}).") from error
     if not prompts:
         raise ValueError(f"{path} holds no prompt; write one a line.")
     return prompts
@@ -494,8 +513,14 @@ def _check_output(path: Path) -> None:
     """Refuse before the work, not after it."""
     if path.suffix.lower() != ".png":
         raise ValueError(f"--out must end in .png, but got {str(path)!r}.")
+    if path.is_dir():
+        raise ValueError(f"--out must be a file, but {path} is a folder.")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"--out: the folder {folder} does not exist.")
+    _check_writable(folder)
+
+
+def _check_writable(folder: Path) -> None:
     if not os.access(folder, os.W_OK):
         raise ValueError(f"--out: the folder {folder} is not writable.")

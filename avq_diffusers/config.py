@@ -114,8 +114,11 @@ class AVQConfig:
         """Read `"M64P16C8"` (AVQ) or `"M256"` (flat VQ); `other_fields` go to the constructor.
 
         Raises:
+            TypeError: `text` is not a string.
             ValueError: `text` has another form.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"expected a configuration such as 'M64P16C8', but got {text!r}.")
         match = re.fullmatch(r"M(\d+)(?:P(\d+)C(\d+))?", text.strip(), re.IGNORECASE)
         if match is None:
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from avq_diffusers import fallback, reference, reverse
@@ -45,7 +46,8 @@ def avq_attention(
     where they can run, else `"torch"`, and `"dense"` where that gets gradients faster.
 
     Every backend is differentiable once in query, key and value. Keys are straight-through, the
-    choice of parents is constant, and the codebook gets no gradient.
+    choice of parents is constant, and the codebook gets no gradient. Keys choose codewords and do
+    nothing else, so that one that is NaN or infinite need not show in the output.
 
     Args:
         query: (B, H, N, D) float16, bfloat16, float32 or float64; any strides, best a view of
@@ -70,6 +72,7 @@ def avq_attention(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or numbers do not agree, or the backend is unknown or cannot
             run here.
+        NotImplementedError: an input has a tangent, for forward-mode derivatives.
     """
     _validate(query, key, value, codebook, query_order)
     check_numbers(codebook, num_refined, query_tile, importance_tile, scale)
@@ -84,6 +87,7 @@ def avq_attention(
         scale=scale,
     )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    _refuse_tangents(query, key, value)
     if backend == "triton":
         # What the codebook requires is not asked.
         with torch.set_grad_enabled(_needs_grad(query, key, value)):
@@ -196,6 +200,14 @@ def check_backend(backend: str) -> None:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
+
+
+def _refuse_tangents(*tensors: Tensor) -> None:
+    """Custom operators would drop them, and give gradients of zero."""
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError("avq_attention has no forward-mode derivatives.")
 
 
 def _needs_grad(*tensors: Tensor) -> bool:

@@ -5,8 +5,9 @@ Every function takes a pipeline with a `unet`, or the UNet itself, compiled or n
 
 import inspect
 import json
+import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -40,6 +41,7 @@ from avq_diffusers.weights import AVQCodebooks
 
 # Numbers of parents by the training timestep from which on, downwards, they hold.
 Schedule = Mapping[int, int]
+_DISABLING = threading.Lock()
 
 
 def apply_avq(
@@ -117,20 +119,20 @@ def remove_avq(pipe: PipelineOrUNet) -> PipelineOrUNet:
 
 @contextmanager
 def avq_disabled(pipe: Any) -> Iterator[None]:
-    """Run exact attention inside the `with` block; may be nested.
+    """Run exact attention inside the `with` block, in all threads that draw with this UNet.
+
+    Blocks may be nested, and overlap in threads: AVQ is back when the last one has ended. What
+    `apply_avq` puts on the UNet inside of a block runs AVQ at once.
 
     Raises:
         TypeError: `pipe` has no UNet.
     """
     states = _states(pipe).values()
-    enabled = [state.enabled for state in states]
-    for state in states:
-        state.enabled = False
+    _disable(states, 1)
     try:
         yield
     finally:
-        for state, value in zip(states, enabled, strict=True):
-            state.enabled = value
+        _disable(states, -1)
 
 
 def set_num_refined(
@@ -382,6 +384,14 @@ def _schedule(num_refined: int | Schedule) -> Schedule:
         )
     parts = groupby(sorted(num_refined, reverse=True), key=num_refined.get)
     return {next(timesteps): count for count, timesteps in parts}
+
+
+def _disable(states: Iterable[LayerState], change: int) -> None:
+    """Open or close a block of `avq_disabled`."""
+    with _DISABLING:
+        for state in states:
+            state.num_disabling += change
+            state.enabled = state.num_disabling == 0
 
 
 def _report(layer: SelfAttentionLayer, schedules: dict[LayerState, Schedule]) -> LayerReport:

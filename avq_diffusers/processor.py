@@ -76,6 +76,7 @@ class LayerState:
         self.route = route
         self.break_even: dict[Shape, BreakEven] = {}
         self.enabled = True
+        self.num_disabling = 0  # blocks of `avq_disabled` that are open
         self.calls: Counter[str] = Counter()
         self.last_call: str | None = None
         self.last_backend: str | None = None

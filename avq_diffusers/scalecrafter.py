@@ -463,7 +463,8 @@ def _settings(height: int, width: int, training_size: int) -> ScaleCrafterConfig
         )
         raise ValueError(
             f"there are ScaleCrafter settings for {sizes} (height x width) at a training size of "
-            f"{training_size}, but got {height} x {width}; pass a config."
+            f"{training_size}, but got {height} x {width}; for others apply_scalecrafter takes a "
+            f"ScaleCrafterConfig."
         )
     return config
 

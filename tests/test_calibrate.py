@@ -377,6 +377,27 @@ def test_bad_arguments_are_refused_before_the_pipeline_runs(arguments, message):
     assert not runs
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": "M4P2C2"}, "config must be an AVQConfig, but got 'M4P2C2'"),
+        ({"num_inference_steps": 2.5}, "num_inference_steps must be an int, but got 2.5"),
+        ({"keys_per_layer": 128.0}, "keys_per_layer must be an int, but got 128.0"),
+    ],
+    ids=["config", "steps", "keys"],
+)
+def test_arguments_of_another_type_are_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        fit(tiny_pipe(), **arguments)
+
+
+def test_fused_projections_are_named():
+    pipe = tiny_pipe()
+    pipe.unet.fuse_qkv_projections()
+    with pytest.raises(RuntimeError, match="calibrate before compiling or fusing projections"):
+        fit(pipe)
+
+
 def test_layers_that_do_not_run_are_named():
     """A compiled UNet runs without hooks; its codebooks must not be fitted to nothing."""
     pipe = tiny_pipe()

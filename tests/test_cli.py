@@ -1,6 +1,7 @@
 """The `avq` command: what it writes, prints, caches and refuses."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -262,6 +263,24 @@ def test_the_cache_knows_the_model(model):
     with torch.no_grad():
         pipe.unet.up_blocks[3].attentions[0].transformer_blocks[0].attn1.to_k.weight[0, 0] += 1
     assert cli._fingerprint(pipe, CONFIG) != before
+    for part in (pipe.unet.mid_block.resnets[0].conv1, pipe.text_encoder.get_input_embeddings()):
+        before = cli._fingerprint(pipe, CONFIG)
+        with torch.no_grad():
+            part.weight.mul_(1.01)
+        assert cli._fingerprint(pipe, CONFIG) != before
+
+
+def test_a_damaged_cache_entry_says_what_to_do(avq, model, monkeypatch, tmp_path):
+    monkeypatch.setattr(options, "CALIBRATION_PROMPTS", ("a lake",))
+    arguments = ["generate", PROMPT, "--model", model, "--steps", "1", "--config", "M4P2C2"]
+    assert avq(*arguments)[0] == 0
+    (entry,) = (tmp_path / "cache" / "avq-diffusers").iterdir()
+    (entry / "config.json").unlink()
+    code, output = avq(*arguments)
+    assert code == 2
+    assert squeezed(f"Delete {entry} to calibrate again.") in output
+    shutil.rmtree(entry)
+    assert avq(*arguments)[0] == 0
 
 
 def test_the_cache_knows_the_format(monkeypatch):
@@ -450,6 +469,10 @@ def test_generate_refuses_a_read_only_folder_before_it_draws(avq, model, monkeyp
     code, output = avq("generate", PROMPT, "--model", model)
     assert code == 2
     assert "isnotwritable" in output
+    monkeypatch.delattr(cli, "calibrate")
+    code, output = avq("calibrate", "--model", model, "--out", "new/codebooks")
+    assert code == 2
+    assert "isnotwritable" in output
 
 
 def test_generate_says_that_the_memory_is_too_small(avq, model, codebooks, monkeypatch):
@@ -471,16 +494,21 @@ def test_generate_says_that_the_memory_is_too_small(avq, model, codebooks, monke
     [
         (["--prompts", "empty.txt"], "empty.txt holds no prompt"),
         (["--prompts", "missing.txt"], "--prompts missing.txt cannot be read (No such file"),
+        (["--prompts", "latin.txt"], "latin.txt is not UTF-8 (unexpected end of data)"),
+        (["--out", "empty.txt/codebooks"], "--out must be a folder, but"),
         (["--keys", "3", "--config", "M4P2C2"], "at least num_parents = 4, but got 3"),
         (["--config", "M"], "expected a configuration such as M64P16C8"),
         (["--levels", "0,9"], "no self-attention at level 9"),
     ],
-    ids=["empty-prompts", "missing-prompts", "few-keys", "config", "levels"],
+    ids=["empty-prompts", "missing-prompts", "latin", "out", "few-keys", "config", "levels"],
 )
 def test_calibrate_refuses(avq, model, tmp_path, arguments, message):
     prompts = tmp_path / "empty.txt"
     prompts.write_text("\n \n")
-    arguments = [str(prompts) if value == "empty.txt" else value for value in arguments]
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    places = {name: str(tmp_path / name) for name in ("latin.txt", "empty.txt/codebooks")}
+    places["empty.txt"] = str(prompts)
+    arguments = [places.get(value, value) for value in arguments]
     code, output = avq("calibrate", "--model", model, "--out", "codebooks", *arguments)
     assert code == 2
     assert squeezed(message) in output

@@ -21,6 +21,11 @@ def test_effective_codewords(text, effective):
     assert AVQConfig.parse(text).effective_codewords == effective
 
 
+def test_parse_takes_a_string():
+    with pytest.raises(TypeError, match="a configuration such as 'M64P16C8', but got 64"):
+        AVQConfig.parse(64)
+
+
 def test_parse_passes_other_fields_on():
     assert AVQConfig.parse("M64P16C8", levels=(0, 1)).levels == (0, 1)
 

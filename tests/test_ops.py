@@ -312,6 +312,17 @@ def test_autocast_changes_nothing(backend):
     assert torch.equal(output, expected)
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_forward_mode_is_refused(backend):
+    """Custom operators drop tangents: catches derivatives that are zero."""
+
+    def attend(value):
+        return avq_attention(QUERY, KEY, value, CODEBOOK, num_refined=2, backend=backend)
+
+    with pytest.raises(NotImplementedError, match="avq_attention has no forward-mode derivatives"):
+        torch.func.jvp(attend, (VALUE,), (torch.ones_like(VALUE),))
+
+
 def test_inference_mode():
     arguments = (QUERY, KEY, VALUE, CODEBOOK)
     expected = avq_attention(*arguments, num_refined=2)

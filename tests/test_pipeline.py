@@ -249,6 +249,17 @@ class TestDisabled:
             assert torch.equal(draw(pipe), exact)
         assert torch.equal(draw(pipe), avq)
 
+    def test_overlapping_blocks(self, pipe, codebooks):
+        """Two threads that share a UNet: catches AVQ that is back early, and one that stays off."""
+        apply_avq(pipe, codebooks)
+        first, second = avq_disabled(pipe), avq_disabled(pipe)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert {row.runs for row in summary(pipe).rows if row.config} == {"exact: disabled"}
+        second.__exit__(None, None, None)
+        assert {row.runs for row in summary(pipe).rows if row.config} == {"AVQ"}
+
     def test_exception(self, pipe, codebooks):
         """Catches AVQ that stays off after an error inside the block."""
         apply_avq(pipe, codebooks)
