@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -528,6 +529,43 @@ def test_pictures_arrive_in_order(monkeypatch, workers, corrupted):
         expected = corrupt(scene, seed, 64) if corrupted else render(scene, 64)
         assert np.array_equal(loaded.pictures[index].numpy(), expected)
     assert loaded.captions == [scene.caption for scene in scenes]
+
+
+def test_a_killed_rendering_process_ends_the_command_with_one_sentence(monkeypatch, tmp_path):
+    """Catches waiting for ever for what the process was to render."""
+    monkeypatch.setattr(data, "render", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    result = run(arguments("vae", tmp_path))
+    assert result.exit_code == 2
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: one of 2 processes that render scenes was killed; start again")
+    assert multiprocessing.active_children() == []
+
+
+def test_a_process_killed_between_two_chunks_is_missed(monkeypatch):
+    """Catches a pool that puts another process in its place, and waits for the lost task."""
+    monkeypatch.setattr(data, "CHUNK", 64)
+    chunks = data.render_chunks(range(6400), size=64, workers=2)
+    assert len(next(chunks).captions) == 64
+    multiprocessing.active_children()[0].kill()
+    with pytest.raises(data.DataError, match=r"one of 2 processes .* fewer workers or more memory"):
+        list(chunks)
+
+
+def test_no_rendering_process_outlives_a_killed_command():
+    """Catches processes that wait for tasks for ever and hold the memory of their pictures."""
+    code = """
+import multiprocessing, os, signal
+from distill.pretrain import data
+data.CHUNK = 64
+chunks = data.render_chunks(range(6400), size=64, workers=2)
+next(chunks)
+print(len(multiprocessing.active_children()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # The end of the output is there when no process is left that could write to it.
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (found.stdout, found.returncode) == ("2\n", -signal.SIGKILL)
 
 
 def test_corrupting_changes_exactly_the_scenes_with_copies():
