@@ -11,6 +11,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 # What Pillow's readers raise on damaged files: they trust lengths, offsets and types they read.
+# AVIF's raises RuntimeError.
 UNREADABLE = (
     OSError,
     SyntaxError,
@@ -19,6 +20,7 @@ UNREADABLE = (
     EOFError,
     LookupError,
     ArithmeticError,
+    RuntimeError,
     struct.error,
     zlib.error,
     Image.DecompressionBombError,

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -24,10 +25,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tiny import tiny_components, tiny_pipe
+from torch.utils.data import Dataset
 
 from avq_diffusers.mini import TRAINING_SEEDS, render, sample_scene
 from distill import cache
-from distill.data import sample_batches, stream
+from distill.data import _load, sample_batches, stream
 from distill.encoder import Encoder
 from distill.pictures import crop, linfusion, read_rgb
 from distill.sources import BrokenSample, DataConfig, DataError, open_samples
@@ -417,6 +419,43 @@ def test_a_broken_disk_stops_the_run(tmp_path, workers):
     batches = make_stream(config)
     with pytest.raises(DataError, match=r"^16 samples in a row are broken, the last: sample"):
         next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_avif_is_replaced(tmp_path, workers):
+    """Catches the RuntimeError of its decoder, and its name for that of a killed worker."""
+    config = replace(source("folder", tmp_path), workers=workers)
+    file = BytesIO()
+    pictures()[0].save(file, "avif")
+    head, pixels = file.getvalue().split(b"mdat")
+    damaged = head + b"mdat" + bytes(len(pixels))
+    with pytest.raises(RuntimeError, match="Failed to decode"):
+        read_rgb(BytesIO(damaged))
+    (tmp_path / "data" / "a.png").write_bytes(damaged)
+    with pytest.warns(UserWarning, match=r"a\.png\) cannot be read: Failed to decode .*; the foll"):
+        take(make_stream(config, batch_size=5), 1)
+
+
+class Unreadable(Dataset):
+    def __getitem__(self, index):
+        raise self.error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError("the disk is gone"), r"the disk is gone"),
+        (RuntimeError("a mistake"), r"(Caught RuntimeError in DataLoader worker .*)?a mistake\n?"),
+    ],
+)
+def test_what_a_worker_raises_is_not_taken_for_its_death(error, message, workers):
+    """Catches advice to use fewer workers, and a traceback in a message that is one sentence."""
+    samples = Unreadable()
+    samples.error = error
+    with pytest.raises(type(error)) as caught:
+        next(_load(samples, [[0]], workers, torch.device("cpu")))
+    assert re.fullmatch(message, str(caught.value), re.DOTALL)
 
 
 def test_every_process_gets_a_batch():
