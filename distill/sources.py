@@ -6,7 +6,9 @@ A sample is a dict of `picture` (3, S, S) uint8 and `caption`.
 import glob
 import hashlib
 import json
+import os
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -30,6 +32,13 @@ SOURCES = {
     "webdataset": (("path", "image_column"), ("caption_column", "captions")),
 }
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+# What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` leave in a folder.
+SAVED = ("state.json", "dataset_dict.json")
+# Endings of files in tars that `datasets` reads as text, and as JSON.
+TEXT_ENDINGS = ("txt", "text", "transcript")
+JSON_ENDINGS = ("json", "jsn")
+# Samples at the beginning of the first tar that `datasets` takes the columns from.
+NUM_FIRST = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +48,9 @@ class DataConfig:
     Args:
         source: `"scenes"`, the procedural scenes of mini-sd; `"folder"` of picture files;
             `"huggingface"`, a data set of the Hub or on disk; `"webdataset"`, a set of tars.
-        path: the folder, also of tars; a glob of tars; the Hub id or folder of a data set. Tars
-            and Hub data sets are unpacked into the cache of the package `datasets`.
+        path: the folder, also of tars; a glob of tars; the Hub id or folder of a data set, also
+            one that `save_to_disk` wrote. Tars and Hub data sets are unpacked into the cache of the
+            package `datasets`.
         split: of a Hugging Face data set, such as `"train"`.
         image_column: of the pictures; in tars their file ending, such as `"jpg"`.
         caption_column: of the captions; in tars the file ending, such as `"txt"`, or ending and
@@ -95,7 +105,7 @@ class DataConfig:
 
 
 class BrokenSample(ValueError):
-    """A picture that cannot be read, or a caption that is missing; the message names it."""
+    """A picture that cannot be read, or a caption that is missing or no text, by its name."""
 
 
 class DataError(ValueError):
@@ -168,8 +178,10 @@ class Rows(Dataset):
         caption = row
         for key in caption_column.split("."):
             caption = caption.get(key) if isinstance(caption, dict) else None
-        if not isinstance(caption, str):
+        if caption is None:
             raise BrokenSample(f"{name} has no caption")
+        if not isinstance(caption, str):
+            raise BrokenSample(f"the caption of {name} is {type(caption).__name__}, not text")
         if not file["bytes"] and not file["path"]:
             raise BrokenSample(f"{name} has no picture")
         try:
@@ -186,7 +198,8 @@ class Rows(Dataset):
 def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
     """Open the source as a map-style data set of S x S pictures with captions.
 
-    Reading a sample raises `BrokenSample` if its picture is damaged or its caption missing.
+    Reading a sample raises `BrokenSample` if its picture is damaged, or its caption missing or
+    no text.
 
     Args:
         config: which source.
@@ -195,8 +208,8 @@ def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
     Raises:
         FileNotFoundError: the folder, tars, pictures or captions do not exist.
         ImportError: the source needs the package `datasets`.
-        ValueError: a column is missing or holds no pictures, the captions are not as many as the
-            pictures, or there are fewer than `num_samples`.
+        ValueError: the source cannot be read, a column is missing or holds no pictures, the
+            captions are not as many as the pictures, or there are fewer than `num_samples`.
     """
     if config.source == "scenes":
         return Scenes(config.num_samples, image_size)
@@ -283,6 +296,8 @@ def _load_rows(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
     if config.source != "huggingface":
         arguments |= {"data_files": [glob.escape(str(path)) for path in files], "split": "train"}
     try:
+        if config.source == "huggingface" and any(Path(config.path, x).exists() for x in SAVED):
+            return _load_saved(datasets, config)
         return datasets.load_dataset(**arguments)
     except (
         OSError,
@@ -291,10 +306,71 @@ def _load_rows(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
         tarfile.TarError,
         datasets.exceptions.DatasetsError,
     ) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
+        fault = _tar_fault(files) if config.source == "webdataset" else None
+        reason = fault or " ".join(str(error.__cause__ or error).split())
         raise ValueError(
             f"{config.path} cannot be loaded as source {config.source}: {reason}"
         ) from error
+
+
+def _load_saved(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
+    saved = datasets.load_from_disk(config.path)
+    if isinstance(saved, datasets.Dataset):
+        saved = {str(saved.split or config.split): saved}
+    if config.split not in saved:
+        raise ValueError(f"it has no split {config.split}, only {', '.join(saved)}.")
+    return saved[config.split]
+
+
+def _tar_fault(tars: list[Path]) -> str | None:
+    """What `datasets` cannot read, by the first such tar; None if that is nothing of these."""
+    for path in tars:
+        samples = []
+        try:
+            for sample, ending, content in _tar_files(path):
+                if fault := _text_fault(ending, content):
+                    return f"{sample}.{ending} in {path} is not {fault}."
+                if not samples or samples[-1][0] != sample:
+                    samples.append((sample, set()))
+                samples[-1][1].add(ending)
+        except (OSError, EOFError, tarfile.TarError) as error:
+            return f"{path} is no tar or damaged: {error}."
+        if path == tars[0]:
+            if not samples:
+                return f"{path} holds no samples."
+            first, wanted = samples[0]
+            for sample, endings in samples[:NUM_FIRST]:
+                if endings != wanted:
+                    return (
+                        f"in {path} the sample {sample} has {', '.join(sorted(endings))}, but "
+                        f"{first} has {', '.join(sorted(wanted))}; samples must have the same "
+                        f"files, one sample's after the other's."
+                    )
+    return None
+
+
+def _tar_files(path: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Sample, ending and content of the files in a tar that belong to samples."""
+    with tarfile.open(path, "r|*") as tar:
+        for member in tar:
+            folder, name = os.path.split(member.name)
+            stem, _, ending = name.partition(".")
+            if member.isreg() and stem and ending and not stem.startswith("__"):
+                yield os.path.join(folder, stem), ending, tar.extractfile(member).read()
+
+
+def _text_fault(ending: str, content: bytes) -> str | None:
+    kind = ending.rpartition(".")[2].lower()
+    try:
+        if kind in TEXT_ENDINGS:
+            content.decode()
+        elif kind in JSON_ENDINGS:
+            json.loads(content)
+    except UnicodeDecodeError:
+        return "UTF-8 text"
+    except json.JSONDecodeError as error:
+        return f"JSON ({error})"
+    return None
 
 
 def _state(path: Path) -> tuple[int, ...]:
@@ -326,6 +402,6 @@ def _read_captions(file: str) -> list[str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text.") from error
