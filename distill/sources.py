@@ -98,10 +98,21 @@ class DataConfig:
             raise ValueError("captions must be None when caption_column is given, or the reverse.")
         if self.image_column is not None and self.caption_column is self.captions is None:
             raise ValueError(f"source {self.source} needs caption_column or captions.")
+        image_column, caption_column = self.columns
+        if image_column == caption_column.split(".")[0]:
+            raise ValueError(
+                f"pictures and captions must be of two columns, but image_column is {image_column} "
+                f"and caption_column {caption_column}."
+            )
         if self.num_samples is not None and self.num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, but got {self.num_samples}.")
         if self.workers < 0:
             raise ValueError(f"workers must be at least 0, but got {self.workers}.")
+
+    @property
+    def columns(self) -> tuple[str, str]:
+        """Of pictures and captions, where a field leaves it to the source as well."""
+        return self.image_column or "image", self.caption_column or "caption"
 
 
 class BrokenSample(ValueError):
@@ -147,8 +158,8 @@ class Rows(Dataset):
 
     Args:
         rows: with undecoded pictures.
-        columns: of pictures and captions, the latter with keys inside it after dots.
-        config: preprocessing, and path for messages.
+        config: columns, that of captions with keys inside it after dots; preprocessing; and path
+            for messages.
         image_size: S.
         origin: digest of what the rows were made from.
     """
@@ -156,13 +167,12 @@ class Rows(Dataset):
     def __init__(
         self,
         rows: "datasets.Dataset",
-        columns: tuple[str, str],
         config: DataConfig,
         image_size: int,
         origin: str,
     ) -> None:
         self.rows = rows
-        self.columns = columns
+        self.columns = config.columns
         self.path = config.path
         self.preprocess = partial(PREPROCESSINGS[config.preprocessing], size=image_size)
         self.origin = origin
@@ -215,8 +225,7 @@ def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
         return Scenes(config.num_samples, image_size)
     datasets = _import_datasets(config.source)
     rows = _load_rows(datasets, config)
-    image_column = config.image_column or "image"
-    caption_column = config.caption_column or "caption"
+    image_column, caption_column = config.columns
     columns = [image_column]
     if config.caption_column is not None:
         columns.append(caption_column.split(".")[0])
@@ -255,7 +264,7 @@ def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
             )
         rows = rows.select(range(config.num_samples))
     digest = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
-    return Rows(rows, (image_column, caption_column), config, image_size, digest)
+    return Rows(rows, config, image_size, digest)
 
 
 def _import_datasets(source: str) -> ModuleType:

@@ -396,6 +396,10 @@ def test_unknown_and_missing_keys_are_named(tmp_path):
         ("compile=1", TypeError, "compile must be bool"),
         ("precision=fp8", ValueError, "precision must be one of bf16, fp32, but got 'fp8'"),
         ("ema_decay=1.5", ValueError, "ema_decay must be in"),
+        ("adam_betas=[0.9,1.5]", ValueError, "adam_betas must be in .*, but got .*0.9, 1.5"),
+        ("adam_betas=[-0.1,0.9]", ValueError, "adam_betas must be in"),
+        ("adam_betas=[0.9,.nan]", ValueError, "adam_betas must be in"),
+        ("num_validation=0", ValueError, "num_validation must be at least 1, but got 0"),
         ("colour=1", ValueError, "unknown key colour"),
         ("steps", ValueError, "--set must be key=value, but got 'steps'"),
     ],
@@ -404,6 +408,21 @@ def test_wrong_values_are_refused(override, kind, message):
     """Catches scenes that are silently fewer, and values that fail late or train backwards."""
     with pytest.raises(kind, match=message):
         load_config(CONFIGS / "mini_vae.yaml", VAEConfig, [override])
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "name"),
+    [
+        ("sd", SDConfig, "num_validation"),
+        ("sd", SDConfig, "num_prompts"),
+        ("sd", SDConfig, "sample_steps"),
+        ("scorer", ScorerConfig, "num_validation"),
+    ],
+)
+def test_figures_of_nothing_are_refused(command, kind, name):
+    """Catches the errors of an empty memory map and of a pipeline, after a whole training."""
+    with pytest.raises(ValueError, match=f"^{name} must be at least 1, but got 0"):
+        load_config(CONFIGS / f"mini_{command}.yaml", kind, [f"{name}=0"])
 
 
 def test_a_wrong_input_ends_with_one_sentence_and_code_2(tmp_path):
