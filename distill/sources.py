@@ -323,7 +323,10 @@ def _load_rows(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
 
 
 def _load_saved(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
-    saved = datasets.load_from_disk(config.path)
+    try:
+        saved = datasets.load_from_disk(config.path)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{' or '.join(SAVED)} in it is damaged ({error!r}).") from None
     if isinstance(saved, datasets.Dataset):
         saved = {str(saved.split or config.split): saved}
     if config.split not in saved:

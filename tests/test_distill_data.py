@@ -220,12 +220,16 @@ def test_a_data_set_that_was_saved_to_disk_is_loaded(splits, tmp_path):
         open_samples(replace(config, split="test"), SIZE)
 
 
-def test_a_data_set_of_no_split_goes_by_any(tmp_path):
+def test_a_saved_data_set_without_split_or_description(tmp_path):
     datasets.Dataset.from_dict({"picture": [None], "text": ["a"]}).cast_column(
         "picture", datasets.Image()
     ).save_to_disk(tmp_path / "saved")
     config = replace(source("huggingface", tmp_path), path=str(tmp_path / "saved"))
     assert len(open_samples(config, SIZE)) == 1
+    for damaged in ("{}", "[]", "{"):
+        (tmp_path / "saved" / "state.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"saved cannot be loaded as source huggingface: "):
+            open_samples(config, SIZE)
 
 
 def test_scenes_are_the_training_scenes():
