@@ -111,7 +111,7 @@ class DataConfig:
 
     @property
     def columns(self) -> tuple[str, str]:
-        """Of pictures and captions, where a field leaves it to the source as well."""
+        """Those of pictures and of captions, also where the fields leave them to the source."""
         return self.image_column or "image", self.caption_column or "caption"
 
 
@@ -315,8 +315,11 @@ def _load_rows(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
         tarfile.TarError,
         datasets.exceptions.DatasetsError,
     ) as error:
-        fault = _tar_fault(files) if config.source == "webdataset" else None
-        reason = fault or " ".join(str(error.__cause__ or error).split())
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())
+        # Tars may be large, and are not at fault where the system refuses, as on a full disk.
+        if config.source == "webdataset" and not getattr(cause, "errno", None):
+            reason = _tar_fault(files) or reason
         raise ValueError(
             f"{config.path} cannot be loaded as source {config.source}: {reason}"
         ) from error
@@ -335,7 +338,7 @@ def _load_saved(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
 
 
 def _tar_fault(tars: list[Path]) -> str | None:
-    """What `datasets` cannot read, by the first such tar; None if that is nothing of these."""
+    """The first tar that `datasets` cannot read and why; None if the tars are as they should."""
     for path in tars:
         samples = []
         try:

@@ -1,5 +1,6 @@
 """Sources, preprocessing, order, encoder and cache of the distillation data."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -339,6 +340,22 @@ def test_what_is_wrong_with_no_tar_keeps_its_own_words(tmp_path):
     config = source("webdataset txt", tmp_path)
     edit(tmp_path / "data" / "1.tar", lambda files: [files[0], *files])
     with pytest.raises(ValueError, match=r"webdataset: Duplicate field 'png' for sample 'test_c'"):
+        open_samples(config, SIZE)
+
+
+def test_a_full_disk_is_no_fault_of_the_tars(tmp_path, monkeypatch):
+    """Catches all tars read again, for hours, before the reason is told."""
+    config = source("webdataset txt", tmp_path)
+    (tmp_path / "data" / "1.tar").write_bytes(b"")
+
+    def fill(**_):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise datasets.exceptions.DatasetGenerationError("it failed") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", fill)
+    with pytest.raises(ValueError, match=r"webdataset: \[Errno 28\] No space left on device"):
         open_samples(config, SIZE)
 
 
