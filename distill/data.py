@@ -18,6 +18,10 @@ from distill.sources import BrokenSample, DataConfig, DataError, Rows, Scenes, o
 
 # Broken samples in a row that stop the run: then it is not one file, but the disk.
 MAX_BROKEN = 16
+# How PyTorch says that a worker was killed; what a worker raises names it in other words.
+KILLED = "DataLoader worker (pid"
+# What commands report in one sentence.
+REPORTED = (DataError, OSError)
 # Pictures encoded at once for the cache: 128 of 256 x 256, 32 of 512 x 512.
 CACHED_PIXELS = 2**23
 
@@ -80,6 +84,7 @@ def stream(
             `open_samples` and `open_cache` raise.
         DataError: many samples in a row are broken, the cache is damaged, or a worker died (while
             iterating).
+        OSError: the data cannot be read any more (while iterating).
         FloatingPointError: a sample to be cached is infinite or NaN in float16.
     """
     samples = open_samples(config, image_size)
@@ -146,10 +151,10 @@ class _Batches(Dataset):
     def __init__(self, samples: Dataset) -> None:
         self.samples = samples
 
-    def __getitem__(self, indices: list[int]) -> dict[str, Any] | DataError:
+    def __getitem__(self, indices: list[int]) -> dict[str, Any] | DataError | OSError:
         try:
             return default_collate([self.samples[index] for index in indices])
-        except DataError as error:
+        except REPORTED as error:
             return error
 
 
@@ -190,11 +195,11 @@ def _load(
     )
     try:
         for batch in loader:
-            if isinstance(batch, DataError):
+            if isinstance(batch, REPORTED):
                 raise batch
             yield batch
     except (RuntimeError, ConnectionError, EOFError) as error:
-        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+        if isinstance(error, RuntimeError) and not str(error).startswith(KILLED):
             raise
         raise DataError(
             f"a process that reads data died ({error}); go on with --resume, and with fewer "

@@ -11,6 +11,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 # What Pillow's readers raise on damaged files: they trust lengths, offsets and types they read.
+# AVIF's raises RuntimeError.
 UNREADABLE = (
     OSError,
     SyntaxError,
@@ -19,10 +20,13 @@ UNREADABLE = (
     EOFError,
     LookupError,
     ArithmeticError,
+    RuntimeError,
     struct.error,
     zlib.error,
     Image.DecompressionBombError,
 )
+# Formats that Pillow knows, but leaves to other programs: data, video and drawings.
+FOREIGN = ("BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF")
 
 
 def read_rgb(file: str | BinaryIO) -> Image.Image:
@@ -44,7 +48,8 @@ def read_rgb(file: str | BinaryIO) -> Image.Image:
 def picture_endings() -> set[str]:
     """The endings of the files that `read_rgb` reads, such as `.png`."""
     endings = Image.registered_extensions()
-    return {ending for ending, name in endings.items() if name in Image.OPEN}
+    formats = Image.OPEN.keys() - set(FOREIGN)
+    return {ending for ending, name in endings.items() if name in formats}
 
 
 def crop(picture: Image.Image, size: int) -> Tensor:

@@ -195,7 +195,7 @@ def load_pipeline(config: DistillConfig, device: torch.device) -> StableDiffusio
     """The base model in float32.
 
     Raises:
-        ValueError: it is not a Stable Diffusion 1.x or 2.x model.
+        ValueError: it is not a Stable Diffusion 1.x or 2.x model that denoises latents alone.
     """
     pipe = StableDiffusionPipeline.from_pretrained(
         model_path(config.base_model),
@@ -209,6 +209,12 @@ def load_pipeline(config: DistillConfig, device: torch.device) -> StableDiffusio
         raise ValueError(
             f"base_model must be a Stable Diffusion 1.x or 2.x model, but {config.base_model} "
             f"has further conditions ({pipe.unet.config.addition_embed_type})."
+        )
+    inputs, latents = pipe.unet.config.in_channels, pipe.vae.config.latent_channels
+    if inputs != latents:
+        raise ValueError(
+            f"base_model must denoise latents of {latents} channels alone, but the UNet of "
+            f"{config.base_model} takes {inputs}, as for inpainting."
         )
     if pipe.scheduler.config.prediction_type not in PREDICTIONS:
         raise ValueError(

@@ -6,7 +6,9 @@ A sample is a dict of `picture` (3, S, S) uint8 and `caption`.
 import glob
 import hashlib
 import json
+import os
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -30,6 +32,13 @@ SOURCES = {
     "webdataset": (("path", "image_column"), ("caption_column", "captions")),
 }
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+# What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` leave in a folder.
+SAVED = ("state.json", "dataset_dict.json")
+# Endings of files in tars that `datasets` reads as text, and as JSON.
+TEXT_ENDINGS = ("txt", "text", "transcript")
+JSON_ENDINGS = ("json", "jsn")
+# Samples at the beginning of the first tar that `datasets` takes the columns from.
+NUM_FIRST = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +48,9 @@ class DataConfig:
     Args:
         source: `"scenes"`, the procedural scenes of mini-sd; `"folder"` of picture files;
             `"huggingface"`, a data set of the Hub or on disk; `"webdataset"`, a set of tars.
-        path: the folder, also of tars; a glob of tars; the Hub id or folder of a data set. Tars
-            and Hub data sets are unpacked into the cache of the package `datasets`.
+        path: the folder, also of tars; a glob of tars; the Hub id or folder of a data set, also
+            one that `save_to_disk` wrote. Tars and Hub data sets are unpacked into the cache of the
+            package `datasets`.
         split: of a Hugging Face data set, such as `"train"`.
         image_column: of the pictures; in tars their file ending, such as `"jpg"`.
         caption_column: of the captions; in tars the file ending, such as `"txt"`, or ending and
@@ -88,14 +98,25 @@ class DataConfig:
             raise ValueError("captions must be None when caption_column is given, or the reverse.")
         if self.image_column is not None and self.caption_column is self.captions is None:
             raise ValueError(f"source {self.source} needs caption_column or captions.")
+        image_column, caption_column = self.columns
+        if image_column == caption_column.split(".")[0]:
+            raise ValueError(
+                f"pictures and captions must be of two columns, but image_column is {image_column} "
+                f"and caption_column {caption_column}."
+            )
         if self.num_samples is not None and self.num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, but got {self.num_samples}.")
         if self.workers < 0:
             raise ValueError(f"workers must be at least 0, but got {self.workers}.")
 
+    @property
+    def columns(self) -> tuple[str, str]:
+        """Those of pictures and of captions, also where the fields leave them to the source."""
+        return self.image_column or "image", self.caption_column or "caption"
+
 
 class BrokenSample(ValueError):
-    """A picture that cannot be read, or a caption that is missing; the message names it."""
+    """A picture that cannot be read, or a caption that is missing or no text, by its name."""
 
 
 class DataError(ValueError):
@@ -137,8 +158,8 @@ class Rows(Dataset):
 
     Args:
         rows: with undecoded pictures.
-        columns: of pictures and captions, the latter with keys inside it after dots.
-        config: preprocessing, and path for messages.
+        config: columns, that of captions with keys inside it after dots; preprocessing; and path
+            for messages.
         image_size: S.
         origin: digest of what the rows were made from.
     """
@@ -146,13 +167,12 @@ class Rows(Dataset):
     def __init__(
         self,
         rows: "datasets.Dataset",
-        columns: tuple[str, str],
         config: DataConfig,
         image_size: int,
         origin: str,
     ) -> None:
         self.rows = rows
-        self.columns = columns
+        self.columns = config.columns
         self.path = config.path
         self.preprocess = partial(PREPROCESSINGS[config.preprocessing], size=image_size)
         self.origin = origin
@@ -168,8 +188,10 @@ class Rows(Dataset):
         caption = row
         for key in caption_column.split("."):
             caption = caption.get(key) if isinstance(caption, dict) else None
-        if not isinstance(caption, str):
+        if caption is None:
             raise BrokenSample(f"{name} has no caption")
+        if not isinstance(caption, str):
+            raise BrokenSample(f"the caption of {name} is {type(caption).__name__}, not text")
         if not file["bytes"] and not file["path"]:
             raise BrokenSample(f"{name} has no picture")
         try:
@@ -186,7 +208,8 @@ class Rows(Dataset):
 def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
     """Open the source as a map-style data set of S x S pictures with captions.
 
-    Reading a sample raises `BrokenSample` if its picture is damaged or its caption missing.
+    Reading a sample raises `BrokenSample` if its picture is damaged, or its caption missing or
+    no text.
 
     Args:
         config: which source.
@@ -195,15 +218,14 @@ def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
     Raises:
         FileNotFoundError: the folder, tars, pictures or captions do not exist.
         ImportError: the source needs the package `datasets`.
-        ValueError: a column is missing or holds no pictures, the captions are not as many as the
-            pictures, or there are fewer than `num_samples`.
+        ValueError: the source cannot be read, a column is missing or holds no pictures, the
+            captions are not as many as the pictures, or there are fewer than `num_samples`.
     """
     if config.source == "scenes":
         return Scenes(config.num_samples, image_size)
     datasets = _import_datasets(config.source)
     rows = _load_rows(datasets, config)
-    image_column = config.image_column or "image"
-    caption_column = config.caption_column or "caption"
+    image_column, caption_column = config.columns
     columns = [image_column]
     if config.caption_column is not None:
         columns.append(caption_column.split(".")[0])
@@ -242,7 +264,7 @@ def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
             )
         rows = rows.select(range(config.num_samples))
     digest = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
-    return Rows(rows, (image_column, caption_column), config, image_size, digest)
+    return Rows(rows, config, image_size, digest)
 
 
 def _import_datasets(source: str) -> ModuleType:
@@ -283,6 +305,8 @@ def _load_rows(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
     if config.source != "huggingface":
         arguments |= {"data_files": [glob.escape(str(path)) for path in files], "split": "train"}
     try:
+        if config.source == "huggingface" and any(Path(config.path, x).exists() for x in SAVED):
+            return _load_saved(datasets, config)
         return datasets.load_dataset(**arguments)
     except (
         OSError,
@@ -291,10 +315,77 @@ def _load_rows(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
         tarfile.TarError,
         datasets.exceptions.DatasetsError,
     ) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())
+        # Tars may be large, and are not at fault where the system refuses, as on a full disk.
+        if config.source == "webdataset" and not getattr(cause, "errno", None):
+            reason = _tar_fault(files) or reason
         raise ValueError(
             f"{config.path} cannot be loaded as source {config.source}: {reason}"
         ) from error
+
+
+def _load_saved(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
+    try:
+        saved = datasets.load_from_disk(config.path)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{' or '.join(SAVED)} in it is damaged ({error!r}).") from None
+    if isinstance(saved, datasets.Dataset):
+        saved = {str(saved.split or config.split): saved}
+    if config.split not in saved:
+        raise ValueError(f"it has no split {config.split}, only {', '.join(saved)}.")
+    return saved[config.split]
+
+
+def _tar_fault(tars: list[Path]) -> str | None:
+    """The first tar that `datasets` cannot read and why; None if the tars are as they should."""
+    for path in tars:
+        samples = []
+        try:
+            for sample, ending, content in _tar_files(path):
+                if fault := _text_fault(ending, content):
+                    return f"{sample}.{ending} in {path} is not {fault}."
+                if not samples or samples[-1][0] != sample:
+                    samples.append((sample, set()))
+                samples[-1][1].add(ending)
+        except (OSError, EOFError, tarfile.TarError) as error:
+            return f"{path} is no tar or damaged: {error}."
+        if path == tars[0]:
+            if not samples:
+                return f"{path} holds no samples."
+            first, wanted = samples[0]
+            for sample, endings in samples[:NUM_FIRST]:
+                if endings != wanted:
+                    return (
+                        f"in {path} the sample {sample} has {', '.join(sorted(endings))}, but "
+                        f"{first} has {', '.join(sorted(wanted))}; samples must have the same "
+                        f"files, one sample's after the other's."
+                    )
+    return None
+
+
+def _tar_files(path: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Sample, ending and content of the files in a tar that belong to samples."""
+    with tarfile.open(path, "r|*") as tar:
+        for member in tar:
+            folder, name = os.path.split(member.name)
+            stem, _, ending = name.partition(".")
+            if member.isreg() and stem and ending and not stem.startswith("__"):
+                yield os.path.join(folder, stem), ending, tar.extractfile(member).read()
+
+
+def _text_fault(ending: str, content: bytes) -> str | None:
+    kind = ending.rpartition(".")[2].lower()
+    try:
+        if kind in TEXT_ENDINGS:
+            content.decode()
+        elif kind in JSON_ENDINGS:
+            json.loads(content)
+    except UnicodeDecodeError:
+        return "UTF-8 text"
+    except json.JSONDecodeError as error:
+        return f"JSON ({error})"
+    return None
 
 
 def _state(path: Path) -> tuple[int, ...]:
@@ -326,6 +417,6 @@ def _read_captions(file: str) -> list[str]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text.") from error

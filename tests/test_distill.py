@@ -22,7 +22,7 @@ from diffusers import DDPMScheduler, StableDiffusionPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from safetensors.torch import load_file
-from tiny import draw, sdxl_unet, tiny_pipe
+from tiny import draw, sdxl_unet, tiny_pipe, tiny_unet
 from typer.testing import CliRunner
 
 from avq_diffusers import AVQCodebooks, apply_avq, load_linfusion, remove_avq, remove_linfusion
@@ -582,6 +582,15 @@ def test_models_with_further_conditions_are_refused(model, tmp_path):
     sdxl_unet().save_pretrained(tmp_path / "model" / "unet")
     error = refused(tmp_path / "model", tmp_path / "run")
     assert "base_model must be a Stable Diffusion 1.x or 2.x model" in error
+
+
+def test_models_of_more_than_latents_are_refused(model, tmp_path):
+    """Catches an error of the first convolution, before or after k-means."""
+    shutil.copytree(model, tmp_path / "model", dirs_exist_ok=True)
+    tiny_unet(in_channels=9).save_pretrained(tmp_path / "model" / "unet")
+    error = refused(tmp_path / "model", tmp_path / "run").splitlines()[-1]
+    assert error.startswith("error: base_model must denoise latents of 4 channels alone, but the")
+    assert error.endswith("takes 9, as for inpainting.")
 
 
 # Configurations

@@ -1,5 +1,6 @@
 """Sources, preprocessing, order, encoder and cache of the distillation data."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -22,14 +23,15 @@ import torch.distributed as dist
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 from tiny import tiny_components, tiny_pipe
+from torch.utils.data import Dataset
 
 from avq_diffusers.mini import TRAINING_SEEDS, render, sample_scene
 from distill import cache
-from distill.data import sample_batches, stream
+from distill.data import _load, sample_batches, stream
 from distill.encoder import Encoder
-from distill.pictures import crop, linfusion, read_rgb
+from distill.pictures import crop, linfusion, picture_endings, read_rgb
 from distill.sources import BrokenSample, DataConfig, DataError, open_samples
 
 SIZE = 64
@@ -201,6 +203,35 @@ def test_sources_give_pictures_with_their_captions(kind, tmp_path):
     assert [sample["caption"] for sample in first] == [CAPTIONS[i] for i in order[:2]]
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_data_set_that_was_saved_to_disk_is_loaded(splits, tmp_path):
+    config = source("huggingface", tmp_path)
+    expected = list(open_samples(config, SIZE))
+    rows = datasets.load_dataset(config.path, split="train")
+    other = rows.select([0])
+    saved = datasets.DatasetDict({"other": other, "train": rows}) if splits else rows
+    saved.save_to_disk(tmp_path / "saved")
+    config = replace(config, path=str(tmp_path / "saved"))
+    for found, wanted in zip(open_samples(config, SIZE), expected, strict=True):
+        assert found["caption"] == wanted["caption"]
+        assert torch.equal(found["picture"], wanted["picture"])
+    names = "other, train" if splits else "train"
+    with pytest.raises(ValueError, match=f"huggingface: it has no split test, only {names}"):
+        open_samples(replace(config, split="test"), SIZE)
+
+
+def test_a_saved_data_set_without_split_or_description(tmp_path):
+    datasets.Dataset.from_dict({"picture": [None], "text": ["a"]}).cast_column(
+        "picture", datasets.Image()
+    ).save_to_disk(tmp_path / "saved")
+    config = replace(source("huggingface", tmp_path), path=str(tmp_path / "saved"))
+    assert len(open_samples(config, SIZE)) == 1
+    for damaged in ("{}", "[]", "{"):
+        (tmp_path / "saved" / "state.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"saved cannot be loaded as source huggingface: "):
+            open_samples(config, SIZE)
+
+
 def test_scenes_are_the_training_scenes():
     samples = open_samples(SCENES, SIZE)
     assert len(samples) == 20
@@ -226,6 +257,10 @@ def test_only_scenes_do_without_datasets(tmp_path, monkeypatch):
         ("folder", {"split": "train"}, "source folder takes no split, but got 'train'"),
         ("folder", {"caption_column": "a", "captions": "b"}, "captions must be None when"),
         ("huggingface", {"caption_column": None}, "needs caption_column or captions"),
+        ("huggingface", {"image_column": "text"}, "two columns, but image_column is text and capt"),
+        ("webdataset json", {"image_column": "json"}, "image_column is json and .* json.a.b"),
+        ("folder", {"caption_column": "image"}, "image_column is image and caption_column image"),
+        ("huggingface json", {"image_column": "caption"}, "is caption and caption_column caption"),
         ("huggingface", {"num_samples": 0}, "num_samples must be at least 1"),
         ("huggingface", {"workers": -1}, "workers must be at least 0"),
         ("huggingface", {"num_samples": 6}, "num_samples is 6, but .* has 5 samples"),
@@ -262,6 +297,81 @@ def test_refusals(kind, changes, message, tmp_path):
     config = source(kind, tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         open_samples(replace(config, **changes), SIZE)
+
+
+def edit(tar, change):
+    with tarfile.open(tar) as opened:
+        files = [(member.name, opened.extractfile(member).read()) for member in opened]
+    write_tar(tar, change(files))
+
+
+def put(name, content):
+    return lambda files: [(found, content if found == name else old) for found, old in files]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tar", "damage", "message"),
+    [
+        ("txt", "1.tar", 3000, r"1\.tar is no tar or damaged: unexpected end of data"),
+        ("txt", "1.tar", 0, r"1\.tar is no tar or damaged: empty file"),
+        ("txt", "0.tar", lambda files: [], r"0\.tar holds no samples"),
+        ("txt", "0.tar", put("a.txt", b"gr\xfc\xdfe"), r"a\.txt in .*0\.tar is not UTF-8 text"),
+        ("txt", "1.tar", put("d.txt", b"gr\xfc\xdfe"), r"d\.txt in .*1\.tar is not UTF-8 text"),
+        ("json", "1.tar", put("d.json", b"{"), r"d\.json in .*1\.tar is not JSON \(Expecting"),
+        ("txt", "0.tar", lambda files: files[:3], r"in .*0\.tar the sample a has png, but b has"),
+        ("txt", "0.tar", lambda files: files[::2] + files[1::2], "one sample's after the other's"),
+    ],
+)
+def test_a_bad_tar_among_others_is_named(kind, tar, damage, message, tmp_path):
+    """Catches the words of a library that names neither the tar nor the file in it."""
+    config = source(f"webdataset {kind}", tmp_path)
+    path = tmp_path / "data" / tar
+    if isinstance(damage, int):
+        path.write_bytes(path.read_bytes()[:damage])
+    else:
+        edit(path, damage)
+    with pytest.raises(ValueError, match=rf"cannot be loaded as source webdataset: .*{message}"):
+        open_samples(config, SIZE)
+
+
+def test_what_is_wrong_with_no_tar_keeps_its_own_words(tmp_path):
+    """Catches a fault that is found in tars that are whole."""
+    config = source("webdataset txt", tmp_path)
+    edit(tmp_path / "data" / "1.tar", lambda files: [files[0], *files])
+    with pytest.raises(ValueError, match=r"webdataset: Duplicate field 'png' for sample 'test_c'"):
+        open_samples(config, SIZE)
+
+
+def test_a_full_disk_is_no_fault_of_the_tars(tmp_path, monkeypatch):
+    """Catches all tars read again, for hours, before the reason is told."""
+    config = source("webdataset txt", tmp_path)
+    (tmp_path / "data" / "1.tar").write_bytes(b"")
+
+    def fill(**_):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise datasets.exceptions.DatasetGenerationError("it failed") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", fill)
+    with pytest.raises(ValueError, match=r"webdataset: \[Errno 28\] No space left on device"):
+        open_samples(config, SIZE)
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_a_caption(tmp_path):
+    config = source("huggingface txt", tmp_path)
+    (tmp_path / "captions.txt").write_text("\n".join(CAPTIONS), encoding="utf-8-sig")
+    assert open_samples(config, SIZE)[0]["caption"] == CAPTIONS[0]
+
+
+def test_endings_are_of_pictures_that_pillow_decodes():
+    """Catches files of data, video and drawings, whose every sample would be a broken one."""
+    endings = picture_endings()
+    assert endings >= {".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".gif", ".tiff"}
+    assert not endings & {".h5", ".hdf", ".grib", ".bufr", ".mpg", ".mpeg", ".ps", ".eps", ".wmf"}
+    openers = [Image.OPEN[Image.registered_extensions()[ending]][0] for ending in endings]
+    classes = [opener for opener in openers if isinstance(opener, type)]
+    assert not any(issubclass(opener, ImageFile.StubImageFile) for opener in classes)
 
 
 @pytest.mark.parametrize(
@@ -400,11 +510,20 @@ def test_a_broken_picture_is_named_replaced_and_counted(tmp_path):
             assert torch.allclose(repaired[name][place], encoded[name][expected], atol=1e-5)
 
 
-def test_a_missing_caption_is_a_broken_sample(tmp_path):
+@pytest.mark.parametrize(
+    ("captions", "message"),
+    [
+        ([*CAPTIONS[:4], None], r"^sample 4 of .* has no caption"),
+        ([1, 2, 3, 4, 5], r"^the caption of sample 4 of .*data is int, not text"),
+        ([{"a": "b"}] * 5, r"^the caption of sample 4 of .*data is dict, not text"),
+    ],
+)
+def test_a_missing_caption_is_a_broken_sample(captions, message, tmp_path):
+    """Also catches numbers that are said to be missing."""
     config = source("huggingface", tmp_path)
-    parquet(tmp_path / "data" / "train.parquet", [*CAPTIONS[:4], None])
+    parquet(tmp_path / "data" / "train.parquet", captions)
     samples = open_samples(config, SIZE)
-    with pytest.raises(BrokenSample, match=r"sample 4 of .* has no caption"):
+    with pytest.raises(BrokenSample, match=message):
         samples[4]
 
 
@@ -417,6 +536,42 @@ def test_a_broken_disk_stops_the_run(tmp_path, workers):
     batches = make_stream(config)
     with pytest.raises(DataError, match=r"^16 samples in a row are broken, the last: sample"):
         next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_avif_is_replaced(tmp_path, workers):
+    """Catches the RuntimeError of its decoder, and its name for that of a killed worker."""
+    config = replace(source("folder", tmp_path), workers=workers)
+    file = BytesIO()
+    pictures()[0].save(file, "avif")
+    head, pixels = file.getvalue().split(b"mdat")
+    damaged = head + b"mdat" + bytes(len(pixels))
+    with pytest.raises(RuntimeError, match="Failed to decode"):
+        read_rgb(BytesIO(damaged))
+    (tmp_path / "data" / "a.png").write_bytes(damaged)
+    with pytest.warns(UserWarning, match=r"a\.png\) cannot be read: Failed to decode .*; the foll"):
+        take(make_stream(config, batch_size=5), 1)
+
+
+class Unreadable(Dataset):
+    def __getitem__(self, index):
+        raise self.error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError("the disk is gone"), r"the disk is gone"),
+        (RuntimeError("a mistake"), r"(Caught RuntimeError in DataLoader worker .*)?a mistake\n?"),
+    ],
+)
+def test_what_a_worker_raises_is_not_taken_for_its_death(error, message, workers):
+    """Catches advice to use fewer workers, and a traceback in a message that is one sentence."""
+    samples = Unreadable()
+    samples.error = error
+    with pytest.raises(type(error), match=rf"(?s)\A{message}\Z"):
+        next(_load(samples, [[0]], workers, torch.device("cpu")))
 
 
 def test_every_process_gets_a_batch():

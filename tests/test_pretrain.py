@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -395,6 +396,10 @@ def test_unknown_and_missing_keys_are_named(tmp_path):
         ("compile=1", TypeError, "compile must be bool"),
         ("precision=fp8", ValueError, "precision must be one of bf16, fp32, but got 'fp8'"),
         ("ema_decay=1.5", ValueError, "ema_decay must be in"),
+        ("adam_betas=[0.9,1.5]", ValueError, "adam_betas must be in .*, but got .*0.9, 1.5"),
+        ("adam_betas=[-0.1,0.9]", ValueError, "adam_betas must be in"),
+        ("adam_betas=[0.9,.nan]", ValueError, "adam_betas must be in"),
+        ("num_validation=0", ValueError, "num_validation must be at least 1, but got 0"),
         ("colour=1", ValueError, "unknown key colour"),
         ("steps", ValueError, "--set must be key=value, but got 'steps'"),
     ],
@@ -403,6 +408,21 @@ def test_wrong_values_are_refused(override, kind, message):
     """Catches scenes that are silently fewer, and values that fail late or train backwards."""
     with pytest.raises(kind, match=message):
         load_config(CONFIGS / "mini_vae.yaml", VAEConfig, [override])
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "name"),
+    [
+        ("sd", SDConfig, "num_validation"),
+        ("sd", SDConfig, "num_prompts"),
+        ("sd", SDConfig, "sample_steps"),
+        ("scorer", ScorerConfig, "num_validation"),
+    ],
+)
+def test_figures_of_nothing_are_refused(command, kind, name):
+    """Catches the errors of an empty memory map and of a pipeline, after a whole training."""
+    with pytest.raises(ValueError, match=f"^{name} must be at least 1, but got 0"):
+        load_config(CONFIGS / f"mini_{command}.yaml", kind, [f"{name}=0"])
 
 
 def test_a_wrong_input_ends_with_one_sentence_and_code_2(tmp_path):
@@ -528,6 +548,43 @@ def test_pictures_arrive_in_order(monkeypatch, workers, corrupted):
         expected = corrupt(scene, seed, 64) if corrupted else render(scene, 64)
         assert np.array_equal(loaded.pictures[index].numpy(), expected)
     assert loaded.captions == [scene.caption for scene in scenes]
+
+
+def test_a_killed_rendering_process_ends_the_command_with_one_sentence(monkeypatch, tmp_path):
+    """Catches waiting for ever for what the process was to render."""
+    monkeypatch.setattr(data, "render", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    result = run(arguments("vae", tmp_path))
+    assert result.exit_code == 2
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: one of 2 processes that render scenes was killed; start again")
+    assert multiprocessing.active_children() == []
+
+
+def test_a_process_killed_between_two_chunks_is_missed(monkeypatch):
+    """Catches a pool that puts another process in its place, and waits for the lost task."""
+    monkeypatch.setattr(data, "CHUNK", 64)
+    chunks = data.render_chunks(range(6400), size=64, workers=2)
+    assert len(next(chunks).captions) == 64
+    multiprocessing.active_children()[0].kill()
+    with pytest.raises(data.DataError, match=r"one of 2 processes .* fewer workers or more memory"):
+        list(chunks)
+
+
+def test_no_rendering_process_outlives_a_killed_command():
+    """Catches processes that wait for tasks for ever and hold the memory of their pictures."""
+    code = """
+import multiprocessing, os, signal
+from distill.pretrain import data
+data.CHUNK = 64
+chunks = data.render_chunks(range(6400), size=64, workers=2)
+next(chunks)
+print(len(multiprocessing.active_children()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # The end of the output is there when no process is left that could write to it.
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (found.stdout, found.returncode) == ("2\n", -signal.SIGKILL)
 
 
 def test_corrupting_changes_exactly_the_scenes_with_copies():

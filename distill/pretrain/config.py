@@ -75,6 +75,8 @@ class RunConfig:
             )
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), but got {self.ema_decay}.")
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ValueError(f"adam_betas must be in [0, 1), but got {self.adam_betas}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,10 @@ class VAEConfig(RunConfig):
     edge_weight: float
     kl_weight: float
     num_validation: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least_one(self, "num_validation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +151,7 @@ class SDConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_at_least_one(self, "num_validation", "num_prompts", "sample_steps")
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"caption_dropout must be in [0, 1], but got {self.caption_dropout}.")
 
@@ -181,5 +188,6 @@ class ScorerConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_at_least_one(self, "num_validation")
         if not 0 < self.corrupted_share < 1:
             raise ValueError(f"corrupted_share must be in (0, 1), but got {self.corrupted_share}.")

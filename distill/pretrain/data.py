@@ -2,8 +2,12 @@
 
 import mmap
 import multiprocessing
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from threading import Thread
 
 import numpy as np
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from avq_diffusers.mini import Scene, corrupt, render, sample_scene
+from distill.sources import DataError
 
 CHUNK = 2048  # pictures per chunk; two chunks of 256 x 256 pictures take 0.8 GB of host memory
 TASK = 32  # pictures per task of a worker
@@ -60,6 +65,9 @@ def render_chunks(
         workers: number of rendering processes; 0 renders here.
         corrupted: render with copies that disagree.
         progress: label of a progress bar; None shows none.
+
+    Raises:
+        DataError: a rendering process was killed (while iterating).
     """
     chunk = min(CHUNK, len(seeds))
     shape = (2, chunk, size, size, 3)
@@ -102,7 +110,11 @@ def load_pictures(
     corrupted: bool = False,
     progress: str | None = None,
 ) -> Pictures:
-    """Render scenes as `render_chunks` does, into memory of `device`."""
+    """Render scenes as `render_chunks` does, into memory of `device`.
+
+    Raises:
+        DataError: a rendering process was killed.
+    """
     pictures = torch.empty((len(seeds), size, size, 3), dtype=torch.uint8, device=device)
     captions: list[str] = []
     has_copies = []
@@ -135,13 +147,32 @@ def _run(tasks: list, buffer: np.ndarray, size: int, corrupted: bool, workers: i
             yield [_render(task) for task in chunk]
         return
     context = multiprocessing.get_context("fork")
-    with context.Pool(workers, _share, (buffer, size, corrupted)) as pool:
-        pending = pool.map_async(_render, tasks[0], chunksize=1)
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (buffer, size, corrupted))
+    try:
+        pending = pool.map(_render, tasks[0])
         for following in [*tasks[1:], None]:
-            results = pending.get()
+            results = list(pending)
             if following is not None:
-                pending = pool.map_async(_render, following, chunksize=1)
+                pending = pool.map(_render, following)
             yield results
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"one of {workers} processes that render scenes was killed; start again, with fewer "
+            "workers or more memory should memory have run out."
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(buffer: np.ndarray, size: int, corrupted: bool) -> None:
+    _share(buffer, size, corrupted)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool's processes wait for tasks for ever, also when the process that gives them died."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _share(buffer: np.ndarray, size: int, corrupted: bool) -> None:
