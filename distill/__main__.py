@@ -37,16 +37,19 @@ def distill(
     ] = (),
 ) -> None:
     output = Path("runs") / config.stem if output is None else output
-    with one_sentence(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
-        values = load_config(config, DistillConfig, overrides)
-        from distill.loop import train
-        from distill.run import prepare
+    with contextlib.ExitStack() as stack:
+        with one_sentence(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
+            values = load_config(config, DistillConfig, overrides)
+            from distill.loop import train
+            from distill.run import claimed, prepare
 
-        # Workers that read data are forked after tokenizers ran; saying so keeps it from warning.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        run = prepare(values, output, resume=resume)
-    with one_sentence(FloatingPointError, DataError, OSError, code=1):
-        train(run, config.stem)
+            # Workers that read data are forked after tokenizers ran; saying so keeps it from
+            # warning.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+            stack.enter_context(claimed(output))
+            run = prepare(values, output, resume=resume)
+        with one_sentence(FloatingPointError, DataError, OSError, code=1):
+            train(run, config.stem)
 
 
 @contextlib.contextmanager

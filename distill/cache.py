@@ -6,7 +6,8 @@ several processes build one cache.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from tqdm import tqdm
 from avq_diffusers.files import TEMPORARY, atomic_write
 from distill.sources import DataError
 
-FORMAT = 1
+FORMAT = 2
+CHECKSUM = "crc32"
 SHARD = 512  # samples
 
 Encode = Callable[[Iterable[list[int]]], Iterator[dict[str, Tensor]]]
@@ -53,9 +55,12 @@ class CachedSamples(Dataset):
             if number not in self.shards:  # one mapping per process, made after the workers' fork
                 self.shards[number] = safe_open(path, framework="pt")
             shard = self.shards[number]
-            return {name: shard.get_slice(name)[row] for name in shard.keys()}  # noqa: SIM118
-        except (IndexError, SafetensorError) as error:
+            sample = {name: shard.get_slice(name)[row] for name in shard.keys()}  # noqa: SIM118
+            if sample.pop(CHECKSUM).item() != _checksum(sample):
+                raise SafetensorError(f"sample {index} is not the one that was saved")
+        except (IndexError, KeyError, FileNotFoundError, SafetensorError) as error:
             raise DataError(f"{path} is damaged ({error}); delete it to make it anew.") from error
+        return sample
 
 
 def open_cache(
@@ -177,24 +182,33 @@ def _build(
                         f"{name} of samples {shard.start} to {shard.stop - 1} are not finite in "
                         f"float16; train without a cache, with a VAE in float32 or bfloat16."
                     )
+            rows = zip(*tensors.values(), strict=True)
+            checksums = [_checksum(dict(zip(tensors, row, strict=True))) for row in rows]
+            tensors[CHECKSUM] = torch.tensor(checksums)
             _save(tensors, shard_path(folder, shard.start // SHARD))
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    # Another run may build the same cache.
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     try:
-        save_file(tensors, temporary)
+        with atomic_write(path, shared=True) as temporary:
+            save_file(tensors, temporary)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        if path.exists():  # another run that builds the same cache was faster
+            return
         raise OSError(
             f"{path} cannot be written ({error}); make room for the cache and start again, its "
             f"complete shards are kept."
         ) from error
-    if path.exists():
-        temporary.unlink(missing_ok=True)
-    else:
-        temporary.rename(path)
+
+
+def _checksum(sample: Mapping[str, Tensor]) -> int:
+    """CRC-32 of a sample's tensors in the order of their names."""
+    checksum = 0
+    for name in sorted(sample):
+        checksum = zlib.crc32(sample[name].contiguous().numpy(), checksum)
+    return checksum
 
 
 def _missing(folder: Path, shards: list[range]) -> list[range]:

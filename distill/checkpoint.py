@@ -6,6 +6,7 @@ A kill at any moment leaves whole checkpoints, and hidden folders that the next 
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ class Checkpoint:
 
 def checkpoints(output: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return sorted(output.glob("checkpoints/step-*"))
+    found = output.glob("checkpoints/step-*")
+    return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name))
 
 
 def newest(output: Path) -> Checkpoint | None:

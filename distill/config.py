@@ -3,6 +3,7 @@
 `load_config` reads any frozen dataclass; nested dataclasses are sections of the file.
 """
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -45,6 +46,11 @@ class ObjectiveConfig:
     diveq: bool
     lora_rank: int | None
 
+    def __post_init__(self) -> None:
+        names = ("noise_weight", "output_weight", "feature_weight", "commitment_weight")
+        check_not_negative(self, *names)
+        check_finite(self, *names)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CodebookConfig:
@@ -71,6 +77,9 @@ class CodebookConfig:
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "start_pictures", "keys_per_layer", "dead_every")
+        check_not_negative(self, "decay_warmup_steps")
+        if self.dead_threshold is not None:
+            check_positive(self, "dead_threshold")
         for name in ("decay_start", "decay_end"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), but got {getattr(self, name)}.")
@@ -94,6 +103,7 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "num_inference_steps")
+        check_finite(self, "guidance_scale")
         check_interval(self, "every")
         if not self.prompts:
             raise ValueError("prompts must hold at least one prompt, but got none.")
@@ -166,7 +176,7 @@ class DistillConfig:
             self, "steps", "batch_size", "micro_batch_size", "log_every", "keep_checkpoints"
         )
         check_interval(self, "checkpoint_every")
-        check_not_negative(self, "seed")
+        check_not_negative(self, "seed", "warmup_steps")
         check_positive(self, "max_grad_norm")
         if self.image_size % 8 or self.image_size < 8:
             raise ValueError(f"image_size must be a multiple of 8, but got {self.image_size}.")
@@ -189,7 +199,15 @@ class DistillConfig:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses aliases, as a few nested ones can stand for more than any memory holds."""
+    """Refuses aliases, as a few nested ones can stand for more than any memory holds, and a key
+    that is given twice.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        names = [key.value for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"the key {twice[0]} is given twice")
+        return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
@@ -296,6 +314,13 @@ def check_not_negative(config: Any, *names: str) -> None:
     for name in names:
         if not getattr(config, name) >= 0:
             raise ValueError(f"{name} must be at least 0, but got {getattr(config, name)}.")
+
+
+def check_finite(config: Any, *names: str) -> None:
+    """Raise ValueError for a field that is infinite or NaN."""
+    for name in names:
+        if not math.isfinite(getattr(config, name)):
+            raise ValueError(f"{name} must be finite, but got {getattr(config, name)}.")
 
 
 def check_positive(config: Any, name: str) -> None:

@@ -60,7 +60,11 @@ class Log:
             return
         self.file = LogFile(output, step)
         values = flatten(plain_values(config))
-        accelerator.init_trackers(PROJECT, {name: str(value) for name, value in values.items()})
+        accelerator.init_trackers(
+            PROJECT,
+            {name: str(value) for name, value in values.items()},
+            init_kwargs={"tensorboard": {"purge_step": step + 1}},
+        )
 
     def write(self, step: int, **figures: float | dict[str, float]) -> None:
         """Write the figures of a step."""

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ def train(run: Run, config_name: str) -> None:
     step, schedule, codebooks = run.step, run.state.schedule, run.config.codebooks
     log = Log(output, config, accelerator, step)
     totals: dict[str, Tensor] = {}
+    is_due = step and config.samples.every is not None and step % config.samples.every == 0
+    if is_due and accelerator.is_main_process and not sheet_path(output, step).exists():
+        draw_sheet(sheet_path(output, step), run.objective, config, run.pipe)
     logged_step, logged_time = step, time.monotonic()
     run.objective.train()
     if accelerator.device.type == "cuda":
@@ -87,11 +91,10 @@ def train(run: Run, config_name: str) -> None:
                     **layer_figures(run.objective),
                 )
                 bar.set_postfix(loss=f"{means['loss']:.4g}", samples_per_s=f"{speed:.1f}")
-                if is_drawn:
-                    path = output / "samples" / f"step-{step:08d}.png"
-                    draw_sheet(path, run.objective, config, run.pipe)
-                if is_saved:  # last: what comes before is made again where a kill prevents it
+                if is_saved:  # before the sheet, which may take more memory than there is
                     run.state.save(output, step, config)
+                if is_drawn:
+                    draw_sheet(sheet_path(output, step), run.objective, config, run.pipe)
             totals = {}
             logged_step, logged_time = step, time.monotonic()
     if accelerator.is_main_process:
@@ -107,6 +110,11 @@ def train(run: Run, config_name: str) -> None:
     accelerator.wait_for_everyone()
     (run.model,) = accelerator.free_memory(run.model)  # its threads must not outlive the group
     accelerator.end_training()
+
+
+def sheet_path(output: Path, step: int) -> Path:
+    """The sheet of pictures of a step."""
+    return output / "samples" / f"step-{step:08d}.png"
 
 
 def train_step(

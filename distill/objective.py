@@ -157,7 +157,8 @@ class Objective(nn.Module):
         """Fit the codebooks to keys of the teacher by k-means; those of process 0 count.
 
         Args:
-            batches: a few batches of arguments of `forward`, of one latent size.
+            batches: a few batches of arguments of `forward`, of one latent size. Their split does
+                not matter.
             samples_per_step: pictures per optimizer step over micro-batches and processes. It
                 tells how many keys a codeword stands for, so that the first updates do not jump.
             keys_per_layer: size of each layer's sample.
@@ -167,6 +168,7 @@ class Objective(nn.Module):
             ValueError: there are fewer keys than parents.
         """
         generator = torch.Generator().manual_seed(seed)
+        num_pictures = sum(len(batch["timesteps"]) for batch in batches)
         originals = {name: self.teacher.get_submodule(name) for name in self.processors}
         samples = {name: [] for name in self.processors}
         for batch in batches:
@@ -174,15 +176,17 @@ class Objective(nn.Module):
                 predict(
                     self.teacher, batch["noisy_latents"], batch["timesteps"], batch["text_states"]
                 )
+            keys = {}
             for name, processor in self.processors.items():
                 attn = originals[name]
-                keys = projected[attn.to_k].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-                keys = processor.key_norm(keys.float())
-                num_tokens = keys.shape[2]
-                keys = keys.movedim(1, 0).flatten(1, 2)
-                order = torch.randperm(keys.shape[1], generator=generator)
-                kept = order[: math.ceil(keys_per_layer / len(batches))]
-                samples[name].append((keys[:, kept.to(keys.device)], num_tokens))
+                heads = projected[attn.to_k].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+                keys[name] = processor.key_norm(heads.float())
+            for picture in range(len(batch["timesteps"])):
+                for name, heads in keys.items():
+                    num_tokens = heads.shape[2]
+                    order = torch.randperm(num_tokens, generator=generator)
+                    kept = order[: math.ceil(keys_per_layer / num_pictures)].to(heads.device)
+                    samples[name].append((heads[picture][:, kept], num_tokens))
         for name, processor in self.processors.items():
             keys = torch.cat([sample for sample, _ in samples[name]], dim=1)
             num_tokens = samples[name][0][1]

@@ -3,15 +3,17 @@
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from diffusers import StableDiffusionPipeline
 from diffusers.optimization import get_scheduler
+from filelock import FileLock, Timeout
 from torch import nn
 from tqdm import tqdm
 
@@ -19,6 +21,7 @@ from avq_diffusers.mini import model_path
 from distill import checkpoint
 from distill.batches import training_batches
 from distill.config import DistillConfig
+from distill.encoder import module_digest
 from distill.log import log_path, read_log
 from distill.objective import Batch, Objective
 
@@ -33,8 +36,14 @@ PREDICTIONS = ("epsilon", "v_prediction")
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a checkpoint holds, beside the step: all that training changes."""
+    """What a checkpoint holds, beside the step: all that training changes, and what may not change.
 
+    Args:
+        base: digest of the base model's UNet.
+        objective, optimizer, schedule, scaler: of the run.
+    """
+
+    base: str
     objective: Objective
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
@@ -51,6 +60,7 @@ class TrainingState:
             },
             config=config,
             keep=config.keep_checkpoints,
+            base=self.base,
             schedule=self.schedule.state_dict(),
             scaler=None if self.scaler is None else self.scaler.state_dict(),
         )
@@ -103,7 +113,8 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
 
     Raises:
         ValueError: the config does not go with this machine, the base model, the data or the
-            checkpoint, or `output` holds a run and is not to be resumed, or a damaged log.
+            checkpoint, the base model is not that of the checkpoint, or `output` holds a run and is
+            not to be resumed, or a damaged log.
         FileNotFoundError, ImportError: of the data.
         FloatingPointError: the cache cannot hold what the base model makes of the data.
         OSError: the base model cannot be loaded, or the cache cannot be written.
@@ -111,13 +122,19 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
     found = checkpoint.newest(output) if resume else None
     if found is not None:
         checkpoint.check(found, config, free=FREE)
-    elif not resume and log_path(output).exists():
+    elif not resume and (log_path(output).exists() or checkpoint.checkpoints(output)):
         raise ValueError(f"{output} holds a run: add --resume or choose another --output.")
     read_log(output)  # a damaged one is refused now, not after the codebooks' start
     accelerator = make_accelerator(config, output)
     device = accelerator.device
     torch.manual_seed(config.seed)
     pipe = load_pipeline(config, device)
+    base = module_digest(pipe.unet, pipe.unet.config)
+    if found is not None and found.run.get("base") != base:
+        raise ValueError(
+            f"{found.path} was trained from another {config.base_model}, whose UNet has changed "
+            f"since."
+        )
     objective = Objective(
         pipe.unet,
         config.avq,
@@ -140,7 +157,7 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
         num_warmup_steps=config.warmup_steps,
         num_training_steps=config.steps,
     )
-    state = TrainingState(objective, optimizer, schedule, accelerator.scaler)
+    state = TrainingState(base, objective, optimizer, schedule, accelerator.scaler)
     step = 0 if found is None else found.step
     batches = training_batches(
         config,
@@ -160,6 +177,31 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
             objective.student.compile()
     model, prepared = accelerator.prepare(objective, optimizer)
     return Run(config, output, accelerator, pipe, objective, model, prepared, state, batches, step)
+
+
+@contextmanager
+def claimed(output: Path) -> Iterator[None]:
+    """Keep other runs out of the folder while the block runs.
+
+    Raises:
+        OSError: another run writes there, or it cannot be written.
+    """
+    if not PartialState().is_main_process:
+        yield
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise OSError(
+            f"another run is writing {output}; wait for its end, or choose another --output."
+        ) from error
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def make_accelerator(config: DistillConfig, output: Path) -> Accelerator:
@@ -195,7 +237,8 @@ def load_pipeline(config: DistillConfig, device: torch.device) -> StableDiffusio
     """The base model in float32.
 
     Raises:
-        ValueError: it is not a Stable Diffusion 1.x or 2.x model that denoises latents alone.
+        ValueError: it is not a Stable Diffusion 1.x or 2.x model that denoises latents alone, or
+            has fewer timesteps than sheets take.
     """
     pipe = StableDiffusionPipeline.from_pretrained(
         model_path(config.base_model),
@@ -221,6 +264,12 @@ def load_pipeline(config: DistillConfig, device: torch.device) -> StableDiffusio
             f"base_model must predict one of {', '.join(PREDICTIONS)}, but {config.base_model} "
             f"predicts {pipe.scheduler.config.prediction_type}."
         )
+    most = pipe.scheduler.config.num_train_timesteps
+    if config.samples.num_inference_steps > most:
+        raise ValueError(
+            f"samples.num_inference_steps must be at most the {most} timesteps of "
+            f"{config.base_model}, but got {config.samples.num_inference_steps}."
+        )
     pipe.set_progress_bar_config(disable=True)
     # Convolutions of half precision are fastest in this layout, and tokens are a view of it.
     pipe.unet.to(memory_format=torch.channels_last)
@@ -235,6 +284,8 @@ def start_codebooks(
     first = training_batches(config, pipe, first_sample=0, process_index=0, num_processes=1)
     first = tqdm(islice(first, num_batches), "pictures for k-means", num_batches, disable=quiet)
     batches = list(first)
+    last = config.codebooks.start_pictures - (num_batches - 1) * config.micro_batch_size
+    batches[-1] = {name: values[:last] for name, values in batches[-1].items()}
     if not quiet:
         tqdm.write(f"fitting {len(objective.processors)} codebooks by k-means", sys.stderr)
     objective.start_codebooks(

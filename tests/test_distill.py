@@ -22,15 +22,17 @@ from diffusers import DDPMScheduler, StableDiffusionPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import draw, sdxl_unet, tiny_pipe, tiny_unet
 from typer.testing import CliRunner
 
 from avq_diffusers import AVQCodebooks, apply_avq, load_linfusion, remove_avq, remove_linfusion
-from distill import checkpoint
+from distill import checkpoint, loop
 from distill.__main__ import app
 from distill.batches import noised
 from distill.config import DistillConfig, load_config
 from distill.log import log_path, read_log
+from distill.run import claimed
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -130,6 +132,10 @@ def test_the_newest_checkpoints_of_the_same_processes(tmp_path):
     config = load_config(CONFIG, DistillConfig, [])
     for step in range(1, 5):
         checkpoint.save(tmp_path, step, {}, config=config, keep=2, num_processes=2)
+    for name in ("step-00000001-good", "step-best"):  # a user's own copies
+        (tmp_path / "checkpoints" / name).mkdir()
+    checkpoint.save(tmp_path, 4, {}, config=config, keep=2, num_processes=2)
+    assert (tmp_path / "checkpoints" / "step-00000001-good").exists()
     found = [path.name for path in checkpoint.checkpoints(tmp_path)]
     assert found == ["step-00000003", "step-00000004"]
     newest = checkpoint.newest(tmp_path)
@@ -320,6 +326,32 @@ def test_a_killed_process_resumes_to_the_undisturbed_result(model, tmp_path):
     assert_same(final(killed, 20), final(undisturbed, 20))
 
 
+def test_a_sheet_that_fails_loses_nothing(model, tmp_path, monkeypatch):
+    """Catches a checkpoint that waits for the sheet, and a sheet that a resumed run leaves out."""
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    settings = {"samples__every": 2, "steps": 4}
+    assert run(model, whole, **settings).exit_code == 0
+    with monkeypatch.context() as failing:
+        failing.setattr(loop, "draw_sheet", lambda *_: Path("/nowhere/sheet").write_bytes(b""))
+        assert run(model, output, **settings).exit_code == 1
+    assert newest_step(output) == 2
+    assert run(model, output, "--resume", **settings).exit_code == 0
+    assert losses(output) == losses(whole)
+    sheets = {path.name: path.read_bytes() for path in (whole / "samples").iterdir()}
+    assert sheets.keys() == {"step-00000002.png", "step-00000004.png"}
+    assert {path.name: path.read_bytes() for path in (output / "samples").iterdir()} == sheets
+
+
+def test_the_tracker_has_every_step_once(finished, model, tmp_path):
+    """A run that went back to its checkpoint writes the steps after it again."""
+    output = tmp_path / "run"
+    copy_until(finished, output, step=2)
+    assert run(model, output, "--resume", tracker="tensorboard").exit_code == 0
+    (events,) = {path.parent for path in output.rglob("events.*") if path.parent.parent == output}
+    accumulator = EventAccumulator(str(events)).Reload()
+    assert [event.step for event in accumulator.Scalars("loss")] == [1, 2, 3, 4]
+
+
 def newest_step(output):
     paths = checkpoint.checkpoints(output)
     return int(paths[-1].name.removeprefix("step-")) if paths else 0
@@ -401,6 +433,20 @@ def test_a_damaged_cache_ends_with_one_sentence(model, tmp_path, attention, code
     assert run(model, tmp_path / "run", "--resume", **settings).exit_code == 0
 
 
+@pytest.mark.parametrize("part", [0, 0.5, 0.999])
+def test_a_cache_that_holds_something_else_is_damaged(model, tmp_path, part):
+    """Catches training on what a failing disk made of latents or texts: its header is whole."""
+    settings = {"data__cache": tmp_path / "cache", "steps": 1}
+    assert run(model, tmp_path / "whole", **settings).exit_code == 0
+    (shard,) = (tmp_path / "cache").glob("shard-*")
+    content = bytearray(shard.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    content[header + int(part * (len(content) - header))] ^= 1
+    shard.write_bytes(content)
+    stderr = refused(model, tmp_path / "run", **settings, codebooks__start_pictures=6)
+    assert re.search(rf"error: {shard} is damaged \(sample \d is not the one", stderr)
+
+
 def test_latents_beyond_half_precision_end_with_one_sentence(tmp_path):
     """Catches a cache whose errors the command does not expect."""
     pipe = tiny_pipe()
@@ -460,6 +506,18 @@ train(run, "two")
 assert run.accelerator.num_processes == 2
 torch.save(run.objective.state_dict(), f"{states}/{run.accelerator.process_index}.pt")
 """
+
+
+@pytest.mark.parametrize("start_pictures", [3, 4])
+def test_micro_batches_do_not_change_where_codebooks_start(model, tmp_path, start_pictures):
+    """Catches draws per micro-batch, and more pictures than the configuration says."""
+    found = []
+    for size in (1, 2, 4):
+        settings = {"codebooks.start_pictures": start_pictures, "micro_batch_size": size}
+        assert run(model, tmp_path / str(size), steps=1, **settings).exit_code == 0
+        found.append(losses(tmp_path / str(size))[0])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[2] == pytest.approx(found[0], rel=1e-3)
 
 
 def test_two_processes_are_one(model, tmp_path):
@@ -541,9 +599,39 @@ def test_timesteps_are_uniform():
 # Refusals
 
 
-def test_a_folder_with_a_run_is_not_overwritten(finished, model):
+def test_a_folder_with_a_run_is_not_overwritten(finished, model, tmp_path):
+    """Also where only its checkpoints are left, which count as newer than the run's own."""
     error = refused(model, finished)
     assert f"{finished} holds a run: add --resume or choose another --output." in error
+    shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints")
+    assert f"{tmp_path} holds a run: add --resume" in refused(model, tmp_path)
+
+
+def test_a_folder_that_another_run_writes_is_refused(finished, model, tmp_path):
+    """Catches mixed logs, and checkpoints that one run takes from under the other."""
+    output = tmp_path / "run"
+    copy_until(finished, output, step=2)
+    with claimed(output):
+        error = refused(model, output, "--resume")
+        assert f"error: another run is writing {output}; wait for its end, or choose" in error
+    assert run(model, output, "--resume").exit_code == 0
+
+
+def test_another_base_model_under_the_same_name_is_refused(finished, model, tmp_path):
+    """Catches the difference of two models among what training changed."""
+    output, base = tmp_path / "run", tmp_path / "base"
+    copy_until(finished, output, step=2)
+    shutil.copytree(model, base)
+    run_file = output / "checkpoints" / "step-00000002" / "run.json"
+    run_file.write_text(run_file.read_text().replace(str(model), str(base)))
+    shutil.copytree(output, tmp_path / "again")
+    assert run(base, output, "--resume").exit_code == 0
+    pipe = tiny_pipe()
+    with torch.no_grad():
+        pipe.unet.conv_in.bias.add_(1)
+    pipe.save_pretrained(base)
+    error = refused(base, tmp_path / "again", "--resume")
+    assert f"was trained from another {base}, whose UNet has changed since." in error
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(finished, model):
@@ -567,7 +655,14 @@ def test_a_checkpoint_of_another_configuration_is_refused(finished, model):
         ({"base_model": "/nowhere"}, "/nowhere"),
         ({"image_size": 60}, "image_size must be a multiple of 8, but got 60."),
         ({"avq__num_parents": 4096, "avq__num_refined": 1}, "4096 keys per head, but got 256."),
-        ({"codebooks__keys_per_layer": 2}, "4 keys per head, but got 2."),
+        (
+            {"codebooks__keys_per_layer": 2, "codebooks__start_pictures": 2},
+            "4 keys per head, but got 2.",
+        ),
+        (
+            {"samples__num_inference_steps": 1001},
+            "samples.num_inference_steps must be at most the 1000 timesteps of ",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_with_one_sentence(model, tmp_path, settings, message):
@@ -684,12 +779,38 @@ def test_wrong_values_are_named(override, kind, message):
         ("max_grad_norm=0", "max_grad_norm must be above 0, but got 0.0."),
         ("max_grad_norm=.nan", "max_grad_norm must be above 0, but got nan."),
         ("seed=-1", "seed must be at least 0, but got -1."),
+        ("warmup_steps=-5", "warmup_steps must be at least 0, but got -5."),
+        (
+            "objective.noise_weight=-1",
+            "objective: noise_weight must be at least 0, but got -1.0.",
+        ),
+        (
+            "objective.feature_weight=.inf",
+            "objective: feature_weight must be finite, but got inf.",
+        ),
+        (
+            "codebooks.decay_warmup_steps=-3",
+            "codebooks: decay_warmup_steps must be at least 0, but got -3.",
+        ),
+        (
+            "codebooks.dead_threshold=0",
+            "codebooks: dead_threshold must be above 0, but got 0.0.",
+        ),
+        ("samples.guidance_scale=.nan", "samples: guidance_scale must be finite, but got nan."),
     ],
 )
 def test_values_that_fail_late_or_train_backwards_are_refused(override, message):
     """Catches a modulo by zero after k-means, and clipping that turns gradients around."""
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         load_config(CONFIG, DistillConfig, [override])
+
+
+def test_a_key_that_is_given_twice_is_refused(tmp_path):
+    """YAML's last one would win, silently."""
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.read_text() + "learning_rate: 5.0\n")
+    with pytest.raises(ValueError, match="the key learning_rate is given twice"):
+        load_config(path, DistillConfig, [])
 
 
 def test_the_ends_of_the_ranges_are_values():

@@ -226,7 +226,7 @@ class Log:
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(output / "tensorboard")
+            self.board = SummaryWriter(output / "tensorboard", purge_step=step + 1)
 
     def write(self, *, step: int, final: bool = False, **figures: float) -> None:
         self.file.write(step, **({"final": True} if final else {}), **figures)
