@@ -3,6 +3,7 @@
 import mmap
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -166,6 +167,7 @@ def _run(tasks: list, buffer: np.ndarray, size: int, corrupted: bool, workers: i
 
 def _start_worker(buffer: np.ndarray, size: int, corrupted: bool) -> None:
     _share(buffer, size, corrupted)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that gives tasks ends them
     Thread(target=_end_with_parent, daemon=True).start()
 
 
