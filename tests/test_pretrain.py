@@ -570,6 +570,20 @@ def test_a_process_killed_between_two_chunks_is_missed(monkeypatch):
         list(chunks)
 
 
+def test_nothing_more_is_rendered_once_a_chunk_failed(monkeypatch):
+    """Catches an error that is told after all of the next chunk is rendered."""
+
+    def refuse(_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(data, "CHUNK", 64)
+    monkeypatch.setattr(torch, "from_numpy", refuse)
+    with pytest.raises(MemoryError) as caught:
+        data.load_pictures(range(6400), size=64, workers=2, device=torch.device("cpu"))
+    assert caught.traceback  # which holds the iterator
+    assert multiprocessing.active_children() == []
+
+
 def test_no_rendering_process_outlives_a_killed_command():
     """Catches processes that wait for tasks for ever and hold the memory of their pictures."""
     code = """

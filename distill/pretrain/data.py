@@ -3,9 +3,11 @@
 import mmap
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from threading import Thread
 
@@ -57,7 +59,8 @@ def render_chunks(
 ) -> Iterator[Chunk]:
     """Render scenes in order; the next chunk is rendered while the caller works on this one.
 
-    A chunk's pictures are valid until the next chunk is asked for.
+    A chunk's pictures are valid until the next chunk is asked for. Whoever stops before the last
+    one closes the iterator, so that no more is rendered.
 
     Args:
         seeds: of the scenes.
@@ -121,11 +124,12 @@ def load_pictures(
     chunks = render_chunks(
         seeds, size=size, workers=workers, corrupted=corrupted, progress=progress
     )
-    for chunk in chunks:
-        start = len(captions)
-        pictures[start : start + len(chunk.captions)] = torch.from_numpy(chunk.pictures)
-        captions += chunk.captions
-        has_copies.append(torch.from_numpy(chunk.has_copies))
+    with closing(chunks):
+        for chunk in chunks:
+            start = len(captions)
+            pictures[start : start + len(chunk.captions)] = torch.from_numpy(chunk.pictures)
+            captions += chunk.captions
+            has_copies.append(torch.from_numpy(chunk.has_copies))
     return Pictures(pictures, captions, torch.cat(has_copies).to(device))
 
 
@@ -166,6 +170,7 @@ def _run(tasks: list, buffer: np.ndarray, size: int, corrupted: bool, workers: i
 
 def _start_worker(buffer: np.ndarray, size: int, corrupted: bool) -> None:
     _share(buffer, size, corrupted)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that gives tasks ends them
     Thread(target=_end_with_parent, daemon=True).start()
 
 

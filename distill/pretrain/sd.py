@@ -1,5 +1,6 @@
 """UNet and text encoder, trained together on VAE latents of scenes and their captions."""
 
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -238,13 +239,15 @@ class SDTask:
         half = self.device.type == "cuda"
         latents, captions = [], []
         size, workers = self.config.image_size, self.config.workers
-        for chunk in render_chunks(seeds, size=size, workers=workers, progress=label):
-            pictures = torch.from_numpy(chunk.pictures).to(self.device)
-            for part in pictures.split(ENCODER_BATCH):
-                with torch.autocast(self.device.type, torch.float16, enabled=half):
-                    mean = self.vae.encode(to_float(part)).latent_dist.mean
-                latents.append((mean * self.vae.config.scaling_factor).half())
-            captions += chunk.captions
+        chunks = render_chunks(seeds, size=size, workers=workers, progress=label)
+        with closing(chunks):
+            for chunk in chunks:
+                pictures = torch.from_numpy(chunk.pictures).to(self.device)
+                for part in pictures.split(ENCODER_BATCH):
+                    with torch.autocast(self.device.type, torch.float16, enabled=half):
+                        mean = self.vae.encode(to_float(part)).latent_dist.mean
+                    latents.append((mean * self.vae.config.scaling_factor).half())
+                captions += chunk.captions
         return torch.cat(latents), encode(self.tokenizer, captions).to(self.device)
 
 
