@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -193,11 +194,24 @@ def _load(
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # leaves torch's own alone
     )
-    try:
+    with deaths_reported():
         for batch in loader:
             if isinstance(batch, REPORTED):
                 raise batch
             yield batch
+
+
+@contextmanager
+def deaths_reported() -> Iterator[None]:
+    """Say in one sentence that a process that reads data was killed.
+
+    PyTorch raises this wherever the main process is at that moment.
+
+    Raises:
+        DataError: a process died.
+    """
+    try:
+        yield
     except (RuntimeError, ConnectionError, EOFError) as error:
         if isinstance(error, RuntimeError) and not str(error).startswith(KILLED):
             raise

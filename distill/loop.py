@@ -14,6 +14,7 @@ from tqdm import tqdm
 from avq_diffusers import ema_decay
 from distill.batches import sample_seed
 from distill.config import DistillConfig
+from distill.data import deaths_reported
 from distill.export import export
 from distill.log import Log
 from distill.objective import Batch, Objective
@@ -53,7 +54,8 @@ def train(run: Run, config_name: str) -> None:
         disable=not accelerator.is_main_process,
     ) as bar:
         while step < config.steps:
-            losses = train_step(run.model, run.batches, run.optimizer, config, accelerator)
+            with deaths_reported():
+                losses = train_step(run.model, run.batches, run.optimizer, config, accelerator)
             decay = ema_decay(
                 step, codebooks.decay_warmup_steps, codebooks.decay_start, codebooks.decay_end
             )

@@ -32,6 +32,8 @@ FREE += ("keep_checkpoints", "samples", "tracker", "data.workers", "data.cache")
 HALF = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 PREDICTIONS = ("epsilon", "v_prediction")
+# A killed run's lock is held until the processes that read its data have noticed.
+LOCK_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def claimed(output: Path) -> Iterator[None]:
     output.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output / ".lock")
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=LOCK_SECONDS)
     except Timeout as error:
         raise OSError(
             f"another run is writing {output}; wait for its end, or choose another --output."

@@ -26,6 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import draw, sdxl_unet, tiny_pipe, tiny_unet
 from typer.testing import CliRunner
 
+import distill.run
 from avq_diffusers import AVQCodebooks, apply_avq, load_linfusion, remove_avq, remove_linfusion
 from distill import checkpoint, loop
 from distill.__main__ import app
@@ -326,6 +327,19 @@ def test_a_killed_process_resumes_to_the_undisturbed_result(model, tmp_path):
     assert_same(final(killed, 20), final(undisturbed, 20))
 
 
+def test_a_killed_worker_is_one_sentence_wherever_it_shows(model, tmp_path, monkeypatch):
+    """PyTorch's signal handler raises in the middle of a step."""
+
+    def die(*_):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(loop, "train_step", die)
+    result = run(model, tmp_path)
+    assert result.exit_code == 1
+    assert "error: a process that reads data died (DataLoader worker (pid 7)" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_a_sheet_that_fails_loses_nothing(model, tmp_path, monkeypatch):
     """Catches a checkpoint that waits for the sheet, and a sheet that a resumed run leaves out."""
     whole, output = tmp_path / "whole", tmp_path / "run"
@@ -607,10 +621,11 @@ def test_a_folder_with_a_run_is_not_overwritten(finished, model, tmp_path):
     assert f"{tmp_path} holds a run: add --resume" in refused(model, tmp_path)
 
 
-def test_a_folder_that_another_run_writes_is_refused(finished, model, tmp_path):
+def test_a_folder_that_another_run_writes_is_refused(finished, model, tmp_path, monkeypatch):
     """Catches mixed logs, and checkpoints that one run takes from under the other."""
     output = tmp_path / "run"
     copy_until(finished, output, step=2)
+    monkeypatch.setattr(distill.run, "LOCK_SECONDS", 0)
     with claimed(output):
         error = refused(model, output, "--resume")
         assert f"error: another run is writing {output}; wait for its end, or choose" in error

@@ -885,7 +885,7 @@ def run_process(rank, folder):
     half = part(make_batch(), 2 * rank, 2 * rank + 2)
     # Process 1 starts from other keys, which do not count.
     gradient, state = one_step(objective, model, half, make_batch(seed=7 + rank))
-    objective.reassign_dead(threshold=50.0, seed=5)
+    objective.reassign_dead(threshold=60.0, seed=5)
     flat = Objective(tiny_unet(), FLAT, diveq=True)
     flat.start_codebooks([make_batch(seed=7 + rank)], samples_per_step=4)
     results = {
