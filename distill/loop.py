@@ -38,8 +38,9 @@ def train(run: Run, config_name: str) -> None:
     step, schedule, codebooks = run.step, run.state.schedule, run.config.codebooks
     log = Log(output, config, accelerator, step)
     totals: dict[str, Tensor] = {}
-    is_due = step and config.samples.every is not None and step % config.samples.every == 0
-    if is_due and accelerator.is_main_process and not sheet_path(output, step).exists():
+    is_resumed = step > 0 and accelerator.is_main_process
+    is_drawn = sheet_path(output, step).exists()
+    if is_resumed and is_due(step, config.samples.every, config) and not is_drawn:
         draw_sheet(sheet_path(output, step), run.objective, config, run.pipe)
     logged_step, logged_time = step, time.monotonic()
     run.objective.train()
@@ -71,7 +72,7 @@ def train(run: Run, config_name: str) -> None:
             bar.update()
 
             is_saved, is_drawn, is_logged = (
-                step == config.steps or (every is not None and step % every == 0)
+                is_due(step, every, config)
                 for every in (config.checkpoint_every, config.samples.every, config.log_every)
             )
             if not (is_saved or is_drawn or is_logged):
@@ -112,6 +113,11 @@ def train(run: Run, config_name: str) -> None:
     accelerator.wait_for_everyone()
     (run.model,) = accelerator.free_memory(run.model)  # its threads must not outlive the group
     accelerator.end_training()
+
+
+def is_due(step: int, every: int | None, config: DistillConfig) -> bool:
+    """Whether what comes every so many steps, and at the end, comes after this one."""
+    return step == config.steps or (every is not None and step % every == 0)
 
 
 def sheet_path(output: Path, step: int) -> Path:

@@ -340,19 +340,22 @@ def test_a_killed_worker_is_one_sentence_wherever_it_shows(model, tmp_path, monk
     assert "Traceback" not in result.stderr
 
 
-def test_a_sheet_that_fails_loses_nothing(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("every", "steps"), [pytest.param(2, [2, 4], marks=pytest.mark.long), ("null", [4])]
+)
+def test_a_sheet_that_fails_loses_nothing(model, tmp_path, monkeypatch, every, steps):
     """Catches a checkpoint that waits for the sheet, and a sheet that a resumed run leaves out."""
     whole, output = tmp_path / "whole", tmp_path / "run"
-    settings = {"samples__every": 2, "steps": 4}
+    settings = {"samples__every": every}
     assert run(model, whole, **settings).exit_code == 0
     with monkeypatch.context() as failing:
         failing.setattr(loop, "draw_sheet", lambda *_: Path("/nowhere/sheet").write_bytes(b""))
         assert run(model, output, **settings).exit_code == 1
-    assert newest_step(output) == 2
+    assert newest_step(output) == steps[0]
     assert run(model, output, "--resume", **settings).exit_code == 0
     assert losses(output) == losses(whole)
     sheets = {path.name: path.read_bytes() for path in (whole / "samples").iterdir()}
-    assert sheets.keys() == {"step-00000002.png", "step-00000004.png"}
+    assert sheets.keys() == {f"step-{step:08d}.png" for step in steps}
     assert {path.name: path.read_bytes() for path in (output / "samples").iterdir()} == sheets
 
 
@@ -447,7 +450,7 @@ def test_a_damaged_cache_ends_with_one_sentence(model, tmp_path, attention, code
     assert run(model, tmp_path / "run", "--resume", **settings).exit_code == 0
 
 
-@pytest.mark.parametrize("part", [0, 0.5, 0.999])
+@pytest.mark.parametrize("part", [0, 0.999])
 def test_a_cache_that_holds_something_else_is_damaged(model, tmp_path, part):
     """Catches training on what a failing disk made of latents or texts: its header is whole."""
     settings = {"data__cache": tmp_path / "cache", "steps": 1}
@@ -522,16 +525,13 @@ torch.save(run.objective.state_dict(), f"{states}/{run.accelerator.process_index
 """
 
 
-@pytest.mark.parametrize("start_pictures", [3, 4])
-def test_micro_batches_do_not_change_where_codebooks_start(model, tmp_path, start_pictures):
+def test_micro_batches_do_not_change_where_codebooks_start(model, tmp_path):
     """Catches draws per micro-batch, and more pictures than the configuration says."""
-    found = []
-    for size in (1, 2, 4):
-        settings = {"codebooks.start_pictures": start_pictures, "micro_batch_size": size}
+    for size in (1, 2):
+        settings = {"codebooks.start_pictures": 3, "micro_batch_size": size}
         assert run(model, tmp_path / str(size), steps=1, **settings).exit_code == 0
-        found.append(losses(tmp_path / str(size))[0])
-    assert found[1] == pytest.approx(found[0], rel=1e-3)
-    assert found[2] == pytest.approx(found[0], rel=1e-3)
+    (one,), (other,) = losses(tmp_path / "1"), losses(tmp_path / "2")
+    assert other == pytest.approx(one, rel=1e-3)
 
 
 def test_two_processes_are_one(model, tmp_path):
