@@ -5,7 +5,6 @@ several processes build one cache.
 """
 
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from avq_diffusers.files import TEMPORARY, atomic_write
+from distill.checkpoint import sync
 from distill.sources import DataError
 
 FORMAT = 2
@@ -192,8 +192,8 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         with atomic_write(path, shared=True) as temporary:
             save_file(tensors, temporary)
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
+            sync(temporary)
+        sync(path.parent)
     except (OSError, SafetensorError) as error:
         if path.exists():  # another run that builds the same cache was faster
             return

@@ -172,6 +172,15 @@ def load_optimizer(
         optimizer.state[parameter][kind] = restored
 
 
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk, so that a rename never comes before the content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
     """Give a temporary folder to write into; it takes the place of `path` when all went well.
@@ -190,8 +199,8 @@ def replace_folder(path: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for written in temporary.rglob("*"):
-            _sync(written)
-        _sync(temporary)
+            sync(written)
+        sync(temporary)
         if path.exists():
             path.rename(replaced)
         temporary.rename(path)
@@ -202,7 +211,7 @@ def replace_folder(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         _settle(path, replaced)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def _settle(path: Path, replaced: Path) -> None:
@@ -225,12 +234,3 @@ def _remove(path: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file or folder is on disk, so that a rename never comes before the content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -204,8 +205,8 @@ class _Loader(yaml.SafeLoader):
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = [key.value for key, _ in node.value]
-        if twice := [name for name in names if names.count(name) > 1]:
+        names = Counter(str(key.value) for key, _ in node.value)
+        if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"the key {twice[0]} is given twice")
         return super().construct_mapping(node, deep)
 

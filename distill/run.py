@@ -10,7 +10,11 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    parse_flag_from_env,
+)
 from diffusers import StableDiffusionPipeline
 from diffusers.optimization import get_scheduler
 from filelock import FileLock, Timeout
@@ -188,17 +192,21 @@ def claimed(output: Path) -> Iterator[None]:
     Raises:
         OSError: another run writes there, or it cannot be written.
     """
-    if not PartialState().is_main_process:
+    # As the accelerator makes it afterwards, also for `accelerate launch --cpu`.
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    if not state.is_main_process:
         yield
         return
-    output.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output / ".lock")
     try:
+        output.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=LOCK_SECONDS)
     except Timeout as error:
         raise OSError(
             f"another run is writing {output}; wait for its end, or choose another --output."
         ) from error
+    except OSError as error:
+        raise OSError(f"{output} could not be written ({error}).") from error
     try:
         yield
     finally:

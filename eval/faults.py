@@ -300,7 +300,8 @@ def disk_faults(job: Job, place: Path) -> Iterator[dict[str, Any]]:
             how, mend = "permissions", partial(_permit, folder, 0o755)
             _permit(folder, 0o555)
         try:
-            yield _fault_row(job, folder, "read-only folder", how, mend=mend)
+            # Refused before the work.
+            yield _fault_row(job, folder, "read-only folder", how, mend=mend, code=2)
         finally:
             mend()
 
