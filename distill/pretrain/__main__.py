@@ -5,10 +5,12 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from accelerate import Accelerator
 
 from distill.__main__ import one_sentence
+from distill.checkpoint import checkpoints
 from distill.config import load_config
 from distill.log import read_log
 from distill.pretrain.config import RunConfig, ScorerConfig, SDConfig, VAEConfig
@@ -96,12 +98,10 @@ def export(
 
 def _prepare(config: RunConfig, output: Path, resume: bool) -> Accelerator:
     """Check that `output` can take the run, seed torch, return the accelerator."""
-    if not resume and any((output / "checkpoints").glob("step-*")):
+    if not resume and checkpoints(output):
         raise ValueError(
             f"{output} holds the checkpoints of a run: add --resume or choose another --output."
         )
-    import torch
-
     from distill.pretrain.checkpoint import check_newest
     from distill.pretrain.loop import make_accelerator
 

@@ -173,6 +173,14 @@ def fit(
                     bar.set_postfix(
                         loss=f"{means['loss']:.4g}", left=f"{1 - schedule.progress(step):.0%}"
                     )
+                    if is_saved:  # before the preview, which may fail
+                        state.save(
+                            output,
+                            config,
+                            accelerator.num_processes,
+                            step,
+                            schedule.progress(step),
+                        )
                     due = config.preview_minutes is not None and schedule.progress(step) < 1
                     if due and now - preview_time >= 60 * config.preview_minutes:
                         with autocast(config, device):
@@ -180,8 +188,6 @@ def fit(
                         preview_time = time.monotonic()
                 totals = {}
                 logged_step, logged_time = step, time.monotonic()
-            if is_saved and log is not None:
-                state.save(output, config, accelerator.num_processes, step, schedule.progress(step))
     if totals:  # of the steps since the last line of the log
         _reduced_means(totals, step - logged_step, accelerator)
     if log is not None:
