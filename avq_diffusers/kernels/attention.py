@@ -27,6 +27,7 @@ means hold, are those of the keys that stay.
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -42,6 +43,48 @@ LOG_ZERO = tl.constexpr(-1e30)
 LEAST_WEIGHT = tl.constexpr(2.0**-120)
 # Sum of the weights of a query below which float16, whose last bit is 2^-24, loses digits of them.
 LEAST_TOTAL = tl.constexpr(2.0**-10)
+
+
+class Tables(NamedTuple):
+    """Where the codewords of a head are, and the parents that a tile refines."""
+
+    codes: tl.tensor
+    means: tl.tensor
+    logs: tl.tensor
+    refined: tl.tensor
+
+
+class Sizes(NamedTuple):
+    """What the compiler knows of the codebook and of the rows of its tables.
+
+    BLOCK_D and REST_D are the columns of the one or two blocks that rows are cut into. SELECTS says
+    that tiles refine some of the parents and not all or none.
+    """
+
+    HEAD_DIM: tl.constexpr
+    NUM_PARENTS: tl.constexpr
+    NUM_CHILDREN: tl.constexpr
+    NUM_REFINED: tl.constexpr
+    PARENT_ROWS: tl.constexpr
+    CHILD_ROWS: tl.constexpr
+    BLOCK_D: tl.constexpr
+    REST_D: tl.constexpr
+    CODE_STRIDE: tl.constexpr
+    MEAN_STRIDE: tl.constexpr
+    SELECTS: tl.constexpr
+    CORRECTING: tl.constexpr
+
+
+class Softmax(NamedTuple):
+    """Sums over codewords, whose weights are relative to `reference`, (BLOCK_N,).
+
+    numerator: weights times means, (BLOCK_N, BLOCK_D) and perhaps (BLOCK_N, REST_D).
+    denominator: weights times shares, (BLOCK_N, 8); zero where the means hold the shares.
+    """
+
+    reference: tl.tensor
+    numerator: tl.tuple
+    denominator: tl.tensor
 
 
 @triton.jit
@@ -63,6 +106,23 @@ def _load_rows(
 
 
 @triton.jit
+def _load_codes(tables, rows, valid, sizes):
+    return _load_rows(tables.codes, rows, valid, sizes.CODE_STRIDE, sizes.BLOCK_D, sizes.REST_D)
+
+
+@triton.jit
+def _load_means(tables, rows, valid, sizes):
+    return _load_rows(tables.means, rows, valid, sizes.MEAN_STRIDE, sizes.BLOCK_D, sizes.REST_D)
+
+
+@triton.jit
+def _load_shares(tables, rows, valid, sizes):
+    """(rows, 8), equal columns."""
+    STRIDE: tl.constexpr = sizes.MEAN_STRIDE
+    return _load_columns(tables.means + STRIDE - 8, rows, valid, STRIDE, 8)
+
+
+@triton.jit
 def _logits(query, codes, bias):
     """Queries times codewords, both in blocks of columns, plus a bias, which costs nothing more."""
     bias = tl.broadcast_to(bias, (query[0].shape[0], codes[0].shape[0]))
@@ -73,36 +133,41 @@ def _logits(query, codes, bias):
 
 
 @triton.jit
-def _no_weights(BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr):
-    """Numerator (BLOCK_N, BLOCK_D) and perhaps (BLOCK_N, REST_D), denominator (BLOCK_N, 8)."""
-    numerator = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
-    if REST_D > 0:
-        numerator += (tl.zeros([BLOCK_N, REST_D], tl.float32),)
-    return numerator, tl.zeros([BLOCK_N, 8], tl.float32)
+def _empty_softmax(reference, sizes):
+    """A softmax over no codewords."""
+    BLOCK_N: tl.constexpr = reference.shape[0]
+    numerator = (tl.zeros([BLOCK_N, sizes.BLOCK_D], tl.float32),)
+    if sizes.REST_D > 0:
+        numerator += (tl.zeros([BLOCK_N, sizes.REST_D], tl.float32),)
+    return Softmax(reference, numerator, tl.zeros([BLOCK_N, 8], tl.float32))
 
 
 @triton.jit
-def _accumulate(weights, means, shares, numerator, denominator, SHARE_IN_MEANS: tl.constexpr):
+def _accumulate(softmax, weights, means, shares, sizes):
     """Add weights (BLOCK_N, rows) times means (rows, BLOCK_D) to a softmax.
 
     Tensor cores sum up the weights, too: times the share in a padding column of the means, or times
     `shares`, whose 8 columns are equal and are the fewest that a product can have.
     """
     weights = weights.to(means[0].dtype)
-    if not SHARE_IN_MEANS:
+    denominator = softmax.denominator
+    if sizes.MEAN_STRIDE != sizes.CODE_STRIDE:
         denominator = tl.dot(weights, shares, acc=denominator, input_precision="tf32x3")
+    numerator = softmax.numerator
     sums = (tl.dot(weights, means[0], acc=numerator[0], input_precision="tf32x3"),)
     if len(means) > 1:
         sums += (tl.dot(weights, means[1], acc=numerator[1], input_precision="tf32x3"),)
-    return sums, denominator
+    return Softmax(softmax.reference, sums, denominator)
 
 
 @triton.jit
-def _rescale(numerator, factor):
-    scaled = (numerator[0] * factor,)
-    if len(numerator) > 1:
-        scaled += (numerator[1] * factor,)
-    return scaled
+def _rescale(softmax, reference):
+    """The same sums relative to another reference."""
+    factor = tl.exp2(softmax.reference - reference)[:, None]
+    numerator = (softmax.numerator[0] * factor,)
+    if len(softmax.numerator) > 1:
+        numerator += (softmax.numerator[1] * factor,)
+    return Softmax(reference, numerator, softmax.denominator * factor)
 
 
 @triton.jit
@@ -126,199 +191,114 @@ def _leave_out_empty(weights, reference, shares):
 @triton.jit
 def _attend_rows(
     query,
-    codes_ptr,
-    means_ptr,
-    logs_ptr,
+    tables,
     code_rows,
     mean_rows,
     valid,
-    reference,
-    numerator,
-    denominator,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    CODE_STRIDE: tl.constexpr,
-    MEAN_STRIDE: tl.constexpr,
+    softmax,
+    sizes,
     WHOLE: tl.constexpr,
     CORRECTING: tl.constexpr,
-    NUM_CHILDREN: tl.constexpr,
-    CHILD_ROWS: tl.constexpr,
     RUNNING: tl.constexpr,
 ):
-    """One block of a softmax: codewords `code_rows` with the values of `mean_rows`.
+    """Add one block of codewords to a softmax: `code_rows` with the values of `mean_rows`.
 
     WHOLE says that all shares are 1. CORRECTING takes the keys of the codewords away from their
-    parents, which have been attended to with all keys. RUNNING raises `reference`, relative to
-    which the weights are, to the largest logit so far of a codeword that a key stays with.
+    parents, which have been attended to with all keys. RUNNING raises the reference to the largest
+    logit so far of a codeword that a key stays with.
     """
     # (rows, BLOCK_D), (rows)
-    codes = _load_rows(codes_ptr, code_rows, valid, CODE_STRIDE, BLOCK_D, REST_D)
-    logs = tl.load(logs_ptr + code_rows, mask=valid, other=float("-inf"))
-    means = _load_rows(means_ptr, mean_rows, valid, MEAN_STRIDE, BLOCK_D, REST_D)
+    codes = _load_codes(tables, code_rows, valid, sizes)
+    logs = tl.load(tables.logs + code_rows, mask=valid, other=float("-inf"))
+    means = _load_means(tables, mean_rows, valid, sizes)
     if WHOLE:
         shares = tl.full([means[0].shape[0], 8], 1.0, means[0].dtype)
     else:
-        shares = _load_columns(means_ptr + MEAN_STRIDE - 8, mean_rows, valid, MEAN_STRIDE, 8)
+        shares = _load_shares(tables, mean_rows, valid, sizes)
         if RUNNING:
             logs = tl.where(tl.max(shares, axis=1) > 0, logs, float("-inf"))
 
     # (BLOCK_N, rows)
     if RUNNING:
         logits = _logits(query, codes, logs[None, :])
-        highest = tl.maximum(reference, tl.max(logits, axis=1))
-        rescale = tl.exp2(reference - highest)[:, None]
-        numerator = _rescale(numerator, rescale)
-        denominator *= rescale
-        reference = highest
-        weights = tl.exp2(logits - reference[:, None])
+        softmax = _rescale(softmax, tl.maximum(softmax.reference, tl.max(logits, axis=1)))
+        weights = tl.exp2(logits - softmax.reference[:, None])
     else:
-        weights = tl.exp2(_logits(query, codes, logs[None, :] - reference[:, None]))
+        weights = tl.exp2(_logits(query, codes, logs[None, :] - softmax.reference[:, None]))
     if CORRECTING:
-        bias = logs[None, :] - reference[:, None]
+        bias = logs[None, :] - softmax.reference[:, None]
         products = _logits(query, codes, tl.zeros_like(bias))
-        weights -= tl.exp2(_recover_parents(products, NUM_CHILDREN, CHILD_ROWS) + bias)
+        of_parents = _recover_parents(products, sizes.NUM_CHILDREN, sizes.CHILD_ROWS)
+        weights -= tl.exp2(of_parents + bias)
 
-    numerator, denominator = _accumulate(
-        weights, means, shares, numerator, denominator, MEAN_STRIDE == CODE_STRIDE
-    )
-    return reference, numerator, denominator
+    return _accumulate(softmax, weights, means, shares, sizes)
 
 
 @triton.jit
-def _attend_parents(
-    query,
-    codes_ptr,
-    means_ptr,
-    logs_ptr,
-    refined_ptr,
-    reference,
-    numerator,
-    denominator,
-    NUM_REFINED: tl.constexpr,
-    SELECTS: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    CODE_STRIDE: tl.constexpr,
-    MEAN_STRIDE: tl.constexpr,
-    CORRECTING: tl.constexpr,
-    RUNNING: tl.constexpr,
-):
-    """All parents, refined ones with the keys that stay."""
-    if SELECTS:
-        place = tl.arange(0, triton.next_power_of_2(NUM_REFINED))
-        refined = tl.load(refined_ptr + place, mask=place < NUM_REFINED, other=-1)
-    for start in tl.range(0, PARENT_ROWS, BLOCK_M):
+def _attend_parents(query, tables, softmax, sizes, BLOCK_M: tl.constexpr, RUNNING: tl.constexpr):
+    """All parents, refined ones with the keys that stay, BLOCK_M at a time."""
+    if sizes.SELECTS:
+        place = tl.arange(0, triton.next_power_of_2(sizes.NUM_REFINED))
+        refined = tl.load(tables.refined + place, mask=place < sizes.NUM_REFINED, other=-1)
+    for start in tl.range(0, sizes.PARENT_ROWS, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         mean_rows = rows
-        if not CORRECTING:
-            if SELECTS:
+        if not sizes.CORRECTING:
+            if sizes.SELECTS:
                 is_refined = refined[:, None] == rows[None, :]
-                mean_rows += PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
-            elif NUM_REFINED > 0:
-                mean_rows += PARENT_ROWS
-        reference, numerator, denominator = _attend_rows(
-            query,
-            codes_ptr,
-            means_ptr,
-            logs_ptr,
-            rows,
-            mean_rows,
-            tl.full([BLOCK_M], True, tl.int1),
-            reference,
-            numerator,
-            denominator,
-            BLOCK_D,
-            REST_D,
-            CODE_STRIDE,
-            MEAN_STRIDE,
-            False,
-            False,
-            0,
-            1,
-            RUNNING,
+                mean_rows += sizes.PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
+            elif sizes.NUM_REFINED > 0:
+                mean_rows += sizes.PARENT_ROWS
+        every = tl.full([BLOCK_M], True, tl.int1)
+        softmax = _attend_rows(
+            query, tables, rows, mean_rows, every, softmax, sizes, False, False, RUNNING
         )
-    return reference, numerator, denominator
+    return softmax
 
 
 @triton.jit
-def _attend_children(
-    query,
-    codes_ptr,
-    means_ptr,
-    logs_ptr,
-    refined_ptr,
-    reference,
-    numerator,
-    denominator,
-    NUM_CHILDREN: tl.constexpr,
-    NUM_REFINED: tl.constexpr,
-    SELECTS: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    CHILD_ROWS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    CODE_STRIDE: tl.constexpr,
-    MEAN_STRIDE: tl.constexpr,
-    CORRECTING: tl.constexpr,
-    RUNNING: tl.constexpr,
-):
+def _attend_children(query, tables, softmax, sizes, BLOCK_P: tl.constexpr, RUNNING: tl.constexpr):
     """The children of the refined parents, BLOCK_P parents at a time."""
-    for start in tl.range(0, NUM_REFINED, BLOCK_P):
+    CHILD_ROWS: tl.constexpr = sizes.CHILD_ROWS
+    for start in tl.range(0, sizes.NUM_REFINED, BLOCK_P):
         # (BLOCK_P * CHILD_ROWS)
         child = tl.arange(0, BLOCK_P * CHILD_ROWS)
         parent = start + child // CHILD_ROWS
-        if NUM_REFINED % BLOCK_P == 0:
+        if sizes.NUM_REFINED % BLOCK_P == 0:
             valid = tl.full([BLOCK_P * CHILD_ROWS], True, tl.int1)
         else:
-            valid = parent < NUM_REFINED
-        if SELECTS:
-            parent = tl.load(refined_ptr + parent, mask=valid, other=0)
+            valid = parent < sizes.NUM_REFINED
+        if sizes.SELECTS:
+            parent = tl.load(tables.refined + parent, mask=valid, other=0)
         rows = parent * CHILD_ROWS + child % CHILD_ROWS
         # Lets a thread load the logs of neighbouring children at once.
         rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
-        reference, numerator, denominator = _attend_rows(
+        softmax = _attend_rows(
             query,
-            codes_ptr,
-            means_ptr,
-            logs_ptr,
-            PARENT_ROWS + rows,
-            2 * PARENT_ROWS + rows,
+            tables,
+            sizes.PARENT_ROWS + rows,
+            2 * sizes.PARENT_ROWS + rows,
             valid,
-            reference,
-            numerator,
-            denominator,
-            BLOCK_D,
-            REST_D,
-            CODE_STRIDE,
-            MEAN_STRIDE,
+            softmax,
+            sizes,
             True,
-            CORRECTING,
-            NUM_CHILDREN,
-            CHILD_ROWS,
+            sizes.CORRECTING,
             RUNNING,
         )
-    return reference, numerator, denominator
+    return softmax
 
 
 @triton.jit
-def _total_weight(
-    numerator,
-    denominator,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    IN_NUMERATOR: tl.constexpr,
-):
+def _total_weight(softmax, sizes):
     """Sum of the weights, (BLOCK_N,)."""
-    if IN_NUMERATOR:
+    if sizes.MEAN_STRIDE == sizes.CODE_STRIDE:
         # The last block holds the first padding column.
-        FIRST: tl.constexpr = BLOCK_D if len(numerator) > 1 else 0
-        column = FIRST + tl.arange(0, numerator[-1].shape[1])
-        total = tl.sum(tl.where((column == HEAD_DIM)[None, :], numerator[-1], 0.0), axis=1)
+        last = softmax.numerator[-1]
+        FIRST: tl.constexpr = sizes.BLOCK_D if len(softmax.numerator) > 1 else 0
+        column = FIRST + tl.arange(0, last.shape[1])
+        total = tl.sum(tl.where((column == sizes.HEAD_DIM)[None, :], last, 0.0), axis=1)
     else:
-        total = tl.max(denominator, axis=1)
+        total = tl.max(softmax.denominator, axis=1)
     return total
 
 
@@ -326,16 +306,10 @@ def _total_weight(
 def _tiled_importance(
     query,
     valid_query,
-    codes_ptr,
-    logs_ptr,
-    NUM_PARENTS: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
+    tables,
+    sizes,
     TILE: tl.constexpr,
     EXACT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    CODE_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """Importance of all parents, (PARENT_ROWS,), from tiles of TILE parents; and largest logits.
@@ -343,8 +317,11 @@ def _tiled_importance(
     Unless EXACT, a denominator covers only the parents up to the end of the tile and is
     extrapolated from the keys seen so far to all keys.
     """
+    NUM_PARENTS: tl.constexpr = sizes.NUM_PARENTS
+    PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
+    BLOCK_N: tl.constexpr = valid_query.shape[0]
     parents = tl.arange(0, PARENT_ROWS)
-    total = tl.sum(tl.exp2(tl.load(logs_ptr + parents)), axis=0)
+    total = tl.sum(tl.exp2(tl.load(tables.logs + parents)), axis=0)
     seen = 0.0
     running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
     denominator = tl.zeros([BLOCK_N], tl.float32)
@@ -354,8 +331,8 @@ def _tiled_importance(
         for start in tl.range(0, NUM_PARENTS, TILE):
             rows = start + tl.arange(0, BLOCK_M)
             valid = (rows < start + TILE) & (rows < NUM_PARENTS)
-            codes = _load_rows(codes_ptr, rows, valid, CODE_STRIDE, BLOCK_D, REST_D)
-            logs = tl.load(logs_ptr + rows, mask=valid, other=float("-inf"))
+            codes = _load_codes(tables, rows, valid, sizes)
+            logs = tl.load(tables.logs + rows, mask=valid, other=float("-inf"))
             logits = _logits(query, codes, logs[None, :])
             new_max = tl.maximum(running_max, tl.max(logits, axis=1))
             weights = tl.exp2(logits - new_max[:, None])
@@ -365,8 +342,8 @@ def _tiled_importance(
     for start in tl.range(0, NUM_PARENTS, TILE):
         rows = start + tl.arange(0, BLOCK_M)
         valid = (rows < start + TILE) & (rows < NUM_PARENTS)
-        codes = _load_rows(codes_ptr, rows, valid, CODE_STRIDE, BLOCK_D, REST_D)
-        logs = tl.load(logs_ptr + rows, mask=valid, other=float("-inf"))
+        codes = _load_codes(tables, rows, valid, sizes)
+        logs = tl.load(tables.logs + rows, mask=valid, other=float("-inf"))
         logits = _logits(query, codes, logs[None, :])
         if EXACT:
             weights = tl.exp2(logits - running_max[:, None])
@@ -396,6 +373,97 @@ def _rank(importance, PARENT_ROWS: tl.constexpr):
     key |= PARENT_ROWS - 1 - tl.arange(0, PARENT_ROWS)
     ahead = key[None, :] > key[:, None]
     return tl.sum(ahead.to(tl.int32), axis=1)
+
+
+@triton.jit
+def _attend_tile(
+    query,
+    valid_query,
+    tables,
+    sizes,
+    IMPORTANCE_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    RUNNING: tl.constexpr,
+    AGAIN_M: tl.constexpr,
+    AGAIN_P: tl.constexpr,
+):
+    """Numerator and sum of weights, (BLOCK_N,), over all codewords that a tile of queries sees.
+
+    Chooses the parents to refine, by the importance that they have for these queries. What
+    overflows is done again with a running maximum, in blocks of AGAIN_M and AGAIN_P parents.
+    """
+    BLOCK_N: tl.constexpr = valid_query.shape[0]
+    PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
+    EXACT: tl.constexpr = IMPORTANCE_TILE >= sizes.NUM_PARENTS
+    ONE_BLOCK: tl.constexpr = sizes.SELECTS and EXACT and BLOCK_M == PARENT_ROWS
+    parents = tl.arange(0, PARENT_ROWS)
+
+    if ONE_BLOCK:
+        is_parent = parents < sizes.NUM_PARENTS
+        codes = _load_codes(tables, parents, is_parent, sizes)
+
+        # (BLOCK_N, PARENT_ROWS)
+        logits = _logits(query, codes, tl.load(tables.logs + parents)[None, :])
+        reference = tl.max(logits, axis=1)
+        weights = tl.exp2(logits - reference[:, None])
+        inverse = tl.where(valid_query, 1.0 / tl.sum(weights, axis=1), 0.0)
+
+        # (PARENT_ROWS)
+        importance = tl.sum(weights * inverse[:, None], axis=0)
+        rank = _rank(importance, PARENT_ROWS)
+        tl.store(tables.refined + rank, parents, mask=rank < sizes.NUM_REFINED)
+        mean_rows = parents
+        if not sizes.CORRECTING:
+            mean_rows += tl.where(rank < sizes.NUM_REFINED, PARENT_ROWS, 0)
+        means = _load_means(tables, mean_rows, is_parent, sizes)
+        shares = _load_shares(tables, mean_rows, is_parent, sizes)
+        if RUNNING:
+            weights, reference = _leave_out_empty(weights, reference, shares)
+        softmax = _empty_softmax(reference, sizes)
+        softmax = _accumulate(softmax, weights, means, shares, sizes)
+        # The loops read what other threads of this program wrote.
+        tl.debug_barrier()
+    else:
+        if sizes.SELECTS:
+            importance, reference = _tiled_importance(
+                query,
+                valid_query,
+                tables,
+                sizes,
+                BLOCK_M if EXACT else IMPORTANCE_TILE,
+                EXACT,
+                BLOCK_M,
+            )
+            rank = _rank(importance, PARENT_ROWS)
+            tl.store(tables.refined + rank, parents, mask=rank < sizes.NUM_REFINED)
+            # The loops read what other threads of this program wrote.
+            tl.debug_barrier()
+        elif not RUNNING:
+            rows = tl.arange(0, BLOCK_M)
+            every = tl.full([BLOCK_M], True, tl.int1)
+            codes = _load_codes(tables, rows, every, sizes)
+            logits = _logits(query, codes, tl.load(tables.logs + rows)[None, :])
+            reference = tl.maximum(tl.max(logits, axis=1), LOG_ZERO)
+        if RUNNING:
+            reference = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
+        softmax = _empty_softmax(reference, sizes)
+        softmax = _attend_parents(query, tables, softmax, sizes, BLOCK_M, RUNNING)
+
+    if sizes.NUM_REFINED > 0:
+        softmax = _attend_children(query, tables, softmax, sizes, BLOCK_P, RUNNING)
+
+    total = _total_weight(softmax, sizes)
+    if not RUNNING:
+        # An overflow leaves infinity or NaN, and neither is less than infinity.
+        in_range = (total > LEAST_TOTAL) & (total < float("inf"))
+        if tl.min(in_range.to(tl.int32)) == 0:
+            softmax = _empty_softmax(tl.full([BLOCK_N], LOG_ZERO, tl.float32), sizes)
+            softmax = _attend_parents(query, tables, softmax, sizes, AGAIN_M, True)
+            if sizes.NUM_REFINED > 0:
+                softmax = _attend_children(query, tables, softmax, sizes, AGAIN_P, True)
+            total = _total_weight(softmax, sizes)
+    return softmax.numerator, total
 
 
 @triton.jit
@@ -483,167 +551,35 @@ def _attention_kernel(
     if REST_D > 0:
         query += (_load_query(query_ptr, BLOCK_D, valid_query, HEAD_DIM, REST_D, codes_ptr),)
 
-    numerator, denominator = _no_weights(BLOCK_N, BLOCK_D, REST_D)
-
     SELECTS: tl.constexpr = NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS
-    EXACT: tl.constexpr = IMPORTANCE_TILE >= NUM_PARENTS
-    ONE_BLOCK: tl.constexpr = SELECTS and EXACT and BLOCK_M == PARENT_ROWS
-    IN_NUMERATOR: tl.constexpr = MEAN_STRIDE == CODE_STRIDE
-    parents = tl.arange(0, PARENT_ROWS)
     if SELECTS:
         refined_ptr += ((batch * HEADS + head) * num_tiles + tile) * NUM_REFINED
-
-    if ONE_BLOCK:
-        is_parent = parents < NUM_PARENTS
-        codes = _load_rows(codes_ptr, parents, is_parent, CODE_STRIDE, BLOCK_D, REST_D)
-
-        # (BLOCK_N, PARENT_ROWS)
-        logits = _logits(query, codes, tl.load(logs_ptr + parents)[None, :])
-        reference = tl.max(logits, axis=1)
-        weights = tl.exp2(logits - reference[:, None])
-        inverse = tl.where(valid_query, 1.0 / tl.sum(weights, axis=1), 0.0)
-
-        # (PARENT_ROWS)
-        importance = tl.sum(weights * inverse[:, None], axis=0)
-        rank = _rank(importance, PARENT_ROWS)
-        tl.store(refined_ptr + rank, parents, mask=rank < NUM_REFINED)
-        mean_rows = parents
-        if not CORRECTING:
-            mean_rows += tl.where(rank < NUM_REFINED, PARENT_ROWS, 0)
-        means = _load_rows(means_ptr, mean_rows, is_parent, MEAN_STRIDE, BLOCK_D, REST_D)
-        shares = _load_columns(means_ptr + MEAN_STRIDE - 8, mean_rows, is_parent, MEAN_STRIDE, 8)
-        if RUNNING:
-            weights, reference = _leave_out_empty(weights, reference, shares)
-        numerator, denominator = _accumulate(
-            weights, means, shares, numerator, denominator, IN_NUMERATOR
-        )
-        # The loops read what other threads of this program wrote.
-        tl.debug_barrier()
-    else:
-        if SELECTS:
-            importance, reference = _tiled_importance(
-                query,
-                valid_query,
-                codes_ptr,
-                logs_ptr,
-                NUM_PARENTS,
-                PARENT_ROWS,
-                BLOCK_M if EXACT else IMPORTANCE_TILE,
-                EXACT,
-                BLOCK_N,
-                BLOCK_D,
-                REST_D,
-                CODE_STRIDE,
-                BLOCK_M,
-            )
-            rank = _rank(importance, PARENT_ROWS)
-            tl.store(refined_ptr + rank, parents, mask=rank < NUM_REFINED)
-            # The loops read what other threads of this program wrote.
-            tl.debug_barrier()
-        elif not RUNNING:
-            rows = tl.arange(0, BLOCK_M)
-            every = tl.full([BLOCK_M], True, tl.int1)
-            codes = _load_rows(codes_ptr, rows, every, CODE_STRIDE, BLOCK_D, REST_D)
-            logits = _logits(query, codes, tl.load(logs_ptr + rows)[None, :])
-            reference = tl.maximum(tl.max(logits, axis=1), LOG_ZERO)
-        if RUNNING:
-            reference = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
-        reference, numerator, denominator = _attend_parents(
-            query,
-            codes_ptr,
-            means_ptr,
-            logs_ptr,
-            refined_ptr,
-            reference,
-            numerator,
-            denominator,
-            NUM_REFINED,
-            SELECTS,
-            PARENT_ROWS,
-            BLOCK_M,
-            BLOCK_D,
-            REST_D,
-            CODE_STRIDE,
-            MEAN_STRIDE,
-            CORRECTING,
-            RUNNING,
-        )
-
-    if NUM_REFINED > 0:
-        reference, numerator, denominator = _attend_children(
-            query,
-            codes_ptr,
-            means_ptr,
-            logs_ptr,
-            refined_ptr,
-            reference,
-            numerator,
-            denominator,
+    # Assigned to a variable, sizes would no longer be constants.
+    numerator, total = _attend_tile(
+        query,
+        valid_query,
+        Tables(codes_ptr, means_ptr, logs_ptr, refined_ptr),
+        Sizes(
+            HEAD_DIM,
+            NUM_PARENTS,
             NUM_CHILDREN,
             NUM_REFINED,
-            SELECTS,
             PARENT_ROWS,
             CHILD_ROWS,
-            BLOCK_P,
             BLOCK_D,
             REST_D,
             CODE_STRIDE,
             MEAN_STRIDE,
+            SELECTS,
             CORRECTING,
-            RUNNING,
-        )
-
-    total = _total_weight(numerator, denominator, HEAD_DIM, BLOCK_D, IN_NUMERATOR)
-    if not RUNNING:
-        # An overflow leaves infinity or NaN, and neither is less than infinity.
-        in_range = (total > LEAST_TOTAL) & (total < float("inf"))
-        if tl.min(in_range.to(tl.int32)) == 0:
-            reference = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
-            numerator, denominator = _no_weights(BLOCK_N, BLOCK_D, REST_D)
-            reference, numerator, denominator = _attend_parents(
-                query,
-                codes_ptr,
-                means_ptr,
-                logs_ptr,
-                refined_ptr,
-                reference,
-                numerator,
-                denominator,
-                NUM_REFINED,
-                SELECTS,
-                PARENT_ROWS,
-                AGAIN_M,
-                BLOCK_D,
-                REST_D,
-                CODE_STRIDE,
-                MEAN_STRIDE,
-                CORRECTING,
-                True,
-            )
-            if NUM_REFINED > 0:
-                reference, numerator, denominator = _attend_children(
-                    query,
-                    codes_ptr,
-                    means_ptr,
-                    logs_ptr,
-                    refined_ptr,
-                    reference,
-                    numerator,
-                    denominator,
-                    NUM_CHILDREN,
-                    NUM_REFINED,
-                    SELECTS,
-                    PARENT_ROWS,
-                    CHILD_ROWS,
-                    AGAIN_P,
-                    BLOCK_D,
-                    REST_D,
-                    CODE_STRIDE,
-                    MEAN_STRIDE,
-                    CORRECTING,
-                    True,
-                )
-            total = _total_weight(numerator, denominator, HEAD_DIM, BLOCK_D, IN_NUMERATOR)
+        ),
+        IMPORTANCE_TILE,
+        BLOCK_M,
+        BLOCK_P,
+        RUNNING,
+        AGAIN_M,
+        AGAIN_P,
+    )
 
     inverse = (1.0 / total)[:, None]
     output_ptr += token[:, None] * (HEADS * HEAD_DIM)
