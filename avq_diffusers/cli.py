@@ -4,7 +4,8 @@ import hashlib
 import math
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from diffusers import AutoPipelineForText2Image, DiffusionPipeline
 from PIL import Image
 from platformdirs import user_cache_path
 from rich.console import Console
+from safetensors import SafetensorError
 from torch import nn
 
 from avq_diffusers.calibrate import calibrate
@@ -34,7 +36,7 @@ from avq_diffusers.mini import (
 from avq_diffusers.options import numbers_of, usual_prompts
 from avq_diffusers.pipeline import apply_avq, avq_disabled, set_num_refined, summary
 from avq_diffusers.scalecrafter import scalecrafter
-from avq_diffusers.sheet import difference, picture_sheet
+from avq_diffusers.sheet import DIFFERENCE_GAIN, difference, picture_sheet
 from avq_diffusers.sweep import (
     capture_choices,
     draw_choices,
@@ -50,6 +52,7 @@ DEFAULT_CONFIG = "M64P16C8"
 REPORT_WIDTH = 100
 CAPTURE_STEPS = 8
 FINGERPRINT_VALUES = 1024
+LARGEST_SEED = 2**63 - 1
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -100,7 +103,7 @@ Dilated = Annotated[
 GuidanceScale = Annotated[
     float | None, typer.Option(help="Classifier-free guidance; the model's usual value.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the noise.")]
+Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the noise.")]
 
 
 @app.command()
@@ -142,14 +145,15 @@ def generate(
         raise ValueError("--num-refined and --capture exclude each other; drop one of them.")
     if capture is not None and not 0 < capture <= 1:
         raise ValueError(f"--capture must be above 0 and at most 1, but got {capture}.")
-    pipe = _load_with_avq(model, codebooks, config, levels, exact, device)
+    refined = [] if num_refined is None else [num_refined]
+    pipe, avq_config = _load_model(model, codebooks, config, levels, exact, device)
+    arguments = _picture_arguments(
+        pipe, model, prompt, negative_prompt, height, width, dilated, steps, guidance_scale
+    )
+    _add_avq(pipe, model, codebooks, avq_config, refined)
     if num_refined is not None:
         set_num_refined(pipe, num_refined)
-    arguments = _picture_arguments(
-        pipe, model, prompt, negative_prompt, height, width, steps, guidance_scale
-    )
-    dilation = scalecrafter(pipe, arguments["height"], arguments["width"])
-    with dilation if dilated else nullcontext():
+    with _dilation(pipe, arguments, dilated):
         if capture is not None:
             console.print(f"measuring which parents get {capture:.0%} of attention")
             set_num_refined(pipe, _measure_capture(pipe, arguments, seed).at_least(capture))
@@ -159,17 +163,17 @@ def generate(
         report = summary(pipe)
         console.print("with exact attention")
         with avq_disabled(pipe):
-            exact, exact_seconds = timed_picture(pipe, arguments, seed)
+            exact_picture, exact_seconds = timed_picture(pipe, arguments, seed)
 
     _save(avq, out)
     sheet_path = out.with_stem(out.stem + "_sheet")
-    likeness = f"PSNR {psnr(avq, exact):.1f} dB"
+    likeness = f"PSNR {psnr(avq, exact_picture):.1f} dB"
     sheet = picture_sheet(
-        [[exact, avq, difference(exact, avq)]],
+        [[exact_picture, avq, difference(exact_picture, avq)]],
         [
             f"exact, {exact_seconds:.1f} s",
             f"AVQ, {avq_seconds:.1f} s",
-            f"difference x4, {likeness}",
+            f"difference x{DIFFERENCE_GAIN}, {likeness}",
         ],
         row_titles=[f"{prompt} (seed {seed}, {steps} steps)"],
         table=report.cells(),
@@ -215,14 +219,14 @@ def bench(
     """
     _check_output(out)
     numbers = None if refined is None else numbers_of("--refined", refined)
-    pipe = _load_with_avq(model, codebooks, config, levels, exact, device)
+    pipe, avq_config = _load_model(model, codebooks, config, levels, exact, device)
     arguments = _picture_arguments(
-        pipe, model, prompt, negative_prompt, height, width, steps, guidance_scale
+        pipe, model, prompt, negative_prompt, height, width, dilated, steps, guidance_scale
     )
+    _add_avq(pipe, model, codebooks, avq_config, numbers or ())
     choices = refined_choices(pipe, numbers)
     seeds = range(seed, seed + pictures)
-    dilation = scalecrafter(pipe, arguments["height"], arguments["width"])
-    with dilation if dilated else nullcontext():
+    with _dilation(pipe, arguments, dilated):
         if any(refinable_parents(pipe).values()):
             console.print("measuring which parents get the attention")
             choices += capture_choices(_measure_capture(pipe, arguments, seed))
@@ -262,7 +266,8 @@ def app_command(
         raise ModuleNotFoundError(
             "the page needs gradio: pip install 'avq-diffusers[app]'."
         ) from error
-    pipe = _load_with_avq(model, codebooks, config, levels, exact, device)
+    pipe, avq_config = _load_model(model, codebooks, config, levels, exact, device)
+    _add_avq(pipe, model, codebooks, avq_config)
     page = build_page(pipe, Path(model).name, usual_prompts(model), **_usual_guidance(model))
     print(f"page: {serve(page, host=host, port=port, share=share)}", flush=True)
     page.block_thread()
@@ -280,7 +285,9 @@ def calibrate_command(
     exact: Exact = None,
     steps: Steps = 25,
     keys: Annotated[int, typer.Option(min=1, help="Keys sampled in each layer.")] = 32768,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of noise, sample and k-means.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of noise, sample and k-means.")
+    ] = 0,
     device: Device = None,
 ) -> None:
     """Fit codebooks to a model by running a few prompts; no training.
@@ -292,7 +299,7 @@ def calibrate_command(
         raise ValueError(f"--out must be a folder, but {present} is a file.")
     _check_writable(present)
     chosen = usual_prompts(model) if prompts is None else _read_prompts(prompts)
-    pipe, avq_config = _load_model(model, config, levels, exact, device)
+    pipe, avq_config = _load_model(model, None, config, levels, exact, device)
     codebooks = calibrate(
         pipe,
         chosen,
@@ -340,26 +347,19 @@ def main() -> None:
         sys.exit(2)
 
 
-def _load_with_avq(
+def _load_model(
     model: str,
     codebooks: str | None,
     config: str | None,
     levels: str | None,
     exact: str | None,
     device: str | None,
-) -> DiffusionPipeline:
+) -> tuple[DiffusionPipeline, AVQConfig]:
+    """The pipeline, and what to calibrate it with."""
     if codebooks is not None and any(x is not None for x in (config, levels, exact)):
         raise ValueError(
             "--codebooks bring their own --config, --levels and --exact; drop one of them."
         )
-    pipe, avq_config = _load_model(model, config, levels, exact, device)
-    return apply_avq(pipe, _find_codebooks(pipe, model, codebooks, avq_config), route="always")
-
-
-def _load_model(
-    model: str, config: str | None, levels: str | None, exact: str | None, device: str | None
-) -> tuple[DiffusionPipeline, AVQConfig]:
-    """The pipeline, and what to calibrate it with."""
     avq_config = AVQConfig.parse(
         config or DEFAULT_CONFIG,
         levels=(0,) if levels is None else numbers_of("--levels", levels),
@@ -370,6 +370,22 @@ def _load_model(
         present = (layer.level for layer in select_layers(unet_of(pipe)))
         avq_config = replace(avq_config, levels=(min(present, default=0),))
     return pipe, avq_config
+
+
+def _add_avq(
+    pipe: DiffusionPipeline,
+    model: str,
+    codebooks: str | None,
+    config: AVQConfig,
+    refined: Sequence[int] = (),
+) -> None:
+    """Apply AVQ, after a look at the numbers of refined parents that the codebooks will get."""
+    most = config.num_parents if config.num_children else 0
+    if codebooks is None and not all(0 <= number <= most for number in refined):
+        raise ValueError(
+            f"{config} can refine 0 to {most} parents, but got {', '.join(map(str, refined))}."
+        )
+    apply_avq(pipe, _find_codebooks(pipe, model, codebooks, config), route="always")
 
 
 def _load_pipeline(model: str, device: str | None) -> DiffusionPipeline:
@@ -384,7 +400,7 @@ def _load_pipeline(model: str, device: str | None) -> DiffusionPipeline:
     dtype = torch.float16 if on_cuda else torch.float32
     try:
         pipe = AutoPipelineForText2Image.from_pretrained(model, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model {model} could not be loaded: {_first_line(error)}") from error
     return pipe.to(device)
 
@@ -451,10 +467,11 @@ def _picture_arguments(
     negative_prompt: str | None,
     height: int | None,
     width: int | None,
+    dilated: bool,
     steps: int,
     guidance_scale: float | None,
 ) -> dict[str, Any]:
-    """What the pipeline's call gets."""
+    """What the pipeline's call gets, after a look at what it would refuse only in the end."""
     # diffusers takes its default for both sides unless both are given.
     default_side = pipe.unet.config.sample_size * pipe.vae_scale_factor
     arguments = {
@@ -467,7 +484,26 @@ def _picture_arguments(
     arguments |= _usual_guidance(model)
     if guidance_scale is not None:
         arguments["guidance_scale"] = guidance_scale
+        if not math.isfinite(guidance_scale):
+            raise ValueError(f"--guidance-scale must be finite, but got {guidance_scale}.")
+    for side in ("height", "width"):
+        if arguments[side] % 8:
+            raise ValueError(f"--{side} must be a multiple of 8, but got {arguments[side]}.")
+    most = pipe.scheduler.config.num_train_timesteps
+    if steps > most:
+        raise ValueError(f"--steps must be at most the model's {most} timesteps, but got {steps}.")
+    with _dilation(pipe, arguments, dilated):
+        pass  # refuses sizes
     return arguments
+
+
+def _dilation(
+    pipe: DiffusionPipeline, arguments: dict[str, Any], dilated: bool
+) -> AbstractContextManager[Any]:
+    """ScaleCrafter for the size of the picture, or nothing."""
+    if not dilated:
+        return nullcontext()
+    return scalecrafter(pipe, arguments["height"], arguments["width"])
 
 
 def _measure_capture(

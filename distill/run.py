@@ -3,21 +3,16 @@
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DistributedType,
-    parse_flag_from_env,
-)
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from diffusers import StableDiffusionPipeline
 from diffusers.optimization import get_scheduler
-from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 
@@ -26,8 +21,9 @@ from distill import checkpoint
 from distill.batches import training_batches
 from distill.config import DistillConfig
 from distill.encoder import module_digest
-from distill.log import log_path, read_log
+from distill.log import read_log
 from distill.objective import Batch, Objective
+from distill.run_folder import check_unused
 
 # Fields and sections that may differ between a run and its continuation: the result is the same up
 # to the rounding of sums, and to other draws where DiVeQ or dead codewords need some.
@@ -36,8 +32,6 @@ FREE += ("keep_checkpoints", "samples", "tracker", "data.workers", "data.cache")
 HALF = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 PREDICTIONS = ("epsilon", "v_prediction")
-# A killed run's lock is held until the processes that read its data have noticed.
-LOCK_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -128,8 +122,8 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
     found = checkpoint.newest(output) if resume else None
     if found is not None:
         checkpoint.check(found, config, free=FREE)
-    elif not resume and (log_path(output).exists() or checkpoint.checkpoints(output)):
-        raise ValueError(f"{output} holds a run: add --resume or choose another --output.")
+    elif not resume:
+        check_unused(output)
     read_log(output)  # a damaged one is refused now, not after the codebooks' start
     accelerator = make_accelerator(config, output)
     device = accelerator.device
@@ -185,35 +179,6 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
     return Run(config, output, accelerator, pipe, objective, model, prepared, state, batches, step)
 
 
-@contextmanager
-def claimed(output: Path) -> Iterator[None]:
-    """Keep other runs out of the folder while the block runs.
-
-    Raises:
-        OSError: another run writes there, or it cannot be written.
-    """
-    # As the accelerator makes it afterwards, also for `accelerate launch --cpu`.
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    if not state.is_main_process:
-        yield
-        return
-    lock = FileLock(output / ".lock")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=LOCK_SECONDS)
-    except Timeout as error:
-        raise OSError(
-            f"another run is writing {output}; wait for its end, or choose another --output."
-        ) from error
-    except OSError as error:
-        raise OSError(f"{output} could not be written ({error}).") from error
-    try:
-        yield
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
-
-
 def make_accelerator(config: DistillConfig, output: Path) -> Accelerator:
     """The accelerator of a run.
 
@@ -247,17 +212,20 @@ def load_pipeline(config: DistillConfig, device: torch.device) -> StableDiffusio
     """The base model in float32.
 
     Raises:
-        ValueError: it is not a Stable Diffusion 1.x or 2.x model that denoises latents alone, or
-            has fewer timesteps than sheets take.
+        ValueError: a file is damaged, or it is not a Stable Diffusion 1.x or 2.x model that
+            denoises latents alone, or has fewer timesteps than sheets take.
     """
-    pipe = StableDiffusionPipeline.from_pretrained(
-        model_path(config.base_model),
-        variant=config.variant,
-        dtype=torch.float32,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+    try:
+        pipe = StableDiffusionPipeline.from_pretrained(
+            model_path(config.base_model),
+            variant=config.variant,
+            dtype=torch.float32,
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+    except SafetensorError as error:
+        raise ValueError(f"base_model {config.base_model} has a damaged file: {error}.") from error
     if pipe.unet.config.addition_embed_type is not None:
         raise ValueError(
             f"base_model must be a Stable Diffusion 1.x or 2.x model, but {config.base_model} "

@@ -428,12 +428,17 @@ def test_inspect_takes_codebooks_of_one_parent(avq, tmp_path, config):
         (["--capture", "0.9", "--num-refined", "8"], "exclude each other; drop one of them"),
         (["--codebooks", "CODEBOOKS", "--exact", "up_blocks"], "--exact; drop one of them"),
         (["--exact", "nowhere"], "but got 'nowhere'; one of them is down_blocks.0.att"),
-        (["--codebooks", "CODEBOOKS", "--height", "100", "--width", "100"], "divisible by 8"),
-        (["--codebooks", "CODEBOOKS", "--scalecrafter"], "training size, 128, but got 128 x 128"),
+        (["--config", "M4P2C2", "--num-refined", "5"], "M4P2C2 can refine 0 to 4 parents, but"),
+        (["--config", "M4", "--num-refined", "1"], "M4P0C0 can refine 0 to 0 parents, but got 1"),
+        (["--height", "100"], "--height must be a multiple of 8, but got 100"),
+        (["--scalecrafter"], "training size, 128, but got 128 x 128"),
         (
-            ["--codebooks", "CODEBOOKS", "--scalecrafter", "--height", "192", "--width", "192"],
+            ["--scalecrafter", "--height", "192", "--width", "192"],
             "there are ScaleCrafter settings for 256 x 256, ",
         ),
+        (["--steps", "1001"], "--steps must be at most the model's 1000 timesteps, but got 1001"),
+        (["--guidance-scale", "nan"], "--guidance-scale must be finite, but got nan"),
+        (["--seed", str(2**63)], "Invalid value for '--seed'"),
         (["--height", "-64", "--width", "64"], "Invalid value for '--height'"),
         (["--out", "no-such-folder/a.png"], "no-such-folder does not exist"),
         (["--out", "a.jpg"], "--out must end in .png, but got 'a.jpg'"),
@@ -446,13 +451,14 @@ def test_inspect_takes_codebooks_of_one_parent(avq, tmp_path, config):
         *("model", "config", "refined-config", "levels", "absent-level", "codebooks"),
         *("other-codebooks", "num-refined", "no-capture", "percent", "both"),
         *("exact-and-codebooks", "exact-nowhere"),
-        *("size", "training-size", "no-settings"),
+        *("refined-before-calibration", "refined-flat"),
+        *("size", "training-size", "no-settings", "many-steps", "guidance", "large-seed"),
         *("negative-size", "out-folder", "out-suffix", "device"),
         *("steps", "seed", "option"),
     ],
 )
 def test_generate_refuses(avq, model, codebooks, tmp_path, arguments, message):
-    """One sentence, exit code 2, and neither a picture nor a cache entry."""
+    """One sentence, exit code 2, and neither a picture nor a cache entry: before calibration."""
     arguments = [codebooks if value == "CODEBOOKS" else value for value in arguments]
     code, output = avq("generate", PROMPT, "--model", model, "--steps", "1", *arguments)
     assert code == 2
@@ -460,6 +466,23 @@ def test_generate_refuses(avq, model, codebooks, tmp_path, arguments, message):
     assert "Traceback" not in output
     assert written() == []
     assert not (tmp_path / "cache").exists()
+
+
+def test_bench_refuses_numbers_before_it_calibrates(avq, model, tmp_path):
+    code, output = avq("bench", PROMPT, "--model", model, "--config", "M4P2C2", "--refined", "2,5")
+    assert code == 2
+    assert squeezed("M4P2C2 can refine 0 to 4 parents, but got 2, 5") in output
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_truncated_model_is_one_sentence(avq, model, tmp_path):
+    """transformers, unlike diffusers, lets the error of safetensors through."""
+    shutil.copytree(model, tmp_path / "cut")
+    weights = tmp_path / "cut" / "text_encoder" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    code, output = avq("generate", PROMPT, "--model", str(tmp_path / "cut"))
+    assert code == 2
+    assert squeezed(f"--model {tmp_path / 'cut'} could not be loaded: ") in output
 
 
 def test_generate_refuses_a_read_only_folder_before_it_draws(avq, model, monkeypatch):

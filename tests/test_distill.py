@@ -33,7 +33,7 @@ from distill.__main__ import app
 from distill.batches import noised
 from distill.config import DistillConfig, load_config
 from distill.log import log_path, read_log
-from distill.run import claimed
+from distill.run_folder import claimed
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -625,11 +625,20 @@ def test_a_folder_that_another_run_writes_is_refused(finished, model, tmp_path, 
     """Catches mixed logs, and checkpoints that one run takes from under the other."""
     output = tmp_path / "run"
     copy_until(finished, output, step=2)
-    monkeypatch.setattr(distill.run, "LOCK_SECONDS", 0)
+    monkeypatch.setattr(distill.run_folder, "LOCK_SECONDS", 0)
     with claimed(output):
         error = refused(model, output, "--resume")
         assert f"error: another run is writing {output}; wait for its end, or choose" in error
     assert run(model, output, "--resume").exit_code == 0
+
+
+def test_a_truncated_base_model_is_one_sentence(model, tmp_path):
+    """transformers, unlike diffusers, lets the error of safetensors through."""
+    shutil.copytree(model, tmp_path / "cut")
+    weights = tmp_path / "cut" / "text_encoder" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    error = refused(tmp_path / "cut", tmp_path / "run")
+    assert f"error: base_model {tmp_path / 'cut'} has a damaged file: " in error
 
 
 def test_another_base_model_under_the_same_name_is_refused(finished, model, tmp_path):

@@ -35,7 +35,7 @@ from avq_diffusers.mini import (
     render,
     sample_scene,
 )
-from distill import checkpoint
+from distill import checkpoint, run_folder
 from distill.config import load_config
 from distill.log import log_path, read_log
 from distill.pretrain import data
@@ -336,7 +336,23 @@ def test_sd_needs_exactly_one_vae(weights, tmp_path):
 def test_a_finished_folder_is_not_overwritten(runs):
     result = run(arguments("vae", runs / "vae"))
     assert result.exit_code == 2
-    assert "holds the checkpoints of a run" in result.stderr
+    assert "holds a run: add --resume or choose another --output." in result.stderr
+
+
+def test_a_run_without_checkpoints_is_not_overwritten(runs, tmp_path):
+    """Catches a second run that begins the log and the result anew."""
+    shutil.copytree(runs / "vae", tmp_path / "vae", ignore=shutil.ignore_patterns("checkpoints"))
+    result = run(arguments("vae", tmp_path / "vae", seed=1))
+    assert result.exit_code == 2
+    assert "holds a run: add --resume or choose another --output." in result.stderr
+
+
+def test_a_folder_that_another_run_writes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0)
+    with run_folder.claimed(tmp_path):
+        result = run(arguments("vae", tmp_path))
+    assert result.exit_code == 2
+    assert f"another run is writing {tmp_path}; wait for its end" in result.stderr
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(runs):

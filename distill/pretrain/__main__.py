@@ -2,21 +2,27 @@
 
 import os
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import typer
 from accelerate import Accelerator
 
 from distill.__main__ import one_sentence
-from distill.checkpoint import checkpoints
 from distill.config import load_config
 from distill.log import read_log
+from distill.pretrain.checkpoint import check_newest
 from distill.pretrain.config import RunConfig, ScorerConfig, SDConfig, VAEConfig
+from distill.pretrain.loop import Task, fit, make_accelerator
+from distill.run_folder import check_unused, claimed
 
 INPUT_ERRORS = (ValueError, TypeError, OSError)
 RUN_ERRORS = (FloatingPointError, OSError)
+
+Config = TypeVar("Config", bound=RunConfig)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -29,16 +35,13 @@ Overrides = Annotated[list[str], typer.Option("--set", help="key=value, over the
 @app.command()
 def vae(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
     """Train the VAE; the result is OUTPUT/vae."""
-    started = time.monotonic()
-    with one_sentence(*INPUT_ERRORS, code=2):
-        values = load_config(config, VAEConfig, overrides)
-        accelerator = _prepare(values, output, resume)
-        from distill.pretrain.loop import fit
+
+    def make_task(values: VAEConfig, accelerator: Accelerator) -> Task:
         from distill.pretrain.vae import VAETask
 
-        task = VAETask(values, output, accelerator)
-    with one_sentence(*RUN_ERRORS, code=1):
-        fit(task, values, output, accelerator=accelerator, resume=resume, started=started)
+        return VAETask(values, output, accelerator)
+
+    _train(VAEConfig, make_task, config, output, resume, overrides)
 
 
 @app.command()
@@ -50,36 +53,30 @@ def sd(
     overrides: Overrides = (),
 ):
     """Train UNet and text encoder; the result is OUTPUT/model."""
-    started = time.monotonic()
-    with one_sentence(*INPUT_ERRORS, code=2):
-        values = load_config(config, SDConfig, overrides)
+
+    def make_task(values: SDConfig, accelerator: Accelerator) -> Task:
         if (vae is None) == (values.init_from is None):
             raise ValueError("give either --vae or init_from (an export brings its own VAE).")
         vae_folder = (vae or Path(values.init_from)) / "vae"
         if not vae_folder.is_dir():
             raise FileNotFoundError(f"{vae_folder} does not exist: there is no trained VAE.")
-        accelerator = _prepare(values, output, resume)
-        from distill.pretrain.loop import fit
         from distill.pretrain.sd import SDTask
 
-        task = SDTask(values, output, accelerator, vae_folder)
-    with one_sentence(*RUN_ERRORS, code=1):
-        fit(task, values, output, accelerator=accelerator, resume=resume, started=started)
+        return SDTask(values, output, accelerator, vae_folder)
+
+    _train(SDConfig, make_task, config, output, resume, overrides)
 
 
 @app.command()
 def scorer(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
     """Train the scorer; the result is OUTPUT/scorer."""
-    started = time.monotonic()
-    with one_sentence(*INPUT_ERRORS, code=2):
-        values = load_config(config, ScorerConfig, overrides)
-        accelerator = _prepare(values, output, resume)
-        from distill.pretrain.loop import fit
+
+    def make_task(values: ScorerConfig, accelerator: Accelerator) -> Task:
         from distill.pretrain.scorer import ScorerTask
 
-        task = ScorerTask(values, output, accelerator)
-    with one_sentence(*RUN_ERRORS, code=1):
-        fit(task, values, output, accelerator=accelerator, resume=resume, started=started)
+        return ScorerTask(values, output, accelerator)
+
+    _train(ScorerConfig, make_task, config, output, resume, overrides)
 
 
 @app.command()
@@ -96,15 +93,30 @@ def export(
         export_mini_sd(vae, sd, scorer, output)
 
 
+def _train(
+    kind: type[Config],
+    make_task: Callable[[Config, Accelerator], Task],
+    path: Path,
+    output: Path,
+    resume: bool,
+    overrides: list[str],
+) -> None:
+    """Train the task of a configuration file of this kind."""
+    started = time.monotonic()
+    with ExitStack() as stack:
+        with one_sentence(*INPUT_ERRORS, code=2):
+            config = load_config(path, kind, overrides)
+            stack.enter_context(claimed(output))
+            accelerator = _prepare(config, output, resume)
+            task = make_task(config, accelerator)
+        with one_sentence(*RUN_ERRORS, code=1):
+            fit(task, config, output, accelerator=accelerator, resume=resume, started=started)
+
+
 def _prepare(config: RunConfig, output: Path, resume: bool) -> Accelerator:
     """Check that `output` can take the run, seed torch, return the accelerator."""
-    if not resume and checkpoints(output):
-        raise ValueError(
-            f"{output} holds the checkpoints of a run: add --resume or choose another --output."
-        )
-    from distill.pretrain.checkpoint import check_newest
-    from distill.pretrain.loop import make_accelerator
-
+    if not resume:
+        check_unused(output)
     # Renderers are forked after tokenizers ran; saying so keeps it from warning about that.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     torch.set_float32_matmul_precision("high")
@@ -113,7 +125,6 @@ def _prepare(config: RunConfig, output: Path, resume: bool) -> Accelerator:
     if resume:
         check_newest(output, config, accelerator.num_processes)
     read_log(output)  # a damaged one is refused now, not after all scenes are rendered
-    output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(config.seed)
     return accelerator
 
