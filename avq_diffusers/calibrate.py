@@ -62,15 +62,14 @@ def calibrate(
             which changes the model and so needs training.
         RuntimeError: the layers did not run, as in a compiled UNet, or one with fused projections.
     """
-    if getattr(pipe, "unet", None) is None:
-        raise TypeError(f"expected a pipeline with a unet, but got {type(pipe).__name__}.")
+    prompts = checked_prompts(pipe, prompts, pipe_arguments)
     config = AVQConfig() if config is None else config
     if not isinstance(config, AVQConfig):
         raise TypeError(f"config must be an AVQConfig, but got {config!r}.")
-    prompts = checked_prompts(prompts, pipe_arguments)
     if config.key_norm:
         raise ValueError("key_norm changes the model and needs training; calibrate without it.")
     check_int("num_inference_steps", num_inference_steps, 1)
+    check_int("keys_per_layer", keys_per_layer, 1)
     model = pipe.unet if model is None else model
     layers = select_layers(model, config.levels, config.exact, config.overrides)
     most = max(config.for_layer(layer.name, layer.level).num_parents for layer in layers)
@@ -78,7 +77,8 @@ def calibrate(
         raise ValueError(
             f"keys_per_layer must be at least num_parents = {most}, but got {keys_per_layer}."
         )
-    check_int("keys_per_layer", keys_per_layer, most)
+    if any(hasattr(layer.attn, "_linfusion_previous") for layer in layers):
+        raise ValueError("this UNet has LinFusion layers; call remove_linfusion(pipe) first.")
     samples = {
         layer.name: _LayerSample(layer, keys_per_layer, num_inference_steps // 2, seed + index)
         for index, layer in enumerate(layers)

@@ -11,6 +11,8 @@ from dataclasses import InitVar, dataclass
 import torch
 from torch import Tensor
 
+from avq_diffusers.config import check_int
+
 # What stays in a CPU's cache; a GPU wants long launches.
 ELEMENTS_PER_CHUNK = 2**22
 ELEMENTS_PER_CHUNK_CUDA = 2**26
@@ -185,7 +187,7 @@ def fit_codebook(
         Codebook on the device of `keys`, fp32, or fp64 if `keys` are fp64.
 
     Raises:
-        TypeError: `keys` is not a floating-point tensor.
+        TypeError: `keys` is not a floating-point tensor, or a number is no int.
         ValueError: `keys` has another rank, holds NaN or infinity, or fewer keys than parents;
             `num_parents` is below 1, or `num_children` or `num_iterations` below 0.
     """
@@ -202,8 +204,7 @@ def fit_codebook(
         ("num_children", num_children, 0),
         ("num_iterations", num_iterations, 0),
     ):
-        if value < minimum:
-            raise ValueError(f"{name} must be at least {minimum}, but got {value}.")
+        check_int(name, value, minimum)
     if keys.shape[1] < num_parents:
         raise ValueError(
             f"keys must hold at least num_parents = {num_parents} keys per head, but got "

@@ -19,6 +19,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from avq_diffusers.config import check_int
 from avq_diffusers.diagnostics import capture_curve
 from avq_diffusers.files import atomic_write
 from avq_diffusers.pipeline import applied_states, avq_disabled
@@ -155,16 +156,17 @@ def measure_capture(
         A profile, whose `at_least(0.9)` is a plan for `set_num_refined`.
 
     Raises:
-        TypeError: `pipe` has no UNet, `prompts` is one string, or an argument is prompt, generator
-            or output_type.
+        TypeError: `pipe` is no pipeline with a UNet, `prompts` is one string, a number is no int,
+            or an argument is prompt, generator or output_type.
         ValueError: there is no prompt, no step, no part, no AVQ, or no codebook with children, or
             there are several parts for a sampler without training timesteps, such as EDM's.
         RuntimeError: a layer did not run, as in a compiled UNet.
     """
-    prompts = checked_prompts(prompts, pipe_arguments)
+    prompts = checked_prompts(pipe, prompts, pipe_arguments)
     for name, number in (("num_inference_steps", num_inference_steps), ("parts", parts)):
-        if not 1 <= number <= NUM_TRAIN_TIMESTEPS:
-            raise ValueError(f"{name} must be from 1 to {NUM_TRAIN_TIMESTEPS}, but got {number}.")
+        check_int(name, number, 1)
+        if number > NUM_TRAIN_TIMESTEPS:
+            raise ValueError(f"{name} must be at most {NUM_TRAIN_TIMESTEPS}, but got {number}.")
     layers = {
         layer: state for layer, state in applied_states(pipe).items() if state.codebook.num_children
     }

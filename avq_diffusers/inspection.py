@@ -1,5 +1,6 @@
 """What `avq inspect` shows of codebooks: a table, and a plot of every layer's codewords."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -90,7 +91,10 @@ def _labels(codebooks: AVQCodebooks) -> dict[str, str]:
 def _figures(codebooks: AVQCodebooks) -> dict[str, dict[str, float]]:
     """What calibration or training measured, by layer."""
     measured = codebooks.config["calibration"] or codebooks.config["training"] or {}
-    return measured.get("layers", {})
+    layers = measured.get("layers")
+    if not isinstance(layers, Mapping):
+        return {}
+    return {name: figures for name, figures in layers.items() if isinstance(figures, Mapping)}
 
 
 def _child_spread(codebook: Codebook) -> float:

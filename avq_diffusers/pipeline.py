@@ -1,6 +1,8 @@
 """Switch AVQ on and off in a pipeline: `apply_avq`, `remove_avq`, and what lies between.
 
-Every function takes a pipeline with a `unet`, or the UNet itself, compiled or not.
+Every function takes a pipeline with a `unet`, or the UNet itself, compiled or not. AVQ is put on
+that UNet; a ControlNet is passed itself. `remove_avq`, `avq_disabled` and `summary` of a pipeline
+are for its ControlNets as well.
 """
 
 import inspect
@@ -19,7 +21,6 @@ from torch import nn
 
 from avq_diffusers.config import is_within
 from avq_diffusers.linfusion import LinFusionProcessor
-from avq_diffusers.ops import check_backend
 from avq_diffusers.processor import (
     AVQ_CALL,
     AVQProcessor,
@@ -28,11 +29,11 @@ from avq_diffusers.processor import (
     install,
     uninstall,
 )
-from avq_diffusers.routing import ROUTES
 from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 from avq_diffusers.unets import (
     PipelineOrUNet,
     SelfAttentionLayer,
+    models_of,
     select_layers,
     uncompiled,
     unet_of,
@@ -80,9 +81,6 @@ def apply_avq(
     unet = unet_of(pipe)
     if not isinstance(codebooks, AVQCodebooks):
         raise TypeError(f"codebooks must be AVQCodebooks, but got {type(codebooks).__name__}.")
-    check_backend(backend)
-    if route not in ROUTES:
-        raise ValueError(f"route must be one of {', '.join(ROUTES)}, but got {route!r}.")
     processor = AVQProcessor()
     layers = install(unet, codebooks, backend, route)
     # By these names diffusers chooses what a processor gets.
@@ -113,13 +111,14 @@ def remove_avq(pipe: PipelineOrUNet) -> PipelineOrUNet:
     Raises:
         TypeError: `pipe` has no UNet.
     """
-    uninstall(unet_of(pipe))
+    for model in models_of(pipe).values():
+        uninstall(model)
     return pipe
 
 
 @contextmanager
 def avq_disabled(pipe: Any) -> Iterator[None]:
-    """Run exact attention inside the `with` block, in all threads that draw with this UNet.
+    """Run exact attention inside the `with` block, in all threads that draw with these models.
 
     Blocks may be nested, and overlap in threads: AVQ is back when the last one has ended. What
     `apply_avq` puts on the UNet inside of a block runs AVQ at once.
@@ -127,7 +126,7 @@ def avq_disabled(pipe: Any) -> Iterator[None]:
     Raises:
         TypeError: `pipe` has no UNet.
     """
-    states = _states(pipe).values()
+    states = [state for model in models_of(pipe).values() for state in _states(model).values()]
     _disable(states, 1)
     try:
         yield
@@ -251,7 +250,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Summary:
-    """What each self-attention layer of a UNet runs; `str()` is a table."""
+    """What each self-attention layer runs; `str()` is a table."""
 
     rows: tuple[LayerReport, ...]
 
@@ -283,11 +282,18 @@ class Summary:
 def summary(pipe: Any) -> Summary:
     """Report, for every self-attention layer, whether it runs AVQ or exact attention, and why.
 
+    Names of a ControlNet's layers begin with `controlnet.`.
+
     Raises:
         TypeError: `pipe` has no UNet.
     """
-    schedules = _schedules(pipe)
-    return Summary(tuple(_report(layer, schedules) for layer in select_layers(unet_of(pipe))))
+    return Summary(
+        tuple(
+            _report(prefix + layer.name, layer, _schedules(model))
+            for prefix, model in models_of(pipe).items()
+            for layer in select_layers(model)
+        )
+    )
 
 
 class AVQStableDiffusionPipeline(StableDiffusionPipeline):
@@ -311,7 +317,7 @@ class AVQStableDiffusionPipeline(StableDiffusionPipeline):
         elif processor.codebooks is None:
             raise ValueError("expected an AVQProcessor(codebooks), but got one without codebooks.")
         else:
-            apply_avq(self, processor.codebooks)
+            apply_avq(self, processor.codebooks, backend=processor.backend, route=processor.route)
 
     def to_json_string(self) -> str:
         # diffusers looks the class of a saved pipeline up among its own.
@@ -394,7 +400,9 @@ def _disable(states: Iterable[LayerState], change: int) -> None:
             state.enabled = state.num_disabling == 0
 
 
-def _report(layer: SelfAttentionLayer, schedules: dict[LayerState, Schedule]) -> LayerReport:
+def _report(
+    name: str, layer: SelfAttentionLayer, schedules: dict[LayerState, Schedule]
+) -> LayerReport:
     state: LayerState | None = getattr(layer.attn, "_avq", None)
     config, num_tokens, calls = "", None, {}
     processor = type(layer.attn.processor).__name__
@@ -418,5 +426,5 @@ def _report(layer: SelfAttentionLayer, schedules: dict[LayerState, Schedule]) ->
     if isinstance(layer.attn.processor, LinFusionProcessor):
         runs = "LinFusion"
     return LayerReport(
-        layer.name, layer.level, layer.num_heads, layer.head_dim, config, runs, num_tokens, calls
+        name, layer.level, layer.num_heads, layer.head_dim, config, runs, num_tokens, calls
     )

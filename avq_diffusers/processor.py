@@ -18,9 +18,16 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.nn import functional
 
-from avq_diffusers.ops import avq_attention, resolve_backend
+from avq_diffusers.ops import avq_attention, check_backend, resolve_backend
 from avq_diffusers.query_order import query_order
-from avq_diffusers.routing import BreakEven, Shape, break_even, known_break_even, rows_bucket
+from avq_diffusers.routing import (
+    ROUTES,
+    BreakEven,
+    Shape,
+    break_even,
+    known_break_even,
+    rows_bucket,
+)
 from avq_diffusers.unets import SelfAttentionLayer
 from avq_diffusers.weights import AVQCodebooks
 
@@ -218,21 +225,29 @@ class AVQProcessor(AttnProcessor2_0):
         unet: prepare this UNet at once; `unet.set_attn_processor` then takes this processor for
             all of its layers. IP-Adapter's scale setter no longer finds its processors after that;
             `apply_avq` leaves them in place.
+        backend, route: as `apply_avq`.
 
     Raises:
         TypeError: `codebooks` is not an `AVQCodebooks`, or `unet` comes without it.
-        ValueError: the codebooks are those of another model.
+        ValueError: the codebooks are those of another model, or backend or route are unknown.
     """
 
     def __init__(
-        self, codebooks: AVQCodebooks | None = None, unet: nn.Module | None = None
+        self,
+        codebooks: AVQCodebooks | None = None,
+        unet: nn.Module | None = None,
+        *,
+        backend: str = "auto",
+        route: str = "fastest",
     ) -> None:
         super().__init__()
         self.codebooks = codebooks
+        self.backend = backend
+        self.route = route
         if (codebooks is not None or unet is not None) and not isinstance(codebooks, AVQCodebooks):
             raise TypeError(f"codebooks must be AVQCodebooks, but got {type(codebooks).__name__}.")
         if unet is not None:
-            install(unet, codebooks)
+            install(unet, codebooks, backend, route)
             for attn in unet.modules():
                 if isinstance(attn, Attention):
                     attn._avq_previous = attn.processor
@@ -307,9 +322,12 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
 
 
 def install(
-    unet: nn.Module, codebooks: AVQCodebooks, backend: str = "auto", route: str = "fastest"
+    unet: nn.Module, codebooks: AVQCodebooks, backend: str, route: str
 ) -> list[SelfAttentionLayer]:
     """Give the layers of `codebooks` their state and their grid hook; processors stay."""
+    check_backend(backend)
+    if route not in ROUTES:
+        raise ValueError(f"route must be one of {', '.join(ROUTES)}, but got {route!r}.")
     layers = codebooks.layers_of(unet)
     if any(hasattr(module, "_linfusion_previous") for module in unet.modules()):
         raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")

@@ -11,13 +11,18 @@ from diffusers import DiffusionPipeline
 RUN_ARGUMENTS = ("prompt", "generator", "output_type")
 
 
-def checked_prompts(prompts: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
+def checked_prompts(
+    pipe: DiffusionPipeline, prompts: Sequence[str], arguments: Mapping[str, Any]
+) -> list[str]:
     """The prompts for `run_prompts`, with `arguments` of the pipeline's call.
 
     Raises:
-        TypeError: `prompts` is one string, or an argument is one that `run_prompts` sets.
+        TypeError: `pipe` is no pipeline with a UNet, `prompts` is one string, or an argument is one
+            that `run_prompts` sets.
         ValueError: there is no prompt.
     """
+    if getattr(pipe, "unet", None) is None:
+        raise TypeError(f"expected a pipeline with a unet, but got {type(pipe).__name__}.")
     for name in RUN_ARGUMENTS:
         if name in arguments:
             raise TypeError(

@@ -33,6 +33,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from avq_diffusers.config import check_int
 from avq_diffusers.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps
 from avq_diffusers.unets import PipelineOrUNet, uncompiled, unet_of
 
@@ -55,6 +56,7 @@ class ScaleCrafterConfig:
             guidance.
 
     Raises:
+        TypeError: the number of steps is no int.
         ValueError: a field is out of its range.
     """
 
@@ -66,16 +68,16 @@ class ScaleCrafterConfig:
     def __post_init__(self) -> None:
         for name in ("dilations", "damped_dilations"):
             value = getattr(self, name)
-            if value is not None and not (value and all(1 <= dilation <= 16 for dilation in value)):
+            if value is not None and not _are_dilations(value):
                 raise ValueError(
                     f"{name} must hold numbers from 1 to 16, one per level, but got {value}."
                 )
         if max(self.dilations) == 1:
             raise ValueError(f"dilations must be above 1 at some level, but got {self.dilations}.")
-        if not 1 <= self.num_dilated_steps <= NUM_STEPS:
+        check_int("num_dilated_steps", self.num_dilated_steps, 1)
+        if self.num_dilated_steps > NUM_STEPS:
             raise ValueError(
-                f"num_dilated_steps must be from 1 to {NUM_STEPS}, but got "
-                f"{self.num_dilated_steps}."
+                f"num_dilated_steps must be at most {NUM_STEPS}, but got {self.num_dilated_steps}."
             )
 
     def dilations_at(self, timestep: float, *, damped: bool = False) -> tuple[float, ...] | None:
@@ -98,6 +100,14 @@ class ScaleCrafterConfig:
             max(math.ceil(dilation * left / self.num_dilated_steps), 2) if dilation > 1 else 1
             for dilation in dilations
         )
+
+
+def _are_dilations(values: Any) -> bool:
+    return (
+        isinstance(values, tuple | list)
+        and len(values) > 0
+        and all(isinstance(value, int | float) and 1 <= value <= 16 for value in values)
+    )
 
 
 # The settings that the authors give for SD1.5, whose training size is 512, with DDIM, 50 steps and
@@ -151,9 +161,9 @@ def apply_scalecrafter(
         `pipe`.
 
     Raises:
-        TypeError: `pipe` has no UNet, or `config` is not a `ScaleCrafterConfig`.
-        ValueError: the size is not larger than the training size, there are no settings for it, or
-            the UNet has no convolution to dilate.
+        TypeError: `pipe` has no UNet, a side is no int, or `config` is not a `ScaleCrafterConfig`.
+        ValueError: a side is no multiple of 8, the size is not larger than the training size, there
+            are no settings for it, or the UNet has no convolution to dilate.
         NotImplementedError: noise-damped guidance of a pipeline that guides by an image as well,
             such as InstructPix2Pix.
     """
@@ -325,6 +335,11 @@ class _ScaleCrafter:
         factor = getattr(pipe, "vae_scale_factor", 8)
         if training_size is None:
             training_size = _sample_size(unet) * factor
+        unit = math.lcm(8, factor)  # diffusers' pipelines take multiples of 8
+        for name, side in (("height", height), ("width", width)):
+            check_int(name, side, unit)
+            if side % unit:
+                raise ValueError(f"{name} must be a multiple of {unit}, but got {side}.")
         if max(height, width) <= training_size:
             raise ValueError(
                 f"ScaleCrafter is for pictures larger than the training size, {training_size}, but "

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
+from avq_diffusers.config import check_int
 from avq_diffusers.pipeline import applied_states, avq_disabled
 from avq_diffusers.runs import checked_prompts, run_prompts
 from avq_diffusers.unets import unet_of
@@ -44,13 +45,12 @@ def measure_sensitivity(
         layer and t what it returns without.
 
     Raises:
-        TypeError: `pipe` has no UNet, `prompts` is one string, or an argument is prompt, generator
-            or output_type.
+        TypeError: `pipe` is no pipeline with a UNet, `prompts` is one string, the number of steps
+            is no int, or an argument is prompt, generator or output_type.
         ValueError: there is no prompt, no step or no AVQ.
     """
-    prompts = checked_prompts(prompts, pipe_arguments)
-    if num_inference_steps < 1:
-        raise ValueError(f"num_inference_steps must be at least 1, but got {num_inference_steps}.")
+    prompts = checked_prompts(pipe, prompts, pipe_arguments)
+    check_int("num_inference_steps", num_inference_steps, 1)
     states = applied_states(pipe)
     errors = dict.fromkeys((layer.name for layer in states), 0.0)
     expected = 0.0

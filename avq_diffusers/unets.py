@@ -27,6 +27,24 @@ def unet_of(pipe: Any) -> nn.Module:
     return unet
 
 
+def models_of(pipe: Any) -> dict[str, nn.Module]:
+    """The UNet and the ControlNets of a pipeline, by what comes before the names of their layers.
+
+    Of a UNet or ControlNet, itself.
+
+    Raises:
+        TypeError: `pipe` has no UNet.
+    """
+    models = {"": unet_of(pipe)}
+    if not isinstance(pipe, nn.Module):
+        controlnet = getattr(pipe, "controlnet", None)
+        several = {f"nets.{i}.": net for i, net in enumerate(getattr(controlnet, "nets", ()))}
+        for name, model in (several or {"": controlnet}).items():
+            if hasattr(uncompiled(model), "down_blocks"):
+                models[f"controlnet.{name}"] = model
+    return models
+
+
 def uncompiled(unet: nn.Module) -> nn.Module:
     """What is inside of `torch.compile`'s wrapper, which puts itself into the paths of modules."""
     return getattr(unet, "_orig_mod", unet)

@@ -80,6 +80,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         format_version: of the file.
 
     Raises:
+        TypeError: `calibration` or `training` is no mapping.
         ValueError: the format version or a field is unknown.
     """
 
@@ -98,6 +99,9 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         format_version: int = FORMAT_VERSION,
     ) -> None:
         super().__init__()
+        for name, summary in (("calibration", calibration), ("training", training)):
+            if not isinstance(summary, Mapping | None):
+                raise TypeError(f"{name} must be a mapping or None, but got {summary!r}.")
         self.avq_config = AVQConfig.from_dict(avq)
         self.layer_specs = {spec["name"]: LayerSpec(**spec) for spec in layers}
         self.codebooks = nn.ModuleDict(
@@ -201,8 +205,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         Raises:
             TypeError: an argument is unknown.
             FileNotFoundError: there is no such folder, or it lacks a file.
-            ValueError: a file is damaged, of another format, or does not hold what its
-                config.json says.
+            ValueError: another file is asked for, or a file is damaged, of another format, or does
+                not hold what its config.json says.
         """
         for name in arguments:
             if name not in HUB_ARGUMENTS + PIPELINE_ARGUMENTS:
@@ -210,6 +214,10 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
                     f"from_pretrained takes subfolder, dtype, {', '.join(HUB_ARGUMENTS)}, but got "
                     f"{name!r}."
                 )
+        if arguments.get("variant") is not None or arguments.get("use_safetensors") is False:
+            raise ValueError(
+                f"codebooks are one safetensors file without a variant, but got {arguments}."
+            )
         hub_arguments = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
 
         def locate(file: str) -> Path:

@@ -331,10 +331,20 @@ def test_the_result_saves_and_applies(calibrated, tmp_path):
 
 
 @pytest.mark.parametrize("pipe", [object(), torch.nn.Linear(1, 1)])
-def test_what_is_no_pipeline_is_refused(pipe):
+@pytest.mark.parametrize("function", [calibrate, measure_capture, measure_sensitivity])
+def test_what_is_no_pipeline_is_refused(function, pipe):
     """Catches an AttributeError, as of a UNet, which is all that `apply_avq` needs."""
     with pytest.raises(TypeError, match=f"a pipeline with a unet, but got {type(pipe).__name__}"):
-        calibrate(pipe, PROMPTS)
+        function(pipe, PROMPTS)
+
+
+@pytest.mark.parametrize("steps", [1.5, "2", True])
+@pytest.mark.parametrize("function", [calibrate, measure_capture, measure_sensitivity])
+def test_steps_that_are_no_int_are_refused(pipe, codebooks, function, steps):
+    """Catches an IndexError in the middle of the run."""
+    apply_avq(pipe, codebooks)
+    with pytest.raises(TypeError, match="num_inference_steps must be an int, but got"):
+        function(pipe, PROMPTS, num_inference_steps=steps)
 
 
 @pytest.mark.parametrize("name", ["prompt", "generator", "output_type"])
@@ -363,7 +373,7 @@ def test_one_string_is_refused():
             r"overrides must have levels or names .*, but got '7'; .* at level 0",
         ),
         ({"keys_per_layer": 3}, "keys_per_layer must be at least num_parents = 4, but got 3"),
-        ({"keys_per_layer": -1}, "keys_per_layer must be at least num_parents = 4, but got -1"),
+        ({"keys_per_layer": -1}, "keys_per_layer must be at least 1, but got -1"),
         ({"num_inference_steps": 0}, "num_inference_steps must be at least 1, but got 0"),
     ],
     ids=["prompts", "key_norm", "level", "override", "few-keys", "negative-keys", "steps"],

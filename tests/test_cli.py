@@ -406,6 +406,7 @@ def test_inspect_tells_transformer_blocks_apart(avq, tmp_path, monkeypatch, exac
 def test_inspect_takes_codebooks_of_one_parent(avq, tmp_path, config):
     """Catches a projection on two axes where there is only one."""
     codebooks = random_codebooks(tiny_pipe().unet, AVQConfig.parse(config))
+    codebooks.register_to_config(calibration={"layers": {name: 1 for name in ("a", "b")}})
     codebooks.save_pretrained(tmp_path / "one")
     code, _ = avq("inspect", str(tmp_path / "one"))
     assert code == 0

@@ -190,14 +190,41 @@ class TestPipelines:
         assert differ(draw(pipe, **arguments), exact)
         rows = [row for row in summary(controlnet).rows if row.config]
         assert [row.calls for row in rows] == [{"AVQ": 2}] * 4
-        assert kinds(pipe) == set()
-        with avq_disabled(controlnet):
-            assert torch.equal(draw(pipe, **arguments), exact)
+        assert kinds(pipe.unet) == set()
+        names = [row.name for row in summary(pipe).rows if row.config]
+        assert names == [f"controlnet.{row.name}" for row in rows]
+        for disabled in (controlnet, pipe):
+            with avq_disabled(disabled):
+                assert torch.equal(draw(pipe, **arguments), exact)
         again = calibrate(pipe, ["a hen"], CONFIG, **options)  # of exact keys, AVQ being on
         for name in own.layer_specs:
             assert torch.equal(again.codebook(name).children, own.codebook(name).children)
         remove_avq(controlnet)
         assert torch.equal(draw(pipe, **arguments), exact)
+
+    def test_pipelines_of_several_controlnets(self, unet, codebooks):
+        """Catches AVQ that stays on in a ControlNet, also while the UNet is calibrated."""
+        controlnets = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            controlnets.append(ControlNetModel.from_unet(unet))
+            torch.nn.init.normal_(controlnets[-1].controlnet_mid_block.weight)
+        pipe = tiny_pipe(unet, StableDiffusionControlNetPipeline, controlnet=controlnets)
+        arguments = {"image": [self.image()] * 2, "height": 128, "width": 128}
+        exact = draw(pipe, **arguments)
+        options = {"image": [self.image()] * 2, "num_inference_steps": 1, "progress": False}
+        before = calibrate(pipe, ["a hen"], CONFIG, **options)
+        for controlnet in controlnets:
+            apply_avq(controlnet, random_codebooks(controlnet, CONFIG))
+        assert differ(draw(pipe, **arguments), exact)
+        assert {row.name[:17] for row in summary(pipe).rows if row.config} == {
+            "controlnet.nets.0",
+            "controlnet.nets.1",
+        }
+        after = calibrate(pipe, ["a hen"], CONFIG, **options)
+        for name in before.layer_specs:
+            assert torch.equal(before.codebook(name).children, after.codebook(name).children)
+        assert torch.equal(draw(remove_avq(pipe), **arguments), exact)
 
     @feature("T2I-Adapter")
     def test_t2i_adapter(self, codebooks):

@@ -10,13 +10,14 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 from safetensors.torch import load_file, save_file
-from tiny import predict, random_codebooks, sdxl_unet, tiny_unet
+from tiny import CONFIG, predict, random_codebooks, sdxl_unet, tiny_pipe, tiny_unet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from avq_diffusers import (
     LinFusionProcessor,
     apply_avq,
+    calibrate,
     load_linfusion,
     remove_linfusion,
     save_linfusion,
@@ -64,6 +65,13 @@ def test_what_follows_the_output_projection(unet, folder):
         assert torch.equal(attn(tokens), output / 2)
         attn.to_out[1] = torch.nn.Dropout(1.0)
         assert not attn.train()(tokens).any()
+
+
+def test_calibration_is_refused(unet, folder):
+    """Catches layers that are said not to have run."""
+    load_linfusion(folder, unet)
+    with pytest.raises(ValueError, match=r"LinFusion layers; call remove_linfusion\(pipe\) first"):
+        calibrate(tiny_pipe(unet), ["a hen"], CONFIG, num_inference_steps=1)
 
 
 def tuned_processor(state):

@@ -799,6 +799,22 @@ class TestOwnersLine:
         pipe.unet.set_attn_processor(AVQProcessor(codebooks, unet=pipe.unet))
         assert torch.equal(draw(pipe), expected)
 
+    def test_route_and_backend(self, pipe, codebooks):
+        """Catches choices that only `apply_avq` takes."""
+        chosen = AVQProcessor(codebooks, backend="dense", route="never")
+        with pytest.raises(ValueError, match="route must be one of fastest, always, but got 'nev"):
+            tiny_pipe(cls=AVQStableDiffusionPipeline).set_attn_processor(chosen)
+        with pytest.raises(ValueError, match=r"backend must be one of auto, .*but got 'fast'"):
+            AVQProcessor(codebooks, unet=pipe.unet, backend="fast")
+        avq_pipe = tiny_pipe(cls=AVQStableDiffusionPipeline)
+        avq_pipe.set_attn_processor(AVQProcessor(codebooks, backend="reference"))
+        pipe.unet.set_attn_processor(AVQProcessor(codebooks, unet=pipe.unet, backend="reference"))
+        for pipeline in (avq_pipe, pipe):
+            draw(pipeline)
+            assert {row.runs for row in summary(pipeline).rows if row.config} == {
+                "AVQ (reference backend)"
+            }
+
     def test_other_processors(self, codebooks, expected):
         """Catches an AVQ pipeline on which nothing else can be set any more."""
         pipe = tiny_pipe(cls=AVQStableDiffusionPipeline)

@@ -355,6 +355,8 @@ class TestApplyAndRemove:
             (ValueError, r"no 3x3 convolution at a level that dilations=\(1, 2\)",
              (one_level, 256, 256, flat)),
             (TypeError, "config must be a ScaleCrafterConfig, but got dict", (pipe, 128, 128, {})),
+            (TypeError, "height must be an int, but got 256.5", (pipe, 256.5, 256)),
+            (ValueError, "width must be a multiple of 8, but got 300", (pipe, 256, 300, flat)),
             (ValueError, r"sample_size=\(8, 8\), which is no training size",
              (tiny_unet(sample_size=(8, 8)), 128, 128)),
             (TypeError, "expected a pipeline with a unet or a UNet, but got str", ("sd", 128, 128)),
@@ -375,14 +377,20 @@ class TestApplyAndRemove:
         [
             ({"dilations": ()}, "dilations must hold numbers from 1 to 16"),
             ({"dilations": (1, 0.5)}, "dilations must hold numbers from 1 to 16"),
+            ({"dilations": 2}, "dilations must hold numbers from 1 to 16"),
+            ({"dilations": ("1", "2")}, "dilations must hold numbers from 1 to 16"),
             ({"dilations": (1, 1)}, "dilations must be above 1 at some level"),
             ({"damped_dilations": (0,)}, "damped_dilations must hold"),
-            ({"num_dilated_steps": 51}, "num_dilated_steps must be from 1 to 50, but got 51"),
+            ({"num_dilated_steps": 51}, "num_dilated_steps must be at most 50, but got 51"),
         ],
     )
     def test_config(self, fields, message):
         with pytest.raises(ValueError, match=message):
             ScaleCrafterConfig(**{"dilations": (1, 2), "num_dilated_steps": 30} | fields)
+
+    def test_steps_are_whole(self):
+        with pytest.raises(TypeError, match=r"num_dilated_steps must be an int, but got 3\.5"):
+            ScaleCrafterConfig((1, 2), num_dilated_steps=3.5)
 
 
 SIZE_4X = {"height": 256, "width": 256}

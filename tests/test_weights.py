@@ -267,6 +267,12 @@ class TestSaving:
         assert self.contents(folder) == before
         assert not (tmp_path / "new").exists()
 
+    @pytest.mark.parametrize(("name", "value"), [("variant", "fp16"), ("use_safetensors", False)])
+    def test_files_that_are_not_there(self, folder, name, value):
+        """Catches a request that is dropped without a word."""
+        with pytest.raises(ValueError, match=f"one safetensors file without a variant.*{name}"):
+            AVQCodebooks.from_pretrained(folder, **{name: value})
+
     @pytest.mark.parametrize(
         ("name", "value"),
         [
