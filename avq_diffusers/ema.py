@@ -31,7 +31,7 @@ def batch_statistics(
     """Key sums and counts of one batch under the current codebook.
 
     Both are sums over keys: those of micro-batches and of processes add up to those of the whole
-    batch, so add and all-reduce them before `EMAStatistics.update`.
+    batch, so add and all-reduce them before `ema_update`.
 
     Args:
         keys: (..., H, N, D).
@@ -184,87 +184,6 @@ def ema_decay(step: int, warmup_steps: int, start: float = 0.9, end: float = 0.9
     if step >= warmup_steps:
         return end
     return end + (start - end) * (1 + math.cos(math.pi * step / warmup_steps)) / 2
-
-
-class EMAStatistics:
-    """The learning state of one layer's codebook.
-
-    Args:
-        codebook: where the codewords start.
-        ema_counts: (H, M0, 1 + C) keys per batch that these codewords stand for, such as the
-            counts of `batch_statistics`; None is none, and the first batch replaces every codeword
-            that it reaches.
-
-    Raises:
-        ValueError: `ema_counts` has another shape.
-    """
-
-    def __init__(self, codebook: Codebook, ema_counts: Tensor | None = None) -> None:
-        dtype = torch.promote_types(codebook.parents.dtype, torch.float)
-        self._codebook = codebook.to(dtype=dtype)
-        codewords = torch.cat([self._codebook.parents[:, :, None], self._codebook.children], dim=2)
-        if ema_counts is None:
-            ema_counts = codewords.new_zeros(codewords.shape[:-1])
-        if ema_counts.shape != codewords.shape[:-1]:
-            raise ValueError(
-                f"ema_counts must have shape {tuple(codewords.shape[:-1])} to go with the "
-                f"codebook, but got {tuple(ema_counts.shape)}."
-            )
-        self.ema_counts = ema_counts.to(codewords)
-        self.ema_key_sums = codewords * self.ema_counts[..., None]
-
-    def codebook(self) -> Codebook:
-        """The current codewords."""
-        return self._codebook
-
-    @torch.no_grad()
-    def update(self, key_sums: Tensor, counts: Tensor, decay: float) -> None:
-        """Take in one batch's statistics, reduced over micro-batches and processes."""
-        self.ema_key_sums = ema_update(self.ema_key_sums, key_sums, decay)
-        self.ema_counts = ema_update(self.ema_counts, counts, decay)
-        self._codebook = derive_codebook(self.ema_key_sums, self.ema_counts, self._codebook)
-
-    def reassign_dead(self, keys: Tensor, *, threshold: float, seed: int = 0) -> None:
-        """Move dead codewords to keys of a batch, see `reassign_dead`."""
-        self.ema_key_sums, self.ema_counts, self._codebook = reassign_dead(
-            self.ema_key_sums,
-            self.ema_counts,
-            self._codebook,
-            keys,
-            threshold=threshold,
-            seed=seed,
-        )
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Four tensors that `load_state_dict` continues from, bit for bit."""
-        return {
-            "ema_key_sums": self.ema_key_sums,
-            "ema_counts": self.ema_counts,
-            "parents": self._codebook.parents,
-            "children": self._codebook.children,
-        }
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a `state_dict`, on the device and in the dtype of this object.
-
-        Raises:
-            ValueError: a tensor is missing, unknown, or of another shape.
-        """
-        own = self.state_dict()
-        if state.keys() != own.keys():
-            raise ValueError(
-                f"state must hold {', '.join(own)}, but got {', '.join(state) or 'nothing'}."
-            )
-        for name, tensor in own.items():
-            if state[name].shape != tensor.shape:
-                raise ValueError(
-                    f"state[{name!r}] must have shape {tuple(tensor.shape)}, but got "
-                    f"{tuple(state[name].shape)}."
-                )
-        # Copies: the statistics of this object must not change with the loaded tensors.
-        loaded = {name: tensor.clone().copy_(state[name]) for name, tensor in own.items()}
-        self.ema_key_sums, self.ema_counts = loaded["ema_key_sums"], loaded["ema_counts"]
-        self._codebook = Codebook(loaded["parents"], loaded["children"])
 
 
 def _heads_first(keys: Tensor, codebook: Codebook) -> Tensor:

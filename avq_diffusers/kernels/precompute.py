@@ -406,9 +406,9 @@ def _log2(count):
         "key_stride_b",
         "key_stride_h",
         "key_stride_s",
-        "num_columns_b",
-        "num_columns_h",
-        "num_columns_s",
+        "value_stride_b",
+        "value_stride_h",
+        "value_stride_s",
         "num_keys",
         "chunk_keys",
         "num_chunks",
@@ -430,9 +430,9 @@ def aggregate_kernel(
     key_stride_b,
     key_stride_h,
     key_stride_s,
-    num_columns_b,
-    num_columns_h,
-    num_columns_s,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
     num_keys,
     chunk_keys,
     num_chunks,
@@ -466,7 +466,7 @@ def aggregate_kernel(
     batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
 
     key_ptr += (batch.to(tl.int64) * key_stride_b + head.to(tl.int64) * key_stride_h) * ALIGN
-    value_ptr += (batch.to(tl.int64) * num_columns_b + head.to(tl.int64) * num_columns_h) * ALIGN
+    value_ptr += (batch.to(tl.int64) * value_stride_b + head.to(tl.int64) * value_stride_h) * ALIGN
     codes_ptr += head * NUM_CODES * DP
     bias_ptr += head * NUM_CODES
     order_ptr += batch_head * num_keys
@@ -523,7 +523,7 @@ def aggregate_kernel(
         keys = tl.load(order_ptr + position, mask=is_key, other=0)
 
         # [KEYS, DP]
-        value = _load_rows(value_ptr, keys, num_columns_s, is_key, D, DP, ALIGN)
+        value = _load_rows(value_ptr, keys, value_stride_s, is_key, D, DP, ALIGN)
         value = value.to(codes_ptr.dtype.element_ty)
 
         # [L, KEYS]
