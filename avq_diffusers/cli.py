@@ -380,10 +380,10 @@ def _add_avq(
     refined: Sequence[int] = (),
 ) -> None:
     """Apply AVQ, after a look at the numbers of refined parents that the codebooks will get."""
-    most = config.num_parents if config.num_children else 0
-    if codebooks is None and not all(0 <= number <= most for number in refined):
+    if codebooks is None and not all(0 <= number <= config.most_refined for number in refined):
         raise ValueError(
-            f"{config} can refine 0 to {most} parents, but got {', '.join(map(str, refined))}."
+            f"{config} can refine 0 to {config.most_refined} parents, but got "
+            f"{', '.join(map(str, refined))}."
         )
     apply_avq(pipe, _find_codebooks(pipe, model, codebooks, config), route="always")
 

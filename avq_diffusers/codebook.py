@@ -87,6 +87,11 @@ class Codebook:
         return self.children.shape[2]
 
     @property
+    def most_refined(self) -> int:
+        """Parents that a query tile can refine: all, or 0 if the codebook is flat."""
+        return self.num_parents if self.num_children else 0
+
+    @property
     def head_dim(self) -> int:
         """D."""
         return self.parents.shape[2]

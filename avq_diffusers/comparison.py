@@ -35,6 +35,5 @@ def refinable_parents(pipe: Any) -> dict[str, int]:
         ValueError: the pipeline has no AVQ layer.
     """
     return {
-        layer.name: state.codebook.num_parents if state.codebook.num_children else 0
-        for layer, state in applied_states(pipe).items()
+        layer.name: state.codebook.most_refined for layer, state in applied_states(pipe).items()
     }

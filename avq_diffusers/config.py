@@ -109,6 +109,11 @@ class AVQConfig:
         """M0 + P C, the codewords that a query attends to: the cost in the paper."""
         return self.num_parents + self.num_refined * self.num_children
 
+    @property
+    def most_refined(self) -> int:
+        """What `num_refined` can be at most: all parents, or 0 for flat VQ-attention."""
+        return self.num_parents if self.num_children else 0
+
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
         """Read `"M64P16C8"` (AVQ) or `"M256"` (flat VQ); `other_fields` go to the constructor.

@@ -59,12 +59,12 @@ def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
         _remove_leftovers(folder)
         yield temporary
         written = sorted(temporary.iterdir(), key=lambda path: path.name == last)
-        digests = {folder / path.name: _sha256(path) for path in written}
+        digests = {folder / path.name: sha256(path) for path in written}
         (folder / last).unlink(missing_ok=True)
         outcome = "what was there may be lost: save again"
         for path in written:
             path.replace(folder / path.name)
-        if any(_sha256(path) != digest for path, digest in digests.items()):
+        if any(sha256(path) != digest for path, digest in digests.items()):
             raise OSError("another process saves there at the same time")
     except (OSError, SafetensorError) as error:
         raise OSError(
@@ -82,8 +82,8 @@ def _remove_leftovers(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _sha256(path: Path) -> str | None:
-    """None where there is no such file."""
+def sha256(path: Path) -> str | None:
+    """Digest of a file, None where there is none."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -191,7 +191,7 @@ def set_num_refined(
             raise ValueError(f"no AVQ layer is {name!r} or in it; the chosen layers are {names}.")
     schedules = {}
     for found, state in chosen.items():
-        most = state.codebook.num_parents if state.codebook.num_children else 0
+        most = state.codebook.most_refined
         for schedule in (plan[name] for name in plan if is_within(found.name, name)):
             for count in schedule.values():
                 if not 0 <= count <= most:

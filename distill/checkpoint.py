@@ -3,7 +3,6 @@
 A kill at any moment leaves whole checkpoints, and hidden folders that the next save removes.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from avq_diffusers.files import sha256
 from distill.config import differing_keys, plain_values
 
 RUN_FILE = "run.json"
@@ -43,7 +43,8 @@ class Checkpoint:
             ValueError: the file is missing or not the one that was saved, or holds NaN or infinity.
         """
         path = self.path / f"{name}.safetensors"
-        if not path.is_file() or _sha256(path) != self.run["sha256"].get(name):
+        digest = sha256(path)
+        if digest is None or digest != self.run["sha256"].get(name):
             raise damaged(path, "it is not the file that was saved")
         loaded = load_file(path)
         for key, tensor in loaded.items():
@@ -114,7 +115,7 @@ def save(
         for name, group in tensors.items():
             contiguous = {key: value.detach().contiguous().cpu() for key, value in group.items()}
             save_file(contiguous, folder / f"{name}.safetensors")
-        digests = {name: _sha256(folder / f"{name}.safetensors") for name in tensors}
+        digests = {name: sha256(folder / f"{name}.safetensors") for name in tensors}
         values = {"step": step, "config": plain_values(config), "sha256": digests, **run}
         (folder / RUN_FILE).write_text(json.dumps(values))
     for old in checkpoints(output)[:-keep]:
@@ -229,8 +230,3 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

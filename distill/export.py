@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from avq_diffusers import AVQCodebooks, save_linfusion
-from distill.checkpoint import replace_folder
 from distill.config import DistillConfig
 from distill.objective import Objective
 
@@ -38,18 +37,16 @@ def export(
     training = {**training, "seed": config.seed, "versions": versions}
     if config.attention == "avq":
         path = output / "codebooks"
-        with replace_folder(path) as folder:
-            make_codebooks(objective, config, training).save_pretrained(folder)
+        make_codebooks(objective, config, training).save_pretrained(path)
         return path
     path = output / config.attention
     layers = {
         name: {key.removeprefix("processor."): x for key, x in layer.items()}
         for name, layer in objective.projections().items()
     }
-    with replace_folder(path) as folder:
-        save_linfusion(
-            folder, objective.student, layers, base_model=base_model(config), training=training
-        )
+    save_linfusion(
+        path, objective.student, layers, base_model=base_model(config), training=training
+    )
     return path
 
 

@@ -100,7 +100,7 @@ def elastic(methods: Iterable[Method], numbers: Sequence[int]) -> list[Method]:
     """
     expanded = []
     for method in methods:
-        most = min((_most_refined(config) for config in method.layer_configs), default=0)
+        most = min((config.most_refined for config in method.layer_configs), default=0)
         if most == 0 or method.num_refined is not None:
             expanded.append(method)
         else:
@@ -458,7 +458,3 @@ def _recorded(attentions: Mapping[str, Attention]) -> Iterator[dict[str, Call]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _most_refined(config: AVQConfig) -> int:
-    return config.num_parents if config.num_children else 0
