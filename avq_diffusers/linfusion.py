@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from avq_diffusers.files import atomic_save
-from avq_diffusers.tensors import check_digest, check_names, check_tensors, tensor_digest
+from avq_diffusers.tensors import check_names, check_tensors, load_tensors, tensor_digest
 from avq_diffusers.unets import LayerSpec, PipelineOrUNet, select_layers, unet_of
 
 FORMAT_VERSION = 1
@@ -169,13 +168,8 @@ def load_linfusion(path: str | Path, pipe: PipelineOrUNet) -> PipelineOrUNet:
                 f"{config_path} is of another model: {spec.name} has {layer.num_heads} heads of "
                 f"dim {layer.head_dim}, but the file has {spec.num_heads} of dim {spec.head_dim}."
             )
-    try:
-        tensors = load_file(weights_path)
-    except SafetensorError as error:
-        raise ValueError(f"{weights_path} is not a whole safetensors file: {error}.") from error
     processors = _empty_processors(specs)
-    check_tensors(str(weights_path), tensors, _by_path(_states(processors)))
-    check_digest(weights_path, tensors, sha256)
+    tensors = load_tensors(weights_path, _by_path(_states(processors)), sha256)
 
     remove_linfusion(unet)
     for name, processor in processors.items():

@@ -1,10 +1,12 @@
-"""Checks of tensors read from a file, or about to be written into one."""
+"""Tensors read from a file, or about to be written into one, and their checks."""
 
 import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -53,14 +55,22 @@ def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def check_digest(path: Path, tensors: Mapping[str, Tensor], sha256: str | None) -> None:
-    """Refuse tensors of another digest than `sha256`, if there is one.
+def load_tensors(
+    path: Path, expected: Mapping[str, Tensor], sha256: str | None
+) -> dict[str, Tensor]:
+    """Read a safetensors file that must pass `check_tensors` and have this digest, if there is one.
 
     Raises:
         ValueError: names `path`.
     """
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}.") from error
+    check_tensors(str(path), tensors, expected)
     if sha256 not in (None, tensor_digest(tensors)):
         raise ValueError(
             f"{path} does not hold the tensors that its config.json was saved with: it is damaged, "
             f"or belongs to another training."
         )
+    return tensors

@@ -15,15 +15,13 @@ from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import hf_hub_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.diagnostics import constraint_error
 from avq_diffusers.files import atomic_save
-from avq_diffusers.tensors import check_digest, check_names, check_tensors, tensor_digest
+from avq_diffusers.tensors import check_names, check_tensors, load_tensors, tensor_digest
 from avq_diffusers.unets import LayerSpec, SelfAttentionLayer, select_layers
 
 FORMAT_VERSION = 2
@@ -338,15 +336,10 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         return self.codebooks[_key(name)]
 
     def _load(self, path: Path) -> None:
-        try:
-            loaded = load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a whole safetensors file: {error}.") from error
-        check_tensors(str(path), loaded, self.state_dict())
+        loaded = load_tensors(path, self.state_dict(), self.config["sha256"])
         self.to_empty(device="cpu").load_state_dict(loaded)
         errors = [constraint_error(self.codebook(name)).max() for name in self.layer_specs]
         error = max(errors, default=0)
-        check_digest(path, self.state_dict(), self.config["sha256"])
         if error > CONSTRAINT_TOLERANCE:
             warnings.warn(
                 f"{path}: children do not average to their parent, by up to {error:.2g} of their "

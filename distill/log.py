@@ -1,10 +1,13 @@
 """Figures of a run: lines of `log.jsonl`, and the tracker's."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from avq_diffusers.files import atomic_write, naming
 from distill.config import DistillConfig, flatten, plain_values
@@ -70,6 +73,27 @@ class Log:
         """Write the figures of a step."""
         self.file.write(step, **figures)
         self.accelerator.log(flatten(figures, "/"), step=step)
+
+
+def reduced_means(
+    totals: dict[str, Tensor], count: int, step: int, accelerator: Accelerator
+) -> dict[str, float]:
+    """Means over the `count` steps up to `step`, and over all processes, of summed figures.
+
+    Raises:
+        FloatingPointError: one is not finite.
+    """
+    summed = torch.stack([value.float() for value in totals.values()]) / count
+    means = dict(zip(totals, accelerator.reduce(summed, reduction="mean").tolist(), strict=True))
+    # A scaled gradient may overflow: that step is skipped, and the scale halved.
+    watched = {k: v for k, v in means.items() if k != "grad_norm" or accelerator.scaler is None}
+    if not all(math.isfinite(value) for value in watched.values()):
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
+        raise FloatingPointError(
+            f"training stopped: a loss or gradient of the {count} steps up to {step} is not finite "
+            f"({listed}); the last checkpoint is from before."
+        )
+    return means
 
 
 def log_path(output: Path) -> Path:

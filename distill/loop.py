@@ -1,6 +1,5 @@
 """The training loop of `python -m distill`."""
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from distill.batches import sample_seed
 from distill.config import DistillConfig
 from distill.data import deaths_reported
 from distill.export import export
-from distill.log import Log
+from distill.log import Log, reduced_means
 from distill.objective import Batch, Objective
 from distill.preview import draw_sheet
 from distill.run import Run
@@ -146,23 +145,6 @@ def train_step(
             share = value.detach() / accelerator.gradient_accumulation_steps
             totals[name] = totals.get(name, 0) + share
     return {**totals, "grad_norm": norm}
-
-
-def reduced_means(
-    totals: dict[str, Tensor], count: int, step: int, accelerator: Accelerator
-) -> dict[str, float]:
-    """Means over `count` steps and all processes of the summed figures of `train_step`."""
-    summed = torch.stack([value.float() for value in totals.values()]) / count
-    means = dict(zip(totals, accelerator.reduce(summed, reduction="mean").tolist(), strict=True))
-    # A scaled gradient may overflow: that step is skipped, and the scale halved.
-    watched = {k: v for k, v in means.items() if k != "grad_norm" or accelerator.scaler is None}
-    if not all(math.isfinite(value) for value in watched.values()):
-        listed = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
-        raise FloatingPointError(
-            f"training stopped: a loss or gradient of the {count} steps up to {step} is not finite "
-            f"({listed}); the last checkpoint is from before."
-        )
-    return means
 
 
 def figures_by_layer(line: Mapping[str, Any]) -> dict[str, dict[str, float]]:

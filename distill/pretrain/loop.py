@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_lis
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from distill.log import LogFile
+from distill.log import LogFile, reduced_means
 from distill.pretrain.checkpoint import TrainingState
 from distill.pretrain.config import RunConfig
 
@@ -157,7 +157,7 @@ def fit(
 
             is_saved = config.checkpoint_every and step % config.checkpoint_every == 0
             if is_saved or step % config.log_every == 0:
-                means = _reduced_means(totals, step - logged_step, accelerator)
+                means = reduced_means(totals, step - logged_step, step, accelerator)
                 now = time.monotonic()
                 schedule.observe(step, _agreed(now - started))
                 speed = (step - logged_step) / (now - logged_time)
@@ -189,7 +189,7 @@ def fit(
                 totals = {}
                 logged_step, logged_time = step, time.monotonic()
     if totals:  # of the steps since the last line of the log
-        _reduced_means(totals, step - logged_step, accelerator)
+        reduced_means(totals, step - logged_step, step, accelerator)
     if log is not None:
         with autocast(config, device):
             log.write(step=step, final=True, **task.preview(averaged, step))
@@ -246,14 +246,6 @@ class Log:
 
 def _step_seed(seed: int, process: int, step: int) -> int:
     return ((seed * 1_000_003 + process) * 1_000_000_007 + step) % (2**63)
-
-
-def _reduced_means(totals: Batch, count: int, accelerator: Accelerator) -> dict[str, float]:
-    summed = torch.stack([value.float() for value in totals.values()]) / count
-    means = dict(zip(totals, accelerator.reduce(summed, reduction="mean").tolist(), strict=True))
-    if not all(math.isfinite(value) for value in means.values()):
-        raise FloatingPointError(f"training stopped: a loss is not finite ({means}).")
-    return means
 
 
 def _agreed(seconds: float) -> float:
