@@ -58,8 +58,8 @@ def calibrate(
         TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, an argument has
             the wrong type, or is prompt, generator or output_type.
         ValueError: there is no prompt, no step, no layer of the UNet at `config.levels`, an
-            override for none of these layers, fewer keys than parents, or `config.key_norm` is set,
-            which changes the model and so needs training.
+            override for none of these layers, fewer keys than parents, LinFusion in them, or
+            `config.key_norm` is set, which changes the model and so needs training.
         RuntimeError: the layers did not run, as in a compiled UNet, or one with fused projections.
     """
     prompts = checked_prompts(pipe, prompts, pipe_arguments)
