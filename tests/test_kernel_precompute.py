@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from avq_diffusers import fallback
 from avq_diffusers.kernels import precompute as kernels
 from avq_diffusers.kernels.codewords import pack, padded_sizes
-from avq_diffusers.kernels.precompute import configure, precompute
+from avq_diffusers.kernels.precompute import default_config, precompute
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -66,15 +66,15 @@ class Problem:
         centre = fallback.centre_of(parents).double()
         table = self.codes[..., :head_dim].double() / (self.scale * math.log2(math.e))
         table += centre
-        _, padded_parents, padded_children = self.sizes
-        rounded = table[:, padded_parents:].reshape(
-            len(table), self.num_parents, padded_children, head_dim
+        _, parent_rows, child_rows = self.sizes
+        rounded = table[:, parent_rows:].reshape(
+            len(table), self.num_parents, child_rows, head_dim
         )[:, :, : self.num_children]
         self.codewords = torch.cat([table[:, : self.num_parents, None], rounded], dim=2)
 
     def run(self, key=None, value=None, **changes) -> tuple[Tensor, Tensor]:
         key = self.key if key is None else key
-        config = configure(
+        config = default_config(
             key.shape[:2].numel(),
             key.shape[2],
             self.sizes[0],
@@ -95,25 +95,25 @@ class Problem:
 
     def counts(self, logs: Tensor) -> tuple[Tensor, Tensor]:
         """Keys of the parents (B, H, M0) and of the leaves (B, H, M0, 1 + C)."""
-        _, padded_parents, padded_children = self.sizes
+        _, parent_rows, child_rows = self.sizes
         counts = logs.double().exp2().round()
         parents = counts[:, :, : self.num_parents]
         if not self.num_children:
             return parents, parents[..., None]
-        children = counts[:, :, padded_parents:]
-        children = children.unflatten(2, (self.num_parents, padded_children))
+        children = counts[:, :, parent_rows:]
+        children = children.unflatten(2, (self.num_parents, child_rows))
         children = children[..., : self.num_children]
         stay = parents - children.sum(dim=-1)
         return parents, torch.cat([stay[..., None], children], dim=-1)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(B, H, rows, ...) to parents (B, H, M0, ...) and leaves (B, H, M0, 1 + C, ...)."""
-        _, padded_parents, padded_children = self.sizes
-        stay = rows[:, :, padded_parents : padded_parents + self.num_parents, None]
+        _, parent_rows, child_rows = self.sizes
+        stay = rows[:, :, parent_rows : parent_rows + self.num_parents, None]
         if not self.num_children:
             return rows[:, :, : self.num_parents], stay
-        children = rows[:, :, 2 * padded_parents :]
-        children = children.unflatten(2, (self.num_parents, padded_children))
+        children = rows[:, :, 2 * parent_rows :]
+        children = children.unflatten(2, (self.num_parents, child_rows))
         leaves = torch.cat([stay, children[:, :, :, : self.num_children]], dim=3)
         return rows[:, :, : self.num_parents], leaves
 
@@ -173,7 +173,7 @@ def oracle(problem: Problem) -> tuple[Tensor, Tensor]:
 def check(problem: Problem, means: Tensor, logs: Tensor) -> None:
     """Counts exactly; means and shares to the rounding of their dtype and of float32 sums."""
     counts, sums = oracle(problem)
-    _, padded_parents, padded_children = problem.sizes
+    _, parent_rows, child_rows = problem.sizes
     head_dim = problem.key.shape[-1]
     ulp = 2.0**-10 if means.dtype == HALF else 2.0**-20
     largest = problem.value.double().abs().amax()
@@ -201,12 +201,12 @@ def check(problem: Problem, means: Tensor, logs: Tensor) -> None:
 
     is_row = torch.zeros(means.shape[2], dtype=torch.bool, device=DEVICE)
     is_row[: problem.num_parents] = True
-    is_row[padded_parents : padded_parents + problem.num_parents] = True
+    is_row[parent_rows : parent_rows + problem.num_parents] = True
     if problem.num_children:
-        children = is_row[2 * padded_parents :].unflatten(0, (problem.num_parents, padded_children))
+        children = is_row[2 * parent_rows :].unflatten(0, (problem.num_parents, child_rows))
         children[:, : problem.num_children] = True
     assert (means[:, :, ~is_row, :head_dim] == 0).all()
-    is_code = torch.cat([is_row[:padded_parents], is_row[2 * padded_parents :]])
+    is_code = torch.cat([is_row[:parent_rows], is_row[2 * parent_rows :]])
     assert (logs[:, :, ~is_code] == -torch.inf).all()
 
 
@@ -386,8 +386,8 @@ def test_check_can_fail():
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
 def test_packed_scores_order_codewords_by_distance(dtype):
     problem = Problem((1, 2, 20, 40), 11, 5, dtype, offset=3.0)
-    padded_dim, padded_parents, padded_children = problem.sizes
-    assert problem.codes.shape == (2, padded_parents + 11 * padded_children, padded_dim)
+    padded_dim, parent_rows, child_rows = problem.sizes
+    assert problem.codes.shape == (2, parent_rows + 11 * child_rows, padded_dim)
     key = problem.key.double()
     scores = key @ problem.codes[..., :40].double().mT + problem.bias.double()[None, :, None]
     is_row = problem.bias > -torch.inf
@@ -395,7 +395,7 @@ def test_packed_scores_order_codewords_by_distance(dtype):
     assert (problem.codes[~is_row] == 0).all()
     assert (problem.codes[..., 40:] == 0).all()
     parents = scores[..., :11]
-    children = scores[..., padded_parents:].unflatten(-1, (11, padded_children))[..., :5]
+    children = scores[..., parent_rows:].unflatten(-1, (11, child_rows))[..., :5]
     scores = torch.cat([parents[..., None], children], dim=-1)
     factor = problem.scale * math.log2(math.e)
     difference = (scores + factor / 2 * problem.distances()).flatten(3)

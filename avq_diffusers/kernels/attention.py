@@ -69,8 +69,8 @@ class Sizes(NamedTuple):
     CHILD_ROWS: tl.constexpr
     BLOCK_D: tl.constexpr
     REST_D: tl.constexpr
-    CODE_STRIDE: tl.constexpr
-    MEAN_STRIDE: tl.constexpr
+    PADDED_DIM: tl.constexpr
+    MEAN_COLUMNS: tl.constexpr
     SELECTS: tl.constexpr
     CORRECTING: tl.constexpr
 
@@ -107,18 +107,18 @@ def _load_rows(
 
 @triton.jit
 def _load_codes(tables, rows, valid, sizes):
-    return _load_rows(tables.codes, rows, valid, sizes.CODE_STRIDE, sizes.BLOCK_D, sizes.REST_D)
+    return _load_rows(tables.codes, rows, valid, sizes.PADDED_DIM, sizes.BLOCK_D, sizes.REST_D)
 
 
 @triton.jit
 def _load_means(tables, rows, valid, sizes):
-    return _load_rows(tables.means, rows, valid, sizes.MEAN_STRIDE, sizes.BLOCK_D, sizes.REST_D)
+    return _load_rows(tables.means, rows, valid, sizes.MEAN_COLUMNS, sizes.BLOCK_D, sizes.REST_D)
 
 
 @triton.jit
 def _load_shares(tables, rows, valid, sizes):
     """(rows, 8), equal columns."""
-    STRIDE: tl.constexpr = sizes.MEAN_STRIDE
+    STRIDE: tl.constexpr = sizes.MEAN_COLUMNS
     return _load_columns(tables.means + STRIDE - 8, rows, valid, STRIDE, 8)
 
 
@@ -151,7 +151,7 @@ def _accumulate(softmax, weights, means, shares, sizes):
     """
     weights = weights.to(means[0].dtype)
     denominator = softmax.denominator
-    if sizes.MEAN_STRIDE != sizes.CODE_STRIDE:
+    if sizes.MEAN_COLUMNS != sizes.PADDED_DIM:
         denominator = tl.dot(weights, shares, acc=denominator, input_precision="tf32x3")
     numerator = softmax.numerator
     sums = (tl.dot(weights, means[0], acc=numerator[0], input_precision="tf32x3"),)
@@ -291,7 +291,7 @@ def _attend_children(query, tables, softmax, sizes, BLOCK_P: tl.constexpr, RUNNI
 @triton.jit
 def _total_weight(softmax, sizes):
     """Sum of the weights, (BLOCK_N,)."""
-    if sizes.MEAN_STRIDE == sizes.CODE_STRIDE:
+    if sizes.MEAN_COLUMNS == sizes.PADDED_DIM:
         # The last block holds the first padding column.
         last = softmax.numerator[-1]
         FIRST: tl.constexpr = sizes.BLOCK_D if len(softmax.numerator) > 1 else 0
@@ -502,7 +502,7 @@ def _attention_kernel(
     num_queries,
     query_stride_batch,
     query_stride_head,
-    QUERY_STRIDE: tl.constexpr,
+    QUERY_STRIDE_TOKEN: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NUM_PARENTS: tl.constexpr,
@@ -516,8 +516,8 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     REST_D: tl.constexpr,
-    CODE_STRIDE: tl.constexpr,
-    MEAN_STRIDE: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    MEAN_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     RUNNING: tl.constexpr,
@@ -534,8 +534,8 @@ def _attention_kernel(
     MEAN_ROWS: tl.constexpr = PARENT_ROWS + CODE_ROWS
     query_start = batch * query_stride_batch + head.to(tl.int64) * query_stride_head
     query_ptr += tl.multiple_of(query_start, 8)
-    codes_ptr += head * (CODE_ROWS * CODE_STRIDE)
-    means_ptr += (batch * HEADS + head) * (MEAN_ROWS * MEAN_STRIDE)
+    codes_ptr += head * (CODE_ROWS * PADDED_DIM)
+    means_ptr += (batch * HEADS + head) * (MEAN_ROWS * MEAN_COLUMNS)
     logs_ptr += (batch * HEADS + head) * CODE_ROWS
     output_ptr += batch * num_queries * (HEADS * HEAD_DIM) + head * HEAD_DIM
 
@@ -546,7 +546,7 @@ def _attention_kernel(
         token = tl.load(query_order_ptr + token, mask=valid_query, other=0).to(tl.int32)
 
     # (BLOCK_N, BLOCK_D) and (BLOCK_N, REST_D)
-    query_ptr += token[:, None] * QUERY_STRIDE
+    query_ptr += token[:, None] * QUERY_STRIDE_TOKEN
     query = (_load_query(query_ptr, 0, valid_query, HEAD_DIM, BLOCK_D, codes_ptr),)
     if REST_D > 0:
         query += (_load_query(query_ptr, BLOCK_D, valid_query, HEAD_DIM, REST_D, codes_ptr),)
@@ -568,8 +568,8 @@ def _attention_kernel(
             CHILD_ROWS,
             BLOCK_D,
             REST_D,
-            CODE_STRIDE,
-            MEAN_STRIDE,
+            PADDED_DIM,
+            MEAN_COLUMNS,
             SELECTS,
             CORRECTING,
         ),
@@ -752,7 +752,7 @@ def launch_constants(
     if parent_block > 64:
         again = 16, max(1, 16 // max(1, child_rows))
     return {
-        "QUERY_STRIDE": query_stride,
+        "QUERY_STRIDE_TOKEN": query_stride,
         "HEADS": heads,
         "HEAD_DIM": head_dim,
         "NUM_PARENTS": num_parents,
@@ -768,8 +768,8 @@ def launch_constants(
         # (triton issues 10486, 11366).
         "BLOCK_D": 64 if config.rest_columns else padded_dim,
         "REST_D": config.rest_columns,
-        "CODE_STRIDE": padded_dim,
-        "MEAN_STRIDE": mean_columns(head_dim),
+        "PADDED_DIM": padded_dim,
+        "MEAN_COLUMNS": mean_columns(head_dim),
         "BLOCK_M": parent_block,
         "BLOCK_P": config.parents_per_block,
         "RUNNING": config.running_max,

@@ -16,11 +16,11 @@ from torch import Tensor
 
 def padded_sizes(head_dim: int, num_parents: int, num_children: int) -> tuple[int, int, int]:
     """DP, MP and CP: powers of two, the first two at least 16 (least side of a matrix product)."""
-    padded_children = _next_power_of_2(num_children) if num_children else 0
+    child_rows = _next_power_of_2(num_children) if num_children else 0
     return (
         max(16, _next_power_of_2(head_dim)),
         max(16, _next_power_of_2(num_parents)),
-        padded_children,
+        child_rows,
     )
 
 
@@ -87,13 +87,13 @@ def pack(
             depend on the key k; -inf on padding rows.
     """
     num_parents, num_children, head_dim = children.shape[1:]
-    padded_dim, padded_parents, padded_children = padded_sizes(head_dim, num_parents, num_children)
+    padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
     factor = scale * math.log2(math.e)
 
     parents, children = parents.double(), children.double()
     centre = parents.sort(dim=1).values[:, num_parents // 2, None]
-    children = F.pad(children, (0, 0, 0, padded_children - num_children), value=torch.inf)
-    parents = F.pad(parents, (0, 0, 0, padded_parents - num_parents), value=torch.inf)
+    children = F.pad(children, (0, 0, 0, child_rows - num_children), value=torch.inf)
+    parents = F.pad(parents, (0, 0, 0, parent_rows - num_parents), value=torch.inf)
     codewords = torch.cat([parents, children.flatten(1, 2)], dim=1)
     is_padding = codewords[..., :1].isinf()
 

@@ -53,7 +53,7 @@ class Config:
     leaf_stages: int
 
 
-def configure(
+def default_config(
     num_heads: int,
     num_keys: int,
     padded_dim: int,
@@ -116,7 +116,7 @@ def _first_maximum(scores, columns, LAST: tl.constexpr):
 
 @triton.jit
 def _nearest_parents(key, codes, bias, first_parent, LAST: tl.constexpr):
-    """[KEYS, 8] best score among every eighth parent of a tile, and that parent.
+    """(KEYS, 8) best score among every eighth parent of a tile, and that parent.
 
     A thread holds a row's scores in two of eight columns, so this needs no other thread.
     """
@@ -137,24 +137,32 @@ def _count_bits(bits):
 
 @triton.jit
 def _load_rows(
-    base_ptr, rows, stride, is_row, D: tl.constexpr, DP: tl.constexpr, ALIGN: tl.constexpr
+    base_ptr,
+    rows,
+    stride,
+    is_row,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """Rows of D numbers, padded with zeros to DP."""
-    columns = tl.arange(0, DP)
+    columns = tl.arange(0, PADDED_DIM)
     offsets = (rows.to(tl.int64) * stride * ALIGN)[:, None] + columns[None, :]
-    return tl.load(base_ptr + offsets, mask=is_row[:, None] & (columns < D)[None, :], other=0.0)
+    return tl.load(
+        base_ptr + offsets, mask=is_row[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
+    )
 
 
 @triton.jit
-def _load_codes(codes_ptr, rows, DP: tl.constexpr):
-    return tl.load(codes_ptr + rows[:, None] * DP + tl.arange(0, DP)[None, :])
+def _load_codes(codes_ptr, rows, PADDED_DIM: tl.constexpr):
+    return tl.load(codes_ptr + rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :])
 
 
 @triton.jit(
     do_not_specialize=[
-        "key_stride_b",
-        "key_stride_h",
-        "key_stride_s",
+        "key_stride_batch",
+        "key_stride_head",
+        "key_stride_token",
         "num_keys",
         "chunk_keys",
     ]
@@ -168,15 +176,15 @@ def sort_kernel(
     count_ptr,
     start_ptr,
     ticket_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
+    key_stride_batch,
+    key_stride_head,
+    key_stride_token,
     num_keys,
     chunk_keys,
-    NUM_CODES: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    MP: tl.constexpr,
+    CODE_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PARENT_ROWS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     KEYS: tl.constexpr,
     PARENTS: tl.constexpr,
@@ -205,46 +213,46 @@ def sort_kernel(
     first = chunk * chunk_keys
     length = tl.minimum(chunk_keys, num_keys - first)
 
-    key_stride_s = key_stride_s.to(tl.int64) * ALIGN
-    key_ptr += (batch.to(tl.int64) * key_stride_b + head.to(tl.int64) * key_stride_h) * ALIGN
-    key_ptr += first * key_stride_s
-    codes_ptr += head * NUM_CODES * DP
-    bias_ptr += head * NUM_CODES
+    key_stride_token = key_stride_token.to(tl.int64) * ALIGN
+    key_ptr += (batch.to(tl.int64) * key_stride_batch + head.to(tl.int64) * key_stride_head) * ALIGN
+    key_ptr += first * key_stride_token
+    codes_ptr += head * CODE_ROWS * PADDED_DIM
+    bias_ptr += head * CODE_ROWS
     rank_ptr += batch_chunk * chunk_keys
     order_ptr += batch_head * num_keys + first
-    count_ptr += batch_chunk * STRIPS * MP
-    start_ptr += batch_head * (MP + 1) * NUM_CHUNKS + chunk
+    count_ptr += batch_chunk * STRIPS * PARENT_ROWS
+    start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS + chunk
 
-    all_parents = tl.arange(0, MP)
+    all_parents = tl.arange(0, PARENT_ROWS)
     parents = tl.arange(0, PARENTS)
     if RESIDENT:
         codes = ()
-        for first_parent in tl.static_range(0, MP, PARENTS):
-            codes += (_load_codes(codes_ptr, first_parent + parents, DP),)
-    if MP == PARENTS:
+        for first_parent in tl.static_range(0, PARENT_ROWS, PARENTS):
+            codes += (_load_codes(codes_ptr, first_parent + parents, PADDED_DIM),)
+    if PARENT_ROWS == PARENTS:
         bias = tl.load(bias_ptr + parents)
 
     rows = tl.arange(0, KEYS)
-    columns = tl.arange(0, DP)
-    # [KEYS, DP] Offsets in a tile fit 32 bits; the tile's own is a scalar.
-    offsets = rows[:, None] * key_stride_s.to(tl.int32) + columns[None, :]
+    columns = tl.arange(0, PADDED_DIM)
+    # (KEYS, DP) Offsets in a tile fit 32 bits; the tile's own is a scalar.
+    offsets = rows[:, None] * key_stride_token.to(tl.int32) + columns[None, :]
     for tile in tl.range(0, length, KEYS):
-        # [KEYS, DP]
+        # (KEYS, DP)
         is_key = tile + rows < length
         key = tl.load(
-            key_ptr + tile * key_stride_s + offsets,
-            mask=is_key[:, None] & (columns < D)[None, :],
+            key_ptr + tile * key_stride_token + offsets,
+            mask=is_key[:, None] & (columns < HEAD_DIM)[None, :],
             other=0.0,
         ).to(codes_ptr.dtype.element_ty)
 
-        # [KEYS, 8]
-        if MP == PARENTS:
-            best, parent = _nearest_parents(key, codes[0], bias, 0, MP - 1)
+        # (KEYS, 8)
+        if PARENT_ROWS == PARENTS:
+            best, parent = _nearest_parents(key, codes[0], bias, 0, PARENT_ROWS - 1)
         else:
             best = tl.full([KEYS, 8], float("-inf"), tl.float32)
-            parent = tl.full([KEYS, 8], MP - 1, tl.int32)
+            parent = tl.full([KEYS, 8], PARENT_ROWS - 1, tl.int32)
             if RESIDENT:
-                for part in tl.static_range(MP // PARENTS):
+                for part in tl.static_range(PARENT_ROWS // PARENTS):
                     bias = tl.load(bias_ptr + part * PARENTS + parents)
                     tile_best, tile_parent = _nearest_parents(
                         key, codes[part], bias, part * PARENTS, PARENTS - 1
@@ -252,18 +260,18 @@ def sort_kernel(
                     parent = tl.where(tile_best > best, tile_parent, parent)
                     best = tl.maximum(best, tile_best)
             else:
-                for first_parent in tl.range(0, MP, PARENTS):
+                for first_parent in tl.range(0, PARENT_ROWS, PARENTS):
                     bias = tl.load(bias_ptr + first_parent + parents)
                     tile_best, tile_parent = _nearest_parents(
                         key,
-                        _load_codes(codes_ptr, first_parent + parents, DP),
+                        _load_codes(codes_ptr, first_parent + parents, PADDED_DIM),
                         bias,
                         first_parent,
                         PARENTS - 1,
                     )
                     parent = tl.where(tile_best > best, tile_parent, parent)
                     best = tl.maximum(best, tile_best)
-        _, parent = _first_maximum(best, parent, MP - 1)
+        _, parent = _first_maximum(best, parent, PARENT_ROWS - 1)
         tl.store(rank_ptr + tile + rows, parent, mask=is_key)
 
     lanes = tl.arange(0, 32 * STRIPS)
@@ -273,36 +281,38 @@ def sort_kernel(
     earlier_bits = (tl.full([32 * STRIPS], 1, tl.uint32) << in_strip) - 1
     strip_keys = chunk_keys // STRIPS
     lane_offsets = strip * strip_keys + lanes % 32
-    # [32, STRIPS] All keys of a strip in one thread, the strips in different warps.
+    # (32, STRIPS) All keys of a strip in one thread, the strips in different warps.
     other_offsets = tl.arange(0, 32)[:, None] + tl.arange(0, STRIPS)[None, :] * strip_keys
-    strip_counts_ptr = count_ptr + tl.arange(0, STRIPS)[:, None] * MP + all_parents[None, :]
-    tl.store(strip_counts_ptr, tl.zeros([STRIPS, MP], tl.int32))
+    strip_counts_ptr = (
+        count_ptr + tl.arange(0, STRIPS)[:, None] * PARENT_ROWS + all_parents[None, :]
+    )
+    tl.store(strip_counts_ptr, tl.zeros([STRIPS, PARENT_ROWS], tl.int32))
     # Parents, counts and ranks pass from thread to thread through memory.
     tl.debug_barrier()
     for tile in tl.range(0, strip_keys, 32):
-        # [32 STRIPS]
+        # (32 STRIPS)
         keys = tile + lane_offsets
         is_key = keys < length
         parent = tl.load(rank_ptr + keys, mask=is_key, other=-1)
-        # [32, STRIPS]
+        # (32, STRIPS)
         others = tile + other_offsets
         other_parent = tl.load(rank_ptr + others, mask=others < length, other=-1)
 
-        # [32 STRIPS] Bit i of a key says whether key i of its strip has the same parent.
+        # (32 STRIPS) Bit i of a key says whether key i of its strip has the same parent.
         is_same = other_parent[:, :, None] == parent.reshape(STRIPS, 32)[None, :, :]
         same = tl.sum(tl.where(is_same, bit[:, None, None], 0), axis=0).reshape(32 * STRIPS)
         same = same.to(tl.uint32)
         is_last = same >> in_strip == 1
-        parent_count_ptr = count_ptr + strip * MP + parent
+        parent_count_ptr = count_ptr + strip * PARENT_ROWS + parent
         rank = tl.load(parent_count_ptr, mask=is_key, other=0)
         rank += _count_bits(same & earlier_bits).to(tl.int32)
 
         tl.debug_barrier()
-        tl.store(rank_ptr + keys, rank * MP + parent, mask=is_key)
+        tl.store(rank_ptr + keys, rank * PARENT_ROWS + parent, mask=is_key)
         tl.store(parent_count_ptr, rank + 1, mask=is_key & is_last)
         tl.debug_barrier()
 
-    # [STRIPS, MP]
+    # (STRIPS, MP)
     strip_counts = tl.load(strip_counts_ptr)
     counts = tl.sum(strip_counts, axis=0)
     start = tl.cumsum(counts, axis=0) - counts
@@ -310,33 +320,35 @@ def sort_kernel(
     tl.debug_barrier()
     tl.store(strip_counts_ptr, strip_start)
     tl.store(start_ptr + all_parents * NUM_CHUNKS, start)
-    tl.store(start_ptr + MP * NUM_CHUNKS, length)
+    tl.store(start_ptr + PARENT_ROWS * NUM_CHUNKS, length)
     if chunk == 0:
-        tl.store(ticket_ptr + batch_head * MP + all_parents, tl.zeros([MP], tl.int32))
+        tl.store(
+            ticket_ptr + batch_head * PARENT_ROWS + all_parents, tl.zeros([PARENT_ROWS], tl.int32)
+        )
 
     tl.debug_barrier()
     for tile in tl.range(0, length, 128 * STRIPS):
-        # [128 STRIPS]
+        # (128 STRIPS)
         keys = tile + tl.arange(0, 128 * STRIPS)
         is_key = keys < length
         rank = tl.load(rank_ptr + keys, mask=is_key, other=0)
         parent_start = tl.load(
-            count_ptr + keys // strip_keys * MP + rank % MP, mask=is_key, other=0
+            count_ptr + keys // strip_keys * PARENT_ROWS + rank % PARENT_ROWS, mask=is_key, other=0
         )
-        tl.store(order_ptr + parent_start + rank // MP, first + keys, mask=is_key)
+        tl.store(order_ptr + parent_start + rank // PARENT_ROWS, first + keys, mask=is_key)
 
 
 @triton.jit
 def _extra_pieces(
-    start_ptr, num_chunks, PIECE: tl.constexpr, MP: tl.constexpr, NUM_CHUNKS: tl.constexpr
+    start_ptr, num_chunks, PIECE: tl.constexpr, PARENT_ROWS: tl.constexpr, NUM_CHUNKS: tl.constexpr
 ):
-    """[MP] pieces of each parent after its first."""
-    MOST: tl.constexpr = 2048 // MP
+    """(MP) pieces of each parent after its first."""
+    MOST: tl.constexpr = 2048 // PARENT_ROWS
     CHUNKS: tl.constexpr = NUM_CHUNKS if NUM_CHUNKS < MOST else MOST
-    num_keys = tl.zeros([MP], tl.int32)
+    num_keys = tl.zeros([PARENT_ROWS], tl.int32)
     for first_chunk in tl.range(0, num_chunks, CHUNKS):
         chunks = first_chunk + tl.arange(0, CHUNKS)
-        offsets = tl.arange(0, MP)[:, None] * NUM_CHUNKS + chunks[None, :]
+        offsets = tl.arange(0, PARENT_ROWS)[:, None] * NUM_CHUNKS + chunks[None, :]
         is_chunk = (chunks < num_chunks)[None, :]
         starts = tl.load(start_ptr + offsets, mask=is_chunk, other=0)
         stops = tl.load(start_ptr + offsets + NUM_CHUNKS, mask=is_chunk, other=0)
@@ -351,47 +363,65 @@ def _store_aggregates(
     sums,
     counts,
     parent,
-    M0: tl.constexpr,
-    CP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    MP: tl.constexpr,
-    L: tl.constexpr,
+    NUM_PARENTS: tl.constexpr,
+    CHILD_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    MEAN_COLUMNS: tl.constexpr,
+    PARENT_ROWS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
 ):
     """Write the rows of one parent: all its keys, those that stay, and those of its children."""
-    slots = tl.arange(0, L)
+    slots = tl.arange(0, NUM_SLOTS)
     count = tl.sum(counts, axis=0)
-    # [L] keys that a slot's values are averaged over: those who stay, over all of the parent.
+    # (L) keys that a slot's values are averaged over: those who stay, over all of the parent.
     over = tl.maximum(tl.where(slots == 0, count, counts), 1)
     share = tl.where(slots == 0, counts * (1.0 / over), 1.0)
-    rows = tl.where(slots == 0, MP + parent, 2 * MP + parent * CP + slots - 1)
-    is_row = slots <= tl.where(parent < M0, CP, 0)
-    _store_means(means_ptr + rows * DV, sums * (1.0 / over)[:, None], share, is_row, D, DP, DV)
+    rows = tl.where(
+        slots == 0, PARENT_ROWS + parent, 2 * PARENT_ROWS + parent * CHILD_ROWS + slots - 1
+    )
+    is_row = slots <= tl.where(parent < NUM_PARENTS, CHILD_ROWS, 0)
+    _store_means(
+        means_ptr + rows * MEAN_COLUMNS,
+        sums * (1.0 / over)[:, None],
+        share,
+        is_row,
+        HEAD_DIM,
+        PADDED_DIM,
+        MEAN_COLUMNS,
+    )
     is_child = (slots > 0) & is_row
-    tl.store(logs_ptr + MP + parent * CP + slots - 1, _log2(counts), mask=is_child)
+    tl.store(logs_ptr + PARENT_ROWS + parent * CHILD_ROWS + slots - 1, _log2(counts), mask=is_child)
 
-    # [1, DP]
+    # (1, DP)
     sums = tl.sum(sums, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
     ones = tl.full([1], 1.0, tl.float32)
     row = tl.arange(0, 1) + parent
-    _store_means(means_ptr + row * DV, sums, ones, ones > 0, D, DP, DV)
+    _store_means(
+        means_ptr + row * MEAN_COLUMNS, sums, ones, ones > 0, HEAD_DIM, PADDED_DIM, MEAN_COLUMNS
+    )
     tl.store(logs_ptr + parent, _log2(count))
 
 
 @triton.jit
 def _store_means(
-    row_ptr, means, share, is_row, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr
+    row_ptr,
+    means,
+    share,
+    is_row,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    MEAN_COLUMNS: tl.constexpr,
 ):
     """Write rows of DV columns: D of a mean, and the share of keys in the others."""
-    columns = tl.arange(0, DP)
-    rows = tl.where((columns < D)[None, :], means, share[:, None])
+    columns = tl.arange(0, PADDED_DIM)
+    rows = tl.where((columns < HEAD_DIM)[None, :], means, share[:, None])
     dtype = row_ptr.dtype.element_ty
-    mask = is_row[:, None] & (columns < DV)[None, :]
+    mask = is_row[:, None] & (columns < MEAN_COLUMNS)[None, :]
     tl.store(row_ptr[:, None] + columns[None, :], rows.to(dtype), mask=mask)
-    if DV > DP:
-        columns = DP + tl.arange(0, DV - DP)
-        rows = tl.broadcast_to(share[:, None], [share.shape[0], DV - DP])
+    if MEAN_COLUMNS > PADDED_DIM:
+        columns = PADDED_DIM + tl.arange(0, MEAN_COLUMNS - PADDED_DIM)
+        rows = tl.broadcast_to(share[:, None], [share.shape[0], MEAN_COLUMNS - PADDED_DIM])
         tl.store(row_ptr[:, None] + columns[None, :], rows.to(dtype), mask=is_row[:, None])
 
 
@@ -403,12 +433,12 @@ def _log2(count):
 
 @triton.jit(
     do_not_specialize=[
-        "key_stride_b",
-        "key_stride_h",
-        "key_stride_s",
-        "value_stride_b",
-        "value_stride_h",
-        "value_stride_s",
+        "key_stride_batch",
+        "key_stride_head",
+        "key_stride_token",
+        "value_stride_batch",
+        "value_stride_head",
+        "value_stride_token",
         "num_keys",
         "chunk_keys",
         "num_chunks",
@@ -427,25 +457,25 @@ def aggregate_kernel(
     piece_counts_ptr,
     means_ptr,
     logs_ptr,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
+    key_stride_batch,
+    key_stride_head,
+    key_stride_token,
+    value_stride_batch,
+    value_stride_head,
+    value_stride_token,
     num_keys,
     chunk_keys,
     num_chunks,
     num_pieces,
-    NUM_CODES: tl.constexpr,
-    M0: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    MP: tl.constexpr,
-    CP: tl.constexpr,
-    L: tl.constexpr,
+    CODE_ROWS: tl.constexpr,
+    NUM_PARENTS: tl.constexpr,
+    NUM_CHILDREN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    MEAN_COLUMNS: tl.constexpr,
+    PARENT_ROWS: tl.constexpr,
+    CHILD_ROWS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     LOG2_CHUNKS: tl.constexpr,
     PIECE: tl.constexpr,
@@ -465,29 +495,33 @@ def aggregate_kernel(
     piece = tl.program_id(2)
     batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
 
-    key_ptr += (batch.to(tl.int64) * key_stride_b + head.to(tl.int64) * key_stride_h) * ALIGN
-    value_ptr += (batch.to(tl.int64) * value_stride_b + head.to(tl.int64) * value_stride_h) * ALIGN
-    codes_ptr += head * NUM_CODES * DP
-    bias_ptr += head * NUM_CODES
+    key_ptr += (batch.to(tl.int64) * key_stride_batch + head.to(tl.int64) * key_stride_head) * ALIGN
+    value_ptr += (
+        batch.to(tl.int64) * value_stride_batch + head.to(tl.int64) * value_stride_head
+    ) * ALIGN
+    codes_ptr += head * CODE_ROWS * PADDED_DIM
+    bias_ptr += head * CODE_ROWS
     order_ptr += batch_head * num_keys
-    start_ptr += batch_head * (MP + 1) * NUM_CHUNKS
-    ticket_ptr += batch_head * MP
-    piece_sums_ptr += batch_head * num_pieces * L * DP
-    piece_counts_ptr += batch_head * num_pieces * L
-    means_ptr += batch_head * (MP + NUM_CODES) * DV
-    logs_ptr += batch_head * NUM_CODES
+    start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS
+    ticket_ptr += batch_head * PARENT_ROWS
+    piece_sums_ptr += batch_head * num_pieces * NUM_SLOTS * PADDED_DIM
+    piece_counts_ptr += batch_head * num_pieces * NUM_SLOTS
+    means_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * MEAN_COLUMNS
+    logs_ptr += batch_head * CODE_ROWS
 
     parent = piece
     part = 0
-    if piece >= MP:
-        extra = _extra_pieces(start_ptr, num_chunks, PIECE, MP, NUM_CHUNKS)
-        stop_piece = MP + tl.cumsum(extra, axis=0)
+    if piece >= PARENT_ROWS:
+        extra = _extra_pieces(start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
+        stop_piece = PARENT_ROWS + tl.cumsum(extra, axis=0)
         parent = tl.sum((stop_piece <= piece).to(tl.int32), axis=0)
-        if parent >= MP:
+        if parent >= PARENT_ROWS:
             return
-        part = 1 + piece - tl.sum(tl.where(tl.arange(0, MP) == parent, stop_piece - extra, 0))
+        part = (
+            1 + piece - tl.sum(tl.where(tl.arange(0, PARENT_ROWS) == parent, stop_piece - extra, 0))
+        )
 
-    # [NUM_CHUNKS] where the parent's keys are in each chunk, and how many come in earlier chunks.
+    # (NUM_CHUNKS) where the parent's keys are in each chunk, and how many come in earlier chunks.
     chunks = tl.arange(0, NUM_CHUNKS)
     is_chunk = chunks < num_chunks
     starts = tl.load(start_ptr + parent * NUM_CHUNKS + chunks, mask=is_chunk, other=0)
@@ -496,23 +530,23 @@ def aggregate_kernel(
     earlier = tl.cumsum(stops - starts, axis=0) - (stops - starts)
     shift = chunks * chunk_keys + starts - earlier
 
-    slots = tl.arange(0, L)
-    if C > 0:
-        # [L, DP]
-        code_rows = tl.where(slots == 0, parent, MP + parent * CP + slots - 1)
-        is_code = slots <= tl.where(parent < M0, C, 0)
+    slots = tl.arange(0, NUM_SLOTS)
+    if NUM_CHILDREN > 0:
+        # (L, DP)
+        code_rows = tl.where(slots == 0, parent, PARENT_ROWS + parent * CHILD_ROWS + slots - 1)
+        is_code = slots <= tl.where(parent < NUM_PARENTS, NUM_CHILDREN, 0)
         codes = tl.load(
-            codes_ptr + code_rows[:, None] * DP + tl.arange(0, DP)[None, :],
+            codes_ptr + code_rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :],
             mask=is_code[:, None],
             other=0.0,
         )
         bias = tl.load(bias_ptr + code_rows, mask=is_code, other=float("-inf"))
 
-    sums = tl.zeros([L, DP], tl.float32)
-    chosen_counts = tl.zeros([L, KEYS], tl.int32)
+    sums = tl.zeros([NUM_SLOTS, PADDED_DIM], tl.float32)
+    chosen_counts = tl.zeros([NUM_SLOTS, KEYS], tl.int32)
     stop = tl.minimum((part + 1) * PIECE, total)
     for tile in tl.range(part * PIECE, stop, KEYS):
-        # [KEYS] The chunk of a key is the last one that starts at or before its position.
+        # (KEYS) The chunk of a key is the last one that starts at or before its position.
         position = tile + tl.arange(0, KEYS)
         is_key = position < stop
         chunk = tl.zeros([KEYS], tl.int32)
@@ -522,15 +556,17 @@ def aggregate_kernel(
         position += tl.gather(shift, chunk, axis=0)
         keys = tl.load(order_ptr + position, mask=is_key, other=0)
 
-        # [KEYS, DP]
-        value = _load_rows(value_ptr, keys, value_stride_s, is_key, D, DP, ALIGN)
+        # (KEYS, DP)
+        value = _load_rows(value_ptr, keys, value_stride_token, is_key, HEAD_DIM, PADDED_DIM, ALIGN)
         value = value.to(codes_ptr.dtype.element_ty)
 
-        # [L, KEYS]
-        if C > 0:
-            key = _load_rows(key_ptr, keys, key_stride_s, is_key, D, DP, ALIGN)
+        # (L, KEYS)
+        if NUM_CHILDREN > 0:
+            key = _load_rows(key_ptr, keys, key_stride_token, is_key, HEAD_DIM, PADDED_DIM, ALIGN)
             key = key.to(codes_ptr.dtype.element_ty)
-            _, slot = _first_maximum(_product(key, codes.T) + bias[None, :], slots[None, :], L - 1)
+            _, slot = _first_maximum(
+                _product(key, codes.T) + bias[None, :], slots[None, :], NUM_SLOTS - 1
+            )
             is_chosen = (slots[:, None] == slot[None, :]) & is_key[None, :]
         else:
             is_chosen = (slots[:, None] == 0) & is_key[None, :]
@@ -539,23 +575,51 @@ def aggregate_kernel(
     counts = tl.sum(chosen_counts, axis=1)
 
     if total <= PIECE:
-        _store_aggregates(means_ptr, logs_ptr, sums, counts, parent, M0, CP, D, DP, DV, MP, L)
+        _store_aggregates(
+            means_ptr,
+            logs_ptr,
+            sums,
+            counts,
+            parent,
+            NUM_PARENTS,
+            CHILD_ROWS,
+            HEAD_DIM,
+            PADDED_DIM,
+            MEAN_COLUMNS,
+            PARENT_ROWS,
+            NUM_SLOTS,
+        )
     else:
-        offsets = slots[:, None] * DP + tl.arange(0, DP)[None, :]
-        tl.store(piece_sums_ptr + piece * (L * DP) + offsets, sums)
-        tl.store(piece_counts_ptr + piece * L + slots, counts)
+        offsets = slots[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
+        tl.store(piece_sums_ptr + piece * (NUM_SLOTS * PADDED_DIM) + offsets, sums)
+        tl.store(piece_counts_ptr + piece * NUM_SLOTS + slots, counts)
         # All threads have stored before one of them says so.
         tl.debug_barrier()
         num_parts = tl.cdiv(total, PIECE)
         if tl.atomic_add(ticket_ptr + parent, 1) == num_parts - 1:
-            extra = _extra_pieces(start_ptr, num_chunks, PIECE, MP, NUM_CHUNKS)
-            first_extra = MP + tl.sum(tl.where(tl.arange(0, MP) < parent, extra, 0), axis=0)
-            sums = tl.load(piece_sums_ptr + parent * (L * DP) + offsets)
-            counts = tl.load(piece_counts_ptr + parent * L + slots)
+            extra = _extra_pieces(start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
+            first_extra = PARENT_ROWS + tl.sum(
+                tl.where(tl.arange(0, PARENT_ROWS) < parent, extra, 0), axis=0
+            )
+            sums = tl.load(piece_sums_ptr + parent * (NUM_SLOTS * PADDED_DIM) + offsets)
+            counts = tl.load(piece_counts_ptr + parent * NUM_SLOTS + slots)
             for other in tl.range(first_extra, first_extra + num_parts - 1):
-                sums += tl.load(piece_sums_ptr + other * (L * DP) + offsets)
-                counts += tl.load(piece_counts_ptr + other * L + slots)
-            _store_aggregates(means_ptr, logs_ptr, sums, counts, parent, M0, CP, D, DP, DV, MP, L)
+                sums += tl.load(piece_sums_ptr + other * (NUM_SLOTS * PADDED_DIM) + offsets)
+                counts += tl.load(piece_counts_ptr + other * NUM_SLOTS + slots)
+            _store_aggregates(
+                means_ptr,
+                logs_ptr,
+                sums,
+                counts,
+                parent,
+                NUM_PARENTS,
+                CHILD_ROWS,
+                HEAD_DIM,
+                PADDED_DIM,
+                MEAN_COLUMNS,
+                PARENT_ROWS,
+                NUM_SLOTS,
+            )
 
 
 def precompute(
@@ -647,22 +711,24 @@ def _plan(
     align: int,
     config: Config | None,
 ) -> _Plan:
-    padded_dim, padded_parents, padded_children = padded_sizes(head_dim, num_parents, num_children)
-    config = config or configure(num_heads, num_keys, padded_dim, num_parents, num_children, dtype)
-    num_codes = padded_parents + num_parents * padded_children
-    num_slots = max(16, 2 * padded_children)
+    padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
+    config = config or default_config(
+        num_heads, num_keys, padded_dim, num_parents, num_children, dtype
+    )
+    code_rows = parent_rows + num_parents * child_rows
+    num_slots = max(16, 2 * child_rows)
     # Products and strips both divide a chunk.
     tile_keys = max(config.sort_keys, 32 * config.sort_warps)
     chunk_keys = -(-num_keys // (tile_keys * config.num_chunks)) * tile_keys
-    num_pieces = padded_parents + num_keys // config.piece_keys
-    sort_parents = min(config.sort_parents, padded_parents)
-    resident_rows = padded_parents + config.sort_stages * config.sort_keys
+    num_pieces = parent_rows + num_keys // config.piece_keys
+    sort_parents = min(config.sort_parents, parent_rows)
+    resident_rows = parent_rows + config.sort_stages * config.sort_keys
     resident_bytes = resident_rows * padded_dim * (4 if dtype == torch.float32 else 2)
     sizes = {
-        "NUM_CODES": num_codes,
-        "D": head_dim,
-        "DP": padded_dim,
-        "MP": padded_parents,
+        "CODE_ROWS": code_rows,
+        "HEAD_DIM": head_dim,
+        "PADDED_DIM": padded_dim,
+        "PARENT_ROWS": parent_rows,
         "NUM_CHUNKS": config.num_chunks,
         "ALIGN": align,
     }
@@ -673,29 +739,29 @@ def _plan(
         integers=(
             (config.num_chunks, chunk_keys),
             (num_keys,),
-            (config.num_chunks, config.sort_warps, padded_parents),
-            (padded_parents + 1, config.num_chunks),
-            (padded_parents,),
+            (config.num_chunks, config.sort_warps, parent_rows),
+            (parent_rows + 1, config.num_chunks),
+            (parent_rows,),
             (num_pieces, num_slots),
         ),
         piece_sums=(num_pieces, num_slots, padded_dim),
-        means=(padded_parents + num_codes, mean_columns(head_dim)),
+        means=(parent_rows + code_rows, mean_columns(head_dim)),
         sort={
             **sizes,
             "KEYS": config.sort_keys,
             "PARENTS": sort_parents,
             "STRIPS": config.sort_warps,
-            "RESIDENT": sort_parents == padded_parents or resident_bytes <= config.sort_shared,
+            "RESIDENT": sort_parents == parent_rows or resident_bytes <= config.sort_shared,
             "num_warps": config.sort_warps,
             "num_stages": config.sort_stages,
         },
         aggregate={
             **sizes,
-            "M0": num_parents,
-            "C": num_children,
-            "DV": mean_columns(head_dim),
-            "CP": padded_children,
-            "L": num_slots,
+            "NUM_PARENTS": num_parents,
+            "NUM_CHILDREN": num_children,
+            "MEAN_COLUMNS": mean_columns(head_dim),
+            "CHILD_ROWS": child_rows,
+            "NUM_SLOTS": num_slots,
             "LOG2_CHUNKS": config.num_chunks.bit_length() - 1,
             "PIECE": config.piece_keys,
             "KEYS": config.leaf_keys,
