@@ -13,11 +13,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from diffusers import AutoPipelineForText2Image, DiffusionPipeline
+from diffusers import DiffusionPipeline
 from PIL import Image
 from platformdirs import user_cache_path
 from rich.console import Console
-from safetensors import SafetensorError
 from torch import nn
 
 from avq_diffusers.calibrate import calibrate
@@ -26,6 +25,7 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.elastic import CaptureProfile, measure_capture
 from avq_diffusers.files import atomic_write, naming
 from avq_diffusers.inspection import codebook_table, plot_codebooks
+from avq_diffusers.loading import first_line, load_pipeline
 from avq_diffusers.mini import (
     MINI_CODEBOOKS,
     MINI_CODEBOOKS_LEVEL1,
@@ -66,7 +66,8 @@ Model = Annotated[
     str,
     typer.Option(
         callback=model_path,
-        help="Folder or Hub id of a Stable Diffusion model, or mini-sd, the embedded one.",
+        help="Folder, .safetensors file or Hub id of a Stable Diffusion model, or mini-sd, the "
+        "embedded one.",
     ),
 ]
 Codebooks = Annotated[
@@ -365,7 +366,7 @@ def _load_model(
         levels=(0,) if levels is None else numbers_of("--levels", levels),
         exact=tuple(exact.split(",")) if exact else (),
     )
-    pipe = _load_pipeline(model, device)
+    pipe = load_pipeline(model, device)
     if levels is None:  # SDXL has no self-attention at level 0
         present = (layer.level for layer in select_layers(unet_of(pipe)))
         avq_config = replace(avq_config, levels=(min(present, default=0),))
@@ -388,27 +389,6 @@ def _add_avq(
     apply_avq(pipe, _find_codebooks(pipe, model, codebooks, config), route="always")
 
 
-def _load_pipeline(model: str, device: str | None) -> DiffusionPipeline:
-    if device is None:
-        device = next(
-            (name for name in ("cuda", "mps") if getattr(torch, name).is_available()), "cpu"
-        )
-    try:
-        on_cuda = torch.empty(0, device=device).is_cuda
-    except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"--device {device} cannot be used: {_first_line(error)}") from error
-    dtype = torch.float16 if on_cuda else torch.float32
-    try:
-        pipe = AutoPipelineForText2Image.from_pretrained(model, dtype=dtype)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"--model {model} could not be loaded: {_first_line(error)}") from error
-    return pipe.to(device)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
-
-
 def _find_codebooks(
     pipe: DiffusionPipeline, model: str, codebooks: str | None, config: AVQConfig
 ) -> AVQCodebooks:
@@ -424,7 +404,7 @@ def _find_codebooks(
             return AVQCodebooks.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"the codebooks in the cache are damaged: {_first_line(error)} Delete {folder} to "
+                f"the codebooks in the cache are damaged: {first_line(error)} Delete {folder} to "
                 f"calibrate again."
             ) from error
     console.print(f"no codebooks for this model yet: calibrating once, cached in {folder}")
@@ -442,7 +422,7 @@ def _load_codebooks(name: str) -> AVQCodebooks:
     try:
         return AVQCodebooks.from_pretrained(name)
     except OSError as error:
-        raise ValueError(f"codebooks {name} could not be loaded: {_first_line(error)}") from error
+        raise ValueError(f"codebooks {name} could not be loaded: {first_line(error)}") from error
 
 
 def _fingerprint(pipe: DiffusionPipeline, config: AVQConfig) -> str:

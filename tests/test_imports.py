@@ -25,12 +25,12 @@ LAYERS = (
     ("pipeline",),
     ("calibrate", "scalecrafter", "inspection", "sheet", "comparison"),
     ("elastic", "sensitivity", "mini"),
-    ("app", "sweep", "options"),
+    ("app", "sweep", "options", "loading"),
     ("cli",),
 )
 BACKENDS = ("reference", "fallback", "kernels")
 KNOW_DIFFUSERS = {"weights", "processor", "linfusion", "pipeline", "calibrate", "scalecrafter"}
-KNOW_DIFFUSERS |= {"unets", "runs", "elastic", "sensitivity", "cli"}
+KNOW_DIFFUSERS |= {"unets", "runs", "elastic", "sensitivity", "loading", "cli"}
 SHARED = {f"avq_diffusers.{name}" for name in ("files", "mini", "options", "runs")}
 HEAVY = {"triton", "torchvision", "matplotlib", "torchmetrics", "open_clip", "tensorboard", "yaml"}
 

@@ -1,0 +1,73 @@
+"""Text-to-image pipelines by name: a folder, an id of the Hub, or one file with all weights."""
+
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoPipelineForText2Image,
+    DiffusionPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from avq_diffusers.unets import unet_of
+
+
+def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
+    """Load a text-to-image pipeline, on a GPU of NVIDIA's in float16.
+
+    Args:
+        model: folder or Hub id of a model, or a .safetensors file of Stable Diffusion or SDXL in
+            its first layout, as fine-tunes are shared. Its configuration comes from the Hub.
+        device: cuda, mps or cpu; the fastest present if None.
+
+    Raises:
+        ValueError: the device cannot be used, or the model cannot be loaded or draw from a prompt.
+    """
+    if device is None:
+        device = next(
+            (name for name in ("cuda", "mps") if getattr(torch, name).is_available()), "cpu"
+        )
+    try:
+        on_cuda = torch.empty(0, device=device).is_cuda
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"--device {device} cannot be used: {first_line(error)}") from error
+    dtype = torch.float16 if on_cuda else torch.float32
+    try:
+        if Path(model).is_file():
+            pipe = _single_file_class(model).from_single_file(model, dtype=dtype)
+        else:
+            pipe = AutoPipelineForText2Image.from_pretrained(model, dtype=dtype)
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"--model {model}: its configuration is not in the cache, and the Hub cannot be "
+            f"reached; go online once."
+        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"--model {model} could not be loaded: {first_line(error)}") from error
+    channels = unet_of(pipe).config.in_channels
+    if channels != pipe.vae.config.latent_channels:
+        raise ValueError(
+            f"--model {model} draws from more than a prompt: its UNet takes {channels} channels, "
+            f"and latents have {pipe.vae.config.latent_channels}."
+        )
+    return pipe.to(device)
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a library says first, for a message of one line."""
+    return str(error).strip().splitlines()[0]
+
+
+def _single_file_class(path: str) -> type[DiffusionPipeline]:
+    if Path(path).suffix != ".safetensors":
+        raise ValueError("weights are read from .safetensors files only.")
+    with safe_open(path, "pt") as file:
+        names = set(file.keys())
+    if "model.diffusion_model.input_blocks.0.0.weight" not in names:
+        raise ValueError("it is no whole model of Stable Diffusion.")
+    # SDXL's two text encoders have this name.
+    is_xl = any(name.startswith("conditioner.embedders.") for name in names)
+    return StableDiffusionXLPipeline if is_xl else StableDiffusionPipeline
