@@ -14,12 +14,13 @@ from PIL import Image
 
 from avq_diffusers.comparison import psnr, refinable_parents, timed_picture
 from avq_diffusers.pipeline import Summary, applied_states, avq_disabled, set_num_refined, summary
-from avq_diffusers.scalecrafter import scalecrafter
+from avq_diffusers.scalecrafter import SETTINGS, scalecrafter
 from avq_diffusers.sheet import DIFFERENCE_GAIN, difference
 
 LARGEST_SEED = 2**32 - 1
 MOST_STEPS = 100
 SIZE_STEP = 64  # pixels; a size that every Stable Diffusion UNet takes
+LARGEST_SIDE = 4  # times that of training
 CACHE_SECONDS = 3600  # how long gradio keeps the files of pictures that it has shown
 
 PICTURE_HEIGHT = 280  # pixels on the page
@@ -182,7 +183,9 @@ def build_page(
     if guidance_scale is None:
         guidance_scale = inspect.signature(type(pipe).__call__).parameters["guidance_scale"].default
     side = studio.size
-    sizes = [side, *range(side // SIZE_STEP * SIZE_STEP + SIZE_STEP, 2 * side + 1, SIZE_STEP)]
+    first = side // SIZE_STEP * SIZE_STEP + SIZE_STEP
+    sizes = [side, *range(first, LARGEST_SIDE * side + 1, SIZE_STEP)]
+    dilated_sizes = ", ".join(f"{width * side:g} x {height * side:g}" for height, width in SETTINGS)
 
     def draw_exact(
         drawn: Drawn | None,
@@ -227,7 +230,7 @@ def build_page(
         ]
 
     def offer_scalecrafter(width: int, height: int) -> gr.Checkbox:
-        fits = width == height == 2 * side
+        fits = (height / side, width / side) in SETTINGS
         return gr.Checkbox(interactive=True) if fits else gr.Checkbox(False, interactive=False)
 
     def picture(title: str, name: str) -> tuple[gr.Markdown, gr.Image]:
@@ -260,7 +263,7 @@ def build_page(
                 steps = gr.Slider(1, MOST_STEPS, 25, step=1, label="Steps", elem_id="steps")
                 guidance = gr.Slider(1, 20, guidance_scale, step=0.5, label="Guidance")
                 dilated = gr.Checkbox(
-                    label=f"ScaleCrafter, for {2 * side} x {2 * side}", interactive=False
+                    label="ScaleCrafter", info=f"For {dilated_sizes}.", interactive=False
                 )
                 button = gr.Button("Draw", variant="primary", elem_id="draw")
             with gr.Column(scale=3):

@@ -43,11 +43,11 @@ def with_avq(config: AVQConfig = CONFIG):
     return apply_avq(pipe, random_codebooks(pipe.unet, config), route="always")
 
 
-def draw(pipe, seed: int = 0, steps: int = 1, size: int = SIDE, prompt: str = PROMPT):
+def draw(pipe, seed: int = 0, steps: int = 1, height: int = SIDE, width: int = SIDE):
     """What `avq generate` draws."""
-    sizes = {"height": size, "width": size, "num_inference_steps": steps}
+    sizes = {"height": height, "width": width, "num_inference_steps": steps}
     generator = torch.Generator().manual_seed(seed)
-    return np.asarray(pipe(prompt, generator=generator, **sizes).images[0])
+    return np.asarray(pipe(PROMPT, generator=generator, **sizes).images[0])
 
 
 def draw_exact(pipe, **arguments):
@@ -191,14 +191,17 @@ def test_layers_with_other_numbers_of_parents(site):
     assert steps == [1, 1]
 
 
-def test_scalecrafter_runs_for_one_picture(visit, reference):
-    fields = FIELDS | {"steps": 2, "width": 2 * SIDE, "height": 2 * SIDE}
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (2, 4)])
+def test_scalecrafter_runs_for_one_picture(visit, reference, height, width):
+    """Fails where the page offers another size than the authors', or swaps the sides."""
+    sizes = {"height": height * SIDE, "width": width * SIDE}
+    fields = FIELDS | {"steps": 2} | sizes
     ask = visit()
     dilated = pixels(ask(BUTTON, **fields | {"dilated": True})[1])
     plain = pixels(ask(BUTTON, **fields)[1])
-    assert np.array_equal(plain, draw_exact(reference, steps=2, size=2 * SIDE))
-    with scalecrafter(reference, 2 * SIDE, 2 * SIDE):
-        assert np.array_equal(dilated, draw_exact(reference, steps=2, size=2 * SIDE))
+    assert np.array_equal(plain, draw_exact(reference, steps=2, **sizes))
+    with scalecrafter(reference, **sizes):
+        assert np.array_equal(dilated, draw_exact(reference, steps=2, **sizes))
     assert not np.array_equal(dilated, plain)
 
 
