@@ -86,9 +86,9 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def save_linfusion(
-    path: str | Path,
     pipe: Any,
     layers: Mapping[str, Mapping[str, Tensor]],
+    path: str | Path,
     *,
     base_model: str | None = None,
     training: Mapping[str, Any] | None = None,
@@ -96,10 +96,10 @@ def save_linfusion(
     """Write trained layers into a folder, for `load_linfusion`.
 
     Args:
-        path: the folder; made where it is missing.
         pipe: a pipeline with the UNet that the layers are for, or the UNet.
         layers: for names of `select_layers(unet)`, the state of a `LinFusionProcessor` with tuned
             projections.
+        path: the folder; made where it is missing.
         base_model: name of the model they are for; informational.
         training: free summary of the training; informational.
 
@@ -129,15 +129,15 @@ def save_linfusion(
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def load_linfusion(path: str | Path, pipe: PipelineOrUNet) -> PipelineOrUNet:
+def load_linfusion(pipe: PipelineOrUNet, path: str | Path) -> PipelineOrUNet:
     """Run self-attention layers of a UNet with LinFusion's attention, as `save_linfusion` left it.
 
     Earlier LinFusion layers are removed first. The layers bring their own projections, on the
     UNet's device and in its dtype; what the UNet holds stays as it is, for `remove_linfusion`.
 
     Args:
-        path: the folder.
         pipe: a pipeline with the UNet of the layers' base model, or the UNet.
+        path: the folder.
 
     Returns:
         `pipe`.

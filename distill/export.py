@@ -45,7 +45,7 @@ def export(
         for name, layer in objective.projections().items()
     }
     save_linfusion(
-        path, objective.student, layers, base_model=base_model(config), training=training
+        objective.student, layers, path, base_model=base_model(config), training=training
     )
     return path
 

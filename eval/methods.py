@@ -322,7 +322,7 @@ def _load_folder(
         return Method(name, levels, codebooks, num_refined, sha256=digest)
     if num_refined is not None:
         raise ValueError(f"LinFusion layers refine no parents, but got {name!r}.")
-    load_linfusion(folder, pipe)
+    load_linfusion(pipe, folder)
     layers = _linfusion_layers(pipe)
     processors = {layer.name: layer.attn.processor for layer in layers}
     remove_linfusion(pipe)

@@ -379,12 +379,12 @@ def library_formats(pipe: StableDiffusionPipeline, codebooks: AVQCodebooks) -> l
             | {name: x for name, x in layer.attn.state_dict().items() if "norm" not in name}
             for layer in chosen
         }
-        save_linfusion(folder, unet, states)
+        save_linfusion(unet, states, folder)
         return folder / file
 
     def load_layers(path: Path) -> None:
         try:
-            load_linfusion(path.parent, unet)
+            load_linfusion(unet, path.parent)
         finally:
             remove_linfusion(unet)
 

@@ -222,7 +222,7 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
     pipe = StableDiffusionPipeline.from_pretrained(model, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     before = draw(pipe)
-    load_linfusion(tmp_path / "linfusion", pipe.unet)
+    load_linfusion(pipe.unet, tmp_path / "linfusion")
     assert (draw(pipe) - before).abs().max() > 1e-3
     phi = "processor.phi_q.3.weight"
     learned = final(tmp_path, step=2)["objective"][f"layers.0.{phi}"]

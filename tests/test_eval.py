@@ -285,7 +285,7 @@ def linfusion(tmp_path_factory):
         for layer in select_layers(unet, (1,))
     }
     folder = tmp_path_factory.mktemp("run") / "linfusion"
-    save_linfusion(folder, unet, layers, training={"steps": 5})
+    save_linfusion(unet, layers, folder, training={"steps": 5})
     return folder
 
 
@@ -392,7 +392,7 @@ def test_a_row_says_which_weights_a_folder_had(distilled, linfusion, tmp_path):
 def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
     """Fails for layers of another level, or switches that leave or lose something, in any order."""
     pipe = tiny_pipe()
-    expected = draw(load_linfusion(linfusion, pipe))
+    expected = draw(load_linfusion(pipe, linfusion))
     remove_linfusion(pipe)
     exact = draw(pipe)
     assert (expected - exact).abs().max() > 1e-3
@@ -486,7 +486,7 @@ def test_a_pipeline_with_avq_is_refused(name):
 def test_a_pipeline_with_linfusion_is_refused(name, linfusion):
     """Fails for LinFusion that is measured as exact attention."""
     pipe = tiny_pipe()
-    load_linfusion(linfusion, pipe.unet)
+    load_linfusion(pipe.unet, linfusion)
     message = r"has LinFusion already; call remove_linfusion\(pipe\) first"
     with pytest.raises(ValueError, match=message), attention_method(pipe, Method(name, (0,))):
         pass

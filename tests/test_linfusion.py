@@ -50,13 +50,13 @@ def layers(unet):
 @pytest.fixture
 def folder(unet, layers, tmp_path):
     path = tmp_path / "linfusion"
-    save_linfusion(path, unet, layers, base_model="tiny", training={"steps": 7})
+    save_linfusion(unet, layers, path, base_model="tiny", training={"steps": 7})
     return path
 
 
 def test_what_follows_the_output_projection(unet, folder):
     """Catches the factor and the dropout that end every diffusers processor left out."""
-    load_linfusion(folder, unet)
+    load_linfusion(unet, folder)
     attn = unet.get_submodule(LAYER)
     tokens = torch.randn(1, 256, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_what_follows_the_output_projection(unet, folder):
 
 def test_calibration_is_refused(unet, folder):
     """Catches layers that are said not to have run."""
-    load_linfusion(folder, unet)
+    load_linfusion(unet, folder)
     with pytest.raises(ValueError, match=r"LinFusion layers; call remove_linfusion\(pipe\) first"):
         calibrate(tiny_pipe(unet), ["a hen"], CONFIG, num_inference_steps=1)
 
@@ -227,7 +227,7 @@ class TestLoading:
             attn.load_state_dict(state, strict=False)
             attn.set_processor(LinFusionProcessor(attn.query_dim))
             attn.processor.load_state_dict(state, strict=False)
-        assert load_linfusion(folder, unet) is unet
+        assert load_linfusion(unet, folder) is unet
         assert torch.equal(predict(unet), predict(student))
         for layer in select_layers(unet):
             assert isinstance(layer.attn.processor, LinFusionProcessor) == (layer.level in LEVELS)
@@ -242,7 +242,7 @@ class TestLoading:
         attributes = {name: set(vars(module)) for name, module in unet.named_modules()}
         before = predict(unet)
         for _ in range(2):  # the second load takes the first one's place
-            load_linfusion(str(folder), unet)
+            load_linfusion(unet, str(folder))
         assert (predict(unet) - before).abs().max() > 1e-2
         assert remove_linfusion(unet) is unet
         after = unet.attn_processors
@@ -255,21 +255,21 @@ class TestLoading:
 
     def test_pipelines(self, pipe, folder, tmp_path):
         """Catches functions that take a UNet only, unlike those of AVQ and ScaleCrafter."""
-        exact, expected = predict(pipe.unet), predict(load_linfusion(folder, tiny_unet()))
-        assert load_linfusion(folder, pipe) is pipe
+        exact, expected = predict(pipe.unet), predict(load_linfusion(tiny_unet(), folder))
+        assert load_linfusion(pipe, folder) is pipe
         assert torch.equal(predict(pipe.unet), expected)
         processors = {
             layer.name: layer.attn.processor.state_dict()
             for layer in select_layers(pipe.unet)
             if isinstance(layer.attn.processor, LinFusionProcessor)
         }
-        save_linfusion(tmp_path / "again", pipe, processors)
+        save_linfusion(pipe, processors, tmp_path / "again")
         assert remove_linfusion(pipe) is pipe
         assert torch.equal(predict(pipe.unet), exact)
-        assert torch.equal(predict(load_linfusion(tmp_path / "again", pipe).unet), expected)
+        assert torch.equal(predict(load_linfusion(pipe, tmp_path / "again").unet), expected)
 
     def test_removal_leaves_the_processors_of_others(self, unet, folder):
-        load_linfusion(folder, unet)
+        load_linfusion(unet, folder)
         other = AttnProcessor()
         unet.get_submodule(LAYER).set_processor(other)
         remove_linfusion(unet)
@@ -279,18 +279,18 @@ class TestLoading:
 
     def test_half_precision(self, unet, folder):
         """Catches float32 layers in a half-precision UNet, and rounding that goes into the file."""
-        exact = predict(load_linfusion(folder, copy.deepcopy(unet)))
-        load_linfusion(folder, unet.bfloat16())
+        exact = predict(load_linfusion(copy.deepcopy(unet), folder))
+        load_linfusion(unet.bfloat16(), folder)
         assert {p.dtype for p in unet.parameters()} == {torch.bfloat16}
         inputs = torch.zeros(1, 4, 8, 8, dtype=torch.bfloat16)
         text = torch.zeros(1, 5, 32, dtype=torch.bfloat16)
         with torch.no_grad():
             assert unet(inputs, 10, text, return_dict=False)[0].isfinite().all()
-        assert torch.equal(predict(load_linfusion(folder, tiny_unet())), exact)
+        assert torch.equal(predict(load_linfusion(tiny_unet(), folder)), exact)
 
     def test_random_state_stays(self, unet, folder):
         state = torch.get_rng_state()
-        load_linfusion(folder, unet)
+        load_linfusion(unet, folder)
         assert torch.equal(torch.get_rng_state(), state)
 
     @pytest.mark.gpu
@@ -305,8 +305,8 @@ class TestLoading:
             with torch.no_grad():
                 return unet(inputs.to(device, dtype), 10, text.to(device, dtype)).sample.cpu()
 
-        expected = run(load_linfusion(folder, copy.deepcopy(unet)), torch.float32, "cpu")
-        load_linfusion(folder, unet.to("cuda", dtype))
+        expected = run(load_linfusion(copy.deepcopy(unet), folder), torch.float32, "cpu")
+        load_linfusion(unet.to("cuda", dtype), folder)
         eager = run(unet, dtype)
         compiled = run(torch.compile(unet), dtype)
         for output in (eager, compiled):
@@ -319,7 +319,7 @@ class TestRefusals:
     @pytest.fixture
     def loaded(self, folder):
         """A UNet with LinFusion layers; what is refused must leave them."""
-        unet = load_linfusion(folder, tiny_unet())
+        unet = load_linfusion(tiny_unet(), folder)
         before = unet.attn_processors
         yield unet
         after = unet.attn_processors
@@ -332,18 +332,18 @@ class TestRefusals:
             apply_avq(loaded, codebooks)
         processors = dict(apply_avq(unet, codebooks).attn_processors)
         with pytest.raises(ValueError, match=r"has AVQ; call remove_avq\(unet\)"):
-            load_linfusion(folder, unet)
+            load_linfusion(unet, folder)
         assert unet.attn_processors == processors
 
     @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
     def test_missing_file(self, folder, loaded, file):
         (folder / file).unlink()
         with pytest.raises(FileNotFoundError, match=f"LinFusion layers: there is no file .*{file}"):
-            load_linfusion(folder, loaded)
+            load_linfusion(loaded, folder)
 
     def test_missing_folder(self, tmp_path, loaded):
         with pytest.raises(FileNotFoundError, match=r"there is no file .*nowhere.config\.json"):
-            load_linfusion(tmp_path / "nowhere", loaded)
+            load_linfusion(loaded, tmp_path / "nowhere")
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -363,13 +363,13 @@ class TestRefusals:
             content = json.dumps(json.loads(path.read_text()) | content)
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
-            load_linfusion(folder, loaded)
+            load_linfusion(loaded, folder)
 
     def test_codebooks(self, unet, tmp_path, loaded):
         random_codebooks(unet).save_pretrained(tmp_path)
         (tmp_path / "model.safetensors").touch()
         with pytest.raises(ValueError, match="is not a config of LinFusion layers"):
-            load_linfusion(tmp_path, loaded)
+            load_linfusion(loaded, tmp_path)
 
     @pytest.mark.parametrize("content", [b"", b"version https://git-lfs", None])
     def test_damaged_weights(self, folder, loaded, content):
@@ -378,7 +378,7 @@ class TestRefusals:
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2] if content is None else content)
         with pytest.raises(ValueError, match="is not a whole safetensors file"):
-            load_linfusion(folder, loaded)
+            load_linfusion(loaded, folder)
 
     def test_other_tensors_of_the_same_shapes(self, folder, loaded):
         """Catches one changed bit that leaves a plausible number."""
@@ -387,7 +387,7 @@ class TestRefusals:
         content[-1] ^= 1
         path.write_bytes(content)
         with pytest.raises(ValueError, match="does not hold the tensors that its config"):
-            load_linfusion(folder, loaded)
+            load_linfusion(loaded, folder)
 
     def test_layers_stay_that_cannot_be_replaced(self, folder, unet, layers):
         """Catches new weights beside an old config.json, or none."""
@@ -397,7 +397,7 @@ class TestRefusals:
         try:
             message = r"LinFusion layers could not be written to .*intact\."
             with pytest.raises(OSError, match=message):
-                save_linfusion(folder, unet, layers)
+                save_linfusion(unet, layers, folder)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -420,7 +420,7 @@ class TestRefusals:
         change(tensors)
         save_file(tensors, path)
         with pytest.raises(ValueError, match=message):
-            load_linfusion(folder, loaded)
+            load_linfusion(loaded, folder)
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -439,7 +439,7 @@ class TestRefusals:
         """Catches a folder that loading refuses."""
         change(layers)
         with pytest.raises(ValueError, match=message):
-            save_linfusion(tmp_path / "new", unet, layers)
+            save_linfusion(unet, layers, tmp_path / "new")
         assert not (tmp_path / "new").exists()
 
     @pytest.mark.parametrize(
@@ -455,14 +455,14 @@ class TestRefusals:
     def test_other_model(self, folder, make_unet, message):
         unet = make_unet()
         with pytest.raises(ValueError, match=message):
-            load_linfusion(folder, unet)
+            load_linfusion(unet, folder)
         assert LinFusionProcessor not in {type(x) for x in unet.attn_processors.values()}
 
     @pytest.mark.parametrize("pipe", [None, object(), "pipe"])
     def test_no_unet(self, folder, pipe):
         for call in (
-            lambda: save_linfusion(folder, pipe, {}),
-            lambda: load_linfusion(folder, pipe),
+            lambda: save_linfusion(pipe, {}, folder),
+            lambda: load_linfusion(pipe, folder),
             lambda: remove_linfusion(pipe),
         ):
             with pytest.raises(TypeError, match="expected a pipeline with a unet or a UNet, but"):
