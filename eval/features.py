@@ -34,9 +34,9 @@ from avq_diffusers import (
     select_layers,
     summary,
 )
-from eval.benchmarks.unet import SD15
 from eval.markdown import markdown_table
 from eval.report import ProcessFailed, environment, save_json
+from eval.unet_configs import SD15, SD21, SDXL, SDXL_REFINER, added_conditions
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Pipelines": (
@@ -112,7 +112,6 @@ CONFIG = AVQConfig.parse("M16P4C4")
 LATENT_SIZE = 32
 TIMESTEP = 150
 TEXT_TOKENS = 77
-POOLED_TEXT = 1280  # of SDXL's second text encoder
 HEADROOM = 1.5  # memory of a step over that of the weights
 
 
@@ -131,63 +130,11 @@ class FullSize:
     dtype: torch.dtype = torch.float32
 
 
-SDXL_TEXT = {
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256,
-}
 MODELS = {
     "SD1.5": FullSize((0, 1), SD15),
-    "SD 2.1": FullSize(
-        (0, 1),
-        {
-            "sample_size": 96,
-            "cross_attention_dim": 1024,
-            "attention_head_dim": (5, 10, 20, 20),
-            "use_linear_projection": True,
-            "upcast_attention": True,
-        },
-    ),
-    "SDXL base": FullSize(
-        (1, 2),
-        {
-            **SDXL_TEXT,
-            "sample_size": 128,
-            "block_out_channels": (320, 640, 1280),
-            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            "transformer_layers_per_block": (1, 2, 10),
-            "attention_head_dim": (5, 10, 20),
-            "cross_attention_dim": 2048,
-            "projection_class_embeddings_input_dim": 2816,
-        },
-        torch.bfloat16,
-    ),
-    "SDXL refiner": FullSize(
-        (1, 2),
-        {
-            **SDXL_TEXT,
-            "sample_size": 128,
-            "block_out_channels": (384, 768, 1536, 1536),
-            "down_block_types": (
-                "DownBlock2D",
-                "CrossAttnDownBlock2D",
-                "CrossAttnDownBlock2D",
-                "DownBlock2D",
-            ),
-            "up_block_types": (
-                "UpBlock2D",
-                "CrossAttnUpBlock2D",
-                "CrossAttnUpBlock2D",
-                "UpBlock2D",
-            ),
-            "transformer_layers_per_block": 4,
-            "attention_head_dim": (6, 12, 24, 24),
-            "cross_attention_dim": 1280,
-            "projection_class_embeddings_input_dim": 2560,
-        },
-        torch.bfloat16,
-    ),
+    "SD 2.1": FullSize((0, 1), SD21),
+    "SDXL base": FullSize((1, 2), SDXL, torch.bfloat16),
+    "SDXL refiner": FullSize((1, 2), SDXL_REFINER, torch.bfloat16),
 }
 
 
@@ -424,19 +371,12 @@ def _inputs(unet: UNet2DConditionModel, device: torch.device, dtype: torch.dtype
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    config = unet.config
-    inputs: dict[str, Any] = {
-        "sample": normal(1, config.in_channels, LATENT_SIZE, LATENT_SIZE),
+    return {
+        "sample": normal(1, unet.config.in_channels, LATENT_SIZE, LATENT_SIZE),
         "timestep": torch.full((), TIMESTEP, device=device),
-        "encoder_hidden_states": normal(1, TEXT_TOKENS, config.cross_attention_dim),
+        "encoder_hidden_states": normal(1, TEXT_TOKENS, unet.config.cross_attention_dim),
+        **added_conditions(unet, 1, normal),
     }
-    if config.addition_embed_type == "text_time":
-        width = config.projection_class_embeddings_input_dim - POOLED_TEXT
-        inputs["added_cond_kwargs"] = {
-            "text_embeds": normal(1, POOLED_TEXT),
-            "time_ids": normal(1, width // config.addition_time_embed_dim),
-        }
-    return inputs
 
 
 def _free_memory(device: torch.device) -> int:

@@ -22,6 +22,7 @@ from eval.benchmarks.contenders import Bench, Contender, relative_error
 from eval.benchmarks.counters import counters_table, read_details, run_counters
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
+from eval.unet_configs import SD15, SDXL
 
 CPU = torch.device("cpu")
 FAST = Effort(rounds=2, block_ms=0.1, eager_rounds=2)
@@ -41,8 +42,9 @@ def bench():
 
 def tiny_steps(**config):
     """Of a tiny UNet that would be trained at 128."""
-    build = partial(unet.random_unet, {**unet.TINY, "sample_size": 16, **config})
-    return step.StepBench(replace(unet.TINY_MODEL, build=build), CPU, compile_backend="eager")
+    build = partial(unet.random_unet, {**unet.TINY, "sample_size": 16, **config}, step.LEVELS)
+    model = replace(unet.TINY_MODELS["sd15"], build=build)
+    return step.StepBench(model, CPU, compile_backend="eager")
 
 
 @pytest.fixture(scope="module")
@@ -332,10 +334,18 @@ def test_counters_need_a_gpu(tmp_path):
 
 def test_the_unet_is_sd15():
     with torch.device("meta"):
-        model = UNet2DConditionModel(**unet.SD15)
+        model = UNet2DConditionModel(**SD15)
     assert sum(parameter.numel() for parameter in model.parameters()) == 859_520_964
     heads = {layer.level: (layer.num_heads, layer.head_dim) for layer in select_layers(model)}
     assert heads == {0: (8, 40), 1: (8, 80), 2: (8, 160), 3: (8, 160)}
+
+
+def test_the_unet_is_sdxl():
+    with torch.device("meta"):
+        model = UNet2DConditionModel(**SDXL)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 2_567_463_684
+    heads = {layer.level: (layer.num_heads, layer.head_dim) for layer in select_layers(model)}
+    assert heads == {1: (10, 64), 2: (20, 64)}
 
 
 def last(generator):
@@ -564,21 +574,43 @@ def test_run_unet_keeps_mini_sd_apart(tmp_path, monkeypatch):
     assert [row["method"] for row in rows] == list(unet.METHODS)
 
 
+def test_run_unet_times_sdxl(tmp_path):
+    """Fails where rows change other levels than those of SDXL, or its conditions are left out."""
+    pytest.importorskip("tomesd")
+    methods = ("sdpa", "limit", "M4P2C2@L12", "M4P2C2@L1", "tome@L1", "tome@L12", "linfusion")
+    options = {"sizes": (128,), "methods": methods, "modes": ("eager",)}
+    unet.run_unet(CPU, tmp_path, command="y", model="sdxl", **options)
+    document = read(tmp_path / "bench_unet_sdxl_128_eager_cpu.json")
+    assert document["unet"] == "tiny SDXL, random weights"
+    rows = {row["method"]: row for row in document["rows"]}
+    assert all(row["ms"] > 0 for row in rows.values())
+    changes = [rows[name]["difference_from_sdpa"] for name in methods]
+    assert changes[0] == 0
+    assert len(set(changes)) == len(methods)
+    labels = [row["label"] for row in document["rows"][2:6]]
+    avq = ["AVQ 4/2/2, levels 1 and 2", "AVQ 4/2/2, level 1"]
+    assert labels == [*avq, "ToMe r=0.5, level 1", "ToMe r=0.5, levels 1 and 2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "sdxl"}, "--model must be sd15 or mini-sd, but got 'sdxl'"),
+        ({"model": "sd3"}, "--model must be one of sd15, sdxl, mini-sd, but got 'sd3'"),
         (
             {"methods": ["xformers"]},
-            "methods must be sdpa, fa2, limit, tome, tome@L01, linfusion or configurations",
+            "methods must be sdpa, fa2, limit, tome, .*, linfusion or configurations",
         ),
         (
             {"methods": ["M4P2C2@0"]},
-            "methods must be sdpa, fa2, limit, tome, tome@L01, linfusion or configurations",
+            "methods must be sdpa, fa2, limit, tome, .*, linfusion or configurations",
         ),
         (
             {"methods": ["M4P2C2@L2"]},
-            "methods must be sdpa, fa2, limit, tome, tome@L01, linfusion or configurations",
+            "the levels of SD1.5, random weights are 0, 1, but M4P2C2@L2 changes 2",
+        ),
+        (
+            {"model": "sdxl", "methods": ["M4P2C2"]},
+            "the levels of SDXL, random weights are 1, 2, but M4P2C2 changes 0, 1",
         ),
         ({"modes": ["jit"]}, "modes must be graph, compile, eager, but got 'jit'"),
         ({"sizes": [100]}, "--sizes must be multiples of 64, but got 100"),

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from avq_diffusers.mini import MINI_SD
-from eval.benchmarks.unet import SD15
 from eval.report import save_json
+from eval.unet_configs import SD15
 
 ATTENTIONS = ("exact", "avq", "linfusion")
 STEPS, LOG_EVERY, WARMUP_LINES = 100, 10, 3

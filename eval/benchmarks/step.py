@@ -33,9 +33,12 @@ from avq_diffusers import (
 from eval.benchmarks.contenders import Row, method_name, relative_error
 from eval.benchmarks.timing import block_ms
 from eval.methods import ValueProjectionProcessor, exact_labels
+from eval.unet_configs import added_conditions
 
 SDPA, FA2, LIMIT, LINFUSION = "sdpa", "fa2", "limit", "linfusion"
 TOME, TOME_BOTH = "tome", "tome@L01"
+# By name, down to which resolution ToMe merges tokens, as tomesd's max_downsample.
+MAX_DOWNSAMPLE = {TOME: 1, TOME_BOTH: 2, "tome@L1": 2, "tome@L12": 4}
 # At the end of a name of `parse_method`.
 ROUTED, TUNED = "/fastest", "/tuned"
 # Standard deviation of the changes of projections that a tuned row runs.
@@ -46,6 +49,8 @@ LABELS = {
     LIMIT: "limit",
     TOME: "ToMe r=0.5",
     TOME_BOTH: "ToMe r=0.5, levels 0 and 1",
+    "tome@L1": "ToMe r=0.5, level 1",
+    "tome@L12": "ToMe r=0.5, levels 1 and 2",
     LINFUSION: "LinFusion",
 }
 EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
@@ -68,6 +73,8 @@ class Model:
         latent_scale: pixels per latent along a side of the picture.
         sizes: sides of the pictures, in pixels, where none are named.
         stem: what the names of its results begin with.
+        methods: that are timed where none are named, the most important first.
+        levels: at which attention may change.
     """
 
     unet: str
@@ -75,6 +82,8 @@ class Model:
     latent_scale: int
     sizes: tuple[int, ...]
     stem: str
+    methods: tuple[str, ...]
+    levels: tuple[int, ...] = LEVELS
 
 
 class AVQMethod(NamedTuple):
@@ -88,16 +97,17 @@ class AVQMethod(NamedTuple):
 def parse_method(name: str) -> AVQMethod:
     """What `M64P16C8` stands for: levels 0 and 1, every layer by AVQ.
 
-    `M64P16C8@L0` changes level 0 alone, `M64P16C8-up_blocks.2` leaves the layers of that block
-    exact; `/fastest` at the end is the default route, which leaves layers exact where that is
-    faster, and `/tuned` adds changes to the projections, as distilled codebooks do.
+    `M64P16C8@L0` changes level 0 alone, `M64P16C8@L12` levels 1 and 2, `M64P16C8-up_blocks.2`
+    leaves the layers of that block exact; `/fastest` at the end is the default route, which leaves
+    layers exact where that is faster, and `/tuned` adds changes to the projections, as distilled
+    codebooks do.
 
     Raises:
         ValueError: the name has another form.
     """
-    form = rf"(.*?)(?:@L([01]))?(?:-([^/]+))?({ROUTED}|{TUNED})?"
-    text, level, exact, way = re.fullmatch(form, name).groups()
-    levels = LEVELS if level is None else (int(level),)
+    form = rf"(.*?)(?:@L(\d+))?(?:-([^/]+))?({ROUTED}|{TUNED})?"
+    text, digits, exact, way = re.fullmatch(form, name).groups()
+    levels = LEVELS if digits is None else tuple(int(digit) for digit in digits)
     config = AVQConfig.parse(text, levels=levels, exact=(exact,) if exact else ())
     return AVQMethod(config, "fastest" if way == ROUTED else "always", way == TUNED)
 
@@ -107,7 +117,8 @@ def method_label(name: str) -> str:
     if name in LABELS:
         return LABELS[name]
     config, route, tuned = parse_method(name)
-    levels = [] if config.levels == LEVELS else [f"level {config.levels[0]}"]
+    changed = " and ".join(map(str, config.levels))
+    levels = [] if config.levels == LEVELS else [f"level{'s' * (len(changed) > 1)} {changed}"]
     ways = [*["fastest route"] * (route == "fastest"), *["tuned projections"] * tuned]
     return ", ".join([method_name(config), *levels, *exact_labels(config), *ways])
 
@@ -154,20 +165,22 @@ class StepBench:
         # Not diffusers' own `to`, which warns of a list of float32 modules that is empty.
         torch.nn.Module.to(self.unet, dtype=self.dtype, memory_format=torch.channels_last)
         self.generator = torch.Generator(device).manual_seed(0)
+        self.conditions = added_conditions(self.unet, BATCH, self._normal)
         self._fits: dict[tuple[int, int], dict[str, Codebook]] = {}
         # Kept for good: captured graphs read these codewords by their address.
         self._codebooks: dict[tuple[AVQConfig, bool], AVQCodebooks] = {}
 
     def inputs(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
         """Random latents of a side x side picture, a timestep, random text states."""
-        normal = partial(
-            torch.randn, generator=self.generator, device=self.device, dtype=self.dtype
-        )
         latent = side // self.model.latent_scale
-        sample = normal(BATCH, self.unet.config.in_channels, latent, latent)
-        text = normal(BATCH, TEXT_TOKENS, self.unet.config.cross_attention_dim)
+        sample = self._normal(BATCH, self.unet.config.in_channels, latent, latent)
+        text = self._normal(BATCH, TEXT_TOKENS, self.unet.config.cross_attention_dim)
         timestep = torch.full((), TIMESTEP, device=self.device)
         return sample.contiguous(memory_format=torch.channels_last), timestep, text
+
+    def predict(self, sample: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
+        """The UNet's output for such inputs."""
+        return self.unet(sample, timestep, text, return_dict=False, **self.conditions)[0]
 
     def cannot_run(self, name: str, mode: str) -> str | None:
         """Why this machine has no such row; None if it can have one."""
@@ -175,7 +188,7 @@ class StepBench:
             return "CUDA graphs need a CUDA device"
         if name == FA2 and not self.cuda:
             return "FA2 needs a CUDA device"
-        if name in (TOME, TOME_BOTH) and find_spec("tomesd") is None:
+        if name in MAX_DOWNSAMPLE and find_spec("tomesd") is None:
             return "tomesd is not installed"
         return None
 
@@ -193,18 +206,19 @@ class StepBench:
                 # Its key leaves the SDPA backend out: FA2 would get what SDPA's step compiled to.
                 stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
             elif name in (LIMIT, LINFUSION):
-                layers = select_layers(self.unet, LEVELS if name == LIMIT else None)
+                layers = select_layers(self.unet, self.model.levels if name == LIMIT else None)
                 for layer in layers:
                     stack.callback(layer.attn.set_processor, layer.attn.processor)
                     layer.attn.set_processor(
                         LimitProcessor() if name == LIMIT else self._linfusion[layer.name]
                     )
-            elif name in (TOME, TOME_BOTH):
+            elif name in MAX_DOWNSAMPLE:
                 import tomesd
 
                 # Without random destinations the step can be captured; its work is the same.
-                downsample = 1 if name == TOME else 2
-                tomesd.apply_patch(self.unet, ratio=0.5, max_downsample=downsample, use_rand=False)
+                tomesd.apply_patch(
+                    self.unet, ratio=0.5, max_downsample=MAX_DOWNSAMPLE[name], use_rand=False
+                )
                 stack.callback(tomesd.remove_patch, self.unet)
             elif name != SDPA:
                 config, route, tuned = parse_method(name)
@@ -242,6 +256,9 @@ class StepBench:
             self._codebooks[config, tuned] = codebooks.to(self.device)
         return self._codebooks[config, tuned]
 
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
+
     def _changes(self, attn: Attention) -> dict[str, Tensor]:
         """Random changes of the projections, by their names in `attn`."""
         draw = partial(torch.randn, generator=self.generator, device=self.device)
@@ -265,8 +282,8 @@ class StepBench:
 
     @cached_property
     def _keys(self) -> dict[str, Tensor]:
-        """Keys (H, S, D) in fp32 of every layer at LEVELS, from a few exact steps."""
-        layers = select_layers(self.unet, LEVELS)
+        """Keys (H, S, D) in fp32 of every layer at the model's levels, from a few exact steps."""
+        layers = select_layers(self.unet, self.model.levels)
         samples: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
 
         def keep(name: str, module, inputs, key: Tensor) -> None:
@@ -282,7 +299,7 @@ class StepBench:
             side = self.unet.config.sample_size * self.model.latent_scale
             for step in CALIBRATION_STEPS:
                 sample, _, text = self.inputs(side)
-                self.unet(sample, torch.full((), step, device=self.device), text)
+                self.predict(sample, torch.full((), step, device=self.device), text)
         return {
             layer.name: torch.cat(samples[layer.name])
             .unflatten(1, (layer.num_heads, -1))
@@ -296,10 +313,8 @@ class Step:
     """One eager, compiled or captured step: `prepare` gives it the next inputs, `run` runs it."""
 
     def __init__(self, bench: StepBench, name: str, inputs: Sequence[tuple[Tensor, ...]]) -> None:
-        unet = bench.unet
-
         def step(sample: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-            return unet(sample, timestep, text, return_dict=False)[0]
+            return bench.predict(sample, timestep, text)
 
         self.bench, self.name, self.inputs = bench, name, inputs
         self.current = tuple(tensor.clone() for tensor in inputs[0])

@@ -1,11 +1,11 @@
 """One denoising step of a UNet, batch 2: `python -m eval bench unet`.
 
-The UNet is that of SD1.5 with random weights, so that nothing is downloaded, or mini-sd's; its
-codebooks are k-means of its own keys. The limit keeps the projections of level-0 and level-1
-self-attention and passes the values on: no attention can be faster. LinFusion's linear attention
-runs as published in every self-attention of the UNet, whatever its level (arXiv 2409.02097); its
-weights are random, and its sums over tokens in float32. Rows of one size and mode are timed in
-turns, and a row whose output is wrong gets no time.
+The UNet is that of SD1.5 or SDXL with random weights, so that nothing is downloaded, or mini-sd's;
+its codebooks are k-means of its own keys. The limit keeps the projections of self-attention at the
+two levels of highest resolution and passes the values on: no attention can be faster. LinFusion's
+linear attention runs as published in every self-attention of the UNet, whatever its level (arXiv
+2409.02097); its weights are random, and its sums over tokens in float32. Rows of one size and mode
+are timed in turns, and a row whose output is wrong gets no time.
 """
 
 import json
@@ -43,10 +43,12 @@ from eval.benchmarks.step import (
     Step,
     StepBench,
     method_label,
+    parse_method,
 )
 from eval.markdown import markdown_table, number
 from eval.plots import bar_plot
 from eval.report import save_json
+from eval.unet_configs import POOLED_TEXT, SD15, SDXL
 
 # The ones a ratio needs first, so that a run that is cut off has them.
 METHODS = (
@@ -64,6 +66,19 @@ METHODS = (
     TOME_BOTH,
     LINFUSION,
 )
+# SDXL has no attention at level 0.
+SDXL_LEVELS = (1, 2)
+SDXL_METHODS = (
+    SDPA,
+    LIMIT,
+    "M64P16C8@L12",
+    "M64P16C8@L1",
+    "M64P16C8@L12/fastest",
+    FA2,
+    "tome@L1",
+    "tome@L12",
+    LINFUSION,
+)
 MODES = {
     GRAPH: "CUDA graph, not compiled",
     COMPILE: "torch.compile in a CUDA graph",
@@ -74,14 +89,16 @@ MODES_WITHOUT_GRAPHS = {**MODES, COMPILE: "torch.compile"}
 NUM_INPUTS = 4
 
 
-def random_unet(config: Mapping[str, Any], device: torch.device) -> UNet2DConditionModel:
+def random_unet(
+    config: Mapping[str, Any], levels: Sequence[int], device: torch.device
+) -> UNet2DConditionModel:
     """A UNet with random weights, made on the device."""
     torch.manual_seed(0)
     with device:
         unet = UNet2DConditionModel(**config)
     # Untrained keys and queries make attention an average; these make it choose.
     with torch.no_grad():
-        for layer in select_layers(unet, LEVELS):
+        for layer in select_layers(unet, levels):
             layer.attn.to_q.weight.mul_(4)
             layer.attn.to_k.weight.mul_(4)
     return unet
@@ -92,8 +109,6 @@ def mini_unet(device: torch.device) -> UNet2DConditionModel:
     return UNet2DConditionModel.from_pretrained(MINI_SD, subfolder="unet").to(device)
 
 
-# Where SD1.5 differs from the defaults of UNet2DConditionModel.
-SD15 = {"sample_size": 64, "cross_attention_dim": 768}
 TINY = {
     "sample_size": 64,
     "cross_attention_dim": 32,
@@ -101,18 +116,54 @@ TINY = {
     "norm_num_groups": 8,
     "attention_head_dim": 2,  # the number of heads, by diffusers' name for it
 }
+TINY_SDXL = {
+    **SDXL,
+    "sample_size": 32,
+    "block_out_channels": (16, 32, 64),
+    "norm_num_groups": 8,
+    "transformer_layers_per_block": (1, 1, 2),
+    "attention_head_dim": 2,
+    "cross_attention_dim": 32,
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": POOLED_TEXT + 6 * 8,
+}
 SD15_MODEL = Model(
     unet="SD1.5, random weights",
-    build=partial(random_unet, SD15),
+    build=partial(random_unet, SD15, LEVELS),
     latent_scale=8,
     sizes=(512, 1024, 2048),
     stem="bench_unet",
+    methods=METHODS,
 )
-TINY_MODEL = replace(SD15_MODEL, unet="tiny, random weights", build=partial(random_unet, TINY))
+SDXL_MODEL = Model(
+    unet="SDXL, random weights",
+    build=partial(random_unet, SDXL, SDXL_LEVELS),
+    latent_scale=8,
+    sizes=(1024, 2048),
+    stem="bench_unet_sdxl",
+    methods=SDXL_METHODS,
+    levels=SDXL_LEVELS,
+)
 MINI_MODEL = Model(
-    unet="mini-sd", build=mini_unet, latent_scale=4, sizes=(256, 512), stem="bench_unet_mini"
+    unet="mini-sd",
+    build=mini_unet,
+    latent_scale=4,
+    sizes=(256, 512),
+    stem="bench_unet_mini",
+    methods=METHODS,
 )
-MODELS = {"sd15": SD15_MODEL, "mini-sd": MINI_MODEL}
+MODELS = {"sd15": SD15_MODEL, "sdxl": SDXL_MODEL, "mini-sd": MINI_MODEL}
+# What stands for a model off CUDA.
+TINY_MODELS = {
+    "sd15": replace(
+        SD15_MODEL, unet="tiny, random weights", build=partial(random_unet, TINY, LEVELS)
+    ),
+    "sdxl": replace(
+        SDXL_MODEL,
+        unet="tiny SDXL, random weights",
+        build=partial(random_unet, TINY_SDXL, SDXL_LEVELS),
+    ),
+}
 
 
 def run_unet(
@@ -122,13 +173,14 @@ def run_unet(
     command: str,
     model: str = "sd15",
     sizes: Sequence[int] | None = None,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
     modes: Sequence[str] = tuple(MODES),
     minutes: float | None = None,
 ) -> None:
     """Time the steps, print the tables, and write a JSON file per size and mode, a plot per size.
 
-    A file is rewritten after every row. Off CUDA a tiny UNet of its topology stands for SD1.5's.
+    A file is rewritten after every row. Off CUDA tiny UNets of their topology stand for those of
+    SD1.5 and SDXL.
 
     Args:
         device: where the UNet runs.
@@ -136,15 +188,18 @@ def run_unet(
         command: that was typed.
         model: of the UNet, one of `MODELS`.
         sizes: sides of the picture; None takes the model's own.
-        methods: of `StepBench.method`, the most important first.
+        methods: of `StepBench.method`, the most important first; None takes the model's own.
         modes: `"graph"`, `"compile"`, `"eager"`.
         minutes: no row is started after this time.
 
     Raises:
         ValueError: a model, method, mode or size is unknown or impossible.
     """
-    check_choices(model, methods, modes)
+    if model not in MODELS:
+        raise ValueError(f"--model must be one of {', '.join(MODELS)}, but got {model!r}.")
     chosen = MODELS[model]
+    methods = chosen.methods if methods is None else methods
+    check_choices(chosen, methods, modes)
     sizes = chosen.sizes if sizes is None else sizes
     for side in sizes:
         if side < 64 or side % 64:
@@ -153,7 +208,7 @@ def run_unet(
     cuda = device.type == "cuda"
     labels = MODES if cuda else MODES_WITHOUT_GRAPHS
     if not cuda:
-        chosen = TINY_MODEL if chosen is SD15_MODEL else chosen
+        chosen = TINY_MODELS.get(model, chosen)
         print(f"{device.type}: {chosen.unet}; without CUDA graphs and FA2")
     bench = StepBench(chosen, device)
     for side in sizes:
@@ -331,14 +386,12 @@ def _result(output: Path, stem: str, side: int, mode: str, device: torch.device)
     return output / f"{stem}_{side}_{mode}_{device.type}.json"
 
 
-def check_choices(model: str, methods: Sequence[str], modes: Sequence[str]) -> None:
-    """Refuse unknown models, methods and modes before the work.
+def check_choices(model: Model, methods: Sequence[str], modes: Sequence[str]) -> None:
+    """Refuse methods and modes that do not exist, or not for this model, before the work.
 
     Raises:
-        ValueError: one is unknown.
+        ValueError: there is one.
     """
-    if model not in MODELS:
-        raise ValueError(f"--model must be {' or '.join(MODELS)}, but got {model!r}.")
     for mode in modes:
         if mode not in MODES:
             raise ValueError(f"modes must be {', '.join(MODES)}, but got {mode!r}.")
@@ -350,3 +403,9 @@ def check_choices(model: str, methods: Sequence[str], modes: Sequence[str]) -> N
                 f"methods must be {', '.join(LABELS)} or configurations such as M64P16C8, "
                 f"M64P16C8@L0, M64P16C8-up_blocks.2, M64P16C8/fastest or M64P16C8/tuned: {error}"
             ) from None
+        levels = () if name in LABELS else parse_method(name).config.levels
+        if not set(levels) <= set(model.levels):
+            raise ValueError(
+                f"the levels of {model.unet} are {', '.join(map(str, model.levels))}, but {name} "
+                f"changes {', '.join(map(str, levels))}."
+            )

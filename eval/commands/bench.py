@@ -78,17 +78,22 @@ def bench_unet_command(
     device: Device = "cuda",
     model: Annotated[
         str,
-        typer.Option(help="Whose UNet: sd15, with random weights, or mini-sd, with its own."),
+        typer.Option(
+            help="Whose UNet: sd15 or sdxl, with random weights, or mini-sd, with its own."
+        ),
     ] = "sd15",
     sizes: Annotated[
         str,
-        typer.Option(help="Sides of the picture, else 512,1024,2048 or for mini-sd 256,512."),
+        typer.Option(
+            help="Sides of the picture, else from the training size on, as 512,1024,2048."
+        ),
     ] = "",
     methods: Annotated[
         str,
         typer.Option(
             help="Comma-separated, the most important first: sdpa, fa2, limit, tome, "
             "tome@L01 (levels 0 and 1), linfusion, M64P16C8, M64P16C8@L0 (level 0 only), "
+            "for sdxl M64P16C8@L12 (levels 1 and 2), "
             "M64P16C8-up_blocks.2 (that block exact), M64P16C8/fastest (default route), "
             "M64P16C8/tuned (with changes of projections)."
         ),
@@ -105,9 +110,9 @@ def bench_unet_command(
 
     Example: python -m eval bench unet --device cuda --sizes 1024 --modes graph
 
-    Of mini-sd: python -m eval bench unet --model mini-sd --device cuda --modes graph
+    Of SDXL: python -m eval bench unet --model sdxl --device cuda --modes graph
     """
-    from eval.benchmarks.unet import METHODS, run_unet
+    from eval.benchmarks.unet import run_unet
 
     run_unet(
         device_of(device),
@@ -115,7 +120,7 @@ def bench_unet_command(
         command=command_line(),
         model=model,
         sizes=numbers_of("--sizes", sizes) if sizes else None,
-        methods=methods.split(",") if methods else METHODS,
+        methods=methods.split(",") if methods else None,
         modes=modes.split(","),
         minutes=minutes,
     )
