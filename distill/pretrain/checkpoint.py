@@ -14,7 +14,7 @@ KEPT = 2
 # Fields that may change between a run and its continuation: they do not change its result, or
 # (the time budget) are a property of the process.
 FREE = ("workers", "max_minutes", "finish_minutes", "log_every", "preview_minutes")
-FREE += ("checkpoint_every", "tensorboard", "compile")
+FREE += ("checkpoint_every", "compile")
 
 
 @dataclass(frozen=True)

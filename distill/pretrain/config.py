@@ -39,7 +39,6 @@ class RunConfig:
         log_every: steps between two lines of `log.jsonl`, each one host synchronisation.
         preview_minutes: minutes between two previews; None makes one at the end only.
         checkpoint_every: steps between two checkpoints; None writes none.
-        tensorboard: write the log lines for TensorBoard too.
     """
 
     seed: int
@@ -61,7 +60,6 @@ class RunConfig:
     log_every: int
     preview_minutes: float | None
     checkpoint_every: int | None
-    tensorboard: bool
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "num_scenes", "image_size", "steps", "batch_size", "log_every")

@@ -134,7 +134,7 @@ def fit(
 
     schedule = Schedule(config, progress=progress)
     generator = torch.Generator(device)
-    log = Log(output, config, step) if accelerator.is_main_process else None
+    log = LogFile(output, step) if accelerator.is_main_process else None
     totals: dict[str, Tensor] = {}
     logged_step, logged_time, preview_time = step, time.monotonic(), time.monotonic()
     with tqdm(
@@ -163,7 +163,7 @@ def fit(
                 speed = (step - logged_step) / (now - logged_time)
                 if log is not None:
                     log.write(
-                        step=step,
+                        step,
                         progress=schedule.progress(step),
                         learning_rate=optimizer.param_groups[0]["lr"],
                         minutes=(now - started) / 60,
@@ -184,7 +184,7 @@ def fit(
                     due = config.preview_minutes is not None and schedule.progress(step) < 1
                     if due and now - preview_time >= 60 * config.preview_minutes:
                         with autocast(config, device):
-                            log.write(step=step, **task.preview(averaged, step))
+                            log.write(step, **task.preview(averaged, step))
                         preview_time = time.monotonic()
                 totals = {}
                 logged_step, logged_time = step, time.monotonic()
@@ -192,9 +192,8 @@ def fit(
         reduced_means(totals, step - logged_step, step, accelerator)
     if log is not None:
         with autocast(config, device):
-            log.write(step=step, final=True, **task.preview(averaged, step))
-        log.write(step=step, final=True, **task.finish(averaged))
-        log.close()
+            log.write(step, final=True, **task.preview(averaged, step))
+        log.write(step, final=True, **task.finish(averaged))
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -221,27 +220,6 @@ def update_average(averaged: nn.Module, model: nn.Module, decay: float, step: in
     """Move `averaged` towards `model`; the decay rises to `decay` over the first steps."""
     decay = min(decay, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(averaged.parameters()), list(model.parameters()), 1 - decay)
-
-
-class Log:
-    """Lines of `log.jsonl` after those up to `step`, and TensorBoard's if configured."""
-
-    def __init__(self, output: Path, config: RunConfig, step: int) -> None:
-        self.file = LogFile(output, step)
-        self.board = None
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(output / "tensorboard", purge_step=step + 1)
-
-    def write(self, *, step: int, final: bool = False, **figures: float) -> None:
-        self.file.write(step, **({"final": True} if final else {}), **figures)
-        for name, value in figures.items() if self.board is not None else ():
-            self.board.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        if self.board is not None:
-            self.board.close()
 
 
 def _step_seed(seed: int, process: int, step: int) -> int:
