@@ -235,6 +235,12 @@ class Scene:
         return f"{objects} on a {self.background.kind} {self.background.color} background"
 
     @property
+    def has_copies(self) -> bool:
+        """Whether parts of its picture should be copies of one another."""
+        repeated = any(group.motif is not None and group.count > 1 for group in self.groups)
+        return repeated or self.background.cells is not None
+
+    @property
     def boxes(self) -> tuple[tuple[Box, ...], ...]:
         """Per group the bounding boxes of its objects: (left, top, side) at side 256."""
         return _layout(self.placement, self._members)

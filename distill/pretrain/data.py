@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from avq_diffusers.mini import Scene, corrupt, render, sample_scene
+from avq_diffusers.mini import corrupt, render, sample_scene
 from distill.sources import DataError
 
 CHUNK = 2048  # pictures per chunk; two chunks of 256 x 256 pictures take 0.8 GB of host memory
@@ -191,10 +191,5 @@ def _render(task: tuple[int, int, list[int]]) -> tuple[list[str], np.ndarray]:
     for index, (seed, scene) in enumerate(zip(seeds, scenes, strict=True)):
         picture = corrupt(scene, seed, _size) if _corrupted else render(scene, _size)
         _buffer[slot, offset + index] = picture
-    has_copies = np.array([_has_copies(scene) for scene in scenes])
+    has_copies = np.array([scene.has_copies for scene in scenes])
     return [scene.caption for scene in scenes], has_copies
-
-
-def _has_copies(scene: Scene) -> bool:
-    repeated = any(group.motif is not None and group.count > 1 for group in scene.groups)
-    return repeated or scene.background.cells is not None

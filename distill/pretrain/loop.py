@@ -151,8 +151,7 @@ def fit(
             losses = train_step(model, task.batch(generator), optimizer, config, device)
             step += 1
             update_average(averaged, task.model, config.ema_decay, step)
-            for name, value in losses.items():
-                totals[name] = totals[name] + value if name in totals else value
+            totals = {name: totals.get(name, 0) + value for name, value in losses.items()}
             bar.update()
 
             is_saved = config.checkpoint_every and step % config.checkpoint_every == 0
@@ -204,7 +203,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     config: RunConfig,
     device: torch.device,
-) -> Batch:
+) -> dict[str, Tensor]:
     """Make one optimizer step; return the detached losses, still on the device."""
     with autocast(config, device):
         losses = model(**batch)

@@ -217,21 +217,12 @@ class SDTask:
         noise = torch.randn(latents.shape, generator=generator, device=self.device)
         spread = torch.arange(len(latents), device=self.device) * len(model.weights)
         timesteps = spread // len(latents)
-        parts = [
-            {name: value * len(part) for name, value in model(*values).items()}
-            for values in zip(
-                *(
-                    tensor.split(self.config.batch_size)
-                    for tensor in (latents.float(), noise, timesteps, ids)
-                ),
-                strict=True,
-            )
-            for part in values[:1]
-        ]
-        return {
-            f"validation_{name}": sum(part[name].item() for part in parts) / len(latents)
-            for name in parts[0]
-        }
+        inputs = (latents.float(), noise, timesteps, ids)
+        totals: dict[str, Tensor] = {}
+        for batch in zip(*(x.split(self.config.batch_size) for x in inputs), strict=True):
+            losses = model(*batch)
+            totals = {name: totals.get(name, 0) + x * len(batch[0]) for name, x in losses.items()}
+        return {f"validation_{name}": x.item() / len(latents) for name, x in totals.items()}
 
     @torch.no_grad()
     def _encode_scenes(self, seeds: range, label: str | None) -> tuple[Tensor, Tensor]:
