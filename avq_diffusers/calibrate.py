@@ -5,7 +5,7 @@ the keys of all timesteps, and its two-level codebook is fitted to that sample b
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -193,16 +193,10 @@ def _model_name(pipe: DiffusionPipeline) -> str | None:
 @contextmanager
 def _watch(samples: Iterable[_LayerSample]) -> Iterator[None]:
     """Feed the samples from forward hooks while the block runs."""
-    handles = []
-    for sample in samples:
-        attn, transformer = sample.layer.attn, sample.layer.transformer
-        handles += [
-            transformer.register_forward_pre_hook(sample.see_grid),
-            attn.to_q.register_forward_hook(sample.see_query),
-            attn.to_k.register_forward_hook(sample.see_key),
-        ]
-    try:
+    with ExitStack() as hooks:
+        for sample in samples:
+            attn, transformer = sample.layer.attn, sample.layer.transformer
+            hooks.enter_context(transformer.register_forward_pre_hook(sample.see_grid))
+            hooks.enter_context(attn.to_q.register_forward_hook(sample.see_query))
+            hooks.enter_context(attn.to_k.register_forward_hook(sample.see_key))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -7,7 +7,7 @@ and keys of a layer gives its capture for every number of refined parents.
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -195,15 +195,12 @@ class _Measurement:
     def watch(
         self, unet: nn.Module, layers: Mapping[SelfAttentionLayer, LayerState]
     ) -> Iterator[None]:
-        handles = [unet.register_forward_pre_hook(self.see_timestep, with_kwargs=True)]
-        for layer, state in layers.items():
-            see_layer = partial(self.see_layer, layer.name, state)
-            handles.append(layer.attn.register_forward_pre_hook(see_layer))
-        try:
+        with ExitStack() as hooks:
+            hooks.enter_context(unet.register_forward_pre_hook(self.see_timestep, with_kwargs=True))
+            for layer, state in layers.items():
+                see_layer = partial(self.see_layer, layer.name, state)
+                hooks.enter_context(layer.attn.register_forward_pre_hook(see_layer))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def see_timestep(self, unet: nn.Module, args: tuple, kwargs: dict) -> None:
         if len(self.starts) > 1:

@@ -77,16 +77,13 @@ def measure_sensitivity(
             bar.update()
         inputs.pop()
 
+    unet = unet_of(pipe)
     bar = tqdm(total=len(prompts) * num_inference_steps, desc="sensitivity", disable=not progress)
-    with bar, avq_disabled(pipe):
-        unet = unet_of(pipe)
-        handles = (
-            unet.register_forward_pre_hook(keep_inputs, with_kwargs=True),
-            unet.register_forward_hook(compare, with_kwargs=True),
-        )
-        try:
-            run_prompts(pipe, prompts, num_inference_steps, seed, pipe_arguments)
-        finally:
-            for handle in handles:
-                handle.remove()
+    with (
+        bar,
+        avq_disabled(pipe),
+        unet.register_forward_pre_hook(keep_inputs, with_kwargs=True),
+        unet.register_forward_hook(compare, with_kwargs=True),
+    ):
+        run_prompts(pipe, prompts, num_inference_steps, seed, pipe_arguments)
     return {name: (error / expected) ** 0.5 for name, error in errors.items()}

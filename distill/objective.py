@@ -11,7 +11,7 @@ commitment  mean over replaced layers of MSE(keys, their leaves): `commitment_lo
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -300,12 +300,10 @@ def recorded(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
     def record(module: nn.Module, inputs: tuple, output: Any) -> None:
         outputs[module] = output
 
-    handles = [module.register_forward_hook(record) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(record))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def predict(

@@ -24,7 +24,7 @@ The figures of a codebook are known for each head; a layer's are the means over 
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -450,11 +450,7 @@ def _recorded(attentions: Mapping[str, Attention]) -> Iterator[dict[str, Call]]:
     def record(name: str, attn: Attention, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         calls[name] = inputs[0], output
 
-    handles = [
-        attn.register_forward_hook(partial(record, name)) for name, attn in attentions.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, attn in attentions.items():
+            hooks.enter_context(attn.register_forward_hook(partial(record, name)))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()

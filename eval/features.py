@@ -11,7 +11,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -311,15 +313,14 @@ def run_full_size(name: str, device: torch.device) -> dict[str, Any]:
         layer.attn.to_k.weight.mul_(4)
     inputs = _inputs(unet, device, dtype)
     keys: dict[str, Tensor] = {}
-    handles = [
-        layer.attn.to_k.register_forward_hook(
-            lambda module, inputs, key, name=layer.name: keys.update({name: key})
-        )
-        for layer in layers
-    ]
-    exact = unet(**inputs).sample
-    for handle in handles:
-        handle.remove()
+
+    def keep(name: str, module: torch.nn.Module, inputs: tuple, key: Tensor) -> None:
+        keys[name] = key
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.attn.to_k.register_forward_hook(partial(keep, layer.name)))
+        exact = unet(**inputs).sample
     config = AVQConfig(**vars(CONFIG) | {"levels": model.levels})
     codebooks = {
         layer.name: fit_codebook(
