@@ -282,7 +282,7 @@ def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
     has_patches = "patch_fid" in rows[0]
     lines = [
         [
-            method_cells(row),
+            *method_cells(row),
             cell(row, "fid", ".2f"),
             number(1000 * row["kid"], ".3f"),
             cell(row, "clip_score", ".4f"),

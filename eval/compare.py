@@ -11,6 +11,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from avq_diffusers import picture_sheet
+from eval.markdown import markdown_table
 from eval.methods import EXACT, attention_method, method_cells, prepare_methods
 from eval.metrics import psnr, ssim
 from eval.pictures import dilation, generate
@@ -100,16 +101,18 @@ def psnr_figures(decibels: np.ndarray) -> dict[str, float]:
 
 def compare_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
-    lines = [
-        "| method | effective codewords | PSNR dB, median | PSNR dB, p10 | SSIM, median |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {method_cells(row)} | {row['psnr_median']:.1f} | {row['psnr_p10']:.1f} "
-        f"| {row['ssim_median']:.4f} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
+    return markdown_table(
+        ["method", "effective codewords", "PSNR dB, median", "PSNR dB, p10", "SSIM, median"],
+        (
+            [
+                *method_cells(row),
+                f"{row['psnr_median']:.1f}",
+                f"{row['psnr_p10']:.1f}",
+                f"{row['ssim_median']:.4f}",
+            ]
+            for row in rows
+        ),
+    )
 
 
 def compare_sheet(

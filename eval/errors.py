@@ -218,7 +218,7 @@ def errors_table(rows: Sequence[Row]) -> str:
     figures = FIGURES | (KERNEL_FIGURES if KERNEL_TIME in rows[0] else {})
     return markdown_table(
         ["method", "effective codewords", *figures.values()],
-        ([method_cells(row), *(number(row[name], ".3g") for name in figures)] for row in rows),
+        ([*method_cells(row), *(number(row[name], ".3g") for name in figures)] for row in rows),
     )
 
 

@@ -92,7 +92,7 @@ def quality_table(table: Mapping[str, Any]) -> str:
         ],
         (
             [
-                method_cells(row),
+                *method_cells(row),
                 ", ".join(map(str, row["levels"])) or "-",
                 *(
                     cell

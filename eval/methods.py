@@ -27,6 +27,7 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
+from eval.markdown import number
 from eval.report import folder_digest
 
 EXACT = "exact"
@@ -155,10 +156,9 @@ def exact_labels(config: AVQConfig) -> list[str]:
     return [f"{name} exact" for name in config.exact]
 
 
-def method_cells(row: Mapping[str, Any]) -> str:
+def method_cells(row: Mapping[str, Any]) -> list[str]:
     """The first two cells of a table's row: the method, and its effective codewords."""
-    effective = row.get("effective_codewords")
-    return f"{method_label(row)} | {'-' if effective is None else format(effective, '.4g')}"
+    return [method_label(row), number(row.get("effective_codewords"))]
 
 
 def method_label(row: Mapping[str, Any]) -> str:

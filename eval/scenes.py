@@ -334,7 +334,7 @@ def scenes_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(
         ["method", "effective codewords", "levels", *HEADER],
         (
-            [method_cells(row), ", ".join(map(str, row_key(row)[1])) or "-", *figure_cells(row)]
+            [*method_cells(row), ", ".join(map(str, row_key(row)[1])) or "-", *figure_cells(row)]
             for row in rows
         ),
     )

@@ -41,7 +41,6 @@ from avq_diffusers.mini import SCORER, TEST_SEEDS, corrupt, render, sample_scene
 from eval import compare, errors, metrics, report, scenes, training
 from eval.benchmarks.attention import (
     attention_inputs,
-    attention_rows,
     attention_table,
     bench_attention,
 )
@@ -368,7 +367,7 @@ def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
         assert facts["effective_codewords"] == 4 + 2 * num_refined
         assert facts["origin"] == "distilled"
         assert facts["levels"] == [0, 1]
-    assert method_cells(methods[1].facts()) == f"{distilled}@P4 (M4P4C2) | 12"
+    assert method_cells(methods[1].facts()) == [f"{distilled}@P4 (M4P4C2)", "12"]
 
 
 def test_a_row_says_which_weights_a_folder_had(distilled, linfusion, tmp_path):
@@ -409,7 +408,7 @@ def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
 
 def test_what_rows_say_of_their_methods(linfusion):
     methods = prepare(tiny_pipe(), EXACT, NO_ATTENTION, "M6", "M4P2C2@P3", str(linfusion))
-    cells = [method_cells(method.facts()) for method in methods]
+    cells = [" | ".join(method_cells(method.facts())) for method in methods]
     expected = ["exact | -", "value-projection | -", "M6 | 6", "M4P2C2@P3 (M4P3C2) | 10"]
     assert cells == [*expected, f"{linfusion} (LinFusion) | -"]
     origins = [None, None, "calibrated", "calibrated", "distilled"]
@@ -1164,7 +1163,7 @@ def test_bench_inputs_have_the_layout_of_the_projections():
 
 def test_bench_attention_rows():
     """Fails for a ratio upside down, or exact attention timed beyond its limit."""
-    timings = bench_attention(
+    rows = bench_attention(
         [64, 90],  # a square grid, and a row
         config=AVQConfig(4, 2, 2, 16),
         device=torch.device("cpu"),
@@ -1175,13 +1174,13 @@ def test_bench_attention_rows():
         rounds=1,
         max_exact_tokens=64,
     )
-    small, large = attention_rows(timings)
+    small, large = rows
     assert (small["num_tokens"], large["num_tokens"]) == (64, 90)
     assert 0 < small["exact_ms"] < small["avq_ms"] < 1000
     assert small["ratio"] == pytest.approx(small["exact_ms"] / small["avq_ms"])
     assert large["exact_ms"] is None
     assert large["ratio"] is None
-    assert attention_table(timings).splitlines()[-1].startswith("| 90 | - | ")
+    assert attention_table(rows).splitlines()[-1].startswith("| 90 | - | ")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Speed of the operation against exact attention, in one process on one device."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,16 +11,7 @@ from torch.utils.benchmark import Timer
 from tqdm import tqdm
 
 from avq_diffusers import AVQConfig, Codebook, avq_attention, query_order
-
-
-@dataclass(frozen=True)
-class AttentionTiming:
-    """Median time of one shape; `ratio` is exact over AVQ time."""
-
-    num_tokens: int
-    exact_ms: float | None
-    avq_ms: float
-    ratio: float | None
+from eval.markdown import markdown_table, number
 
 
 def attention_inputs(
@@ -59,9 +50,13 @@ def bench_attention(
     head_dim: int = 40,
     rounds: int = 5,
     max_exact_tokens: int = 16384,
-) -> list[AttentionTiming]:
-    """Time AVQ (precompute and attention) and SDPA in turns; square grids where N is a square."""
-    timings = []
+) -> list[dict[str, Any]]:
+    """Time AVQ (precompute and attention) and SDPA in turns; square grids where N is a square.
+
+    Returns:
+        a row for each N with median times; `ratio` is exact over AVQ time.
+    """
+    rows = []
     for num_tokens in tqdm(tokens, desc="attention"):
         query, key, value, codebook = attention_inputs(
             batch, num_heads, num_tokens, head_dim, config
@@ -94,27 +89,30 @@ def bench_attention(
                 times["exact"].append(_milliseconds(exact))
         avq_ms = median(times["avq"])
         exact_ms = median(times["exact"]) if with_exact else None
-        ratio = exact_ms / avq_ms if exact_ms is not None else None
-        timings.append(AttentionTiming(num_tokens, exact_ms, avq_ms, ratio))
-    return timings
+        ratio = exact_ms / avq_ms if with_exact else None
+        rows.append(
+            {"num_tokens": num_tokens, "exact_ms": exact_ms, "avq_ms": avq_ms, "ratio": ratio}
+        )
+    return rows
 
 
-def attention_table(timings: list[AttentionTiming]) -> str:
-    """The timings as a Markdown table."""
-    lines = ["| N | exact ms | AVQ ms | exact / AVQ |", "|---|---|---|---|"]
-    for timing in timings:
-        exact = "-" if timing.exact_ms is None else f"{timing.exact_ms:.1f}"
-        ratio = "-" if timing.ratio is None else f"{timing.ratio:.1f}x"
-        lines.append(f"| {timing.num_tokens} | {exact} | {timing.avq_ms:.1f} | {ratio} |")
-    return "\n".join(lines)
+def attention_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a Markdown table."""
+    return markdown_table(
+        ["N", "exact ms", "AVQ ms", "exact / AVQ"],
+        (
+            [
+                str(row["num_tokens"]),
+                number(row["exact_ms"], ".1f"),
+                number(row["avq_ms"], ".1f"),
+                number(row["ratio"], ".1f"),
+            ]
+            for row in rows
+        ),
+    )
 
 
-def attention_rows(timings: list[AttentionTiming]) -> list[dict[str, float | int | None]]:
-    """The timings as JSON-ready rows."""
-    return [asdict(timing) for timing in timings]
-
-
-def _milliseconds(function) -> float:
+def _milliseconds(function: Callable[[], Any]) -> float:
     """Median of one block of calls, device synchronised by the timer."""
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=0.3).median * 1e3

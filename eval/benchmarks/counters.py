@@ -17,6 +17,7 @@ import torch
 
 from avq_diffusers import AVQConfig, avq_attention
 from eval.benchmarks.inputs import KeySource, Shape
+from eval.markdown import markdown_table, number
 from eval.report import save_json
 
 SHAPES = {
@@ -81,15 +82,13 @@ def run_counters(device: torch.device, output: Path, *, command: str) -> None:
 def counters_table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     fields = list(COUNTERS.values())
-    lines = [
-        f"| shape | config | kernel | {' | '.join(field.replace('_', ' ') for field in fields)} |",
-        "|---" * (3 + len(fields)) + "|",
-    ]
-    for row in rows:
-        cells = [row["name"], row["config"], row["kernel"]]
-        cells += [f"{row[field]:.4g}" if field in row else "-" for field in fields]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return markdown_table(
+        ["shape", "config", "kernel", *(field.replace("_", " ") for field in fields)],
+        (
+            [row["name"], row["config"], row["kernel"], *(number(row.get(x)) for x in fields)]
+            for row in rows
+        ),
+    )
 
 
 def read_details(text: str) -> list[dict[str, Any]]:

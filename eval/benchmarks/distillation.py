@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from avq_diffusers.mini import MINI_SD
+from eval.markdown import markdown_table, number
 from eval.report import save_json
 from eval.unet_configs import SD15
 
@@ -146,24 +147,24 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def distillation_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    lines = [
-        "| GPUs | student | pictures per GPU | samples/s | step / exact | x one GPU | peak GiB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        figures = (
-            row.get(name)
-            for name in (
-                "samples_per_second",
-                "step_over_exact",
-                "speedup_over_one_gpu",
-                "peak_memory_gib",
-            )
-        )
-        cells = [str(row["gpus"]), row["attention"], str(row["batch_per_gpu"])]
-        cells += ["-" if figure is None else f"{figure:.3g}" for figure in figures]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    figures = {
+        "samples_per_second": "samples/s",
+        "step_over_exact": "step / exact",
+        "speedup_over_one_gpu": "x one GPU",
+        "peak_memory_gib": "peak GiB",
+    }
+    return markdown_table(
+        ["GPUs", "student", "pictures per GPU", *figures.values()],
+        (
+            [
+                str(row["gpus"]),
+                row["attention"],
+                str(row["batch_per_gpu"]),
+                *(number(row.get(name), ".3g") for name in figures),
+            ]
+            for row in rows
+        ),
+    )
 
 
 def last_error(output: str) -> str:

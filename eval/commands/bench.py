@@ -8,7 +8,7 @@ import typer
 
 from avq_diffusers import AVQConfig
 from avq_diffusers.options import numbers_of
-from eval.benchmarks.attention import attention_rows, attention_table, bench_attention
+from eval.benchmarks.attention import attention_table, bench_attention
 from eval.commands.options import Device, Output, command_line, device_of
 from eval.report import RESULTS, save_json
 
@@ -35,7 +35,7 @@ def bench_attention_command(
     chosen = AVQConfig.parse(config)
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but got {dtype!r}.")
-    timings = bench_attention(
+    rows = bench_attention(
         numbers_of("--tokens", tokens),
         config=chosen,
         device=device_of(device),
@@ -45,14 +45,14 @@ def bench_attention_command(
         head_dim=head_dim,
     )
     print(f"{chosen}, B{batch} H{heads} D{head_dim}, {dtype}, {device}")
-    print(attention_table(timings))
+    print(attention_table(rows))
     save_json(
         output / f"bench_attention_{torch.device(device).type}.json",
         command=command_line(),
         device=device,
         config=str(chosen),
         shape={"batch": batch, "heads": heads, "head_dim": head_dim, "dtype": dtype},
-        rows=attention_rows(timings),
+        rows=rows,
     )
 
 
