@@ -101,6 +101,11 @@ class Codebook:
         """Parents and children of one head, M_total = M0 (1 + C)."""
         return self.num_parents * (1 + self.num_children)
 
+    @property
+    def leaves(self) -> Tensor:
+        """(H, M0, 1 + C, D): each parent, then its children."""
+        return torch.cat([self.parents[:, :, None], self.children], dim=2)
+
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "Codebook":

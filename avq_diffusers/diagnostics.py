@@ -187,7 +187,7 @@ def commitment_loss(key: Tensor, codebook: Codebook) -> Tensor:
         (H,).
     """
     parent_assignment, child_assignment = assign(key, codebook)
-    leaves = torch.cat([codebook.parents[:, :, None], codebook.children], dim=2).detach()
+    leaves = codebook.leaves.detach()
     head = torch.arange(codebook.num_heads, device=key.device)[:, None]
     quantized_key = leaves[head, parent_assignment, child_assignment + 1]
     return _per_head(key - quantized_key).square().sum(dim=-1).mean(dim=-1)
@@ -220,7 +220,7 @@ def leaf_counts(key: Tensor, codebook: Codebook) -> Tensor:
     """
     parent_assignment, child_assignment = assign(key, codebook)
     num_leaves = 1 + codebook.num_children
-    leaf = _per_head((parent_assignment * num_leaves + child_assignment + 1)[..., None])[..., 0]
+    leaf = (parent_assignment * num_leaves + child_assignment + 1).movedim(-2, 0).flatten(1)
     counts = leaf.new_zeros(codebook.num_heads, codebook.num_parents * num_leaves)
     counts.scatter_add_(1, leaf, torch.ones_like(leaf))
     return counts.unflatten(1, (codebook.num_parents, num_leaves))

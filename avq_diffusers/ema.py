@@ -78,11 +78,9 @@ def derive_codebook(
         previous: the codebook before, in the dtype of the statistics.
         constrain: let the children of each parent average to it; else they are S / N.
     """
-    codewords = torch.cat([previous.parents[:, :, None], previous.children], dim=2)
     counts = ema_counts.where(ema_counts > NEGLIGIBLE_COUNT, 0)
-    ema_means = torch.where(
-        counts[..., None] > 0, ema_key_sums / counts.where(counts > 0, 1)[..., None], codewords
-    )
+    means = ema_key_sums / counts.where(counts > 0, 1)[..., None]
+    ema_means = means.where(counts[..., None] > 0, previous.leaves)
     parents, children = ema_means[:, :, 0], ema_means[:, :, 1:]
     if constrain:
         children = project_children(children, counts[:, :, 1:], parents)
@@ -137,8 +135,7 @@ def reassign_dead(
     head = torch.arange(heads, device=keys.device)[:, None]
     parent = parent_assignment.movedim(-2, 0).flatten(1)
     slot = child_assignment.movedim(-2, 0).flatten(1) + 1
-    codewords = torch.cat([codebook.parents[:, :, None], codebook.children], dim=2)
-    distance = (keys - codewords[head, parent, slot]).square().sum(dim=-1)
+    distance = (keys - codebook.leaves[head, parent, slot]).square().sum(dim=-1)
     # The first of exponential clocks with rates w rings with probability w / sum(w).
     generator = torch.Generator(keys.device).manual_seed(seed)
     clock = torch.empty_like(distance).exponential_(generator=generator) / distance

@@ -98,7 +98,7 @@ class Quantizer(nn.Module):
         """Find the leaves of float32 keys (B, H, N, D)."""
         codebook = self.codebook()
         parent, child = assignment = assign(key, codebook)
-        codewords = torch.cat([codebook.parents[:, :, None], codebook.children], dim=2)
+        codewords = codebook.leaves
         first_cell = codebook.num_parents * torch.arange(codebook.num_heads, device=key.device)
         leaf = (parent + first_cell[:, None]) * codewords.shape[2] + child + 1
         return Leaves(key, F.embedding(leaf, codewords.flatten(0, 2)), assignment)
@@ -124,7 +124,7 @@ class Quantizer(nn.Module):
         """Begin with a codebook whose codewords stand for `ema_counts` keys per step."""
         self.ema_counts.copy_(ema_counts)
         self._set_codebook(codebook)
-        self.ema_key_sums.copy_(self._key_sums())
+        self.ema_key_sums.copy_(codebook.leaves * ema_counts[..., None])
 
     @torch.no_grad()
     def observe(self, leaves: Leaves) -> None:
@@ -148,8 +148,9 @@ class Quantizer(nn.Module):
         """
         self.ema_counts.copy_(ema_update(self.ema_counts, counts, decay))
         if self.diveq:
-            self._set_codebook(self.codebook())
-            self.ema_key_sums.copy_(self._key_sums())
+            codebook = self.codebook()
+            self._set_codebook(codebook)
+            self.ema_key_sums.copy_(codebook.leaves * self.ema_counts[..., None])
             return
         self.ema_key_sums.copy_(ema_update(self.ema_key_sums, key_sums, decay))
         self._set_codebook(
@@ -187,7 +188,3 @@ class Quantizer(nn.Module):
     def _set_codebook(self, codebook: Codebook) -> None:
         self.parent_codewords.copy_(codebook.parents)
         self.child_codewords.copy_(codebook.children)
-
-    def _key_sums(self) -> Tensor:
-        codewords = torch.cat([self.parent_codewords[:, :, None], self.child_codewords], dim=2)
-        return codewords * self.ema_counts[..., None]

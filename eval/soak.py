@@ -216,11 +216,10 @@ def clear_keys(key: Tensor, codebook: Codebook) -> Tensor:
         key: (B, H, S, D) float64.
         codebook: in float64.
     """
-    leaves = torch.cat([codebook.parents[:, :, None], codebook.children], 2)
     parent, _ = assign(key, codebook)
     heads = torch.arange(key.shape[1], device=key.device)[:, None]
     to_parents = torch.cdist(key, codebook.parents, compute_mode="donot_use_mm_for_euclid_dist")
-    to_leaves = (leaves[heads, parent] - key[..., None, :]).norm(dim=-1)
+    to_leaves = (codebook.leaves[heads, parent] - key[..., None, :]).norm(dim=-1)
     return _is_clear(to_parents) & _is_clear(to_leaves)
 
 

@@ -31,7 +31,7 @@ def attention_inputs(
     if config.num_children:
         offsets = offsets - offsets.mean(2, keepdim=True)
     codebook = Codebook(parents, parents[:, :, None] + offsets)
-    leaves = torch.cat([parents[:, :, None], codebook.children], 2).flatten(1, 2)
+    leaves = codebook.leaves.flatten(1, 2)
     cluster = torch.randint(leaves.shape[1], (batch, num_tokens), generator=generator)
     key = leaves[:, cluster].permute(1, 2, 0, 3).contiguous()
     key += 0.1 * normal(batch, num_tokens, num_heads, head_dim)
