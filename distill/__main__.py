@@ -17,7 +17,8 @@ from typing import Annotated
 
 import typer
 
-from distill.config import DistillConfig, load_config
+from distill.config import DistillConfig
+from distill.config_file import load_config
 from distill.sources import DataError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from avq_diffusers.files import sha256
-from distill.config import differing_keys, plain_values
+from distill.config_file import differing_keys, plain_values
 
 RUN_FILE = "run.json"
 RUN_KEYS = {"step": int, "config": dict, "sha256": dict}

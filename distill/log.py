@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from avq_diffusers.files import atomic_write, naming
-from distill.config import DistillConfig, flatten, plain_values
+from distill.config import DistillConfig
+from distill.config_file import flatten, plain_values
 
 PROJECT = "avq-distill"
 

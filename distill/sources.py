@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from avq_diffusers.mini import TRAINING_SEEDS, render, sample_scene
+from distill.config_file import check_at_least_one_or_none, check_not_negative, check_one_of
 from distill.pictures import PREPROCESSINGS, UNREADABLE, picture_endings, read_rgb, to_tensor
 
 if TYPE_CHECKING:
@@ -82,11 +83,8 @@ class DataConfig:
     workers: int
 
     def __post_init__(self) -> None:
-        for name, allowed in (("source", SOURCES), ("preprocessing", PREPROCESSINGS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(allowed)}, but got {getattr(self, name)!r}."
-                )
+        check_one_of(self, "source", SOURCES)
+        check_one_of(self, "preprocessing", PREPROCESSINGS)
         needed, optional = SOURCES[self.source]
         for name in ("path", "split", "image_column", "caption_column", "captions", "num_samples"):
             value = getattr(self, name)
@@ -104,10 +102,8 @@ class DataConfig:
                 f"pictures and captions must be of two columns, but image_column is {image_column} "
                 f"and caption_column {caption_column}."
             )
-        if self.num_samples is not None and self.num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, but got {self.num_samples}.")
-        if self.workers < 0:
-            raise ValueError(f"workers must be at least 0, but got {self.workers}.")
+        check_at_least_one_or_none(self, "num_samples")
+        check_not_negative(self, "workers")
 
     @property
     def columns(self) -> tuple[str, str]:

@@ -33,7 +33,8 @@ from avq_diffusers import (
 )
 from distill import checkpoint
 from distill.__main__ import app as distill_app
-from distill.config import DistillConfig, load_config
+from distill.config import DistillConfig
+from distill.config_file import load_config
 from eval.coco import CAPTIONS, MANIFEST
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"

@@ -31,7 +31,8 @@ from avq_diffusers import AVQCodebooks, apply_avq, load_linfusion, remove_avq, r
 from distill import checkpoint, loop
 from distill.__main__ import app
 from distill.batches import noised
-from distill.config import DistillConfig, load_config
+from distill.config import DistillConfig
+from distill.config_file import load_config
 from distill.log import log_path, read_log
 from distill.run_folder import claimed
 
@@ -511,7 +512,8 @@ RANK = """
 import sys
 from pathlib import Path
 import torch
-from distill.config import DistillConfig, load_config
+from distill.config import DistillConfig
+from distill.config_file import load_config
 from distill.loop import train
 from distill.run import prepare
 

@@ -26,7 +26,8 @@ from avq_diffusers.codebook import Codebook
 from avq_diffusers.ops import avq_attention
 from distill import checkpoint
 from distill.cache import open_cache
-from distill.config import DistillConfig, load_config
+from distill.config import DistillConfig
+from distill.config_file import load_config
 from distill.log import log_path, read_log
 from eval import soak
 from eval.soak import Format, draw_problem, error_over_budget, read_damaged

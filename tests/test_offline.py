@@ -13,7 +13,8 @@ from torch import nn
 
 from avq_diffusers import AVQCodebooks, CaptureProfile, apply_avq
 from distill import checkpoint
-from distill.config import DistillConfig, load_config
+from distill.config import DistillConfig
+from distill.config_file import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "mini_m64p16c8.yaml"

@@ -36,7 +36,7 @@ from avq_diffusers.mini import (
     sample_scene,
 )
 from distill import checkpoint, run_folder
-from distill.config import load_config
+from distill.config_file import load_config
 from distill.log import log_path, read_log
 from distill.pretrain import data
 from distill.pretrain.__main__ import app

@@ -1,11 +1,11 @@
-"""Configurations of the pretraining commands: flat YAML files, read by `distill.config`."""
+"""Configurations of the pretraining commands: flat YAML files, read by `distill.config_file`."""
 
 from dataclasses import dataclass
 
 from avq_diffusers.mini import TRAINING_SEEDS
-from distill.config import (
+from distill.config_file import (
     check_at_least_one,
-    check_interval,
+    check_at_least_one_or_none,
     check_not_negative,
     check_one_of,
     check_positive,
@@ -63,7 +63,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "num_scenes", "image_size", "steps", "batch_size", "log_every")
-        check_interval(self, "checkpoint_every")
+        check_at_least_one_or_none(self, "checkpoint_every")
         check_not_negative(self, "seed", "workers", "learning_rate", "weight_decay")
         check_positive(self, "max_grad_norm")
         check_one_of(self, "precision", PRECISIONS)
