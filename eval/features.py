@@ -2,7 +2,7 @@
 
 A test with the marker `feature(name)` stands for a feature; one that is also marked `gpu` for that
 feature on a GPU. Besides these tests, which use tiny models, UNets of real configurations run one
-step with random weights. The files keep what ran last on a CPU and on a GPU, each with its own
+step (`eval.full_size`). The files keep what ran last on a CPU and on a GPU, each with its own
 environment, so that a run on one leaves the column of the other as it was.
 """
 
@@ -11,9 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,24 +19,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
-import psutil
 import torch
-from diffusers import UNet2DConditionModel
-from torch import Tensor
 from tqdm import tqdm
 
-from avq_diffusers import (
-    AVQCodebooks,
-    AVQConfig,
-    apply_avq,
-    fit_codebook,
-    remove_avq,
-    select_layers,
-    summary,
-)
+from eval.full_size import MODELS, run_full_size
 from eval.markdown import markdown_table
 from eval.report import ProcessFailed, environment, save_json
-from eval.unet_configs import SD15, SD21, SDXL, SDXL_REFINER, added_conditions
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Pipelines": (
@@ -109,35 +95,6 @@ TESTS = Path(__file__).parents[1] / "tests"
 PACKAGES = ("accelerate", "peft", "DeepCache", "torchao", "bitsandbytes", "xformers", "torchsde")
 ENDED = (0, 1)  # pytest's exit codes where all tests ran: all passed, some failed
 ERROR_LENGTH = 300
-
-CONFIG = AVQConfig.parse("M16P4C4")
-LATENT_SIZE = 32
-TIMESTEP = 150
-TEXT_TOKENS = 77
-HEADROOM = 1.5  # memory of a step over that of the weights
-
-
-@dataclass(frozen=True)
-class FullSize:
-    """A model whose UNet is built as it is.
-
-    Attributes:
-        levels: at which AVQ runs.
-        config: where it differs from the defaults of `UNet2DConditionModel`.
-        dtype: on a CPU; on a GPU it is float16.
-    """
-
-    levels: tuple[int, ...]
-    config: Mapping[str, Any]
-    dtype: torch.dtype = torch.float32
-
-
-MODELS = {
-    "SD1.5": FullSize((0, 1), SD15),
-    "SD 2.1": FullSize((0, 1), SD21),
-    "SDXL base": FullSize((1, 2), SDXL, torch.bfloat16),
-    "SDXL refiner": FullSize((1, 2), SDXL_REFINER, torch.bfloat16),
-}
 
 
 @dataclass
@@ -279,111 +236,6 @@ def features_table(columns: Mapping[str, Mapping[str, Any]]) -> str:
             if reasons:
                 notes.append(f"- {COLUMNS[column]}, {name}: {reasons[0]}")
     return "\n".join([markdown_table(header, rows), *([""] if notes else []), *notes])
-
-
-@torch.no_grad()
-def run_full_size(name: str, device: torch.device) -> dict[str, Any]:
-    """One step of a UNet of `MODELS` with random weights, exact, by AVQ, and exact again.
-
-    Returns:
-        for JSON: what ran in its layers by level, the difference AVQ made, and under `failed` what
-        is not as it should be; under `not_run` why there was no step.
-    """
-    model = MODELS[name]
-    dtype = torch.float16 if device.type == "cuda" else model.dtype
-    with torch.device("meta"):
-        unet = UNet2DConditionModel(**model.config).eval()
-    torch.nn.Module.to(unet, dtype)  # diffusers' own `to` warns of modules to keep in float32
-    parameters = sum(x.numel() for x in unet.parameters())
-    row: dict[str, Any] = {
-        "model": name,
-        "parameters": parameters,
-        "dtype": str(dtype).removeprefix("torch."),
-        "latent_size": LATENT_SIZE,
-        "config": str(CONFIG),
-    }
-    needed, free = HEADROOM * parameters * dtype.itemsize, _free_memory(device)
-    if needed > free:
-        return row | {"not_run": f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free"}
-
-    _randomise(unet.to_empty(device=device))
-    layers = select_layers(unet, model.levels)
-    for layer in layers:  # untrained keys and queries make attention an average
-        layer.attn.to_q.weight.mul_(4)
-        layer.attn.to_k.weight.mul_(4)
-    inputs = _inputs(unet, device, dtype)
-    keys: dict[str, Tensor] = {}
-
-    def keep(name: str, module: torch.nn.Module, inputs: tuple, key: Tensor) -> None:
-        keys[name] = key
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.enter_context(layer.attn.to_k.register_forward_hook(partial(keep, layer.name)))
-        exact = unet(**inputs).sample
-    config = AVQConfig(**vars(CONFIG) | {"levels": model.levels})
-    codebooks = {
-        layer.name: fit_codebook(
-            keys[layer.name].float().unflatten(-1, (layer.num_heads, -1))[0].transpose(0, 1),
-            config.num_parents,
-            config.num_children,
-            num_iterations=4,
-        )
-        for layer in layers
-    }
-    apply_avq(unet, AVQCodebooks.from_codebooks(config, codebooks, unet), route="always")
-    avq = unet(**inputs).sample
-    report = [found for found in summary(unet).rows if found.name in codebooks]
-    restored = torch.equal(remove_avq(unet)(**inputs).sample, exact)
-
-    row["layers"] = [
-        {
-            "level": level,
-            "tokens": next(x.num_tokens for x in report if x.level == level),
-            "runs": {
-                runs: sum(x.level == level and x.runs == runs for x in report)
-                for runs in sorted({x.runs for x in report if x.level == level})
-            },
-        }
-        for level in model.levels
-    ]
-    row["difference_from_exact"] = ((avq - exact).norm() / exact.norm()).item()
-    checks = {
-        "the output is not finite": bool(avq.isfinite().all()),
-        "a layer did not run AVQ": all(set(x.calls) == {"AVQ"} for x in report),
-        "AVQ changed nothing": row["difference_from_exact"] > 0,
-        "the exact output did not come back": restored,
-    }
-    if failed := [text for text, holds in checks.items() if not holds]:
-        row["failed"] = failed
-    return row
-
-
-def _randomise(unet: UNet2DConditionModel) -> None:
-    torch.manual_seed(0)
-    for module in unet.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-
-
-def _inputs(unet: UNet2DConditionModel, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    return {
-        "sample": normal(1, unet.config.in_channels, LATENT_SIZE, LATENT_SIZE),
-        "timestep": torch.full((), TIMESTEP, device=device),
-        "encoder_hidden_states": normal(1, TEXT_TOKENS, unet.config.cross_attention_dim),
-        **added_conditions(unet, 1, normal),
-    }
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
 
 
 def _versions() -> dict[str, str]:

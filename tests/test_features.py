@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval import features
+from eval import features, full_size
 from eval.features import (
     GROUPS,
-    FullSize,
     features_table,
     read_outcomes,
     run_features,
-    run_full_size,
     run_tests,
 )
+from eval.full_size import FullSize, run_full_size
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {"device": "H200", "torch": "2.11", "commit": "abc"}
@@ -187,13 +186,13 @@ class TestFullSize:
     @pytest.fixture
     def small(self, monkeypatch):
         """SDXL's topology at a width that a test has time for, in place of SDXL."""
-        config = features.MODELS["SDXL base"].config | {
+        config = full_size.MODELS["SDXL base"].config | {
             "block_out_channels": (32, 32, 64),
             "attention_head_dim": (2, 2, 4),
             "cross_attention_dim": 32,
             "transformer_layers_per_block": (1, 1, 2),
         }
-        monkeypatch.setitem(features.MODELS, "small", FullSize((1, 2), config, torch.bfloat16))
+        monkeypatch.setitem(full_size.MODELS, "small", FullSize((1, 2), config, torch.bfloat16))
 
     def test_step(self, small):
         """Catches memory that no layer has filled, and levels without AVQ."""
@@ -207,14 +206,14 @@ class TestFullSize:
         assert 0.001 < row["difference_from_exact"] < 1
 
     def test_too_large(self, small, monkeypatch):
-        monkeypatch.setattr(features, "_free_memory", lambda device: 2**20)
+        monkeypatch.setattr(full_size, "_free_memory", lambda device: 2**20)
         row = run_full_size("small", CPU)
         assert re.fullmatch(r"needs \d+ GiB, 0 are free", row["not_run"])
         assert "layers" not in row
 
     def test_avq_that_does_not_run(self, small, monkeypatch):
         """Negative control: each check can fail."""
-        monkeypatch.setattr(features, "apply_avq", lambda unet, codebooks, route: unet)
+        monkeypatch.setattr(full_size, "apply_avq", lambda unet, codebooks, route: unet)
         row = run_full_size("small", CPU)
         assert row["failed"] == ["a layer did not run AVQ", "AVQ changed nothing"]
 
@@ -229,5 +228,5 @@ class TestFullSize:
     )
     def test_number_of_parameters(self, name, parameters, monkeypatch):
         """Catches a configuration that is not the published model's."""
-        monkeypatch.setattr(features, "_free_memory", lambda device: 0)
+        monkeypatch.setattr(full_size, "_free_memory", lambda device: 0)
         assert run_full_size(name, CPU)["parameters"] == parameters
