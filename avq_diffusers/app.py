@@ -10,9 +10,8 @@ from typing import Any
 
 import gradio as gr
 import torch
-from PIL import Image
 
-from avq_diffusers.comparison import psnr, refinable_parents, timed_picture
+from avq_diffusers.comparison import Picture, psnr, refinable_parents, timed_picture
 from avq_diffusers.pipeline import Summary, applied_states, avq_disabled, set_num_refined, summary
 from avq_diffusers.scalecrafter import SETTINGS, scalecrafter
 from avq_diffusers.sheet import DIFFERENCE_GAIN, difference
@@ -81,14 +80,6 @@ class Request:
         )
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A picture and the seconds that it took."""
-
-    image: Image.Image
-    seconds: float
-
-
 class Studio:
     """Draws with a pipeline that has AVQ, one picture at a time, from any thread.
 
@@ -151,7 +142,7 @@ class Studio:
         }
         dilated = scalecrafter(self.pipe, request.height, request.width)
         with dilated if request.scalecrafter else nullcontext():
-            return Picture(*timed_picture(self.pipe, arguments, request.seed))
+            return timed_picture(self.pipe, arguments, request.seed)
 
 
 @dataclass(frozen=True)
@@ -160,6 +151,64 @@ class Drawn:
 
     request: Request
     exact: Picture
+
+
+class _Events:
+    """What the page does when a visitor acts: functions from and to the values of its fields."""
+
+    def __init__(self, studio: Studio) -> None:
+        self.studio = studio
+
+    def draw_exact(
+        self,
+        drawn: Drawn | None,
+        prompt: str,
+        negative_prompt: str,
+        width: int,
+        height: int,
+        seed: int,
+        steps: int,
+        guidance: float,
+        dilated: bool,
+        progress: gr.Progress = gr.Progress(),  # noqa: B008, gradio looks for it here
+    ) -> list:
+        """The exact picture, and fields of the other two emptied; nothing if it is shown."""
+        with _shown_errors():
+            request = Request(
+                prompt, negative_prompt, width, height, seed, steps, guidance, dilated
+            )
+            if drawn is not None and drawn.request == request:
+                return [gr.skip()] * 8
+            exact = self.studio.draw_exact(request, lambda step: progress((step, steps), "Exact"))
+        title = f"{EXACT}, {exact.seconds:.1f} s"
+        return [Drawn(request, exact), title, exact.image, AVQ, None, DIFFERENCE, None, ""]
+
+    def draw_avq(
+        self,
+        drawn: Drawn | None,
+        num_refined: int,
+        progress: gr.Progress = gr.Progress(),  # noqa: B008
+    ) -> list:
+        """The AVQ picture, its difference from the exact one, and what ran in each layer."""
+        if drawn is None:
+            return [gr.skip()] * 5
+        steps, exact = drawn.request.steps, drawn.exact.image
+        with _shown_errors():
+            avq, report = self.studio.draw_avq(
+                drawn.request, num_refined, lambda step: progress((step, steps), "AVQ")
+            )
+        return [
+            f"{AVQ}, {avq.seconds:.1f} s",
+            avq.image,
+            f"{DIFFERENCE} x{DIFFERENCE_GAIN}, PSNR {psnr(avq.image, exact):.1f} dB",
+            difference(exact, avq.image),
+            f"{_as_typed(drawn.request)}\n\n{_table(report)}",
+        ]
+
+    def offer_scalecrafter(self, width: int, height: int) -> gr.Checkbox:
+        """The box, which can be ticked at the sizes that ScaleCrafter has settings for."""
+        fits = (height / self.studio.size, width / self.studio.size) in SETTINGS
+        return gr.Checkbox(interactive=True) if fits else gr.Checkbox(False, interactive=False)
 
 
 def build_page(
@@ -180,70 +229,13 @@ def build_page(
         ValueError: the pipeline has no AVQ layer.
     """
     studio = Studio(pipe)
+    events = _Events(studio)
     if guidance_scale is None:
         guidance_scale = inspect.signature(type(pipe).__call__).parameters["guidance_scale"].default
     side = studio.size
     first = side // SIZE_STEP * SIZE_STEP + SIZE_STEP
     sizes = [side, *range(first, LARGEST_SIDE * side + 1, SIZE_STEP)]
     dilated_sizes = ", ".join(f"{width * side:g} x {height * side:g}" for height, width in SETTINGS)
-
-    def draw_exact(
-        drawn: Drawn | None,
-        prompt: str,
-        negative_prompt: str,
-        width: int,
-        height: int,
-        seed: int,
-        steps: int,
-        guidance: float,
-        dilated: bool,
-        progress: gr.Progress = gr.Progress(),  # noqa: B008, gradio looks for it here
-    ) -> list:
-        with _shown_errors():
-            request = Request(
-                prompt, negative_prompt, width, height, seed, steps, guidance, dilated
-            )
-            if drawn is not None and drawn.request == request:
-                return [gr.skip()] * 8
-            exact = studio.draw_exact(request, lambda step: progress((step, steps), "Exact"))
-        title = f"{EXACT}, {exact.seconds:.1f} s"
-        return [Drawn(request, exact), title, exact.image, AVQ, None, DIFFERENCE, None, ""]
-
-    def draw_avq(
-        drawn: Drawn | None,
-        num_refined: int,
-        progress: gr.Progress = gr.Progress(),  # noqa: B008
-    ) -> list:
-        if drawn is None:
-            return [gr.skip()] * 5
-        steps, exact = drawn.request.steps, drawn.exact.image
-        with _shown_errors():
-            avq, report = studio.draw_avq(
-                drawn.request, num_refined, lambda step: progress((step, steps), "AVQ")
-            )
-        return [
-            f"{AVQ}, {avq.seconds:.1f} s",
-            avq.image,
-            f"{DIFFERENCE} x{DIFFERENCE_GAIN}, PSNR {psnr(avq.image, exact):.1f} dB",
-            difference(exact, avq.image),
-            f"{_as_typed(drawn.request)}\n\n{_table(report)}",
-        ]
-
-    def offer_scalecrafter(width: int, height: int) -> gr.Checkbox:
-        fits = (height / side, width / side) in SETTINGS
-        return gr.Checkbox(interactive=True) if fits else gr.Checkbox(False, interactive=False)
-
-    def picture(title: str, name: str) -> tuple[gr.Markdown, gr.Image]:
-        with gr.Column(min_width=200):
-            return gr.Markdown(title, elem_id=f"{name}-title"), gr.Image(
-                format="png",  # gradio's own choice loses detail
-                height=PICTURE_HEIGHT,
-                show_label=False,
-                interactive=False,
-                buttons=["download", "fullscreen"],
-                elem_id=name,
-                elem_classes="picture",
-            )
 
     with gr.Blocks(
         title="AVQ attention",
@@ -268,9 +260,9 @@ def build_page(
                 button = gr.Button("Draw", variant="primary", elem_id="draw")
             with gr.Column(scale=3):
                 with gr.Row():
-                    exact_title, exact = picture(EXACT, "exact")
-                    avq_title, avq = picture(AVQ, "avq")
-                    difference_title, differing = picture(DIFFERENCE, "difference")
+                    exact_title, exact = _picture(EXACT, "exact")
+                    avq_title, avq = _picture(AVQ, "avq")
+                    difference_title, differing = _picture(DIFFERENCE, "difference")
                 num_refined = gr.Slider(
                     0,
                     studio.most_refined,
@@ -286,7 +278,7 @@ def build_page(
 
         avq_results = [avq_title, avq, difference_title, differing, report]
         refine = {
-            "fn": draw_avq,
+            "fn": events.draw_avq,
             "inputs": [drawn, num_refined],
             "outputs": avq_results,
             "show_progress_on": avq,
@@ -294,7 +286,7 @@ def build_page(
         }
         num_refined.release(**refine)
         button.click(
-            draw_exact,
+            events.draw_exact,
             [drawn, prompt, negative_prompt, width, height, seed, steps, guidance, dilated],
             [drawn, exact_title, exact, *avq_results],
             show_progress_on=exact,
@@ -303,7 +295,7 @@ def build_page(
         ).success(**refine, api_visibility="private")
         gr.on(
             [width.change, height.change],
-            offer_scalecrafter,
+            events.offer_scalecrafter,
             [width, height],
             dilated,
             queue=False,
@@ -341,6 +333,19 @@ def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
         quiet=True,
     )
     return public or local
+
+
+def _picture(title: str, name: str) -> tuple[gr.Markdown, gr.Image]:
+    with gr.Column(min_width=200):
+        return gr.Markdown(title, elem_id=f"{name}-title"), gr.Image(
+            format="png",  # gradio's own choice loses detail
+            height=PICTURE_HEIGHT,
+            show_label=False,
+            interactive=False,
+            buttons=["download", "fullscreen"],
+            elem_id=name,
+            elem_classes="picture",
+        )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Exact against AVQ: pictures with their times, and how alike they are."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,7 +10,14 @@ from PIL import Image
 from avq_diffusers.pipeline import applied_states
 
 
-def timed_picture(pipe: Any, arguments: dict[str, Any], seed: int) -> tuple[Image.Image, float]:
+class Picture(NamedTuple):
+    """A picture and the seconds that it took."""
+
+    image: Image.Image
+    seconds: float
+
+
+def timed_picture(pipe: Any, arguments: dict[str, Any], seed: int) -> Picture:
     """One picture and its seconds; on a GPU after a one-step run that loads the kernels."""
     on_cuda = pipe.device.type == "cuda"
     if on_cuda:
@@ -18,7 +25,7 @@ def timed_picture(pipe: Any, arguments: dict[str, Any], seed: int) -> tuple[Imag
         torch.cuda.synchronize()
     start = time.perf_counter()
     image = pipe(**arguments, generator=torch.Generator().manual_seed(seed)).images[0]
-    return image, time.perf_counter() - start
+    return Picture(image, time.perf_counter() - start)
 
 
 def psnr(image: Image.Image, reference: Image.Image) -> float:

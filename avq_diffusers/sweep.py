@@ -101,8 +101,8 @@ def draw_choices(
     """
 
     def draw() -> tuple[list[Image.Image], float]:
-        timed = [timed_picture(pipe, arguments, seed) for seed in seeds]
-        return [image for image, _ in timed], median(seconds for _, seconds in timed)
+        pictures = [timed_picture(pipe, arguments, seed) for seed in seeds]
+        return [one.image for one in pictures], median(one.seconds for one in pictures)
 
     with avq_disabled(pipe):
         exact, seconds = draw()
