@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from avq_diffusers.files import TEMPORARY, atomic_write
-from distill.checkpoint import sync
+from distill.folders import sync
 from distill.sources import DataError
 
 FORMAT = 2

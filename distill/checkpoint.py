@@ -4,22 +4,19 @@ A kill at any moment leaves whole checkpoints, and hidden folders that the next 
 """
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from avq_diffusers.files import sha256
 from distill.config_file import differing_keys, plain_values
+from distill.folders import remove_folder, replace_folder
 
 RUN_FILE = "run.json"
 RUN_KEYS = {"step": int, "config": dict, "sha256": dict}
@@ -119,7 +116,7 @@ def save(
         values = {"step": step, "config": plain_values(config), "sha256": digests, **run}
         (folder / RUN_FILE).write_text(json.dumps(values))
     for old in checkpoints(output)[:-keep]:
-        _remove(old)
+        remove_folder(old)
     return path
 
 
@@ -145,88 +142,3 @@ def check(
             f"{found.path} is a checkpoint of another configuration; it differs in "
             f"{', '.join(differing)}."
         )
-
-
-def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What the optimizer remembers, as `exp_avg/NAME` for the parameter NAME of `module`."""
-    return {
-        f"{kind}/{name}": value
-        for name, parameter in module.named_parameters()
-        for kind, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def load_optimizer(
-    module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
-) -> None:
-    """Restore what `optimizer_tensors` gave; settings such as the rate are not part of it."""
-    parameters = dict(module.named_parameters())
-    is_fused = optimizer.param_groups[0]["fused"]
-    for key, value in tensors.items():
-        kind, _, name = key.partition("/")
-        parameter = parameters[name]
-        if kind == "step":
-            restored = value.to(parameter.device if is_fused else "cpu")
-        else:
-            # The fused update needs the parameter's own memory layout.
-            restored = torch.empty_like(parameter.detach()).copy_(value)
-        optimizer.state[parameter][kind] = restored
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on disk, so that a rename never comes before the content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def replace_folder(path: Path) -> Iterator[Path]:
-    """Give a temporary folder to write into; it takes the place of `path` when all went well.
-
-    A kill between the two renames leaves the old folder under a hidden name; the next call puts it
-    back before it writes.
-
-    Raises:
-        OSError: the disk is full or not writable; `path` is as it was.
-    """
-    temporary = path.with_name(f".writing-{path.name}")
-    replaced = path.with_name(f".replaced-{path.name}")
-    _settle(path, replaced)
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        for written in temporary.rglob("*"):
-            sync(written)
-        sync(temporary)
-        if path.exists():
-            path.rename(replaced)
-        temporary.rename(path)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(
-            f"{path} could not be written ({error.__cause__ or error}); what was there is intact."
-        ) from error
-    finally:
-        _settle(path, replaced)
-    sync(path.parent)
-
-
-def _settle(path: Path, replaced: Path) -> None:
-    """Delete the folder that was replaced, or put it back where no other took its place."""
-    if replaced.exists():
-        if path.exists():
-            _remove(replaced)
-        else:
-            replaced.rename(path)
-
-
-def _remove(path: Path) -> None:
-    """Delete a folder that, at any moment, is there whole or not at all."""
-    hidden = path.with_name(f".removing-{path.name}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    path.rename(hidden)
-    shutil.rmtree(hidden)

@@ -23,6 +23,7 @@ from distill.config import DistillConfig
 from distill.encoder import module_digest
 from distill.log import read_log
 from distill.objective import Batch, Objective
+from distill.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from distill.run_folder import check_unused
 
 # Fields and sections that may differ between a run and its continuation: the result is the same up
@@ -56,7 +57,7 @@ class TrainingState:
             step,
             {
                 "objective": self.objective.state_dict(),
-                "optimizer": checkpoint.optimizer_tensors(self.objective, self.optimizer),
+                "optimizer": optimizer_tensors(self.objective, self.optimizer),
             },
             config=config,
             keep=config.keep_checkpoints,
@@ -69,7 +70,7 @@ class TrainingState:
         """Restore a checkpoint in place."""
         self.objective.load_state_dict(found.tensors("objective"))
         tensors = found.tensors("optimizer")
-        checkpoint.load_optimizer(self.objective, self.optimizer, tensors)
+        load_optimizer(self.objective, self.optimizer, tensors)
         self.schedule.load_state_dict(found.run["schedule"])
         for group, rate in zip(
             self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True
@@ -144,13 +145,7 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
     )
     if config.gradient_checkpointing:
         objective.student.enable_gradient_checkpointing()
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in objective.parameters() if parameter.requires_grad],
-        lr=config.learning_rate,
-        betas=config.adam_betas,
-        weight_decay=config.weight_decay,
-        fused=device.type == "cuda",
-    )
+    optimizer = make_optimizer(objective, config)
     schedule = get_scheduler(
         "constant_with_warmup" if config.schedule == "constant" else config.schedule,
         optimizer,

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from avq_diffusers.files import LONGEST_SAVE, TEMPORARY, atomic_save, atomic_write, naming
-from distill.checkpoint import replace_folder
+from distill.folders import replace_folder
 
 KILLED = """
 import os, signal, sys
@@ -28,7 +28,7 @@ with atomic_write(Path(sys.argv[1])) as temporary:
 KILLED_AT_A_RENAME = """
 import os, signal, sys
 from pathlib import Path
-from distill.checkpoint import replace_folder
+from distill.folders import replace_folder
 
 def rename(path, target, renames=[], rename=Path.rename):
     if len(renames) == int(sys.argv[2]):

@@ -29,6 +29,7 @@ from distill.cache import open_cache
 from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.log import log_path, read_log
+from distill.optimizer import load_optimizer, optimizer_tensors
 from eval import soak
 from eval.soak import Format, draw_problem, error_over_budget, read_damaged
 
@@ -200,7 +201,7 @@ def written_checkpoint(folder: Path, file: str) -> Path:
     optimizer.step()
     groups = {
         "model": module.state_dict(),
-        "optimizer": checkpoint.optimizer_tensors(module, optimizer),
+        "optimizer": optimizer_tensors(module, optimizer),
     }
     return checkpoint.save(folder, 3, groups, config=whole_config(), keep=1) / file
 
@@ -211,7 +212,7 @@ def read_checkpoint(path: Path) -> None:
     module = nn.Linear(2, 2)
     module.load_state_dict(found.tensors("model"))
     optimizer = torch.optim.AdamW(module.parameters(), fused=False)
-    checkpoint.load_optimizer(module, optimizer, found.tensors("optimizer"))
+    load_optimizer(module, optimizer, found.tensors("optimizer"))
     assert found.step >= 0
 
 

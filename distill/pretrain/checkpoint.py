@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from distill import checkpoint
+from distill.optimizer import load_optimizer, optimizer_tensors
 from distill.pretrain.config import RunConfig
 
 PARTS = MODEL, AVERAGED, OPTIMIZER = "model", "averaged", "optimizer"
@@ -35,7 +36,7 @@ class TrainingState:
             {
                 MODEL: self.model.state_dict(),
                 AVERAGED: self.averaged.state_dict(),
-                OPTIMIZER: checkpoint.optimizer_tensors(self.model, self.optimizer),
+                OPTIMIZER: optimizer_tensors(self.model, self.optimizer),
             },
             config=config,
             keep=KEPT,
@@ -50,7 +51,7 @@ class TrainingState:
             return 0, 0.0
         self.model.load_state_dict(found.tensors(MODEL))
         self.averaged.load_state_dict(found.tensors(AVERAGED))
-        checkpoint.load_optimizer(self.model, self.optimizer, found.tensors(OPTIMIZER))
+        load_optimizer(self.model, self.optimizer, found.tensors(OPTIMIZER))
         return found.step, found.run["progress"]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from distill.log import LogFile, reduced_means
+from distill.optimizer import make_optimizer
 from distill.pretrain.checkpoint import TrainingState
 from distill.pretrain.config import RunConfig
 
@@ -116,13 +117,7 @@ def fit(
     """
     device = accelerator.device
     averaged = copy.deepcopy(task.model).requires_grad_(False).eval()
-    optimizer = torch.optim.AdamW(
-        task.model.parameters(),
-        lr=config.learning_rate,
-        betas=config.adam_betas,
-        weight_decay=config.weight_decay,
-        fused=device.type == "cuda",
-    )
+    optimizer = make_optimizer(task.model, config)
     state = TrainingState(task.model, averaged, optimizer)
     step, progress = 0, 0.0
     if resume:
