@@ -150,7 +150,6 @@ def reassign_dead(
     dead_child = is_dead[:, :, 1:] & ~dead_parent[..., None]
     dead_child &= (dead_child.cumsum(dim=2) == 1) & (cell_key < heads * num_keys)[..., None]
     child_target = keys.flatten(0, 1)[cell_key.clamp(max=heads * num_keys - 1)]
-    leaf_count = (ema_counts[:, :, 0] / (1 + num_children)).clamp(min=threshold)
 
     moved = torch.cat([dead_parent[..., None], dead_child], dim=2)
     orphaned = torch.cat(
@@ -160,8 +159,8 @@ def reassign_dead(
         [keys[head, drawn][:, :, None], child_target[:, :, None].expand_as(codebook.children)],
         dim=2,
     )
-    mass = leaf_count[..., None].repeat(1, 1, 1 + num_children)
-    mass[:, :, 0] = threshold
+    # Of a dead parent this is `threshold`.
+    mass = (ema_counts[:, :, :1] / (1 + num_children)).clamp(min=threshold)
 
     counts = ema_counts.where(~moved, mass).masked_fill(orphaned, 0)
     key_sums = ema_key_sums.where(~moved[..., None], target * mass[..., None])

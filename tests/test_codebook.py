@@ -333,6 +333,34 @@ def test_empty_centroids_move_to_keys():
     assert [row.unique().numel() for row in parent] == [num_centroids] * 2
 
 
+def test_empty_centroids_move_to_the_farthest_keys():
+    """Catches centroids that move to keys which are represented already, or share one."""
+    keys = torch.tensor([0.0, 0.0, 0.0, 10.0, 0.0, 20.0])[None, :, None]
+    centroids = codebook_module._lloyd(keys, torch.zeros(1, 3, 1), num_iterations=1)
+    assert centroids[0, :, 0].tolist() == [5, 20, 10]
+
+
+def test_children_start_towards_different_keys_far_from_their_parent():
+    """Catches draws from all keys alike, and two children drawn to one key."""
+    keys = torch.zeros(50, 100, 2, dtype=torch.float64)
+    keys[:, 20, 0], keys[:, 70, 1] = 8, -8
+    codebook = fit_codebook(keys, 1, 2, num_iterations=0)
+    torch.testing.assert_close(codebook.parents, torch.zeros_like(codebook.parents))
+    # A tenth of the way, in either order.
+    expected = torch.tensor([[0.0, -0.8], [0.8, 0.0]], dtype=torch.float64).expand(50, 2, 2)
+    torch.testing.assert_close(codebook.children[:, 0].sort(dim=1).values, expected)
+
+
+def test_autocast_does_not_change_the_fit():
+    """Catches distances in half precision under the autocast of a training loop."""
+    keys = gaussian_mixture(2, 500, 8, 10)
+    expected = fit_codebook(keys, 8, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        codebook = fit_codebook(keys, 8, 2)
+    assert torch.equal(codebook.parents, expected.parents)
+    assert torch.equal(codebook.children, expected.children)
+
+
 def test_spare_children_of_small_cells_are_never_taken():
     # Cells of two keys, four children: two children find no key.
     pairs = torch.tensor([[0.0, 1.0], [0.0, -1.0]])

@@ -358,6 +358,49 @@ def test_one_dead_child_of_a_cell_moves_to_a_key_of_the_cell():
     assert (in_cell - target).norm(dim=-1).min() < 1e-10
 
 
+def test_dead_codewords_are_drawn_by_squared_distance():
+    """Catches draws by distance, from all keys alike, or of the best represented keys: of keys at
+    1 and at 3 from their parent, nine in ten parents and children move to the one at 3."""
+    heads = 2000
+    parents = torch.tensor([0.0, 1000.0]).expand(heads, 2)[..., None]
+    children = torch.tensor([[500.0], [1001.0]]).expand(heads, 2, 1)[..., None]
+    keys = torch.tensor([0.0, 0.0, 1.0, 3.0]).expand(heads, 4)[..., None]
+    counts = torch.tensor([[8.0, 0.0], [0.0, 0.0]]).expand(heads, 2, 2)
+    key_sums = torch.zeros(heads, 2, 2, 1)
+    codebook = Codebook(parents, children)
+    arguments = {"threshold": 1.0, "constrain": False}
+    _, _, new = reassign_dead(key_sums, counts, codebook, keys, **arguments)
+    for moved in (new.parents[:, 1, 0], new.children[:, 0, 0, 0]):
+        is_far = moved == 3
+        assert (is_far | (moved == 1)).all()
+        # Five standard deviations of the share.
+        assert abs(is_far.float().mean() - 0.9) < 5 * (0.9 * 0.1 / heads) ** 0.5
+
+
+def test_what_was_moved_is_alive():
+    """Catches a moved codeword whose count is below the threshold, or at it and taken for dead."""
+    keys, codebook, key_sums, counts = far_layer()
+    counts[:, 0] = counts.new_tensor([2.0, 2.0, 0.0, 0.0, 0.0])  # an average leaf is below 1
+    key_sums[:, 0] = 2 * codebook.parents[:, 0, None]
+    first = reassign_dead(key_sums, counts, codebook, keys, threshold=1.0)
+    was_moved = first[1] != counts
+    assert was_moved[:, 4:, 0].all()
+    assert (was_moved[:, 0].sum(-1) == 1).all()
+    again = reassign_dead(*first, keys, threshold=1.0, seed=1)
+    for before, after in zip(first[:2], again[:2], strict=True):
+        assert torch.equal(before[was_moved], after[was_moved])
+
+
+def test_a_dead_child_of_a_cell_without_keys_stays():
+    """Catches a child that moves to another cell's key where the batch has none of its own."""
+    keys, codebook, key_sums, counts = far_layer()
+    counts[:, 4:] = counts.new_tensor([9.0, 9.0, 0.0, 0.0, 0.0])  # of earlier batches
+    key_sums[:, 4:] = 9 * codebook.parents[:, 4:, None]
+    new_sums, new_counts, _ = reassign_dead(key_sums, counts, codebook, keys, threshold=1.0)
+    assert torch.equal(new_counts[:, 4:], counts[:, 4:])
+    assert torch.equal(new_sums[:, 4:], key_sums[:, 4:])
+
+
 def test_living_codewords_stay_where_they_are():
     keys, codebook = random_layer()
     statistics = Learning(codebook)
