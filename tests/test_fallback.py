@@ -126,6 +126,48 @@ def test_identical_codewords_and_keys():
     assert relative_error(output, expected) < 1e-12
 
 
+def test_of_equal_importance_the_lower_parent_is_refined():
+    """Catches a choice that leaves the order of equal parents open."""
+    parents = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]]).double()
+    children = parents[:, :, None] + torch.tensor([[0.0, 2.0], [0.0, -2.0]])
+    codebook = Codebook(parents, children)
+    key = children.flatten(1, 2)[None]
+    value = torch.tensor([1.0, 2.0, 4.0, 8.0]).double().expand(2, 4).mT[None, None]
+    query = torch.tensor([0.0, 1.0]).double().expand(1, 1, 3, 2)
+    options = {"num_refined": 1, "query_tile": 3, "scale": 1.0}
+    output, expected = both(query, key, value, codebook, **options)
+    assert relative_error(output, expected) < 1e-12
+    up, down = torch.tensor([2.0, -2.0]).exp().tolist()
+    first_refined = (up * 1 + down * 2 + 4 + 8) / (up + down + 2)
+    assert output[0, 0, 0, 0].item() == pytest.approx(first_refined)
+
+
+def test_a_dead_codeword_far_away_costs_no_accuracy():
+    """Catches centring on the mean of the parents, which one of them moves by 1e5."""
+    query, key, value, codebook = make_case(dtype=torch.float32)
+    parents, children = codebook.parents.clone(), codebook.children.clone()
+    parents[:, 3] += 1e6
+    children[:, 3] += 1e6
+    codebook = Codebook(parents, children)
+    options = {"num_refined": 2, "query_tile": 16}
+    output, _ = both(query, key, value, codebook, **options)
+    wide = (x.double() for x in (query, key, value))
+    expected = avq_attention(*wide, codebook, backend="reference", **options)
+    assert relative_error(output, expected) < 8 * torch.finfo(torch.float32).eps
+
+
+def test_a_shift_of_all_keys_costs_no_accuracy():
+    """Catches logits of codewords with the offset that all of them share: 1e-5 of error."""
+    query, key, value, codebook = make_case(dtype=torch.float32)
+    codebook = Codebook(codebook.parents + 300, codebook.children + 300)
+    for num_refined in (0, 2):
+        options = {"num_refined": num_refined, "query_tile": 16}
+        output, _ = both(query, key + 300, value, codebook, **options)
+        wide = (x.double() for x in (query, key + 300, value))
+        expected = avq_attention(*wide, codebook, backend="reference", **options)
+        assert relative_error(output, expected) < 8 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout):
     *tensors, codebook = make_case()

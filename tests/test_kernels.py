@@ -8,6 +8,7 @@ rounding decides, are left out.
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -136,6 +137,20 @@ def test_a_changed_codebook_is_packed_again(change):
     assert torch.equal(avq_attention(query, key, value, fresh, **options), after)
 
 
+def test_other_children_in_the_same_memory_are_packed_again():
+    """Catches tables that are found by address and version, which a later tensor may have again."""
+    parents = torch.zeros(1, 2, 8)
+    memory = np.ones((1, 2, 3, 8), np.float32)
+    children = torch.from_numpy(memory)
+    first, _ = ops._packed_codewords(parents, children, 1.0, FP32)
+    again, _ = ops._packed_codewords(parents, children, 1.0, FP32)
+    assert again is first
+    del children
+    memory += 1
+    others, _ = ops._packed_codewords(parents, torch.from_numpy(memory), 1.0, FP32)
+    assert not torch.equal(others, first)
+
+
 def test_packed_codewords_die_with_their_codebook():
     query, key, value, codebook = on_device()
     held = len(ops._packed)
@@ -148,6 +163,7 @@ def test_packed_codewords_die_with_their_codebook():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"scale": 0.0}, "scale must be positive, but is 0.0"),
         ({"scale": -1.0}, "scale must be positive, but is -1.0"),
         ({"query_tile": 200}, "query_tile must be at most 128"),
     ],

@@ -202,8 +202,8 @@ def test_quantization_to_half_precision_keeps_the_digits_of_shifted_keys():
     assert relative_error(quantized, expected) < torch.finfo(torch.float16).eps
 
 
-def flops(num_tokens: int, needs_grad: tuple[bool, bool, bool] = (True, True, True)) -> int:
-    query, key, value, codebook = make_case(queries=num_tokens)
+def flops(needs_grad: tuple[bool, bool, bool] = (True, True, True), **shape: int) -> int:
+    query, key, value, codebook = make_case(**shape)
     with FlopCounterMode(display=False) as counter:
         reverse.gradients(
             random_like(query),
@@ -236,16 +236,18 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_cost_and_memory_are_linear():
-    """Catches a quadratic way, and intermediates of all tiles at once."""
-    assert flops(1024) == 2 * flops(512)
-    largest = []
-    for num_tokens in (512, 1024):
+def test_cost_and_memory_are_linear(monkeypatch):
+    """Catches a quadratic way, and moments of all tiles or of the whole batch at once."""
+    monkeypatch.setattr(fallback, "ELEMENTS_CPU", 1 << 10)
+    assert flops(queries=1024) == 2 * flops(queries=512)
+    tokens_elements, table_elements = 2 * 2 * 1024 * 8, 2 * 6 * 5 * 9 * 9
+    for shape, expected in (
+        ({"queries": 1024}, tokens_elements),
+        ({"queries": 16, "batch": 16}, table_elements),
+    ):
         with LargestTensor() as mode:
-            flops(num_tokens)
-        largest.append(mode.numbers)
-    assert largest[1] <= 2 * largest[0]
-    assert largest[1] < 1024**2
+            flops(**shape)
+        assert mode.numbers == expected
 
 
 @pytest.mark.parametrize("needs_grad", list(itertools.product([False, True], repeat=3))[1:])
@@ -262,9 +264,9 @@ def test_only_needed_gradients_are_computed(needs_grad):
             assert relative_error(x.grad, expected) < EXACT
         else:
             assert x.grad is None
-    assert flops(64, needs_grad) < flops(64) or all(needs_grad)
+    assert flops(needs_grad, queries=64) < flops(queries=64) or all(needs_grad)
     if not needs_grad[1]:
-        assert flops(64, needs_grad) < 0.5 * flops(64)
+        assert flops(needs_grad, queries=64) < 0.5 * flops(queries=64)
 
 
 def test_the_codebook_gets_no_gradient():
