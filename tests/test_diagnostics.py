@@ -156,6 +156,16 @@ def test_commitment_loss_is_the_squared_distance_to_the_leaf():
     torch.testing.assert_close(gradient, expected)
 
 
+def test_commitment_loss_leaves_codewords_alone():
+    """Catches a gradient that draws the codewords of a training with DiVeQ to the keys."""
+    parents, children = PARENTS.clone().requires_grad_(), CHILDREN.clone().requires_grad_()
+    key = torch.tensor([[[[0.0, 3.0], [10.5, 0.0]]]], requires_grad=True)
+    loss = commitment_loss(key, Codebook(parents, children)).sum()
+    gradients = torch.autograd.grad(loss, (key, parents, children), allow_unused=True)
+    assert gradients[0].abs().sum() > 0
+    assert gradients[1:] == (None, None)
+
+
 def test_figures_are_per_head_over_all_leading_dimensions():
     _, key, _, codebook = make_case(batch=3)
     stacked = key.transpose(0, 1).flatten(1, 2)

@@ -258,6 +258,10 @@ class TestTimesteps:
         with torch.inference_mode():
             assert torch.equal(predict(unet, torch.tensor([PLAIN, DILATED])[1]), dilated)
             assert torch.equal(predict(unet, table[1]), plain)
+            changed = torch.tensor([999, DILATED])  # leaves no trace in inference mode
+            assert torch.equal(predict(unet, changed[1]), dilated)
+            changed[1] = PLAIN
+            assert torch.equal(predict(unet, changed[1]), plain)
             last = torch.tensor([999.0, 0.4])[1]  # by Karras's noise levels
             assert torch.equal(predict(unet, last), predict(unet, 0.4))
 

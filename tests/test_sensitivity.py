@@ -82,6 +82,21 @@ def test_each_layer_by_hand(pipe, codebooks):
         assert found[name] == pytest.approx(float(error), rel=1e-4)
 
 
+def test_half_precision():
+    """Catches squares that are summed in the dtype of the UNet."""
+    pipe = tiny_pipe().to(torch.bfloat16)
+    codebooks = random_codebooks(pipe.unet)
+    name = select_layers(pipe.unet, (0, 1))[0].name
+    apply_to_one(pipe, codebooks, name)
+    found = measure_sensitivity(pipe, [PROMPT], num_inference_steps=1, seed=3, **SIZES)
+    with avq_disabled(pipe):
+        (((args, kwargs), exact),) = recorded(pipe, seed=3, steps=1)
+    with torch.no_grad():
+        changed = pipe.unet(*args, **kwargs)[0].double()
+    error = (changed - exact.double()).norm() / exact.double().norm()
+    assert found[name] == pytest.approx(float(error), rel=1e-5)
+
+
 def test_features_of_an_adapter():
     """Fails where the UNet runs again without them: it takes them out of the pipeline's list."""
     torch.manual_seed(4)
