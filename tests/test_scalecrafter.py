@@ -44,6 +44,7 @@ from avq_diffusers.scalecrafter import (
     scalecrafter,
     sub_grids,
 )
+from avq_diffusers.timesteps import Timesteps
 from avq_diffusers.unets import select_layers
 
 DILATED, PLAIN = 981, 1  # timesteps
@@ -264,6 +265,12 @@ class TestTimesteps:
             assert torch.equal(predict(unet, changed[1]), plain)
             last = torch.tensor([999.0, 0.4])[1]  # by Karras's noise levels
             assert torch.equal(predict(unet, last), predict(unet, 0.4))
+
+    def test_tables_one_after_the_other(self):
+        """Catches a table that is known by its address, where the next picture's one may lie."""
+        timesteps = Timesteps()
+        for timestep in 10 * (DILATED, PLAIN):
+            assert timesteps.of_call((None, torch.tensor([0, timestep])[1]), {}) == timestep
 
     def test_no_read_per_step(self):
         """Catches a wait for the device in every step of a picture."""
