@@ -30,10 +30,11 @@ import distill.run
 from avq_diffusers import AVQCodebooks, apply_avq, load_linfusion, remove_avq, remove_linfusion
 from distill import checkpoint, loop
 from distill.__main__ import app
-from distill.batches import noised
+from distill.batches import noised, sample_seed
 from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.log import log_path, read_log
+from distill.objective import Objective
 from distill.run_folder import claimed
 
 ROOT = Path(__file__).parent.parent
@@ -492,6 +493,46 @@ def assert_close(one, two):
         assert (one[name] - two[name]).norm() <= 1e-3 * two[name].norm(), name
 
 
+def test_one_step_of_the_optimizer_by_hand(model, tmp_path):
+    """Catches gradients that are not clipped, and moments or a decay by AdamW's own defaults."""
+    settings = {"steps": 1, "attention": "exact", "schedule": "constant", "warmup_steps": 0}
+    settings |= {"learning_rate": 1e-2, "weight_decay": 0.5, "adam_betas": "[0.8, 0.9]"}
+    assert run(model, tmp_path, max_grad_norm=1e-12, **settings).exit_code == 0
+    state = final(tmp_path, 1)
+    first, second = (
+        torch.cat([x.flatten() for key, x in state["optimizer"].items() if key.startswith(kind)])
+        for kind in ("exp_avg/", "exp_avg_sq/")
+    )
+    gradient = first.double() / (1 - 0.8)
+    assert gradient.norm().item() == pytest.approx(1e-12, rel=1e-4)
+    torch.testing.assert_close(second.double(), (1 - 0.9) * gradient**2, rtol=1e-4, atol=0)
+    # So small a gradient moves nothing: what is left is the decay.
+    before = load_file(model / "unet" / "diffusion_pytorch_model.safetensors")
+    name = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_k.weight"
+    learned = state["objective"]["layers.0.to_k.weight"]
+    torch.testing.assert_close(learned, (1 - 1e-2 * 0.5) * before[name], rtol=1e-5, atol=1e-5)
+
+
+def test_settings_reach_the_codebooks(model, tmp_path, monkeypatch):
+    """Catches a sample of another size, seeds of another run or step, and another rhythm."""
+    calls = {"start_codebooks": [], "reassign_dead": []}
+    for name, found in calls.items():
+        original = getattr(Objective, name)
+
+        def spied(*given, _original=original, _found=found, **settings):
+            _found.append(settings)
+            return _original(*given, **settings)
+
+        monkeypatch.setattr(Objective, name, spied)
+    settings = {"seed": 7, "codebooks__keys_per_layer": 40, "checkpoint_every": "null"}
+    assert run(model, tmp_path, **settings).exit_code == 0
+    expected = {"samples_per_step": 4, "keys_per_layer": 40, "seed": 7}
+    assert calls["start_codebooks"] == [expected]
+    first, second = calls["reassign_dead"]
+    assert first["threshold"] == second["threshold"] == 20
+    assert first["seed"] != second["seed"]
+
+
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_micro_batches_add_up_to_the_batch(model, tmp_path, micro_batch_size):
     """Catches a sum in place of a mean, a step per micro-batch, and draws that depend on both."""
@@ -600,6 +641,13 @@ def test_draws_depend_on_the_sample_only():
     for name, value in half.items():
         assert torch.equal(value, whole[name][2:4])
     assert len({tuple(x.flatten().tolist()) for x in whole["target"]}) == 6
+
+
+def test_runs_of_neighbouring_seeds_share_no_draw():
+    """Catches a sum of seed and number, which sample 1 of seed 0 shares with sample 0 of seed 1."""
+    seeds = {sample_seed(seed, number) for seed in range(8) for number in range(1000)}
+    assert len(seeds) == 8000
+    assert 0 <= min(seeds) <= max(seeds) < 2**63
 
 
 def test_timesteps_are_uniform():

@@ -111,7 +111,7 @@ class TestFormula:
             ]
             for d in range(3):
                 total = sum(weights[j] * value[b][h][j][d] for j in range(count))
-                expected[b, h, i, d] = total / (sum(weights) + count * EPSILON)
+                expected[b, h, i, d] = total / (sum(weights) + count * 1e-4)  # the authors'
         output = linear_attention(*inputs)
         torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -183,6 +183,17 @@ class TestProcessor:
         expected += projections["to_out.0.bias"]
         attn.set_processor(processor)
         torch.testing.assert_close(attn(tokens()).double(), expected, rtol=1e-4, atol=1e-5)
+
+    def test_phi_by_hand(self, layers):
+        """Catches another activation than the authors', and layers in another order."""
+        phi = tuned_processor(layers[LAYER]).phi_q
+        first, norm, _, last = phi
+        x = tokens() @ first.weight.T + first.bias
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+        x = x * norm.weight + norm.bias
+        expected = x.where(x > 0, 0.01 * x) @ last.weight.T + last.bias
+        assert last.weight.any()
+        torch.testing.assert_close(phi(tokens()), expected, rtol=1e-5, atol=1e-5)
 
     def test_phi_starts_at_zero(self, unet):
         """Catches a start elsewhere than at the layer's own queries and keys."""
