@@ -422,6 +422,18 @@ class TestParentChildConstraint:
             projected.children[0, 1, 0] - projected.children[0, 1, 1], offset
         )
 
+    @pytest.mark.parametrize(("error", "warned"), [(0.5e-3, False), (1.5e-3, True)])
+    def test_tolerance(self, codebooks, tmp_path, error, warned):
+        """Catches another tolerance, and an error of one parent that is averaged away."""
+        codebook = codebooks.codebook(LAYER)
+        offsets = codebook.children[0] - codebook.parents[0, :, None]
+        codebook.children[0, 1, :, 0] += error * offsets.square().sum(-1).mean().sqrt()
+        codebooks.save_pretrained(tmp_path)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            AVQCodebooks.from_pretrained(tmp_path)
+        assert [f"by up to {error:.2g} of" in str(one.message) for one in found] == [True] * warned
+
     def test_children_equal_to_their_parent(self, unet, tmp_path):
         """Catches 0 / 0 in a layer that has not moved yet, and that NaN hiding another layer."""
         codebooks = random_codebooks(unet)
