@@ -598,13 +598,18 @@ class TestProjectionChanges:
 
 
 class TestOtherModel:
-    def test_head_shape(self, codebooks):
-        other = tiny_unet(attention_head_dim=4)
-        with pytest.raises(
-            ValueError,
-            match=f"another model: {LAYER} has 4 heads of dim 4, but its codebook has 2 of dim 8",
-        ):
-            codebooks.layers_of(other)
+    @pytest.mark.parametrize(
+        ("difference", "shape"),
+        [
+            ({"attention_head_dim": 4}, "4 heads of dim 4"),
+            ({"block_out_channels": (32, 32, 64, 64)}, "2 heads of dim 16"),
+        ],
+    )
+    def test_head_shape(self, codebooks, difference, shape):
+        """Catches another head dim that hides behind the same number of heads."""
+        message = f"another model: {LAYER} has {shape}, but its codebook has 2 of dim 8"
+        with pytest.raises(ValueError, match=message):
+            codebooks.layers_of(tiny_unet(**difference))
 
     def test_layer_names(self, codebooks):
         other = tiny_unet(layers_per_block=1)
