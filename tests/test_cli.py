@@ -20,12 +20,14 @@ from avq_diffusers import (
     AVQConfig,
     apply_avq,
     cli,
+    inspection,
     measure_capture,
     options,
     scalecrafter,
     select_layers,
     set_num_refined,
 )
+from avq_diffusers.codebook import Codebook
 from avq_diffusers.comparison import psnr, timed_picture
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
 from avq_diffusers.sheet import MARGIN
@@ -411,6 +413,24 @@ def test_inspect_takes_codebooks_of_one_parent(avq, tmp_path, config):
     code, _ = avq("inspect", str(tmp_path / "one"))
     assert code == 0
     assert pixels("codebooks.png").std() > 10
+
+
+def test_spread_of_children_by_hand():
+    """Catches squares without a root, and parents about the mean of all heads or about 0."""
+    parents = torch.tensor([[[0.0, 1.0], [8.0, 1.0]], [[50.0, 2.0], [50.0, 10.0]]])
+    offsets = torch.tensor([[0.0, 3.0], [0.0, -3.0]])
+    codebook = Codebook(parents, parents[:, :, None] + offsets)
+    assert inspection._child_spread(codebook) == pytest.approx(3 / 4)
+
+
+def test_principal_axes_keep_the_distances_of_codewords_in_a_plane():
+    """Catches axes of least spread, and children that are not centred as their parents are."""
+    generator = torch.Generator().manual_seed(0)
+    plane, codewords = (torch.randn(shape, generator=generator) for shape in ((2, 5), (12, 2)))
+    codewords = codewords @ plane + 7
+    projected = torch.cat(inspection._project(codewords[:4], codewords[4:]))
+    assert projected.shape == (12, 2)
+    torch.testing.assert_close(torch.cdist(projected, projected), torch.cdist(codewords, codewords))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,12 @@ def test_effective_codewords(text, effective):
     assert AVQConfig.parse(text).effective_codewords == effective
 
 
+def test_most_refined():
+    """Catches flat codebooks whose parents count as refinable."""
+    assert AVQConfig.parse("M64P16C8").most_refined == 64
+    assert AVQConfig.parse("M256").most_refined == 0
+
+
 def test_parse_takes_a_string():
     with pytest.raises(TypeError, match="a configuration such as 'M64P16C8', but got 64"):
         AVQConfig.parse(64)
