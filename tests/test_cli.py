@@ -26,6 +26,7 @@ from avq_diffusers import (
     scalecrafter,
     select_layers,
     set_num_refined,
+    sweep,
 )
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.comparison import psnr, timed_picture
@@ -355,6 +356,40 @@ def test_bench_draws_what_generate_draws(avq, model, codebooks, size):
             avq("generate", PROMPT, *arguments, "--num-refined", parents, "--seed", seed)
             columns.append(lefts(sheet, pixels("avq.png")))
     assert columns[0] == columns[1] < columns[2] == columns[3]
+
+
+def test_choices_are_drawn_beside_exact_pictures():
+    """Catches exact pictures that AVQ drew, a default without all parents, and another median."""
+    pipe = tiny_pipe()
+    arguments = {"prompt": PROMPT, "height": 64, "width": 64, "num_inference_steps": 1}
+    exact = [timed_picture(pipe, arguments, seed)[0] for seed in (0, 1, 2)]
+    apply_avq(pipe, random_codebooks(pipe.unet), route="always")
+    choices = sweep.refined_choices(pipe)
+    assert [set(choice.num_refined.values()) for choice in choices] == [{0}, {1}, {2}, {4}]
+    first, drawn = sweep.draw_choices(pipe, choices[-1:], arguments, (0, 1, 2))
+    assert [psnr(*pair) for pair in zip(first.images, exact, strict=True)] == 3 * [float("inf")]
+    likeness = [psnr(*pair) for pair in zip(drawn.images, exact, strict=True)]
+    assert drawn.psnr == sorted(likeness)[1] < float("inf")
+    assert drawn.label == "4 refined"
+
+
+def test_pictures_equal_to_the_exact_ones_are_left_out_of_the_plot(tmp_path, monkeypatch):
+    """Catches a point at an infinite PSNR."""
+    figures, save = [], Figure.savefig
+
+    def kept(figure, *arguments, **options):
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    drawn = [
+        sweep.Drawn(label, "parents", [], 1.0, likeness)
+        for label, likeness in [("exact", float("inf")), ("a b", 30.0), ("c d", float("inf"))]
+    ]
+    sweep.plot_sweep(drawn, "title", tmp_path / "plot.png")
+    (axes,) = figures[0].axes
+    assert [text.get_text() for text in axes.texts] == ["a"]
+    assert [list(line.get_ydata()) for line in axes.lines[1:]] == [[30.0]]
 
 
 def test_bench_of_flat_codebooks_has_one_choice(avq, model, tmp_path):
