@@ -469,6 +469,10 @@ def test_diagnostics():
     processor.ema_counts.zero_()
     processor.ema_counts[:, :32] = torch.tensor([3.0, 1, 1])
     assert objective.diagnostics()[name]["active_ratio"].tolist() == [0.5, 0.5]
+    # 1 % of the fair share is 1.0; with the children counted twice it would be 2.
+    processor.ema_counts[:, 0] = torch.tensor([19_200.0, 19_200, 0])
+    processor.ema_counts[:, 1:32] = torch.tensor([1.5, 0, 0])
+    assert objective.diagnostics()[name]["active_ratio"].tolist() == [33 / 192] * 2
     assert processor.kept_keys.shape == (2, 4 * 64, 8)
 
 
@@ -594,6 +598,17 @@ def test_diveq_by_hand():
     assert 0 < moved.norm(dim=-1).max() < 0.5 * distance.max()
     radius = (noisy - key - (quantized - leaves.codeword)).norm(dim=-1)
     torch.testing.assert_close(radius, distance)
+
+
+def test_diveq_draws_noise_of_its_variance():
+    """Catches a variance for a standard deviation: at unit error, noise is the angle's sine."""
+    quantizer = Quantizer(1, 2, AVQConfig(1, 0, 0), constrain=True, diveq=True)
+    quantizer.start(Codebook(torch.zeros(1, 1, 2), torch.zeros(1, 1, 0, 2)), torch.ones(1, 1, 1))
+    key = torch.tensor([0.0, 1.0]).expand(1, 1, 4000, 2)
+    torch.manual_seed(0)
+    sine = (quantizer.quantized_key(quantizer(key)) - key)[..., 0]
+    assert sine.std().item() == pytest.approx(1e-3**0.5, rel=0.05)
+    assert abs(sine.mean()) < 5 * (1e-3 / 4000) ** 0.5
 
 
 def test_diveq_trains_the_codewords():
