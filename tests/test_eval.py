@@ -177,6 +177,14 @@ def test_the_scorer_sees_broken_copies_and_one_scale(scorer):
     assert resized < 0.2 < 0.5 < cut
 
 
+def test_the_scorer_shrinks_pictures_by_their_mean(scorer):
+    """Catches pixels that are picked: of four columns, the two in the middle are white here."""
+    columns = torch.tensor([0, 255, 255, 0], dtype=torch.uint8).repeat(256)
+    pixels = scorer._pixels(columns.expand(1, 3, 1024, 1024))
+    assert pixels.shape == (1, 3, 256, 256)
+    assert pixels[..., 2:-2].abs().max() < 0.5
+
+
 def test_clip_scores_rank_the_right_caption_first(scorer, monkeypatch):
     """Fails for captions that lose step with their pictures, at batch borders too."""
     shown = [sample_scene(seed) for seed in TEST_SEEDS[200:206]]
