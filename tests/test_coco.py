@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -731,7 +732,7 @@ def test_real_features_are_found_again_while_the_files_are_the_same(place, exact
 
 
 def test_real_features_are_those_of_one_preparation(tmp_path, monkeypatch):
-    """Catches features of another size or filter that are taken for the present ones."""
+    """Catches features of another size, filter, square or network that are taken for these."""
     (tmp_path / "real").mkdir()
     for index in range(2):
         noise(64, 64, index)[1].save(tmp_path / f"real/{index}.png")
@@ -739,9 +740,12 @@ def test_real_features_are_those_of_one_preparation(tmp_path, monkeypatch):
     files = coco_score.real_pictures(tmp_path / "real")
     whole = coco_score.prepare_whole
 
-    def features():
+    def features(extract=extract, prepare=whole, kind="whole"):
         place, cache = tmp_path / "real", tmp_path / "cache"
-        return coco_score.real_features(place, files, extract, whole, "whole", cache)
+        return coco_score.real_features(place, files, extract, prepare, kind, cache)
+
+    def upside_down(picture, number):
+        return whole(picture.rotate(180), number)
 
     first = features()
     changes = {
@@ -755,7 +759,10 @@ def test_real_features_are_those_of_one_preparation(tmp_path, monkeypatch):
             patch.setattr(coco_score, name, value)
             assert not torch.equal(features(), first), name
     assert torch.equal(features(), first)
-    assert len(list((tmp_path / "cache").iterdir())) == 1 + len(changes)
+    assert not torch.equal(features(prepare=upside_down, kind="upside down"), first)
+    networks = replace(extract.networks, name="other", features=lambda x: x.mean((2, 3)))
+    assert features(replace(extract, networks=networks)).shape == (2, 3)
+    assert len(list((tmp_path / "cache").iterdir())) == 3 + len(changes)
 
 
 def test_two_scorings_at_once_both_write_the_cache(tmp_path, monkeypatch):
