@@ -22,7 +22,7 @@ from avq_diffusers import (
     query_order,
     select_layers,
 )
-from avq_diffusers.codebook import assign
+from avq_diffusers.codebook import assign, fit_codebook
 from avq_diffusers.ema import batch_statistics, derive_codebook, ema_update
 from distill.objective import Objective
 from distill.quantizer import Quantizer
@@ -316,6 +316,25 @@ def test_batches_share_the_sample():
     objective = Objective(tiny_unet(), replace(FLAT, num_parents=13))
     with pytest.raises(ValueError, match="num_parents = 13 keys per head, but got 12"):
         objective.start_codebooks(start, samples_per_step=4, keys_per_layer=11)
+
+
+def test_the_seed_is_that_of_the_sample_and_of_k_means(monkeypatch):
+    """Catches a seed that one of the two does not get, and a sample of the first keys."""
+    seen = []
+
+    def fit(keys, *sizes, seed, **settings):
+        seen.append((seed, keys))
+        return fit_codebook(keys, *sizes, seed=seed, **settings)
+
+    monkeypatch.setattr("distill.objective.fit_codebook", fit)
+    objective = Objective(tiny_unet(), replace(FLAT, exact=("up_blocks",)))
+    for seed in (3, 3, 4):
+        arguments = {"samples_per_step": 4, "keys_per_layer": 12, "seed": seed}
+        objective.start_codebooks([make_batch(seed=7)], **arguments)
+    seeds, keys = zip(*seen[:: len(objective.names)], strict=True)
+    assert seeds == (3, 3, 4)
+    assert torch.equal(keys[0], keys[1])
+    assert not torch.equal(keys[0], keys[2])
 
 
 def test_codebooks_start_from_keys_after_the_norm():
