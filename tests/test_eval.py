@@ -57,6 +57,7 @@ from eval.methods import (
     prepare_methods,
 )
 from eval.pictures import generate
+from eval.samples import Sample, figures
 
 CALIBRATION = ["a"]
 
@@ -237,6 +238,26 @@ def test_generate_gives_the_same_picture_whatever_the_batch_size():
         pictures = generate(pipe, prompts, seeds, batch_size=batch_size, **arguments)
         assert pictures.dtype == np.uint8
         assert abs(pictures.astype(int) - reference).max() <= 1
+
+
+def test_generate_guides_as_it_is_told():
+    """Catches guidance that is always mini-sd's own."""
+    pipe = tiny_pipe()
+    arguments = {"num_inference_steps": 2, "guidance_scale": 9.0}
+    (picture,) = generate(pipe, ["a"], [3], **arguments).astype(int)
+    arguments["generator"] = torch.Generator().manual_seed(3)
+    expected = 255 * pipe("a", output_type="np", **arguments).images[0]
+    assert abs(picture - expected).max() <= 0.5 + 1e-3
+    (other,) = generate(pipe, ["a"], [3], num_inference_steps=2).astype(int)
+    assert abs(picture - other).max() > 1
+
+
+def test_standard_errors_are_of_an_unbiased_variance():
+    """Catches a spread over n, and one that is not divided by its root."""
+    sample = Sample(torch.eye(3), torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0.0, 1.0]))
+    found = figures(sample, fit_gaussian(torch.eye(3)))
+    assert found["clip_score_sem"] == pytest.approx(7**0.5 / 3**0.5)
+    assert found["copy_agreement_sem"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
