@@ -142,8 +142,9 @@ class _LayerSample:
             )
         return self._heads(self.flat_keys).transpose(0, 1)
 
-    def see_grid(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.grid = tuple(inputs[0].shape[-2:])
+    def see_grid(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]  # AnimateDiff's UNet names it
+        self.grid = tuple(hidden_states.shape[-2:])
 
     def see_query(self, module: nn.Module, inputs: tuple, query: Tensor) -> None:
         self.query = query
@@ -196,7 +197,8 @@ def _watch(samples: Iterable[_LayerSample]) -> Iterator[None]:
     with ExitStack() as hooks:
         for sample in samples:
             attn, transformer = sample.layer.attn, sample.layer.transformer
-            hooks.enter_context(transformer.register_forward_pre_hook(sample.see_grid))
+            see_grid = transformer.register_forward_pre_hook(sample.see_grid, with_kwargs=True)
+            hooks.enter_context(see_grid)
             hooks.enter_context(attn.to_q.register_forward_hook(sample.see_query))
             hooks.enter_context(attn.to_k.register_forward_hook(sample.see_key))
         yield

@@ -71,6 +71,7 @@ from avq_diffusers.pipeline import (
 )
 from avq_diffusers.processor import AVQProcessor
 from avq_diffusers.scalecrafter import scalecrafter
+from avq_diffusers.sensitivity import measure_sensitivity
 from avq_diffusers.unets import select_layers
 from avq_diffusers.weights import AVQCodebooks
 
@@ -273,9 +274,7 @@ class TestPipelines:
             if "motion_modules" in name:
                 assert not isinstance(processor, AVQProcessor)
 
-    @feature("AnimateDiff")
-    def test_animatediff_pipeline(self, codebooks):
-        """Catches frames that are taken for tokens, or for one picture."""
+    def animatediff_pipe(self):
         adapter = MotionAdapter(
             block_out_channels=(16, 32, 64, 64),
             motion_num_attention_heads=2,
@@ -285,6 +284,11 @@ class TestPipelines:
         del components["safety_checker"], components["feature_extractor"]
         pipe = AnimateDiffPipeline(**components, motion_adapter=adapter)
         pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    @feature("AnimateDiff")
+    def test_animatediff_pipeline(self, codebooks):
+        """Catches frames that are taken for tokens, or for one picture."""
 
         def draw_video(pipe):
             return pipe(
@@ -292,8 +296,21 @@ class TestPipelines:
                 output_type="latent", generator=torch.Generator().manual_seed(0),
             ).frames  # fmt: skip
 
-        _, avq = check_on_and_off(pipe, codebooks, draw_video)
+        _, avq = check_on_and_off(self.animatediff_pipe(), codebooks, draw_video)
         assert differ(avq[:, :, 0], avq[:, :, 1])
+
+    @feature("AnimateDiff")
+    def test_animatediff_measured(self):
+        """Catches hooks that miss what its UNet passes by keyword."""
+        pipe = self.animatediff_pipe()
+        run = {"num_inference_steps": 1, "progress": False, "num_frames": 2}
+        run |= {"height": 64, "width": 96}
+        codebooks = calibrate(pipe, ["a red fox"], CONFIG, **run)
+        found = codebooks.config["calibration"]["layers"]
+        assert found.keys() == codebooks.layer_specs.keys()
+        apply_avq(pipe, codebooks)
+        assert measure_capture(pipe, ["a red fox"], **run).curves.keys() == found.keys()
+        assert measure_sensitivity(pipe, ["a red fox"], **run).keys() == found.keys()
 
 
 class TestSampling:
