@@ -89,8 +89,9 @@ class ScaleCrafterConfig:
         """
         dilations = self.damped_dilations if damped else self.dilations
         # DDIM's step i lies at 980 - 20 i, 981 - 20 i or 999 - 20 i, by the scheduler's spacing.
-        elapsed = (NUM_TRAIN_TIMESTEPS - 1 - timestep) / NUM_TRAIN_TIMESTEPS
-        step = max(0, math.floor(elapsed * NUM_STEPS))
+        # Divided last: .58 * 50 is a little less than 29.
+        elapsed = (NUM_TRAIN_TIMESTEPS - 1 - timestep) * NUM_STEPS
+        step = max(0, math.floor(elapsed / NUM_TRAIN_TIMESTEPS))
         if dilations is None or step >= self.num_dilated_steps:
             return None
         if not self.progressive:

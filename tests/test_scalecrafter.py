@@ -216,7 +216,8 @@ class TestTimesteps:
         """Catches a window or a progression that is one step off, in any usual spacing."""
         scheduler = DDIMScheduler(**spacing)
         scheduler.set_timesteps(50)
-        for config, steps in ((SD15_1024, 30), (SD15_1280, 35), (SD15_2048, 35)):
+        lengths = [(ScaleCrafterConfig((1, 2), steps), steps) for steps in range(1, 51)]
+        for config, steps in (*lengths, (SD15_1024, 30), (SD15_1280, 35), (SD15_2048, 35)):
             found = [config.dilations_at(float(t)) for t in scheduler.timesteps]
             assert [dilations is not None for dilations in found] == [True] * steps + [False] * (
                 50 - steps
