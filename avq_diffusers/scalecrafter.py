@@ -319,6 +319,14 @@ class _Convolution:
         return output if scaled == plain else _resize(output, plain)
 
 
+class _PipeReference(weakref.ref):
+    """To a pipeline; in a copy of the pipeline, to the copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_PipeReference":
+        pipe = self()
+        return self if pipe is None else _PipeReference(memo.get(id(pipe), pipe))
+
+
 class _ScaleCrafter:
     """What `apply_scalecrafter` puts on a UNet: convolutions, and hooks that watch its calls."""
 
@@ -371,7 +379,7 @@ class _ScaleCrafter:
         self.config = config
         self.size = (height, width)
         self.latent_size = (height // factor, width // factor)
-        self.pipe = weakref.ref(pipe) if config.damped_dilations else None
+        self.pipe = _PipeReference(pipe) if config.damped_dilations else None
         self.timesteps = Timesteps()
         self.timestep: float = 0
         self.inputs: Any = None

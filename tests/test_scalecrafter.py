@@ -520,6 +520,18 @@ class TestNoiseDampedGuidance:
                 draw(other, guidance_scale=1.0, num_images_per_prompt=number, **SIZE_4X)
         assert torch.equal(draw(pipe, **SIZE_4X), expected)
 
+    def test_copied_pipeline(self):
+        """Catches a copy that asks the original whether it guides."""
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        copied = copy.deepcopy(pipe)
+        expected = draw(pipe, **SIZE_4X)
+        draw(pipe, guidance_scale=1.0, **SIZE_4X)
+        assert torch.equal(draw(copied, **SIZE_4X), expected)
+        unguided = draw(copied, guidance_scale=1.0, **SIZE_4X)
+        assert torch.equal(draw(pipe, guidance_scale=1.0, **SIZE_4X), unguided)
+        unet = copy.deepcopy(pipe.unet)  # alone: still by the pipeline that was named
+        assert unet._scalecrafter.pipe() is pipe
+
     def test_an_error_in_the_weak_evaluation(self):
         """Catches ScaleCrafter that stays off after it."""
         pipe = apply_scalecrafter(small_pipe(), 256, 256)
