@@ -62,6 +62,9 @@ def apply_avq(
     own give in the calls that AVQ serves. The UNet's parameters stay as they are and are what runs:
     fine-tunes of the base model and LoRA, fused or not, act as in exact attention.
 
+    Pipelines that share the UNet, as by `from_pipe`, share its AVQ. A model that diffusers builds
+    from the UNet is without it: `ControlNetModel.from_unet`, and AnimateDiff's, by `from_pipe` too.
+
     Args:
         pipe: a pipeline with a `unet`, or the UNet.
         codebooks: of that UNet.
@@ -299,7 +302,9 @@ def summary(pipe: Any) -> Summary:
 class AVQStableDiffusionPipeline(StableDiffusionPipeline):
     """`StableDiffusionPipeline` with `set_attn_processor`; build it with `from_pipe` as well.
 
-    It saves as a `StableDiffusionPipeline`, without the codebooks: save those beside it.
+    It saves as a `StableDiffusionPipeline`, without the codebooks: save those beside it. For
+    img2img take `StableDiffusionImg2ImgPipeline.from_pipe`: diffusers' AutoPipelines know its own
+    classes only.
     """
 
     def set_attn_processor(self, processor: Any) -> None:

@@ -142,10 +142,11 @@ def apply_scalecrafter(
 ) -> PipelineOrUNet:
     """Dilate the UNet's convolutions for pictures of this size, larger than it was trained on.
 
-    An earlier ScaleCrafter is removed first. Attention is left alone, and so are ControlNets. The
-    UNet then refuses latents of another size and samplers without training timesteps, such as EDM's
-    and IPNDM, and serves one thread at a time: the timestep of its call is that of all its
-    convolutions.
+    An earlier ScaleCrafter is removed first. Attention is left alone, and so are ControlNets.
+    Img2img of a strength below some .4 begins where the dilated part has ended (.3 from 2.5 times
+    the training size on). The UNet then refuses latents of another size and samplers without
+    training timesteps, such as EDM's and IPNDM, and serves one thread at a time: the timestep of
+    its call is that of all its convolutions.
 
     Args:
         pipe: a pipeline with a `unet`, or the UNet. Noise-damped guidance needs the pipeline that
