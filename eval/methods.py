@@ -62,7 +62,8 @@ class Method:
 
     Attributes:
         name: as typed: `"exact"`, `"value-projection"` (the negative control), `"tome"` (ToMe-SD,
-            half of the tokens merged, from level 0 on), a configuration such as `"M64P16C8"`, flat
+            half of the tokens merged, into fixed ones and not, as by its default, into random ones,
+            from level 0 on), a configuration such as `"M64P16C8"`, flat
             `"M192"` or `"M64P16C8-up_blocks.1"`, where the layers of that block stay exact, or a
             folder of codebooks or of LinFusion layers. Configurations and codebooks may end in
             another number of refined parents, as in `"runs/m64/codebooks@P8"`.

@@ -1,9 +1,10 @@
 """LinFusion's COCO protocol, the one of the paper's Stable Diffusion table, as named constants.
 
 Its code is src/eval of the repository Huage001/LinFusion (eval.py, calculate_metrics.py); captions
-and metrics came there from GigaGAN by way of SiD-LSG. Two things are chosen otherwise, for every
-row: the safety checker is off (there it is on, and its black pictures are scored), and noise is
-drawn on the CPU (there on the GPU), so that any machine starts from the same noise.
+and metrics came there from GigaGAN by way of SiD-LSG. Three things are chosen otherwise, for every
+row: the safety checker is off (there it is on, and its black pictures are scored); noise is drawn
+on the CPU (there on the GPU), so that any machine starts from the same noise; and the CLIP score
+sees pictures as they are (there a conversion by floats lowers 63 of the 256 levels by 1).
 """
 
 from collections.abc import Mapping
