@@ -4,8 +4,8 @@ The UNet is that of SD1.5 or SDXL with random weights, so that nothing is downlo
 its codebooks are k-means of its own keys. The limit keeps the projections of self-attention at the
 two levels of highest resolution and passes the values on: no attention can be faster. LinFusion's
 linear attention runs as published in every self-attention of the UNet, whatever its level (arXiv
-2409.02097); its weights are random, and its sums over tokens in float32. Rows of one size and mode
-are timed in turns, and a row whose output is wrong gets no time.
+2409.02097), with random weights. Rows of one size and mode are timed in turns, and a row whose
+output is wrong gets no time.
 """
 
 import json
