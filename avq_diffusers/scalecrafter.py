@@ -155,8 +155,9 @@ def apply_scalecrafter(
             refused.
         height: of the pictures, in pixels; 8 per latent for a UNet without pipeline.
         width: likewise.
-        config: None takes the authors' settings for SD1.5, by the ratio of picture and training
-            size: 2 x 2, 2.5 x 2.5, 4 x 2, 2 x 4 or 4 x 4.
+        config: None takes the authors' settings for SD1.5, whatever the model, by the ratio of
+            picture and training size: 2 x 2, 2.5 x 2.5, 4 x 2, 2 x 4 or 4 x 4. They give others for
+            SD2.1 (20 dilated steps at 2 x 2) and for SDXL (at 2 x 2 no down block is dilated).
         training_size: in pixels; None takes what the UNet's config says.
 
     Returns:
