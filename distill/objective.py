@@ -167,35 +167,14 @@ class Objective(nn.Module):
         Raises:
             ValueError: there are fewer keys than parents.
         """
-        generator = torch.Generator().manual_seed(seed)
-        num_pictures = sum(len(batch["timesteps"]) for batch in batches)
-        originals = {name: self.teacher.get_submodule(name) for name in self.processors}
-        samples = {name: [] for name in self.processors}
-        for batch in batches:
-            with recorded(attn.to_k for attn in originals.values()) as projected:
-                predict(
-                    self.teacher, batch["noisy_latents"], batch["timesteps"], batch["text_states"]
-                )
-            keys = {}
-            for name, processor in self.processors.items():
-                attn = originals[name]
-                heads = projected[attn.to_k].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-                keys[name] = processor.key_norm(heads.float())
-            for picture in range(len(batch["timesteps"])):
-                for name, heads in keys.items():
-                    num_tokens = heads.shape[2]
-                    order = torch.randperm(num_tokens, generator=generator)
-                    kept = order[: math.ceil(keys_per_layer / num_pictures)].to(heads.device)
-                    samples[name].append((heads[picture][:, kept], num_tokens))
+        sampled = self._sample_keys(batches, keys_per_layer, seed)
         for name, processor in self.processors.items():
-            keys = torch.cat([sample for sample, _ in samples[name]], dim=1)
-            num_tokens = samples[name][0][1]
-            sizes = processor.config
+            keys, num_tokens = sampled[name]
             quantizer = processor.quantizer
             codebook = fit_codebook(
                 keys,
-                sizes.num_parents,
-                sizes.num_children,
+                processor.config.num_parents,
+                processor.config.num_children,
                 seed=seed,
                 constrain=quantizer.constrain,
             )
@@ -284,6 +263,33 @@ class Objective(nn.Module):
         """The learned norms of the keys by layer name; empty unless `config.key_norm`."""
         found = {name: processor.key_norm for name, processor in self.processors.items()}
         return {name: norm for name, norm in found.items() if isinstance(norm, nn.LayerNorm)}
+
+    def _sample_keys(
+        self, batches: Sequence[Batch], keys_per_layer: int, seed: int
+    ) -> dict[str, tuple[Tensor, int]]:
+        """By layer a sample (H, S, D) of the teacher's keys, and the tokens of a picture."""
+        generator = torch.Generator().manual_seed(seed)
+        num_pictures = sum(len(batch["timesteps"]) for batch in batches)
+        num_kept = math.ceil(keys_per_layer / num_pictures)
+        originals = {name: self.teacher.get_submodule(name) for name in self.processors}
+        samples = {name: [] for name in self.processors}
+        num_tokens = {}
+        for batch in batches:
+            with recorded(attn.to_k for attn in originals.values()) as projected:
+                predict(
+                    self.teacher, batch["noisy_latents"], batch["timesteps"], batch["text_states"]
+                )
+            keys = {}
+            for name, processor in self.processors.items():
+                attn = originals[name]
+                heads = projected[attn.to_k].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+                keys[name] = processor.key_norm(heads.float())
+                num_tokens[name] = heads.shape[2]
+            for picture in range(len(batch["timesteps"])):
+                for name, heads in keys.items():
+                    kept = torch.randperm(num_tokens[name], generator=generator)[:num_kept]
+                    samples[name].append(heads[picture][:, kept.to(heads.device)])
+        return {name: (torch.cat(samples[name], dim=1), num_tokens[name]) for name in samples}
 
     def _judged(self) -> dict[str, AVQSelfAttention]:
         processors = self.processors
