@@ -112,12 +112,11 @@ def save_linfusion(
     check_names("LinFusion layers", layers, [spec.name for spec in specs])
     tensors = _by_path(layers)
     check_tensors("LinFusion layers", tensors, _by_path(_states(_empty_processors(specs))))
-    names = [field.name for field in fields(LayerSpec)]
     config = {
         "_class_name": LinFusionProcessor.__name__,
         "format_version": FORMAT_VERSION,
         "base_model": base_model,
-        "layers": [{name: getattr(spec, name) for name in names} for spec in specs],
+        "layers": [spec.stored for spec in specs],
         "sha256": tensor_digest(tensors),
         "training": training,
     }

@@ -28,7 +28,7 @@ ROUTES = ("fastest", "always")
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 NEVER = 2**31
 _SHIPPED = Path(__file__).with_name("routes.json")
-_WARMUP, _ROUNDS, _CALLS = 1, 3, 10
+_ROUNDS, _CALLS = 3, 10
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,7 @@ def _compiled_milliseconds(function: Callable[[], Tensor]) -> float:
 
 
 def _milliseconds(calls: Callable[[], None]) -> float:
-    for _ in range(_WARMUP):
-        calls()
+    calls()  # warms up
     times = []
     for _ in range(_ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

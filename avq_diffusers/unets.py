@@ -1,7 +1,7 @@
 """The UNet of a pipeline, which every public function takes as well, and its self-attention."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from diffusers import Transformer2DModel
@@ -64,6 +64,11 @@ class LayerSpec:
             value = getattr(self, name)
             if type(value) is not kind:
                 raise TypeError(f"{name} of a layer must be {kind.__name__}, but got {value!r}.")
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """What a file holds of the layer."""
+        return {field.name: getattr(self, field.name) for field in fields(LayerSpec)}
 
 
 @dataclass(frozen=True)

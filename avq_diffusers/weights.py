@@ -142,14 +142,10 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         """
         layers = select_layers(unet, config.levels, config.exact, config.overrides)
         check_names("codebooks", codebooks, [layer.name for layer in layers])
-        specs = [
-            {name: getattr(layer, name) for name in LayerSpec.__dataclass_fields__}
-            for layer in layers
-        ]
         # By keyword: diffusers' `from_config` drops what came by position.
         built = cls(
             avq=asdict(config),
-            layers=specs,
+            layers=[layer.stored for layer in layers],
             base_model=base_model,
             calibration=calibration,
             training=training,
