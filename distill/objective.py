@@ -125,8 +125,8 @@ class Objective(nn.Module):
         """
         inputs = (noisy_latents, timesteps, text_states)
         quantizers = self.quantizers.values()
-        originals = [self.teacher.get_submodule(name) for name in self.names]
-        with torch.no_grad(), recorded(originals) as teacher_features:
+        teacher_layers = [self.teacher.get_submodule(name) for name in self.names]
+        with torch.no_grad(), recorded(teacher_layers) as teacher_features:
             teacher_output = predict(self.teacher, *inputs)
         # The hooks are gone when gradient checkpointing runs the layers again.
         with recorded(self.layers) as features, recorded(quantizers) as leaves:
@@ -134,8 +134,8 @@ class Objective(nn.Module):
 
         losses = {"noise": mse(output, target), "output": mse(output, teacher_output)}
         losses["feature"] = mean(
-            mse(features[attn], teacher_features[original])
-            for attn, original in zip(self.layers, originals, strict=True)
+            mse(features[attn], teacher_features[teacher_attn])
+            for attn, teacher_attn in zip(self.layers, teacher_layers, strict=True)
         )
         if quantizers:
             losses["commitment"] = mean(leaves[quantizer].commitment() for quantizer in quantizers)
@@ -271,17 +271,17 @@ class Objective(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         num_pictures = sum(len(batch["timesteps"]) for batch in batches)
         num_kept = math.ceil(keys_per_layer / num_pictures)
-        originals = {name: self.teacher.get_submodule(name) for name in self.processors}
+        teacher_layers = {name: self.teacher.get_submodule(name) for name in self.processors}
         samples = {name: [] for name in self.processors}
         num_tokens = {}
         for batch in batches:
-            with recorded(attn.to_k for attn in originals.values()) as projected:
+            with recorded(attn.to_k for attn in teacher_layers.values()) as projected:
                 predict(
                     self.teacher, batch["noisy_latents"], batch["timesteps"], batch["text_states"]
                 )
             keys = {}
             for name, processor in self.processors.items():
-                attn = originals[name]
+                attn = teacher_layers[name]
                 heads = projected[attn.to_k].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
                 keys[name] = processor.key_norm(heads.float())
                 num_tokens[name] = heads.shape[2]

@@ -17,6 +17,7 @@ from eval.metrics import psnr, ssim
 from eval.pictures import dilation, generate
 
 UNDILATED = "exact, without ScaleCrafter"
+SHEET_COLUMNS = 4
 SHEET_QUALITY = 90  # of formats with losses
 
 
@@ -119,11 +120,9 @@ def compare_sheet(
     path: Path,
     pictures: Mapping[str, np.ndarray],
     prompts: Sequence[str],
-    *,
-    num_columns: int = 4,
 ) -> None:
     """One row a method, one column a prompt (first seed), the prompts below."""
-    shown = prompts[:num_columns]
+    shown = prompts[:SHEET_COLUMNS]
     rows = [[Image.fromarray(one) for one in images[: len(shown)]] for images in pictures.values()]
     numbers = [str(number) for number in range(1, len(shown) + 1)]
     table = list(zip(numbers, shown, strict=True))

@@ -1,19 +1,19 @@
 """Error of the attention variants against the exact teacher, on held-out scenes.
 
-Over all pictures, time steps and elements, with s what the student and t what the teacher returns:
+Over all pictures, timesteps and elements, with s what the student and t what the teacher returns:
 
 feature_mse           mean of (s - t)^2 of a layer's attn1, the student on its own input, as trained
 feature_relative_mse  sum of (s - t)^2 / sum of t^2 of the same
 forced_relative_mse   likewise, the layer on the teacher's input: without the errors before it
-output_error          |s - t| / |t| of the predicted noise; `output_error_at` has each time step's
+output_error          |s - t| / |t| of the predicted noise; `output_error_at` has each timestep's
 
-Of the student's keys at all time steps:
+Of the student's keys at all timesteps:
 
 commitment_loss, quantization_error  distance to the leaf, on a sample of them
 active_ratio, perplexity             how many codewords are in use
 evenness                             perplexity / codewords: 1 where all are in equal use
 
-Of the student's attention in the first picture at all time steps:
+Of the student's attention in the first picture at all timesteps:
 
 capture          share on keys of refined parents
 best_capture     the same if the parents of most exact attention were refined
@@ -126,7 +126,7 @@ def measure_errors(
 
     `is_flat` says whether its codebooks are flat, and is None for methods without.
 
-    All pictures of a time step run in one batch.
+    All pictures of a timestep run in one batch.
 
     Args:
         pipe: without AVQ; its UNet is the teacher.
@@ -139,7 +139,7 @@ def measure_errors(
     totals = [_Totals(pipe, method) for method in methods]
     num_keys = KEYS_PER_LAYER // num_timesteps
     steps = noised_scenes(pipe, scenes, num_timesteps)
-    for inputs in tqdm(steps, desc="time steps", total=num_timesteps):
+    for inputs in tqdm(steps, desc="timesteps", total=num_timesteps):
         with _recorded(attentions) as teacher:
             teacher_output = pipe.unet(*inputs, return_dict=False)[0]
         for method, total in zip(methods, totals, strict=True):
@@ -153,7 +153,7 @@ def measure_errors(
 def noised_scenes(
     pipe: StableDiffusionPipeline, scenes: Sequence[Scene], num_timesteps: int
 ) -> Iterator[UNetInputs]:
-    """Noisy latents (B, 4, h, w), time steps (B,) and text states of all scenes, step after step.
+    """Noisy latents (B, 4, h, w), timesteps (B,) and text states of all scenes, step after step.
 
     The noise of a step depends on its number only.
     """
@@ -298,7 +298,7 @@ class _SquaredError:
 
 
 class _Totals:
-    """What one method's row is made of, collected time step after time step."""
+    """What one method's row is made of, collected timestep after timestep."""
 
     def __init__(self, pipe: StableDiffusionPipeline, method: Method) -> None:
         self.method = method

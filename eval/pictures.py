@@ -23,20 +23,18 @@ def generate(
     seeds: Sequence[int],
     *,
     num_inference_steps: int = 25,
-    guidance_scale: float = MINI_GUIDANCE_SCALE,
     batch_size: int = 8,
     size: int | None = None,
     is_dilated: bool = False,
     description: str = "pictures",
 ) -> np.ndarray:
-    """Generate one picture per (prompt, seed) pair.
+    """Generate one picture per (prompt, seed) pair, at mini-sd's guidance scale.
 
     Args:
         pipe: that draws.
         prompts: n of them.
         seeds: n of them.
         num_inference_steps: denoising steps.
-        guidance_scale: of classifier-free guidance.
         batch_size: pictures made at once.
         size: side of the pictures; None is the model's own.
         is_dilated: use ScaleCrafter, which needs a size.
@@ -63,7 +61,7 @@ def generate(
                 prompts[chosen],
                 seeds[chosen],
                 num_inference_steps=num_inference_steps,
-                guidance_scale=guidance_scale,
+                guidance_scale=MINI_GUIDANCE_SCALE,
                 size=size,
             )
             if pictures is None:  # batches joined at the end would need the memory twice

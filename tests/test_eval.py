@@ -844,7 +844,7 @@ def relative(errors, expected) -> float:
 
 
 def test_errors_by_hand(distilled):
-    """Fails for time steps that are averaged and not pooled, a teacher that is not exact, forced
+    """Fails for timesteps that are averaged and not pooled, a teacher that is not exact, forced
     errors of the student's own input, keys without the projection's change, or P that stays."""
     pipe = tiny_pipe()
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
@@ -892,7 +892,7 @@ def test_errors_by_hand(distilled):
             assert figures["active_ratio"] == pytest.approx(float(active_ratio(counts).mean()))
             side = 16 >> layer.level
             captured = capture(
-                query[:, 0],  # of the first picture of both time steps
+                query[:, 0],  # of the first picture of both timesteps
                 key[:, 0],
                 codebooks.codebook(layer.name),
                 num_refined,

@@ -35,18 +35,18 @@ class Chunk:
     has_copies: np.ndarray
 
 
-def shard(seeds: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
-    """Return the seeds of process `rank`: equally many for every process, none in common.
+def shard(seeds: Sequence[int], process_index: int, num_processes: int) -> Sequence[int]:
+    """Return the seeds of one process: equally many for every process, none in common.
 
     Raises:
         ValueError: there are fewer seeds than processes.
     """
-    if len(seeds) < world_size:
+    if len(seeds) < num_processes:
         raise ValueError(
-            f"num_scenes must be at least the number of processes, {world_size}, but got "
+            f"num_scenes must be at least the number of processes, {num_processes}, but got "
             f"{len(seeds)}."
         )
-    return seeds[: len(seeds) // world_size * world_size][rank::world_size]
+    return seeds[: len(seeds) // num_processes * num_processes][process_index::num_processes]
 
 
 def render_chunks(

@@ -58,7 +58,7 @@ def build_unet(config: SDConfig, latent_channels: int, latent_size: int) -> UNet
 
 
 def snr_weights(alphas_cumprod: Tensor, floor: float, gamma: float) -> Tensor:
-    """Return clamp(SNR, floor, gamma) / SNR per time step.
+    """Return clamp(SNR, floor, gamma) / SNR per timestep.
 
     These are the min-SNR-gamma weights of epsilon prediction (Hang et al., 2023), raised where the
     SNR is below `floor`: there the caption decides the layout, at errors too small to count.
@@ -73,7 +73,7 @@ def layered_noise(
     """Return noise of unit variance: white, and `strength` of it constant over grid cells.
 
     Offset noise (Guttenberg, 2023) at several scales. SD's schedule leaves the mean colour and the
-    layout of such plain pictures readable at its last time step, so a model trained on white noise
+    layout of such plain pictures readable at its last timestep, so a model trained on white noise
     takes them from its input instead of from the caption, and finds neither when it samples.
     """
     noise = torch.randn(shape, generator=generator, device=device)
@@ -211,7 +211,7 @@ class SDTask:
         return {f"{name}_exported": value for name, value in losses.items()}
 
     def _validation_losses(self, model: SDModel) -> dict[str, float]:
-        """Average the losses over the validation scenes, at evenly spread time steps."""
+        """Average the losses over the validation scenes, at evenly spread timesteps."""
         latents, ids = self.validation
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         noise = torch.randn(latents.shape, generator=generator, device=self.device)

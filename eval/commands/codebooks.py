@@ -33,7 +33,7 @@ def errors_command(
         str, typer.Option(help="Numbers of refined parents for codebooks that name none.")
     ] = "0,4,8,16,32,64",
     pictures: Pictures = 16,
-    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
+    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")] = 8,
     levels: Levels = "0",
     kernels: Annotated[
         Path | None,
@@ -107,7 +107,7 @@ def analyse_command(
     ] = None,
     model: Model = "mini-sd",
     pictures: Pictures = 16,
-    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
+    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")] = 8,
     levels: Levels = "0,1",
     device: Device = "cpu",
     output: Output = RESULTS,
@@ -179,7 +179,7 @@ def ablate_command(
     refined: Annotated[str, typer.Option(help="Numbers of refined parents to judge by.")] = "16",
     model: Model = "mini-sd",
     pictures: Pictures = 16,
-    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread time steps.")] = 8,
+    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")] = 8,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
