@@ -7,6 +7,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from avq_diffusers.files import atomic_write, naming
+
 # Okabe and Ito's palette without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -111,8 +113,7 @@ def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
     figure.legend(
         [handles[label] for label in labels], labels, loc="outside lower center", ncols=columns
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    _save(figure, path, dpi=110)
 
 
 def _points(line: Line) -> tuple[list[float], list[float]]:
@@ -160,8 +161,7 @@ def point_plot(path: Path, rows: Sequence[Sequence[PointPanel]]) -> None:
     figure.draw_without_rendering()  # from here on the axes stay where they are
     for axes, panel in zip(grid, panels, strict=True):
         _label_points(axes, panel, colours, renderer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    _save(figure, path)
 
 
 def _label_points(axes: Any, panel: PointPanel, colours: Mapping[str, str], renderer: Any) -> None:
@@ -228,8 +228,7 @@ def heat_maps(path: Path, maps: Sequence[HeatMap], *, xlabel: str, label: str) -
         axes.set_title(fill(heat_map.title, 40), fontsize=8)
         axes.set_xlabel(xlabel)
     figure.colorbar(image, ax=figure.axes, label=label)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    _save(figure, path)
 
 
 def log_log_plot(
@@ -260,8 +259,7 @@ def log_log_plot(
             axes.legend(fontsize=8)
         axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel, title=title)
         axes.grid(alpha=0.3, which="both")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    _save(figure, path)
 
 
 def bar_plot(
@@ -283,5 +281,10 @@ def bar_plot(
         axes.set(xlabel=xlabel, title=name)
         axes.margins(x=0.2)
         axes.invert_yaxis()
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path, dpi: int = 130) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    with naming(path), atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=dpi)
