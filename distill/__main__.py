@@ -10,8 +10,6 @@ The result is OUTPUT/codebooks, for AVQCodebooks.from_pretrained.
 
 import contextlib
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +17,7 @@ import typer
 
 from distill.config import DistillConfig
 from distill.config_file import load_config
-from distill.sources import DataError
+from distill.errors import DataError, one_sentence
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -52,16 +50,6 @@ def distill(
             run = prepare(values, output, resume=resume)
         with one_sentence(FloatingPointError, DataError, OSError, code=1):
             train(run, config.stem)
-
-
-@contextlib.contextmanager
-def one_sentence(*kinds: type[Exception], code: int) -> Iterator[None]:
-    """End the command with the message of such an error and this exit code."""
-    try:
-        yield
-    except kinds as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(code) from error
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from avq_diffusers.files import TEMPORARY, atomic_write
+from distill.errors import DataError
 from distill.folders import sync
-from distill.sources import DataError
 
 FORMAT = 2
 CHECKSUM = "crc32"

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from distill.cache import SHARD, open_cache
 from distill.encoder import Encoder
-from distill.sources import BrokenSample, DataConfig, DataError, Rows, Scenes, open_samples
+from distill.errors import DataError
+from distill.sources import BrokenSample, DataConfig, Rows, Scenes, open_samples
 
 # Broken samples in a row that stop the run: then it is not one file, but the disk.
 MAX_BROKEN = 16

@@ -100,15 +100,8 @@ def train(run: Run, config_name: str) -> None:
             totals = {}
             logged_step, logged_time = step, time.monotonic()
     if accelerator.is_main_process:
-        names = (*run.objective.weights, "loss")
-        training = {
-            "config": config_name,
-            "steps": step,
-            "samples": step * config.batch_size,
-            "losses": {name: log.file.last[name] for name in names if name in log.file.last},
-            "layers": figures_by_layer(log.file.last),
-        }
-        export(output, run.objective, config, training)
+        summary = training_summary(run, log.file.last, config_name)
+        export(output, run.objective, config, summary)
     accelerator.wait_for_everyone()
     (run.model,) = accelerator.free_memory(run.model)  # its threads must not outlive the group
     accelerator.end_training()
@@ -145,6 +138,18 @@ def train_step(
             share = value.detach() / accelerator.gradient_accumulation_steps
             totals[name] = totals.get(name, 0) + share
     return {**totals, "grad_norm": norm}
+
+
+def training_summary(run: Run, last: Mapping[str, Any], config_name: str) -> dict[str, Any]:
+    """What the result says of its training, from the last line of the log."""
+    names = (*run.objective.weights, "loss")
+    return {
+        "config": config_name,
+        "steps": run.config.steps,
+        "samples": run.config.steps * run.config.batch_size,
+        "losses": {name: last[name] for name in names if name in last},
+        "layers": figures_by_layer(last),
+    }
 
 
 def figures_by_layer(line: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -115,10 +115,6 @@ class BrokenSample(ValueError):
     """A picture that cannot be read, or a caption that is missing or no text, by its name."""
 
 
-class DataError(ValueError):
-    """Samples that a run cannot do without cannot be read; the message says which."""
-
-
 class Scenes(Dataset):
     """The first scenes of mini-sd's training range, drawn when they are asked for."""
 

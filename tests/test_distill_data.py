@@ -31,8 +31,9 @@ from avq_diffusers.mini import TRAINING_SEEDS, render, sample_scene
 from distill import cache
 from distill.data import _load, sample_batches, stream
 from distill.encoder import Encoder
+from distill.errors import DataError
 from distill.pictures import crop, linfusion, picture_endings, read_rgb
-from distill.sources import BrokenSample, DataConfig, DataError, open_samples
+from distill.sources import BrokenSample, DataConfig, open_samples
 
 SIZE = 64
 NAMES = ("b", "a", "test_c", "d", "e")  # "test" in a name means a split to `datasets`

@@ -11,8 +11,8 @@ import torch
 import typer
 from accelerate import Accelerator
 
-from distill.__main__ import one_sentence
 from distill.config_file import load_config
+from distill.errors import one_sentence
 from distill.log import read_log
 from distill.pretrain.checkpoint import check_newest
 from distill.pretrain.config import RunConfig, ScorerConfig, SDConfig, VAEConfig

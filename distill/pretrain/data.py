@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from avq_diffusers.mini import corrupt, render, sample_scene
-from distill.sources import DataError
+from distill.errors import DataError
 
 CHUNK = 2048  # pictures per chunk; two chunks of 256 x 256 pictures take 0.8 GB of host memory
 TASK = 32  # pictures per task of a worker
