@@ -30,8 +30,9 @@ from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.log import log_path, read_log
 from distill.optimizer import load_optimizer, optimizer_tensors
-from eval import soak
-from eval.soak import Format, draw_problem, error_over_budget, read_damaged
+from eval import problems, soak
+from eval.damage import Format, library_formats, read_damaged
+from eval.problems import draw_problem, error_over_budget, gradient_over_budget
 
 CONFIG = Path(__file__).parent.parent / "configs" / "mini_m64p16c8.yaml"
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def test_gradients_are_those_of_the_definition(rng):
     problem = draw_problem(rng, kernels=False, device=CPU, most=60)
     wide = {name: getattr(problem, name).double() for name in TENSORS}
     wide["codebook"] = problem.codebook.to(dtype=torch.float64)
-    assert soak.gradient_over_budget(replace(problem, **wide)) <= 1, problem
+    assert gradient_over_budget(replace(problem, **wide)) <= 1, problem
 
 
 # Every problem has kernels of its own to compile: ten parts, for as many processes.
@@ -97,7 +98,7 @@ def test_wrong_results_are_beyond_the_budget(spoiled, choosing, monkeypatch):
             arguments = SPOILED[spoiled](arguments)
         return avq_attention(codebook=codebook, backend=backend, **arguments)
 
-    monkeypatch.setattr(soak, "avq_attention", wrong)
+    monkeypatch.setattr(problems, "avq_attention", wrong)
     errors = [error_over_budget(problem, "torch") for problem in choosing]
     assert sum(error > 1 for error in errors) > len(errors) / 3
 
@@ -272,7 +273,7 @@ TRAINING = [
     Format("break-even numbers", written_routes, read_routes, ()),
 ]
 PIPE = tiny_pipe()
-FORMATS = [*soak.library_formats(PIPE, random_codebooks(PIPE.unet)), *TRAINING]
+FORMATS = [*library_formats(PIPE, random_codebooks(PIPE.unet)), *TRAINING]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
