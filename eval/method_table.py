@@ -26,7 +26,8 @@ from eval.methods import EXACT, exact_labels, method_cells, short_name
 from eval.methods import LINFUSION as LINFUSION_CONFIG
 from eval.methods import TOME as TOME_METHOD
 from eval.plots import Point, PointPanel
-from eval.scenes import HEADER, MAKING, MEASURED, PROTOCOL, figure_cells, row_key, said_otherwise
+from eval.scene_runs import said_otherwise
+from eval.scenes import HEADER, MAKING, MEASURED, PROTOCOL, figure_cells, row_key
 from eval.stored import Result, complete
 
 Row = dict[str, Any]

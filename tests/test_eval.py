@@ -38,7 +38,7 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.mini import SCORER, TEST_SEEDS, corrupt, render, sample_scene
-from eval import compare, errors, metrics, report, scenes, training
+from eval import compare, errors, metrics, report, scene_runs, scenes, training
 from eval.benchmarks.attention import (
     attention_inputs,
     attention_table,
@@ -736,7 +736,7 @@ def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_pictures=1, d
 def test_merged_runs_are_means_with_standard_errors_over_runs():
     """The standard error of 1, 2, 6 is sqrt(7 / 3); fails for that of the pictures."""
     runs = [scenes_run(0, 1, clip_score=80.0), scenes_run(1, 2), scenes_run(2, 6, clip_score=100.0)]
-    (row,) = scenes.merge_runs(runs)
+    (row,) = scene_runs.merge_runs(runs)
     assert row["method"] == "M4"
     assert row["num_runs"] == 3
     assert (row["fid"], row["clip_score"], row["copy_agreement"]) == (3, 90, 0.5)
@@ -769,7 +769,7 @@ def test_merged_runs_are_means_with_standard_errors_over_runs():
 )
 def test_runs_of_another_protocol_are_not_merged(other, message):
     with pytest.raises(ValueError, match=message):
-        scenes.merge_runs([scenes_run(0), *other])
+        scene_runs.merge_runs([scenes_run(0), *other])
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 4), (4, 0), (9, 5)])
@@ -779,8 +779,8 @@ def test_runs_that_share_noise_are_not_merged(first, second):
     low = min(first, second)
     message = f"the seeds {low} to {low + 4} and {low + 4} to {low + 8}"
     with pytest.raises(ValueError, match=message):
-        scenes.merge_runs(runs)
-    (row,) = scenes.merge_runs([runs[0], scenes_run(first + 5, num_pictures=5)])
+        scene_runs.merge_runs(runs)
+    (row,) = scene_runs.merge_runs([runs[0], scenes_run(first + 5, num_pictures=5)])
     assert row["num_runs"] == 2
 
 
@@ -800,18 +800,18 @@ def test_runs_of_one_seed_are_joined():
         run(0, exact_1=5.0, M4_1=3.0),
         run(1, exact_1=3.0, M4_1=5.0, M4_0=4.0, M9_0=1.0),
     ]
-    rows = scenes.merge_runs(runs)
+    rows = scene_runs.merge_runs(runs)
     found = [(*scenes.row_key(row), row["fid"], row["num_runs"]) for row in rows]
     assert found == [("exact", (), 2, 2), ("M4", (0,), 3, 2), ("M4", (1,), 4, 2)]
     changed = run(1, M4_0=4.0)
     changed["rows"][0]["sha256"] = "another folder"
     with pytest.raises(ValueError, match="the same methods and pictures"):
-        scenes.merge_runs([*runs, changed])
+        scene_runs.merge_runs([*runs, changed])
 
 
 def test_runs_of_older_files_are_merged():
     """Catches a file that does not say its model refused beside one that does."""
-    (row,) = scenes.merge_runs([scenes_run(0), scenes_run(1) | {"model": "a", "scorer": "b"}])
+    (row,) = scene_runs.merge_runs([scenes_run(0), scenes_run(1) | {"model": "a", "scorer": "b"}])
     assert row["num_runs"] == 2
 
 

@@ -18,7 +18,7 @@ from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import ScaleCrafterConfig, scalecrafter
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
-from eval import scenes
+from eval import scene_runs, scenes
 from eval.analyses import ANALYSES
 from eval.benchmarks.kernels import plot_kernels
 from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
@@ -196,9 +196,9 @@ class TestScenes:
         row = {"method": "M4"}
         stored = {"pictures": 2, "rows": [row], "environment": {"commit": "a", "date": "then"}}
         same = ({"pictures": 2}, {"commit": "a", "date": "now"})
-        assert scenes.finished_rows(stored, *same) == {"M4": row}
+        assert scene_runs.finished_rows(stored, *same) == {"M4": row}
         with pytest.raises(ValueError, match=re.escape(f"differs in {named}; start again")):
-            scenes.finished_rows(stored, protocol, environment)
+            scene_runs.finished_rows(stored, protocol, environment)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -240,7 +240,7 @@ class TestMerge:
         for run, decibels in zip(runs, (30.0, 33.0, 36.0), strict=True):
             run["rows"][0] |= {"psnr_median": decibels, "seconds_per_picture": 0.5}
             run["rows"][0]["psnr_p10"] = None if decibels == 33 else decibels
-        (row,) = scenes.merge_runs(runs)
+        (row,) = scene_runs.merge_runs(runs)
         assert row["psnr_median"] == 33
         assert row["psnr_median_sem"] == pytest.approx(3 / 3**0.5)
         assert row["psnr_p10"] is row["psnr_p10_sem"] is None
@@ -250,7 +250,7 @@ class TestMerge:
     @pytest.mark.parametrize("change", [{"size": 512}, {"scalecrafter": True}])
     def test_sizes_are_not_mixed(self, change):
         with pytest.raises(ValueError, match=r"and the same .*size, scalecrafter"):
-            scenes.merge_runs([scenes_run(0), scenes_run(1) | change])
+            scene_runs.merge_runs([scenes_run(0), scenes_run(1) | change])
 
 
 def quality_row(method, config=None, origin=None, levels=(0,), **figures):

@@ -10,7 +10,7 @@ from test_method_table import quality, quality_row
 from tiny import tiny_pipe
 from typer.testing import CliRunner
 
-from eval import scenes
+from eval import scene_runs, scenes
 from eval.__main__ import app
 from eval.samples import Sample, load_samples, save_samples
 
@@ -36,8 +36,8 @@ def test_parts_are_the_whole(model, tmp_path, monkeypatch):
         files.append(tmp_path / f"scenes_levels0_seed3_part{part.replace('/', 'of')}.json")
     run_command(monkeypatch, "pool", *files, "--output", tmp_path / "pooled.json")
     pooled = json.loads((tmp_path / "pooled.json").read_text())
-    assert {name: pooled[name] for name in scenes.WHOLE} == {
-        name: whole[name] for name in scenes.WHOLE
+    assert {name: pooled[name] for name in scene_runs.WHOLE} == {
+        name: whole[name] for name in scene_runs.WHOLE
     }
     assert [run["part"] for run in pooled["runs"]] == ["2/2", "1/2"]
     for row, expected in zip(pooled["rows"], whole["rows"], strict=True):
@@ -105,11 +105,11 @@ def test_samples_that_cannot_be_written(tmp_path):
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1/5", "1", "a/b", "-1/2", "1/2/3"])
 def test_there_is_no_such_part(part):
     with pytest.raises(ValueError, match=f"K-th of N parts of at most 4 .*got '{part}'"):
-        scenes.part_of(part, 4)
+        scene_runs.part_of(part, 4)
 
 
 def test_parts_by_hand():
-    assert [list(scenes.part_of(f"{k}/3", 7)) for k in (1, 2, 3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert [list(scene_runs.part_of(f"{k}/3", 7)) for k in (1, 2, 3)] == [[0, 1], [2, 3], [4, 5, 6]]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_parts_that_are_no_run(parts, changed, message):
     found = [({**document, "part": part}, samples) for part in parts]
     found[0] = ({**found[0][0], **changed}, changed.get("samples", samples))
     with pytest.raises(ValueError, match=re.escape(message)):
-        scenes.pool_parts(found)
+        scene_runs.pool_parts(found)
 
 
 def test_parts_of_which_one_is_not_compared():
@@ -147,9 +147,9 @@ def test_parts_of_which_one_is_not_compared():
         for k, x in ((1, compared), (2, compared._replace(psnr=torch.empty(0))))
     ]
     with pytest.raises(ValueError, match="a part has not compared M4 with exact; go on with --res"):
-        scenes.pool_parts(parts)
+        scene_runs.pool_parts(parts)
     parts[1][1]["M4"] = compared
-    assert scenes.pool_parts(parts)[0]["num_pictures"] == 6
+    assert scene_runs.pool_parts(parts)[0]["num_pictures"] == 6
 
 
 def test_files_that_are_no_parts(model, tmp_path, monkeypatch):

@@ -125,7 +125,8 @@ def scenes_command(
     """
     from eval.metrics import Scorer
     from eval.samples import load_samples, save_samples
-    from eval.scenes import finished_rows, part_of, scenes_table, score_methods
+    from eval.scene_runs import finished_rows, part_of
+    from eval.scenes import scenes_table, score_methods
 
     numbers = numbers_of("--levels", levels)
     dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
@@ -197,7 +198,8 @@ def pool_command(
     runs/scenes_levels0_part2of2.json --output eval/results/scenes/scenes_levels0.json
     """
     from eval.samples import load_samples
-    from eval.scenes import WHOLE, pool_parts, scenes_table
+    from eval.scene_runs import WHOLE, pool_parts
+    from eval.scenes import scenes_table
 
     documents = [_scenes_document(read_result(path)) for path in parts]
     for path, document in zip(parts, documents, strict=True):
@@ -280,7 +282,8 @@ def plot_command(
 
 
 def _merge_scenes(results: Sequence[Result], output: Path) -> None:
-    from eval.scenes import MAKING, PROTOCOL, merge_runs, row_key, scenes_table
+    from eval.scene_runs import merge_runs
+    from eval.scenes import MAKING, PROTOCOL, row_key, scenes_table
 
     documents = [_scenes_document(result) for result in results]
     for result, document in zip(results, documents, strict=True):
@@ -301,7 +304,8 @@ def _merge_scenes(results: Sequence[Result], output: Path) -> None:
 
 def _scenes_document(result: Result) -> Mapping[str, Any]:
     """The content of a file of `scenes` or `pool`."""
-    from eval.scenes import noise_seeds, scenes_table
+    from eval.scene_runs import noise_seeds
+    from eval.scenes import scenes_table
 
     if result.kind not in SCENES:
         raise ValueError(
