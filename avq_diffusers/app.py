@@ -84,8 +84,8 @@ class Studio:
     """Draws with a pipeline that has AVQ, one picture at a time, from any thread.
 
     Attributes:
-        default_refined: refined parents per query tile by the codebooks' own configuration; the
-            largest number where layers differ.
+        default_refined: refined parents per query tile when the studio was made; the largest
+            number where layers differ.
         most_refined: the parents that can be refined: all of the largest codebook.
     """
 
@@ -116,7 +116,7 @@ class Studio:
         Args:
             request: what to draw.
             num_refined: parents refined per query tile; layers with fewer refine all. At
-                `default_refined` each layer refines as many as the codebooks say.
+                `default_refined` each layer refines as many as when the studio was made.
             on_step: called after each denoising step.
         """
         plan = {name: min(num_refined, most) for name, most in self.most.items()}

@@ -1,4 +1,4 @@
-"""What the values of options stand for, in the commands of this repository."""
+"""Values of options that `avq` and `python -m eval` share."""
 
 from avq_diffusers.mini import MINI_SD, default_prompts
 

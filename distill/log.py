@@ -45,7 +45,9 @@ class LogFile:
 
 
 class Log:
-    """Writes the lines, and the tracker's; only the main process does.
+    """The log of a distillation run: the lines on disk, and the tracker.
+
+    Only the main process writes.
 
     Figures of every layer are mappings by layer; trackers get them as `figure/layer`.
 

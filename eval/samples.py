@@ -1,4 +1,4 @@
-"""What is measured of single pictures, and the figures of many, which parts of a run share."""
+"""What is measured of each picture, so that parts of a run can be pooled, and figures of it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -251,7 +251,7 @@ class Scene:
 
 
 def sample_scene(seed: int) -> Scene:
-    """Draws a scene.
+    """Draw a scene at random.
 
     Args:
         seed: any integer >= 0; equal seeds give equal scenes.
@@ -281,7 +281,7 @@ def sample_scene(seed: int) -> Scene:
 
 
 def render(scene: Scene, size: int = IMAGE_SIZE) -> np.ndarray:
-    """Draws the picture of a scene.
+    """Draw the picture of a scene.
 
     Args:
         scene: what to draw.
@@ -298,7 +298,7 @@ def render(scene: Scene, size: int = IMAGE_SIZE) -> np.ndarray:
 
 
 def corrupt(scene: Scene, seed: int, size: int = IMAGE_SIZE) -> np.ndarray:
-    """Draws a scene with its copies broken: same caption, no hidden structure.
+    """Draw a scene with its copies broken: same caption, no hidden structure.
 
     Every object of a patterned group gets a motif of its own, a tiled background loses its period
     and a mirrored one its mirror image.
@@ -373,7 +373,7 @@ def copy_agreement(image: np.ndarray, scene: Scene) -> float | None:
 def write_coco(
     folder: str | Path, num_images: int, *, first_seed: int = 0, size: int = IMAGE_SIZE
 ) -> None:
-    """Writes scenes as a data set in COCO's captions format.
+    """Write scenes as a data set in COCO's captions format.
 
     `folder/images/000000000001.png` shows the scene of seed `first_seed`, the next number the next
     seed; `folder/annotations/captions_scenes.json`, written last, holds one caption per image.
