@@ -145,7 +145,7 @@ def assign(key: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
             f"key must have shape (..., {codebook.num_heads}, keys, {codebook.head_dim}) to go "
             f"with the codebook, but got {tuple(key.shape)}."
         )
-    dtype = torch.promote_types(torch.promote_types(key.dtype, codebook.parents.dtype), torch.float)
+    dtype = working_dtype(key, codebook)
     parents, children = codebook.parents.to(dtype), codebook.children.to(dtype)
     center = parents.mean(dim=1, keepdim=True)
     centered_parents = parents - center
@@ -296,6 +296,17 @@ def first_in_cell(rank: Tensor, cell: Tensor, num_cells: int) -> Tensor:
     is_lowest = (rank == lowest[cell]) & (rank < math.inf)
     rows = torch.arange(len(rank), device=rank.device).where(is_lowest, len(rank))
     return rows.new_full((num_cells,), len(rank)).scatter_reduce_(0, cell, rows, "amin")
+
+
+def heads_first(keys: Tensor) -> Tensor:
+    """(..., H, N, D) to (H, all keys, D)."""
+    return keys.movedim(-3, 0).flatten(1, -2)
+
+
+def working_dtype(keys: Tensor, codebook: Codebook) -> torch.dtype:
+    """fp32, or fp64 if keys or codewords are."""
+    dtype = torch.promote_types(keys.dtype, codebook.parents.dtype)
+    return torch.promote_types(dtype, torch.float)
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers import fallback, reference
-from avq_diffusers.codebook import Codebook, assign
+from avq_diffusers.codebook import Codebook, assign, heads_first
 from avq_diffusers.validation import check_inputs, check_numbers
 
 ACTIVE_SHARE = 0.01
@@ -190,7 +190,7 @@ def commitment_loss(key: Tensor, codebook: Codebook) -> Tensor:
     leaves = codebook.leaves.detach()
     head = torch.arange(codebook.num_heads, device=key.device)[:, None]
     quantized_key = leaves[head, parent_assignment, child_assignment + 1]
-    return _per_head(key - quantized_key).square().sum(dim=-1).mean(dim=-1)
+    return heads_first(key - quantized_key).square().sum(dim=-1).mean(dim=-1)
 
 
 def quantization_error(key: Tensor, codebook: Codebook) -> Tensor:
@@ -204,7 +204,7 @@ def quantization_error(key: Tensor, codebook: Codebook) -> Tensor:
         (H,); 0 is exact, 1 is what a single codeword at the mean of the keys would reach.
     """
     loss = commitment_loss(key, codebook)
-    variance = _per_head(key).to(loss.dtype).var(dim=1, correction=0).sum(dim=-1)
+    variance = heads_first(key).to(loss.dtype).var(dim=1, correction=0).sum(dim=-1)
     return loss / variance.clamp(min=torch.finfo(loss.dtype).tiny)
 
 
@@ -314,11 +314,6 @@ def _parent_importance(
         )
         found.append(importance.unflatten(0, (-1, len(query))).movedim(0, 2))
     return torch.cat(found, dim=-2)
-
-
-def _per_head(key: Tensor) -> Tensor:
-    """(..., H, S, D) to (H, all keys, D)."""
-    return key.movedim(-3, 0).flatten(1, -2)
 
 
 def _at_least_fp32(query: Tensor, key: Tensor, scale: float | None) -> tuple[Tensor, Tensor, float]:

@@ -15,8 +15,10 @@ from avq_diffusers.codebook import (
     Codebook,
     assign,
     first_in_cell,
+    heads_first,
     leaf_sums,
     project_children,
+    working_dtype,
 )
 
 # Below this count a sum and a count that decay for thousands of steps lose their digits, and their
@@ -48,7 +50,7 @@ def batch_statistics(
     num_slots = 1 + codebook.num_children
     leaf = parent_assignment * num_slots + child_assignment + 1
     key_sums, counts = leaf_sums(
-        _heads_first(keys, codebook),
+        heads_first(keys).to(working_dtype(keys, codebook)),
         leaf.movedim(-2, 0).flatten(1),
         codebook.num_parents * num_slots,
     )
@@ -125,7 +127,7 @@ def reassign_dead(
     """
     heads, num_parents, num_children = codebook.children.shape[:3]
     parent_assignment, child_assignment = assign(keys, codebook)
-    keys = _heads_first(keys, codebook)
+    keys = heads_first(keys).to(working_dtype(keys, codebook))
     num_keys = keys.shape[1]
     if num_keys < num_parents:
         raise ValueError(
@@ -180,11 +182,3 @@ def ema_decay(step: int, warmup_steps: int, start: float = 0.9, end: float = 0.9
     if step >= warmup_steps:
         return end
     return end + (start - end) * (1 + math.cos(math.pi * step / warmup_steps)) / 2
-
-
-def _heads_first(keys: Tensor, codebook: Codebook) -> Tensor:
-    """(..., H, N, D) to (H, ... N, D) in the dtype of the statistics."""
-    dtype = torch.promote_types(
-        torch.promote_types(keys.dtype, codebook.parents.dtype), torch.float
-    )
-    return keys.movedim(-3, 0).flatten(1, -2).to(dtype)
