@@ -6,7 +6,8 @@
 noise       MSE(student output, target)
 output      MSE(student output, teacher output)
 feature     mean over replaced layers of MSE(student attn1 output, teacher attn1 output)
-commitment  mean over replaced layers of MSE(keys, their leaves): `commitment_loss` / head dim
+commitment  mean over replaced layers of MSE(keys, their leaves): the paper's E |k - leaf|^2,
+            `commitment_loss`, over the head dim
 """
 
 import math
