@@ -11,8 +11,15 @@ from typing import Any
 import gradio as gr
 import torch
 
-from avq_diffusers.comparison import Picture, psnr, refinable_parents, timed_picture
-from avq_diffusers.pipeline import Summary, applied_states, avq_disabled, set_num_refined, summary
+from avq_diffusers.comparison import Picture, psnr, timed_picture
+from avq_diffusers.pipeline import (
+    Summary,
+    applied_states,
+    avq_disabled,
+    refinable_parents,
+    set_num_refined,
+    summary,
+)
 from avq_diffusers.scalecrafter import SETTINGS, scalecrafter
 from avq_diffusers.sheet import DIFFERENCE_GAIN, difference
 

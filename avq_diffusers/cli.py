@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import nn
 
 from avq_diffusers.calibrate import calibrate
-from avq_diffusers.comparison import psnr, refinable_parents, timed_picture
+from avq_diffusers.comparison import psnr, timed_picture
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.elastic import CaptureProfile, measure_capture
 from avq_diffusers.files import atomic_write, naming
@@ -34,7 +34,13 @@ from avq_diffusers.mini import (
     model_path,
 )
 from avq_diffusers.options import numbers_of, usual_prompts
-from avq_diffusers.pipeline import apply_avq, avq_disabled, set_num_refined, summary
+from avq_diffusers.pipeline import (
+    apply_avq,
+    avq_disabled,
+    refinable_parents,
+    set_num_refined,
+    summary,
+)
 from avq_diffusers.scalecrafter import scalecrafter
 from avq_diffusers.sheet import DIFFERENCE_GAIN, difference, picture_sheet
 from avq_diffusers.sweep import (

@@ -7,8 +7,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from avq_diffusers.pipeline import applied_states
-
 
 class Picture(NamedTuple):
     """A picture and the seconds that it took."""
@@ -33,14 +31,3 @@ def psnr(image: Image.Image, reference: Image.Image) -> float:
     error = np.asarray(image, np.float64) - np.asarray(reference, np.float64)
     mean_square = (error**2).mean()
     return float("inf") if mean_square == 0 else float(10 * np.log10(255.0**2 / mean_square))
-
-
-def refinable_parents(pipe: Any) -> dict[str, int]:
-    """By name, how many parents each AVQ layer can refine: all of them, or 0 if it is flat.
-
-    Raises:
-        ValueError: the pipeline has no AVQ layer.
-    """
-    return {
-        layer.name: state.codebook.most_refined for layer, state in applied_states(pipe).items()
-    }

@@ -224,6 +224,17 @@ def applied_states(pipe: Any) -> dict[SelfAttentionLayer, LayerState]:
     return states
 
 
+def refinable_parents(pipe: Any) -> dict[str, int]:
+    """By name, how many parents each AVQ layer can refine: all of them, or 0 if it is flat.
+
+    Raises:
+        ValueError: the pipeline has no AVQ layer.
+    """
+    return {
+        layer.name: state.codebook.most_refined for layer, state in applied_states(pipe).items()
+    }
+
+
 @dataclass(frozen=True)
 class LayerReport:
     """One row of a `Summary`.
@@ -352,12 +363,11 @@ class _Scheduler:
         """Put it in place of an earlier one, if any layer has more than one number."""
         scheduled = {state: schedule for state, schedule in schedules.items() if len(schedule) > 1}
         original = uncompiled(unet)
-        if hasattr(original, "_avq_hook"):
-            original._avq_hook.remove()
-            del original._avq_hook
+        if hasattr(original, "_avq_scheduler"):
+            original._avq_scheduler.remove()
+            del original._avq_scheduler
         if scheduled:
-            # Under the name that `uninstall` takes away.
-            original._avq_hook = cls(unet, scheduled)
+            original._avq_scheduler = cls(unet, scheduled)
 
     def remove(self) -> None:
         self.handle.remove()
@@ -372,7 +382,7 @@ class _Scheduler:
 
 def _schedules(pipe: Any) -> dict[LayerState, Schedule]:
     """Those that `set_num_refined` left, of layers with more than one number of parents."""
-    scheduler: _Scheduler | None = getattr(uncompiled(unet_of(pipe)), "_avq_hook", None)
+    scheduler: _Scheduler | None = getattr(uncompiled(unet_of(pipe)), "_avq_scheduler", None)
     return {} if scheduler is None else scheduler.schedules
 
 

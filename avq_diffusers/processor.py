@@ -351,9 +351,10 @@ def install(
 def uninstall(unet: nn.Module) -> None:
     """Take away states and hooks, and put back the processors that ours replaced."""
     for module in unet.modules():
-        if hasattr(module, "_avq_hook"):
-            module._avq_hook.remove()
-            del module._avq_hook
+        for name in ("_avq_hook", "_avq_scheduler"):  # of the grid; of `set_num_refined`
+            if hasattr(module, name):
+                getattr(module, name).remove()
+                delattr(module, name)
         if hasattr(module, "_avq_previous"):
             if isinstance(module.processor, AVQProcessor):
                 module.set_processor(module._avq_previous)

@@ -11,10 +11,10 @@ from PIL import Image
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from avq_diffusers.comparison import psnr, refinable_parents, timed_picture
+from avq_diffusers.comparison import psnr, timed_picture
 from avq_diffusers.elastic import SHOWN_TARGETS, CaptureProfile
 from avq_diffusers.files import atomic_write, naming
-from avq_diffusers.pipeline import avq_disabled, set_num_refined
+from avq_diffusers.pipeline import avq_disabled, refinable_parents, set_num_refined
 from avq_diffusers.sheet import picture_sheet
 
 EXACT = "exact"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ def generate(
     is_dilated: bool = False,
     description: str = "pictures",
 ) -> np.ndarray:
-    """Generate one picture per (prompt, seed) pair, at mini-sd's guidance scale.
+    """Generate one picture per (prompt, seed) pair, with the model's usual guidance.
 
     Args:
         pipe: that draws.
@@ -61,13 +62,20 @@ def generate(
                 prompts[chosen],
                 seeds[chosen],
                 num_inference_steps=num_inference_steps,
-                guidance_scale=MINI_GUIDANCE_SCALE,
+                guidance_scale=usual_guidance(pipe.name_or_path),
                 size=size,
             )
             if pictures is None:  # batches joined at the end would need the memory twice
                 pictures = np.empty((len(prompts), *batch.shape[1:]), np.uint8)
             pictures[chosen] = batch
     return pictures
+
+
+def usual_guidance(model: str) -> float:
+    """mini-sd's guidance scale, or for another model what its pipeline takes by itself."""
+    if model == MINI_SD:
+        return MINI_GUIDANCE_SCALE
+    return signature(StableDiffusionPipeline.__call__).parameters["guidance_scale"].default
 
 
 def dilation(

@@ -585,7 +585,7 @@ class TestSchedule:
         assert levels == {0: "M4P2C2", 1: "M4P2-3-0C2"}
         set_num_refined(pipe, {1000: 2, 500: 2}, level=1)
         assert {row.config for row in summary(pipe).rows if row.config} == {"M4P2C2"}
-        assert not hasattr(pipe.unet, "_avq_hook")
+        assert not hasattr(pipe.unet, "_avq_scheduler")
 
     def test_copies_and_other_pipelines(self, pipe, codebooks, tmp_path):
         """Catches a copy that switches its original, and a saved pipeline that knows of AVQ."""

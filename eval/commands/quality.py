@@ -8,7 +8,7 @@ import torch
 import typer
 from diffusers import StableDiffusionPipeline
 
-from avq_diffusers.mini import IMAGE_SIZE, MINI_GUIDANCE_SCALE, SCORER, TEST_SEEDS, sample_scene
+from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
 from avq_diffusers.options import numbers_of
 from eval.commands.options import (
     Device,
@@ -124,6 +124,7 @@ def scenes_command(
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
     """
     from eval.metrics import Scorer
+    from eval.pictures import usual_guidance
     from eval.samples import load_samples, save_samples
     from eval.scene_runs import finished_rows, part_of
     from eval.scenes import scenes_table, score_methods
@@ -145,7 +146,7 @@ def scenes_command(
         "batch": batch,
         "first_seed": first_seed,
         "num_inference_steps": steps,
-        "guidance_scale": MINI_GUIDANCE_SCALE,
+        "guidance_scale": usual_guidance(model),
         "dtype": str(dtype),
         "size": size,
         "scalecrafter": dilated,
