@@ -23,7 +23,7 @@ from avq_diffusers.calibrate import calibrate
 from avq_diffusers.comparison import psnr, timed_picture
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.elastic import CaptureProfile, measure_capture
-from avq_diffusers.files import atomic_write, naming
+from avq_diffusers.files import atomic_write
 from avq_diffusers.inspection import codebook_table, plot_codebooks
 from avq_diffusers.loading import first_line, load_pipeline
 from avq_diffusers.mini import (
@@ -527,7 +527,7 @@ def _read_prompts(path: Path) -> list[str]:
 
 def _save(picture: Image.Image, path: Path) -> None:
     """Write a PNG in one step: a picture that was there stays until the new one is whole."""
-    with naming(path), atomic_write(path) as temporary:
+    with atomic_write(path) as temporary:
         picture.save(temporary)
 
 

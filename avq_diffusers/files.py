@@ -22,14 +22,20 @@ def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
     that begins with `TEMPORARY`; the next write goes over it, unless `shared`.
 
     Args:
-        path: in a folder that exists. The temporary file lies beside it and has its extension.
+        path: its folder is made where it is missing. The temporary file lies beside it and has its
+            extension.
         shared: others may write `path` at the same time, each a temporary file of its own.
+
+    Raises:
+        OSError: the disk is full or not writable; the message names `path`.
     """
     own = f"{secrets.token_hex(4)}-" if shared else ""
     temporary = path.with_name(f"{TEMPORARY}{own}{path.name}")
     try:
-        yield temporary
-        temporary.replace(path)
+        with naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            temporary.replace(path)
     finally:
         with suppress(OSError):  # it is no longer there, or the disk fails again
             temporary.unlink()
@@ -93,9 +99,9 @@ def naming(path: Path) -> Iterator[None]:
     """Name the file in the error of a disk that is full or not writable.
 
     Raises:
-        OSError: the block raised one.
+        OSError: the block raised one, or an error of safetensors.
     """
     try:
         yield
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise OSError(f"{path} could not be written ({error}).") from error

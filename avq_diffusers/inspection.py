@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import Tensor
 
 from avq_diffusers.codebook import Codebook
-from avq_diffusers.files import atomic_write, naming
+from avq_diffusers.files import atomic_write
 from avq_diffusers.weights import AVQCodebooks
 
 FIGURES = ("quantization_error", "capture", "active_ratio")
@@ -76,7 +76,7 @@ def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
         axes.bar(places, [figures.get(name, {}).get(key, 0.0) for name in names])
         axes.set_title(key.replace("_", " "), fontsize=9)
         axes.set_xticks(places, short, rotation=60, fontsize=6)
-    with naming(path), atomic_write(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110)
 
 

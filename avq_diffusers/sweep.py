@@ -13,7 +13,7 @@ from rich.table import Table
 
 from avq_diffusers.comparison import psnr, timed_picture
 from avq_diffusers.elastic import SHOWN_TARGETS, CaptureProfile
-from avq_diffusers.files import atomic_write, naming
+from avq_diffusers.files import atomic_write
 from avq_diffusers.pipeline import avq_disabled, refinable_parents, set_num_refined
 from avq_diffusers.sheet import picture_sheet
 
@@ -163,7 +163,7 @@ def plot_sweep(drawn: Sequence[Drawn], title: str, path: Path) -> None:
     axes.set_xlim(0, 1.12 * max(one.seconds for one in drawn))
     axes.grid(alpha=0.3)
     axes.legend()
-    with naming(path), atomic_write(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110)
 
 

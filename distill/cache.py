@@ -194,12 +194,11 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
             save_file(tensors, temporary)
             sync(temporary)
         sync(path.parent)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         if path.exists():  # another run that builds the same cache was faster
             return
         raise OSError(
-            f"{path} cannot be written ({error}); make room for the cache and start again, its "
-            f"complete shards are kept."
+            f"{error} Make room for the cache and start again; its complete shards are kept."
         ) from error
 
 

@@ -34,7 +34,7 @@ class LogFile:
         output.mkdir(parents=True, exist_ok=True)
         lines = [x for x in read_log(output) if x["step"] <= step and "final" not in x]
         self.last: dict[str, Any] = lines[-1] if lines else {}
-        with naming(self.path), atomic_write(self.path) as temporary:
+        with atomic_write(self.path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def write(self, step: int, **figures: float | dict[str, float]) -> None:

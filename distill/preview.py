@@ -9,7 +9,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from avq_diffusers import apply_avq, picture_sheet, remove_avq
-from avq_diffusers.files import atomic_write, naming
+from avq_diffusers.files import atomic_write
 from distill.config import DistillConfig
 from distill.export import make_codebooks
 from distill.objective import Objective
@@ -38,8 +38,7 @@ def draw_sheet(
         ["teacher", name],
         row_titles=config.samples.prompts,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with naming(path), atomic_write(path) as temporary:
+    with atomic_write(path) as temporary:
         sheet.save(temporary)
 
 

@@ -302,6 +302,4 @@ def _write_picture(folder: Path, index: int, picture: np.ndarray) -> None:
         with atomic_write(path) as temporary:
             Image.fromarray(picture).save(temporary)
     except OSError as error:
-        raise OSError(
-            f"{path} could not be written ({error}); the same command goes on after it is mended."
-        ) from error
+        raise OSError(f"{error} The same command goes on after it is mended.") from error

@@ -373,12 +373,8 @@ def real_features(
         return load_file(cached, device=str(extract.networks.device))["features"]
     except (FileNotFoundError, KeyError, SafetensorError):
         features, _ = extract(files, prepare, description=f"pictures in {folder}")
-    cache.mkdir(parents=True, exist_ok=True)
-    try:
-        with atomic_write(cached, shared=True) as temporary:
-            save_file({"features": features.cpu()}, temporary)
-    except SafetensorError as error:
-        raise OSError(f"{cached} could not be written ({error}).") from error
+    with atomic_write(cached, shared=True) as temporary:
+        save_file({"features": features.cpu()}, temporary)
     return features
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from avq_diffusers.files import atomic_write, naming
+from avq_diffusers.files import atomic_write
 
 # Okabe and Ito's palette without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -285,6 +285,5 @@ def bar_plot(
 
 
 def _save(figure: Any, path: Path, dpi: int = 130) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with naming(path), atomic_write(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=dpi)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from avq_diffusers.files import atomic_write, naming
+from avq_diffusers.files import atomic_write
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "tomesd")
 RESULTS = Path(__file__).parent / "results"
@@ -47,10 +47,8 @@ def save_json(path: Path, *, command: str, device: torch.device | str, **content
     """
     document = {"command": command, "environment": environment(device), **content}
     text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            temporary.write_text(text)
+    with atomic_write(path) as temporary:
+        temporary.write_text(text)
 
 
 def folder_digest(source: str, marker: str) -> str | None:

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from avq_diffusers.files import atomic_write, naming
+from avq_diffusers.files import atomic_write
 from eval.compare import psnr_figures
 from eval.frechet import Gaussian, fit_gaussian, frechet_distance, jackknife_error
 from eval.protocol import JACKKNIFE_BLOCKS
@@ -72,13 +72,8 @@ def save_samples(path: Path, samples: Mapping[str, Sample]) -> None:
         for name, sample in samples.items()
         for field, tensor in sample._asdict().items()
     }
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with atomic_write(path) as temporary:
-                save_file(tensors, temporary)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+    with atomic_write(path) as temporary:
+        save_file(tensors, temporary)
 
 
 def load_samples(path: Path) -> dict[str, Sample]:

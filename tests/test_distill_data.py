@@ -875,8 +875,8 @@ def test_a_full_disk_is_a_clear_error(tmp_path):
     process = in_process(build_with_little_room, config, tmp_path)
     process.join()
     error = (tmp_path / "error").read_text()
-    assert "shard-000000.safetensors cannot be written" in error
-    assert "make room for the cache and start again" in error
+    assert "shard-000000.safetensors could not be written" in error
+    assert "Make room for the cache and start again" in error
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["fingerprint.json"]
     take(make_stream(config), 1)
 

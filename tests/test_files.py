@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from safetensors import SafetensorError
 
 from avq_diffusers.files import LONGEST_SAVE, TEMPORARY, atomic_save, atomic_write, naming
 from distill.folders import replace_folder
@@ -102,14 +103,15 @@ def test_a_write_that_fails_leaves_the_old_file_only(path, error):
 def test_a_rename_that_fails_leaves_no_temporary_file(tmp_path):
     """Catches a clean-up that covers the writing only."""
     (tmp_path / "folder").mkdir()
-    with pytest.raises(IsADirectoryError), atomic_write(tmp_path / "folder") as temporary:
+    folder = tmp_path / "folder"
+    with pytest.raises(OSError, match="could not be written"), atomic_write(folder) as temporary:
         temporary.write_text("new")
     assert [found.name for found in tmp_path.iterdir()] == ["folder"]
 
 
 def test_a_write_that_never_began_says_why(path):
     """Catches a clean-up whose own error hides the first one."""
-    with pytest.raises(FileNotFoundError, match="first"), atomic_write(path):
+    with pytest.raises(OSError, match="first"), atomic_write(path):
         raise FileNotFoundError("first")
     obstacle = path.with_name(f"{TEMPORARY}file.txt")
     obstacle.mkdir()
@@ -270,10 +272,18 @@ def replace(folder, text):
         (temporary / "weights").write_text(text)
 
 
-def test_the_error_of_a_disk_names_the_file(path):
-    message = f"{path} could not be written ([Errno 28] {os.strerror(28)})."
-    with pytest.raises(OSError, match=re.escape(message)) as caught, naming(path):
-        raise OSError(28, os.strerror(28))
-    assert caught.value.__cause__.errno == 28
-    with pytest.raises(ValueError, match="another matter"), naming(path):
+@pytest.mark.parametrize("block", [naming, atomic_write])
+@pytest.mark.parametrize("error", [OSError(28, os.strerror(28)), SafetensorError("no space")])
+def test_the_error_of_a_disk_names_the_file(path, block, error):
+    message = f"{path} could not be written ({error})."
+    with pytest.raises(OSError, match=re.escape(message)) as caught, block(path):
+        raise error
+    assert caught.value.__cause__ is error
+    with pytest.raises(ValueError, match="another matter"), block(path):
         raise ValueError("another matter")
+
+
+def test_a_missing_folder_is_made(tmp_path):
+    with atomic_write(tmp_path / "a" / "b" / "file.txt") as temporary:
+        temporary.write_text("new")
+    assert contents(tmp_path / "a" / "b" / "file.txt") == {"file.txt": "new"}

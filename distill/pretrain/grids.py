@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from avq_diffusers.files import naming
+from avq_diffusers.files import atomic_write
 
 CAPTION_HEIGHT = 44
 
@@ -31,6 +31,5 @@ def save_grid(
         if captions:
             text = "\n".join(textwrap.wrap(captions[index], max(size // 6, 1)))
             draw.text((corner[0] + 2, corner[1] + size + 1), text, fill="black", font_size=10)
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        grid.save(path)
+    with atomic_write(path) as temporary:
+        grid.save(temporary)
