@@ -358,6 +358,17 @@ def test_bench_draws_what_generate_draws(avq, model, codebooks, size):
     assert columns[0] == columns[1] < columns[2] == columns[3]
 
 
+def test_layers_with_fewer_parents_refine_all_of_theirs():
+    """Catches a choice that some layers refuse."""
+    pipe = tiny_pipe()
+    small = next(layer.name for layer in select_layers(pipe.unet, (0,)))
+    config = AVQConfig(**vars(CONFIG) | {"overrides": {small: {"num_parents": 3}}})
+    apply_avq(pipe, random_codebooks(pipe.unet, config), route="always")
+    (choice,) = sweep.refined_choices(pipe, [4])
+    assert choice.num_refined.pop(small) == 3
+    assert set(choice.num_refined.values()) == {4}
+
+
 def test_choices_are_drawn_beside_exact_pictures():
     """Catches exact pictures that AVQ drew, a default without all parents, and another median."""
     pipe = tiny_pipe()

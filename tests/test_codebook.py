@@ -340,6 +340,26 @@ def test_empty_centroids_move_to_the_farthest_keys():
     assert centroids[0, :, 0].tolist() == [5, 20, 10]
 
 
+@pytest.mark.parametrize("constrain", [False, True])
+def test_a_child_without_keys_moves_to_the_farthest_key(constrain):
+    """Catches a move to a key that is represented already, and one of no weight in the projection.
+
+    Both children start at a tenth of a key of theirs, and the one closer to the parent gets none.
+    """
+    keys = torch.tensor([1.0] * 10 + [1.05], dtype=torch.float64)[None, :, None]
+    generator = torch.Generator().manual_seed(0)
+    offsets = codebook_module._fit_child_offsets(
+        keys, keys.new_zeros(1, 1, 1), 2, 1, generator, constrain
+    )
+    means = torch.tensor([11.05 / 11, 1.05], dtype=torch.float64)[:, None]
+    counts = torch.tensor([11, 1])
+    expected = (
+        codebook_module.project_children(means, counts, keys.new_zeros(1)) if constrain else means
+    )
+    found = offsets.flatten().sort().values
+    torch.testing.assert_close(found, expected.flatten().sort().values)
+
+
 def test_children_start_towards_different_keys_far_from_their_parent():
     """Catches draws from all keys alike, and two children drawn to one key."""
     keys = torch.zeros(50, 100, 2, dtype=torch.float64)
