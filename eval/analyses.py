@@ -27,7 +27,7 @@ from avq_diffusers import measure_sensitivity
 from avq_diffusers.mini import Scene
 from eval.errors import Row, measure_errors
 from eval.markdown import markdown_table, number
-from eval.methods import Method, attention_method, method_label
+from eval.methods import Method, attention_method, row_label
 from eval.plots import HeatMap, Line, Panel, heat_maps, panel_plot
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
@@ -141,7 +141,7 @@ def heads_table(rows: Sequence[Row]) -> str:
         ["method", "layer", "level", "capture", "least head", "most head"],
         (
             [
-                method_label(row),
+                row_label(row),
                 label,
                 str(layer["level"]),
                 *(f"{of(layer['heads']['capture']):.3f}" for of in (mean, min, max)),
@@ -156,7 +156,7 @@ def heads_maps(rows: Sequence[Row]) -> list[HeatMap]:
     """A map of layers and heads for each method."""
     return [
         HeatMap(
-            method_label(row),
+            row_label(row),
             _labels(row["layers"]),
             [layer["heads"]["capture"] for layer in row["layers"].values()],
         )
@@ -170,7 +170,7 @@ def layers_table(rows: Sequence[Row]) -> str:
     groups = {label: [name] for label, name in zip(_labels(layers), layers, strict=True)}
     for level in sorted(set(layers.values())):
         groups[f"mean of level {level}"] = [name for name in layers if layers[name] == level]
-    header = [f"{title}, {method_label(row)}" for title in LAYER_FIGURES.values() for row in rows]
+    header = [f"{title}, {row_label(row)}" for title in LAYER_FIGURES.values() for row in rows]
 
     def cells(names: Sequence[str]) -> list[str]:
         found = [
@@ -195,7 +195,7 @@ def layers_panels(rows: Sequence[Row]) -> list[Panel]:
             "",
             [
                 Line(
-                    method_label(row),
+                    row_label(row),
                     range(len(layers)),
                     [row["layers"].get(name, {}).get(figure) for name in layers],
                 )
@@ -240,7 +240,7 @@ def order_panels(rows: Sequence[Row]) -> list[Panel]:
     """The figures over the size of the query tile, a line for each query order."""
 
     def order(row: Row) -> str:
-        return f"{method_label(row)}, {row['query_order']}"
+        return f"{row_label(row)}, {row['query_order']}"
 
     return _panels(rows, ORDER_FIGURES, order, itemgetter("query_tile"), "query tile")
 
@@ -264,7 +264,7 @@ def importance_panels(rows: Sequence[Row]) -> list[Panel]:
         return row["importance_tile"] or row["num_parents"]
 
     xlabel = "importance tile (the largest: exact)"
-    overlap, capture, best, error = _panels(rows, IMPORTANCE_FIGURES, method_label, tile, xlabel)
+    overlap, capture, best, error = _panels(rows, IMPORTANCE_FIGURES, row_label, tile, xlabel)
     capture = replace(capture, title="capture; faint: of the best choice", faint=best.lines)
     return [overlap, capture, error]
 
@@ -305,7 +305,7 @@ def _table(rows: Sequence[Row], fields: Mapping[str, str], figures: Mapping[str,
         ["method", *fields.values(), *figures.values()],
         (
             [
-                method_label(row),
+                row_label(row),
                 *(format(row[name] or "exact") for name in fields),
                 *(number(row[name]) for name in figures),
             ]

@@ -159,10 +159,10 @@ def exact_labels(config: AVQConfig) -> list[str]:
 
 def method_cells(row: Mapping[str, Any]) -> list[str]:
     """The first two cells of a table's row: the method, and its effective codewords."""
-    return [method_label(row), number(row.get("effective_codewords"))]
+    return [row_label(row), number(row.get("effective_codewords"))]
 
 
-def method_label(row: Mapping[str, Any]) -> str:
+def row_label(row: Mapping[str, Any]) -> str:
     """The method, with its configuration where the name does not say it."""
     name, config = row["method"], row.get("config")
     return name if config in (None, name) else f"{name} ({config})"

@@ -18,6 +18,7 @@ from test_eval import run_command
 from avq_diffusers import AVQConfig, LinFusionProcessor, select_layers
 from avq_diffusers.mini import MINI_SD
 from eval.benchmarks import contenders, inputs, kernels, step, unet
+from eval.benchmarks.attention import attention_table, bench_attention
 from eval.benchmarks.contenders import Bench, Contender, relative_error
 from eval.benchmarks.counters import counters_table, read_details, run_counters
 from eval.benchmarks.inputs import KeySource, Shape
@@ -136,6 +137,28 @@ def test_inputs_have_the_layout_of_the_projections_and_hot_keys():
     codebook = source.codebook(AVQConfig(8, 2, 1))
     assert codebook.parents.shape == (3, 8, 16)
     assert source.codebook(AVQConfig(8, 2, 4)) is codebook
+
+
+def test_bench_attention_rows():
+    """Fails for a ratio upside down, or exact attention timed beyond its limit."""
+    rows = bench_attention(
+        [64, 90],  # a square grid, and a row
+        config=AVQConfig(4, 2, 2, 16),
+        device=CPU,
+        dtype=torch.float32,
+        batch=1,
+        num_heads=1,
+        head_dim=8,
+        effort=FAST,
+        max_exact_tokens=64,
+    )
+    small, large = rows
+    assert (small["num_tokens"], large["num_tokens"]) == (64, 90)
+    assert 0 < small["exact_ms"] < small["avq_ms"] < 1000
+    assert small["ratio"] == pytest.approx(small["exact_ms"] / small["avq_ms"])
+    assert large["exact_ms"] is None
+    assert large["ratio"] is None
+    assert attention_table(rows).splitlines()[-1].startswith("| 90 | - | ")
 
 
 def test_time_in_turns_runs_every_set_and_divides():

@@ -21,7 +21,6 @@ from tiny import draw, random_codebooks, small_unet, tiny_pipe, tiny_unet
 from avq_diffusers import (
     AVQCodebooks,
     AVQConfig,
-    Codebook,
     LinFusionProcessor,
     active_ratio,
     apply_avq,
@@ -39,11 +38,6 @@ from avq_diffusers import (
 )
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, corrupt, render, sample_scene
 from eval import compare, errors, metrics, report, scene_runs, scenes, training
-from eval.benchmarks.attention import (
-    attention_inputs,
-    attention_table,
-    bench_attention,
-)
 from eval.commands.options import command_line
 from eval.frechet import fit_gaussian, frechet_distance
 from eval.methods import (
@@ -881,7 +875,7 @@ def test_errors_by_hand(distilled):
                 (torch.stack([x for x, _ in own]) @ (weight + changes[name]).T)
                 .unflatten(-1, (layer.num_heads, -1))
                 .transpose(2, 3)
-                for name, weight in layer.attn.named_parameters()
+                for name, weight in layer.attn.state_dict().items()
                 if name in PROJECTIONS
             )
             keys = key.flatten(0, 1)
@@ -1173,42 +1167,6 @@ def test_save_json_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         report.save_json(path, command="third", device="cpu")
     assert path.read_bytes() == before
-
-
-def test_bench_inputs_have_the_layout_of_the_projections():
-    """Fails for keys in the order of the codewords they are drawn from, heads first."""
-    config = AVQConfig(4, 2, 2)
-    query, key, value, codebook = attention_inputs(2, 3, 50, 8, config)
-    for tensor in (query, key, value):
-        assert tensor.shape == (2, 3, 50, 8)
-        assert tensor.transpose(1, 2).is_contiguous()
-    assert isinstance(codebook, Codebook)
-    torch.testing.assert_close(codebook.children.mean(2), codebook.parents)
-    again = attention_inputs(2, 3, 50, 8, config)
-    assert all(torch.equal(a, b) for a, b in zip((query, key, value), again[:3], strict=True))
-    assert not attention_inputs(1, 2, 20, 8, AVQConfig(4, 0, 0))[3].num_children
-
-
-def test_bench_attention_rows():
-    """Fails for a ratio upside down, or exact attention timed beyond its limit."""
-    rows = bench_attention(
-        [64, 90],  # a square grid, and a row
-        config=AVQConfig(4, 2, 2, 16),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        batch=1,
-        num_heads=1,
-        head_dim=8,
-        rounds=1,
-        max_exact_tokens=64,
-    )
-    small, large = rows
-    assert (small["num_tokens"], large["num_tokens"]) == (64, 90)
-    assert 0 < small["exact_ms"] < small["avq_ms"] < 1000
-    assert small["ratio"] == pytest.approx(small["exact_ms"] / small["avq_ms"])
-    assert large["exact_ms"] is None
-    assert large["ratio"] is None
-    assert attention_table(rows).splitlines()[-1].startswith("| 90 | - | ")
 
 
 @pytest.mark.parametrize(
