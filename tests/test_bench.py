@@ -159,6 +159,8 @@ def test_bench_attention_rows():
     assert large["exact_ms"] is None
     assert large["ratio"] is None
     assert attention_table(rows).splitlines()[-1].startswith("| 90 | - | ")
+    assert large["exact_spread"] is None
+    assert small["exact_spread"] >= 0
 
 
 def test_time_in_turns_runs_every_set_and_divides():

@@ -14,7 +14,8 @@ from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.markdown import markdown_table, number
 
-EFFORT = Effort(rounds=5, block_ms=300)
+FIGURES = ("num_tokens", "exact_ms", "exact_spread", "avq_ms", "avq_spread", "ratio")
+EFFORT = Effort(rounds=9, block_ms=300)
 
 
 @torch.no_grad()
@@ -33,7 +34,8 @@ def bench_attention(
     """Time AVQ (precompute and attention) and SDPA in turns; square grids where N is a square.
 
     Returns:
-        a row for each N with median times; `ratio` is exact over AVQ time.
+        a row for each N with median times; `ratio` is exact over AVQ time, a spread the range of
+        times over their median.
     """
     source = KeySource(num_heads, head_dim, device)
     codebook = source.codebook(config)
@@ -57,25 +59,27 @@ def bench_attention(
             return F.scaled_dot_product_attention(*inputs)
 
         runs = [avq, exact] if num_tokens <= max_exact_tokens else [avq]
-        times = [timing["ms"] for timing in time_in_turns(runs, 1, device, effort)]
-        avq_ms, exact_ms = times if len(times) == 2 else (*times, None)
-        ratio = None if exact_ms is None else exact_ms / avq_ms
-        rows.append(
-            {"num_tokens": num_tokens, "exact_ms": exact_ms, "avq_ms": avq_ms, "ratio": ratio}
-        )
+        row: dict[str, Any] = dict.fromkeys(FIGURES) | {"num_tokens": num_tokens}
+        timings = time_in_turns(runs, 1, device, effort)
+        for name, timing in zip(("avq", "exact"), timings, strict=False):
+            row |= {f"{name}_ms": timing["ms"], f"{name}_spread": timing["spread"]}
+        if row["exact_ms"] is not None:
+            row["ratio"] = row["exact_ms"] / row["avq_ms"]
+        rows.append(row)
     return rows
 
 
 def attention_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
     return markdown_table(
-        ["N", "exact ms", "AVQ ms", "exact / AVQ"],
+        ["N", "exact ms", "AVQ ms", "exact / AVQ", "spread"],
         (
             [
                 str(row["num_tokens"]),
                 number(row["exact_ms"], ".1f"),
                 number(row["avq_ms"], ".1f"),
                 number(row["ratio"], ".1f"),
+                f"{number(row['exact_spread'], '.0%')}, {number(row['avq_spread'], '.0%')}",
             ]
             for row in rows
         ),
