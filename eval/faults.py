@@ -1,9 +1,5 @@
 """Faults on the real commands: kills at any moment, full disks, read-only folders, damaged files.
 
-Each attempt is a process that runs a command's entry point, forked from a server that has imported
-what the commands need: an attempt takes a second, most of it work. mini-sd with a small UNet of
-random weights is the model.
-
 A killed command runs again in the same folder until it finishes; what it leaves must be, to the
 byte, what an undisturbed run leaves. Commands that cannot go on must say so in one line, and leave
 what was there as it was.
@@ -12,178 +8,31 @@ what was there as it was.
 import contextlib
 import hashlib
 import json
-import multiprocessing
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
-import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tqdm import tqdm
 
-from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, sample_scene, write_coco
+from eval.fault_damages import DAMAGES
+from eval.fault_jobs import FOLDER, PROGRAMS, Attempt, Job, last_line, prepare_jobs
 from eval.markdown import markdown_table
-from eval.report import ProcessFailed
 
-# Entry points of the commands, and how the line of an error begins.
-PROGRAMS = {
-    "avq": ("avq_diffusers.cli", "main", "avq: "),
-    "distill": ("distill.__main__", "app", "error: "),
-    "eval": ("eval.__main__", "main", "eval: "),
-}
-FORKED = multiprocessing.get_context("forkserver")
-# What the server imports.
-PRELOADED = ("avq_diffusers.cli", "distill.__main__", "distill.loop", "distill.run")
-PRELOADED += ("eval.__main__", "eval.captions", "eval.coco", "eval.coco_score", "eval.faults")
-PRELOADED += ("diffusers.schedulers.scheduling_ddim",)
-KINDS = ("calibration", "distillation", "generation", "scoring")
-SIZE = 64  # of pictures
-NUM_PICTURES = 8
-NUM_STEPS = 10
-FOLDER = "FOLDER"
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 # What differs between two runs of one command: of JSON files, and of lines of a log.
 VOLATILE = ("command", "environment", "earlier_sessions")
 VOLATILE_FIGURES = ("samples_per_second",)
-PATIENCE = 300  # seconds until a process counts as hanging
 DISK = 64 * 2**20  # bytes
 ROOMS = (0, 8 * 2**10)  # bytes that a full disk has left when the command starts
-
-
-@dataclass(frozen=True)
-class Job:
-    """A command that works for a while.
-
-    Attributes:
-        kind: one of `KINDS`.
-        program: of `PROGRAMS`.
-        arguments: of the command; FOLDER stands for where it writes.
-        again: further arguments where it has been killed before.
-        code: exit code where it fails while working.
-        undisturbed: folder of an undisturbed run.
-        earlier: makes a folder with an earlier good state, from which the command comes to the same
-            result.
-    """
-
-    kind: str
-    program: str
-    arguments: tuple[str, ...]
-    undisturbed: Path
-    earlier: Callable[[Path], None]
-    again: tuple[str, ...] = ()
-    code: int = 2
-
-    def start(self, folder: Path, *, limit: int | None = None) -> "Attempt":
-        """Start the command in a folder, with at most `limit` bytes in a file that it writes."""
-        again = self.again if folder.exists() else ()
-        arguments = [part.replace(FOLDER, str(folder)) for part in (*self.arguments, *again)]
-        return Attempt(self.program, arguments, limit)
-
-
-class Attempt:
-    """A process, leader of its own group, that runs a command.
-
-    Args:
-        program: of `PROGRAMS`.
-        arguments: of the command.
-        limit: of the size of files that it writes, in bytes.
-    """
-
-    def __init__(self, program: str, arguments: Sequence[str], limit: int | None = None) -> None:
-        module, function, _ = PROGRAMS[program]
-        reader, writer = FORKED.Pipe(duplex=False)
-        self.process = FORKED.Process(
-            target=_run, args=(module, function, [program, *arguments], limit, writer)
-        )
-        self.process.start()
-        writer.close()
-        os.read(reader.fileno(), 1)  # it leads its group now
-        self.started = time.monotonic()
-        # A pipe: a limit of file sizes would cut a file of messages too.
-        self.pool = ThreadPoolExecutor(1)
-        self.reading = self.pool.submit(_drain, reader)
-
-    def finish(self) -> tuple[int, str]:
-        """Wait for the exit code and what was printed; kills what hangs."""
-        self.process.join(PATIENCE)
-        return self.kill()
-
-    def kill(self) -> tuple[int, str]:
-        """Send SIGKILL to the group; return the exit code and what was printed."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.join()
-        output = self.reading.result()
-        self.pool.shutdown()
-        return self.process.exitcode, output
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-
-def _run(
-    module: str, function: str, arguments: list[str], limit: int | None, output: Connection
-) -> None:
-    os.setsid()
-    os.write(output.fileno(), b"\n")
-    for stream in (1, 2):
-        os.dup2(output.fileno(), stream)
-    if limit is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    torch.set_num_threads(1)  # sums depend on the number of threads
-    tqdm.set_lock(RLock())  # its own kind is shared by processes and would outlive the kill
-    sys.argv = arguments
-    getattr(import_module(module), function)()
-
-
-def _drain(reader: Connection) -> str:
-    with reader:
-        return b"".join(iter(lambda: os.read(reader.fileno(), 2**16), b"")).decode(errors="replace")
-
-
-def prepare_jobs(place: Path, kinds: Sequence[str]) -> list[Job]:
-    """Make a model and data, and run the jobs of these kinds once, undisturbed.
-
-    Args:
-        place: an empty folder.
-        kinds: of `KINDS`.
-
-    Raises:
-        ValueError: a kind is unknown.
-        ProcessFailed: an undisturbed run fails.
-    """
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ValueError(f"--jobs must be some of {', '.join(KINDS)}, but got {unknown[0]!r}.")
-    FORKED.set_forkserver_preload(list(PRELOADED))
-    _tiny_model(place / "model")
-    (place / "prompts.txt").write_text(sample_scene(TEST_SEEDS[0]).caption + "\n")
-    write_coco(place / "scenes", NUM_PICTURES, first_seed=TEST_SEEDS[0], size=SIZE)
-    chosen = []
-    for job in _jobs(place):
-        is_needed = job.kind == "generation" and "scoring" in kinds
-        if job.kind in kinds or is_needed:
-            _finish(job, job.undisturbed)
-        if job.kind in kinds:
-            chosen.append(job)
-    return chosen
 
 
 def kill_repeatedly(
@@ -247,7 +96,7 @@ def kill_repeatedly(
         if not (was_killed or before):  # too late: this machine is faster now
             seconds = min(seconds, attempt.seconds)
         if code != 0:
-            failures.append(f"exit code {code} after a kill: {_last_line(output)}")
+            failures.append(f"exit code {code} after a kill: {last_line(output)}")
         elif found != expected:
             failures.append(f"another result: {_difference(found, expected)}")
         shutil.rmtree(folder)
@@ -340,7 +189,7 @@ def _fault_row(
     before, damaged_before = contents(folder)
     found_code, output = job.start(folder, limit=limit).finish()
     after, damaged = contents(folder)
-    line = _last_line(output)
+    line = last_line(output)
     failures = []
     if found_code != wanted:
         failures.append(f"exit code {found_code} and not {wanted}")
@@ -356,7 +205,7 @@ def _fault_row(
         expected, _ = contents(job.undisturbed)
         found, _ = contents(folder)
         if code_then != 0:
-            failures.append(f"does not go on: {_last_line(output_then)}")
+            failures.append(f"does not go on: {last_line(output_then)}")
         elif found != expected:
             failures.append(f"goes on to another result: {_difference(found, expected)}")
     return {
@@ -431,11 +280,6 @@ def _difference(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
     return ", ".join(sorted(name for name in names if found.get(name) != expected.get(name)))
 
 
-def _last_line(output: str) -> str:
-    lines = output.replace("\r", "\n").strip().split("\n")
-    return lines[-1].strip()
-
-
 def _wait_for_writing(attempt: Attempt, folder: Path) -> None:
     """Return as soon as the folder changes, or the process has ended."""
     before = _listing(folder)
@@ -480,211 +324,6 @@ def _permit(folder: Path, mode: int) -> None:
     for path in (folder, *folder.rglob("*")):
         if path.is_dir():
             path.chmod(mode)
-
-
-# Damages
-
-
-def _truncate(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
-def _overwrite(path: Path) -> None:
-    """The header."""
-    content = path.read_bytes()
-    path.write_bytes(b"\xff" * 64 + content[64:])
-
-
-def _flip(path: Path) -> None:
-    """One bit in the middle, which the format does not notice."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def _put_nan(path: Path) -> None:
-    """NaN in one tensor; a checkpoint's digest is that of the file with it."""
-    tensors = load_file(path)
-    name = max(tensors, key=lambda name: tensors[name].numel())
-    tensors[name].view(-1)[0] = torch.nan
-    save_file(tensors, path)
-    run = path.with_name("run.json")
-    if run.exists():
-        values = json.loads(run.read_text())
-        values["sha256"][path.stem] = hashlib.sha256(path.read_bytes()).hexdigest()
-        run.write_text(json.dumps(values))
-
-
-def _swap_sizes(path: Path) -> None:
-    """The weights of codebooks of another size."""
-    tensors = load_file(path)
-    save_file({name: x[:, :-1].contiguous() for name, x in tensors.items()}, path)
-
-
-def _swap_training(path: Path) -> None:
-    """The weights of other codebooks of the same sizes."""
-    save_file({name: 0.5 * x for name, x in load_file(path).items()}, path)
-
-
-def _swap_steps(path: Path) -> None:
-    """The file of the checkpoint before, of the same shapes."""
-    others = sorted(path.parent.parent.glob("step-*"))
-    shutil.copy(others[-2] / path.name, path)
-
-
-def _swap_names(path: Path) -> None:
-    """The file of the optimizer in the place of the trained tensors."""
-    shutil.copy(path.with_name("optimizer.safetensors"), path)
-
-
-def _delete_codebooks(folder: Path, path: Path) -> None:
-    shutil.rmtree(folder / "codebooks")
-
-
-def _delete_checkpoint(folder: Path, path: Path) -> None:
-    """What the message says."""
-    shutil.rmtree(path.parent)
-
-
-_CODEBOOK_DAMAGES = (
-    (WEIGHTS, "truncated", _truncate),
-    (WEIGHTS, "corrupted", _overwrite),
-    (WEIGHTS, "corrupted, one bit", _flip),
-    (WEIGHTS, "swapped for another size", _swap_sizes),
-    (WEIGHTS, "swapped for another training", _swap_training),
-    (WEIGHTS, "NaN", _put_nan),
-    ("config.json", "truncated", _truncate),
-)
-_NEWEST = f"checkpoints/step-{NUM_STEPS:08d}"
-# By kind: pattern of the file, name of the damage, the damage, how it is mended.
-DAMAGES = {
-    "calibration": [(*damage, None) for damage in _CODEBOOK_DAMAGES],
-    "generation": [
-        (f"codebooks/{target}", *damage, _delete_codebooks) for target, *damage in _CODEBOOK_DAMAGES
-    ],
-    "distillation": [
-        (f"{_NEWEST}/{target}", *damage, _delete_checkpoint)
-        for target, *damage in (
-            ("objective.safetensors", "truncated", _truncate),
-            ("objective.safetensors", "corrupted, one bit", _flip),
-            ("objective.safetensors", "swapped for the step before", _swap_steps),
-            ("objective.safetensors", "swapped for the optimizer", _swap_names),
-            ("objective.safetensors", "NaN", _put_nan),
-            ("optimizer.safetensors", "truncated", _truncate),
-            ("optimizer.safetensors", "NaN", _put_nan),
-            ("run.json", "truncated", _truncate),
-        )
-    ],
-    "scoring": [
-        ("cache/*.safetensors", "truncated", _truncate, None),
-        ("cache/*.safetensors", "corrupted", _overwrite, None),
-    ],
-}
-
-
-# The jobs
-
-
-def _tiny_model(folder: Path) -> None:
-    """mini-sd with small networks of random weights, but for its text encoder."""
-    pipe = StableDiffusionPipeline.from_pretrained(MINI_SD)
-    small = {"norm_num_groups": 4, "layers_per_block": 1}
-    torch.manual_seed(0)
-    pipe.vae = AutoencoderKL.from_config(
-        {**pipe.vae.config, **small, "block_out_channels": (8, 8, 8), "sample_size": SIZE}
-    )
-    unet_sizes = {"block_out_channels": (16, 16, 16), "sample_size": SIZE // pipe.vae_scale_factor}
-    pipe.unet = UNet2DConditionModel.from_config({**pipe.unet.config, **small, **unet_sizes})
-    pipe.save_pretrained(folder)
-
-
-def _finish(job: Job, folder: Path) -> None:
-    code, output = job.start(folder).finish()
-    if code != 0:
-        raise ProcessFailed(f"the undisturbed {job.kind} failed: {_last_line(output)}")
-
-
-def _jobs(place: Path) -> Iterator[Job]:
-    """One of each kind, in an order in which each finds what it needs."""
-    model = str(place / "model")
-    config, levels = ("--config", "M16P4C4"), ("--levels", "0,1")
-    undisturbed = place / "undisturbed"
-
-    def calibrated_before(folder: Path) -> None:
-        kept = place / "calibrated-before"
-        if not kept.exists():
-            other = Job("calibration", "avq", (*calibration, "--seed", "1"), kept, lambda _: None)
-            _finish(other, kept)
-        shutil.copytree(kept, folder)
-
-    calibration = ("calibrate", "--model", model, *config, *levels, "--out", FOLDER)
-    calibration += ("--prompts", str(place / "prompts.txt"), "--steps", "8", "--keys", "512")
-    calibration += ("--device", "cpu")
-    yield Job("calibration", "avq", calibration, undisturbed / "calibration", calibrated_before)
-
-    def without(*targets: str, of: str) -> Callable[[Path], None]:
-        def copy(folder: Path) -> None:
-            shutil.copytree(undisturbed / of, folder)
-            for path in [path for target in targets for path in folder.glob(target)]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-        return copy
-
-    settings = {
-        "base_model": model,
-        "image_size": SIZE,
-        "avq.num_parents": 4,
-        "avq.num_children": 2,
-        "avq.num_refined": 2,
-        "data.num_samples": 8,
-        "data.workers": 0,
-        "data.cache": "null",
-        "codebooks.start_pictures": 4,
-        "codebooks.decay_warmup_steps": 2,
-        "steps": NUM_STEPS,
-        "batch_size": 4,
-        "micro_batch_size": 4,
-        "warmup_steps": 1,
-        "precision": "fp32",
-        "log_every": 1,
-        "checkpoint_every": 1,
-        "keep_checkpoints": 2,
-        "samples.every": 5,
-        "samples.prompts": "[a red star]",
-        "samples.num_inference_steps": 1,
-        "tracker": "null",
-    }
-    file = Path(__file__).parent.parent / "configs" / "mini_m64p16c8.yaml"
-    distillation = ("--config", str(file), "--output", FOLDER)
-    for key, value in settings.items():
-        distillation += ("--set", f"{key}={value}")
-    yield Job(
-        "distillation",
-        "distill",
-        distillation,
-        undisturbed / "distillation",
-        without("codebooks", _NEWEST, of="distillation"),
-        again=("--resume",),
-        code=1,
-    )
-
-    generation = ("coco", "generate", FOLDER, "--model", model, "--method", "M16P4C4", *levels)
-    generation += ("--captions", str(place / "scenes/annotations/captions_scenes.json"))
-    generation += ("--calibration", str(place / "prompts.txt"), "--size", str(SIZE))
-    generation += ("--pictures", str(NUM_PICTURES), "--steps", "2")
-    yield Job(
-        "generation",
-        "eval",
-        generation,
-        undisturbed / "generation",
-        without("pictures/00000[4-9].png", of="generation"),
-    )
-
-    scoring = ("coco", "score", str(undisturbed / "generation"), "--output", FOLDER)
-    scoring += ("--real", str(place / "scenes/images"), "--scorer", SCORER, "--threads", "2")
-    scoring += ("--cache", f"{FOLDER}/cache", "--batch", "4")
-    yield Job("scoring", "eval", scoring, undisturbed / "scoring", without("cache", of="scoring"))
 
 
 def run_faults(

@@ -11,9 +11,11 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from eval import faults
+from eval import fault_jobs, faults
 from eval.__main__ import app
-from eval.faults import FORKED, PRELOADED, Job, contents, disk_faults, kill_repeatedly
+from eval.fault_damages import DAMAGES
+from eval.fault_jobs import FORKED, PRELOADED, Job, prepare_jobs
+from eval.faults import contents, disk_faults, kill_repeatedly
 
 # The processes of one test run share one server, whoever starts it.
 FORKED.set_forkserver_preload([*PRELOADED, "pytest", "scipy.linalg", "safetensors.torch"])
@@ -30,7 +32,7 @@ def place(tmp_path_factory):
 def jobs(place):
     """Jobs by kind, each run once undisturbed."""
     kinds = ("calibration", "distillation", "generation")
-    return {job.kind: job for job in faults.prepare_jobs(place, kinds)}
+    return {job.kind: job for job in prepare_jobs(place, kinds)}
 
 
 def test_a_killed_command_ends_in_the_same_bytes(jobs, tmp_path):
@@ -76,8 +78,8 @@ def test_full_and_read_only_disks_are_named_and_harmless(jobs, tmp_path, kind):
 )
 def test_damaged_files_are_refused(jobs, tmp_path, monkeypatch, kind, damages, messages):
     """Catches weights that are read as far as they go, of another step, or not looked at."""
-    chosen = [faults.DAMAGES[kind][number] for number in damages]
-    monkeypatch.setitem(faults.DAMAGES, kind, chosen)
+    chosen = [DAMAGES[kind][number] for number in damages]
+    monkeypatch.setitem(DAMAGES, kind, chosen)
     rows = list(faults.damage_faults(jobs[kind], tmp_path))
     assert faults.failures_of(rows) == []
     assert [row["exit_code"] for row in rows] == [2] * len(rows)
@@ -147,8 +149,8 @@ def careless_job(tmp_path, monkeypatch):
     """A job by the name of its function, run once undisturbed."""
 
     def make(name, earlier=lambda folder: folder.mkdir()):
-        monkeypatch.setitem(faults.PROGRAMS, name, ("test_faults", name, f"{name}: "))
-        job = Job("careless", name, (faults.FOLDER,), tmp_path / "undisturbed", earlier)
+        monkeypatch.setitem(fault_jobs.PROGRAMS, name, ("test_faults", name, f"{name}: "))
+        job = Job("careless", name, (fault_jobs.FOLDER,), tmp_path / "undisturbed", earlier)
         assert job.start(job.undisturbed).finish()[0] == 0
         return job
 
@@ -233,4 +235,4 @@ def test_the_command_counts_failures(tmp_path, monkeypatch):
     assert document["num_failures"] == 1
     assert document["command"].startswith("python -m eval faults")
     with pytest.raises(ValueError, match=r"--jobs must be some of calibration, .* but got 'x'"):
-        faults.prepare_jobs(tmp_path, ["x"])
+        prepare_jobs(tmp_path, ["x"])
