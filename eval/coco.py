@@ -222,14 +222,7 @@ def _begin(
     """
     written = folder / f"{TEMPORARY}{CODEBOOKS}"
     shutil.rmtree(written, ignore_errors=True)
-    earlier = []
-    if (folder / MANIFEST).exists():
-        manifest = read_manifest(folder)
-        numbers = range(config["num_pictures"])
-        if all(is_whole(picture_path(folder, number), config["size"]) for number in numbers):
-            return
-        session = {key: manifest[key] for key in ("command", "environment")}
-        earlier = [*manifest["earlier_sessions"], session]
+    manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
     if (folder / CODEBOOKS).exists():
         row = manifest["row"]
     else:
@@ -237,17 +230,23 @@ def _begin(
         row = method.facts()
         if method.codebooks is not None:
             method.codebooks.save_pretrained(written)
-    save_json(
-        folder / MANIFEST,
-        command=command,
-        device=device,
-        config=config,
-        row=row,
-        earlier_sessions=earlier,
-    )
-    with atomic_write(folder / CAPTIONS) as temporary:
-        temporary.write_text("\n".join(captions.texts) + "\n", encoding="utf-8")
-    (folder / PICTURES).mkdir(exist_ok=True)
+    paths = (picture_path(folder, number) for number in range(config["num_pictures"]))
+    if manifest is None or not all(is_whole(path, config["size"]) for path in paths):
+        earlier = []
+        if manifest is not None:
+            session = {key: manifest[key] for key in ("command", "environment")}
+            earlier = [*manifest["earlier_sessions"], session]
+        save_json(
+            folder / MANIFEST,
+            command=command,
+            device=device,
+            config=config,
+            row=row,
+            earlier_sessions=earlier,
+        )
+        with atomic_write(folder / CAPTIONS) as temporary:
+            temporary.write_text("\n".join(captions.texts) + "\n", encoding="utf-8")
+        (folder / PICTURES).mkdir(exist_ok=True)
     if written.exists():
         written.rename(folder / CODEBOOKS)
 

@@ -34,6 +34,7 @@ from avq_diffusers.mini import SCORER, TEST_SEEDS, sample_scene
 from avq_diffusers.runs import quiet
 from eval import captions, coco, coco_score, frechet, protocol
 from eval.captions import read_captions
+from eval.faults import contents
 from eval.metrics import Scorer
 from eval.pictures import draw_batch
 
@@ -553,6 +554,20 @@ def test_methods_change_pictures_and_codebooks_are_kept(place, exact, monkeypatc
     assert [row["origin"] for row in rows] == ["calibrated"] * 3
     assert [row["effective_codewords"] for row in rows] == [8, 6, 3]
     assert len({row["fid"] for row in rows}) == 3
+
+
+def test_codebooks_that_are_deleted_come_back_to_finished_pictures(place):
+    """Catches a folder with nothing left to draw that stays without the codebooks of its row."""
+    command = {"method": place / "avq", "pictures": 2}
+    assert generate(place, "row-finished", **command) == (0, "", "")
+    folder = place / "row-finished"
+    made, _ = contents(folder)
+    manifest = (folder / "manifest.json").read_bytes()
+    assert "codebooks/config.json" in made
+    shutil.rmtree(folder / "codebooks")
+    assert generate(place, "row-finished", **command) == (0, "", "")
+    assert contents(folder)[0] == made
+    assert (folder / "manifest.json").read_bytes() == manifest
 
 
 def test_scalecrafter_dilates_beyond_the_training_size(place):

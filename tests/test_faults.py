@@ -73,8 +73,9 @@ def test_full_and_read_only_disks_are_named_and_harmless(jobs, tmp_path, kind):
             ],
         ),
         ("distillation", [2, 4], ["is not the file that was saved", "holds NaN"]),
+        ("generation", [0], ["not a whole"]),
     ],
-    ids=["calibration", "distillation"],
+    ids=["calibration", "distillation", "generation"],
 )
 def test_damaged_files_are_refused(jobs, tmp_path, monkeypatch, kind, damages, messages):
     """Catches weights that are read as far as they go, of another step, or not looked at."""
