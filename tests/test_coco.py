@@ -219,6 +219,13 @@ def test_a_list_keeps_its_order(tmp_path, monkeypatch):
             b'{"annotations": [{"id": 1, "image_id": 2, "caption": "a"}]}',
             "3 captions are needed, but .*captions.json has 1",
         ),
+        (
+            "captions.json",
+            json.dumps(
+                {"annotations": [{"id": i, "image_id": i, "caption": "\ud800"} for i in range(3)]}
+            ).encode(),
+            "caption 1 of .* holds half of a surrogate pair",
+        ),
     ],
 )
 def test_bad_captions_are_refused(tmp_path, name, content, message):

@@ -131,14 +131,17 @@ def assert_same(one, two):
 
 
 def test_the_newest_checkpoints_of_the_same_processes(tmp_path):
-    """Catches one kept too many or too few, and a run that goes on with other batches."""
+    """Catches one kept too many or too few, what a kill left half-written and fills the disk, and
+    a run that goes on with other batches."""
     config = load_config(CONFIG, DistillConfig, [])
     for step in range(1, 5):
         checkpoint.save(tmp_path, step, {}, config=config, keep=2, num_processes=2)
     for name in ("step-00000001-good", "step-best"):  # a user's own copies
         (tmp_path / "checkpoints" / name).mkdir()
+    (tmp_path / "checkpoints" / ".writing-step-00000004").mkdir()
     checkpoint.save(tmp_path, 4, {}, config=config, keep=2, num_processes=2)
     assert (tmp_path / "checkpoints" / "step-00000001-good").exists()
+    assert not list((tmp_path / "checkpoints").glob(".*"))
     found = [path.name for path in checkpoint.checkpoints(tmp_path)]
     assert found == ["step-00000003", "step-00000004"]
     newest = checkpoint.newest(tmp_path)
