@@ -11,7 +11,7 @@ from avq_diffusers.files import atomic_write
 
 # Okabe and Ito's palette without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # one more than colours: 56 looks
 DASHES = ("-", ":", "-.")
 MOST_MARKERS = 20
 # Where a label may stand beside its point, the best places first.

@@ -28,7 +28,7 @@ from eval.method_table import build_table, quality_table, table_panels
 from eval.methods import EXACT, NO_ATTENTION, TOME, attention_method, prepare_methods
 from eval.metrics import Scorer, psnr
 from eval.pictures import dilation, generate
-from eval.plots import Point, PointPanel, _label_points, panel_plot, point_plot
+from eval.plots import COLOURS, MARKERS, Point, PointPanel, _label_points, panel_plot, point_plot
 from eval.report import save_json
 from eval.stored import Result, draw, read_result
 from eval.training import training_rows
@@ -640,6 +640,12 @@ class TestSheet:
         width, height = Image.open(tmp_path / "compare_levels0_256_scalecrafter.webp").size
         assert width > 2 * 256
         assert height > 3 * 256
+
+
+def test_colour_and_marker_together_are_of_one_label():
+    """Fails for as many markers as colours, by which the eighth label looks like the first."""
+    looks = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(50)]
+    assert len(set(looks)) == 50
 
 
 def test_points_are_drawn(tmp_path):
