@@ -793,6 +793,37 @@ def test_a_cache_of_changed_files_is_refused(tmp_path):
         make_stream(config)
 
 
+def test_a_cache_that_does_not_say_its_encoder_is_refused(tmp_path):
+    """Fails where only keys that both fingerprints have are compared."""
+    make_stream(replace(SCENES, cache=str(tmp_path)))
+    path = tmp_path / "fingerprint.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({key: said[key] for key in said if key != "vae"}))
+    with pytest.raises(ValueError, match="differs in vae: delete"):
+        make_stream(replace(SCENES, cache=str(tmp_path)))
+
+
+def test_one_process_shows_how_much_of_its_share_is_cached(tmp_path, capfd):
+    """Fails for a bar that starts at zero, of every process, or where nothing is left to do."""
+    config = replace(SCENES, cache=str(tmp_path))
+
+    def shown(**process):
+        capfd.readouterr()
+        make_stream(config, **process)
+        return capfd.readouterr().err
+
+    bar = shown()
+    assert "cache:   0%" in bar
+    assert "20/20" in bar
+    assert "cache" not in shown()
+    (tmp_path / "shard-000001.safetensors").unlink()
+    bar = shown()
+    assert "cache:  60%" in bar
+    assert "20/20" in bar
+    (tmp_path / "shard-000001.safetensors").unlink()
+    assert "cache" not in shown(process_index=1, num_processes=2)
+
+
 @pytest.mark.long
 def test_a_fingerprint_is_the_same_in_every_process(tmp_path):
     """Catches a digest of addresses or of randomly seeded hashes, which refuses its own cache."""
