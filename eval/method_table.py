@@ -36,7 +36,11 @@ Variant = tuple[str, tuple[int, ...]]
 QUALITY = ("scenes", "pool", "merge")
 SPEED = "bench unet"
 FACTS = ("method", "config", "origin", "sha256", "levels", "effective_codewords")
-PLOTTED = {"fid": "FID (lower is better)", "clip_score": "CLIP score (higher is better)"}
+PLOTTED = {
+    "fid": "FID (lower is better)",
+    "clip_score": "CLIP score (higher is better)",
+    "psnr_median": "PSNR to exact, dB (higher is better)",
+}
 # Names of `bench unet` for methods without configuration. LinFusion is timed in every
 # self-attention; these are the levels of mini-sd, which scenes are drawn by.
 WITHOUT_CONFIG: dict[str, Variant] = {
@@ -108,7 +112,7 @@ def quality_table(table: Mapping[str, Any]) -> str:
 
 
 def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list[PointPanel]]:
-    """FID and CLIP score over the time of a UNet step, a row of panels for each size of pictures.
+    """The figures of `PLOTTED` over the time of a UNet step, a row for each size of pictures.
 
     Args:
         table: of `build_table`.

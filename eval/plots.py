@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -14,9 +13,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # one more than colours: 56 looks
 DASHES = ("-", ":", "-.")
 MOST_MARKERS = 20
-# Where a label may stand beside its point, the best places first.
-LABEL_DISTANCES = (5, 14, 26, 40, 56)
-LABEL_SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Point:
-    """A point with an error bar in y; `label` stands beside it."""
+    """A point with an error bar in y; `label` goes into the legend."""
 
     label: str
     x: float
@@ -130,79 +126,38 @@ def _style(labels: Sequence[str], line: Line) -> dict[str, str]:
 
 
 def point_plot(path: Path, rows: Sequence[Sequence[PointPanel]]) -> None:
-    """Write rows of equally many panels; a label has one colour and marker in all of them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Write rows of equally many panels; looks and legend are as in `panel_plot`."""
     from matplotlib.figure import Figure
 
     labels = list(
         dict.fromkeys(point.label for row in rows for panel in row for point in panel.points)
     )
     columns = len(rows[0])
-    figure = Figure(figsize=(6.4 * columns, 4.6 * len(rows)), layout="constrained")
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    panels = [panel for row in rows for panel in row]
-    grid = list(figure.subplots(len(rows), columns, squeeze=False).flat)
-    colours = {label: COLOURS[index % len(COLOURS)] for index, label in enumerate(labels)}
-    for axes, panel in zip(grid, panels, strict=True):
+    height = 4 * len(rows) + 0.3 * len(labels) / columns
+    figure = Figure(figsize=(5.6 * columns, height), layout="constrained")
+    grid = figure.subplots(len(rows), columns, squeeze=False).flat
+    handles = {}
+    for axes, panel in zip(grid, (panel for row in rows for panel in row), strict=True):
         for point in panel.points:
-            axes.errorbar(
+            index = labels.index(point.label)
+            handles[point.label] = axes.errorbar(
                 point.x,
                 point.y,
                 point.error,
-                color=colours[point.label],
-                marker=MARKERS[labels.index(point.label) % len(MARKERS)],
+                color=COLOURS[index % len(COLOURS)],
+                marker=MARKERS[index % len(MARKERS)],
+                linestyle="",
                 capsize=3,
             )
         if panel.reference is not None:
             axes.axhline(panel.reference, linestyle="--", linewidth=0.8, color="#808080")
-        axes.margins(0.2)
+        axes.margins(0.1)
         axes.set(xlabel=panel.xlabel, title=panel.title)
         axes.grid(alpha=0.3)
-    figure.draw_without_rendering()  # from here on the axes stay where they are
-    for axes, panel in zip(grid, panels, strict=True):
-        _label_points(axes, panel, colours, renderer)
+    figure.legend(
+        [handles[label] for label in labels], labels, loc="outside lower center", ncols=columns
+    )
     _save(figure, path)
-
-
-def _label_points(axes: Any, panel: PointPanel, colours: Mapping[str, str], renderer: Any) -> None:
-    """Write the labels where each covers least of points, error bars, lines and other labels."""
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
-
-    frame = axes.get_window_extent(renderer)
-    taken = []
-    for point in panel.points:
-        left, low = axes.transData.transform((point.x, point.y - point.error)) - 5
-        right, high = axes.transData.transform((point.x, point.y + point.error)) + 5
-        taken.append(Bbox.from_extents(left, low, right, high))
-    if panel.reference is not None:
-        _, height = axes.transData.transform((0, panel.reference))
-        taken.append(Bbox.from_extents(frame.x0, height - 1, frame.x1, height + 1))
-    for point in panel.points:
-        label = axes.annotate(
-            point.label,
-            (point.x, point.y),
-            (0, 0),
-            textcoords="offset points",
-            fontsize=8,
-            color=colours[point.label],
-            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": "#808080"},
-        )
-        label.set_in_layout(False)
-
-        def move(distance: int, side: tuple[int, int], label: Any = label) -> Bbox:
-            label.set_position((distance * side[0], distance * side[1]))
-            label.set_horizontalalignment(("center", "left", "right")[side[0]])
-            label.set_verticalalignment(("center", "bottom", "top")[side[1]])
-            label.update_positions(renderer)
-            return Text.get_window_extent(label, renderer)  # without its line
-
-        def cost(place: tuple[int, tuple[int, int]]) -> int:
-            box = move(*place)
-            inside = frame.contains(*box.min) and frame.contains(*box.max)
-            return box.count_overlaps(taken) + (0 if inside else len(taken))
-
-        taken.append(move(*min(product(LABEL_DISTANCES, LABEL_SIDES), key=cost)))
 
 
 def heat_maps(path: Path, maps: Sequence[HeatMap], *, xlabel: str, label: str) -> None:
