@@ -13,7 +13,7 @@ from tqdm import tqdm
 from avq_diffusers.mini import IMAGE_SIZE, Scene, corrupt, render
 from eval.frechet import fit_gaussian
 from eval.markdown import markdown_table, number
-from eval.methods import EXACT, attention_method, method_cells, prepare_methods
+from eval.methods import EXACT, Method, attention_method, method_cells, prepare_methods
 from eval.metrics import Scorer, clip_scores, copy_agreements, picture_features, psnr
 from eval.pictures import dilation, generate
 from eval.samples import LIKENESS, Sample, figures, likeness
@@ -101,15 +101,7 @@ def score_methods(
         pipe, methods, levels=levels, calibration_prompts=calibration_prompts
     )
     captions = [scene.caption for scene in scenes]
-    is_compared = EXACT in methods
-    finished = {
-        method.name: row
-        for method in prepared
-        if (row := finished.get(method.name)) is not None
-        and row["sha256"] == method.sha256
-        and (samples is None or method.name in samples)
-        and (method.name == EXACT or not is_compared or row["psnr_median"] is not None)
-    }
+    finished = _still_valid(finished, prepared, samples)
     samples = {} if samples is None else samples
     samples[REFERENCE] = Sample(picture_features(scorer, _render_all(reference_scenes, size)))
     reference = fit_gaussian(samples[REFERENCE].features)
@@ -154,8 +146,13 @@ def score_methods(
         if method.name == EXACT:
             exact, exact_features = pictures, fit_gaussian(sample.features)
         unusual = {"fields": fields} if (fields := method.unusual_fields) else {}
-        facts = method.facts() | unusual
-        yield {**facts, **figures(sample, reference), **alike, "seconds_per_picture": seconds}
+        yield {
+            **method.facts(),
+            **unusual,
+            **figures(sample, reference),
+            **alike,
+            "seconds_per_picture": seconds,
+        }
         del pictures  # before the next ones are made
 
 
@@ -188,6 +185,23 @@ def figure_cells(row: Mapping[str, Any]) -> list[str]:
         median += f" ({row['psnr_p10']:.1f})"
     distances = (cell("fid", ".3f"), cell("fid_to_exact", ".3f"))
     return [*distances, cell("clip_score", ".2f"), cell("copy_agreement", ".3f"), median]
+
+
+def _still_valid(
+    finished: Mapping[str, Mapping[str, Any]],
+    prepared: Sequence[Method],
+    samples: Mapping[str, Sample] | None,
+) -> dict[str, Mapping[str, Any]]:
+    """The finished rows of these methods that need not be made again, by method."""
+    is_compared = any(method.name == EXACT for method in prepared)
+    return {
+        method.name: row
+        for method in prepared
+        if (row := finished.get(method.name)) is not None
+        and row["sha256"] == method.sha256
+        and (samples is None or method.name in samples)
+        and (method.name == EXACT or not is_compared or row["psnr_median"] is not None)
+    }
 
 
 def _psnr(pictures: np.ndarray, exact: np.ndarray) -> np.ndarray:
