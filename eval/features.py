@@ -1,4 +1,4 @@
-"""What of diffusers works with AVQ: the README's table, from the outcomes of tests.
+"""What of diffusers works with AVQ: a table from the outcomes of tests.
 
 A test with the marker `feature(name)` stands for a feature; one that is also marked `gpu` for that
 feature on a GPU. Besides these tests, which use tiny models, UNets of real configurations run one

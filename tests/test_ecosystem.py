@@ -1,6 +1,6 @@
 """AVQ beside what else diffusers users switch on: adapters, other pipelines, offload, patches.
 
-The marker `feature` names the feature of the README's table that a test stands for.
+The marker `feature` names the feature of `eval/results/features.md` that a test stands for.
 """
 
 import base64

@@ -174,7 +174,7 @@ class TestTable:
         assert "No test: text to image, img2img" in table
 
     def test_is_short(self):
-        """The README shows it."""
+        """A reader sees it at one glance."""
         columns = {
             name: {"features": outcomes(**{x: 1 for names in GROUPS.values() for x in names})}
             for name in ("cpu", "cuda")
