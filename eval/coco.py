@@ -7,8 +7,8 @@ in FOLDER/codebooks.
 A picture does not depend on which others are made, where, or after how many restarts: its noise is
 drawn on the CPU from its own seed, and every batch is full, the last one by repetition, so that it
 always runs in kernels of one shape. Another batch size is another shape, whose sums may be rounded
-otherwise; a CPU makes one picture at a time, and with as many threads its pictures are equal to
-the byte.
+otherwise, and so may be those of code that was compiled on another machine; a CPU makes one picture
+at a time, and with as many threads its pictures are equal to the byte.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from avq_diffusers.files import TEMPORARY, atomic_write
 from avq_diffusers.runs import quiet
 from eval.captions import Captions
 from eval.methods import Method, attention_method, prepare_methods, split_refined
-from eval.pictures import dilation, draw_batch
+from eval.pictures import compilation, dilation, draw_batch
 from eval.protocol import GENERATION
 from eval.report import folder_digest, save_json
 
@@ -53,6 +53,7 @@ def generate_folder(
     calibration_prompts: Sequence[str],
     size: int,
     is_dilated: bool,
+    is_compiled: bool,
     num_inference_steps: int,
     guidance_scale: float,
     batch_size: int,
@@ -70,6 +71,7 @@ def generate_folder(
         calibration_prompts: of methods that are calibrated.
         size: side of the pictures.
         is_dilated: use ScaleCrafter.
+        is_compiled: compile the UNet.
         num_inference_steps: of PNDM.
         guidance_scale: of classifier-free guidance.
         batch_size: pictures that a GPU makes at once.
@@ -101,6 +103,7 @@ def generate_folder(
         "num_pictures": len(captions.texts),
         "size": size,
         "scalecrafter": is_dilated,
+        "compiled": is_compiled,
         "sampler": GENERATION["sampler"],
         "num_inference_steps": num_inference_steps,
         "guidance_scale": guidance_scale,
@@ -115,7 +118,8 @@ def generate_folder(
     if state.is_main_process:
         _begin(folder, config, captions, prepare, command=command, device=device)
     state.wait_for_everyone()
-    with quiet(pipe), dilated(), attention_method(pipe, _method(folder, method, prepare)):
+    drawn = attention_method(pipe, _method(folder, method, prepare))
+    with quiet(pipe), dilated(), drawn, compilation(pipe, is_compiled=is_compiled):
         _fill(
             folder,
             pipe,

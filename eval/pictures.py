@@ -1,7 +1,7 @@
 """Pictures from prompts and seeds: the same picture whatever the batch size."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 
 import numpy as np
@@ -16,6 +16,8 @@ from avq_diffusers.runs import quiet
 # By side of the pictures: at twice its training size mini-sd is best with a longer window than
 # SD1.5's 30 steps.
 MINI_SCALECRAFTER = {512: ScaleCrafterConfig((1, 2), num_dilated_steps=42)}
+# ScaleCrafter goes through up to nine sets of dilations, each a graph of its own.
+MOST_GRAPHS = 16
 
 
 def generate(
@@ -94,6 +96,17 @@ def dilation(
         raise ValueError("ScaleCrafter needs a size above the model's own, but got none.")
     config = MINI_SCALECRAFTER.get(size) if pipe.name_or_path == MINI_SD else None
     return scalecrafter(pipe, size, size, config=config)
+
+
+@contextmanager
+def compilation(pipe: StableDiffusionPipeline, *, is_compiled: bool) -> Iterator[None]:
+    """Compile the UNet in its next call, for batches of one size; or nothing."""
+    if not is_compiled:
+        yield
+        return
+    pipe.unet.compile(dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+        yield
 
 
 def draw_batch(

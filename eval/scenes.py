@@ -15,7 +15,7 @@ from eval.frechet import fit_gaussian
 from eval.markdown import markdown_table, number
 from eval.methods import EXACT, Method, attention_method, method_cells, prepare_methods
 from eval.metrics import Scorer, clip_scores, copy_agreements, picture_features, psnr
-from eval.pictures import dilation, generate
+from eval.pictures import compilation, dilation, generate
 from eval.samples import LIKENESS, Sample, figures, likeness
 
 FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_picture")
@@ -120,8 +120,6 @@ def score_methods(
         samples[name] = measure(_render_all(scenes, size, breaks), None)
         yield {"method": name, **figures(samples[name], reference)}
     exact = exact_features = None
-    if is_compiled:
-        pipe.unet.compile(dynamic=False)
     are_all_finished = len(finished) == len(prepared)
     for method in sorted(prepared, key=lambda method: method.name != EXACT):
         if method.name in finished and (are_all_finished or method.name != EXACT):
@@ -129,7 +127,7 @@ def score_methods(
             continue
         torch.compiler.reset()  # the code of the method before would count as a recompilation
         start = perf_counter()
-        with attention_method(pipe, method):
+        with attention_method(pipe, method), compilation(pipe, is_compiled=is_compiled):
             pictures = generate(
                 pipe,
                 captions,

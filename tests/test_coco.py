@@ -589,6 +589,28 @@ def test_scalecrafter_dilates_beyond_the_training_size(place):
     assert errors.endswith("it differs in scalecrafter.")
 
 
+def test_a_compiled_row(place, exact, monkeypatch):
+    """Catches an option that is recorded and not applied, and pictures of another noise."""
+
+    def compile_module(self, **options):
+        self._compiled_call_impl = torch.compile(self._call_impl, backend="eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
+    counted = torch._dynamo.utils.counters["stats"]
+    counted.clear()
+    assert generate(place, "compiled", compile=None)[0] == 0
+    assert counted["unique_graphs"] > 0
+    for path in sorted((exact / "pictures").iterdir()):
+        first, second = (
+            np.asarray(Image.open(folder / "pictures" / path.name), np.int16)
+            for folder in (exact, place / "compiled")
+        )
+        assert np.abs(first - second).max() <= 1
+    code, _, errors = generate(place, "compiled")
+    assert code == 2
+    assert errors.endswith("it differs in compiled.")
+
+
 @pytest.mark.parametrize(
     ("changes", "keys"),
     [

@@ -9,6 +9,7 @@ import typer
 from avq_diffusers.mini import SCORER, TEST_SEEDS, write_coco
 from avq_diffusers.options import numbers_of, usual_prompts
 from eval.commands.options import (
+    Compiled,
     Device,
     Dilated,
     Levels,
@@ -44,6 +45,7 @@ def coco_generate_command(
     draw_seed: Annotated[int, typer.Option(help="Of the draw from annotations.")] = 0,
     size: Annotated[int, typer.Option(min=8, help="Side of the pictures.")] = 512,
     dilated: Dilated = False,
+    compiled: Compiled = False,
     steps: Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")] = 25,
     guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 7.5,
     levels: Levels = "0",
@@ -77,6 +79,7 @@ def coco_generate_command(
         calibration_prompts=_read_prompts(calibration) if calibration else usual_prompts(model),
         size=size,
         is_dilated=dilated,
+        is_compiled=compiled,
         num_inference_steps=steps,
         guidance_scale=guidance,
         batch_size=batch,

@@ -49,6 +49,9 @@ Dilated = Annotated[
         help="Dilate convolutions, for pictures larger than the model was trained on.",
     ),
 ]
+Compiled = Annotated[
+    bool, typer.Option("--compile", help="Compile the UNet: pays from a thousand pictures on.")
+]
 Model = Annotated[
     str,
     typer.Option(

@@ -11,6 +11,7 @@ from diffusers import StableDiffusionPipeline
 from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
 from avq_diffusers.options import numbers_of
 from eval.commands.options import (
+    Compiled,
     Device,
     Dilated,
     Levels,
@@ -104,9 +105,7 @@ def scenes_command(
     levels: Levels = "0",
     size: Annotated[int, typer.Option(help="Side of the pictures, a multiple of 64.")] = IMAGE_SIZE,
     dilated: Dilated = False,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the UNet: pays from a thousand pictures on.")
-    ] = False,
+    compiled: Compiled = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the rows of this run's file, if there is one.")
     ] = False,
