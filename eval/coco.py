@@ -32,7 +32,7 @@ from avq_diffusers.files import TEMPORARY, atomic_write
 from avq_diffusers.runs import quiet
 from eval.captions import Captions
 from eval.methods import Method, attention_method, prepare_methods, split_refined
-from eval.pictures import compilation, dilation, draw_batch
+from eval.pictures import Drawing, compilation, dilation, draw_batch
 from eval.protocol import GENERATION
 from eval.report import folder_digest, save_json
 
@@ -51,12 +51,7 @@ def generate_folder(
     method: str,
     levels: tuple[int, ...],
     calibration_prompts: Sequence[str],
-    size: int,
-    is_dilated: bool,
-    is_compiled: bool,
-    num_inference_steps: int,
-    guidance_scale: float,
-    batch_size: int,
+    drawing: Drawing,
     device: torch.device,
     command: str,
 ) -> None:
@@ -69,12 +64,7 @@ def generate_folder(
         method: name of `Method`.
         levels: UNet levels that change.
         calibration_prompts: of methods that are calibrated.
-        size: side of the pictures.
-        is_dilated: use ScaleCrafter.
-        is_compiled: compile the UNet.
-        num_inference_steps: of PNDM.
-        guidance_scale: of classifier-free guidance.
-        batch_size: pictures that a GPU makes at once.
+        drawing: how, by PNDM; a CPU draws one picture at a time.
         device: of this process.
         command: for the manifest.
 
@@ -83,8 +73,8 @@ def generate_folder(
             cannot be used, or a picture holds NaN.
         OSError: the model cannot be loaded, or a picture not be written; those before are whole.
     """
-    if size % 8:
-        raise ValueError(f"--size must be a multiple of 8, but got {size}.")
+    if drawing.size % 8:
+        raise ValueError(f"--size must be a multiple of 8, but got {drawing.size}.")
     num_threads = torch.get_num_threads()
     state = PartialState(cpu=device.type == "cpu")
     torch.set_num_threads(num_threads)  # accelerate's own choice would round otherwise
@@ -101,36 +91,32 @@ def generate_folder(
         "captions": captions.origin,
         "captions_sha256": captions.sha256,
         "num_pictures": len(captions.texts),
-        "size": size,
-        "scalecrafter": is_dilated,
-        "compiled": is_compiled,
+        "size": drawing.size,
+        "scalecrafter": drawing.is_dilated,
+        "compiled": drawing.is_compiled,
         "sampler": GENERATION["sampler"],
-        "num_inference_steps": num_inference_steps,
-        "guidance_scale": guidance_scale,
+        "num_inference_steps": drawing.num_inference_steps,
+        "guidance_scale": drawing.guidance_scale,
         "dtype": str(dtype).removeprefix("torch."),
     }
     check_folder(folder, config)
     pipe = _load(model, dtype, device)
     prepare = partial(prepare_methods, pipe, levels=levels, calibration_prompts=calibration_prompts)
-    dilated = partial(dilation, pipe, size, is_dilated=is_dilated)
-    with dilated():
+    with dilation(pipe, drawing):
         pass  # refuses sizes before anything is written
     if state.is_main_process:
         _begin(folder, config, captions, prepare, command=command, device=device)
     state.wait_for_everyone()
     drawn = attention_method(pipe, _method(folder, method, prepare))
-    with quiet(pipe), dilated(), drawn, compilation(pipe, is_compiled=is_compiled):
+    with quiet(pipe), dilation(pipe, drawing), drawn, compilation(pipe, drawing):
         _fill(
             folder,
             pipe,
             captions,
             range(state.process_index, len(captions.texts), state.num_processes),
             description=f"{method}, process {state.process_index + 1} of {state.num_processes}",
+            drawing=replace(drawing, batch_size=1) if device.type == "cpu" else drawing,
             is_shown=state.is_main_process,
-            size=size,
-            num_inference_steps=num_inference_steps,
-            guidance_scale=guidance_scale,
-            batch_size=1 if device.type == "cpu" else batch_size,
         )
     state.destroy_process_group()
 
@@ -271,16 +257,14 @@ def _fill(
     indices: Sequence[int],
     *,
     description: str,
+    drawing: Drawing,
     is_shown: bool,
-    size: int,
-    batch_size: int,
-    **arguments: Any,
 ) -> None:
     """Make the pictures of these indices that are not there whole."""
     for index in indices:  # what a kill left half-written
         path = picture_path(folder, index)
         path.with_name(f"{TEMPORARY}{path.name}").unlink(missing_ok=True)
-    missing = [i for i in indices if not is_whole(picture_path(folder, i), size)]
+    missing = [i for i in indices if not is_whole(picture_path(folder, i), drawing.size)]
     progress = tqdm(
         total=len(indices),
         initial=len(indices) - len(missing),
@@ -289,11 +273,11 @@ def _fill(
         disable=not is_shown,
     )
     with progress, ThreadPoolExecutor() as pool:
-        for start in range(0, len(missing), batch_size):
-            chosen = missing[start : start + batch_size]
-            full = chosen + chosen[-1:] * (batch_size - len(chosen))
+        for start in range(0, len(missing), drawing.batch_size):
+            chosen = missing[start : start + drawing.batch_size]
+            full = chosen + chosen[-1:] * (drawing.batch_size - len(chosen))
             prompts = [captions.texts[index] for index in full]
-            pictures = draw_batch(pipe, prompts, full, size=size, **arguments)
+            pictures = draw_batch(pipe, prompts, full, drawing)
             write = partial(_write_picture, folder)
             list(pool.map(write, chosen, pictures[: len(chosen)]))
             progress.update(len(chosen))

@@ -1,6 +1,7 @@
 """How close AVQ pictures are to the exact ones at equal prompts and seeds."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,7 +15,7 @@ from avq_diffusers import picture_sheet
 from eval.markdown import markdown_table
 from eval.methods import EXACT, attention_method, method_cells, prepare_methods
 from eval.metrics import psnr, ssim
-from eval.pictures import dilation, generate
+from eval.pictures import Drawing, dilation, generate
 
 UNDILATED = "exact, without ScaleCrafter"
 SHEET_COLUMNS = 4
@@ -26,12 +27,10 @@ def compare(
     methods: Sequence[str],
     prompts: Sequence[str],
     seeds: Sequence[int],
+    drawing: Drawing,
     *,
     levels: tuple[int, ...] = (0,),
     calibration_prompts: Sequence[str],
-    num_inference_steps: int = 25,
-    size: int | None = None,
-    is_dilated: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Generate every prompt at every seed by every method, and measure PSNR and SSIM to exact.
 
@@ -42,11 +41,9 @@ def compare(
         methods: names of `Method`; exact attention comes before them.
         prompts: of the pictures.
         seeds: of the noise, for every prompt.
+        drawing: how pictures are drawn.
         levels: UNet levels that change.
         calibration_prompts: of methods that are calibrated, at the model's own size.
-        num_inference_steps: denoising steps.
-        size: side of the pictures; None is the model's own.
-        is_dilated: use ScaleCrafter, which needs a size.
 
     Returns:
         One row a method with median, 10th percentile and per-picture values; and the uint8
@@ -56,7 +53,7 @@ def compare(
         FileNotFoundError, ValueError: as `prepare_methods`, or ScaleCrafter has no settings for the
             size.
     """
-    with dilation(pipe, size, is_dilated=is_dilated):
+    with dilation(pipe, drawing):
         pass  # refuses sizes before the work
     prepared = prepare_methods(
         pipe, (EXACT, *methods), levels=levels, calibration_prompts=calibration_prompts
@@ -66,15 +63,13 @@ def compare(
         pipe,
         [prompt for _ in seeds for prompt in prompts],
         [seed for seed in seeds for _ in prompts],
-        num_inference_steps=num_inference_steps,
-        size=size,
     )
     pictures = {}
-    if is_dilated:
-        pictures[UNDILATED] = draw(is_dilated=False, description=UNDILATED)
+    if drawing.is_dilated:
+        pictures[UNDILATED] = draw(replace(drawing, is_dilated=False), description=UNDILATED)
     for method in prepared:
         with attention_method(pipe, method):
-            pictures[method.name] = draw(is_dilated=is_dilated, description=method.name)
+            pictures[method.name] = draw(drawing, description=method.name)
     rows = []
     for method in prepared[1:]:
         decibels = psnr(pictures[method.name], pictures[EXACT])

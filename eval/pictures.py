@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from inspect import signature
 
 import numpy as np
@@ -20,27 +21,42 @@ MINI_SCALECRAFTER = {512: ScaleCrafterConfig((1, 2), num_dilated_steps=42)}
 MOST_GRAPHS = 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """How pictures are drawn.
+
+    Args:
+        num_inference_steps: denoising steps.
+        guidance_scale: of classifier-free guidance; None is the model's usual one.
+        size: side of the pictures; None is the model's own.
+        batch_size: pictures drawn at once.
+        is_dilated: use ScaleCrafter, which needs a size.
+        is_compiled: compile the UNet, which needs batches of one size.
+    """
+
+    num_inference_steps: int = 25
+    guidance_scale: float | None = None
+    size: int | None = None
+    batch_size: int = 8
+    is_dilated: bool = False
+    is_compiled: bool = False
+
+
 def generate(
     pipe: StableDiffusionPipeline,
     prompts: Sequence[str],
     seeds: Sequence[int],
+    drawing: Drawing,
     *,
-    num_inference_steps: int = 25,
-    batch_size: int = 8,
-    size: int | None = None,
-    is_dilated: bool = False,
     description: str = "pictures",
 ) -> np.ndarray:
-    """Generate one picture per (prompt, seed) pair, with the model's usual guidance.
+    """Generate one picture per (prompt, seed) pair.
 
     Args:
         pipe: that draws.
         prompts: n of them.
         seeds: n of them.
-        num_inference_steps: denoising steps.
-        batch_size: pictures made at once.
-        size: side of the pictures; None is the model's own.
-        is_dilated: use ScaleCrafter, which needs a size.
+        drawing: how.
         description: of the progress bar.
 
     Returns:
@@ -56,17 +72,10 @@ def generate(
             f"and {len(seeds)} seeds."
         )
     pictures = None
-    with quiet(pipe), dilation(pipe, size, is_dilated=is_dilated):
-        for start in tqdm(range(0, len(prompts), batch_size), desc=description):
-            chosen = slice(start, start + batch_size)
-            batch = draw_batch(
-                pipe,
-                prompts[chosen],
-                seeds[chosen],
-                num_inference_steps=num_inference_steps,
-                guidance_scale=usual_guidance(pipe.name_or_path),
-                size=size,
-            )
+    with quiet(pipe), dilation(pipe, drawing), compilation(pipe, drawing):
+        for start in tqdm(range(0, len(prompts), drawing.batch_size), desc=description):
+            chosen = slice(start, start + drawing.batch_size)
+            batch = draw_batch(pipe, prompts[chosen], seeds[chosen], drawing)
             if pictures is None:  # batches joined at the end would need the memory twice
                 pictures = np.empty((len(prompts), *batch.shape[1:]), np.uint8)
             pictures[chosen] = batch
@@ -80,17 +89,14 @@ def usual_guidance(model: str) -> float:
     return signature(StableDiffusionPipeline.__call__).parameters["guidance_scale"].default
 
 
-def dilation(
-    pipe: StableDiffusionPipeline, size: int | None, *, is_dilated: bool
-) -> AbstractContextManager[None]:
-    """ScaleCrafter for pictures of this side, by mini-sd's own settings or the authors' for SD1.5.
-
-    Without `is_dilated`, nothing.
+def dilation(pipe: StableDiffusionPipeline, drawing: Drawing) -> AbstractContextManager[None]:
+    """ScaleCrafter, by mini-sd's own settings or the authors' for SD1.5; or nothing.
 
     Raises:
         ValueError: there is no size, it is not above the training size, or has no settings.
     """
-    if not is_dilated:
+    size = drawing.size
+    if not drawing.is_dilated:
         return nullcontext()
     if size is None:
         raise ValueError("ScaleCrafter needs a size above the model's own, but got none.")
@@ -99,9 +105,9 @@ def dilation(
 
 
 @contextmanager
-def compilation(pipe: StableDiffusionPipeline, *, is_compiled: bool) -> Iterator[None]:
-    """Compile the UNet in its next call, for batches of one size; or nothing."""
-    if not is_compiled:
+def compilation(pipe: StableDiffusionPipeline, drawing: Drawing) -> Iterator[None]:
+    """Compile the UNet in its next call; or nothing."""
+    if not drawing.is_compiled:
         yield
         return
     pipe.unet.compile(dynamic=False)
@@ -113,10 +119,7 @@ def draw_batch(
     pipe: StableDiffusionPipeline,
     prompts: Sequence[str],
     seeds: Sequence[int],
-    *,
-    num_inference_steps: int,
-    guidance_scale: float,
-    size: int | None = None,
+    drawing: Drawing,
 ) -> np.ndarray:
     """Generate pictures at once, the noise of each drawn on the CPU from its own seed.
 
@@ -124,9 +127,7 @@ def draw_batch(
         pipe: whose progress bar shows unless `quiet`.
         prompts: n of them.
         seeds: n of them.
-        num_inference_steps: denoising steps.
-        guidance_scale: of classifier-free guidance.
-        size: side of the pictures; None is the model's own.
+        drawing: how; ScaleCrafter and compilation are the caller's.
 
     Returns:
         uint8 array (n, size, size, 3).
@@ -134,11 +135,14 @@ def draw_batch(
     Raises:
         ValueError: a picture holds NaN.
     """
+    guidance_scale = drawing.guidance_scale
+    if guidance_scale is None:
+        guidance_scale = usual_guidance(pipe.name_or_path)
     images = pipe(
         list(prompts),
-        height=size,
-        width=size,
-        num_inference_steps=num_inference_steps,
+        height=drawing.size,
+        width=drawing.size,
+        num_inference_steps=drawing.num_inference_steps,
         guidance_scale=guidance_scale,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         output_type="pt",

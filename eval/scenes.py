@@ -10,12 +10,12 @@ import torch
 from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
-from avq_diffusers.mini import IMAGE_SIZE, Scene, corrupt, render
+from avq_diffusers.mini import Scene, corrupt, render
 from eval.frechet import fit_gaussian
 from eval.markdown import markdown_table, number
 from eval.methods import EXACT, Method, attention_method, method_cells, prepare_methods
 from eval.metrics import Scorer, clip_scores, copy_agreements, picture_features, psnr
-from eval.pictures import compilation, dilation, generate
+from eval.pictures import Drawing, dilation, generate
 from eval.samples import LIKENESS, Sample, figures, likeness
 
 FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_picture")
@@ -35,16 +35,12 @@ def score_methods(
     scenes: Sequence[Scene],
     reference_scenes: Sequence[Scene],
     scorer: Scorer,
+    drawing: Drawing,
     *,
     levels: tuple[int, ...] = (0,),
     calibration_prompts: Sequence[str],
-    num_inference_steps: int = 25,
-    batch_size: int = 64,
     first_seed: int = 0,
     first_index: int = 0,
-    size: int = IMAGE_SIZE,
-    is_dilated: bool = False,
-    is_compiled: bool = False,
     finished: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     samples: dict[str, Sample] | None = None,
 ) -> Iterator[Mapping[str, Any]]:
@@ -67,15 +63,12 @@ def score_methods(
         scenes: whose captions are drawn.
         reference_scenes: that FID compares with.
         scorer: gives features and CLIP scores.
+        drawing: how pictures are drawn, at a size that is a multiple of 64; compiled, anew for each
+            method.
         levels: UNet levels that change.
         calibration_prompts: of methods that are calibrated, at the model's own size.
-        num_inference_steps: denoising steps.
-        batch_size: pictures made at once.
         first_seed: of the noise.
         first_index: pictures of the run that come before these.
-        size: side of the pictures, a multiple of 64.
-        is_dilated: use ScaleCrafter.
-        is_compiled: compile the UNet, anew for each method.
         finished: rows of an earlier run by method. Their methods are not run again, but for
             folders that have changed since, rows that were not compared with `exact` and now are,
             and for `exact` where the pictures of others are still to be compared with its own.
@@ -87,14 +80,15 @@ def score_methods(
         FileNotFoundError, ValueError: as `prepare_methods`, or the size is no multiple of 64 or one
             that ScaleCrafter has no settings for, or batches to compile for differ in size.
     """
-    if size <= 0 or size % 64:
+    size, batch_size = drawing.size, drawing.batch_size
+    if size is None or size <= 0 or size % 64:
         raise ValueError(f"the size must be a multiple of 64, but got {size}.")
-    if is_compiled and len(scenes) % batch_size:
+    if drawing.is_compiled and len(scenes) % batch_size:
         raise ValueError(
             f"a compiled UNet needs batches of one size, but {len(scenes)} pictures are no "
             f"multiple of {batch_size}."
         )
-    with dilation(pipe, size, is_dilated=is_dilated):
+    with dilation(pipe, drawing):
         pass  # refuses sizes before the work
     noise = range(first_seed + first_index, first_seed + first_index + len(scenes))
     prepared = prepare_methods(
@@ -127,17 +121,8 @@ def score_methods(
             continue
         torch.compiler.reset()  # the code of the method before would count as a recompilation
         start = perf_counter()
-        with attention_method(pipe, method), compilation(pipe, is_compiled=is_compiled):
-            pictures = generate(
-                pipe,
-                captions,
-                noise,
-                num_inference_steps=num_inference_steps,
-                batch_size=batch_size,
-                size=size,
-                is_dilated=is_dilated,
-                description=method.name,
-            )
+        with attention_method(pipe, method):
+            pictures = generate(pipe, captions, noise, drawing, description=method.name)
         seconds = (perf_counter() - start) / len(captions)
         sample = samples[method.name] = measure(pictures, exact)
         alike = likeness(sample, exact_features)

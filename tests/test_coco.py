@@ -36,7 +36,7 @@ from eval import captions, coco, coco_score, frechet, protocol
 from eval.captions import read_captions
 from eval.faults import contents
 from eval.metrics import Scorer
-from eval.pictures import draw_batch
+from eval.pictures import Drawing, draw_batch
 
 NUM = 5  # pictures of a row
 NUM_REAL = 8
@@ -487,18 +487,20 @@ def test_full_batches_do_not_depend_on_what_is_left(tmp_path):
     """As on a GPU: catches a last batch of another shape, whose kernels round otherwise."""
     pipe = tiny_pipe()
     texts = captions.Captions(tuple("abcde"), "test")
-    arguments = {"description": "", "is_shown": False, "size": 64, "batch_size": 3}
-    arguments |= {"num_inference_steps": 2, "guidance_scale": 7.5}
+    drawing = Drawing(num_inference_steps=2, guidance_scale=7.5, size=64, batch_size=3)
+    fill = partial(
+        coco._fill, tmp_path, pipe, texts, range(5), description="", drawing=drawing, is_shown=False
+    )
     (tmp_path / "pictures").mkdir()
     with quiet(pipe):
-        coco._fill(tmp_path, pipe, texts, range(5), **arguments)
+        fill()
         expected = pictures(tmp_path)
         for missing in ((0, 4), (1, 2, 3), (2,)):
             for index in missing:
                 coco.picture_path(tmp_path, index).unlink()
-            coco._fill(tmp_path, pipe, texts, range(5), **arguments)
+            fill()
             assert pictures(tmp_path) == expected
-        alone = draw_batch(pipe, ["c"], [2], size=64, num_inference_steps=2, guidance_scale=7.5)
+        alone = draw_batch(pipe, ["c"], [2], drawing)
     with Image.open(coco.picture_path(tmp_path, 2)) as stored:
         assert abs(np.asarray(stored).astype(int) - alone[0]).max() <= 1
 
@@ -697,7 +699,7 @@ def test_pictures_that_hold_nan_are_refused():
     with torch.no_grad():
         pipe.vae.decoder.conv_out.bias.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"gave NaN for at least one of the seeds \[4\]"):
-        draw_batch(pipe, ["a"], [4], size=64, num_inference_steps=1, guidance_scale=1.0)
+        draw_batch(pipe, ["a"], [4], Drawing(size=64, num_inference_steps=1, guidance_scale=1.0))
 
 
 # Scores

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -50,7 +51,7 @@ from eval.methods import (
     method_cells,
     prepare_methods,
 )
-from eval.pictures import generate
+from eval.pictures import Drawing, generate
 from eval.samples import Sample, figures
 
 CALIBRATION = ["a"]
@@ -219,17 +220,16 @@ def test_generate_gives_the_same_picture_whatever_the_batch_size():
     """Fails where noise is drawn per batch; rounding may move a value by one."""
     pipe = tiny_pipe()
     prompts, seeds = ["a", "bb", "a", "a", "ccc"], [3, 4, 5, 3, 6]
-    arguments = {"num_inference_steps": 2}
-    reference = generate(pipe, prompts, seeds, batch_size=1, **arguments).astype(int)
+    drawing = Drawing(num_inference_steps=2, batch_size=1)
+    reference = generate(pipe, prompts, seeds, drawing).astype(int)
     assert reference.shape == (5, 128, 128, 3)
     assert np.array_equal(reference[0], reference[3])
     assert abs(reference[0] - reference[2]).max() > 20
-    arguments["generator"] = torch.Generator().manual_seed(3)
+    arguments = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(3)}
     expected = pipe("a", guidance_scale=7.5, output_type="np", **arguments).images[0]
     assert abs(reference[0] - 255 * expected).max() <= 0.5 + 1e-3
-    del arguments["generator"]
     for batch_size in (2, 3, 8):
-        pictures = generate(pipe, prompts, seeds, batch_size=batch_size, **arguments)
+        pictures = generate(pipe, prompts, seeds, replace(drawing, batch_size=batch_size))
         assert pictures.dtype == np.uint8
         assert abs(pictures.astype(int) - reference).max() <= 1
 
@@ -239,7 +239,7 @@ def test_generate_guides_as_is_usual_for_the_model(model, guidance_scale):
     """Catches guidance that is always mini-sd's own."""
     pipe = tiny_pipe()
     pipe.register_to_config(_name_or_path=model)
-    (picture,) = generate(pipe, ["a"], [3], num_inference_steps=2).astype(int)
+    (picture,) = generate(pipe, ["a"], [3], Drawing(num_inference_steps=2)).astype(int)
     arguments = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(3)}
     images = pipe("a", guidance_scale=guidance_scale, output_type="np", **arguments).images
     assert abs(picture - 255 * images[0]).max() <= 0.5 + 1e-3
@@ -263,7 +263,7 @@ def test_generate_leaves_the_progress_bar_as_it_was(fails):
     if fails:
         pipe.unet.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-        generate(pipe, ["a"], [0], num_inference_steps=1)
+        generate(pipe, ["a"], [0], Drawing(num_inference_steps=1))
     assert seen[0]["disable"]
     assert pipe._progress_bar_config == before
 
@@ -271,7 +271,7 @@ def test_generate_leaves_the_progress_bar_as_it_was(fails):
 @pytest.mark.parametrize(("prompts", "seeds"), [([], []), (["a"], [1, 2])])
 def test_generate_wants_one_seed_a_prompt(prompts, seeds):
     with pytest.raises(ValueError, match="expected as many seeds as prompts and at least one, but"):
-        generate(tiny_pipe(), prompts, seeds)
+        generate(tiny_pipe(), prompts, seeds, Drawing())
 
 
 def prepare(pipe, *names, levels=(0,)):
@@ -458,7 +458,7 @@ def test_a_row_says_what_its_computation_has_of_its_own(scorer, monkeypatch, tmp
     monkeypatch.setattr(scenes, "generate", lambda *positional, **options: pictures)
     methods = [str(tmp_path), NO_ATTENTION]
     *_, row, other = scenes.score_methods(
-        tiny_pipe(), methods, shown, shown, scorer, calibration_prompts=()
+        tiny_pipe(), methods, shown, shown, scorer, Drawing(size=256), calibration_prompts=()
     )
     assert (row["config"], row.get("fields")) == ("M4P2C2", fields or None)
     assert "fields" not in other
@@ -531,11 +531,12 @@ def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
     """Fails for a pairing of prompts and seeds that differs between methods, or from its order."""
     pipe = tiny_pipe()
     prompts, seeds, methods = ["a", "bb"], range(2), ("M4P2C2", NO_ATTENTION)
+    drawing = Drawing(num_inference_steps=2)
     rows, pictures = compare.compare(
-        pipe, methods, prompts, seeds, calibration_prompts=CALIBRATION, num_inference_steps=2
+        pipe, methods, prompts, seeds, drawing, calibration_prompts=CALIBRATION
     )
     assert list(pictures) == [EXACT, *methods]
-    expected = generate(pipe, ["a", "bb", "a", "bb"], [0, 0, 1, 1], num_inference_steps=2)
+    expected = generate(pipe, ["a", "bb", "a", "bb"], [0, 0, 1, 1], drawing)
     assert np.array_equal(pictures[EXACT], expected)
     for row, method in zip(rows, methods, strict=True):
         assert row["method"] == method
@@ -554,10 +555,12 @@ def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
 def test_compare_shows_what_scalecrafter_does():
     """Fails where both rows are drawn with it, or both without."""
     pipe = tiny_pipe()
-    arguments = {"calibration_prompts": CALIBRATION, "num_inference_steps": 2, "size": 256}
-    _, pictures = compare.compare(pipe, [], ["a"], range(1), is_dilated=True, **arguments)
+    drawing = Drawing(num_inference_steps=2, size=256, is_dilated=True)
+    _, pictures = compare.compare(
+        pipe, [], ["a"], range(1), drawing, calibration_prompts=CALIBRATION
+    )
     assert list(pictures) == [compare.UNDILATED, EXACT]
-    plain = generate(pipe, ["a"], [0], num_inference_steps=2, size=256)
+    plain = generate(pipe, ["a"], [0], replace(drawing, is_dilated=False))
     assert np.array_equal(pictures[compare.UNDILATED], plain)
     assert not np.array_equal(pictures[EXACT], plain)
 
@@ -569,8 +572,8 @@ def test_compare_of_identical_pictures_is_null_in_json(tmp_path):
         [EXACT],
         ["a"],
         range(3),
+        Drawing(num_inference_steps=1),
         calibration_prompts=CALIBRATION,
-        num_inference_steps=1,
     )
     report.save_json(tmp_path / "rows.json", command="", device="cpu", rows=rows)
     text = (tmp_path / "rows.json").read_text()
@@ -620,9 +623,11 @@ def test_mistakes_are_found_before_the_first_picture(
     shown = [sample_scene(0)]
     arguments = {"levels": levels, "calibration_prompts": CALIBRATION}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        compare.compare(pipe, methods, ["a"], range(1), **arguments)
+        compare.compare(pipe, methods, ["a"], range(1), Drawing(), **arguments)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        list(scenes.score_methods(pipe, methods, shown, shown, None, **arguments))
+        list(
+            scenes.score_methods(pipe, methods, shown, shown, None, Drawing(size=256), **arguments)
+        )
     assert not runs
     assert pipe.unet.attn_processors == before
 
@@ -660,7 +665,7 @@ def test_scenes_rows(scorer, monkeypatch):
     others = [sample_scene(seed) for seed in TEST_SEEDS[100:108]]
     by_caption = {scene.caption: render(scene) for scene in shown}
 
-    def paint(pipe, prompts, seeds, **options):
+    def paint(pipe, prompts, seeds, drawing, **options):
         assert list(seeds) == list(range(7, 15))
         return np.stack([by_caption[prompt] for prompt in prompts])
 
@@ -672,6 +677,7 @@ def test_scenes_rows(scorer, monkeypatch):
             shown,
             others,
             scorer,
+            Drawing(size=256),
             calibration_prompts=CALIBRATION,
             first_seed=7,
         )
@@ -704,19 +710,25 @@ def test_scenes_of_a_compiled_unet(scorer, monkeypatch):
     monkeypatch.setattr(pipe.unet, "compile", compile_unet, raising=False)
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
     methods = [EXACT, "M4P2C2"]
-    arguments = {"calibration_prompts": CALIBRATION, "num_inference_steps": 2, "size": 128}
-    plain = list(scenes.score_methods(pipe, methods, shown, shown, scorer, **arguments))
+
+    def score(drawing):
+        return scenes.score_methods(
+            pipe, methods, shown, shown, scorer, drawing, calibration_prompts=CALIBRATION
+        )
+
+    drawing = Drawing(num_inference_steps=2, size=128)
+    plain = list(score(drawing))
 
     torch._dynamo.utils.counters.clear()
-    arguments |= {"is_compiled": True, "batch_size": 1}
-    rows = list(scenes.score_methods(pipe, methods, shown, shown, scorer, **arguments))
+    drawing = replace(drawing, is_compiled=True, batch_size=1)
+    rows = list(score(drawing))
 
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(methods)
     for row, expected in zip(rows, plain, strict=True):
         for name in ("fid", "clip_score", "copy_agreement"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-3), row["method"]
     with pytest.raises(ValueError, match="2 pictures are no multiple of 64"):
-        next(scenes.score_methods(pipe, [], shown, shown, scorer, **arguments | {"batch_size": 64}))
+        next(score(replace(drawing, batch_size=64)))
 
 
 def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_pictures=1, dtype="half"):

@@ -23,7 +23,7 @@ from eval.errors import KernelTimes, error_panels
 from eval.method_table import build_table, quality_table, table_panels
 from eval.methods import EXACT, NO_ATTENTION, TOME, attention_method, prepare_methods
 from eval.metrics import Scorer, psnr
-from eval.pictures import dilation, generate
+from eval.pictures import Drawing, dilation, generate
 from eval.plots import COLOURS, MARKERS, Point, PointPanel, panel_plot, point_plot
 from eval.report import save_json
 from eval.stored import Result, draw, read_result
@@ -68,16 +68,16 @@ class TestScenes:
         pipe = StableDiffusionPipeline.from_pretrained(model)
         captions = [sample_scene(seed).caption for seed in TEST_SEEDS[:2]]
         (method,) = prepare_methods(pipe, [codebooks], levels=(0,), calibration_prompts=())
-        arguments = {"num_inference_steps": 2, "batch_size": 2, "size": 256}
+        drawing = Drawing(num_inference_steps=2, batch_size=2, size=256)
         with scalecrafter(pipe, 256, 256):
-            expected = generate(pipe, captions, range(2), **arguments)
+            expected = generate(pipe, captions, range(2), drawing)
             with attention_method(pipe, method):
-                pictures = generate(pipe, captions, range(2), **arguments)
+                pictures = generate(pipe, captions, range(2), drawing)
         assert expected.shape == (2, 256, 256, 3)
         values = psnr(pictures, expected)
         assert avq["psnr_median"] == pytest.approx(values.mean(), abs=0.1)
         assert avq["psnr_p10"] == pytest.approx(values.min(), abs=0.1)
-        undilated = psnr(generate(pipe, captions, range(2), **arguments), expected)
+        undilated = psnr(generate(pipe, captions, range(2), drawing), expected)
         assert undilated.max() < values.min() - 1
         assert f"| {avq['psnr_median']:.1f} ({avq['psnr_p10']:.1f}) |" in capsys.readouterr().out
 
@@ -88,17 +88,22 @@ class TestScenes:
         by_caption = {scene.caption: scene for scene in shown}
         drawn = []
 
-        def paint(pipe, prompts, seeds, *, size, is_dilated, description, **options):
+        def paint(pipe, prompts, seeds, drawing, *, description):
             drawn.append(description)
-            images = np.stack([render(by_caption[prompt], size) for prompt in prompts])
+            images = np.stack([render(by_caption[prompt], drawing.size) for prompt in prompts])
             error = np.uint8(0 if description == EXACT else 3 * len(drawn))
             return np.where(images > 127, images - error, images + error)
 
         monkeypatch.setattr(scenes, "generate", paint)
-        arguments = {"calibration_prompts": (), "size": 320}
         methods = [NO_ATTENTION, EXACT, TOME]
         pipe = tiny_pipe()
-        rows = list(scenes.score_methods(pipe, methods, shown, shown, scorer, **arguments))
+
+        def score(methods):
+            return scenes.score_methods(
+                pipe, methods, shown, shown, scorer, Drawing(size=320), calibration_prompts=()
+            )
+
+        rows = list(score(methods))
         real, broken, *others = rows
         assert drawn == [row["method"] for row in others] == [EXACT, NO_ATTENTION, TOME]
         assert [real["fid"], others[0]["fid"]] == pytest.approx([0, 0], abs=1e-2)
@@ -111,16 +116,25 @@ class TestScenes:
         # The pictures of exact attention are the real ones here.
         distances = [(row["fid"], row["fid_to_exact"]) for row in others[1:]]
         assert all(real == pytest.approx(exact, rel=0.01) for real, exact in distances)
-        rows = list(scenes.score_methods(pipe, [TOME], shown, shown, scorer, **arguments))
+        rows = list(score([TOME]))
         assert rows[2]["psnr_median"] is rows[2]["fid_to_exact"] is None
 
     def test_a_killed_run_goes_on(self, scorer, monkeypatch):
         """Fails for methods that are drawn twice, or are compared with no or other pictures."""
         shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
-        arguments = {"calibration_prompts": (), "num_inference_steps": 1, "size": 128}
+        drawing = Drawing(num_inference_steps=1, size=128)
         methods = [NO_ATTENTION, EXACT, TOME]
-        pipe = tiny_pipe()
-        rows = list(scenes.score_methods(pipe, methods, shown, shown, scorer, **arguments))
+        score = partial(
+            scenes.score_methods,
+            tiny_pipe(),
+            methods,
+            shown,
+            shown,
+            scorer,
+            drawing,
+            calibration_prompts=(),
+        )
+        rows = list(score())
         drawn = []
 
         def watched(*positional, description, **options):
@@ -130,11 +144,7 @@ class TestScenes:
         monkeypatch.setattr(scenes, "generate", watched)
         for number, expected in ((4, [EXACT, TOME]), (5, [])):
             finished = {row["method"]: row for row in rows[:number]}
-            again = list(
-                scenes.score_methods(
-                    pipe, methods, shown, shown, scorer, finished=finished, **arguments
-                )
-            )
+            again = list(score(finished=finished))
             assert drawn == expected
             for row, before in zip(again, rows, strict=True):
                 for name in before.keys() - {"seconds_per_picture"}:
@@ -170,16 +180,25 @@ class TestScenes:
     def test_a_folder_trained_again_is_drawn_again(self, scorer, tmp_path, monkeypatch):
         """Fails where a row is kept by the name of its folder."""
         shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-        arguments = {"calibration_prompts": (), "num_inference_steps": 1, "size": 128}
+        drawing = Drawing(num_inference_steps=1, size=128)
         pipe = tiny_pipe()
         random_codebooks(pipe.unet).save_pretrained(tmp_path)
-        score = partial(scenes.score_methods, pipe, [str(tmp_path)], shown, shown, scorer)
-        rows = {row["method"]: row for row in score(**arguments)}
+        score = partial(
+            scenes.score_methods,
+            pipe,
+            [str(tmp_path)],
+            shown,
+            shown,
+            scorer,
+            drawing,
+            calibration_prompts=(),
+        )
+        rows = {row["method"]: row for row in score()}
         random_codebooks(pipe.unet, seed=1).save_pretrained(tmp_path)
-        *_, again = score(finished=rows, **arguments)
+        *_, again = score(finished=rows)
         assert again["sha256"] != rows[str(tmp_path)]["sha256"]
         monkeypatch.setattr(scenes, "generate", lambda *_, **__: pytest.fail("drawn once more"))
-        assert [*score(finished={again["method"]: again}, **arguments)][-1] is again
+        assert [*score(finished={again["method"]: again})][-1] is again
 
     @pytest.mark.parametrize(
         ("protocol", "environment", "named"),
@@ -200,6 +219,7 @@ class TestScenes:
         ("options", "message"),
         [
             ({"size": 500}, "the size must be a multiple of 64, but got 500"),
+            ({}, "the size must be a multiple of 64, but got None"),
             ({"size": 0}, "the size must be a multiple of 64, but got 0"),
             ({"size": 128, "is_dilated": True}, "larger than the training size, 128"),
             ({"size": 192, "is_dilated": True}, "there are ScaleCrafter settings for 256 x 256"),
@@ -210,7 +230,7 @@ class TestScenes:
         pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
         shown = [sample_scene(0)]
         rows = scenes.score_methods(
-            pipe, ["M4"], shown, shown, None, calibration_prompts=["a"], **options
+            pipe, ["M4"], shown, shown, None, Drawing(**options), calibration_prompts=["a"]
         )
         with pytest.raises(ValueError, match=message):
             next(rows)
@@ -219,14 +239,14 @@ class TestScenes:
         """Fails where SD1.5's 30 steps are taken, or mini-sd's for other models."""
         mini = StableDiffusionPipeline.from_pretrained(MINI_SD)
         for pipe, size, steps in ((mini, 512, 42), (mini, 1024, 35), (tiny_pipe(), 256, 30)):
-            with dilation(pipe, size, is_dilated=True):
+            with dilation(pipe, Drawing(size=size, is_dilated=True)):
                 config = pipe.unet._scalecrafter.config
                 assert config.num_dilated_steps == steps
                 assert size == 1024 or config == ScaleCrafterConfig((1, 2), steps)
-            with dilation(pipe, size, is_dilated=False):
+            with dilation(pipe, Drawing(size=size)):
                 assert not hasattr(pipe.unet, "_scalecrafter")
         with pytest.raises(ValueError, match="ScaleCrafter needs a size"):
-            dilation(mini, None, is_dilated=True)
+            dilation(mini, Drawing(is_dilated=True))
 
 
 class TestMerge:

@@ -69,6 +69,7 @@ def coco_generate_command(
     """
     from eval.captions import read_captions
     from eval.coco import generate_folder
+    from eval.pictures import Drawing
 
     generate_folder(
         folder,
@@ -77,12 +78,14 @@ def coco_generate_command(
         method=method,
         levels=numbers_of("--levels", levels),
         calibration_prompts=_read_prompts(calibration) if calibration else usual_prompts(model),
-        size=size,
-        is_dilated=dilated,
-        is_compiled=compiled,
-        num_inference_steps=steps,
-        guidance_scale=guidance,
-        batch_size=batch,
+        drawing=Drawing(
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            size=size,
+            batch_size=batch,
+            is_dilated=dilated,
+            is_compiled=compiled,
+        ),
         device=device_of(device),
         command=command_line(),
     )

@@ -56,6 +56,7 @@ def compare_command(
     At twice the size: python -m eval compare --size 512 --scalecrafter --device cuda
     """
     from eval.compare import compare, compare_sheet, compare_table
+    from eval.pictures import Drawing
 
     numbers = numbers_of("--levels", levels)
     pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
@@ -65,11 +66,9 @@ def compare_command(
         methods.split(","),
         chosen,
         range(seeds),
+        Drawing(num_inference_steps=steps, size=size, is_dilated=dilated),
         levels=numbers,
         calibration_prompts=calibration_prompts(),
-        num_inference_steps=steps,
-        size=size,
-        is_dilated=dilated,
     )
     print(compare_table(rows))
     name = f"compare_levels{''.join(map(str, numbers))}{_picture_suffix(size, dilated)}"
@@ -123,7 +122,7 @@ def scenes_command(
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
     """
     from eval.metrics import Scorer
-    from eval.pictures import usual_guidance
+    from eval.pictures import Drawing, usual_guidance
     from eval.samples import load_samples, save_samples
     from eval.scene_runs import finished_rows, part_of
     from eval.scenes import scenes_table, score_methods
@@ -163,15 +162,17 @@ def scenes_command(
         [sample_scene(TEST_SEEDS[index]) for index in indices],
         [sample_scene(TEST_SEEDS[pictures + index]) for index in indices],
         Scorer(scorer).to(device),
+        Drawing(
+            num_inference_steps=steps,
+            size=size,
+            batch_size=batch,
+            is_dilated=dilated,
+            is_compiled=compiled,
+        ),
         levels=numbers,
         calibration_prompts=calibration_prompts(),
-        num_inference_steps=steps,
-        batch_size=batch,
         first_seed=first_seed,
         first_index=indices.start,
-        size=size,
-        is_dilated=dilated,
-        is_compiled=compiled,
         finished=finished,
         samples=samples,
     ):
