@@ -121,6 +121,7 @@ def measure_errors(
     scenes: Sequence[Scene],
     *,
     num_timesteps: int = 8,
+    size: int | None = None,
 ) -> list[Row]:
     """Measure one row a method, whose `layers` holds the figures of each layer, by head in `heads`.
 
@@ -131,14 +132,15 @@ def measure_errors(
     Args:
         pipe: without AVQ; its UNet is the teacher.
         methods: prepared for `pipe`.
-        scenes: whose pictures, at the UNet's own size, are noised.
+        scenes: whose pictures are noised.
         num_timesteps: middles of so many equal parts of the noise schedule.
+        size: side of the pictures, a multiple of 64; None is the UNet's own.
     """
     levels = tuple({level for method in methods for level in method.levels})
     attentions = {layer.name: layer.attn for layer in select_layers(pipe.unet, levels)}
     totals = [_Totals(pipe, method) for method in methods]
     num_keys = KEYS_PER_LAYER // num_timesteps
-    steps = noised_scenes(pipe, scenes, num_timesteps)
+    steps = noised_scenes(pipe, scenes, num_timesteps, size)
     for inputs in tqdm(steps, desc="timesteps", total=num_timesteps):
         with _recorded(attentions) as teacher:
             teacher_output = pipe.unet(*inputs, return_dict=False)[0]
@@ -151,14 +153,17 @@ def measure_errors(
 
 
 def noised_scenes(
-    pipe: StableDiffusionPipeline, scenes: Sequence[Scene], num_timesteps: int
+    pipe: StableDiffusionPipeline,
+    scenes: Sequence[Scene],
+    num_timesteps: int,
+    size: int | None = None,
 ) -> Iterator[UNetInputs]:
     """Noisy latents (B, 4, h, w), timesteps (B,) and text states of all scenes, step after step.
 
     The noise of a step depends on its number only.
     """
-    side = pipe.unet.config.sample_size * pipe.vae_scale_factor
-    pictures = torch.from_numpy(np.stack([render(scene, side) for scene in scenes]))
+    size = size or own_size(pipe)
+    pictures = torch.from_numpy(np.stack([render(scene, size) for scene in scenes]))
     pixels = pictures.permute(0, 3, 1, 2).to(pipe.device, pipe.dtype) / 127.5 - 1
     latents = pipe.vae.encode(pixels).latent_dist.mode() * pipe.vae.config.scaling_factor
     captions = [scene.caption for scene in scenes]
@@ -168,6 +173,11 @@ def noised_scenes(
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(index))
         step = torch.full((len(latents),), int((index + 0.5) * length), device=pipe.device)
         yield pipe.scheduler.add_noise(latents, noise.to(latents), step), step, text_states
+
+
+def own_size(pipe: StableDiffusionPipeline) -> int:
+    """Side of the pictures that the UNet was trained on."""
+    return pipe.unet.config.sample_size * pipe.vae_scale_factor
 
 
 class KernelTimes(NamedTuple):

@@ -51,7 +51,7 @@ from eval.methods import (
     method_cells,
     prepare_methods,
 )
-from eval.pictures import Drawing, generate
+from eval.pictures import Drawing, dilation, generate
 from eval.samples import Sample, figures
 
 CALIBRATION = ["a"]
@@ -1140,6 +1140,32 @@ def test_the_errors_command(tmp_path, monkeypatch, capsys, distilled):
     assert [row["config"] for row in rows] == ["M4P0C2", "M4P4C2"]
     assert errors.errors_table(rows) in capsys.readouterr().out
     assert Image.open(tmp_path / "errors_levels0.png").size[0] > 300
+
+
+def test_errors_at_twice_the_size(tmp_path, monkeypatch, distilled):
+    """Against a pass by hand; catches pictures of the usual size, and convolutions as they were."""
+    pipe = tiny_pipe()
+    pipe.save_pretrained(tmp_path / "model")
+    places = ["--methods", distilled, "--model", tmp_path / "model", "--output", tmp_path]
+    options = ["--pictures", 2, "--timesteps", 1, "--refined", 2, "--size", 256, "--scalecrafter"]
+    run_command(monkeypatch, "errors", *places, *options)
+    document = json.loads((tmp_path / "errors_levels0_256_scalecrafter.json").read_text())
+    assert (document["size"], document["scalecrafter"]) == (256, True)
+    (row,) = document["rows"]
+
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+    ((latents, step, text_states),) = errors.noised_scenes(pipe, shown, 1, 256)
+    assert latents.shape[-2:] == (32, 32)
+    (method,) = prepare(pipe, f"{distilled}@P2")
+    found = []
+    for dilates in (True, False):
+        with dilation(pipe, Drawing(size=256, is_dilated=dilates)), torch.no_grad():
+            expected = pipe.unet(latents, step, text_states).sample
+            with attention_method(pipe, method):
+                output = pipe.unet(latents, step, text_states).sample
+        found.append(float((output - expected).norm() / expected.norm()))
+    assert row["output_error"] == pytest.approx(found[0], rel=1e-4)
+    assert row["output_error"] != pytest.approx(found[1], rel=1e-2)
 
 
 def test_nothing_but_json_is_written(tmp_path):

@@ -10,14 +10,17 @@ from avq_diffusers.mini import TEST_SEEDS, sample_scene
 from avq_diffusers.options import numbers_of
 from eval.commands.options import (
     Device,
+    Dilated,
     Levels,
     Methods,
     Model,
     Output,
     Pictures,
+    Size,
     calibration_prompts,
     command_line,
     device_of,
+    picture_suffix,
 )
 from eval.report import RESULTS, save_json
 from eval.stored import draw
@@ -35,6 +38,8 @@ def errors_command(
     pictures: Pictures = 16,
     timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")] = 8,
     levels: Levels = "0",
+    size: Size = None,
+    dilated: Dilated = False,
     kernels: Annotated[
         Path | None,
         typer.Option(
@@ -47,23 +52,32 @@ def errors_command(
     """Error of each layer and of the predicted noise against exact attention, by codebook size.
 
     Example: python -m eval errors --methods M64P16C8,runs/m64/codebooks,M160 --device cuda
+
+    At twice the size: python -m eval errors --size 512 --scalecrafter --device cuda
     """
     from eval.errors import (
         add_kernel_times,
         elastic,
         errors_table,
         measure_errors,
+        own_size,
         read_kernel_times,
     )
     from eval.methods import TOME, prepare_methods
+    from eval.pictures import Drawing, dilation
 
     names = methods.split(",")
     if TOME in names:
         raise ValueError(f"errors are those of layers, but layers of {TOME} see merged tokens.")
     numbers = numbers_of("--levels", levels)
     numbers_refined = numbers_of("--refined", refined)
+    if size is not None and (size <= 0 or size % 64):
+        raise ValueError(f"--size must be a multiple of 64, but got {size}.")
     pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
-    num_tokens = pipe.unet.config.sample_size**2
+    drawing = Drawing(size=size, is_dilated=dilated)
+    with dilation(pipe, drawing):
+        pass  # refuses sizes before the work
+    num_tokens = ((size or own_size(pipe)) // pipe.vae_scale_factor) ** 2
     times = None if kernels is None else read_kernel_times(kernels, num_tokens)
     prepared = prepare_methods(
         pipe,
@@ -71,22 +85,27 @@ def errors_command(
         levels=numbers,
         calibration_prompts=calibration_prompts(),
     )
-    rows = measure_errors(
-        pipe,
-        elastic(prepared, numbers_refined),
-        [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
-        num_timesteps=timesteps,
-    )
+    with dilation(pipe, drawing):
+        rows = measure_errors(
+            pipe,
+            elastic(prepared, numbers_refined),
+            [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
+            num_timesteps=timesteps,
+            size=size,
+        )
     if times is not None:
         add_kernel_times(rows, times)
     print(errors_table(rows))
-    path = output / f"errors_levels{''.join(map(str, numbers))}.json"
+    suffix = picture_suffix(size, dilated)
+    path = output / f"errors_levels{''.join(map(str, numbers))}{suffix}.json"
     save_json(
         path,
         command=command_line(),
         device=device,
         num_pictures=pictures,
         num_timesteps=timesteps,
+        size=size,
+        scalecrafter=dilated,
         kernel_times=times and times._asdict(),
         rows=rows,
     )

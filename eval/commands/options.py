@@ -42,6 +42,7 @@ Levels = Annotated[
     str, typer.Option(help="UNet levels that change, as 0 or 0,1; folders bring their own.")
 ]
 Pictures = Annotated[int, typer.Option(min=2, help="Pictures a method.")]
+Size = Annotated[int | None, typer.Option(help="Side of the pictures; the model's own without it.")]
 Dilated = Annotated[
     bool,
     typer.Option(
@@ -58,6 +59,11 @@ Model = Annotated[
         callback=model_path, help="Folder or Hub id of a Stable Diffusion model, or mini-sd."
     ),
 ]
+
+
+def picture_suffix(size: int | None, dilated: bool) -> str:
+    """Of the name of a file on pictures that are not the model's usual ones."""
+    return (f"_{size}" if size else "") + ("_scalecrafter" if dilated else "")
 
 
 def calibration_prompts() -> list[str]:

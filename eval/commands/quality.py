@@ -19,9 +19,11 @@ from eval.commands.options import (
     Model,
     Output,
     Pictures,
+    Size,
     calibration_prompts,
     command_line,
     device_of,
+    picture_suffix,
 )
 from eval.report import RESULTS, environment, folder_digest, save_json
 from eval.stored import Result, complete, draw, read_result
@@ -40,9 +42,7 @@ def compare_command(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for every prompt.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
     levels: Levels = "0",
-    size: Annotated[
-        int | None, typer.Option(help="Side of the pictures; the model's own without it.")
-    ] = None,
+    size: Size = None,
     dilated: Dilated = False,
     device: Device = "cpu",
     output: Output = RESULTS,
@@ -71,7 +71,7 @@ def compare_command(
         calibration_prompts=calibration_prompts(),
     )
     print(compare_table(rows))
-    name = f"compare_levels{''.join(map(str, numbers))}{_picture_suffix(size, dilated)}"
+    name = f"compare_levels{''.join(map(str, numbers))}{picture_suffix(size, dilated)}"
     save_json(
         output / f"{name}.json",
         command=command_line(),
@@ -129,7 +129,7 @@ def scenes_command(
 
     numbers = numbers_of("--levels", levels)
     dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
-    suffix = _picture_suffix(None if size == IMAGE_SIZE else size, dilated)
+    suffix = picture_suffix(None if size == IMAGE_SIZE else size, dilated)
     suffix += f"_seed{first_seed}" if first_seed else ""
     suffix += f"_part{part.replace('/', 'of')}" if part else ""
     indices = part_of(part, pictures) if part else range(pictures)
@@ -339,8 +339,3 @@ def _merge_ablations(results: Sequence[Result], output: Path) -> None:
 def _without_rows(document: Mapping[str, Any]) -> dict[str, Any]:
     """How a result was made."""
     return {name: value for name, value in document.items() if name != "rows"}
-
-
-def _picture_suffix(size: int | None, dilated: bool) -> str:
-    """Of the name of a file on pictures that are not the model's usual ones."""
-    return (f"_{size}" if size else "") + ("_scalecrafter" if dilated else "")
