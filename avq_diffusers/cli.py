@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -64,7 +65,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Stable Diffusion with adaptive vector-quantized (AVQ) attention.",
 )
 console = Console()
 
@@ -111,6 +111,23 @@ GuidanceScale = Annotated[
     float | None, typer.Option(help="Classifier-free guidance; the model's usual value.")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the noise.")]
+
+
+def _print_versions(is_asked: bool) -> None:
+    if is_asked:
+        names = ("avq-diffusers", "torch", "diffusers", "transformers")
+        console.print(", ".join(f"{name} {version(name)}" for name in names))
+        raise typer.Exit
+
+
+@app.callback()
+def avq(
+    shows_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions."),
+    ] = False,
+) -> None:
+    """Stable Diffusion with adaptive vector-quantized (AVQ) attention."""
 
 
 @app.command()

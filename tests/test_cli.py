@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -327,6 +328,14 @@ def test_calibrate_leaves_layers_exact(avq, model):
     assert code == 0
     expected = [name for name in names[1:] if not name.startswith("up_blocks")]
     assert list(AVQCodebooks.from_pretrained("some").layer_specs) == expected
+
+
+def test_versions(avq):
+    """Catches a name of a package that is not installed under it."""
+    code, output = avq("--version")
+    assert code == 0
+    assert output.startswith(f"avq-diffusers{version('avq-diffusers')},torch2.")
+    assert avq("generate", "--version")[0] == 2
 
 
 def test_inspect_prints_and_plots(avq):
