@@ -1142,6 +1142,11 @@ def test_the_errors_command(tmp_path, monkeypatch, capsys, distilled):
     assert Image.open(tmp_path / "errors_levels0.png").size[0] > 300
 
 
+def test_errors_of_a_size_that_scenes_cannot_have(monkeypatch, capsys):
+    code, last = failed_command(monkeypatch, capsys, "errors", "--size", 500)
+    assert (code, last) == (2, "eval: --size must be a multiple of 64, but got 500.")
+
+
 def test_errors_at_twice_the_size(tmp_path, monkeypatch, distilled):
     """Against a pass by hand; catches pictures of the usual size, and convolutions as they were."""
     pipe = tiny_pipe()
