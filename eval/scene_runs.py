@@ -12,7 +12,17 @@ import numpy as np
 from eval.frechet import fit_gaussian
 from eval.methods import EXACT
 from eval.samples import Sample, figures, likeness
-from eval.scenes import FIGURES, MAKING, MEASURED, PROTOCOL, REFERENCE, row_key
+from eval.scenes import (
+    BROKEN,
+    FIGURES,
+    LESS_EXACT,
+    MAKING,
+    MEASURED,
+    PROTOCOL,
+    REAL,
+    REFERENCE,
+    row_key,
+)
 
 # Of a run that is made in parts, what these share, beside device and versions.
 WHOLE = ("pictures", "first_seed", "batch", "compiled", *PROTOCOL, *MAKING)
@@ -122,7 +132,9 @@ def pool_parts(
 def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows that every seed has: means, and standard errors over the seeds.
 
-    Runs of one seed are joined; where several have the same row, the first one counts.
+    Runs of one seed are joined; where several have the same row, the first one counts. The figures
+    of `LESS_EXACT` are differences to the row of exact attention of the same run: FID varies more
+    with the noise than between methods.
 
     Args:
         runs: the contents of files of `python -m eval scenes`, of at least two seeds.
@@ -139,9 +151,10 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     facts: dict[tuple, dict[str, Any]] = {}
     are_alike = all(x == protocols[0] for x in protocols) and not said_otherwise(runs)
     for run in runs:
+        exact = next((row for row in run["rows"] if row["method"] == EXACT), None)
         for row in run["rows"]:
             key = row_key(row)
-            by_seed[run["first_seed"]].setdefault(key, row)
+            by_seed[run["first_seed"]].setdefault(key, {**row, **_less_exact(row, exact)})
             said = {name: row[name] for name in row if name not in MEASURED}
             if row["method"] == EXACT:
                 said.pop("levels", None)
@@ -176,10 +189,17 @@ def said_otherwise(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in MAKING if len({run.get(name) for run in runs} - {None}) > 1]
 
 
+def _less_exact(row: Mapping[str, Any], exact: Mapping[str, Any] | None) -> dict[str, float]:
+    """The differences of a method's row to that of exact attention; rendered pictures have none."""
+    if exact is None or row is exact or row["method"] in (REAL, BROKEN):
+        return {}
+    return {column: row[name] - exact[name] for name, column in LESS_EXACT.items()}
+
+
 def _over_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Means and standard errors of each figure, None where a run has none."""
     figures = {}
-    for name in FIGURES:
+    for name in (*FIGURES, *LESS_EXACT.values()):
         values = [row.get(name) for row in rows]
         known = None not in values
         figures[name] = mean(values) if known else None

@@ -19,7 +19,9 @@ from eval.pictures import Drawing, dilation, generate
 from eval.samples import LIKENESS, Sample, figures, likeness
 
 FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_picture")
-MEASURED = {*FIGURES, *(f"{name}_sem" for name in FIGURES)}
+# What `merge` adds: a figure less that of exact attention's pictures of equal noise.
+LESS_EXACT = {name: f"{name}_less_exact" for name in ("fid", "clip_score", "copy_agreement")}
+MEASURED = {f"{name}{end}" for name in (*FIGURES, *LESS_EXACT.values()) for end in ("", "_sem")}
 PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
 # Older files lack some of these; what a file does not say is not compared.
 MAKING = ("model", "model_sha256", "scorer", "scorer_sha256", "guidance_scale")
@@ -149,25 +151,50 @@ def scenes_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table."""
     return markdown_table(
         ["method", "effective codewords", "levels", *HEADER],
+        ([*_row_cells(row), *figure_cells(row)] for row in rows),
+    )
+
+
+def differences_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The figures of `LESS_EXACT` of merged rows that have them, as a Markdown table."""
+    fid, clip_score, copy_agreement = LESS_EXACT.values()
+    return markdown_table(
+        ["method", "effective codewords", "levels", "FID", "CLIP score", "copy agreement"],
         (
-            [*method_cells(row), ", ".join(map(str, row_key(row)[1])) or "-", *figure_cells(row)]
+            [
+                *_row_cells(row),
+                _with_error(row, fid, "+.3f"),
+                _with_error(row, clip_score, "+.3f"),
+                _with_error(row, copy_agreement, "+.4f"),
+            ]
             for row in rows
+            if row.get(fid) is not None
         ),
     )
 
 
 def figure_cells(row: Mapping[str, Any]) -> list[str]:
     """The cells of a row under `HEADER`; ± is one standard error."""
-
-    def cell(name: str, form: str) -> str:
-        spread = row.get(f"{name}_sem")
-        return number(row.get(name), form) + ("" if spread is None else f" ± {spread:{form}}")
-
-    median = cell("psnr_median", ".1f")
+    median = _with_error(row, "psnr_median", ".1f")
     if row.get("psnr_p10") is not None:
         median += f" ({row['psnr_p10']:.1f})"
-    distances = (cell("fid", ".3f"), cell("fid_to_exact", ".3f"))
-    return [*distances, cell("clip_score", ".2f"), cell("copy_agreement", ".3f"), median]
+    return [
+        _with_error(row, "fid", ".3f"),
+        _with_error(row, "fid_to_exact", ".3f"),
+        _with_error(row, "clip_score", ".2f"),
+        _with_error(row, "copy_agreement", ".3f"),
+        median,
+    ]
+
+
+def _row_cells(row: Mapping[str, Any]) -> list[str]:
+    return [*method_cells(row), ", ".join(map(str, row_key(row)[1])) or "-"]
+
+
+def _with_error(row: Mapping[str, Any], name: str, form: str) -> str:
+    error = row.get(f"{name}_sem")
+    unsigned = form.removeprefix("+")
+    return number(row.get(name), form) + ("" if error is None else f" ± {error:{unsigned}}")
 
 
 def _still_valid(

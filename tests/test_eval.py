@@ -751,6 +751,28 @@ def test_merged_runs_are_means_with_standard_errors_over_runs():
     assert "| 3.000 ± 1.528 | - | 90.00 ± 5.77 |" in scenes.scenes_table([row])
 
 
+def test_merged_rows_have_their_differences_to_exact_attention():
+    """FID is 3, 5, 4 above that of the same run: the noise, 10 to 30, cancels. Catches errors of
+    the means in place of the differences, and exact attention of another run of the seed."""
+
+    def run(seed, exact, method, fid):
+        rows = [
+            scenes_run(seed, x, method=name)["rows"][0]
+            for name, x in ((EXACT, exact), (method, fid))
+        ]
+        rows.append(scenes_run(seed, 0.0, method=scenes.REAL)["rows"][0])
+        return scenes_run(seed) | {"rows": rows}
+
+    runs = [run(0, 10, "M4", 13), run(1, 20, "M4", 25), run(2, 99, "M5", 0), run(2, 30, "M4", 34)]
+    rows = {row["method"]: row for row in scene_runs.merge_runs(runs)}
+    assert rows["M4"]["fid_less_exact"] == pytest.approx(4)
+    assert rows["M4"]["fid_less_exact_sem"] == pytest.approx(1 / 3**0.5)
+    assert rows["M4"]["clip_score_less_exact"] == rows["M4"]["copy_agreement_less_exact_sem"] == 0
+    assert rows[EXACT]["fid_less_exact"] is rows[scenes.REAL]["fid_less_exact"] is None
+    (line,) = scenes.differences_table(list(rows.values())).splitlines()[2:]
+    assert line == "| M4 | - | - | +4.000 ± 0.577 | +0.000 ± 0.000 | +0.0000 ± 0.0000 |"
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

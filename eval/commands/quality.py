@@ -223,7 +223,8 @@ def merge_command(
 ) -> None:
     """Average results of `scenes` over seeds, or put runs of `ablate` into one table.
 
-    Of scenes, ± becomes one standard error over the seeds. Rows of one seed may come from several
+    Of scenes, ± becomes one standard error over the seeds; FID, CLIP score and copy agreement are
+    also given less those of exact attention, seed by seed. Rows of one seed may come from several
     files, and a row that not every seed has is left out.
 
     Example: python -m eval merge scenes_levels0.json scenes_levels0_seed5000.json --output c.json
@@ -284,14 +285,15 @@ def plot_command(
 
 def _merge_scenes(results: Sequence[Result], output: Path) -> None:
     from eval.scene_runs import merge_runs
-    from eval.scenes import MAKING, PROTOCOL, row_key, scenes_table
+    from eval.scenes import MAKING, PROTOCOL, differences_table, row_key, scenes_table
 
     documents = [_scenes_document(result) for result in results]
     for result, document in zip(results, documents, strict=True):
         if "part" in document:
             raise ValueError(f"{result.path} is a part of a run; join its parts by pool first.")
     rows = merge_runs(documents)
-    print(scenes_table(rows))
+    print(f"{scenes_table(rows)}\n\nLess exact attention, at equal noise:\n")
+    print(f"{differences_table(rows)}\n")
     merged = set(map(row_key, rows))
     for key in dict.fromkeys(row_key(row) for document in documents for row in document["rows"]):
         if key not in merged:
