@@ -156,7 +156,7 @@ class _LayerSample:
         self.num_calls += 1
         self.query = None
         keys = key.flatten(0, 1)
-        priorities = torch.rand(len(keys), generator=self.generator)
+        priorities = torch.rand(len(keys), generator=self.generator, device="cpu")
         if self.flat_keys is not None:
             priorities = torch.cat([self.priorities, priorities])
             keys = torch.cat([self.flat_keys, keys])

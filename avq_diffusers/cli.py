@@ -207,7 +207,7 @@ def generate(
     console.print(
         f"exact {exact_seconds:.1f} s, AVQ {avq_seconds:.1f} s, {likeness} to the exact picture"
     )
-    console.print(f"picture: {out}\nsheet:   {sheet_path}")
+    print(f"picture: {out}\nsheet:   {sheet_path}")
 
 
 @app.command()
@@ -261,7 +261,7 @@ def bench(
     sheet_path = out.with_stem(out.stem + "_sheet")
     titles = [f"{prompt} (seed {seed}, {steps} steps)" for seed in seeds]
     _save(sweep_sheet(drawn, titles), sheet_path)
-    console.print(f"plot:     {out}\npictures: {sheet_path}")
+    print(f"plot:     {out}\npictures: {sheet_path}")
 
 
 @app.command("app")
@@ -334,7 +334,7 @@ def calibrate_command(
         **_usual_guidance(model),
     )
     codebooks.save_pretrained(out)
-    console.print(f"codebooks: {out}")
+    print(f"codebooks: {out}")
 
 
 @app.command()
@@ -353,7 +353,7 @@ def inspect(
     # A narrow terminal wraps the table; rich would cut names and figures off.
     Console(width=max(console.width, REPORT_WIDTH)).print(codebook_table(loaded))
     plot_codebooks(loaded, out)
-    console.print(f"plot: {out}")
+    print(f"plot: {out}")
 
 
 def main() -> None:
@@ -422,7 +422,7 @@ def _find_codebooks(
         return AVQCodebooks.from_pretrained(shipped[config])
     folder = user_cache_path("avq-diffusers") / _fingerprint(pipe, config)
     if folder.exists():
-        console.print(f"codebooks from the cache: {folder}")
+        print(f"codebooks from the cache: {folder}")
         try:
             return AVQCodebooks.from_pretrained(folder)
         except (OSError, ValueError) as error:
@@ -430,7 +430,7 @@ def _find_codebooks(
                 f"the codebooks in the cache are damaged: {first_line(error)} Delete {folder} to "
                 f"calibrate again."
             ) from error
-    console.print(f"no codebooks for this model yet: calibrating once, cached in {folder}")
+    print(f"no codebooks for this model yet: calibrating once, cached in {folder}")
     prompts = usual_prompts(model)
     calibrated = calibrate(pipe, prompts, config, **_usual_guidance(model))
     folder.parent.mkdir(parents=True, exist_ok=True)

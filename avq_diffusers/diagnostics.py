@@ -132,7 +132,8 @@ def attention_mass(
     _check(query, key, codebook, 0, query_tile, query_order, None, scale)
     query, key, scale = _at_least_fp32(query, key, scale)
     parent_assignment, _ = assign(key, codebook)
-    members = F.one_hot(parent_assignment, codebook.num_parents).to(query.dtype)
+    members = query.new_zeros(*key.shape[:3], codebook.num_parents)
+    members.scatter_(-1, parent_assignment[..., None], 1)
     masses = []
     for tiles in _query_tiles(query, query_tile, query_order, row_elements=key.shape[2]):
         attention = (scale * tiles.flatten(2, 3) @ key.transpose(-1, -2)).softmax(dim=-1)
@@ -301,7 +302,8 @@ def _parent_importance(
     query, key, scale = _at_least_fp32(query, key, scale)
     parents = codebook.parents.to(query.dtype)
     parent_assignment, _ = assign(key, codebook)
-    counts = F.one_hot(parent_assignment, codebook.num_parents).sum(dim=-2).to(query.dtype)
+    counts = query.new_zeros(*key.shape[:2], codebook.num_parents)
+    counts.scatter_add_(-1, parent_assignment, counts.new_ones(parent_assignment.shape))
     found = []
     row_elements = codebook.num_parents
     for tiles in _query_tiles(query, query_tile, query_order, row_elements=row_elements):

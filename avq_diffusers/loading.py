@@ -1,5 +1,7 @@
 """Text-to-image pipelines by name: a folder, an id of the Hub, or one file with all weights."""
 
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,7 +41,7 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
         if Path(model).is_file():
             pipe = _single_file_class(model).from_single_file(model, dtype=dtype)
         else:
-            pipe = AutoPipelineForText2Image.from_pretrained(model, dtype=dtype)
+            pipe = _pretrained(model, dtype)
     except LocalEntryNotFoundError as error:
         raise ValueError(
             f"--model {model}: its configuration is not in the cache, and the Hub cannot be "
@@ -59,6 +61,17 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
 def first_line(error: Exception) -> str:
     """What an error of a library says first, for a message of one line."""
     return str(error).strip().splitlines()[0]
+
+
+def _pretrained(model: str, dtype: torch.dtype) -> DiffusionPipeline:
+    load = partial(AutoPipelineForText2Image.from_pretrained, model, dtype=dtype)
+    try:
+        return load()
+    except (OSError, ValueError):
+        # Many models come with files of half precision only, such as model.fp16.safetensors.
+        with suppress(OSError, ValueError):
+            return load(variant="fp16")
+        raise
 
 
 def _single_file_class(path: str) -> type[DiffusionPipeline]:

@@ -151,8 +151,9 @@ def set_num_refined(
     makes one graph for each part of it, and blocks that are compiled one by one make one for each
     number of parents: where these are more than 8, raise `torch._dynamo.config.recompile_limit`.
     Where the UNet must compile without a graph break (`fullgraph=True`), compile it by `pipe.unet =
-    torch.compile(pipe.unet, fullgraph=True)` before setting a schedule. A CUDA graph keeps the
-    number of parents that it was captured with.
+    torch.compile(pipe.unet, fullgraph=True)` before setting a schedule; it then acts in calls of
+    the compiled UNet, not of the one inside. A CUDA graph keeps the number of parents that it was
+    captured with, and gradient checkpointing computes a layer again with that of the last timestep.
 
     Args:
         pipe: a pipeline or UNet with AVQ.

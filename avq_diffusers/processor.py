@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 from diffusers import Transformer2DModel
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.attention_processor import (
+    Attention,
+    AttnProcessor2_0,
+    IPAdapterAttnProcessor,
+    IPAdapterAttnProcessor2_0,
+    IPAdapterXFormersAttnProcessor,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -32,6 +38,7 @@ from avq_diffusers.unets import SelfAttentionLayer
 from avq_diffusers.weights import AVQCodebooks
 
 AVQ_CALL = "AVQ"
+IP_ADAPTERS = (IPAdapterAttnProcessor, IPAdapterAttnProcessor2_0, IPAdapterXFormersAttnProcessor)
 
 
 class _Own(threading.local):
@@ -69,10 +76,9 @@ class LayerState:
         self, layer: SelfAttentionLayer, codebooks: AVQCodebooks, backend: str, route: str
     ) -> None:
         config = codebooks.layer_config(layer.name)
-        self.codebook = codebooks.codebook(layer.name)
-        self.key_norm = codebooks.key_norm(layer.name)
-        self.stored_changes = codebooks.projection_changes(layer.name)
-        self.projection_changes = self.stored_changes
+        self.stored_codebook = self.codebook = codebooks.codebook(layer.name)
+        self.stored_norm = self.key_norm = codebooks.key_norm(layer.name)
+        self.stored_changes = self.projection_changes = codebooks.projection_changes(layer.name)
         self.refined = PerThread(config.num_refined)
         self.query_tile = config.query_tile
         self.importance_tile = config.importance_tile
@@ -87,6 +93,10 @@ class LayerState:
         self.calls: Counter[str] = Counter()
         self.last_call: str | None = None
         self.last_backend: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A block of `avq_disabled` that is open here never closes for a copy.
+        return {**self.__dict__, "enabled": True, "num_disabling": 0}
 
     def see_grid(self, hidden_states: Tensor, dtype: torch.dtype) -> None:
         """Prepare for the tokens of `hidden_states` (B, C, h, w), on its device.
@@ -105,10 +115,11 @@ class LayerState:
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Copy what lies on another device, and changes of another dtype, from the codebooks.
 
-        Without need nothing is copied, so that changes to the codebooks take effect. Compilers run
-        this while they trace, so that what they compile finds everything in its place.
+        Where the codebooks are on this device themselves, they are what runs, so that changes to
+        them take effect. Compilers run this while they trace, so that what they compile finds
+        everything in its place.
         """
-        moves = self.codebook.parents.device != device
+        moves = self._codebook_moves(device)
         if self.projection_changes is not None:
             weight = self.projection_changes["to_q.weight"]
             moves |= (weight.device, weight.dtype) != (device, dtype)
@@ -119,11 +130,18 @@ class LayerState:
         with ThreadPoolExecutor(max_workers=1) as worker:
             worker.submit(self._move, device, dtype).result()
 
+    def _codebook_moves(self, device: torch.device) -> bool:
+        is_stored_here = self.stored_codebook.parents.device == device
+        is_stored = self.codebook is self.stored_codebook
+        return is_stored != is_stored_here or self.codebook.parents.device != device
+
     @torch.no_grad()
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
-        if self.codebook.parents.device != device:
-            self.codebook = self.codebook.to(device)
-            self.key_norm = copy.deepcopy(self.key_norm).to(device) if self.key_norm else None
+        if self._codebook_moves(device):
+            norm = self.stored_norm
+            self.codebook = self.stored_codebook.to(device)
+            is_stored = self.codebook is self.stored_codebook
+            self.key_norm = norm if is_stored or not norm else copy.deepcopy(norm).to(device)
         if self.stored_changes is not None:
             # From the codebooks, as a copy in another dtype has lost digits.
             self.projection_changes = {
@@ -271,12 +289,15 @@ class AVQProcessor(AttnProcessor2_0):
             if reason is None:
                 return _attend(attn, state, hidden_states)
         previous = getattr(attn, "_avq_previous", None)
-        if previous is None:
-            if self.codebooks is not None:
-                raise RuntimeError(
-                    "AVQProcessor(codebooks) was set on a UNet that it was not made for; use "
-                    "apply_avq(pipe, codebooks) or AVQProcessor(codebooks, unet=pipe.unet)."
-                )
+        if previous is None and self.codebooks is not None:
+            raise RuntimeError(
+                "AVQProcessor(codebooks) was set on a UNet that it was not made for; use "
+                "apply_avq(pipe, codebooks) or AVQProcessor(codebooks, unet=pipe.unet)."
+            )
+        is_unloaded = isinstance(previous, IP_ADAPTERS) and isinstance(
+            encoder_hidden_states, Tensor
+        )
+        if previous is None or is_unloaded:
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, temb
             )
@@ -332,7 +353,6 @@ def install(
     if any(hasattr(module, "_linfusion_previous") for module in unet.modules()):
         raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")
     states = [LayerState(layer, codebooks, backend, route) for layer in layers]
-    uninstall(unet)
     for layer, state in zip(layers, states, strict=True):
         weight = next(layer.attn.parameters())
         if weight.device.type != "meta":  # where accelerate's offload keeps weights between calls
@@ -340,6 +360,8 @@ def install(
             # For a UNet that is compiled before its first call: one picture with guidance.
             picture = torch.empty(2, 1, 1, dtype=_dtype(layer.transformer), device=weight.device)
             state.learn_break_even(picture, measure=False)
+    uninstall(unet)
+    for layer, state in zip(layers, states, strict=True):
         layer.attn._avq = state
         if not hasattr(layer.transformer, "_avq_hook"):
             layer.transformer._avq_hook = layer.transformer.register_forward_pre_hook(
@@ -349,18 +371,25 @@ def install(
 
 
 def uninstall(unet: nn.Module) -> None:
-    """Take away states and hooks, and put back the processors that ours replaced."""
+    """Take away states and hooks, and put back the processors that ours replaced.
+
+    One of ours that a tool set again, or the user by hand, becomes diffusers' default, and so does
+    that of an IP-Adapter which was unloaded since.
+    """
+    has_adapter = getattr(unet, "encoder_hid_proj", None) is not None
     for module in unet.modules():
         for name in ("_avq_hook", "_avq_scheduler"):  # of the grid; of `set_num_refined`
             if hasattr(module, name):
                 getattr(module, name).remove()
                 delattr(module, name)
-        if hasattr(module, "_avq_previous"):
-            if isinstance(module.processor, AVQProcessor):
-                module.set_processor(module._avq_previous)
-            del module._avq_previous
-        if hasattr(module, "_avq"):
-            del module._avq
+        previous = getattr(module, "_avq_previous", None)
+        if isinstance(module, Attention) and isinstance(module.processor, AVQProcessor):
+            if previous is None or (isinstance(previous, IP_ADAPTERS) and not has_adapter):
+                previous = AttnProcessor2_0()
+            module.set_processor(previous)
+        for name in ("_avq_previous", "_avq"):
+            if hasattr(module, name):
+                delattr(module, name)
 
 
 def _see_grid(transformer: Transformer2DModel, args: tuple, kwargs: dict) -> None:

@@ -116,11 +116,13 @@ def measure_break_even(shape: Shape, device: torch.device) -> BreakEven:
         def exact(query=query, key=key, value=value) -> Tensor:
             return F.scaled_dot_product_attention(query, key, value)
 
-        for name in list(timers):
-            if timers[name](avq) > timers[name](exact):
-                del timers[name]
-            else:
-                least[name] = num_tokens
+        # Events and graphs are of the current GPU.
+        with torch.accelerator.device_index(device.index):
+            for name in list(timers):
+                if timers[name](avq) > timers[name](exact):
+                    del timers[name]
+                else:
+                    least[name] = num_tokens
     return BreakEven(**least)
 
 
@@ -158,7 +160,9 @@ def _compiled_milliseconds(function: Callable[[], Tensor]) -> float:
     function()
     graph = torch.cuda.CUDAGraph()
     # Other threads of the process may go on using the GPU.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # The default stream of captures is of the GPU that captured first.
+    stream = torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(_CALLS):
             function()
     return _milliseconds(graph.replay)

@@ -164,7 +164,8 @@ def apply_scalecrafter(
         `pipe`.
 
     Raises:
-        TypeError: `pipe` has no UNet, a side is no int, or `config` is not a `ScaleCrafterConfig`.
+        TypeError: `pipe` has no UNet, a side or size is no int, or `config` is not a
+            `ScaleCrafterConfig`.
         ValueError: a side is no multiple of 8, the size is not larger than the training size, there
             are no settings for it, or the UNet has no convolution to dilate.
         NotImplementedError: noise-damped guidance of a pipeline that guides by an image as well,
@@ -346,6 +347,7 @@ class _ScaleCrafter:
         factor = getattr(pipe, "vae_scale_factor", 8)
         if training_size is None:
             training_size = _sample_size(unet) * factor
+        check_int("training_size", training_size, 1)
         unit = math.lcm(8, factor)  # diffusers' pipelines take multiples of 8
         for name, side in (("height", height), ("width", width)):
             check_int(name, side, unit)

@@ -48,6 +48,7 @@ def measure_sensitivity(
         TypeError: `pipe` is no pipeline with a UNet, `prompts` is one string, the number of steps
             is no int, or an argument is prompt, generator or output_type.
         ValueError: there is no prompt, no step or no AVQ.
+        RuntimeError: the pipeline did not call its UNet, as img2img of low strength with few steps.
     """
     prompts = checked_prompts(pipe, prompts, pipe_arguments)
     check_int("num_inference_steps", num_inference_steps, 1)
@@ -86,4 +87,9 @@ def measure_sensitivity(
         unet.register_forward_hook(compare, with_kwargs=True),
     ):
         run_prompts(pipe, prompts, num_inference_steps, seed, pipe_arguments)
+    if expected == 0:
+        raise RuntimeError(
+            f"the UNet predicted nothing in {num_inference_steps} steps; take more, or for img2img "
+            "a larger strength."
+        )
     return {name: (error / expected) ** 0.5 for name, error in errors.items()}

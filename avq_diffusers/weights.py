@@ -352,21 +352,23 @@ class _LayerCodebook(nn.Module):
 
     def __init__(self, spec: LayerSpec, config: AVQConfig, tuned: bool) -> None:
         super().__init__()
-        parents = torch.zeros(spec.num_heads, config.num_parents, spec.head_dim)
+        shape = (spec.num_heads, config.num_parents, spec.head_dim)
+        parents = torch.zeros(shape, dtype=torch.float32)
         children = parents[:, :, None].repeat(1, 1, config.num_children, 1)
         self.parent_codewords = nn.Parameter(parents, requires_grad=False)
         self.child_codewords = nn.Parameter(children, requires_grad=False)
-        self.key_norm = nn.LayerNorm(spec.head_dim) if config.key_norm else None
+        norm = nn.LayerNorm(spec.head_dim, dtype=torch.float32) if config.key_norm else None
+        self.key_norm = norm
         width = spec.num_heads * spec.head_dim
         self.projection_changes = _no_changes(width) if tuned else None
 
 
 def _no_changes(width: int) -> nn.ParameterDict:
+    def zeros(ndim: int) -> nn.Parameter:
+        return nn.Parameter(torch.zeros((width,) * ndim, dtype=torch.float32), requires_grad=False)
+
     return nn.ParameterDict(
-        {
-            _key(name): nn.Parameter(torch.zeros((width,) * ndim), requires_grad=False)
-            for name, ndim in PROJECTION_PARAMETERS.items()
-        }
+        {_key(name): zeros(ndim) for name, ndim in PROJECTION_PARAMETERS.items()}
     )
 
 

@@ -158,6 +158,16 @@ def test_same_seed_same_bytes(avq, model, codebooks):
     assert first == second != other
 
 
+def test_paths_are_printed_as_they_are(avq, model, codebooks):
+    """Catches brackets read as markup, which vanish or end in a traceback after all the drawing."""
+    for name in ("castle[final].png", "d[/x].png"):
+        Path(name).parent.mkdir(exist_ok=True)
+        arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
+        code, output = avq(*arguments, "--out", name)
+        assert code == 0, output
+        assert f"picture:{name}" in output
+
+
 def test_num_refined_is_honoured(avq, model, codebooks):
     """Fails where the option is read but not applied, or applied to the exact picture too."""
     arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "2"]

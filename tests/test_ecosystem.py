@@ -616,6 +616,17 @@ class TestIPAdapter:
         processors = [p for n, p in pipe.unet.attn_processors.items() if "attn2" in n]
         assert {type(p) for p in processors} == {IPAdapterAttnProcessor2_0}
 
+    def test_unloaded_from_one_instance(self, pipe, codebooks):
+        """Catches an adapter that goes on running, on text tokens, and comes back with removal."""
+        exact = draw(pipe)
+        avq = draw(apply_avq(pipe, codebooks))
+        remove_avq(pipe)
+        self.load(pipe)
+        pipe.unet.set_attn_processor(AVQProcessor(codebooks, unet=pipe.unet))
+        pipe.unload_ip_adapter()
+        assert torch.equal(draw(pipe), avq)
+        assert torch.equal(draw(remove_avq(pipe)), exact)
+
 
 class TestOtherTools:
     @feature("attention slicing (replaces AVQ: reported)")
@@ -649,6 +660,18 @@ class TestOtherTools:
         draw(pipe)
         pipe.unfuse_qkv_projections(vae=False)
         assert torch.equal(draw(pipe), avq)
+
+    def test_removed_while_projections_are_fused(self, pipe, codebooks):
+        """Catches a processor of AVQ that comes back with the projections and calls itself."""
+        exact = draw(pipe)
+        avq = draw(apply_avq(pipe, codebooks))
+        pipe.fuse_qkv_projections(vae=False)
+        remove_avq(pipe)
+        pipe.unfuse_qkv_projections(vae=False)
+        assert torch.equal(draw(pipe), exact)
+        assert torch.equal(draw(apply_avq(pipe, codebooks)), avq)
+        with avq_disabled(pipe):
+            assert torch.equal(draw(pipe), exact)
 
     @feature("FreeU")
     def test_freeu(self, pipe, codebooks):

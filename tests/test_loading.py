@@ -77,6 +77,13 @@ def test_other_files_are_refused(file, tmp_path, name, message):
         load_pipeline(str(path), "cpu")
 
 
+def test_a_folder_of_half_precision_files(tmp_path):
+    """Catches names such as model.fp16.safetensors, by which many models are shared, not found."""
+    pipe = tiny_pipe()
+    pipe.save_pretrained(tmp_path, variant="fp16")
+    assert torch.equal(draw(load_pipeline(str(tmp_path), "cpu")), draw(pipe))
+
+
 def test_a_model_that_needs_a_picture_is_refused(tmp_path):
     """Catches a traceback at the first step, after minutes of calibration."""
     pipe = tiny_pipe(tiny_unet(in_channels=9), StableDiffusionInpaintPipeline)

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.ops import avq_attention
 from avq_diffusers.pipeline import apply_avq, avq_disabled, remove_avq, summary
-from avq_diffusers.processor import AVQProcessor
+from avq_diffusers.processor import AVQProcessor, LayerState
 from avq_diffusers.query_order import query_order
 from avq_diffusers.weights import PROJECTION_PARAMETERS, AVQCodebooks
 
@@ -181,6 +181,18 @@ class TestOutput:
         for name in codebooks.layer_specs:
             codebooks.codebook(name).children.mul_(2)
         assert not torch.equal(predict(unet), before)
+
+    @pytest.mark.parametrize("key_norm", [False, True])
+    def test_codebooks_are_live_again(self, unet, key_norm):
+        """Catches a copy that is kept where the codebooks have come to the UNet's device."""
+        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, levels=(1,), key_norm=key_norm))
+        apply_avq(unet, codebooks)
+        state = unet.get_submodule(LAYER)._avq
+        state.move_to(torch.device("meta"), torch.float32)
+        assert state.codebook.parents.is_meta
+        state.move_to(torch.device("cpu"), torch.float32)
+        assert state.codebook.parents is codebooks.codebook(LAYER).parents
+        assert state.key_norm is codebooks.key_norm(LAYER)
 
 
 class TestDtypes:
@@ -594,6 +606,39 @@ class TestOneInstanceOnAllLayers:
             RuntimeError, match=r"on a UNet that it was not made for; use apply_avq"
         ):
             predict(unet)
+
+    def test_codebooks_that_do_not_fit_leave_the_earlier_ones(self, unet, codebooks, monkeypatch):
+        """Catches AVQ that is gone, or on half of the layers, when the GPU's memory runs out."""
+        before = predict(apply_avq(unet, codebooks))
+        moves = iter([None, None])
+        monkeypatch.setattr(LayerState, "move_to", lambda *_: next(moves))
+        with pytest.raises(StopIteration):
+            apply_avq(unet, random_codebooks(unet, seed=1))
+        monkeypatch.undo()
+        assert torch.equal(predict(unet), before)
+
+    @pytest.mark.parametrize("stray", ["codebooks", "none"])
+    def test_a_stray_instance_is_replaced(self, unet, codebooks, stray):
+        """Catches advice of the error above that leads nowhere: a processor of ours kept as the one
+        to hand over to, which then calls itself."""
+        expected = predict(unet)
+        other = copy.deepcopy(unet)
+        wanted = predict(apply_avq(other, codebooks))
+
+        def strayed():
+            unet.set_attn_processor(AVQProcessor(codebooks if stray == "codebooks" else None))
+
+        strayed()
+        assert torch.equal(predict(apply_avq(unet, codebooks)), wanted)
+        with avq_disabled(unet):
+            assert torch.equal(predict(unet), expected)
+        strayed()
+        unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
+        assert torch.equal(predict(unet), wanted)
+        with avq_disabled(unet):
+            assert torch.equal(predict(unet), expected)
+        strayed()
+        assert torch.equal(predict(remove_avq(unet)), expected)
 
     def test_wrong_arguments(self, unet):
         with pytest.raises(TypeError, match="codebooks must be AVQCodebooks, but got str"):

@@ -368,6 +368,7 @@ class TestApplyAndRemove:
             (ValueError, "settings for 128 x 128, .*but got 128 x 64", (pipe, 128, 64)),
             (ValueError, r"settings for 128 x 128, 160 x 160, .*but got 96 x 128", (pipe, 96, 128)),
             (ValueError, "at a training size of 96, but got 256 x", (pipe, 256, 256, None, 96)),
+            (ValueError, "training_size must be at least 1, but", (pipe, 128, 128, None, 0)),
             (ValueError, "needs a pipeline with guidance, but got UNet2D", (pipe.unet, 256, 256)),
             (ValueError, r"no 3x3 convolution at a level that dilations=\(1, 2\)",
              (one_level, 256, 256, flat)),

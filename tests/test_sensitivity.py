@@ -4,7 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import StableDiffusionAdapterPipeline, T2IAdapter
+from diffusers import (
+    StableDiffusionAdapterPipeline,
+    StableDiffusionImg2ImgPipeline,
+    T2IAdapter,
+)
 from tiny import CONFIG, draw, random_codebooks, tiny_pipe
 
 from avq_diffusers import (
@@ -168,3 +172,7 @@ def test_errors(pipe, codebooks):
         measure_sensitivity(pipe, [])
     with pytest.raises(ValueError, match="num_inference_steps must be at least 1, but got 0"):
         measure_sensitivity(pipe, [PROMPT], num_inference_steps=0)
+    pipe = StableDiffusionImg2ImgPipeline.from_pipe(pipe)
+    sketch = {"image": torch.zeros(1, 3, 64, 64), "strength": 0.1}
+    with pytest.raises(RuntimeError, match="predicted nothing in 2 steps; take more"):
+        measure_sensitivity(pipe, [PROMPT], num_inference_steps=2, **sketch)

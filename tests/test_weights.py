@@ -61,6 +61,22 @@ def edit_weights(folder, change):
     save_file(tensors, folder / WEIGHTS)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parameters_are_single_precision_whatever_the_default(tmp_path, dtype):
+    """Catches codewords rounded to the half precision that a script has made the default."""
+    unet, config = tiny_unet(), replace(CONFIG, key_norm=True)
+    codebooks = random_codebooks(unet, config, projection_changes=random_changes(unet, config))
+    codebooks.save_pretrained(tmp_path)
+    torch.set_default_dtype(dtype)
+    try:
+        loaded = AVQCodebooks.from_pretrained(tmp_path).state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, tensor in codebooks.state_dict().items():
+        assert loaded[name].dtype == torch.float32, name
+        assert torch.equal(loaded[name], tensor), name
+
+
 class TestSelectLayers:
     def test_sd15(self, unet):
         """Catches levels of up blocks counted forwards, and head dim read as head count."""
