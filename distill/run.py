@@ -25,6 +25,7 @@ from distill.log import read_log
 from distill.objective import Batch, Objective
 from distill.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from distill.run_folder import check_unused
+from distill.sources import open_samples
 
 # Fields and sections that may differ between a run and its continuation: the result is the same up
 # to the rounding of sums, and to other draws where DiVeQ or dead codewords need some.
@@ -41,10 +42,12 @@ class TrainingState:
 
     Args:
         base: digest of the base model's UNet.
+        data: number of samples, and digest of what they are made from.
         objective, optimizer, schedule, scaler: of the run.
     """
 
     base: str
+    data: str
     objective: Objective
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
@@ -62,6 +65,7 @@ class TrainingState:
             config=config,
             keep=config.keep_checkpoints,
             base=self.base,
+            data=self.data,
             schedule=self.schedule.state_dict(),
             scaler=None if self.scaler is None else self.scaler.state_dict(),
         )
@@ -114,8 +118,8 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
 
     Raises:
         ValueError: the config does not go with this machine, the base model, the data or the
-            checkpoint, the base model is not that of the checkpoint, or `output` holds a run and is
-            not to be resumed, or a damaged log.
+            checkpoint, the base model or the data is not that of the checkpoint, or `output` holds
+            a run and is not to be resumed, or a damaged log.
         FileNotFoundError, ImportError: of the data.
         FloatingPointError: the cache cannot hold what the base model makes of the data.
         OSError: the base model cannot be loaded, or the cache cannot be written.
@@ -136,6 +140,12 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
             f"{found.path} was trained from another {config.base_model}, whose UNet has changed "
             f"since."
         )
+    samples = open_samples(config.data, config.image_size)
+    data = f"{len(samples)} of {samples.fingerprint()}"
+    if found is not None and found.run.get("data") != data:
+        raise ValueError(
+            f"{found.path} was trained on other data: pictures or captions have changed since."
+        )
     objective = Objective(
         pipe.unet,
         config.avq,
@@ -152,7 +162,7 @@ def prepare(config: DistillConfig, output: Path, *, resume: bool) -> Run:
         num_warmup_steps=config.warmup_steps,
         num_training_steps=config.steps,
     )
-    state = TrainingState(base, objective, optimizer, schedule, accelerator.scaler)
+    state = TrainingState(base, data, objective, optimizer, schedule, accelerator.scaler)
     step = 0 if found is None else found.step
     batches = training_batches(
         config,

@@ -246,7 +246,7 @@ def _method(folder: Path, name: str, prepare: Callable[[Sequence[str]], list[Met
     kept = folder / CODEBOOKS
     if not kept.exists():
         return prepare([name])[0]
-    (method,) = prepare([str(kept)])
+    (method,) = prepare([str(kept.absolute())])  # a path, whatever the folder's name looks like
     return replace(method, name=name, num_refined=split_refined(name)[1])
 
 

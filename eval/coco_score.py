@@ -378,11 +378,12 @@ def real_features(
     return features
 
 
-def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float]:
+def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float | None]:
     """KID of float64 features (n, D) and (m, D) on the CPU.
 
     Returns:
-        mean and standard deviation over subsets, and how many pictures a subset has.
+        mean and standard deviation over subsets, None where each holds all pictures, and how many
+        pictures a subset has.
     """
     subset_size = min(KID_SUBSET_SIZE, len(real), len(generated))
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
@@ -394,7 +395,12 @@ def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float]:
         metric.update(real, real=True)
         metric.update(generated, real=False)
         mean, spread = metric.compute()
-    return {"kid": float(mean), "kid_std": float(spread), "kid_subset_size": subset_size}
+    is_whole = subset_size == len(real) == len(generated)  # all subsets are one
+    return {
+        "kid": float(mean),
+        "kid_std": None if is_whole else float(spread),
+        "kid_subset_size": subset_size,
+    }
 
 
 def prepare_whole(picture: Image.Image, number: int) -> dict[str, Tensor]:
@@ -477,7 +483,8 @@ def _read_folder(path: Path, num_pictures: int | None) -> Folder:
     file = path / CAPTIONS
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no {CAPTIONS}; run its command again.")
-    captions = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    # Not as text, which ends lines at carriage returns as well.
+    captions = file.read_bytes().decode().removesuffix("\n").split("\n")
     if (
         hashlib.sha256("\n".join(captions).encode()).hexdigest()
         != (manifest["config"]["captions_sha256"])

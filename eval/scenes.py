@@ -210,7 +210,7 @@ def _still_valid(
         if (row := finished.get(method.name)) is not None
         and row["sha256"] == method.sha256
         and (samples is None or method.name in samples)
-        and (method.name == EXACT or not is_compared or row["psnr_median"] is not None)
+        and (method.name == EXACT or not is_compared or row["fid_to_exact"] is not None)
     }
 
 

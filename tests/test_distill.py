@@ -711,6 +711,22 @@ def test_another_base_model_under_the_same_name_is_refused(finished, model, tmp_
     assert f"was trained from another {base}, whose UNet has changed since." in error
 
 
+def test_changed_data_is_refused(model, tmp_path):
+    """Catches pictures that come twice or never: their order depends on how many there are."""
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for index in range(6):
+        Image.new("RGB", (64, 64), (40 * index, 0, 0)).save(pictures / f"{index}.png")
+        (pictures / f"{index}.txt").write_text(f"picture {index}")
+    data = {"source": "folder", "path": pictures, "num_samples": "null"}
+    settings = {f"data__{name}": value for name, value in data.items()} | {"steps": 1}
+    result = run(model, tmp_path / "run", **settings)
+    assert result.exit_code == 0, result.stderr
+    (pictures / "5.png").unlink()
+    error = refused(model, tmp_path / "run", "--resume", **settings)
+    assert "was trained on other data: pictures or captions have changed since." in error
+
+
 def test_a_checkpoint_of_another_configuration_is_refused(finished, model):
     settings = {"avq__num_parents": 8, "seed": 1, "data__num_samples": 5, "log_every": 3}
     error = refused(model, finished, "--resume", **settings)

@@ -82,6 +82,17 @@ def test_a_part_goes_on(model, tmp_path, monkeypatch):
     assert again["tome"]["fid"] == rows["tome"]["fid"]
 
 
+def test_finished_rows_are_not_drawn_again(model, tmp_path, monkeypatch):
+    """Catches a killed run that starts from nothing: without parts no samples are kept."""
+    arguments = ["--model", model, "--output", tmp_path, "--pictures", 2, "--steps", 1]
+    run_command(monkeypatch, "scenes", *arguments, "--methods", "exact,tome")
+    path = tmp_path / "scenes_levels0.json"
+    rows = json.loads(path.read_text())["rows"]
+    monkeypatch.setattr(scenes, "generate", lambda *_, **__: pytest.fail("drawn again"))
+    run_command(monkeypatch, "scenes", *arguments, "--methods", "exact,tome", "--resume")
+    assert json.loads(path.read_text())["rows"] == rows
+
+
 def test_a_run_goes_on_with_its_own_weights(model, tmp_path, monkeypatch):
     """Catches a model of the same name, or one that was trained on in its place."""
     other = tiny_pipe()

@@ -136,7 +136,7 @@ def coco_score_command(
 
     chosen = read_folders(folders, pictures)
     scored, remarks = [], []
-    for row in score_folders(
+    scores = score_folders(
         chosen,
         real,
         partial(load_networks, scorer, device_of(device)),
@@ -144,9 +144,10 @@ def coco_score_command(
         threads=threads,
         cache=user_cache_path("avq-diffusers") / "features" if cache is None else cache,
         patches=patches,
-    ):
+    )
+    for folder, row in zip(chosen, scores, strict=True):
         scored.append(row)
-        found = warnings_of(chosen[0].config, row, scorer)
+        found = warnings_of(folder.config, row, scorer)
         remarks += [text for text in found if text not in remarks]
         save_json(
             output / f"{name}.json",

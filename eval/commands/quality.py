@@ -150,10 +150,10 @@ def scenes_command(
         "scalecrafter": dilated,
         "compiled": compiled,
     }
-    finished, samples = {}, {}
+    finished, samples = {}, {} if part else None
     if resume and path.exists():
         finished = finished_rows(read_result(path).document, protocol, environment(device))
-        samples = load_samples(_samples_path(path)) if part else {}
+        samples = load_samples(_samples_path(path)) if part else None
     pipe = StableDiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
     rows = []
     for row in score_methods(
