@@ -28,7 +28,8 @@ from distill.run_folder import check_unused
 from distill.sources import open_samples
 
 # Fields and sections that may differ between a run and its continuation: the result is the same up
-# to the rounding of sums, and to other draws where DiVeQ or dead codewords need some.
+# to the rounding of sums, and of samples by the cache to half precision, and to other draws where
+# DiVeQ or dead codewords need some.
 FREE = ("micro_batch_size", "gradient_checkpointing", "compile", "log_every", "checkpoint_every")
 FREE += ("keep_checkpoints", "samples", "tracker", "data.workers", "data.cache")
 HALF = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}

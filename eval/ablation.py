@@ -126,7 +126,7 @@ def join_ablations(documents: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def ablation_table(rows: Sequence[Row]) -> str:
-    """Means over seeds as a Markdown table, with the standard deviation where there are several.
+    """Means over seeds as a Markdown table, with the standard error where there are several.
 
     Runs of one seed draw the same pictures in the same order, so their output error is also shown
     as a multiple of that of the `BASE` run of this seed: it varies less.
@@ -161,8 +161,8 @@ def _over_seeds(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]  # flat: no capture
     if not known:
         return "-"
-    spread = f" ± {stdev(known):.1g}" if len(known) > 1 else ""
-    return f"{mean(known):.3g}{spread}"
+    error = f" ± {stdev(known) / len(known) ** 0.5:.1g}" if len(known) > 1 else ""
+    return f"{mean(known):.3g}{error}"
 
 
 def _distill(config: Path, run: Path, settings: Sequence[str]) -> None:

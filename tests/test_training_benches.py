@@ -171,7 +171,7 @@ def test_unknown_variants_and_failed_runs_are_refused(tmp_path):
 
 
 def test_ablation_table_by_hand():
-    """Catches a mean over variants, a wrong spread, one of a single seed, and another base."""
+    """Catches a mean over variants, a wrong error, one of a single seed, and another base."""
     shared = {**dict.fromkeys(ablation.FIGURES, 0.5), "config": "M256", "capture": None}
     errors = [
         {"method": "a", **shared, "output_error": 0.1},
@@ -190,9 +190,9 @@ def test_ablation_table_by_hand():
     ]
     table = ablation_table(rows).splitlines()[2:]
     # 1 / 7 and 3
-    assert table[0].startswith("| EMA decay 0.9 | M256 | 2 | 1.57 ± 2 | 0.2 ± 0.1 | 0.5 ± 0 |")
+    assert table[0].startswith("| EMA decay 0.9 | M256 | 2 | 1.57 ± 1 | 0.2 ± 0.1 | 0.5 ± 0 |")
     assert table[0].endswith("| - |")
-    assert table[1].startswith("| base | M256 | 2 | 1 ± 0 | 0.4 ± 0.4 | 0.5 ± 0 |")
+    assert table[1].startswith("| base | M256 | 2 | 1 ± 0 | 0.4 ± 0.3 | 0.5 ± 0 |")
     single = ablation_table(rows[:3]).splitlines()[2:]
     assert single[0].startswith("| EMA decay 0.9 | M256 | 2 | 0.143 | 0.2 ± 0.1 |")
     assert single[1].startswith("| base | M256 | 1 | 1 | 0.7 | 0.5 |")
@@ -219,7 +219,7 @@ def test_ablations_of_several_seeds_are_merged(tmp_path):
     """Catches a run that is lost, and one that does not say how it was made."""
     result = merge(*(ablation_file(tmp_path, seed) for seed in (2, 0, 1)))
     assert result.exit_code == 0, result.output
-    assert "| base | M4P2C2 | 3 | 1 ± 0 | 0.2 ± 0.1 |" in result.output
+    assert "| base | M4P2C2 | 3 | 1 ± 0 | 0.2 ± 0.06 |" in result.output
     merged = json.loads((tmp_path / "merged.json").read_text())
     expected = [(variant, seed) for variant in ("DiVeQ", "base") for seed in (0, 1, 2)]
     assert [(row["variant"], row["seed"]) for row in merged["rows"]] == expected
