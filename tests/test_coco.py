@@ -579,6 +579,35 @@ def test_codebooks_that_are_deleted_come_back_to_finished_pictures(place):
     assert (folder / "manifest.json").read_bytes() == manifest
 
 
+def test_a_folder_may_be_named_like_a_configuration(place, monkeypatch):
+    """Catches kept codebooks that are asked for by a path which reads as a configuration."""
+    monkeypatch.chdir(place)
+    for _ in range(2):
+        assert generate(Path(), "M4P2C2-512", method="avq", pictures=2) == (0, "", "")
+    assert len(pictures(Path("M4P2C2-512"))) == 2
+
+
+def test_captions_are_cut_at_newlines_only(place, tmp_path):
+    """Catches a finished row that cannot be scored, as a caption holds a carriage return."""
+    listed = tmp_path / "captions.txt"
+    listed.write_bytes(b"a red circle\rbig\na blue square\n")
+    assert generate(tmp_path, "row", model=place / "model", captions=listed, pictures=2)[0] == 0
+    options = {"real": place / "scenes/images", "cache": place / "cache"}
+    assert score(tmp_path, "row", **options)[0] == 0
+
+
+def test_each_row_is_warned_of_by_its_own_model(tmp_path, place):
+    """Catches a fine-tune that passes for SD1.5 because SD1.5's row comes first."""
+    for name in ("one", "two"):
+        write_row(tmp_path / name, [noise(64, 64, seed)[1] for seed in range(3)], 64)
+    manifest = tmp_path / "one/manifest.json"
+    manifest.write_text(manifest.read_text().replace("models/tiny", "stable-diffusion-v1-5"))
+    for folders in (("one", "two"), ("two", "one")):
+        code, _, errors = score(tmp_path, *folders, real=place / "scenes/images")
+        assert code == 0
+        assert "model is tiny, not stable-diffusion-v1-5" in errors
+
+
 def test_scalecrafter_dilates_beyond_the_training_size(place):
     """Catches an option that is recorded and not applied."""
     changes = {"size": 256, "pictures": 2}
