@@ -159,9 +159,9 @@ def _compiled_milliseconds(function: Callable[[], Tensor]) -> float:
     """The same from a CUDA graph of the calls."""
     function()
     graph = torch.cuda.CUDAGraph()
-    # Other threads of the process may go on using the GPU.
     # The default stream of captures is of the GPU that captured first.
     stream = torch.cuda.Stream()
+    # Other threads of the process may go on using the GPU.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(_CALLS):
             function()
