@@ -70,6 +70,7 @@ def calibrate(
         raise ValueError("key_norm changes the model and needs training; calibrate without it.")
     check_int("num_inference_steps", num_inference_steps, 1)
     check_int("keys_per_layer", keys_per_layer, 1)
+    check_int("seed", seed, 0)
     model = pipe.unet if model is None else model
     layers = select_layers(model, config.levels, config.exact, config.overrides)
     most = max(config.for_layer(layer.name, layer.level).num_parents for layer in layers)

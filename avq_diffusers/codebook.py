@@ -199,7 +199,7 @@ def fit_codebook(
     Raises:
         TypeError: `keys` is not a floating-point tensor, or a number is no int.
         ValueError: `keys` has another rank, holds NaN or infinity, or fewer keys than parents;
-            `num_parents` is below 1, or `num_children` or `num_iterations` below 0.
+            `num_parents` is below 1, or `num_children`, `num_iterations` or `seed` below 0.
     """
     if not isinstance(keys, Tensor) or not keys.is_floating_point():
         arrived = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
@@ -213,6 +213,7 @@ def fit_codebook(
         ("num_parents", num_parents, 1),
         ("num_children", num_children, 0),
         ("num_iterations", num_iterations, 0),
+        ("seed", seed, 0),
     ):
         check_int(name, value, minimum)
     if keys.shape[1] < num_parents:

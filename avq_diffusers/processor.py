@@ -27,10 +27,10 @@ from torch.nn import functional
 from avq_diffusers.ops import avq_attention, check_backend, resolve_backend
 from avq_diffusers.query_order import query_order
 from avq_diffusers.routing import (
-    ROUTES,
     BreakEven,
     Shape,
     break_even,
+    check_route,
     known_break_even,
     rows_bucket,
 )
@@ -259,6 +259,8 @@ class AVQProcessor(AttnProcessor2_0):
         route: str = "fastest",
     ) -> None:
         super().__init__()
+        check_backend(backend)
+        check_route(route)
         self.codebooks = codebooks
         self.backend = backend
         self.route = route
@@ -347,8 +349,7 @@ def install(
 ) -> list[SelfAttentionLayer]:
     """Give the layers of `codebooks` their state and their grid hook; processors stay."""
     check_backend(backend)
-    if route not in ROUTES:
-        raise ValueError(f"route must be one of {', '.join(ROUTES)}, but got {route!r}.")
+    check_route(route)
     layers = codebooks.layers_of(unet)
     if any(hasattr(module, "_linfusion_previous") for module in unet.modules()):
         raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")

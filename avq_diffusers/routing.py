@@ -31,6 +31,16 @@ _SHIPPED = Path(__file__).with_name("routes.json")
 _ROUNDS, _CALLS = 3, 10
 
 
+def check_route(route: str) -> None:
+    """Refuse an unknown route.
+
+    Raises:
+        ValueError: `route` is none of `ROUTES`.
+    """
+    if route not in ROUTES:
+        raise ValueError(f"route must be one of {', '.join(ROUTES)}, but got {route!r}.")
+
+
 @dataclass(frozen=True)
 class Shape:
     """What decides between two attentions, apart from the number of tokens.

@@ -17,8 +17,8 @@ def checked_prompts(
     """The prompts for `run_prompts`, with `arguments` of the pipeline's call.
 
     Raises:
-        TypeError: `pipe` is no pipeline with a UNet, `prompts` is one string, or an argument is one
-            that `run_prompts` sets.
+        TypeError: `pipe` is no pipeline with a UNet, `prompts` is one string or holds what is none,
+            or an argument is one that `run_prompts` sets.
         ValueError: there is no prompt.
     """
     if getattr(pipe, "unet", None) is None:
@@ -32,6 +32,9 @@ def checked_prompts(
     if isinstance(prompts, str):
         raise TypeError("prompts must be a sequence of strings, but got one string.")
     prompts = list(prompts)
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise TypeError(f"prompts must be a sequence of strings, but got {prompt!r} in it.")
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, but got none.")
     return prompts

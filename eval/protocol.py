@@ -56,8 +56,15 @@ class Band:
     source: str
 
 
+# LinFusion's figures are from memory of its paper.
 BANDS = (
-    Band(512, "fid", 11.5, 14.5, "AVQ paper 12.40-12.75, LinFusion paper 12.86, BK-SDM 13.05"),
+    Band(
+        512,
+        "fid",
+        11.5,
+        14.5,
+        "AVQ paper 12.40-12.75, LinFusion paper 12.86, BK-SDM (SD1.4) 13.05",
+    ),
     Band(512, "clip_score", 0.310, 0.328, "AVQ paper 0.317-0.320, LinFusion paper 0.321"),
     Band(1024, "fid", 30.0, 46.0, "AVQ paper 35.39-43.00, LinFusion paper 32.7-36.3"),
     Band(1024, "clip_score", 0.280, 0.302, "AVQ paper 0.290-0.297, LinFusion paper 0.285-0.290"),

@@ -360,6 +360,8 @@ def test_arguments_that_runs_set_are_refused(pipe, codebooks, function, name):
 def test_one_string_is_refused():
     with pytest.raises(TypeError, match="prompts must be a sequence of strings, but got one"):
         calibrate(tiny_pipe(), "a red fox")
+    with pytest.raises(TypeError, match="prompts must be a sequence of strings, but got 7 in it"):
+        calibrate(tiny_pipe(), ["a red fox", 7])
 
 
 @pytest.mark.parametrize(

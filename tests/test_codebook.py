@@ -441,6 +441,7 @@ def test_fits_in_fp32_or_wider(dtype, expected):
             ValueError,
             "num_iterations must be at least 0, but got -1.",
         ),
+        (torch.zeros(1, 9, 2), {"seed": 1.5}, TypeError, "seed must be an int, but got 1.5"),
     ],
 )
 def test_fit_codebook_rejects(keys, arguments, error, message):

@@ -801,11 +801,10 @@ class TestOwnersLine:
 
     def test_route_and_backend(self, pipe, codebooks):
         """Catches choices that only `apply_avq` takes."""
-        chosen = AVQProcessor(codebooks, backend="dense", route="never")
         with pytest.raises(ValueError, match="route must be one of fastest, always, but got 'nev"):
-            tiny_pipe(cls=AVQStableDiffusionPipeline).set_attn_processor(chosen)
+            AVQProcessor(codebooks, route="never")
         with pytest.raises(ValueError, match=r"backend must be one of auto, .*but got 'fast'"):
-            AVQProcessor(codebooks, unet=pipe.unet, backend="fast")
+            AVQProcessor(codebooks, backend="fast")
         avq_pipe = tiny_pipe(cls=AVQStableDiffusionPipeline)
         avq_pipe.set_attn_processor(AVQProcessor(codebooks, backend="reference"))
         pipe.unet.set_attn_processor(AVQProcessor(codebooks, unet=pipe.unet, backend="reference"))
