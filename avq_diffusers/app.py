@@ -20,6 +20,7 @@ from avq_diffusers.pipeline import (
     set_num_refined,
     summary,
 )
+from avq_diffusers.runs import lacks_memory
 from avq_diffusers.scalecrafter import SETTINGS, scalecrafter
 from avq_diffusers.sheet import DIFFERENCE_GAIN, difference
 
@@ -360,10 +361,12 @@ def _shown_errors() -> Iterator[None]:
     """Show a visitor's mistake on the page; the page goes on."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise gr.Error("The memory is too small for this size.", print_exception=False) from error
     except (ValueError, TypeError, NotImplementedError) as error:
         raise gr.Error(str(error), print_exception=False) from error
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        raise gr.Error("The memory is too small for this size.", print_exception=False) from error
 
 
 def _note(pipe: Any, model: str) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-import torch
 import typer
 from diffusers import DiffusionPipeline
 from PIL import Image
@@ -42,6 +41,7 @@ from avq_diffusers.pipeline import (
     set_num_refined,
     summary,
 )
+from avq_diffusers.runs import lacks_memory
 from avq_diffusers.scalecrafter import scalecrafter
 from avq_diffusers.sheet import DIFFERENCE_GAIN, difference, picture_sheet
 from avq_diffusers.sweep import (
@@ -52,6 +52,7 @@ from avq_diffusers.sweep import (
     sweep_sheet,
     sweep_table,
 )
+from avq_diffusers.timesteps import are_training_timesteps
 from avq_diffusers.unets import select_layers, unet_of
 from avq_diffusers.weights import FORMAT_VERSION, AVQCodebooks
 
@@ -164,13 +165,15 @@ def generate(
 
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
-    _check_output(out)
+    _check_output(out, _sheet_path(out))
     if capture is not None and num_refined is not None:
         raise ValueError("--num-refined and --capture exclude each other; drop one of them.")
     if capture is not None and not 0 < capture <= 1:
         raise ValueError(f"--capture must be above 0 and at most 1, but got {capture}.")
     refined = [] if num_refined is None else [num_refined]
     pipe, avq_config = _load_model(model, codebooks, config, levels, exact, device)
+    if capture is not None and codebooks is None and not avq_config.most_refined:
+        raise ValueError(f"--capture chooses refined parents, but {avq_config} has no children.")
     arguments = _picture_arguments(
         pipe, model, prompt, negative_prompt, height, width, dilated, steps, guidance_scale
     )
@@ -190,7 +193,7 @@ def generate(
             exact_picture, exact_seconds = timed_picture(pipe, arguments, seed)
 
     _save(avq, out)
-    sheet_path = out.with_stem(out.stem + "_sheet")
+    sheet_path = _sheet_path(out)
     likeness = f"PSNR {psnr(avq, exact_picture):.1f} dB"
     sheet = picture_sheet(
         [[exact_picture, avq, difference(exact_picture, avq)]],
@@ -241,7 +244,7 @@ def bench(
 
     Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
     """
-    _check_output(out)
+    _check_output(out, _sheet_path(out))
     numbers = None if refined is None else numbers_of("--refined", refined)
     pipe, avq_config = _load_model(model, codebooks, config, levels, exact, device)
     arguments = _picture_arguments(
@@ -258,7 +261,7 @@ def bench(
     console.print(sweep_table(drawn))
     title = f"{Path(model).name}, {arguments['width']}x{arguments['height']}, {steps} steps"
     plot_sweep(drawn, title, out)
-    sheet_path = out.with_stem(out.stem + "_sheet")
+    sheet_path = _sheet_path(out)
     titles = [f"{prompt} (seed {seed}, {steps} steps)" for seed in seeds]
     _save(sweep_sheet(drawn, titles), sheet_path)
     print(f"plot:     {out}\npictures: {sheet_path}")
@@ -360,14 +363,17 @@ def main() -> None:
     """Run the command; a mistake of the user's is one sentence and exit code 2."""
     try:
         app()
-    except torch.OutOfMemoryError:
-        print(
-            "avq: the memory is too small for this size; try a smaller one or --device cpu.",
-            file=sys.stderr,
-        )
-        sys.exit(2)
     except (OSError, ValueError, TypeError, NotImplementedError, ModuleNotFoundError) as error:
         print(f"avq: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        print(
+            "avq: the memory is too small for this size; try a smaller one, or --device cpu on a "
+            "GPU.",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 
@@ -430,11 +436,19 @@ def _find_codebooks(
                 f"the codebooks in the cache are damaged: {first_line(error)} Delete {folder} to "
                 f"calibrate again."
             ) from error
+    select_layers(unet_of(pipe), config.levels, config.exact)  # refuses what is not there
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        place = TemporaryDirectory(dir=folder.parent)
+    except OSError as error:
+        raise ValueError(
+            f"the cache {folder.parent} cannot be written ({error.strerror}); make codebooks by "
+            f"avq calibrate, and pass them by --codebooks."
+        ) from error
     print(f"no codebooks for this model yet: calibrating once, cached in {folder}")
-    prompts = usual_prompts(model)
-    calibrated = calibrate(pipe, prompts, config, **_usual_guidance(model))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent) as partial:
+    with place as partial:
+        prompts = usual_prompts(model)
+        calibrated = calibrate(pipe, prompts, config, **_usual_guidance(model))
         calibrated.save_pretrained(Path(partial) / "codebooks")
         if not folder.exists():  # another process may have been faster
             (Path(partial) / "codebooks").rename(folder)
@@ -515,6 +529,9 @@ def _measure_capture(
     """The capture on one picture, in fewer steps: it changes slowly from step to step."""
     steps = min(arguments["num_inference_steps"], CAPTURE_STEPS)
     measured = {**arguments, "num_inference_steps": steps}
+    pipe.scheduler.set_timesteps(steps)
+    if not are_training_timesteps(pipe.scheduler.timesteps.tolist()):
+        measured["parts"] = 1
     return measure_capture(pipe, [measured.pop("prompt")], seed=seed, **measured)
 
 
@@ -548,12 +565,17 @@ def _save(picture: Image.Image, path: Path) -> None:
         picture.save(temporary)
 
 
-def _check_output(path: Path) -> None:
-    """Refuse before the work, not after it."""
+def _sheet_path(out: Path) -> Path:
+    return out.with_stem(out.stem + "_sheet")
+
+
+def _check_output(path: Path, *others: Path) -> None:
+    """Refuse before the work, not after it; `others` are written beside `path`."""
     if path.suffix.lower() != ".png":
         raise ValueError(f"--out must end in .png, but got {str(path)!r}.")
-    if path.is_dir():
-        raise ValueError(f"--out must be a file, but {path} is a folder.")
+    for file in (path, *others):
+        if file.is_dir():
+            raise ValueError(f"--out {path} writes {file}, but that is a folder.")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"--out: the folder {folder} does not exist.")

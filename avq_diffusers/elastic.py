@@ -140,7 +140,8 @@ def measure_capture(
     """Measure the capture of every AVQ layer of a pipeline for every number of refined parents.
 
     The pipeline runs with exact attention, so that the result does not depend on what is refined
-    now. In a batch, the last picture counts: with guidance, the one that sees the prompt.
+    now. In a batch, the last picture counts: with guidance, the one that sees the prompt, except
+    in InstructPix2Pix. Second evaluations under noise-damped ScaleCrafter do not count.
 
     Args:
         pipe: a Stable Diffusion pipeline with AVQ; left as it was.
@@ -189,6 +190,7 @@ class _Measurement:
         self.start = NUM_TRAIN_TIMESTEPS
         self.timesteps = Timesteps()
         self.bar = bar
+        self.depth = 0  # calls of the UNet under way
         self.sums: dict[tuple[str, int], Tensor] = {}
 
     @contextmanager
@@ -196,20 +198,29 @@ class _Measurement:
         self, unet: nn.Module, layers: Mapping[SelfAttentionLayer, LayerState]
     ) -> Iterator[None]:
         with ExitStack() as hooks:
-            hooks.enter_context(unet.register_forward_pre_hook(self.see_timestep, with_kwargs=True))
+            hooks.enter_context(unet.register_forward_pre_hook(self.enter, with_kwargs=True))
+            hooks.enter_context(unet.register_forward_hook(self.leave, always_call=True))
             for layer, state in layers.items():
                 see_layer = partial(self.see_layer, layer.name, state)
                 hooks.enter_context(layer.attn.register_forward_pre_hook(see_layer))
             yield
 
-    def see_timestep(self, unet: nn.Module, args: tuple, kwargs: dict) -> None:
-        if len(self.starts) > 1:
-            self.start = at_timestep(self.starts, self.timesteps.of_call(args, kwargs))
-        self.bar.update()
+    def enter(self, unet: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.depth += 1
+        if self.depth == 1:
+            if len(self.starts) > 1:
+                self.start = at_timestep(self.starts, self.timesteps.of_call(args, kwargs))
+            self.bar.update()
+
+    def leave(self, unet: nn.Module, args: tuple, output: Any) -> None:
+        self.depth -= 1
 
     def see_layer(self, name: str, state: LayerState, attn: Attention, args: tuple) -> None:
         hidden_states = args[0][-1:]
-        if state.query_order is None or hidden_states.shape[1] != len(state.query_order):
+        is_on_grid = state.query_order is not None and hidden_states.shape[1] == len(
+            state.query_order
+        )
+        if self.depth > 1 or not is_on_grid:
             return
         query, key = (
             state.project(layer, name, hidden_states)

@@ -47,8 +47,13 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
             f"--model {model}: its configuration is not in the cache, and the Hub cannot be "
             f"reached; go online once."
         ) from error
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ValueError(f"--model {model} could not be loaded: {first_line(error)}") from error
+    if getattr(pipe, "vae", None) is None:
+        raise ValueError(f"--model {model} has no VAE, as Stable Diffusion has.")
+    size = unet_of(pipe).config.sample_size
+    if not isinstance(size, int):
+        raise ValueError(f"--model {model} names no one size of its pictures: sample_size={size}.")
     channels = unet_of(pipe).config.in_channels
     if channels != pipe.vae.config.latent_channels:
         raise ValueError(

@@ -59,6 +59,11 @@ def run_prompts(
             )
 
 
+def lacks_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch found too little memory, for which only CUDA has an error of its own."""
+    return any(text in str(error) for text in ("out of memory", "can't allocate memory"))
+
+
 @contextmanager
 def quiet(pipe: DiffusionPipeline) -> Iterator[None]:
     """Hide the pipeline's own progress bars, which would break up ours."""

@@ -6,7 +6,7 @@ logarithm of the noise and IPNDM with a share of the way: these are refused.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,9 @@ class Timesteps(threading.local):
         # Pipelines iterate over the scheduler's timesteps: each is a view of that tensor's memory.
         size = timestep.untyped_storage().nbytes() // timestep.element_size()
         table = timestep.as_strided((size,), (1,), 0)
-        version = None if table.is_inference() else (table.data_ptr(), table._version)
+        # A CPU's memory is read at no cost, and NumPy changes it unseen.
+        is_read_each_time = table.is_inference() or table.device.type == "cpu"
+        version = None if is_read_each_time else (table.data_ptr(), table._version)
         if version is None or version != self.version:
             self.values = _training_timesteps(table)
             # Kept, so that no other one gets its address.
@@ -67,10 +69,15 @@ class Timesteps(threading.local):
         return self.values[timestep.storage_offset()]
 
 
+def are_training_timesteps(values: Sequence[float]) -> bool:
+    """Whether a sampler's timesteps fall from 1000 to 0."""
+    # Judged by the largest: training timesteps, too, may end in fractions of 1.
+    return len(values) < 2 or max(values) >= 2 or not any(value % 1 for value in values)
+
+
 def _training_timesteps(table: Tensor) -> list[float]:
     values = table.tolist()
-    # Judged by the largest: training timesteps, too, may end in fractions of 1.
-    if len(values) > 1 and max(values) < 2 and any(value % 1 for value in values):
+    if not are_training_timesteps(values):
         raise ValueError(
             "ScaleCrafter, schedules of refined parents and measure_capture with several parts "
             "need a sampler whose timesteps fall from 1000 to 0, but got one with "

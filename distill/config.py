@@ -171,6 +171,7 @@ class DistillConfig:
         check_at_least_one_or_none(self, "checkpoint_every")
         check_not_negative(self, "seed", "warmup_steps")
         check_positive(self, "max_grad_norm")
+        check_finite(self, "learning_rate", "weight_decay")
         if self.image_size % 8 or self.image_size < 8:
             raise ValueError(f"image_size must be a multiple of 8, but got {self.image_size}.")
         check_one_of(self, "precision", PRECISIONS)

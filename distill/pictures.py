@@ -33,12 +33,16 @@ def read_rgb(file: str | BinaryIO) -> Image.Image:
     """Read a picture upright and in RGB; what is transparent lies on white.
 
     Raises:
-        UNREADABLE: one of these, if the file is damaged or no picture.
+        UNREADABLE: one of these, if the file is damaged, no picture, or of numbers whose white is
+            not known.
     """
     with Image.open(file) as picture:
         upright = ImageOps.exif_transpose(picture)
-        if upright.mode.startswith("I;16"):  # `convert` would clip 16 bits at 255
+        # `convert` would clip numbers at 255.
+        if upright.mode.startswith("I;16") or (upright.mode, picture.format) == ("I", "PPM"):
             upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+        elif upright.mode in ("I", "F"):
+            raise ValueError(f"{picture.format} of mode {upright.mode} does not say what is white")
         if upright.has_transparency_data:
             white = Image.new("RGBA", upright.size, "white")
             upright = Image.alpha_composite(white, upright.convert("RGBA"))

@@ -66,10 +66,10 @@ def part_of(part: str, count: int) -> range:
     """
     form = re.fullmatch(r"(\d+)/(\d+)", part)
     number, total = map(int, form.groups()) if form else (0, 0)
-    if not 1 <= number <= total <= count:
+    if not 1 <= number <= total <= count // 2:
         raise ValueError(
-            f"the part must be K/N, the K-th of N parts of at most {count} pictures, but got "
-            f"{part!r}."
+            f"the part must be K/N, the K-th of N parts of {count} pictures, two or more in each, "
+            f"but got {part!r}."
         )
     return range((number - 1) * count // total, number * count // total)
 
@@ -193,7 +193,11 @@ def _less_exact(row: Mapping[str, Any], exact: Mapping[str, Any] | None) -> dict
     """The differences of a method's row to that of exact attention; rendered pictures have none."""
     if exact is None or row is exact or row["method"] in (REAL, BROKEN):
         return {}
-    return {column: row[name] - exact[name] for name, column in LESS_EXACT.items()}
+    return {
+        column: row[name] - exact[name]
+        for name, column in LESS_EXACT.items()
+        if None not in (row.get(name), exact.get(name))
+    }
 
 
 def _over_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

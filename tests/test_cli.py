@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import EDMEulerScheduler, StableDiffusionPipeline
 from matplotlib.figure import Figure
 from PIL import Image
 from test_models import base_pipe
@@ -297,6 +297,21 @@ def test_a_damaged_cache_entry_says_what_to_do(avq, model, monkeypatch, tmp_path
     assert avq(*arguments)[0] == 0
 
 
+def test_a_cache_that_cannot_be_written_is_refused_before_the_work(avq, model, tmp_path):
+    (tmp_path / "cache").touch()
+    code, output = avq("generate", PROMPT, "--model", model, "--config", "M4P2C2")
+    assert code == 2
+    assert squeezed("cannot be written (Not a directory); make codebooks by avq") in output
+    assert squeezed("calibrating") not in output
+
+
+def test_a_sheet_that_cannot_be_written_is_refused_before_the_work(avq, model, codebooks):
+    Path("avq_sheet.png").mkdir()
+    code, output = avq("generate", PROMPT, "--model", model, "--codebooks", codebooks)
+    assert code == 2
+    assert squeezed("--out avq.png writes avq_sheet.png, but that is a folder") in output
+
+
 def test_the_cache_knows_the_format(monkeypatch):
     """Fails where codebooks that an older version cached would be read, and refused."""
     before = cli._fingerprint(tiny_pipe(), CONFIG)
@@ -375,6 +390,19 @@ def test_bench_draws_what_generate_draws(avq, model, codebooks, size):
             avq("generate", PROMPT, *arguments, "--num-refined", parents, "--seed", seed)
             columns.append(lefts(sheet, pixels("avq.png")))
     assert columns[0] == columns[1] < columns[2] == columns[3]
+
+
+def test_bench_of_a_sampler_without_training_timesteps(avq, codebooks, tmp_path):
+    """Catches a refusal of EDM's samplers, for which capture is measured over all steps."""
+    pipe = tiny_pipe()
+    pipe.scheduler = EDMEulerScheduler()
+    pipe.save_pretrained(tmp_path / "edm")
+    code, output = avq(
+        *("bench", PROMPT, "--model", str(tmp_path / "edm"), "--codebooks", codebooks),
+        *("--steps", "2", "--refined", "2"),
+    )
+    assert code == 0
+    assert squeezed("95% capture") in output
 
 
 def test_layers_with_fewer_parents_refine_all_of_theirs():
@@ -527,6 +555,7 @@ def test_principal_axes_keep_the_distances_of_codewords_in_a_plane():
         (["--seed", str(2**63)], "Invalid value for '--seed'"),
         (["--height", "-64", "--width", "64"], "Invalid value for '--height'"),
         (["--out", "no-such-folder/a.png"], "no-such-folder does not exist"),
+        (["--capture", "0.9", "--config", "M4"], "chooses refined parents, but M4P0C0 has no"),
         (["--out", "a.jpg"], "--out must end in .png, but got 'a.jpg'"),
         (["--device", "abacus"], "abacus"),
         (["--steps", "0"], "Invalid value for '--steps'"),
@@ -539,7 +568,7 @@ def test_principal_axes_keep_the_distances_of_codewords_in_a_plane():
         *("exact-and-codebooks", "exact-nowhere"),
         *("refined-before-calibration", "refined-flat"),
         *("size", "training-size", "no-settings", "many-steps", "guidance", "large-seed"),
-        *("negative-size", "out-folder", "out-suffix", "device"),
+        *("negative-size", "out-folder", "capture-flat", "out-suffix", "device"),
         *("steps", "seed", "option"),
     ],
 )
@@ -584,16 +613,25 @@ def test_generate_refuses_a_read_only_folder_before_it_draws(avq, model, monkeyp
     assert "isnotwritable" in output
 
 
-def test_generate_says_that_the_memory_is_too_small(avq, model, codebooks, monkeypatch):
-    """Catches a traceback of the most usual mistake on a GPU."""
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_generate_says_that_the_memory_is_too_small(avq, model, codebooks, monkeypatch, error):
+    """Catches a traceback of the most usual mistake on a GPU, and on a CPU."""
 
     def exhaust(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        raise error
 
     monkeypatch.setattr(cli, "timed_picture", exhaust)
     code, output = avq("generate", PROMPT, "--model", model, "--codebooks", codebooks)
     assert code == 2
-    message = "avq: the memory is too small for this size; try a smaller one or --device cpu."
+    message = (
+        "avq: the memory is too small for this size; try a smaller one, or --device cpu on a GPU."
+    )
     assert output.endswith(squeezed(message))
     assert written() == []
 

@@ -875,7 +875,7 @@ def write_row(folder, images, size):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_patch_fid_sees_detail_that_fid_does_not(tmp_path):
+def test_patch_fid_sees_detail_that_fid_does_not(tmp_path, monkeypatch):
     """Pictures that differ in pixel noise only, which shrinking averages away."""
     generator = np.random.default_rng(0)
     smooth = [
@@ -904,6 +904,9 @@ def test_patch_fid_sees_detail_that_fid_does_not(tmp_path):
     assert table.splitlines()[2].endswith(" | - |")
     assert own == {**same, **{key: None for key in same if key.startswith("patch_")}}
     assert another["patch_fid"] == pytest.approx(other["patch_fid"])
+    monkeypatch.chdir(tmp_path)
+    score(tmp_path, "smooth", "rough", real=reference, patches="smooth/pictures")
+    assert rows_of(tmp_path)[0]["patch_fid"] is None
     small = tmp_path / "small"
     small.mkdir()
     for index in range(2):

@@ -17,12 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from diffusers import DDPMScheduler, StableDiffusionPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_distill_objective import make_batch, make_objective, shake, unet_output
 from tiny import draw, sdxl_unet, tiny_pipe, tiny_unet
 from typer.testing import CliRunner
 
@@ -33,9 +35,12 @@ from distill.__main__ import app
 from distill.batches import noised, sample_seed
 from distill.config import DistillConfig
 from distill.config_file import load_config
-from distill.log import log_path, read_log
+from distill.export import make_codebooks
+from distill.log import log_path, read_log, reduced_means
 from distill.objective import Objective
-from distill.run_folder import claimed
+from distill.preview import draw as draw_prompts
+from distill.preview import student_in
+from distill.run_folder import check_unused, claimed
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -97,6 +102,11 @@ def arguments(model, output, *extra, config=CONFIG, **settings):
     return ["--config", str(config), "--output", str(output), *pairs, *extra]
 
 
+def tiny_config(*more):
+    pairs = [f"{key}={value}" for key, value in TINY.items()]
+    return load_config(CONFIG, DistillConfig, [*pairs, *more])
+
+
 def run(*given, **settings):
     # One process is one run for accelerate.
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -138,7 +148,8 @@ def test_the_newest_checkpoints_of_the_same_processes(tmp_path):
         checkpoint.save(tmp_path, step, {}, config=config, keep=2, num_processes=2)
     for name in ("step-00000001-good", "step-best"):  # a user's own copies
         (tmp_path / "checkpoints" / name).mkdir()
-    (tmp_path / "checkpoints" / ".writing-step-00000004").mkdir()
+    for step in (3, 4):
+        (tmp_path / "checkpoints" / f".writing-step-{step:08d}").mkdir()
     checkpoint.save(tmp_path, 4, {}, config=config, keep=2, num_processes=2)
     assert (tmp_path / "checkpoints" / "step-00000001-good").exists()
     assert not list((tmp_path / "checkpoints").glob(".*"))
@@ -148,6 +159,43 @@ def test_the_newest_checkpoints_of_the_same_processes(tmp_path):
     checkpoint.check(newest, config, free=(), num_processes=2)
     with pytest.raises(ValueError, match="it differs in num_processes"):
         checkpoint.check(newest, config, free=(), num_processes=1)
+
+
+def test_a_log_alone_is_a_run(tmp_path):
+    """Catches a second start that overwrites the log of a run killed before its checkpoint."""
+    check_unused(tmp_path)
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="holds a run: add --resume"):
+        check_unused(tmp_path)
+
+
+def test_an_infinite_gradient_ends_a_run_that_scales_none():
+    totals = {"loss": torch.tensor(1.0), "grad_norm": torch.tensor(torch.inf)}
+    with pytest.raises(FloatingPointError, match="grad_norm inf"):
+        reduced_means(totals, 1, 1, Accelerator(cpu=True))
+
+
+def test_trained_key_norms_are_exported():
+    config = tiny_config("avq.key_norm=true")
+    objective = shake(make_objective(config.avq))
+    made = make_codebooks(objective, config)
+    for name, norm in objective.key_norms().items():
+        for key, value in norm.state_dict().items():
+            assert torch.equal(made.key_norm(name).state_dict()[key], value)
+
+
+def test_a_sheet_leaves_the_teacher_exact():
+    config, pipe = tiny_config(), tiny_pipe()
+    objective = shake(make_objective(config.avq, pipe.unet))
+    exact = unet_output(pipe.unet, make_batch())
+    with student_in(pipe, objective, config):
+        assert not torch.equal(unet_output(pipe.unet, make_batch()), exact)
+    assert torch.equal(unet_output(pipe.unet, make_batch()), exact)
+
+
+def test_pictures_of_a_sheet_have_their_own_noise():
+    first, second = draw_prompts(tiny_pipe(), tiny_config("samples.prompts=[a fox, a fox]"))
+    assert first.tobytes() != second.tobytes()
 
 
 # The command
@@ -533,7 +581,7 @@ def test_settings_reach_the_codebooks(model, tmp_path, monkeypatch):
     assert calls["start_codebooks"] == [expected]
     first, second = calls["reassign_dead"]
     assert first["threshold"] == second["threshold"] == 20
-    assert first["seed"] != second["seed"]
+    assert [first["seed"], second["seed"]] == [sample_seed(7, step) for step in (2, 4)]
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
@@ -871,6 +919,7 @@ def test_wrong_values_are_named(override, kind, message):
         ("max_grad_norm=-1", "max_grad_norm must be above 0, but got -1.0."),
         ("max_grad_norm=0", "max_grad_norm must be above 0, but got 0.0."),
         ("max_grad_norm=.nan", "max_grad_norm must be above 0, but got nan."),
+        ("learning_rate=.inf", "learning_rate must be finite, but got inf."),
         ("seed=-1", "seed must be at least 0, but got -1."),
         ("warmup_steps=-5", "warmup_steps must be at least 0, but got -5."),
         (

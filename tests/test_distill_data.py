@@ -204,6 +204,14 @@ def test_sources_give_pictures_with_their_captions(kind, tmp_path):
     assert [sample["caption"] for sample in first] == [CAPTIONS[i] for i in order[:2]]
 
 
+def test_files_of_the_system_are_no_pictures(tmp_path):
+    """Catches macOS's `._name.png` beside every picture of a copied folder."""
+    config = source("folder", tmp_path)
+    first = next((tmp_path / "data").rglob("*.png"))
+    first.with_name(f"._{first.name}").write_bytes(b"of the system")
+    assert len(open_samples(config, 16)) == len(NAMES)
+
+
 @pytest.mark.parametrize("splits", [False, True])
 def test_a_data_set_that_was_saved_to_disk_is_loaded(splits, tmp_path):
     config = source("huggingface", tmp_path)
@@ -466,6 +474,17 @@ def test_pictures_become_rgb(picture, expected):
     found = read_rgb(BytesIO(png(picture)))
     assert found.mode == "RGB"
     assert found.getpixel((1, 1)) == (expected or picture.convert("RGB").getpixel((1, 1)))
+
+
+def test_numbers_of_more_than_16_bits():
+    """Catches pictures that are clipped to white or black without a word."""
+    file = BytesIO(b"P5 2 2 65535\n" + np.full(4, 0x4080, ">u2").tobytes())
+    assert read_rgb(file).getpixel((1, 1)) == (64, 64, 64)
+    for mode in ("I", "F"):
+        file = BytesIO()
+        Image.new(mode, (2, 2), 1).save(file, "tiff")
+        with pytest.raises(ValueError, match=f"TIFF of mode {mode} does not say what is white"):
+            read_rgb(file)
 
 
 def test_pictures_are_upright_and_palettes_transparent():

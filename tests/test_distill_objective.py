@@ -463,6 +463,11 @@ def test_capture():
         order = query_order(side, side, "gilbert", query.device)
         expected = capture(query, key, quantizer.codebook(), 2, query_tile=16, query_order=order)
         torch.testing.assert_close(figures[name]["capture"], expected)
+    normed = shake(make_objective(replace(CONFIG, key_norm=True)))
+    normed(**make_batch())
+    for processor in normed.processors.values():
+        sample, kept = processor.sample["key"][0], processor.quantizer.kept_keys
+        assert torch.equal(sample, kept[:, : sample.shape[1]])
     flat = make_objective(FLAT)
     flat(**make_batch())
     assert all("capture" not in figures for figures in flat.diagnostics().values())
@@ -617,6 +622,13 @@ def test_diveq_by_hand():
     assert 0 < moved.norm(dim=-1).max() < 0.5 * distance.max()
     radius = (noisy - key - (quantized - leaves.codeword)).norm(dim=-1)
     torch.testing.assert_close(radius, distance)
+
+
+def test_diveq_keeps_free_children():
+    quantizer = Quantizer(1, 2, AVQConfig(1, 2, 1), constrain=False, diveq=True)
+    children = torch.tensor([[[[0.0, 1], [0, 3]]]])
+    quantizer.start(Codebook(torch.zeros(1, 1, 2), children), torch.ones(1, 1, 3))
+    assert torch.equal(quantizer.codebook().children, children)
 
 
 def test_diveq_draws_noise_of_its_variance():

@@ -833,11 +833,11 @@ class TestSaving:
 
     @feature("push_to_hub")
     @pytest.mark.long
-    def test_push_to_hub(self, pipe, codebooks, hub):
+    def test_push_to_hub(self, pipe, codebooks, hub, tmp_path):
         """Catches anything that is uploaded and not needed, or needed and not uploaded."""
         avq = draw(apply_avq(pipe, codebooks))
         process = subprocess.run(
-            [sys.executable, "-c", PUSH_AND_LOAD],
+            [sys.executable, "-c", PUSH_AND_LOAD, str(tmp_path / "saved")],
             env={**os.environ, **hub.environment},
             capture_output=True,
             text=True,
@@ -847,6 +847,9 @@ class TestSaving:
         assert set(hub.repos["someone/codebooks"]) == {
             "README.md", "config.json", "diffusion_pytorch_model.safetensors",
         }  # fmt: skip
+        assert {"config.json", "diffusion_pytorch_model.safetensors"} <= set(
+            hub.repos["someone/saved"]
+        )
         assert "model_index.json" in hub.repos["someone/pipe"]
         assert not any(b"avq" in content.lower() for content in hub.repos["someone/pipe"].values())
         picture = torch.tensor(json.loads(process.stdout.splitlines()[-1]))
@@ -867,6 +870,7 @@ pipe = tiny_pipe()
 codebooks = random_codebooks(pipe.unet)
 apply_avq(pipe, codebooks).push_to_hub("someone/pipe", token="none")
 codebooks.push_to_hub("someone/codebooks", token="none")
+codebooks.save_pretrained(sys.argv[1], push_to_hub=True, repo_id="someone/saved", token="none")
 loaded = StableDiffusionPipeline.from_pretrained("someone/pipe")
 loaded.set_progress_bar_config(disable=True)
 apply_avq(loaded, AVQCodebooks.from_pretrained("someone/codebooks"))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.diagnostics import capture, capture_curve
 from avq_diffusers.elastic import CaptureProfile, measure_capture
 from avq_diffusers.pipeline import apply_avq, avq_disabled, set_num_refined, summary
+from avq_diffusers.scalecrafter import ScaleCrafterConfig, scalecrafter
 
 CONFIG = AVQConfig(
     10, 2, 3, query_tile=16, query_order="random", levels=(0, 1), importance_tile=4
@@ -272,6 +274,16 @@ class TestMeasure:
             torch.testing.assert_close(torch.tensor(parts[1000]), sum(halves) / 2)
             assert not torch.equal(*halves)
         assert measure_capture(pipe, ["a fox"], seed=3, **sizes | {"width": 128}) != first
+
+    def test_damped_evaluations_do_not_count(self, pipe):
+        """Catches curves of the prompt mixed with those of nothing, and a bar that runs over."""
+        apply_avq(pipe, random_codebooks(pipe.unet, CONFIG))
+        damped = ScaleCrafterConfig((1, 1, 2, 2), 35, damped_dilations=(1, 1, 1, 1))
+        sizes = {"height": 256, "width": 256, "num_inference_steps": 1, "parts": 1}
+        with scalecrafter(pipe, 256, 256, config=damped):
+            profile = self.measure(pipe, **sizes)
+        with scalecrafter(pipe, 256, 256, config=replace(damped, damped_dilations=None)):
+            assert self.measure(pipe, **sizes) == profile
 
     def test_parts_without_a_step(self, pipe):
         """Catches a part without curves, and a plan that does not begin at 1000."""

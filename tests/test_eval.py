@@ -368,6 +368,15 @@ def test_tome_merges_its_levels(levels, share):
     assert {level: tokens[level] / whole[level] for level in share} == share
 
 
+def test_tome_is_the_same_whatever_was_drawn_before():
+    pipe = tiny_pipe()
+    (method,) = prepare(pipe, TOME)
+    settings = Drawing(num_inference_steps=2, size=128)
+    with attention_method(pipe, method):
+        first, second = (generate(pipe, ["a fox"], [0], settings) for _ in range(2))
+    assert np.array_equal(first, second)
+
+
 def test_tome_leaves_no_level_out():
     with pytest.raises(ValueError, match=r"from level 0 on, leaving none out, but got levels \(1,"):
         prepare(tiny_pipe(), TOME, levels=(1,))
@@ -408,6 +417,20 @@ def test_a_row_says_which_weights_a_folder_had(distilled, linfusion, tmp_path):
     after = digests()
     assert after[0] == after[2] != before[0]
     assert after[1] == before[1]
+
+
+def test_a_digest_is_of_what_lies_in_the_folder(tmp_path, monkeypatch):
+    """Catches a digest of the way to it, and one that a file of another name leaves as it was."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    before = report.folder_digest("a", "config.json")
+    assert report.folder_digest(str(tmp_path / "b"), "config.json") == before
+    (tmp_path / "b" / "x").write_text("1")
+    one = report.folder_digest("b", "config.json")
+    (tmp_path / "b" / "x").rename(tmp_path / "b" / "y")
+    assert report.folder_digest("b", "config.json") != one
 
 
 def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
@@ -751,6 +774,15 @@ def test_merged_runs_are_means_with_standard_errors_over_runs():
     assert "| 3.000 ± 1.528 | - | 90.00 ± 5.77 |" in scenes.scenes_table([row])
 
 
+def test_rows_without_a_figure_are_merged_without_it():
+    """Few scenes may hold no copies; catches a traceback at their difference."""
+    rows = [scenes_run(0, method=name)["rows"][0] for name in (EXACT, "M4")]
+    rows[1]["copy_agreement"] = None
+    merged = scene_runs.merge_runs([scenes_run(seed) | {"rows": rows} for seed in (0, 1)])
+    assert merged[1]["copy_agreement"] is merged[1]["copy_agreement_less_exact"] is None
+    assert merged[1]["fid_less_exact"] == 0
+
+
 def test_merged_rows_have_their_differences_to_exact_attention():
     """FID is 3, 5, 4 above that of the same run: the noise, 10 to 30, cancels. Catches errors of
     the means in place of the differences, and exact attention of another run of the seed."""
@@ -931,6 +963,19 @@ def test_errors_by_hand(distilled):
             layers = [figures[name] for figures in row["layers"].values()]
             assert row[name] == pytest.approx(np.mean(layers))
         remove_avq(pipe)
+
+
+def test_codebook_figures_are_of_keys_after_their_norm():
+    pipe, rows = tiny_pipe(), []
+    codebooks = random_codebooks(pipe.unet, AVQConfig(4, 2, 2, key_norm=True))
+    for weight in (1.0, 0.0):  # 0 makes all keys one
+        for name in codebooks.layer_specs:
+            torch.nn.init.constant_(codebooks.key_norm(name).weight, weight)
+        method = Method("m", (0,), codebooks)
+        scene = sample_scene(TEST_SEEDS[0])
+        rows += errors.measure_errors(pipe, [method], [scene], num_timesteps=1)
+    assert rows[0]["perplexity"] > 1.01
+    assert rows[1]["perplexity"] == pytest.approx(1)
 
 
 def test_forced_errors_are_those_of_a_layer_alone(distilled):

@@ -5,7 +5,12 @@ import shutil
 import huggingface_hub.constants
 import pytest
 import torch
-from diffusers import StableDiffusionInpaintPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    DDPMScheduler,
+    IFPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionXLPipeline,
+)
 from safetensors.torch import load_file, save_file
 from single_file import save_single_file
 from tiny import draw, tiny_pipe, tiny_unet
@@ -82,6 +87,39 @@ def test_a_folder_of_half_precision_files(tmp_path):
     pipe = tiny_pipe()
     pipe.save_pretrained(tmp_path, variant="fp16")
     assert torch.equal(draw(load_pipeline(str(tmp_path), "cpu")), draw(pipe))
+
+
+def test_a_folder_without_weights_is_not_said_to_lack_half_precision_files(tmp_path):
+    tiny_pipe().save_pretrained(tmp_path)
+    (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ValueError, match="could not be loaded") as error:
+        load_pipeline(str(tmp_path), "cpu")
+    assert "fp16" not in str(error.value)
+
+
+@pytest.mark.parametrize("sample_size", [[16, 16], None])
+def test_a_model_of_no_one_size_is_refused(tmp_path, sample_size):
+    tiny_pipe(tiny_unet(sample_size=sample_size)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="names no one size of its pictures: sample_size="):
+        load_pipeline(str(tmp_path), "cpu")
+
+
+def test_a_model_of_pixels_is_refused(tmp_path):
+    parts = dict.fromkeys(
+        ("tokenizer", "text_encoder", "safety_checker", "feature_extractor", "watermarker")
+    )
+    pipe = IFPipeline(
+        **parts, unet=tiny_unet(), scheduler=DDPMScheduler(), requires_safety_checker=False
+    )
+    pipe.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no VAE, as Stable Diffusion has"):
+        load_pipeline(str(tmp_path), "cpu")
+
+
+def test_a_list_is_no_model(tmp_path):
+    (tmp_path / "model_index.json").write_text("[]")
+    with pytest.raises(ValueError, match="could not be loaded"):
+        load_pipeline(str(tmp_path), "cpu")
 
 
 def test_a_model_that_needs_a_picture_is_refused(tmp_path):

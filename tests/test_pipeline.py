@@ -144,6 +144,14 @@ class TestApplyAndRemove:
         others[f"{LAYER}.processor"] = set_later
         assert pipe.unet.attn_processors == others
 
+    def test_a_processor_with_weights_stays(self, unet, codebooks):
+        """Catches an assignment, which torch refuses where a module was registered."""
+        attn = unet.get_submodule(LAYER)
+        attn.set_processor(torch.nn.Identity())
+        before = attn.processor
+        apply_avq(unet, codebooks)
+        assert remove_avq(unet).get_submodule(LAYER).processor is before
+
     def test_backends_agree(self, pipe, codebooks):
         """Catches a backend argument that is dropped, or backends that compute other things."""
         exact = draw(pipe)

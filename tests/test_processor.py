@@ -190,6 +190,7 @@ class TestOutput:
         state = unet.get_submodule(LAYER)._avq
         state.move_to(torch.device("meta"), torch.float32)
         assert state.codebook.parents.is_meta
+        assert not key_norm or state.key_norm.weight.is_meta
         state.move_to(torch.device("cpu"), torch.float32)
         assert state.codebook.parents is codebooks.codebook(LAYER).parents
         assert state.key_norm is codebooks.key_norm(LAYER)
