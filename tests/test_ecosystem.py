@@ -870,7 +870,7 @@ pipe = tiny_pipe()
 codebooks = random_codebooks(pipe.unet)
 apply_avq(pipe, codebooks).push_to_hub("someone/pipe", token="none")
 codebooks.push_to_hub("someone/codebooks", token="none")
-codebooks.save_pretrained(sys.argv[1], push_to_hub=True, repo_id="someone/saved", token="none")
+codebooks.save_pretrained(sys.argv[1], push_to_hub=True, token="none")
 loaded = StableDiffusionPipeline.from_pretrained("someone/pipe")
 loaded.set_progress_bar_config(disable=True)
 apply_avq(loaded, AVQCodebooks.from_pretrained("someone/codebooks"))
@@ -913,7 +913,8 @@ class HubRequest(BaseHTTPRequestHandler):
         repo = "/".join(self.path.split("/")[3:5])
         if self.path == "/api/repos/create":
             request = json.loads(body)
-            repo = f"{request['organization']}/{request['name']}"
+            owner = request["organization"] or "someone"  # the user whose token it is
+            repo = f"{owner}/{request['name']}"
             self.server.repos[repo] = {}
             self.answer({"id": repo, "url": f"http://{self.headers['Host']}/{repo}"})
         elif "/preupload/" in self.path:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from cases import make_case
-from diffusers import StableDiffusionImg2ImgPipeline
+from diffusers import DDIMScheduler, StableDiffusionImg2ImgPipeline
 from test_weights import random_changes
 from tiny import draw, random_codebooks, tiny_pipe
 
@@ -278,6 +278,7 @@ class TestMeasure:
     def test_damped_evaluations_do_not_count(self, pipe):
         """Catches curves of the prompt mixed with those of nothing, and a bar that runs over."""
         apply_avq(pipe, random_codebooks(pipe.unet, CONFIG))
+        pipe.scheduler = DDIMScheduler(timestep_spacing="trailing")  # one step, at 999
         damped = ScaleCrafterConfig((1, 1, 2, 2), 35, damped_dilations=(1, 1, 1, 1))
         sizes = {"height": 256, "width": 256, "num_inference_steps": 1, "parts": 1}
         with scalecrafter(pipe, 256, 256, config=damped):
