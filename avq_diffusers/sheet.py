@@ -27,13 +27,14 @@ def picture_sheet(
     Args:
         rows: each of len(column_titles) RGB pictures, all of one size.
         column_titles: one line above each column.
-        row_titles: one line above each row; none when empty.
+        row_titles: one line above each row, even of a prompt of several; none when empty.
         table: cells of a table below the pictures, each row of one length.
 
     Returns:
         RGB picture.
     """
     width, height = rows[0][0].size
+    row_titles = [" ".join(title.split()) for title in row_titles]
     title_font = ImageFont.load_default(TITLE_SIZE)
     text_font = ImageFont.load_default(TEXT_SIZE)
     line = TEXT_SIZE + 5

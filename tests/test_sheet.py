@@ -115,3 +115,12 @@ def test_difference_is_absolute_amplified_and_saturates():
 def test_rows_of_a_table_must_have_one_length():
     with pytest.raises(ValueError, match=r"shorter|longer"):
         picture_sheet([[noise(0)]], ["t"], table=[["a", "b"], ["c"]])
+
+
+def test_a_prompt_of_several_lines_is_read_in_one():
+    """Catches a second line behind the picture."""
+    sheets = [
+        picture_sheet([[noise(0)]], ["a"], row_titles=[title])
+        for title in ("a fox\n on ice", "a fox on ice")
+    ]
+    assert sheets[0].tobytes() == sheets[1].tobytes()
