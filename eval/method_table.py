@@ -116,27 +116,34 @@ def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list
 
     Args:
         table: of `build_table`.
-        size: whose times are shown, of the first such column; None takes the first column.
+        size: whose times are shown, of the first such column; None takes the pictures' own size,
+            and the first column where no time is of that size.
 
     Raises:
         ValueError: the table has no such times, or no pictures.
     """
-    titles = [
-        title for title, facts in table["speed"].items() if size is None or facts["size"] == size
-    ]
-    if not titles or not table["quality"]:
-        sizes = sorted({facts["size"] for facts in table["speed"].values()})
+    quality, speed = table["quality"], table["speed"]
+    titles = list(speed) if size is None else _titles_of(speed, size)
+    if not titles or not quality:
+        sizes = sorted({facts["size"] for facts in speed.values()})
         raise ValueError(
             f"a plot needs results of scenes and of bench unet, at --size if it is given, but this "
-            f"table has {len(table['quality'])} of scenes and times at the sizes {sizes}."
+            f"table has {len(quality)} of scenes and times at the sizes {sizes}."
         )
-    return [
-        [
-            _panel(f"{name}, {column}", titles[0], table["rows"], column, figure)
-            for figure, name in PLOTTED.items()
-        ]
-        for column in table["quality"]
-    ]
+    panels = []
+    for column, facts in quality.items():
+        (shown, *_) = (_titles_of(speed, facts["size"]) if size is None else []) or titles
+        panels.append(
+            [
+                _panel(f"{name}, {column}", shown, table["rows"], column, figure)
+                for figure, name in PLOTTED.items()
+            ]
+        )
+    return panels
+
+
+def _titles_of(speed: Mapping[str, Row], size: int) -> list[str]:
+    return [title for title, facts in speed.items() if facts["size"] == size]
 
 
 def _add_quality(

@@ -414,6 +414,19 @@ class TestTable:
         fid, *_ = table_panels(table, 1024)[0]
         assert [point.x for point in fid.points] == [40, 28, 29]
 
+    def test_panels_show_the_times_of_the_pictures_own_size(self):
+        """Catches small pictures over the times of large ones, where the methods differ more."""
+        documents = [quality([quality_row(EXACT, **FIGURES)], size=side) for side in (256, 512, 64)]
+        times = ((1024, 40.0), (512, 10.0), (256, 3.0))
+        documents += [speed({"sdpa": milliseconds}, size=side) for side, milliseconds in times]
+        table = build_table([result(document, f"{i}.json") for i, document in enumerate(documents)])
+        rows = table_panels(table)
+        assert [fid.points[0].x for fid, *_ in rows] == [3, 10, 40]
+        assert [fid.xlabel for fid, *_ in rows] == [
+            f"UNet step, ms, at {side}² (SD1.5; in a graph)" for side in (256, 512, 1024)
+        ]
+        assert [fid.points[0].x for fid, *_ in table_panels(table, 512)] == [10, 10, 10]
+
     def test_panels_of_a_size_that_is_not_there(self, table):
         with pytest.raises(ValueError, match=r"has 2 of scenes and times at the sizes \[512, 1024"):
             table_panels(table, 2048)

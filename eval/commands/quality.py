@@ -272,7 +272,9 @@ def plot_command(
     ],
     size: Annotated[
         int | None,
-        typer.Option(help="Of the UNet step over whose time a table is shown, else its first."),
+        typer.Option(
+            help="Of the UNet step whose time a table is shown over, else the pictures' own."
+        ),
     ] = None,
 ) -> None:
     """Draw stored results again, each as the PNG beside its file; of a table, quality over time.
