@@ -762,7 +762,9 @@ def test_scores_are_those_of_the_features(place, exact):
     assert row["clip_score_sem"] == pytest.approx(cosines.std(ddof=1) / NUM**0.5, abs=1e-5)
     assert (row["num_pictures"], row["num_real"]) == (NUM, NUM_REAL)
     assert row["kid_subset_size"] == NUM
-    assert f"| exact | - | {row['fid']:.2f} ± {row['fid_sem']:.2f} |" in table
+    shown = [f"{row['fid']:.2f} ± {row['fid_sem']:.2f}", f"{1000 * row['kid']:.3f}"]
+    shown.append(f"{row['clip_score']:.4f} ± {row['clip_score_sem']:.4f}")
+    assert f"| exact | - | {' | '.join(shown)} |" in table
 
     assert score(place, "exact", output="three", pictures=3)[0] == 0
     (fewer,) = rows_of(place, "three")
@@ -992,6 +994,41 @@ def test_rows_of_different_protocols_are_refused(place, tmp_path):
     assert errors.endswith(
         "one cannot stand in one table; they differ in captions_sha256, num_pictures."
     )
+
+
+def test_rows_of_one_table_differ_in_model_and_method_only(tmp_path):
+    """Catches figures of other settings beside each other, and a method that none stands beside."""
+    images = [noise(64, 64, seed)[1] for seed in range(2)]
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        write_row(folder, images, 64)
+    manifest = json.loads((folders[0] / "manifest.json").read_text())
+    free = ("model", "model_sha256", "method", "method_sha256", "levels", "calibration_sha256")
+    checked = ("captions", "size", "scalecrafter", "sampler", "num_inference_steps")
+    checked += ("guidance_scale", "dtype")
+
+    def read(name):
+        for folder, value in zip(folders, ("a", "b"), strict=True):
+            config = {**manifest["config"], name: value}
+            (folder / "manifest.json").write_text(json.dumps({**manifest, "config": config}))
+        return coco_score.read_folders(folders)
+
+    for name in free:
+        assert [folder.config[name] for folder in read(name)] == ["a", "b"]
+    for name in checked:
+        with pytest.raises(ValueError, match=f"cannot stand in one table; they differ in {name}."):
+            read(name)
+
+
+def test_another_scorer_is_another_network(tmp_path):
+    """Catches features of real pictures by a scorer that was trained again in its place."""
+    shutil.copytree(SCORER, tmp_path / "scorer")
+    names = [coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name]
+    config = tmp_path / "scorer/config.json"
+    config.write_text(config.read_text() + "\n")
+    names.append(coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name)
+    names.append(coco_score.load_networks(SCORER, torch.device("cpu")).name)
+    assert names[0] == names[2] != names[1]
 
 
 @pytest.mark.skipif(
