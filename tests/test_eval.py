@@ -975,6 +975,25 @@ def test_errors_by_hand(distilled):
         remove_avq(pipe)
 
 
+@torch.no_grad()
+def test_noised_scenes_are_what_the_model_sees_in_training():
+    """Catches latents or pixels of another scale, one noise for all steps, and others' captions."""
+    pipe = tiny_pipe()
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+    pixels = np.stack([render(scene, 128) for scene in shown]).transpose(0, 3, 1, 2) / 255
+    pixels = torch.from_numpy(2 * pixels - 1).float()
+    clean = pipe.vae.encode(pixels).latent_dist.mode() * pipe.vae.config.scaling_factor
+    text_states = [pipe.encode_prompt(x.caption, "cpu", 1, False)[0] for x in shown]
+    batches = list(errors.noised_scenes(pipe, shown, 2))
+    for index, (latents, steps, states) in enumerate(batches):
+        step = (250, 750)[index]
+        noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(index))
+        share = pipe.scheduler.alphas_cumprod[step]
+        torch.testing.assert_close(latents, share.sqrt() * clean + (1 - share).sqrt() * noise)
+        assert steps.tolist() == [step, step]
+        torch.testing.assert_close(states, torch.cat(text_states))
+
+
 def test_codebook_figures_are_of_keys_after_their_norm():
     pipe, rows = tiny_pipe(), []
     codebooks = random_codebooks(pipe.unet, AVQConfig(4, 2, 2, key_norm=True))
