@@ -37,6 +37,7 @@ from eval.captions import read_captions
 from eval.faults import contents
 from eval.metrics import Scorer
 from eval.pictures import Drawing, draw_batch
+from eval.report import folder_digest
 
 NUM = 5  # pictures of a row
 NUM_REAL = 8
@@ -567,9 +568,11 @@ def test_methods_change_pictures_and_codebooks_are_kept(place, exact, monkeypatc
 
 def test_codebooks_that_are_deleted_come_back_to_finished_pictures(place):
     """Catches a folder with nothing left to draw that stays without the codebooks of its row."""
-    command = {"method": place / "avq", "pictures": 2}
+    command = {"method": f"{place / 'avq'}@P1", "pictures": 2}
     assert generate(place, "row-finished", **command) == (0, "", "")
     folder = place / "row-finished"
+    config = coco.read_manifest(folder)["config"]
+    assert config["method_sha256"] == folder_digest(place / "avq", "config.json")
     made, _ = contents(folder)
     manifest = (folder / "manifest.json").read_bytes()
     assert "codebooks/config.json" in made
@@ -606,6 +609,8 @@ def test_each_row_is_warned_of_by_its_own_model(tmp_path, place):
         code, _, errors = score(tmp_path, *folders, real=place / "scenes/images")
         assert code == 0
         assert "model is tiny, not stable-diffusion-v1-5" in errors
+        names = {"one": "stable-diffusion-v1-5", "two": "tiny"}
+        assert [row["model"] for row in rows_of(tmp_path)] == [names[name] for name in folders]
 
 
 def test_scalecrafter_dilates_beyond_the_training_size(place):
@@ -916,6 +921,33 @@ def test_patch_fid_sees_detail_that_fid_does_not(tmp_path, monkeypatch):
     code, _, errors = score(tmp_path, "smooth", real=reference, patches=small)
     assert code == 2
     assert "0.png cannot be used: patches need pictures of at least 1024, but it has" in errors
+
+
+def test_patches_of_another_size_have_their_own_features(tmp_path):
+    """Catches the cache of one size in a table of another, and a row that is its own reference."""
+    for size in (300, 400):
+        images = [noise(size, size, seed)[1] for seed in range(2)]
+        write_row(tmp_path / str(size), images, size)
+    options = {"real": tmp_path / "400/pictures", "patches": tmp_path / "400/pictures"}
+    found = []
+    for cache, sizes in (("both", (400, 300)), ("fresh", (300,))):
+        for size in sizes:
+            code, _, errors = score(tmp_path, str(size), cache=tmp_path / cache, **options)
+            assert code == 0, errors
+        found += rows_of(tmp_path)
+    assert found[0] == found[1]
+    assert found[0]["patch_fid"] > 0
+    score(tmp_path, "300", real=options["real"], patches=tmp_path / "300")
+    assert rows_of(tmp_path)[0]["patch_fid"] is None
+
+
+def test_real_pictures_are_all_that_lie_in_the_folder(tmp_path):
+    """Catches pictures of COCO's folders by year, or of cameras, that are no reference."""
+    (tmp_path / "val2014").mkdir()
+    names = ["b.JPG", "val2014/a.jpeg", "val2014/c.png"]
+    for name in (*names, "a.txt", "val2014/._a.jpeg"):
+        (tmp_path / name).touch()
+    assert coco_score.real_pictures(tmp_path) == [tmp_path / name for name in names]
 
 
 @pytest.mark.parametrize(
