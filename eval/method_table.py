@@ -181,6 +181,7 @@ def _add_quality(
                 f"{result.path} has pictures of {row['method']} as it is at another time than in "
                 "the results before it: the folder's digest differs; make one of them again."
             )
+        entry["sha256"] = entry["sha256"] or facts["sha256"]
         entry["quality"].setdefault(title, {name: row[name] for name in row if name in MEASURED})
 
 

@@ -89,7 +89,7 @@ def pool_parts(
     documents = [document for document, _ in parts]
     environments = [document.get("environment", {}) for document in documents]
     names = {name: documents for name in WHOLE}
-    names |= {name: environments for name in environments[0] if name not in CHANGING}
+    names |= {name: environments for x in environments for name in x if name not in CHANGING}
     for name, places in names.items():
         if len({json.dumps(place.get(name)) for place in places}) > 1:
             raise ValueError(f"the parts must be of one run, but differ in {name}.")

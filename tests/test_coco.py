@@ -37,6 +37,7 @@ from eval.captions import read_captions
 from eval.faults import contents
 from eval.metrics import Scorer
 from eval.pictures import Drawing, draw_batch
+from eval.report import folder_digest
 
 NUM = 5  # pictures of a row
 NUM_REAL = 8
@@ -567,9 +568,11 @@ def test_methods_change_pictures_and_codebooks_are_kept(place, exact, monkeypatc
 
 def test_codebooks_that_are_deleted_come_back_to_finished_pictures(place):
     """Catches a folder with nothing left to draw that stays without the codebooks of its row."""
-    command = {"method": place / "avq", "pictures": 2}
+    command = {"method": f"{place / 'avq'}@P1", "pictures": 2}
     assert generate(place, "row-finished", **command) == (0, "", "")
     folder = place / "row-finished"
+    config = coco.read_manifest(folder)["config"]
+    assert config["method_sha256"] == folder_digest(place / "avq", "config.json")
     made, _ = contents(folder)
     manifest = (folder / "manifest.json").read_bytes()
     assert "codebooks/config.json" in made
@@ -606,6 +609,8 @@ def test_each_row_is_warned_of_by_its_own_model(tmp_path, place):
         code, _, errors = score(tmp_path, *folders, real=place / "scenes/images")
         assert code == 0
         assert "model is tiny, not stable-diffusion-v1-5" in errors
+        names = {"one": "stable-diffusion-v1-5", "two": "tiny"}
+        assert [row["model"] for row in rows_of(tmp_path)] == [names[name] for name in folders]
 
 
 def test_scalecrafter_dilates_beyond_the_training_size(place):
@@ -762,7 +767,9 @@ def test_scores_are_those_of_the_features(place, exact):
     assert row["clip_score_sem"] == pytest.approx(cosines.std(ddof=1) / NUM**0.5, abs=1e-5)
     assert (row["num_pictures"], row["num_real"]) == (NUM, NUM_REAL)
     assert row["kid_subset_size"] == NUM
-    assert f"| exact | - | {row['fid']:.2f} ± {row['fid_sem']:.2f} |" in table
+    shown = [f"{row['fid']:.2f} ± {row['fid_sem']:.2f}", f"{1000 * row['kid']:.3f}"]
+    shown.append(f"{row['clip_score']:.4f} ± {row['clip_score_sem']:.4f}")
+    assert f"| exact | - | {' | '.join(shown)} |" in table
 
     assert score(place, "exact", output="three", pictures=3)[0] == 0
     (fewer,) = rows_of(place, "three")
@@ -916,6 +923,33 @@ def test_patch_fid_sees_detail_that_fid_does_not(tmp_path, monkeypatch):
     assert "0.png cannot be used: patches need pictures of at least 1024, but it has" in errors
 
 
+def test_patches_of_another_size_have_their_own_features(tmp_path):
+    """Catches the cache of one size in a table of another, and a row that is its own reference."""
+    for size in (300, 400):
+        images = [noise(size, size, seed)[1] for seed in range(2)]
+        write_row(tmp_path / str(size), images, size)
+    options = {"real": tmp_path / "400/pictures", "patches": tmp_path / "400/pictures"}
+    found = []
+    for cache, sizes in (("both", (400, 300)), ("fresh", (300,))):
+        for size in sizes:
+            code, _, errors = score(tmp_path, str(size), cache=tmp_path / cache, **options)
+            assert code == 0, errors
+        found += rows_of(tmp_path)
+    assert found[0] == found[1]
+    assert found[0]["patch_fid"] > 0
+    score(tmp_path, "300", real=options["real"], patches=tmp_path / "300")
+    assert rows_of(tmp_path)[0]["patch_fid"] is None
+
+
+def test_real_pictures_are_all_that_lie_in_the_folder(tmp_path):
+    """Catches pictures of COCO's folders by year, or of cameras, that are no reference."""
+    (tmp_path / "val2014").mkdir()
+    names = ["b.JPG", "val2014/a.jpeg", "val2014/c.png"]
+    for name in (*names, "a.txt", "val2014/._a.jpeg"):
+        (tmp_path / name).touch()
+    assert coco_score.real_pictures(tmp_path) == [tmp_path / name for name in names]
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -992,6 +1026,41 @@ def test_rows_of_different_protocols_are_refused(place, tmp_path):
     assert errors.endswith(
         "one cannot stand in one table; they differ in captions_sha256, num_pictures."
     )
+
+
+def test_rows_of_one_table_differ_in_model_and_method_only(tmp_path):
+    """Catches figures of other settings beside each other, and a method that none stands beside."""
+    images = [noise(64, 64, seed)[1] for seed in range(2)]
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        write_row(folder, images, 64)
+    manifest = json.loads((folders[0] / "manifest.json").read_text())
+    free = ("model", "model_sha256", "method", "method_sha256", "levels", "calibration_sha256")
+    checked = ("captions", "size", "scalecrafter", "sampler", "num_inference_steps")
+    checked += ("guidance_scale", "dtype")
+
+    def read(name):
+        for folder, value in zip(folders, ("a", "b"), strict=True):
+            config = {**manifest["config"], name: value}
+            (folder / "manifest.json").write_text(json.dumps({**manifest, "config": config}))
+        return coco_score.read_folders(folders)
+
+    for name in free:
+        assert [folder.config[name] for folder in read(name)] == ["a", "b"]
+    for name in checked:
+        with pytest.raises(ValueError, match=f"cannot stand in one table; they differ in {name}."):
+            read(name)
+
+
+def test_another_scorer_is_another_network(tmp_path):
+    """Catches features of real pictures by a scorer that was trained again in its place."""
+    shutil.copytree(SCORER, tmp_path / "scorer")
+    names = [coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name]
+    config = tmp_path / "scorer/config.json"
+    config.write_text(config.read_text() + "\n")
+    names.append(coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name)
+    names.append(coco_score.load_networks(SCORER, torch.device("cpu")).name)
+    assert names[0] == names[2] != names[1]
 
 
 @pytest.mark.skipif(

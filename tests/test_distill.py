@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,6 +233,20 @@ def test_steps_are_optimizer_steps_and_samples_are_counted(finished):
     optimizer = final(finished)["optimizer"]
     counted = [value.item() for key, value in optimizer.items() if key.startswith("step/")]
     assert counted == [4] * 50  # ten layers of five parameters
+
+
+def test_a_line_of_the_log_is_the_mean_since_the_one_before(finished, model, tmp_path, monkeypatch):
+    """Catches sums that go on, a mean over too many steps, and a speed over other seconds."""
+    clock = SimpleNamespace(monotonic=count().__next__)  # one second between two readings
+    monkeypatch.setattr(loop, "time", clock)
+    assert run(model, tmp_path, log_every=3, checkpoint_every="null").exit_code == 0
+    every, (third, fourth) = read_log(finished), read_log(tmp_path)
+    assert (third["step"], fourth["step"]) == (3, 4)
+    for name in ("loss", "noise", "output", "feature", "commitment", "grad_norm"):
+        one, two, three, four = (line[name] for line in every)
+        assert third[name] == pytest.approx((one + two + three) / 3, rel=1e-4)
+        assert fourth[name] == pytest.approx(four, rel=1e-4)
+    assert [line["samples_per_second"] for line in (third, fourth)] == [3 * 4, 4]
 
 
 def test_the_log_has_figures_per_layer(finished):

@@ -40,7 +40,7 @@ from avq_diffusers import (
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, corrupt, render, sample_scene
 from eval import compare, errors, metrics, report, scene_runs, scenes, training
 from eval.commands.options import command_line
-from eval.frechet import fit_gaussian, frechet_distance
+from eval.frechet import fit_gaussian, frechet_distance, jackknife_error
 from eval.methods import (
     EXACT,
     NO_ATTENTION,
@@ -52,6 +52,7 @@ from eval.methods import (
     prepare_methods,
 )
 from eval.pictures import Drawing, dilation, generate
+from eval.protocol import JACKKNIFE_BLOCKS
 from eval.samples import Sample, figures
 
 CALIBRATION = ["a"]
@@ -246,9 +247,12 @@ def test_generate_guides_as_is_usual_for_the_model(model, guidance_scale):
 
 
 def test_standard_errors_are_of_an_unbiased_variance():
-    """Catches a spread over n, and one that is not divided by its root."""
-    sample = Sample(torch.eye(3), torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0.0, 1.0]))
-    found = figures(sample, fit_gaussian(torch.eye(3)))
+    """Catches a spread over n, one that is not divided by its root, and that of another FID."""
+    features = torch.randn(60, 3, generator=torch.manual_seed(0))
+    sample = Sample(features, torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0.0, 1.0]))
+    reference = fit_gaussian(torch.eye(3))
+    found = figures(sample, reference)
+    assert found["fid_sem"] == jackknife_error(reference, features, JACKKNIFE_BLOCKS)
     assert found["clip_score_sem"] == pytest.approx(7**0.5 / 3**0.5)
     assert found["copy_agreement_sem"] == pytest.approx(0.5)
 
@@ -431,6 +435,11 @@ def test_a_digest_is_of_what_lies_in_the_folder(tmp_path, monkeypatch):
     one = report.folder_digest("b", "config.json")
     (tmp_path / "b" / "x").rename(tmp_path / "b" / "y")
     assert report.folder_digest("b", "config.json") != one
+    (tmp_path / "b" / "unet").mkdir()
+    (tmp_path / "b" / "unet" / "weights").write_text("1")
+    before = report.folder_digest("b", "config.json")
+    (tmp_path / "b" / "unet" / "weights").write_text("2")
+    assert report.folder_digest("b", "config.json") != before
 
 
 def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
@@ -792,7 +801,7 @@ def test_merged_rows_have_their_differences_to_exact_attention():
             scenes_run(seed, x, method=name)["rows"][0]
             for name, x in ((EXACT, exact), (method, fid))
         ]
-        rows.append(scenes_run(seed, 0.0, method=scenes.REAL)["rows"][0])
+        rows += [scenes_run(seed, 0.0, method=x)["rows"][0] for x in (scenes.REAL, scenes.BROKEN)]
         return scenes_run(seed) | {"rows": rows}
 
     runs = [run(0, 10, "M4", 13), run(1, 20, "M4", 25), run(2, 99, "M5", 0), run(2, 30, "M4", 34)]
@@ -800,7 +809,8 @@ def test_merged_rows_have_their_differences_to_exact_attention():
     assert rows["M4"]["fid_less_exact"] == pytest.approx(4)
     assert rows["M4"]["fid_less_exact_sem"] == pytest.approx(1 / 3**0.5)
     assert rows["M4"]["clip_score_less_exact"] == rows["M4"]["copy_agreement_less_exact_sem"] == 0
-    assert rows[EXACT]["fid_less_exact"] is rows[scenes.REAL]["fid_less_exact"] is None
+    for name in (EXACT, scenes.REAL, scenes.BROKEN):
+        assert rows[name]["fid_less_exact"] is None
     (line,) = scenes.differences_table(list(rows.values())).splitlines()[2:]
     assert line == "| M4 | - | - | +4.000 ± 0.577 | +0.000 ± 0.000 | +0.0000 ± 0.0000 |"
 
@@ -963,6 +973,25 @@ def test_errors_by_hand(distilled):
             layers = [figures[name] for figures in row["layers"].values()]
             assert row[name] == pytest.approx(np.mean(layers))
         remove_avq(pipe)
+
+
+@torch.no_grad()
+def test_noised_scenes_are_what_the_model_sees_in_training():
+    """Catches latents or pixels of another scale, one noise for all steps, and others' captions."""
+    pipe = tiny_pipe()
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+    pixels = np.stack([render(scene, 128) for scene in shown]).transpose(0, 3, 1, 2) / 255
+    pixels = torch.from_numpy(2 * pixels - 1).float()
+    clean = pipe.vae.encode(pixels).latent_dist.mode() * pipe.vae.config.scaling_factor
+    text_states = [pipe.encode_prompt(x.caption, "cpu", 1, False)[0] for x in shown]
+    batches = list(errors.noised_scenes(pipe, shown, 2))
+    for index, (latents, steps, states) in enumerate(batches):
+        step = (250, 750)[index]
+        noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(index))
+        share = pipe.scheduler.alphas_cumprod[step]
+        torch.testing.assert_close(latents, share.sqrt() * clean + (1 - share).sqrt() * noise)
+        assert steps.tolist() == [step, step]
+        torch.testing.assert_close(states, torch.cat(text_states))
 
 
 def test_codebook_figures_are_of_keys_after_their_norm():
@@ -1259,6 +1288,33 @@ def test_save_json_carries_its_environment(tmp_path):
     assert {"date", "commit", "device", "python", "diffusers"} <= set(document["environment"])
     assert "CPU" in document["environment"]["device"]
     assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+
+
+def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeypatch):
+    """Catches changed code that passes for its commit, and results that change it."""
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "eval" / "report.py"))
+    (tmp_path / "eval").mkdir()
+
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a"]
+        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True)
+
+    def commit():
+        return report.environment("cpu")["commit"]
+
+    assert commit() == "unknown"
+    for name in ("report.py", "result.json"):
+        (tmp_path / "eval" / name).write_text("1")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
+        git(*arguments)
+    (tmp_path / "eval" / "result.json").write_text("2")
+    head = commit()
+    assert re.fullmatch("[0-9a-f]{40}", head)
+    (tmp_path / "eval" / "report.py").write_text("2")
+    assert commit() == f"{head}+changes"
+    monkeypatch.setenv("GIT_COMMIT", "a copy's")
+    assert commit() == "a copy's"
 
 
 def test_save_json_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):

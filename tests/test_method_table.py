@@ -387,6 +387,7 @@ class TestTable:
         assert cells[f"| {EXACT}"][1:7] == ["-", "-", "20.000 ± 0.500", "-", "90.00", "0.750"]
         assert cells[f"| {EXACT}"][-3:] == ["10", "40", "3 |"]
         assert cells["| M64P16C8"][1:3] == ["192", "0"]
+        assert cells["| AVQ 64/16/8"][1:3] == ["192", "0, 1"]
         assert cells["| limit"][1:-3] == ["-"] * (len(cells["| limit"]) - 4)
         start = f"| {FOLDER} (M64P16C8) | 192 | 0, 1 | 22.000 | - | - | - | - | - |"
         assert any(line.startswith(start) for line in lines)
@@ -406,6 +407,7 @@ class TestTable:
             ("M64P16C8, distilled, level 0+1", 6.125, 22),
         ]
         assert [point.error for point in fid.points] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0.5, 0.5, 0]
+        assert {point.error for point in clip.points} == {0}  # it has none; those are of FID
         assert (fid.reference, clip.reference, fid_large.reference) == (20, 90, 30)
         assert [point.y for point in clip.points] == [90, 90, 89, 90, 90, 90, 90, 90]
         assert [point.x for point in clip_large.points] == [10]
@@ -461,13 +463,23 @@ class TestTable:
             build_table(documents)
 
     def test_a_folder_that_has_changed_is_refused(self):
-        """Catches codebooks of before and after a training in one row."""
-        small, large = (
+        """Catches codebooks of before and after a training in one row, also behind a file that
+        does not say which they are."""
+        silent, small, large = (
             result(quality([quality_row("runs/a", "M4", sha256=digest)], size=size), f"{size}.json")
-            for size, digest in ((256, "old"), (512, "new"))
+            for size, digest in ((128, None), (256, "old"), (512, "new"))
         )
-        with pytest.raises(ValueError, match=r"has pictures of runs/a as it is at anoth"):
-            build_table([small, large])
+        for said in ([silent, small], [small, silent]):
+            (row,) = build_table(said)["rows"]
+            assert row["sha256"] == "old"
+            with pytest.raises(ValueError, match=r"has pictures of runs/a as it is at anoth"):
+                build_table([*said, large])
+
+    def test_a_column_says_whether_its_pictures_were_dilated(self):
+        documents = [
+            quality([quality_row(EXACT)], size=512, scalecrafter=used) for used in (False, True)
+        ]
+        assert list(build_table(list(map(result, documents)))["quality"]) == ["512²", LARGE]
 
     @pytest.mark.parametrize("name", ["model", "scorer", "guidance_scale"])
     def test_what_makes_pictures_must_agree(self, name):

@@ -131,8 +131,11 @@ def test_parts_by_hand():
         (["1/2", "2/2"], {"first_seed": 1}, "differ in first_seed"),
         (["1/2", "2/2"], {"size": 512}, "differ in size"),
         (["1/2", "2/2"], {"batch": 3}, "differ in batch"),
+        (["1/2", "2/2"], {"compiled": True}, "differ in compiled"),
         (["1/2", "2/2"], {"model_sha256": "b"}, "differ in model_sha256"),
         (["1/2", "2/2"], {"environment": {"device": "B"}}, "differ in device"),
+        (["1/2", "2/2"], {"environment": {"device": "A", "torch": "3"}}, "differ in torch"),
+        (["1/2", "2/2"], {"environment": {}}, "differ in device"),
         (["1/2", "2/2"], {"rows": [quality_row("M4", "M8")]}, "differ in the method M4"),
         (["1/2", "2/2"], {"samples": {}}, "a part has no sample of scenes of the reference"),
     ],
@@ -161,6 +164,18 @@ def test_parts_of_which_one_is_not_compared():
         scene_runs.pool_parts(parts)
     parts[1][1]["M4"] = compared
     assert scene_runs.pool_parts(parts)[0]["num_pictures"] == 6
+
+
+def test_a_pooled_row_has_the_mean_time_of_its_parts():
+    """Catches the time of one part, and rows that a part lacks."""
+    parts = []
+    for part, seconds, names in (("1/2", 1.0, ("M4", "M5")), ("2/2", 3.0, ("M4", "M6"))):
+        rows = [quality_row(name, name, seconds_per_picture=seconds) for name in names]
+        sample = Sample(*map(torch.randn, ((2, 2), (2,), (2,))))
+        document = quality(rows, pictures=4, part=part)
+        parts.append((document, dict.fromkeys((scenes.REFERENCE, *names), sample)))
+    (row,) = scene_runs.pool_parts(parts)
+    assert (row["method"], row["seconds_per_picture"]) == ("M4", 2)
 
 
 def test_files_that_are_no_parts(model, tmp_path, monkeypatch):

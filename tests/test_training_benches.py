@@ -231,7 +231,10 @@ def test_ablations_of_several_seeds_are_merged(tmp_path):
     ("second", "changed", "message"),
     [
         (0, {}, "two files have the run DiVeQ, seed 0, judged at M4P2C2."),
+        (1, {"config": 9}, "must be alike, but differ in config."),
+        (1, {"overrides": 9}, "must be alike, but differ in overrides."),
         (1, {"num_pictures": 9}, "must be alike, but differ in num_pictures."),
+        (1, {"num_timesteps": 9}, "must be alike, but differ in num_timesteps."),
         (1, {"command": "python -m eval scenes"}, "but these are of ablate, scenes."),
         (1, {"rows": [{}]}, "is not a complete result (KeyError: 'variant')"),
     ],
