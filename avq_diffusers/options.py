@@ -2,6 +2,7 @@
 
 from avq_diffusers.mini import MINI_SD, default_prompts
 
+LARGEST_SEED = 2**63 - 1
 CALIBRATION_PROMPTS = (
     "a photo of a mountain lake at sunrise, pine trees in the foreground",
     "portrait of an old fisherman, dramatic light, detailed skin",

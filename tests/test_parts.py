@@ -109,6 +109,13 @@ def test_a_run_goes_on_with_its_own_weights(model, tmp_path, monkeypatch):
     assert "the stored one differs in model_sha256" in str(refused.exception)
 
 
+def test_a_seed_that_pytorch_cannot_take():
+    """Catches an overflow after minutes of calibration."""
+    refused = CliRunner().invoke(app, ["scenes", "--first-seed", str(2**63)])
+    assert refused.exit_code == 2
+    assert "Invalid value for '--first-seed'" in refused.output
+
+
 def test_samples_that_cannot_be_written(tmp_path):
     path = tmp_path / "file" / "x.safetensors"
     path.parent.write_text("")
