@@ -565,7 +565,7 @@ def _save(picture: Image.Image, path: Path) -> None:
 
 
 def _sheet_path(out: Path) -> Path:
-    return out.with_stem(out.stem + "_sheet")
+    return out.parent / f"{out.stem}_sheet{out.suffix}"
 
 
 def _check_output(path: Path, *others: Path) -> None:
