@@ -33,7 +33,7 @@ from avq_diffusers.mini import (
     MINI_SD,
     model_path,
 )
-from avq_diffusers.options import numbers_of, usual_prompts
+from avq_diffusers.options import LARGEST_SEED, numbers_of, usual_prompts
 from avq_diffusers.pipeline import (
     apply_avq,
     avq_disabled,
@@ -60,7 +60,6 @@ DEFAULT_CONFIG = "M64P16C8"
 REPORT_WIDTH = 100
 CAPTURE_STEPS = 8
 FINGERPRINT_VALUES = 1024
-LARGEST_SEED = 2**63 - 1
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -566,7 +565,7 @@ def _save(picture: Image.Image, path: Path) -> None:
 
 
 def _sheet_path(out: Path) -> Path:
-    return out.with_stem(out.stem + "_sheet")
+    return out.parent / f"{out.stem}_sheet{out.suffix}"
 
 
 def _check_output(path: Path, *others: Path) -> None:

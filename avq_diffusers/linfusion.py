@@ -133,6 +133,8 @@ def load_linfusion(pipe: PipelineOrUNet, path: str | Path) -> PipelineOrUNet:
 
     Earlier LinFusion layers are removed first. The layers bring their own projections, on the
     UNet's device and in its dtype; what the UNet holds stays as it is, for `remove_linfusion`.
+    Load or unload IP-Adapters before: diffusers then makes processors of self-attention anew, of
+    the same class, but without the arguments that these need.
 
     Args:
         pipe: a pipeline with the UNet of the layers' base model, or the UNet.

@@ -1,7 +1,10 @@
 """Values of options that `avq` and `python -m eval` share."""
 
+import re
+
 from avq_diffusers.mini import MINI_SD, default_prompts
 
+LARGEST_SEED = 2**63 - 1
 CALIBRATION_PROMPTS = (
     "a photo of a mountain lake at sunrise, pine trees in the foreground",
     "portrait of an old fisherman, dramatic light, detailed skin",
@@ -15,11 +18,10 @@ CALIBRATION_PROMPTS = (
 
 
 def numbers_of(option: str, text: str) -> tuple[int, ...]:
-    """The integers of a comma-separated list; `option` is named where it is none."""
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.") from None
+    """The integers from 0 on of a comma-separated list; `option` is named where it is none."""
+    if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) is None:
+        raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.")
+    return tuple(map(int, text.split(",")))
 
 
 def usual_prompts(model: str) -> list[str]:

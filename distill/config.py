@@ -10,6 +10,7 @@ from distill.config_file import (
     check_not_negative,
     check_one_of,
     check_positive,
+    check_seed,
 )
 from distill.sources import DataConfig
 
@@ -169,7 +170,8 @@ class DistillConfig:
             self, "steps", "batch_size", "micro_batch_size", "log_every", "keep_checkpoints"
         )
         check_at_least_one_or_none(self, "checkpoint_every")
-        check_not_negative(self, "seed", "warmup_steps")
+        check_seed(self)
+        check_not_negative(self, "warmup_steps")
         check_positive(self, "max_grad_norm")
         check_finite(self, "learning_rate", "weight_decay")
         if self.image_size % 8 or self.image_size < 8:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from avq_diffusers.options import LARGEST_SEED
+
 Config = TypeVar("Config")
 
 # What yaml lets through of values that its tags or its patterns promise, and of deep nesting.
@@ -137,6 +139,12 @@ def check_not_negative(config: Any, *names: str) -> None:
     for name in names:
         if not getattr(config, name) >= 0:
             raise ValueError(f"{name} must be at least 0, but got {getattr(config, name)}.")
+
+
+def check_seed(config: Any) -> None:
+    """Raise ValueError for a `seed` that PyTorch cannot take."""
+    if not 0 <= config.seed <= LARGEST_SEED:
+        raise ValueError(f"seed must be between 0 and {LARGEST_SEED}, but got {config.seed}.")
 
 
 def check_finite(config: Any, *names: str) -> None:

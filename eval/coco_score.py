@@ -278,10 +278,11 @@ def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
     def cell(row: Mapping[str, Any], name: str, form: str) -> str:
         return "-" if row[name] is None else f"{row[name]:{form}} ± {row[f'{name}_sem']:{form}}"
 
-    header = ["method", "effective codewords", "FID", "KID x 1000", "CLIP score"]
+    header = ["model", "method", "effective codewords", "FID", "KID x 1000", "CLIP score"]
     has_patches = "patch_fid" in rows[0]
     lines = [
         [
+            row["model"],
             *method_cells(row),
             cell(row, "fid", ".2f"),
             number(1000 * row["kid"], ".3f"),

@@ -72,6 +72,7 @@ class Method:
         num_refined: parents refined per query tile, in place of the codebooks' own number.
         linfusion: processors of LinFusion layers by layer name; None for other methods.
         sha256: digest of the folder that the method was loaded from; None for other methods.
+        uncalibrated: what `calibrated` makes codebooks of; None for methods that need none.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Method:
     num_refined: int | None = None
     linfusion: Mapping[str, LinFusionProcessor] | None = None
     sha256: str | None = None
+    uncalibrated: AVQConfig | None = None
 
     def with_fields(self, **fields: Any) -> "Method":
         """This method with other fields of its codebooks' `AVQConfig` that change no codeword.
@@ -181,8 +183,24 @@ def prepare_methods(
         pipe: a Stable Diffusion pipeline without AVQ and LinFusion.
         names: of `Method`.
         levels: UNet levels that change; what is in a folder brings its own.
-        calibration_prompts: prompts that configurations are calibrated on, in the default steps of
-            `calibrate`: codebooks do not change with the steps of the pictures that are compared.
+        calibration_prompts: of `calibrated`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_methods`.
+    """
+    loaded = load_methods(pipe, names, levels=levels)
+    return [calibrated(pipe, method, calibration_prompts) for method in loaded]
+
+
+def load_methods(
+    pipe: StableDiffusionPipeline, names: Sequence[str], *, levels: tuple[int, ...]
+) -> list[Method]:
+    """The methods, those of configurations without their codebooks, which `calibrated` adds.
+
+    Args:
+        pipe: a Stable Diffusion pipeline without AVQ and LinFusion.
+        names: of `Method`.
+        levels: UNet levels that change; what is in a folder brings its own.
 
     Raises:
         FileNotFoundError: a folder lacks a file.
@@ -192,20 +210,31 @@ def prepare_methods(
     """
     _refuse_changed(pipe)
     select_layers(pipe.unet, levels)
-    parsed = [_parse(pipe, name, levels) for name in names]
-    for method, config in parsed:
-        if config is not None:
-            select_layers(pipe.unet, levels, config.exact)
+    methods = [_load(pipe, name, levels) for name in names]
+    for method in methods:
+        if method.uncalibrated is not None:
+            select_layers(pipe.unet, levels, method.uncalibrated.exact)
         if method.codebooks is not None:
             with attention_method(pipe, method):
                 pass
-    prepared = []
-    for method, config in parsed:
-        codebooks = method.codebooks
-        if config is not None:
-            codebooks = calibrate(pipe, calibration_prompts, config, seed=CALIBRATION_SEED)
-        prepared.append(replace(method, codebooks=codebooks and codebooks.to(pipe.device)))
-    return prepared
+    return methods
+
+
+def calibrated(
+    pipe: StableDiffusionPipeline, method: Method, calibration_prompts: Sequence[str]
+) -> Method:
+    """A method of `load_methods` with its codebooks, if it needs any, on the pipeline's device.
+
+    Args:
+        pipe: that the method was loaded for.
+        method: to calibrate, in the default steps of `calibrate`: codebooks do not change with the
+            steps of the pictures that are compared.
+        calibration_prompts: that configurations are calibrated on.
+    """
+    codebooks = method.codebooks
+    if method.uncalibrated is not None:
+        codebooks = calibrate(pipe, calibration_prompts, method.uncalibrated, seed=CALIBRATION_SEED)
+    return replace(method, codebooks=codebooks and codebooks.to(pipe.device), uncalibrated=None)
 
 
 @contextmanager
@@ -274,12 +303,9 @@ def split_refined(name: str) -> tuple[str, int | None]:
     return (form[1], int(form[2])) if form else (name, None)
 
 
-def _parse(
-    pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]
-) -> tuple[Method, AVQConfig | None]:
-    """The method, and what to calibrate for it, if anything."""
+def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> Method:
     if name in (EXACT, NO_ATTENTION):
-        return Method(name, levels), None
+        return Method(name, levels)
     if name == TOME:
         if find_spec("tomesd") is None:
             raise ValueError(f"method {TOME} needs the package tomesd: pip install tomesd.")
@@ -287,7 +313,7 @@ def _parse(
             raise ValueError(
                 f"{TOME} merges tokens from level 0 on, leaving none out, but got levels {levels}."
             )
-        return Method(name, levels), None
+        return Method(name, levels)
     source, num_refined = split_refined(name)
     if num_refined is None and REFINED_MARK in name and not Path(name).is_dir():
         raise ValueError(f"methods may end in {REFINED_MARK}8 or so, but got {name!r}.")
@@ -298,7 +324,7 @@ def _parse(
             replace(config, num_refined=num_refined)
     except ValueError as error:
         if Path(source).is_dir():
-            return _load_folder(pipe, name, source, num_refined), None
+            return _load_folder(pipe, name, source, num_refined)
         if any(sign in source for sign in PATH_SIGNS):
             raise ValueError(f"methods: there is no folder {source}.") from None
         raise ValueError(
@@ -310,7 +336,7 @@ def _parse(
             f"methods: {source} is a configuration, but also a folder here; write ./{source} for "
             "the folder."
         )
-    return Method(name, levels, num_refined=num_refined), config
+    return Method(name, levels, num_refined=num_refined, uncalibrated=config)
 
 
 def _load_folder(

@@ -13,7 +13,14 @@ from tqdm import tqdm
 from avq_diffusers.mini import Scene, corrupt, render
 from eval.frechet import fit_gaussian
 from eval.markdown import markdown_table, number
-from eval.methods import EXACT, Method, attention_method, method_cells, prepare_methods
+from eval.methods import (
+    EXACT,
+    Method,
+    attention_method,
+    calibrated,
+    load_methods,
+    method_cells,
+)
 from eval.metrics import Scorer, clip_scores, copy_agreements, picture_features, psnr
 from eval.pictures import Drawing, dilation, generate
 from eval.samples import LIKENESS, Sample, figures, likeness
@@ -79,7 +86,7 @@ def score_methods(
             again.
 
     Raises:
-        FileNotFoundError, ValueError: as `prepare_methods`, or the size is no multiple of 64 or one
+        FileNotFoundError, ValueError: as `load_methods`, or the size is no multiple of 64 or one
             that ScaleCrafter has no settings for, or batches to compile for differ in size.
     """
     size, batch_size = drawing.size, drawing.batch_size
@@ -93,11 +100,13 @@ def score_methods(
     with dilation(pipe, drawing):
         pass  # refuses sizes before the work
     noise = range(first_seed + first_index, first_seed + first_index + len(scenes))
-    prepared = prepare_methods(
-        pipe, methods, levels=levels, calibration_prompts=calibration_prompts
-    )
+    loaded = load_methods(pipe, methods, levels=levels)
     captions = [scene.caption for scene in scenes]
-    finished = _still_valid(finished, prepared, samples)
+    finished = _still_valid(finished, loaded, samples)
+    prepared = [
+        method if method.name in finished else calibrated(pipe, method, calibration_prompts)
+        for method in loaded
+    ]
     samples = {} if samples is None else samples
     samples[REFERENCE] = Sample(picture_features(scorer, _render_all(reference_scenes, size)))
     reference = fit_gaussian(samples[REFERENCE].features)
@@ -199,14 +208,14 @@ def _with_error(row: Mapping[str, Any], name: str, form: str) -> str:
 
 def _still_valid(
     finished: Mapping[str, Mapping[str, Any]],
-    prepared: Sequence[Method],
+    methods: Sequence[Method],
     samples: Mapping[str, Sample] | None,
 ) -> dict[str, Mapping[str, Any]]:
     """The finished rows of these methods that need not be made again, by method."""
-    is_compared = any(method.name == EXACT for method in prepared)
+    is_compared = any(method.name == EXACT for method in methods)
     return {
         method.name: row
-        for method in prepared
+        for method in methods
         if (row := finished.get(method.name)) is not None
         and row["sha256"] == method.sha256
         and (samples is None or method.name in samples)

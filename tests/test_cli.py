@@ -557,6 +557,7 @@ def test_principal_axes_keep_the_distances_of_codewords_in_a_plane():
         (["--out", "no-such-folder/a.png"], "no-such-folder does not exist"),
         (["--capture", "0.9", "--config", "M4"], "chooses refined parents, but M4P0C0 has no"),
         (["--out", "a.jpg"], "--out must end in .png, but got 'a.jpg'"),
+        (["--out", "."], "--out must end in .png, but got '.'"),
         (["--device", "abacus"], "abacus"),
         (["--steps", "0"], "Invalid value for '--steps'"),
         (["--seed", "-1"], "Invalid value for '--seed'"),
@@ -568,8 +569,8 @@ def test_principal_axes_keep_the_distances_of_codewords_in_a_plane():
         *("exact-and-codebooks", "exact-nowhere"),
         *("refined-before-calibration", "refined-flat"),
         *("size", "training-size", "no-settings", "many-steps", "guidance", "large-seed"),
-        *("negative-size", "out-folder", "capture-flat", "out-suffix", "device"),
-        *("steps", "seed", "option"),
+        *("negative-size", "out-folder", "capture-flat", "out-suffix", "out-name"),
+        *("device", "steps", "seed", "option"),
     ],
 )
 def test_generate_refuses(avq, model, codebooks, tmp_path, arguments, message):

@@ -600,17 +600,20 @@ def test_captions_are_cut_at_newlines_only(place, tmp_path):
 
 
 def test_each_row_is_warned_of_by_its_own_model(tmp_path, place):
-    """Catches a fine-tune that passes for SD1.5 because SD1.5's row comes first."""
+    """Catches a fine-tune that passes for SD1.5 because SD1.5's row comes first, or by a row that
+    does not name it."""
     for name in ("one", "two"):
         write_row(tmp_path / name, [noise(64, 64, seed)[1] for seed in range(3)], 64)
     manifest = tmp_path / "one/manifest.json"
     manifest.write_text(manifest.read_text().replace("models/tiny", "stable-diffusion-v1-5"))
     for folders in (("one", "two"), ("two", "one")):
-        code, _, errors = score(tmp_path, *folders, real=place / "scenes/images")
+        code, output, errors = score(tmp_path, *folders, real=place / "scenes/images")
         assert code == 0
         assert "model is tiny, not stable-diffusion-v1-5" in errors
         names = {"one": "stable-diffusion-v1-5", "two": "tiny"}
         assert [row["model"] for row in rows_of(tmp_path)] == [names[name] for name in folders]
+        assert "| tiny | exact |" in output
+        assert "| stable-diffusion-v1-5 | exact |" in output
 
 
 def test_scalecrafter_dilates_beyond_the_training_size(place):

@@ -935,7 +935,8 @@ def test_wrong_values_are_named(override, kind, message):
         ("max_grad_norm=0", "max_grad_norm must be above 0, but got 0.0."),
         ("max_grad_norm=.nan", "max_grad_norm must be above 0, but got nan."),
         ("learning_rate=.inf", "learning_rate must be finite, but got inf."),
-        ("seed=-1", "seed must be at least 0, but got -1."),
+        ("seed=-1", f"seed must be between 0 and {2**63 - 1}, but got -1."),
+        (f"seed={2**63}", f"seed must be between 0 and {2**63 - 1}, but got {2**63}."),
         ("warmup_steps=-5", "warmup_steps must be at least 0, but got -5."),
         (
             "objective.noise_weight=-1",

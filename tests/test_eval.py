@@ -1238,9 +1238,11 @@ def test_the_errors_command(tmp_path, monkeypatch, capsys, distilled):
     assert Image.open(tmp_path / "errors_levels0.png").size[0] > 300
 
 
-def test_errors_of_a_size_that_scenes_cannot_have(monkeypatch, capsys):
-    code, last = failed_command(monkeypatch, capsys, "errors", "--size", 500)
-    assert (code, last) == (2, "eval: --size must be a multiple of 64, but got 500.")
+@pytest.mark.parametrize(("command", "size"), [("errors", 500), ("compare", 0), ("compare", 100)])
+def test_a_size_that_pictures_cannot_have(monkeypatch, capsys, command, size):
+    """Catches a size of 0 that stands for the model's own, and one refused after calibration."""
+    code, last = failed_command(monkeypatch, capsys, command, "--size", size)
+    assert (code, last) == (2, f"eval: --size must be a multiple of 64, but got {size}.")
 
 
 def test_errors_at_twice_the_size(tmp_path, monkeypatch, distilled):

@@ -10,7 +10,7 @@ from test_method_table import quality, quality_row
 from tiny import tiny_pipe
 from typer.testing import CliRunner
 
-from eval import scene_runs, scenes
+from eval import methods, scene_runs, scenes
 from eval.__main__ import app
 from eval.samples import Sample, load_samples, save_samples
 
@@ -82,14 +82,17 @@ def test_a_part_goes_on(model, tmp_path, monkeypatch):
     assert again["tome"]["fid"] == rows["tome"]["fid"]
 
 
-def test_finished_rows_are_not_drawn_again(model, tmp_path, monkeypatch):
-    """Catches a killed run that starts from nothing: without parts no samples are kept."""
+def test_finished_rows_are_not_made_again(model, tmp_path, monkeypatch):
+    """Catches a killed run that starts from nothing, as without parts no samples are kept, and
+    codebooks that are calibrated for a row that is there."""
     arguments = ["--model", model, "--output", tmp_path, "--pictures", 2, "--steps", 1]
-    run_command(monkeypatch, "scenes", *arguments, "--methods", "exact,tome")
+    arguments += ["--methods", "exact,M4P2C2"]
+    run_command(monkeypatch, "scenes", *arguments)
     path = tmp_path / "scenes_levels0.json"
     rows = json.loads(path.read_text())["rows"]
     monkeypatch.setattr(scenes, "generate", lambda *_, **__: pytest.fail("drawn again"))
-    run_command(monkeypatch, "scenes", *arguments, "--methods", "exact,tome", "--resume")
+    monkeypatch.setattr(methods, "calibrate", lambda *_, **__: pytest.fail("calibrated again"))
+    run_command(monkeypatch, "scenes", *arguments, "--resume")
     assert json.loads(path.read_text())["rows"] == rows
 
 
@@ -104,6 +107,13 @@ def test_a_run_goes_on_with_its_own_weights(model, tmp_path, monkeypatch):
         app, ["scenes", *map(str, arguments), "--model", str(tmp_path / "tiny"), "--resume"]
     )
     assert "the stored one differs in model_sha256" in str(refused.exception)
+
+
+def test_a_seed_that_pytorch_cannot_take():
+    """Catches an overflow after minutes of calibration."""
+    refused = CliRunner().invoke(app, ["scenes", "--first-seed", str(2**63)])
+    assert refused.exit_code == 2
+    assert "Invalid value for '--first-seed'" in refused.output
 
 
 def test_samples_that_cannot_be_written(tmp_path):

@@ -400,7 +400,7 @@ def test_unknown_and_missing_keys_are_named(tmp_path):
         ("checkpoint_every=0", ValueError, "checkpoint_every must be at least 1 or null, but got"),
         ("max_grad_norm=-1", ValueError, "max_grad_norm must be above 0, but got -1.0"),
         ("max_grad_norm=0", ValueError, "max_grad_norm must be above 0, but got 0.0"),
-        ("seed=-1", ValueError, "seed must be at least 0, but got -1"),
+        ("seed=-1", ValueError, "seed must be between 0 and .*, but got -1"),
         ("workers=-1", ValueError, "workers must be at least 0, but got -1"),
         ("learning_rate=-1", ValueError, "learning_rate must be at least 0, but got -1.0"),
         ("weight_decay=-1", ValueError, "weight_decay must be at least 0, but got -1.0"),

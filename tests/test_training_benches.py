@@ -133,6 +133,7 @@ def test_finished_variants_are_kept_and_other_settings_refused(model, tmp_path):
     ("options", "message"),
     [
         (["--refined", "x"], "--refined must be numbers"),
+        (["--refined", "-1"], "--refined must be numbers"),
         (["--device", "tpu"], "--device tpu cannot be used"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--output", __file__], f"--output must be a folder, but {__file__} is a file."),

@@ -9,6 +9,7 @@ from distill.config_file import (
     check_not_negative,
     check_one_of,
     check_positive,
+    check_seed,
 )
 
 PRECISIONS = ("bf16", "fp32")
@@ -64,7 +65,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_at_least_one(self, "num_scenes", "image_size", "steps", "batch_size", "log_every")
         check_at_least_one_or_none(self, "checkpoint_every")
-        check_not_negative(self, "seed", "workers", "learning_rate", "weight_decay")
+        check_seed(self)
+        check_not_negative(self, "workers", "learning_rate", "weight_decay")
         check_positive(self, "max_grad_norm")
         check_one_of(self, "precision", PRECISIONS)
         if self.num_scenes > len(TRAINING_SEEDS):  # the scorer's range is as long

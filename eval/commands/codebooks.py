@@ -71,8 +71,6 @@ def errors_command(
         raise ValueError(f"errors are those of layers, but layers of {TOME} see merged tokens.")
     numbers = numbers_of("--levels", levels)
     numbers_refined = numbers_of("--refined", refined)
-    if size is not None and (size <= 0 or size % 64):
-        raise ValueError(f"--size must be a multiple of 64, but got {size}.")
     pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
     drawing = Drawing(size=size, is_dilated=dilated)
     with dilation(pipe, drawing):

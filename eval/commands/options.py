@@ -25,6 +25,12 @@ def _results_folder(path: Path) -> Path:
     return path
 
 
+def _side(size: int | None) -> int | None:
+    if size is not None and (size <= 0 or size % 64):
+        raise ValueError(f"--size must be a multiple of 64, but got {size}.")
+    return size
+
+
 Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
 Output = Annotated[
     Path, typer.Option(callback=_results_folder, help="Folder the results are written to.")
@@ -42,7 +48,12 @@ Levels = Annotated[
     str, typer.Option(help="UNet levels that change, as 0 or 0,1; folders bring their own.")
 ]
 Pictures = Annotated[int, typer.Option(min=2, help="Pictures a method.")]
-Size = Annotated[int | None, typer.Option(help="Side of the pictures; the model's own without it.")]
+Size = Annotated[
+    int | None,
+    typer.Option(
+        callback=_side, help="Side of the pictures, a multiple of 64; the model's own without it."
+    ),
+]
 Dilated = Annotated[
     bool,
     typer.Option(

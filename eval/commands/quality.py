@@ -9,7 +9,7 @@ import typer
 from diffusers import StableDiffusionPipeline
 
 from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
-from avq_diffusers.options import numbers_of
+from avq_diffusers.options import LARGEST_SEED, numbers_of
 from eval.commands.options import (
     Compiled,
     Device,
@@ -97,7 +97,10 @@ def scenes_command(
         typer.Option(help="K/N: make the K-th of N parts of the pictures, which `pool` joins."),
     ] = None,
     first_seed: Annotated[
-        int, typer.Option(min=0, help="Noise seed of the first picture; picture i adds i.")
+        int,
+        typer.Option(
+            min=0, max=LARGEST_SEED, help="Noise seed of the first picture; picture i adds i."
+        ),
     ] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
     batch: Annotated[int, typer.Option(min=1, help="Pictures made at once.")] = 64,
