@@ -1,6 +1,6 @@
 """The O(MN) PyTorch path against the definition: same choices, same result, on hard shapes.
 
-Uninitialised memory holds NaN in every test here.
+Uninitialized memory holds NaN in every test here.
 """
 
 import pytest
@@ -17,7 +17,7 @@ from avq_diffusers.ops import avq_attention
 
 
 @pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan():
+def uninitialized_memory_is_nan():
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield
