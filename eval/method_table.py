@@ -90,7 +90,7 @@ def quality_table(table: Mapping[str, Any]) -> str:
     return markdown_table(
         [
             "method",
-            "codewords attended",
+            "effective codewords",
             "levels",
             *(f"{name}, {title}" for title in quality for name in HEADER),
             *(f"UNet ms, {title}" for title in speed),
