@@ -197,7 +197,7 @@ def fit_codebook(
         Codebook on the device of `keys`, fp32, or fp64 if `keys` are fp64.
 
     Raises:
-        TypeError: `keys` is not a floating-point tensor, or a number is no int.
+        TypeError: `keys` is not a floating-point tensor, or a number is not an int.
         ValueError: `keys` has another rank, holds NaN or infinity, or fewer keys than parents;
             `num_parents` is below 1, or `num_children`, `num_iterations` or `seed` below 0.
     """

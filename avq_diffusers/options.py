@@ -15,7 +15,7 @@ CALIBRATION_PROMPTS = (
 
 
 def numbers_of(option: str, text: str) -> tuple[int, ...]:
-    """The integers of a comma-separated list; `option` is named where it is none."""
+    """The integers of a comma-separated list; the error for another text names `option`."""
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:

@@ -56,7 +56,7 @@ class ScaleCrafterConfig:
             guidance.
 
     Raises:
-        TypeError: the number of steps is no int.
+        TypeError: the number of steps is not an int.
         ValueError: a field is out of its range.
     """
 
@@ -164,10 +164,10 @@ def apply_scalecrafter(
         `pipe`.
 
     Raises:
-        TypeError: `pipe` has no UNet, a side or size is no int, or `config` is not a
+        TypeError: `pipe` has no UNet, a side or size is not an int, or `config` is not a
             `ScaleCrafterConfig`.
-        ValueError: a side is no multiple of 8, the size is not larger than the training size, there
-            are no settings for it, or the UNet has no convolution to dilate.
+        ValueError: a side is not a multiple of 8, the size is not larger than the training size,
+            there are no settings for it, or the UNet has no convolution to dilate.
         NotImplementedError: noise-damped guidance of a pipeline that guides by an image as well,
             such as InstructPix2Pix.
     """
@@ -541,7 +541,7 @@ def _sample_size(unet: nn.Module) -> int:
     size = unet.config.sample_size
     if not isinstance(size, int):
         raise ValueError(
-            f"the UNet's config has sample_size={size!r}, which is no training size; pass "
+            f"the UNet's config has sample_size={size!r}, which is not a training size; pass "
             "training_size."
         )
     return size

@@ -196,7 +196,7 @@ def _add_speed(result: Result, speed: dict[str, Row], rows: dict[tuple[str, Vari
         try:
             variant = _timed_variant(timed["method"])
         except ValueError as error:
-            raise ValueError(f"{result.path} names a method that is none: {error}") from None
+            raise ValueError(f"{result.path} names an unknown method: {error}") from None
         same = [entry for (_, other), entry in rows.items() if other == variant]
         if not same:
             same = [_entry(rows, (timed["method"], variant), _timed_facts(timed["method"]))]
