@@ -80,14 +80,17 @@ Codebooks = Annotated[
     str | None,
     typer.Option(help="Folder or Hub id of codebooks; calibrated once and cached when absent."),
 ]
-Device = Annotated[str | None, typer.Option(help="cuda, mps or cpu; the fastest present.")]
+Device = Annotated[
+    str | None, typer.Option(help="cuda, mps or cpu; by default the fastest present.")
+]
 Config = Annotated[
-    str | None, typer.Option(help=f"Codebook sizes to calibrate, as {DEFAULT_CONFIG}.")
+    str | None, typer.Option(help=f"Codebook sizes to calibrate, by default {DEFAULT_CONFIG}.")
 ]
 Levels = Annotated[
     str | None,
     typer.Option(
-        help="UNet levels to calibrate, as 0,1; the highest resolution that has self-attention."
+        help="UNet levels to calibrate, as 0,1; by default the highest resolution that has "
+        "self-attention."
     ),
 ]
 Exact = Annotated[
@@ -108,7 +111,7 @@ Dilated = Annotated[
     ),
 ]
 GuidanceScale = Annotated[
-    float | None, typer.Option(help="Classifier-free guidance; the model's usual value.")
+    float | None, typer.Option(help="Classifier-free guidance; by default the model's own.")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the noise.")]
 
@@ -146,7 +149,10 @@ def generate(
     guidance_scale: GuidanceScale = None,
     seed: Seed = 0,
     num_refined: Annotated[
-        int | None, typer.Option(help="Parents refined per query tile; the codebooks' value.")
+        int | None,
+        typer.Option(
+            help="Parents refined per query tile; by default as many as the codebooks say."
+        ),
     ] = None,
     capture: Annotated[
         float | None,
@@ -229,9 +235,11 @@ def bench(
     seed: Seed = 0,
     refined: Annotated[
         str | None,
-        typer.Option(help="Numbers of refined parents, as 0,4,16; from none to all parents."),
+        typer.Option(help="Numbers of refined parents, as 0,4,16; by default from none to all."),
     ] = None,
-    pictures: Annotated[int, typer.Option(min=1, help="Pictures a choice; medians count.")] = 1,
+    pictures: Annotated[
+        int, typer.Option(min=1, help="Pictures per choice; their medians are shown.")
+    ] = 1,
     device: Device = None,
     out: Annotated[
         Path, typer.Option(help="The plot of speed and likeness; the pictures lie beside it.")
@@ -304,7 +312,8 @@ def calibrate_command(
     out: Annotated[Path, typer.Option(help="Folder to save the codebooks in.")],
     model: Model = "mini-sd",
     prompts: Annotated[
-        Path | None, typer.Option(help="Text file with one prompt a line; a built-in set.")
+        Path | None,
+        typer.Option(help="Text file with one prompt per line; by default a built-in set."),
     ] = None,
     config: Config = None,
     levels: Levels = None,
@@ -408,7 +417,7 @@ def _add_avq(
     config: AVQConfig,
     refined: Sequence[int] = (),
 ) -> None:
-    """Apply AVQ, after a look at the numbers of refined parents that the codebooks will get."""
+    """Apply AVQ; refuse numbers of refined parents that codebooks to calibrate will not have."""
     if codebooks is None and not all(0 <= number <= config.most_refined for number in refined):
         raise ValueError(
             f"{config} can refine 0 to {config.most_refined} parents, but got "
@@ -487,7 +496,7 @@ def _picture_arguments(
     steps: int,
     guidance_scale: float | None,
 ) -> dict[str, Any]:
-    """What the pipeline's call gets, after a look at what it would refuse only in the end."""
+    """Arguments of the pipeline's call; what it would refuse only at its end is refused here."""
     # diffusers takes its default for both sides unless both are given.
     default_side = pipe.unet.config.sample_size * pipe.vae_scale_factor
     arguments = {
@@ -554,7 +563,7 @@ def _read_prompts(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts {path} is not UTF-8 ({error.reason}).") from error
     if not prompts:
-        raise ValueError(f"{path} holds no prompt; write one a line.")
+        raise ValueError(f"--prompts {path} holds no prompt; write one per line.")
     return prompts
 
 

@@ -147,18 +147,18 @@ def assign(key: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
         )
     dtype = working_dtype(key, codebook)
     parents, children = codebook.parents.to(dtype), codebook.children.to(dtype)
-    center = parents.mean(dim=1, keepdim=True)
-    centered_parents = parents - center
+    centre = parents.mean(dim=1, keepdim=True)
+    centred_parents = parents - centre
     child_offsets = (children - parents[:, :, None]).flatten(0, 1)
 
     keys_per_chunk = _keys_per_chunk(key.device, key[..., :1, 0].numel(), codebook.num_parents)
     parent_chunks, child_chunks = [], []
     with torch.autocast(key.device.type, enabled=False):
         for chunk in key.split(keys_per_chunk, dim=-2):
-            centered_key = chunk.to(dtype) - center
-            parent_assignment = _score(centered_key, centered_parents).argmin(dim=-1)
+            centred_key = chunk.to(dtype) - centre
+            parent_assignment = _score(centred_key, centred_parents).argmin(dim=-1)
             cell = _cell(parent_assignment, codebook.num_parents)
-            residual = centered_key - centered_parents.flatten(0, 1)[cell]
+            residual = centred_key - centred_parents.flatten(0, 1)[cell]
             child_assignment, _ = _nearest_child(
                 residual.flatten(0, -2), child_offsets, cell.flatten()
             )
@@ -197,7 +197,7 @@ def fit_codebook(
         Codebook on the device of `keys`, fp32, or fp64 if `keys` are fp64.
 
     Raises:
-        TypeError: `keys` is not a floating-point tensor, or a number is no int.
+        TypeError: `keys` is not a floating-point tensor, or a number is not an int.
         ValueError: `keys` has another rank, holds NaN or infinity, or fewer keys than parents;
             `num_parents` is below 1, or `num_children`, `num_iterations` or `seed` below 0.
     """
@@ -224,8 +224,8 @@ def fit_codebook(
     _check_finite("keys", keys)
 
     keys = keys.to(torch.promote_types(keys.dtype, torch.float))
-    center = keys.mean(dim=1, keepdim=True)
-    keys = keys - center
+    centre = keys.mean(dim=1, keepdim=True)
+    keys = keys - centre
     generator = torch.Generator(keys.device).manual_seed(seed)
     with torch.autocast(keys.device.type, enabled=False):
         parents = _seed_centroids(keys, num_parents, generator)
@@ -233,7 +233,7 @@ def fit_codebook(
         offsets = _fit_child_offsets(
             keys, parents, num_children, num_iterations, generator, constrain
         )
-    parents = parents + center
+    parents = parents + centre
     return Codebook(parents, parents[:, :, None] + offsets)
 
 

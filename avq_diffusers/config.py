@@ -25,7 +25,7 @@ class AVQConfig:
             ones change the output most.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator.
-        key_norm: normalise keys with a learnable LayerNorm before they are quantized.
+        key_norm: normalize keys with a learnable LayerNorm before they are quantized.
         overrides: other values of `num_parents`, `num_children` or `num_refined` for a level
             (key: the level as a string, such as `"1"`) or for a layer or all layers of a module
             (key: its name, such as `"up_blocks.3"`). Names win over levels, longer names over

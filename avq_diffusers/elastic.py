@@ -83,7 +83,11 @@ class CaptureProfile:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, in one step."""
+        """Write a JSON file, in one step.
+
+        Raises:
+            OSError: the disk is full or not writable.
+        """
         with atomic_write(Path(path)) as temporary:
             temporary.write_text(json.dumps({"curves": self.curves}))
 
@@ -92,7 +96,8 @@ class CaptureProfile:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: the file holds something else.
+            OSError: the file cannot be read.
+            ValueError: it holds something else.
         """
         try:
             document = json.loads(Path(path).read_text())
@@ -157,8 +162,8 @@ def measure_capture(
         A profile, whose `at_least(0.9)` is a plan for `set_num_refined`.
 
     Raises:
-        TypeError: `pipe` is no pipeline with a UNet, `prompts` is one string, a number is no int,
-            or an argument is prompt, generator or output_type.
+        TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, a number is not an
+            int, or an argument is prompt, generator or output_type.
         ValueError: there is no prompt, no step, no part, no AVQ, or no codebook with children, or
             there are several parts for a sampler without training timesteps, such as EDM's.
         RuntimeError: a layer did not run, as in a compiled UNet.

@@ -1,6 +1,6 @@
 """AVQ attention at O(MN) in plain PyTorch, for every device without kernels.
 
-The keys of a leaf are summarised once by their count n and the mean of their values. Every query
+The keys of a leaf are summarized once by their count n and the mean of their values. Every query
 tile attends to the codewords that it sees, all parents and the children of the refined ones:
 
     y = sum_a n_a exp(s q.c_a) mean_a / sum_a n_a exp(s q.c_a)

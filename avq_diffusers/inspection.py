@@ -107,7 +107,7 @@ def _child_spread(codebook: Codebook) -> float:
 
 
 def _project(parents: Tensor, children: Tensor) -> tuple[Tensor, Tensor]:
-    center = parents.mean(0)
-    axes = torch.linalg.svd(parents - center, full_matrices=False).Vh[:2]
+    centre = parents.mean(0)
+    axes = torch.linalg.svd(parents - centre, full_matrices=False).Vh[:2]
     axes = F.pad(axes, (0, 0, 0, 2 - len(axes)))  # a single parent has no second axis
-    return (parents - center) @ axes.T, (children - center) @ axes.T
+    return (parents - centre) @ axes.T, (children - centre) @ axes.T

@@ -18,7 +18,7 @@ from avq_diffusers.unets import unet_of
 
 
 def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
-    """Load a text-to-image pipeline, on a GPU of NVIDIA's in float16.
+    """Load a text-to-image pipeline, in float16 on an NVIDIA GPU and else in float32.
 
     Args:
         model: folder or Hub id of a model, or a .safetensors file of Stable Diffusion or SDXL in
@@ -26,7 +26,8 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
         device: cuda, mps or cpu; the fastest present if None.
 
     Raises:
-        ValueError: the device cannot be used, or the model cannot be loaded or draw from a prompt.
+        ValueError: the device cannot be used, or the model cannot be loaded, has no single training
+            size or does not draw from a prompt alone.
     """
     if device is None:
         device = next(
@@ -53,7 +54,9 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
         raise ValueError(f"--model {model} has no VAE, as Stable Diffusion has.")
     size = unet_of(pipe).config.sample_size
     if not isinstance(size, int):
-        raise ValueError(f"--model {model} names no one size of its pictures: sample_size={size}.")
+        raise ValueError(
+            f"--model {model} must have one training size, but its UNet has sample_size={size}."
+        )
     channels = unet_of(pipe).config.in_channels
     if channels != pipe.vae.config.latent_channels:
         raise ValueError(
@@ -85,7 +88,7 @@ def _single_file_class(path: str) -> type[DiffusionPipeline]:
     with safe_open(path, "pt") as file:
         names = set(file.keys())
     if "model.diffusion_model.input_blocks.0.0.weight" not in names:
-        raise ValueError("it is no whole model of Stable Diffusion.")
+        raise ValueError("it is not a complete Stable Diffusion model.")
     # SDXL's two text encoders have this name.
     is_xl = any(name.startswith("conditioner.embedders.") for name in names)
     return StableDiffusionXLPipeline if is_xl else StableDiffusionPipeline

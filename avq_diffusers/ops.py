@@ -59,7 +59,7 @@ def avq_attention(
         query_tile: consecutive queries of `query_order` that share one choice of parents.
         query_order: (N,) int32 or int64 permutation that says which queries form a tile; the output
             keeps the order of `query`. None is the order of `query`. That it is a permutation is
-            the caller's promise: checking would synchronise with the device.
+            the caller's promise: checking would synchronize with the device.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator.
         scale: factor on the logits; None is 1 / sqrt(D).

@@ -18,7 +18,7 @@ CALIBRATION_PROMPTS = (
 
 
 def numbers_of(option: str, text: str) -> tuple[int, ...]:
-    """The integers from 0 on of a comma-separated list; `option` is named where it is none."""
+    """The integers, none below 0, of a comma-separated list; errors name `option`."""
     if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) is None:
         raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.")
     return tuple(map(int, text.split(",")))

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers import Transformer2DModel
 from diffusers.models.attention_processor import (
     Attention,
@@ -22,7 +23,6 @@ from diffusers.models.attention_processor import (
     IPAdapterXFormersAttnProcessor,
 )
 from torch import Tensor, nn
-from torch.nn import functional
 
 from avq_diffusers.ops import avq_attention, check_backend, resolve_backend
 from avq_diffusers.query_order import query_order
@@ -223,9 +223,9 @@ class LayerState:
         if _is_plain(layer):
             # Adding weights costs far less than a second product with the tokens.
             bias = layer.bias if bias_change is None else layer.bias + bias_change
-            return functional.linear(hidden_states, layer.weight + weight_change, bias)
-        # LoRA, quantised and offloaded layers answer calls only.
-        return layer(hidden_states) + functional.linear(hidden_states, weight_change, bias_change)
+            return F.linear(hidden_states, layer.weight + weight_change, bias)
+        # LoRA, quantized and offloaded layers answer calls only.
+        return layer(hidden_states) + F.linear(hidden_states, weight_change, bias_change)
 
     def count(self, call: str) -> None:
         self.calls[call] += 1
@@ -408,5 +408,5 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _dtype(transformer: Transformer2DModel) -> torch.dtype:
-    # Of the norm: quantised and layerwise-cast linear layers store another dtype than they compute.
+    # Of the norm: quantized and layerwise-cast linear layers store another dtype than they compute.
     return transformer.norm.weight.dtype

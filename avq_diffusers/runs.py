@@ -17,8 +17,8 @@ def checked_prompts(
     """The prompts for `run_prompts`, with `arguments` of the pipeline's call.
 
     Raises:
-        TypeError: `pipe` is no pipeline with a UNet, `prompts` is one string or holds what is none,
-            or an argument is one that `run_prompts` sets.
+        TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string or holds something
+            else than strings, or an argument is one that `run_prompts` sets.
         ValueError: there is no prompt.
     """
     if getattr(pipe, "unet", None) is None:

@@ -8,7 +8,7 @@ A re-dilated convolution (dilation p, d = ceil(p), stride s) resizes its input b
 with the same weights, dilation d and padding d, and resizes to the size that the convolution gives
 without dilation; all resizing is bilinear, and none takes place for whole p. Here it runs as the
 unchanged convolution on d x d sub-grids of its input (`sub_grids`), which is equal and works with
-whatever stands for the convolution: LoRA, quantised or offloaded layers.
+whatever stands for the convolution: LoRA, quantized or offloaded layers.
 
 The UNet finds out by itself, from the timestep of each call, what to run. The hook that does this
 reads a scheduler's timesteps from the device once per picture, and for noise-damped guidance
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
@@ -56,7 +56,7 @@ class ScaleCrafterConfig:
             guidance.
 
     Raises:
-        TypeError: the number of steps is no int.
+        TypeError: the number of steps is not an int.
         ValueError: a field is out of its range.
     """
 
@@ -164,10 +164,10 @@ def apply_scalecrafter(
         `pipe`.
 
     Raises:
-        TypeError: `pipe` has no UNet, a side or size is no int, or `config` is not a
+        TypeError: `pipe` has no UNet, a side or size is not an int, or `config` is not a
             `ScaleCrafterConfig`.
-        ValueError: a side is no multiple of 8, the size is not larger than the training size, there
-            are no settings for it, or the UNet has no convolution to dilate.
+        ValueError: a side is not a multiple of 8, the size is not larger than the training size,
+            there are no settings for it, or the UNet has no convolution to dilate.
         NotImplementedError: noise-damped guidance of a pipeline that guides by an image as well,
             such as InstructPix2Pix.
     """
@@ -242,7 +242,7 @@ def sub_grids(x: Tensor, dilation: int, stride: int) -> Tensor:
         before = dilation * context
         padding += [before, stride * (dilation - 1) + span - before - size]
     if any(padding):
-        x = functional.pad(x, padding)
+        x = F.pad(x, padding)
     for axis, span in ((2, spans[1]), (3, spans[0])):
         # A new last axis along each sub-grid; sub-grids overlap where the stride is above 1.
         x = x.unfold(axis, span, stride)[..., ::dilation]
@@ -541,11 +541,11 @@ def _sample_size(unet: nn.Module) -> int:
     size = unet.config.sample_size
     if not isinstance(size, int):
         raise ValueError(
-            f"the UNet's config has sample_size={size!r}, which is no training size; pass "
+            f"the UNet's config has sample_size={size!r}, which is not a training size; pass "
             "training_size."
         )
     return size
 
 
 def _resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
-    return functional.interpolate(x, size, mode="bilinear", align_corners=False)
+    return F.interpolate(x, size, mode="bilinear", align_corners=False)

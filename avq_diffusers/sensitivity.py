@@ -45,8 +45,8 @@ def measure_sensitivity(
         layer and t what it returns without.
 
     Raises:
-        TypeError: `pipe` is no pipeline with a UNet, `prompts` is one string, the number of steps
-            is no int, or an argument is prompt, generator or output_type.
+        TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, the number of
+            steps is not an int, or an argument is prompt, generator or output_type.
         ValueError: there is no prompt, no step or no AVQ.
         RuntimeError: the pipeline did not call its UNet, as img2img of low strength with few steps.
     """

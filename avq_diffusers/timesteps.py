@@ -41,7 +41,7 @@ class Timesteps(threading.local):
         None while a CUDA graph is captured, which forbids reads from the device.
 
         Raises:
-            ValueError: the batch has several timesteps, or the sampler's are no training timesteps.
+            ValueError: the batch has several timesteps, or the sampler's are not training ones.
         """
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
         if not isinstance(timestep, Tensor):

@@ -78,7 +78,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         format_version: of the file.
 
     Raises:
-        TypeError: `calibration` or `training` is no mapping.
+        TypeError: `calibration` or `training` is not a mapping.
         ValueError: the format version or a field is unknown.
     """
 

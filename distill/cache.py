@@ -138,7 +138,7 @@ def _check(folder: Path, fingerprint: dict[str, Any]) -> None:
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
-            raise TypeError(f"it holds {type(found).__name__}, no mapping")
+            raise TypeError(f"it holds {type(found).__name__}, not a mapping")
     except (OSError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}); delete the cache {folder}.") from None
     keys = sorted(found.keys() | fingerprint.keys())

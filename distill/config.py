@@ -183,7 +183,7 @@ class DistillConfig:
         """Micro-batches per process and step.
 
         Raises:
-            ValueError: `batch_size` is no multiple of what the processes hold at a time.
+            ValueError: `batch_size` is not a multiple of what the processes hold at a time.
         """
         held = self.micro_batch_size * num_processes
         if self.batch_size % held:

@@ -128,7 +128,7 @@ def read_log(output: Path) -> list[dict[str, Any]]:
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits of every figure that is no count."""
+    """Six digits of every figure that is not a count."""
     if isinstance(value, dict):
         return {name: _rounded(figure) for name, figure in value.items()}
     return value if isinstance(value, int) else float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""`Objective`: what distillation minimises, and the codebooks that learn along with it.
+"""`Objective`: what distillation minimizes, and the codebooks that learn along with it.
 
     loss = noise_weight noise + output_weight output
          + feature_weight feature + commitment_weight commitment

@@ -33,8 +33,8 @@ def read_rgb(file: str | BinaryIO) -> Image.Image:
     """Read a picture upright and in RGB; what is transparent lies on white.
 
     Raises:
-        UNREADABLE: one of these, if the file is damaged, no picture, or of numbers whose white is
-            not known.
+        UNREADABLE: one of these, if the file is damaged, is not a picture, or holds numbers whose
+            white is not known.
     """
     with Image.open(file) as picture:
         upright = ImageOps.exif_transpose(picture)

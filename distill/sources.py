@@ -112,7 +112,7 @@ class DataConfig:
 
 
 class BrokenSample(ValueError):
-    """A picture that cannot be read, or a caption that is missing or no text, by its name."""
+    """A picture that cannot be read, or a caption that is missing or not text, by its name."""
 
 
 class Scenes(Dataset):
@@ -201,7 +201,7 @@ def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
     """Open the source as a map-style data set of S x S pictures with captions.
 
     Reading a sample raises `BrokenSample` if its picture is damaged, or its caption missing or
-    no text.
+    not text.
 
     Args:
         config: which source.
@@ -210,8 +210,8 @@ def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
     Raises:
         FileNotFoundError: the folder, tars, pictures or captions do not exist.
         ImportError: the source needs the package `datasets`.
-        ValueError: the source cannot be read, a column is missing or holds no pictures, the
-            captions are not as many as the pictures, or there are fewer than `num_samples`.
+        ValueError: the source cannot be read, a column is missing or does not hold pictures,
+            the captions are not as many as the pictures, or there are fewer than `num_samples`.
     """
     if config.source == "scenes":
         return Scenes(config.num_samples, image_size)
@@ -232,7 +232,7 @@ def open_samples(config: DataConfig, image_size: int) -> Scenes | Rows:
         rows = rows.cast_column(image_column, datasets.Image(decode=False))
     except (NotImplementedError, TypeError) as error:
         raise ValueError(
-            f"column {image_column} of {config.path} holds {rows.features[image_column]}, no "
+            f"column {image_column} of {config.path} holds {rows.features[image_column]}, not "
             f"pictures; name another image_column."
         ) from error
     if config.source == "folder":
@@ -341,7 +341,7 @@ def _tar_fault(tars: list[Path]) -> str | None:
                     samples.append((sample, set()))
                 samples[-1][1].add(ending)
         except (OSError, EOFError, tarfile.TarError) as error:
-            return f"{path} is no tar or damaged: {error}."
+            return f"{path} is not a tar, or is damaged: {error}."
         if path == tars[0]:
             if not samples:
                 return f"{path} holds no samples."

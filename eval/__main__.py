@@ -1,11 +1,9 @@
 """`python -m eval`: benchmarks, quality tables and tests of reliability, written to a folder."""
 
-import sys
-
 import typer
 
 from eval.commands import bench, coco, codebooks, quality, reliability
-from eval.report import ProcessFailed
+from eval.commands.options import run_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,15 +20,6 @@ app.add_typer(coco.app, name="coco")
 def main() -> None:
     """Run the command."""
     run_app(app)
-
-
-def run_app(app: typer.Typer) -> None:
-    """Run a command; a mistake of the user's is one sentence and exit code 2."""
-    try:
-        app()
-    except (ImportError, OSError, ValueError, TypeError, ProcessFailed) as error:
-        print(f"eval: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

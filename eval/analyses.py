@@ -106,7 +106,7 @@ def analyse(
     methods: Sequence[Method],
     scenes: Sequence[Scene],
     *,
-    num_timesteps: int = 8,
+    num_timesteps: int,
 ) -> list[Row]:
     """Measure every variant of every method: rows of `measure_errors` with the replaced fields.
 

@@ -28,7 +28,7 @@ import typer
 from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
-from eval.__main__ import run_app
+from eval.commands.options import run_app
 from eval.markdown import markdown_table
 from eval.report import RESULTS, ProcessFailed, environment, save_json
 

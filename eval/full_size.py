@@ -79,7 +79,7 @@ def run_full_size(name: str, device: torch.device) -> dict[str, Any]:
     if needed > free:
         return row | {"not_run": f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free"}
 
-    _randomise(unet.to_empty(device=device), model.levels)
+    _randomize(unet.to_empty(device=device), model.levels)
     inputs = _inputs(unet, device, dtype)
     exact, codebooks = _exact_step(unet, inputs, model.levels)
     apply_avq(unet, codebooks, route="always")
@@ -107,7 +107,7 @@ def run_full_size(name: str, device: torch.device) -> dict[str, Any]:
     return row
 
 
-def _randomise(unet: UNet2DConditionModel, levels: tuple[int, ...]) -> None:
+def _randomize(unet: UNet2DConditionModel, levels: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     for module in unet.modules():
         if hasattr(module, "reset_parameters"):

@@ -90,7 +90,7 @@ def quality_table(table: Mapping[str, Any]) -> str:
     return markdown_table(
         [
             "method",
-            "codewords attended",
+            "effective codewords",
             "levels",
             *(f"{name}, {title}" for title in quality for name in HEADER),
             *(f"UNet ms, {title}" for title in speed),
@@ -204,7 +204,7 @@ def _add_speed(result: Result, speed: dict[str, Row], rows: dict[tuple[str, Vari
         try:
             variant = _timed_variant(timed["method"])
         except ValueError as error:
-            raise ValueError(f"{result.path} names a method that is none: {error}") from None
+            raise ValueError(f"{result.path} names an unknown method: {error}") from None
         same = [entry for (_, other), entry in rows.items() if other == variant]
         if not same:
             same = [_entry(rows, (timed["method"], variant), _timed_facts(timed["method"]))]

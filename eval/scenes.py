@@ -86,16 +86,16 @@ def score_methods(
             again.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_methods`, or the size is no multiple of 64 or one
-            that ScaleCrafter has no settings for, or batches to compile for differ in size.
+        FileNotFoundError, ValueError: as `load_methods`, or the size is not a multiple of 64 or has
+            no settings of ScaleCrafter, or batches to compile for differ in size.
     """
     size, batch_size = drawing.size, drawing.batch_size
     if size is None or size <= 0 or size % 64:
         raise ValueError(f"the size must be a multiple of 64, but got {size}.")
     if drawing.is_compiled and len(scenes) % batch_size:
         raise ValueError(
-            f"a compiled UNet needs batches of one size, but {len(scenes)} pictures are no "
-            f"multiple of {batch_size}."
+            f"a compiled UNet needs batches of one size, but {len(scenes)} pictures are not "
+            f"a multiple of {batch_size}."
         )
     with dilation(pipe, drawing):
         pass  # refuses sizes before the work

@@ -107,7 +107,7 @@ def threads_agree(draws: Sequence[Callable[[], Tensor]], rounds: int) -> bool:
 
 
 def soak(
-    minutes: float, *, device: torch.device, seed: int, generations: int, first_case: int = 0
+    minutes: float, *, device: torch.device, seed: int, generations: int, first_case: int
 ) -> dict[str, Any]:
     """Run generations and threads, then problems and files until the time is over.
 

@@ -85,7 +85,7 @@ def draw(path: Path, *, size: int | None = None) -> None:
             f"plots are those of {', '.join(PLOTS)}, but {path} is a result of {result.kind}."
         )
     if size is not None and result.kind != "table":
-        raise ValueError(f"a size chooses what the plot of a table shows, but {path} is none.")
+        raise ValueError(f"a size chooses what the plot of a table shows, but {path} is not one.")
     options = {} if size is None else {"size": size}
     with complete(path):
         PLOTS[result.kind](path.with_suffix(".png"), result.document, **options)

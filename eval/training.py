@@ -93,7 +93,7 @@ def _panel(curves: Mapping[str, Curves], figure: str, axis: str) -> Panel:
 
 
 def _flat(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers by name, those of nested objects by `outer/inner`; whatever is no number is gone."""
+    """Numbers by name, those of nested objects by `outer/inner`; anything else is left out."""
     flat = {}
     for name, value in figures.items():
         if isinstance(value, Mapping):

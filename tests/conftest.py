@@ -41,3 +41,11 @@ def pipe():
 def codebooks(unet):
     """Random codebooks for levels 0 and 1 of `unet`, and of `pipe`, which has its shape."""
     return random_codebooks(unet)
+
+
+@pytest.fixture
+def uninitialized_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

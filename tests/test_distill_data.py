@@ -321,8 +321,8 @@ def put(name, content):
 @pytest.mark.parametrize(
     ("kind", "tar", "damage", "message"),
     [
-        ("txt", "1.tar", 3000, r"1\.tar is no tar or damaged: unexpected end of data"),
-        ("txt", "1.tar", 0, r"1\.tar is no tar or damaged: empty file"),
+        ("txt", "1.tar", 3000, r"1\.tar is not a tar, or is damaged: unexpected end of data"),
+        ("txt", "1.tar", 0, r"1\.tar is not a tar, or is damaged: empty file"),
         ("txt", "0.tar", lambda files: [], r"0\.tar holds no samples"),
         ("txt", "0.tar", put("a.txt", b"gr\xfc\xdfe"), r"a\.txt in .*0\.tar is not UTF-8 text"),
         ("txt", "1.tar", put("d.txt", b"gr\xfc\xdfe"), r"d\.txt in .*1\.tar is not UTF-8 text"),
@@ -400,7 +400,7 @@ def test_an_image_column_without_pictures_is_refused(tmp_path, values, kind):
         caption_column="text",
         num_samples=None,
     )
-    message = rf"column picture of .*data holds .*{kind}.*, no pictures; name another image_column"
+    message = rf"column picture of .*data holds .*{kind}.*, not pictures; name another image_column"
     with pytest.raises(ValueError, match=message):
         open_samples(config, SIZE)
 

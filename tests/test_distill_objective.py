@@ -338,7 +338,7 @@ def test_the_seed_is_that_of_the_sample_and_of_k_means(monkeypatch):
 
 
 def test_codebooks_start_from_keys_after_the_norm():
-    """Catches codebooks of raw keys for a layer that normalises them."""
+    """Catches codebooks of raw keys for a layer that normalizes them."""
     norm = make_objective(AVQConfig(8, 2, 2, key_norm=True))
     for processor in norm.quantizers.values():
         assert processor.parent_codewords.norm(dim=-1).max() <= math.sqrt(8) * (1 + 1e-4)

@@ -803,16 +803,16 @@ class TestOtherTools:
 
     @feature("torchao int8 weights")
     def test_torchao(self, unet, codebooks, tmp_path):
-        """Catches weights read where a quantised tensor has no such operator, or dtype."""
+        """Catches weights read where a quantized tensor has no such operator, or dtype."""
         torchao = pytest.importorskip("torchao.quantization")
         unet.save_pretrained(tmp_path)
         config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
-        quantised = UNet2DConditionModel.from_pretrained(
+        quantized = UNet2DConditionModel.from_pretrained(
             tmp_path, quantization_config=config, torch_dtype=torch.float32
         )
-        weight = quantised.get_submodule(next(iter(codebooks.layer_specs))).to_q.weight
+        weight = quantized.get_submodule(next(iter(codebooks.layer_specs))).to_q.weight
         assert isinstance(weight, torchao.Int8Tensor)
-        exact, avq = check_on_and_off(quantised, codebooks, predict)
+        exact, avq = check_on_and_off(quantized, codebooks, predict)
         full = predict(apply_avq(unet, codebooks))
         assert 0 < (avq - full).norm() < 0.5 * (avq - exact).norm()
 
@@ -1019,17 +1019,17 @@ class TestOnAGPU:
     def test_bitsandbytes(self, unet, codebooks, tmp_path):
         bitsandbytes = pytest.importorskip("bitsandbytes")
         unet.save_pretrained(tmp_path)
-        quantised = UNet2DConditionModel.from_pretrained(
+        quantized = UNet2DConditionModel.from_pretrained(
             tmp_path,
             quantization_config=BitsAndBytesConfig(load_in_8bit=True),
             torch_dtype=torch.float16,
         )
-        projection = quantised.get_submodule(next(iter(codebooks.layer_specs))).to_q
+        projection = quantized.get_submodule(next(iter(codebooks.layer_specs))).to_q
         assert isinstance(projection, bitsandbytes.nn.Linear8bitLt)
         sample = torch.randn(1, 4, 16, 16, device="cuda", dtype=torch.float16)
         text = torch.randn(1, 5, 32, device="cuda", dtype=torch.float16)
         with torch.no_grad():
-            check_on_and_off(quantised, codebooks, lambda unet: unet(sample, 10, text).sample)
+            check_on_and_off(quantized, codebooks, lambda unet: unet(sample, 10, text).sample)
 
     @pytest.mark.parametrize(
         "method",

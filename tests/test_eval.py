@@ -759,7 +759,7 @@ def test_scenes_of_a_compiled_unet(scorer, monkeypatch):
     for row, expected in zip(rows, plain, strict=True):
         for name in ("fid", "clip_score", "copy_agreement"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-3), row["method"]
-    with pytest.raises(ValueError, match="2 pictures are no multiple of 64"):
+    with pytest.raises(ValueError, match="2 pictures are not a multiple of 64"):
         next(score(replace(drawing, batch_size=64)))
 
 

@@ -1,6 +1,6 @@
 """The O(MN) PyTorch path against the definition: same choices, same result, on hard shapes.
 
-Uninitialised memory holds NaN in every test here.
+Uninitialized memory holds NaN in every test here.
 """
 
 import pytest
@@ -15,13 +15,7 @@ from avq_diffusers import fallback, reference
 from avq_diffusers.codebook import Codebook
 from avq_diffusers.ops import avq_attention
 
-
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
 
 @pytest.fixture(autouse=True)

@@ -453,7 +453,7 @@ class TestTable:
             ),
             (speed({}, rows=[{"size": 64}]), "b.json.* is not a complete result .KeyError: 'mode'"),
             (speed({"sdpa": 1.0}), "a.json both have the times of 512"),
-            (speed({"M5P6C7@0": 1.0}, size=64), "names a method that is none: .*'M5P6C7@0'"),
+            (speed({"M5P6C7@0": 1.0}, size=64), "names an unknown method: .*'M5P6C7@0'"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, document, message):

@@ -647,7 +647,7 @@ def test_every_caption_word_is_one_token(tokenizer, tmp_path):
     assert loaded.model_max_length == 77
 
 
-def test_any_other_text_tokenises_without_loss(tokenizer):
+def test_any_other_text_tokenizes_without_loss(tokenizer):
     text = "a zebra éclair, 12 ☃"
     ids = tokenizer(text).input_ids
     assert tokenizer.unk_token_id not in ids[1:-1]
@@ -689,7 +689,7 @@ def test_layered_noise_has_unit_variance_and_coarse_layers():
     white, layered = sample(0.0), sample(0.5)
     assert layered.var().item() == pytest.approx(1, abs=0.05)
     assert white.mean((2, 3)).var().item() == pytest.approx(1 / 256, rel=0.1)
-    # Per layer of c x c cells the picture's mean gets strength^2 / c^2; the sum is normalised.
+    # Per layer of c x c cells the picture's mean gets strength^2 / c^2; the sum is normalized.
     layers = 0.25 * (1 + 1 / 4 + 1 / 16 + 1 / 64)
     expected = (1 / 256 + layers) / (1 + 4 * 0.25)
     assert layered.mean((2, 3)).var().item() == pytest.approx(expected, rel=0.1)
@@ -715,7 +715,7 @@ def test_equal_captions_share_the_contrastive_target():
 
 
 @torch.no_grad()
-def test_normalised_latents_leave_the_reconstruction():
+def test_normalized_latents_leave_the_reconstruction():
     torch.manual_seed(0)
     vae = build_vae(make_config())
     seeds = range(8)

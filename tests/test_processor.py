@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import cpu_offload
 from diffusers import AutoencoderKL, VQModel
 from diffusers.models.attention_processor import AttnProcessor2_0, SlicedAttnProcessor
@@ -21,7 +22,6 @@ from tiny import (
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avq_diffusers.config import AVQConfig
@@ -322,7 +322,7 @@ class DoubledWeight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         result = super().__torch_function__(function, types, args, kwargs)
-        return 2 * result.as_subclass(torch.Tensor) if function is functional.linear else result
+        return 2 * result.as_subclass(torch.Tensor) if function is F.linear else result
 
 
 class TestProjectionChanges:
@@ -342,7 +342,7 @@ class TestProjectionChanges:
         hidden_states = tokens(attn, 8 * 12)
         with torch.no_grad():
             query, key, value = (
-                functional.linear(hidden_states, weights[name]).view(2, 96, 2, 16).transpose(1, 2)
+                F.linear(hidden_states, weights[name]).view(2, 96, 2, 16).transpose(1, 2)
                 for name in ("to_q.weight", "to_k.weight", "to_v.weight")
             )
             expected = avq_attention(
@@ -354,7 +354,7 @@ class TestProjectionChanges:
                 query_tile=CONFIG.query_tile,
                 query_order=query_order(8, 12, CONFIG.query_order),
             )
-            expected = functional.linear(
+            expected = F.linear(
                 expected.transpose(1, 2).reshape(2, 96, 32),
                 weights["to_out.0.weight"],
                 weights["to_out.0.bias"],

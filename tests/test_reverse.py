@@ -1,6 +1,6 @@
 """Gradients of AVQ attention against the definition by autograd: same gradients at linear cost.
 
-Uninitialised memory holds NaN in every test here.
+Uninitialized memory holds NaN in every test here.
 """
 
 import itertools
@@ -20,13 +20,7 @@ from avq_diffusers.ops import avq_attention
 
 EXACT = 1e-10
 
-
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
 
 @pytest.fixture(autouse=True)

@@ -378,7 +378,7 @@ class TestApplyAndRemove:
             (TypeError, "config must be a ScaleCrafterConfig, but got dict", (pipe, 128, 128, {})),
             (TypeError, "height must be an int, but got 256.5", (pipe, 256.5, 256)),
             (ValueError, "width must be a multiple of 8, but got 300", (pipe, 256, 300, flat)),
-            (ValueError, r"sample_size=\(8, 8\), which is no training size",
+            (ValueError, r"sample_size=\(8, 8\), which is not a training size",
              (tiny_unet(sample_size=(8, 8)), 128, 128)),
             (TypeError, "expected a pipeline with a unet or a UNet, but got str", ("sd", 128, 128)),
             (TypeError, "expected a UNet with up_blocks, but got AutoencoderKL",

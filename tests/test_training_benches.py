@@ -85,6 +85,7 @@ def test_a_failed_run_is_a_row_with_a_note(model, tmp_path):
         model=model,
         image_size=64,
         batches=[2],
+        gpus=[1],
         attentions=["avq"],
         overrides=["precision=fp8"],
     )

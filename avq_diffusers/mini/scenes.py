@@ -332,7 +332,7 @@ def corrupt(scene: Scene, seed: int, size: int = IMAGE_SIZE) -> np.ndarray:
 def copy_agreement(image: np.ndarray, scene: Scene) -> float | None:
     """How well the parts of a picture that should be copies of one another agree.
 
-    The mean of one normalised cross-correlation (NCC) per kind of copy: for every patterned group
+    The mean of one normalized cross-correlation (NCC) per kind of copy: for every patterned group
     of several objects, over all pairs of its objects, inside their shape; for a tiled background,
     between the picture and its shifts by one period; for a mirrored one, between the picture and
     its mirror image; backgrounds only where neither side is near an object. Regions without
@@ -770,7 +770,7 @@ def _crop(image: np.ndarray, box: Box) -> np.ndarray:
 
 
 def _ncc(first: np.ndarray, second: np.ndarray) -> float:
-    """Normalised cross-correlation of two lists of pixels, (n, 3), without their mean colours."""
+    """Normalized cross-correlation of two lists of pixels, (n, 3), without their mean colours."""
     first = first - first.mean(0, dtype=np.float32)
     second = second - second.mean(0, dtype=np.float32)
     floor = _NOISE_LEVEL * math.sqrt(first.size)

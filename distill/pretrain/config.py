@@ -37,7 +37,7 @@ class RunConfig:
         ema_decay: of the averaged weights that are exported.
         precision: `"bf16"` (autocast over fp32 weights) or `"fp32"`.
         compile: use `torch.compile`.
-        log_every: steps between two lines of `log.jsonl`, each one host synchronisation.
+        log_every: steps between two lines of `log.jsonl`, each one host synchronization.
         preview_minutes: minutes between two previews; None makes one at the end only.
         checkpoint_every: steps between two checkpoints; None writes none.
     """
@@ -87,7 +87,7 @@ class VAEConfig(RunConfig):
         block_out_channels: widths of the levels; n levels reduce the side by 2^(n-1).
         layers_per_block: residual blocks per level of the encoder.
         latent_channels: channels of a latent.
-        norm_num_groups: groups of the group normalisations.
+        norm_num_groups: groups of the group normalizations.
         mse_weight: of the mean squared error, beside L1 with weight 1.
         edge_weight: of the L1 distance between horizontal and vertical pixel differences.
         kl_weight: of the KL divergence from the unit Gaussian, averaged over latent elements.
@@ -118,7 +118,7 @@ class SDConfig(RunConfig):
         block_out_channels: widths of the UNet's levels; all but the deepest have attention.
         layers_per_block: residual (and attention) blocks per level.
         num_attention_heads: heads of every attention (diffusers' `attention_head_dim`).
-        norm_num_groups: groups of the group normalisations.
+        norm_num_groups: groups of the group normalizations.
         text_hidden_size: width of the text encoder and of the cross-attention.
         text_layers: layers of the text encoder.
         text_heads: heads of the text encoder.

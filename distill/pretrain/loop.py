@@ -26,7 +26,7 @@ Batch = dict[str, Tensor]
 
 
 class Task(Protocol):
-    """One thing to train. `model(**batch)` returns scalar losses, the minimised one as `loss`."""
+    """One thing to train. `model(**batch)` returns scalar losses, the minimized one as `loss`."""
 
     model: nn.Module
 

@@ -1,6 +1,6 @@
-"""A CLIP tokenizer whose byte-pair vocabulary is learnt from scene captions.
+"""A CLIP tokenizer whose byte-pair vocabulary is learned from scene captions.
 
-Every word of the captions is one token; any other text still tokenises, down to single bytes.
+Every word of the captions is one token; any other text still tokenizes, down to single bytes.
 """
 
 from collections import Counter

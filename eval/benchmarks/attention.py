@@ -25,9 +25,9 @@ def bench_attention(
     config: AVQConfig,
     device: torch.device,
     dtype: torch.dtype,
-    batch: int = 2,
-    num_heads: int = 8,
-    head_dim: int = 40,
+    batch: int,
+    num_heads: int,
+    head_dim: int,
     effort: Effort = EFFORT,
     max_exact_tokens: int = 16384,
 ) -> list[dict[str, Any]]:

@@ -130,7 +130,7 @@ class Bench:
     def unfused(
         self, shape: Shape, sets: InputSets, config: AVQConfig, expected: Callable[[], Tensor]
     ) -> list[Contender]:
-        """Compiled PyTorch for the precompute, our kernel for the attention (paper, Tab. speed).
+        """Compiled precompute in PyTorch, attention by our kernel (paper, Tab. speed_scaling).
 
         Off CUDA nothing is compiled, and the attention is SDPA's.
         """

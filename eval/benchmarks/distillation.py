@@ -23,7 +23,6 @@ from eval.markdown import markdown_table, number
 from eval.report import save_json
 from eval.unet_configs import SD15
 
-ATTENTIONS = ("exact", "avq", "linfusion")
 STEPS, LOG_EVERY, WARMUP_LINES = 100, 10, 3
 VAE = {
     "block_out_channels": (128, 256, 512, 512),
@@ -48,12 +47,12 @@ def run_distillation(
     output: Path,
     *,
     command: str,
-    model: Path | None = None,
-    image_size: int = 512,
-    batches: Sequence[int] = (4, 8, 12),
-    gpus: Sequence[int] = (1,),
-    attentions: Sequence[str] = ATTENTIONS,
-    overrides: Sequence[str] = (),
+    model: Path | None,
+    image_size: int,
+    batches: Sequence[int],
+    gpus: Sequence[int],
+    attentions: Sequence[str],
+    overrides: Sequence[str],
 ) -> None:
     """Time the steps, print a table, and write a JSON file after every row.
 

@@ -236,7 +236,7 @@ def bench_unet(
     side: int,
     mode: str,
     *,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str],
     deadline: float | None = None,
     window_ms: float = 4000.0,
 ) -> Iterator[list[Row]]:
@@ -343,7 +343,7 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
     return [{**row, "over_limit": over(row, LIMIT), "over_sdpa": over(row, SDPA)} for row in rows]
 
 
-def unet_table(rows: Sequence[Row], modes: dict[str, str] = MODES) -> str:
+def unet_table(rows: Sequence[Row], modes: Mapping[str, str]) -> str:
     """The rows as Markdown."""
     return markdown_table(
         ["size", "mode", "method", "ms", "/ limit", "/ SDPA", "peak MiB", "error", "note"],

@@ -20,7 +20,7 @@ from eval.commands.options import (
     calibration_prompts,
     command_line,
     device_of,
-    picture_suffix,
+    result_name,
 )
 from eval.report import RESULTS, save_json
 from eval.stored import draw
@@ -94,8 +94,7 @@ def errors_command(
     if times is not None:
         add_kernel_times(rows, times)
     print(errors_table(rows))
-    suffix = picture_suffix(size, dilated)
-    path = output / f"errors_levels{''.join(map(str, numbers))}{suffix}.json"
+    path = output / f"{result_name('errors', numbers, size, dilated)}.json"
     save_json(
         path,
         command=command_line(),
@@ -169,7 +168,7 @@ def analyse_command(
     for name, text in chosen.items():
         analysis = ANALYSES[name]
         rows = analyse(pipe, analysis, prepared[text], shown, num_timesteps=timesteps)
-        path = output / f"{name}_levels{''.join(map(str, numbers))}.json"
+        path = output / f"{result_name(name, numbers)}.json"
         save_json(
             path,
             command=command_line(),

@@ -1,8 +1,9 @@
-"""Options that several commands of `python -m eval` have, and what their values stand for."""
+"""What the commands of `python -m eval` share: options, what their values stand for, errors."""
 
 import os
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import torch
 import typer
 
 from avq_diffusers.mini import VALIDATION_SEEDS, model_path, sample_scene
+from eval.report import ProcessFailed
 
 NUM_CALIBRATION_PROMPTS = 16
 
@@ -72,9 +74,12 @@ Model = Annotated[
 ]
 
 
-def picture_suffix(size: int | None, dilated: bool) -> str:
-    """Of the name of a file on pictures that are not the model's usual ones."""
-    return (f"_{size}" if size else "") + ("_scalecrafter" if dilated else "")
+def result_name(
+    command: str, levels: Iterable[int], size: int | None = None, dilated: bool = False
+) -> str:
+    """Of a file, without its ending; the size stands in it where it is not the model's own."""
+    suffix = (f"_{size}" if size else "") + ("_scalecrafter" if dilated else "")
+    return f"{command}_levels{''.join(map(str, levels))}{suffix}"
 
 
 def calibration_prompts() -> list[str]:
@@ -88,6 +93,15 @@ def device_of(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (AssertionError, RuntimeError) as error:
         raise ValueError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run a command; a mistake of the user's is one sentence and exit code 2."""
+    try:
+        app()
+    except (ImportError, OSError, ValueError, TypeError, ProcessFailed) as error:
+        print(f"eval: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def command_line() -> str:

@@ -23,7 +23,7 @@ from eval.commands.options import (
     calibration_prompts,
     command_line,
     device_of,
-    picture_suffix,
+    result_name,
 )
 from eval.report import RESULTS, environment, folder_digest, save_json
 from eval.stored import Result, complete, draw, read_result
@@ -71,7 +71,7 @@ def compare_command(
         calibration_prompts=calibration_prompts(),
     )
     print(compare_table(rows))
-    name = f"compare_levels{''.join(map(str, numbers))}{picture_suffix(size, dilated)}"
+    name = result_name("compare", numbers, size, dilated)
     save_json(
         output / f"{name}.json",
         command=command_line(),
@@ -132,11 +132,11 @@ def scenes_command(
 
     numbers = numbers_of("--levels", levels)
     dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
-    suffix = picture_suffix(None if size == IMAGE_SIZE else size, dilated)
-    suffix += f"_seed{first_seed}" if first_seed else ""
-    suffix += f"_part{part.replace('/', 'of')}" if part else ""
+    name = result_name("scenes", numbers, None if size == IMAGE_SIZE else size, dilated)
+    name += f"_seed{first_seed}" if first_seed else ""
+    name += f"_part{part.replace('/', 'of')}" if part else ""
     indices = part_of(part, pictures) if part else range(pictures)
-    path = output / f"scenes_levels{''.join(map(str, numbers))}{suffix}.json"
+    path = output / f"{name}.json"
     protocol = {
         "model": Path(model).name,
         "model_sha256": folder_digest(model, "model_index.json"),
