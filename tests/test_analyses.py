@@ -19,6 +19,7 @@ from avq_diffusers import (
     capture,
     commitment_loss,
     leaf_counts,
+    measure_sensitivity,
     perplexity,
     quantization_error,
     query_order,
@@ -86,6 +87,20 @@ def test_a_variant_is_the_codebooks_of_another_configuration(key_norm):
     parents = method.codebooks.codebook(name).parents
     assert variant.codebooks.codebook(name).parents.data_ptr() == parents.data_ptr()
     assert variant.layer_configs[0] == replace(config, num_refined=1, **fields)
+
+
+def test_a_layer_alone_is_measured_at_the_captions_and_steps_of_the_analysis():
+    """Fails for the sensitivity to another variant, other captions or another number of steps."""
+    pipe = tiny_pipe()
+    method = method_of(pipe.unet, CONFIG)
+    rows = analyses.analyse(pipe, analyses.ANALYSES["layers"], [method], SCENES, num_timesteps=2)
+    with attention_method(pipe, method):
+        captions = [scene.caption for scene in SCENES]
+        expected = measure_sensitivity(pipe, captions, num_inference_steps=2, progress=False)
+    (row,) = rows
+    found = {name: figures["output_error_alone"] for name, figures in row["layers"].items()}
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len({f"{error:.3e}" for error in found.values()}) == len(found) > 1
 
 
 def test_figures_of_heads_by_hand(monkeypatch):

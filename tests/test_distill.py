@@ -162,6 +162,16 @@ def test_the_newest_checkpoints_of_the_same_processes(tmp_path):
         checkpoint.check(newest, config, free=(), num_processes=1)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_checkpoint_of_a_run_that_diverged_is_refused(tmp_path, value):
+    """Catches NaN that a whole file holds, and from which every later step is NaN."""
+    config = load_config(CONFIG, DistillConfig, [])
+    tensors = {"student": {"weight": torch.tensor([1.0, value])}}
+    checkpoint.save(tmp_path, 1, tensors, config=config, keep=1)
+    with pytest.raises(ValueError, match=r"weight holds NaN or infinity.*; delete .*step-00000001"):
+        checkpoint.newest(tmp_path).tensors("student")
+
+
 def test_a_log_alone_is_a_run(tmp_path):
     """Catches a second start that overwrites the log of a run killed before its checkpoint."""
     check_unused(tmp_path)

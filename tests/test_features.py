@@ -38,6 +38,9 @@ def test_passes(number): pass
 @pytest.mark.feature("inpainting")
 def test_fails(): assert 0, "too dark"
 
+@pytest.mark.feature("inpainting")
+def test_works_in_part(): pass
+
 @pytest.mark.feature("DeepCache")
 def test_skips(): pytest.importorskip("a_package_of_nobody")
 
@@ -107,7 +110,7 @@ class TestRun:
         assert counts == {
             "cpu": {
                 "img2img": (2, 0, 0),
-                "inpainting": (0, 1, 0),
+                "inpainting": (1, 1, 0),
                 "DeepCache": (0, 0, 1),
                 "every scheduler": (2, 0, 1),
             },
