@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from itertools import count
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -494,6 +495,18 @@ def test_a_row_says_what_its_computation_has_of_its_own(scorer, monkeypatch, tmp
     )
     assert (row["config"], row.get("fields")) == ("M4P2C2", fields or None)
     assert "fields" not in other
+
+
+def test_the_time_of_a_row_is_that_of_one_picture(scorer, monkeypatch):
+    """Catches the time of all pictures, and one with the scoring in it."""
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+    pictures = np.stack([render(scene, 256) for scene in shown])
+    monkeypatch.setattr(scenes, "generate", lambda *positional, **options: pictures)
+    monkeypatch.setattr(scenes, "perf_counter", count(0, 6).__next__)
+    *_, row = scenes.score_methods(
+        tiny_pipe(), [EXACT], shown, shown, scorer, Drawing(size=256), calibration_prompts=()
+    )
+    assert row["seconds_per_picture"] == 3
 
 
 def test_calibration_shares_no_noise_with_pictures(monkeypatch):
