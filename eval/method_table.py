@@ -132,7 +132,7 @@ def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list
         )
     panels = []
     for column, facts in quality.items():
-        (shown, *_) = (_titles_of(speed, facts["size"]) if size is None else []) or titles
+        shown, *_ = _titles_of(speed, size or facts["size"]) or titles
         panels.append(
             [
                 _panel(f"{name}, {column}", shown, table["rows"], column, figure)
