@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = [
     path.relative_to(ROOT)
-    for folder in (".", "eval", "distill", "avq_diffusers/mini", ".github")
+    for folder in (".", "eval", "eval/results", "distill", "avq_diffusers/mini", ".github")
     for path in (ROOT / folder).glob("*.md")
 ]
 # What the example says, and what it becomes for a tiny model on a CPU.
