@@ -78,7 +78,7 @@ def calibrate(
         raise ValueError(
             f"keys_per_layer must be at least num_parents = {most}, but got {keys_per_layer}."
         )
-    if any(hasattr(layer.attn, "_linfusion_previous") for layer in layers):
+    if any(layer.has_linfusion for layer in layers):
         raise ValueError("this UNet has LinFusion layers; call remove_linfusion(pipe) first.")
     samples = {
         layer.name: _LayerSample(layer, keys_per_layer, num_inference_steps // 2, seed + index)

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,7 +32,17 @@ from avq_diffusers.mini import (
     MINI_SD,
     model_path,
 )
-from avq_diffusers.options import LARGEST_SEED, numbers_of, usual_prompts
+from avq_diffusers.options import (
+    LARGEST_SEED,
+    Dilated,
+    check_writable,
+    finite,
+    folder_to_write,
+    multiple_of,
+    numbers_of,
+    read_prompts,
+    usual_prompts,
+)
 from avq_diffusers.pipeline import (
     apply_avq,
     avq_disabled,
@@ -102,16 +111,10 @@ Exact = Annotated[
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
 Prompt = Annotated[str, typer.Argument(help="What the picture shows.")]
 NegativePrompt = Annotated[str | None, typer.Option(help="What it must not show.")]
-Side = Annotated[int | None, typer.Option(min=8, help="Pixels, a multiple of 8.")]
-Dilated = Annotated[
-    bool,
-    typer.Option(
-        "--scalecrafter/--no-scalecrafter",
-        help="Dilate convolutions, for pictures larger than the model was trained on.",
-    ),
-]
+Side = Annotated[int | None, typer.Option(callback=multiple_of(8), help="Pixels, a multiple of 8.")]
 GuidanceScale = Annotated[
-    float | None, typer.Option(help="Classifier-free guidance; by default the model's own.")
+    float | None,
+    typer.Option(callback=finite, help="Classifier-free guidance; by default the model's own."),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the noise.")]
 
@@ -309,7 +312,9 @@ def app_command(
 
 @app.command("calibrate")
 def calibrate_command(
-    out: Annotated[Path, typer.Option(help="Folder to save the codebooks in.")],
+    out: Annotated[
+        Path, typer.Option(callback=folder_to_write, help="Folder to save the codebooks in.")
+    ],
     model: Model = "mini-sd",
     prompts: Annotated[
         Path | None,
@@ -329,11 +334,7 @@ def calibrate_command(
 
     Example: avq calibrate --model my-model --prompts prompts.txt --out my-codebooks
     """
-    present = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not present.is_dir():
-        raise ValueError(f"--out must be a folder, but {present} is a file.")
-    _check_writable(present)
-    chosen = usual_prompts(model) if prompts is None else _read_prompts(prompts)
+    chosen = usual_prompts(model) if prompts is None else read_prompts("--prompts", prompts)
     pipe, avq_config = _load_model(model, None, config, levels, exact, device)
     codebooks = calibrate(
         pipe,
@@ -509,11 +510,6 @@ def _picture_arguments(
     arguments |= _usual_guidance(model)
     if guidance_scale is not None:
         arguments["guidance_scale"] = guidance_scale
-        if not math.isfinite(guidance_scale):
-            raise ValueError(f"--guidance-scale must be finite, but got {guidance_scale}.")
-    for side in ("height", "width"):
-        if arguments[side] % 8:
-            raise ValueError(f"--{side} must be a multiple of 8, but got {arguments[side]}.")
     most = pipe.scheduler.config.num_train_timesteps
     if steps > most:
         raise ValueError(f"--steps must be at most the model's {most} timesteps, but got {steps}.")
@@ -555,18 +551,6 @@ def _usual_guidance(model: str) -> dict[str, float]:
     return {"guidance_scale": MINI_GUIDANCE_SCALE} if model == MINI_SD else {}
 
 
-def _read_prompts(path: Path) -> list[str]:
-    try:
-        prompts = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise ValueError(f"--prompts {path} cannot be read ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts {path} is not UTF-8 ({error.reason}).") from error
-    if not prompts:
-        raise ValueError(f"--prompts {path} holds no prompt; write one per line.")
-    return prompts
-
-
 def _save(picture: Image.Image, path: Path) -> None:
     """Write a PNG in one step: a picture that was there stays until the new one is whole."""
     with atomic_write(path) as temporary:
@@ -587,9 +571,4 @@ def _check_output(path: Path, *others: Path) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"--out: the folder {folder} does not exist.")
-    _check_writable(folder)
-
-
-def _check_writable(folder: Path) -> None:
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"--out: the folder {folder} is not writable.")
+    check_writable("--out", folder)

@@ -156,7 +156,7 @@ def load_linfusion(pipe: PipelineOrUNet, path: str | Path) -> PipelineOrUNet:
             raise FileNotFoundError(f"LinFusion layers: there is no file {file}.")
     specs, sha256 = _read_config(config_path)
     layers = {layer.name: layer for layer in select_layers(unet)}
-    if any(hasattr(layer.attn, "_avq") for layer in layers.values()):
+    if any(layer.avq_state for layer in layers.values()):
         raise ValueError("this UNet has AVQ; call remove_avq(unet) first.")
     for spec in specs:
         if spec.name not in layers:

@@ -14,6 +14,7 @@ from diffusers import (
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
+from avq_diffusers.options import device_of
 from avq_diffusers.unets import unet_of
 
 
@@ -33,11 +34,7 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
         device = next(
             (name for name in ("cuda", "mps") if getattr(torch, name).is_available()), "cpu"
         )
-    try:
-        on_cuda = torch.empty(0, device=device).is_cuda
-    except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"--device {device} cannot be used: {first_line(error)}") from error
-    dtype = torch.float16 if on_cuda else torch.float32
+    dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
     try:
         if Path(model).is_file():
             pipe = _single_file_class(model).from_single_file(model, dtype=dtype)

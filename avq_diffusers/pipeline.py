@@ -344,11 +344,7 @@ class AVQStableDiffusionPipeline(StableDiffusionPipeline):
 
 
 def _states(pipe: Any) -> dict[SelfAttentionLayer, LayerState]:
-    return {
-        layer: layer.attn._avq
-        for layer in select_layers(unet_of(pipe))
-        if hasattr(layer.attn, "_avq")
-    }
+    return {layer: layer.avq_state for layer in select_layers(unet_of(pipe)) if layer.avq_state}
 
 
 class _Scheduler:
@@ -419,7 +415,7 @@ def _disable(states: Iterable[LayerState], change: int) -> None:
 def _report(
     name: str, layer: SelfAttentionLayer, schedules: dict[LayerState, Schedule]
 ) -> LayerReport:
-    state: LayerState | None = getattr(layer.attn, "_avq", None)
+    state: LayerState | None = layer.avq_state
     config, num_tokens, calls = "", None, {}
     processor = type(layer.attn.processor).__name__
     if state is None:

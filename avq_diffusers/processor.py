@@ -34,7 +34,7 @@ from avq_diffusers.routing import (
     known_break_even,
     rows_bucket,
 )
-from avq_diffusers.unets import SelfAttentionLayer
+from avq_diffusers.unets import SelfAttentionLayer, select_layers
 from avq_diffusers.weights import AVQCodebooks
 
 AVQ_CALL = "AVQ"
@@ -351,7 +351,7 @@ def install(
     check_backend(backend)
     check_route(route)
     layers = codebooks.layers_of(unet)
-    if any(hasattr(module, "_linfusion_previous") for module in unet.modules()):
+    if any(layer.has_linfusion for layer in select_layers(unet)):
         raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")
     states = [LayerState(layer, codebooks, backend, route) for layer in layers]
     for layer, state in zip(layers, states, strict=True):

@@ -78,6 +78,16 @@ class SelfAttentionLayer(LayerSpec):
     attn: Attention
     transformer: Transformer2DModel
 
+    @property
+    def avq_state(self) -> Any:
+        """The `LayerState` that `apply_avq` gave the layer; None without AVQ."""
+        return getattr(self.attn, "_avq", None)
+
+    @property
+    def has_linfusion(self) -> bool:
+        """Whether `load_linfusion` changed the layer, whatever processor it has now."""
+        return hasattr(self.attn, "_linfusion_previous")
+
 
 def select_layers(
     unet: nn.Module,

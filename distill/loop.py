@@ -38,9 +38,9 @@ def train(run: Run, config_name: str) -> None:
     log = Log(output, config, accelerator, step)
     totals: dict[str, Tensor] = {}
     is_resumed = step > 0 and accelerator.is_main_process
-    is_drawn = sheet_path(output, step).exists()
-    if is_resumed and is_due(step, config.samples.every, config) and not is_drawn:
-        draw_sheet(sheet_path(output, step), run.objective, config, run.pipe)
+    sheet = sheet_path(output, step)
+    if is_resumed and is_due(step, config.samples.every, config) and not sheet.exists():
+        draw_sheet(sheet, run.objective, config, run.pipe)
     logged_step, logged_time = step, time.monotonic()
     run.objective.train()
     if accelerator.device.type == "cuda":

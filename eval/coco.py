@@ -73,8 +73,6 @@ def generate_folder(
             cannot be used, or a picture holds NaN.
         OSError: the model cannot be loaded, or a picture not be written; those before are whole.
     """
-    if drawing.size % 8:
-        raise ValueError(f"--size must be a multiple of 8, but got {drawing.size}.")
     num_threads = torch.get_num_threads()
     state = PartialState(cpu=device.type == "cpu")
     torch.set_num_threads(num_threads)  # accelerate's own choice would round otherwise

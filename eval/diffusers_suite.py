@@ -28,7 +28,7 @@ import typer
 from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
-from eval.commands.options import run_app
+from eval.commands.options import Output, run_app
 from eval.markdown import markdown_table
 from eval.report import RESULTS, ProcessFailed, environment, save_json
 
@@ -213,7 +213,7 @@ def diffusers_suite(
     folder: Annotated[
         Path, typer.Option(help="Keeps the outcome of every file; a killed run goes on from it.")
     ] = Path("runs/diffusers_suite"),
-    output: Annotated[Path, typer.Option(help="Folder the results are written to.")] = RESULTS,
+    output: Output = RESULTS,
 ) -> None:
     """Run diffusers' own tests without and with AVQ in every UNet; only differences count.
 

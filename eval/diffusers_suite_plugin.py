@@ -159,7 +159,7 @@ def install_avq(report_calls: Callable[[Counter[str]], None]) -> None:
             return
         apply_avq(unet, empty_codebooks(unet), route="always")
         for layer in select_layers(unet):
-            report_calls(layer.attn._avq.calls)
+            report_calls(layer.avq_state.calls)
 
     for name in UNETS:
         _apply_when_built(getattr(diffusers, name), apply)

@@ -402,7 +402,7 @@ def test_unet_rows(steps):
     assert (fa2["ms"], fa2["note"]) == (None, "FA2 needs a CUDA device")
     for layer in select_layers(steps.unet):
         assert type(layer.attn.processor) is AttnProcessor2_0
-        assert not hasattr(layer.attn, "_avq")
+        assert layer.avq_state is None
 
 
 def test_the_methods_change_the_layers_they_name(steps):
@@ -444,7 +444,7 @@ def test_only_the_row_of_the_fastest_route_is_routed(steps):
 
     def routes(name):
         with steps.method(name):
-            return {layer.attn._avq.route for layer in select_layers(steps.unet, (0, 1))}
+            return {layer.avq_state.route for layer in select_layers(steps.unet, (0, 1))}
 
     assert routes("M4P2C2") == {"always"}
     assert routes("M4P2C2/fastest") == {"fastest"}
@@ -456,7 +456,7 @@ def test_only_the_tuned_row_runs_changes_of_projections(steps):
 
     def changed(name):
         with steps.method(name):
-            states = [layer.attn._avq for layer in select_layers(steps.unet, (0, 1))]
+            states = [layer.avq_state for layer in select_layers(steps.unet, (0, 1))]
         return {state.projection_changes is not None for state in states}
 
     for _ in range(2):
@@ -497,7 +497,7 @@ def note_tokens(seen, layer, module, args, kwargs):
 
 
 def is_avq(layer):
-    return getattr(layer.attn, "_avq", None) is not None
+    return layer.avq_state is not None
 
 
 def test_an_avq_row_that_runs_exact_attention_gets_no_time(steps, monkeypatch):

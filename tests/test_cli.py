@@ -553,7 +553,7 @@ def test_principal_axes_keep_the_distances_of_codewords_in_a_plane():
         (["--steps", "1001"], "--steps must be at most the model's 1000 timesteps, but got 1001"),
         (["--guidance-scale", "nan"], "--guidance-scale must be finite, but got nan"),
         (["--seed", str(2**63)], "Invalid value for '--seed'"),
-        (["--height", "-64", "--width", "64"], "Invalid value for '--height'"),
+        (["--height", "64", "--width", "-64"], "--width must be a multiple of 8, but got -64"),
         (["--out", "no-such-folder/a.png"], "no-such-folder does not exist"),
         (["--capture", "0.9", "--config", "M4"], "chooses refined parents, but M4P0C0 has no"),
         (["--out", "a.jpg"], "--out must end in .png, but got 'a.jpg'"),

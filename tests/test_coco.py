@@ -670,6 +670,15 @@ def test_a_folder_of_another_configuration_is_refused(place, exact, changes, key
     assert (pictures(exact), (exact / "manifest.json").read_bytes()) == before
 
 
+def test_blank_lines_between_calibration_prompts_are_none(place, exact, tmp_path):
+    """Catches a file of the usual prompts that is another calibration than without it."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n\n".join(["", *options.CALIBRATION_PROMPTS, ""]))
+    before = pictures(exact)
+    assert generate(place, "exact", calibration=prompts) == (0, "", "")
+    assert pictures(exact) == before
+
+
 def test_another_model_in_the_same_folder_is_refused(place, exact):
     """Catches a manifest that knows the model by its name only."""
     config = place / "model/scheduler/scheduler_config.json"
@@ -685,6 +694,8 @@ def test_another_model_in_the_same_folder_is_refused(place, exact):
     ("changes", "message"),
     [
         ({"size": 100}, "--size must be a multiple of 8, but got 100"),
+        ({"size": 0}, "--size must be a multiple of 8, but got 0"),
+        ({"guidance": "nan"}, "--guidance must be finite, but got nan"),
         ({"captions": "nothing.txt"}, "there is no file nothing.txt; put there"),
         ({"pictures": 9}, "9 captions are needed, but .*captions_scenes.json has 8"),
         ({"method": "M4P9C2"}, "num_refined"),
@@ -692,7 +703,8 @@ def test_another_model_in_the_same_folder_is_refused(place, exact):
         ({"method": "no/such"}, "there is no folder no/such"),
         ({"scalecrafter": None}, "size"),
         ({"levels": "7"}, "level"),
-        ({"calibration": __file__}, "must hold prompts, one a line, and no empty line"),
+        ({"calibration": os.devnull}, "--calibration /dev/null holds no prompt"),
+        ({"calibration": "nothing.txt"}, "--calibration nothing.txt cannot be read"),
         ({"model": "nothing/here"}, "nothing/here"),
         ({"device": "nonsense"}, "--device nonsense cannot be used"),
     ],

@@ -302,6 +302,12 @@ def test_the_program_ends_a_mistake_with_one_sentence(tmp_path):
     assert last.startswith(f"eval: {tmp_path} must be a checkout of diffusers, but has no tests/")
 
 
+def test_results_that_cannot_be_written_are_refused_before_the_tests(command):
+    """Catches hours of tests that end in nothing."""
+    answer = command("--output", __file__)
+    assert str(answer.exception) == f"--output must be a folder, but {__file__} is a file."
+
+
 def test_same_error():
     """Catches a picture that changed behind an error that both runs have."""
     assert same_error("assert 0.51234 < 0.01", "assert 0.51240 < 0.01")

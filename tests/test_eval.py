@@ -349,7 +349,7 @@ def test_methods_change_their_levels_only(distilled):
         with attention_method(pipe, method):
             assert {row.level for row in summary(pipe).rows if row.config} == levels
             chosen = select_layers(pipe.unet, tuple(levels))
-            assert {layer.attn._avq.route for layer in chosen} == {"always"}
+            assert {layer.avq_state.route for layer in chosen} == {"always"}
 
 
 @pytest.mark.parametrize(("levels", "share"), [((0,), {0: 0.5, 1: 1}), ((0, 1), {0: 0.5, 1: 0.5})])

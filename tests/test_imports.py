@@ -25,7 +25,8 @@ LAYERS = (
     ("pipeline",),
     ("calibrate", "scalecrafter", "inspection", "sheet", "comparison"),
     ("elastic", "sensitivity", "mini"),
-    ("app", "sweep", "options", "loading"),
+    ("app", "sweep", "options"),
+    ("loading",),
     ("cli",),
 )
 BACKENDS = ("reference", "fallback", "kernels")

@@ -8,7 +8,7 @@ import resource
 
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from safetensors.torch import load_file, save_file
 from tiny import CONFIG, predict, random_codebooks, sdxl_unet, tiny_pipe, tiny_unet
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +19,7 @@ from avq_diffusers import (
     apply_avq,
     calibrate,
     load_linfusion,
+    remove_avq,
     remove_linfusion,
     save_linfusion,
     select_layers,
@@ -72,6 +73,24 @@ def test_calibration_is_refused(unet, folder):
     load_linfusion(unet, folder)
     with pytest.raises(ValueError, match=r"LinFusion layers; call remove_linfusion\(pipe\) first"):
         calibrate(tiny_pipe(unet), ["a hen"], CONFIG, num_inference_steps=1)
+
+
+def test_a_layer_knows_who_changed_it(unet, folder, layers):
+    """Catches one that is forgotten when another tool sets a processor over LinFusion's."""
+
+    def changed():
+        found = select_layers(unet)
+        avq = {layer.name for layer in found if layer.avq_state is not None}
+        return avq, {layer.name for layer in found if layer.has_linfusion}
+
+    assert changed() == (set(), set())
+    load_linfusion(unet, folder).set_attn_processor(AttnProcessor2_0())
+    assert changed() == (set(), set(layers))
+    remove_linfusion(unet)
+    apply_avq(unet, random_codebooks(unet))
+    assert changed() == ({layer.name for layer in select_layers(unet, CONFIG.levels)}, set())
+    remove_avq(unet)
+    assert changed() == (set(), set())
 
 
 def tuned_processor(state):

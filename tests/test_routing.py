@@ -119,7 +119,7 @@ class TestLearning:
 
     @pytest.fixture
     def state(self, unet, codebooks, cache_file, measured):
-        return select_layers(apply_avq(unet, codebooks), (0,))[0].attn._avq
+        return select_layers(apply_avq(unet, codebooks), (0,))[0].avq_state
 
     @pytest.fixture
     def learn(self, state, monkeypatch):
@@ -221,7 +221,7 @@ def test_the_shape_of_a_call(unet, codebooks):
     """Catches heads or the batch left out of what decides."""
     apply_avq(unet, codebooks)
     layer = select_layers(unet, (0,))[0]
-    assert layer.attn._avq.shape(torch.empty(3, 1, 1)) == Shape(8, 8, 4, 2, 2, 16, torch.float32)
+    assert layer.avq_state.shape(torch.empty(3, 1, 1)) == Shape(8, 8, 4, 2, 2, 16, torch.float32)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])

@@ -231,7 +231,7 @@ class StepBench:
     def route_as_compiled(self) -> None:
         """Let eager calls take the route of compiled ones, for the output that these must give."""
         for layer in select_layers(self.unet):
-            if (state := getattr(layer.attn, "_avq", None)) is not None:
+            if (state := layer.avq_state) is not None:
                 state.break_even = {
                     shape: found._replace(eager=found.compiled)
                     for shape, found in state.break_even.items()
@@ -395,7 +395,7 @@ class Step:
         graph.replay()
         self.replay = graph.replay
         # What AVQ's layers hold goes away with the method, and the graph still reads it.
-        self.alive = [getattr(layer.attn, "_avq", None) for layer in select_layers(self.bench.unet)]
+        self.alive = [layer.avq_state for layer in select_layers(self.bench.unet)]
         return output.clone()
 
     def _peak_mib(self) -> float:

@@ -7,9 +7,9 @@ import torch
 import typer
 
 from avq_diffusers import AVQConfig
-from avq_diffusers.options import numbers_of
+from avq_diffusers.options import device_of, numbers_of
 from eval.benchmarks.attention import attention_table, bench_attention
-from eval.commands.options import Device, Output, command_line, device_of
+from eval.commands.options import Device, Output, command_line
 from eval.report import RESULTS, save_json
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -7,16 +7,22 @@ from typing import Annotated
 import typer
 
 from avq_diffusers.mini import SCORER, TEST_SEEDS, write_coco
-from avq_diffusers.options import numbers_of, usual_prompts
+from avq_diffusers.options import (
+    Dilated,
+    device_of,
+    finite,
+    multiple_of,
+    numbers_of,
+    read_prompts,
+    usual_prompts,
+)
 from eval.commands.options import (
     Compiled,
     Device,
-    Dilated,
     Levels,
     Model,
     Output,
     command_line,
-    device_of,
 )
 from eval.report import RESULTS, save_json
 
@@ -43,11 +49,13 @@ def coco_generate_command(
     model: Model = "stable-diffusion-v1-5/stable-diffusion-v1-5",
     pictures: Annotated[int, typer.Option(min=2, help="Number of captions.")] = 30_000,
     draw_seed: Annotated[int, typer.Option(help="Of the draw from annotations.")] = 0,
-    size: Annotated[int, typer.Option(min=8, help="Side of the pictures.")] = 512,
+    size: Annotated[
+        int, typer.Option(callback=multiple_of(8), help="Side of the pictures, a multiple of 8.")
+    ] = 512,
     dilated: Dilated = False,
     compiled: Compiled = False,
     steps: Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")] = 25,
-    guidance: Annotated[float, typer.Option(help="Guidance scale.")] = 7.5,
+    guidance: Annotated[float, typer.Option(callback=finite, help="Guidance scale.")] = 7.5,
     levels: Levels = "0",
     calibration: Annotated[
         Path | None,
@@ -71,13 +79,14 @@ def coco_generate_command(
     from eval.coco import generate_folder
     from eval.pictures import Drawing
 
+    prompts = read_prompts("--calibration", calibration) if calibration else usual_prompts(model)
     generate_folder(
         folder,
         read_captions(captions, pictures, seed=draw_seed),
         model=model,
         method=method,
         levels=numbers_of("--levels", levels),
-        calibration_prompts=_read_prompts(calibration) if calibration else usual_prompts(model),
+        calibration_prompts=prompts,
         drawing=Drawing(
             num_inference_steps=steps,
             guidance_scale=guidance,
@@ -183,11 +192,3 @@ def coco_write_command(
     Example: python -m eval coco write runs/scenes --pictures 5000
     """
     write_coco(folder, pictures, first_seed=TEST_SEEDS[first], size=size)
-
-
-def _read_prompts(path: Path) -> list[str]:
-    """The lines of a file of prompts."""
-    prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    if not all(prompts) or not prompts:
-        raise ValueError(f"{path} must hold prompts, one a line, and no empty line.")
-    return prompts

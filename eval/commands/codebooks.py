@@ -7,10 +7,9 @@ import typer
 from diffusers import StableDiffusionPipeline
 
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
-from avq_diffusers.options import numbers_of
+from avq_diffusers.options import Dilated, device_of, numbers_of
 from eval.commands.options import (
     Device,
-    Dilated,
     Levels,
     Methods,
     Model,
@@ -19,7 +18,6 @@ from eval.commands.options import (
     Size,
     calibration_prompts,
     command_line,
-    device_of,
     result_name,
 )
 from eval.report import RESULTS, save_json

@@ -1,41 +1,22 @@
 """What the commands of `python -m eval` share: options, what their values stand for, errors."""
 
-import os
 import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from avq_diffusers.mini import VALIDATION_SEEDS, model_path, sample_scene
+from avq_diffusers.options import folder_to_write, multiple_of
 from eval.report import ProcessFailed
 
 NUM_CALIBRATION_PROMPTS = 16
 
-
-def _results_folder(path: Path) -> Path:
-    """Refuse before the work, not after it."""
-    place = path.absolute()
-    there = next(folder for folder in (place, *place.parents) if folder.exists())
-    if not there.is_dir():
-        raise ValueError(f"--output must be a folder, but {there} is a file.")
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"--output: the folder {there} is not writable.")
-    return path
-
-
-def _side(size: int | None) -> int | None:
-    if size is not None and (size <= 0 or size % 64):
-        raise ValueError(f"--size must be a multiple of 64, but got {size}.")
-    return size
-
-
 Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
 Output = Annotated[
-    Path, typer.Option(callback=_results_folder, help="Folder the results are written to.")
+    Path, typer.Option(callback=folder_to_write, help="Folder the results are written to.")
 ]
 Methods = Annotated[
     str,
@@ -53,14 +34,8 @@ Pictures = Annotated[int, typer.Option(min=2, help="Pictures a method.")]
 Size = Annotated[
     int | None,
     typer.Option(
-        callback=_side, help="Side of the pictures, a multiple of 64; the model's own without it."
-    ),
-]
-Dilated = Annotated[
-    bool,
-    typer.Option(
-        "--scalecrafter/--no-scalecrafter",
-        help="Dilate convolutions, for pictures larger than the model was trained on.",
+        callback=multiple_of(64),
+        help="Side of the pictures, a multiple of 64; the model's own without it.",
     ),
 ]
 Compiled = Annotated[
@@ -85,14 +60,6 @@ def result_name(
 def calibration_prompts() -> list[str]:
     """Captions of validation scenes, which no figure is measured on."""
     return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
-
-
-def device_of(name: str) -> torch.device:
-    """The device, if this machine has it."""
-    try:
-        return torch.empty(0, device=name).device
-    except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def run_app(app: typer.Typer) -> None:

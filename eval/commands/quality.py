@@ -9,11 +9,10 @@ import typer
 from diffusers import StableDiffusionPipeline
 
 from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
-from avq_diffusers.options import LARGEST_SEED, numbers_of
+from avq_diffusers.options import LARGEST_SEED, Dilated, device_of, numbers_of
 from eval.commands.options import (
     Compiled,
     Device,
-    Dilated,
     Levels,
     Methods,
     Model,
@@ -22,7 +21,6 @@ from eval.commands.options import (
     Size,
     calibration_prompts,
     command_line,
-    device_of,
     result_name,
 )
 from eval.report import RESULTS, environment, folder_digest, save_json

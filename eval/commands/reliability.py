@@ -7,7 +7,8 @@ from typing import Annotated
 import torch
 import typer
 
-from eval.commands.options import Device, Output, command_line, device_of
+from avq_diffusers.options import device_of
+from eval.commands.options import Device, Output, command_line
 from eval.report import RESULTS, save_json
 
 app = typer.Typer()
