@@ -169,6 +169,26 @@ def test_figures_of_heads_by_hand(monkeypatch):
     assert (row["num_parents"], row["num_codewords"], row["num_refined"]) == (6, 18, 2)
 
 
+@torch.no_grad()
+def test_keys_are_a_sample_of_all_pictures_and_timesteps(monkeypatch):
+    """Catches the first keys, which are those of one picture's top, and more keys than at most."""
+    monkeypatch.setattr(errors, "KEYS_PER_LAYER", 300)
+    pipe = tiny_pipe()
+    method = method_of(pipe.unet, replace(CONFIG, levels=(0,)))
+    (row,) = errors.measure_errors(pipe, [method], SCENES, num_timesteps=2)
+    layer, sample = select_layers(pipe.unet, (0,))[1], []
+    for index, inputs in enumerate(errors.noised_scenes(pipe, SCENES, 2)):
+        with attention_method(pipe, method):
+            _, calls = watched(pipe, inputs)
+        keys = layer.attn.to_k(calls[layer.name][0]).flatten(0, 1)
+        kept = torch.randperm(2 * 256, generator=torch.Generator().manual_seed(index))[:150]
+        sample.append(keys[kept].unflatten(-1, (layer.num_heads, -1)).transpose(0, 1))
+    codebook = method.codebooks.codebook(layer.name)
+    expected = quantization_error(torch.cat(sample, 1), codebook)
+    found = row["layers"][layer.name]["heads"]["quantization_error"]
+    assert found == pytest.approx(expected.tolist(), rel=1e-5)
+
+
 def test_variants_are_measured_one_after_the_other(folder, monkeypatch):
     """Fails for fields that are written to the wrong row, and for variants whose keys are all in
     memory at once; one importance tile that holds all parents is exact importance, and leaves the

@@ -18,8 +18,10 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,8 +36,10 @@ from avq_diffusers.mini import SCORER, TEST_SEEDS, sample_scene
 from avq_diffusers.runs import quiet
 from eval import captions, coco, coco_score, frechet, protocol
 from eval.captions import read_captions
+from eval.commands.coco import coco_generate_command
 from eval.faults import contents
 from eval.metrics import Scorer
+from eval.networks import Inception, OpenCLIP
 from eval.pictures import Drawing, draw_batch
 from eval.report import folder_digest
 
@@ -276,7 +280,8 @@ def test_fid_of_fewer_pictures_than_features():
 
 
 def test_the_jackknife_leaves_each_block_out(monkeypatch):
-    """Against fits of what is left: catches a wrong block, mean, covariance or factor."""
+    """Against fits of what is left: catches a wrong block, mean, covariance or factor, and blocks
+    without a row, which would leave out nothing."""
     monkeypatch.setattr(frechet, "CHUNK", 3)
     real = frechet.fit_gaussian(torch.from_numpy(correlated(40, 4, 1)))
     features = torch.from_numpy(correlated(22, 4, 0))
@@ -288,7 +293,8 @@ def test_the_jackknife_leaves_each_block_out(monkeypatch):
     ]
     expected = (4 / 5 * sum((x - np.mean(distances)) ** 2 for x in distances)) ** 0.5
     assert frechet.jackknife_error(real, features, 5) == pytest.approx(expected)
-    assert frechet.jackknife_error(real, features[:3], 5) > 0
+    few = features[:3]
+    assert frechet.jackknife_error(real, few, 5) == frechet.jackknife_error(real, few, 3) > 0
     assert np.isnan(frechet.jackknife_error(real, features[:2], 5))
 
 
@@ -378,6 +384,38 @@ def test_patches_are_cut_and_not_resized():
 # Protocol
 
 
+def test_the_protocol_is_that_of_linfusion():
+    """Its numbers a second time, from eval.py, calculate_metrics.py and the paper of KID. Catches
+    one that is changed: figures would pass for published ones, and no row would say otherwise."""
+    assert protocol.GENERATION == {
+        "model": "stable-diffusion-v1-5",
+        "captions": "LinFusion's list",
+        "num_pictures": 30_000,
+        "sampler": "PNDM",
+        "num_inference_steps": 25,
+        "guidance_scale": 7.5,
+        "dtype": "float16",
+    }
+    digest = "edabd2a556026cbf5d36a5fffa35ad43d7ba71b72f6d640b727c1edefb7f1945"
+    assert digest == protocol.CAPTIONS_SHA256
+    assert (protocol.NUM_REAL, protocol.FID_SIZE, protocol.INCEPTION_SIZE) == (40_504, 256, 299)
+    assert (protocol.CLIP_MODEL, protocol.CLIP_WEIGHTS) == ("ViT-g-14", "laion2b_s12b_b42k")
+    assert protocol.CLIP_PREFIX == "A photo depicts "
+    assert (protocol.KID_SUBSETS, protocol.KID_SUBSET_SIZE) == (100, 1000)
+    assert protocol.JACKKNIFE_BLOCKS == 50
+
+
+def test_the_command_follows_the_protocol_by_itself():
+    """Catches an option whose default is another number: 30 000 pictures would not compare."""
+    options = signature(coco_generate_command).parameters
+    names = {"pictures": "num_pictures", "steps": "num_inference_steps"}
+    names |= {"guidance": "guidance_scale"}
+    for option, name in names.items():
+        assert options[option].default == protocol.GENERATION[name], option
+    assert options["size"].default == protocol.SIZES[0]
+    assert Path(options["model"].default).name == protocol.GENERATION["model"]
+
+
 def protocol_config(**changes):
     return {**protocol.GENERATION, "size": 512, "scalecrafter": False, **changes}
 
@@ -402,6 +440,9 @@ def test_deviations_are_named_and_bands_are_of_the_protocol():
     ]
     paper = {"method": "exact", "fid": 12.75, "clip_score": 0.318}
     assert protocol.implausible(512, paper) == []
+    for fid, clip_score in ((41.03, 0.292), (36.37, 0.295)):  # exact and LinFusion, at twice that
+        twice = {"method": "exact", "fid": fid, "clip_score": clip_score}
+        assert protocol.implausible(1024, twice) == []
     (text,) = protocol.implausible(512, paper | {"fid": 25.0})
     assert text.startswith("exact: fid 25 is implausible for SD1.5 at 512, expected 11.5-14.5 (AVQ")
     assert len(protocol.implausible(1024, paper)) == 2
@@ -1076,6 +1117,66 @@ def test_another_scorer_is_another_network(tmp_path):
     names.append(coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name)
     names.append(coco_score.load_networks(SCORER, torch.device("cpu")).name)
     assert names[0] == names[2] != names[1]
+
+
+class ColourWords(torch.nn.Module):
+    """A model with open_clip's interface: a picture is the last pixel of its first row, and a text
+    is the colour that it names after "A photo depicts"; neither has length 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]))
+
+    def tokenize(self, texts):
+        assert all(text.startswith("A photo depicts ") for text in texts)
+        return torch.tensor([("red", "grey").index(text.split()[3]) for text in texts])
+
+    def encode_image(self, pixels):
+        return 5 * pixels[:, 0, -1]
+
+    def encode_text(self, tokens):
+        return 2 * self.table[tokens]
+
+
+def test_the_clip_score_is_the_cosine_of_picture_and_prefixed_caption(monkeypatch):
+    """A model of two words stands in for 5 GB. Catches other weights, a caption without prefix or
+    of another picture, pictures on their side, and a cosine that is scaled or clamped."""
+    asked, model = [], ColourWords()
+
+    def create(*names):
+        asked.append(names)
+        return model, lambda picture: torch.from_numpy(np.array(picture)).float() - 100
+
+    def tokenizer(name):
+        asked.append((name,))
+        return model.tokenize
+
+    package = SimpleNamespace(create_model_from_pretrained=create, get_tokenizer=tokenizer)
+    monkeypatch.setitem(sys.modules, "open_clip", package)
+    clip = OpenCLIP()
+    assert asked == [("ViT-g-14", "laion2b_s12b_b42k"), ("ViT-g-14",)]
+    assert not model.training
+    pixels = torch.zeros(2, 3, 2, 4, dtype=torch.uint8)
+    pixels[:, :, 0, -1] = torch.tensor([[200, 100, 100], [100, 0, 0]])
+    found = clip.cosines(pixels, ["red box", "grey fox"])
+    assert found.tolist() == pytest.approx([1, -((2 / 3) ** 0.5)])
+
+
+def test_inception_is_the_port_past_its_resizing(monkeypatch):
+    """With random weights, as its own would be downloaded; at 299 the port resizes nothing.
+    Catches a layer that is left out or out of order, and pixels of another scale."""
+    port = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+    for owner in (torch.hub, port):
+        monkeypatch.setattr(owner, "load_state_dict_from_url", lambda *_, **__: {})
+    monkeypatch.setattr(port.FeatureExtractorInceptionV3, "load_state_dict", lambda *_: None)
+    torch.manual_seed(0)
+    whole = port.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"])
+    torch.manual_seed(0)
+    past = Inception()
+    images = torch.randint(0, 256, (2, 3, 299, 299), dtype=torch.uint8)
+    (expected,) = whole(images)
+    assert expected.shape == (2, 2048)
+    torch.testing.assert_close(past(images.float()), expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.skipif(

@@ -142,8 +142,8 @@ def assert_same(one, two):
 
 
 def test_the_newest_checkpoints_of_the_same_processes(tmp_path):
-    """Catches one kept too many or too few, what a kill left half-written and fills the disk, and
-    a run that goes on with other batches."""
+    """Catches one kept too many or too few, the step of another one, what a kill left half-written
+    and fills the disk, and a run that goes on with other batches."""
     config = load_config(CONFIG, DistillConfig, [])
     for step in range(1, 5):
         checkpoint.save(tmp_path, step, {}, config=config, keep=2, num_processes=2)
@@ -157,6 +157,7 @@ def test_the_newest_checkpoints_of_the_same_processes(tmp_path):
     found = [path.name for path in checkpoint.checkpoints(tmp_path)]
     assert found == ["step-00000003", "step-00000004"]
     newest = checkpoint.newest(tmp_path)
+    assert (newest.step, newest.path.name) == (4, "step-00000004")
     checkpoint.check(newest, config, free=(), num_processes=2)
     with pytest.raises(ValueError, match="it differs in num_processes"):
         checkpoint.check(newest, config, free=(), num_processes=1)
@@ -270,6 +271,19 @@ def test_the_log_has_figures_per_layer(finished):
     rates = [line["learning_rate"] for line in read_log(finished)]
     assert rates == pytest.approx([0, 1e-3, 0.75e-3, 0.25e-3], rel=1e-4)
     assert line["samples_per_second"] > 0
+
+
+def test_figures_of_layers_are_means_over_heads():
+    """Catches the figure of one head, and figures of another layer."""
+    objective = make_objective()
+    objective(**make_batch())
+    expected = objective.diagnostics()
+    found = loop.layer_figures(objective)
+    for figure, layers in found.items():
+        assert list(layers) == list(expected)
+        for layer, value in layers.items():
+            assert value == pytest.approx(expected[layer][figure].mean().item(), rel=1e-5)
+    assert found.keys() == {"quantization_error", "active_ratio", "capture"}
 
 
 def test_the_result_draws_and_is_removed(finished, model):
@@ -590,31 +604,35 @@ def test_one_step_of_the_optimizer_by_hand(model, tmp_path):
 
 
 def test_settings_reach_the_codebooks(model, tmp_path, monkeypatch):
-    """Catches a sample of another size, seeds of another run or step, and another rhythm."""
-    calls = {"start_codebooks": [], "reassign_dead": []}
+    """Catches a sample of another size, seeds of another run or step, and another rhythm; and the
+    usual decay in place of the configuration's."""
+    calls = {"start_codebooks": [], "update_codebooks": [], "reassign_dead": []}
     for name, found in calls.items():
         original = getattr(Objective, name)
 
         def spied(*given, _original=original, _found=found, **settings):
-            _found.append(settings)
+            _found.append(settings or given[1])
             return _original(*given, **settings)
 
         monkeypatch.setattr(Objective, name, spied)
     settings = {"seed": 7, "codebooks__keys_per_layer": 40, "checkpoint_every": "null"}
+    settings |= {"codebooks__decay_start": 0.5, "codebooks__decay_end": 0.7}
     assert run(model, tmp_path, **settings).exit_code == 0
     expected = {"samples_per_step": 4, "keys_per_layer": 40, "seed": 7}
     assert calls["start_codebooks"] == [expected]
     first, second = calls["reassign_dead"]
     assert first["threshold"] == second["threshold"] == 20
     assert [first["seed"], second["seed"]] == [sample_seed(7, step) for step in (2, 4)]
+    assert calls["update_codebooks"] == pytest.approx([0.5, 0.6, 0.7, 0.7])
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_micro_batches_add_up_to_the_batch(model, tmp_path, micro_batch_size):
-    """Catches a sum in place of a mean, a step per micro-batch, and draws that depend on both."""
+    """Catches a sum in place of a mean, a step per micro-batch, draws that depend on both, and
+    gradients that are clipped before they are complete."""
     whole, output = tmp_path / "whole", tmp_path / "split"
     # Rounding would move a key between two codewords at equal distance; exact attention has none.
-    settings = SPLIT | {"attention": "exact"}
+    settings = SPLIT | {"attention": "exact", "max_grad_norm": 1e-3}
     assert run(model, whole, **settings).exit_code == 0
     settings |= {"micro_batch_size": micro_batch_size}
     assert run(model, output, **settings).exit_code == 0
@@ -727,11 +745,11 @@ def test_runs_of_neighbouring_seeds_share_no_draw():
 
 
 def test_timesteps_are_uniform():
+    """Catches a last timestep, of the most noise, that is never drawn."""
     moments = torch.zeros(1, 2, 1, 1).expand(4000, -1, -1, -1)
     batch = {"moments": moments, "text_states": moments}
     drawn = noised(batch, list(range(4000)), schedule("epsilon"), 1.0)["timesteps"]
-    assert drawn.min() >= 0
-    assert drawn.max() < 1000
+    assert (drawn.min(), drawn.max()) == (0, 999)
     shares = torch.histc(drawn.float(), bins=10, min=0, max=1000) / 4000
     assert (shares - 0.1).abs().max() < 0.02
 

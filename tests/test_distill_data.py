@@ -24,11 +24,12 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
+from safetensors.torch import load_file, save_file
 from tiny import tiny_components, tiny_pipe
 from torch.utils.data import Dataset
 
-from avq_diffusers.mini import TRAINING_SEEDS, render, sample_scene
-from distill import cache
+from avq_diffusers.mini import TRAINING_SEEDS, Scene, render, sample_scene
+from distill import cache, sources
 from distill.data import _load, sample_batches, stream
 from distill.encoder import Encoder
 from distill.errors import DataError
@@ -247,6 +248,17 @@ def test_scenes_are_the_training_scenes():
     scene = sample_scene(TRAINING_SEEDS[7])
     assert samples[7]["caption"] == scene.caption
     assert np.array_equal(samples[7]["picture"].permute(1, 2, 0), render(scene, SIZE))
+
+
+def test_scenes_that_look_or_are_called_otherwise_have_another_fingerprint(monkeypatch):
+    """Catches a cache or a run that goes on with the captions of an older grammar."""
+    before = open_samples(SCENES, SIZE).fingerprint()
+    assert open_samples(SCENES, SIZE).fingerprint() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(Scene, "caption", "a fox")
+        assert open_samples(SCENES, SIZE).fingerprint() != before
+    monkeypatch.setattr(sources, "render", lambda scene, size: render(scene, size)[::-1].copy())
+    assert open_samples(SCENES, SIZE).fingerprint() != before
 
 
 def test_only_scenes_do_without_datasets(tmp_path, monkeypatch):
@@ -810,6 +822,38 @@ def test_a_cache_of_changed_files_is_refused(tmp_path):
     os.utime(tmp_path / "data" / "e.png", (1, 1))
     with pytest.raises(ValueError, match="differs in content: delete"):
         make_stream(config)
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "webdataset txt"])
+def test_a_cache_of_a_changed_data_set_is_refused(kind, tmp_path):
+    """Catches the pictures of an older file of the same name, path and number of rows."""
+    config = replace(source(kind, tmp_path), cache=str(tmp_path / "cache"))
+    make_stream(config)
+    file = min(path for path in (tmp_path / "data").iterdir())
+    os.utime(file, (1, 1))  # as of another download
+    with pytest.raises(ValueError, match="differs in content: delete"):
+        make_stream(config)
+
+
+def test_a_cache_of_another_format_is_refused(tmp_path, monkeypatch):
+    """Catches shards of an older version, whose numbers mean something else."""
+    make_stream(replace(SCENES, cache=str(tmp_path)))
+    monkeypatch.setattr(cache, "FORMAT", cache.FORMAT + 1)
+    with pytest.raises(ValueError, match="differs in format: delete"):
+        make_stream(replace(SCENES, cache=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["moments", "text_states"])
+def test_a_cached_number_that_changed_is_found(name, tmp_path):
+    """Catches a checksum of only the last of a sample's tensors."""
+    config = replace(SCENES, cache=str(tmp_path), num_samples=4)
+    make_stream(config)
+    path = tmp_path / "shard-000000.safetensors"
+    tensors = {key: value.clone() for key, value in load_file(path).items()}
+    tensors[name][2, 0] += 1
+    save_file(tensors, path)
+    with pytest.raises(DataError, match="sample 2 is not the one that was saved"):
+        take(make_stream(config), 2)
 
 
 def test_a_cache_that_does_not_say_its_encoder_is_refused(tmp_path):

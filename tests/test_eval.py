@@ -176,11 +176,14 @@ def test_the_scorer_sees_broken_copies_and_one_scale(scorer):
 
 
 def test_the_scorer_shrinks_pictures_by_their_mean(scorer):
-    """Catches pixels that are picked: of four columns, the two in the middle are white here."""
+    """Catches pixels that are picked: of four columns, the two in the middle are white here. And
+    a filter that is sharper than the bilinear one: beside an edge it would leave the range."""
     columns = torch.tensor([0, 255, 255, 0], dtype=torch.uint8).repeat(256)
     pixels = scorer._pixels(columns.expand(1, 3, 1024, 1024))
     assert pixels.shape == (1, 3, 256, 256)
     assert pixels[..., 2:-2].abs().max() < 0.5
+    edge = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(512)
+    assert scorer._pixels(edge.expand(1, 3, 1024, 1024)).abs().max() < 1.001
 
 
 def test_clip_scores_rank_the_right_caption_first(scorer, monkeypatch):
@@ -198,6 +201,20 @@ def test_clip_scores_rank_the_right_caption_first(scorer, monkeypatch):
     assert metrics.clip_scores(scorer, features, captions) == pytest.approx(right, abs=1e-2)
     cosines = scorer.cosines(metrics._to_bytes(images), captions)
     assert 100 * cosines.numpy() == pytest.approx(right, abs=1e-2)
+
+
+def test_clip_scores_are_those_of_the_model_itself(scorer):
+    """Against CLIP's own forward: catches features before its last norm, which rank captions as
+    well, and pixels or captions that it was not trained on."""
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
+    images, captions = np.stack([render(scene) for scene in shown]), [x.caption for x in shown]
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1
+    tokens = scorer.tokenizer(captions, padding="max_length", return_tensors="pt")
+    with torch.no_grad():
+        logits = scorer.model(pixel_values=pixels, **tokens).logits_per_image
+    expected = 100 * (logits / scorer.model.logit_scale.exp()).diag()
+    found = metrics.clip_scores(scorer, metrics.picture_features(scorer, images), captions)
+    assert found == pytest.approx(expected.numpy(), abs=1e-2)
 
 
 def test_copy_agreements_leave_out_scenes_without_copies():
@@ -236,12 +253,16 @@ def test_generate_gives_the_same_picture_whatever_the_batch_size():
         assert abs(pictures.astype(int) - reference).max() <= 1
 
 
-@pytest.mark.parametrize(("model", "guidance_scale"), [(MINI_SD, 3.0), ("another", 7.5)])
-def test_generate_guides_as_is_usual_for_the_model(model, guidance_scale):
-    """Catches guidance that is always mini-sd's own."""
+@pytest.mark.parametrize(
+    ("model", "given", "guidance_scale"),
+    [(MINI_SD, None, 3.0), ("another", None, 7.5), ("another", 2.0, 2.0)],
+)
+def test_generate_guides_as_is_usual_for_the_model(model, given, guidance_scale):
+    """Catches guidance that is always mini-sd's own, and one that is asked for in vain."""
     pipe = tiny_pipe()
     pipe.register_to_config(_name_or_path=model)
-    (picture,) = generate(pipe, ["a"], [3], Drawing(num_inference_steps=2)).astype(int)
+    drawing = Drawing(num_inference_steps=2, guidance_scale=given)
+    (picture,) = generate(pipe, ["a"], [3], drawing).astype(int)
     arguments = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(3)}
     images = pipe("a", guidance_scale=guidance_scale, output_type="np", **arguments).images
     assert abs(picture - 255 * images[0]).max() <= 0.5 + 1e-3
@@ -352,9 +373,9 @@ def test_methods_change_their_levels_only(distilled):
             assert {layer.avq_state.route for layer in chosen} == {"always"}
 
 
-@pytest.mark.parametrize(("levels", "share"), [((0,), {0: 0.5, 1: 1}), ((0, 1), {0: 0.5, 1: 0.5})])
-def test_tome_merges_its_levels(levels, share):
-    """Fails where ToMe stays at level 0 beside methods that change level 1 as well."""
+@pytest.mark.parametrize("levels", [(0,), (0, 1), (0, 1, 2)])
+def test_tome_merges_its_levels(levels):
+    """Fails where ToMe stays at level 0 beside methods that change level 1 or 2 as well."""
     pipe = tiny_pipe()
     (method,) = prepare(pipe, TOME, levels=levels)
     tokens = {}
@@ -370,7 +391,8 @@ def test_tome_merges_its_levels(levels, share):
         draw(pipe)
     for hook in hooks:
         hook.remove()
-    assert {level: tokens[level] / whole[level] for level in share} == share
+    assert [level for level in range(4) if tokens[level] == whole[level] / 2] == list(levels)
+    assert all(tokens[level] == whole[level] for level in range(len(levels), 4))
 
 
 def test_tome_is_the_same_whatever_was_drawn_before():
@@ -589,6 +611,7 @@ def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
         assert row["psnr"] == pytest.approx(values.tolist())
         assert row["psnr_median"] == pytest.approx(np.median(values))
         assert row["psnr_p10"] == min(values)
+        assert row["ssim"] == pytest.approx(metrics.ssim(pictures[method], expected).tolist())
         assert row["ssim_median"] == pytest.approx(np.median(row["ssim"]))
     table = compare.compare_table(rows).splitlines()
     assert [line.split("|")[1].strip() for line in table] == ["method", "---", *methods]
@@ -597,17 +620,36 @@ def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
     assert (tmp_path / "sheet.png").stat().st_size > 1000
 
 
+def test_the_tenth_percentile_is_one_of_the_pictures():
+    """Catches the best tenth, the worst picture, and what lies between two pictures."""
+    decibels = np.random.default_rng(0).permutation([*np.arange(30.0, 49), np.inf])
+    assert compare.psnr_figures(decibels) == {"psnr_median": 39.5, "psnr_p10": 31}
+
+
 def test_compare_shows_what_scalecrafter_does():
-    """Fails where both rows are drawn with it, or both without."""
+    """Fails where both rows are drawn with it, or both without, or where methods are compared to
+    the row without it."""
     pipe = tiny_pipe()
     drawing = Drawing(num_inference_steps=2, size=256, is_dilated=True)
-    _, pictures = compare.compare(
-        pipe, [], ["a"], range(1), drawing, calibration_prompts=CALIBRATION
+    (row,), pictures = compare.compare(
+        pipe, [NO_ATTENTION], ["a"], range(1), drawing, calibration_prompts=CALIBRATION
     )
-    assert list(pictures) == [compare.UNDILATED, EXACT]
+    assert list(pictures) == [compare.UNDILATED, EXACT, NO_ATTENTION]
+    for name in ("psnr", "ssim"):
+        figures = getattr(metrics, name)(pictures[NO_ATTENTION], pictures[EXACT])
+        assert row[name] == pytest.approx(figures.tolist())
     plain = generate(pipe, ["a"], [0], replace(drawing, is_dilated=False))
     assert np.array_equal(pictures[compare.UNDILATED], plain)
     assert not np.array_equal(pictures[EXACT], plain)
+
+
+def test_compare_refuses_sizes_before_the_work():
+    """Catches a size without settings that is found after the calibration."""
+    pipe = tiny_pipe()
+    pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
+    drawing = Drawing(size=192, is_dilated=True)
+    with pytest.raises(ValueError, match="there are ScaleCrafter settings for 256 x 256"):
+        compare.compare(pipe, ["M4"], ["a"], range(1), drawing, calibration_prompts=CALIBRATION)
 
 
 def test_compare_of_identical_pictures_is_null_in_json(tmp_path):

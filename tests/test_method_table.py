@@ -14,7 +14,7 @@ from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import ScaleCrafterConfig, scalecrafter
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
-from eval import scene_runs, scenes
+from eval import plots, scene_runs, scenes
 from eval.analyses import ANALYSES
 from eval.benchmarks.kernels import plot_kernels
 from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
@@ -24,7 +24,20 @@ from eval.method_table import build_table, quality_table, table_panels
 from eval.methods import EXACT, NO_ATTENTION, TOME, attention_method, prepare_methods
 from eval.metrics import Scorer, psnr
 from eval.pictures import Drawing, dilation, generate
-from eval.plots import COLOURS, MARKERS, Point, PointPanel, panel_plot, point_plot
+from eval.plots import (
+    COLOURS,
+    MARKERS,
+    HeatMap,
+    Line,
+    Panel,
+    Point,
+    PointPanel,
+    bar_plot,
+    heat_maps,
+    log_log_plot,
+    panel_plot,
+    point_plot,
+)
 from eval.report import save_json
 from eval.stored import Result, draw, read_result
 from eval.training import training_rows
@@ -670,6 +683,79 @@ def test_colour_and_marker_together_are_of_one_label():
     """Fails for as many markers as colours, by which the eighth label looks like the first."""
     looks = [(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i in range(50)]
     assert len(set(looks)) == 50
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn, in place of their files."""
+    found = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path, **_: found.append(figure))
+    return found
+
+
+def test_lines_are_drawn_where_their_numbers_are(figures):
+    """Catches a missing number drawn as 0, axes that are exchanged or of another scale, a cut axis
+    that makes small differences large, and a legend of the other lines."""
+    lines = [Line("a", [1, 2, 4], [8, None, 2]), Line("b", [2], [3])]
+    both = Panel("both", "x", lines, [Line("b", [1, 4], [9, 1])], xscale="log", yscale="log")
+    small = Panel("small", "x", [Line("b", [0, 1], [98, 100])], ticks=["p", "q"], from_zero=True)
+    panel_plot(None, [[both, small]])
+    (figure,) = figures
+    first, second = figure.axes
+    faint, a, b = first.lines
+    found = [line.get_xydata().tolist() for line in (faint, a, b)]
+    assert found == [[[1, 9], [4, 1]], [[1, 8], [4, 2]], [[2, 3]]]
+    assert (first.get_xscale(), first.get_yscale()) == ("log", "log")
+    assert (second.get_xscale(), second.get_yscale()) == ("linear", "linear")
+    low, high = second.get_ylim()
+    assert low == 0 < 100 < high
+    assert [label.get_text() for label in second.get_xticklabels()] == ["p", "q"]
+    (legend,) = figure.legends
+    shown = zip(legend.get_texts(), legend.get_lines(), strict=True)
+    assert [(text.get_text(), line.get_color()) for text, line in shown] == [
+        ("a", a.get_color()),
+        ("b", b.get_color()),
+    ]
+    assert a.get_color() != b.get_color() == faint.get_color() == second.lines[0].get_color()
+
+
+def test_error_bars_and_reference_are_drawn_where_their_numbers_are(figures):
+    """Catches bars of another length or direction, and a reference that lies elsewhere."""
+    panels = [
+        PointPanel("a", "x", [Point("m", 1, 20, 3)], reference=15),
+        PointPanel("b", "x", [Point("m", 2, 5)]),
+    ]
+    point_plot(None, [panels])
+    first, second = figures[0].axes
+    point, _, (bar,) = first.containers[0]
+    assert point.get_xydata().tolist() == [[1, 20]]
+    assert [segment.tolist() for segment in bar.get_segments()] == [[[1, 17], [1, 23]]]
+    assert [line.get_ydata()[0] for line in first.lines if line.get_linestyle() == "--"] == [15]
+    assert not [line for line in second.lines if line.get_linestyle() == "--"]
+
+
+def test_numbers_of_a_heat_map_stand_in_their_cells(figures):
+    """Catches the colours of a short row that are those of other columns than its numbers."""
+    heat_maps(None, [HeatMap("a", ["x", "y"], [[0.25, 0.75], [0.5]])], xlabel="h", label="c")
+    (axes, _) = figures[0].axes
+    assert axes.images[0].get_array().tolist() == [[0.25, 0.75], [0.5, None]]
+    cells = {text.get_position(): text.get_text() for text in axes.texts}
+    assert cells == {(0, 0): "0.25", (1, 0): "0.75", (0, 1): "0.50"}
+
+
+def test_bars_and_guides_are_drawn_where_their_numbers_are(figures):
+    """Catches a bar beside another's name, and a guide of another slope than its own."""
+    bar_plot(None, {"panel": {"long": 3.0, "short": 1.0}}, xlabel="x", title="t")
+    (axes,) = figures[0].axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    bars = [(bar.get_y() + bar.get_height() / 2, bar.get_width()) for bar in axes.patches]
+    assert (names, bars) == (["long", "short"], [(0, 3), (1, 1)])
+    log_log_plot(None, {"panel": [Line("a", [1, 4], [2, 32])]}, xlabels=["x"], ylabel="y")
+    line, guide = figures[1].axes[0].lines
+    assert line.get_xydata().tolist() == [[1, 2], [4, 32]]
+    (start, low), (end, high) = guide.get_xydata()
+    assert high / low == pytest.approx(end / start)
+    assert (start, end) == (1, 4)
 
 
 def test_points_are_drawn(tmp_path):

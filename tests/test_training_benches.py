@@ -10,6 +10,8 @@ from test_distill import CONFIG, TINY
 from tiny import tiny_pipe
 from typer.testing import CliRunner
 
+from distill.config import DistillConfig
+from distill.config_file import load_config
 from eval import ablation
 from eval.__main__ import app
 from eval.ablation import ablation_rows, ablation_table, train_variants
@@ -157,6 +159,35 @@ def test_runs_of_two_configs_have_folders_of_their_own(tmp_path, monkeypatch):
         assert started.pop() == run
 
 
+def test_variants_are_trained_with_their_settings_and_seeds(tmp_path, monkeypatch):
+    """Catches seeds that train one run under several names, and overrides that undo a variant."""
+    started = {}
+    monkeypatch.setattr(
+        ablation, "_distill", lambda config, run, settings: started.update({run.name: settings})
+    )
+    overrides = ["steps=2", "objective.diveq=false"]
+    train_variants(
+        CONFIG, tmp_path, ["base", "DiVeQ"], seeds=[0, 3], parallel=2, overrides=overrides
+    )
+    assert started == {
+        f"{CONFIG.stem}-{name}-seed{seed}": [*overrides, f"seed={seed}", *changed]
+        for name, changed in (("base", []), ("diveq", ["objective.diveq=true"]))
+        for seed in (0, 3)
+    }
+
+
+def test_variants_are_what_they_are_called():
+    """Catches a setting that no configuration has, and a decay that moves on to the usual one."""
+    decays = {}
+    for name, settings in ablation.VARIANTS.items():
+        changed = [f"{key}={value}" for key, value in settings.items()]
+        codebooks = load_config(CONFIG, DistillConfig, changed).codebooks
+        decays[name] = codebooks.decay_start, codebooks.decay_end
+    assert decays["EMA decay 0.9"] == (0.9, 0.9)
+    assert decays["EMA decay 0.999"] == (0.999, 0.999)
+    assert decays["base"] == decays["DiVeQ"] == (0.9, 0.99)
+
+
 def test_a_run_without_output_was_killed():
     """Catches an IndexError in place of the sentence."""
     assert distillation.last_error("") == "it was killed"
@@ -199,6 +230,20 @@ def test_ablation_table_by_hand():
     assert single[0].startswith("| EMA decay 0.9 | M256 | 2 | 0.143 | 0.2 ± 0.1 |")
     assert single[1].startswith("| base | M256 | 1 | 1 | 0.7 | 0.5 |")
     assert ablation_table(rows[:1]).splitlines()[2].startswith("| EMA decay 0.9 | M256 | 1 | - |")
+
+
+def test_a_run_is_measured_by_the_base_at_its_own_configuration():
+    """One run is judged at several numbers of refined parents: catches the last of them as the
+    measure for all, and a measure where there is none."""
+    figures = {**dict.fromkeys(ablation.FIGURES, 0.5), "seed": 0}
+    cases = [("base", "M4P4C2", 0.1), ("base", "M4P1C2", 0.2), ("DiVeQ", "M4P4C2", 0.3)]
+    cases += [("DiVeQ", "M4P1C2", 0.4), ("DiVeQ", "M4P0C2", 0.4)]
+    rows = [
+        {**figures, "variant": variant, "config": config, "output_error": error}
+        for variant, config, error in cases
+    ]
+    lines = [line.split(" | ") for line in ablation_table(rows).splitlines()[2:]]
+    assert [line[3] for line in lines] == ["1", "1", "3", "2", "-"]
 
 
 def ablation_file(folder: Path, seed: int, **changed) -> Path:
