@@ -24,7 +24,7 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.elastic import CaptureProfile, measure_capture
 from avq_diffusers.files import atomic_write
 from avq_diffusers.inspection import codebook_table, plot_codebooks
-from avq_diffusers.loading import first_line, load_pipeline
+from avq_diffusers.loading import load_pipeline
 from avq_diffusers.mini import (
     MINI_CODEBOOKS,
     MINI_CODEBOOKS_LEVEL1,
@@ -37,6 +37,7 @@ from avq_diffusers.options import (
     Dilated,
     check_writable,
     finite,
+    first_line,
     folder_to_write,
     multiple_of,
     numbers_of,

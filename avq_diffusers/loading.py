@@ -14,7 +14,7 @@ from diffusers import (
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from avq_diffusers.options import device_of
+from avq_diffusers.options import device_of, first_line
 from avq_diffusers.unets import unet_of
 
 
@@ -61,11 +61,6 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
             f"and latents have {pipe.vae.config.latent_channels}."
         )
     return pipe.to(device)
-
-
-def first_line(error: Exception) -> str:
-    """What an error of a library says first, for a message of one line."""
-    return str(error).strip().splitlines()[0]
 
 
 def _pretrained(model: str, dtype: torch.dtype) -> DiffusionPipeline:

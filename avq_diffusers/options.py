@@ -64,7 +64,12 @@ def device_of(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"--device {name} cannot be used: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a library says first, for a message of one line."""
+    return str(error).strip().splitlines()[0]
 
 
 def finite(option: typer.CallbackParam, value: float | None) -> float | None:
