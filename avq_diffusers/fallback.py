@@ -119,13 +119,13 @@ def precompute(
         counts: (H, M0, 1 + C) int64; slot 0 counts the keys that stay with the parent.
         value_sums: (H, M0, 1 + C, D), dtype of `parents`.
     """
-    return aggregate(assign(key, parents, children), value, parents, children)
+    return aggregate(assign_leaves(key, parents, children), value, parents, children)
 
 
 def aggregate(
     leaf: Tensor, value: Tensor, parents: Tensor, children: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`precompute` for keys whose leaves (H, S), numbered as by `assign`, are known."""
+    """`precompute` for keys whose leaves (H, S), numbered as by `assign_leaves`, are known."""
     heads, _, head_dim = value.shape
     num_parents, num_leaves = parents.shape[1], 1 + children.shape[2]
     leaf = leaf + num_leaves * first_parent(parents)
@@ -147,7 +147,7 @@ def aggregate(
     )
 
 
-def assign(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+def assign_leaves(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
     """The leaf of every key: its nearest parent, or a strictly closer child of that parent.
 
     Args:

@@ -75,7 +75,7 @@ def quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
     codewords = torch.cat([parents[:, :, None], children], dim=2) - centre
     codewords = codewords.to(key.dtype).flatten(0, 2)
     num_leaves = 1 + children.shape[2]
-    leaf = fallback.assign(
+    leaf = fallback.assign_leaves(
         key.flatten(0, 1),
         parents.expand(batch, -1, -1, -1).flatten(0, 1),
         children.expand(batch, -1, -1, -1, -1).flatten(0, 1),
@@ -128,7 +128,7 @@ def gradients(
         part_parents = parents.expand(elements, -1, -1, -1).flatten(0, 1)
         part_children = children.expand(elements, -1, -1, -1, -1).flatten(0, 1)
         part_value = value[part].flatten(0, 1)
-        leaf = fallback.assign(key[part].flatten(0, 1), part_parents, part_children)
+        leaf = fallback.assign_leaves(key[part].flatten(0, 1), part_parents, part_children)
         counts, value_sums = fallback.aggregate(leaf, part_value, part_parents, part_children)
         moments = _reverse_queries(
             grad_output[part].flatten(0, 1),

@@ -6,7 +6,7 @@ import torch
 from sklearn.cluster import KMeans
 
 from avq_diffusers import codebook as codebook_module
-from avq_diffusers.codebook import Codebook, assign, fit_codebook
+from avq_diffusers.codebook import Codebook, assign, assign_leaves, fit_codebook
 
 
 def random_codebook(heads, num_parents, num_children, head_dim, seed=0, dtype=torch.float32):
@@ -129,6 +129,7 @@ def test_a_child_is_taken_only_if_strictly_closer():
     parent, child = assign(key, codebook)
     assert parent.tolist() == [[0, 0, 0, 0, 1, 1, 1]]
     assert child.tolist() == [[-1, -1, 0, 1, -1, 0, 0]]
+    assert assign_leaves(key, codebook).tolist() == [[0, 0, 1, 2, 3, 4, 4]]
     assert parent.dtype == child.dtype == torch.int64
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from vector_quantize_pytorch import VectorQuantize
 
-from avq_diffusers.codebook import Codebook, assign, fit_codebook, project_children
+from avq_diffusers.codebook import Codebook, assign, assign_leaves, fit_codebook, project_children
 from avq_diffusers.ema import (
     batch_statistics,
     derive_codebook,
@@ -139,13 +139,12 @@ def test_batch_in_two_pieces_gives_the_same_statistics():
 
 def test_a_known_assignment_is_used():
     keys, codebook = random_layer()
-    parent, child = assign(keys, codebook)
+    leaf = assign_leaves(keys, codebook)
     expected = batch_statistics(keys, codebook)
-    for result, total in zip(
-        batch_statistics(keys, codebook, (parent, child)), expected, strict=True
-    ):
+    for result, total in zip(batch_statistics(keys, codebook, leaf), expected, strict=True):
         assert torch.equal(result, total)
-    _, counts = batch_statistics(keys, codebook, (parent, torch.full_like(child, -1)))
+    stays = leaf - leaf % (1 + codebook.num_children)
+    _, counts = batch_statistics(keys, codebook, stays)
     assert (counts[:, :, 1:] == 0).all()
 
 
