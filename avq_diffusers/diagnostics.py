@@ -216,7 +216,7 @@ def leaf_counts(key: Tensor, codebook: Codebook) -> Tensor:
         codebook: of H heads and head dim D.
 
     Returns:
-        (H, M0, 1 + C) int64; slot 0 counts the keys that stay with the parent.
+        (H, M0, 1 + C) int64; leaf 0 counts the keys that stay with the parent.
     """
     leaf = assign_leaves(key, codebook).movedim(-2, 0).flatten(1)
     counts = leaf.new_zeros(codebook.num_heads, codebook.num_codewords)

@@ -2,8 +2,8 @@
 Training").
 
 Statistics are the state and codewords are derived from them. Shapes: H heads, M0 parents, C
-children per parent, D head dim. Statistics hold 1 + C slots per parent: slot 0 is the parent with
-all keys of its cell, slot 1 + c the keys that took child c. Keys that stay are in slot 0 only.
+children per parent, D head dim. Statistics are of 1 + C codewords per cell: the parent with all
+keys of the cell, then each child with those that took it. Keys that stay count for the parent only.
 """
 
 import math

@@ -78,9 +78,9 @@ class Quantizer(nn.Module):
                 self.register_parameter(name, nn.Parameter(codewords))
             else:
                 self.register_buffer(name, codewords)
-        slots = (*cells, 1 + config.num_children)
-        self.register_buffer("ema_key_sums", torch.full((*slots, head_dim), math.nan))
-        self.register_buffer("ema_counts", torch.full(slots, math.nan))
+        per_cell = 1 + config.num_children
+        self.register_buffer("ema_key_sums", torch.full((*cells, per_cell, head_dim), math.nan))
+        self.register_buffer("ema_counts", torch.full((*cells, per_cell), math.nan))
         # Of the running optimizer step. Not buffers: DDP may overwrite those by process 0's.
         self.statistics: tuple[Tensor, Tensor] | None = None
         self.kept_keys: Tensor | None = None

@@ -35,8 +35,8 @@ def squared_errors(key, codebook):
     head = torch.arange(codebook.num_heads)[:, None]
     codewords = leaves(codebook).double()
     return tuple(
-        (key.double() - codewords[head, parent, slot]).square().sum(-1)
-        for slot in (torch.zeros_like(child), child + 1)
+        (key.double() - codewords[head, parent, leaf]).square().sum(-1)
+        for leaf in (torch.zeros_like(child), child + 1)
     )
 
 

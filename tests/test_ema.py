@@ -111,11 +111,11 @@ def test_second_update_is_the_written_out_formula():
     for head, p, c in [(0, 0, 0), (1, 5, 3), (2, 3, 1)]:
         in_parent = parent[:, head] == p
         in_child = in_parent & (child[:, head] == c)
-        for slot, taken in ((0, in_parent), (1 + c, in_child)):
-            key_sum = 0.9 * old_sums[head, p, slot] + 0.1 * new_keys[:, head][taken].sum(0)
-            count = 0.9 * old_counts[head, p, slot] + 0.1 * taken.sum()
-            torch.testing.assert_close(statistics.ema_key_sums[head, p, slot], key_sum)
-            torch.testing.assert_close(statistics.ema_counts[head, p, slot], count)
+        for codeword, taken in ((0, in_parent), (1 + c, in_child)):
+            key_sum = 0.9 * old_sums[head, p, codeword] + 0.1 * new_keys[:, head][taken].sum(0)
+            count = 0.9 * old_counts[head, p, codeword] + 0.1 * taken.sum()
+            torch.testing.assert_close(statistics.ema_key_sums[head, p, codeword], key_sum)
+            torch.testing.assert_close(statistics.ema_counts[head, p, codeword], count)
         mean = statistics.ema_key_sums[head, p, 0] / statistics.ema_counts[head, p, 0]
         torch.testing.assert_close(statistics.codebook().parents[head, p], mean)
 

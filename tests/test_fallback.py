@@ -189,10 +189,10 @@ def test_every_key_is_counted_once():
         torch.testing.assert_close(value_sums.sum(dim=(1, 2)), value[b].sum(dim=1))
         for h in range(2):
             for p in range(6):
-                for slot in range(4):
-                    members = (parent[b, h] == p) & (leaf[b, h] == slot)
-                    assert counts[h, p, slot] == members.sum()
-                    torch.testing.assert_close(value_sums[h, p, slot], value[b, h, members].sum(0))
+                for c in range(4):
+                    members = (parent[b, h] == p) & (leaf[b, h] == c)
+                    assert counts[h, p, c] == members.sum()
+                    torch.testing.assert_close(value_sums[h, p, c], value[b, h, members].sum(0))
 
 
 def assert_nearest(leaf: Tensor, key: Tensor, codebook: Codebook, tolerance: float) -> None:
@@ -207,8 +207,8 @@ def assert_nearest(leaf: Tensor, key: Tensor, codebook: Codebook, tolerance: flo
     leaves = torch.cat([parents[:, :, None], children], dim=2)
     cell = leaves[torch.arange(len(leaves))[:, None], parent[..., 0]]
     distance = (cell - key[:, :, None]).square().sum(dim=-1)
-    slot = (leaf % num_leaves)[..., None]
-    assert (distance.gather(-1, slot)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
+    leaf = (leaf % num_leaves)[..., None]
+    assert (distance.gather(-1, leaf)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
 
 
 @pytest.mark.parametrize("offset", [0, 300])

@@ -38,7 +38,7 @@ class Problem:
     """Inputs in the layout of a fused projection; codewords, packed and as the kernels see them.
 
     key, value: (B, H, S, D) views of (B, S, 2, H, D) memory.
-    codewords: (H, M0, 1 + C, D) float64, rounded; slot 0 is the parent.
+    codewords: (H, M0, 1 + C, D) float64, rounded; the first is the parent.
     """
 
     def __init__(
