@@ -316,6 +316,11 @@ def first_in_cell(rank: Tensor, cell: Tensor, num_cells: int) -> Tensor:
     return rows.new_full((num_cells,), len(rank)).scatter_reduce_(0, cell, rows, "amin")
 
 
+def centre_of(parents: Tensor) -> Tensor:
+    """(H, 1, D) median of the parents, which a dead codeword far away does not move."""
+    return parents.sort(dim=1).values[:, parents.shape[1] // 2, None]
+
+
 def heads_first(keys: Tensor) -> Tensor:
     """(..., H, N, D) to (H, all keys, D)."""
     return keys.movedim(-3, 0).flatten(1, -2)

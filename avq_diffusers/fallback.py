@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from avq_diffusers.codebook import centre_of
+
 # Numbers in the intermediates of one chunk of tokens. On a CPU they stay in cache; on other devices
 # few launches count.
 ELEMENTS_CPU = 1 << 20
@@ -368,11 +370,6 @@ def first_parent(parents: Tensor) -> Tensor:
     """(H, 1) index of each head's first parent when the parents of all heads are one list."""
     heads, num_parents = parents.shape[:2]
     return torch.arange(0, heads * num_parents, num_parents, device=parents.device)[:, None]
-
-
-def centre_of(parents: Tensor) -> Tensor:
-    """(H, 1, D) median of the parents, which a dead codeword far away does not move."""
-    return parents.sort(dim=1).values[:, parents.shape[1] // 2, None]
 
 
 def chunk_length(device: torch.device, elements: int, most: int = ELEMENTS) -> int:

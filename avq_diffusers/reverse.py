@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers import fallback
+from avq_diffusers.codebook import centre_of
 from avq_diffusers.fallback import CodewordTable
 
 # Numbers in the intermediates of one chunk, except on a CPU. A tile has so many moments that with
@@ -72,7 +73,7 @@ def quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
         (B, H, S, D), dtype of `key`.
     """
     batch = key.shape[0]
-    centre = fallback.centre_of(parents)[:, None]
+    centre = centre_of(parents)[:, None]
     codewords = torch.cat([parents[:, :, None], children], dim=2) - centre
     codewords = codewords.to(key.dtype).flatten(0, 2)
     num_leaves = 1 + children.shape[2]
