@@ -13,9 +13,9 @@ from torch import Tensor
 
 from avq_diffusers.config import check_int
 
-# What stays in a CPU's cache; a GPU wants long launches.
-ELEMENTS_PER_CHUNK = 2**22
-ELEMENTS_PER_CHUNK_CUDA = 2**26
+# Numbers in one chunk: on a CPU they stay in cache; on other devices few launches count.
+ELEMENTS_CPU = 1 << 22
+ELEMENTS = 1 << 26
 SEEDING_TRIALS = 12
 CONVERGED = 1 - 1e-4
 
@@ -338,7 +338,7 @@ def _check_finite(name: str, tensor: Tensor) -> None:
 
 
 def _keys_per_chunk(device: torch.device, batch: int, width: int) -> int:
-    elements = ELEMENTS_PER_CHUNK_CUDA if device.type == "cuda" else ELEMENTS_PER_CHUNK
+    elements = ELEMENTS_CPU if device.type == "cpu" else ELEMENTS
     return max(1, elements // max(1, batch * width))
 
 

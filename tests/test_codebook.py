@@ -215,7 +215,7 @@ def test_chunks_bound_the_memory_and_do_not_change_the_result(monkeypatch):
         sizes.append(result.numel())
         return result
 
-    monkeypatch.setattr(codebook_module, "ELEMENTS_PER_CHUNK", 50_000)
+    monkeypatch.setattr(codebook_module, "ELEMENTS_CPU", 50_000)
     monkeypatch.setattr(codebook_module, "_score", recorded_score)
     result = assign(key, codebook)
     assert torch.equal(result[0], expected[0])
