@@ -1,7 +1,7 @@
 """Adaptive vector-quantized (AVQ) attention for diffusers."""
 
 from avq_diffusers.calibrate import calibrate
-from avq_diffusers.codebook import Codebook, assign, fit_codebook
+from avq_diffusers.codebook import Codebook, assign, assign_leaves, fit_codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.diagnostics import (
     active_ratio,
@@ -66,6 +66,7 @@ __all__ = [
     "apply_avq",
     "apply_scalecrafter",
     "assign",
+    "assign_leaves",
     "attention_mass",
     "avq_attention",
     "avq_disabled",

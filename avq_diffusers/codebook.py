@@ -13,9 +13,9 @@ from torch import Tensor
 
 from avq_diffusers.config import check_int
 
-# What stays in a CPU's cache; a GPU wants long launches.
-ELEMENTS_PER_CHUNK = 2**22
-ELEMENTS_PER_CHUNK_CUDA = 2**26
+# Numbers in one chunk: on a CPU they stay in cache; on other devices few launches count.
+ELEMENTS_CPU = 1 << 22
+ELEMENTS = 1 << 26
 SEEDING_TRIALS = 12
 CONVERGED = 1 - 1e-4
 
@@ -140,6 +140,26 @@ def assign(key: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: `key` does not end in the codebook's heads, any number of keys, and head dim.
     """
+    leaf = assign_leaves(key, codebook)
+    num_leaves = 1 + codebook.num_children
+    return leaf // num_leaves, leaf % num_leaves - 1
+
+
+@torch.no_grad()
+def assign_leaves(key: Tensor, codebook: Codebook) -> Tensor:
+    """`assign` as one number per key, its row of the head's `codebook.leaves.flatten(1, 2)`.
+
+    Args:
+        key: (..., H, N, D).
+        codebook: of H heads and head dim D, on the same device.
+
+    Returns:
+        (..., H, N) int64, p (1 + C) for a key that stays with parent p and p (1 + C) + 1 + c for
+        one that its child c takes.
+
+    Raises:
+        ValueError: as `assign`.
+    """
     if key.ndim < 3 or (key.shape[-3], key.shape[-1]) != (codebook.num_heads, codebook.head_dim):
         raise ValueError(
             f"key must have shape (..., {codebook.num_heads}, keys, {codebook.head_dim}) to go "
@@ -152,19 +172,16 @@ def assign(key: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
     child_offsets = (children - parents[:, :, None]).flatten(0, 1)
 
     keys_per_chunk = _keys_per_chunk(key.device, key[..., :1, 0].numel(), codebook.num_parents)
-    parent_chunks, child_chunks = [], []
+    leaf_chunks = []
     with torch.autocast(key.device.type, enabled=False):
         for chunk in key.split(keys_per_chunk, dim=-2):
             centred_key = chunk.to(dtype) - centre
-            parent_assignment = _score(centred_key, centred_parents).argmin(dim=-1)
-            cell = _cell(parent_assignment, codebook.num_parents)
+            parent = _score(centred_key, centred_parents).argmin(dim=-1)
+            cell = _cell(parent, codebook.num_parents)
             residual = centred_key - centred_parents.flatten(0, 1)[cell]
-            child_assignment, _ = _nearest_child(
-                residual.flatten(0, -2), child_offsets, cell.flatten()
-            )
-            parent_chunks.append(parent_assignment)
-            child_chunks.append(child_assignment.view_as(parent_assignment))
-    return torch.cat(parent_chunks, dim=-1), torch.cat(child_chunks, dim=-1)
+            leaf, _ = _nearest_leaf(residual.flatten(0, -2), child_offsets, cell.flatten())
+            leaf_chunks.append(parent * (1 + codebook.num_children) + leaf.view_as(parent))
+    return torch.cat(leaf_chunks, dim=-1)
 
 
 @torch.no_grad()
@@ -299,6 +316,11 @@ def first_in_cell(rank: Tensor, cell: Tensor, num_cells: int) -> Tensor:
     return rows.new_full((num_cells,), len(rank)).scatter_reduce_(0, cell, rows, "amin")
 
 
+def centre_of(parents: Tensor) -> Tensor:
+    """(H, 1, D) median of the parents, which a dead codeword far away does not move."""
+    return parents.sort(dim=1).values[:, parents.shape[1] // 2, None]
+
+
 def heads_first(keys: Tensor) -> Tensor:
     """(..., H, N, D) to (H, all keys, D)."""
     return keys.movedim(-3, 0).flatten(1, -2)
@@ -316,7 +338,7 @@ def _check_finite(name: str, tensor: Tensor) -> None:
 
 
 def _keys_per_chunk(device: torch.device, batch: int, width: int) -> int:
-    elements = ELEMENTS_PER_CHUNK_CUDA if device.type == "cuda" else ELEMENTS_PER_CHUNK
+    elements = ELEMENTS_CPU if device.type == "cpu" else ELEMENTS
     return max(1, elements // max(1, batch * width))
 
 
@@ -331,8 +353,8 @@ def _score(points: Tensor, centroids: Tensor) -> Tensor:
     return centroids.square().sum(dim=-1)[..., None, :] / 2 - points @ centroids.mT
 
 
-def _nearest_child(residual: Tensor, child_offsets: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest child in each row's cell, or -1 to stay, and the squared distance to that choice.
+def _nearest_leaf(residual: Tensor, child_offsets: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """0 for each row that stays, 1 + c for child c of its cell, and the squared distance to that.
 
     Args:
         residual: (R, D), keys less their parents.
@@ -343,16 +365,16 @@ def _nearest_child(residual: Tensor, child_offsets: Tensor, cell: Tensor) -> tup
     half_norms = child_offsets.square().sum(dim=-1) / 2
     squared_distance = residual.square().sum(dim=-1)
     if num_children == 0:
-        return torch.full_like(cell, -1), squared_distance
+        return torch.zeros_like(cell), squared_distance
 
-    child, gain = [], []
+    leaf, gain = [], []
     rows_per_chunk = _keys_per_chunk(residual.device, num_children, head_dim)
     for rows, cells in zip(residual.split(rows_per_chunk), cell.split(rows_per_chunk), strict=True):
         score = half_norms[cells] - (child_offsets[cells] @ rows[:, :, None])[:, :, 0]
         lowest, nearest = score.min(dim=-1)
-        child.append(nearest.where(lowest < 0, -1))
+        leaf.append((1 + nearest).where(lowest < 0, 0))
         gain.append(lowest.clamp(max=0))
-    return torch.cat(child), (squared_distance + 2 * torch.cat(gain)).clamp(min=0)
+    return torch.cat(leaf), (squared_distance + 2 * torch.cat(gain)).clamp(min=0)
 
 
 def _seed_centroids(keys: Tensor, num_centroids: int, generator: torch.Generator) -> Tensor:
@@ -445,12 +467,12 @@ def _fit_child_offsets(
     origin = keys.new_zeros(num_cells, head_dim)
     previous_error = math.inf
     for _ in range(num_iterations):
-        child, distance = _nearest_child(residual, offsets, cell)
+        leaf, distance = _nearest_leaf(residual, offsets, cell)
         error = distance.sum().item()
         if error >= CONVERGED * previous_error:
             break
         previous_error = error
-        leaf = cell * (1 + num_children) + child + 1
+        leaf = cell * (1 + num_children) + leaf
         key_sums, counts = leaf_sums(residual[None], leaf[None], num_cells * (1 + num_children))
         key_sums = key_sums.view(num_cells, 1 + num_children, head_dim)[:, 1:]
         counts = counts.view(num_cells, 1 + num_children)[:, 1:]

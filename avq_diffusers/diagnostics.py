@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers import fallback, reference
-from avq_diffusers.codebook import Codebook, assign, heads_first
+from avq_diffusers.codebook import Codebook, assign, assign_leaves, heads_first
 from avq_diffusers.validation import check_inputs, check_numbers
 
 ACTIVE_SHARE = 0.01
@@ -187,10 +187,9 @@ def commitment_loss(key: Tensor, codebook: Codebook) -> Tensor:
     Returns:
         (H,).
     """
-    parent_assignment, child_assignment = assign(key, codebook)
-    leaves = codebook.leaves.detach()
+    leaves = codebook.leaves.detach().flatten(1, 2)
     head = torch.arange(codebook.num_heads, device=key.device)[:, None]
-    quantized_key = leaves[head, parent_assignment, child_assignment + 1]
+    quantized_key = leaves[head, assign_leaves(key, codebook)]
     return heads_first(key - quantized_key).square().sum(dim=-1).mean(dim=-1)
 
 
@@ -217,14 +216,12 @@ def leaf_counts(key: Tensor, codebook: Codebook) -> Tensor:
         codebook: of H heads and head dim D.
 
     Returns:
-        (H, M0, 1 + C) int64; slot 0 counts the keys that stay with the parent.
+        (H, M0, 1 + C) int64; leaf 0 counts the keys that stay with the parent.
     """
-    parent_assignment, child_assignment = assign(key, codebook)
-    num_leaves = 1 + codebook.num_children
-    leaf = (parent_assignment * num_leaves + child_assignment + 1).movedim(-2, 0).flatten(1)
-    counts = leaf.new_zeros(codebook.num_heads, codebook.num_parents * num_leaves)
+    leaf = assign_leaves(key, codebook).movedim(-2, 0).flatten(1)
+    counts = leaf.new_zeros(codebook.num_heads, codebook.num_codewords)
     counts.scatter_add_(1, leaf, torch.ones_like(leaf))
-    return counts.unflatten(1, (codebook.num_parents, num_leaves))
+    return counts.unflatten(1, (codebook.num_parents, -1))
 
 
 def active_ratio(counts: Tensor) -> Tensor:

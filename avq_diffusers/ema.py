@@ -2,8 +2,8 @@
 Training").
 
 Statistics are the state and codewords are derived from them. Shapes: H heads, M0 parents, C
-children per parent, D head dim. Statistics hold 1 + C slots per parent: slot 0 is the parent with
-all keys of its cell, slot 1 + c the keys that took child c. Keys that stay are in slot 0 only.
+children per parent, D head dim. Statistics are of 1 + C codewords per cell: the parent with all
+keys of the cell, then each child with those that took it. Keys that stay count for the parent only.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from avq_diffusers.codebook import (
     Codebook,
-    assign,
+    assign_leaves,
     first_in_cell,
     heads_first,
     leaf_sums,
@@ -28,7 +28,7 @@ NEGLIGIBLE_COUNT = 1e-20
 
 @torch.no_grad()
 def batch_statistics(
-    keys: Tensor, codebook: Codebook, assignment: tuple[Tensor, Tensor] | None = None
+    keys: Tensor, codebook: Codebook, leaf: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Key sums and counts of one batch under the current codebook.
 
@@ -38,7 +38,7 @@ def batch_statistics(
     Args:
         keys: (..., H, N, D).
         codebook: H heads of codewords.
-        assignment: what `assign(keys, codebook)` returned, where it is known already.
+        leaf: what `assign_leaves(keys, codebook)` returned, where it is known already.
 
     Returns:
         key_sums (H, M0, 1 + C, D) and counts (H, M0, 1 + C), fp32, or fp64 if an input is fp64.
@@ -46,16 +46,15 @@ def batch_statistics(
     Raises:
         ValueError: `keys` does not fit the codebook.
     """
-    parent_assignment, child_assignment = assignment or assign(keys, codebook)
-    num_slots = 1 + codebook.num_children
-    leaf = parent_assignment * num_slots + child_assignment + 1
+    if leaf is None:
+        leaf = assign_leaves(keys, codebook)
     key_sums, counts = leaf_sums(
         heads_first(keys).to(working_dtype(keys, codebook)),
         leaf.movedim(-2, 0).flatten(1),
-        codebook.num_parents * num_slots,
+        codebook.num_codewords,
     )
-    key_sums = key_sums.unflatten(1, (codebook.num_parents, num_slots))
-    counts = counts.unflatten(1, (codebook.num_parents, num_slots))
+    key_sums = key_sums.unflatten(1, (codebook.num_parents, -1))
+    counts = counts.unflatten(1, (codebook.num_parents, -1))
     key_sums[:, :, 0] = key_sums.sum(dim=2)
     counts[:, :, 0] = counts.sum(dim=2)
     return key_sums, counts
@@ -126,7 +125,7 @@ def reassign_dead(
         ValueError: `keys` does not fit the codebook or holds fewer than M0 keys per head.
     """
     heads, num_parents, num_children = codebook.children.shape[:3]
-    parent_assignment, child_assignment = assign(keys, codebook)
+    leaf = assign_leaves(keys, codebook).movedim(-2, 0).flatten(1)
     keys = heads_first(keys).to(working_dtype(keys, codebook))
     num_keys = keys.shape[1]
     if num_keys < num_parents:
@@ -135,9 +134,7 @@ def reassign_dead(
             f"{num_keys}."
         )
     head = torch.arange(heads, device=keys.device)[:, None]
-    parent = parent_assignment.movedim(-2, 0).flatten(1)
-    slot = child_assignment.movedim(-2, 0).flatten(1) + 1
-    distance = (keys - codebook.leaves[head, parent, slot]).square().sum(dim=-1)
+    distance = (keys - codebook.leaves.flatten(1, 2)[head, leaf]).square().sum(dim=-1)
     # The first of exponential clocks with rates w rings with probability w / sum(w).
     generator = torch.Generator(keys.device).manual_seed(seed)
     clock = torch.empty_like(distance).exponential_(generator=generator) / distance
@@ -147,7 +144,7 @@ def reassign_dead(
     drawn = clock.topk(num_parents, dim=1, largest=False).indices
     drawn = drawn.gather(1, (dead_parent.cumsum(dim=1) - 1).clamp(min=0))
 
-    cell = (parent + num_parents * head).flatten()
+    cell = (leaf // (1 + num_children) + num_parents * head).flatten()
     cell_key = first_in_cell(clock.flatten(), cell, heads * num_parents).view(heads, num_parents)
     dead_child = is_dead[:, :, 1:] & ~dead_parent[..., None]
     dead_child &= (dead_child.cumsum(dim=2) == 1) & (cell_key < heads * num_keys)[..., None]

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from avq_diffusers.codebook import centre_of
+
 # Numbers in the intermediates of one chunk of tokens. On a CPU they stay in cache; on other devices
 # few launches count.
 ELEMENTS_CPU = 1 << 20
@@ -33,7 +35,7 @@ RUN = 256
 LOG_ZERO = -1e30
 
 
-class Slots(NamedTuple):
+class CodewordTable(NamedTuple):
     """What a query tile can see of each cell: all its keys, those that stay, those of a child.
 
     Args:
@@ -116,16 +118,16 @@ def precompute(
         children: (H, M0, C, D).
 
     Returns:
-        counts: (H, M0, 1 + C) int64; slot 0 counts the keys that stay with the parent.
+        counts: (H, M0, 1 + C) int64; leaf 0 counts the keys that stay with the parent.
         value_sums: (H, M0, 1 + C, D), dtype of `parents`.
     """
-    return aggregate(assign(key, parents, children), value, parents, children)
+    return aggregate(assign_leaves(key, parents, children), value, parents, children)
 
 
 def aggregate(
     leaf: Tensor, value: Tensor, parents: Tensor, children: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`precompute` for keys whose leaves (H, S), numbered as by `assign`, are known."""
+    """`precompute` for keys whose leaves (H, S), numbered as by `assign_leaves`, are known."""
     heads, _, head_dim = value.shape
     num_parents, num_leaves = parents.shape[1], 1 + children.shape[2]
     leaf = leaf + num_leaves * first_parent(parents)
@@ -147,7 +149,7 @@ def aggregate(
     )
 
 
-def assign(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+def assign_leaves(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
     """The leaf of every key: its nearest parent, or a strictly closer child of that parent.
 
     Args:
@@ -178,8 +180,8 @@ def assign(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
         products = offsets.index_select(0, cell).mul_(keys.reshape(-1, 1, head_dim))
         gain = products.sum(dim=-1) + child_bias.index_select(0, cell)
         # Staying gains nothing; it comes first, and argmax takes the first of equal gains.
-        slot = F.pad(gain, (1, 0)).argmax(dim=-1)
-        assignment[:, start : start + chunk] = parent * num_leaves + slot.view_as(parent)
+        leaf = F.pad(gain, (1, 0)).argmax(dim=-1)
+        assignment[:, start : start + chunk] = parent * num_leaves + leaf.view_as(parent)
     return assignment
 
 
@@ -210,13 +212,13 @@ def attend(
     batch = output.shape[:2]
     num_parents, num_children = children.shape[1:3]
     query_tile = min(query_tile, num_queries)
-    slots = slot_table(parents, children, counts, value_sums)
+    table = codeword_table(parents, children, counts, value_sums)
 
     if num_refined == 0:
         # All tiles see the same codewords.
-        means = slots.value_means[:, :, 0].contiguous()
-        logs = slots.log_counts[:, :, 0].contiguous()
-        whole = _attention(query[None], slots.parents[None], means[None], logs[None], scale)
+        means = table.value_means[:, :, 0].contiguous()
+        logs = table.log_counts[:, :, 0].contiguous()
+        whole = _attention(query[None], table.parents[None], means[None], logs[None], scale)
         output.copy_(whole[0].unflatten(0, batch))
         return
 
@@ -228,9 +230,9 @@ def attend(
         stop = min(start + chunk, num_queries)
         order = slice(start, stop) if query_order is None else query_order[start:stop].long()
         tiles = cut_tiles(query, order, query_tile, parents.dtype)
-        visible = visible_slots(
+        visible = visible_codewords(
             tiles,
-            slots,
+            table,
             num_queries=stop - start,
             num_refined=num_refined,
             importance_tile=importance_tile,
@@ -238,16 +240,18 @@ def attend(
         )
         tile_output = _attention(
             tiles.transpose(0, 1),
-            gather_slots(slots.codewords, visible),
-            gather_slots(slots.value_means, visible),
-            gather_slots(slots.log_counts, visible),
+            gather_rows(table.codewords, visible),
+            gather_rows(table.value_means, visible),
+            gather_rows(table.log_counts, visible),
             scale,
         )
         write_tiles(output, tile_output.transpose(0, 1), order)
 
 
-def slot_table(parents: Tensor, children: Tensor, counts: Tensor, value_sums: Tensor) -> Slots:
-    """The slots of `parents` and `children`, from the aggregates of `precompute`."""
+def codeword_table(
+    parents: Tensor, children: Tensor, counts: Tensor, value_sums: Tensor
+) -> CodewordTable:
+    """The table of `parents` and `children`, from the aggregates of `precompute`."""
     # A shift of all keys by one vector changes no softmax, and small codewords round less.
     centre = centre_of(parents)
     parents = parents - centre
@@ -258,34 +262,34 @@ def slot_table(parents: Tensor, children: Tensor, counts: Tensor, value_sums: Te
     value_sums = torch.cat([value_sums.sum(dim=2, keepdim=True), value_sums], dim=2)
     value_means = value_sums / counts.clamp(min=1)[..., None]
     log_counts = counts.to(parents.dtype).log().clamp(min=LOG_ZERO)
-    return Slots(parents, codewords, value_means, counts, log_counts)
+    return CodewordTable(parents, codewords, value_means, counts, log_counts)
 
 
-def visible_slots(
+def visible_codewords(
     tiles: Tensor,
-    slots: Slots,
+    table: CodewordTable,
     *,
     num_queries: int,
     num_refined: int,
     importance_tile: int | None,
     scale: float,
 ) -> Tensor:
-    """Choose the parents that each tile refines, and list the slots that it sees.
+    """Choose the parents that each tile refines, and list the codewords that it sees.
 
     Args:
         tiles: (H, T, I, D) queries, of which the first `num_queries` are not padding.
 
     Returns:
-        (T, H, M0 + P C) int64 indices into the slots of all heads.
+        (T, H, M0 + P C) int64 rows of the table, the heads one after another.
     """
-    _, num_parents, num_slots, _ = slots.codewords.shape
+    _, num_parents, per_cell, _ = table.codewords.shape
     log_mass = torch.baddbmm(
-        slots.log_counts[:, None, :, 0],
+        table.log_counts[:, None, :, 0],
         tiles.flatten(1, 2),
-        slots.parents.transpose(1, 2),
+        table.parents.transpose(1, 2),
         alpha=scale,
     )
-    mass = _mass(log_mass, slots.counts[..., 0], importance_tile)
+    mass = _mass(log_mass, table.counts[..., 0], importance_tile)
     mass[:, num_queries:] = 0
     importance = mass.unflatten(1, tiles.shape[1:3]).sum(dim=2)
     # topk leaves the order of equal values open.
@@ -294,16 +298,16 @@ def visible_slots(
 
     is_refined = torch.zeros_like(ranking).scatter_(-1, refined, 1)
     cell = torch.arange(num_parents, device=tiles.device)
-    parent_slots = cell * num_slots + is_refined
-    child_slot = torch.arange(2, num_slots, device=tiles.device)
-    child_slots = (refined[..., None] * num_slots + child_slot).flatten(-2)
-    first_slot = num_slots * first_parent(slots.parents)[..., None]
-    return (torch.cat([parent_slots, child_slots], dim=-1) + first_slot).transpose(0, 1)
+    parent_rows = cell * per_cell + is_refined
+    child_row = torch.arange(2, per_cell, device=tiles.device)
+    child_rows = (refined[..., None] * per_cell + child_row).flatten(-2)
+    first_row = per_cell * first_parent(table.parents)[..., None]
+    return (torch.cat([parent_rows, child_rows], dim=-1) + first_row).transpose(0, 1)
 
 
-def gather_slots(table: Tensor, visible: Tensor) -> Tensor:
-    """Rows (T, H, M0 + P C, ...) of a table (H, M0, 2 + C, ...), for `visible_slots`."""
-    rows = table.flatten(0, 2).index_select(0, visible.flatten())
+def gather_rows(column: Tensor, visible: Tensor) -> Tensor:
+    """Rows (T, H, M0 + P C, ...) of a table's column (H, M0, 2 + C, ...)."""
+    rows = column.flatten(0, 2).index_select(0, visible.flatten())
     return rows.unflatten(0, visible.shape)
 
 
@@ -366,11 +370,6 @@ def first_parent(parents: Tensor) -> Tensor:
     """(H, 1) index of each head's first parent when the parents of all heads are one list."""
     heads, num_parents = parents.shape[:2]
     return torch.arange(0, heads * num_parents, num_parents, device=parents.device)[:, None]
-
-
-def centre_of(parents: Tensor) -> Tensor:
-    """(H, 1, D) median of the parents, which a dead codeword far away does not move."""
-    return parents.sort(dim=1).values[:, parents.shape[1] // 2, None]
 
 
 def chunk_length(device: torch.device, elements: int, most: int = ELEMENTS) -> int:

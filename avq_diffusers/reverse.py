@@ -1,16 +1,17 @@
 """Exact gradients of AVQ attention at O(N M D^2) in plain PyTorch, for every device.
 
 With A_ia = exp(s q_i.c_a) / sum_b n_b exp(s q_i.c_b), what query i gives to each of the n_a keys of
-slot a, and d for gradients (paper, section Method; keys straight through the quantization):
+codeword a, and d for gradients (paper, section Method; keys straight through the quantization):
 
     delta_i = dy_i.y_i
     dq_i = s sum_a n_a A_ia (dy_i.mean_a - delta_i) c_a
     dv_j = sum_i A_ij dy_i
     dk_j = s sum_i A_ij (dy_i.v_j - delta_i) q_i
 
-The last two are affine in v_j. So a slot keeps the moments sum_i A_ia [1, s q_i] [dy_i, delta_i]^T,
-and the keys read theirs. A key sees two slots: its parent whole in the tiles that do not refine it,
-and in the others its child, or the keys that stay; their moments add up.
+The last two are affine in v_j. So a codeword of the table keeps the moments
+sum_i A_ia [1, s q_i] [dy_i, delta_i]^T, and the keys read theirs. A key has two codewords: its
+parent whole in the tiles that do not refine it, and in the others its child, or the parent of the
+keys that stay; their moments add up.
 
 The choice of parents is a constant, and is made again by the code of `fallback`. After a forward by
 kernels, parents of nearly equal importance may change places in it.
@@ -25,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers import fallback
-from avq_diffusers.fallback import Slots
+from avq_diffusers.codebook import centre_of
+from avq_diffusers.fallback import CodewordTable
 
 # Numbers in the intermediates of one chunk, except on a CPU. A tile has so many moments that with
 # fewer numbers each tile would be a chunk, of some sixty launches.
@@ -71,11 +73,11 @@ def quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
         (B, H, S, D), dtype of `key`.
     """
     batch = key.shape[0]
-    centre = fallback.centre_of(parents)[:, None]
+    centre = centre_of(parents)[:, None]
     codewords = torch.cat([parents[:, :, None], children], dim=2) - centre
     codewords = codewords.to(key.dtype).flatten(0, 2)
     num_leaves = 1 + children.shape[2]
-    leaf = fallback.assign(
+    leaf = fallback.assign_leaves(
         key.flatten(0, 1),
         parents.expand(batch, -1, -1, -1).flatten(0, 1),
         children.expand(batch, -1, -1, -1, -1).flatten(0, 1),
@@ -128,12 +130,12 @@ def gradients(
         part_parents = parents.expand(elements, -1, -1, -1).flatten(0, 1)
         part_children = children.expand(elements, -1, -1, -1, -1).flatten(0, 1)
         part_value = value[part].flatten(0, 1)
-        leaf = fallback.assign(key[part].flatten(0, 1), part_parents, part_children)
+        leaf = fallback.assign_leaves(key[part].flatten(0, 1), part_parents, part_children)
         counts, value_sums = fallback.aggregate(leaf, part_value, part_parents, part_children)
         moments = _reverse_queries(
             grad_output[part].flatten(0, 1),
             query[part].flatten(0, 1),
-            fallback.slot_table(part_parents, part_children, counts, value_sums),
+            fallback.codeword_table(part_parents, part_children, counts, value_sums),
             None if grad_query is None else grad_query[part],
             rows,
             num_refined=num_refined,
@@ -162,7 +164,7 @@ def empty_gradient(tokens: Tensor) -> Tensor:
 def _reverse_queries(
     grad_output: Tensor,
     query: Tensor,
-    slots: Slots,
+    table: CodewordTable,
     grad_query: Tensor | None,
     rows: slice,
     *,
@@ -177,14 +179,14 @@ def _reverse_queries(
     Only the `rows` of the moments are computed.
     """
     heads, num_queries, head_dim = query.shape
-    num_parents, num_slots = slots.counts.shape[1:]
+    num_parents, per_cell = table.counts.shape[1:]
     num_rows = rows.stop - rows.start
-    dtype = slots.codewords.dtype
+    dtype = table.codewords.dtype
     query_tile = min(query_tile, num_queries)
-    moments = slots.codewords.new_zeros(heads, num_parents, num_slots, num_rows, 1 + head_dim)
-    moments_of_slot = moments.flatten(0, 2)
+    moments = table.codewords.new_zeros(heads, num_parents, per_cell, num_rows, 1 + head_dim)
+    moments_of_codeword = moments.flatten(0, 2)
 
-    num_visible = num_parents + num_refined * (num_slots - 2)
+    num_visible = num_parents + num_refined * (per_cell - 2)
     moment_elements = (num_visible + query_tile) * num_rows * (1 + head_dim)
     tile_elements = moment_elements + 4 * num_visible * query_tile + 2 * num_visible * head_dim
     chunk = query_tile * fallback.chunk_length(query.device, heads * tile_elements, ELEMENTS)
@@ -192,9 +194,9 @@ def _reverse_queries(
         stop = min(start + chunk, num_queries)
         order = slice(start, stop) if query_order is None else query_order[start:stop].long()
         tiles = fallback.cut_tiles(query, order, query_tile, dtype)
-        visible = fallback.visible_slots(
+        visible = fallback.visible_codewords(
             tiles,
-            slots,
+            table,
             num_queries=stop - start,
             num_refined=num_refined,
             importance_tile=importance_tile,
@@ -204,10 +206,10 @@ def _reverse_queries(
         grads = fallback.cut_tiles(grad_output, order, query_tile, dtype).transpose(0, 1)
 
         # (T, H, M0 + P C, ...)
-        codewords = fallback.gather_slots(slots.codewords, visible)
-        value_means = fallback.gather_slots(slots.value_means, visible)
-        log_counts = fallback.gather_slots(slots.log_counts, visible)
-        counts = fallback.gather_slots(slots.counts, visible)
+        codewords = fallback.gather_rows(table.codewords, visible)
+        value_means = fallback.gather_rows(table.value_means, visible)
+        log_counts = fallback.gather_rows(table.log_counts, visible)
+        counts = fallback.gather_rows(table.counts, visible)
 
         # (T, H, I, M0 + P C)
         logits = scale * tiles @ codewords.mT + log_counts[..., None, :]
@@ -223,9 +225,9 @@ def _reverse_queries(
             right = torch.cat([grads, delta], dim=-1)[..., None, :]
             weights /= counts.clamp(min=1)[..., None, :]
             tile_moments = weights.mT @ (left * right).flatten(-2)
-            # Within a tile no slot comes twice, so no two rows of an addition meet.
+            # Within a tile no codeword comes twice, so no two rows of an addition meet.
             for seen, added in zip(visible.flatten(1), tile_moments.flatten(1, 2), strict=True):
-                moments_of_slot.index_add_(0, seen, added.view(-1, num_rows, 1 + head_dim))
+                moments_of_codeword.index_add_(0, seen, added.view(-1, num_rows, 1 + head_dim))
     return moments
 
 
@@ -236,7 +238,7 @@ def _reverse_keys(
     grad_key: Tensor | None,
     grad_value: Tensor | None,
 ) -> None:
-    """Write the gradients (B, H / B, S, D) of keys and values from the moments of their slots."""
+    """Write the gradients (B, H / B, S, D) of keys and values from the moments of codewords."""
     num_keys, head_dim = value.shape[1:]
     num_leaves = moments.shape[2] - 1
     leaf = leaf + num_leaves * fallback.first_parent(moments)

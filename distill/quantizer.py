@@ -14,7 +14,7 @@ from avq_diffusers import (
     AVQConfig,
     Codebook,
     active_ratio,
-    assign,
+    assign_leaves,
     batch_statistics,
     derive_codebook,
     ema_update,
@@ -34,12 +34,12 @@ class Leaves(NamedTuple):
     Args:
         key: (B, H, N, D) float32.
         codeword: (B, H, N, D) of each key's leaf.
-        assignment: what `assign` returned.
+        leaf: (B, H, N) int64, what `assign_leaves` returned.
     """
 
     key: Tensor
     codeword: Tensor
-    assignment: tuple[Tensor, Tensor]
+    leaf: Tensor
 
     def commitment(self) -> Tensor:
         """Mean squared error of the keys' quantization, for the keys to lower.
@@ -78,9 +78,9 @@ class Quantizer(nn.Module):
                 self.register_parameter(name, nn.Parameter(codewords))
             else:
                 self.register_buffer(name, codewords)
-        slots = (*cells, 1 + config.num_children)
-        self.register_buffer("ema_key_sums", torch.full((*slots, head_dim), math.nan))
-        self.register_buffer("ema_counts", torch.full(slots, math.nan))
+        per_cell = 1 + config.num_children
+        self.register_buffer("ema_key_sums", torch.full((*cells, per_cell, head_dim), math.nan))
+        self.register_buffer("ema_counts", torch.full((*cells, per_cell), math.nan))
         # Of the running optimizer step. Not buffers: DDP may overwrite those by process 0's.
         self.statistics: tuple[Tensor, Tensor] | None = None
         self.kept_keys: Tensor | None = None
@@ -97,11 +97,10 @@ class Quantizer(nn.Module):
     def forward(self, key: Tensor) -> Leaves:
         """Find the leaves of float32 keys (B, H, N, D)."""
         codebook = self.codebook()
-        parent, child = assignment = assign(key, codebook)
-        codewords = codebook.leaves
-        first_cell = codebook.num_parents * torch.arange(codebook.num_heads, device=key.device)
-        leaf = (parent + first_cell[:, None]) * codewords.shape[2] + child + 1
-        return Leaves(key, F.embedding(leaf, codewords.flatten(0, 2)), assignment)
+        leaf = assign_leaves(key, codebook)
+        first_leaf = codebook.num_codewords * torch.arange(codebook.num_heads, device=key.device)
+        row = leaf + first_leaf[:, None]
+        return Leaves(key, F.embedding(row, codebook.leaves.flatten(0, 2)), leaf)
 
     def quantized_key(self, leaves: Leaves) -> Tensor:
         """Codewords in place of keys, less one vector per head, which softmax ignores.
@@ -130,7 +129,7 @@ class Quantizer(nn.Module):
     def observe(self, leaves: Leaves) -> None:
         """Add the keys of a micro-batch to the statistics of this step."""
         key = leaves.key.detach()
-        statistics = batch_statistics(key, self.codebook(), leaves.assignment)
+        statistics = batch_statistics(key, self.codebook(), leaves.leaf)
         if self.statistics is not None:
             statistics = tuple(a + b for a, b in zip(self.statistics, statistics, strict=True))
         self.statistics = statistics

@@ -273,8 +273,7 @@ def _rounded(codebook: Codebook, scale: float, dtype: torch.dtype) -> Codebook:
     _, first_child, child_rows = codewords.padded_sizes(head_dim, num_parents, num_children)
     table = torch.float32 if dtype == torch.float32 else torch.float16
     codes, _ = codewords.pack(codebook.parents, codebook.children, scale=scale, dtype=table)
-    parents = codebook.parents.double()
-    centre = parents.sort(dim=1).values[:, num_parents // 2, None]
+    centre = codewords.centre_of(codebook.parents.double())
     table = codes[..., :head_dim].double() / (scale * math.log2(math.e)) + centre
     children = table[:, first_child:].view(heads, num_parents, child_rows, head_dim)
     return Codebook(table[:, :num_parents], children[:, :, :num_children])

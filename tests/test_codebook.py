@@ -6,7 +6,7 @@ import torch
 from sklearn.cluster import KMeans
 
 from avq_diffusers import codebook as codebook_module
-from avq_diffusers.codebook import Codebook, assign, fit_codebook
+from avq_diffusers.codebook import Codebook, assign, assign_leaves, fit_codebook
 
 
 def random_codebook(heads, num_parents, num_children, head_dim, seed=0, dtype=torch.float32):
@@ -35,8 +35,8 @@ def squared_errors(key, codebook):
     head = torch.arange(codebook.num_heads)[:, None]
     codewords = leaves(codebook).double()
     return tuple(
-        (key.double() - codewords[head, parent, slot]).square().sum(-1)
-        for slot in (torch.zeros_like(child), child + 1)
+        (key.double() - codewords[head, parent, leaf]).square().sum(-1)
+        for leaf in (torch.zeros_like(child), child + 1)
     )
 
 
@@ -129,6 +129,7 @@ def test_a_child_is_taken_only_if_strictly_closer():
     parent, child = assign(key, codebook)
     assert parent.tolist() == [[0, 0, 0, 0, 1, 1, 1]]
     assert child.tolist() == [[-1, -1, 0, 1, -1, 0, 0]]
+    assert assign_leaves(key, codebook).tolist() == [[0, 0, 1, 2, 3, 4, 4]]
     assert parent.dtype == child.dtype == torch.int64
 
 
@@ -214,7 +215,7 @@ def test_chunks_bound_the_memory_and_do_not_change_the_result(monkeypatch):
         sizes.append(result.numel())
         return result
 
-    monkeypatch.setattr(codebook_module, "ELEMENTS_PER_CHUNK", 50_000)
+    monkeypatch.setattr(codebook_module, "ELEMENTS_CPU", 50_000)
     monkeypatch.setattr(codebook_module, "_score", recorded_score)
     result = assign(key, codebook)
     assert torch.equal(result[0], expected[0])

@@ -22,7 +22,7 @@ from avq_diffusers import (
     query_order,
     select_layers,
 )
-from avq_diffusers.codebook import assign, fit_codebook
+from avq_diffusers.codebook import assign, assign_leaves, fit_codebook
 from avq_diffusers.ema import batch_statistics, derive_codebook, ema_update
 from distill.objective import Objective
 from distill.quantizer import Quantizer
@@ -531,11 +531,15 @@ def test_keys_are_assigned_once(monkeypatch):
     """Catches an assignment each for attention, commitment and statistics."""
     objective = make_objective()
     calls = []
-    for module in ("distill.quantizer", "avq_diffusers.ema", "avq_diffusers.diagnostics"):
-        monkeypatch.setattr(
-            f"{module}.assign", lambda *arguments: (calls.append(1), assign(*arguments))[1]
-        )
-    monkeypatch.setattr("avq_diffusers.fallback.assign", None)
+
+    def counted(*arguments):
+        calls.append(1)
+        return assign_leaves(*arguments)
+
+    monkeypatch.setattr("distill.quantizer.assign_leaves", counted)
+    for module in ("codebook", "ema", "diagnostics"):
+        monkeypatch.setattr(f"avq_diffusers.{module}.assign_leaves", counted)
+    monkeypatch.setattr("avq_diffusers.fallback.assign_leaves", None)
     objective(**make_batch())["loss"].backward()
     objective.update_codebooks(0.9)
     assert len(calls) == len(objective.names)

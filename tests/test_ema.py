@@ -5,7 +5,7 @@ import pytest
 import torch
 from vector_quantize_pytorch import VectorQuantize
 
-from avq_diffusers.codebook import Codebook, assign, fit_codebook, project_children
+from avq_diffusers.codebook import Codebook, assign, assign_leaves, fit_codebook, project_children
 from avq_diffusers.ema import (
     batch_statistics,
     derive_codebook,
@@ -111,11 +111,11 @@ def test_second_update_is_the_written_out_formula():
     for head, p, c in [(0, 0, 0), (1, 5, 3), (2, 3, 1)]:
         in_parent = parent[:, head] == p
         in_child = in_parent & (child[:, head] == c)
-        for slot, taken in ((0, in_parent), (1 + c, in_child)):
-            key_sum = 0.9 * old_sums[head, p, slot] + 0.1 * new_keys[:, head][taken].sum(0)
-            count = 0.9 * old_counts[head, p, slot] + 0.1 * taken.sum()
-            torch.testing.assert_close(statistics.ema_key_sums[head, p, slot], key_sum)
-            torch.testing.assert_close(statistics.ema_counts[head, p, slot], count)
+        for codeword, taken in ((0, in_parent), (1 + c, in_child)):
+            key_sum = 0.9 * old_sums[head, p, codeword] + 0.1 * new_keys[:, head][taken].sum(0)
+            count = 0.9 * old_counts[head, p, codeword] + 0.1 * taken.sum()
+            torch.testing.assert_close(statistics.ema_key_sums[head, p, codeword], key_sum)
+            torch.testing.assert_close(statistics.ema_counts[head, p, codeword], count)
         mean = statistics.ema_key_sums[head, p, 0] / statistics.ema_counts[head, p, 0]
         torch.testing.assert_close(statistics.codebook().parents[head, p], mean)
 
@@ -139,13 +139,12 @@ def test_batch_in_two_pieces_gives_the_same_statistics():
 
 def test_a_known_assignment_is_used():
     keys, codebook = random_layer()
-    parent, child = assign(keys, codebook)
+    leaf = assign_leaves(keys, codebook)
     expected = batch_statistics(keys, codebook)
-    for result, total in zip(
-        batch_statistics(keys, codebook, (parent, child)), expected, strict=True
-    ):
+    for result, total in zip(batch_statistics(keys, codebook, leaf), expected, strict=True):
         assert torch.equal(result, total)
-    _, counts = batch_statistics(keys, codebook, (parent, torch.full_like(child, -1)))
+    stays = leaf - leaf % (1 + codebook.num_children)
+    _, counts = batch_statistics(keys, codebook, stays)
     assert (counts[:, :, 1:] == 0).all()
 
 

@@ -189,10 +189,10 @@ def test_every_key_is_counted_once():
         torch.testing.assert_close(value_sums.sum(dim=(1, 2)), value[b].sum(dim=1))
         for h in range(2):
             for p in range(6):
-                for slot in range(4):
-                    members = (parent[b, h] == p) & (leaf[b, h] == slot)
-                    assert counts[h, p, slot] == members.sum()
-                    torch.testing.assert_close(value_sums[h, p, slot], value[b, h, members].sum(0))
+                for c in range(4):
+                    members = (parent[b, h] == p) & (leaf[b, h] == c)
+                    assert counts[h, p, c] == members.sum()
+                    torch.testing.assert_close(value_sums[h, p, c], value[b, h, members].sum(0))
 
 
 def assert_nearest(leaf: Tensor, key: Tensor, codebook: Codebook, tolerance: float) -> None:
@@ -207,8 +207,8 @@ def assert_nearest(leaf: Tensor, key: Tensor, codebook: Codebook, tolerance: flo
     leaves = torch.cat([parents[:, :, None], children], dim=2)
     cell = leaves[torch.arange(len(leaves))[:, None], parent[..., 0]]
     distance = (cell - key[:, :, None]).square().sum(dim=-1)
-    slot = (leaf % num_leaves)[..., None]
-    assert (distance.gather(-1, slot)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
+    leaf = (leaf % num_leaves)[..., None]
+    assert (distance.gather(-1, leaf)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
 
 
 @pytest.mark.parametrize("offset", [0, 300])
@@ -222,13 +222,13 @@ def test_keys_go_to_the_nearest_codeword(dtype, offset, monkeypatch):
     near = torch.cat([codebook.parents.roll(1, dims=1)[:, :, None], codebook.children], dim=2)
     key = ((near + codebook.parents[:, :, None]) / 2).flatten(1, 2).to(dtype)
 
-    leaf = fallback.assign(key, codebook.parents, codebook.children)
+    leaf = fallback.assign_leaves(key, codebook.parents, codebook.children)
     assert_nearest(leaf, key, codebook, 1e-4)
     with pytest.raises(AssertionError):
         assert_nearest(leaf.roll(1, dims=1), key, codebook, 1e-4)
     if dtype == torch.float32 and offset:
         monkeypatch.setattr(fallback, "centre_of", lambda parents: torch.zeros_like(parents[:, :1]))
-        leaf = fallback.assign(key, codebook.parents, codebook.children)
+        leaf = fallback.assign_leaves(key, codebook.parents, codebook.children)
         with pytest.raises(AssertionError):
             assert_nearest(leaf, key, codebook, 1e-4)
 
@@ -245,7 +245,7 @@ def test_error_is_at_most_twice_that_of_exact_attention(dtype, head_dim):
     # The choices agree, so that what remains is arithmetic.
     parent, leaf = reference.assign(wide[1], exact_codebook.parents, exact_codebook.children)
     for b in range(2):
-        chosen = fallback.assign(key[b], codebook.parents, codebook.children)
+        chosen = fallback.assign_leaves(key[b], codebook.parents, codebook.children)
         assert torch.equal(chosen, (parent * 5 + leaf)[b])
     counts = F.one_hot(parent, 16).sum(dim=2).double()
     for tile in wide[0].split(64, dim=2):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from avq_diffusers import fallback
+from avq_diffusers.codebook import centre_of
 from avq_diffusers.kernels import precompute as kernels
 from avq_diffusers.kernels.codewords import pack, padded_sizes
 from avq_diffusers.kernels.precompute import default_config, precompute
@@ -38,7 +38,7 @@ class Problem:
     """Inputs in the layout of a fused projection; codewords, packed and as the kernels see them.
 
     key, value: (B, H, S, D) views of (B, S, 2, H, D) memory.
-    codewords: (H, M0, 1 + C, D) float64, rounded; slot 0 is the parent.
+    codewords: (H, M0, 1 + C, D) float64, rounded; the first is the parent.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Problem:
         code_dtype = SINGLE if dtype == SINGLE else HALF
         self.codes, self.bias = pack(parents, children, scale=self.scale, dtype=code_dtype)
         self.sizes = padded_sizes(head_dim, self.num_parents, self.num_children)
-        centre = fallback.centre_of(parents).double()
+        centre = centre_of(parents).double()
         table = self.codes[..., :head_dim].double() / (self.scale * math.log2(math.e))
         table += centre
         _, parent_rows, child_rows = self.sizes
@@ -408,7 +408,7 @@ def test_packing_rounds_once():
     parents = 1000 + torch.randn(2, 16, 40, generator=generator)
     children = parents[:, :, None] + torch.randn(2, 16, 4, 40, generator=generator)
     codes, _ = pack(parents, children, scale=0.3, dtype=HALF)
-    centred = (parents - fallback.centre_of(parents)).double() * 0.3 * math.log2(math.e)
+    centred = (parents - centre_of(parents)).double() * 0.3 * math.log2(math.e)
     assert codes[:, :16, :40].equal(centred.to(HALF))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from avq_diffusers import ops, reference
-from avq_diffusers.codebook import Codebook
+from avq_diffusers.codebook import Codebook, centre_of
 from avq_diffusers.kernels.codewords import pack, padded_sizes, unsupported
 from avq_diffusers.ops import avq_attention
 
@@ -34,8 +34,7 @@ def rounded(codebook: Codebook, scale: float, dtype: torch.dtype) -> Codebook:
     _, first_child, child_rows = padded_sizes(head_dim, num_parents, num_children)
     table = FP32 if dtype == FP32 else FP16
     codes, _ = pack(codebook.parents, codebook.children, scale=scale, dtype=table)
-    parents = codebook.parents.double()
-    centre = parents.sort(dim=1).values[:, num_parents // 2, None]
+    centre = centre_of(codebook.parents.double())
     codewords = codes[..., :head_dim].double() / (scale * math.log2(math.e)) + centre
     children = codewords[:, first_child:].view(heads, num_parents, child_rows, head_dim)
     return Codebook(codewords[:, :num_parents], children[:, :, :num_children])

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from avq_diffusers.codebook import centre_of
+
 
 def padded_sizes(head_dim: int, num_parents: int, num_children: int) -> tuple[int, int, int]:
     """DP, MP and CP: powers of two, the first two at least 16 (least side of a matrix product)."""
@@ -91,7 +93,7 @@ def pack(
     factor = scale * math.log2(math.e)
 
     parents, children = parents.double(), children.double()
-    centre = parents.sort(dim=1).values[:, num_parents // 2, None]
+    centre = centre_of(parents)
     children = F.pad(children, (0, 0, 0, child_rows - num_children), value=torch.inf)
     parents = F.pad(parents, (0, 0, 0, parent_rows - num_parents), value=torch.inf)
     codewords = torch.cat([parents, children.flatten(1, 2)], dim=1)

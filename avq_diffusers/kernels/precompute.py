@@ -11,7 +11,7 @@ A parent with many keys is cut into pieces of fixed length. The program that fin
 pieces in their order, so every run gives the same bits.
 
 Shapes: B batch, H heads, S keys, D head dim, M0 parents, C children; DP, MP, CP as in `codewords`;
-L leaf slots (0 stays, c + 1 is child c), T chunks.
+L leaves of a parent (0 stays, c + 1 is child c) and padding, T chunks.
 """
 
 from dataclasses import dataclass, replace
@@ -369,18 +369,18 @@ def _store_aggregates(
     PADDED_DIM: tl.constexpr,
     MEAN_COLUMNS: tl.constexpr,
     PARENT_ROWS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
+    LEAF_ROWS: tl.constexpr,
 ):
     """Write the rows of one parent: all its keys, those that stay, and those of its children."""
-    slots = tl.arange(0, NUM_SLOTS)
+    leaves = tl.arange(0, LEAF_ROWS)
     count = tl.sum(counts, axis=0)
-    # (L) keys that a slot's values are averaged over: those who stay, over all of the parent.
-    over = tl.maximum(tl.where(slots == 0, count, counts), 1)
-    share = tl.where(slots == 0, counts * (1.0 / over), 1.0)
+    # (L) keys that a leaf's values are averaged over: those who stay, over all of the parent.
+    over = tl.maximum(tl.where(leaves == 0, count, counts), 1)
+    share = tl.where(leaves == 0, counts * (1.0 / over), 1.0)
     rows = tl.where(
-        slots == 0, PARENT_ROWS + parent, 2 * PARENT_ROWS + parent * CHILD_ROWS + slots - 1
+        leaves == 0, PARENT_ROWS + parent, 2 * PARENT_ROWS + parent * CHILD_ROWS + leaves - 1
     )
-    is_row = slots <= tl.where(parent < NUM_PARENTS, CHILD_ROWS, 0)
+    is_row = leaves <= tl.where(parent < NUM_PARENTS, CHILD_ROWS, 0)
     _store_means(
         means_ptr + rows * MEAN_COLUMNS,
         sums * (1.0 / over)[:, None],
@@ -390,8 +390,10 @@ def _store_aggregates(
         PADDED_DIM,
         MEAN_COLUMNS,
     )
-    is_child = (slots > 0) & is_row
-    tl.store(logs_ptr + PARENT_ROWS + parent * CHILD_ROWS + slots - 1, _log2(counts), mask=is_child)
+    is_child = (leaves > 0) & is_row
+    tl.store(
+        logs_ptr + PARENT_ROWS + parent * CHILD_ROWS + leaves - 1, _log2(counts), mask=is_child
+    )
 
     # (1, DP)
     sums = tl.sum(sums, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
@@ -475,7 +477,7 @@ def aggregate_kernel(
     MEAN_COLUMNS: tl.constexpr,
     PARENT_ROWS: tl.constexpr,
     CHILD_ROWS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
+    LEAF_ROWS: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     LOG2_CHUNKS: tl.constexpr,
     PIECE: tl.constexpr,
@@ -504,8 +506,8 @@ def aggregate_kernel(
     order_ptr += batch_head * num_keys
     start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS
     ticket_ptr += batch_head * PARENT_ROWS
-    piece_sums_ptr += batch_head * num_pieces * NUM_SLOTS * PADDED_DIM
-    piece_counts_ptr += batch_head * num_pieces * NUM_SLOTS
+    piece_sums_ptr += batch_head * num_pieces * LEAF_ROWS * PADDED_DIM
+    piece_counts_ptr += batch_head * num_pieces * LEAF_ROWS
     means_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * MEAN_COLUMNS
     logs_ptr += batch_head * CODE_ROWS
 
@@ -530,11 +532,11 @@ def aggregate_kernel(
     earlier = tl.cumsum(stops - starts, axis=0) - (stops - starts)
     shift = chunks * chunk_keys + starts - earlier
 
-    slots = tl.arange(0, NUM_SLOTS)
+    leaves = tl.arange(0, LEAF_ROWS)
     if NUM_CHILDREN > 0:
         # (L, DP)
-        code_rows = tl.where(slots == 0, parent, PARENT_ROWS + parent * CHILD_ROWS + slots - 1)
-        is_code = slots <= tl.where(parent < NUM_PARENTS, NUM_CHILDREN, 0)
+        code_rows = tl.where(leaves == 0, parent, PARENT_ROWS + parent * CHILD_ROWS + leaves - 1)
+        is_code = leaves <= tl.where(parent < NUM_PARENTS, NUM_CHILDREN, 0)
         codes = tl.load(
             codes_ptr + code_rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :],
             mask=is_code[:, None],
@@ -542,8 +544,8 @@ def aggregate_kernel(
         )
         bias = tl.load(bias_ptr + code_rows, mask=is_code, other=float("-inf"))
 
-    sums = tl.zeros([NUM_SLOTS, PADDED_DIM], tl.float32)
-    chosen_counts = tl.zeros([NUM_SLOTS, KEYS], tl.int32)
+    sums = tl.zeros([LEAF_ROWS, PADDED_DIM], tl.float32)
+    chosen_counts = tl.zeros([LEAF_ROWS, KEYS], tl.int32)
     stop = tl.minimum((part + 1) * PIECE, total)
     for tile in tl.range(part * PIECE, stop, KEYS):
         # (KEYS) The chunk of a key is the last one that starts at or before its position.
@@ -564,12 +566,12 @@ def aggregate_kernel(
         if NUM_CHILDREN > 0:
             key = _load_rows(key_ptr, keys, key_stride_token, is_key, HEAD_DIM, PADDED_DIM, ALIGN)
             key = key.to(codes_ptr.dtype.element_ty)
-            _, slot = _first_maximum(
-                _product(key, codes.T) + bias[None, :], slots[None, :], NUM_SLOTS - 1
+            _, leaf = _first_maximum(
+                _product(key, codes.T) + bias[None, :], leaves[None, :], LEAF_ROWS - 1
             )
-            is_chosen = (slots[:, None] == slot[None, :]) & is_key[None, :]
+            is_chosen = (leaves[:, None] == leaf[None, :]) & is_key[None, :]
         else:
-            is_chosen = (slots[:, None] == 0) & is_key[None, :]
+            is_chosen = (leaves[:, None] == 0) & is_key[None, :]
         chosen_counts += is_chosen.to(tl.int32)
         sums += _product(tl.where(is_chosen, 1.0, 0.0).to(value.dtype), value)
     counts = tl.sum(chosen_counts, axis=1)
@@ -587,12 +589,12 @@ def aggregate_kernel(
             PADDED_DIM,
             MEAN_COLUMNS,
             PARENT_ROWS,
-            NUM_SLOTS,
+            LEAF_ROWS,
         )
     else:
-        offsets = slots[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
-        tl.store(piece_sums_ptr + piece * (NUM_SLOTS * PADDED_DIM) + offsets, sums)
-        tl.store(piece_counts_ptr + piece * NUM_SLOTS + slots, counts)
+        offsets = leaves[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
+        tl.store(piece_sums_ptr + piece * (LEAF_ROWS * PADDED_DIM) + offsets, sums)
+        tl.store(piece_counts_ptr + piece * LEAF_ROWS + leaves, counts)
         # All threads have stored before one of them says so.
         tl.debug_barrier()
         num_parts = tl.cdiv(total, PIECE)
@@ -601,11 +603,11 @@ def aggregate_kernel(
             first_extra = PARENT_ROWS + tl.sum(
                 tl.where(tl.arange(0, PARENT_ROWS) < parent, extra, 0), axis=0
             )
-            sums = tl.load(piece_sums_ptr + parent * (NUM_SLOTS * PADDED_DIM) + offsets)
-            counts = tl.load(piece_counts_ptr + parent * NUM_SLOTS + slots)
+            sums = tl.load(piece_sums_ptr + parent * (LEAF_ROWS * PADDED_DIM) + offsets)
+            counts = tl.load(piece_counts_ptr + parent * LEAF_ROWS + leaves)
             for other in tl.range(first_extra, first_extra + num_parts - 1):
-                sums += tl.load(piece_sums_ptr + other * (NUM_SLOTS * PADDED_DIM) + offsets)
-                counts += tl.load(piece_counts_ptr + other * NUM_SLOTS + slots)
+                sums += tl.load(piece_sums_ptr + other * (LEAF_ROWS * PADDED_DIM) + offsets)
+                counts += tl.load(piece_counts_ptr + other * LEAF_ROWS + leaves)
             _store_aggregates(
                 means_ptr,
                 logs_ptr,
@@ -618,7 +620,7 @@ def aggregate_kernel(
                 PADDED_DIM,
                 MEAN_COLUMNS,
                 PARENT_ROWS,
-                NUM_SLOTS,
+                LEAF_ROWS,
             )
 
 
@@ -716,7 +718,7 @@ def _plan(
         num_heads, num_keys, padded_dim, num_parents, num_children, dtype
     )
     code_rows = parent_rows + num_parents * child_rows
-    num_slots = max(16, 2 * child_rows)
+    leaf_rows = max(16, 2 * child_rows)
     # Products and strips both divide a chunk.
     tile_keys = max(config.sort_keys, 32 * config.sort_warps)
     chunk_keys = -(-num_keys // (tile_keys * config.num_chunks)) * tile_keys
@@ -742,9 +744,9 @@ def _plan(
             (config.num_chunks, config.sort_warps, parent_rows),
             (parent_rows + 1, config.num_chunks),
             (parent_rows,),
-            (num_pieces, num_slots),
+            (num_pieces, leaf_rows),
         ),
-        piece_sums=(num_pieces, num_slots, padded_dim),
+        piece_sums=(num_pieces, leaf_rows, padded_dim),
         means=(parent_rows + code_rows, mean_columns(head_dim)),
         sort={
             **sizes,
@@ -761,7 +763,7 @@ def _plan(
             "NUM_CHILDREN": num_children,
             "MEAN_COLUMNS": mean_columns(head_dim),
             "CHILD_ROWS": child_rows,
-            "NUM_SLOTS": num_slots,
+            "LEAF_ROWS": leaf_rows,
             "LOG2_CHUNKS": config.num_chunks.bit_length() - 1,
             "PIECE": config.piece_keys,
             "KEYS": config.leaf_keys,
