@@ -39,9 +39,9 @@ def distill(
     with contextlib.ExitStack() as stack:
         with one_sentence(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
             values = load_config(config, DistillConfig, overrides)
+            from distill.checkpointing.run_folder import claimed
             from distill.loop import train
             from distill.run import prepare
-            from distill.run_folder import claimed
 
             # Workers that read data are forked after tokenizers ran; saying so keeps it from
             # warning.

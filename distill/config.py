@@ -12,7 +12,7 @@ from distill.config_file import (
     check_positive,
     check_seed,
 )
-from distill.sources import DataConfig
+from distill.data.sources import DataConfig
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCHEDULES = ("constant", "cosine")

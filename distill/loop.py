@@ -10,11 +10,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from avq_diffusers import ema_decay
-from distill.batches import sample_seed
+from avq_diffusers.codebook.ema import ema_decay
+from distill.checkpointing.export import export
 from distill.config import DistillConfig
-from distill.data import deaths_reported
-from distill.export import export
+from distill.data.batches import sample_seed
+from distill.data.dataset import deaths_reported
 from distill.log import Log, reduced_means
 from distill.objective import Batch, Objective
 from distill.preview import draw_sheet

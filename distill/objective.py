@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
-from avq_diffusers import AVQConfig, Codebook, batch_statistics, fit_codebook, select_layers
+from avq_diffusers import AVQConfig, select_layers
+from avq_diffusers.codebook.codebook import Codebook, fit_codebook
+from avq_diffusers.codebook.ema import batch_statistics
 from distill.quantizer import Quantizer
 from distill.student import AVQSelfAttention, make_student, tuned_parameters
 

@@ -8,10 +8,11 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from avq_diffusers import apply_avq, picture_sheet, remove_avq
+from avq_diffusers import apply_avq, remove_avq
+from avq_diffusers.cli.sheet import picture_sheet
 from avq_diffusers.files import atomic_write
+from distill.checkpointing.export import make_codebooks
 from distill.config import DistillConfig
-from distill.export import make_codebooks
 from distill.objective import Objective
 
 

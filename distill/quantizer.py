@@ -10,17 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avq_diffusers import (
-    AVQConfig,
-    Codebook,
-    active_ratio,
-    assign_leaves,
-    batch_statistics,
-    derive_codebook,
-    ema_update,
-    quantization_error,
-    reassign_dead,
-)
+from avq_diffusers import AVQConfig
+from avq_diffusers.attention.diagnostics import active_ratio, quantization_error
+from avq_diffusers.codebook.codebook import Codebook, assign_leaves
+from avq_diffusers.codebook.ema import batch_statistics, derive_codebook, ema_update, reassign_dead
 
 # Of DiVeQ's noise, in each dimension.
 DIVEQ_VARIANCE = 1e-3

@@ -17,15 +17,15 @@ from torch import nn
 from tqdm import tqdm
 
 from avq_diffusers.mini import model_path
-from distill import checkpoint
-from distill.batches import training_batches
+from distill.checkpointing import checkpoint
+from distill.checkpointing.run_folder import check_unused
 from distill.config import DistillConfig
-from distill.encoder import module_digest
+from distill.data.batches import training_batches
+from distill.data.encoder import module_digest
+from distill.data.sources import open_samples
 from distill.log import read_log
 from distill.objective import Batch, Objective
 from distill.optimizer import load_optimizer, make_optimizer, optimizer_tensors
-from distill.run_folder import check_unused
-from distill.sources import open_samples
 
 # Fields and sections that may differ between a run and its continuation: the result is the same up
 # to the rounding of sums, and of samples by the cache to half precision, and to other draws where

@@ -13,14 +13,10 @@ from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
-from avq_diffusers import (
-    AVQConfig,
-    LinFusionProcessor,
-    avq_attention,
-    capture,
-    query_order,
-    select_layers,
-)
+from avq_diffusers import AVQConfig, avq_attention, select_layers
+from avq_diffusers.attention.diagnostics import capture
+from avq_diffusers.attention.orders import query_order
+from avq_diffusers.extras.linfusion import LinFusionProcessor
 from distill.quantizer import Quantizer
 
 ATTENTIONS = ("avq", "linfusion", "exact")

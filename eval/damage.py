@@ -19,21 +19,19 @@ import psutil
 import torch
 from diffusers import StableDiffusionPipeline
 
-from avq_diffusers import (
-    AVQCodebooks,
-    CaptureProfile,
-    Codebook,
+from avq_diffusers import AVQCodebooks, CaptureProfile, select_layers
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.extras.linfusion import (
     LinFusionProcessor,
     load_linfusion,
     remove_linfusion,
     save_linfusion,
-    select_layers,
 )
-from eval.captions import read_captions
-from eval.coco import MANIFEST, MANIFEST_KEYS, read_manifest
-from eval.errors import read_kernel_times
-from eval.stored import read_result
-from eval.training import LOG, read_log
+from eval.codebooks.errors import read_kernel_times
+from eval.codebooks.training import LOG, read_log
+from eval.quality.captions import read_captions
+from eval.quality.coco import MANIFEST, MANIFEST_KEYS, read_manifest
+from eval.store.stored import read_result
 
 # What a reader may allocate on files of a few kilobytes, and how long it may take.
 READER_BYTES, READER_SECONDS = 1 << 30, 10.0

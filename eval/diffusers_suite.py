@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
 from eval.commands.options import Output, run_app
-from eval.markdown import markdown_table
-from eval.report import RESULTS, ProcessFailed, environment, save_json
+from eval.store.markdown import markdown_table
+from eval.store.report import RESULTS, ProcessFailed, environment, save_json
 
 TESTS = (
     "tests/models/unets/test_models_unet_2d_condition.py",

@@ -34,12 +34,12 @@ from avq_diffusers import (
     AVQCodebooks,
     AVQConfig,
     AVQProcessor,
-    Codebook,
     apply_avq,
     avq_attention,
     remove_avq,
     select_layers,
 )
+from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import MINI_SD
 from eval.diffusers_suite import RUNNING

@@ -25,18 +25,24 @@ from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionMod
 from tqdm import tqdm
 
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, sample_scene, write_coco
-from eval.report import ProcessFailed
+from eval.store.report import ProcessFailed
 
 # Entry points of the commands, and how the line of an error begins.
 PROGRAMS = {
-    "avq": ("avq_diffusers.cli", "main", "avq: "),
+    "avq": ("avq_diffusers.cli.main", "main", "avq: "),
     "distill": ("distill.__main__", "app", "error: "),
     "eval": ("eval.__main__", "main", "eval: "),
 }
 FORKED = multiprocessing.get_context("forkserver")
 # What the server imports.
-PRELOADED = ("avq_diffusers.cli", "distill.__main__", "distill.loop", "distill.run")
-PRELOADED += ("eval.__main__", "eval.captions", "eval.coco", "eval.coco_score", "eval.fault_jobs")
+PRELOADED = ("avq_diffusers.cli.main", "distill.__main__", "distill.loop", "distill.run")
+PRELOADED += (
+    "eval.__main__",
+    "eval.quality.captions",
+    "eval.quality.coco",
+    "eval.quality.coco_score",
+    "eval.fault_jobs",
+)
 PRELOADED += ("diffusers.schedulers.scheduling_ddim",)
 KINDS = ("calibration", "distillation", "generation", "scoring")
 SIZE = 64  # of pictures

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from eval.fault_damages import DAMAGES
 from eval.fault_jobs import FOLDER, PROGRAMS, Attempt, Job, last_line, prepare_jobs
-from eval.markdown import markdown_table
+from eval.store.markdown import markdown_table
 
 # What differs between two runs of one command: of JSON files, and of lines of a log.
 VOLATILE = ("command", "environment", "earlier_sessions")

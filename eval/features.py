@@ -23,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 from eval.full_size import MODELS, run_full_size
-from eval.markdown import markdown_table
-from eval.report import ProcessFailed, environment, save_json
+from eval.store.markdown import markdown_table
+from eval.store.report import ProcessFailed, environment, save_json
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Pipelines": (

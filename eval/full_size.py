@@ -12,17 +12,9 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
-from avq_diffusers import (
-    AVQCodebooks,
-    AVQConfig,
-    Codebook,
-    apply_avq,
-    fit_codebook,
-    remove_avq,
-    select_layers,
-    summary,
-)
-from eval.unet_configs import SD15, SD21, SDXL, SDXL_REFINER, added_conditions
+from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, remove_avq, select_layers, summary
+from avq_diffusers.codebook.codebook import Codebook, fit_codebook
+from eval.benchmarks.unet_configs import SD15, SD21, SDXL, SDXL_REFINER, added_conditions
 
 CONFIG = AVQConfig.parse("M16P4C4")
 LATENT_SIZE = 32

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avq_diffusers import Codebook, assign, avq_attention
-from avq_diffusers.kernels import codewords
+from avq_diffusers import avq_attention
+from avq_diffusers.attention.triton import codewords
+from avq_diffusers.codebook.codebook import Codebook, assign
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KEYS = ("clustered", "spread", "skewed", "one hot leaf", "identical", "offset", "empty parents")

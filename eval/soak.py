@@ -28,8 +28,8 @@ from tqdm import tqdm
 from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, set_num_refined
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD
 from eval.damage import Format, library_formats, read_damaged
-from eval.markdown import markdown_table, number
 from eval.problems import draw_problem, error_over_budget, gradient_over_budget
+from eval.store.markdown import markdown_table, number
 
 FILES_PER_PROBLEM = 4
 MOST_TOKENS = {False: 300, True: 2000}  # by whether kernels run

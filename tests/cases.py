@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from avq_diffusers.codebook import Codebook
+from avq_diffusers.codebook.codebook import Codebook
 
 LAYOUTS = {
     "(B, H, N, D) memory": lambda x: x.contiguous(),

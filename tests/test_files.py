@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors import SafetensorError
 
 from avq_diffusers.files import LONGEST_SAVE, TEMPORARY, atomic_save, atomic_write, naming
-from distill.folders import replace_folder
+from distill.checkpointing.folders import replace_folder
 
 KILLED = """
 import os, signal, sys
@@ -29,7 +29,7 @@ with atomic_write(Path(sys.argv[1])) as temporary:
 KILLED_AT_A_RENAME = """
 import os, signal, sys
 from pathlib import Path
-from distill.folders import replace_folder
+from distill.checkpointing.folders import replace_folder
 
 def rename(path, target, renames=[], rename=Path.rename):
     if len(renames) == int(sys.argv[2]):

@@ -60,7 +60,7 @@ def imports(path):
 
 
 def unit(module, name):
-    """`ops` for avq_diffusers.ops, `kernels` for avq_diffusers.kernels.attention, else None."""
+    """The unit."""
     parts = [*module.split("."), *([name] if module == "avq_diffusers" else [])]
     if parts[0] != "avq_diffusers" or len(parts) == 1:
         return None
@@ -126,7 +126,7 @@ def test_programs_use_public_names_only(package):
                 continue
             if module == "avq_diffusers":
                 assert name in {*avq_diffusers.__all__, "mini"}, f"{path} imports {name}"
-            elif not (package == "eval" and module == "avq_diffusers.kernels"):
+            elif not (package == "eval" and module == "avq_diffusers.attention.triton"):
                 assert module in SHARED, f"{path} imports {module}"
 
 

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from eval.report import RESULTS
+from eval.store.report import RESULTS
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 # What follows in the cell that is tagged "parameters".

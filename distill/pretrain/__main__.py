@@ -11,13 +11,13 @@ import torch
 import typer
 from accelerate import Accelerator
 
+from distill.checkpointing.run_folder import check_unused, claimed
 from distill.config_file import load_config
 from distill.errors import one_sentence
 from distill.log import read_log
 from distill.pretrain.checkpoint import check_newest
 from distill.pretrain.config import RunConfig, ScorerConfig, SDConfig, VAEConfig
 from distill.pretrain.loop import Task, fit, make_accelerator
-from distill.run_folder import check_unused, claimed
 
 INPUT_ERRORS = (ValueError, TypeError, OSError)
 RUN_ERRORS = (FloatingPointError, OSError)

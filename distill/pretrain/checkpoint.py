@@ -1,4 +1,4 @@
-"""What a checkpoint of a pretraining run holds; `distill.checkpoint` keeps it."""
+"""What a checkpoint of a pretraining run holds; `distill.checkpointing.checkpoint` keeps it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from distill import checkpoint
+from distill.checkpointing import checkpoint
 from distill.optimizer import load_optimizer, optimizer_tensors
 from distill.pretrain.config import RunConfig
 

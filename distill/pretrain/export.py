@@ -7,7 +7,7 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPModel, CLIPTextModel, CLIPTokenizer
 
-from distill.folders import replace_folder
+from distill.checkpointing.folders import replace_folder
 
 MAX_SHARD_SIZE = "15MB"  # every file stays below 16 MiB
 

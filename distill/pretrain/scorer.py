@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from avq_diffusers.mini import SCORER_SEEDS, VALIDATION_SEEDS
-from distill.folders import replace_folder
+from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import ScorerConfig
 from distill.pretrain.data import load_pictures, shard, to_float
 from distill.pretrain.export import save_scorer

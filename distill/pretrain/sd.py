@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS, sample_scene
-from distill.folders import replace_folder
+from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import SDConfig
 from distill.pretrain.data import render_chunks, shard, to_float
 from distill.pretrain.export import make_pipeline, make_scheduler, save_pipeline

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS
-from distill.folders import replace_folder
+from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import VAEConfig
 from distill.pretrain.data import load_pictures, shard, to_float, to_uint8
 from distill.pretrain.export import MAX_SHARD_SIZE

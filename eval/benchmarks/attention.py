@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from avq_diffusers import AVQConfig, avq_attention, query_order
+from avq_diffusers import AVQConfig, avq_attention
+from avq_diffusers.attention.orders import query_order
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
-from eval.markdown import markdown_table, number
+from eval.store.markdown import markdown_table, number
 
 FIGURES = ("num_tokens", "exact_ms", "exact_spread", "avq_ms", "avq_spread", "ratio")
 EFFORT = Effort(rounds=9, block_ms=300)

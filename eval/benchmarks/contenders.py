@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from avq_diffusers import AVQConfig, Codebook, avq_attention
+from avq_diffusers import AVQConfig, avq_attention
+from avq_diffusers.codebook.codebook import Codebook
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
 
@@ -208,7 +209,7 @@ def kernel_stages(
     sets: InputSets, config: AVQConfig, codebook: Codebook, order: Tensor | None
 ) -> dict[str, Callable[[int], Any]]:
     """The two stages of the kernels apart, on the codewords that the operation packs."""
-    from avq_diffusers.kernels import attention, precompute
+    from avq_diffusers.attention.triton import attention, precompute
 
     codes, bias = _packed(codebook, sets[0][0].dtype)
     sizes = {"num_parents": config.num_parents, "num_children": config.num_children}
@@ -269,7 +270,7 @@ def flat_kernel(
     config: AVQConfig, codebook: Codebook, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Our kernel's attention of queries over the means (B, H, M, D) and counts (B, H, M)."""
-    from avq_diffusers.kernels import attention, codewords
+    from avq_diffusers.attention.triton import attention, codewords
 
     codes, _ = _packed(codebook, dtype)
     padding = codes.shape[1] - config.num_parents
@@ -302,7 +303,7 @@ def _flat_sdpa(codebook: Codebook, query: Tensor, means: Tensor, counts: Tensor)
 
 def _packed(codebook: Codebook, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes and biases as the operation packs them for inputs of `dtype`."""
-    from avq_diffusers.kernels import codewords
+    from avq_diffusers.attention.triton import codewords
 
     return codewords.pack(
         codebook.parents,

@@ -17,8 +17,8 @@ import torch
 
 from avq_diffusers import AVQConfig, avq_attention
 from eval.benchmarks.inputs import KeySource, Shape
-from eval.markdown import markdown_table, number
-from eval.report import save_json
+from eval.store.markdown import markdown_table, number
+from eval.store.report import save_json
 
 SHAPES = {
     "level 0, 512 px": Shape(2, 8, 4096, 40),

@@ -19,9 +19,9 @@ from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from avq_diffusers.mini import MINI_SD
-from eval.markdown import markdown_table, number
-from eval.report import save_json
-from eval.unet_configs import SD15
+from eval.benchmarks.unet_configs import SD15
+from eval.store.markdown import markdown_table, number
+from eval.store.report import save_json
 
 STEPS, LOG_EVERY, WARMUP_LINES = 100, 10, 3
 VAE = {

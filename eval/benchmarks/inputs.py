@@ -6,7 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from avq_diffusers import AVQConfig, Codebook, fit_codebook
+from avq_diffusers import AVQConfig
+from avq_diffusers.codebook.codebook import Codebook, fit_codebook
 
 CALIBRATION_KEYS = 16384
 

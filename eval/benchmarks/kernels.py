@@ -15,13 +15,14 @@ from statistics import linear_regression
 
 import torch
 
-from avq_diffusers import AVQConfig, query_order
+from avq_diffusers import AVQConfig
+from avq_diffusers.attention.orders import query_order
 from eval.benchmarks.contenders import DEFAULT_SDPA, Bench, Row
 from eval.benchmarks.inputs import Shape
 from eval.benchmarks.timing import Effort
-from eval.markdown import markdown_table, number
-from eval.plots import Line, log_log_plot
-from eval.report import save_json
+from eval.store.markdown import markdown_table, number
+from eval.store.plots import Line, log_log_plot
+from eval.store.report import save_json
 
 HOT_SHARE = 0.3
 

@@ -20,20 +20,13 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from avq_diffusers import (
-    AVQCodebooks,
-    AVQConfig,
-    Codebook,
-    LinFusionProcessor,
-    apply_avq,
-    fit_codebook,
-    remove_avq,
-    select_layers,
-)
+from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, remove_avq, select_layers
+from avq_diffusers.codebook.codebook import Codebook, fit_codebook
+from avq_diffusers.extras.linfusion import LinFusionProcessor
 from eval.benchmarks.contenders import Row, method_name, relative_error
 from eval.benchmarks.timing import block_ms
-from eval.methods import ValueProjectionProcessor, exact_labels
-from eval.unet_configs import added_conditions
+from eval.benchmarks.unet_configs import added_conditions
+from eval.quality.methods import ValueProjectionProcessor, exact_labels
 
 SDPA, FA2, LIMIT, LINFUSION = "sdpa", "fa2", "limit", "linfusion"
 TOME, TOME_BOTH = "tome", "tome@L01"

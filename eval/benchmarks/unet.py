@@ -45,10 +45,10 @@ from eval.benchmarks.step import (
     method_label,
     parse_method,
 )
-from eval.markdown import markdown_table, number
-from eval.plots import bar_plot
-from eval.report import save_json
-from eval.unet_configs import POOLED_TEXT, SD15, SDXL
+from eval.benchmarks.unet_configs import POOLED_TEXT, SD15, SDXL
+from eval.store.markdown import markdown_table, number
+from eval.store.plots import bar_plot
+from eval.store.report import save_json
 
 # The ones a ratio needs first, so that a run that is cut off has them.
 METHODS = (

@@ -7,10 +7,10 @@ import torch
 import typer
 
 from avq_diffusers import AVQConfig
-from avq_diffusers.options import device_of, numbers_of
+from avq_diffusers.cli.options import device_of, numbers_of
 from eval.benchmarks.attention import attention_table, bench_attention
 from eval.commands.options import Device, Output, command_line
-from eval.report import RESULTS, save_json
+from eval.store.report import RESULTS, save_json
 
 DTYPES = ("float32", "float16", "bfloat16")
 

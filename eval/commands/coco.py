@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.mini import SCORER, TEST_SEEDS, write_coco
-from avq_diffusers.options import (
+from avq_diffusers.cli.options import (
     Dilated,
     device_of,
     finite,
@@ -16,6 +15,7 @@ from avq_diffusers.options import (
     read_prompts,
     usual_prompts,
 )
+from avq_diffusers.mini import SCORER, TEST_SEEDS, write_coco
 from eval.commands.options import (
     Compiled,
     Device,
@@ -24,7 +24,7 @@ from eval.commands.options import (
     Output,
     command_line,
 )
-from eval.report import RESULTS, save_json
+from eval.store.report import RESULTS, save_json
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -75,9 +75,9 @@ def coco_generate_command(
 
     On 8 GPUs: accelerate launch --num_processes 8 -m eval coco generate ... (the same options)
     """
-    from eval.captions import read_captions
-    from eval.coco import generate_folder
-    from eval.pictures import Drawing
+    from eval.quality.captions import read_captions
+    from eval.quality.coco import generate_folder
+    from eval.quality.pictures import Drawing
 
     prompts = read_prompts("--calibration", calibration) if calibration else usual_prompts(model)
     generate_folder(
@@ -135,7 +135,7 @@ def coco_score_command(
 
     from platformdirs import user_cache_path
 
-    from eval.coco_score import (
+    from eval.quality.coco_score import (
         coco_table,
         load_networks,
         read_folders,

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 from diffusers import StableDiffusionPipeline
 
+from avq_diffusers.cli.options import Dilated, device_of, numbers_of
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
-from avq_diffusers.options import Dilated, device_of, numbers_of
 from eval.commands.options import (
     Device,
     Levels,
@@ -20,8 +20,8 @@ from eval.commands.options import (
     command_line,
     result_name,
 )
-from eval.report import RESULTS, save_json
-from eval.stored import draw
+from eval.store.report import RESULTS, save_json
+from eval.store.stored import draw
 
 app = typer.Typer()
 
@@ -53,7 +53,7 @@ def errors_command(
 
     At twice the size: python -m eval errors --size 512 --scalecrafter --device cuda
     """
-    from eval.errors import (
+    from eval.codebooks.errors import (
         add_kernel_times,
         elastic,
         errors_table,
@@ -61,8 +61,8 @@ def errors_command(
         own_size,
         read_kernel_times,
     )
-    from eval.methods import TOME, prepare_methods
-    from eval.pictures import Drawing, dilation
+    from eval.quality.methods import TOME, prepare_methods
+    from eval.quality.pictures import Drawing, dilation
 
     names = methods.split(",")
     if TOME in names:
@@ -143,8 +143,8 @@ def analyse_command(
 
     Example: python -m eval analyse heads layers --methods runs/m64/codebooks --device cuda
     """
-    from eval.analyses import ANALYSES, analyse, check_methods
-    from eval.methods import prepare_methods
+    from eval.codebooks.analyses import ANALYSES, analyse, check_methods
+    from eval.quality.methods import prepare_methods
 
     if unknown := [name for name in names if name not in ANALYSES]:
         raise ValueError(f"analyses are {', '.join(ANALYSES)}, but got {unknown[0]!r}.")
@@ -203,9 +203,9 @@ def ablate_command(
 
     Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000 --device cuda
     """
-    from eval.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
-    from eval.errors import elastic, measure_errors
-    from eval.methods import prepare_methods
+    from eval.codebooks.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
+    from eval.codebooks.errors import elastic, measure_errors
+    from eval.quality.methods import prepare_methods
 
     numbers = numbers_of("--refined", refined)
     pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
@@ -250,7 +250,7 @@ def training_command(
 
     Example: python -m eval training --runs runs/m64p16c8,runs/m192
     """
-    from eval.training import read_log, thin
+    from eval.codebooks.training import read_log, thin
 
     curves = {run: thin(read_log(Path(run)), points) for run in runs.split(",")}
     path = output / f"{name}.json"

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from avq_diffusers.cli.options import folder_to_write, multiple_of
 from avq_diffusers.mini import VALIDATION_SEEDS, model_path, sample_scene
-from avq_diffusers.options import folder_to_write, multiple_of
-from eval.report import ProcessFailed
+from eval.store.report import ProcessFailed
 
 NUM_CALIBRATION_PROMPTS = 16
 

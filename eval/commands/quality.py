@@ -8,8 +8,8 @@ import torch
 import typer
 from diffusers import StableDiffusionPipeline
 
+from avq_diffusers.cli.options import LARGEST_SEED, Dilated, device_of, numbers_of
 from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
-from avq_diffusers.options import LARGEST_SEED, Dilated, device_of, numbers_of
 from eval.commands.options import (
     Compiled,
     Device,
@@ -23,8 +23,8 @@ from eval.commands.options import (
     command_line,
     result_name,
 )
-from eval.report import RESULTS, environment, folder_digest, save_json
-from eval.stored import Result, complete, draw, read_result
+from eval.store.report import RESULTS, environment, folder_digest, save_json
+from eval.store.stored import Result, complete, draw, read_result
 
 # What writes runs on scenes.
 SCENES = ("scenes", "pool")
@@ -53,8 +53,8 @@ def compare_command(
 
     At twice the size: python -m eval compare --size 512 --scalecrafter --device cuda
     """
-    from eval.compare import compare, compare_sheet, compare_table
-    from eval.pictures import Drawing
+    from eval.quality.compare import compare, compare_sheet, compare_table
+    from eval.quality.pictures import Drawing
 
     numbers = numbers_of("--levels", levels)
     pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
@@ -122,11 +122,11 @@ def scenes_command(
 
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
     """
-    from eval.metrics import Scorer
-    from eval.pictures import Drawing, usual_guidance
-    from eval.samples import load_samples, save_samples
-    from eval.scene_runs import finished_rows, part_of
-    from eval.scenes import scenes_table, score_methods
+    from eval.quality.metrics import Scorer
+    from eval.quality.pictures import Drawing, usual_guidance
+    from eval.quality.samples import load_samples, save_samples
+    from eval.quality.scene_runs import finished_rows, part_of
+    from eval.quality.scenes import scenes_table, score_methods
 
     numbers = numbers_of("--levels", levels)
     dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
@@ -199,9 +199,9 @@ def pool_command(
     Example: python -m eval pool runs/scenes_levels0_part1of2.json
     runs/scenes_levels0_part2of2.json --output eval/results/scenes/scenes_levels0.json
     """
-    from eval.samples import load_samples
-    from eval.scene_runs import WHOLE, pool_parts
-    from eval.scenes import scenes_table
+    from eval.quality.samples import load_samples
+    from eval.quality.scene_runs import WHOLE, pool_parts
+    from eval.quality.scenes import scenes_table
 
     documents = [_scenes_document(read_result(path)) for path in parts]
     for path, document in zip(parts, documents, strict=True):
@@ -256,7 +256,7 @@ def table_command(
 
     Example: python -m eval table merged.json merged_512.json bench_unet_1024_graph_cuda.json
     """
-    from eval.method_table import build_table, quality_table
+    from eval.quality.method_table import build_table, quality_table
 
     table = build_table([read_result(path) for path in results])
     print(quality_table(table))
@@ -287,8 +287,8 @@ def plot_command(
 
 
 def _merge_scenes(results: Sequence[Result], output: Path) -> None:
-    from eval.scene_runs import merge_runs
-    from eval.scenes import MAKING, PROTOCOL, differences_table, row_key, scenes_table
+    from eval.quality.scene_runs import merge_runs
+    from eval.quality.scenes import MAKING, PROTOCOL, differences_table, row_key, scenes_table
 
     documents = [_scenes_document(result) for result in results]
     for result, document in zip(results, documents, strict=True):
@@ -310,8 +310,8 @@ def _merge_scenes(results: Sequence[Result], output: Path) -> None:
 
 def _scenes_document(result: Result) -> Mapping[str, Any]:
     """The content of a file of `scenes` or `pool`."""
-    from eval.scene_runs import noise_seeds
-    from eval.scenes import scenes_table
+    from eval.quality.scene_runs import noise_seeds
+    from eval.quality.scenes import scenes_table
 
     if result.kind not in SCENES:
         raise ValueError(
@@ -328,7 +328,7 @@ def _samples_path(path: Path) -> Path:
 
 
 def _merge_ablations(results: Sequence[Result], output: Path) -> None:
-    from eval.ablation import PROTOCOL, ablation_table, join_ablations
+    from eval.codebooks.ablation import PROTOCOL, ablation_table, join_ablations
 
     documents = [result.document for result in results]
     for result in results:

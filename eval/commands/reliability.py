@@ -7,9 +7,9 @@ from typing import Annotated
 import torch
 import typer
 
-from avq_diffusers.options import device_of
+from avq_diffusers.cli.options import device_of
 from eval.commands.options import Device, Output, command_line
-from eval.report import RESULTS, save_json
+from eval.store.report import RESULTS, save_json
 
 app = typer.Typer()
 

@@ -1,0 +1,36 @@
+from .attention.api import avq_attention
+from .config import AVQConfig
+from .extras.scalecrafter import scalecrafter
+from .plugin.apply import (
+    AVQStableDiffusionPipeline,
+    apply_avq,
+    avq_disabled,
+    remove_avq,
+    set_num_refined,
+    summary,
+)
+from .plugin.calibration import calibrate
+from .plugin.elastic import CaptureProfile, measure_capture
+from .plugin.layers import select_layers
+from .plugin.processor import AVQProcessor
+from .plugin.sensitivity import measure_sensitivity
+from .plugin.weights import AVQCodebooks
+
+__all__ = [
+    "AVQCodebooks",
+    "AVQConfig",
+    "AVQProcessor",
+    "AVQStableDiffusionPipeline",
+    "CaptureProfile",
+    "apply_avq",
+    "avq_attention",
+    "avq_disabled",
+    "calibrate",
+    "measure_capture",
+    "measure_sensitivity",
+    "remove_avq",
+    "scalecrafter",
+    "select_layers",
+    "set_num_refined",
+    "summary",
+]

@@ -1,0 +1,1 @@
+"""The operation: AVQ attention, its definition, its backends and its diagnostics."""

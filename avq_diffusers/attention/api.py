@@ -1,0 +1,426 @@
+"""`avq_attention`: the one public operation. Validates, then chooses the backend."""
+
+import os
+import weakref
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from avq_diffusers.attention import backward, forward, reference
+from avq_diffusers.attention.triton import codewords
+from avq_diffusers.attention.validation import check_inputs, check_numbers
+from avq_diffusers.codebook.codebook import Codebook
+
+BACKENDS = ("auto", "triton", "torch", "dense", "reference")
+
+_HAS_TRITON = find_spec("triton") is not None
+_MIN_CAPABILITY = (8, 0)
+
+
+def avq_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    codebook: Codebook,
+    *,
+    num_refined: int,
+    query_tile: int = 128,
+    query_order: Tensor | None = None,
+    importance_tile: int | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Adaptive vector-quantized attention (paper, section Method).
+
+    Every key is replaced by the codeword nearest to it: its parent, or, in query tiles that refine
+    this parent, the leaf of the parent's cell. `backend="triton"` are the kernels for NVIDIA GPUs,
+    `"torch"` runs on every device; both have gradients of linear cost. `"dense"` is PyTorch's
+    attention over the replaced keys, of quadratic cost, where all tiles see the same ones: no
+    parent is refined, or all are. `"reference"` is the slow definition. `"auto"` takes the kernels
+    where they can run, else `"torch"`, and `"dense"` where that gets gradients faster.
+
+    Every backend is differentiable once in query, key and value. Keys are straight-through, the
+    choice of parents is constant, and the codebook gets no gradient. Keys choose codewords and do
+    nothing else, so that one that is NaN or infinite need not show in the output.
+
+    Args:
+        query: (B, H, N, D) float16, bfloat16, float32 or float64; any strides, best a view of
+            (B, N, H, D) memory.
+        key, value: (B, H, S, D), same dtype and device as `query`.
+        codebook: codewords of H heads and head dim D on the same device. They are converted to the
+            dtype of `query`, or to float32 if that is narrower.
+        num_refined: parents refined per query tile; 0 is flat VQ-attention.
+        query_tile: consecutive queries of `query_order` that share one choice of parents.
+        query_order: (N,) int32 or int64 permutation that says which queries form a tile; the output
+            keeps the order of `query`. None is the order of `query`. That it is a permutation is
+            the caller's promise: checking would synchronize with the device.
+        importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
+            Importance with Tiled Codewords"); None takes the exact denominator.
+        scale: factor on the logits; None is 1 / sqrt(D).
+        backend: `"auto"`, `"triton"`, `"torch"`, `"dense"` or `"reference"`.
+
+    Returns:
+        (B, H, N, D) view of (B, N, H, D) memory, dtype of `query`.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, devices or numbers do not agree, or the backend is unknown or cannot
+            run here.
+        NotImplementedError: an input has a tangent, for forward-mode derivatives.
+    """
+    _validate(query, key, value, codebook, query_order)
+    check_numbers(codebook, num_refined, query_tile, importance_tile, scale)
+    backend = resolve_backend(
+        backend,
+        query,
+        key,
+        value,
+        codebook,
+        num_refined=num_refined,
+        query_tile=query_tile,
+        scale=scale,
+    )
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    _refuse_tangents(query, key, value)
+    if backend == "triton":
+        # What the codebook requires is not asked.
+        with torch.set_grad_enabled(_needs_grad(query, key, value)):
+            return _kernel_attention(
+                query,
+                key,
+                value,
+                codebook.parents,
+                codebook.children,
+                query_order,
+                num_refined,
+                query_tile,
+                importance_tile,
+                scale,
+            )
+
+    codeword_dtype = torch.promote_types(query.dtype, torch.float32)
+    parents = codebook.parents.detach().to(codeword_dtype)
+    children = codebook.children.detach().to(codeword_dtype)
+    if backend == "torch":
+        return _attention(
+            query,
+            key,
+            value,
+            parents,
+            children,
+            query_order,
+            num_refined,
+            query_tile,
+            importance_tile,
+            scale,
+        )
+
+    # Autocast would choose parents by half-precision products.
+    with torch.autocast(query.device.type, enabled=False):
+        if backend == "dense":
+            quantized_key = _quantize(key, parents, children if num_refined else children[:, :, :0])
+            output = F.scaled_dot_product_attention(query, quantized_key, value, scale=scale)
+        else:
+            output = reference.avq_attention(
+                query,
+                key,
+                value,
+                parents,
+                children,
+                num_refined=num_refined,
+                query_tile=query_tile,
+                query_order=query_order,
+                importance_tile=importance_tile,
+                scale=scale,
+            )
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def resolve_backend(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    codebook: Codebook,
+    *,
+    num_refined: int,
+    query_tile: int = 128,
+    scale: float | None = None,
+) -> str:
+    """The backend that `avq_attention` with these arguments runs: never "auto".
+
+    Raises:
+        ValueError: the backend is unknown, or cannot run and why.
+    """
+    check_backend(backend)
+    if backend in ("torch", "reference"):
+        return backend
+    num_parents = codebook.num_parents
+    if backend == "dense":
+        if 0 < num_refined < num_parents:
+            raise ValueError(
+                f'backend="dense" cannot run: num_refined must be 0 or all {num_parents} parents, '
+                f"but is {num_refined}."
+            )
+        return "dense"
+    if (
+        backend == "auto"
+        and _needs_grad(query, key, value)
+        and backward.dense_is_faster(
+            query.device,
+            num_keys=key.shape[2],
+            head_dim=codebook.head_dim,
+            num_parents=num_parents,
+            num_children=codebook.num_children,
+            num_refined=num_refined,
+        )
+    ):
+        return "dense"
+    if backend == "auto" and query.device.type != "cuda":
+        return "torch"
+    obstacle = _kernel_obstacle(query, codebook, num_refined, query_tile, scale)
+    if obstacle is None:
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f'backend="triton" cannot run: {obstacle}.')
+    return "torch"
+
+
+def check_backend(backend: str) -> None:
+    """Refuse an unknown backend.
+
+    Raises:
+        ValueError: `backend` is none of `BACKENDS`.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
+
+
+def _refuse_tangents(*tensors: Tensor) -> None:
+    """Custom operators would drop them, and give gradients of zero."""
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError("avq_attention has no forward-mode derivatives.")
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _kernel_obstacle(
+    query: Tensor, codebook: Codebook, num_refined: int, query_tile: int, scale: float | None
+) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    if not _HAS_TRITON:
+        return "triton is not installed"
+    capability = _MIN_CAPABILITY
+    if query.device.type == "cuda":
+        if torch.version.hip is not None:
+            return "the kernels have been tried on NVIDIA GPUs only"
+        capability = torch.cuda.get_device_capability(query.device)
+        if capability < _MIN_CAPABILITY:
+            return "the GPU's compute capability is below 8.0"
+    elif query.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+        return f"query is on {query.device}, and the kernels need an NVIDIA GPU"
+    if scale is not None and not scale > 0:
+        return f"scale must be positive, but is {scale}"
+    return codewords.unsupported(
+        query,
+        num_parents=codebook.num_parents,
+        num_children=codebook.num_children,
+        num_refined=num_refined,
+        query_tile=query_tile,
+        capability=capability,
+    )
+
+
+@torch.library.custom_op("avq_diffusers::attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parents: Tensor,
+    children: Tensor,
+    query_order: Tensor | None,
+    num_refined: int,
+    query_tile: int,
+    importance_tile: int | None,
+    scale: float,
+) -> Tensor:
+    # Autocast would compute the float32 products in half precision.
+    with torch.autocast(query.device.type, enabled=False):
+        return forward.avq_attention(
+            query,
+            key,
+            value,
+            parents,
+            children,
+            num_refined=num_refined,
+            query_tile=query_tile,
+            query_order=query_order,
+            importance_tile=importance_tile,
+            scale=scale,
+        )
+
+
+@torch.library.custom_op("avq_diffusers::kernel_attention", mutates_args=())
+def _kernel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parents: Tensor,
+    children: Tensor,
+    query_order: Tensor | None,
+    num_refined: int,
+    query_tile: int,
+    importance_tile: int | None,
+    scale: float,
+) -> Tensor:
+    from avq_diffusers.attention.triton.attention import attend
+    from avq_diffusers.attention.triton.precompute import precompute
+
+    # The kernels read rows of neighbouring numbers.
+    query, key, value = (
+        x if x.stride(-1) == 1 else x.transpose(1, 2).contiguous().transpose(1, 2)
+        for x in (query, key, value)
+    )
+    sizes = {"num_parents": children.shape[1], "num_children": children.shape[2]}
+    dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
+    # Triton launches on the current device.
+    with torch.cuda.device_of(query):
+        codes, bias = _packed_codewords(parents, children, scale, dtype)
+        means, logs = precompute(key, value, codes, bias, **sizes)
+        return attend(
+            query,
+            codes,
+            means,
+            logs,
+            **sizes,
+            num_refined=num_refined,
+            query_tile=query_tile,
+            query_order=query_order,
+            importance_tile=importance_tile,
+        )
+
+
+@_kernel_attention.register_fake
+@_attention.register_fake
+def _(query: Tensor, *args: object) -> Tensor:
+    return backward.empty_gradient(query)
+
+
+@torch.library.custom_op("avq_diffusers::attention_backward", mutates_args=())
+def _attention_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parents: Tensor,
+    children: Tensor,
+    query_order: Tensor | None,
+    num_refined: int,
+    query_tile: int,
+    importance_tile: int | None,
+    scale: float,
+    needs_grad: Sequence[bool],
+) -> list[Tensor]:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        return backward.gradients(
+            grad_output,
+            query,
+            key,
+            value,
+            parents.to(dtype),
+            children.to(dtype),
+            needs_grad=needs_grad,
+            num_refined=num_refined,
+            query_tile=query_tile,
+            query_order=query_order,
+            importance_tile=importance_tile,
+            scale=scale,
+        )
+
+
+@_attention_backward.register_fake
+def _(grad_output: Tensor, *args: object) -> list[Tensor]:
+    *inputs, needs_grad = *args[:3], args[-1]
+    return [
+        backward.empty_gradient(x) for x, needed in zip(inputs, needs_grad, strict=True) if needed
+    ]
+
+
+def _save_inputs(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.numbers = inputs[6:]
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, grad_output: Tensor
+) -> tuple[Tensor | None, ...]:
+    needs_grad = ctx.needs_input_grad[:3]
+    found = iter(_attention_backward(grad_output, *ctx.saved_tensors, *ctx.numbers, needs_grad))
+    return *(next(found) if needed else None for needed in needs_grad), *(None,) * 7
+
+
+for _operation in (_attention, _kernel_attention):
+    _operation.register_autograd(_backward, setup_context=_save_inputs)
+
+
+@torch.library.custom_op("avq_diffusers::quantize", mutates_args=())
+def _quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+    return backward.quantize(key, parents, children)
+
+
+@_quantize.register_fake
+def _(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+    return key.new_empty(key.shape)
+
+
+_quantize.register_autograd(lambda ctx, grad_output: (grad_output, None, None))
+
+
+class _Packed(NamedTuple):
+    children: weakref.ref
+    states: tuple[tuple, tuple]
+    tables: tuple[Tensor, Tensor]
+
+
+# Per tensor of parents: its tables, packed again when a codebook is changed in place or moved.
+_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _packed_codewords(
+    parents: Tensor, children: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`codewords.pack`, remembered as long as the codebook lives."""
+    if parents.is_inference() or children.is_inference():  # their changes leave no trace
+        return codewords.pack(parents, children, scale=scale, dtype=dtype)
+    states = tuple((x._version, x.device, x.dtype, x.data_ptr()) for x in (parents, children))
+    tables_of = _packed.setdefault(parents, {})
+    found = tables_of.get((scale, dtype))
+    if found is not None and found.children() is children and found.states == states:
+        return found.tables
+    tables = codewords.pack(parents, children, scale=scale, dtype=dtype)
+    # What is made while a CUDA graph is captured lives in that graph's memory.
+    if not (parents.is_cuda and torch.cuda.is_current_stream_capturing()):
+        tables_of[scale, dtype] = _Packed(weakref.ref(children), states, tables)
+    return tables
+
+
+def _validate(
+    query: Tensor, key: Tensor, value: Tensor, codebook: Codebook, query_order: Tensor | None
+) -> None:
+    check_inputs(query, key, value, codebook, query_order)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of query, {query.dtype}, but got {tensor.dtype}."
+            )

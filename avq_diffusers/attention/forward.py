@@ -1,0 +1,377 @@
+"""AVQ attention at O(MN) in plain PyTorch, for every device without kernels.
+
+The keys of a leaf are summarized once by their count n and the mean of their values. Every query
+tile attends to the codewords that it sees, all parents and the children of the refined ones:
+
+    y = sum_a n_a exp(s q.c_a) mean_a / sum_a n_a exp(s q.c_a)
+
+A refined parent stands only for the keys that stay with it, so nothing is subtracted and the result
+is exact for any codebook. There are no atomics and no data-dependent shapes: every run gives the
+same bits, and the host never waits for the device.
+
+Shapes: H heads, N queries, S keys, D head dim, M0 parents, C children, P refined parents, T query
+tiles of I queries. Half precision is computed in float32. A CPU computes one batch element after
+another, which stays in cache; elsewhere few launches count, and the heads of all elements are one
+list.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from avq_diffusers.codebook.codebook import centre_of
+
+# Numbers in the intermediates of one chunk of tokens. On a CPU they stay in cache; on other devices
+# few launches count.
+ELEMENTS_CPU = 1 << 20
+ELEMENTS = 1 << 26
+
+# Most values that are added one after another.
+RUN = 256
+
+# Log count of an empty codeword: finite, because -inf minus -inf is NaN in an online softmax.
+LOG_ZERO = -1e30
+
+
+class CodewordTable(NamedTuple):
+    """What a query tile can see of each cell: all its keys, those that stay, those of a child.
+
+    Args:
+        parents: (H, M0, D), centred.
+        codewords, value_means: (H, M0, 2 + C, D); the first two codewords are the parent.
+        counts: (H, M0, 2 + C) int64.
+        log_counts: (H, M0, 2 + C), at least `LOG_ZERO`.
+    """
+
+    parents: Tensor
+    codewords: Tensor
+    value_means: Tensor
+    counts: Tensor
+    log_counts: Tensor
+
+
+def avq_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parents: Tensor,
+    children: Tensor,
+    *,
+    num_refined: int,
+    query_tile: int,
+    query_order: Tensor | None,
+    importance_tile: int | None,
+    scale: float,
+) -> Tensor:
+    """Attention over codewords, refined per query tile; equal to `reference.avq_attention`.
+
+    Args:
+        query: (B, H, N, D).
+        key, value: (B, H, S, D), same dtype as `query`.
+        parents: (H, M0, D), float64 for float64 inputs, else float32.
+        children: (H, M0, C, D), same dtype as `parents`.
+        num_refined: parents refined per query tile.
+        query_tile: consecutive queries of `query_order` that share one choice of parents.
+        query_order: (N,) integer permutation of the queries; None is their own order.
+        importance_tile: parents per tile of the tiled importance; None is exact.
+        scale: factor on the logits.
+
+    Returns:
+        (B, H, N, D) view of (B, N, H, D) memory, in the order and dtype of `query`.
+    """
+    batch, heads, num_queries, head_dim = query.shape
+    output = query.new_empty(batch, num_queries, heads, head_dim).transpose(1, 2)
+    size = 1 if query.device.type == "cpu" else batch
+    parents = parents.expand(size, -1, -1, -1).flatten(0, 1)
+    children = children.expand(size, -1, -1, -1, -1).flatten(0, 1)
+    for start in range(0, batch, size):
+        part = slice(start, start + size)
+        counts, value_sums = precompute(
+            key[part].flatten(0, 1), value[part].flatten(0, 1), parents, children
+        )
+        attend(
+            query[part].flatten(0, 1),
+            parents,
+            children,
+            counts,
+            value_sums,
+            output[part],
+            num_refined=num_refined,
+            query_tile=query_tile,
+            query_order=query_order,
+            importance_tile=importance_tile,
+            scale=scale,
+        )
+    return output
+
+
+def precompute(
+    key: Tensor, value: Tensor, parents: Tensor, children: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Count the keys and sum the values of every leaf (paper, Algorithm 1, for leaves only).
+
+    Args:
+        key, value: (H, S, D).
+        parents: (H, M0, D).
+        children: (H, M0, C, D).
+
+    Returns:
+        counts: (H, M0, 1 + C) int64; leaf 0 counts the keys that stay with the parent.
+        value_sums: (H, M0, 1 + C, D), dtype of `parents`.
+    """
+    return aggregate(assign_leaves(key, parents, children), value, parents, children)
+
+
+def aggregate(
+    leaf: Tensor, value: Tensor, parents: Tensor, children: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`precompute` for keys whose leaves (H, S), numbered as by `assign_leaves`, are known."""
+    heads, _, head_dim = value.shape
+    num_parents, num_leaves = parents.shape[1], 1 + children.shape[2]
+    leaf = leaf + num_leaves * first_parent(parents)
+    leaf, row = leaf.t().flatten().sort(stable=True)
+
+    num_rows = heads * num_parents * num_leaves
+    edges = torch.searchsorted(leaf, torch.arange(num_rows + 1, device=leaf.device))
+    # Sums of runs, then of leaves: long leaves neither lose digits nor hold up a GPU.
+    runs = torch.arange(0, len(leaf), RUN, device=leaf.device)
+    cuts = torch.cat([edges, runs]).sort().values
+    values = value.transpose(0, 1).reshape(-1, head_dim).to(parents.dtype)
+    run_sums = F.embedding_bag(row, values, cuts, mode="sum", include_last_offset=True)
+    run = torch.arange(len(run_sums), device=leaf.device)
+    first_run = torch.searchsorted(cuts, edges[:-1])
+    value_sums = F.embedding_bag(run, run_sums, first_run, mode="sum")
+    return (
+        edges.diff().view(heads, num_parents, num_leaves),
+        value_sums.view(heads, num_parents, num_leaves, head_dim),
+    )
+
+
+def assign_leaves(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+    """The leaf of every key: its nearest parent, or a strictly closer child of that parent.
+
+    Args:
+        key: (H, S, D).
+        parents: (H, M0, D).
+        children: (H, M0, C, D).
+
+    Returns:
+        (H, S) int64, p (1 + C) for a key that stays with parent p and p (1 + C) + 1 + c for one
+        that its child c takes.
+    """
+    heads, num_keys, head_dim = key.shape
+    num_leaves = 1 + children.shape[2]
+    cell_of_head = first_parent(parents)
+    centre = centre_of(parents)
+    offsets = (children - parents[:, :, None]).flatten(0, 1)
+    parents = parents - centre
+    # Half of |k|^2 - |k - p|^2, and of |k - p|^2 - |k - c|^2, are linear in k.
+    parent_bias = -0.5 * parents.square().sum(dim=-1)
+    child_bias = -(offsets * (parents.reshape(-1, 1, head_dim) + 0.5 * offsets)).sum(dim=-1)
+
+    assignment = torch.empty(heads, num_keys, dtype=torch.int64, device=key.device)
+    chunk = chunk_length(key.device, heads * (offsets[0].numel() + parents.shape[1]))
+    for start in range(0, num_keys, chunk):
+        keys = key[:, start : start + chunk] - centre
+        parent = torch.baddbmm(parent_bias[:, None], keys, parents.transpose(1, 2)).argmax(dim=-1)
+        cell = (parent + cell_of_head).flatten()
+        products = offsets.index_select(0, cell).mul_(keys.reshape(-1, 1, head_dim))
+        gain = products.sum(dim=-1) + child_bias.index_select(0, cell)
+        # Staying gains nothing; it comes first, and argmax takes the first of equal gains.
+        leaf = F.pad(gain, (1, 0)).argmax(dim=-1)
+        assignment[:, start : start + chunk] = parent * num_leaves + leaf.view_as(parent)
+    return assignment
+
+
+def attend(
+    query: Tensor,
+    parents: Tensor,
+    children: Tensor,
+    counts: Tensor,
+    value_sums: Tensor,
+    output: Tensor,
+    *,
+    num_refined: int,
+    query_tile: int,
+    query_order: Tensor | None,
+    importance_tile: int | None,
+    scale: float,
+) -> None:
+    """Softmax over the codewords that each query tile sees (paper, Algorithm 2, no correction).
+
+    Args:
+        query: (H, N, D).
+        parents: (H, M0, D).
+        children: (H, M0, C, D).
+        counts, value_sums: (H, M0, 1 + C) and (H, M0, 1 + C, D) from `precompute`.
+        output: (B, H / B, N, D) for any B, written in the order of `query`.
+    """
+    heads, num_queries, head_dim = query.shape
+    batch = output.shape[:2]
+    num_parents, num_children = children.shape[1:3]
+    query_tile = min(query_tile, num_queries)
+    table = codeword_table(parents, children, counts, value_sums)
+
+    if num_refined == 0:
+        # All tiles see the same codewords.
+        means = table.value_means[:, :, 0].contiguous()
+        logs = table.log_counts[:, :, 0].contiguous()
+        whole = _attention(query[None], table.parents[None], means[None], logs[None], scale)
+        output.copy_(whole[0].unflatten(0, batch))
+        return
+
+    tile_elements = 2 * head_dim * (num_parents + num_refined * num_children)
+    row_elements = num_parents + tile_elements // query_tile
+    chunk = chunk_length(query.device, heads * row_elements)
+    chunk = max(1, chunk // query_tile) * query_tile
+    for start in range(0, num_queries, chunk):
+        stop = min(start + chunk, num_queries)
+        order = slice(start, stop) if query_order is None else query_order[start:stop].long()
+        tiles = cut_tiles(query, order, query_tile, parents.dtype)
+        visible = visible_codewords(
+            tiles,
+            table,
+            num_queries=stop - start,
+            num_refined=num_refined,
+            importance_tile=importance_tile,
+            scale=scale,
+        )
+        tile_output = _attention(
+            tiles.transpose(0, 1),
+            gather_rows(table.codewords, visible),
+            gather_rows(table.value_means, visible),
+            gather_rows(table.log_counts, visible),
+            scale,
+        )
+        write_tiles(output, tile_output.transpose(0, 1), order)
+
+
+def codeword_table(
+    parents: Tensor, children: Tensor, counts: Tensor, value_sums: Tensor
+) -> CodewordTable:
+    """The table of `parents` and `children`, from the aggregates of `precompute`."""
+    # A shift of all keys by one vector changes no softmax, and small codewords round less.
+    centre = centre_of(parents)
+    parents = parents - centre
+    children = children - centre[:, None]
+
+    codewords = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
+    counts = torch.cat([counts.sum(dim=2, keepdim=True), counts], dim=2)
+    value_sums = torch.cat([value_sums.sum(dim=2, keepdim=True), value_sums], dim=2)
+    value_means = value_sums / counts.clamp(min=1)[..., None]
+    log_counts = counts.to(parents.dtype).log().clamp(min=LOG_ZERO)
+    return CodewordTable(parents, codewords, value_means, counts, log_counts)
+
+
+def visible_codewords(
+    tiles: Tensor,
+    table: CodewordTable,
+    *,
+    num_queries: int,
+    num_refined: int,
+    importance_tile: int | None,
+    scale: float,
+) -> Tensor:
+    """Choose the parents that each tile refines, and list the codewords that it sees.
+
+    Args:
+        tiles: (H, T, I, D) queries, of which the first `num_queries` are not padding.
+
+    Returns:
+        (T, H, M0 + P C) int64 rows of the table, the heads one after another.
+    """
+    _, num_parents, per_cell, _ = table.codewords.shape
+    log_mass = torch.baddbmm(
+        table.log_counts[:, None, :, 0],
+        tiles.flatten(1, 2),
+        table.parents.transpose(1, 2),
+        alpha=scale,
+    )
+    mass = _mass(log_mass, table.counts[..., 0], importance_tile)
+    mass[:, num_queries:] = 0
+    importance = mass.unflatten(1, tiles.shape[1:3]).sum(dim=2)
+    # topk leaves the order of equal values open.
+    ranking = importance.sort(dim=-1, descending=True, stable=True).indices
+    refined = ranking[..., :num_refined]
+
+    is_refined = torch.zeros_like(ranking).scatter_(-1, refined, 1)
+    cell = torch.arange(num_parents, device=tiles.device)
+    parent_rows = cell * per_cell + is_refined
+    child_row = torch.arange(2, per_cell, device=tiles.device)
+    child_rows = (refined[..., None] * per_cell + child_row).flatten(-2)
+    first_row = per_cell * first_parent(table.parents)[..., None]
+    return (torch.cat([parent_rows, child_rows], dim=-1) + first_row).transpose(0, 1)
+
+
+def gather_rows(column: Tensor, visible: Tensor) -> Tensor:
+    """Rows (T, H, M0 + P C, ...) of a table's column (H, M0, 2 + C, ...)."""
+    rows = column.flatten(0, 2).index_select(0, visible.flatten())
+    return rows.unflatten(0, visible.shape)
+
+
+def cut_tiles(tokens: Tensor, order: Tensor | slice, query_tile: int, dtype: torch.dtype) -> Tensor:
+    """The tokens (H, N, D) at `order` as tiles (H, T, query_tile, D), the last filled with 0."""
+    if isinstance(order, slice):
+        tiles = tokens[:, order]
+    else:
+        tiles = tokens.transpose(0, 1).index_select(0, order).transpose(0, 1)
+    tiles = tiles.to(dtype)
+    padding = -tiles.shape[1] % query_tile
+    if padding:
+        tiles = F.pad(tiles, (0, 0, 0, padding))
+    return tiles.unflatten(1, (-1, query_tile))
+
+
+def write_tiles(tokens: Tensor, tiles: Tensor, order: Tensor | slice) -> None:
+    """Put tiles (H, T, query_tile, D) where `cut_tiles` found them.
+
+    Args:
+        tokens: (B, H / B, N, D) for any B, written.
+    """
+    tiles = tiles.flatten(1, 2).unflatten(0, tokens.shape[:2])
+    if isinstance(order, slice):
+        target = tokens[:, :, order]
+        target.copy_(tiles[:, :, : target.shape[2]])
+    else:
+        tokens.index_copy_(2, order, tiles[:, :, : len(order)].to(tokens.dtype))
+
+
+def _attention(
+    query: Tensor, codewords: Tensor, value_means: Tensor, log_counts: Tensor, scale: float
+) -> Tensor:
+    """Attention over codewords of n keys each; four dimensions, or SDPA takes its slow path."""
+    return F.scaled_dot_product_attention(
+        query.to(codewords.dtype),
+        codewords,
+        value_means,
+        attn_mask=log_counts[..., None, :],
+        scale=scale,
+    )
+
+
+def _mass(log_mass: Tensor, counts: Tensor, importance_tile: int | None) -> Tensor:
+    """Attention mass per query and parent, from log(n exp(s q.c)) of shape (H, queries, M0)."""
+    num_parents = log_mass.shape[-1]
+    if importance_tile is None or importance_tile >= num_parents:
+        return log_mass.softmax(dim=-1)
+    log_denominator = torch.full_like(log_mass[..., :1], -torch.inf)
+    for start in range(0, num_parents, importance_tile):
+        stop = min(start + importance_tile, num_parents)
+        tile = log_mass[..., start:stop]
+        log_denominator = log_denominator.logaddexp(tile.logsumexp(dim=-1, keepdim=True))
+        share_seen = counts[:, :stop].sum(dim=-1).to(tile.dtype) / counts.sum(dim=-1)
+        tile.sub_(log_denominator).exp_().mul_(share_seen[:, None, None])
+    return log_mass
+
+
+def first_parent(parents: Tensor) -> Tensor:
+    """(H, 1) index of each head's first parent when the parents of all heads are one list."""
+    heads, num_parents = parents.shape[:2]
+    return torch.arange(0, heads * num_parents, num_parents, device=parents.device)[:, None]
+
+
+def chunk_length(device: torch.device, elements: int, most: int = ELEMENTS) -> int:
+    """How many items of so many numbers each make up a chunk, of `most` unless on a CPU."""
+    return max(1, (ELEMENTS_CPU if device.type == "cpu" else most) // elements)

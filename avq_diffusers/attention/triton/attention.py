@@ -1,0 +1,791 @@
+"""Flash AVQ-attention kernel (paper, Algorithm 2): one launch, one program per query tile.
+
+    importance_p = sum_i n_p exp(q_i . c_p) / sum_r n_r exp(q_i . c_r)   queries i of a tile
+    y_i = sum_a n_a exp(q_i . c_a) mean_a / sum_a n_a exp(q_i . c_a)     codewords a that it sees
+
+A tile sees all parents and the children of its `num_refined` most important parents. In the stay
+form a refined parent stands only for the keys that stay with it, so the result is exact for any
+codebook. The correcting form is the paper's: a refined parent keeps all its keys, and the children
+carry the correction; it is exact if every parent is the mean of its children.
+
+Logits are in base 2 and include the log2 count, so an empty codeword has logit -inf: it neither
+moves a maximum nor adds anything.
+
+Weights are relative to a running maximum of the logits or, which is faster, to the largest logit
+of a parent (of the first block if all parents are refined, or none), and then nothing is rescaled.
+A codeword may exceed that by far, or all keys of the largest parent may be with children far below;
+where weights leave the range of float16, the tile is computed again with a running maximum of the
+codewords that it sees.
+
+Shapes: B batch, H heads, N queries, D head dim, M0 parents, C children, P refined parents, each
+padded to a power of two where a block needs it: DP, MP (at least 16), CP (0 without children).
+Rows of `codes` and `logs`: MP parents, then CP children of each of the M0 parents. Rows of `means`:
+MP parents with all their keys, MP with the keys that stay, then the children. The weight of a
+parent is that of all its keys; where it is refined, its mean and its share, which columns of the
+means hold, are those of the keys that stay.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from avq_diffusers.attention.triton.codewords import mean_columns, padded_sizes
+from avq_diffusers.attention.triton.launch import launch
+
+# Below every logit, but finite: -inf minus -inf is NaN where a query has only met empty codewords.
+LOG_ZERO = tl.constexpr(-1e30)
+# Below every weight that float32 holds to full precision.
+LEAST_WEIGHT = tl.constexpr(2.0**-120)
+# Sum of the weights of a query below which float16, whose last bit is 2^-24, loses digits of them.
+LEAST_TOTAL = tl.constexpr(2.0**-10)
+
+
+class Tables(NamedTuple):
+    """Where the codewords of a head are, and the parents that a tile refines."""
+
+    codes: tl.tensor
+    means: tl.tensor
+    logs: tl.tensor
+    refined: tl.tensor
+
+
+class Sizes(NamedTuple):
+    """What the compiler knows of the codebook and of the rows of its tables.
+
+    BLOCK_D and REST_D are the columns of the one or two blocks that rows are cut into. SELECTS says
+    that tiles refine some of the parents and not all or none.
+    """
+
+    HEAD_DIM: tl.constexpr
+    NUM_PARENTS: tl.constexpr
+    NUM_CHILDREN: tl.constexpr
+    NUM_REFINED: tl.constexpr
+    PARENT_ROWS: tl.constexpr
+    CHILD_ROWS: tl.constexpr
+    BLOCK_D: tl.constexpr
+    REST_D: tl.constexpr
+    PADDED_DIM: tl.constexpr
+    MEAN_COLUMNS: tl.constexpr
+    SELECTS: tl.constexpr
+    CORRECTING: tl.constexpr
+
+
+class Softmax(NamedTuple):
+    """Sums over codewords, whose weights are relative to `reference`, (BLOCK_N,).
+
+    numerator: weights times means, (BLOCK_N, BLOCK_D) and perhaps (BLOCK_N, REST_D).
+    denominator: weights times shares, (BLOCK_N, 8); zero where the means hold the shares.
+    """
+
+    reference: tl.tensor
+    numerator: tl.tuple
+    denominator: tl.tensor
+
+
+@triton.jit
+def _load_columns(pointer, rows, valid, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
+    """The first WIDTH columns of some rows, (rows, WIDTH)."""
+    pointers = pointer + rows[:, None] * STRIDE + tl.arange(0, WIDTH)[None, :]
+    return tl.load(pointers, mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _load_rows(
+    pointer, rows, valid, STRIDE: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr
+):
+    """The first BLOCK_D and the next REST_D columns of some rows."""
+    blocks = (_load_columns(pointer, rows, valid, STRIDE, BLOCK_D),)
+    if REST_D > 0:
+        blocks += (_load_columns(pointer + BLOCK_D, rows, valid, STRIDE, REST_D),)
+    return blocks
+
+
+@triton.jit
+def _load_codes(tables, rows, valid, sizes):
+    return _load_rows(tables.codes, rows, valid, sizes.PADDED_DIM, sizes.BLOCK_D, sizes.REST_D)
+
+
+@triton.jit
+def _load_means(tables, rows, valid, sizes):
+    return _load_rows(tables.means, rows, valid, sizes.MEAN_COLUMNS, sizes.BLOCK_D, sizes.REST_D)
+
+
+@triton.jit
+def _load_shares(tables, rows, valid, sizes):
+    """(rows, 8), equal columns."""
+    STRIDE: tl.constexpr = sizes.MEAN_COLUMNS
+    return _load_columns(tables.means + STRIDE - 8, rows, valid, STRIDE, 8)
+
+
+@triton.jit
+def _logits(query, codes, bias):
+    """Queries times codewords, both in blocks of columns, plus a bias, which costs nothing more."""
+    bias = tl.broadcast_to(bias, (query[0].shape[0], codes[0].shape[0]))
+    logits = tl.dot(query[0], tl.trans(codes[0]), acc=bias, input_precision="tf32x3")
+    if len(query) > 1:
+        logits = tl.dot(query[1], tl.trans(codes[1]), acc=logits, input_precision="tf32x3")
+    return logits
+
+
+@triton.jit
+def _empty_softmax(reference, sizes):
+    """A softmax over no codewords."""
+    BLOCK_N: tl.constexpr = reference.shape[0]
+    numerator = (tl.zeros([BLOCK_N, sizes.BLOCK_D], tl.float32),)
+    if sizes.REST_D > 0:
+        numerator += (tl.zeros([BLOCK_N, sizes.REST_D], tl.float32),)
+    return Softmax(reference, numerator, tl.zeros([BLOCK_N, 8], tl.float32))
+
+
+@triton.jit
+def _accumulate(softmax, weights, means, shares, sizes):
+    """Add weights (BLOCK_N, rows) times means (rows, BLOCK_D) to a softmax.
+
+    Tensor cores sum up the weights, too: times the share in a padding column of the means, or times
+    `shares`, whose 8 columns are equal and are the fewest that a product can have.
+    """
+    weights = weights.to(means[0].dtype)
+    denominator = softmax.denominator
+    if sizes.MEAN_COLUMNS != sizes.PADDED_DIM:
+        denominator = tl.dot(weights, shares, acc=denominator, input_precision="tf32x3")
+    numerator = softmax.numerator
+    sums = (tl.dot(weights, means[0], acc=numerator[0], input_precision="tf32x3"),)
+    if len(means) > 1:
+        sums += (tl.dot(weights, means[1], acc=numerator[1], input_precision="tf32x3"),)
+    return Softmax(softmax.reference, sums, denominator)
+
+
+@triton.jit
+def _rescale(softmax, reference):
+    """The same sums relative to another reference."""
+    factor = tl.exp2(softmax.reference - reference)[:, None]
+    numerator = (softmax.numerator[0] * factor,)
+    if len(softmax.numerator) > 1:
+        numerator += (softmax.numerator[1] * factor,)
+    return Softmax(reference, numerator, softmax.denominator * factor)
+
+
+@triton.jit
+def _recover_parents(products, NUM_CHILDREN: tl.constexpr, CHILD_ROWS: tl.constexpr):
+    """For each child q.c_p of its parent, the mean over siblings; padding children are zero."""
+    BLOCK_N: tl.constexpr = products.shape[0]
+    siblings = tl.reshape(products, (BLOCK_N, products.shape[1] // CHILD_ROWS, CHILD_ROWS))
+    parents = tl.sum(siblings, axis=2) * (1.0 / NUM_CHILDREN)
+    return tl.reshape(tl.broadcast_to(parents[:, :, None], siblings.shape), products.shape)
+
+
+@triton.jit
+def _leave_out_empty(weights, reference, shares):
+    """Weights without those of parents that no key stays with, relative to the largest of them."""
+    weights = tl.where((tl.max(shares, axis=1) > 0)[None, :], weights, 0.0)
+    highest = tl.max(weights, axis=1)
+    weights *= (1.0 / tl.maximum(highest, LEAST_WEIGHT))[:, None]
+    return weights, tl.where(highest < LEAST_WEIGHT, LOG_ZERO, reference + tl.log2(highest))
+
+
+@triton.jit
+def _attend_rows(
+    query,
+    tables,
+    code_rows,
+    mean_rows,
+    valid,
+    softmax,
+    sizes,
+    WHOLE: tl.constexpr,
+    CORRECTING: tl.constexpr,
+    RUNNING: tl.constexpr,
+):
+    """Add one block of codewords to a softmax: `code_rows` with the values of `mean_rows`.
+
+    WHOLE says that all shares are 1. CORRECTING takes the keys of the codewords away from their
+    parents, which have been attended to with all keys. RUNNING raises the reference to the largest
+    logit so far of a codeword that a key stays with.
+    """
+    # (rows, BLOCK_D), (rows)
+    codes = _load_codes(tables, code_rows, valid, sizes)
+    logs = tl.load(tables.logs + code_rows, mask=valid, other=float("-inf"))
+    means = _load_means(tables, mean_rows, valid, sizes)
+    if WHOLE:
+        shares = tl.full([means[0].shape[0], 8], 1.0, means[0].dtype)
+    else:
+        shares = _load_shares(tables, mean_rows, valid, sizes)
+        if RUNNING:
+            logs = tl.where(tl.max(shares, axis=1) > 0, logs, float("-inf"))
+
+    # (BLOCK_N, rows)
+    if RUNNING:
+        logits = _logits(query, codes, logs[None, :])
+        softmax = _rescale(softmax, tl.maximum(softmax.reference, tl.max(logits, axis=1)))
+        weights = tl.exp2(logits - softmax.reference[:, None])
+    else:
+        weights = tl.exp2(_logits(query, codes, logs[None, :] - softmax.reference[:, None]))
+    if CORRECTING:
+        bias = logs[None, :] - softmax.reference[:, None]
+        products = _logits(query, codes, tl.zeros_like(bias))
+        of_parents = _recover_parents(products, sizes.NUM_CHILDREN, sizes.CHILD_ROWS)
+        weights -= tl.exp2(of_parents + bias)
+
+    return _accumulate(softmax, weights, means, shares, sizes)
+
+
+@triton.jit
+def _attend_parents(query, tables, softmax, sizes, BLOCK_M: tl.constexpr, RUNNING: tl.constexpr):
+    """All parents, refined ones with the keys that stay, BLOCK_M at a time."""
+    if sizes.SELECTS:
+        place = tl.arange(0, triton.next_power_of_2(sizes.NUM_REFINED))
+        refined = tl.load(tables.refined + place, mask=place < sizes.NUM_REFINED, other=-1)
+    for start in tl.range(0, sizes.PARENT_ROWS, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        mean_rows = rows
+        if not sizes.CORRECTING:
+            if sizes.SELECTS:
+                is_refined = refined[:, None] == rows[None, :]
+                mean_rows += sizes.PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
+            elif sizes.NUM_REFINED > 0:
+                mean_rows += sizes.PARENT_ROWS
+        every = tl.full([BLOCK_M], True, tl.int1)
+        softmax = _attend_rows(
+            query, tables, rows, mean_rows, every, softmax, sizes, False, False, RUNNING
+        )
+    return softmax
+
+
+@triton.jit
+def _attend_children(query, tables, softmax, sizes, BLOCK_P: tl.constexpr, RUNNING: tl.constexpr):
+    """The children of the refined parents, BLOCK_P parents at a time."""
+    CHILD_ROWS: tl.constexpr = sizes.CHILD_ROWS
+    for start in tl.range(0, sizes.NUM_REFINED, BLOCK_P):
+        # (BLOCK_P * CHILD_ROWS)
+        child = tl.arange(0, BLOCK_P * CHILD_ROWS)
+        parent = start + child // CHILD_ROWS
+        if sizes.NUM_REFINED % BLOCK_P == 0:
+            valid = tl.full([BLOCK_P * CHILD_ROWS], True, tl.int1)
+        else:
+            valid = parent < sizes.NUM_REFINED
+        if sizes.SELECTS:
+            parent = tl.load(tables.refined + parent, mask=valid, other=0)
+        rows = parent * CHILD_ROWS + child % CHILD_ROWS
+        # Lets a thread load the logs of neighbouring children at once.
+        rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
+        softmax = _attend_rows(
+            query,
+            tables,
+            sizes.PARENT_ROWS + rows,
+            2 * sizes.PARENT_ROWS + rows,
+            valid,
+            softmax,
+            sizes,
+            True,
+            sizes.CORRECTING,
+            RUNNING,
+        )
+    return softmax
+
+
+@triton.jit
+def _total_weight(softmax, sizes):
+    """Sum of the weights, (BLOCK_N,)."""
+    if sizes.MEAN_COLUMNS == sizes.PADDED_DIM:
+        # The last block holds the first padding column.
+        last = softmax.numerator[-1]
+        FIRST: tl.constexpr = sizes.BLOCK_D if len(softmax.numerator) > 1 else 0
+        column = FIRST + tl.arange(0, last.shape[1])
+        total = tl.sum(tl.where((column == sizes.HEAD_DIM)[None, :], last, 0.0), axis=1)
+    else:
+        total = tl.max(softmax.denominator, axis=1)
+    return total
+
+
+@triton.jit
+def _tiled_importance(
+    query,
+    valid_query,
+    tables,
+    sizes,
+    TILE: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Importance of all parents, (PARENT_ROWS,), from tiles of TILE parents; and largest logits.
+
+    Unless EXACT, a denominator covers only the parents up to the end of the tile and is
+    extrapolated from the keys seen so far to all keys.
+    """
+    NUM_PARENTS: tl.constexpr = sizes.NUM_PARENTS
+    PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
+    BLOCK_N: tl.constexpr = valid_query.shape[0]
+    parents = tl.arange(0, PARENT_ROWS)
+    total = tl.sum(tl.exp2(tl.load(tables.logs + parents)), axis=0)
+    seen = 0.0
+    running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
+    denominator = tl.zeros([BLOCK_N], tl.float32)
+    importance = tl.zeros([PARENT_ROWS], tl.float32)
+
+    if EXACT:
+        for start in tl.range(0, NUM_PARENTS, TILE):
+            rows = start + tl.arange(0, BLOCK_M)
+            valid = (rows < start + TILE) & (rows < NUM_PARENTS)
+            codes = _load_codes(tables, rows, valid, sizes)
+            logs = tl.load(tables.logs + rows, mask=valid, other=float("-inf"))
+            logits = _logits(query, codes, logs[None, :])
+            new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+            weights = tl.exp2(logits - new_max[:, None])
+            denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
+            running_max = new_max
+
+    for start in tl.range(0, NUM_PARENTS, TILE):
+        rows = start + tl.arange(0, BLOCK_M)
+        valid = (rows < start + TILE) & (rows < NUM_PARENTS)
+        codes = _load_codes(tables, rows, valid, sizes)
+        logs = tl.load(tables.logs + rows, mask=valid, other=float("-inf"))
+        logits = _logits(query, codes, logs[None, :])
+        if EXACT:
+            weights = tl.exp2(logits - running_max[:, None])
+            share = 1.0
+        else:
+            new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+            weights = tl.exp2(logits - new_max[:, None])
+            denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
+            running_max = new_max
+            seen += tl.sum(tl.exp2(logs), axis=0)
+            share = seen / total
+        # At least 1, the weight of the maximum, unless the first tiles hold no keys.
+        denominator_seen = tl.maximum(denominator, 1.0)
+        inverse = tl.where(valid_query, share / denominator_seen, 0.0)
+        mass = tl.sum(weights * inverse[:, None], axis=0)
+        importance += tl.sum(
+            tl.where(parents[:, None] == rows[None, :], mass[None, :], 0.0), axis=1
+        )
+    return importance, running_max
+
+
+@triton.jit
+def _rank(importance, PARENT_ROWS: tl.constexpr):
+    """Place of every parent by falling importance, of equal ones the lower index first."""
+    # Importance is not negative: its bits order like integers, and the index breaks ties.
+    key = importance.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    key |= PARENT_ROWS - 1 - tl.arange(0, PARENT_ROWS)
+    ahead = key[None, :] > key[:, None]
+    return tl.sum(ahead.to(tl.int32), axis=1)
+
+
+@triton.jit
+def _attend_tile(
+    query,
+    valid_query,
+    tables,
+    sizes,
+    IMPORTANCE_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    RUNNING: tl.constexpr,
+    AGAIN_M: tl.constexpr,
+    AGAIN_P: tl.constexpr,
+):
+    """Numerator and sum of weights, (BLOCK_N,), over all codewords that a tile of queries sees.
+
+    Chooses the parents to refine, by the importance that they have for these queries. What
+    overflows is done again with a running maximum, in blocks of AGAIN_M and AGAIN_P parents.
+    """
+    BLOCK_N: tl.constexpr = valid_query.shape[0]
+    PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
+    EXACT: tl.constexpr = IMPORTANCE_TILE >= sizes.NUM_PARENTS
+    ONE_BLOCK: tl.constexpr = sizes.SELECTS and EXACT and BLOCK_M == PARENT_ROWS
+    parents = tl.arange(0, PARENT_ROWS)
+
+    if ONE_BLOCK:
+        is_parent = parents < sizes.NUM_PARENTS
+        codes = _load_codes(tables, parents, is_parent, sizes)
+
+        # (BLOCK_N, PARENT_ROWS)
+        logits = _logits(query, codes, tl.load(tables.logs + parents)[None, :])
+        reference = tl.max(logits, axis=1)
+        weights = tl.exp2(logits - reference[:, None])
+        inverse = tl.where(valid_query, 1.0 / tl.sum(weights, axis=1), 0.0)
+
+        # (PARENT_ROWS)
+        importance = tl.sum(weights * inverse[:, None], axis=0)
+        rank = _rank(importance, PARENT_ROWS)
+        tl.store(tables.refined + rank, parents, mask=rank < sizes.NUM_REFINED)
+        mean_rows = parents
+        if not sizes.CORRECTING:
+            mean_rows += tl.where(rank < sizes.NUM_REFINED, PARENT_ROWS, 0)
+        means = _load_means(tables, mean_rows, is_parent, sizes)
+        shares = _load_shares(tables, mean_rows, is_parent, sizes)
+        if RUNNING:
+            weights, reference = _leave_out_empty(weights, reference, shares)
+        softmax = _empty_softmax(reference, sizes)
+        softmax = _accumulate(softmax, weights, means, shares, sizes)
+        # The loops read what other threads of this program wrote.
+        tl.debug_barrier()
+    else:
+        if sizes.SELECTS:
+            importance, reference = _tiled_importance(
+                query,
+                valid_query,
+                tables,
+                sizes,
+                BLOCK_M if EXACT else IMPORTANCE_TILE,
+                EXACT,
+                BLOCK_M,
+            )
+            rank = _rank(importance, PARENT_ROWS)
+            tl.store(tables.refined + rank, parents, mask=rank < sizes.NUM_REFINED)
+            # The loops read what other threads of this program wrote.
+            tl.debug_barrier()
+        elif not RUNNING:
+            rows = tl.arange(0, BLOCK_M)
+            every = tl.full([BLOCK_M], True, tl.int1)
+            codes = _load_codes(tables, rows, every, sizes)
+            logits = _logits(query, codes, tl.load(tables.logs + rows)[None, :])
+            reference = tl.maximum(tl.max(logits, axis=1), LOG_ZERO)
+        if RUNNING:
+            reference = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
+        softmax = _empty_softmax(reference, sizes)
+        softmax = _attend_parents(query, tables, softmax, sizes, BLOCK_M, RUNNING)
+
+    if sizes.NUM_REFINED > 0:
+        softmax = _attend_children(query, tables, softmax, sizes, BLOCK_P, RUNNING)
+
+    total = _total_weight(softmax, sizes)
+    if not RUNNING:
+        # An overflow leaves infinity or NaN, and neither is less than infinity.
+        in_range = (total > LEAST_TOTAL) & (total < float("inf"))
+        if tl.min(in_range.to(tl.int32)) == 0:
+            softmax = _empty_softmax(tl.full([BLOCK_N], LOG_ZERO, tl.float32), sizes)
+            softmax = _attend_parents(query, tables, softmax, sizes, AGAIN_M, True)
+            if sizes.NUM_REFINED > 0:
+                softmax = _attend_children(query, tables, softmax, sizes, AGAIN_P, True)
+            total = _total_weight(softmax, sizes)
+    return softmax.numerator, total
+
+
+@triton.jit
+def _load_query(
+    row_pointers,
+    first,
+    valid,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    codes_ptr,
+):
+    """Columns from `first` on, in the dtype of the codes."""
+    column = first + tl.arange(0, WIDTH)
+    is_number = valid[:, None] & (column < HEAD_DIM)[None, :]
+    block = tl.load(row_pointers + column[None, :], mask=is_number, other=0.0)
+    return block.to(codes_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _store_output(row_pointers, first, valid, output, HEAD_DIM: tl.constexpr):
+    """Columns from `first` on."""
+    column = first + tl.arange(0, output.shape[1])
+    is_number = valid[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(row_pointers + column[None, :], output, mask=is_number)
+
+
+@triton.jit(do_not_specialize=["num_queries", "query_stride_batch", "query_stride_head"])
+def _attention_kernel(
+    query_ptr,
+    query_order_ptr,
+    codes_ptr,
+    means_ptr,
+    logs_ptr,
+    refined_ptr,
+    output_ptr,
+    num_queries,
+    query_stride_batch,
+    query_stride_head,
+    QUERY_STRIDE_TOKEN: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_PARENTS: tl.constexpr,
+    NUM_CHILDREN: tl.constexpr,
+    NUM_REFINED: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    IMPORTANCE_TILE: tl.constexpr,
+    CORRECTING: tl.constexpr,
+    PARENT_ROWS: tl.constexpr,
+    CHILD_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    MEAN_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    RUNNING: tl.constexpr,
+    AGAIN_M: tl.constexpr,
+    AGAIN_P: tl.constexpr,
+):
+    num_tiles = tl.num_programs(0) // HEADS
+    # Heads first: the rows of neighbouring heads share cache lines.
+    head = tl.program_id(0) % HEADS
+    tile = tl.program_id(0) // HEADS
+    batch = tl.program_id(1).to(tl.int64)
+
+    CODE_ROWS: tl.constexpr = PARENT_ROWS + NUM_PARENTS * CHILD_ROWS
+    MEAN_ROWS: tl.constexpr = PARENT_ROWS + CODE_ROWS
+    query_start = batch * query_stride_batch + head.to(tl.int64) * query_stride_head
+    query_ptr += tl.multiple_of(query_start, 8)
+    codes_ptr += head * (CODE_ROWS * PADDED_DIM)
+    means_ptr += (batch * HEADS + head) * (MEAN_ROWS * MEAN_COLUMNS)
+    logs_ptr += (batch * HEADS + head) * CODE_ROWS
+    output_ptr += batch * num_queries * (HEADS * HEAD_DIM) + head * HEAD_DIM
+
+    row = tl.arange(0, BLOCK_N)
+    token = tile * QUERY_TILE + row
+    valid_query = (row < QUERY_TILE) & (token < num_queries)
+    if query_order_ptr is not None:
+        token = tl.load(query_order_ptr + token, mask=valid_query, other=0).to(tl.int32)
+
+    # (BLOCK_N, BLOCK_D) and (BLOCK_N, REST_D)
+    query_ptr += token[:, None] * QUERY_STRIDE_TOKEN
+    query = (_load_query(query_ptr, 0, valid_query, HEAD_DIM, BLOCK_D, codes_ptr),)
+    if REST_D > 0:
+        query += (_load_query(query_ptr, BLOCK_D, valid_query, HEAD_DIM, REST_D, codes_ptr),)
+
+    SELECTS: tl.constexpr = NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS
+    if SELECTS:
+        refined_ptr += ((batch * HEADS + head) * num_tiles + tile) * NUM_REFINED
+    # Assigned to a variable, sizes would no longer be constants.
+    numerator, total = _attend_tile(
+        query,
+        valid_query,
+        Tables(codes_ptr, means_ptr, logs_ptr, refined_ptr),
+        Sizes(
+            HEAD_DIM,
+            NUM_PARENTS,
+            NUM_CHILDREN,
+            NUM_REFINED,
+            PARENT_ROWS,
+            CHILD_ROWS,
+            BLOCK_D,
+            REST_D,
+            PADDED_DIM,
+            MEAN_COLUMNS,
+            SELECTS,
+            CORRECTING,
+        ),
+        IMPORTANCE_TILE,
+        BLOCK_M,
+        BLOCK_P,
+        RUNNING,
+        AGAIN_M,
+        AGAIN_P,
+    )
+
+    inverse = (1.0 / total)[:, None]
+    output_ptr += token[:, None] * (HEADS * HEAD_DIM)
+    _store_output(output_ptr, 0, valid_query, numerator[0] * inverse, HEAD_DIM)
+    if REST_D > 0:
+        _store_output(output_ptr, BLOCK_D, valid_query, numerator[1] * inverse, HEAD_DIM)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What may change the speed and the last bits of a launch, but not its meaning.
+
+    num_warps: warps per program; 16 queries per warp fill the registers.
+    num_stages: blocks of children in flight; more than 1 needs shared memory for each.
+    parents_per_block: refined parents whose children form one block of the online softmax.
+    parent_block: parents per block. If it holds all of them, no logit is computed twice.
+    max_registers: per thread; fewer let more programs share a multiprocessor.
+    rest_columns: head dims above 64 are 64 columns and these; 0 is one block.
+    running_max: weights are relative to a running maximum from the start.
+    """
+
+    num_warps: int
+    num_stages: int
+    parents_per_block: int
+    parent_block: int
+    max_registers: int | None = None
+    rest_columns: int = 0
+    running_max: bool = True
+
+
+def default_config(
+    *,
+    head_dim: int,
+    num_parents: int,
+    num_children: int,
+    num_refined: int,
+    query_tile: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+) -> Config:
+    """The configuration that `attend` launches without an explicit one."""
+    parent_rows = _padded(num_parents)
+    child_rows = triton.next_power_of_2(max(num_children, 1))
+    tile_rows = _padded(query_tile)
+    config = Config(
+        num_warps=triton.cdiv(tile_rows, 16),
+        num_stages=1,
+        parents_per_block=max(1, 64 // child_rows),
+        parent_block=parent_rows if parent_rows <= 128 else 64,
+    )
+    few_parents = max(1, 32 // child_rows)
+    if capability < (9, 0) and (dtype == torch.float32 or head_dim > 64):
+        # mma.sync keeps all operands in registers; this does not spill.
+        return replace(config, parents_per_block=few_parents, parent_block=32)
+    if capability < (9, 0) or dtype == torch.float32:
+        return config if parent_rows <= 64 else replace(config, parents_per_block=few_parents)
+    # Measured on an H200: fewer instructions and more programs beat more warps.
+    config = replace(config, num_warps=triton.cdiv(tile_rows, 32), running_max=head_dim > 64)
+    if not 0 < num_refined < num_parents:
+        config = replace(config, parent_block=32)
+    if 64 < head_dim < 96:
+        return replace(config, rest_columns=32)
+    if config.parent_block <= 64:
+        config = replace(config, parents_per_block=few_parents)
+        if head_dim <= 64:
+            config = replace(config, max_registers=128 if num_refined else 144)
+    return config
+
+
+def attend(
+    query: Tensor,
+    codes: Tensor,
+    means: Tensor,
+    logs: Tensor,
+    *,
+    num_parents: int,
+    num_children: int,
+    num_refined: int,
+    query_tile: int,
+    query_order: Tensor | None,
+    importance_tile: int | None,
+    form: str = "stay",
+    config: Config | None = None,
+) -> Tensor:
+    """Softmax attention over the codewords that each query tile sees.
+
+    Args:
+        query: (B, H, N, D) float16, bfloat16 or float32; any strides with a last one of 1.
+        codes: (H, MP + M0 CP, DP), times scale * log2(e); float32 for float32 queries, else
+            float16.
+        means: (B, H, 2 MP + M0 CP, DV), dtype of `codes`, as `precompute` gives them.
+        logs: (B, H, MP + M0 CP) float32, log2 of the number of keys.
+        num_parents: M0.
+        num_children: C.
+        num_refined: P; 0 is flat VQ-attention.
+        query_tile: consecutive queries of `query_order` that share one choice of parents.
+        query_order: (N,) int32 or int64 permutation of the queries; None is their own order.
+        importance_tile: parents per tile of the tiled importance; None is exact.
+        form: "stay", or "correcting" for the paper's.
+        config: for measurements; None takes `default_config`.
+
+    Returns:
+        (B, H, N, D) view of new (B, N, H, D) memory, dtype of `query`.
+    """
+    batch, heads, num_queries, head_dim = query.shape
+    # The kernel promises the compiler rows of 16 bytes.
+    if any(stride % 8 for stride in query.stride()[:3]) or query.data_ptr() % 16:
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    output = query.new_empty(batch, num_queries, heads, head_dim)
+    num_tiles = -(-num_queries // query_tile)
+    refined = query.new_empty((batch, heads, num_tiles, num_refined), dtype=torch.int32)
+    constants = launch_constants(
+        heads=heads,
+        head_dim=head_dim,
+        query_stride=query.stride(2),
+        num_parents=num_parents,
+        num_children=num_children,
+        num_refined=num_refined,
+        query_tile=query_tile,
+        importance_tile=importance_tile,
+        form=form,
+        dtype=query.dtype,
+        capability=_capability(query.device),
+        config=config,
+    )
+    launch(
+        _attention_kernel,
+        (heads * num_tiles, batch, 1),
+        (query, query_order, codes, means, logs, refined, output),
+        (num_queries, query.stride(0), query.stride(1)),
+        constants,
+    )
+    return output.transpose(1, 2)
+
+
+@cache
+def launch_constants(
+    *,
+    heads: int,
+    head_dim: int,
+    query_stride: int,
+    num_parents: int,
+    num_children: int,
+    num_refined: int,
+    query_tile: int,
+    importance_tile: int | None,
+    form: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    config: Config | None,
+) -> dict[str, object]:
+    """Compile-time arguments of the kernel, with the options of its launch."""
+    num_refined = num_refined if num_children else 0
+    if config is None:
+        config = default_config(
+            head_dim=head_dim,
+            num_parents=num_parents,
+            num_children=num_children,
+            num_refined=num_refined,
+            query_tile=query_tile,
+            dtype=dtype,
+            capability=capability,
+        )
+    padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
+    selects = 0 < num_refined < num_parents
+    is_tiled = selects and importance_tile is not None and importance_tile < num_parents
+    parent_block = _padded(importance_tile) if is_tiled else min(config.parent_block, parent_rows)
+    # Blocks of the second pass, small enough to take no registers from the first.
+    again = parent_block, config.parents_per_block
+    if parent_block > 64:
+        again = 16, max(1, 16 // max(1, child_rows))
+    return {
+        "QUERY_STRIDE_TOKEN": query_stride,
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "NUM_PARENTS": num_parents,
+        "NUM_CHILDREN": num_children,
+        "NUM_REFINED": num_refined,
+        "QUERY_TILE": query_tile,
+        "IMPORTANCE_TILE": importance_tile if is_tiled else num_parents,
+        "CORRECTING": form == "correcting",
+        "PARENT_ROWS": parent_rows,
+        "CHILD_ROWS": child_rows,
+        "BLOCK_N": _padded(query_tile),
+        # Cut into 32 + 16 columns, products on an H200 read beyond shared memory with Triton 3.6
+        # (triton issues 10486, 11366).
+        "BLOCK_D": 64 if config.rest_columns else padded_dim,
+        "REST_D": config.rest_columns,
+        "PADDED_DIM": padded_dim,
+        "MEAN_COLUMNS": mean_columns(head_dim),
+        "BLOCK_M": parent_block,
+        "BLOCK_P": config.parents_per_block,
+        "RUNNING": config.running_max,
+        "AGAIN_M": again[0],
+        "AGAIN_P": again[1],
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "maxnreg": config.max_registers,
+    }
+
+
+def _padded(length: int) -> int:
+    """The size of a block that holds `length`: a power of two that tensor cores accept."""
+    return max(16, triton.next_power_of_2(length))
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -1,0 +1,1 @@
+"""Stored codebooks: codewords of a layer, k-means and EMA on keys."""

@@ -1,0 +1,181 @@
+"""Online k-means with exponential moving averages (paper, appendix "Codeword Clustering During
+Training").
+
+Statistics are the state and codewords are derived from them. Shapes: H heads, M0 parents, C
+children per parent, D head dim. Statistics are of 1 + C codewords per cell: the parent with all
+keys of the cell, then each child with those that took it. Keys that stay count for the parent only.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from avq_diffusers.codebook.codebook import (
+    Codebook,
+    assign_leaves,
+    first_in_cell,
+    heads_first,
+    leaf_sums,
+    project_children,
+    working_dtype,
+)
+
+# Below this count a sum and a count that decay for thousands of steps lose their digits, and their
+# ratio drifts away.
+NEGLIGIBLE_COUNT = 1e-20
+
+
+@torch.no_grad()
+def batch_statistics(
+    keys: Tensor, codebook: Codebook, leaf: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Key sums and counts of one batch under the current codebook.
+
+    Both are sums over keys: those of micro-batches and of processes add up to those of the whole
+    batch, so add and all-reduce them before `ema_update`.
+
+    Args:
+        keys: (..., H, N, D).
+        codebook: H heads of codewords.
+        leaf: what `assign_leaves(keys, codebook)` returned, where it is known already.
+
+    Returns:
+        key_sums (H, M0, 1 + C, D) and counts (H, M0, 1 + C), fp32, or fp64 if an input is fp64.
+
+    Raises:
+        ValueError: `keys` does not fit the codebook.
+    """
+    if leaf is None:
+        leaf = assign_leaves(keys, codebook)
+    key_sums, counts = leaf_sums(
+        heads_first(keys).to(working_dtype(keys, codebook)),
+        leaf.movedim(-2, 0).flatten(1),
+        codebook.num_codewords,
+    )
+    key_sums = key_sums.unflatten(1, (codebook.num_parents, -1))
+    counts = counts.unflatten(1, (codebook.num_parents, -1))
+    key_sums[:, :, 0] = key_sums.sum(dim=2)
+    counts[:, :, 0] = counts.sum(dim=2)
+    return key_sums, counts
+
+
+def ema_update(ema: Tensor, batch: Tensor, decay: float) -> Tensor:
+    """`ema` <- `decay` `ema` + (1 - `decay`) `batch`, for key sums and for counts."""
+    return decay * ema + (1 - decay) * batch
+
+
+def derive_codebook(
+    ema_key_sums: Tensor, ema_counts: Tensor, previous: Codebook, *, constrain: bool = True
+) -> Codebook:
+    """Codewords that belong to the statistics: parents S / N, children projected S / N.
+
+    A parent without keys keeps its place. A child without keys starts from its place and absorbs
+    what is needed for its parent's children to average to the parent (`project_children`).
+
+    Args:
+        ema_key_sums: (H, M0, 1 + C, D).
+        ema_counts: (H, M0, 1 + C).
+        previous: the codebook before, in the dtype of the statistics.
+        constrain: let the children of each parent average to it; else they are S / N.
+    """
+    counts = ema_counts.where(ema_counts > NEGLIGIBLE_COUNT, 0)
+    means = ema_key_sums / counts.where(counts > 0, 1)[..., None]
+    ema_means = means.where(counts[..., None] > 0, previous.leaves)
+    parents, children = ema_means[:, :, 0], ema_means[:, :, 1:]
+    if constrain:
+        children = project_children(children, counts[:, :, 1:], parents)
+    return Codebook(parents, children, check_finite=False)
+
+
+@torch.no_grad()
+def reassign_dead(
+    ema_key_sums: Tensor,
+    ema_counts: Tensor,
+    codebook: Codebook,
+    keys: Tensor,
+    *,
+    threshold: float,
+    seed: int = 0,
+    constrain: bool = True,
+) -> tuple[Tensor, Tensor, Codebook]:
+    """Move dead codewords, those with an EMA count below `threshold`, to badly represented keys.
+
+    Dead parents move to different keys, drawn by their squared distance to their codeword; their
+    children move along and lose their statistics. In every other cell one dead child moves to a
+    key of the cell drawn in the same way. A moved parent counts `threshold` keys, a moved child
+    as many as an average leaf of its cell, because the projection would push a lighter one away
+    from its key. The paper takes the nearest keys instead (appendix "Alternative VQ Training
+    Methods"), which two dead codewords can share and which may be represented well already.
+
+    Args:
+        ema_key_sums: (H, M0, 1 + C, D).
+        ema_counts: (H, M0, 1 + C).
+        codebook: the codewords of these statistics.
+        keys: (..., H, N, D), a batch of keys, at least M0 per head. Several processes need the
+            same keys and seed to stay equal.
+        threshold: keys per batch below which a codeword is dead.
+        seed: of the draws.
+        constrain: as in `derive_codebook`.
+
+    Returns:
+        New key sums, counts and codebook.
+
+    Raises:
+        ValueError: `keys` does not fit the codebook or holds fewer than M0 keys per head.
+    """
+    heads, num_parents, num_children = codebook.children.shape[:3]
+    leaf = assign_leaves(keys, codebook).movedim(-2, 0).flatten(1)
+    keys = heads_first(keys).to(working_dtype(keys, codebook))
+    num_keys = keys.shape[1]
+    if num_keys < num_parents:
+        raise ValueError(
+            f"keys must hold at least num_parents = {num_parents} keys per head, but got "
+            f"{num_keys}."
+        )
+    head = torch.arange(heads, device=keys.device)[:, None]
+    distance = (keys - codebook.leaves.flatten(1, 2)[head, leaf]).square().sum(dim=-1)
+    # The first of exponential clocks with rates w rings with probability w / sum(w).
+    generator = torch.Generator(keys.device).manual_seed(seed)
+    clock = torch.empty_like(distance).exponential_(generator=generator) / distance
+
+    is_dead = ema_counts < threshold
+    dead_parent = is_dead[:, :, 0]
+    drawn = clock.topk(num_parents, dim=1, largest=False).indices
+    drawn = drawn.gather(1, (dead_parent.cumsum(dim=1) - 1).clamp(min=0))
+
+    cell = (leaf // (1 + num_children) + num_parents * head).flatten()
+    cell_key = first_in_cell(clock.flatten(), cell, heads * num_parents).view(heads, num_parents)
+    dead_child = is_dead[:, :, 1:] & ~dead_parent[..., None]
+    dead_child &= (dead_child.cumsum(dim=2) == 1) & (cell_key < heads * num_keys)[..., None]
+    child_target = keys.flatten(0, 1)[cell_key.clamp(max=heads * num_keys - 1)]
+
+    moved = torch.cat([dead_parent[..., None], dead_child], dim=2)
+    orphaned = torch.cat(
+        [torch.zeros_like(moved[:, :, :1]), dead_parent[..., None].expand_as(dead_child)], dim=2
+    )
+    target = torch.cat(
+        [keys[head, drawn][:, :, None], child_target[:, :, None].expand_as(codebook.children)],
+        dim=2,
+    )
+    # Of a dead parent this is `threshold`.
+    mass = (ema_counts[:, :, :1] / (1 + num_children)).clamp(min=threshold)
+
+    counts = ema_counts.where(~moved, mass).masked_fill(orphaned, 0)
+    key_sums = ema_key_sums.where(~moved[..., None], target * mass[..., None])
+    key_sums = key_sums.masked_fill(orphaned[..., None], 0)
+    shift = (keys[head, drawn] - codebook.parents).where(dead_parent[..., None], 0)
+    previous = Codebook(
+        codebook.parents + shift, codebook.children + shift[:, :, None], check_finite=False
+    )
+    return key_sums, counts, derive_codebook(key_sums, counts, previous, constrain=constrain)
+
+
+def ema_decay(step: int, warmup_steps: int, start: float = 0.9, end: float = 0.99) -> float:
+    """Decay at a step: a cosine from `start` to `end` over `warmup_steps`, then `end`.
+
+    The paper's recipe for ADE20K (appendix "Training Details").
+    """
+    if step >= warmup_steps:
+        return end
+    return end + (start - end) * (1 + math.cos(math.pi * step / warmup_steps)) / 2

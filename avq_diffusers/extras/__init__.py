@@ -1,0 +1,1 @@
+"""ScaleCrafter and LinFusion, which combine with AVQ or compare with it."""

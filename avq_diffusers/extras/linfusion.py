@@ -1,0 +1,252 @@
+"""LinFusion's linear attention, to compare AVQ with: its processor, and trained layers as a folder.
+
+    output_i = q_i (sum_j k_j^T v_j) / (q_i sum_j k_j + N epsilon),    q, k = elu(.) + 1
+
+Liu et al., "LinFusion: 1 GPU, 1 Minute, 16K Image", arXiv 2409.02097. Shapes: B batch, H heads,
+N tokens, D head dim.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from avq_diffusers.files import atomic_save
+from avq_diffusers.plugin.layers import LayerSpec, PipelineOrUNet, select_layers, unet_of
+from avq_diffusers.plugin.tensors import check_names, check_tensors, load_tensors, tensor_digest
+
+FORMAT_VERSION = 1
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+EPSILON = 1e-4
+
+
+class LinFusionProcessor(nn.Module):
+    """Attention processor that runs LinFusion's attention, at a cost linear in N.
+
+    Queries and keys are projected from x + phi(x), where phi is a small network that starts at 0.
+
+    Args:
+        channels: of the tokens.
+        tuned: hold projections that run in place of the layer's own, and without what a LoRA adds
+            to those.
+    """
+
+    def __init__(self, channels: int, *, tuned: bool = False) -> None:
+        super().__init__()
+        self.phi_q = _phi(channels)
+        self.phi_k = _phi(channels)
+        self.tuned = tuned
+        if tuned:
+            self.to_q = nn.Linear(channels, channels, bias=False)
+            self.to_k = nn.Linear(channels, channels, bias=False)
+            self.to_v = nn.Linear(channels, channels, bias=False)
+            self.to_out = nn.ModuleList([nn.Linear(channels, channels)])
+
+    def forward(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend; hidden_states (B, N, channels) in, the same shape out.
+
+        Raises:
+            NotImplementedError: the call is cross-attention, or has a mask.
+        """
+        if encoder_hidden_states is not None or attention_mask is not None:
+            raise NotImplementedError(
+                "LinFusion's attention is self-attention without a mask; keep the layer's own "
+                "processor for other calls."
+            )
+        projections = self if self.tuned else attn
+        query = projections.to_q(hidden_states + self.phi_q(hidden_states))
+        key = projections.to_k(hidden_states + self.phi_k(hidden_states))
+        value = projections.to_v(hidden_states)
+        heads = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value))
+        output = projections.to_out[0](linear_attention(*heads).transpose(1, 2).flatten(2))
+        return attn.to_out[1](output) / attn.rescale_output_factor
+
+
+def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """LinFusion's attention; (B, H, N, D) each, and the result, in one dtype."""
+    # Contiguous for torch.compile, which expects another layout of the gradient of elu.
+    query, key = (F.elu(x.contiguous()) + 1 for x in (query, key))
+    query = query / (query @ key.mean(dim=2)[..., None] + EPSILON)
+    # On keys and on values, as the authors have it: their products stay in float16's range.
+    scale = key.shape[2] ** -0.5
+    return query @ ((key * scale).mT @ (value * scale))
+
+
+def save_linfusion(
+    pipe: Any,
+    layers: Mapping[str, Mapping[str, Tensor]],
+    path: str | Path,
+    *,
+    base_model: str | None = None,
+    training: Mapping[str, Any] | None = None,
+) -> None:
+    """Write trained layers into a folder, for `load_linfusion`.
+
+    Args:
+        pipe: a pipeline with the UNet that the layers are for, or the UNet.
+        layers: for names of `select_layers(unet)`, the state of a `LinFusionProcessor` with tuned
+            projections.
+        path: the folder; made where it is missing.
+        base_model: name of the model they are for; informational.
+        training: free summary of the training; informational.
+
+    Raises:
+        TypeError: `pipe` has no UNet.
+        ValueError: names or shapes are not those of the UNet, or a tensor holds NaN or infinity.
+        OSError: the folder cannot be written; the message says whether what was there is intact.
+    """
+    specs = [layer for layer in select_layers(unet_of(pipe)) if layer.name in layers]
+    check_names("LinFusion layers", layers, [spec.name for spec in specs])
+    tensors = _by_path(layers)
+    check_tensors("LinFusion layers", tensors, _by_path(_states(_empty_processors(specs))))
+    config = {
+        "_class_name": LinFusionProcessor.__name__,
+        "format_version": FORMAT_VERSION,
+        "base_model": base_model,
+        "layers": [spec.stored for spec in specs],
+        "sha256": tensor_digest(tensors),
+        "training": training,
+    }
+    with atomic_save(Path(path), CONFIG_FILE, "LinFusion layers") as folder:
+        save_file(
+            {name: x.detach().cpu().contiguous() for name, x in tensors.items()},
+            folder / WEIGHTS_FILE,
+        )
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_linfusion(pipe: PipelineOrUNet, path: str | Path) -> PipelineOrUNet:
+    """Run self-attention layers of a UNet with LinFusion's attention, as `save_linfusion` left it.
+
+    Earlier LinFusion layers are removed first. The layers bring their own projections, on the
+    UNet's device and in its dtype; what the UNet holds stays as it is, for `remove_linfusion`.
+    Load or unload IP-Adapters before: diffusers then makes processors of self-attention anew, of
+    the same class, but without the arguments that these need.
+
+    Args:
+        pipe: a pipeline with the UNet of the layers' base model, or the UNet.
+        path: the folder.
+
+    Returns:
+        `pipe`.
+
+    Raises:
+        TypeError: `pipe` has no UNet.
+        FileNotFoundError: the folder lacks a file.
+        ValueError: a file is damaged, of another format or model, or does not hold what its
+            config.json says; or the UNet has AVQ.
+    """
+    unet = unet_of(pipe)
+    config_path, weights_path = Path(path) / CONFIG_FILE, Path(path) / WEIGHTS_FILE
+    for file in (config_path, weights_path):
+        if not file.is_file():
+            raise FileNotFoundError(f"LinFusion layers: there is no file {file}.")
+    specs, sha256 = _read_config(config_path)
+    layers = {layer.name: layer for layer in select_layers(unet)}
+    if any(layer.avq_state for layer in layers.values()):
+        raise ValueError("this UNet has AVQ; call remove_avq(unet) first.")
+    for spec in specs:
+        if spec.name not in layers:
+            raise ValueError(
+                f"{config_path} is of another model: this UNet has no self-attention {spec.name}."
+            )
+        layer = layers[spec.name]
+        if (layer.num_heads, layer.head_dim) != (spec.num_heads, spec.head_dim):
+            raise ValueError(
+                f"{config_path} is of another model: {spec.name} has {layer.num_heads} heads of "
+                f"dim {layer.head_dim}, but the file has {spec.num_heads} of dim {spec.head_dim}."
+            )
+    processors = _empty_processors(specs)
+    tensors = load_tensors(weights_path, _by_path(_states(processors)), sha256)
+
+    remove_linfusion(unet)
+    for name, processor in processors.items():
+        state = {key: tensors[f"{name}.{key}"] for key in processor.state_dict()}
+        processor.load_state_dict(state, assign=True)
+        processor.requires_grad_(False).to(unet.device, unet.dtype)
+        attn = layers[name].attn
+        attn._linfusion_previous = attn.processor
+        attn.set_processor(processor)
+    return pipe
+
+
+def remove_linfusion(pipe: PipelineOrUNet) -> PipelineOrUNet:
+    """Undo `load_linfusion`: the same processor objects are back; return `pipe`.
+
+    A processor that another tool has set over LinFusion's since stays. Without LinFusion nothing
+    happens.
+
+    Raises:
+        TypeError: `pipe` has no UNet.
+    """
+    for module in unet_of(pipe).modules():
+        if hasattr(module, "_linfusion_previous"):
+            if isinstance(module.processor, LinFusionProcessor):
+                module.set_processor(module._linfusion_previous)
+            del module._linfusion_previous
+    return pipe
+
+
+def _phi(channels: int) -> nn.Sequential:
+    last = nn.Linear(channels, channels)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(
+        nn.Linear(channels, channels), nn.LayerNorm(channels), nn.LeakyReLU(), last
+    )
+
+
+def _empty_processors(specs: Iterable[LayerSpec]) -> dict[str, LinFusionProcessor]:
+    with torch.device("meta"):
+        return {
+            spec.name: LinFusionProcessor(spec.num_heads * spec.head_dim, tuned=True)
+            for spec in specs
+        }
+
+
+def _states(processors: Mapping[str, LinFusionProcessor]) -> dict[str, dict[str, Tensor]]:
+    return {name: processor.state_dict() for name, processor in processors.items()}
+
+
+def _by_path(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{name}.{key}": x for name, tensors in layers.items() for key, x in tensors.items()}
+
+
+def _read_config(path: Path) -> tuple[list[LayerSpec], str | None]:
+    """The layers, and the digest of their tensors if there is one."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a JSON file: {error}.") from error
+    expected = LinFusionProcessor.__name__
+    if not isinstance(config, dict) or config.get("_class_name") != expected:
+        raise ValueError(
+            f"{path} is not a config of LinFusion layers, which save_linfusion writes."
+        )
+    version = config.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"LinFusion layers of format version {FORMAT_VERSION} are supported, but {path} has "
+            f"version {version}."
+        )
+    try:
+        specs = [LayerSpec(**layer) for layer in config["layers"]]
+    except (KeyError, TypeError):
+        specs = []
+    if not specs:
+        names = ", ".join(field.name for field in fields(LayerSpec))
+        raise ValueError(f"{path} must list layers with {names}.")
+    return specs, config.get("sha256")

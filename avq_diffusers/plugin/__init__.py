@@ -1,0 +1,1 @@
+"""AVQ in the UNets of diffusers."""

@@ -1,0 +1,382 @@
+"""`AVQCodebooks`: the codebooks of a UNet's layers as one model.
+
+Shapes: H heads, M0 parents, C children per parent, D head dim.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from huggingface_hub import hf_hub_download
+from torch import Tensor, nn
+
+from avq_diffusers.attention.diagnostics import constraint_error
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.files import atomic_save
+from avq_diffusers.plugin.layers import LayerSpec, SelfAttentionLayer, select_layers
+from avq_diffusers.plugin.tensors import check_names, check_tensors, load_tensors, tensor_digest
+
+FORMAT_VERSION = 2
+# Names and dimensions of an attention's projections, which are square in every UNet of diffusers.
+PROJECTION_PARAMETERS = {
+    "to_q.weight": 2,
+    "to_k.weight": 2,
+    "to_v.weight": 2,
+    "to_out.0.weight": 2,
+    "to_out.0.bias": 1,
+}
+# Larger than what rounding of a float32 mean explains, far below what a picture shows.
+CONSTRAINT_TOLERANCE = 1e-3
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
+# What `DiffusionPipeline.from_pretrained` passes to each of its models.
+PIPELINE_ARGUMENTS = (
+    "torch_dtype",
+    "device_map",
+    "max_memory",
+    "offload_folder",
+    "offload_state_dict",
+    "variant",
+    "use_safetensors",
+    "use_flashpack",
+    "low_cpu_mem_usage",
+    "disable_mmap",
+)
+# Arguments of `ModelMixin.save_pretrained` whose other values make files of other names.
+SAVED_WITH = {
+    "safe_serialization": True,
+    "variant": None,
+    "max_shard_size": "10GB",
+    "use_flashpack": False,
+}
+
+
+class AVQCodebooks(ModelMixin, ConfigMixin):
+    """Codebooks of all AVQ layers of one UNet: `save_pretrained`, `from_pretrained`, `push_to_hub`.
+
+    Built by `from_codebooks`, `calibrate` or distillation. Distilled ones may hold what training
+    changed in the layers' projections as well: tuned minus base, so that a fine-tune or a LoRA of
+    the base model keeps its own part. All are float32 parameters without gradient, so that
+    `.to(device)` moves them in place under a UNet that already uses them; under `.half()` or
+    `.to(dtype)` they stay in float32.
+
+    Args:
+        avq: fields of the `AVQConfig`.
+        layers: fields of one `LayerSpec` per layer.
+        base_model: name of the model they were made for; informational.
+        calibration: free summary of what `calibrate` did; informational.
+        training: free summary of what distillation did; informational.
+        tuned: hold changes of the projections of every layer.
+        sha256: digest of the tensors in the file beside config.json, set by `save_pretrained`.
+        format_version: of the file.
+
+    Raises:
+        TypeError: `calibration` or `training` is not a mapping.
+        ValueError: the format version or a field is unknown.
+    """
+
+    _keep_in_fp32_modules: ClassVar = ["codebooks"]
+
+    @register_to_config
+    def __init__(
+        self,
+        avq: Mapping[str, Any],
+        layers: list[Mapping[str, Any]],
+        base_model: str | None = None,
+        calibration: Mapping[str, Any] | None = None,
+        training: Mapping[str, Any] | None = None,
+        tuned: bool = False,
+        sha256: str | None = None,
+        format_version: int = FORMAT_VERSION,
+    ) -> None:
+        super().__init__()
+        for name, summary in (("calibration", calibration), ("training", training)):
+            if not isinstance(summary, Mapping | None):
+                raise TypeError(f"{name} must be a mapping or None, but got {summary!r}.")
+        self.avq_config = AVQConfig.from_dict(avq)
+        self.layer_specs = {spec["name"]: LayerSpec(**spec) for spec in layers}
+        self.codebooks = nn.ModuleDict(
+            {
+                _key(spec.name): _LayerCodebook(spec, self.layer_config(spec.name), tuned)
+                for spec in self.layer_specs.values()
+            }
+        )
+
+    @classmethod
+    @torch.no_grad()
+    def from_codebooks(
+        cls,
+        config: AVQConfig,
+        codebooks: Mapping[str, Codebook],
+        unet: nn.Module,
+        *,
+        base_model: str | None = None,
+        calibration: Mapping[str, Any] | None = None,
+        training: Mapping[str, Any] | None = None,
+        projection_changes: Mapping[str, Mapping[str, Tensor]] | None = None,
+    ) -> "AVQCodebooks":
+        """Gather the codebooks of a UNet's layers.
+
+        Args:
+            config: sizes and levels.
+            codebooks: one `Codebook` for the name of every layer of `select_layers(unet,
+                config.levels, config.exact)`; copied.
+            unet: the UNet they are for.
+            base_model: name of that model.
+            calibration: summary of what `calibrate` did, kept in `config.json`.
+            training: summary of what distillation did, kept there as well.
+            projection_changes: for the name of every layer, what is added to its `to_q.weight`,
+                `to_k.weight`, `to_v.weight`, `to_out.0.weight` and `to_out.0.bias`; copied, to
+                float32.
+
+        Raises:
+            ValueError: names or shapes are not those of the UNet and `config`, an override is for
+                none of its layers, or a tensor holds NaN or infinity.
+        """
+        layers = select_layers(unet, config.levels, config.exact, config.overrides)
+        check_names("codebooks", codebooks, [layer.name for layer in layers])
+        # By keyword: diffusers' `from_config` drops what came by position.
+        built = cls(
+            avq=asdict(config),
+            layers=[layer.stored for layer in layers],
+            base_model=base_model,
+            calibration=calibration,
+            training=training,
+            tuned=projection_changes is not None,
+        )
+        for name, codebook in codebooks.items():
+            _copy(f"codebook of {name}", vars(codebook), vars(built.codebook(name)))
+        if projection_changes is not None:
+            check_names("projection_changes", projection_changes, built.layer_specs)
+            for name, tensors in projection_changes.items():
+                _copy(f"projection_changes of {name}", tensors, built.projection_changes(name))
+        return built
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **kwargs: Any) -> "AVQCodebooks":
+        """Build empty codebooks of `config`, as `ConfigMixin.from_config`.
+
+        Raises:
+            ValueError: `config` is that of another class or of an unknown format version.
+        """
+        class_name = config.get("_class_name", cls.__name__)
+        if class_name != cls.__name__:
+            raise ValueError(f"expected the config of {cls.__name__}, but got one of {class_name}.")
+        version = config.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"codebooks of format version {FORMAT_VERSION} are supported, but got version "
+                f"{version}."
+            )
+        return super().from_config(config, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        subfolder: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        **arguments: Any,
+    ) -> "AVQCodebooks":
+        """Load codebooks from a folder or from the Hub; only safetensors are read.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub id.
+            subfolder: folder inside of it.
+            dtype: accepted as by every diffusers model; all parameters stay in float32.
+            **arguments: `revision`, `token`, `cache_dir`, `force_download` or `local_files_only` of
+                `huggingface_hub.hf_hub_download`. What else a pipeline of diffusers passes to its
+                models is accepted and changes nothing.
+
+        Raises:
+            TypeError: an argument is unknown.
+            FileNotFoundError: there is no such folder, or it lacks a file.
+            ValueError: another file is asked for, or a file is damaged, of another format, or does
+                not hold what its config.json says.
+        """
+        for name in arguments:
+            if name not in HUB_ARGUMENTS + PIPELINE_ARGUMENTS:
+                raise TypeError(
+                    f"from_pretrained takes subfolder, dtype, {', '.join(HUB_ARGUMENTS)}, but got "
+                    f"{name!r}."
+                )
+        if arguments.get("variant") is not None or arguments.get("use_safetensors") is False:
+            raise ValueError(
+                f"codebooks are one safetensors file without a variant, but got {arguments}."
+            )
+        hub_arguments = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
+
+        def locate(file: str) -> Path:
+            folder = Path(pretrained_model_name_or_path)
+            if not folder.is_dir():
+                repo = str(pretrained_model_name_or_path)
+                if folder.is_absolute() or repo.startswith(".") or len(folder.parts) > 2:
+                    raise FileNotFoundError(f"codebooks: there is no folder {repo}.")
+                return Path(hf_hub_download(repo, file, subfolder=subfolder, **hub_arguments))
+            path = folder / (subfolder or "") / file
+            if not path.is_file():
+                raise FileNotFoundError(f"codebooks: there is no file {path}.")
+            return path
+
+        config_path = locate(cls.config_name)
+        try:
+            config = json.loads(config_path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{config_path} is not a JSON file: {error}.") from error
+        try:
+            with torch.device("meta"):  # the file may claim sizes beyond any memory
+                codebooks = cls.from_config(config)
+        except ValueError as error:
+            raise ValueError(f"{config_path}: {error}") from error
+        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{config_path} is not a config of {cls.__name__}: {error!r}."
+            ) from error
+        codebooks._load(locate(SAFETENSORS_WEIGHTS_NAME))
+        return codebooks
+
+    def save_pretrained(
+        self, save_directory: str | Path, is_main_process: bool = True, **arguments: Any
+    ) -> None:
+        """Save config and weights into a folder, as `ModelMixin.save_pretrained`.
+
+        Codebooks that were there stay until the new ones are whole; a kill at any moment leaves
+        the old ones, the new ones, or a folder that is refused for having no config.json.
+
+        Args:
+            save_directory: made where it is missing.
+            is_main_process: where this is False, nothing is written.
+            **arguments: others of `ModelMixin.save_pretrained`, such as `push_to_hub`.
+
+        Raises:
+            ValueError: the arguments ask for other files than the one that `from_pretrained` reads.
+            OSError: the folder cannot be made or written; the message says whether what was there
+                is intact.
+        """
+        for name, value in SAVED_WITH.items():
+            if arguments.get(name, value) != value:
+                raise ValueError(
+                    f"codebooks are saved with {name}={value!r} only, but got {arguments[name]!r}."
+                )
+        if not is_main_process:
+            return
+        folder = Path(save_directory)
+        self.register_to_config(sha256=tensor_digest(self.state_dict()))
+        with atomic_save(folder, self.config_name, "codebooks") as temporary:
+            # To a Hub repository, if to any, named as the folder is.
+            super().save_pretrained(str(temporary), **{"repo_id": folder.name, **arguments})
+
+    def layer_config(self, name: str) -> AVQConfig:
+        """The `AVQConfig` of one layer, its overrides resolved."""
+        return self.avq_config.for_layer(name, self.layer_specs[name].level)
+
+    def codebook(self, name: str) -> Codebook:
+        """One layer's `Codebook`; its tensors are the parameters themselves."""
+        layer = self._layer(name)
+        return Codebook(layer.parent_codewords, layer.child_codewords)
+
+    def key_norm(self, name: str) -> nn.LayerNorm | None:
+        """The norm that one layer's keys pass before attention, if `AVQConfig.key_norm` is set."""
+        return self._layer(name).key_norm
+
+    def projection_changes(self, name: str) -> dict[str, Tensor] | None:
+        """What AVQ adds to one layer's projections, if anything; the tensors are the parameters."""
+        changes = self._layer(name).projection_changes
+        return changes and {key: changes[_key(key)] for key in PROJECTION_PARAMETERS}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AVQCodebooks":
+        # All moves and casts go through here; of `_keep_in_fp32_modules`, `to` only warns.
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
+
+    @torch.no_grad()
+    def project(self) -> "AVQCodebooks":
+        """Shift every parent's children, in place, so that they average to the parent."""
+        for layer in self.codebooks.values():
+            parents, children = layer.parent_codewords[:, :, None], layer.child_codewords
+            if children.shape[2]:
+                children.sub_(children.mean(2, keepdim=True) - parents)
+        return self
+
+    def layers_of(self, unet: nn.Module) -> list[SelfAttentionLayer]:
+        """The layers of `unet` that these codebooks are for.
+
+        Raises:
+            TypeError: `unet` is not a UNet.
+            ValueError: the codebooks are those of another model.
+        """
+        layers = select_layers(unet, self.avq_config.levels, self.avq_config.exact)
+        check_names("codebooks of another model", self.layer_specs, [x.name for x in layers])
+        for layer in layers:
+            spec = self.layer_specs[layer.name]
+            if (layer.num_heads, layer.head_dim) != (spec.num_heads, spec.head_dim):
+                raise ValueError(
+                    f"codebooks of another model: {layer.name} has {layer.num_heads} heads of "
+                    f"dim {layer.head_dim}, but its codebook has {spec.num_heads} of dim "
+                    f"{spec.head_dim}."
+                )
+        return layers
+
+    def _layer(self, name: str) -> "_LayerCodebook":
+        return self.codebooks[_key(name)]
+
+    def _load(self, path: Path) -> None:
+        loaded = load_tensors(path, self.state_dict(), self.config["sha256"])
+        self.to_empty(device="cpu").load_state_dict(loaded)
+        errors = [constraint_error(self.codebook(name)).max() for name in self.layer_specs]
+        error = max(errors, default=0)
+        if error > CONSTRAINT_TOLERANCE:
+            warnings.warn(
+                f"{path}: children do not average to their parent, by up to {error:.2g} of their "
+                f"usual distance from it; AVQCodebooks.project() shifts them.",
+                stacklevel=3,
+            )
+
+
+class _LayerCodebook(nn.Module):
+    """Parameters of one layer: parents (H, M0, D), children (H, M0, C, D), norm, changes.
+
+    `nn.Module` has a method named `children`, hence the longer names.
+    """
+
+    def __init__(self, spec: LayerSpec, config: AVQConfig, tuned: bool) -> None:
+        super().__init__()
+        shape = (spec.num_heads, config.num_parents, spec.head_dim)
+        parents = torch.zeros(shape, dtype=torch.float32)
+        children = parents[:, :, None].repeat(1, 1, config.num_children, 1)
+        self.parent_codewords = nn.Parameter(parents, requires_grad=False)
+        self.child_codewords = nn.Parameter(children, requires_grad=False)
+        norm = nn.LayerNorm(spec.head_dim, dtype=torch.float32) if config.key_norm else None
+        self.key_norm = norm
+        width = spec.num_heads * spec.head_dim
+        self.projection_changes = _no_changes(width) if tuned else None
+
+
+def _no_changes(width: int) -> nn.ParameterDict:
+    def zeros(ndim: int) -> nn.Parameter:
+        return nn.Parameter(torch.zeros((width,) * ndim, dtype=torch.float32), requires_grad=False)
+
+    return nn.ParameterDict(
+        {_key(name): zeros(ndim) for name, ndim in PROJECTION_PARAMETERS.items()}
+    )
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "__")
+
+
+def _copy(subject: str, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    check_tensors(subject, source, target)
+    for name, tensor in source.items():
+        target[name].copy_(tensor)

@@ -1,0 +1,54 @@
+"""The folder of a run: one run at a time, and none over another."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from filelock import FileLock, Timeout
+
+from distill.checkpointing.checkpoint import checkpoints
+from distill.log import log_path
+
+# A killed run's lock is held until the processes that read its data have noticed.
+LOCK_SECONDS = 10
+
+
+@contextmanager
+def claimed(output: Path) -> Iterator[None]:
+    """Keep other runs out of the folder while the block runs.
+
+    Raises:
+        OSError: another run writes there, or it cannot be written.
+    """
+    # As the accelerator makes it afterwards, also for `accelerate launch --cpu`.
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    if not state.is_main_process:
+        yield
+        return
+    lock = FileLock(output / ".lock")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=LOCK_SECONDS)
+    except Timeout as error:
+        raise OSError(
+            f"another run is writing {output}; wait for its end, or choose another --output."
+        ) from error
+    except OSError as error:
+        raise OSError(f"{output} could not be written ({error}).") from error
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+def check_unused(output: Path) -> None:
+    """Refuse a folder that holds a run.
+
+    Raises:
+        ValueError: it does.
+    """
+    if log_path(output).exists() or checkpoints(output):
+        raise ValueError(f"{output} holds a run: add --resume or choose another --output.")

@@ -1,0 +1,1 @@
+"""Images and captions of a distillation, encoded and cached."""

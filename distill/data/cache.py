@@ -1,0 +1,219 @@
+"""Encoded samples on disk: a folder of safetensors shards beside the fingerprint of their origin.
+
+A shard appears by a rename when it is complete, so that a killed build goes on where it was, and
+several processes build one cache.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from avq_diffusers.files import TEMPORARY, atomic_write
+from distill.checkpointing.folders import sync
+from distill.errors import DataError
+
+FORMAT = 2
+CHECKSUM = "crc32"
+SHARD = 512  # samples
+
+Encode = Callable[[Iterable[list[int]]], Iterator[dict[str, Tensor]]]
+
+
+class CachedSamples(Dataset):
+    """The samples of a complete cache; sample i is a dict of float16 tensors, read when asked for.
+
+    Args:
+        folder: of the cache.
+        num_samples: in the cache.
+
+    Raises:
+        DataError: a shard is damaged (when a sample is read).
+    """
+
+    def __init__(self, folder: Path, num_samples: int) -> None:
+        self.folder = folder
+        self.num_samples = num_samples
+        self.shards = {}
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        number, row = divmod(index, SHARD)
+        path = shard_path(self.folder, number)
+        try:
+            if number not in self.shards:  # one mapping per process, made after the workers' fork
+                self.shards[number] = safe_open(path, framework="pt")
+            shard = self.shards[number]
+            sample = {name: shard.get_slice(name)[row] for name in shard.keys()}  # noqa: SIM118
+            if sample.pop(CHECKSUM).item() != _checksum(sample):
+                raise SafetensorError(f"sample {index} is not the one that was saved")
+        except (IndexError, KeyError, FileNotFoundError, SafetensorError) as error:
+            raise DataError(f"{path} is damaged ({error}); delete it to make it anew.") from error
+        return sample
+
+
+def open_cache(
+    folder: str | Path,
+    fingerprint: dict[str, Any],
+    encode: Encode,
+    *,
+    num_samples: int,
+    batch_size: int,
+    process_index: int,
+    num_processes: int,
+) -> CachedSamples:
+    """Return the samples of a cache; build first what it lacks, each process its share.
+
+    All processes call it, and see one file system.
+
+    Args:
+        folder: of the cache, made if need be.
+        fingerprint: JSON values that decide what `encode` gives.
+        encode: maps lists of sample numbers to batches of their encoded samples, in order.
+        num_samples: to be cached.
+        batch_size: length of the lists.
+        process_index: of this process.
+        num_processes: among which the missing shards are split.
+
+    Raises:
+        ValueError: the folder holds something else than a cache of this fingerprint.
+        OSError: a shard cannot be written.
+        FloatingPointError: a sample is infinite or NaN in float16.
+    """
+    folder = Path(folder)
+    fingerprint = {"format": FORMAT, **fingerprint}
+    if process_index == 0:
+        _begin(folder, fingerprint)
+    _wait()
+    _check(folder, fingerprint)
+    shards = [
+        range(start, min(start + SHARD, num_samples)) for start in range(0, num_samples, SHARD)
+    ]
+    _build(
+        folder,
+        shards[process_index::num_processes],
+        encode,
+        batch_size,
+        progress=process_index == 0,
+    )
+    _wait()
+    if missing := _missing(folder, shards):
+        raise ValueError(
+            f"{len(missing)} of {len(shards)} shards of the cache {folder} are missing; put it "
+            f"on a disk that all processes share."
+        )
+    if process_index == 0:
+        for leftover in folder.glob(f"{TEMPORARY}*"):  # of builds that were killed
+            leftover.unlink(missing_ok=True)
+    return CachedSamples(folder, num_samples)
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """The file of samples `number * SHARD` and following."""
+    return folder / f"shard-{number:06d}.safetensors"
+
+
+def _begin(folder: Path, fingerprint: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if all(path.name.startswith(TEMPORARY) for path in folder.iterdir()):
+        with atomic_write(folder / "fingerprint.json", shared=True) as temporary:
+            temporary.write_text(json.dumps(fingerprint, indent=2) + "\n")
+
+
+def _check(folder: Path, fingerprint: dict[str, Any]) -> None:
+    path = folder / "fingerprint.json"
+    if not path.exists():
+        raise ValueError(f"{folder} is not a cache, but is not empty; name another folder.")
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise TypeError(f"it holds {type(found).__name__}, not a mapping")
+    except (OSError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete the cache {folder}.") from None
+    keys = sorted(found.keys() | fingerprint.keys())
+    if differing := [key for key in keys if found.get(key) != fingerprint.get(key)]:
+        raise ValueError(
+            f"the cache {folder} is of other data or another encoder; it differs in "
+            f"{', '.join(differing)}: delete it or name another folder."
+        )
+
+
+def _build(
+    folder: Path, shards: list[range], encode: Encode, batch_size: int, *, progress: bool
+) -> None:
+    total = sum(len(shard) for shard in shards)
+    shards = _missing(folder, shards)
+    left = sum(len(shard) for shard in shards)
+    batches = [
+        list(shard[start : start + batch_size])
+        for shard in shards
+        for start in range(0, len(shard), batch_size)
+    ]
+    encoded = encode(batches)
+    bar = tqdm(
+        desc="cache",
+        total=total,
+        initial=total - left,
+        unit="sample",
+        mininterval=2,
+        disable=not progress or not left,
+    )
+    with bar:
+        for shard in shards:
+            parts = []
+            for _ in range(0, len(shard), batch_size):
+                parts.append({name: value.half().cpu() for name, value in next(encoded).items()})
+                bar.update(len(parts[-1]["moments"]))
+            tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            for name, value in tensors.items():
+                if not value.isfinite().all():
+                    raise FloatingPointError(
+                        f"{name} of samples {shard.start} to {shard.stop - 1} are not finite in "
+                        f"float16; train without a cache, with a VAE in float32 or bfloat16."
+                    )
+            rows = zip(*tensors.values(), strict=True)
+            checksums = [_checksum(dict(zip(tensors, row, strict=True))) for row in rows]
+            tensors[CHECKSUM] = torch.tensor(checksums)
+            _save(tensors, shard_path(folder, shard.start // SHARD))
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        with atomic_write(path, shared=True) as temporary:
+            save_file(tensors, temporary)
+            sync(temporary)
+        sync(path.parent)
+    except OSError as error:
+        if path.exists():  # another run that builds the same cache was faster
+            return
+        raise OSError(
+            f"{error} Make room for the cache and start again; its complete shards are kept."
+        ) from error
+
+
+def _checksum(sample: Mapping[str, Tensor]) -> int:
+    """CRC-32 of a sample's tensors in the order of their names."""
+    checksum = 0
+    for name in sorted(sample):
+        checksum = zlib.crc32(sample[name].contiguous().numpy(), checksum)
+    return checksum
+
+
+def _missing(folder: Path, shards: list[range]) -> list[range]:
+    return [shard for shard in shards if not shard_path(folder, shard.start // SHARD).exists()]
+
+
+def _wait() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,1 @@
+"""What codebooks learn: errors per layer, analyses, ablations, training curves."""

@@ -1,0 +1,175 @@
+"""What each choice of the training is worth: `python -m eval ablate`.
+
+Every variant is a run of the real `python -m distill` with a few settings changed, several at a
+time on one device. Runs that are there are resumed, so the command can be repeated: finished ones
+make no further step, and those of other settings are refused.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from tqdm import tqdm
+
+from eval.benchmarks.distillation import last_error
+from eval.store.markdown import markdown_table
+
+Row = dict[str, Any]
+
+BASE = "base"
+# The settings that a variant changes in the configuration that is ablated.
+VARIANTS: dict[str, Mapping[str, Any]] = {
+    BASE: {},
+    **{f"learning rate {rate}": {"learning_rate": rate} for rate in (0.0005, 0.001)},
+    "EMA decay 0.9": {"codebooks.decay_start": 0.9, "codebooks.decay_end": 0.9},
+    "EMA decay 0.999": {"codebooks.decay_start": 0.999, "codebooks.decay_end": 0.999},
+    **{
+        f"commitment {weight}": {"objective.commitment_weight": weight}
+        for weight in (0.0, 0.01, 0.1, 1.0)
+    },
+    "P refined in training": {"objective.full_spawning": "false"},
+    "dead codewords move": {"codebooks.dead_threshold": 1.0},
+    "children unconstrained": {"objective.project_children": "false"},
+    "DiVeQ": {"objective.diveq": "true"},
+    "no noise loss": {"objective.noise_weight": 0.0},
+    "no feature loss": {"objective.feature_weight": 0.0},
+    "key norm": {"avq.key_norm": "true"},
+}
+# What two files must share if their runs are to stand in one table.
+PROTOCOL = ("config", "overrides", "num_pictures", "num_timesteps")
+FIGURES = {
+    "output_error": "output error",
+    "feature_relative_mse": "feature, relative MSE",
+    "quantization_error": "quantization error",
+    "active_ratio": "active ratio",
+    "capture": "capture",
+}
+
+
+def train_variants(
+    config: Path,
+    output: Path,
+    variants: Sequence[str],
+    *,
+    seeds: Sequence[int],
+    parallel: int,
+    overrides: Sequence[str],
+) -> dict[str, Path]:
+    """Train what is not trained to its end, and return the codebooks by `VARIANT, seed S`.
+
+    Args:
+        config: YAML file of `distill`.
+        output: folder of the runs, named by the stem of `config`, variant and seed.
+        variants: keys of `VARIANTS`.
+        seeds: of the runs; a variant is trained once with each.
+        parallel: runs at a time.
+        overrides: further `--set` of `distill`, before those of the variant.
+
+    Raises:
+        ValueError: a variant is unknown, or a run failed, as one that is there with other settings.
+    """
+    if unknown := [name for name in variants if name not in VARIANTS]:
+        raise ValueError(f"variants must be some of {', '.join(VARIANTS)}, but got {unknown[0]!r}.")
+
+    def train(variant: str, seed: int) -> tuple[str, Path]:
+        run = output / f"{config.stem}-{variant.replace(' ', '-').lower()}-seed{seed}"
+        changed = [f"{name}={value}" for name, value in VARIANTS[variant].items()]
+        _distill(config, run, [*overrides, f"seed={seed}", *changed])
+        return f"{variant}, seed {seed}", run / "codebooks"
+
+    cases = [(variant, seed) for variant in variants for seed in seeds]
+    with ThreadPoolExecutor(parallel) as pool:
+        done = pool.map(lambda case: train(*case), cases)
+        return dict(tqdm(done, desc="runs", total=len(cases)))
+
+
+def ablation_rows(errors: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
+    """What every run is of, and its figures.
+
+    Args:
+        errors: rows of `measure_errors`; the method is a folder.
+        names: `VARIANT, seed S` by folder.
+    """
+    rows = []
+    for row in errors:
+        variant, _, seed = names[row["method"]].rpartition(", seed ")
+        figures = {figure: row[figure] for figure in FIGURES}
+        rows.append({"variant": variant, "seed": int(seed), "config": row["config"], **figures})
+    return rows
+
+
+def join_ablations(documents: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The rows of several files of `python -m eval ablate`, by variant and seed.
+
+    Args:
+        documents: the contents of the files.
+
+    Raises:
+        ValueError: the files differ in `PROTOCOL`, or two have the same run.
+    """
+    for name in PROTOCOL:
+        if len({json.dumps(document[name]) for document in documents}) > 1:
+            raise ValueError(f"ablations that are merged must be alike, but differ in {name}.")
+    rows = [row for document in documents for row in document["rows"]]
+    runs = Counter((row["variant"], row["seed"], row["config"]) for row in rows)
+    if repeated := [run for run, count in runs.items() if count > 1]:
+        variant, seed, config = repeated[0]
+        raise ValueError(f"two files have the run {variant}, seed {seed}, judged at {config}.")
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    return sorted(rows, key=lambda row: (variants.index(row["variant"]), row["seed"]))
+
+
+def ablation_table(rows: Sequence[Row]) -> str:
+    """Means over seeds as a Markdown table, with the standard error where there are several.
+
+    Runs of one seed draw the same pictures in the same order, so their output error is also shown
+    as a multiple of that of the `BASE` run of this seed: it varies less.
+
+    Args:
+        rows: of `ablation_rows`.
+    """
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["variant"], row["config"]), []).append(row)
+    base = {
+        (row["config"], row["seed"]): row["output_error"] for row in rows if row["variant"] == BASE
+    }
+
+    def over_base(runs: Sequence[Row]) -> list[float]:
+        keys = [((run["config"], run["seed"]), run["output_error"]) for run in runs]
+        return [error / base[key] for key, error in keys if key in base]
+
+    return markdown_table(
+        ["variant", "config", "seeds", f"error / {BASE}, same seed", *FIGURES.values()],
+        (
+            [
+                *(variant, config, str(len(runs)), _over_seeds(over_base(runs))),
+                *(_over_seeds([run[name] for run in runs]) for name in FIGURES),
+            ]
+            for (variant, config), runs in groups.items()
+        ),
+    )
+
+
+def _over_seeds(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]  # flat: no capture
+    if not known:
+        return "-"
+    error = f" ± {stdev(known) / len(known) ** 0.5:.1g}" if len(known) > 1 else ""
+    return f"{mean(known):.3g}{error}"
+
+
+def _distill(config: Path, run: Path, settings: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "distill", "--config", str(config), "--output", str(run)]
+    command.append("--resume")
+    for setting in settings:
+        command += ["--set", setting]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"the run {run} failed: {last_error(done.stderr)}")

@@ -1,0 +1,361 @@
+"""The paper's analyses of codebooks: `python -m eval analyse`.
+
+Each varies the methods that it is given, measures the variants by `eval.codebooks.errors`, and
+shows other figures of the rows:
+
+heads        capture of each head (paper, Fig. perhead_capture)
+layers       commitment loss and quantization error of each layer (Tab. perlayer_imagenet), and how
+             sensitive the model is to it
+utilisation  how many codewords are in use, two-level against flat (Tab. active_ratio)
+order        query orders and sizes of query tiles (Tab. gilbert_ablation)
+importance   tiled against exact importance (Tab. tiled_capture)
+
+Elastic inference (Tab. elastic_p) and accuracy against cost (Fig. accuracy_cost) are
+`python -m eval errors`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from diffusers import StableDiffusionPipeline
+
+from avq_diffusers import measure_sensitivity
+from avq_diffusers.mini import Scene
+from eval.codebooks.errors import Row, measure_errors
+from eval.quality.methods import Method, attention_method, row_label
+from eval.store.markdown import markdown_table, number
+from eval.store.plots import HeatMap, Line, Panel, heat_maps, panel_plot
+
+QUERY_ORDERS = ("gilbert", "raster", "random")
+QUERY_TILES = (16, 32, 64, 128, 256, 512)
+IMPORTANCE_TILES = (8, 16, 32, 64, 128)
+PARTS = ("down_blocks", "mid_block", "up_blocks")  # of a UNet, as it runs them
+
+LAYER_FIGURES = {
+    "commitment_loss": "commitment loss",
+    "quantization_error": "quantization error",
+    "feature_relative_mse": "feature, relative MSE",
+    "output_error_alone": "output error, replaced alone",
+}
+UTILISATION_FIGURES = {
+    "active_ratio": "active ratio",
+    "perplexity": "perplexity",
+    "evenness": "perplexity / codewords",
+}
+ORDER_FIGURES = {
+    "output_error": "output error",
+    "feature_relative_mse": "feature, relative MSE",
+    "capture": "capture",
+}
+IMPORTANCE_FIGURES = {
+    "overlap": "refined as by exact importance",
+    "capture": "capture",
+    "best_capture": "best capture",
+    "output_error": "output error",
+}
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """One analysis.
+
+    Attributes:
+        methods: that it compares by default, as in `eval.quality.methods.Method`.
+        variants: fields of `AVQConfig` to replace, once for each variant of a method.
+        table: of its rows, as Markdown.
+        plot: writes a PNG of its rows.
+        refines: it needs methods that refine parents.
+        sensitivity: it shows `measure_sensitivity` of each layer, as `output_error_alone`.
+    """
+
+    methods: str
+    table: Callable[[Sequence[Row]], str]
+    plot: Callable[[Path, Sequence[Row]], None]
+    variants: Callable[[Method], Sequence[Fields]] = lambda method: [{}]
+    refines: bool = True
+    sensitivity: bool = False
+
+
+def check_methods(name: str, methods: Sequence[Method]) -> None:
+    """Refuse methods that the analysis `name` of `ANALYSES` has nothing to say of.
+
+    Raises:
+        ValueError: a method has no codebooks, or refines no parents where the analysis needs it.
+    """
+    for method in methods:
+        configs = method.layer_configs
+        if not configs:
+            raise ValueError(
+                f"the analysis {name} needs methods with codebooks, but got {method.name!r}."
+            )
+        if ANALYSES[name].refines and not all(config.num_refined for config in configs):
+            raise ValueError(
+                f"the analysis {name} needs methods that refine parents, but got {method.name!r}."
+            )
+
+
+def analyse(
+    pipe: StableDiffusionPipeline,
+    analysis: Analysis,
+    methods: Sequence[Method],
+    scenes: Sequence[Scene],
+    *,
+    num_timesteps: int,
+) -> list[Row]:
+    """Measure every variant of every method: rows of `measure_errors` with the replaced fields.
+
+    One after the other, as each keeps a sample of its keys while it is measured.
+
+    Args:
+        pipe: without AVQ.
+        analysis: of `ANALYSES`.
+        methods: prepared for `pipe`, and checked by `check_methods`.
+        scenes: whose pictures, at the UNet's own size, are noised; sensitivity is that of drawing
+            them by their captions.
+        num_timesteps: middles of so many equal parts of the noise schedule; denoising steps.
+    """
+    rows = []
+    for method in methods:
+        for fields in analysis.variants(method):
+            variant = method.with_fields(**fields)
+            (row,) = measure_errors(pipe, [variant], scenes, num_timesteps=num_timesteps)
+            if analysis.sensitivity:
+                captions = [scene.caption for scene in scenes]
+                with attention_method(pipe, variant):
+                    alone = measure_sensitivity(pipe, captions, num_inference_steps=num_timesteps)
+                for name, error in alone.items():
+                    row["layers"][name]["output_error_alone"] = error
+            rows.append(row | fields)
+    return rows
+
+
+def heads_table(rows: Sequence[Row]) -> str:
+    """Capture by layer: its mean over heads, its least and its most."""
+    return markdown_table(
+        ["method", "layer", "level", "capture", "least head", "most head"],
+        (
+            [
+                row_label(row),
+                label,
+                str(layer["level"]),
+                *(f"{of(layer['heads']['capture']):.3f}" for of in (mean, min, max)),
+            ]
+            for row in rows
+            for label, layer in zip(_labels(row["layers"]), row["layers"].values(), strict=True)
+        ),
+    )
+
+
+def heads_maps(rows: Sequence[Row]) -> list[HeatMap]:
+    """A map of layers and heads for each method."""
+    return [
+        HeatMap(
+            row_label(row),
+            _labels(row["layers"]),
+            [layer["heads"]["capture"] for layer in row["layers"].values()],
+        )
+        for row in rows
+    ]
+
+
+def layers_table(rows: Sequence[Row]) -> str:
+    """The figures of each layer, a column a method, and their means over each level."""
+    layers = _layer_levels(rows)
+    groups = {label: [name] for label, name in zip(_labels(layers), layers, strict=True)}
+    for level in sorted(set(layers.values())):
+        groups[f"mean of level {level}"] = [name for name in layers if layers[name] == level]
+    header = [f"{title}, {row_label(row)}" for title in LAYER_FIGURES.values() for row in rows]
+
+    def cells(names: Sequence[str]) -> list[str]:
+        found = [
+            [row["layers"][name][figure] for name in names if name in row["layers"]]
+            for figure in LAYER_FIGURES
+            for row in rows
+        ]
+        return [number(mean(values) if values else None, ".3g") for values in found]
+
+    return markdown_table(
+        ["layer", "level", *header],
+        ([title, str(layers[names[0]]), *cells(names)] for title, names in groups.items()),
+    )
+
+
+def layers_panels(rows: Sequence[Row]) -> list[Panel]:
+    """A panel a figure over the layers."""
+    layers = _layer_levels(rows)
+    return [
+        Panel(
+            title,
+            "",
+            [
+                Line(
+                    row_label(row),
+                    range(len(layers)),
+                    [row["layers"].get(name, {}).get(figure) for name in layers],
+                )
+                for row in rows
+            ],
+            ticks=_labels(layers),
+            from_zero=True,
+        )
+        for figure, title in LAYER_FIGURES.items()
+    ]
+
+
+def utilisation_table(rows: Sequence[Row]) -> str:
+    """How many codewords are in use, means over heads and layers."""
+    return _table(rows, {"num_codewords": "codewords"}, UTILISATION_FIGURES)
+
+
+def utilisation_panels(rows: Sequence[Row]) -> list[Panel]:
+    """Share and evenness of use over the number of codewords."""
+
+    def kind(row: Row) -> str:
+        return f"{'flat VQ' if row['is_flat'] else 'AVQ'}, {row['origin']}"
+
+    figures = {name: UTILISATION_FIGURES[name] for name in ("active_ratio", "evenness")}
+    return _panels(rows, figures, kind, itemgetter("num_codewords"), "codewords, M0 (1 + C)")
+
+
+def order_variants(method: Method) -> list[Fields]:
+    """Every query order with every size of query tile."""
+    return [
+        {"query_order": order, "query_tile": tile} for order in QUERY_ORDERS for tile in QUERY_TILES
+    ]
+
+
+def order_table(rows: Sequence[Row]) -> str:
+    """A row for each query order and size of query tile."""
+    fields = {"query_order": "query order", "query_tile": "query tile"}
+    return _table(rows, fields, ORDER_FIGURES)
+
+
+def order_panels(rows: Sequence[Row]) -> list[Panel]:
+    """The figures over the size of the query tile, a line for each query order."""
+
+    def order(row: Row) -> str:
+        return f"{row_label(row)}, {row['query_order']}"
+
+    return _panels(rows, ORDER_FIGURES, order, itemgetter("query_tile"), "query tile")
+
+
+def importance_variants(method: Method) -> list[Fields]:
+    """Importance tiles smaller than the number of parents, and exact importance."""
+    most = max(config.num_parents for config in method.layer_configs)
+    tiles = [tile for tile in IMPORTANCE_TILES if tile < most]
+    return [{"importance_tile": tile} for tile in (*tiles, None)]
+
+
+def importance_table(rows: Sequence[Row]) -> str:
+    """A row for each importance tile."""
+    return _table(rows, {"importance_tile": "importance tile"}, IMPORTANCE_FIGURES)
+
+
+def importance_panels(rows: Sequence[Row]) -> list[Panel]:
+    """The figures over the importance tile; one that holds all parents is exact importance."""
+
+    def tile(row: Row) -> float:
+        return row["importance_tile"] or row["num_parents"]
+
+    xlabel = "importance tile (the largest: exact)"
+    overlap, capture, best, error = _panels(rows, IMPORTANCE_FIGURES, row_label, tile, xlabel)
+    capture = replace(capture, title="capture; faint: of the best choice", faint=best.lines)
+    return [overlap, capture, error]
+
+
+def _plot(panels: Callable[[Sequence[Row]], list[Panel]]) -> Callable[[Path, Sequence[Row]], None]:
+    return lambda path, rows: panel_plot(path, [panels(rows)])
+
+
+ANALYSES: Mapping[str, Analysis] = {
+    "heads": Analysis(
+        "M64P8C8",
+        heads_table,
+        lambda path, rows: heat_maps(path, heads_maps(rows), xlabel="head", label="capture"),
+    ),
+    "layers": Analysis(
+        "M64P16C8,M128P16C8",
+        layers_table,
+        _plot(layers_panels),
+        refines=False,
+        sensitivity=True,
+    ),
+    "utilisation": Analysis(
+        "M32P8C8,M64P16C8,M128P32C8,M32,M64,M128,M288,M576,M1152",
+        utilisation_table,
+        _plot(utilisation_panels),
+        refines=False,
+    ),
+    "order": Analysis("M64P16C8", order_table, _plot(order_panels), order_variants),
+    "importance": Analysis(
+        "M64P16C8,M256P32C8", importance_table, _plot(importance_panels), importance_variants
+    ),
+}
+
+
+def _table(rows: Sequence[Row], fields: Mapping[str, str], figures: Mapping[str, str]) -> str:
+    """A row for each row: the method, the fields (None is "exact"), the figures."""
+    return markdown_table(
+        ["method", *fields.values(), *figures.values()],
+        (
+            [
+                row_label(row),
+                *(format(row[name] or "exact") for name in fields),
+                *(number(row[name]) for name in figures),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def _panels(
+    rows: Sequence[Row],
+    figures: Mapping[str, str],
+    label: Callable[[Row], str],
+    x: Callable[[Row], float],
+    xlabel: str,
+) -> list[Panel]:
+    """A panel a figure, with a line for each label."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=x):
+        groups.setdefault(label(row), []).append(row)
+    return [
+        Panel(
+            title,
+            xlabel,
+            [
+                Line(label, list(map(x, group)), [row[figure] for row in group])
+                for label, group in groups.items()
+            ],
+            xscale="log",
+            from_zero=True,
+        )
+        for figure, title in figures.items()
+    ]
+
+
+def _layer_levels(rows: Sequence[Row]) -> dict[str, int]:
+    """The level of every layer that a row has, in the order in which the UNet runs them."""
+    levels = {name: layer["level"] for row in rows for name, layer in row["layers"].items()}
+    return {name: levels[name] for name in sorted(levels, key=_place)}
+
+
+def _place(name: str) -> tuple[int, list[int]]:
+    """Where the UNet runs a layer, whose modules are not in this order: the middle is the last."""
+    part, *path = name.split(".")
+    return PARTS.index(part), [int(step) for step in path if step.isdecimal()]
+
+
+def _labels(names: Iterable[str]) -> list[str]:
+    """The names without what all have in common: the block too, unless there are several."""
+    names = list(names)
+    end = ".transformer_blocks.0.attn1"
+    if not all(name.endswith(end) for name in names):
+        end = ".attn1"
+    return [name.removesuffix(end) for name in names]

@@ -1,0 +1,112 @@
+"""Training curves of distillation runs, from the `log.jsonl` that each run writes.
+
+A line of the log is a JSON object with `step`, `samples` and figures; figures of layers have the
+name `quantization_error/<layer>`, or stand by layer in an object named `quantization_error`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from eval.store.plots import Line, Panel
+
+LOG = "log.jsonl"
+AXES = {"step": "optimizer steps", "samples": "samples"}
+LOSSES = ("loss", "noise", "output", "feature", "commitment")
+LAYER_FIGURES = ("quantization_error", "active_ratio", "capture")
+LINEAR = ("active_ratio", "capture")
+
+Curves = dict[str, list[float | None]]
+
+
+def read_log(run: Path) -> list[dict[str, float]]:
+    """Read the log of a run: one mapping of names to numbers for each logged step.
+
+    Lines of one step are joined; a last line that a kill cut off is left out.
+
+    Raises:
+        ValueError: `run` has no log or an empty one, or a line of it is not a JSON object with a
+            step.
+    """
+    path = run / LOG
+    if not path.is_file():
+        raise ValueError(f"expected the folder of a training run, but there is no {path}.")
+    try:
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text.") from None
+    steps: list[dict[str, float]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            figures = _flat(json.loads(line))
+            step = figures["step"]
+        except (ValueError, KeyError, RecursionError, AttributeError):
+            raise ValueError(f"line {number} of {path} is not a JSON object with a step.") from None
+        if steps and steps[-1]["step"] == step:
+            steps[-1].update(figures)
+        else:
+            steps.append(figures)
+    if not steps:
+        raise ValueError(f"{path} holds no step yet.")
+    return steps
+
+
+def thin(steps: Sequence[Mapping[str, float]], num_points: int) -> Curves:
+    """Means over at most `num_points` equal parts of the log; None where a part lacks a figure."""
+    size = -(-len(steps) // num_points)
+    parts = [steps[start : start + size] for start in range(0, len(steps), size)]
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: [_mean_of(part, name) for part in parts] for name in names}
+
+
+def training_rows(curves: Mapping[str, Curves]) -> list[list[Panel]]:
+    """Panels of losses and of layers' figures over samples, or over steps where none are counted.
+
+    Args:
+        curves: of each run, by the name that the legend shows.
+    """
+    names = {name for run in curves.values() for name in run}
+    losses = [name for name in LOSSES if name in names]
+    layer_figures = [
+        figure for figure in LAYER_FIGURES if any(name.startswith(f"{figure}/") for name in names)
+    ]
+    axis = "samples" if all("samples" in run for run in curves.values()) else "step"
+    return [
+        [_panel(curves, figure, axis) for figure in figures]
+        for figures in (losses, layer_figures)
+        if figures
+    ]
+
+
+def _panel(curves: Mapping[str, Curves], figure: str, axis: str) -> Panel:
+    lines, faint = [], []
+    for label, run in curves.items():
+        layers = [run[name] for name in run if name.startswith(f"{figure}/")]
+        values = _mean_of_layers(layers) if layers else run.get(figure)
+        if values is not None:
+            lines.append(Line(label, run[axis], values))
+            faint += [Line(label, run[axis], layer) for layer in layers]
+    yscale = "linear" if figure in LINEAR else "log"
+    return Panel(figure.replace("_", " "), AXES[axis], lines, faint, yscale=yscale)
+
+
+def _flat(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers by name, those of nested objects by `outer/inner`; anything else is left out."""
+    flat = {}
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            flat[prefix + name] = value
+    return flat
+
+
+def _mean_of(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
+    values = [step[name] for step in steps if name in step]
+    return float(f"{mean(values):.5g}") if values else None
+
+
+def _mean_of_layers(layers: Sequence[Sequence[float | None]]) -> list[float | None]:
+    return [None if None in values else mean(values) for values in zip(*layers, strict=True)]

@@ -1,0 +1,1 @@
+"""Quality of images: methods, metrics and protocols."""

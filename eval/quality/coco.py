@@ -1,0 +1,290 @@
+"""Pictures of COCO's captions: a folder per row, filled by any number of processes and restarts.
+
+FOLDER/manifest.json says how its pictures are made, FOLDER/captions.txt of what, and
+FOLDER/pictures/000017.png is that of caption 17, with noise of seed 17. What is calibrated is kept
+in FOLDER/codebooks.
+
+A picture does not depend on which others are made, where, or after how many restarts: its noise is
+drawn on the CPU from its own seed, and every batch is full, the last one by repetition, so that it
+always runs in kernels of one shape. Another batch size is another shape, whose sums may be rounded
+otherwise, and so may be those of code that was compiled on another machine; a CPU makes one picture
+at a time, and with as many threads its pictures are equal to the byte.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from diffusers import PNDMScheduler, StableDiffusionPipeline
+from PIL import Image
+from tqdm import tqdm
+
+from avq_diffusers.files import TEMPORARY, atomic_write
+from avq_diffusers.plugin.prompts import quiet
+from eval.quality.captions import Captions
+from eval.quality.methods import Method, attention_method, prepare_methods, split_refined
+from eval.quality.pictures import Drawing, compilation, dilation, draw_batch
+from eval.quality.protocol import GENERATION
+from eval.store.report import folder_digest, save_json
+
+MANIFEST = "manifest.json"
+MANIFEST_KEYS = ("command", "environment", "config", "row", "earlier_sessions")
+CAPTIONS = "captions.txt"
+PICTURES = "pictures"
+CODEBOOKS = "codebooks"
+
+
+def generate_folder(
+    folder: Path,
+    captions: Captions,
+    *,
+    model: str,
+    method: str,
+    levels: tuple[int, ...],
+    calibration_prompts: Sequence[str],
+    drawing: Drawing,
+    device: torch.device,
+    command: str,
+) -> None:
+    """Make this process's share of the pictures that the folder lacks.
+
+    Args:
+        folder: of the row, on a disk that all processes see; made if need be.
+        captions: one for every picture.
+        model: folder or Hub id of a Stable Diffusion model.
+        method: name of `Method`.
+        levels: UNet levels that change.
+        calibration_prompts: of methods that are calibrated.
+        drawing: how, by PNDM; a CPU draws one picture at a time.
+        device: of this process.
+        command: for the manifest.
+
+    Raises:
+        ValueError: the folder is of another configuration or holds something else, the method
+            cannot be used, or a picture holds NaN.
+        OSError: the model cannot be loaded, or a picture not be written; those before are whole.
+    """
+    num_threads = torch.get_num_threads()
+    state = PartialState(cpu=device.type == "cpu")
+    torch.set_num_threads(num_threads)  # accelerate's own choice would round otherwise
+    if state.num_processes > 1:
+        device = state.device
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    config = {
+        "model": model,
+        "model_sha256": folder_digest(model, "model_index.json"),
+        "method": method,
+        "method_sha256": folder_digest(split_refined(method)[0], "config.json"),
+        "levels": list(levels),
+        "calibration_sha256": hashlib.sha256("\n".join(calibration_prompts).encode()).hexdigest(),
+        "captions": captions.origin,
+        "captions_sha256": captions.sha256,
+        "num_pictures": len(captions.texts),
+        "size": drawing.size,
+        "scalecrafter": drawing.is_dilated,
+        "compiled": drawing.is_compiled,
+        "sampler": GENERATION["sampler"],
+        "num_inference_steps": drawing.num_inference_steps,
+        "guidance_scale": drawing.guidance_scale,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    check_folder(folder, config)
+    pipe = _load(model, dtype, device)
+    prepare = partial(prepare_methods, pipe, levels=levels, calibration_prompts=calibration_prompts)
+    with dilation(pipe, drawing):
+        pass  # refuses sizes before anything is written
+    if state.is_main_process:
+        _begin(folder, config, captions, prepare, command=command, device=device)
+    state.wait_for_everyone()
+    drawn = attention_method(pipe, _method(folder, method, prepare))
+    with quiet(pipe), dilation(pipe, drawing), drawn, compilation(pipe, drawing):
+        _fill(
+            folder,
+            pipe,
+            captions,
+            range(state.process_index, len(captions.texts), state.num_processes),
+            description=f"{method}, process {state.process_index + 1} of {state.num_processes}",
+            drawing=replace(drawing, batch_size=1) if device.type == "cpu" else drawing,
+            is_shown=state.is_main_process,
+        )
+    state.destroy_process_group()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder of pictures.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {MANIFEST}; make its pictures by python -m eval coco generate."
+        )
+    try:
+        found = json.loads(path.read_text())
+        manifest = {key: found[key] for key in MANIFEST_KEYS}
+        if not all(isinstance(manifest[key], dict) for key in ("config", "row")):
+            raise TypeError("config and row must be mappings")
+        return manifest
+    except (ValueError, KeyError, RecursionError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not the manifest of a folder of pictures ({error!r})."
+        ) from None
+
+
+def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a folder that is not empty and not of this configuration.
+
+    Raises:
+        ValueError: it is such a folder; the message names the keys that differ.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder.")
+    if not (folder / MANIFEST).exists():
+        if folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise ValueError(f"{folder} holds other things; name a new folder, or empty it.")
+        return
+    found = read_manifest(folder)["config"]
+    differing = sorted(
+        key for key in config.keys() | found.keys() if config.get(key) != found.get(key)
+    )
+    if differing:
+        raise ValueError(
+            f"{folder} holds pictures of another configuration; it differs in "
+            f"{', '.join(differing)}."
+        )
+
+
+def picture_path(folder: Path, index: int) -> Path:
+    """Where the picture of caption `index` is."""
+    return folder / PICTURES / f"{index:06d}.png"
+
+
+def is_whole(path: Path, size: int) -> bool:
+    """Whether a file is a PNG of this size to its last byte."""
+    try:
+        with Image.open(path) as picture:
+            fits = picture.format == "PNG" and picture.mode == "RGB"
+            fits = fits and picture.size == (size, size)
+            picture.verify()
+    except (OSError, SyntaxError):
+        return False
+    return fits
+
+
+def _load(model: str, dtype: torch.dtype, device: torch.device) -> StableDiffusionPipeline:
+    pipe = StableDiffusionPipeline.from_pretrained(
+        model, dtype=dtype, safety_checker=None, requires_safety_checker=False
+    ).to(device)
+    pipe.scheduler = PNDMScheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)
+    # Convolutions of half precision are fastest in this layout.
+    for network in (pipe.unet, pipe.vae):
+        network.to(memory_format=torch.channels_last)
+    return pipe
+
+
+def _begin(
+    folder: Path,
+    config: Mapping[str, Any],
+    captions: Captions,
+    prepare: Callable[[Sequence[str]], list[Method]],
+    *,
+    command: str,
+    device: torch.device,
+) -> None:
+    """Write all but the pictures: first the manifest, without which the rest would be refused.
+
+    Codebooks are calibrated once, or copied, so that all processes and restarts have the same. A
+    folder whose pictures are all there keeps its manifest: it says how they were made.
+    """
+    written = folder / f"{TEMPORARY}{CODEBOOKS}"
+    shutil.rmtree(written, ignore_errors=True)
+    manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
+    if (folder / CODEBOOKS).exists():
+        row = manifest["row"]
+    else:
+        (method,) = prepare([config["method"]])
+        row = method.facts()
+        if method.codebooks is not None:
+            method.codebooks.save_pretrained(written)
+    paths = (picture_path(folder, number) for number in range(config["num_pictures"]))
+    if manifest is None or not all(is_whole(path, config["size"]) for path in paths):
+        earlier = []
+        if manifest is not None:
+            session = {key: manifest[key] for key in ("command", "environment")}
+            earlier = [*manifest["earlier_sessions"], session]
+        save_json(
+            folder / MANIFEST,
+            command=command,
+            device=device,
+            config=config,
+            row=row,
+            earlier_sessions=earlier,
+        )
+        with atomic_write(folder / CAPTIONS) as temporary:
+            temporary.write_text("\n".join(captions.texts) + "\n", encoding="utf-8")
+        (folder / PICTURES).mkdir(exist_ok=True)
+    if written.exists():
+        written.rename(folder / CODEBOOKS)
+
+
+def _method(folder: Path, name: str, prepare: Callable[[Sequence[str]], list[Method]]) -> Method:
+    """The method, with the codebooks that the folder keeps."""
+    kept = folder / CODEBOOKS
+    if not kept.exists():
+        return prepare([name])[0]
+    (method,) = prepare([str(kept.absolute())])  # a path, whatever the folder's name looks like
+    return replace(method, name=name, num_refined=split_refined(name)[1])
+
+
+def _fill(
+    folder: Path,
+    pipe: StableDiffusionPipeline,
+    captions: Captions,
+    indices: Sequence[int],
+    *,
+    description: str,
+    drawing: Drawing,
+    is_shown: bool,
+) -> None:
+    """Make the pictures of these indices that are not there whole."""
+    for index in indices:  # what a kill left half-written
+        path = picture_path(folder, index)
+        path.with_name(f"{TEMPORARY}{path.name}").unlink(missing_ok=True)
+    missing = [i for i in indices if not is_whole(picture_path(folder, i), drawing.size)]
+    progress = tqdm(
+        total=len(indices),
+        initial=len(indices) - len(missing),
+        desc=description,
+        unit="picture",
+        disable=not is_shown,
+    )
+    with progress, ThreadPoolExecutor() as pool:
+        for start in range(0, len(missing), drawing.batch_size):
+            chosen = missing[start : start + drawing.batch_size]
+            full = chosen + chosen[-1:] * (drawing.batch_size - len(chosen))
+            prompts = [captions.texts[index] for index in full]
+            pictures = draw_batch(pipe, prompts, full, drawing)
+            write = partial(_write_picture, folder)
+            list(pool.map(write, chosen, pictures[: len(chosen)]))
+            progress.update(len(chosen))
+
+
+def _write_picture(folder: Path, index: int, picture: np.ndarray) -> None:
+    path = picture_path(folder, index)
+    try:
+        with atomic_write(path) as temporary:
+            Image.fromarray(picture).save(temporary)
+    except OSError as error:
+        raise OSError(f"{error} The same command goes on after it is mended.") from error

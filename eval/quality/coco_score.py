@@ -1,0 +1,513 @@
+"""Scores of folders of pictures against real ones: FID, KID, CLIP score, patch FID.
+
+Pictures become features in one pass, preprocessed by the protocol whatever the network; features
+become figures in `frechet.py` and torchmetrics.
+"""
+
+import hashlib
+import json
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torchmetrics.image.kid import KernelInceptionDistance
+from tqdm import tqdm
+
+from avq_diffusers.files import atomic_write
+from avq_diffusers.mini import SCORER
+from eval.quality.coco import CAPTIONS, PICTURES, picture_path, read_manifest
+from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
+from eval.quality.methods import NO_ATTENTION, method_cells
+from eval.quality.metrics import Scorer
+from eval.quality.networks import Inception, OpenCLIP
+from eval.quality.protocol import (
+    FID_SIZE,
+    GENERATION,
+    INCEPTION_SIZE,
+    JACKKNIFE_BLOCKS,
+    KID_SUBSET_SIZE,
+    KID_SUBSETS,
+    NUM_REAL,
+    deviations,
+    implausible,
+)
+from eval.store.markdown import markdown_table, number
+from eval.store.report import folder_digest
+
+PICTURE_ENDINGS = (".jpeg", ".jpg", ".png")
+# Of the two resizes of the protocol.
+FID_FILTER, INCEPTION_FILTER = Image.Resampling.LANCZOS, Image.Resampling.BICUBIC
+# What may differ between the rows of one table.
+FREE = ("model", "model_sha256", "method", "method_sha256", "levels", "calibration_sha256")
+
+Prepare = Callable[[Image.Image, int], dict[str, Tensor]]
+
+
+class Clip(Protocol):
+    """What gives the CLIP score."""
+
+    def cosines(self, images: Tensor, captions: list[str]) -> Tensor:
+        """Cosine of uint8 pictures (n, 3, h, w) and captions, (n,)."""
+
+
+@dataclass(frozen=True)
+class Networks:
+    """The networks that score.
+
+    Attributes:
+        features: maps pictures (n, 3, 299, 299) of floats in 0..255 to features (n, D).
+        clip: gives the CLIP score.
+        name: of `features`, and of its weights.
+        device: of both.
+    """
+
+    features: nn.Module
+    clip: Clip
+    name: str
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of pictures that can be scored.
+
+    Attributes:
+        path: of the folder.
+        manifest: of `read_manifest`.
+        captions: of the pictures that are scored, the first ones.
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+    captions: list[str]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.manifest["config"]
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What all folders of a table have in common."""
+        return {key: value for key, value in self.config.items() if key not in FREE}
+
+    @property
+    def pictures(self) -> list[Path]:
+        return [picture_path(self.path, index) for index in range(len(self.captions))]
+
+
+def load_networks(scorer: str | None, device: torch.device) -> Networks:
+    """The protocol's networks, or a CLIP-style scorer in place of both.
+
+    Raises:
+        FileNotFoundError: there is no such scorer.
+        ImportError: a package of the protocol's networks is not installed.
+        OSError: weights cannot be loaded.
+    """
+    if scorer is None:
+        features, clip = Inception().to(device), OpenCLIP().to(device)
+        return Networks(features, clip, "inception-2015-12-05", device)
+    digest = folder_digest(scorer, "config.json")
+    if digest is None:
+        raise FileNotFoundError(f"there is no scorer in {scorer}; the one of mini-sd is {SCORER}.")
+    network = Scorer(scorer).to(device)
+    return Networks(network, network, f"scorer {digest}", device)
+
+
+def read_folders(paths: Sequence[Path], num_pictures: int | None = None) -> list[Folder]:
+    """Check folders of one protocol that are to be scored.
+
+    Args:
+        paths: of folders by `generate_folder`.
+        num_pictures: score the first ones; None scores all.
+
+    Raises:
+        FileNotFoundError: a folder has no manifest or no captions.
+        ValueError: pictures are missing, or folders are of different protocols.
+    """
+    first, *others = folders = [_read_folder(path, num_pictures) for path in paths]
+    for folder in others:
+        shared = first.shared
+        if differing := sorted(key for key in shared if folder.shared.get(key) != shared[key]):
+            raise ValueError(
+                f"{folder.path} and {first.path} cannot stand in one table; they differ in "
+                f"{', '.join(differing)}."
+            )
+    return folders
+
+
+def real_pictures(folder: Path) -> list[Path]:
+    """All pictures in a folder and the folders in it, sorted.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: there is only one, which has no covariance.
+    """
+    found = sorted(
+        path
+        for path in folder.rglob("[!.]*")  # not the hidden files that some systems add
+        if path.suffix.lower() in PICTURE_ENDINGS
+    )
+    if not found:
+        raise FileNotFoundError(
+            f"there are no pictures in {folder}; unpack there "
+            f"images.cocodataset.org/zips/val2014.zip, whose {NUM_REAL} pictures are the reference."
+        )
+    if len(found) == 1:
+        raise ValueError(f"at least 2 real pictures are needed, but {folder} has 1.")
+    return found
+
+
+def score_folders(
+    folders: Sequence[Folder],
+    real: Path,
+    load: Callable[[], Networks],
+    *,
+    batch_size: int,
+    threads: int,
+    cache: Path,
+    patches: Path | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of figures for one folder after another.
+
+    FID is against all pictures in `real`; its error, of one standard deviation, is by the jackknife
+    over the generated pictures. KID's subsets are smaller than the protocol's where there are fewer
+    pictures; `kid_subset_size` says how large they were. The CLIP score is the plain cosine.
+    Features of real pictures stay in memory as float64: 16 KB a picture.
+
+    Args:
+        folders: of `read_folders`.
+        real: folder of the pictures to compare with.
+        load: gives the networks that score; called once the folders are known to be good.
+        batch_size: pictures that go through a network at once.
+        threads: that read and resize pictures.
+        cache: folder for the features of real pictures, found again while the files are the same.
+        patches: folder of pictures of at least the generated size; with it there is a patch FID,
+            which sees the detail that FID shrinks away. A square of 299 is cut out of every
+            picture, at a place that depends on its number only. Where they are a row's own
+            pictures, it is None in this row.
+
+    Raises:
+        FileNotFoundError: there are no pictures in a folder.
+        ValueError: a picture cannot be read, is too small for patches, or is a generated one of
+            another size than its folder's.
+    """
+    size = folders[0].config["size"]
+    if patches is not None and size < INCEPTION_SIZE:
+        raise ValueError(
+            f"patches need pictures of at least {INCEPTION_SIZE}, but the generated ones have "
+            f"{size}."
+        )
+    files, patch_files = real_pictures(real), patches and real_pictures(patches)
+    extract = Extractor(load(), batch_size, threads)
+    prepare_detail = partial(prepare_patch, size=size)
+    whole = Reference(real_features(real, files, extract, prepare_whole, "whole", cache))
+    detail = patches and Reference(
+        real_features(patches, patch_files, extract, prepare_detail, f"patches at {size}", cache)
+    )
+    for folder in folders:
+        name = folder.config["method"]
+        features, cosines = extract(
+            folder.pictures,
+            partial(_prepare_generated, size=size),
+            captions=folder.captions,
+            description=name,
+        )
+        figures = whole.distances(features)
+        if detail:
+            distances = dict.fromkeys(figures)
+            own = {folder.path.resolve(), folder.pictures[0].resolve().parent}
+            if patches.resolve() not in own:
+                features, _ = extract(
+                    folder.pictures, prepare_detail, description=f"patches of {name}"
+                )
+                distances = detail.distances(features)
+            figures |= {f"patch_{key}": value for key, value in distances.items()}
+        yield {
+            **folder.manifest["row"],
+            "model": Path(folder.config["model"]).name,
+            "model_sha256": folder.config["model_sha256"],
+            "num_pictures": len(folder.captions),
+            "num_real": len(files),
+            **figures,
+            "clip_score": float(cosines.mean()),
+            "clip_score_sem": float(cosines.std() / len(cosines) ** 0.5),
+        }
+
+
+def warnings_of(
+    config: Mapping[str, Any], scored: Mapping[str, Any], scorer: str | None
+) -> list[str]:
+    """What keeps a row from being compared with published ones, and what is implausible in it.
+
+    The figures of a scorer or of another model are on other scales than published ones, and those
+    of the negative control are meant to be bad: none is implausible.
+
+    Args:
+        config: of the row's folder.
+        scored: the row.
+        scorer: folder that stands in for Inception and CLIP.
+    """
+    found = deviations(
+        config,
+        num_pictures=scored["num_pictures"],
+        num_real=scored["num_real"],
+        scorer=scorer,
+    )
+    remarks = [f"Not the protocol: {'; '.join(found)}."] if found else []
+    is_sd15 = Path(config["model"]).name == GENERATION["model"]
+    if is_sd15 and scorer is None and scored["method"] != NO_ATTENTION:
+        remarks += implausible(config["size"], scored)
+    return remarks
+
+
+def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a Markdown table; ± is one standard error."""
+
+    def cell(row: Mapping[str, Any], name: str, form: str) -> str:
+        return "-" if row[name] is None else f"{row[name]:{form}} ± {row[f'{name}_sem']:{form}}"
+
+    header = ["model", "method", "effective codewords", "FID", "KID x 1000", "CLIP score"]
+    has_patches = "patch_fid" in rows[0]
+    lines = [
+        [
+            row["model"],
+            *method_cells(row),
+            cell(row, "fid", ".2f"),
+            number(1000 * row["kid"], ".3f"),
+            cell(row, "clip_score", ".4f"),
+            *([cell(row, "patch_fid", ".2f")] if has_patches else []),
+        ]
+        for row in rows
+    ]
+    return markdown_table([*header, *(["patch FID"] if has_patches else [])], lines)
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """Networks, the number of pictures they take at once, and threads that read pictures."""
+
+    networks: Networks
+    batch_size: int
+    threads: int
+
+    def __call__(
+        self,
+        paths: Sequence[Path],
+        prepare: Prepare,
+        *,
+        description: str,
+        captions: Sequence[str] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Features (n, D) of pictures and, with captions, their cosines (n,)."""
+        features, cosines = [], []
+        progress = tqdm(total=len(paths), desc=description, unit="picture")
+        # Convolutions of float32 would otherwise be rounded to TF32 on a GPU.
+        exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+        with progress, exact:
+            first = 0  # the bar's own count stays 0 where TQDM_DISABLE is set
+            for batch in _prepared(paths, prepare, self.batch_size, self.threads):
+                end = first + len(batch["pixels"])
+                features.append(self.networks.features(batch["pixels"]).float())
+                if captions is not None:
+                    chosen = list(captions[first:end])
+                    cosines.append(self.networks.clip.cosines(batch["bytes"], chosen))
+                progress.update(end - first)
+                first = end
+        return torch.cat(features), torch.cat(cosines) if cosines else None
+
+
+class Reference:
+    """Real pictures that others are compared with.
+
+    Args:
+        features: of the real pictures, (n, D).
+    """
+
+    def __init__(self, features: Tensor) -> None:
+        self.gaussian = fit_gaussian(features)
+        self.features = features.cpu().double()
+
+    def distances(self, features: Tensor) -> dict[str, float]:
+        """FID and KID of generated pictures by their features (n, D)."""
+        return {
+            "fid": frechet_distance(self.gaussian, fit_gaussian(features)),
+            "fid_sem": jackknife_error(self.gaussian, features, JACKKNIFE_BLOCKS),
+            **kernel_distance(self.features, features.cpu().double()),
+        }
+
+
+def real_features(
+    folder: Path,
+    files: Sequence[Path],
+    extract: Extractor,
+    prepare: Prepare,
+    kind: str,
+    cache: Path,
+) -> Tensor:
+    """Features (n, D) of real pictures, from the cache if it has them, which it has afterwards.
+
+    Args:
+        folder: of the real pictures.
+        files: the pictures in it.
+        extract: gives features.
+        prepare: makes a network's input of a picture and its number.
+        kind: says what `prepare` does.
+        cache: folder for the features.
+    """
+    states = [(str(path.relative_to(folder)), *_state(path)) for path in files]
+    resizing = [FID_SIZE, FID_FILTER.name, INCEPTION_SIZE, INCEPTION_FILTER.name]
+    fingerprint = json.dumps([extract.networks.name, kind, resizing, states])
+    cached = cache / f"{hashlib.sha256(fingerprint.encode()).hexdigest()}.safetensors"
+    try:
+        return load_file(cached, device=str(extract.networks.device))["features"]
+    except (FileNotFoundError, KeyError, SafetensorError):
+        features, _ = extract(files, prepare, description=f"pictures in {folder}")
+    with atomic_write(cached, shared=True) as temporary:
+        save_file({"features": features.cpu()}, temporary)
+    return features
+
+
+def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float | None]:
+    """KID of float64 features (n, D) and (m, D) on the CPU.
+
+    Returns:
+        mean and standard deviation over subsets, None where each holds all pictures, and how many
+        pictures a subset has.
+    """
+    subset_size = min(KID_SUBSET_SIZE, len(real), len(generated))
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.filterwarnings("ignore", message=".*save all extracted features")
+        metric = KernelInceptionDistance(
+            feature=nn.Identity(), subsets=KID_SUBSETS, subset_size=subset_size
+        )
+        torch.manual_seed(0)
+        metric.update(real, real=True)
+        metric.update(generated, real=False)
+        mean, spread = metric.compute()
+    is_whole = subset_size == len(real) == len(generated)  # all subsets are one
+    return {
+        "kid": float(mean),
+        "kid_std": None if is_whole else float(spread),
+        "kid_subset_size": subset_size,
+    }
+
+
+def prepare_whole(picture: Image.Image, number: int) -> dict[str, Tensor]:
+    """The picture at 256 in bytes, and from there at 299 in floats."""
+    small = _square(picture, FID_SIZE)
+    channels = [
+        np.asarray(
+            Image.fromarray(channel).resize((INCEPTION_SIZE, INCEPTION_SIZE), INCEPTION_FILTER)
+        )
+        for channel in np.moveaxis(np.asarray(small, np.float32), 2, 0)
+    ]
+    pixels = torch.from_numpy(np.stack(channels).clip(0, 255))
+    return {"pixels": pixels, "bytes": _to_tensor(small)}
+
+
+def prepare_patch(picture: Image.Image, number: int, *, size: int) -> dict[str, Tensor]:
+    """A square of 299 of the picture at `size`.
+
+    Raises:
+        ValueError: the picture is smaller than `size`: enlarged, it would have no detail.
+    """
+    if min(picture.size) < size:
+        raise ValueError(f"patches need pictures of at least {size}, but it has {picture.size}")
+    left, top = np.random.default_rng(number).integers(0, size - INCEPTION_SIZE + 1, 2)
+    box = (left, top, left + INCEPTION_SIZE, top + INCEPTION_SIZE)
+    return {"pixels": _to_tensor(_square(picture, size).crop(tuple(map(int, box)))).float()}
+
+
+def _prepare_generated(picture: Image.Image, number: int, *, size: int) -> dict[str, Tensor]:
+    if picture.size != (size, size):
+        width, height = picture.size
+        raise ValueError(
+            f"it has {width} x {height} pixels and not {size} x {size}; its folder's command makes "
+            "it anew"
+        )
+    return prepare_whole(picture, number)
+
+
+def _square(picture: Image.Image, size: int) -> Image.Image:
+    """The middle square, by Lanczos."""
+    side = min(picture.size)
+    left, top = (round((length - side) / 2) for length in picture.size)
+    square = picture.crop((left, top, left + side, top + side))
+    return square.resize((size, size), FID_FILTER)
+
+
+def _to_tensor(picture: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+def _prepared(
+    paths: Sequence[Path], prepare: Prepare, batch_size: int, threads: int
+) -> Iterator[dict[str, Tensor]]:
+    """Batches in order, of which the next one is prepared in the meantime."""
+    starts = iter(range(0, len(paths), batch_size))
+    with ThreadPoolExecutor(threads) as pool:
+
+        def begin(start: int) -> list[Future]:
+            numbers = range(start, min(start + batch_size, len(paths)))
+            return [pool.submit(_read, paths[number], number, prepare) for number in numbers]
+
+        waiting = deque(map(begin, islice(starts, 2)))
+        while waiting:
+            samples = [future.result() for future in waiting.popleft()]
+            yield {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+            waiting.extend(map(begin, islice(starts, 1)))
+
+
+def _read(path: Path, number: int, prepare: Prepare) -> dict[str, Tensor]:
+    try:
+        with Image.open(path) as picture:
+            return prepare(picture.convert("RGB"), number)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"the picture {path} cannot be used: {error}.") from error
+
+
+def _read_folder(path: Path, num_pictures: int | None) -> Folder:
+    manifest = read_manifest(path)
+    made = manifest["config"]["num_pictures"]
+    file = path / CAPTIONS
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} has no {CAPTIONS}; run its command again.")
+    # Not as text, which ends lines at carriage returns as well.
+    captions = file.read_bytes().decode().removesuffix("\n").split("\n")
+    if (
+        hashlib.sha256("\n".join(captions).encode()).hexdigest()
+        != (manifest["config"]["captions_sha256"])
+    ):
+        raise ValueError(f"{file} is not what the pictures were made of; run their command again.")
+    num_pictures = made if num_pictures is None else num_pictures
+    if not 2 <= num_pictures <= made:
+        raise ValueError(
+            f"the number of pictures to score must be between 2 and the {made} of {path}, but "
+            f"got {num_pictures}."
+        )
+    folder = Folder(path, manifest, captions[:num_pictures])
+    found = {picture.name for picture in (path / PICTURES).glob("[!.]*")}
+    if len(found) > made:
+        raise ValueError(f"{path / PICTURES} has {len(found)} files for {made} captions.")
+    if missing := [picture for picture in folder.pictures if picture.name not in found]:
+        raise ValueError(
+            f"{path} lacks {len(missing)} of {num_pictures} pictures, such as "
+            f"{missing[0].name}; run this again to make them: {manifest['command']}"
+        )
+    return folder
+
+
+def _state(path: Path) -> tuple[int, int]:
+    return path.stat().st_size, path.stat().st_mtime_ns

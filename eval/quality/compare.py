@@ -1,0 +1,125 @@
+"""How close AVQ pictures are to the exact ones at equal prompts and seeds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+
+from avq_diffusers.cli.sheet import picture_sheet
+from eval.quality.methods import EXACT, attention_method, method_cells, prepare_methods
+from eval.quality.metrics import psnr, ssim
+from eval.quality.pictures import Drawing, dilation, generate
+from eval.store.markdown import markdown_table
+
+UNDILATED = "exact, without ScaleCrafter"
+SHEET_COLUMNS = 4
+SHEET_QUALITY = 90  # of formats with losses
+
+
+def compare(
+    pipe: StableDiffusionPipeline,
+    methods: Sequence[str],
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    drawing: Drawing,
+    *,
+    levels: tuple[int, ...] = (0,),
+    calibration_prompts: Sequence[str],
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Generate every prompt at every seed by every method, and measure PSNR and SSIM to exact.
+
+    With ScaleCrafter, pictures of exact attention without it come along.
+
+    Args:
+        pipe: without AVQ.
+        methods: names of `Method`; exact attention comes before them.
+        prompts: of the pictures.
+        seeds: of the noise, for every prompt.
+        drawing: how pictures are drawn.
+        levels: UNet levels that change.
+        calibration_prompts: of methods that are calibrated, at the model's own size.
+
+    Returns:
+        One row a method with median, 10th percentile and per-picture values; and the uint8
+        pictures (len(seeds) * len(prompts), h, w, 3) of each method, prompts running fastest.
+
+    Raises:
+        FileNotFoundError, ValueError: as `prepare_methods`, or ScaleCrafter has no settings for the
+            size.
+    """
+    with dilation(pipe, drawing):
+        pass  # refuses sizes before the work
+    prepared = prepare_methods(
+        pipe, (EXACT, *methods), levels=levels, calibration_prompts=calibration_prompts
+    )
+    draw = partial(
+        generate,
+        pipe,
+        [prompt for _ in seeds for prompt in prompts],
+        [seed for seed in seeds for _ in prompts],
+    )
+    pictures = {}
+    if drawing.is_dilated:
+        pictures[UNDILATED] = draw(replace(drawing, is_dilated=False), description=UNDILATED)
+    for method in prepared:
+        with attention_method(pipe, method):
+            pictures[method.name] = draw(drawing, description=method.name)
+    rows = []
+    for method in prepared[1:]:
+        decibels = psnr(pictures[method.name], pictures[EXACT])
+        similarity = ssim(pictures[method.name], pictures[EXACT])
+        rows.append(
+            {
+                **method.facts(),
+                **psnr_figures(decibels),
+                "ssim_median": median(similarity.tolist()),
+                "psnr": decibels.tolist(),
+                "ssim": similarity.tolist(),
+            }
+        )
+    return rows, pictures
+
+
+def psnr_figures(decibels: np.ndarray) -> dict[str, float]:
+    """Median and 10th percentile of the PSNR of pictures (n,)."""
+    return {
+        "psnr_median": median(decibels.tolist()),
+        # Between a number and the infinity of identical pictures nothing interpolates.
+        "psnr_p10": float(np.percentile(decibels, 10, method="lower")),
+    }
+
+
+def compare_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a Markdown table."""
+    return markdown_table(
+        ["method", "effective codewords", "PSNR dB, median", "PSNR dB, p10", "SSIM, median"],
+        (
+            [
+                *method_cells(row),
+                f"{row['psnr_median']:.1f}",
+                f"{row['psnr_p10']:.1f}",
+                f"{row['ssim_median']:.4f}",
+            ]
+            for row in rows
+        ),
+    )
+
+
+def compare_sheet(
+    path: Path,
+    pictures: Mapping[str, np.ndarray],
+    prompts: Sequence[str],
+) -> None:
+    """One row a method, one column a prompt (first seed), the prompts below."""
+    shown = prompts[:SHEET_COLUMNS]
+    rows = [[Image.fromarray(one) for one in images[: len(shown)]] for images in pictures.values()]
+    numbers = [str(number) for number in range(1, len(shown) + 1)]
+    table = list(zip(numbers, shown, strict=True))
+    sheet = picture_sheet(rows, numbers, row_titles=list(pictures), table=table)
+    sheet.save(path, quality=SHEET_QUALITY)

@@ -1,0 +1,277 @@
+"""Quality and speed of every method in one table: `python -m eval table`.
+
+Quality is what `scenes` measured, or `merge` averaged, with columns for each size of the pictures;
+speed is the time of a UNet step by `bench unet`, a column for each UNet, size and mode. A time
+belongs to all methods that run the same computation: the same configuration at the same levels,
+with tuned projections, as distilled methods have them, or without.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+from eval.benchmarks.step import (
+    LABELS,
+    LINFUSION,
+    SDPA,
+    TOME,
+    TOME_BOTH,
+    TUNED,
+    method_label,
+    parse_method,
+)
+from eval.quality.methods import EXACT, exact_labels, method_cells, short_name
+from eval.quality.methods import LINFUSION as LINFUSION_CONFIG
+from eval.quality.methods import TOME as TOME_METHOD
+from eval.quality.scene_runs import said_otherwise
+from eval.quality.scenes import HEADER, MAKING, MEASURED, PROTOCOL, figure_cells, row_key
+from eval.store.markdown import markdown_table, number
+from eval.store.plots import Point, PointPanel
+from eval.store.stored import Result, complete
+
+Row = dict[str, Any]
+Variant = tuple[str, tuple[int, ...]]
+
+QUALITY = ("scenes", "pool", "merge")
+SPEED = "bench unet"
+FACTS = ("method", "config", "origin", "sha256", "levels", "effective_codewords")
+PLOTTED = {
+    "fid": "FID (lower is better)",
+    "clip_score": "CLIP score (higher is better)",
+    "psnr_median": "PSNR to exact, dB (higher is better)",
+}
+# Names of `bench unet` for methods without configuration. LinFusion is timed in every
+# self-attention; these are the levels of mini-sd, which scenes are drawn by.
+WITHOUT_CONFIG: dict[str, Variant] = {
+    SDPA: (EXACT, ()),
+    TOME: (TOME_METHOD, (0,)),
+    TOME_BOTH: (TOME_METHOD, (0, 1)),
+    LINFUSION: (LINFUSION_CONFIG, (0, 1, 2)),
+}
+
+
+def build_table(results: Sequence[Result]) -> dict[str, Any]:
+    """Join results by method.
+
+    Args:
+        results: of `scenes`, `pool`, `merge` and `bench unet`. Those of one size must be of one
+            protocol and with the same seeds; where several have the same row, the first one counts.
+
+    Returns:
+        `quality` and `speed`, which say how each column was measured, and `rows` with the figures
+        and milliseconds by column.
+
+    Raises:
+        ValueError: a result is of another command, is not complete, or does not fit the others.
+    """
+    quality: dict[str, Row] = {}
+    speed: dict[str, Row] = {}
+    rows: dict[tuple[str, Variant], Row] = {}
+    for result in results:
+        if result.kind in QUALITY:
+            with complete(result.path):
+                _add_quality(result, quality, rows)
+        elif result.kind != SPEED:
+            raise ValueError(
+                f"a table is made of results of {', '.join((*QUALITY, SPEED))}, but {result.path} "
+                f"is one of {result.kind}."
+            )
+    for result in results:
+        if result.kind == SPEED:
+            with complete(result.path):
+                _add_speed(result, speed, rows)
+    return {"quality": quality, "speed": speed, "rows": list(rows.values())}
+
+
+def quality_table(table: Mapping[str, Any]) -> str:
+    """The table as Markdown; ± is one standard error, over the seeds where there are several."""
+    quality, speed = table["quality"], table["speed"]
+    return markdown_table(
+        [
+            "method",
+            "effective codewords",
+            "levels",
+            *(f"{name}, {title}" for title in quality for name in HEADER),
+            *(f"UNet ms, {title}" for title in speed),
+        ],
+        (
+            [
+                *method_cells(row),
+                ", ".join(map(str, row["levels"])) or "-",
+                *(
+                    cell
+                    for title in quality
+                    for cell in figure_cells(row["quality"].get(title, {}))
+                ),
+                *(number(row["ms"].get(title)) for title in speed),
+            ]
+            for row in table["rows"]
+        ),
+    )
+
+
+def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list[PointPanel]]:
+    """The figures of `PLOTTED` over the time of a UNet step, a row for each size of pictures.
+
+    Args:
+        table: of `build_table`.
+        size: whose times are shown, of the first such column; None takes the pictures' own size,
+            and the first column where no time is of that size.
+
+    Raises:
+        ValueError: the table has no such times, or no pictures.
+    """
+    quality, speed = table["quality"], table["speed"]
+    titles = list(speed) if size is None else _titles_of(speed, size)
+    if not titles or not quality:
+        sizes = sorted({facts["size"] for facts in speed.values()})
+        raise ValueError(
+            f"a plot needs results of scenes and of bench unet, at --size if it is given, but this "
+            f"table has {len(quality)} of scenes and times at the sizes {sizes}."
+        )
+    panels = []
+    for column, facts in quality.items():
+        shown, *_ = _titles_of(speed, size or facts["size"]) or titles
+        panels.append(
+            [
+                _panel(f"{name}, {column}", shown, table["rows"], column, figure)
+                for figure, name in PLOTTED.items()
+            ]
+        )
+    return panels
+
+
+def _titles_of(speed: Mapping[str, Row], size: int) -> list[str]:
+    return [title for title, facts in speed.items() if facts["size"] == size]
+
+
+def _add_quality(
+    result: Result, quality: dict[str, Row], rows: dict[tuple[str, Variant], Row]
+) -> None:
+    document = result.document
+    if "part" in document:
+        raise ValueError(f"{result.path} is a part of a run; join its parts by pool first.")
+    if "size" not in document:
+        raise ValueError(
+            f"{result.path} does not say the size of its pictures; make it again: "
+            f"{document['command']}"
+        )
+    title = f"{document['size']}²" + (", ScaleCrafter" if document["scalecrafter"] else "")
+    protocol = {
+        **{name: document[name] for name in PROTOCOL},
+        "num_pictures": document["rows"][0]["num_pictures"],
+        "first_seeds": sorted({run["first_seed"] for run in document.get("runs", [document])}),
+    }
+    making = {name: document[name] for name in MAKING if document.get(name) is not None}
+    known = quality.setdefault(title, protocol | making)
+    differs = any(known[name] != value for name, value in protocol.items())
+    if differs or said_otherwise([known, making]):
+        raise ValueError(
+            f"{result.path} and the results before it have pictures of {title}, but are of another "
+            "protocol or other seeds; average seeds by merge first."
+        )
+    known.update(making)
+    for row in document["rows"]:
+        variant = _variant(row)
+        facts = {name: row.get(name) for name in FACTS} | {"levels": list(variant[1])}
+        entry = _entry(rows, (row["method"], variant), facts)
+        if None not in (entry["sha256"], facts["sha256"]) and entry["sha256"] != facts["sha256"]:
+            raise ValueError(
+                f"{result.path} has pictures of {row['method']} as it is at another time than in "
+                "the results before it: the folder's digest differs; make one of them again."
+            )
+        entry["sha256"] = entry["sha256"] or facts["sha256"]
+        entry["quality"].setdefault(title, {name: row[name] for name in row if name in MEASURED})
+
+
+def _add_speed(result: Result, speed: dict[str, Row], rows: dict[tuple[str, Variant], Row]) -> None:
+    document = result.document
+    for timed in document["rows"]:
+        title = f"{timed['size']}² ({document['unet']}; {document['mode']})"
+        facts = {
+            "unet": document["unet"],
+            "size": timed["size"],
+            "mode": timed["mode"],
+            "file": result.path.name,
+            "device": document["environment"]["device"],
+        }
+        if speed.setdefault(title, facts) != facts:
+            raise ValueError(
+                f"{result.path} and {speed[title]['file']} both have the times of {title}; leave "
+                "one out."
+            )
+        try:
+            variant = _timed_variant(timed["method"])
+        except ValueError as error:
+            raise ValueError(f"{result.path} names an unknown method: {error}") from None
+        same = [entry for (_, other), entry in rows.items() if other == variant]
+        if not same:
+            same = [_entry(rows, (timed["method"], variant), _timed_facts(timed["method"]))]
+        for entry in same:
+            entry["ms"][title] = timed["ms"]
+
+
+def _entry(rows: dict[tuple[str, Variant], Row], key: tuple[str, Variant], facts: Row) -> Row:
+    """The row of a method, a new one if there is none."""
+    return rows.setdefault(key, {**facts, "quality": {}, "ms": {}})
+
+
+def _variant(row: Row) -> Variant:
+    """What a row of `scenes` computes; exact attention and real pictures have no levels."""
+    _, levels = row_key(row)
+    config = row.get("config") or row["method"]
+    fields = [f"{name} {value}" for name, value in row.get("fields", {}).items()]
+    tuned = [TUNED] if row.get("origin") == "distilled" and config != LINFUSION_CONFIG else []
+    return ", ".join([config, *fields, *tuned]), levels
+
+
+def _timed_variant(name: str) -> Variant:
+    """What a row of `bench unet` computes; the default route is a row of its own."""
+    if name in LABELS:
+        return WITHOUT_CONFIG.get(name, (name, ()))
+    method = parse_method(name)
+    config = method.config
+    if method.route != "always":
+        return name, config.levels
+    tuned = [TUNED] if method.tuned else []
+    return ", ".join([short_name(config), *exact_labels(config), *tuned]), config.levels
+
+
+def _timed_facts(name: str) -> Row:
+    """The facts of a method that has times only."""
+    facts = dict.fromkeys(FACTS) | {"method": method_label(name), "levels": []}
+    if name not in LABELS:
+        config = parse_method(name).config
+        facts["levels"] = list(config.levels)
+        facts["effective_codewords"] = config.effective_codewords
+    return facts
+
+
+def _panel(
+    title: str, speed_title: str, rows: Sequence[Row], column: str, figure: str
+) -> PointPanel:
+    points, reference = [], None
+    for row, label in zip(rows, _labels(rows), strict=True):
+        figures, x = row["quality"].get(column, {}), row["ms"].get(speed_title)
+        y = figures.get(figure)
+        if x is not None and y is not None:
+            points.append(Point(label, x, y, figures.get(f"{figure}_sem") or 0))
+            if row["method"] == EXACT:
+                reference = y
+    return PointPanel(title, f"UNet step, ms, at {speed_title}", points, reference)
+
+
+def _labels(rows: Sequence[Row]) -> list[str]:
+    """Configuration and origin, with levels and folders where rows differ in nothing else."""
+    labels = [
+        row["method"] if row["origin"] is None else f"{row['config']}, {row['origin']}"
+        for row in rows
+    ]
+    for detail in (lambda row: f"level {'+'.join(map(str, row['levels']))}", itemgetter("method")):
+        counts = Counter(labels)
+        labels = [
+            label if counts[label] == 1 else f"{label}, {detail(row)}"
+            for label, row in zip(labels, rows, strict=True)
+        ]
+    return labels

@@ -1,0 +1,378 @@
+"""The attention variants that a table compares, each switched on for the time of a `with` block."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from diffusers import StableDiffusionPipeline
+from diffusers.models.attention_processor import AttnProcessor2_0
+from torch import Tensor
+
+from avq_diffusers import (
+    AVQCodebooks,
+    AVQConfig,
+    apply_avq,
+    calibrate,
+    remove_avq,
+    select_layers,
+    set_num_refined,
+    summary,
+)
+from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, remove_linfusion
+from eval.store.markdown import number
+from eval.store.report import folder_digest
+
+EXACT = "exact"
+NO_ATTENTION = "value-projection"
+TOME = "tome"
+LINFUSION = "LinFusion"
+REFINED_MARK = "@P"
+EXACT_MARK = "-"
+COMPUTATION = ("query_tile", "query_order", "importance_tile", "key_norm")
+CALIBRATION_SEED = 1_000_000_000  # of its noise, which no picture of a table shares
+PATH_SIGNS = "/\\."  # no configuration has one
+
+
+class ValueProjectionProcessor(AttnProcessor2_0):
+    """Negative control: every token attends to itself only, its attention is its value."""
+
+    def __call__(
+        self,
+        attn,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+    ) -> Tensor:
+        hidden_states = attn.to_out[0](attn.to_v(hidden_states))
+        return attn.to_out[1](hidden_states)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One attention variant of a table.
+
+    Attributes:
+        name: as typed: `"exact"`, `"value-projection"` (the negative control), `"tome"` (ToMe-SD,
+            half of the tokens merged, into fixed ones and not, as by its default, into random ones,
+            from level 0 on), a configuration such as `"M64P16C8"`, flat
+            `"M192"` or `"M64P16C8-up_blocks.1"`, where the layers of that block stay exact, or a
+            folder of codebooks or of LinFusion layers. Configurations and codebooks may end in
+            another number of refined parents, as in `"runs/m64/codebooks@P8"`.
+        levels: UNet levels that change.
+        codebooks: calibrated or loaded ones; None for methods without.
+        num_refined: parents refined per query tile, in place of the codebooks' own number.
+        linfusion: processors of LinFusion layers by layer name; None for other methods.
+        sha256: digest of the folder that the method was loaded from; None for other methods.
+        uncalibrated: what `calibrated` makes codebooks of; None for methods that need none.
+    """
+
+    name: str
+    levels: tuple[int, ...]
+    codebooks: AVQCodebooks | None = None
+    num_refined: int | None = None
+    linfusion: Mapping[str, LinFusionProcessor] | None = None
+    sha256: str | None = None
+    uncalibrated: AVQConfig | None = None
+
+    def with_fields(self, **fields: Any) -> "Method":
+        """This method with other fields of its codebooks' `AVQConfig` that change no codeword.
+
+        Codewords and projections are shared.
+
+        Raises:
+            TypeError, ValueError: a value is not one of the field's.
+        """
+        config = {**self.codebooks.config, "avq": {**self.codebooks.config["avq"], **fields}}
+        codebooks = AVQCodebooks.from_config(config)
+        codebooks.load_state_dict(self.codebooks.state_dict(), assign=True)
+        return replace(self, codebooks=codebooks)
+
+    @property
+    def layer_configs(self) -> list[AVQConfig]:
+        """The configuration of every layer, `num_refined` put in; empty without codebooks."""
+        if self.codebooks is None:
+            return []
+        configs = [self.codebooks.layer_config(name) for name in self.codebooks.layer_specs]
+        if self.num_refined is None:
+            return configs
+        return [replace(config, num_refined=self.num_refined) for config in configs]
+
+    @property
+    def unusual_fields(self) -> dict[str, Any]:
+        """Fields of the codebooks' configuration that `config` of `facts` does not say, and that
+        change the computation, where they are not the default."""
+        if self.codebooks is None:
+            return {}
+        config, usual = self.codebooks.avq_config, AVQConfig()
+        values = {name: getattr(config, name) for name in COMPUTATION}
+        return {name: value for name, value in values.items() if value != getattr(usual, name)}
+
+    @property
+    def origin(self) -> str | None:
+        """`"distilled"` or `"calibrated"`; None where nothing is learned."""
+        if self.linfusion is not None:
+            return "distilled"
+        if self.codebooks is None:
+            return None
+        return "calibrated" if self.codebooks.config["training"] is None else "distilled"
+
+    def facts(self) -> dict[str, Any]:
+        """What a row says of its method.
+
+        `config` is that of the codebooks, with the layers that it keeps exact, or `"LinFusion"`.
+        Effective codewords, M0 + P C, are what a query attends to: the cost in the paper. Here they
+        are the mean over layers.
+        """
+        configs = self.layer_configs
+        labels = dict.fromkeys(map(short_name, configs))
+        if self.linfusion is not None:
+            labels = [LINFUSION]
+        elif self.codebooks is not None:
+            labels = [*labels, *exact_labels(self.codebooks.avq_config)]
+        effective = [config.effective_codewords for config in configs]
+        return {
+            "method": self.name,
+            "config": ", ".join(labels) or None,
+            "origin": self.origin,
+            "sha256": self.sha256,
+            "levels": list(self.levels),
+            "effective_codewords": mean(effective) if effective else None,
+        }
+
+
+def short_name(config: AVQConfig) -> str:
+    """As `str(config)`, but M64 for flat VQ."""
+    return str(config) if config.num_children else f"M{config.num_parents}"
+
+
+def exact_labels(config: AVQConfig) -> list[str]:
+    """What a label says of the layers that stay exact."""
+    return [f"{name} exact" for name in config.exact]
+
+
+def method_cells(row: Mapping[str, Any]) -> list[str]:
+    """The first two cells of a table's row: the method, and its effective codewords."""
+    return [row_label(row), number(row.get("effective_codewords"))]
+
+
+def row_label(row: Mapping[str, Any]) -> str:
+    """The method, with its configuration where the name does not say it."""
+    name, config = row["method"], row.get("config")
+    return name if config in (None, name) else f"{name} ({config})"
+
+
+def prepare_methods(
+    pipe: StableDiffusionPipeline,
+    names: Sequence[str],
+    *,
+    levels: tuple[int, ...],
+    calibration_prompts: Sequence[str],
+) -> list[Method]:
+    """Load or calibrate what the methods need; mistakes in any name come first.
+
+    Args:
+        pipe: a Stable Diffusion pipeline without AVQ and LinFusion.
+        names: of `Method`.
+        levels: UNet levels that change; what is in a folder brings its own.
+        calibration_prompts: of `calibrated`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_methods`.
+    """
+    loaded = load_methods(pipe, names, levels=levels)
+    return [calibrated(pipe, method, calibration_prompts) for method in loaded]
+
+
+def load_methods(
+    pipe: StableDiffusionPipeline, names: Sequence[str], *, levels: tuple[int, ...]
+) -> list[Method]:
+    """The methods, those of configurations without their codebooks, which `calibrated` adds.
+
+    Args:
+        pipe: a Stable Diffusion pipeline without AVQ and LinFusion.
+        names: of `Method`.
+        levels: UNet levels that change; what is in a folder brings its own.
+
+    Raises:
+        FileNotFoundError: a folder lacks a file.
+        ValueError: a name is none of those of `Method`, a folder is missing or damaged, a level
+            has no self-attention, what is in a folder is of another model or cannot refine as many
+            parents, or `pipe` has AVQ or LinFusion already.
+    """
+    _refuse_changed(pipe)
+    select_layers(pipe.unet, levels)
+    methods = [_load(pipe, name, levels) for name in names]
+    for method in methods:
+        if method.uncalibrated is not None:
+            select_layers(pipe.unet, levels, method.uncalibrated.exact)
+        if method.codebooks is not None:
+            with attention_method(pipe, method):
+                pass
+    return methods
+
+
+def calibrated(
+    pipe: StableDiffusionPipeline, method: Method, calibration_prompts: Sequence[str]
+) -> Method:
+    """A method of `load_methods` with its codebooks, if it needs any, on the pipeline's device.
+
+    Args:
+        pipe: that the method was loaded for.
+        method: to calibrate, in the default steps of `calibrate`: codebooks do not change with the
+            steps of the pictures that are compared.
+        calibration_prompts: that configurations are calibrated on.
+    """
+    codebooks = method.codebooks
+    if method.uncalibrated is not None:
+        codebooks = calibrate(pipe, calibration_prompts, method.uncalibrated, seed=CALIBRATION_SEED)
+    return replace(method, codebooks=codebooks and codebooks.to(pipe.device), uncalibrated=None)
+
+
+@contextmanager
+def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[None]:
+    """Run the pipeline's self-attention by `method`, and put the old one back.
+
+    Args:
+        pipe: the pipeline that `method` was prepared for, without AVQ and LinFusion.
+        method: of `prepare_methods`.
+
+    Raises:
+        ValueError: the codebooks are those of another model or cannot refine as many parents, or
+            `pipe` has AVQ or LinFusion already.
+    """
+    _refuse_changed(pipe)
+    if method.name == EXACT:
+        yield
+    elif method.name == NO_ATTENTION:
+        layers = select_layers(pipe.unet, method.levels)
+        with _processors(pipe, {layer.name: ValueProjectionProcessor() for layer in layers}):
+            yield
+    elif method.name == TOME:
+        import tomesd
+
+        # Without random destinations a picture does not depend on those before it.
+        tomesd.apply_patch(
+            pipe.unet, ratio=0.5, max_downsample=2 ** max(method.levels), use_rand=False
+        )
+        try:
+            yield
+        finally:
+            tomesd.remove_patch(pipe.unet)
+    elif method.linfusion is not None:
+        with _processors(pipe, method.linfusion):
+            yield
+    else:
+        try:
+            apply_avq(pipe, method.codebooks, route="always")
+            if method.num_refined is not None:
+                set_num_refined(pipe, method.num_refined)
+            yield
+        finally:
+            remove_avq(pipe)
+
+
+@contextmanager
+def _processors(pipe: StableDiffusionPipeline, processors: Mapping[str, Any]) -> Iterator[None]:
+    """Run layers by other processors, and put back the ones that were there."""
+    layers = {name: pipe.unet.get_submodule(name) for name in processors}
+    previous = {name: attn.processor for name, attn in layers.items()}
+    for name, attn in layers.items():
+        attn.set_processor(processors[name])
+    try:
+        yield
+    finally:
+        for name, attn in layers.items():
+            attn.set_processor(previous[name])
+
+
+def split_refined(name: str) -> tuple[str, int | None]:
+    """A method's name without its number of refined parents, and that number, if it has one.
+
+    A folder's whole name counts first.
+    """
+    form = None if Path(name).is_dir() else re.fullmatch(rf"(.+){REFINED_MARK}(\d+)", name)
+    return (form[1], int(form[2])) if form else (name, None)
+
+
+def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> Method:
+    if name in (EXACT, NO_ATTENTION):
+        return Method(name, levels)
+    if name == TOME:
+        if find_spec("tomesd") is None:
+            raise ValueError(f"method {TOME} needs the package tomesd: pip install tomesd.")
+        if set(levels) != set(range(len(levels))):
+            raise ValueError(
+                f"{TOME} merges tokens from level 0 on, leaving none out, but got levels {levels}."
+            )
+        return Method(name, levels)
+    source, num_refined = split_refined(name)
+    if num_refined is None and REFINED_MARK in name and not Path(name).is_dir():
+        raise ValueError(f"methods may end in {REFINED_MARK}8 or so, but got {name!r}.")
+    text, _, exact = source.partition(EXACT_MARK)
+    try:
+        config = AVQConfig.parse(text, levels=levels, exact=(exact,) if exact else ())
+        if num_refined is not None:
+            replace(config, num_refined=num_refined)
+    except ValueError as error:
+        if Path(source).is_dir():
+            return _load_folder(pipe, name, source, num_refined)
+        if any(sign in source for sign in PATH_SIGNS):
+            raise ValueError(f"methods: there is no folder {source}.") from None
+        raise ValueError(
+            f"methods must be {EXACT}, {NO_ATTENTION}, {TOME}, folders of codebooks or of "
+            f"LinFusion layers, or configurations: {error}"
+        ) from None
+    if Path(source).is_dir():
+        raise ValueError(
+            f"methods: {source} is a configuration, but also a folder here; write ./{source} for "
+            "the folder."
+        )
+    return Method(name, levels, num_refined=num_refined, uncalibrated=config)
+
+
+def _load_folder(
+    pipe: StableDiffusionPipeline, name: str, folder: str, num_refined: int | None
+) -> Method:
+    digest = folder_digest(folder, "config.json")
+    if not _has_linfusion(folder):
+        codebooks = AVQCodebooks.from_pretrained(folder)
+        levels = codebooks.avq_config.levels
+        return Method(name, levels, codebooks, num_refined, sha256=digest)
+    if num_refined is not None:
+        raise ValueError(f"LinFusion layers refine no parents, but got {name!r}.")
+    load_linfusion(pipe, folder)
+    layers = _linfusion_layers(pipe)
+    processors = {layer.name: layer.attn.processor for layer in layers}
+    remove_linfusion(pipe)
+    levels = tuple(sorted({layer.level for layer in layers}))
+    return Method(name, levels, linfusion=processors, sha256=digest)
+
+
+def _has_linfusion(folder: str) -> bool:
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        return config["_class_name"] == LinFusionProcessor.__name__
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # AVQCodebooks says what is wrong
+
+
+def _linfusion_layers(pipe: StableDiffusionPipeline) -> list[Any]:
+    return [
+        layer
+        for layer in select_layers(pipe.unet)
+        if isinstance(layer.attn.processor, LinFusionProcessor)
+    ]
+
+
+def _refuse_changed(pipe: StableDiffusionPipeline) -> None:
+    if any(row.config for row in summary(pipe).rows):
+        raise ValueError("this pipeline has AVQ already; call remove_avq(pipe) first.")
+    if _linfusion_layers(pipe):
+        raise ValueError("this pipeline has LinFusion already; call remove_linfusion(pipe) first.")

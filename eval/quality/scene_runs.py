@@ -1,0 +1,215 @@
+"""Runs of scenes: gone on with, pooled from parts, averaged over seeds."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from eval.quality.frechet import fit_gaussian
+from eval.quality.methods import EXACT
+from eval.quality.samples import Sample, figures, likeness
+from eval.quality.scenes import (
+    BROKEN,
+    FIGURES,
+    LESS_EXACT,
+    MAKING,
+    MEASURED,
+    PROTOCOL,
+    REAL,
+    REFERENCE,
+    row_key,
+)
+
+# Of a run that is made in parts, what these share, beside device and versions.
+WHOLE = ("pictures", "first_seed", "batch", "compiled", *PROTOCOL, *MAKING)
+# Of an environment, what may differ between parts, which are made on several days.
+CHANGING = ("date", "commit")
+
+
+def finished_rows(
+    document: Mapping[str, Any], protocol: Mapping[str, Any], environment: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """The rows of a run that was killed, by method, for `score_methods` to go on from.
+
+    Args:
+        document: the content of its file.
+        protocol: of the run that goes on, as fields of `document`.
+        environment: of the run that goes on; its date may differ.
+
+    Raises:
+        ValueError: the file is of another protocol, commit, version or device.
+    """
+    stored = {**document, **document.get("environment", {})}
+    expected = {**protocol, **environment}
+    differing = [
+        f"{name} ({stored.get(name)}, now {value})"
+        for name, value in expected.items()
+        if name != "date" and stored.get(name) != value
+    ]
+    if differing:
+        raise ValueError(
+            f"only the same run can go on, but the stored one differs in {', '.join(differing)}; "
+            "start again without --resume."
+        )
+    return {row["method"]: row for row in document["rows"]}
+
+
+def part_of(part: str, count: int) -> range:
+    """The indices of the part `K/N` of `count` pictures.
+
+    Raises:
+        ValueError: it has another form, or there is no such part.
+    """
+    form = re.fullmatch(r"(\d+)/(\d+)", part)
+    number, total = map(int, form.groups()) if form else (0, 0)
+    if not 1 <= number <= total <= count // 2:
+        raise ValueError(
+            f"the part must be K/N, the K-th of N parts of {count} pictures, two or more in each, "
+            f"but got {part!r}."
+        )
+    return range((number - 1) * count // total, number * count // total)
+
+
+def pool_parts(
+    parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Sample]]],
+) -> list[dict[str, Any]]:
+    """The rows of a whole run, those that every part has, from all of its parts.
+
+    Args:
+        parts: of each, the content of its file and its samples.
+
+    Raises:
+        ValueError: a part is missing, is there twice, lacks samples, or is of another run, device
+            or version.
+    """
+    documents = [document for document, _ in parts]
+    environments = [document.get("environment", {}) for document in documents]
+    names = {name: documents for name in WHOLE}
+    names |= {name: environments for x in environments for name in x if name not in CHANGING}
+    for name, places in names.items():
+        if len({json.dumps(place.get(name)) for place in places}) > 1:
+            raise ValueError(f"the parts must be of one run, but differ in {name}.")
+    whole = range(documents[0]["pictures"])
+    made = [part_of(document["part"], len(whole)) for document in documents]
+    if sorted(index for indices in made for index in indices) != list(whole):
+        raise ValueError(
+            f"a run is pooled from all of its parts, each once, but these are "
+            f"{', '.join(document['part'] for document in documents)}."
+        )
+    in_order = [parts[index] for index in np.argsort([indices.start for indices in made])]
+
+    def joined(name: str) -> Sample:
+        if any(name not in samples for _, samples in in_order):
+            raise ValueError(f"a part has no sample of {name}.")
+        sample = Sample.join([samples[name] for _, samples in in_order])
+        if len(sample.psnr) not in (0, len(sample.features)):
+            raise ValueError(f"a part has not compared {name} with {EXACT}; go on with --resume.")
+        return sample
+
+    by_part = [{row_key(row): row for row in document["rows"]} for document, _ in in_order]
+    common = [key for key in by_part[0] if all(key in rows for rows in by_part)]
+    reference = fit_gaussian(joined(REFERENCE).features)
+    exact = fit_gaussian(joined(EXACT).features) if (EXACT, ()) in common else None
+    pooled = []
+    for key in common:
+        row = by_part[0][key]
+        facts = {name: row[name] for name in row if name not in {*MEASURED, "num_pictures"}}
+        if any({**rows[key], **facts} != rows[key] for rows in by_part):
+            raise ValueError(f"the parts must be of one run, but differ in the method {key[0]}.")
+        sample = joined(key[0])
+        alike = likeness(sample, exact) if "psnr_median" in row else {}
+        if "seconds_per_picture" in row:
+            seconds = [rows[key]["seconds_per_picture"] for rows in by_part]
+            alike["seconds_per_picture"] = mean(seconds)
+        pooled.append({**facts, **figures(sample, reference), **alike})
+    return pooled
+
+
+def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that every seed has: means, and standard errors over the seeds.
+
+    Runs of one seed are joined; where several have the same row, the first one counts. The figures
+    of `LESS_EXACT` are differences to the row of exact attention of the same run: FID varies more
+    with the noise than between methods.
+
+    Args:
+        runs: the contents of files of `python -m eval scenes`, of at least two seeds.
+
+    Raises:
+        ValueError: there are fewer seeds, pictures of two seeds share noise, no row is of every
+            seed, or the rest of the runs' protocol differs.
+    """
+    seeds = [run.get("first_seed") for run in runs]
+    if len(set(seeds)) < 2 or None in seeds:
+        raise ValueError(f"expected results of scenes with different seeds, but got seeds {seeds}.")
+    protocols = [{name: run.get(name) for name in PROTOCOL} for run in runs]
+    by_seed: dict[int, dict[tuple, Mapping[str, Any]]] = {seed: {} for seed in seeds}
+    facts: dict[tuple, dict[str, Any]] = {}
+    are_alike = all(x == protocols[0] for x in protocols) and not said_otherwise(runs)
+    for run in runs:
+        exact = next((row for row in run["rows"] if row["method"] == EXACT), None)
+        for row in run["rows"]:
+            key = row_key(row)
+            by_seed[run["first_seed"]].setdefault(key, {**row, **_less_exact(row, exact)})
+            said = {name: row[name] for name in row if name not in MEASURED}
+            if row["method"] == EXACT:
+                said.pop("levels", None)
+            are_alike &= facts.setdefault(key, said) == said
+    common = [key for key in facts if all(key in rows for rows in by_seed.values())]
+    if not are_alike or not common:
+        raise ValueError(
+            "the runs must have the same methods and pictures, and the same "
+            f"{', '.join((*PROTOCOL, *MAKING))}."
+        )
+    ranges = sorted({(x.start, x.stop) for x in map(noise_seeds, runs)})
+    for (first, stop), (other, other_stop) in pairwise(ranges):
+        if other < stop:
+            raise ValueError(
+                f"runs that are averaged must share no noise, but have the seeds {first} to "
+                f"{stop - 1} and {other} to {other_stop - 1}."
+            )
+    return [
+        {**facts[key], "num_runs": len(by_seed), **_over_runs([x[key] for x in by_seed.values()])}
+        for key in common
+    ]
+
+
+def noise_seeds(run: Mapping[str, Any]) -> range:
+    """The seeds of the noise of a run's pictures."""
+    count = max((row["num_pictures"] for row in run["rows"]), default=0)
+    return range(run["first_seed"], run["first_seed"] + count)
+
+
+def said_otherwise(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of `MAKING` that two of the runs say with different values."""
+    return [name for name in MAKING if len({run.get(name) for run in runs} - {None}) > 1]
+
+
+def _less_exact(row: Mapping[str, Any], exact: Mapping[str, Any] | None) -> dict[str, float]:
+    """The differences of a method's row to that of exact attention; rendered pictures have none."""
+    if exact is None or row is exact or row["method"] in (REAL, BROKEN):
+        return {}
+    return {
+        column: row[name] - exact[name]
+        for name, column in LESS_EXACT.items()
+        if None not in (row.get(name), exact.get(name))
+    }
+
+
+def _over_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Means and standard errors of each figure, None where a run has none."""
+    figures = {}
+    for name in (*FIGURES, *LESS_EXACT.values()):
+        values = [row.get(name) for row in rows]
+        known = None not in values
+        figures[name] = mean(values) if known else None
+        figures[f"{name}_sem"] = _standard_error(np.array(values)) if known else None
+    return figures
+
+
+def _standard_error(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / len(values) ** 0.5)

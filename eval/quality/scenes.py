@@ -1,0 +1,241 @@
+"""Quality of mini-sd on held-out scenes: FID, CLIP score and copy agreement, with controls."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import StableDiffusionPipeline
+from tqdm import tqdm
+
+from avq_diffusers.mini import Scene, corrupt, render
+from eval.quality.frechet import fit_gaussian
+from eval.quality.methods import (
+    EXACT,
+    Method,
+    attention_method,
+    calibrated,
+    load_methods,
+    method_cells,
+)
+from eval.quality.metrics import Scorer, clip_scores, copy_agreements, picture_features, psnr
+from eval.quality.pictures import Drawing, dilation, generate
+from eval.quality.samples import LIKENESS, Sample, figures, likeness
+from eval.store.markdown import markdown_table, number
+
+FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_picture")
+# What `merge` adds: a figure less that of exact attention's pictures of equal noise.
+LESS_EXACT = {name: f"{name}_less_exact" for name in ("fid", "clip_score", "copy_agreement")}
+MEASURED = {f"{name}{end}" for name in (*FIGURES, *LESS_EXACT.values()) for end in ("", "_sem")}
+PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
+# Older files lack some of these; what a file does not say is not compared.
+MAKING = ("model", "model_sha256", "scorer", "scorer_sha256", "guidance_scale")
+HEADER = ("FID", "FID to exact", "CLIP score", "copy agreement", "PSNR dB, median (p10)")
+REFERENCE = "scenes of the reference"
+REAL = "real scenes"
+BROKEN = "real scenes, copies broken"
+
+
+def score_methods(
+    pipe: StableDiffusionPipeline,
+    methods: Sequence[str],
+    scenes: Sequence[Scene],
+    reference_scenes: Sequence[Scene],
+    scorer: Scorer,
+    drawing: Drawing,
+    *,
+    levels: tuple[int, ...] = (0,),
+    calibration_prompts: Sequence[str],
+    first_seed: int = 0,
+    first_index: int = 0,
+    finished: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    samples: dict[str, Sample] | None = None,
+) -> Iterator[Mapping[str, Any]]:
+    """Yield a row a method: its pictures of `scenes` against other scenes.
+
+    The noise of picture i of a run has the seed `first_seed + i`, the same for every method. Two
+    rows of rendered pictures come first, as ceiling and floor of the figures: other real scenes,
+    and the same with their copies broken. Then comes `exact`, wherever it stands among the methods:
+    PSNR and "FID to exact" compare the other methods' pictures with its own. At equal noise the
+    latter tells methods apart that FID, which varies with the noise, does not. Seconds per picture
+    are those of generation, first calls included.
+
+    Real pictures are rendered at the size of the generated ones. Copy agreement is measured at this
+    size; for FID and CLIP score the scorer resizes all of them to its own by an antialiased
+    bilinear filter. Two rows of pictures are in memory at a time.
+
+    Args:
+        pipe: without AVQ.
+        methods: names of `Method`.
+        scenes: whose captions are drawn.
+        reference_scenes: that FID compares with.
+        scorer: gives features and CLIP scores.
+        drawing: how pictures are drawn, at a size that is a multiple of 64; compiled, anew for each
+            method.
+        levels: UNet levels that change.
+        calibration_prompts: of methods that are calibrated, at the model's own size.
+        first_seed: of the noise.
+        first_index: pictures of the run that come before these.
+        finished: rows of an earlier run by method. Their methods are not run again, but for
+            folders that have changed since, rows that were not compared with `exact` and now are,
+            and for `exact` where the pictures of others are still to be compared with its own.
+        samples: gets what is measured of each picture before the row comes, by method, and of
+            `REFERENCE`. Of finished rows it has them from the earlier run; one without is made
+            again.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_methods`, or the size is not a multiple of 64 or has
+            no settings of ScaleCrafter, or batches to compile for differ in size.
+    """
+    size, batch_size = drawing.size, drawing.batch_size
+    if size is None or size <= 0 or size % 64:
+        raise ValueError(f"the size must be a multiple of 64, but got {size}.")
+    if drawing.is_compiled and len(scenes) % batch_size:
+        raise ValueError(
+            f"a compiled UNet needs batches of one size, but {len(scenes)} pictures are not "
+            f"a multiple of {batch_size}."
+        )
+    with dilation(pipe, drawing):
+        pass  # refuses sizes before the work
+    noise = range(first_seed + first_index, first_seed + first_index + len(scenes))
+    loaded = load_methods(pipe, methods, levels=levels)
+    captions = [scene.caption for scene in scenes]
+    finished = _still_valid(finished, loaded, samples)
+    prepared = [
+        method if method.name in finished else calibrated(pipe, method, calibration_prompts)
+        for method in loaded
+    ]
+    samples = {} if samples is None else samples
+    samples[REFERENCE] = Sample(picture_features(scorer, _render_all(reference_scenes, size)))
+    reference = fit_gaussian(samples[REFERENCE].features)
+
+    def measure(pictures: np.ndarray, exact: np.ndarray | None) -> Sample:
+        features = picture_features(scorer, pictures)
+        values = (
+            clip_scores(scorer, features, captions),
+            copy_agreements(pictures, scenes),
+            np.empty(0) if exact is None else _psnr(pictures, exact),
+        )
+        return Sample(features, *map(torch.from_numpy, values))
+
+    for name in (REAL, BROKEN):
+        breaks = range(first_index, first_index + len(scenes)) if name == BROKEN else None
+        samples[name] = measure(_render_all(scenes, size, breaks), None)
+        yield {"method": name, **figures(samples[name], reference)}
+    exact = exact_features = None
+    are_all_finished = len(finished) == len(prepared)
+    for method in sorted(prepared, key=lambda method: method.name != EXACT):
+        if method.name in finished and (are_all_finished or method.name != EXACT):
+            yield finished[method.name]
+            continue
+        torch.compiler.reset()  # the code of the method before would count as a recompilation
+        start = perf_counter()
+        with attention_method(pipe, method):
+            pictures = generate(pipe, captions, noise, drawing, description=method.name)
+        seconds = (perf_counter() - start) / len(captions)
+        sample = samples[method.name] = measure(pictures, exact)
+        alike = likeness(sample, exact_features)
+        if method.name == EXACT:
+            exact, exact_features = pictures, fit_gaussian(sample.features)
+        unusual = {"fields": fields} if (fields := method.unusual_fields) else {}
+        yield {
+            **method.facts(),
+            **unusual,
+            **figures(sample, reference),
+            **alike,
+            "seconds_per_picture": seconds,
+        }
+        del pictures  # before the next ones are made
+
+
+def row_key(row: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """What a row is of: a method at levels; exact attention is the same at any."""
+    levels = () if row["method"] == EXACT else tuple(row.get("levels") or ())
+    return row["method"], levels
+
+
+def scenes_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a Markdown table."""
+    return markdown_table(
+        ["method", "effective codewords", "levels", *HEADER],
+        ([*_row_cells(row), *figure_cells(row)] for row in rows),
+    )
+
+
+def differences_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The figures of `LESS_EXACT` of merged rows that have them, as a Markdown table."""
+    fid, clip_score, copy_agreement = LESS_EXACT.values()
+    return markdown_table(
+        ["method", "effective codewords", "levels", "FID", "CLIP score", "copy agreement"],
+        (
+            [
+                *_row_cells(row),
+                _with_error(row, fid, "+.3f"),
+                _with_error(row, clip_score, "+.3f"),
+                _with_error(row, copy_agreement, "+.4f"),
+            ]
+            for row in rows
+            if row.get(fid) is not None
+        ),
+    )
+
+
+def figure_cells(row: Mapping[str, Any]) -> list[str]:
+    """The cells of a row under `HEADER`; ± is one standard error."""
+    median = _with_error(row, "psnr_median", ".1f")
+    if row.get("psnr_p10") is not None:
+        median += f" ({row['psnr_p10']:.1f})"
+    return [
+        _with_error(row, "fid", ".3f"),
+        _with_error(row, "fid_to_exact", ".3f"),
+        _with_error(row, "clip_score", ".2f"),
+        _with_error(row, "copy_agreement", ".3f"),
+        median,
+    ]
+
+
+def _row_cells(row: Mapping[str, Any]) -> list[str]:
+    return [*method_cells(row), ", ".join(map(str, row_key(row)[1])) or "-"]
+
+
+def _with_error(row: Mapping[str, Any], name: str, form: str) -> str:
+    error = row.get(f"{name}_sem")
+    unsigned = form.removeprefix("+")
+    return number(row.get(name), form) + ("" if error is None else f" ± {error:{unsigned}}")
+
+
+def _still_valid(
+    finished: Mapping[str, Mapping[str, Any]],
+    methods: Sequence[Method],
+    samples: Mapping[str, Sample] | None,
+) -> dict[str, Mapping[str, Any]]:
+    """The finished rows of these methods that need not be made again, by method."""
+    is_compared = any(method.name == EXACT for method in methods)
+    return {
+        method.name: row
+        for method in methods
+        if (row := finished.get(method.name)) is not None
+        and row["sha256"] == method.sha256
+        and (samples is None or method.name in samples)
+        and (method.name == EXACT or not is_compared or row["fid_to_exact"] is not None)
+    }
+
+
+def _psnr(pictures: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    # One at a time: `psnr` computes in float64.
+    pairs = zip(pictures, exact, strict=True)
+    return np.concatenate([psnr(one[None], other[None]) for one, other in pairs])
+
+
+def _render_all(
+    scenes: Sequence[Scene], size: int, breaks: Sequence[int] | None = None
+) -> np.ndarray:
+    """Pictures of the scenes, with copies broken by these seeds."""
+    pictures = np.empty((len(scenes), size, size, 3), np.uint8)
+    for index, scene in enumerate(tqdm(scenes, desc="rendering")):
+        pictures[index] = (
+            render(scene, size) if breaks is None else corrupt(scene, breaks[index], size)
+        )
+    return pictures

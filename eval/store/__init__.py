@@ -1,0 +1,1 @@
+"""Results as files: JSON with provenance, Markdown tables, plots."""

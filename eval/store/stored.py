@@ -1,0 +1,147 @@
+"""Results read back from their JSON files, and their plots drawn from them.
+
+The plotting commands draw from the file they have just written, so that its plot can be drawn again
+at any time: `python -m eval plot`.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROGRAM = ["python", "-m", "eval"]
+GROUPS = ("bench", "coco")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A file that `python -m eval` wrote.
+
+    Attributes:
+        path: of the file.
+        kind: the command that wrote it, such as `"scenes"` or `"bench unet"`.
+        document: its content.
+    """
+
+    path: Path
+    kind: str
+    document: Mapping[str, Any]
+
+
+def read_result(path: Path) -> Result:
+    """Read a result.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a result.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}.")
+    try:
+        document = json.loads(path.read_text())
+        program, words = document["command"].split()[:3], document["command"].split()[3:]
+        kind = " ".join(words[:2]) if words[0] in GROUPS else words[0]
+    except (ValueError, LookupError, RecursionError, TypeError, AttributeError):
+        program = []
+    if program != PROGRAM:
+        raise ValueError(f"{path} is not a result of python -m eval.")
+    return Result(path, kind, document)
+
+
+@contextmanager
+def complete(path: Path) -> Iterator[None]:
+    """Name the file whose fields the block reads, should one be missing or of another type.
+
+    Raises:
+        ValueError: one is.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a complete result ({type(error).__name__}: {error}); make it again."
+        ) from error
+
+
+def draw(path: Path, *, size: int | None = None) -> None:
+    """Draw the plot of a result: the PNG beside its JSON file.
+
+    Args:
+        path: of the result.
+        size: of the plot of a table: the size of the UNet step whose time is shown.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a result, not a complete one, one that has no plot, or one that has
+            not this size.
+    """
+    result = read_result(path)
+    if result.kind not in PLOTS:
+        raise ValueError(
+            f"plots are those of {', '.join(PLOTS)}, but {path} is a result of {result.kind}."
+        )
+    if size is not None and result.kind != "table":
+        raise ValueError(f"a size chooses what the plot of a table shows, but {path} is not one.")
+    options = {} if size is None else {"size": size}
+    with complete(path):
+        PLOTS[result.kind](path.with_suffix(".png"), result.document, **options)
+
+
+def _kernels(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.benchmarks.kernels import plot_kernels
+
+    rows = document["rows"]
+    plot_kernels(path, rows[0]["part"], rows)
+
+
+def _unet(path: Path, document: Mapping[str, Any]) -> None:
+    """One plot for all modes of a size, from the files beside this one."""
+    from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
+
+    device = torch.device(path.stem.rpartition("_")[2])
+    modes = MODES if device.type == "cuda" else MODES_WITHOUT_GRAPHS
+    side, mode = (document["rows"][0][name] for name in ("size", "mode"))
+    stem = path.stem.removesuffix(f"_{side}_{mode}_{device.type}")
+    plot_unet(path.parent, stem, side, device, modes)
+
+
+def _errors(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.codebooks.errors import KernelTimes, error_panels
+    from eval.store.plots import panel_plot
+
+    times = document["kernel_times"]
+    panel_plot(path, error_panels(document["rows"], times and KernelTimes(**times)))
+
+
+def _analyse(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.codebooks.analyses import ANALYSES
+
+    ANALYSES[document["analysis"]].plot(path, document["rows"])
+
+
+def _training(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.codebooks.training import training_rows
+    from eval.store.plots import panel_plot
+
+    panel_plot(path, training_rows(document["runs"]))
+
+
+def _table(path: Path, document: Mapping[str, Any], size: int | None = None) -> None:
+    from eval.quality.method_table import table_panels
+    from eval.store.plots import point_plot
+
+    point_plot(path, table_panels(document, size))
+
+
+PLOTS: Mapping[str, Callable[..., None]] = {
+    "bench kernels": _kernels,
+    "bench unet": _unet,
+    "errors": _errors,
+    "analyse": _analyse,
+    "training": _training,
+    "table": _table,
+}

@@ -1,0 +1,330 @@
+"""`avq_attention` at its boundary: refusals, choice of backend, torch.compile, autocast."""
+
+import pytest
+import torch
+from cases import make_case, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from avq_diffusers.attention.api import BACKENDS, avq_attention, resolve_backend
+from avq_diffusers.codebook.codebook import Codebook
+
+
+class Recorder(TorchDispatchMode):
+    """Counts the calls of the custom operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is torch.ops.avq_diffusers.attention.default
+        return func(*args, **(kwargs or {}))
+
+
+QUERY, KEY, VALUE, CODEBOOK = make_case(dtype=torch.float32)
+FLAT = Codebook(CODEBOOK.parents, CODEBOOK.children[:, :, :0])
+REFUSALS = {
+    "query type": (
+        {"query": [1.0]},
+        TypeError,
+        r"query must be a tensor, but got list\.",
+    ),
+    "key rank": (
+        {"key": KEY[0]},
+        ValueError,
+        r"key must have shape \(batch, heads, tokens, head_dim\), but got \(2, 50, 8\)\.",
+    ),
+    "integer value": (
+        {"value": VALUE.int()},
+        TypeError,
+        r"value must be float16, bfloat16, float32 or float64, but got torch\.int32\.",
+    ),
+    "no queries": (
+        {"query": QUERY[:, :, :0]},
+        ValueError,
+        r"query must not be empty, but got shape \(2, 2, 0, 8\)\.",
+    ),
+    "codebook type": (
+        {"codebook": CODEBOOK.parents},
+        TypeError,
+        r"codebook must be a Codebook, but got Tensor\.",
+    ),
+    "key dtype": (
+        {"key": KEY.half()},
+        TypeError,
+        r"key must have the dtype of query, torch\.float32, but got torch\.float16\.",
+    ),
+    "value device": (
+        {"value": VALUE.to("meta")},
+        ValueError,
+        r"value must be on the device of query, cpu, but got meta\.",
+    ),
+    "key batch": (
+        {"key": KEY[:1]},
+        ValueError,
+        r"key must have the batch size of query, 2, but got 1\.",
+    ),
+    "value heads": (
+        {"value": VALUE[:, :1]},
+        ValueError,
+        r"value must have the number of heads of query, 2, but got 1\.",
+    ),
+    "key head dim": (
+        {"key": KEY[..., :7]},
+        ValueError,
+        r"key must have the head dim of query, 8, but got 7\.",
+    ),
+    "value tokens": (
+        {"value": VALUE[:, :, :40]},
+        ValueError,
+        r"value must have as many tokens as key, 50, but got 40\.",
+    ),
+    "codebook device": (
+        {"codebook": CODEBOOK.to("meta")},
+        ValueError,
+        r"codebook must be on the device of query, cpu, but got meta\.",
+    ),
+    "codebook heads": (
+        {"codebook": Codebook(CODEBOOK.parents[:1], CODEBOOK.children[:1])},
+        ValueError,
+        r"codebook must have the number of heads of query, 2, but got 1\.",
+    ),
+    "codebook head dim": (
+        {"codebook": Codebook(CODEBOOK.parents[..., :7], CODEBOOK.children[..., :7])},
+        ValueError,
+        r"codebook must have the head dim of query, 8, but got 7\.",
+    ),
+    "query_order type": (
+        {"query_order": "gilbert"},
+        TypeError,
+        r"query_order must be a tensor, but got str\.",
+    ),
+    "query_order dtype": (
+        {"query_order": torch.arange(50.0)},
+        TypeError,
+        r"query_order must be int32 or int64, but got torch\.float32\.",
+    ),
+    "query_order shape": (
+        {"query_order": torch.arange(49)},
+        ValueError,
+        r"query_order must have shape \(50,\), one entry per query, but got \(49,\)\.",
+    ),
+    "query_order device": (
+        {"query_order": torch.arange(50, device="meta")},
+        ValueError,
+        r"query_order must be on the device of query, cpu, but got meta\.",
+    ),
+    "num_refined type": (
+        {"num_refined": 2.0},
+        TypeError,
+        r"num_refined must be an int, but got 2\.0 \(float\)\.",
+    ),
+    "num_refined bool": (
+        {"num_refined": True},
+        TypeError,
+        r"num_refined must be an int, but got True \(bool\)\.",
+    ),
+    "num_refined negative": (
+        {"num_refined": -1},
+        ValueError,
+        r"num_refined must be at least 0, but got -1\.",
+    ),
+    "num_refined above parents": (
+        {"num_refined": 7},
+        ValueError,
+        r"num_refined must be at most the codebook's 6 parents, but got 7\.",
+    ),
+    "num_refined of a flat codebook": (
+        {"codebook": FLAT},
+        ValueError,
+        r"num_refined must be 0 for a codebook without children \(flat VQ\), but got 2\.",
+    ),
+    "query_tile": (
+        {"query_tile": 0},
+        ValueError,
+        r"query_tile must be at least 1, but got 0\.",
+    ),
+    "importance_tile": (
+        {"importance_tile": 0},
+        ValueError,
+        r"importance_tile must be at least 1, but got 0\.",
+    ),
+    "scale": (
+        {"scale": "1"},
+        TypeError,
+        r"scale must be a number or None, but got str\.",
+    ),
+    "backend": (
+        {"backend": "cuda"},
+        ValueError,
+        rf"backend must be one of {', '.join(BACKENDS)}, but got 'cuda'\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name):
+    changes, error, message = REFUSALS[name]
+    arguments = {
+        "query": QUERY,
+        "key": KEY,
+        "value": VALUE,
+        "codebook": CODEBOOK,
+        "num_refined": 2,
+    }
+    with pytest.raises(error, match=f"^{message}$"):
+        avq_attention(**arguments | changes)
+
+
+def test_auto_takes_the_fast_path_with_and_without_gradients():
+    query = QUERY.clone().requires_grad_()
+    with Recorder() as recorder:
+        with torch.no_grad():
+            avq_attention(query, KEY, VALUE, CODEBOOK, num_refined=2)
+        assert recorder.calls == 1
+        output = avq_attention(query, KEY, VALUE, CODEBOOK, num_refined=2)
+        assert recorder.calls == 2
+    assert output.requires_grad
+    assert output.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("num_refined", [0, 6])
+def test_auto_takes_the_dense_way_where_it_gets_gradients_faster(num_refined):
+    short_key = KEY[:, :, :10]
+
+    def resolve(query, key=short_key):
+        arguments = (query, key, key, CODEBOOK)
+        return resolve_backend("auto", *arguments, num_refined=num_refined)
+
+    query = QUERY.clone().requires_grad_()
+    assert resolve(QUERY) == "torch"
+    assert resolve(query) == "dense"
+    assert resolve(QUERY, short_key.clone().requires_grad_()) == "dense"
+    assert resolve(query, KEY.repeat(1, 1, 100, 1)) == "torch"
+    with torch.no_grad():
+        assert resolve(query) == "torch"
+    with Recorder() as recorder:
+        avq_attention(query, short_key, short_key, CODEBOOK, num_refined=num_refined)
+    assert recorder.calls == 0
+
+
+def test_the_dense_way_needs_tiles_that_see_the_same_keys():
+    message = r'^backend="dense" cannot run: num_refined must be 0 or all 6 parents, but is 2\.$'
+    with pytest.raises(ValueError, match=message):
+        avq_attention(QUERY, KEY, VALUE, CODEBOOK, num_refined=2, backend="dense")
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("codebook_dtype", [torch.float16, torch.float32, torch.float64])
+def test_dtypes_of_inputs_and_codebook_may_differ(backend, dtype, codebook_dtype):
+    query, key, value = (x.to(dtype) for x in (QUERY, KEY, VALUE))
+    codebook = CODEBOOK.to(dtype=codebook_dtype)
+    output = avq_attention(query, key, value, codebook, num_refined=6, backend=backend)
+    assert output.dtype == dtype
+    expected = avq_attention(
+        *(x.double() for x in (query, key, value)),
+        codebook.to(dtype=torch.float64),
+        num_refined=6,
+        backend="reference",
+    )
+    assert relative_error(output, expected) < 4 * torch.finfo(dtype).eps
+
+
+def custom_op_arguments(**options):
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
+    defaults = {
+        "query_order": order,
+        "num_refined": 2,
+        "query_tile": 16,
+        "importance_tile": 4,
+        "scale": 0.3,
+    }
+    codewords = (CODEBOOK.parents, CODEBOOK.children)
+    return QUERY, KEY, VALUE, *codewords, *(defaults | options).values()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"query_order": None, "importance_tile": None}, {"num_refined": 0}]
+)
+@pytest.mark.parametrize("needs_grad", [(False,) * 3, (True,) * 3, (False, True, False)])
+def test_opcheck(options, needs_grad):
+    *tokens, parents, children = custom_op_arguments(**options)[:5]
+    numbers = custom_op_arguments(**options)[5:]
+    tokens = [
+        x.detach().requires_grad_(needed) for x, needed in zip(tokens, needs_grad, strict=True)
+    ]
+    arguments = (*tokens, parents, children, *numbers)
+    torch.library.opcheck(torch.ops.avq_diffusers.attention, arguments)
+
+
+@pytest.mark.parametrize("needs_grad", [(True,) * 3, (False, True, False), (True, False, True)])
+def test_opcheck_of_the_gradients(needs_grad):
+    arguments = (torch.ones_like(QUERY), *custom_op_arguments(), needs_grad)
+    torch.library.opcheck(torch.ops.avq_diffusers.attention_backward, arguments)
+
+
+def test_opcheck_of_the_quantization():
+    arguments = (KEY.detach().requires_grad_(), CODEBOOK.parents, CODEBOOK.children)
+    torch.library.opcheck(torch.ops.avq_diffusers.quantize, arguments)
+
+
+def test_the_fake_kernel_has_the_layout_of_the_real_one():
+    contiguous = QUERY.contiguous()
+    for query in (QUERY, contiguous, contiguous[:, :, ::2], contiguous[:1].expand(2, -1, -1, -1)):
+        arguments = (query, *custom_op_arguments(query_order=None)[1:])
+        real = torch.ops.avq_diffusers.attention(*arguments)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = torch.ops.avq_diffusers.attention(mode.from_tensor(query), *arguments[1:])
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_without_graph_breaks(dynamic):
+    torch._dynamo.reset()
+    order = torch.arange(50).flip(0)
+
+    def layer(query, key, value, parents, children, query_order):
+        codebook = Codebook(parents, children, check_finite=False)
+        output = avq_attention(
+            2 * query, key, value, codebook, num_refined=2, query_tile=16, query_order=query_order
+        )
+        return output.transpose(1, 2).flatten(2)
+
+    arguments = (QUERY, KEY, VALUE, CODEBOOK.parents, CODEBOOK.children, order)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    with torch.no_grad(), Recorder() as recorder:
+        expected = layer(*arguments)
+        assert recorder.calls == 1
+    with torch.no_grad():
+        assert torch.equal(compiled(*arguments), expected)
+        fewer = (QUERY[:, :, :30], *arguments[1:5], torch.arange(30))
+        assert torch.equal(compiled(*fewer), layer(*fewer))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_autocast_changes_nothing(backend):
+    arguments = (QUERY, KEY, VALUE, CODEBOOK)
+    expected = avq_attention(*arguments, num_refined=2, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = avq_attention(*arguments, num_refined=2, backend=backend)
+        assert (QUERY @ KEY.mT).dtype == torch.bfloat16
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_forward_mode_is_refused(backend):
+    """Custom operators drop tangents: catches derivatives that are zero."""
+
+    def attend(value):
+        return avq_attention(QUERY, KEY, value, CODEBOOK, num_refined=2, backend=backend)
+
+    with pytest.raises(NotImplementedError, match="avq_attention has no forward-mode derivatives"):
+        torch.func.jvp(attend, (VALUE,), (torch.ones_like(VALUE),))
+
+
+def test_inference_mode():
+    arguments = (QUERY, KEY, VALUE, CODEBOOK)
+    expected = avq_attention(*arguments, num_refined=2)
+    with torch.inference_mode():
+        assert torch.equal(avq_attention(*arguments, num_refined=2), expected)

@@ -1,0 +1,224 @@
+"""Diagnostics on codebooks whose figures are known or can be counted."""
+
+import inspect
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import make_case
+
+from avq_diffusers.attention import forward, reference
+from avq_diffusers.attention.diagnostics import (
+    active_ratio,
+    attention_mass,
+    capture,
+    capture_curve,
+    captured_share,
+    commitment_loss,
+    constraint_error,
+    leaf_counts,
+    perplexity,
+    quantization_error,
+    refined_parents,
+)
+from avq_diffusers.codebook.codebook import Codebook
+
+PARENTS = torch.tensor([[[0.0, 0.0], [10.0, 0.0]]])
+CHILDREN = PARENTS[:, :, None] + torch.tensor([[0.0, 2.0], [0.0, -2.0]])
+CODEBOOK = Codebook(PARENTS, CHILDREN)
+
+
+@pytest.mark.parametrize("order", [None, torch.arange(49, -1, -1)])
+@pytest.mark.parametrize("importance_tile", [None, 4])
+@pytest.mark.parametrize("elements", [1, 2 * 16 * 2 * 2 * 6, 2**20])
+def test_capture_is_the_exact_attention_on_refined_cells(
+    order, importance_tile, elements, monkeypatch
+):
+    """Also where tiles are computed one or two at a time, and a last one that is not full."""
+    monkeypatch.setattr(forward, "ELEMENTS_CPU", elements)
+    query, key, _, codebook = make_case()
+    query = 2 * query
+    captured = capture(
+        query,
+        key,
+        codebook,
+        2,
+        query_tile=16,
+        query_order=order,
+        importance_tile=importance_tile,
+        scale=0.4,
+    )
+
+    parent, _ = reference.assign(key, codebook.parents, codebook.children)
+    counts = F.one_hot(parent, 6).sum(dim=2).double()
+    attention = (0.4 * query @ key.mT).softmax(dim=-1)
+    expected = torch.zeros(2).double()
+    for tile in torch.arange(50).split(16) if order is None else order.split(16):
+        importance = reference.importance(
+            query[:, :, tile], codebook.parents, counts, 0.4, importance_tile
+        )
+        refined = importance.topk(2).indices
+        for b in range(2):
+            for h in range(2):
+                for p in refined[b, h]:
+                    expected[h] += attention[b, h, tile][:, parent[b, h] == p].sum()
+    torch.testing.assert_close(captured, expected / (2 * 50))
+
+
+def test_capture_of_all_parents_is_one_and_of_none_is_zero():
+    query, key, _, codebook = make_case(dtype=torch.float16)
+    torch.testing.assert_close(capture(query, key, codebook, 6), torch.ones(2))
+    assert (capture(query, key, codebook, 0) == 0).all()
+    rising = torch.stack([capture(query, key, codebook, p) for p in range(7)])
+    assert (rising.diff(dim=0) > 0).all()
+
+
+def test_attention_mass_by_hand():
+    """Fails for a tile of the wrong queries, an average over them, or keys that count once."""
+    key = torch.tensor([[[0.0, 3.0], [10.0, 2.0], [10.0, -2.0]]])[None]
+    query = torch.tensor([[[0.0, 0.0], [100.0, 0.0], [-100.0, 0.0]]])[None]
+    tiles = {"query_tile": 2, "query_order": torch.tensor([2, 0, 1])}
+    mass = attention_mass(query, key, CODEBOOK, **tiles)
+    torch.testing.assert_close(mass, torch.tensor([[[[1 + 1 / 3, 2 / 3], [0.0, 1.0]]]]))
+    chosen = torch.tensor([[[[False, True], [True, True]]]])
+    torch.testing.assert_close(captured_share(mass, chosen), torch.tensor([(2 / 3 + 1) / 3]))
+    refined = refined_parents(query, key, CODEBOOK, 1, **tiles)
+    assert refined.tolist() == [[[[True, False], [False, True]]]]
+
+
+def test_no_choice_captures_more_than_the_parents_of_most_mass():
+    """Fails for parents that are chosen by another tile's importance, or too many of them."""
+    query, key, _, codebook = make_case()
+    mass = attention_mass(query, key, codebook, query_tile=16)
+    torch.testing.assert_close(mass.sum(-1)[0, 0], torch.tensor([16.0, 16, 16, 2]).double())
+    best = torch.zeros_like(mass, dtype=torch.bool).scatter(-1, mass.topk(2).indices, True)
+    for importance_tile in (None, 2):
+        arguments = {"query_tile": 16, "importance_tile": importance_tile}
+        refined = refined_parents(query, key, codebook, 2, **arguments)
+        assert (refined.sum(-1) == 2).all()
+        share = captured_share(mass, refined)
+        torch.testing.assert_close(share, capture(query, key, codebook, 2, **arguments))
+        assert (share <= captured_share(mass, best)).all()
+        assert (share > captured_share(mass, refined.roll(1, dims=2))).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query_tile": 0}, ValueError, "query_tile must be at least 1, but got 0."),
+        ({"query_tile": 2.0}, TypeError, "query_tile must be an int, but got 2.0 (float)."),
+        ({"importance_tile": 0}, ValueError, "importance_tile must be at least 1, but got 0."),
+        ({"scale": "1"}, TypeError, "scale must be a number or None, but got str."),
+        (
+            {"key": torch.zeros(2, 1, 50, 8)},
+            ValueError,
+            "key must have the number of heads of query, 2, but got 1.",
+        ),
+        (
+            {"codebook": CODEBOOK},
+            ValueError,
+            "codebook must have the number of heads of query, 2, but got 1.",
+        ),
+        (
+            {"query_order": torch.arange(49)},
+            ValueError,
+            "query_order must have shape (50,), one entry per query, but got (49,).",
+        ),
+        ({"num_refined": -1}, ValueError, "num_refined must be at least 0, but got -1."),
+        ({"num_refined": 2.0}, TypeError, "num_refined must be an int, but got 2.0 (float)."),
+        (
+            {"num_refined": 99},
+            ValueError,
+            "num_refined must be at most the codebook's 6 parents, but got 99.",
+        ),
+    ],
+)
+def test_arguments_are_refused_as_by_attention(changes, error, message):
+    """Catches figures of parents that are counted from the end, or of heads that are repeated."""
+    query, key, _, codebook = make_case()
+    arguments = {"query": query, "key": key, "codebook": codebook}
+    for function in (capture, capture_curve, attention_mass, refined_parents):
+        taken = inspect.signature(function).parameters
+        others = {"num_refined": 2} if "num_refined" in taken else {}
+        if taken.keys() >= changes.keys():
+            with pytest.raises(error, match=f"^{re.escape(message)}$"):
+                function(**arguments | others | changes)
+
+
+def test_commitment_loss_is_the_squared_distance_to_the_leaf():
+    # Distances 1 to a child, 0.5 to the parent, 0 to a child.
+    key = torch.tensor([[[[0.0, 3.0], [10.5, 0.0], [10.0, -2.0]]]], requires_grad=True)
+    loss = commitment_loss(key, CODEBOOK)
+    torch.testing.assert_close(loss, torch.tensor([(1 + 0.25) / 3]))
+    (gradient,) = torch.autograd.grad(loss.sum(), key)
+    expected = torch.tensor([[[[0.0, 1.0], [0.5, 0.0], [0.0, 0.0]]]]) * 2 / 3
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_commitment_loss_leaves_codewords_alone():
+    """Catches a gradient that draws the codewords of a training with DiVeQ to the keys."""
+    parents, children = PARENTS.clone().requires_grad_(), CHILDREN.clone().requires_grad_()
+    key = torch.tensor([[[[0.0, 3.0], [10.5, 0.0]]]], requires_grad=True)
+    loss = commitment_loss(key, Codebook(parents, children)).sum()
+    gradients = torch.autograd.grad(loss, (key, parents, children), allow_unused=True)
+    assert gradients[0].abs().sum() > 0
+    assert gradients[1:] == (None, None)
+
+
+def test_figures_are_per_head_over_all_leading_dimensions():
+    _, key, _, codebook = make_case(batch=3)
+    stacked = key.transpose(0, 1).flatten(1, 2)
+    for figure in (commitment_loss, quantization_error, leaf_counts):
+        torch.testing.assert_close(figure(key, codebook), figure(stacked, codebook))
+    head = Codebook(codebook.parents[1:], codebook.children[1:])
+    torch.testing.assert_close(
+        commitment_loss(key[:, 1:], head), commitment_loss(key, codebook)[1:]
+    )
+
+
+def test_quantization_error_is_relative_to_one_codeword_at_the_mean():
+    _, key, _, codebook = make_case()
+    mean = key.mean(dim=(0, 2))[:, None]
+    one = Codebook(mean, mean[:, :, None][:, :, :0])
+    torch.testing.assert_close(quantization_error(key, one), torch.ones(2).double())
+    assert (quantization_error(key, codebook) < 0.7).all()
+    torch.testing.assert_close(
+        quantization_error(7 * key, Codebook(7 * codebook.parents, 7 * codebook.children)),
+        quantization_error(key, codebook),
+    )
+    every_key = Codebook(key[0], key[0][:, :, None][:, :, :0])
+    assert (quantization_error(key[:1], every_key) < 1e-12).all()
+
+
+def test_leaf_counts():
+    key = torch.tensor([[[0.0, 3.0], [0.0, 2.5], [10.5, 0.0], [10.0, -2.0], [0.1, 0.0]]])
+    assert leaf_counts(key, CODEBOOK).tolist() == [[[1, 2, 0], [1, 0, 1]]]
+    flat = Codebook(PARENTS, CHILDREN[:, :, :0])
+    assert leaf_counts(key, flat).tolist() == [[[3], [2]]]
+
+
+def test_active_ratio_counts_parents_by_their_whole_cell():
+    # 1200 keys, 6 codewords: 200 is a fair share, 2 is not above a hundredth of it and 3 is.
+    counts = torch.tensor([[0, 3, 2], [0, 0, 1195]])
+    assert active_ratio(counts) == pytest.approx(4 / 6)
+    assert active_ratio(torch.stack([counts, 7 * counts])).tolist() == [4 / 6, 4 / 6]
+    assert active_ratio(torch.tensor([[600], [598], [2]])) == pytest.approx(2 / 3)
+
+
+def test_perplexity_is_the_number_of_leaves_in_even_use():
+    """Fails for one figure over heads, base 2, or the log of an empty leaf."""
+    counts = torch.tensor([[[5, 5, 0], [0, 5, 0]], [[0, 0, 0], [9, 0, 0]], [[1, 0, 0], [3, 0, 0]]])
+    uneven = 4 / 27**0.25  # 1 / (p^p q^q) for p = 1/4
+    assert perplexity(counts).tolist() == pytest.approx([3, 1, uneven])
+
+
+def test_constraint_error_in_distances_of_a_child():
+    assert constraint_error(CODEBOOK).tolist() == [0.0]
+    shifted = CHILDREN.clone()
+    shifted[0, 1, :, 0] += 1.0
+    distance = ((4 + 4 + 5 + 5) / 4) ** 0.5
+    assert constraint_error(Codebook(PARENTS, shifted)).item() == pytest.approx(1 / distance)
+    two_heads = Codebook(PARENTS.repeat(2, 1, 1), torch.cat([CHILDREN, shifted]))
+    assert constraint_error(two_heads).tolist() == pytest.approx([0.0, 1 / distance])
+    assert constraint_error(Codebook(PARENTS, CHILDREN[:, :, :0])).tolist() == [0.0]

@@ -1,0 +1,360 @@
+"""`backend="triton"` as a whole: interpreted on small cases, and on a GPU against the definition.
+
+Errors are measured against the float64 definition on the same rounded inputs, and are at most twice
+those of PyTorch's attention in the same dtype. Tiles whose choice of parents is a near-tie, where a
+rounding decides, are left out.
+"""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import LAYOUTS, make_case, relative_error
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from avq_diffusers.attention import api as ops
+from avq_diffusers.attention import reference
+from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.triton.codewords import pack, padded_sizes, unsupported
+from avq_diffusers.codebook.codebook import Codebook, centre_of
+
+GPU = pytest.mark.gpu
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+NEAR_TIE = 1e-3
+
+
+def rounded(codebook: Codebook, scale: float, dtype: torch.dtype) -> Codebook:
+    """The codewords that the kernels use for inputs of `dtype`, in float64."""
+    heads, num_parents, num_children, head_dim = codebook.children.shape
+    _, first_child, child_rows = padded_sizes(head_dim, num_parents, num_children)
+    table = FP32 if dtype == FP32 else FP16
+    codes, _ = pack(codebook.parents, codebook.children, scale=scale, dtype=table)
+    centre = centre_of(codebook.parents.double())
+    codewords = codes[..., :head_dim].double() / (scale * math.log2(math.e)) + centre
+    children = codewords[:, first_child:].view(heads, num_parents, child_rows, head_dim)
+    return Codebook(codewords[:, :num_parents], children[:, :, :num_children])
+
+
+def clear_queries(
+    query: Tensor, key: Tensor, codebook: Codebook, *, num_refined: int, query_tile: int, order
+) -> Tensor:
+    """(B, H, N) queries of tiles whose last refined parent beats the next one clearly."""
+    clear = torch.ones(query.shape[:3], dtype=torch.bool, device=query.device)
+    if not 0 < num_refined < codebook.num_parents:
+        return clear
+    parent, _ = reference.assign(key.double(), codebook.parents, codebook.children)
+    counts = F.one_hot(parent, codebook.num_parents).sum(dim=-2).double()
+    order = torch.arange(query.shape[2], device=query.device) if order is None else order
+    for tile in order.split(query_tile):
+        tile_query = query[:, :, tile].double()
+        score = reference.importance(tile_query, codebook.parents, counts, query.shape[-1] ** -0.5)
+        score = score.sort(dim=-1, descending=True).values
+        last, following = score[..., num_refined - 1], score[..., num_refined]
+        # Parents without keys are not worth a choice.
+        is_clear = (last - following > NEAR_TIE * last) | (following == 0)
+        clear[:, :, tile] = is_clear[..., None]
+    return clear
+
+
+def check(query, key, value, codebook, *, num_refined, query_tile=128, order=None):
+    """Run the kernels and hold them to the error budget; returns their output."""
+    scale = query.shape[-1] ** -0.5
+    options = {"num_refined": num_refined, "query_tile": query_tile, "query_order": order}
+    output = avq_attention(query, key, value, codebook, backend="triton", **options)
+    assert output.dtype == query.dtype
+    assert output.transpose(1, 2).is_contiguous()
+    assert output.isfinite().all()
+
+    exact_codebook = rounded(codebook, scale, query.dtype)
+    wide = [x.double() for x in (query, key, value)]
+    expected = avq_attention(*wide, exact_codebook, backend="reference", **options)
+    sdpa = F.scaled_dot_product_attention(query, key, value)
+    budget = relative_error(sdpa, F.scaled_dot_product_attention(*wide))
+    clear = clear_queries(
+        query, key, exact_codebook, num_refined=num_refined, query_tile=query_tile, order=order
+    )
+    assert clear.double().mean() > 0.5
+    budget = 2 * budget + torch.finfo(query.dtype).eps
+    assert relative_error(output[clear], expected[clear]) <= budget
+    return output
+
+
+def on_device(*, dtype=FP16, device=DEVICE, **shape):
+    query, key, value, codebook = make_case(dtype=dtype, **shape)
+    return *(x.to(device) for x in (query, key, value)), codebook.to(device)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "num_refined", "query_tile"),
+    [
+        pytest.param({"queries": 150}, 2, 32, id="tail tile"),
+        pytest.param({"queries": 70, "keys": 200}, 6, 64, id="all refined"),
+        pytest.param({"queries": 70}, 0, 64, id="none refined"),
+        pytest.param({"queries": 64, "parents": 40, "children": 0}, 0, 64, id="flat"),
+        pytest.param({"queries": 64, "head_dim": 40, "parents": 12, "children": 5}, 3, 64, id="40"),
+        pytest.param({"queries": 1}, 2, 128, id="one token"),
+    ],
+)
+def test_agrees_with_the_definition(dtype, shape, num_refined, query_tile):
+    case = on_device(dtype=dtype, **shape)
+    order = torch.randperm(case[0].shape[2], generator=torch.Generator().manual_seed(1))
+    check(*case, num_refined=num_refined, query_tile=query_tile, order=order.to(DEVICE))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout):
+    """Catches kernels that take neighbours in memory for neighbours in a row."""
+    *tensors, codebook = on_device(dtype=FP32)
+    query, key, value = map(LAYOUTS[layout], tensors)
+    check(query, key, value, codebook, num_refined=2, query_tile=32)
+
+
+@pytest.mark.parametrize("change", ["in place", "moved", "made in inference mode"])
+def test_a_changed_codebook_is_packed_again(change):
+    query, key, value, codebook = on_device(dtype=FP32)
+    if change == "made in inference mode":
+        with torch.inference_mode():
+            codebook = Codebook(codebook.parents.clone(), codebook.children.clone())
+    options = {"num_refined": 2, "backend": "triton"}
+    before = avq_attention(query, key, value, codebook, **options)
+    assert torch.equal(avq_attention(query, key, value, codebook, **options), before)
+    with torch.inference_mode(change == "made in inference mode"):
+        moved = codebook.children + 0.5 * torch.randn_like(codebook.children)
+        if change == "moved":  # as Module.to does, which leaves the tensor and its version
+            codebook.children.data = moved
+        else:
+            codebook.children.copy_(moved)
+    after = avq_attention(query, key, value, codebook, **options)
+    assert not torch.equal(after, before)
+    fresh = Codebook(codebook.parents.clone(), codebook.children.clone())
+    assert torch.equal(avq_attention(query, key, value, fresh, **options), after)
+
+
+def test_other_children_in_the_same_memory_are_packed_again():
+    """Catches tables that are found by address and version, which a later tensor may have again."""
+    parents = torch.zeros(1, 2, 8)
+    memory = np.ones((1, 2, 3, 8), np.float32)
+    children = torch.from_numpy(memory)
+    first, _ = ops._packed_codewords(parents, children, 1.0, FP32)
+    again, _ = ops._packed_codewords(parents, children, 1.0, FP32)
+    assert again is first
+    del children
+    memory += 1
+    others, _ = ops._packed_codewords(parents, torch.from_numpy(memory), 1.0, FP32)
+    assert not torch.equal(others, first)
+
+
+def test_packed_codewords_die_with_their_codebook():
+    query, key, value, codebook = on_device()
+    held = len(ops._packed)
+    avq_attention(query, key, value, codebook, num_refined=2, backend="triton")
+    assert len(ops._packed) == held + 1
+    del codebook
+    assert len(ops._packed) == held
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": 0.0}, "scale must be positive, but is 0.0"),
+        ({"scale": -1.0}, "scale must be positive, but is -1.0"),
+        ({"query_tile": 200}, "query_tile must be at most 128"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_said(change, message):
+    case = on_device()
+    with pytest.raises(ValueError, match=rf'backend="triton" cannot run: {message}'):
+        avq_attention(*case, num_refined=2, backend="triton", **change)
+    assert avq_attention(*case, num_refined=2, **change).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("query", "changes", "message"),
+    [
+        (torch.zeros(1, 1, 4, 40, dtype=torch.float64), {}, "or float32, but is torch.float64"),
+        (torch.zeros(1, 1, 4, 36), {}, "a multiple of 8 up to 128, but is 36"),
+        (torch.zeros(1, 1, 4, 160), {}, "a multiple of 8 up to 128, but is 160"),
+        (torch.zeros(1, 1, 4, 80), {}, "float32 with head dim 80 needs compute capability 9.0"),
+        (torch.zeros(1, 1, 4, 40), {"query_tile": 129}, "at most 128, but is 129"),
+        (torch.zeros(1, 1, 4, 40), {"num_parents": 257}, "at most 256, but is 257"),
+        (torch.zeros(1, 1, 4, 40), {"num_parents": 513, "num_refined": 0}, "at most 512, but is"),
+        (torch.zeros(1, 1, 4, 40), {"num_children": 33}, "at most 32, but is 33"),
+        (torch.zeros(1, 1, 1, 8).expand(65536, 1, 4, 8), {}, "at most 65535, but is 65536"),
+        (torch.zeros(1, 1, 1, 8).expand(1, 1, 2**28, 8), {}, r"spans 2\^31 elements or more"),
+    ],
+)
+def test_limits_name_their_reason(query, changes, message):
+    sizes = {"num_parents": 64, "num_children": 8, "num_refined": 16, "query_tile": 128}
+    assert re.search(message, unsupported(query, **sizes | changes, capability=(8, 0)))
+    assert unsupported(torch.zeros(1, 1, 4, 40), **sizes, capability=(8, 0)) is None
+
+
+def test_no_gpu_no_kernels(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    case = on_device(device="cpu")
+    with pytest.raises(ValueError, match="query is on cpu, and the kernels need an NVIDIA GPU"):
+        avq_attention(*case, num_refined=2, backend="triton")
+    assert ops.resolve_backend("auto", *case, num_refined=2) == "torch"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_it_is_a_well_behaved_operation():
+    query, key, value, codebook = on_device(queries=20, dtype=FP32)
+    order = torch.arange(20, device=DEVICE)
+    arguments = (query, key, value, codebook.parents, codebook.children, order, 2, 16, None, 0.3)
+    torch.library.opcheck(torch.ops.avq_diffusers.kernel_attention.default, arguments)
+
+
+def test_compiles_to_one_graph():
+    query, key, value, codebook = on_device(dtype=FP32)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(query, key, value):
+        return avq_attention(query, key, value, codebook, num_refined=2, backend="triton")
+
+    expected = avq_attention(query, key, value, codebook, num_refined=2, backend="triton")
+    assert torch.equal(compiled(query, key, value), expected)
+
+
+def level(number: int, tokens: int, dtype: torch.dtype = FP16, **shape):
+    """A self-attention of Stable Diffusion 1.5 at M64C8."""
+    head_dim = {0: 40, 1: 80}[number]
+    sizes = {"batch": 2, "heads": 8, "parents": 64, "children": 8, **shape}
+    return on_device(queries=tokens, head_dim=head_dim, dtype=dtype, **sizes)
+
+
+# Head dim and codebook, refined parents, query tile and dtype of the soak.
+SOAK = (
+    ({"head_dim": 40, "parents": 64, "children": 8}, 16, 128, FP16),
+    ({"head_dim": 80, "parents": 64, "children": 8}, 16, 128, BF16),
+    ({"head_dim": 64, "parents": 128, "children": 8}, 8, 64, FP16),
+    ({"head_dim": 128, "parents": 32, "children": 8}, 32, 128, FP16),
+    ({"head_dim": 40, "parents": 100, "children": 0}, 0, 128, BF16),
+    ({"head_dim": 24, "parents": 5, "children": 3}, 2, 50, FP16),
+    ({"head_dim": 64, "parents": 16, "children": 5}, 4, 128, FP32),
+    ({"head_dim": 8, "parents": 1, "children": 1}, 1, 16, FP16),
+    ({"head_dim": 40, "parents": 256, "children": 8}, 16, 128, FP16),
+)
+
+
+@GPU
+class TestGpu:
+    @pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
+    @pytest.mark.parametrize("number", [0, 1])
+    @pytest.mark.parametrize("num_refined", [0, 16, 64])
+    def test_the_layers_of_stable_diffusion(self, dtype, number, num_refined):
+        check(*level(number, 1024, dtype), num_refined=num_refined)
+
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize(
+        ("parents", "num_refined"), [(32, 8), (64, 8), (128, 8), (128, 32), (256, 16)]
+    )
+    def test_the_configurations_of_the_paper(self, head_dim, parents, num_refined):
+        case = on_device(queries=1500, head_dim=head_dim, parents=parents, children=8)
+        check(*case, num_refined=num_refined)
+
+    def test_children_that_do_not_average_to_their_parent(self):
+        query, key, value, codebook = level(0, 1024)
+        moved = Codebook(codebook.parents * 1.02, codebook.children)
+        check(query, key, value, moved, num_refined=16)
+
+    def test_same_bits_whatever_else_the_gpu_does(self):
+        case = level(0, 4096)
+        options = {"num_refined": 16, "backend": "triton"}
+        first = avq_attention(*case, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = avq_attention(*case, **options)
+        load = torch.randn(4096, 4096, device="cuda", dtype=FP16)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        for _ in range(100):
+            with torch.cuda.stream(stream):
+                other = avq_attention(*case, **options)
+            load = load @ load
+            again = avq_attention(*case, **options)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(again, first)
+            assert torch.equal(other, first)
+            assert torch.equal(captured, first)
+
+    def test_the_host_never_waits(self):
+        case = level(0, 1024)
+        avq_attention(*case, num_refined=16, backend="triton")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            avq_attention(*case, num_refined=16, backend="triton")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_memory_does_not_grow(self):
+        case = level(0, 4096)
+        for _ in range(3):
+            avq_attention(*case, num_refined=16, backend="triton")
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(50):
+            avq_attention(*case, num_refined=16, backend="triton")
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == before
+
+    def test_more_elements_than_32_bits_count(self):
+        """The last batch element lies beyond 2^31 elements."""
+        tokens, heads, head_dim, batch = 16384, 8, 64, 260
+        generator = torch.Generator("cuda").manual_seed(0)
+        shape = (batch, tokens, heads, head_dim)
+        packed = torch.randn(shape, generator=generator, device="cuda", dtype=FP16).transpose(1, 2)
+        parents = torch.randn(heads, 64, head_dim, generator=generator, device="cuda")
+        offsets = torch.randn(heads, 64, 8, head_dim, generator=generator, device="cuda")
+        codebook = Codebook(parents, parents[:, :, None] + 0.3 * offsets)
+        options = {"num_refined": 16, "backend": "triton"}
+        output = avq_attention(packed, packed, packed, codebook, **options)[-1:]
+        last = packed[-1:].clone()
+        alone = avq_attention(last, last, last, codebook, **options)
+        assert relative_error(output, alone) < 1e-3  # a batch cuts sums into other pieces
+
+    @pytest.mark.parametrize("skew", ["one value", "identical keys", "huge offset"])
+    def test_hard_keys(self, skew):
+        query, key, value, codebook = level(0, 2000)
+        if skew == "one value":
+            key = key.clone()
+            key[:, :, :600] = key[:, :, :1]
+        elif skew == "identical keys":
+            key = key[:, :, :1].expand_as(key).contiguous()
+        else:
+            offset = 30.0
+            key = key + offset
+            codebook = Codebook(codebook.parents + offset, codebook.children + offset)
+        check(query, key, value, codebook, num_refined=16)
+
+    def test_soak(self):
+        """1000 random problems: sizes and keys drawn at random, in turn for every configuration."""
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(low: int, high: int) -> int:
+            return int(torch.randint(low, high + 1, (), generator=generator))
+
+        for seed in range(1000):
+            shape, num_refined, query_tile, dtype = SOAK[seed % len(SOAK)]
+            sizes = {"batch": draw(1, 3), "heads": draw(1, 5), "keys": draw(1, 900)}
+            case = on_device(queries=draw(1, 900), dtype=dtype, seed=seed, **sizes, **shape)
+            if seed % 3 == 0:  # a hot leaf
+                case[1][:, :, : sizes["keys"] // 3] = case[1][:, :, :1].clone()
+            options = {"num_refined": num_refined, "query_tile": query_tile}
+            output = avq_attention(*case, backend="triton", **options)
+            assert output.isfinite().all(), (seed, options)
+            exact_codebook = rounded(case[3], case[0].shape[-1] ** -0.5, dtype)
+            wide = [x.double() for x in case[:3]]
+            expected = avq_attention(*wide, exact_codebook, backend="torch", **options)
+            clear = clear_queries(*case[:2], exact_codebook, order=None, **options)
+            error = (output.double() - expected)[clear].norm() / expected.norm()
+            limit = {FP16: 2e-3, BF16: 1.5e-2, FP32: 2e-5}[dtype]
+            assert error <= limit, (seed, options, float(error))

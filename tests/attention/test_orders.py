@@ -1,0 +1,150 @@
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from avq_diffusers.attention.orders import _cached_order, query_order
+
+LARGE_GRIDS = [(64, 64), (128, 128), (96, 64), (45, 80), (80, 45), (127, 50), (1, 300), (33, 257)]
+
+
+@pytest.fixture
+def empty_cache():
+    _cached_order.cache_clear()
+    yield
+    _cached_order.cache_clear()
+
+
+def step_lengths(height, width):
+    """Distance in rows and in columns between consecutive tokens: (2, h * w - 1)."""
+    order = query_order(height, width).long()
+    return torch.stack([order // width, order % width]).diff(dim=1).abs()
+
+
+def num_diagonal_steps(height, width):
+    """A path between two corners of one side alternates colours as on a chess board. A long side
+    that is odd, with an even short side, has corners of one colour and an even number of cells: a
+    diagonal step is needed. A strip of width 2 ends on the other side instead.
+    """
+    short, long = sorted((height, width))
+    return int(long % 2 == 1 and short % 2 == 0 and short > 2)
+
+
+@pytest.mark.parametrize("kind", ["gilbert", "raster", "random"])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 9), (9, 1), (7, 12), (64, 48)])
+def test_is_a_permutation(kind, height, width):
+    order = query_order(height, width, kind)
+    assert order.dtype == torch.int32
+    assert order.sort().values.tolist() == list(range(height * width))
+
+
+@pytest.mark.parametrize("height", range(1, 25))
+def test_gilbert_visits_every_token_by_steps_to_neighbours(height):
+    for width in range(1, 25):
+        check_curve(height, width)
+
+
+@pytest.mark.parametrize(("height", "width"), LARGE_GRIDS)
+def test_gilbert_on_large_grids(height, width):
+    check_curve(height, width)
+
+
+def check_curve(height, width):
+    assert query_order(height, width).sort().values.tolist() == list(range(height * width))
+    steps = step_lengths(height, width)
+    assert (steps <= 1).all(), (height, width)
+    assert (steps.sum(0) == 2).sum() == num_diagonal_steps(height, width), (height, width)
+
+
+def test_four_by_four_is_the_hilbert_curve():
+    assert query_order(4, 4).tolist() == [0, 1, 5, 4, 8, 12, 13, 9, 10, 14, 15, 11, 7, 6, 2, 3]
+
+
+def mean_tile_perimeter(height, width, kind, tile=64):
+    perimeters = []
+    for tokens in query_order(height, width, kind).long().split(tile):
+        rows, columns = tokens // width, tokens % width
+        perimeters.append(2 * (rows.max() - rows.min() + columns.max() - columns.min() + 2))
+    return torch.stack(perimeters).float().mean()
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (45, 61), (32, 96)])
+def test_gilbert_tiles_are_compact_and_raster_tiles_are_not(height, width):
+    square = 4 * 64**0.5
+    assert mean_tile_perimeter(height, width, "gilbert") < 1.5 * square
+    assert mean_tile_perimeter(height, width, "raster") > 2 * square
+    assert mean_tile_perimeter(height, width, "random") > 4 * square
+
+
+def test_raster_is_the_identity():
+    assert query_order(3, 5, "raster").tolist() == list(range(15))
+
+
+def test_random_depends_on_the_seed_only():
+    first = query_order(8, 8, "random", seed=1).clone()
+    _cached_order.cache_clear()
+    torch.manual_seed(123)
+    assert torch.equal(query_order(8, 8, "random", seed=1), first)
+    assert not torch.equal(query_order(8, 8, "random", seed=2), first)
+
+
+def test_eager_calls_share_one_tensor():
+    assert query_order(6, 7) is query_order(6, 7, "gilbert", "cpu")
+    assert query_order(6, 7) is not query_order(7, 6)
+
+
+@pytest.mark.parametrize("kind", ["gilbert", "raster", "random"])
+def test_compiles_to_one_op_whose_result_is_not_the_cached_tensor(kind):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(str(graph.graph))
+        return graph
+
+    cached = query_order(5, 8, kind, seed=3)
+    expected = cached.clone()
+    compiled = torch.compile(
+        lambda: query_order(5, 8, kind, seed=3), backend=backend, fullgraph=True
+    )
+    order = compiled()
+    assert "avq_diffusers.attention.orders" in graphs[0]
+    assert torch.equal(order, expected)
+    order.zero_()
+    assert torch.equal(cached, expected)
+
+
+def test_compiles_with_aot_autograd_for_changing_sizes():
+    def reorder(x, height, width):
+        return x[query_order(height, width)] + 0
+
+    compiled = torch.compile(reorder, backend="aot_eager", fullgraph=True)
+    for height, width in [(4, 6), (8, 8), (5, 3)]:
+        x = torch.randn(height * width, 2)
+        assert torch.equal(compiled(x, height, width), x[query_order(height, width)])
+
+
+def test_op_passes_opcheck():
+    op = torch.ops.avq_diffusers.query_order.default
+    torch.library.opcheck(op, (5, 8, "gilbert", torch.device("cpu"), 0))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
+def test_a_tensor_cached_inside_a_mode_works_outside_it(mode, empty_cache):
+    with mode():
+        _cached_order(4, 4, "gilbert", torch.device("cpu"), 0)
+    order = query_order(4, 4)
+    assert type(order) is torch.Tensor
+    values = torch.randn(16, requires_grad=True)
+    (values[order] ** 2).sum().backward()
+    assert torch.allclose(values.grad, 2 * values)
+
+
+@pytest.mark.parametrize(("height", "width"), [(0, 4), (4, 0), (-1, 4)])
+def test_rejects_empty_grids(height, width):
+    message = f"height and width must be at least 1, but got {height} x {width}"
+    with pytest.raises(ValueError, match=message):
+        query_order(height, width)
+
+
+def test_rejects_unknown_kinds():
+    with pytest.raises(ValueError, match="one of gilbert, raster, random, but got 'hilbert'"):
+        query_order(4, 4, "hilbert")

@@ -1,0 +1,676 @@
+"""The `avq` command: what it writes, prints, caches and refuses."""
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import EDMEulerScheduler, StableDiffusionPipeline
+from matplotlib.figure import Figure
+from PIL import Image
+from test_models import base_pipe
+from tiny import CONFIG, random_codebooks, sdxl_unet, tiny_pipe
+
+from avq_diffusers import (
+    AVQCodebooks,
+    AVQConfig,
+    apply_avq,
+    measure_capture,
+    scalecrafter,
+    select_layers,
+    set_num_refined,
+)
+from avq_diffusers.cli import inspection, options, sweep
+from avq_diffusers.cli.comparison import psnr, timed_picture
+from avq_diffusers.cli.main import main as cli
+from avq_diffusers.cli.sheet import MARGIN
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
+
+PROMPT = "a red fox"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_pipe().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def codebooks(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("codebooks")
+    random_codebooks(tiny_pipe().unet, CONFIG).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def avq(monkeypatch, capsys, tmp_path):
+    """Run `avq` in an empty folder with an empty cache; exit code and output without spaces."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["avq", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        errors = [line for line in captured.err.splitlines() if "it/s]" not in line]
+        return exit_.value.code or 0, squeezed(captured.out + "\n".join(errors))
+
+    return run
+
+
+def squeezed(text: str) -> str:
+    """Without white space: the console wraps lines at the width of the terminal."""
+    return "".join(text.split())
+
+
+def pixels(path: str | Path) -> np.ndarray:
+    return np.asarray(Image.open(path))
+
+
+def written(folder: str | Path = ".") -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+
+
+def test_generate_with_the_embedded_model(tmp_path):
+    """The installed command on mini-sd: picture, sheet and report, in a fresh process."""
+    command = [str(Path(sys.executable).parent / "avq"), "generate", "one large red star"]
+    command += ["--steps", "1", "--height", "64", "--width", "128", "--device", "cpu"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert written(tmp_path) == ["avq.png", "avq_sheet.png"]  # mini-sd needs no calibration
+    picture, sheet = pixels(tmp_path / "avq.png"), pixels(tmp_path / "avq_sheet.png")
+    assert picture.shape == (64, 128, 3)
+    assert sheet.shape[1] >= 3 * 128 + 4 * MARGIN
+    assert sheet.shape[0] > 64 + 17 * 13  # a line for each of 17 layers or so, and the header
+    assert done.stdout.count("AVQ (") == 5
+    assert "PSNR" in done.stdout
+    assert "avq_sheet.png" in squeezed(done.stdout)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu
+def test_generate_runs_the_kernels_on_a_gpu(avq):
+    """Also fails where their picture is not that of the fallback, up to half precision."""
+    prompt = default_prompts()[0]
+    arguments = {"num_inference_steps": 25, "height": 512, "width": 512, "guidance_scale": 3.0}
+    sizes = ["--height", "512", "--width", "512", "--guidance-scale", "3"]
+    code, output = avq("generate", prompt, *sizes, "--num-refined", "1")
+    assert code == 0
+    assert "AVQ(tritonbackend)" in output
+    pipe = StableDiffusionPipeline.from_pretrained(MINI_SD, dtype=torch.float16).to("cuda")
+    exact, _ = timed_picture(pipe, {"prompt": prompt, **arguments}, seed=0)
+    apply_avq(pipe, AVQCodebooks.from_pretrained(MINI_CODEBOOKS), backend="torch", route="always")
+    set_num_refined(pipe, 1)
+    fallback, _ = timed_picture(pipe, {"prompt": prompt, **arguments}, seed=0)
+    assert psnr(Image.open("avq.png"), fallback) > 3 + psnr(exact, fallback)
+
+
+def test_the_sheet_shows_the_exact_and_the_avq_picture(avq, model, codebooks):
+    """Fails where both columns show the same run, or the order of the titles is another."""
+    arguments = ["--model", model, "--codebooks", codebooks, "--steps", "2", "--seed", "3"]
+    code, output = avq("generate", PROMPT, *arguments, "--out", "fox.png")
+    assert code == 0
+    assert written() == ["fox.png", "fox_sheet.png"]
+    assert "AVQ(torchbackend)" in output
+    pipe = tiny_pipe()
+    exact = make(pipe, seed=3)
+    expected = make(apply_avq(pipe, AVQCodebooks.from_pretrained(codebooks)), seed=3)
+    assert not np.array_equal(exact, expected)
+    picture, sheet = pixels("fox.png"), pixels("fox_sheet.png")
+    assert np.array_equal(picture, expected)
+    assert lefts(sheet, exact) < lefts(sheet, expected)
+
+
+def make(pipe, seed: int = 0, steps: int = 2, **sizes: int) -> np.ndarray:
+    generator = torch.Generator().manual_seed(seed)
+    images = pipe(PROMPT, num_inference_steps=steps, generator=generator, **sizes).images
+    return np.asarray(images[0])
+
+
+def lefts(sheet: np.ndarray, picture: np.ndarray) -> int:
+    """Where the picture lies on the sheet; fails if it does not."""
+    size = len(picture)
+    for top in range(sheet.shape[0] - size + 1):
+        for left in range(MARGIN, sheet.shape[1] - size + 1, size + MARGIN):
+            if np.array_equal(sheet[top : top + size, left : left + size], picture):
+                return left
+    raise AssertionError("the picture is not on the sheet")
+
+
+def test_same_seed_same_bytes(avq, model, codebooks):
+    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert avq(*arguments, "--seed", seed, "--out", f"{name}.png")[0] == 0
+    first, second, other = (Path(f"{name}.png").read_bytes() for name in "abc")
+    assert first == second != other
+
+
+def test_paths_are_printed_as_they_are(avq, model, codebooks):
+    """Catches brackets read as markup, which vanish or end in a traceback after all the drawing."""
+    for name in ("castle[final].png", "d[/x].png"):
+        Path(name).parent.mkdir(exist_ok=True)
+        arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
+        code, output = avq(*arguments, "--out", name)
+        assert code == 0, output
+        assert f"picture:{name}" in output
+
+
+def test_num_refined_is_honoured(avq, model, codebooks):
+    """Fails where the option is read but not applied, or applied to the exact picture too."""
+    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "2"]
+    code, output = avq(*arguments, "--num-refined", "0")
+    assert code == 0
+    assert "M4P0C2" in output
+    pipe = apply_avq(tiny_pipe(), AVQCodebooks.from_pretrained(codebooks))
+    default = make(pipe)
+    expected = make(set_num_refined(pipe, 0))
+    assert not np.array_equal(default, expected)
+    assert np.array_equal(pixels("avq.png"), expected)
+
+
+def test_capture_is_honoured(avq, model, tmp_path):
+    """Fails where the plan is not applied, or is measured on another picture than this one."""
+    pipe = tiny_pipe()
+    codebooks = random_codebooks(pipe.unet, AVQConfig(12, 2, 2, query_tile=16, levels=(0, 1)))
+    codebooks.save_pretrained(tmp_path / "codebooks")
+    arguments = ["--model", model, "--codebooks", str(tmp_path / "codebooks"), "--steps", "2"]
+    arguments += ["--seed", "3", "--capture", "0.7"]
+    code, output = avq("generate", PROMPT, *arguments)
+    assert code == 0
+    assert "70%ofattention" in output
+    sizes = {"num_inference_steps": 2, "height": 128, "width": 128, "progress": False}
+    plan = measure_capture(apply_avq(pipe, codebooks), [PROMPT], seed=3, **sizes).at_least(0.7)
+    default = make(pipe, seed=3)
+    expected = make(set_num_refined(pipe, plan), seed=3)
+    assert not np.array_equal(default, expected)
+    assert np.array_equal(pixels("avq.png"), expected)
+    shown = {"P" + "-".join(map(str, dict.fromkeys(parts.values()))) for parts in plan.values()}
+    assert len(shown) > 1
+    for refined in shown:
+        assert f"M12{refined}C2" in output
+
+
+def test_guidance_and_negative_prompt_reach_the_pipeline(avq, model, codebooks):
+    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
+    pictures = []
+    for extra in ([], ["--guidance-scale", "30"], ["--negative-prompt", "blue"]):
+        assert avq(*arguments, *extra)[0] == 0
+        pictures.append(Path("avq.png").read_bytes())
+    assert len(set(pictures)) == 3
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (["--height", "64", "--width", "192"], (64, 192)),
+        (["--height", "64"], (64, 128)),
+        (["--width", "192"], (128, 192)),
+    ],
+    ids=["both", "height", "width"],
+)
+def test_sizes_are_honoured(avq, model, codebooks, size, expected):
+    """Stable Diffusion pipelines silently drop a height without a width, and the reverse."""
+    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
+    assert avq(*arguments, *size)[0] == 0
+    assert pixels("avq.png").shape[:2] == expected
+
+
+def test_scalecrafter_dilates_both_pictures(avq, model, codebooks):
+    """Fails where the option is read but not applied, or applied to one picture only."""
+    sizes = {"height": 256, "width": 256}
+    code, _ = avq(
+        *("generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "2"),
+        *("--scalecrafter", "--height", "256", "--width", "256"),
+    )
+    assert code == 0
+    pipe = tiny_pipe()
+    with scalecrafter(pipe, **sizes):
+        exact = make(pipe, **sizes)
+        expected = make(apply_avq(pipe, AVQCodebooks.from_pretrained(codebooks)), **sizes)
+    assert not np.array_equal(expected, make(pipe, **sizes))
+    assert np.array_equal(pixels("avq.png"), expected)
+    sheet = pixels("avq_sheet.png")
+    assert lefts(sheet, exact) < lefts(sheet, expected)
+
+
+def test_missing_codebooks_are_calibrated_once(avq, model, monkeypatch, tmp_path):
+    """Fails where the cache is not read, is shared by configurations, or is written elsewhere."""
+    monkeypatch.setattr(options, "CALIBRATION_PROMPTS", ("a lake",))
+    arguments = ["generate", PROMPT, "--model", model, "--steps", "1", "--config"]
+    code, first = avq(*arguments, "M4P2C2")
+    assert code == 0
+    assert "calibratingonce" in first
+    picture = Path("avq.png").read_bytes()
+    entries = list((tmp_path / "cache" / "avq-diffusers").iterdir())
+    assert [entry.name.split("-")[0] for entry in entries] == ["M4P2C2"]
+    assert set(written(entries[0])) == {"config.json", "diffusion_pytorch_model.safetensors"}
+
+    with monkeypatch.context() as forbidden:
+        forbidden.delattr(cli, "calibrate")
+        code, second = avq(*arguments, "M4P2C2")
+    assert code == 0
+    assert "fromthecache" in second
+    assert Path("avq.png").read_bytes() == picture
+
+    assert "calibratingonce" in avq(*arguments, "M8")[1]
+    assert len(list((tmp_path / "cache" / "avq-diffusers").iterdir())) == 2
+
+
+def test_the_cache_knows_the_model(model):
+    """Fails where a fine-tune of the same architecture gets the codebooks of the other."""
+    pipe = tiny_pipe()
+    before = cli._fingerprint(pipe, CONFIG)
+    assert before == cli._fingerprint(tiny_pipe(), CONFIG)
+    with torch.no_grad():
+        pipe.unet.up_blocks[3].attentions[0].transformer_blocks[0].attn1.to_k.weight[0, 0] += 1
+    assert cli._fingerprint(pipe, CONFIG) != before
+    for part in (pipe.unet.mid_block.resnets[0].conv1, pipe.text_encoder.get_input_embeddings()):
+        before = cli._fingerprint(pipe, CONFIG)
+        with torch.no_grad():
+            part.weight.mul_(1.01)
+        assert cli._fingerprint(pipe, CONFIG) != before
+
+
+def test_a_damaged_cache_entry_says_what_to_do(avq, model, monkeypatch, tmp_path):
+    monkeypatch.setattr(options, "CALIBRATION_PROMPTS", ("a lake",))
+    arguments = ["generate", PROMPT, "--model", model, "--steps", "1", "--config", "M4P2C2"]
+    assert avq(*arguments)[0] == 0
+    (entry,) = (tmp_path / "cache" / "avq-diffusers").iterdir()
+    (entry / "config.json").unlink()
+    code, output = avq(*arguments)
+    assert code == 2
+    assert squeezed(f"Delete {entry} to calibrate again.") in output
+    shutil.rmtree(entry)
+    assert avq(*arguments)[0] == 0
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_the_work(avq, model, tmp_path):
+    (tmp_path / "cache").touch()
+    code, output = avq("generate", PROMPT, "--model", model, "--config", "M4P2C2")
+    assert code == 2
+    assert squeezed("cannot be written (Not a directory); make codebooks by avq") in output
+    assert squeezed("calibrating") not in output
+
+
+def test_a_sheet_that_cannot_be_written_is_refused_before_the_work(avq, model, codebooks):
+    Path("avq_sheet.png").mkdir()
+    code, output = avq("generate", PROMPT, "--model", model, "--codebooks", codebooks)
+    assert code == 2
+    assert squeezed("--out avq.png writes avq_sheet.png, but that is a folder") in output
+
+
+def test_the_cache_knows_the_format(monkeypatch):
+    """Fails where codebooks that an older version cached would be read, and refused."""
+    before = cli._fingerprint(tiny_pipe(), CONFIG)
+    monkeypatch.setattr(cli, "FORMAT_VERSION", cli.FORMAT_VERSION + 1)
+    assert cli._fingerprint(tiny_pipe(), CONFIG) != before
+
+
+def test_calibrate_saves_codebooks_that_load(avq, model):
+    Path("prompts.txt").write_text("a lake\n\n  a hill  \n")
+    code, output = avq(
+        *("calibrate", "--model", model, "--prompts", "prompts.txt", "--out", "my-codebooks"),
+        *("--config", "M4P2C2", "--levels", "0,1", "--steps", "2", "--keys", "256"),
+    )
+    assert code == 0
+    assert "my-codebooks" in output
+    loaded = AVQCodebooks.from_pretrained("my-codebooks")
+    assert str(loaded.avq_config) == "M4P2C2"
+    assert loaded.avq_config.levels == (0, 1)
+    kept = loaded.config["calibration"]
+    assert (kept["num_prompts"], kept["num_inference_steps"], kept["keys_per_layer"]) == (2, 2, 256)
+    make(apply_avq(tiny_pipe(), loaded), steps=1)
+
+
+def test_sdxl(avq, tmp_path):
+    """Catches level 0 taken for granted, where SDXL has no self-attention."""
+    base_pipe().save_pretrained(tmp_path / "sdxl")
+    arguments = ["--config", "M4P2C2", "--steps", "2", "--keys", "64", "--out", "codebooks"]
+    code, output = avq("calibrate", "--model", str(tmp_path / "sdxl"), *arguments)
+    assert code == 0, output
+    specs = AVQCodebooks.from_pretrained("codebooks").layer_specs.values()
+    assert {spec.level for spec in specs} == {1}
+
+
+def test_calibrate_leaves_layers_exact(avq, model):
+    names = [layer.name for layer in select_layers(tiny_pipe().unet, (0, 1))]
+    arguments = ["--config", "M4P2C2", "--levels", "0,1", "--steps", "2", "--keys", "256"]
+    kept = ["--exact", f"{names[0]},up_blocks"]
+    code, _ = avq("calibrate", "--model", model, "--out", "some", *arguments, *kept)
+    assert code == 0
+    expected = [name for name in names[1:] if not name.startswith("up_blocks")]
+    assert list(AVQCodebooks.from_pretrained("some").layer_specs) == expected
+
+
+def test_versions(avq):
+    """Catches a name of a package that is not installed under it."""
+    code, output = avq("--version")
+    assert code == 0
+    assert output.startswith(f"avq-diffusers{version('avq-diffusers')},torch2.")
+    assert avq("generate", "--version")[0] == 2
+
+
+def test_inspect_prints_and_plots(avq):
+    code, output = avq("inspect")
+    assert code == 0
+    training = AVQCodebooks.from_pretrained(MINI_CODEBOOKS).config["training"]
+    for name, measured in training["layers"].items():
+        assert f"{measured['capture']:.3f}" in output, name
+    assert pixels("codebooks.png").std() > 10
+    assert written() == ["codebooks.png"]
+
+
+@pytest.mark.parametrize("size", [[], ["--height", "256", "--width", "256", "--scalecrafter"]])
+def test_bench_draws_what_generate_draws(avq, model, codebooks, size):
+    """Catches choices that are drawn as one another, times without pictures, another exact one."""
+    arguments = ("--model", model, "--codebooks", codebooks, "--steps", "2", *size)
+    code, output = avq("bench", PROMPT, *arguments, "--refined", "0,4", "--pictures", "2")
+    assert code == 0
+    assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
+    labels = ["exact", "0 refined", "4 refined", "80% capture", "90% capture", "95% capture"]
+    rows = [output.rindex(squeezed(label)) for label in labels]
+    assert rows == sorted(rows)
+    sheet = pixels("avq_bench_sheet.png")
+    columns = []
+    for parents in ("0", "4"):
+        for seed in ("0", "1"):
+            avq("generate", PROMPT, *arguments, "--num-refined", parents, "--seed", seed)
+            columns.append(lefts(sheet, pixels("avq.png")))
+    assert columns[0] == columns[1] < columns[2] == columns[3]
+
+
+def test_bench_of_a_sampler_without_training_timesteps(avq, codebooks, tmp_path):
+    """Catches a refusal of EDM's samplers, for which capture is measured over all steps."""
+    pipe = tiny_pipe()
+    pipe.scheduler = EDMEulerScheduler()
+    pipe.save_pretrained(tmp_path / "edm")
+    code, output = avq(
+        *("bench", PROMPT, "--model", str(tmp_path / "edm"), "--codebooks", codebooks),
+        *("--steps", "2", "--refined", "2"),
+    )
+    assert code == 0
+    assert squeezed("95% capture") in output
+
+
+def test_layers_with_fewer_parents_refine_all_of_theirs():
+    """Catches a choice that some layers refuse."""
+    pipe = tiny_pipe()
+    small = next(layer.name for layer in select_layers(pipe.unet, (0,)))
+    config = AVQConfig(**vars(CONFIG) | {"overrides": {small: {"num_parents": 3}}})
+    apply_avq(pipe, random_codebooks(pipe.unet, config), route="always")
+    (choice,) = sweep.refined_choices(pipe, [4])
+    assert choice.num_refined.pop(small) == 3
+    assert set(choice.num_refined.values()) == {4}
+
+
+def test_choices_are_drawn_beside_exact_pictures():
+    """Catches exact pictures that AVQ drew, a default without all parents, and another median."""
+    pipe = tiny_pipe()
+    arguments = {"prompt": PROMPT, "height": 64, "width": 64, "num_inference_steps": 1}
+    exact = [timed_picture(pipe, arguments, seed)[0] for seed in (0, 1, 2)]
+    apply_avq(pipe, random_codebooks(pipe.unet), route="always")
+    choices = sweep.refined_choices(pipe)
+    assert [set(choice.num_refined.values()) for choice in choices] == [{0}, {1}, {2}, {4}]
+    first, drawn = sweep.draw_choices(pipe, choices[-1:], arguments, (0, 1, 2))
+    assert [psnr(*pair) for pair in zip(first.images, exact, strict=True)] == 3 * [float("inf")]
+    likeness = [psnr(*pair) for pair in zip(drawn.images, exact, strict=True)]
+    assert drawn.psnr == sorted(likeness)[1] < float("inf")
+    assert drawn.label == "4 refined"
+
+
+def test_pictures_equal_to_the_exact_ones_are_left_out_of_the_plot(tmp_path, monkeypatch):
+    """Catches a point at an infinite PSNR."""
+    figures, save = [], Figure.savefig
+
+    def kept(figure, *arguments, **options):
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    drawn = [
+        sweep.Drawn(label, "parents", [], 1.0, likeness)
+        for label, likeness in [("exact", float("inf")), ("a b", 30.0), ("c d", float("inf"))]
+    ]
+    sweep.plot_sweep(drawn, "title", tmp_path / "plot.png")
+    (axes,) = figures[0].axes
+    assert [text.get_text() for text in axes.texts] == ["a"]
+    assert [list(line.get_ydata()) for line in axes.lines[1:]] == [[30.0]]
+
+
+def test_bench_of_flat_codebooks_has_one_choice(avq, model, tmp_path):
+    config = type(CONFIG)(6, 0, 0, query_tile=16, levels=(0, 1))
+    random_codebooks(tiny_pipe().unet, config).save_pretrained(tmp_path / "flat")
+    arguments = ("--model", model, "--codebooks", str(tmp_path / "flat"), "--steps", "1")
+    code, output = avq("bench", PROMPT, *arguments)
+    assert code == 0
+    assert "0refined" in output
+    assert "capture" not in output
+    code, output = avq("bench", PROMPT, *arguments, "--refined", "1", "--out", "other.png")
+    assert code == 2
+    assert output.endswith(squeezed("avq: refined parents must be between 0 and 0, but got 1."))
+    assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
+
+
+def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path):
+    config = type(CONFIG)(6, 0, 0, overrides={"up_blocks": {"num_parents": 3}})
+    random_codebooks(tiny_pipe().unet, config).save_pretrained(tmp_path / "flat")
+    code, output = avq("inspect", str(tmp_path / "flat"), "--out", "flat.png")
+    assert code == 0
+    assert "M6P0C0" in output
+    assert "M3P0C0" in output
+    assert written() == ["flat.png"]
+
+
+@pytest.mark.parametrize("exact", [(), ("down_blocks.2.attentions.0.transformer_blocks.0",)])
+def test_inspect_tells_transformer_blocks_apart(avq, tmp_path, monkeypatch, exact):
+    """Catches bars of several blocks on top of one another, and panels of one title."""
+    figures, save = [], Figure.savefig
+
+    def kept(figure, *arguments, **options):
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    codebooks = random_codebooks(sdxl_unet(), AVQConfig(4, 2, 2, levels=(1, 2), exact=exact))
+    codebooks.save_pretrained(tmp_path / "sdxl")
+    code, output = avq("inspect", str(tmp_path / "sdxl"))
+    assert code == 0
+    layers, panels = figures[0].subfigs
+    labels = [name.removesuffix(".attn1") for name in codebooks.layer_specs]
+    assert [axes.get_title() for axes in layers.axes if axes.get_title()] == labels
+    assert all(squeezed(f"{label} ") in output for label in labels)
+    for axes in panels.axes:
+        assert len({bar.get_x() for bar in axes.patches}) == len(labels)
+        assert len({label.get_text() for label in axes.get_xticklabels()}) == len(labels)
+
+
+@pytest.mark.parametrize("config", ["M1", "M1P1C4"])
+def test_inspect_takes_codebooks_of_one_parent(avq, tmp_path, config):
+    """Catches a projection on two axes where there is only one."""
+    codebooks = random_codebooks(tiny_pipe().unet, AVQConfig.parse(config))
+    codebooks.register_to_config(calibration={"layers": {name: 1 for name in ("a", "b")}})
+    codebooks.save_pretrained(tmp_path / "one")
+    code, _ = avq("inspect", str(tmp_path / "one"))
+    assert code == 0
+    assert pixels("codebooks.png").std() > 10
+
+
+def test_spread_of_children_by_hand():
+    """Catches squares without a root, and parents about the mean of all heads or about 0."""
+    parents = torch.tensor([[[0.0, 1.0], [8.0, 1.0]], [[50.0, 2.0], [50.0, 10.0]]])
+    offsets = torch.tensor([[0.0, 3.0], [0.0, -3.0]])
+    codebook = Codebook(parents, parents[:, :, None] + offsets)
+    assert inspection._child_spread(codebook) == pytest.approx(3 / 4)
+
+
+def test_principal_axes_keep_the_distances_of_codewords_in_a_plane():
+    """Catches axes of least spread, and children that are not centred as their parents are."""
+    generator = torch.Generator().manual_seed(0)
+    plane, codewords = (torch.randn(shape, generator=generator) for shape in ((2, 5), (12, 2)))
+    codewords = codewords @ plane + 7
+    projected = torch.cat(inspection._project(codewords[:4], codewords[4:]))
+    assert projected.shape == (12, 2)
+    torch.testing.assert_close(torch.cdist(projected, projected), torch.cdist(codewords, codewords))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--config", "M64P"], "expected a configuration such as M64P16C8 or M256, but got 'M64P'"),
+        (["--config", "M4P5C2"], "num_refined must be at most num_parents, but got 5 > 4"),
+        (["--levels", "zero"], "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
+        (["--levels", "7"], "no self-attention at level 7, only at levels 0, 1, 2, 3"),
+        (["--codebooks", "nowhere"], "codebooks nowhere could not be loaded: "),
+        (["--codebooks", MINI_CODEBOOKS], "codebooks of another model"),
+        (["--codebooks", "CODEBOOKS", "--num-refined", "5"], "between 0 and 4"),
+        (["--capture", "0"], "--capture must be above 0 and at most 1, but got 0"),
+        (["--capture", "90"], "--capture must be above 0 and at most 1, but got 90"),
+        (["--capture", "0.9", "--num-refined", "8"], "exclude each other; drop one of them"),
+        (["--codebooks", "CODEBOOKS", "--exact", "up_blocks"], "--exact; drop one of them"),
+        (["--exact", "nowhere"], "but got 'nowhere'; one of them is down_blocks.0.att"),
+        (["--config", "M4P2C2", "--num-refined", "5"], "M4P2C2 can refine 0 to 4 parents, but"),
+        (["--config", "M4", "--num-refined", "1"], "M4P0C0 can refine 0 to 0 parents, but got 1"),
+        (["--height", "100"], "--height must be a multiple of 8, but got 100"),
+        (["--scalecrafter"], "training size, 128, but got 128 x 128"),
+        (
+            ["--scalecrafter", "--height", "192", "--width", "192"],
+            "there are ScaleCrafter settings for 256 x 256, ",
+        ),
+        (["--steps", "1001"], "--steps must be at most the model's 1000 timesteps, but got 1001"),
+        (["--guidance-scale", "nan"], "--guidance-scale must be finite, but got nan"),
+        (["--seed", str(2**63)], "Invalid value for '--seed'"),
+        (["--height", "64", "--width", "-64"], "--width must be a multiple of 8, but got -64"),
+        (["--out", "no-such-folder/a.png"], "no-such-folder does not exist"),
+        (["--capture", "0.9", "--config", "M4"], "chooses refined parents, but M4P0C0 has no"),
+        (["--out", "a.jpg"], "--out must end in .png, but got 'a.jpg'"),
+        (["--out", "."], "--out must end in .png, but got '.'"),
+        (["--device", "abacus"], "abacus"),
+        (["--steps", "0"], "Invalid value for '--steps'"),
+        (["--seed", "-1"], "Invalid value for '--seed'"),
+        (["--colour"], "No such option: --colour"),
+    ],
+    ids=[
+        *("model", "config", "refined-config", "levels", "absent-level", "codebooks"),
+        *("other-codebooks", "num-refined", "no-capture", "percent", "both"),
+        *("exact-and-codebooks", "exact-nowhere"),
+        *("refined-before-calibration", "refined-flat"),
+        *("size", "training-size", "no-settings", "many-steps", "guidance", "large-seed"),
+        *("negative-size", "out-folder", "capture-flat", "out-suffix", "out-name"),
+        *("device", "steps", "seed", "option"),
+    ],
+)
+def test_generate_refuses(avq, model, codebooks, tmp_path, arguments, message):
+    """One sentence, exit code 2, and neither a picture nor a cache entry: before calibration."""
+    arguments = [codebooks if value == "CODEBOOKS" else value for value in arguments]
+    code, output = avq("generate", PROMPT, "--model", model, "--steps", "1", *arguments)
+    assert code == 2
+    assert squeezed(message) in output
+    assert "Traceback" not in output
+    assert written() == []
+    assert not (tmp_path / "cache").exists()
+
+
+def test_bench_refuses_numbers_before_it_calibrates(avq, model, tmp_path):
+    code, output = avq("bench", PROMPT, "--model", model, "--config", "M4P2C2", "--refined", "2,5")
+    assert code == 2
+    assert squeezed("M4P2C2 can refine 0 to 4 parents, but got 2, 5") in output
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_truncated_model_is_one_sentence(avq, model, tmp_path):
+    """transformers, unlike diffusers, lets the error of safetensors through."""
+    shutil.copytree(model, tmp_path / "cut")
+    weights = tmp_path / "cut" / "text_encoder" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    code, output = avq("generate", PROMPT, "--model", str(tmp_path / "cut"))
+    assert code == 2
+    assert squeezed(f"--model {tmp_path / 'cut'} could not be loaded: ") in output
+
+
+def test_generate_refuses_a_read_only_folder_before_it_draws(avq, model, monkeypatch):
+    """Catches minutes of drawing that end in nothing. To root no folder is read-only."""
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.delattr(cli, "timed_picture")
+    code, output = avq("generate", PROMPT, "--model", model)
+    assert code == 2
+    assert "isnotwritable" in output
+    monkeypatch.delattr(cli, "calibrate")
+    code, output = avq("calibrate", "--model", model, "--out", "new/codebooks")
+    assert code == 2
+    assert "isnotwritable" in output
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_generate_says_that_the_memory_is_too_small(avq, model, codebooks, monkeypatch, error):
+    """Catches a traceback of the most usual mistake on a GPU, and on a CPU."""
+
+    def exhaust(*arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "timed_picture", exhaust)
+    code, output = avq("generate", PROMPT, "--model", model, "--codebooks", codebooks)
+    assert code == 2
+    message = (
+        "avq: the memory is too small for this size; try a smaller one, or --device cpu on a GPU."
+    )
+    assert output.endswith(squeezed(message))
+    assert written() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "empty.txt"], "empty.txt holds no prompt"),
+        (["--prompts", "missing.txt"], "--prompts missing.txt cannot be read (No such file"),
+        (["--prompts", "latin.txt"], "latin.txt is not UTF-8 (unexpected end of data)"),
+        (["--out", "empty.txt/codebooks"], "--out must be a folder, but"),
+        (["--keys", "3", "--config", "M4P2C2"], "at least num_parents = 4, but got 3"),
+        (["--config", "M"], "expected a configuration such as M64P16C8"),
+        (["--levels", "0,9"], "no self-attention at level 9"),
+    ],
+    ids=["empty-prompts", "missing-prompts", "latin", "out", "few-keys", "config", "levels"],
+)
+def test_calibrate_refuses(avq, model, tmp_path, arguments, message):
+    prompts = tmp_path / "empty.txt"
+    prompts.write_text("\n \n")
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    places = {name: str(tmp_path / name) for name in ("latin.txt", "empty.txt/codebooks")}
+    places["empty.txt"] = str(prompts)
+    arguments = [places.get(value, value) for value in arguments]
+    code, output = avq("calibrate", "--model", model, "--out", "codebooks", *arguments)
+    assert code == 2
+    assert squeezed(message) in output
+    assert written() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/folder"], "/no/such/folder"),
+        (["--out", "a.txt"], "--out must end in .png"),
+    ],
+    ids=["codebooks", "out"],
+)
+def test_inspect_refuses(avq, arguments, message):
+    code, output = avq("inspect", *arguments)
+    assert code == 2
+    assert squeezed(message) in output
+    assert written() == []

@@ -1,0 +1,385 @@
+"""The page of `avq app`: its pictures, errors and visitors, then in a real browser."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from urllib.parse import urlparse
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny import CONFIG, random_codebooks, tiny_pipe
+
+from avq_diffusers import AVQConfig, apply_avq, avq_disabled, scalecrafter, set_num_refined
+from avq_diffusers.cli.main import main as cli
+from avq_diffusers.cli.sheet import difference
+from avq_diffusers.plugin.apply import applied_states
+
+PROMPT = "a *red* fox"  # no emphasis, to the page
+SIDE = 128
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FIELDS = {
+    "prompt": PROMPT,
+    "negative_prompt": "",
+    "width": SIDE,
+    "height": SIDE,
+    "seed": 0,
+    "steps": 1,
+    "guidance": 7.5,
+    "dilated": False,
+}
+BUTTON, SLIDER = "/draw_exact", "/draw_avq"
+
+
+def with_avq(config: AVQConfig = CONFIG):
+    pipe = tiny_pipe()
+    return apply_avq(pipe, random_codebooks(pipe.unet, config), route="always")
+
+
+def draw(pipe, seed: int = 0, steps: int = 1, height: int = SIDE, width: int = SIDE):
+    """What `avq generate` draws."""
+    sizes = {"height": height, "width": width, "num_inference_steps": steps}
+    generator = torch.Generator().manual_seed(seed)
+    return np.asarray(pipe(PROMPT, generator=generator, **sizes).images[0])
+
+
+def draw_exact(pipe, **arguments):
+    with avq_disabled(pipe):
+        return draw(pipe, **arguments)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def pixels(path: str) -> np.ndarray:
+    return np.asarray(Image.open(path))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """A pipeline like that of the page."""
+    return with_avq()
+
+
+@pytest.fixture(scope="module")
+def site():
+    """A served page, its pipeline, and the addresses off this machine that were called."""
+    pytest.importorskip("gradio", reason="needs avq-diffusers[app]")
+    from avq_diffusers.cli.page import build_page, serve
+
+    called = []
+    connect = socket.socket.connect
+
+    def watched(self, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] != "127.0.0.1":
+            called.append(address)
+        return connect(self, address)
+
+    pipe = with_avq()
+    page = build_page(pipe, "tiny", [PROMPT])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", watched)
+        yield serve(page, host="127.0.0.1", port=free_port()), pipe, called
+        page.close()
+
+
+@pytest.fixture(scope="module")
+def visit(site, tmp_path_factory):
+    """Open the page: a function that asks it for something, with a visitor's own state."""
+    from gradio_client import Client
+
+    def open_page():
+        folder = tmp_path_factory.mktemp("visitor")
+        client = Client(site[0], verbose=False, download_files=folder, analytics_enabled=False)
+
+        def ask(event: str, **values):
+            return client.predict(api_name=event, **values)
+
+        return ask
+
+    return open_page
+
+
+@pytest.fixture(scope="module")
+def visitor(visit):
+    """One who has drawn already, and what the page shows."""
+    ask = visit()
+    ask(BUTTON, **FIELDS)
+    return ask, ask(SLIDER, num_refined=1)
+
+
+def test_the_pictures_are_those_of_generate(visit, reference):
+    """Fails where the columns are swapped, a field is dropped, or pictures lose detail."""
+    ask = visit()
+    exact_title, exact, *_ = ask(BUTTON, **FIELDS | {"seed": 3, "steps": 2})
+    title, avq, difference_title, differing, report = ask(SLIDER, num_refined=CONFIG.num_refined)
+    assert exact_title.startswith("**Exact**, ")
+    assert title.startswith("**AVQ**, ")
+    assert np.array_equal(pixels(exact), draw_exact(reference, seed=3, steps=2))
+    assert np.array_equal(pixels(avq), draw(reference, seed=3, steps=2))
+    assert not np.array_equal(pixels(exact), pixels(avq))
+    expected = difference(Image.open(exact), Image.open(avq))
+    assert np.array_equal(pixels(differing), np.asarray(expected))
+    assert "PSNR" in difference_title
+    assert f"{PROMPT} ({SIDE} x {SIDE}, seed 3, 2 steps, guidance 7.5)" in report.replace("\\", "")
+    assert report.count("AVQ (torch backend)") == len(applied_states(reference))
+    assert report.count("| AVQ: 2 |") == len(applied_states(reference))
+
+
+def test_every_field_reaches_the_picture(visit):
+    """Fails where a field is read and forgotten, or missing where pictures are reused."""
+    ask = visit()
+    changes = {"prompt": "a cat", "negative_prompt": "blue", "width": 192, "height": 192}
+    changes |= {"seed": 1, "steps": 2, "guidance": 2.0}
+    pictures = [pixels(ask(BUTTON, **FIELDS)[1])]
+    for name, value in changes.items():
+        pictures.append(pixels(ask(BUTTON, **FIELDS | {name: value})[1]))
+    assert len({picture.tobytes() for picture in pictures}) == 1 + len(changes)
+    assert [p.shape[:2] for p in pictures[3:5]] == [(128, 192), (192, 128)]
+
+
+def test_the_slider_draws_the_avq_picture_only(visit, site, reference):
+    """Fails where the slider does nothing, or the exact picture is drawn again without need."""
+    runs = []
+    hook = site[1].unet.register_forward_pre_hook(lambda *_: runs.append(1))
+    ask = visit()
+    ask(BUTTON, **FIELDS)
+    default = pixels(ask(SLIDER, num_refined=CONFIG.num_refined)[1])
+    assert len(runs) == 2
+    _, avq, _, _, report = ask(SLIDER, num_refined=0)
+    ask(BUTTON, **FIELDS)
+    assert len(runs) == 3
+    ask(BUTTON, **FIELDS | {"seed": 1})
+    assert len(runs) == 4
+    hook.remove()
+    assert "M4P0C2" in report
+    expected = draw(set_num_refined(reference, 0))
+    set_num_refined(reference, CONFIG.num_refined)
+    assert np.array_equal(pixels(avq), expected)
+    assert not np.array_equal(default, expected)
+
+
+def test_layers_with_other_numbers_of_parents(site):
+    """Fails where the slider's own value is not the codebooks', or small layers are refused."""
+    from avq_diffusers.cli.page import Request, Studio
+
+    config = AVQConfig(
+        *(4, 2, 2),
+        query_tile=16,
+        levels=(0, 1),
+        overrides={"1": {"num_parents": 3, "num_refined": 1}},
+    )
+    studio = Studio(with_avq(config))
+    assert (studio.default_refined, studio.most_refined) == (2, 4)
+    request = Request(PROMPT, "", SIDE, SIDE, 0, 1, 7.5, False)
+    steps = []
+    picture, report = studio.draw_avq(request, 2, steps.append)
+    assert np.array_equal(np.asarray(picture.image), draw(with_avq(config)))
+    assert {row.config for row in report.rows} == {"M4P2C2", "M3P1C2", ""}
+    _, report = studio.draw_avq(request, 4, steps.append)
+    assert {row.config for row in report.rows} == {"M4P4C2", "M3P3C2", ""}
+    assert steps == [1, 1]
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (2, 4)])
+def test_scalecrafter_runs_for_one_picture(visit, reference, height, width):
+    """Fails where the page offers another size than the authors', or swaps the sides."""
+    sizes = {"height": height * SIDE, "width": width * SIDE}
+    fields = FIELDS | {"steps": 2} | sizes
+    ask = visit()
+    dilated = pixels(ask(BUTTON, **fields | {"dilated": True})[1])
+    plain = pixels(ask(BUTTON, **fields)[1])
+    assert np.array_equal(plain, draw_exact(reference, steps=2, **sizes))
+    with scalecrafter(reference, **sizes):
+        assert np.array_equal(dilated, draw_exact(reference, steps=2, **sizes))
+    assert not np.array_equal(dilated, plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": "  "}, "The prompt is empty; write what the picture shows."),
+        ({"seed": -1}, "The seed must be a whole number from 0 to 4294967295, but got -1."),
+        ({"seed": None}, "The seed must be a whole number from 0 to 4294967295, but got None."),
+        ({"width": 100}, "100"),
+        ({"steps": 101}, "101"),
+        ({"dilated": True}, "larger than the training size, 128, but got 128 x 128"),
+    ],
+    ids=["prompt", "seed", "no-seed", "size", "steps", "scalecrafter"],
+)
+def test_mistakes_are_told_and_change_nothing(visitor, changes, message):
+    """The message arrives, and what was drawn before stays."""
+    from gradio_client.exceptions import AppError
+
+    ask, (_, avq, _, _, report) = visitor
+    with pytest.raises(AppError, match=message):
+        ask(BUTTON, **FIELDS | changes)
+    after = ask(SLIDER, num_refined=1)
+    assert np.array_equal(pixels(after[1]), pixels(avq))
+    assert after[4] == report
+
+
+def test_the_page_goes_on_after_running_out_of_memory(visit, site, reference):
+    """Fails where the second picture finds the lock held, or AVQ still disabled."""
+    from gradio_client.exceptions import AppError
+
+    def run_out(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    ask = visit()
+    hook = site[1].unet.mid_block.register_forward_pre_hook(run_out)
+    with pytest.raises(AppError, match="The memory is too small for this size"):
+        ask(BUTTON, **FIELDS)
+    hook.remove()
+    assert np.array_equal(pixels(ask(BUTTON, **FIELDS)[1]), draw_exact(reference))
+    assert np.array_equal(pixels(ask(SLIDER, num_refined=2)[1]), draw(reference))
+
+
+def test_visitors_do_not_disturb_each_other(visit, reference):
+    """Each gets the pictures that it would get alone; fails without a lock around the pipeline."""
+    refined = (CONFIG.num_refined, 0)
+
+    def stay(seed: int):
+        ask = visit()
+        exact = ask(BUTTON, **FIELDS | {"seed": seed, "steps": 2})[1]
+        return pixels(exact), pixels(ask(SLIDER, num_refined=refined[seed])[1])
+
+    with ThreadPoolExecutor(len(refined)) as pool:
+        results = list(pool.map(stay, range(len(refined))))
+    for seed, (exact, avq) in enumerate(results):
+        assert np.array_equal(exact, draw_exact(reference, seed=seed, steps=2))
+        expected = draw(set_num_refined(reference, refined[seed]), seed=seed, steps=2)
+        assert np.array_equal(avq, expected)
+    set_num_refined(reference, CONFIG.num_refined)
+
+
+def test_a_slider_before_the_first_picture_draws_nothing(visit, site):
+    runs = []
+    hook = site[1].unet.register_forward_pre_hook(lambda *_: runs.append(1))
+    visit()(SLIDER, num_refined=0)
+    hook.remove()
+    assert runs == []
+
+
+def test_nothing_leaves_the_machine(visit, site):
+    """Of the server; the browser's own requests are watched below."""
+    visit()(BUTTON, **FIELDS | {"steps": 1})
+    assert site[2] == []
+
+
+def test_a_port_that_is_taken(site):
+    from avq_diffusers.cli.page import build_page, serve
+
+    port = urlparse(site[0]).port
+    with pytest.raises(OSError, match=str(port)):
+        serve(build_page(site[1], "tiny", [PROMPT]), host="127.0.0.1", port=port)
+
+
+def test_without_gradio_the_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "avq_diffusers.cli.page", raising=False)
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.setattr(sys, "argv", ["avq", "app", "--model", "/no/such/folder"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    expected = "avq: the page needs gradio: pip install 'avq-diffusers[app]'.\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> list[str]:
+    """Options that name a tiny model and its codebooks."""
+    folder = tmp_path_factory.mktemp("saved")
+    pipe = tiny_pipe()
+    pipe.save_pretrained(folder / "model")
+    random_codebooks(pipe.unet, CONFIG).save_pretrained(folder / "codebooks")
+    return ["--model", str(folder / "model"), "--codebooks", str(folder / "codebooks")]
+
+
+@pytest.fixture
+def browser():
+    """A headless Chromium of this machine; nothing is downloaded."""
+    pytest.importorskip("gradio", reason="needs avq-diffusers[app]")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"needs one of {', '.join(BROWSERS)} on the path")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        # Chromium's sandbox refuses to run as root, the usual user of containers.
+        chromium = driver.chromium.launch(executable_path=path, chromium_sandbox=os.getuid() != 0)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def command(saved, tmp_path):
+    """The real `avq app` in its own process; its address."""
+    avq = [str(Path(sys.executable).parent / "avq"), "app", *saved, "--device", "cpu"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "GRADIO_TEMP_DIR": str(tmp_path)}
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [*avq, "--port", str(free_port())], env=environment, stdout=output, stderr=output
+        )
+    deadline = time.monotonic() + 120
+    while "page: " not in log.read_text():
+        assert server.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    yield log.read_text().split("page: ")[1].split()[0]
+    server.send_signal(signal.SIGINT)
+    server.wait(30)
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.long
+def test_in_a_browser(command, browser, reference):
+    """A visitor types, clicks, waits, moves the slider, and makes a mistake."""
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    problems, hosts = [], set()
+    page.on("console", lambda message: problems.append(message) if message.type == "error" else 0)
+    page.on("pageerror", lambda error: problems.append(error))
+    page.on("request", lambda request: hosts.add(urlparse(request.url).hostname))
+
+    def shown(name: str) -> np.ndarray:
+        source = page.get_attribute(f"#{name} img", "src")
+        return np.asarray(Image.open(BytesIO(page.request.get(source).body())))
+
+    page.goto(command)
+    page.fill("#prompt textarea", PROMPT)
+    page.fill("#steps input[type=number]", "1")
+    page.click("#draw")
+    page.wait_for_selector("#difference img")
+    assert np.array_equal(shown("exact"), draw_exact(reference))
+    assert np.array_equal(shown("avq"), draw(reference))
+    assert "PSNR" in page.inner_text("#difference-title")
+    assert page.inner_text("#report").startswith(PROMPT)
+    rows = page.locator("#report tbody tr")
+    assert rows.count() == 16
+    assert rows.filter(has_text="AVQ (torch backend)").count() == len(applied_states(reference))
+
+    exact = page.get_attribute("#exact img", "src")
+    slider = page.locator("#refined input[type=range]")
+    slider.click(position={"x": 1, "y": slider.bounding_box()["height"] / 2})
+    page.wait_for_selector("#report :text('M4P0C2')")
+    expected = draw(set_num_refined(reference, 0))
+    set_num_refined(reference, CONFIG.num_refined)
+    assert np.array_equal(shown("avq"), expected)
+    assert page.get_attribute("#exact img", "src") == exact
+
+    page.fill("#prompt textarea", "")
+    page.click("#draw")
+    page.wait_for_selector(":text('The prompt is empty; write what the picture shows.')")
+    assert page.get_attribute("#exact img", "src") == exact
+    assert hosts == {"127.0.0.1"}
+    assert problems == []

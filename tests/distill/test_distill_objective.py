@@ -1,0 +1,1005 @@
+import copy
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+from tiny import small_unet, tiny_unet
+from torch.nn.parallel import DistributedDataParallel
+
+from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, avq_attention, select_layers
+from avq_diffusers.attention.diagnostics import capture, commitment_loss, constraint_error
+from avq_diffusers.attention.orders import query_order
+from avq_diffusers.codebook.codebook import Codebook, assign, assign_leaves, fit_codebook
+from avq_diffusers.codebook.ema import batch_statistics, derive_codebook, ema_update
+from distill.objective import Objective
+from distill.quantizer import Quantizer
+
+CONFIG = AVQConfig(num_parents=4, num_children=2, num_refined=2, query_tile=16, levels=(0, 1))
+FLAT = AVQConfig(num_parents=4, num_children=0, num_refined=0, query_tile=16)
+# One codeword per key of one 8 x 8 picture: 64 keys at level 0, 16 at level 1.
+EXACT = AVQConfig(
+    num_parents=64,
+    num_children=2,
+    num_refined=64,
+    levels=(0, 1),
+    overrides={"1": {"num_parents": 16, "num_refined": 16}},
+)
+
+
+def make_batch(samples=4, seed=0, size=8):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "noisy_latents": torch.randn(samples, 4, size, size, generator=generator),
+        "timesteps": torch.randint(1000, (samples,), generator=generator),
+        "text_states": torch.randn(samples, 5, 32, generator=generator),
+        "target": torch.randn(samples, 4, size, size, generator=generator),
+    }
+
+
+def part(batch, start, stop):
+    return {name: value[start:stop] for name, value in batch.items()}
+
+
+def learnable_batch(objective):
+    """A batch whose target the teacher predicts well, as a trained one does."""
+    batch = make_batch()
+    return {**batch, "target": unet_output(objective.teacher, batch)}
+
+
+def unet_output(unet, batch):
+    inputs = (batch["noisy_latents"], batch["timesteps"], batch["text_states"])
+    with torch.no_grad():
+        return unet(*inputs, return_dict=False)[0]
+
+
+def make_objective(config=CONFIG, teacher=None, **arguments):
+    objective = Objective(tiny_unet() if teacher is None else teacher, config, **arguments)
+    objective.start_codebooks([make_batch(seed=7)], samples_per_step=4)
+    return objective
+
+
+def shake(objective):
+    """Move the student away from the teacher, where all its losses are alive."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in objective.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return objective
+
+
+def gradients(objective):
+    return {name: p.grad.clone() for name, p in objective.named_parameters()}
+
+
+def statistics(objective):
+    return {name: found.statistics for name, found in objective.quantizers.items()}
+
+
+def assert_close(got, expected, tolerance=1e-4):
+    """Relative to the largest entry of each tensor."""
+    assert got.keys() == expected.keys()
+    for name in expected:
+        error = (got[name] - expected[name]).abs().max()
+        assert error <= tolerance * expected[name].abs().max() + 1e-12, name
+
+
+def watch(modules):
+    seen = []
+    for module in modules:
+        module.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+    return seen
+
+
+def test_layers_that_stay_exact_are_the_teachers():
+    """Catches a layer that is trained, or that another processor runs, though it should not."""
+    objective = make_objective(replace(CONFIG, exact=("up_blocks",)))
+    student, teacher = objective.student, objective.teacher
+    assert objective.names
+    assert not any(name.startswith("up_blocks") for name in objective.names)
+    for layer in select_layers(student, (0, 1)):
+        own = teacher.get_submodule(layer.name)
+        is_exact = layer.name.startswith("up_blocks")
+        assert (type(layer.attn.processor) is type(own.processor)) == is_exact
+        assert (layer.attn.to_k.weight is own.to_k.weight) == is_exact
+
+
+# Losses
+
+
+def test_losses_by_hand():
+    """Catches a loss on the wrong pair, features before to_out or of other layers, wrong means."""
+    weights = {"noise": 0.9, "output": 0.3, "feature": 0.7, "commitment": 0.11}
+    objective = shake(make_objective(**{f"{name}_weight": w for name, w in weights.items()}))
+    batch = make_batch()
+    layers = {
+        unet: [unet.get_submodule(name) for name in objective.names]
+        for unet in (objective.teacher, objective.student)
+    }
+    features = {unet: watch(x.to_out[1] for x in attns) for unet, attns in layers.items()}
+    keys = watch(attn.to_k for attn in layers[objective.student])
+    outputs = {unet: unet_output(unet, batch) for unet in layers}
+    expected_features = [(a - b).square().mean() for a, b in zip(*features.values(), strict=True)]
+    # The UNet is called down, middle, up, so level 0 and 1 of both come in module order here.
+    distances = []
+    for key, processor in zip(keys, objective.quantizers.values(), strict=True):
+        key = key.unflatten(-1, (2, -1)).transpose(1, 2)
+        codebook = processor.codebook()
+        parent, child = assign(key, codebook)
+        nearest = codebook.parents[torch.arange(2)[:, None], parent]
+        children = codebook.children[torch.arange(2)[:, None], parent, child.clamp(min=0)]
+        nearest = torch.where((child < 0)[..., None], nearest, children)
+        distances.append((key - nearest).square().mean())
+
+    losses = objective(**batch)
+    teacher, student = outputs[objective.teacher], outputs[objective.student]
+    expected = {
+        "noise": (student - batch["target"]).square().mean(),
+        "output": (student - teacher).square().mean(),
+        "feature": sum(expected_features) / len(expected_features),
+        "commitment": sum(distances) / len(distances),
+    }
+    assert len(expected_features) == len(distances) == 10
+    expected["loss"] = sum(weights[name] * value for name, value in expected.items())
+    assert_close(losses, expected)
+    assert all(value > 1e-5 for value in expected.values())
+
+
+@pytest.mark.parametrize("full_spawning", [True, False])
+def test_exact_codebooks_reproduce_the_teacher(full_spawning):
+    """Catches a student that does not start from the teacher's projections."""
+    objective = Objective(tiny_unet(), EXACT, full_spawning=full_spawning)
+    batch = make_batch(samples=1)
+    objective.start_codebooks([batch], samples_per_step=1)
+    losses = objective(**batch)
+    teacher = unet_output(objective.teacher, batch)
+    assert losses["output"] < 1e-10 * teacher.square().mean()
+    assert losses["feature"] < 1e-10
+    assert losses["commitment"] < 1e-8
+    other = objective(**make_batch(samples=1, seed=1))  # keys that the codebooks do not hold
+    assert other["output"] > 1e-6
+    assert other["feature"] > 1e-6
+    assert other["commitment"] > 1e-3
+
+
+def test_bf16_autocast():
+    """Catches losses in half precision."""
+    objective = shake(make_objective())
+    exact = objective(**make_batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = objective(**make_batch())
+    losses["loss"].backward()
+    for name, value in losses.items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, exact[name], rtol=0.1, atol=1e-3)
+    assert {p.dtype for p in objective.student.parameters()} == {torch.float32}
+    for key_sums, counts in statistics(objective).values():
+        assert key_sums.dtype == counts.dtype == torch.float32
+
+
+@pytest.mark.parametrize("attention", ["avq", "linfusion", "exact"])
+def test_half_precision_teacher(attention):
+    """Catches trained weights that lost digits, a second copy of the frozen ones, and gradients
+    that are worse than those of autocast around float32 weights."""
+    # With much commitment, whose gradients rounding disturbs least.
+    arguments = {"attention": attention, "commitment_weight": 2.0}
+    exact = shake(make_objective(**arguments))
+    half = Objective(tiny_unet(), CONFIG, teacher_dtype=torch.bfloat16, **arguments)
+    assert {p.dtype for p in half.parameters()} == {torch.float32}
+    assert {p.dtype for p in half.teacher.parameters()} == {torch.bfloat16}
+    trained = {id(parameter) for parameter in half.parameters()}
+    frozen = {p.data_ptr() for p in half.student.parameters() if id(p) not in trained}
+    assert frozen < {p.data_ptr() for p in half.teacher.parameters()}
+
+    half.load_state_dict(exact.state_dict())
+    runs = {"exact": (exact, False), "autocast": (exact, True), "half": (half, False)}
+    losses, gradient = {}, {}
+    for run, (objective, enabled) in runs.items():
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            losses[run] = objective(**make_batch())
+        objective.zero_grad()
+        losses[run]["loss"].backward()
+        gradient[run] = torch.cat([p.grad.flatten() for p in objective.parameters()])
+    for name, value in losses["half"].items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, losses["exact"][name], rtol=0.1, atol=1e-3)
+    with torch.autocast("cpu", torch.float16):
+        assert_close(half(**make_batch()), losses["half"], tolerance=0)
+    error = {run: (found - gradient["exact"]).norm() for run, found in gradient.items()}
+    assert 0 < error["half"] < 1.3 * error["autocast"] < 0.6 * gradient["exact"].norm()
+
+
+def test_masters_are_taken_before_the_conversion():
+    """Catches float32 weights that are rounded to the teacher's dtype."""
+    weight = tiny_unet().down_blocks[0].attentions[0].transformer_blocks[0].attn1.to_q.weight
+    objective = Objective(tiny_unet(), CONFIG, teacher_dtype=torch.bfloat16)
+    assert torch.equal(objective.layers[0].to_q.weight, weight)
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+# Codebooks
+
+
+@pytest.mark.parametrize("key_norm", [False, True])
+def test_statistics_are_those_of_the_keys(key_norm):
+    """Catches statistics of other keys (before the norm, of the teacher) or of one batch only."""
+    config = AVQConfig(4, 2, 2, levels=(0,), key_norm=key_norm)
+    objective = shake(make_objective(config))
+    seen = watch(attn.to_k for attn in objective.layers)
+    batches = [make_batch(seed=1), make_batch(seed=2)]
+    for batch in batches:
+        objective(**batch)
+    for index, processor in enumerate(objective.quantizers.values()):
+        keys = torch.cat([seen[index], seen[index + 5]]).unflatten(-1, (2, -1)).transpose(1, 2)
+        if key_norm:
+            norm = objective.processors[objective.names[index]].key_norm
+            keys = F.layer_norm(keys, (8,), norm.weight, norm.bias)
+        key_sums, counts = batch_statistics(keys, processor.codebook())
+        assert torch.equal(processor.statistics[1], counts)
+        torch.testing.assert_close(processor.statistics[0], key_sums, rtol=1e-4, atol=1e-4)
+        assert counts[:, :, 0].sum() == 2 * 8 * 64
+
+
+def test_update_is_one_ema_step():
+    """Catches a wrong decay, statistics that stay, and a codebook that does not follow."""
+    objective = make_objective()
+    objective(**make_batch())
+    expected = {}
+    for name, processor in objective.quantizers.items():
+        before = processor.ema_key_sums, processor.ema_counts
+        key_sums, counts = map(ema_update, before, processor.statistics, (0.7, 0.7))
+        codebook = derive_codebook(key_sums, counts, processor.codebook())
+        expected[name] = {
+            "ema_key_sums": key_sums,
+            "ema_counts": counts,
+            "parent_codewords": codebook.parents,
+            "child_codewords": codebook.children,
+        }
+    objective.update_codebooks(0.7)
+    for name, processor in objective.quantizers.items():
+        for key, value in expected[name].items():
+            torch.testing.assert_close(getattr(processor, key), value)
+        assert processor.statistics is None
+    with pytest.raises(RuntimeError, match="needs a training forward since the last one"):
+        objective.update_codebooks(0.7)
+
+
+def test_first_update_does_not_jump():
+    """Catches EMA counts of the sample, or none, in place of those of an optimizer step."""
+    objective = Objective(tiny_unet(), CONFIG)
+    start = [make_batch(seed=seed) for seed in range(3)]
+    objective.start_codebooks(start, samples_per_step=4, keys_per_layer=300)
+    for processor in objective.quantizers.values():
+        tokens = {8: 64, 16: 16}[processor.parent_codewords.shape[-1]]
+        total = processor.ema_counts[:, :, 0].sum(1)
+        torch.testing.assert_close(total, torch.full((2,), 4.0 * tokens))
+    before = {name: p.parent_codewords.clone() for name, p in objective.quantizers.items()}
+    objective(**start[0])
+    key_sums, counts = statistics(objective)[objective.names[0]]
+    objective.update_codebooks(0.99)
+    processor = objective.quantizers[objective.names[0]]
+    means = key_sums[:, :, 0] / counts[:, :, :1]
+    share = 0.01 * counts[:, :, :1] / processor.ema_counts[:, :, :1]
+    expected = before[objective.names[0]].lerp(means, share)
+    torch.testing.assert_close(processor.parent_codewords, expected, rtol=1e-4, atol=1e-5)
+    assert share.max() < 0.03
+
+
+def test_batches_share_the_sample():
+    """Catches a sample that grows with the batches, that falls short of `keys_per_layer`, or that
+    takes the first keys of a batch: as many parents as keys are the keys."""
+    start = [make_batch(seed=seed) for seed in range(3)]
+    objective = Objective(tiny_unet(), replace(FLAT, num_parents=12))
+    found = watch(attn.to_k for attn in map(objective.teacher.get_submodule, objective.names))
+    objective.start_codebooks(start, samples_per_step=4, keys_per_layer=11)
+    for index, quantizer in enumerate(objective.quantizers.values()):
+        keys = torch.stack(found[index :: len(objective.names)]).flatten(1, 2)
+        keys = keys.unflatten(-1, (2, -1)).movedim(2, 0).flatten(1, 2)
+        distances = torch.cdist(quantizer.parent_codewords, keys)
+        nearest = distances.argmin(dim=-1)
+        assert distances.amin(dim=-1).max() < 1e-3 * quantizer.parent_codewords.abs().max()
+        for chosen in nearest:
+            assert (chosen // 256).bincount().tolist() == [4, 4, 4]
+            assert len((chosen % 256 // 64).unique()) > 1
+    objective = Objective(tiny_unet(), replace(FLAT, num_parents=13))
+    with pytest.raises(ValueError, match="num_parents = 13 keys per head, but got 12"):
+        objective.start_codebooks(start, samples_per_step=4, keys_per_layer=11)
+
+
+def test_the_seed_is_that_of_the_sample_and_of_k_means(monkeypatch):
+    """Catches a seed that one of the two does not get, and a sample of the first keys."""
+    seen = []
+
+    def fit(keys, *sizes, seed, **settings):
+        seen.append((seed, keys))
+        return fit_codebook(keys, *sizes, seed=seed, **settings)
+
+    monkeypatch.setattr("distill.objective.fit_codebook", fit)
+    objective = Objective(tiny_unet(), replace(FLAT, exact=("up_blocks",)))
+    for seed in (3, 3, 4):
+        arguments = {"samples_per_step": 4, "keys_per_layer": 12, "seed": seed}
+        objective.start_codebooks([make_batch(seed=7)], **arguments)
+    seeds, keys = zip(*seen[:: len(objective.names)], strict=True)
+    assert seeds == (3, 3, 4)
+    assert torch.equal(keys[0], keys[1])
+    assert not torch.equal(keys[0], keys[2])
+
+
+def test_codebooks_start_from_keys_after_the_norm():
+    """Catches codebooks of raw keys for a layer that normalizes them."""
+    norm = make_objective(AVQConfig(8, 2, 2, key_norm=True))
+    for processor in norm.quantizers.values():
+        assert processor.parent_codewords.norm(dim=-1).max() <= math.sqrt(8) * (1 + 1e-4)
+    raw = make_objective(AVQConfig(8, 2, 2))
+    largest = [p.parent_codewords.norm(dim=-1).max() for p in raw.quantizers.values()]
+    assert max(largest) > math.sqrt(8)
+
+
+def test_codebooks_must_be_started():
+    objective = Objective(tiny_unet(), CONFIG)
+    assert objective(**make_batch())["loss"].isnan()
+    with pytest.raises(ValueError, match="keys"):
+        Objective(tiny_unet(), AVQConfig(300, 2, 2)).start_codebooks(
+            [make_batch()], samples_per_step=4
+        )
+
+
+def test_micro_batches_add_up():
+    """Catches statistics or codebooks that change between micro-batches."""
+    whole, parts = (shake(make_objective()) for _ in range(2))
+    batch = make_batch()
+    whole(**batch)["loss"].backward()
+    for start in (0, 2):
+        (parts(**part(batch, start, start + 2))["loss"] / 2).backward()
+    assert_close(gradients(parts), gradients(whole))
+    for objective in (whole, parts):
+        objective.update_codebooks(0.9)
+    assert_close(dict(parts.named_buffers()), dict(whole.named_buffers()))
+
+
+@pytest.mark.long
+def test_compiled_unets():
+    """Catches features, keys or a grid of an earlier call."""
+    plain, compiled = (
+        shake(Objective(small_unet(), AVQConfig(4, 2, 2, query_tile=16))) for _ in range(2)
+    )
+    graphs = []
+    compiled.teacher.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    compiled.student.compile(backend="aot_eager")
+    for objective in (plain, compiled):
+        objective.start_codebooks([make_batch(seed=7)], samples_per_step=4)
+    for seed in range(2):
+        losses = [objective(**make_batch(seed=seed)) for objective in (plain, compiled)]
+        assert_close(losses[1], losses[0])
+    for found in losses:
+        found["loss"].backward()
+    assert graphs
+    assert_close(gradients(compiled), gradients(plain))
+    for name, figures in plain.diagnostics().items():
+        assert_close(compiled.diagnostics()[name], figures)
+
+
+def test_eval_mode_adds_nothing():
+    objective = make_objective().eval()
+    objective(**make_batch())
+    assert set(statistics(objective).values()) == {None}
+    objective.train()(**make_batch())
+    assert not objective.teacher.training
+    assert None not in statistics(objective).values()
+
+
+@pytest.mark.parametrize("diveq", [False, True])
+def test_gradient_checkpointing_changes_nothing(diveq):
+    """Catches statistics that are added again, and other noise, when the layers run again."""
+    plain, checkpointed = (shake(make_objective(diveq=diveq)) for _ in range(2))
+    checkpointed.student.enable_gradient_checkpointing()
+    runs = watch(attn.to_k for attn in checkpointed.layers)
+    for objective in (plain, checkpointed):
+        torch.manual_seed(0)
+        objective(**make_batch())["loss"].backward()
+    assert len(runs) == 20  # the layers did run twice
+    assert_close(gradients(checkpointed), gradients(plain))
+    for name, (key_sums, counts) in statistics(plain).items():
+        assert torch.equal(statistics(checkpointed)[name][0], key_sums)
+        assert torch.equal(statistics(checkpointed)[name][1], counts)
+
+
+def test_dead_codewords_move_to_keys():
+    """Catches a reassignment that is not written back, or that moves what is alive."""
+    objective = make_objective()
+    objective(**make_batch())
+    objective.update_codebooks(0.9)
+    name = objective.names[0]
+    processor = objective.quantizers[name]
+    processor.parent_codewords[0, 2] += 100
+    processor.child_codewords[0, 2] += 100
+    processor.ema_counts[0, 2] = 0
+    processor.ema_key_sums[0, 2] = 0
+    before = processor.parent_codewords.clone()
+    objective.reassign_dead(threshold=1e-3, seed=0)
+    moved = (processor.parent_codewords - before).norm(dim=-1) > 1e-4
+    assert moved.nonzero().tolist() == [[0, 2]]
+    assert processor.ema_counts[0, 2, 0] == pytest.approx(1e-3)
+    distance = torch.cdist(processor.parent_codewords[0, 2:3], processor.kept_keys[0])
+    assert distance.min() < 1e-4
+
+
+def test_the_seed_chooses_what_dead_codewords_become():
+    def moved(seed):
+        objective = make_objective()
+        objective(**make_batch())
+        objective.update_codebooks(0.9)
+        objective.reassign_dead(threshold=1e9, seed=seed)
+        return objective.quantizers[objective.names[0]].parent_codewords
+
+    assert torch.equal(moved(1), moved(1))
+    assert not torch.equal(moved(1), moved(2))
+
+
+def test_capture():
+    """Catches capture of other queries or keys, of all parents, or of tiles in raster order."""
+    objective = shake(make_objective())
+    seen = {name: watch(getattr(x, name) for x in objective.layers) for name in ("to_q", "to_k")}
+    objective(**make_batch())
+    figures = objective.diagnostics()
+    for index, (name, quantizer) in enumerate(objective.quantizers.items()):
+        query, key = (
+            seen[projection][index][:1].unflatten(-1, (2, -1)).transpose(1, 2)
+            for projection in ("to_q", "to_k")
+        )
+        side = math.isqrt(query.shape[2])
+        order = query_order(side, side, "gilbert", query.device)
+        expected = capture(query, key, quantizer.codebook(), 2, query_tile=16, query_order=order)
+        torch.testing.assert_close(figures[name]["capture"], expected)
+    normed = shake(make_objective(replace(CONFIG, key_norm=True)))
+    normed(**make_batch())
+    for processor in normed.processors.values():
+        sample, kept = processor.sample["key"][0], processor.quantizer.kept_keys
+        assert torch.equal(sample, kept[:, : sample.shape[1]])
+    flat = make_objective(FLAT)
+    flat(**make_batch())
+    assert all("capture" not in figures for figures in flat.diagnostics().values())
+
+
+def test_diagnostics():
+    """Catches figures of an old codebook, and parents that are counted twice."""
+    objective = make_objective(EXACT)
+    with pytest.raises(RuntimeError, match="keys of a training forward"):
+        objective.diagnostics()
+    objective(**make_batch(seed=7))
+    figures = objective.diagnostics()
+    assert list(figures) == objective.names
+    name = objective.names[0]
+    processor = objective.quantizers[name]
+    fine = figures[name]["quantization_error"]
+    assert fine.shape == figures[name]["active_ratio"].shape == (2,)
+    assert (fine < 0.2).all()
+    processor.parent_codewords.zero_()
+    processor.child_codewords.zero_()
+    assert (objective.diagnostics()[name]["quantization_error"] > 3 * fine).all()
+    # Half of the parents hold 3 keys each: one with either child, and one that stays.
+    processor.ema_counts.zero_()
+    processor.ema_counts[:, :32] = torch.tensor([3.0, 1, 1])
+    assert objective.diagnostics()[name]["active_ratio"].tolist() == [0.5, 0.5]
+    # 1 % of the fair share is 1.0; with the children counted twice it would be 2.
+    processor.ema_counts[:, 0] = torch.tensor([19_200.0, 19_200, 0])
+    processor.ema_counts[:, 1:32] = torch.tensor([1.5, 0, 0])
+    assert objective.diagnostics()[name]["active_ratio"].tolist() == [33 / 192] * 2
+    assert processor.kept_keys.shape == (2, 4 * 64, 8)
+
+
+def test_kept_keys_are_bounded(monkeypatch):
+    """Catches a sample of one column of the grid, or of one picture."""
+    monkeypatch.setattr("distill.quantizer.KEPT_KEYS", 32)
+    objective = make_objective()
+    key = torch.zeros(4, 2, 64, 8)
+    key[..., 0] = torch.arange(64) % 8
+    key[..., 1] = torch.arange(4)[:, None, None]
+    processor = objective.quantizers[objective.names[0]]
+    processor.observe(processor(key))
+    assert processor.kept_keys.shape == (2, 32, 8)
+    assert len(processor.kept_keys[0, :, 0].unique()) == 8
+    assert len(processor.kept_keys[0, :, 1].unique()) == 4
+
+
+@pytest.mark.parametrize(("samples", "tokens"), [(1, 64), (2, 64), (1, 5000)])
+def test_what_processes_share_is_contiguous(samples, tokens):
+    """Catches a clone with permuted strides, which NCCL refuses to broadcast and gloo does not."""
+    objective = make_objective()
+    processor = objective.quantizers[objective.names[0]]
+    # As projections give them: heads beside head dims in memory.
+    key = torch.randn(samples, tokens, 2 * 8).unflatten(-1, (2, 8)).transpose(1, 2)
+    assert not key.is_contiguous()
+    processor.observe(processor(key))
+    assert processor.kept_keys.is_contiguous()
+    assert all(part.is_contiguous() for part in processor.statistics)
+
+
+def test_keys_are_assigned_once(monkeypatch):
+    """Catches an assignment each for attention, commitment and statistics."""
+    objective = make_objective()
+    calls = []
+
+    def counted(*arguments):
+        calls.append(1)
+        return assign_leaves(*arguments)
+
+    monkeypatch.setattr("distill.quantizer.assign_leaves", counted)
+    for module in ("codebook", "ema", "diagnostics"):
+        monkeypatch.setattr(f"avq_diffusers.{module}.assign_leaves", counted)
+    monkeypatch.setattr("avq_diffusers.attention.forward.assign_leaves", None)
+    objective(**make_batch())["loss"].backward()
+    objective.update_codebooks(0.9)
+    assert len(calls) == len(objective.names)
+
+
+def test_without_the_constraint(tmp_path):
+    """Catches a projection somewhere, and an export that hides what it violates."""
+    objective = make_objective(project_children=False)
+    assert all(constraint_error(x.codebook()).max() > 0.1 for x in objective.quantizers.values())
+    for _ in range(2):
+        objective(**make_batch())
+        objective.update_codebooks(0.5)
+    for quantizer in objective.quantizers.values():
+        counts, key_sums = quantizer.ema_counts[:, :, 1:], quantizer.ema_key_sums[:, :, 1:]
+        means = key_sums / counts[..., None]
+        alive = counts > 0
+        torch.testing.assert_close(quantizer.child_codewords[alive], means[alive])
+        assert constraint_error(quantizer.codebook()).max() > 0.1
+    objective.reassign_dead(threshold=8.0, seed=0)
+    assert all(constraint_error(x.codebook()).max() > 0.1 for x in objective.quantizers.values())
+    model = AVQCodebooks.from_codebooks(CONFIG, objective.codebooks(), objective.student)
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="children do not average to their parent"):
+        AVQCodebooks.from_pretrained(tmp_path)
+
+
+# Fewer refined parents
+
+
+def test_all_parents_at_linear_cost(monkeypatch):
+    """Catches a quantized key, or a gradient, that is not that of `avq_attention`."""
+    monkeypatch.setattr("avq_diffusers.attention.backward.DENSE_SPEED_CPU", 0.0)
+    config = AVQConfig(4, 2, 4, query_tile=16, levels=(0, 1))
+    runs = [shake(make_objective(config, full_spawning=full)) for full in (True, False)]
+    losses = [objective(**make_batch()) for objective in runs]
+    assert_close(losses[1], losses[0])
+    for found in losses:
+        found["loss"].backward()
+    assert_close(gradients(runs[1]), gradients(runs[0]), tolerance=1e-3)
+
+
+def test_few_parents_train_at_linear_cost(monkeypatch):
+    """Catches gradients that stop, or that full spawning's are taken for them."""
+    linear, defined = (shake(make_objective(full_spawning=False)) for _ in range(2))
+    linear(**make_batch())["loss"].backward()
+    monkeypatch.setattr(
+        "distill.student.avq_attention", partial(avq_attention, backend="reference")
+    )
+    defined(**make_batch())["loss"].backward()
+    assert_close(gradients(linear), gradients(defined), tolerance=1e-3)
+    full = shake(make_objective())
+    full(**make_batch())["loss"].backward()
+    with pytest.raises(AssertionError):
+        assert_close(gradients(full), gradients(defined), tolerance=1e-2)
+
+
+# DiVeQ
+
+
+def test_diveq_by_hand():
+    """Catches gradients along the wrong direction, and a parent that its children leave behind."""
+    quantizer = Quantizer(1, 2, AVQConfig(2, 2, 2), constrain=True, diveq=True).eval()
+    parents = torch.tensor([[[0.0, 0], [10, 0]]])
+    children = parents[:, :, None] + torch.tensor([[0.0, 1], [0, -1]])
+    quantizer.start(Codebook(parents, children), torch.ones(1, 2, 3))
+    key = torch.tensor([[[[0.0, 1.5], [10.3, 0.4]]]], requires_grad=True)  # child 0, parent 1
+    leaves = quantizer(key)
+    quantized = quantizer.quantized_key(leaves)
+    shift = quantized[0, 0, 0] - children[0, 0, 0]
+    torch.testing.assert_close(quantized[0, 0, 1] - parents[0, 1], shift)
+    quantized.backward(torch.tensor([[[[2.0, 3], [1, 1]]]]))
+    # Error directions are (0, -1) and (-0.6, -0.8): the second codeword gets 1.4 of (0.6, 0.8).
+    along = torch.tensor([1.4 * 0.6, 1.4 * 0.8])
+    torch.testing.assert_close(key.grad[0, 0], torch.stack([torch.tensor([2.0, 0]), 1 - along]))
+    expected = torch.stack([torch.tensor([0.0, 3]), along])
+    torch.testing.assert_close(quantizer.parent_codewords.grad[0], expected)
+    expected = torch.tensor([[[0, 1.5], [0, -1.5]], [[0, 0], [0, 0]]])
+    torch.testing.assert_close(quantizer.child_codewords.grad[0], expected)
+
+    torch.manual_seed(0)
+    noisy = quantizer.train().quantized_key(leaves)
+    distance = (leaves.codeword - key).norm(dim=-1)
+    moved = noisy - quantized
+    assert 0 < moved.norm(dim=-1).max() < 0.5 * distance.max()
+    radius = (noisy - key - (quantized - leaves.codeword)).norm(dim=-1)
+    torch.testing.assert_close(radius, distance)
+
+
+def test_diveq_keeps_free_children():
+    quantizer = Quantizer(1, 2, AVQConfig(1, 2, 1), constrain=False, diveq=True)
+    children = torch.tensor([[[[0.0, 1], [0, 3]]]])
+    quantizer.start(Codebook(torch.zeros(1, 1, 2), children), torch.ones(1, 1, 3))
+    assert torch.equal(quantizer.codebook().children, children)
+
+
+def test_diveq_draws_noise_of_its_variance():
+    """Catches a variance for a standard deviation: at unit error, noise is the angle's sine."""
+    quantizer = Quantizer(1, 2, AVQConfig(1, 0, 0), constrain=True, diveq=True)
+    quantizer.start(Codebook(torch.zeros(1, 1, 2), torch.zeros(1, 1, 0, 2)), torch.ones(1, 1, 1))
+    key = torch.tensor([0.0, 1.0]).expand(1, 1, 4000, 2)
+    torch.manual_seed(0)
+    sine = (quantizer.quantized_key(quantizer(key)) - key)[..., 0]
+    assert sine.std().item() == pytest.approx(1e-3**0.5, rel=0.05)
+    assert abs(sine.mean()) < 5 * (1e-3 / 4000) ** 0.5
+
+
+def test_diveq_trains_the_codewords():
+    """Catches codewords without gradient, EMA that moves them, and a constraint that is lost."""
+    objective = make_objective(diveq=True, commitment_weight=0.0)
+    optimizer = torch.optim.Adam(objective.parameters(), lr=1e-2)
+    batch, losses = learnable_batch(objective), []
+    for _ in range(15):
+        torch.manual_seed(0)
+        losses.append(objective(**batch))
+        losses[-1]["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        functions = {name: found.codebook() for name, found in objective.quantizers.items()}
+        objective.update_codebooks(0.9)
+        for name, quantizer in objective.quantizers.items():
+            torch.testing.assert_close(quantizer.child_codewords, functions[name].children)
+            assert constraint_error(quantizer.codebook()).max() < 1e-4
+            torch.testing.assert_close(
+                quantizer.ema_key_sums[:, :, 0],
+                quantizer.parent_codewords * quantizer.ema_counts[:, :, :1],
+            )
+    assert losses[-1]["feature"] < 0.8 * losses[0]["feature"]
+    codebooks = objective.codebooks()
+    assert len(objective.projections()[objective.names[0]]) == 5
+    assert not any(codebook.parents.requires_grad for codebook in codebooks.values())
+    objective.reassign_dead(threshold=50.0, seed=0)
+    assert not torch.equal(
+        codebooks[objective.names[0]].parents,
+        objective.quantizers[objective.names[0]].parent_codewords,
+    )
+
+
+def test_commitment_moves_keys_to_codewords_and_not_the_reverse():
+    """Catches a commitment loss that trains the codewords, which only DiVeQ can show."""
+    quantizer = Quantizer(2, 4, CONFIG, constrain=True, diveq=True)
+    parents = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
+    quantizer.start(Codebook(parents, parents[:, :, None].repeat(1, 1, 2, 1)), torch.ones(2, 4, 3))
+    key = torch.ones(1, 2, 3, 4, requires_grad=True)
+    loss = quantizer(key).commitment()
+    torch.testing.assert_close(loss, commitment_loss(key, quantizer.codebook()).mean() / 4)
+    loss.backward()
+    assert key.grad.any()
+    assert quantizer.parent_codewords.grad is None
+    assert quantizer.child_codewords.grad is None
+
+
+def test_diveq_without_children():
+    objective = make_objective(FLAT, diveq=True)
+    objective(**make_batch())["loss"].backward()
+    for quantizer in objective.quantizers.values():
+        assert quantizer.parent_codewords.grad.norm() > 0
+
+
+@pytest.mark.parametrize("arguments", [{"full_spawning": False}, {"attention": "linfusion"}])
+def test_diveq_needs_full_spawning(arguments):
+    with pytest.raises(ValueError, match=r'diveq needs attention="avq" and full_spawning'):
+        Objective(tiny_unet(), CONFIG, diveq=True, **arguments)
+
+
+# LoRA
+
+
+@pytest.mark.parametrize("attention", ["avq", "linfusion"])
+def test_lora(attention):
+    """Catches full projections that are trained, an update that is not exported, and alpha."""
+    objective = make_objective(attention=attention, lora_rank=2)
+    before = objective(**make_batch())
+    assert_close(before, make_objective(attention=attention)(**make_batch()))
+    trained = {name: p for name, p in objective.named_parameters() if p.requires_grad}
+    lora = {name: p for name, p in trained.items() if "lora_" in name}
+    assert len(lora) == 80
+    assert all("phi" in name for name in trained.keys() - lora)
+    assert {min(p.shape) for p in lora.values()} == {2}
+    before["loss"].backward()
+    assert trained.keys() == {
+        name for name, p in objective.named_parameters() if p.grad is not None
+    }
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(0.1)
+    projections = objective.projections()
+    layer, name = objective.layers[0].to_q, objective.names[0]
+    update = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    expected = objective.teacher.get_submodule(name).to_q.weight + update
+    torch.testing.assert_close(projections[name]["to_q.weight"], expected)
+    assert update.abs().max() > 1e-2
+
+    full = make_objective(attention=attention)
+    full.load_state_dict(
+        {
+            f"layers.{full.names.index(name)}.{path}": value
+            for name, values in projections.items()
+            for path, value in values.items()
+        },
+        strict=False,
+    )
+    assert_close(objective(**make_batch()), full(**make_batch()))
+
+
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_changes_are_those_of_the_base_model(lora_rank):
+    """Catches changes of a teacher in half precision, which has lost digits of the base model."""
+    objective = Objective(tiny_unet(), CONFIG, lora_rank=lora_rank, teacher_dtype=torch.bfloat16)
+    assert not any(
+        x.any() for layer in objective.projection_changes().values() for x in layer.values()
+    )
+    tuned, changes = shake(objective).projections(), objective.projection_changes()
+    for name, layer in changes.items():
+        base = tiny_unet().get_submodule(name)
+        assert not torch.equal(objective.teacher.get_submodule(name).to_q.weight, base.to_q.weight)
+        assert len(layer) == 5
+        for key, change in layer.items():
+            assert change.dtype == torch.float32
+            assert torch.equal(change, tuned[name][key] - base.get_parameter(key))
+        assert layer["to_q.weight"].any()
+
+
+def test_lora_rank_is_positive():
+    with pytest.raises(ValueError, match="lora_rank must be at least 1 or None, but got 0"):
+        Objective(tiny_unet(), CONFIG, lora_rank=0)
+
+
+def test_an_override_for_no_layer_is_refused():
+    """Catches one that is found when the codebooks are written, after the training."""
+    config = replace(CONFIG, overrides={"up_block.3": {"num_refined": 1}})
+    with pytest.raises(ValueError, match=r"but got 'up_block\.3'"):
+        Objective(tiny_unet(), config)
+
+
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_teacher_with_lora(lora_rank):
+    """Catches a student that starts without the teacher's LoRA, or that shares it."""
+    teacher = tiny_unet()
+    plain = unet_output(teacher, make_batch())
+    teacher.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    with torch.no_grad():
+        for name, parameter in teacher.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    expected = unet_output(teacher, make_batch())
+    assert (expected - plain).abs().max() > 0.01
+    objective = Objective(teacher, CONFIG, attention="exact", lora_rank=lora_rank)
+    for unet in (objective.student, objective.teacher):
+        assert (unet_output(unet, make_batch()) - expected).abs().max() < 1e-4
+    lora = [name for name, _ in objective.named_parameters() if "lora_" in name]
+    assert len(lora) == (80 if lora_rank else 0)
+    paths = {"to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight", "to_out.0.bias"}
+    assert objective.projections()[objective.names[0]].keys() == paths
+
+
+# What is trained, and what is kept
+
+
+def test_only_the_replaced_layers_are_trained():
+    """Catches a frozen part that moves, is copied for nothing, or a teacher that is trained."""
+    teacher = tiny_unet()
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    objective = make_objective(teacher=teacher)
+    expected = {
+        f"{name}.{projection}"
+        for name in objective.names
+        for projection in (
+            "to_q.weight",
+            "to_k.weight",
+            "to_v.weight",
+            "to_out.0.weight",
+            "to_out.0.bias",
+        )
+    }
+    student = dict(objective.student.named_parameters())
+    assert {name for name, p in student.items() if p.requires_grad} == expected
+    assert len(expected) == 50
+
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
+    for seed in range(2):
+        objective(**make_batch(seed=seed))["loss"].backward()
+        assert {name for name, p in student.items() if p.grad is not None} == expected
+        optimizer.step()
+        optimizer.zero_grad()
+        objective.update_codebooks(0.9)
+    for name, value in objective.teacher.named_parameters():
+        assert value.grad is None
+        assert torch.equal(value, before[name])
+        if name in expected:
+            assert not torch.equal(student[name], before[name])
+        else:
+            assert student[name].data_ptr() == value.data_ptr()
+
+
+@pytest.mark.parametrize("config", [CONFIG, AVQConfig(4, 2, 2, key_norm=True)])
+def test_state_round_trip(config):
+    """Catches statistics or a norm that the state lacks, and frozen weights that it holds."""
+    first = shake(make_objective(config))
+    first(**make_batch())
+    first.update_codebooks(0.9)
+    state = {name: value.clone() for name, value in first.state_dict().items()}
+    assert sum(value.numel() for value in state.values()) < sum(
+        p.numel() for p in first.teacher.parameters()
+    )
+    second = Objective(tiny_unet(), config)
+    second.load_state_dict(state)
+    for objective in (first, second):
+        objective(**make_batch(seed=1))["loss"].backward()
+        objective.update_codebooks(0.9)
+    for name, value in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value), name
+    for name, value in gradients(first).items():
+        assert torch.equal(gradients(second)[name], value), name
+
+
+def test_a_copy_is_independent():
+    """Catches a copied student whose hooks and layers are those of the original."""
+    original = shake(make_objective(full_spawning=False))
+    copied = copy.deepcopy(original)
+    before = copied(**make_batch())["loss"]
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.zero_()
+    assert copied(**make_batch())["loss"] == before
+    larger = copied(**make_batch(size=16))["loss"]
+    assert larger.isfinite()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"query_order": "random", "importance_tile": 2}])
+@pytest.mark.parametrize("key_norm", [False, True])
+@pytest.mark.parametrize("full_spawning", [True, False])
+def test_export_is_the_student(full_spawning, key_norm, sizes):
+    """Catches another order, tile or number of refined parents than the library's processor, and
+    the transposed grid."""
+    config = AVQConfig(
+        num_parents=8,
+        num_children=2,
+        num_refined=8 if full_spawning else 3,
+        query_tile=16,
+        levels=(0, 1),
+        key_norm=key_norm,
+        **sizes,
+    )
+    objective = shake(make_objective(config, full_spawning=full_spawning))
+    codebooks, changes = objective.codebooks(), objective.projection_changes()
+    unet = tiny_unet()
+    model = AVQCodebooks.from_codebooks(config, codebooks, unet, projection_changes=changes)
+    assert len(objective.key_norms()) == (10 if key_norm else 0)
+    for name, norm in objective.key_norms().items():
+        model.key_norm(name).load_state_dict(norm.state_dict())
+    unet.set_attn_processor(AVQProcessor(model, unet))
+    batch = make_batch()
+    wide = {name: torch.cat([batch[name]] * 2, dim=-1) for name in ("noisy_latents", "target")}
+    batch |= wide
+    got, expected = unet_output(unet, batch), unet_output(objective.student, batch)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert (unet_output(objective.teacher, batch) - expected).abs().max() > 1e-2
+    with torch.no_grad():
+        for parameter in objective.parameters():
+            parameter.zero_()
+    assert changes[objective.names[0]]["to_q.weight"].abs().max() > 0
+
+
+def test_training_lowers_the_feature_loss():
+    # The keys of a tiny random UNet are so long that full commitment would be all of the loss.
+    objective = make_objective(commitment_weight=1e-4)
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3, weight_decay=0)
+    batch, losses = learnable_batch(objective), []
+    for _ in range(20):
+        losses.append(objective(**batch))
+        losses[-1]["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        objective.update_codebooks(0.99)
+    assert losses[-1]["feature"] < 0.85 * losses[0]["feature"]
+    assert losses[-1]["output"] < 0.8 * losses[0]["output"]
+    assert losses[-1]["commitment"] < losses[0]["commitment"]
+
+
+# Two processes
+
+
+def one_step(objective, model, batch, start):
+    """Gradients and state of one step that starts from codebooks of the batch `start`."""
+    objective.start_codebooks([start], samples_per_step=4)
+    model(**batch)["loss"].backward()
+    objective.update_codebooks(0.9)
+    state = {name: value.clone() for name, value in objective.state_dict().items()}
+    return gradients(objective), state
+
+
+def run_process(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    objective = shake(Objective(tiny_unet(), CONFIG))
+    model = DistributedDataParallel(objective, broadcast_buffers=False)
+    half = part(make_batch(), 2 * rank, 2 * rank + 2)
+    # Process 1 starts from other keys, which do not count.
+    gradient, state = one_step(objective, model, half, make_batch(seed=7 + rank))
+    objective.reassign_dead(threshold=60.0, seed=5)
+    flat = Objective(tiny_unet(), FLAT, diveq=True)
+    flat.start_codebooks([make_batch(seed=7 + rank)], samples_per_step=4)
+    results = {
+        "gradients": gradient,
+        "state": state,
+        "reassigned": objective.state_dict(),
+        "flat": flat.state_dict(),
+    }
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.long
+def test_two_processes_are_one(tmp_path):
+    """Catches sums that are averaged or not reduced, and codebooks of each process's own keys."""
+    torch.multiprocessing.spawn(run_process, (str(tmp_path),), nprocs=2)
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for kind, tensors in results[0].items():
+        for name, value in tensors.items():
+            assert torch.equal(value, results[1][kind][name]), (kind, name)
+    objective = shake(Objective(tiny_unet(), CONFIG))
+    gradient, state = one_step(objective, objective, make_batch(), make_batch(seed=7))
+    assert_close(results[0]["gradients"], gradient)
+    assert_close(results[0]["state"], state)
+    name = "layers.0.processor.quantizer.parent_codewords"
+    assert not torch.equal(results[0]["reassigned"][name], results[0]["state"][name])
+
+
+# Exact and LinFusion's attention
+
+
+def test_exact_attention_is_the_teacher_until_trained():
+    objective = Objective(tiny_unet(), CONFIG, attention="exact")
+    objective.start_codebooks([make_batch()], samples_per_step=4)  # none
+    losses = objective(**make_batch())
+    assert losses.keys() == {"noise", "output", "feature", "loss"}
+    assert losses["output"] < 1e-10
+    shake(objective)
+    losses = objective(**make_batch())
+    losses["loss"].backward()
+    assert losses["output"] > 1e-3
+    assert all(gradient.abs().max() > 0 for gradient in gradients(objective).values())
+
+
+def test_linear_attention_trains():
+    objective = Objective(tiny_unet(), CONFIG, attention="linfusion")
+    phi = [p for name, p in objective.named_parameters() if "phi_q.3" in name]
+    assert len(phi) == 20
+    assert all((p == 0).all() for p in phi)  # the student starts from the teacher's projections
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3, weight_decay=0)
+    batch, losses = learnable_batch(objective), []
+    for _ in range(20):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(objective(**batch))
+        losses[-1]["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        objective.update_codebooks(0.99)  # none
+    assert losses[0].keys() == {"noise", "output", "feature", "loss"}
+    assert losses[-1]["feature"] < 0.8 * losses[0]["feature"]
+    assert all((p != 0).any() for p in phi)
+    assert objective.codebooks() == {}
+    assert "processor.phi_k.0.weight" in objective.projections()[objective.names[0]]
+
+
+def test_unknown_attention():
+    with pytest.raises(
+        ValueError, match=r"attention must be one of avq, linfusion, exact, but got 'x'"
+    ):
+        Objective(tiny_unet(), CONFIG, attention="x")

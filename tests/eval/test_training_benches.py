@@ -1,0 +1,293 @@
+"""`python -m eval bench distill` and `python -m eval ablate`: real short runs on a tiny model."""
+
+import json
+from functools import partial
+from math import inf
+from pathlib import Path
+
+import pytest
+from test_distill import CONFIG, TINY
+from tiny import tiny_pipe
+from typer.testing import CliRunner
+
+from distill.config import DistillConfig
+from distill.config_file import load_config
+from eval.__main__ import app
+from eval.benchmarks import distillation
+from eval.benchmarks.distillation import distillation_table, with_ratios
+from eval.codebooks import ablation
+from eval.codebooks.ablation import ablation_rows, ablation_table, train_variants
+
+SHARED = [f"--set={key}={value}" for key, value in TINY.items()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a tiny pipeline."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_pipe().save_pretrained(path)
+    return path
+
+
+def test_ratios():
+    """Catches a ratio the wrong way round, or to another batch size or number of GPUs."""
+    speeds = {
+        (1, "exact", 4): 10.0,
+        (1, "avq", 4): 8.0,
+        (1, "avq", 8): 9.0,
+        (2, "exact", 4): 19.0,
+        (2, "avq", 4): 15.2,
+        (2, "avq", 8): None,
+    }
+    rows = [
+        {"gpus": gpus, "attention": name, "batch_per_gpu": batch, "samples_per_second": speed}
+        for (gpus, name, batch), speed in speeds.items()
+    ]
+    found = {
+        (row["gpus"], row["attention"], row["batch_per_gpu"]): (
+            row["step_over_exact"],
+            row["speedup_over_one_gpu"],
+        )
+        for row in with_ratios(rows)
+    }
+    assert found[1, "avq", 4] == pytest.approx((1.25, 1.0))
+    assert found[1, "avq", 8] == (None, pytest.approx(1.0))
+    assert found[2, "avq", 4] == pytest.approx((1.25, 1.9))
+    assert found[2, "avq", 8] == (None, None)
+    assert "| 2 | avq | 4 | 15.2 | 1.25 | 1.9 | - |" in distillation_table(with_ratios(rows))
+
+
+@pytest.mark.long
+def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(distillation, "STEPS", 3)
+    monkeypatch.setattr(distillation, "LOG_EVERY", 1)
+    monkeypatch.setattr(distillation, "WARMUP_LINES", 1)
+    overrides = [f"--set={key}={TINY[key]}" for key in TINY if key.startswith("avq.")]
+    overrides += ["--set=precision=fp32", "--set=compile=false", "--set=codebooks.start_pictures=4"]
+    arguments = ["--model", model, "--size", 64, "--batches", 2, "--attentions", "exact,avq"]
+    arguments += ["--config", CONFIG, "--output", tmp_path, *overrides]
+    result = CliRunner().invoke(app, ["bench", "distill", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+
+    content = json.loads((tmp_path / "bench_distill_cpu.json").read_text())
+    exact, avq = content["rows"]
+    assert (exact["attention"], avq["attention"]) == ("exact", "avq")
+    assert exact["step_over_exact"] == 1
+    assert avq["step_over_exact"] == exact["samples_per_second"] / avq["samples_per_second"]
+    assert 0 < avq["samples_per_second"] < inf
+    assert "note" not in exact | avq
+
+
+@pytest.mark.long
+def test_a_failed_run_is_a_row_with_a_note(model, tmp_path):
+    distillation.run_distillation(
+        CONFIG,
+        tmp_path,
+        command="",
+        model=model,
+        image_size=64,
+        batches=[2],
+        gpus=[1],
+        attentions=["avq"],
+        overrides=["precision=fp8"],
+    )
+    (row,) = json.loads((tmp_path / "bench_distill_cpu.json").read_text())["rows"]
+    assert "precision must be one of fp32, fp16, bf16" in row["note"]
+
+
+@pytest.mark.long
+def test_ablate(model, tmp_path):
+    """Catches variants that do not reach the run."""
+    arguments = ["--config", CONFIG, "--model", model, "--runs", tmp_path / "runs"]
+    arguments += ["--output", tmp_path, "--pictures", 2, "--timesteps", 1, "--refined", "2"]
+    arguments += ["--variants", "base,commitment 1.0", "--parallel", "2"]
+    arguments += [f"--set=base_model={model}", *SHARED, "--set=steps=2"]
+    result = CliRunner().invoke(app, ["ablate", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+
+    rows = json.loads((tmp_path / "ablation_mini_m64p16c8.json").read_text())["rows"]
+    assert [(row["variant"], row["seed"], row["config"]) for row in rows] == [
+        ("base", 0, "M4P2C2"),
+        ("commitment 1.0", 0, "M4P2C2"),
+    ]
+    assert rows[0]["output_error"] != rows[1]["output_error"] > 0
+    states = [
+        json.loads(path.read_text())["config"]["objective"]["commitment_weight"]
+        for path in sorted(tmp_path.glob("runs/*-seed0/checkpoints/*/run.json"))
+    ]
+    assert set(states) == {TINY["objective.commitment_weight"], 1.0}
+
+
+@pytest.mark.long
+def test_finished_variants_are_kept_and_other_settings_refused(model, tmp_path):
+    """Catches a finished run that is trained again, and one that is kept for other settings."""
+    overrides = [x.removeprefix("--set=") for x in SHARED] + [f"base_model={model}", "steps=1"]
+    train = partial(train_variants, CONFIG, tmp_path, ["base"], seeds=[3], parallel=1)
+    run = tmp_path / f"{CONFIG.stem}-base-seed3"
+    assert train(overrides=overrides) == {"base, seed 3": run / "codebooks"}
+    log = (run / "log.jsonl").read_text()
+    assert train(overrides=overrides) == {"base, seed 3": run / "codebooks"}
+    assert (run / "log.jsonl").read_text() == log
+    with pytest.raises(ValueError, match=r"another configuration; it differs in steps"):
+        train(overrides=[*overrides, "steps=2"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--refined", "x"], "--refined must be numbers"),
+        (["--refined", "-1"], "--refined must be numbers"),
+        (["--device", "tpu"], "--device tpu cannot be used"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--output", __file__], f"--output must be a folder, but {__file__} is a file."),
+    ],
+)
+def test_mistakes_are_found_before_the_training(options, message, monkeypatch):
+    monkeypatch.setattr(ablation, "train_variants", lambda *x, **y: pytest.fail("trained"))
+    result = CliRunner().invoke(app, ["ablate", *options])
+    assert message in str(result.exception)
+
+
+def test_runs_of_two_configs_have_folders_of_their_own(tmp_path, monkeypatch):
+    """Catches a folder that does not say the config, and a run that is kept unseen."""
+    started = []
+    monkeypatch.setattr(ablation, "_distill", lambda config, run, settings: started.append(run))
+    for name in ("one.yaml", "two.yaml"):
+        run = tmp_path / f"{Path(name).stem}-base-seed0"
+        (run / "codebooks").mkdir(parents=True)
+        train_variants(Path(name), tmp_path, ["base"], seeds=[0], parallel=1, overrides=[])
+        assert started.pop() == run
+
+
+def test_variants_are_trained_with_their_settings_and_seeds(tmp_path, monkeypatch):
+    """Catches seeds that train one run under several names, and overrides that undo a variant."""
+    started = {}
+    monkeypatch.setattr(
+        ablation, "_distill", lambda config, run, settings: started.update({run.name: settings})
+    )
+    overrides = ["steps=2", "objective.diveq=false"]
+    train_variants(
+        CONFIG, tmp_path, ["base", "DiVeQ"], seeds=[0, 3], parallel=2, overrides=overrides
+    )
+    assert started == {
+        f"{CONFIG.stem}-{name}-seed{seed}": [*overrides, f"seed={seed}", *changed]
+        for name, changed in (("base", []), ("diveq", ["objective.diveq=true"]))
+        for seed in (0, 3)
+    }
+
+
+def test_variants_are_what_they_are_called():
+    """Catches a setting that no configuration has, and a decay that moves on to the usual one."""
+    decays = {}
+    for name, settings in ablation.VARIANTS.items():
+        changed = [f"{key}={value}" for key, value in settings.items()]
+        codebooks = load_config(CONFIG, DistillConfig, changed).codebooks
+        decays[name] = codebooks.decay_start, codebooks.decay_end
+    assert decays["EMA decay 0.9"] == (0.9, 0.9)
+    assert decays["EMA decay 0.999"] == (0.999, 0.999)
+    assert decays["base"] == decays["DiVeQ"] == (0.9, 0.99)
+
+
+def test_a_run_without_output_was_killed():
+    """Catches an IndexError in place of the sentence."""
+    assert distillation.last_error("") == "it was killed"
+    assert distillation.last_error("Traceback\nerror: no\nlast") == "no"
+    assert distillation.last_error("first\nlast") == "last"
+
+
+@pytest.mark.long
+def test_unknown_variants_and_failed_runs_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"variants must be some of base, .* but got 'bse'"):
+        train_variants(CONFIG, tmp_path, ["bse"], seeds=[0], parallel=1, overrides=[])
+    with pytest.raises(ValueError, match=r"base-seed0 failed: .* unknown key nothing"):
+        train_variants(CONFIG, tmp_path, ["base"], seeds=[0], parallel=1, overrides=["nothing=1"])
+
+
+def test_ablation_table_by_hand():
+    """Catches a mean over variants, a wrong error, one of a single seed, and another base."""
+    shared = {**dict.fromkeys(ablation.FIGURES, 0.5), "config": "M256", "capture": None}
+    errors = [
+        {"method": "a", **shared, "output_error": 0.1},
+        {"method": "b", **shared, "output_error": 0.3},
+        {"method": "c", **shared, "output_error": 0.7},
+        {"method": "d", **shared, "output_error": 0.1},
+    ]
+    names = {"a": "EMA decay 0.9, seed 0", "b": "EMA decay 0.9, seed 12", "c": "base, seed 0"}
+    names["d"] = "base, seed 12"
+    rows = ablation_rows(errors, names)
+    assert [(row["variant"], row["seed"]) for row in rows] == [
+        ("EMA decay 0.9", 0),
+        ("EMA decay 0.9", 12),
+        ("base", 0),
+        ("base", 12),
+    ]
+    table = ablation_table(rows).splitlines()[2:]
+    # 1 / 7 and 3
+    assert table[0].startswith("| EMA decay 0.9 | M256 | 2 | 1.57 ± 1 | 0.2 ± 0.1 | 0.5 ± 0 |")
+    assert table[0].endswith("| - |")
+    assert table[1].startswith("| base | M256 | 2 | 1 ± 0 | 0.4 ± 0.3 | 0.5 ± 0 |")
+    single = ablation_table(rows[:3]).splitlines()[2:]
+    assert single[0].startswith("| EMA decay 0.9 | M256 | 2 | 0.143 | 0.2 ± 0.1 |")
+    assert single[1].startswith("| base | M256 | 1 | 1 | 0.7 | 0.5 |")
+    assert ablation_table(rows[:1]).splitlines()[2].startswith("| EMA decay 0.9 | M256 | 1 | - |")
+
+
+def test_a_run_is_measured_by_the_base_at_its_own_configuration():
+    """One run is judged at several numbers of refined parents: catches the last of them as the
+    measure for all, and a measure where there is none."""
+    figures = {**dict.fromkeys(ablation.FIGURES, 0.5), "seed": 0}
+    cases = [("base", "M4P4C2", 0.1), ("base", "M4P1C2", 0.2), ("DiVeQ", "M4P4C2", 0.3)]
+    cases += [("DiVeQ", "M4P1C2", 0.4), ("DiVeQ", "M4P0C2", 0.4)]
+    rows = [
+        {**figures, "variant": variant, "config": config, "output_error": error}
+        for variant, config, error in cases
+    ]
+    lines = [line.split(" | ") for line in ablation_table(rows).splitlines()[2:]]
+    assert [line[3] for line in lines] == ["1", "1", "3", "2", "-"]
+
+
+def ablation_file(folder: Path, seed: int, **changed) -> Path:
+    row = {"variant": "base", "seed": seed, "config": "M4P2C2"}
+    row |= dict.fromkeys(ablation.FIGURES, 0.1 * (seed + 1))
+    document = {"command": "python -m eval ablate", "environment": {"seed": seed}}
+    document |= dict.fromkeys(ablation.PROTOCOL, 8)
+    document |= {"rows": [{**row, "variant": "DiVeQ"}, row], **changed}
+    path = folder / f"{seed}-{len(list(folder.iterdir()))}.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def merge(*paths: Path):
+    output = paths[0].with_name("merged.json")
+    return CliRunner().invoke(app, ["merge", *map(str, paths), "--output", str(output)])
+
+
+def test_ablations_of_several_seeds_are_merged(tmp_path):
+    """Catches a run that is lost, and one that does not say how it was made."""
+    result = merge(*(ablation_file(tmp_path, seed) for seed in (2, 10, 1)))
+    assert result.exit_code == 0, result.output
+    assert "| base | M4P2C2 | 3 | 1 ± 0 | 0.533 ± 0.3 |" in result.output
+    merged = json.loads((tmp_path / "merged.json").read_text())
+    expected = [(variant, seed) for variant in ("DiVeQ", "base") for seed in (1, 2, 10)]
+    assert [(row["variant"], row["seed"]) for row in merged["rows"]] == expected
+    assert [run["environment"]["seed"] for run in merged["runs"]] == [2, 10, 1]
+    assert merged["num_pictures"] == 8
+
+
+@pytest.mark.parametrize(
+    ("second", "changed", "message"),
+    [
+        (0, {}, "two files have the run DiVeQ, seed 0, judged at M4P2C2."),
+        (1, {"config": 9}, "must be alike, but differ in config."),
+        (1, {"overrides": 9}, "must be alike, but differ in overrides."),
+        (1, {"num_pictures": 9}, "must be alike, but differ in num_pictures."),
+        (1, {"num_timesteps": 9}, "must be alike, but differ in num_timesteps."),
+        (1, {"command": "python -m eval scenes"}, "but these are of ablate, scenes."),
+        (1, {"rows": [{}]}, "is not a complete result (KeyError: 'variant')"),
+    ],
+)
+def test_ablations_that_do_not_belong_together(tmp_path, second, changed, message):
+    result = merge(ablation_file(tmp_path, 0), ablation_file(tmp_path, second, **changed))
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+    assert not (tmp_path / "merged.json").exists()

@@ -1,0 +1,743 @@
+"""Re-dilated convolutions against their definition, when they run, and what they run beside."""
+
+import copy
+import json
+import math
+import re
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from diffusers import (
+    ControlNetModel,
+    DDIMScheduler,
+    PNDMScheduler,
+    StableDiffusionAdapterPipeline,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionInstructPix2PixPipeline,
+    StableDiffusionPAGPipeline,
+    StableDiffusionPipeline,
+    T2IAdapter,
+    UNet2DConditionModel,
+)
+from peft import LoraConfig
+from tiny import draw, random_codebooks, sdxl_unet, tiny_components, tiny_pipe, tiny_unet
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from avq_diffusers.extras.linfusion import LinFusionProcessor
+from avq_diffusers.extras.scalecrafter import (
+    SD15_1024,
+    SD15_1280,
+    SD15_2048,
+    ScaleCrafterConfig,
+    apply_scalecrafter,
+    join_sub_grids,
+    remove_scalecrafter,
+    scalecrafter,
+    sub_grids,
+)
+from avq_diffusers.mini import MINI_SD
+from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq, summary
+from avq_diffusers.plugin.layers import select_layers
+from avq_diffusers.plugin.timesteps import Timesteps
+
+DILATED, PLAIN = 981, 1  # timesteps
+MORE_THAN_ROUNDING = 1e-3
+CONVOLUTIONS = re.compile(r"(conv[12]|(down|up)samplers\.0\.conv)$")
+
+
+class Redilated(nn.Module):
+    """The definition of a re-dilated convolution."""
+
+    def __init__(self, convolution, factor):
+        super().__init__()
+        self.convolution, self.factor = convolution, factor
+
+    def forward(self, x):
+        convolution, (height, width) = self.convolution, x.shape[2:]
+        dilation = math.ceil(self.factor)
+        scale = dilation / self.factor
+        x = resize(x, (round(height * scale), round(width * scale)))
+        x = functional.conv2d(
+            x, convolution.weight, convolution.bias, convolution.stride, dilation, dilation
+        )
+        stride = convolution.stride[0]
+        return resize(x, (math.ceil(height / stride), math.ceil(width / stride)))
+
+
+def resize(x, size):
+    return functional.interpolate(x, size, mode="bilinear", align_corners=False)
+
+
+def redilate(unet, factors):
+    """Put the definition in place of the convolutions in blocks whose path starts with a key."""
+    for name, module in list(unet.named_modules()):
+        for prefix, factor in factors.items():
+            if name.startswith(prefix) and CONVOLUTIONS.search(name) and factor > 1:
+                parent, attribute = name.rsplit(".", 1)
+                setattr(unet.get_submodule(parent), attribute, Redilated(module, factor))
+    return unet
+
+
+def by_level(level1, level2, level3):
+    """Factors of SD1.5's blocks."""
+    levels = {"down_blocks.1": level1, "down_blocks.2": level2, "down_blocks.3": level3}
+    levels |= {"up_blocks.2": level1, "up_blocks.1": level2, "up_blocks.0": level3}
+    return levels | {"mid_block": level3}
+
+
+def small_unet(**overrides):
+    """Trained, by its config, on latents of 8 x 8: pictures of 64 x 64."""
+    return tiny_unet(sample_size=8, **overrides)
+
+
+def small_pipe(cls=StableDiffusionPipeline, **components):
+    return tiny_pipe(small_unet(), cls, **components)
+
+
+def predict(unet, timestep=DILATED, height=16, width=16, batch=1, **arguments):
+    generator = torch.Generator().manual_seed(2)
+    dtype = next(unet.parameters()).dtype
+    sample = torch.randn(batch, 4, height, width, generator=generator).to(dtype)
+    text = torch.randn(batch, 5, 32, generator=generator).to(dtype)
+    with torch.no_grad():
+        return unet(sample, timestep, text, **arguments).sample
+
+
+def differ(picture, other):
+    return bool((picture - other).norm() > MORE_THAN_ROUNDING * other.norm())
+
+
+def assert_equal_to_rounding(result, expected):
+    torch.testing.assert_close(
+        result, expected, rtol=0, atol=1e-10 * float(expected.detach().abs().max())
+    )
+
+
+class TestConvolution:
+    @pytest.mark.parametrize("stride", [1, 2])
+    @pytest.mark.parametrize("dilation", [1, 2, 3, 4])
+    @pytest.mark.parametrize("size", [(16, 16), (12, 20), (13, 9), (3, 2)])
+    def test_sub_grids(self, stride, dilation, size):
+        """Catches a wrong border, or phase, at sizes that the dilation divides and others."""
+        convolution = nn.Conv2d(3, 5, 3, stride, 1, dtype=torch.float64)
+        x = torch.randn(2, 3, *size, dtype=torch.float64)
+        expected = functional.conv2d(
+            x, convolution.weight, convolution.bias, stride, dilation, dilation
+        )
+        result = convolution(sub_grids(x, dilation, stride))
+        result = join_sub_grids(result, dilation, stride, tuple(expected.shape[2:]))
+        assert_equal_to_rounding(result, expected)
+
+    @pytest.mark.parametrize(
+        ("height", "width", "factors"),
+        [
+            (128, 128, by_level(2, 2, 2)),
+            (160, 160, by_level(2.5, 2.5, 2.5)),
+            (256, 128, by_level(2, 3, 4)),
+        ],
+    )
+    def test_unet(self, height, width, factors):
+        """Catches a level or a kind of convolution that is forgotten, added or mixed up."""
+        unet = small_unet().double()
+        latents = {"height": height // 8, "width": width // 8}
+        expected = predict(redilate(copy.deepcopy(unet), factors), **latents)
+        plain, late = predict(unet, **latents), predict(unet, PLAIN, **latents)
+        pipe = apply_scalecrafter(tiny_pipe(unet).to(torch.float64), height, width)
+        draw(pipe, height=height, width=width, guidance_scale=1.0)  # for noise-damped guidance
+        assert_equal_to_rounding(predict(unet, **latents), expected)
+        assert differ(expected, plain)
+        assert torch.equal(predict(unet, PLAIN, **latents), late)
+        assert torch.equal(predict(remove_scalecrafter(pipe).unet, **latents), plain)
+
+    def test_sizes_with_odd_latents(self):
+        """Catches a level whose size is not that of the plain UNet: 18, 9, 5, 3."""
+        unet = small_unet().double()
+        config = ScaleCrafterConfig((1, 1.5), num_dilated_steps=30)
+        factors = by_level(1.5, 1.5, 1.5)
+        expected = predict(redilate(copy.deepcopy(unet), factors), height=18, width=20)
+        apply_scalecrafter(unet, 144, 160, config=config)
+        assert_equal_to_rounding(predict(unet, height=18, width=20), expected)
+
+    @pytest.mark.parametrize(("height", "width"), [(128, 64), (64, 128)])
+    def test_one_side_at_training_size(self, height, width):
+        """Catches a picture that is refused unless both of its sides are larger."""
+        unet = small_unet().double()
+        config = ScaleCrafterConfig((1, 2), num_dilated_steps=30)
+        latents = {"height": height // 8, "width": width // 8}
+        plain = predict(unet, **latents)
+        expected = predict(redilate(copy.deepcopy(unet), by_level(2, 2, 2)), **latents)
+        apply_scalecrafter(unet, height, width, config=config)
+        assert_equal_to_rounding(predict(unet, **latents), expected)
+        assert differ(expected, plain)
+
+    def test_number_of_convolutions(self):
+        """Catches another choice than the authors' 39 convolutions of SD1.5."""
+        unet = small_unet()
+        apply_scalecrafter(unet, 128, 128)
+        predict(unet)
+        hooked = {name for name, module in unet.named_modules() if module._forward_hooks}
+        assert len(hooked) == 39
+        blocks = {".".join(name.split(".")[:2]) for name in hooked}
+        assert not blocks & {"down_blocks.0", "up_blocks.3", "conv_in", "conv_out"}
+
+    def test_three_levels(self):
+        """Catches blocks of SD1.5 by name: mini-sd and SDXL have three levels."""
+        config = json.loads((Path(MINI_SD) / "unet" / "config.json").read_text())
+        with torch.device("meta"):
+            mini = UNet2DConditionModel.from_config(config)
+        for unet in (mini, sdxl_unet()):
+            size = 16 * unet.config.sample_size
+            apply_scalecrafter(unet, size, size)
+            levels = {}
+            for convolution in unet._scalecrafter.convolutions:
+                levels.setdefault(convolution.level, []).append(convolution)
+            # A resnet has two: 2 down, 3 up and a sampler each; 2 down, 2 in the middle, 3 up.
+            assert {level: len(found) for level, found in levels.items()} == {1: 12, 2: 15}
+
+    def test_gradients(self):
+        """Catches sub-grids that cut the graph: distillation may run at this size, too."""
+        x = torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True)
+        torch.autograd.gradcheck(lambda x: sub_grids(x, 2, 2), (x,))
+        torch.autograd.gradcheck(lambda x: join_sub_grids(x, 2, 1, (3, 4)), (x.repeat(4, 1, 1, 1),))
+
+
+class TestTimesteps:
+    @pytest.mark.parametrize(
+        "spacing", [{"steps_offset": 1}, {"steps_offset": 0}, {"timestep_spacing": "trailing"}]
+    )
+    def test_steps_of_the_authors(self, spacing):
+        """Catches a window or a progression that is one step off, in any usual spacing."""
+        scheduler = DDIMScheduler(**spacing)
+        scheduler.set_timesteps(50)
+        lengths = [(ScaleCrafterConfig((1, 2), steps), steps) for steps in range(1, 51)]
+        for config, steps in (*lengths, (SD15_1024, 30), (SD15_1280, 35), (SD15_2048, 35)):
+            found = [config.dilations_at(float(t)) for t in scheduler.timesteps]
+            assert [dilations is not None for dilations in found] == [True] * steps + [False] * (
+                50 - steps
+            )
+        expected = [4] * 9 + [3] * 9 + [2] * 17
+        assert [dilations[3] for dilations in found[:35]] == expected
+        assert [dilations[2] for dilations in found[:35]] == [3] * 12 + [2] * 23
+        assert {dilations[:2] for dilations in found[:35]} == {(1, 2)}
+        damped = [SD15_2048.dilations_at(float(t), damped=True) for t in scheduler.timesteps]
+        assert [dilations[3] for dilations in damped[:35]] == expected
+        assert {dilations[:2] for dilations in damped[:35]} == {(1, 1)}
+        assert set(damped[35:]) == {None}
+
+    def test_other_sampler(self):
+        """Catches steps counted instead of timesteps: PNDM-25 calls the UNet 26 times."""
+        scheduler = PNDMScheduler(skip_prk_steps=True, steps_offset=1)
+        scheduler.set_timesteps(25)
+        dilated = [SD15_1024.dilations_at(float(t)) is not None for t in scheduler.timesteps]
+        assert dilated == [True] * 16 + [False] * 10
+
+    def test_kinds(self):
+        """Catches a timestep that is read wrongly: a number, a tensor, a slice of a table."""
+        unet = apply_scalecrafter(small_unet(), 128, 128)
+        dilated, plain = predict(unet, DILATED), predict(unet, PLAIN)
+        assert differ(dilated, plain)
+        table = torch.tensor([999, DILATED, 0, PLAIN, 0])
+        steps = {
+            "dilated": [DILATED, float(DILATED), torch.tensor(DILATED), torch.tensor([DILATED])]
+        }
+        steps["plain"] = [PLAIN, torch.tensor(PLAIN)]
+        for view in (table, table[1:], table[1::2].data):
+            rows = list(view)
+            steps["dilated"].append(rows[view.tolist().index(DILATED)])
+            steps["plain"].append(rows[view.tolist().index(PLAIN)])
+        for expected, timesteps in ((dilated, steps["dilated"]), (plain, steps["plain"])):
+            for timestep in timesteps:
+                assert torch.equal(predict(unet, timestep), expected)
+        table[1], table[3] = PLAIN, DILATED
+        assert torch.equal(predict(unet, table[1]), plain)
+        table.numpy()[1] = DILATED  # leaves no trace
+        assert torch.equal(predict(unet, table[1]), dilated)
+        table[1] = PLAIN
+        with torch.inference_mode():
+            assert torch.equal(predict(unet, torch.tensor([PLAIN, DILATED])[1]), dilated)
+            assert torch.equal(predict(unet, table[1]), plain)
+            changed = torch.tensor([999, DILATED])  # nor does this in inference mode
+            assert torch.equal(predict(unet, changed[1]), dilated)
+            changed[1] = PLAIN
+            assert torch.equal(predict(unet, changed[1]), plain)
+            last = torch.tensor([999.0, 0.4])[1]  # by Karras's noise levels
+            assert torch.equal(predict(unet, last), predict(unet, 0.4))
+
+    def test_tables_one_after_the_other(self):
+        """Catches a table that is known by its address, where the next picture's one may lie."""
+        timesteps = Timesteps()
+        addresses = []
+        for timestep in 10 * (DILATED, PLAIN):
+            table = torch.full((2**17,), timestep)  # so large that its memory is free again at once
+            addresses.append(table.data_ptr())
+            assert timesteps.of_call((None, table[1]), {}) == timestep
+            del table
+        assert len(set(addresses)) < 20
+
+    def test_no_read_per_step(self):
+        """Catches a wait for the device in every step of a picture."""
+
+        class Reads(TorchDispatchMode):
+            count = 0
+
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                self.count += function is torch.ops.aten._local_scalar_dense.default
+                return function(*args, **(kwargs or {}))
+
+        unet = apply_scalecrafter(small_unet(layers_per_block=1), 128, 128)
+        with Reads() as reads:
+            torch.tensor(3).item()
+            assert reads.count == 1
+            for timestep in torch.tensor([981, 961, 941, 1]):
+                predict(unet, timestep)
+        assert reads.count == 1
+
+    def test_batches_of_timesteps(self):
+        unet = apply_scalecrafter(small_unet(), 128, 128)
+        same = torch.tensor([PLAIN, PLAIN])
+        torch.testing.assert_close(predict(unet, same, batch=2), predict(unet, PLAIN, batch=2))
+        with pytest.raises(ValueError, match=r"one timestep for the whole batch, .* \[1, 981\]"):
+            predict(unet, torch.tensor([DILATED, PLAIN]), batch=2)
+
+
+class TestApplyAndRemove:
+    def test_comes_back(self):
+        """Catches convolutions that never change, and anything that stays behind."""
+        pipe = small_pipe()
+        plain = draw(pipe)
+        attributes = {name: set(vars(module)) for name, module in pipe.unet.named_modules()}
+        assert apply_scalecrafter(pipe, 128, 128) is pipe
+        dilated = draw(pipe)
+        assert differ(dilated, plain)
+        assert torch.equal(draw(apply_scalecrafter(pipe, 128, 128)), dilated)
+        assert remove_scalecrafter(pipe) is pipe
+        assert torch.equal(draw(pipe), plain)
+        assert torch.equal(draw(remove_scalecrafter(pipe)), plain)
+        for name, module in pipe.unet.named_modules():
+            assert set(vars(module)) == attributes[name]
+            assert not module._forward_pre_hooks
+            assert not module._forward_hooks
+
+    def test_context(self):
+        """Catches an earlier ScaleCrafter that is lost, and one that outlives an error."""
+        pipe = small_pipe()
+        plain = draw(pipe, height=256, width=256)
+
+        def fail():
+            with scalecrafter(pipe, 256, 256):
+                assert differ(draw(pipe, height=256, width=256), plain)
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fail()
+        assert torch.equal(draw(pipe, height=256, width=256), plain)
+        outer = draw(apply_scalecrafter(pipe, 128, 128))
+        with scalecrafter(pipe, 256, 256):
+            assert differ(draw(pipe, height=256, width=256), plain)
+        assert torch.equal(draw(pipe), outer)
+
+    def test_copies(self):
+        """Catches a copy of a UNet whose timestep switches the original's convolutions."""
+        unet = apply_scalecrafter(small_unet(), 128, 128)
+        dilated = predict(unet)
+        other = copy.deepcopy(unet)
+        late = predict(other, PLAIN)
+        assert torch.equal(predict(unet), dilated)
+        remove_scalecrafter(unet)
+        assert torch.equal(predict(other), dilated)
+        assert torch.equal(predict(other, PLAIN), late)
+        assert torch.equal(predict(remove_scalecrafter(other)), predict(unet))
+        assert differ(predict(unet), dilated)
+
+    def test_errors_change_nothing(self):
+        pipe = apply_scalecrafter(small_pipe(), 128, 128)
+        before = draw(pipe)
+        one_level = tiny_unet(
+            block_out_channels=(16,),
+            down_block_types=("CrossAttnDownBlock2D",),
+            up_block_types=("CrossAttnUpBlock2D",),
+        )
+        flat = ScaleCrafterConfig((1, 2), num_dilated_steps=30)
+        for error, message, arguments in (
+            (ValueError, "larger than the training size, 64, but got 64 x 32", (pipe, 64, 32)),
+            (ValueError, "larger than the training size, 128, but", (pipe, 128, 128, None, 128)),
+            (ValueError, "settings for 128 x 128, .*but got 128 x 64", (pipe, 128, 64)),
+            (ValueError, r"settings for 128 x 128, 160 x 160, .*but got 96 x 128", (pipe, 96, 128)),
+            (ValueError, "at a training size of 96, but got 256 x", (pipe, 256, 256, None, 96)),
+            (ValueError, "training_size must be at least 1, but", (pipe, 128, 128, None, 0)),
+            (ValueError, "needs a pipeline with guidance, but got UNet2D", (pipe.unet, 256, 256)),
+            (ValueError, r"no 3x3 convolution at a level that dilations=\(1, 2\)",
+             (one_level, 256, 256, flat)),
+            (TypeError, "config must be a ScaleCrafterConfig, but got dict", (pipe, 128, 128, {})),
+            (TypeError, "height must be an int, but got 256.5", (pipe, 256.5, 256)),
+            (ValueError, "width must be a multiple of 8, but got 300", (pipe, 256, 300, flat)),
+            (ValueError, r"sample_size=\(8, 8\), which is not a training size",
+             (tiny_unet(sample_size=(8, 8)), 128, 128)),
+            (TypeError, "expected a pipeline with a unet or a UNet, but got str", ("sd", 128, 128)),
+            (TypeError, "expected a UNet with up_blocks, but got AutoencoderKL",
+             (pipe.vae, 128, 128)),
+        ):  # fmt: skip
+            pipe_or_unet, height, width, config, training_size = (*arguments, None, None)[:5]
+            with pytest.raises(error, match=message):
+                apply_scalecrafter(
+                    pipe_or_unet, height, width, config=config, training_size=training_size
+                )
+        assert torch.equal(draw(pipe), before)
+        with pytest.raises(ValueError, match=r"applied for 128 x 128 .* latents of \(8, 16"):
+            draw(pipe, height=64)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"dilations": ()}, "dilations must hold numbers from 1 to 16"),
+            ({"dilations": (1, 0.5)}, "dilations must hold numbers from 1 to 16"),
+            ({"dilations": 2}, "dilations must hold numbers from 1 to 16"),
+            ({"dilations": ("1", "2")}, "dilations must hold numbers from 1 to 16"),
+            ({"dilations": (1, 1)}, "dilations must be above 1 at some level"),
+            ({"damped_dilations": (0,)}, "damped_dilations must hold"),
+            ({"num_dilated_steps": 51}, "num_dilated_steps must be at most 50, but got 51"),
+        ],
+    )
+    def test_config(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            ScaleCrafterConfig(**{"dilations": (1, 2), "num_dilated_steps": 30} | fields)
+
+    def test_steps_are_whole(self):
+        with pytest.raises(TypeError, match=r"num_dilated_steps must be an int, but got 3\.5"):
+            ScaleCrafterConfig((1, 2), num_dilated_steps=3.5)
+
+
+SIZE_4X = {"height": 256, "width": 256}
+
+
+class TestNoiseDampedGuidance:
+    def test_by_hand(self):
+        """Catches halves or networks that are swapped: weak(uncond) + w (strong - strong)."""
+        pipe = tiny_pipe(small_unet(layers_per_block=1))
+        strong = {667: by_level(2, 2, 3), 334: by_level(2, 2, 2), 1: {}}
+        weak = {667: by_level(1, 2, 3), 334: by_level(1, 2, 2), 1: {}}
+        text, empty = pipe.encode_prompt("a red fox", "cpu", 1, True)
+        latents = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0))
+        scheduler = copy.deepcopy(pipe.scheduler)
+        scheduler.set_timesteps(3)
+        with torch.no_grad():
+            expected = latents
+            for timestep in scheduler.timesteps:
+                networks = (
+                    redilate(copy.deepcopy(pipe.unet), factors[int(timestep)])
+                    for factors in (strong, weak)
+                )
+                strong_unet, weak_unet = networks
+                conditional = strong_unet(expected, timestep, text).sample
+                unconditional = strong_unet(expected, timestep, empty).sample
+                noise = weak_unet(expected, timestep, empty).sample
+                noise = noise + 7.5 * (conditional - unconditional)
+                expected = scheduler.step(noise, timestep, expected).prev_sample
+        apply_scalecrafter(pipe, 256, 256)
+        arguments = SIZE_4X | {"latents": latents, "num_inference_steps": 3}
+        result = draw(pipe, guidance_scale=7.5, **arguments)
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
+
+        undamped = ScaleCrafterConfig((1, 2, 3, 4), 35, progressive=True)
+        with scalecrafter(pipe, 256, 256, config=undamped):
+            assert differ(draw(pipe, guidance_scale=7.5, **arguments), expected)
+            unguided = draw(pipe, guidance_scale=1.0, **arguments)
+        assert torch.equal(draw(pipe, guidance_scale=1.0, **arguments), unguided)
+
+    @pytest.mark.parametrize("damped_dilations", [(1, 2, 2), (1, 2)])
+    def test_levels_of_the_weak_evaluation_alone(self, damped_dilations):
+        """Catches a level whose convolutions only `dilations` chooses, or dilates."""
+        pipe = small_pipe()
+        config = ScaleCrafterConfig((1, 1, 3), 50, damped_dilations=damped_dilations)
+        latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+        inputs = latents.repeat(2, 1, 1, 1), DILATED, torch.randn(2, 5, 32)
+        strong, weak = (
+            redilate(copy.deepcopy(pipe.unet), by_level(*factors))
+            for factors in ((1, 3, 3), (2, 2, 2))
+        )
+        draw(apply_scalecrafter(pipe, 128, 128, config=config))  # says that it guides
+        with torch.no_grad():
+            unconditional, conditional = strong(*inputs).sample.chunk(2)
+            damped = weak(*inputs).sample[:1]
+            expected = torch.cat([damped, damped + (conditional - unconditional)])
+            result = pipe.unet(*inputs).sample
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
+
+    def test_tensors_of_both_halves(self):
+        """Catches an input of a ControlNet that is not cut in half with the batch."""
+        controlnet = ControlNetModel.from_unet(small_unet())
+        nn.init.normal_(controlnet.controlnet_mid_block.weight)
+        image = torch.rand(1, 3, 256, 256, generator=torch.Generator().manual_seed(5))
+        pipe = small_pipe(StableDiffusionControlNetPipeline, controlnet=controlnet)
+        arguments = SIZE_4X | {"image": image, "num_inference_steps": 2}
+        plain = draw(pipe, **arguments)
+        apply_scalecrafter(pipe, 256, 256)
+        assert differ(draw(pipe, **arguments), plain)
+        assert torch.equal(draw(remove_scalecrafter(pipe), **arguments), plain)
+
+    def test_features_of_an_adapter(self):
+        """Catches a weak evaluation without them: the UNet takes them out of their list."""
+        torch.manual_seed(4)
+        adapter = T2IAdapter(channels=[16, 32, 64, 64], num_res_blocks=1, downscale_factor=8)
+        pipe = small_pipe(StableDiffusionAdapterPipeline, adapter=adapter.eval())
+        image = torch.rand(1, 3, 256, 256, generator=torch.Generator().manual_seed(5))
+
+        def dilated(damped_dilations=None):
+            with scalecrafter(
+                pipe, 256, 256, config=ScaleCrafterConfig((1, 2), 50, False, damped_dilations)
+            ):
+                return draw(pipe, image=image)
+
+        assert not differ(dilated((1, 2)), dilated())
+        assert differ(dilated((1, 1)), dilated())
+
+    def test_instruct_pix2pix(self):
+        """Catches halves of its three parts (text, image, uncond), which broadcast silently."""
+        pipe = tiny_pipe(small_unet(in_channels=8), StableDiffusionInstructPix2PixPipeline)
+        image = torch.rand(1, 3, 256, 256, generator=torch.Generator().manual_seed(5))
+        plain = draw(pipe, image=image)
+        with pytest.raises(NotImplementedError, match=r"pairs \(uncond, text\), but StableDiff"):
+            apply_scalecrafter(pipe, 256, 256)
+        assert torch.equal(draw(pipe, image=image), plain)
+        with scalecrafter(pipe, 256, 256, config=ScaleCrafterConfig((1, 2), 30)):
+            assert differ(draw(pipe, image=image), plain)
+
+    def test_other_pipeline_draws(self):
+        """Catches damping that is silently off, and pictures that are mixed as if guided."""
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        other = StableDiffusionPipeline.from_pipe(pipe)
+        other.set_progress_bar_config(disable=True)
+        with pytest.raises(ValueError, match=r"has not drawn yet, .* apply it to the one that dr"):
+            draw(other, **SIZE_4X)
+        expected = draw(pipe, **SIZE_4X)
+        assert torch.equal(draw(other, **SIZE_4X), expected)
+        for number in (1, 2, 3):
+            message = f"this batch of {number} is not; apply ScaleCrafter to the pipeline that"
+            with pytest.raises(ValueError, match=message):
+                draw(other, guidance_scale=1.0, num_images_per_prompt=number, **SIZE_4X)
+        assert torch.equal(draw(pipe, **SIZE_4X), expected)
+
+    def test_copied_pipeline(self):
+        """Catches a copy that asks the original whether it guides."""
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        copied = copy.deepcopy(pipe)
+        expected = draw(pipe, **SIZE_4X)
+        draw(pipe, guidance_scale=1.0, **SIZE_4X)
+        assert torch.equal(draw(copied, **SIZE_4X), expected)
+        unguided = draw(copied, guidance_scale=1.0, **SIZE_4X)
+        assert torch.equal(draw(pipe, guidance_scale=1.0, **SIZE_4X), unguided)
+        unet = copy.deepcopy(pipe.unet)  # alone: still by the pipeline that was named
+        assert unet._scalecrafter.pipe() is pipe
+
+    def test_an_error_in_the_weak_evaluation(self):
+        """Catches ScaleCrafter that stays off after it."""
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        expected, evaluations = draw(pipe, **SIZE_4X), []
+
+        def fail_second(module, inputs):
+            evaluations.append(module)
+            if len(evaluations) == 2:
+                raise RuntimeError("interrupted")
+
+        handle = pipe.unet.mid_block.register_forward_pre_hook(fail_second)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            draw(pipe, **SIZE_4X)
+        handle.remove()
+        assert torch.equal(draw(pipe, **SIZE_4X), expected)
+
+    def test_both_kinds_of_output(self):
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        draw(pipe, **SIZE_4X)  # says that it guides
+        pair = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0))
+        inputs = (pair.repeat(2, 1, 1, 1), DILATED, torch.ones(2, 5, 32))
+        with torch.no_grad():
+            (noise,) = pipe.unet(*inputs, return_dict=False)
+            assert torch.equal(pipe.unet(*inputs).sample, noise)
+
+    def test_nothing_is_kept(self):
+        """Catches inputs of a call, such as a ControlNet's, that stay in memory."""
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        text = torch.randn(2, 5, 32)
+        draw(pipe, **SIZE_4X)
+        for timestep in (DILATED, PLAIN):
+            sample = torch.randn(1, 4, 32, 32).repeat(2, 1, 1, 1)
+            memory = weakref.ref(sample)
+            with torch.no_grad():
+                pipe.unet(sample, timestep, text)
+            del sample
+            assert memory() is None
+
+    def test_nothing_is_kept_after_an_error(self):
+        """Catches inputs that stay in memory when the UNet has run out of it."""
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+
+        def fail(module, inputs):
+            raise torch.OutOfMemoryError
+
+        pipe.unet.mid_block.register_forward_pre_hook(fail)
+        sample = torch.randn(2, 4, 32, 32)
+        memory = weakref.ref(sample)
+        with suppress(torch.OutOfMemoryError):
+            pipe.unet(sample, DILATED, torch.randn(2, 5, 32))
+        del sample
+        assert memory() is None
+
+    def test_pag(self):
+        pipe = StableDiffusionPAGPipeline(
+            **tiny_components(small_unet()), requires_safety_checker=False
+        )
+        pipe.set_progress_bar_config(disable=True)
+        apply_scalecrafter(pipe, 256, 256)
+        with pytest.raises(NotImplementedError, match="perturbed-attention guidance"):
+            draw(pipe, pag_scale=3.0, **SIZE_4X)
+
+    def test_pipeline_is_gone(self):
+        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        other = StableDiffusionPipeline(**pipe.components, requires_safety_checker=False)
+        del pipe
+        with pytest.raises(RuntimeError, match="is gone; apply it to the one that draws"):
+            draw(other, **SIZE_4X)
+
+
+class TestBeside:
+    """One UNet with the definition and one with ScaleCrafter; the same is done to both."""
+
+    def linfusion(self, unet):
+        for layer in select_layers(unet, (2,)):
+            layer.attn.set_processor(LinFusionProcessor(layer.attn.query_dim))
+
+    def token_merging(self, unet):
+        for layer in select_layers(unet, (1,)):
+            layer.attn.register_forward_pre_hook(lambda _, args: (args[0][:, ::2], *args[1:]))
+            layer.attn.register_forward_hook(lambda *call: call[2].repeat_interleave(2, dim=1))
+
+    def nothing(self, unet):
+        pass
+
+    @pytest.mark.parametrize("avq", [True, False])
+    @pytest.mark.parametrize("scalecrafter_first", [True, False])
+    @pytest.mark.parametrize("other", ["nothing", "linfusion", "token_merging"])
+    def test_attention(self, avq, scalecrafter_first, other):
+        """Catches one that undoes, or hides, another."""
+        codebooks = random_codebooks(small_unet())
+        unet, expected = small_unet(), redilate(small_unet(), by_level(2, 2, 2))
+        if scalecrafter_first:
+            apply_scalecrafter(unet, 128, 128)
+        for one in (unet, expected):
+            getattr(self, other)(one)
+            if avq:
+                apply_avq(one, codebooks)
+        plain = predict(unet, PLAIN)
+        if not scalecrafter_first:
+            apply_scalecrafter(unet, 128, 128)
+        assert torch.equal(predict(unet, PLAIN), plain)
+        result, expected = predict(unet), predict(expected)
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
+        if avq:
+            assert {"AVQ"} <= {kind for row in summary(unet).rows for kind in row.calls}
+            with avq_disabled(unet):
+                assert differ(predict(unet), result)
+        remove_scalecrafter(unet)
+        assert differ(predict(unet), result)
+        assert torch.equal(predict(unet, PLAIN), plain)
+
+    def test_any_order_of_removal(self):
+        """Catches a hook or processor that is put back over the other's."""
+        codebooks = random_codebooks(small_unet())
+        unet = small_unet()
+        plain = predict(unet)
+        apply_avq(apply_scalecrafter(unet, 128, 128), codebooks)
+        assert torch.equal(predict(remove_avq(remove_scalecrafter(unet))), plain)
+        apply_scalecrafter(apply_avq(unet, codebooks), 128, 128)
+        assert torch.equal(predict(remove_avq(remove_scalecrafter(unet))), plain)
+        apply_scalecrafter(apply_avq(unet, codebooks), 128, 128)
+        assert torch.equal(predict(remove_scalecrafter(remove_avq(unet))), plain)
+
+    @pytest.mark.parametrize("lora_first", [True, False])
+    def test_lora(self, lora_first):
+        """Catches a LoRA of a convolution that stays undilated, whenever it is loaded."""
+        pipe, reference = small_pipe(), small_pipe()
+        targets = ["conv1", "conv2", "conv", "to_q"]
+        lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        plain = predict(apply_scalecrafter(pipe.unet, 128, 128))
+        if lora_first:
+            remove_scalecrafter(pipe)
+        torch.manual_seed(3)
+        pipe.unet.add_adapter(lora)
+        if lora_first:
+            apply_scalecrafter(pipe, 128, 128)
+        result = predict(pipe.unet)
+        assert differ(result, plain)
+
+        torch.manual_seed(3)
+        reference.unet.add_adapter(lora)
+        reference.fuse_lora()
+        reference.unload_lora_weights()
+        expected = predict(redilate(reference.unet, by_level(2, 2, 2)))
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
+        pipe.unload_lora_weights()
+        assert torch.equal(predict(pipe.unet), plain)
+        remove_scalecrafter(pipe)
+        assert not any(module._forward_hooks for module in pipe.unet.modules())
+
+    @pytest.mark.parametrize("scalecrafter_first", [True, False])
+    def test_sequential_offload(self, scalecrafter_first):
+        """Catches weights that are read while they lie on the meta device."""
+        expected = predict(apply_scalecrafter(small_unet(), 128, 128))
+        unet = small_unet()
+        if scalecrafter_first:
+            apply_scalecrafter(unet, 128, 128)
+        cpu_offload(unet, execution_device=torch.device("cpu"))
+        if not scalecrafter_first:
+            apply_scalecrafter(unet, 128, 128)
+        assert torch.equal(predict(unet), expected)
+
+    def test_img2img(self):
+        pipe = small_pipe(StableDiffusionImg2ImgPipeline)
+        image = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(5))
+        plain, late = (draw(pipe, image=image, strength=strength) for strength in (1.0, 0.5))
+        apply_scalecrafter(pipe, 128, 128)
+        assert differ(draw(pipe, image=image, strength=1.0), plain)
+        assert torch.equal(draw(pipe, image=image, strength=0.5), late)  # starts at timestep 1
+
+    @pytest.mark.parametrize(
+        ("how", "fullgraph"),
+        [("module", True), ("module later", False), ("in place", False)],
+    )
+    def test_compile(self, how, fullgraph):
+        """Catches graphs that multiply with the timesteps, or do not switch."""
+        unet = small_unet(
+            block_out_channels=(16, 32),
+            layers_per_block=1,
+            down_block_types=("DownBlock2D",) * 2,
+            mid_block_type=None,
+            up_block_types=("UpBlock2D",) * 2,
+        )
+        expected = apply_scalecrafter(copy.deepcopy(unet), 128, 128)
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        options = {"backend": backend, "fullgraph": fullgraph}
+        if how == "module":
+            unet = torch.compile(unet, **options)
+        elif how == "in place":
+            unet.compile(**options)
+        apply_scalecrafter(unet, 128, 128)
+        if how == "module later":
+            unet = torch.compile(unet, **options)
+        for timestep in torch.tensor([981, 941, 421, 381, 1, 961, 21]):
+            assert torch.equal(predict(unet, timestep), predict(expected, timestep))
+        assert len(graphs) == 2
+        remove_scalecrafter(unet)
+        assert differ(predict(unet), predict(expected))

@@ -1,0 +1,300 @@
+"""mini-sd as shipped: it loads as a stock pipeline, is small, fits its codebooks, and sees well."""
+
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import StableDiffusionPipeline
+from safetensors import safe_open
+from torch import Tensor
+from transformers import CLIPTokenizer
+
+from avq_diffusers import (
+    AVQCodebooks,
+    AVQConfig,
+    apply_avq,
+    avq_disabled,
+    remove_avq,
+    select_layers,
+    summary,
+)
+from avq_diffusers.attention.diagnostics import constraint_error
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.mini import (
+    MINI_CODEBOOKS,
+    MINI_CODEBOOKS_LEVEL1,
+    MINI_SD,
+    SCORER,
+    SCORER_SEEDS,
+    TEST_SEEDS,
+    TRAINING_SEEDS,
+    VALIDATION_SEEDS,
+    VOCABULARY,
+    corrupt,
+    default_prompts,
+    model_path,
+    render,
+    sample_scene,
+)
+from eval.quality.metrics import Scorer, clip_scores, picture_features, psnr
+
+MEBIBYTE = 2**20
+NUM_TOKENS = {0: 4096, 1: 1024}
+HEAD_DIMS = {0: 40, 1: 80}
+
+
+@pytest.fixture(scope="module")
+def mini():
+    pipe = StableDiffusionPipeline.from_pretrained(MINI_SD)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return AVQCodebooks.from_pretrained(MINI_CODEBOOKS)
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    return Scorer(SCORER)
+
+
+def scenes(count: int, first: int = 0):
+    return [sample_scene(seed) for seed in TEST_SEEDS[first : first + count]]
+
+
+def pixels(pictures: np.ndarray) -> Tensor:
+    return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+@torch.no_grad()
+def noisy_step(pipe, timestep: int = 300, caption: str | None = None) -> Tensor:
+    """The UNet's output for the noisy latents of one held-out scene and its or another caption."""
+    scene = scenes(1, first=70)[0]
+    latents = pipe.vae.encode(pixels(render(scene)[None])).latent_dist.mean
+    latents = latents * pipe.vae.config.scaling_factor
+    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
+    steps = torch.tensor([timestep])
+    caption = scene.caption if caption is None else caption
+    tokens = pipe.tokenizer(caption, padding="max_length", return_tensors="pt").input_ids
+    text = pipe.text_encoder(tokens).last_hidden_state
+    return pipe.unet(pipe.scheduler.add_noise(latents, noise, steps), timestep, text).sample
+
+
+def test_its_name_stands_for_its_folder():
+    assert model_path("mini-sd") == MINI_SD
+    assert model_path("runs/mini-sd") == "runs/mini-sd"
+
+
+def test_the_files_are_small_and_safe():
+    """Fails for a shard that the file limit refuses, or for a pickle."""
+    folders = (MINI_SD, MINI_CODEBOOKS, MINI_CODEBOOKS_LEVEL1)
+    files = [path for folder in folders for path in Path(folder).rglob("*.*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    assert max(path.stat().st_size for path in files) <= 16 * MEBIBYTE
+    assert sum(path.stat().st_size for path in files) <= 40 * MEBIBYTE
+
+
+def test_the_files_hold_finite_numbers():
+    for path in Path(MINI_SD).rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a file, not a dict
+                assert file.get_tensor(name).isfinite().all(), (path, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_it_loads_as_a_stock_pipeline(dtype):
+    """Fails where a class, a component or a shard index is not as diffusers expects."""
+    pipe = StableDiffusionPipeline.from_pretrained(MINI_SD, dtype=dtype)
+    assert type(pipe) is StableDiffusionPipeline
+    for part in (pipe.unet, pipe.vae, pipe.text_encoder):
+        assert {parameter.dtype for parameter in part.parameters()} == {dtype}
+        assert not any(parameter.is_meta for parameter in part.parameters())
+    assert pipe.safety_checker is None
+    assert pipe.scheduler.config.prediction_type == "epsilon"
+
+
+def test_the_unet_has_the_topology_of_avq(mini):
+    """Five self-attentions at levels 0 and 1 each, with SD1.5's head dims and token counts."""
+    layers = select_layers(mini.unet, (0, 1))
+    assert [layer.level for layer in layers].count(0) == 5
+    assert [layer.level for layer in layers].count(1) == 5
+    assert all(layer.head_dim == HEAD_DIMS[layer.level] for layer in layers)
+    seen = {}
+    handles = [
+        layer.attn.register_forward_pre_hook(
+            lambda module, inputs, name=layer.name: seen.update({name: inputs[0].shape[1]})
+        )
+        for layer in layers
+    ]
+    side = mini.unet.config.sample_size
+    assert side * mini.vae_scale_factor == 256
+    with torch.no_grad():
+        mini.unet(torch.zeros(1, 4, side, side), 10, torch.zeros(1, 77, 192))
+    for handle in handles:
+        handle.remove()
+    assert seen == {layer.name: NUM_TOKENS[layer.level] for layer in layers}
+
+
+@pytest.mark.parametrize("folder", [Path(MINI_SD) / "tokenizer", SCORER], ids=["text", "scorer"])
+def test_every_word_of_a_caption_is_one_token(folder):
+    """Fails for a word that falls into letters, and for captions that are cut off."""
+    tokenizer = CLIPTokenizer.from_pretrained(folder)
+    known = {word: tokenizer(word, add_special_tokens=False).input_ids for word in VOCABULARY}
+    assert all(len(tokens) == 1 for tokens in known.values())
+    assert len({tokens[0] for tokens in known.values()}) == len(VOCABULARY)
+    for scene in scenes(500):
+        words = scene.caption.split()
+        tokens = tokenizer(scene.caption, truncation=True).input_ids[1:-1]
+        assert tokens == [known[word][0] for word in words], scene.caption
+
+
+@pytest.mark.parametrize(
+    ("folder", "levels", "exact"),
+    [
+        (MINI_CODEBOOKS, (0,), ()),
+        (MINI_CODEBOOKS_LEVEL1, (0, 1), ("up_blocks.1.attentions.1",)),
+    ],
+)
+def test_the_codebooks_fit_and_keep_the_constraint(mini, folder, levels, exact, recwarn):
+    """Fails for codebooks of another model or run, or that training left with dead children."""
+    shipped = AVQCodebooks.from_pretrained(folder)
+    assert shipped.avq_config == AVQConfig(levels=levels, exact=exact)
+    assert shipped.config["base_model"] == "mini-sd"
+    assert shipped.config["tuned"]
+    training = shipped.config["training"]
+    assert training["config"] == "mini_m64p16c8" + ("_level1" if 1 in levels else "")
+    assert set(training["layers"]) == set(shipped.layer_specs)
+    layers = shipped.layers_of(mini.unet)
+    assert [layer.name for layer in layers] == [
+        layer.name for layer in select_layers(mini.unet, levels, exact)
+    ]
+    for layer in layers:
+        codebook = shipped.codebook(layer.name)
+        assert constraint_error(codebook).max() < 1e-3
+        assert codebook.children.flatten(0, 2).unique(dim=0).shape[0] > 0.9 * 2 * 64 * 8
+    assert not [warning for warning in recwarn if "average to their parent" in str(warning.message)]
+
+
+def test_the_codebooks_are_those_of_these_layers(mini, shipped):
+    """A UNet step stays close to the exact one; codebooks of swapped layers do not keep it so."""
+    exact = noisy_step(mini)
+    names = list(shipped.layer_specs)
+    swapped = AVQCodebooks.from_codebooks(
+        shipped.avq_config,
+        {
+            name: Codebook(*(part.clone() for part in parts(shipped.codebook(other))))
+            for name, other in zip(names, names[1:] + names[:1], strict=True)
+        },
+        mini.unet,
+    )
+    errors = []
+    for codebooks in (shipped, swapped):
+        apply_avq(mini, codebooks)
+        try:
+            step = noisy_step(mini)
+            assert sum(row.runs.startswith("AVQ") for row in summary(mini).rows) == 5
+            with avq_disabled(mini):
+                assert torch.equal(noisy_step(mini), exact)
+        finally:
+            remove_avq(mini)
+        errors.append(((step - exact).norm() / exact.norm()).item())
+    assert 0 < errors[0] < 0.05
+    assert errors[1] > 3 * errors[0]
+
+
+def parts(codebook: Codebook) -> tuple[Tensor, Tensor]:
+    return codebook.parents, codebook.children
+
+
+def test_the_unet_denoises_held_out_scenes_and_reads_the_caption(mini):
+    """Fails for another noise schedule, an untrained UNet, or a text encoder of another UNet."""
+    noise = torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
+    error = F.mse_loss(noisy_step(mini), noise)
+    assert error < 0.01  # zeros would reach 1
+    other = scenes(1, first=99)[0].caption
+    assert F.mse_loss(noisy_step(mini, caption=other), noise) > 10 * error
+
+
+def test_seed_ranges_are_disjoint():
+    """Every two of the four ranges: no evaluation meets a picture of the training."""
+    ranges = (TRAINING_SEEDS, SCORER_SEEDS, VALIDATION_SEEDS, TEST_SEEDS)
+    for first, second in combinations(ranges, 2):
+        assert max(first.start, second.start) >= min(first.stop, second.stop)
+    assert min(map(len, ranges)) >= 1_000_000
+
+
+def test_default_prompts_are_validation_captions():
+    prompts = default_prompts(3)
+    assert prompts == [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:3]]
+    assert set(" ".join(prompts).split()) <= set(VOCABULARY)
+
+
+@torch.no_grad()
+@pytest.mark.long
+def test_the_scorer_retrieves_held_out_scenes(scorer):
+    """Top-1 among 64 both ways; an untrained scorer or another tokenizer finds 1 in 64."""
+    shown = scenes(64)
+    pictures = torch.from_numpy(np.stack([render(scene) for scene in shown]))
+    model = scorer.model
+    image = F.normalize(model.visual_projection(scorer(pictures.permute(0, 3, 1, 2))), dim=-1)
+    tokens = scorer.tokenizer(
+        [scene.caption for scene in shown], padding="max_length", return_tensors="pt"
+    )
+    text = F.normalize(model.text_projection(model.text_model(**tokens).pooler_output), dim=-1)
+    similarity = image @ text.T
+    for direction in (similarity, similarity.T):
+        assert (direction.argmax(1) == torch.arange(64)).float().mean() >= 0.95
+
+
+@pytest.mark.long
+def test_broken_copies_lower_the_clip_score_slightly(scorer):
+    """Captions do not name the copies: the score falls, but stays far above a wrong caption's."""
+    shown = [scene for scene in scenes(48) if scene.background.kind != "plain"]
+    captions = [scene.caption for scene in shown]
+    pictures = np.stack([render(scene) for scene in shown])
+    whole = clip_scores(scorer, picture_features(scorer, pictures), captions)
+    pictures = np.stack([corrupt(scene, seed) for seed, scene in enumerate(shown)])
+    broken = picture_features(scorer, pictures)
+    scores = clip_scores(scorer, broken, captions)
+    wrong = clip_scores(scorer, broken, captions[1:] + captions[:1])
+    assert scores.mean() < whole.mean()
+    assert scores.mean() > 0.9 * whole.mean() > 2 * wrong.mean()
+
+
+@torch.no_grad()
+def test_the_vae_reconstructs_held_out_scenes(mini):
+    """Fails for fp16 damage, a wrong scaling of pictures, or a decoder of another encoder."""
+    for scene in scenes(6):
+        picture = pixels(render(scene)[None])
+        latents = mini.vae.encode(picture).latent_dist.mean
+        copy = mini.vae.decode(latents).sample.clamp(-1, 1)
+        assert -10 * ((copy - picture) / 2).square().mean().log10() >= 34
+        assert 0.5 < (latents * mini.vae.config.scaling_factor).std() < 2
+
+
+@pytest.mark.gpu
+def test_kernels_draw_the_picture_of_the_fallback(shipped):
+    """Up to rounding, which near-ties between parents amplify: closer than to the exact one."""
+    pipe = StableDiffusionPipeline.from_pretrained(MINI_SD).to("cuda")
+    pipe.set_progress_bar_config(disable=True)
+
+    def picture() -> np.ndarray:
+        generator = torch.Generator().manual_seed(0)
+        prompt = default_prompts()[0]
+        images = pipe(prompt, generator=generator, num_inference_steps=25, output_type="np").images
+        return (images * 255).round().astype(np.uint8)
+
+    exact = picture()
+    pictures = {}
+    for backend in ("triton", "torch"):
+        apply_avq(pipe, shipped, backend=backend, route="always")
+        pictures[backend] = picture()
+        assert f"AVQ ({backend} backend)" in str(summary(pipe))
+        remove_avq(pipe)
+    apart = psnr(pictures["triton"], pictures["torch"])[0]
+    assert apart > 6 + psnr(exact, pictures["torch"])[0]

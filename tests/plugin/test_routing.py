@@ -1,0 +1,256 @@
+"""Routing to the faster attention: by a table of break-even token counts, measured on GPUs only."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from threading import Barrier, BrokenBarrierError
+
+import pytest
+import torch
+from tiny import predict, random_codebooks, small_unet
+from torch._subclasses import FakeTensorMode
+
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.plugin import routing
+from avq_diffusers.plugin.apply import apply_avq, summary
+from avq_diffusers.plugin.layers import select_layers
+from avq_diffusers.plugin.routing import (
+    NEVER,
+    TOKENS,
+    BreakEven,
+    Shape,
+    break_even,
+    known_break_even,
+    measure_break_even,
+    rows_bucket,
+)
+
+SHAPE = Shape(16, 40, 64, 16, 8, 128, torch.float16)
+FOUND = BreakEven(eager=2048, compiled=512)
+KEY = "GPU X, float16, 16 rows, D40, M64P16C8, tiles of 128"
+
+
+@pytest.fixture
+def cache_file(monkeypatch, tmp_path):
+    """A user's cache folder and a GPU's name; tables are read again."""
+    monkeypatch.setattr(routing, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+    routing._table.cache_clear()
+    yield tmp_path / "avq-diffusers" / "routes.json"
+    routing._table.cache_clear()
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Counts measurements; each gives FOUND."""
+    shapes = []
+    monkeypatch.setattr(
+        routing, "measure_break_even", lambda shape, device: shapes.append(shape) or FOUND
+    )
+    return shapes
+
+
+def set_break_even(unet, eager, compiled=NEVER):
+    """Break-even of every AVQ layer for a batch of two in float32."""
+    for row in summary(unet).rows:
+        state = getattr(unet.get_submodule(row.name), "_avq", None)
+        if state is not None:
+            state.break_even = {state.shape(torch.empty(2, 1, 1)): BreakEven(eager, compiled)}
+
+
+def test_layers_below_the_break_even_run_exact(unet, codebooks):
+    """Fails where the comparison, or the layer's own number of tokens, is wrong."""
+    exact = predict(unet, batch=2)
+    apply_avq(unet, codebooks)
+    avq = predict(unet, batch=2)
+    set_break_even(unet, 257)
+    assert torch.equal(predict(unet, batch=2), exact)
+    assert {row.runs for row in summary(unet).rows if row.config} == {"exact: faster"}
+    set_break_even(unet, 256)
+    predict(unet, batch=2)
+    runs = {row.level: row.runs for row in summary(unet).rows if row.config}
+    assert runs == {0: "AVQ (torch backend)", 1: "exact: faster"}
+    set_break_even(unet, 1)
+    assert torch.equal(predict(unet, batch=2), avq)
+
+
+def test_under_autocast_the_break_even_is_that_of_its_dtype(unet, codebooks):
+    """Fails where the dtype of the layer's input decides, which autocast leaves in float32."""
+    apply_avq(unet, codebooks)
+    half = torch.autocast("cpu", torch.bfloat16)
+    with half:
+        set_break_even(unet, NEVER)
+    predict(unet, batch=2)
+    assert {row.runs for row in summary(unet).rows if row.config} == {"AVQ (torch backend)"}
+    with half:
+        predict(unet, batch=2)
+    assert {row.runs for row in summary(unet).rows if row.config} == {"exact: faster"}
+
+
+def test_compiled_code_has_a_break_even_of_its_own():
+    unet = small_unet()
+    exact = predict(unet, batch=2)
+    apply_avq(unet, random_codebooks(unet, AVQConfig(4, 2, 2)))
+    avq = predict(unet, batch=2)
+    set_break_even(unet, NEVER, compiled=1)
+    assert torch.equal(predict(unet, batch=2), exact)
+    unet.compile(backend="eager")
+    torch.testing.assert_close(predict(unet, batch=2), avq)
+    assert not torch.allclose(avq, exact)
+
+
+def test_another_shape_does_not_share_the_break_even(unet, codebooks):
+    apply_avq(unet, codebooks)
+    avq = predict(unet, batch=3)
+    set_break_even(unet, NEVER)
+    assert torch.equal(predict(unet, batch=3), avq)
+
+
+def test_cpus_always_run_avq(unet, codebooks, measured):
+    apply_avq(unet, codebooks, route="fastest")
+    predict(unet, batch=2)
+    assert {row.runs for row in summary(unet).rows if row.config} == {"AVQ (torch backend)"}
+    assert not measured
+
+
+class TestLearning:
+    """What one layer learns from tokens that seem to lie on a GPU."""
+
+    @pytest.fixture
+    def state(self, unet, codebooks, cache_file, measured):
+        return select_layers(apply_avq(unet, codebooks), (0,))[0].avq_state
+
+    @pytest.fixture
+    def learn(self, state, monkeypatch):
+        with FakeTensorMode():
+            tokens = torch.empty(2, 1, 1, device="cuda")
+
+        def learn(*, measure=True, capturing=False):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+            state.learn_break_even(tokens, measure=measure)
+            return list(state.break_even.values())
+
+        return learn
+
+    @pytest.mark.parametrize("when", [{"measure": False}, {"capturing": True}])
+    def test_an_unknown_shape_waits_until_it_may_be_measured(self, learn, measured, when):
+        """Catches a measurement that breaks a CUDA graph, and one that is never made up for."""
+        assert learn(**when) == []
+        assert not measured
+        assert learn() == learn() == [FOUND]
+        assert len(measured) == 1
+
+    @pytest.mark.parametrize("when", [{"measure": False}, {"capturing": True}])
+    def test_what_the_table_knows_holds_everywhere(self, state, learn, measured, when):
+        """Catches a CUDA graph of AVQ where exact attention is known to be faster."""
+        break_even(state.shape(torch.empty(2, 1, 1)), torch.device("cuda"))
+        measured.clear()
+        assert learn(**when) == [FOUND]
+        assert not measured
+
+    def test_a_fixed_route_needs_no_measurement(self, state, learn, measured):
+        state.route = "always"
+        assert learn() == []
+        assert not measured
+
+
+def test_unknown_routes_are_refused(unet, codebooks):
+    with pytest.raises(ValueError, match="route must be one of fastest, always, but got 'quick'"):
+        apply_avq(unet, codebooks, route="quick")
+
+
+def test_a_measurement_is_made_once_and_kept(cache_file, measured):
+    device = torch.device("cuda")
+    assert known_break_even(SHAPE, device) is None
+    assert break_even(SHAPE, device) == break_even(SHAPE, device) == FOUND
+    assert measured == [SHAPE]
+    assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
+    routing._table.cache_clear()
+    assert known_break_even(SHAPE, device) == FOUND
+    assert set(cache_file.parent.iterdir()) == {cache_file, cache_file.with_suffix(".lock")}
+
+
+def test_measurements_of_other_shapes_and_of_the_package_stay(cache_file, measured):
+    """Catches a file of the last shape alone, a table without the package's, and one over ours."""
+    device, other = torch.device("cuda"), replace(SHAPE, head_dim=80)
+    shipped, entry = next(iter(routing._read(routing._SHIPPED).items()))
+    for shape in (SHAPE, other):
+        break_even(shape, device)
+    kept = json.loads(cache_file.read_text())
+    assert kept.keys() == {SHAPE.key(device), other.key(device)}
+    assert routing._table()[shipped] == entry
+    cache_file.write_text(json.dumps({**kept, shipped: FOUND._asdict()}))
+    routing._table.cache_clear()
+    assert routing._table()[shipped] == FOUND._asdict() != entry
+
+
+def test_two_that_measure_at_once_keep_both(cache_file, monkeypatch):
+    """Catches a writer that does not see what another wrote since it read."""
+    read, both_have_read = routing._read, Barrier(2)
+
+    def slow_read(path):
+        table = read(path)
+        with suppress(BrokenBarrierError):  # whoever holds the lock waits in vain
+            both_have_read.wait(0.5)
+        return table
+
+    monkeypatch.setattr(routing, "_read", slow_read)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(routing._keep, ["one", "two"], [FOUND, FOUND]))
+    assert json.loads(cache_file.read_text()).keys() == {"one", "two"}
+
+
+def test_never_slower_from_a_break_even_on(monkeypatch):
+    """Catches the first number of tokens at which AVQ wins, though it loses at a later one."""
+    exact = dict(zip(TOKENS, (3.0, 1.0, 3.0, 3.0, 3.0, 3.0), strict=True))
+    case = lambda shape, num_tokens, device: (num_tokens,) * 4  # noqa: E731
+    monkeypatch.setattr(routing, "_random_case", case)
+    monkeypatch.setattr(routing, "avq_attention", lambda query, *others, **sizes: 2.0)
+    attention = lambda query, key, value: exact[query]  # noqa: E731
+    monkeypatch.setattr(routing.F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(routing, "_eager_milliseconds", lambda call: call())
+    monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
+    cpu = torch.device("cpu")
+    assert measure_break_even(SHAPE, cpu) == BreakEven(TOKENS[2], TOKENS[2])
+    exact[TOKENS[-1]] = 1.0
+    assert measure_break_even(SHAPE, cpu) == BreakEven(NEVER, NEVER)
+
+
+def test_the_shape_of_a_call(unet, codebooks):
+    """Catches heads or the batch left out of what decides."""
+    apply_avq(unet, codebooks)
+    layer = select_layers(unet, (0,))[0]
+    assert layer.avq_state.shape(torch.empty(3, 1, 1)) == Shape(8, 8, 4, 2, 2, 16, torch.float32)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])
+def test_a_broken_cache_costs_a_measurement(cache_file, measured, content):
+    cache_file.parent.mkdir()
+    cache_file.write_text(content)
+    assert break_even(SHAPE, torch.device("cuda")) == FOUND
+    assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
+
+
+def test_nowhere_to_keep_it(cache_file, measured):
+    cache_file.parent.write_text("a file is in the way")
+    assert break_even(SHAPE, torch.device("cuda")) == FOUND
+
+
+def test_measurements_of_the_package_name_known_tokens():
+    table = json.loads(routing._SHIPPED.read_text())
+    assert table == routing._read(routing._SHIPPED) != {}
+    assert {tokens for found in table.values() for tokens in found.values()} <= {*TOKENS, NEVER}
+
+
+def test_a_bucket_holds_all_batches_up_to_a_power_of_two():
+    assert [rows_bucket(batch, 8) for batch in (1, 2, 3, 4)] == [8, 16, 32, 32]
+    assert rows_bucket(1, 1) == 1
+
+
+@pytest.mark.gpu
+def test_long_sequences_are_worth_it_on_a_gpu():
+    found = routing.measure_break_even(SHAPE, torch.device("cuda"))
+    assert found.eager in TOKENS
+    assert found.compiled in TOKENS
+    assert found.compiled <= found.eager

@@ -1,0 +1,92 @@
+"""The core with the network cut and unpickling denied, in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tiny import random_codebooks, tiny_pipe
+from torch import nn
+
+from avq_diffusers import AVQCodebooks, CaptureProfile, apply_avq
+from distill.checkpointing import checkpoint
+from distill.config import DistillConfig
+from distill.config_file import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs" / "mini_m64p16c8.yaml"
+ARGUMENTS = ("a red fox", "--steps", "1", "--seed", "3", "--device", "cpu")
+
+# Audit hooks see what Python and its libraries do, and cannot be taken back.
+CORE = """
+import pickle, socket, sys
+from pathlib import Path
+
+def refuse(event, arguments):
+    if event in ("socket.__new__", "socket.getaddrinfo", "pickle.find_class"):
+        raise RuntimeError(f"{event} {arguments}")
+
+import torch  # its import fills tables by pickle
+import diffusers, transformers
+
+sys.addaudithook(refuse)
+from avq_diffusers import CaptureProfile
+from avq_diffusers.cli.main import main
+from distill import checkpoint
+from distill.data.cache import open_cache
+
+place = Path(sys.argv.pop(1))
+try:
+    main()
+except SystemExit as exit_:
+    assert not exit_.code, exit_.code
+
+found = checkpoint.newest(place / "run")
+assert found.tensors("model")["weight"].shape == (2, 2)
+assert CaptureProfile.load(place / "profile.json").at_least(0.5)
+
+def encode(batches):
+    for batch in batches:
+        yield {"moments": torch.ones(len(batch), 2)}
+
+sizes = {"num_samples": 4, "batch_size": 2, "process_index": 0, "num_processes": 1}
+for _ in range(2):  # built, then read
+    assert open_cache(place / "cache", {}, encode, **sizes)[3]["moments"].tolist() == [1, 1]
+
+for forbidden in (socket.socket, lambda: pickle.loads(pickle.dumps(Path()))):
+    try:
+        forbidden()
+    except RuntimeError:
+        continue
+    raise AssertionError("the hook is deaf")
+print("all of it")
+"""
+
+
+def test_the_core_needs_no_network_and_unpickles_nothing(tmp_path):
+    """Catches a download, a telemetry call, a hub look-up of a local folder, and `torch.load`; and
+    a picture that depends on the process it is made in."""
+    pipe = tiny_pipe()
+    pipe.save_pretrained(tmp_path / "model")
+    random_codebooks(pipe.unet).save_pretrained(tmp_path / "codebooks")
+    CaptureProfile({"layer": {1000: [(0.0, 0.5, 1.0)]}}).save(tmp_path / "profile.json")
+    config = load_config(CONFIG, DistillConfig, [])
+    states = {"model": nn.Linear(2, 2).state_dict()}
+    checkpoint.save(tmp_path / "run", 1, states, config=config, keep=1)
+
+    command = [sys.executable, "-c", CORE, str(tmp_path), "generate", *ARGUMENTS]
+    command += ["--model", str(tmp_path / "model"), "--codebooks", str(tmp_path / "codebooks")]
+    command += ["--out", str(tmp_path / "fox.png")]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment = kept | {"XDG_CACHE_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("all of it\n")
+
+    apply_avq(pipe, AVQCodebooks.from_pretrained(tmp_path / "codebooks"), route="always")
+    generator = torch.Generator().manual_seed(3)
+    here = pipe(ARGUMENTS[0], num_inference_steps=1, generator=generator).images[0]
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "fox.png")), np.asarray(here))
