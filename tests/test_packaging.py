@@ -1,0 +1,45 @@
+"""The wheel: what an installation from the package index consists of."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "avq_diffusers"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The names of the files in the wheel, which is built from a copy of the sources."""
+    clone = tmp_path_factory.mktemp("clone")
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, clone)
+    for package in ("avq_diffusers", "distill", "eval", "tests"):
+        ignored = shutil.ignore_patterns("results", "__pycache__")
+        shutil.copytree(ROOT / package, clone / package, ignore=ignored)
+    build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    (path,) = clone.glob("dist/*.whl")
+    return zipfile.ZipFile(path).namelist()
+
+
+def test_the_wheel_holds_one_package(wheel):
+    """`distill` and `eval` must not land in a user's site-packages."""
+    top = {name.split("/")[0] for name in wheel if ".dist-info/" not in name}
+    assert top == {"avq_diffusers"}
+
+
+def test_the_wheel_holds_the_whole_package(wheel):
+    """Catches package data that the sources read and the wheel lacks."""
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".md"
+    }
+    for name in ("__init__.pyi", "py.typed", "plugin/routes.json", "mini/mini-sd/model_index.json"):
+        assert f"avq_diffusers/{name}" in files
+    assert files <= set(wheel)
