@@ -20,7 +20,9 @@ def backend(request):
 
 def nearest_codewords(key: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor, Tensor]:
     """Parent index, parent codeword and leaf codeword of each key, by sorting distances."""
-    parent = torch.cdist(key, codebook.parents[None]).argmin(dim=-1)
+    parent = torch.cdist(
+        key, codebook.parents[None], compute_mode="donot_use_mm_for_euclid_dist"
+    ).argmin(dim=-1)
     head = torch.arange(key.shape[1])[:, None]
     coarse = codebook.parents[head, parent]
     candidates = torch.cat([coarse[..., None, :], codebook.children[head, parent]], dim=-2)

@@ -200,7 +200,7 @@ def assert_nearest(leaf: Tensor, key: Tensor, codebook: Codebook, tolerance: flo
     num_leaves = 1 + codebook.num_children
     parents, children = codebook.parents.double(), codebook.children.double()
     key = key.double()
-    distance = torch.cdist(key, parents).square()
+    distance = torch.cdist(key, parents, compute_mode="donot_use_mm_for_euclid_dist").square()
     parent = (leaf // num_leaves)[..., None]
     assert (distance.gather(-1, parent)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
 
