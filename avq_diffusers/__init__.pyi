@@ -2,7 +2,6 @@ from .attention.api import avq_attention
 from .config import AVQConfig
 from .extras.scalecrafter import scalecrafter
 from .plugin.apply import (
-    AVQStableDiffusionPipeline,
     apply_avq,
     avq_disabled,
     remove_avq,
@@ -12,6 +11,7 @@ from .plugin.apply import (
 from .plugin.calibration import calibrate
 from .plugin.elastic import CaptureProfile, measure_capture
 from .plugin.layers import select_layers
+from .plugin.pipeline import AVQStableDiffusionPipeline
 from .plugin.processor import AVQProcessor
 from .plugin.sensitivity import measure_sensitivity
 from .plugin.weights import AVQCodebooks

@@ -32,7 +32,6 @@ from torch._dynamo.testing import CompileCounter
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.apply import (
-    AVQStableDiffusionPipeline,
     apply_avq,
     avq_disabled,
     remove_avq,
@@ -40,6 +39,7 @@ from avq_diffusers.plugin.apply import (
     summary,
 )
 from avq_diffusers.plugin.layers import select_layers
+from avq_diffusers.plugin.pipeline import AVQStableDiffusionPipeline
 from avq_diffusers.plugin.processor import AVQProcessor
 from avq_diffusers.plugin.weights import AVQCodebooks
 
