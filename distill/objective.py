@@ -22,8 +22,9 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, select_layers
-from avq_diffusers.codebook.codebook import Codebook, fit_codebook
+from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.ema import batch_statistics
+from avq_diffusers.codebook.kmeans import fit_codebook
 from distill.quantizer import Quantizer
 from distill.student import AVQSelfAttention, make_student, tuned_parameters
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig
 from avq_diffusers.attention.diagnostics import active_ratio, quantization_error
-from avq_diffusers.codebook.codebook import Codebook, assign_leaves
+from avq_diffusers.codebook.assignment import across_heads, assign_leaves, centre_of
+from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.ema import batch_statistics, derive_codebook, ema_update, reassign_dead
 
 # Of DiVeQ's noise, in each dimension.
@@ -91,8 +92,7 @@ class Quantizer(nn.Module):
         """Find the leaves of float32 keys (B, H, N, D)."""
         codebook = self.codebook()
         leaf = assign_leaves(key, codebook)
-        first_leaf = codebook.num_codewords * torch.arange(codebook.num_heads, device=key.device)
-        row = leaf + first_leaf[:, None]
+        row = across_heads(leaf, codebook.num_codewords)
         return Leaves(key, F.embedding(row, codebook.leaves.flatten(0, 2)), leaf)
 
     def quantized_key(self, leaves: Leaves) -> Tensor:
@@ -103,7 +103,7 @@ class Quantizer(nn.Module):
         """
         key, codeword = leaves.key, leaves.codeword
         # Half precision keeps its digits for what tells the keys apart.
-        centre = self.parent_codewords.detach().median(dim=1, keepdim=True).values
+        centre = centre_of(self.parent_codewords.detach())
         if not self.diveq:
             return codeword - centre + (key - key.detach())
         error = codeword - key

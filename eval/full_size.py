@@ -13,7 +13,8 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, remove_avq, select_layers, summary
-from avq_diffusers.codebook.codebook import Codebook, fit_codebook
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.codebook.kmeans import fit_codebook
 from eval.benchmarks.unet_configs import SD15, SD21, SDXL, SDXL_REFINER, added_conditions
 
 CONFIG = AVQConfig.parse("M16P4C4")

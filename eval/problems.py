@@ -15,7 +15,8 @@ from torch import Tensor
 
 from avq_diffusers import avq_attention
 from avq_diffusers.attention.triton import codewords
-from avq_diffusers.codebook.codebook import Codebook, assign
+from avq_diffusers.codebook.assignment import assign, centre_of
+from avq_diffusers.codebook.codebook import Codebook
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KEYS = ("clustered", "spread", "skewed", "one hot leaf", "identical", "offset", "empty parents")
@@ -274,7 +275,7 @@ def _rounded(codebook: Codebook, scale: float, dtype: torch.dtype) -> Codebook:
     _, first_child, child_rows = codewords.padded_sizes(head_dim, num_parents, num_children)
     table = torch.float32 if dtype == torch.float32 else torch.float16
     codes, _ = codewords.pack(codebook.parents, codebook.children, scale=scale, dtype=table)
-    centre = codewords.centre_of(codebook.parents.double())
+    centre = centre_of(codebook.parents.double())
     table = codes[..., :head_dim].double() / (scale * math.log2(math.e)) + centre
     children = table[:, first_child:].view(heads, num_parents, child_rows, head_dim)
     return Codebook(table[:, :num_parents], children[:, :, :num_children])

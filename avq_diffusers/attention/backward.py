@@ -27,7 +27,12 @@ from torch import Tensor
 
 from avq_diffusers.attention import forward
 from avq_diffusers.attention.forward import CodewordTable
-from avq_diffusers.codebook.codebook import centre_of
+from avq_diffusers.codebook.assignment import (
+    across_heads,
+    centre_of,
+    chunk_length,
+    nearest_leaves,
+)
 
 # Numbers in the intermediates of one chunk, except on a CPU. A tile has so many moments that with
 # fewer numbers each tile would be a chunk, of some sixty launches.
@@ -77,12 +82,12 @@ def quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
     codewords = torch.cat([parents[:, :, None], children], dim=2) - centre
     codewords = codewords.to(key.dtype).flatten(0, 2)
     num_leaves = 1 + children.shape[2]
-    leaf = forward.assign_leaves(
+    leaf = nearest_leaves(
         key.flatten(0, 1),
         parents.expand(batch, -1, -1, -1).flatten(0, 1),
         children.expand(batch, -1, -1, -1, -1).flatten(0, 1),
     )
-    leaf = leaf.view(key.shape[:3]) + num_leaves * forward.first_parent(parents)
+    leaf = across_heads(leaf.view(key.shape[:3]), parents.shape[1] * num_leaves)
     return codewords.index_select(0, leaf.flatten()).view(key.shape)
 
 
@@ -123,14 +128,14 @@ def gradients(
     num_moments = (rows.stop - rows.start) * (1 + head_dim)
 
     table_elements = heads * num_parents * (2 + num_children) * max(1, num_moments)
-    size = min(batch, forward.chunk_length(query.device, table_elements, ELEMENTS))
+    size = min(batch, chunk_length(query.device, table_elements, ELEMENTS))
     for start in range(0, batch, size):
         part = slice(start, min(start + size, batch))
         elements = part.stop - part.start
         part_parents = parents.expand(elements, -1, -1, -1).flatten(0, 1)
         part_children = children.expand(elements, -1, -1, -1, -1).flatten(0, 1)
         part_value = value[part].flatten(0, 1)
-        leaf = forward.assign_leaves(key[part].flatten(0, 1), part_parents, part_children)
+        leaf = nearest_leaves(key[part].flatten(0, 1), part_parents, part_children)
         counts, value_sums = forward.aggregate(leaf, part_value, part_parents, part_children)
         moments = _reverse_queries(
             grad_output[part].flatten(0, 1),
@@ -189,7 +194,7 @@ def _reverse_queries(
     num_visible = num_parents + num_refined * (per_cell - 2)
     moment_elements = (num_visible + query_tile) * num_rows * (1 + head_dim)
     tile_elements = moment_elements + 4 * num_visible * query_tile + 2 * num_visible * head_dim
-    chunk = query_tile * forward.chunk_length(query.device, heads * tile_elements, ELEMENTS)
+    chunk = query_tile * chunk_length(query.device, heads * tile_elements, ELEMENTS)
     for start in range(0, num_queries, chunk):
         stop = min(start + chunk, num_queries)
         order = slice(start, stop) if query_order is None else query_order[start:stop].long()
@@ -241,10 +246,10 @@ def _reverse_keys(
     """Write the gradients (B, H / B, S, D) of keys and values from the moments of codewords."""
     num_keys, head_dim = value.shape[1:]
     num_leaves = moments.shape[2] - 1
-    leaf = leaf + num_leaves * forward.first_parent(moments)
+    leaf = across_heads(leaf, moments.shape[1] * num_leaves)
     moments = (moments[:, :, 1:] + moments[:, :, :1]).flatten(0, 2)
 
-    chunk = forward.chunk_length(value.device, len(leaf) * moments[0].numel(), ELEMENTS)
+    chunk = chunk_length(value.device, len(leaf) * moments[0].numel(), ELEMENTS)
     for start in range(0, num_keys, chunk):
         part = slice(start, start + chunk)
         of_leaf = leaf[:, part]

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avq_diffusers.attention import forward, reference
+from avq_diffusers.attention import reference
 from avq_diffusers.attention.validation import check_inputs, check_numbers
-from avq_diffusers.codebook.codebook import Codebook, assign, assign_leaves, heads_first
+from avq_diffusers.codebook.assignment import assign, assign_leaves, chunk_length, heads_first
+from avq_diffusers.codebook.codebook import Codebook
 
 ACTIVE_SHARE = 0.01
 
@@ -332,7 +333,7 @@ def _query_tiles(
     if query_order is None:
         query_order = torch.arange(num_queries, device=query.device)
     tile_elements = batch * heads * query_tile * row_elements
-    length = query_tile * forward.chunk_length(query.device, tile_elements)
+    length = query_tile * chunk_length(query.device, tile_elements)
     num_whole = num_queries // query_tile * query_tile
     for start in range(0, num_whole, length):
         chunk = query_order[start : min(start + length, num_whole)]

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avq_diffusers.codebook.codebook import centre_of
-
-# Numbers in the intermediates of one chunk of tokens. On a CPU they stay in cache; on other devices
-# few launches count.
-ELEMENTS_CPU = 1 << 20
-ELEMENTS = 1 << 26
+from avq_diffusers.codebook.assignment import (
+    across_heads,
+    centre_of,
+    chunk_length,
+    nearest_leaves,
+)
 
 # Most values that are added one after another.
 RUN = 256
@@ -88,15 +88,11 @@ def avq_attention(
     children = children.expand(size, -1, -1, -1, -1).flatten(0, 1)
     for start in range(0, batch, size):
         part = slice(start, start + size)
-        counts, value_sums = precompute(
-            key[part].flatten(0, 1), value[part].flatten(0, 1), parents, children
-        )
+        leaf = nearest_leaves(key[part].flatten(0, 1), parents, children)
+        aggregates = aggregate(leaf, value[part].flatten(0, 1), parents, children)
         attend(
             query[part].flatten(0, 1),
-            parents,
-            children,
-            counts,
-            value_sums,
+            codeword_table(parents, children, *aggregates),
             output[part],
             num_refined=num_refined,
             query_tile=query_tile,
@@ -107,13 +103,14 @@ def avq_attention(
     return output
 
 
-def precompute(
-    key: Tensor, value: Tensor, parents: Tensor, children: Tensor
+def aggregate(
+    leaf: Tensor, value: Tensor, parents: Tensor, children: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Count the keys and sum the values of every leaf (paper, Algorithm 1, for leaves only).
 
     Args:
-        key, value: (H, S, D).
+        leaf: (H, S) from `nearest_leaves`.
+        value: (H, S, D).
         parents: (H, M0, D).
         children: (H, M0, C, D).
 
@@ -121,19 +118,12 @@ def precompute(
         counts: (H, M0, 1 + C) int64; leaf 0 counts the keys that stay with the parent.
         value_sums: (H, M0, 1 + C, D), dtype of `parents`.
     """
-    return aggregate(assign_leaves(key, parents, children), value, parents, children)
-
-
-def aggregate(
-    leaf: Tensor, value: Tensor, parents: Tensor, children: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`precompute` for keys whose leaves (H, S), numbered as by `assign_leaves`, are known."""
     heads, _, head_dim = value.shape
     num_parents, num_leaves = parents.shape[1], 1 + children.shape[2]
-    leaf = leaf + num_leaves * first_parent(parents)
+    num_rows = heads * num_parents * num_leaves
+    leaf = across_heads(leaf, num_parents * num_leaves)
     leaf, row = leaf.t().flatten().sort(stable=True)
 
-    num_rows = heads * num_parents * num_leaves
     edges = torch.searchsorted(leaf, torch.arange(num_rows + 1, device=leaf.device))
     # Sums of runs, then of leaves: long leaves neither lose digits nor hold up a GPU.
     runs = torch.arange(0, len(leaf), RUN, device=leaf.device)
@@ -149,48 +139,9 @@ def aggregate(
     )
 
 
-def assign_leaves(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
-    """The leaf of every key: its nearest parent, or a strictly closer child of that parent.
-
-    Args:
-        key: (H, S, D).
-        parents: (H, M0, D).
-        children: (H, M0, C, D).
-
-    Returns:
-        (H, S) int64, p (1 + C) for a key that stays with parent p and p (1 + C) + 1 + c for one
-        that its child c takes.
-    """
-    heads, num_keys, head_dim = key.shape
-    num_leaves = 1 + children.shape[2]
-    cell_of_head = first_parent(parents)
-    centre = centre_of(parents)
-    offsets = (children - parents[:, :, None]).flatten(0, 1)
-    parents = parents - centre
-    # Half of |k|^2 - |k - p|^2, and of |k - p|^2 - |k - c|^2, are linear in k.
-    parent_bias = -0.5 * parents.square().sum(dim=-1)
-    child_bias = -(offsets * (parents.reshape(-1, 1, head_dim) + 0.5 * offsets)).sum(dim=-1)
-
-    assignment = torch.empty(heads, num_keys, dtype=torch.int64, device=key.device)
-    chunk = chunk_length(key.device, heads * (offsets[0].numel() + parents.shape[1]))
-    for start in range(0, num_keys, chunk):
-        keys = key[:, start : start + chunk] - centre
-        parent = torch.baddbmm(parent_bias[:, None], keys, parents.transpose(1, 2)).argmax(dim=-1)
-        cell = (parent + cell_of_head).flatten()
-        products = offsets.index_select(0, cell).mul_(keys.reshape(-1, 1, head_dim))
-        gain = products.sum(dim=-1) + child_bias.index_select(0, cell)
-        # Staying gains nothing; it comes first, and argmax takes the first of equal gains.
-        leaf = F.pad(gain, (1, 0)).argmax(dim=-1)
-        assignment[:, start : start + chunk] = parent * num_leaves + leaf.view_as(parent)
-    return assignment
-
-
 def attend(
     query: Tensor,
-    parents: Tensor,
-    children: Tensor,
-    counts: Tensor,
-    value_sums: Tensor,
+    table: CodewordTable,
     output: Tensor,
     *,
     num_refined: int,
@@ -203,16 +154,12 @@ def attend(
 
     Args:
         query: (H, N, D).
-        parents: (H, M0, D).
-        children: (H, M0, C, D).
-        counts, value_sums: (H, M0, 1 + C) and (H, M0, 1 + C, D) from `precompute`.
         output: (B, H / B, N, D) for any B, written in the order of `query`.
     """
     heads, num_queries, head_dim = query.shape
     batch = output.shape[:2]
-    num_parents, num_children = children.shape[1:3]
+    num_parents, num_children = table.counts.shape[1], table.counts.shape[2] - 2
     query_tile = min(query_tile, num_queries)
-    table = codeword_table(parents, children, counts, value_sums)
 
     if num_refined == 0:
         # All tiles see the same codewords.
@@ -229,7 +176,7 @@ def attend(
     for start in range(0, num_queries, chunk):
         stop = min(start + chunk, num_queries)
         order = slice(start, stop) if query_order is None else query_order[start:stop].long()
-        tiles = cut_tiles(query, order, query_tile, parents.dtype)
+        tiles = cut_tiles(query, order, query_tile, table.parents.dtype)
         visible = visible_codewords(
             tiles,
             table,
@@ -251,7 +198,7 @@ def attend(
 def codeword_table(
     parents: Tensor, children: Tensor, counts: Tensor, value_sums: Tensor
 ) -> CodewordTable:
-    """The table of `parents` and `children`, from the aggregates of `precompute`."""
+    """The table of `parents` and `children`, from the results of `aggregate`."""
     # A shift of all keys by one vector changes no softmax, and small codewords round less.
     centre = centre_of(parents)
     parents = parents - centre
@@ -301,8 +248,8 @@ def visible_codewords(
     parent_rows = cell * per_cell + is_refined
     child_row = torch.arange(2, per_cell, device=tiles.device)
     child_rows = (refined[..., None] * per_cell + child_row).flatten(-2)
-    first_row = per_cell * first_parent(table.parents)[..., None]
-    return (torch.cat([parent_rows, child_rows], dim=-1) + first_row).transpose(0, 1)
+    rows = torch.cat([parent_rows, child_rows], dim=-1).transpose(0, 1)
+    return across_heads(rows, num_parents * per_cell)
 
 
 def gather_rows(column: Tensor, visible: Tensor) -> Tensor:
@@ -364,14 +311,3 @@ def _mass(log_mass: Tensor, counts: Tensor, importance_tile: int | None) -> Tens
         share_seen = counts[:, :stop].sum(dim=-1).to(tile.dtype) / counts.sum(dim=-1)
         tile.sub_(log_denominator).exp_().mul_(share_seen[:, None, None])
     return log_mass
-
-
-def first_parent(parents: Tensor) -> Tensor:
-    """(H, 1) index of each head's first parent when the parents of all heads are one list."""
-    heads, num_parents = parents.shape[:2]
-    return torch.arange(0, heads * num_parents, num_parents, device=parents.device)[:, None]
-
-
-def chunk_length(device: torch.device, elements: int, most: int = ELEMENTS) -> int:
-    """How many items of so many numbers each make up a chunk, of `most` unless on a CPU."""
-    return max(1, (ELEMENTS_CPU if device.type == "cpu" else most) // elements)

@@ -11,15 +11,15 @@ import math
 import torch
 from torch import Tensor
 
-from avq_diffusers.codebook.codebook import (
-    Codebook,
+from avq_diffusers.codebook.assignment import (
+    across_heads,
     assign_leaves,
-    first_in_cell,
     heads_first,
     leaf_sums,
-    project_children,
     working_dtype,
 )
+from avq_diffusers.codebook.codebook import Codebook, project_children
+from avq_diffusers.codebook.kmeans import first_in_cell
 
 # Below this count a sum and a count that decay for thousands of steps lose their digits, and their
 # ratio drifts away.
@@ -144,7 +144,7 @@ def reassign_dead(
     drawn = clock.topk(num_parents, dim=1, largest=False).indices
     drawn = drawn.gather(1, (dead_parent.cumsum(dim=1) - 1).clamp(min=0))
 
-    cell = (leaf // (1 + num_children) + num_parents * head).flatten()
+    cell = across_heads(leaf // (1 + num_children), num_parents).flatten()
     cell_key = first_in_cell(clock.flatten(), cell, heads * num_parents).view(heads, num_parents)
     dead_child = is_dead[:, :, 1:] & ~dead_parent[..., None]
     dead_child &= (dead_child.cumsum(dim=2) == 1) & (cell_key < heads * num_keys)[..., None]

@@ -20,7 +20,8 @@ from avq_diffusers.attention.diagnostics import (
     quantization_error,
 )
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.codebook.codebook import Codebook, fit_codebook
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.config import AVQConfig, check_int
 from avq_diffusers.plugin.apply import avq_disabled
 from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from avq_diffusers import AVQConfig
-from avq_diffusers.codebook.codebook import Codebook, fit_codebook
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.codebook.kmeans import fit_codebook
 
 CALIBRATION_KEYS = 16384
 

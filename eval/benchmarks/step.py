@@ -21,7 +21,8 @@ from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, remove_avq, select_layers
-from avq_diffusers.codebook.codebook import Codebook, fit_codebook
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from eval.benchmarks.contenders import Row, method_name, relative_error
 from eval.benchmarks.timing import block_ms

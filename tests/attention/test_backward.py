@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from avq_diffusers.attention import api as ops
-from avq_diffusers.attention import backward, forward, reference
+from avq_diffusers.attention import backward, reference
 from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.codebook import Codebook
 
 EXACT = 1e-10
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks, the last one partial, already at the sizes of these tests."""
-    monkeypatch.setattr(forward, "ELEMENTS_CPU", 1 << 14)
+    monkeypatch.setattr(assignment, "ELEMENTS_CPU", 1 << 14)
 
 
 def random_like(tokens: Tensor, seed: int = 1) -> Tensor:
@@ -233,7 +234,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_cost_and_memory_are_linear(monkeypatch):
     """Catches a quadratic way, and moments of all tiles or of the whole batch at once."""
-    monkeypatch.setattr(forward, "ELEMENTS_CPU", 1 << 10)
+    monkeypatch.setattr(assignment, "ELEMENTS_CPU", 1 << 10)
     assert flops(queries=1024) == 2 * flops(queries=512)
     tokens_elements, table_elements = 2 * 2 * 1024 * 8, 2 * 6 * 5 * 9 * 9
     for shape, expected in (
@@ -345,7 +346,7 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     options = {"num_refined": 2, "query_tile": 16, "backend": "torch"}
     by_chunks = []
     for elements in (1 << 10, 1 << 14, 1 << 22):
-        monkeypatch.setattr(forward, "ELEMENTS_CPU", elements)
+        monkeypatch.setattr(assignment, "ELEMENTS_CPU", elements)
         by_chunks.append(gradients(*case, **options))
     for others in by_chunks[:2]:
         for gradient, expected in zip(others, by_chunks[2], strict=True):

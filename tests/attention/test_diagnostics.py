@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from cases import make_case
 
-from avq_diffusers.attention import forward, reference
+from avq_diffusers.attention import reference
 from avq_diffusers.attention.diagnostics import (
     active_ratio,
     attention_mass,
@@ -22,6 +22,7 @@ from avq_diffusers.attention.diagnostics import (
     quantization_error,
     refined_parents,
 )
+from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.codebook import Codebook
 
 PARENTS = torch.tensor([[[0.0, 0.0], [10.0, 0.0]]])
@@ -36,7 +37,7 @@ def test_capture_is_the_exact_attention_on_refined_cells(
     order, importance_tile, elements, monkeypatch
 ):
     """Also where tiles are computed one or two at a time, and a last one that is not full."""
-    monkeypatch.setattr(forward, "ELEMENTS_CPU", elements)
+    monkeypatch.setattr(assignment, "ELEMENTS_CPU", elements)
     query, key, _, codebook = make_case()
     query = 2 * query
     captured = capture(

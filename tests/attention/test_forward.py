@@ -13,6 +13,8 @@ from torch import Tensor
 
 from avq_diffusers.attention import forward, reference
 from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.codebook import assignment
+from avq_diffusers.codebook.assignment import nearest_leaves
 from avq_diffusers.codebook.codebook import Codebook
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Several chunks, the last one partial, already at the sizes of these tests."""
-    monkeypatch.setattr(forward, "ELEMENTS_CPU", 1 << 10)
+    monkeypatch.setattr(assignment, "ELEMENTS_CPU", 1 << 10)
 
 
 def both(query: Tensor, key: Tensor, value: Tensor, codebook: Codebook, **options):
@@ -181,9 +183,8 @@ def test_every_key_is_counted_once():
     _, key, value, codebook = make_case(keys=77)
     parent, leaf = reference.assign(key, codebook.parents, codebook.children)
     for b in range(2):
-        counts, value_sums = forward.precompute(
-            key[b], value[b], codebook.parents, codebook.children
-        )
+        found = nearest_leaves(key[b], codebook.parents, codebook.children)
+        counts, value_sums = forward.aggregate(found, value[b], codebook.parents, codebook.children)
         assert counts.shape == (2, 6, 4)
         assert (counts.sum(dim=(1, 2)) == 77).all()
         torch.testing.assert_close(value_sums.sum(dim=(1, 2)), value[b].sum(dim=1))
@@ -222,13 +223,13 @@ def test_keys_go_to_the_nearest_codeword(dtype, offset, monkeypatch):
     near = torch.cat([codebook.parents.roll(1, dims=1)[:, :, None], codebook.children], dim=2)
     key = ((near + codebook.parents[:, :, None]) / 2).flatten(1, 2).to(dtype)
 
-    leaf = forward.assign_leaves(key, codebook.parents, codebook.children)
+    leaf = nearest_leaves(key, codebook.parents, codebook.children)
     assert_nearest(leaf, key, codebook, 1e-4)
     with pytest.raises(AssertionError):
         assert_nearest(leaf.roll(1, dims=1), key, codebook, 1e-4)
     if dtype == torch.float32 and offset:
-        monkeypatch.setattr(forward, "centre_of", lambda parents: torch.zeros_like(parents[:, :1]))
-        leaf = forward.assign_leaves(key, codebook.parents, codebook.children)
+        monkeypatch.setattr(assignment, "centre_of", lambda parents: parents[:, :1] * 0)
+        leaf = nearest_leaves(key, codebook.parents, codebook.children)
         with pytest.raises(AssertionError):
             assert_nearest(leaf, key, codebook, 1e-4)
 
@@ -245,7 +246,7 @@ def test_error_is_at_most_twice_that_of_exact_attention(dtype, head_dim):
     # The choices agree, so that what remains is arithmetic.
     parent, leaf = reference.assign(wide[1], exact_codebook.parents, exact_codebook.children)
     for b in range(2):
-        chosen = forward.assign_leaves(key[b], codebook.parents, codebook.children)
+        chosen = nearest_leaves(key[b], codebook.parents, codebook.children)
         assert torch.equal(chosen, (parent * 5 + leaf)[b])
     counts = F.one_hot(parent, 16).sum(dim=2).double()
     for tile in wide[0].split(64, dim=2):
@@ -330,7 +331,7 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     query, key, value, codebook = make_case(queries=100)
     options = {"num_refined": 2, "query_tile": 16, "importance_tile": 4}
     output = avq_attention(query, key, value, codebook, **options)
-    monkeypatch.setattr(forward, "ELEMENTS_CPU", 1 << 20)
+    monkeypatch.setattr(assignment, "ELEMENTS_CPU", 1 << 20)
     assert relative_error(avq_attention(query, key, value, codebook, **options), output) < 1e-13
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from avq_diffusers.attention.triton import precompute as kernels
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes
 from avq_diffusers.attention.triton.precompute import default_config, precompute
-from avq_diffusers.codebook.codebook import centre_of
+from avq_diffusers.codebook.assignment import centre_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32

@@ -21,7 +21,8 @@ from avq_diffusers.attention import api as ops
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes, unsupported
-from avq_diffusers.codebook.codebook import Codebook, centre_of
+from avq_diffusers.codebook.assignment import centre_of
+from avq_diffusers.codebook.codebook import Codebook
 
 GPU = pytest.mark.gpu
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,13 +5,8 @@ import pytest
 import torch
 from vector_quantize_pytorch import VectorQuantize
 
-from avq_diffusers.codebook.codebook import (
-    Codebook,
-    assign,
-    assign_leaves,
-    fit_codebook,
-    project_children,
-)
+from avq_diffusers.codebook.assignment import assign, assign_leaves
+from avq_diffusers.codebook.codebook import Codebook, project_children
 from avq_diffusers.codebook.ema import (
     batch_statistics,
     derive_codebook,
@@ -19,6 +14,7 @@ from avq_diffusers.codebook.ema import (
     ema_update,
     reassign_dead,
 )
+from avq_diffusers.codebook.kmeans import fit_codebook
 
 # Two parents on a line with two children each, and keys whose way is plain to see:
 # -2 takes the child at -1, 0.25 stays with the parent at 0, both 9s take the child at 9.

@@ -13,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, avq_attention, select_layers
 from avq_diffusers.attention.diagnostics import capture, commitment_loss, constraint_error
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.codebook.codebook import Codebook, assign, assign_leaves, fit_codebook
+from avq_diffusers.codebook.assignment import assign, assign_leaves
+from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.ema import batch_statistics, derive_codebook, ema_update
+from avq_diffusers.codebook.kmeans import fit_codebook
 from distill.objective import Objective
 from distill.quantizer import Quantizer
 
@@ -534,9 +536,9 @@ def test_keys_are_assigned_once(monkeypatch):
         return assign_leaves(*arguments)
 
     monkeypatch.setattr("distill.quantizer.assign_leaves", counted)
-    for module in ("codebook.codebook", "codebook.ema", "attention.diagnostics"):
+    for module in ("codebook.assignment", "codebook.ema", "attention.diagnostics"):
         monkeypatch.setattr(f"avq_diffusers.{module}.assign_leaves", counted)
-    monkeypatch.setattr("avq_diffusers.attention.forward.assign_leaves", None)
+    monkeypatch.setattr("avq_diffusers.attention.forward.nearest_leaves", None)
     objective(**make_batch())["loss"].backward()
     objective.update_codebooks(0.9)
     assert len(calls) == len(objective.names)

@@ -23,7 +23,7 @@ from avq_diffusers.attention.diagnostics import (
     quantization_error,
 )
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.codebook.codebook import assign
+from avq_diffusers.codebook.assignment import assign
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
 from eval.codebooks import analyses, errors
 from eval.quality.methods import EXACT, Method, attention_method, prepare_methods

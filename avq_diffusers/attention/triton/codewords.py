@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avq_diffusers.codebook.codebook import centre_of
+from avq_diffusers.codebook.assignment import centre_of
 
 
 def padded_sizes(head_dim: int, num_parents: int, num_children: int) -> tuple[int, int, int]:

@@ -1,0 +1,245 @@
+"""Two-level k-means on keys, the start of every codebook.
+
+Keys are centred, and children are relative to their parent: a large offset that keys share would
+cost digits.
+
+Shapes: H heads, M0 parents, C children per parent, D head dim, S keys.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from avq_diffusers.codebook.assignment import across_heads, chunk_length, leaf_sums
+from avq_diffusers.codebook.codebook import Codebook, project_children, refuse_nonfinite
+from avq_diffusers.config import check_int
+
+SEEDING_TRIALS = 12
+CONVERGED = 1 - 1e-4
+
+
+@torch.no_grad()
+def fit_codebook(
+    keys: Tensor,
+    num_parents: int,
+    num_children: int,
+    *,
+    num_iterations: int = 25,
+    seed: int = 0,
+    constrain: bool = True,
+) -> Codebook:
+    """Two-level k-means: parents on all keys, then children on the keys of each parent's cell.
+
+    Both levels are seeded by k-means++ and improved by Lloyd's iterations. A key of a cell may
+    stay with the parent. With `constrain`, each iteration ends in `project_children`, which makes
+    it a descent on the error under the parent-child constraint. Children that find no key of
+    their own mirror their siblings: at the parent, if those balance already.
+
+    Args:
+        keys: (H, S, D) floating point; S = B N keys of a layer, or a sample of them.
+        num_parents: M0, at most S.
+        num_children: C; 0 is a flat codebook.
+        num_iterations: most iterations of Lloyd's algorithm per level; it stops where the error
+            falls by less than 1e-4 of itself.
+        seed: same seed and keys, same codebook on the CPU.
+        constrain: let the children of each parent average to it.
+
+    Returns:
+        Codebook on the device of `keys`, fp32, or fp64 if `keys` are fp64.
+
+    Raises:
+        TypeError: `keys` is not a floating-point tensor, or a number is not an int.
+        ValueError: `keys` has another rank, holds NaN or infinity, or fewer keys than parents;
+            `num_parents` is below 1, or `num_children`, `num_iterations` or `seed` below 0.
+    """
+    if not isinstance(keys, Tensor) or not keys.is_floating_point():
+        arrived = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
+        raise TypeError(f"keys must be a floating-point tensor, but got {arrived}.")
+    if keys.ndim != 3 or 0 in keys.shape:
+        raise ValueError(
+            f"keys must have shape (heads, keys, head_dim) and not be empty, but got "
+            f"{tuple(keys.shape)}."
+        )
+    for name, value, minimum in (
+        ("num_parents", num_parents, 1),
+        ("num_children", num_children, 0),
+        ("num_iterations", num_iterations, 0),
+        ("seed", seed, 0),
+    ):
+        check_int(name, value, minimum)
+    if keys.shape[1] < num_parents:
+        raise ValueError(
+            f"keys must hold at least num_parents = {num_parents} keys per head, but got "
+            f"{keys.shape[1]}."
+        )
+    refuse_nonfinite("keys", keys)
+
+    keys = keys.to(torch.promote_types(keys.dtype, torch.float))
+    centre = keys.mean(dim=1, keepdim=True)
+    keys = keys - centre
+    generator = torch.Generator(keys.device).manual_seed(seed)
+    with torch.autocast(keys.device.type, enabled=False):
+        parents = _seed_centroids(keys, num_parents, generator)
+        parents = _lloyd(keys, parents, num_iterations)
+        offsets = _fit_child_offsets(
+            keys, parents, num_children, num_iterations, generator, constrain
+        )
+    parents = parents + centre
+    return Codebook(parents, parents[:, :, None] + offsets)
+
+
+def first_in_cell(rank: Tensor, cell: Tensor, num_cells: int) -> Tensor:
+    """Index of the lowest-ranked row of each cell.
+
+    Args:
+        rank: (R,); rows of infinite rank are left out.
+        cell: (R,) int64 in [0, num_cells).
+
+    Returns:
+        (num_cells,) int64; R where a cell has no row.
+    """
+    lowest = rank.new_full((num_cells,), math.inf).scatter_reduce_(0, cell, rank, "amin")
+    is_lowest = (rank == lowest[cell]) & (rank < math.inf)
+    rows = torch.arange(len(rank), device=rank.device).where(is_lowest, len(rank))
+    return rows.new_full((num_cells,), len(rank)).scatter_reduce_(0, cell, rows, "amin")
+
+
+def _score(points: Tensor, centroids: Tensor) -> Tensor:
+    """Half the squared distance, less half the point's squared norm: (..., N, M)."""
+    return centroids.square().sum(dim=-1)[..., None, :] / 2 - points @ centroids.mT
+
+
+def _nearest_leaf(residual: Tensor, child_offsets: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """0 for each row that stays, 1 + c for child c of its cell, and the squared distance to that.
+
+    Args:
+        residual: (R, D), keys less their parents.
+        child_offsets: (K, C, D), children less their parents, in K cells.
+        cell: (R,) int64 in [0, K).
+    """
+    _, num_children, head_dim = child_offsets.shape
+    half_norms = child_offsets.square().sum(dim=-1) / 2
+    squared_distance = residual.square().sum(dim=-1)
+    if num_children == 0:
+        return torch.zeros_like(cell), squared_distance
+
+    leaf, gain = [], []
+    rows_per_chunk = chunk_length(residual.device, num_children * head_dim)
+    for rows, cells in zip(residual.split(rows_per_chunk), cell.split(rows_per_chunk), strict=True):
+        score = half_norms[cells] - (child_offsets[cells] @ rows[:, :, None])[:, :, 0]
+        lowest, nearest = score.min(dim=-1)
+        leaf.append((1 + nearest).where(lowest < 0, 0))
+        gain.append(lowest.clamp(max=0))
+    return torch.cat(leaf), (squared_distance + 2 * torch.cat(gain)).clamp(min=0)
+
+
+def _seed_centroids(keys: Tensor, num_centroids: int, generator: torch.Generator) -> Tensor:
+    """Greedy k-means++ (Arthur & Vassilvitskii 2007): of a few keys drawn by squared distance,
+    take the one that lowers the error most.
+    """
+    sample_size = min(keys.shape[1], 32 * num_centroids)
+    sample = torch.randperm(keys.shape[1], generator=generator, device=keys.device)[:sample_size]
+    keys = keys[:, sample]
+    heads, _, head_dim = keys.shape
+    head = torch.arange(heads, device=keys.device)
+    half_norms = keys.square().sum(dim=-1) / 2
+    # An upper bound of every distance makes the first draw uniform.
+    half_distance = (4 * half_norms.amax(dim=1, keepdim=True)).expand_as(half_norms)
+
+    centroids = keys.new_empty(heads, num_centroids, head_dim)
+    for index in range(num_centroids):
+        # The first of exponential clocks with rates w rings with probability w / sum(w).
+        clock = keys.new_empty(heads, SEEDING_TRIALS, sample_size).exponential_(generator=generator)
+        trial = (clock / half_distance[:, None]).argmin(dim=-1)
+        candidates = keys[head[:, None], trial]
+        trial_distance = half_norms[:, None] + _score(keys, candidates).mT
+        trial_distance = trial_distance.clamp(min=0).minimum(half_distance[:, None])
+        best = trial_distance.sum(dim=-1).argmin(dim=-1)
+        half_distance = trial_distance[head, best]
+        centroids[:, index] = candidates[head, best]
+    return centroids
+
+
+def _nearest(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """Nearest centroid of each key (H, S) and half the squared distance to it."""
+    keys_per_chunk = chunk_length(keys.device, keys.shape[0] * centroids.shape[1])
+    chunks = [_score(chunk, centroids).min(dim=-1) for chunk in keys.split(keys_per_chunk, dim=1)]
+    score = torch.cat([values for values, _ in chunks], dim=1)
+    assignment = torch.cat([indices for _, indices in chunks], dim=1)
+    return assignment, (keys.square().sum(dim=-1) / 2 + score).clamp(min=0)
+
+
+def _lloyd(keys: Tensor, centroids: Tensor, num_iterations: int) -> Tensor:
+    """Lloyd's algorithm; empty centroids move to the keys farthest from theirs."""
+    num_centroids = centroids.shape[1]
+    head = torch.arange(keys.shape[0], device=keys.device)[:, None]
+    previous_error = math.inf
+    for _ in range(num_iterations):
+        assignment, half_distance = _nearest(keys, centroids)
+        error = half_distance.sum().item()
+        if error >= CONVERGED * previous_error:
+            break
+        previous_error = error
+        key_sums, counts = leaf_sums(keys, assignment, num_centroids)
+        farthest = half_distance.topk(num_centroids, dim=1).indices
+        spare = farthest.gather(1, ((counts == 0).cumsum(dim=1) - 1).clamp(min=0))
+        centroids = torch.where(
+            counts[..., None] > 0, key_sums / counts.clamp(min=1)[..., None], keys[head, spare]
+        )
+    return centroids
+
+
+def _fit_child_offsets(
+    keys: Tensor,
+    parents: Tensor,
+    num_children: int,
+    num_iterations: int,
+    generator: torch.Generator,
+    constrain: bool,
+) -> Tensor:
+    """Children less their parents, (H, M0, C, D), by k-means in all cells at once."""
+    heads, num_parents, head_dim = parents.shape
+    num_cells = heads * num_parents
+    offsets = keys.new_zeros(num_cells, num_children, head_dim)
+    if num_children == 0:
+        return offsets.view(heads, num_parents, 0, head_dim)
+    assignment, _ = _nearest(keys, parents)
+    cell = across_heads(assignment, num_parents).flatten()
+    residual = keys.flatten(0, 1) - parents.flatten(0, 1)[cell]
+    # Where a cell has no key to offer, `first_in_cell` points to this last row: the parent.
+    candidates = torch.cat([residual, residual.new_zeros(1, head_dim)])
+
+    # k-means++ whose first centroid is the parent.
+    distance = residual.square().sum(dim=-1)
+    for index in range(num_children):
+        clock = torch.empty_like(distance).exponential_(generator=generator)
+        offsets[:, index] = candidates[first_in_cell(clock / distance, cell, num_cells)]
+        distance = distance.minimum((residual - offsets[cell, index]).square().sum(dim=-1))
+
+    # In many dimensions a key is closer to the parent than to any other key: children that start
+    # on keys would stay alone. A tenth of the way there is the paper's initial scale.
+    offsets *= 0.1
+
+    origin = keys.new_zeros(num_cells, head_dim)
+    previous_error = math.inf
+    for _ in range(num_iterations):
+        leaf, distance = _nearest_leaf(residual, offsets, cell)
+        error = distance.sum().item()
+        if error >= CONVERGED * previous_error:
+            break
+        previous_error = error
+        leaf = cell * (1 + num_children) + leaf
+        key_sums, counts = leaf_sums(residual[None], leaf[None], num_cells * (1 + num_children))
+        key_sums = key_sums.view(num_cells, 1 + num_children, head_dim)[:, 1:]
+        counts = counts.view(num_cells, 1 + num_children)[:, 1:]
+        means = key_sums / counts.clamp(min=1)[..., None]
+
+        farthest = first_in_cell((-distance).where(distance > 0, math.inf), cell, num_cells)
+        is_first_empty = (counts == 0) & ((counts == 0).cumsum(dim=-1) == 1)
+        reseeded = is_first_empty & (farthest < len(residual))[:, None]
+        means = means.where(~reseeded[..., None], candidates[farthest][:, None])
+        counts = counts.where(~reseeded, 1)
+
+        offsets = project_children(means, counts, origin) if constrain else means
+    return offsets.view(heads, num_parents, num_children, head_dim)

@@ -1,0 +1,137 @@
+import re
+
+import pytest
+import torch
+
+from avq_diffusers.codebook import assignment
+from avq_diffusers.codebook.assignment import assign, assign_leaves
+from avq_diffusers.codebook.codebook import Codebook
+
+
+def random_codebook(heads, num_parents, num_children, head_dim, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.randn(heads, num_parents, head_dim, generator=generator, dtype=dtype)
+    shape = (heads, num_parents, num_children, head_dim)
+    offsets = torch.randn(shape, generator=generator, dtype=dtype)
+    return Codebook(parents, parents[:, :, None] + 0.5 * offsets)
+
+
+def distances(keys, codewords):
+    return torch.cdist(keys, codewords, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def test_a_child_is_taken_only_if_strictly_closer():
+    codebook = Codebook(torch.tensor([[[0.0], [10.0]]]), torch.tensor([[[[2.0], [-2.0]]] * 2]))
+    codebook = Codebook(codebook.parents, codebook.parents[:, :, None] + codebook.children[:, :1])
+    key = torch.tensor([[[0.9], [1.0], [1.1], [-1.1], [9.5], [12.5], [100.0]]])
+    parent, child = assign(key, codebook)
+    assert parent.tolist() == [[0, 0, 0, 0, 1, 1, 1]]
+    assert child.tolist() == [[-1, -1, 0, 1, -1, 0, 0]]
+    assert assign_leaves(key, codebook).tolist() == [[0, 0, 1, 2, 3, 4, 4]]
+    assert parent.dtype == child.dtype == torch.int64
+
+
+def test_children_on_their_parent_are_never_taken():
+    parents = random_codebook(2, 8, 0, 16).parents * 10
+    codebook = Codebook(parents, parents[:, :, None].repeat(1, 1, 3, 1))
+    assert (assign(torch.randn(2, 500, 16), codebook)[1] == -1).all()
+
+
+def test_equal_codewords_go_to_the_lower_index():
+    parents = torch.zeros(1, 3, 2)
+    children = torch.ones(1, 3, 4, 2)
+    parent, child = assign(torch.ones(1, 1, 2), Codebook(parents, children))
+    assert (parent.item(), child.item()) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_parents", "num_children"),
+    [
+        ((2, 3, 100, 40), 16, 4),  # batched
+        ((3, 65, 80), 7, 3),  # no batch, nothing a power of two
+        ((1, 1, 1, 40), 1, 1),  # one of everything
+        ((2, 2, 3, 50, 8), 5, 0),  # two batch dims, flat codebook
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_takes_the_nearest_codewords(shape, num_parents, num_children, dtype):
+    codebook = random_codebook(shape[-3], num_parents, num_children, shape[-1])
+    key = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    parent, child = assign(key, codebook)
+    assert parent.shape == child.shape == shape[:-1]
+
+    head = torch.arange(shape[-3])[:, None]
+    exact_key, codewords = key.double(), codebook.leaves.double()
+    parent_distance = distances(exact_key, codewords[:, :, 0])
+    chosen = parent_distance.gather(-1, parent[..., None])[..., 0]
+    torch.testing.assert_close(chosen, parent_distance.amin(-1), rtol=1e-6, atol=0)
+
+    leaf_distance = (exact_key[..., None, :] - codewords[head, parent]).norm(dim=-1)
+    chosen = leaf_distance.gather(-1, child[..., None] + 1)[..., 0]
+    torch.testing.assert_close(chosen, leaf_distance.amin(-1), rtol=1e-6, atol=0)
+    if num_children > 1:
+        assert child.unique().numel() == num_children + 1  # stay and every child
+
+
+def test_a_shared_offset_costs_no_accuracy():
+    codebook = random_codebook(1, 32, 4, 40, dtype=torch.float64)
+    key = torch.randn(1, 2000, 40, generator=torch.Generator().manual_seed(1)).double()
+    offset = 1000.0
+    shifted = Codebook((codebook.parents + offset).float(), (codebook.children + offset).float())
+    shifted_key = (key + offset).float()
+    parent, _ = assign(shifted_key, shifted)
+    # Ties are decided on the rounded inputs.
+    distance = distances(shifted_key.double(), shifted.parents.double())
+    chosen = distance.gather(-1, parent[..., None])[..., 0]
+    torch.testing.assert_close(chosen, distance.amin(-1), rtol=1e-5, atol=0)
+
+    raw_score = shifted.parents.square().sum(-1) - 2 * shifted_key @ shifted.parents.mT
+    raw_chosen = distance.gather(-1, raw_score.argmin(-1, keepdim=True))[..., 0]
+    assert (raw_chosen / distance.amin(-1)).max() > 1.01
+
+
+def test_autocast_does_not_lower_the_precision():
+    codebook = random_codebook(2, 64, 4, 40)
+    key = torch.randn(2, 1000, 40)
+    expected = assign(key, codebook)
+    with torch.autocast("cpu", torch.bfloat16):
+        low_precision = codebook.parents.square().sum(-1)[:, None] / 2 - key @ codebook.parents.mT
+        result = assign(key, codebook)
+    assert torch.equal(result[0], expected[0])
+    assert torch.equal(result[1], expected[1])
+    assert not torch.equal(low_precision.argmin(-1), expected[0])
+
+
+def test_chunks_bound_the_memory_and_do_not_change_the_result(monkeypatch):
+    # Products of other shapes round otherwise: in float64 no key is that near to two codewords.
+    codebook = random_codebook(2, 64, 4, 8, dtype=torch.float64)
+    key = torch.randn(3, 2, 1001, 8, dtype=torch.float64)
+    expected = assign_leaves(key, codebook)
+    sizes = []
+
+    def recorded_product(*arguments, product=torch.baddbmm, **options):
+        result = product(*arguments, **options)
+        sizes.append(result.numel())
+        return result
+
+    monkeypatch.setattr(assignment, "ELEMENTS_CPU", 50_000)
+    monkeypatch.setattr(torch, "baddbmm", recorded_product)
+    assert torch.equal(assign_leaves(key, codebook), expected)
+    assert len(sizes) > 1
+    assert max(sizes) <= 50_000
+
+
+def test_assign_takes_transposed_keys():
+    codebook = random_codebook(3, 8, 2, 16, dtype=torch.float64)
+    key = torch.randn(2, 50, 3, 16, dtype=torch.float64).transpose(1, 2)
+    for result, expected in zip(
+        assign(key, codebook), assign(key.contiguous(), codebook), strict=True
+    ):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("shape", [(10, 5), (3, 10, 5), (2, 10, 4)])
+def test_assign_rejects_keys_of_another_layer(shape):
+    message = f"key must have shape (..., 2, keys, 5) to go with the codebook, but got {shape}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        assign(torch.zeros(shape), random_codebook(2, 3, 4, 5))

@@ -1,0 +1,233 @@
+import math
+import re
+
+import pytest
+import torch
+from sklearn.cluster import KMeans
+
+from avq_diffusers.codebook import kmeans
+from avq_diffusers.codebook.assignment import assign
+from avq_diffusers.codebook.codebook import Codebook, project_children
+from avq_diffusers.codebook.kmeans import fit_codebook
+
+
+def gaussian_mixture(heads, num_keys, head_dim, num_components, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    means = 3 * torch.randn(heads, num_components, head_dim, generator=generator)
+    component = torch.randint(num_components, (num_keys,), generator=generator)
+    return means[:, component] + torch.randn(heads, num_keys, head_dim, generator=generator)
+
+
+def squared_errors(key, codebook):
+    """Squared distance of each key to its parent and to its leaf: two (..., H, N)."""
+    parent, child = assign(key, codebook)
+    head = torch.arange(codebook.num_heads)[:, None]
+    codewords = codebook.leaves.double()
+    return tuple(
+        (key.double() - codewords[head, parent, leaf]).square().sum(-1)
+        for leaf in (torch.zeros_like(child), child + 1)
+    )
+
+
+@pytest.mark.parametrize("num_components", [24, 100])
+@pytest.mark.parametrize("n_init", [1, 4])
+def test_inertia_is_that_of_scikit_learn(num_components, n_init):
+    # Both find local minima; a mean over keys and seeds tells worse from unlucky.
+    ratios = []
+    for seed in range(3):
+        keys = gaussian_mixture(2, 2000, 8, num_components, seed)
+        parent_error, _ = squared_errors(keys, fit_codebook(keys, 24, 0, seed=seed))
+        for head in range(2):
+            oracle = KMeans(24, n_init=n_init, random_state=seed).fit(keys[head].numpy())
+            ratios.append(parent_error[head].sum() / oracle.inertia_)
+    assert sum(ratios) / len(ratios) < 1.02
+
+
+def test_children_lower_the_error_below_parents_and_below_flat_k_means():
+    keys = gaussian_mixture(heads=2, num_keys=3000, head_dim=16, num_components=60)
+    parent_error, leaf_error = squared_errors(keys, fit_codebook(keys, 16, 4))
+    flat_error, _ = squared_errors(keys, fit_codebook(keys, 16, 0))
+    assert leaf_error.sum() < 0.6 * parent_error.sum()
+    assert leaf_error.sum() < 0.6 * flat_error.sum()
+
+
+def test_children_are_used_even_where_every_key_is_far_from_every_other():
+    keys = torch.randn(2, 2000, 40, generator=torch.Generator().manual_seed(0))
+    _, child = assign(keys, fit_codebook(keys, 16, 8))
+    assert (child == -1).float().mean() < 0.3
+
+
+def test_children_average_to_their_parent_only_if_constrained():
+    keys = gaussian_mixture(2, 2000, 16, 40) + 50
+    for constrain in (True, False):
+        codebook = fit_codebook(keys, 8, 4, constrain=constrain)
+        error = (codebook.children.mean(2) - codebook.parents).abs().max()
+        assert (error < 1e-5 * 50) == constrain
+
+
+def test_same_seed_same_codebook():
+    keys = gaussian_mixture(2, 1000, 8, 10)
+    first, again, other = (fit_codebook(keys, 16, 4, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(first.parents, again.parents)
+    assert torch.equal(first.children, again.children)
+    assert not torch.equal(first.parents, other.parents)
+
+
+def test_does_not_touch_the_global_random_state():
+    state = torch.get_rng_state()
+    fit_codebook(torch.randn(1, 50, 4, generator=torch.Generator()), 4, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_heads_do_not_mix():
+    keys = gaussian_mixture(3, 500, 8, 10)
+    keys[1] += 1000
+    parents = fit_codebook(keys, 8, 4).parents
+    assert (parents[1].mean() - 1000).abs() < 10
+    assert parents[[0, 2]].abs().max() < 100
+
+
+def test_as_many_parents_as_keys_hold_every_key():
+    keys = torch.randn(2, 32, 8)
+    codebook = fit_codebook(keys, 32, 2)
+    parent_error, leaf_error = squared_errors(keys, codebook)
+    assert parent_error.max() < 1e-10
+    assert leaf_error.max() < 1e-10
+    assert (assign(keys, codebook)[1] == -1).all()
+
+
+def test_fewer_distinct_keys_than_parents():
+    distinct = torch.randn(2, 5, 8)
+    keys = distinct.repeat(1, 20, 1)
+    codebook = fit_codebook(keys, 16, 3)
+    parent_error, leaf_error = squared_errors(keys, codebook)
+    assert parent_error.max() < 1e-10
+    assert leaf_error.max() < 1e-10
+
+
+def test_all_keys_equal():
+    codebook = fit_codebook(torch.full((2, 20, 4), 3.0), 4, 2)
+    assert torch.equal(codebook.parents, torch.full((2, 4, 4), 3.0))
+    assert torch.equal(codebook.children, torch.full((2, 4, 2, 4), 3.0))
+
+
+def test_empty_centroids_move_to_keys():
+    num_centroids = 16
+    # All centroids at one place: the first one takes every key.
+    keys = gaussian_mixture(2, 500, 8, 10)
+    centroids = kmeans._lloyd(keys, torch.zeros(2, num_centroids, 8), num_iterations=10)
+    parent, _ = assign(keys, Codebook(centroids, centroids[:, :, None, :][:, :, :0]))
+    assert [row.unique().numel() for row in parent] == [num_centroids] * 2
+
+
+def test_empty_centroids_move_to_the_farthest_keys():
+    """Catches centroids that move to keys which are represented already, or share one."""
+    keys = torch.tensor([0.0, 0.0, 0.0, 10.0, 0.0, 20.0])[None, :, None]
+    centroids = kmeans._lloyd(keys, torch.zeros(1, 3, 1), num_iterations=1)
+    assert centroids[0, :, 0].tolist() == [5, 20, 10]
+
+
+@pytest.mark.parametrize("constrain", [False, True])
+def test_a_child_without_keys_moves_to_the_farthest_key(constrain):
+    """Catches a move to a key that is represented already, and one of no weight in the projection.
+
+    Both children start at a tenth of a key of theirs, and the one closer to the parent gets none.
+    """
+    keys = torch.tensor([1.0] * 10 + [1.05], dtype=torch.float64)[None, :, None]
+    generator = torch.Generator().manual_seed(0)
+    offsets = kmeans._fit_child_offsets(keys, keys.new_zeros(1, 1, 1), 2, 1, generator, constrain)
+    means = torch.tensor([11.05 / 11, 1.05], dtype=torch.float64)[:, None]
+    counts = torch.tensor([11, 1])
+    expected = project_children(means, counts, keys.new_zeros(1)) if constrain else means
+    found = offsets.flatten().sort().values
+    torch.testing.assert_close(found, expected.flatten().sort().values)
+
+
+def test_children_start_towards_different_keys_far_from_their_parent():
+    """Catches draws from all keys alike, and two children drawn to one key."""
+    keys = torch.zeros(50, 100, 2, dtype=torch.float64)
+    keys[:, 20, 0], keys[:, 70, 1] = 8, -8
+    codebook = fit_codebook(keys, 1, 2, num_iterations=0)
+    torch.testing.assert_close(codebook.parents, torch.zeros_like(codebook.parents))
+    # A tenth of the way, in either order.
+    expected = torch.tensor([[0.0, -0.8], [0.8, 0.0]], dtype=torch.float64).expand(50, 2, 2)
+    torch.testing.assert_close(codebook.children[:, 0].sort(dim=1).values, expected)
+
+
+def test_autocast_does_not_change_the_fit():
+    """Catches distances in half precision under the autocast of a training loop."""
+    keys = gaussian_mixture(2, 500, 8, 10)
+    expected = fit_codebook(keys, 8, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        codebook = fit_codebook(keys, 8, 2)
+    assert torch.equal(codebook.parents, expected.parents)
+    assert torch.equal(codebook.children, expected.children)
+
+
+def test_spare_children_of_small_cells_are_never_taken():
+    # Cells of two keys, four children: two children find no key.
+    pairs = torch.tensor([[0.0, 1.0], [0.0, -1.0]])
+    centers = torch.tensor([[0.0, 0.0], [50.0, 0.0], [0.0, 50.0]])
+    keys = (centers[:, None] + pairs).flatten(0, 1)[None]
+    codebook = fit_codebook(keys, 3, 4)
+    _, leaf_error = squared_errors(keys, codebook)
+    assert leaf_error.max() < 1e-10
+    assert (codebook.children.mean(2) - codebook.parents).abs().max() < 1e-5
+    offsets = (codebook.children - codebook.parents[:, :, None]).norm(dim=-1)
+    assert (offsets < 1e-5).sum(dim=2).tolist() == [[2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_fits_in_fp32_or_wider(dtype, expected):
+    codebook = fit_codebook(torch.randn(1, 64, 8).to(dtype), 4, 2)
+    assert codebook.parents.dtype == codebook.children.dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "arguments", "error", "message"),
+    [
+        ([1.0], {}, TypeError, "keys must be a floating-point tensor, but got list."),
+        (torch.zeros(1, 9, 2).int(), {}, TypeError, "tensor, but got torch.int32."),
+        (torch.zeros(9, 2), {}, ValueError, "keys must have shape (heads, keys, head_dim) and"),
+        (torch.zeros(2, 1, 9, 2), {}, ValueError, "but got (2, 1, 9, 2)."),
+        (torch.zeros(1, 0, 2), {}, ValueError, "not be empty, but got (1, 0, 2)."),
+        (torch.full((1, 9, 2), math.nan), {}, ValueError, "keys must be finite, but got NaN"),
+        (
+            torch.zeros(1, 3, 2),
+            {},
+            ValueError,
+            "keys must hold at least num_parents = 4 keys per head, but got 3.",
+        ),
+        (
+            torch.zeros(1, 9, 2),
+            {"num_parents": 0},
+            ValueError,
+            "num_parents must be at least 1, but got 0.",
+        ),
+        (
+            torch.zeros(1, 9, 2),
+            {"num_children": -1},
+            ValueError,
+            "num_children must be at least 0, but got -1.",
+        ),
+        (
+            torch.zeros(1, 9, 2),
+            {"num_iterations": -1},
+            ValueError,
+            "num_iterations must be at least 0, but got -1.",
+        ),
+        (torch.zeros(1, 9, 2), {"seed": 1.5}, TypeError, "seed must be an int, but got 1.5"),
+    ],
+)
+def test_fit_codebook_rejects(keys, arguments, error, message):
+    arguments = {"num_parents": 4, "num_children": 2} | arguments
+    with pytest.raises(error, match=re.escape(message)):
+        fit_codebook(keys, **arguments)
