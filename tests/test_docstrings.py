@@ -1,45 +1,80 @@
-"""The API pages are made of docstrings: every public name has one that says what it takes."""
+"""Docstrings make the API pages: they name arguments, exceptions and nothing that is gone."""
 
 import ast
+import builtins
+import importlib
 import inspect
+import keyword
+import pkgutil
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 
 import avq_diffusers
 
-FUNCTIONS = sorted(
-    name for name in avq_diffusers.__all__ if inspect.isfunction(getattr(avq_diffusers, name))
-)
-CLASSES = sorted(set(avq_diffusers.__all__) - set(FUNCTIONS))
+# What `.ci/run` builds pages of, beside the public names; the rest of `attention` is its backends.
+PACKAGES = ("codebook", "attention", "extras")
+BACKENDS = {"backward", "forward", "triton", "validation"}
+# Names of PyTorch, diffusers and the Hub.
+FOREIGN = {
+    "cache_dir",
+    "force_download",
+    "from_pipe",
+    "local_files_only",
+    "push_to_hub",
+    "revision",
+}
 
 
-def test_every_public_name_is_a_function_or_a_class():
-    assert all(inspect.isclass(getattr(avq_diffusers, name)) for name in CLASSES)
-    assert "avq_attention" in FUNCTIONS
-    assert "AVQCodebooks" in CLASSES
+def _documented() -> dict[str, object]:
+    """The functions and classes of the API pages."""
+    found = {name: getattr(avq_diffusers, name) for name in avq_diffusers.__all__}
+    for package in PACKAGES:
+        folder = [str(Path(avq_diffusers.__file__).parent / package)]
+        for info in pkgutil.iter_modules(folder):
+            if info.name not in BACKENDS:
+                module = importlib.import_module(f"avq_diffusers.{package}.{info.name}")
+                for name, value in vars(module).items():
+                    ours = getattr(value, "__module__", None) == module.__name__
+                    if ours and not name.startswith("_") and callable(value):
+                        found[f"{package}.{info.name}.{name}"] = value
+    return found
+
+
+DOCUMENTED = _documented()
+FUNCTIONS = [name for name, value in DOCUMENTED.items() if not inspect.isclass(value)]
+CLASSES = [name for name, value in DOCUMENTED.items() if inspect.isclass(value)]
+
+
+def test_public_names_and_packages_are_documented():
+    assert {"avq_attention", "codebook.ema.ema_update", "attention.reference.select"} <= {
+        *FUNCTIONS
+    }
+    assert {"AVQCodebooks", "codebook.codebook.Codebook"} <= {*CLASSES}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_say_what_they_take_and_raise(name):
     """Catches an argument or an exception that was added and not written down."""
-    function = inspect.unwrap(getattr(avq_diffusers, name))
-    doc = inspect.getdoc(function)
+    function = inspect.unwrap(DOCUMENTED[name])
+    doc = inspect.getdoc(function) or ""
     assert not undocumented_arguments(function, doc)
     assert not undocumented_errors(function, doc)
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_say_what_they_take_and_raise(name):
-    kind = getattr(avq_diffusers, name)
+    kind = DOCUMENTED[name]
     assert kind.__doc__
     assert kind.__doc__ != kind.__bases__[0].__doc__
     for member, value in vars(kind).items():
-        method = getattr(kind, member)
-        if not member.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):
-            doc = inspect.getdoc(method)
+        method = inspect.unwrap(getattr(value, "fget", getattr(value, "__func__", value)))
+        if not member.startswith("_") and inspect.isfunction(method):
+            doc = inspect.getdoc(getattr(kind, member))
             assert doc, f"{name}.{member}"
-            assert not undocumented_errors(inspect.unwrap(getattr(method, "fget", method)), doc)
+            assert not undocumented_errors(method, doc)
 
 
 def undocumented_arguments(function, doc: str) -> list[str]:
@@ -67,3 +102,31 @@ def test_what_is_not_written_down_is_found():
     doc = "Take what is `given`."
     assert undocumented_arguments(function, doc) == ["other"]
     assert undocumented_errors(function, doc) == {"KeyError"}
+
+
+def test_docstrings_refer_to_what_exists():
+    """Catches a name in backticks that was renamed or removed."""
+    known = {*dir(builtins), *keyword.kwlist, *FOREIGN}
+    docstrings = []
+    for path in Path(avq_diffusers.__file__).parent.rglob("*.py"):
+        known |= {path.stem, path.parent.name}
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                    known.add(name)
+                case ast.alias(name=name):
+                    known |= {*name.split(".")}
+                case ast.keyword(arg=name):
+                    known.add(name)
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                known.add(node.name)
+            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+                where = f"{path.name}: {getattr(node, 'name', 'module')}"
+                docstrings.append((where, ast.get_docstring(node) or ""))
+    broken = [
+        (where, name)
+        for where, doc in docstrings
+        for name in re.findall(r"(?<!`)`([a-z_]\w*|[A-Z][a-z]\w*|AVQ\w+)(?:\(\))?`(?!`)", doc)
+        if name not in known
+    ]
+    assert not broken

@@ -153,7 +153,11 @@ def resolve_backend(
     query_tile: int = 128,
     scale: float | None = None,
 ) -> str:
-    """The backend that `avq_attention` with these arguments runs: never "auto".
+    """Return the backend that `avq_attention` would run: never "auto".
+
+    Args:
+        backend: what the call asks for.
+        query, key, value, codebook, num_refined, query_tile, scale: as for `avq_attention`.
 
     Raises:
         ValueError: the backend is unknown, or cannot run and why.

@@ -13,10 +13,10 @@ sum_i A_ia [1, s q_i] [dy_i, delta_i]^T, and the keys read theirs. A key has two
 parent whole in the tiles that do not refine it, and in the others its child, or the parent of the
 keys that stay; their moments add up.
 
-The choice of parents is a constant, and is made again by the code of `fallback`. After a forward by
+The choice of parents is a constant, and is made again by the code of `forward`. After a forward by
 kernels, parents of nearly equal importance may change places in it.
 
-Shapes: as in `fallback`, with L rows of moments.
+Shapes: as in `forward`, with L rows of moments.
 """
 
 from collections.abc import Sequence

@@ -178,8 +178,8 @@ def refined_parents(
 def commitment_loss(key: Tensor, codebook: Codebook) -> Tensor:
     """Mean squared distance of the keys to their leaves (paper, Tab. perlayer_imagenet).
 
-    Differentiable in `key`; codewords get no gradient. What distillation logs and weights as
-    `commitment` is the mean of this over heads, divided by D.
+    Differentiable in `key`; codewords get no gradient. Distillation logs and weights the mean of
+    this over heads, divided by D.
 
     Args:
         key: (..., H, S, D).

@@ -111,6 +111,7 @@ def importance(
         tile_query: (B, H, I, D), the queries of one tile.
         parents: (H, M0, D).
         counts: (B, H, M0), keys per parent.
+        scale: of the logits.
 
     Returns:
         (B, H, M0); exact importance sums to I over the parents.

@@ -145,11 +145,17 @@ def heads_first(keys: Tensor) -> Tensor:
 
 
 def working_dtype(keys: Tensor, codebook: Codebook) -> torch.dtype:
-    """fp32, or fp64 if keys or codewords are."""
+    """Return float32, or float64 if `keys` or `codebook` have it."""
     dtype = torch.promote_types(keys.dtype, codebook.parents.dtype)
     return torch.promote_types(dtype, torch.float)
 
 
 def chunk_length(device: torch.device, elements: int, most: int = ELEMENTS) -> int:
-    """How many items of so many numbers each make up a chunk, of `most` unless on a CPU."""
+    """Return how many items make up a chunk.
+
+    Args:
+        device: where the chunk lies; a CPU has a smaller limit of its own.
+        elements: numbers per item.
+        most: numbers per chunk.
+    """
     return max(1, (ELEMENTS_CPU if device.type == "cpu" else most) // max(1, elements))

@@ -136,5 +136,6 @@ def project_children(child_means: Tensor, child_counts: Tensor, parents: Tensor)
 
 
 def refuse_nonfinite(name: str, tensor: Tensor) -> None:
+    """Raise ValueError if `tensor`, an argument called `name`, holds NaN or infinity."""
     if not tensor.isfinite().all():
         raise ValueError(f"{name} must be finite, but got NaN or infinity.")

@@ -76,7 +76,14 @@ class LinFusionProcessor(nn.Module):
 
 
 def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """LinFusion's attention; (B, H, N, D) each, and the result, in one dtype."""
+    """LinFusion's linear attention.
+
+    Args:
+        query, key, value: (B, H, N, D), of one dtype.
+
+    Returns:
+        (B, H, N, D), of the same dtype.
+    """
     # Contiguous for torch.compile, which expects another layout of the gradient of elu.
     query, key = (F.elu(x.contiguous()) + 1 for x in (query, key))
     query = query / (query @ key.mean(dim=2)[..., None] + EPSILON)
