@@ -1,17 +1,17 @@
-"""`python -m eval`: benchmarks, quality tables and tests of reliability, written to a folder."""
+"""`python -m eval`: benchmarks and quality tables, written to a folder."""
 
 import typer
 
-from eval.commands import bench, coco, codebooks, quality, reliability
+from eval.commands import bench, coco, codebooks, quality
 from eval.commands.options import run_app
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Measure AVQ attention: speed, likeness to exact attention, quality, reliability.",
+    help="Measure AVQ attention: speed, likeness to exact attention, quality.",
 )
-for commands in (quality, codebooks, reliability):
+for commands in (quality, codebooks):
     app.add_typer(commands.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(coco.app, name="coco")

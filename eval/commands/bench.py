@@ -126,17 +126,6 @@ def bench_unet_command(
     )
 
 
-@app.command("counters")
-def bench_counters_command(device: Device = "cuda", output: Output = RESULTS) -> None:
-    """Read what limits each kernel from the GPU's counters, with Nsight Compute.
-
-    Example: python -m eval bench counters --device cuda
-    """
-    from eval.benchmarks.counters import run_counters
-
-    run_counters(device_of(device), output, command=command_line())
-
-
 @app.command("distill")
 def bench_distill_command(
     config: Annotated[Path, typer.Option(help="YAML file of the run that is timed.")] = Path(

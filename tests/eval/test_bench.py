@@ -21,7 +21,6 @@ from avq_diffusers.mini import MINI_SD
 from eval.benchmarks import contenders, inputs, kernels, step, unet
 from eval.benchmarks.attention import attention_table, bench_attention
 from eval.benchmarks.contenders import Bench, Contender, relative_error
-from eval.benchmarks.counters import counters_table, read_details, run_counters
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.benchmarks.unet_configs import SD15, SDXL
@@ -321,41 +320,6 @@ def test_run_kernels_refuses_an_unknown_part(tmp_path):
     message = "--parts must be some of table, sd15, scaling, but got 'all'"
     with pytest.raises(ValueError, match=message):
         kernels.run_kernels(CPU, tmp_path, command="x", parts=["all"])
-
-
-DETAILS = """==PROF== Profiling "sort_kernel"
-"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
-"0","sort_kernel","Speed Of Light","Memory Throughput","%","79.5"
-"0","sort_kernel","Speed Of Light","Duration","us","161.25"
-"0","sort_kernel","Memory","Memory Throughput","Tbyte/s","2.5"
-"0","sort_kernel","Memory","L2 Hit Rate","%","33.1"
-"0","sort_kernel","Launch","Threads","thread","1,024"
-"1","_attention_kernel","Speed Of Light","Duration","ms","1,000.5"
-"""
-
-
-def test_counters_are_read_in_si_units():
-    sort, attention = read_details(DETAILS)
-
-    assert sort == {
-        "kernel": "sort_kernel",
-        "duration": pytest.approx(161.25e-6),
-        "dram_bytes_per_second": 2.5e12,
-        "l2_hit_percent": 33.1,
-    }
-    assert attention == {"kernel": "_attention_kernel", "duration": pytest.approx(1.0005)}
-    rows = [{"name": "level 0", "config": "M256", **launch} for launch in (sort, attention)]
-    assert "| level 0 | M256 | sort_kernel | 0.0001612 | - |" in counters_table(rows)
-
-
-def test_counters_of_no_kernel():
-    with pytest.raises(ValueError, match="ncu counted in no kernel: '==ERROR== permissions'"):
-        read_details("==ERROR== permissions\n")
-
-
-def test_counters_need_a_gpu(tmp_path):
-    with pytest.raises(ValueError, match="--device cuda"):
-        run_counters(torch.device("cpu"), tmp_path, command="")
 
 
 def test_the_unet_is_sd15():

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avq_diffusers import avq_attention
+from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.triton import codewords
 from avq_diffusers.codebook.assignment import assign, centre_of
 from avq_diffusers.codebook.codebook import Codebook

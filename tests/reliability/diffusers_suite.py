@@ -1,0 +1,167 @@
+"""A pytest plugin that runs diffusers' own tests with AVQ in every UNet that a test builds.
+
+In a checkout of diffusers, of the installed version, with REPO the root of this repository:
+
+    export PYTHONPATH=REPO:REPO/tests/reliability HF_HUB_OFFLINE=1
+    tests="tests/models/unets/test_models_unet_2d_condition.py tests/pipelines/stable_diffusion"
+    pytest -p diffusers_suite $tests --junitxml plain.xml
+    pytest -p diffusers_suite $tests --junitxml avq.xml --avq
+    python REPO/tests/reliability/diffusers_suite.py plain.xml avq.xml
+
+The last line prints the tests that only AVQ fails. DIFFUSERS_TEST_DEVICE=cuda selects the GPU.
+
+AVQ runs with exact codebooks: in each call, every key is a parent with one child equal to it.
+Assignment, refinement and attention over codewords all run, and the result is exact attention's up
+to rounding. So a test that fails shows something that AVQ broke, not the error of quantized keys.
+Three things differ from a user's `apply_avq`:
+
+- `avq_attention` gets those codebooks in place of the installed ones.
+- `set_default_attn_processor` refuses foreign processors, so a user calls `remove_avq` first. The
+  plugin does so, and applies AVQ again.
+- `from_pretrained` applies AVQ once the weights are there.
+"""
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import diffusers
+import torch
+import transformers
+from torch import Tensor, nn
+
+from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, apply_avq, remove_avq
+from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.mini import MINI_SD
+from avq_diffusers.plugin.layers import select_layers
+
+UNETS = ("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel")
+NUM_REFINED = 16
+TINY_CLIP = ("hf-internal-testing/tiny-random-clip", "peft-internal-testing/tiny-clip-text-2")
+TINY_TEXT_ENCODER = {
+    **{"vocab_size": 1000, "hidden_size": 32, "intermediate_size": 37, "projection_dim": 32},
+    **{"num_hidden_layers": 5, "num_attention_heads": 4},
+}
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--avq", action="store_true", help="Apply AVQ to every UNet.")
+
+
+def pytest_configure(config) -> None:
+    torch.set_num_threads(1)
+    if os.environ.get("DIFFUSERS_TEST_DEVICE") == "cuda":
+        # TF32 differs between batch sizes by as much as some tests allow.
+        torch.backends.cudnn.allow_tf32 = False
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        stand_in_for_hub()
+    if config.getoption("--avq"):
+        inspect.getmodule(AVQProcessor).avq_attention = every_key_attention
+        for name in UNETS:
+            apply_when_built(getattr(diffusers, name))
+
+
+def stand_in_for_hub() -> None:
+    """Serve the Hub's tiny CLIP, which nearly every pipeline test loads, without the Hub."""
+    load_tokenizer = transformers.CLIPTokenizer.from_pretrained
+
+    def tokenizer(cls):
+        return load_tokenizer(MINI_SD, subfolder="tokenizer")
+
+    def text_encoder(cls):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return cls(transformers.CLIPTextConfig(**TINY_TEXT_ENCODER)).eval()
+
+    def replace(cls: type, stand_in: Callable) -> None:
+        load = cls.from_pretrained.__func__
+
+        @functools.wraps(load)
+        def from_pretrained(cls, name, *args, **kwargs):
+            return stand_in(cls) if name in TINY_CLIP else load(cls, name, *args, **kwargs)
+
+        cls.from_pretrained = classmethod(from_pretrained)
+
+    replace(transformers.CLIPTokenizer, tokenizer)
+    replace(transformers.CLIPTextModel, text_encoder)
+    replace(transformers.CLIPTextModelWithProjection, text_encoder)
+
+
+def every_key_attention(query: Tensor, key: Tensor, value: Tensor, codebook, **arguments) -> Tensor:
+    """`avq_attention` where each element of the batch has a codebook of all its keys.
+
+    A codebook has one set of codewords per head, so the batch becomes heads of a single element.
+    """
+    batch = query.shape[0]
+    query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
+    parents = key[0].detach().to(torch.promote_types(key.dtype, torch.float32))
+    every_key = Codebook(parents, parents[:, :, None], check_finite=False)
+    arguments |= {"num_refined": min(NUM_REFINED, every_key.num_parents), "backend": "auto"}
+    return avq_attention(query, key, value, every_key, **arguments)[0].unflatten(0, (batch, -1))
+
+
+def apply(unet: nn.Module) -> None:
+    """Apply AVQ with one codeword at zero per layer, unless the weights are still to come."""
+    layers = select_layers(unet)
+    on_meta = next(unet.parameters()).device.type == "meta"
+    if on_meta or not layers or has_avq(unet):
+        return
+    codebooks = {
+        layer.name: Codebook(
+            torch.zeros(layer.num_heads, 1, layer.head_dim),
+            torch.zeros(layer.num_heads, 1, 1, layer.head_dim),
+        )
+        for layer in layers
+    }
+    config = AVQConfig(1, 1, 1, levels=tuple({layer.level for layer in layers}))
+    apply_avq(unet, AVQCodebooks.from_codebooks(config, codebooks, unet), route="always")
+
+
+def apply_when_built(unet_class: type) -> None:
+    build, load = unet_class.__init__, unet_class.from_pretrained.__func__
+    set_default = unet_class.set_default_attn_processor
+
+    @functools.wraps(build)
+    def init(unet, *args, **kwargs):
+        build(unet, *args, **kwargs)
+        apply(unet)
+
+    @functools.wraps(load)
+    def from_pretrained(cls, *args, **kwargs):
+        loaded = load(cls, *args, **kwargs)
+        apply(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
+    @functools.wraps(set_default)
+    def set_default_attn_processor(unet):
+        had_avq = has_avq(unet)
+        set_default(remove_avq(unet))
+        if had_avq:
+            apply(unet)
+
+    unet_class.__init__ = init
+    unet_class.from_pretrained = classmethod(from_pretrained)
+    unet_class.set_default_attn_processor = set_default_attn_processor
+
+
+def has_avq(unet: nn.Module) -> bool:
+    return any(isinstance(layer.attn.processor, AVQProcessor) for layer in select_layers(unet))
+
+
+def passed(junit: str) -> set[str]:
+    return {
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in ElementTree.parse(junit).iter("testcase")
+        if not {child.tag for child in case} & {"failure", "error", "skipped"}
+    }
+
+
+if __name__ == "__main__":
+    plain, avq = map(passed, sys.argv[1:])
+    print(f"Of {len(plain)} tests that pass without AVQ, these fail with AVQ:")
+    print(*sorted(plain - avq), sep="\n")
+    sys.exit(bool(plain - avq))

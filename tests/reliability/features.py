@@ -1,0 +1,126 @@
+"""Write `eval/results/features.md`: which features of diffusers have a test that passed.
+
+A test with the marker `feature(name)` stands for a feature. Run the tests, then this script on the
+same machine, from the root of the repository:
+
+    pytest -m "feature and not gpu" --junitxml cpu.xml
+    python -m tests.reliability.features cpu.xml
+
+On a machine with a GPU, `-m "feature and gpu"` and `gpu.xml` fill the other column. Results are
+kept in `features.json`, so that one column stays while the other is written.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+
+from eval.store.markdown import markdown_table
+from eval.store.report import environment, save_json
+
+RESULTS = Path(__file__).resolve().parents[2] / "eval" / "results"
+COLUMNS = {"cpu": "CPU", "cuda": "GPU"}
+GROUPS = {
+    "Pipelines": (
+        *("text to image", "img2img", "inpainting", "upscaling", "AnimateDiff", "from_pipe"),
+        *("save_pretrained", "push_to_hub", "several pipelines and threads"),
+    ),
+    "Sampling": (
+        *("every scheduler", "negative prompts", "batches", "no guidance", "PAG", "callbacks"),
+    ),
+    "Control": (
+        *("ControlNet", "AVQ inside the ControlNet", "T2I-Adapter", "IP-Adapter"),
+        *("textual inversion", "LoRA (load/fuse/unfuse)", "LoRA hot-swap"),
+    ),
+    "Other tools": (
+        *("FreeU", "DeepCache", "ToMe (merged layers run exact)"),
+        "attention slicing (replaces AVQ: reported)",
+        "xFormers (replaces AVQ: reported)",
+    ),
+    "Memory": (
+        *("model offload", "sequential offload", "group offload", "layerwise casting"),
+        *("torchao int8 weights", "bitsandbytes int8 weights", "gradient checkpointing"),
+    ),
+    "Compilation": (
+        "torch.compile of the UNet (one graph)",
+        "torch.compile of its blocks (one graph)",
+        "torch.compile of the UNet (inductor)",
+        "torch.compile of its blocks (inductor)",
+        "CUDA graphs",
+    ),
+    "Models, tiny": (
+        *("SD1.5", "inpainting model (9 channels)", "InstructPix2Pix", "LCM", "SD 2.x"),
+        *("SDXL base", "SDXL refiner"),
+    ),
+    "UNets at full size, random weights": (
+        *("SD1.5 at full size", "SD 2.1 at full size"),
+        *("SDXL base at full size", "SDXL refiner at full size"),
+    ),
+}
+
+
+def read_outcomes(junit: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """By device and feature: how many tests passed, failed and were skipped.
+
+    Raises:
+        ValueError: a test names a feature that is not in `GROUPS`.
+    """
+    outcomes: dict[str, dict[str, Counter]] = {device: {} for device in COLUMNS}
+    known = {name for names in GROUPS.values() for name in names}
+    for case in ElementTree.parse(junit).iter("testcase"):
+        tags = {child.tag for child in case}
+        outcome = "failed" if tags & {"failure", "error"} else "passed"
+        outcome = "skipped" if "skipped" in tags else outcome
+        for mark in case.iter("property"):
+            device, name = mark.get("name"), mark.get("value")
+            if name not in known:
+                raise ValueError(f"features must be those of GROUPS, but a test is for {name!r}.")
+            outcomes[device].setdefault(name, Counter())[outcome] += 1
+    return outcomes
+
+
+def features_table(columns: dict) -> str:
+    """A line per group; a feature works where tests passed and none failed."""
+    header = ["feature"]
+    for device, title in COLUMNS.items():
+        if "environment" in columns[device]:
+            made = columns[device]["environment"]
+            passed = sum(x.get("passed", 0) for x in columns[device]["features"].values())
+            title += f": {passed} tests passed, {made['device']}, torch {made['torch']}"
+            title += f", {made['commit'][:9]}"
+        header.append(title)
+    rows = [
+        [group, *(_cell(names, columns[device]["features"]) for device in COLUMNS)]
+        for group, names in GROUPS.items()
+    ]
+    return markdown_table(header, rows)
+
+
+def _cell(names: tuple[str, ...], outcomes: dict[str, dict[str, int]]) -> str:
+    found = {name: Counter(outcomes[name]) for name in names if name in outcomes}
+    failed = [name for name, x in found.items() if x["failed"]]
+    works = [name for name, x in found.items() if x["passed"] and not x["failed"]]
+    not_run = [name for name in found if name not in (*works, *failed)]
+    parts = [", ".join(works)]
+    parts += [f"**failed**: {', '.join(failed)}"] * bool(failed)
+    parts += [f"not run: {', '.join(not_run)}"] * bool(not_run)
+    return "; ".join(filter(None, parts)) or "-"
+
+
+def update(junit: Path, results: Path, device: str) -> None:
+    """Put the outcomes of a JUnit file into the column of `device`, and write the table."""
+    path = results / "features.json"
+    columns = {name: {"features": {}} for name in COLUMNS}
+    if path.is_file():
+        columns |= json.loads(path.read_text())["columns"]
+    features = read_outcomes(junit)[device]
+    columns[device] = {"environment": environment(device), "features": features}
+    save_json(path, command="python -m tests.reliability.features", device=device, columns=columns)
+    (results / "features.md").write_text(features_table(columns) + "\n")
+
+
+if __name__ == "__main__":
+    update(Path(sys.argv[1]), RESULTS, "cuda" if torch.cuda.is_available() else "cpu")

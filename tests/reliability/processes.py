@@ -1,0 +1,91 @@
+"""Commands in processes of their own, forked from a server that has imported what they need."""
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
+from threading import RLock
+
+import torch
+from tqdm import tqdm
+
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(
+    [
+        "avq_diffusers.cli.main",
+        "distill.__main__",
+        "distill.loop",
+        "distill.run",
+        "eval.__main__",
+        "eval.quality.coco",
+        "eval.quality.coco_score",
+        "diffusers.schedulers.scheduling_ddim",
+        "processes",
+        "scipy.linalg",
+    ]
+)
+PATIENCE = 300  # seconds until a process counts as hanging
+
+
+class Command:
+    """A running command.
+
+    Args:
+        entry: module and function, as `"eval.__main__:main"`.
+        arguments: of the command.
+        file_limit: bytes in a file that it writes, in place of a full disk.
+    """
+
+    def __init__(self, entry: str, arguments: list[str], file_limit: int | None = None) -> None:
+        reader, writer = FORKED.Pipe(duplex=False)
+        self.process = FORKED.Process(target=_run, args=(entry, arguments, file_limit, writer))
+        self.process.start()
+        writer.close()
+        os.read(reader.fileno(), 1)  # it leads its group now
+        self.started = time.monotonic()
+        self.pool = ThreadPoolExecutor(1)
+        # A pipe: a limit of file sizes would cut a file of messages too.
+        self.output = self.pool.submit(_drain, reader)
+
+    def finish(self) -> tuple[int, str]:
+        """Wait for the exit code and what was printed; kills what hangs."""
+        self.process.join(PATIENCE)
+        return self.kill()
+
+    def kill(self) -> tuple[int, str]:
+        """Send SIGKILL to the group; return the exit code and what was printed."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        output = self.output.result()
+        self.pool.shutdown()
+        return self.process.exitcode, output
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
+def _run(entry: str, arguments: list[str], file_limit: int | None, output: Connection) -> None:
+    os.setsid()
+    os.write(output.fileno(), b"\n")
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    if file_limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+    torch.set_num_threads(1)  # sums depend on the number of threads
+    tqdm.set_lock(RLock())  # its own kind is shared by processes and would outlive the kill
+    module, function = entry.split(":")
+    sys.argv = [module, *arguments]
+    getattr(import_module(module), function)()
+
+
+def _drain(reader: Connection) -> str:
+    with reader:
+        return b"".join(iter(lambda: os.read(reader.fileno(), 2**16), b"")).decode(errors="replace")
