@@ -1,4 +1,8 @@
-"""Adaptive vector-quantized (AVQ) attention for diffusers."""
+"""Adaptive vector-quantized (AVQ) attention for diffusers.
+
+Training and evaluation also use the packages `avq_diffusers.codebook`, `avq_diffusers.attention`
+and `avq_diffusers.extras`.
+"""
 
 import lazy_loader
 

@@ -1,5 +1,6 @@
-"""The wheel: what an installation from the package index consists of."""
+"""What a user's installation consists of, and the tools of a contributor."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -43,3 +44,9 @@ def test_the_wheel_holds_the_whole_package(wheel):
     for name in ("__init__.pyi", "py.typed", "plugin/routes.json", "mini/mini-sd/model_index.json"):
         assert f"avq_diffusers/{name}" in files
     assert files <= set(wheel)
+
+
+def test_pre_commit_runs_the_linter_of_ci():
+    """Catches an update of `constraints.txt` alone."""
+    (pinned,) = re.findall(r"^ruff==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"rev: v{pinned}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
