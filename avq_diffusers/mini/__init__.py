@@ -1,21 +1,16 @@
 """mini-sd, the embedded default model: where its weights lie, and the scenes it is trained on.
 
-The seeds of the procedural scenes are split once and for all, so that no evaluation ever meets a
-training picture.
+Training and evaluation take the seeds of their scenes from disjoint ranges.
 """
 
 from pathlib import Path
 
-from avq_diffusers.mini.scenes import (
-    IMAGE_SIZE,
-    VOCABULARY,
-    Scene,
-    copy_agreement,
-    corrupt,
-    render,
-    sample_scene,
-    write_coco,
-)
+from avq_diffusers.mini.coco import write_coco
+from avq_diffusers.mini.copies import copy_agreement, corrupt
+from avq_diffusers.mini.layout import IMAGE_SIZE
+from avq_diffusers.mini.rendering import render
+from avq_diffusers.mini.sampling import sample_scene
+from avq_diffusers.mini.scenes import VOCABULARY, Scene
 
 __all__ = [
     "IMAGE_SIZE",
@@ -40,8 +35,7 @@ __all__ = [
 ]
 
 MINI_SD = str(Path(__file__).parent / "mini-sd")
-# Distilled by configs/mini_m64p16c8.yaml, and with level 1 by configs/mini_m64p16c8_level1.yaml; to
-# be small, changes of projections are in half precision.
+# Distilled by configs/mini_m64p16c8.yaml and configs/mini_m64p16c8_level1.yaml.
 MINI_CODEBOOKS = str(Path(__file__).parent / "codebooks")
 MINI_CODEBOOKS_LEVEL1 = str(Path(__file__).parent / "codebooks-level1")
 MINI_GUIDANCE_SCALE = 3.0
@@ -49,12 +43,12 @@ SCORER = str(Path(__file__).parent / "mini-sd" / "scorer")
 
 TRAINING_SEEDS = range(0, 10_000_000)  # VAE and UNet
 SCORER_SEEDS = range(10_000_000, 20_000_000)
-VALIDATION_SEEDS = range(20_000_000, 30_000_000)  # losses and sample grids while training
-TEST_SEEDS = range(30_000_000, 40_000_000)  # published figures
+VALIDATION_SEEDS = range(20_000_000, 30_000_000)  # losses and sample grids during training
+TEST_SEEDS = range(30_000_000, 40_000_000)  # published results
 
 
 def model_path(name: str) -> str:
-    """The folder of mini-sd for the name `"mini-sd"`; any other name is that of its own model."""
+    """Return the folder of mini-sd for `"mini-sd"`, and any other name unchanged."""
     return MINI_SD if name == "mini-sd" else name
 
 

@@ -11,17 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from avq_diffusers.mini.scenes import (
-    BACKGROUND_COLORS,
-    COUNTS,
+from avq_diffusers.mini import (
     IMAGE_SIZE,
-    OBJECT_COLORS,
-    SHAPES,
-    SIZES,
     VOCABULARY,
-    Background,
-    Cells,
-    Group,
     Scene,
     copy_agreement,
     corrupt,
@@ -29,6 +21,15 @@ from avq_diffusers.mini.scenes import (
     sample_scene,
     write_coco,
 )
+from avq_diffusers.mini.scenes import (
+    BACKGROUND_COLORS,
+    COUNTS,
+    OBJECT_COLORS,
+    Background,
+    Cells,
+    Group,
+)
+from avq_diffusers.mini.shapes import SHAPES, SIZES
 
 MOTIF = tuple(tuple((i * i + 3 * j + i * j) % 5 % 2 for j in range(6)) for i in range(6))
 TILE = tuple(tuple((i * i + 3 * j + i * j) % 7 % 2 for j in range(5)) for i in range(5))
@@ -621,7 +622,7 @@ class TestCoco:
         ("arguments", "error", "message"),
         [
             ({"num_images": 0}, ValueError, "num_images must be at least 1, but got 0"),
-            ({"num_images": 2.0}, TypeError, "num_images must be an integer, but got 2.0"),
+            ({"num_images": 2.0}, TypeError, "num_images must be an int, but got 2.0"),
             ({"first_seed": -1}, ValueError, "first_seed must be at least 0, but got -1"),
             ({"size": 250}, ValueError, "size must be a multiple of 64, but got 250"),
         ],

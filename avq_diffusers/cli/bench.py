@@ -1,0 +1,214 @@
+"""`avq bench`: speed against likeness for several choices of refined parents."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from diffusers import DiffusionPipeline
+from PIL import Image
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from avq_diffusers.cli.codebooks import find_codebooks
+from avq_diffusers.cli.images import dilation, fit_request, image_capture, psnr, timed_image
+from avq_diffusers.cli.loading import load_pipeline
+from avq_diffusers.cli.output import save_image, sheet_path
+from avq_diffusers.cli.request import ImageRequest, ModelRequest
+from avq_diffusers.cli.sheet import image_sheet
+from avq_diffusers.files import atomic_write
+from avq_diffusers.plugin.apply import (
+    apply_avq,
+    avq_disabled,
+    refinable_parents,
+    set_num_refined,
+)
+from avq_diffusers.plugin.elastic import SHOWN_TARGETS, CaptureProfile
+
+EXACT = "exact"
+HEADINGS = ("", "seconds", "speed", "PSNR dB")
+THUMBNAIL = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan of refined parents.
+
+    Attributes:
+        label: its name in tables and plots.
+        series: the choices of a series share a marker in the plot.
+        num_refined: for `set_num_refined`.
+    """
+
+    label: str
+    series: str
+    num_refined: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChoiceResult:
+    """What a choice generates.
+
+    Attributes:
+        label: of the choice.
+        series: of the choice.
+        images: one per request.
+        seconds: the median time of an image.
+        psnr: the median PSNR in dB to the exact images; infinite for equal ones.
+    """
+
+    label: str
+    series: str
+    images: Sequence[Image.Image]
+    seconds: float
+    psnr: float
+
+
+def bench_model(
+    model: ModelRequest,
+    request: ImageRequest,
+    out: Path,
+    *,
+    numbers: Sequence[int] | None,
+    num_images: int,
+) -> None:
+    """Print a table, plot it to `out`, and write the sheet of images beside it."""
+    pipe = load_pipeline(model.name, model.device)
+    request = fit_request(pipe, request)
+    apply_avq(pipe, find_codebooks(pipe, model), route="always")
+    choices = refined_choices(pipe, numbers)
+    requests = [replace(request, seed=request.seed + index) for index in range(num_images)]
+    with dilation(pipe, request):
+        if any(refinable_parents(pipe).values()):
+            print("measuring which parents get the attention")
+            choices += capture_choices(image_capture(pipe, request))
+        results = list(run_choices(pipe, choices, requests))
+    Console().print(bench_table(results))
+    size = f"{request.width}x{request.height}"
+    plot_bench(results, f"{Path(model.name).name}, {size}, {request.steps} steps", out)
+    save_image(bench_sheet(results, list(map(str, requests))), sheet_path(out))
+    print(f"plot:  {out}\nsheet: {sheet_path(out)}")
+
+
+def refined_choices(pipe: DiffusionPipeline, numbers: Sequence[int] | None = None) -> list[Choice]:
+    """Refine the same number of parents in all layers; layers with fewer refine all of theirs.
+
+    Args:
+        pipe: a pipeline with AVQ.
+        numbers: of refined parents; None takes none, a sixteenth, an eighth, a quarter, a half and
+            all of the parents. Flat codebooks refine none.
+
+    Raises:
+        ValueError: the pipeline has no AVQ layer, or none that can refine so many parents.
+    """
+    parents = refinable_parents(pipe)
+    most = max(parents.values())
+    if numbers is None:
+        numbers = sorted({0, *(most // part for part in (16, 8, 4, 2, 1))})
+    for number in numbers:
+        if not 0 <= number <= most:
+            raise ValueError(f"refined parents must be between 0 and {most}, but got {number}.")
+    return [
+        Choice(
+            f"{number} refined",
+            "refined parents per query tile",
+            {name: min(number, parents[name]) for name in parents},
+        )
+        for number in numbers
+    ]
+
+
+def capture_choices(profile: CaptureProfile) -> list[Choice]:
+    """Refine as few parents, by layer and timestep, as capture a share of the attention."""
+    return [
+        Choice(f"{target:.0%} capture", "capture target", profile.at_least(target))
+        for target in SHOWN_TARGETS
+    ]
+
+
+def run_choices(
+    pipe: DiffusionPipeline, choices: Sequence[Choice], requests: Sequence[ImageRequest]
+) -> Iterator[ChoiceResult]:
+    """Generate the images of exact attention, then those of every choice.
+
+    Args:
+        pipe: a pipeline with AVQ; it keeps the last choice.
+        choices: plans to run.
+        requests: images to generate by each of them.
+    """
+
+    def generate() -> tuple[list[Image.Image], float]:
+        timed = [timed_image(pipe, request) for request in requests]
+        return [one.image for one in timed], median(one.seconds for one in timed)
+
+    with avq_disabled(pipe):
+        exact, seconds = generate()
+    yield ChoiceResult(EXACT, EXACT, exact, seconds, math.inf)
+    for choice in choices:
+        set_num_refined(pipe, choice.num_refined)
+        images, seconds = generate()
+        likeness = median(map(psnr, images, exact))
+        yield ChoiceResult(choice.label, choice.series, images, seconds, likeness)
+
+
+def bench_table(results: Sequence[ChoiceResult]) -> Table:
+    """Return seconds per image, speed relative to exact attention and PSNR, a row per choice."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for result in results:
+        table.add_row(*_cells(result, results[0]))
+    return table
+
+
+def bench_sheet(results: Sequence[ChoiceResult], row_titles: Sequence[str]) -> Image.Image:
+    """Lay out the images, at most THUMBNAIL pixels wide, above the table."""
+    width, height = results[0].images[0].size
+    factor = min(1.0, THUMBNAIL / width)
+    size = (round(width * factor), round(height * factor))
+    return image_sheet(
+        [
+            [image.resize(size, Image.Resampling.LANCZOS) for image in row]
+            for row in zip(*(result.images for result in results), strict=True)
+        ],
+        [result.label for result in results],
+        row_titles=row_titles,
+        table=[HEADINGS, *(_cells(result, results[0]) for result in results)],
+    )
+
+
+def plot_bench(results: Sequence[ChoiceResult], title: str, path: Path) -> None:
+    """Plot PSNR to the exact images over seconds; exact attention is a vertical line.
+
+    Images equal to the exact ones have no finite PSNR and are left out.
+
+    Raises:
+        OSError: `path` cannot be written; what was there stays.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(results[0].seconds, color="black", linestyle="--", label=EXACT)
+    series = dict.fromkeys(result.series for result in results[1:])
+    for name, marker in zip(series, "os", strict=False):
+        shown = [x for x in results if x.series == name and math.isfinite(x.psnr)]
+        axes.plot([x.seconds for x in shown], [x.psnr for x in shown], marker, label=name)
+        for result in shown:
+            place: dict[str, Any] = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 8}
+            axes.annotate(result.label.split()[0], (result.seconds, result.psnr), **place)
+    axes.set(xlabel="seconds per image", ylabel="PSNR to exact, dB", title=title)
+    axes.set_xlim(0, 1.12 * max(result.seconds for result in results))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+
+
+def _cells(result: ChoiceResult, exact: ChoiceResult) -> tuple[str, ...]:
+    likeness = "" if result is exact else f"{result.psnr:.1f}"
+    speed = f"{exact.seconds / result.seconds:.2f}x"
+    return result.label, f"{result.seconds:.2f}", speed, likeness

@@ -1,0 +1,116 @@
+"""Images generated and timed with a pipeline, and their likeness."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from avq_diffusers.cli.request import ImageRequest
+from avq_diffusers.extras.scalecrafter import scalecrafter
+from avq_diffusers.plugin.elastic import CaptureProfile, measure_capture
+from avq_diffusers.plugin.timesteps import are_training_timesteps
+
+CAPTURE_STEPS = 8
+
+
+class TimedImage(NamedTuple):
+    """An image and the seconds it took."""
+
+    image: Image.Image
+    seconds: float
+
+
+def training_size(pipe: DiffusionPipeline) -> int:
+    """Return the side in pixels of the images that the model was trained on."""
+    return pipe.unet.config.sample_size * pipe.vae_scale_factor
+
+
+def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
+    """Fill in the model's own size, and refuse what the pipeline would refuse only at its end.
+
+    Raises:
+        ValueError: there are too many steps, or ScaleCrafter has no settings for the size.
+    """
+    side = training_size(pipe)
+    request = replace(request, height=request.height or side, width=request.width or side)
+    most = pipe.scheduler.config.num_train_timesteps
+    if request.steps > most:
+        raise ValueError(
+            f"--steps must be at most the model's {most} timesteps, but got {request.steps}."
+        )
+    with dilation(pipe, request):
+        pass  # refuses sizes
+    return request
+
+
+def dilation(pipe: DiffusionPipeline, request: ImageRequest) -> AbstractContextManager[None]:
+    """Run ScaleCrafter inside the `with` block if the request asks for it."""
+    if not request.scalecrafter:
+        return nullcontext()
+    side = training_size(pipe)
+    return scalecrafter(pipe, request.height or side, request.width or side)
+
+
+def timed_image(
+    pipe: DiffusionPipeline, request: ImageRequest, after_step: Callable[..., Any] | None = None
+) -> TimedImage:
+    """Generate an image and time it.
+
+    On a GPU a run of one step comes first, which compiles and loads the kernels.
+
+    Args:
+        pipe: runs the request's ScaleCrafter already.
+        request: what `fit_request` returned.
+        after_step: the pipeline's `callback_on_step_end`.
+    """
+    arguments = _call_arguments(request)
+    if after_step is not None:
+        arguments["callback_on_step_end"] = after_step
+    if pipe.device.type == "cuda":
+        pipe(**{**arguments, "num_inference_steps": 1})
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    image = pipe(**arguments, generator=torch.Generator().manual_seed(request.seed)).images[0]
+    return TimedImage(image, time.perf_counter() - start)
+
+
+def image_capture(pipe: DiffusionPipeline, request: ImageRequest) -> CaptureProfile:
+    """Measure the capture on one image.
+
+    It changes slowly from step to step, so `CAPTURE_STEPS` steps are enough.
+    """
+    arguments = _call_arguments(request)
+    steps = arguments["num_inference_steps"] = min(request.steps, CAPTURE_STEPS)
+    pipe.scheduler.set_timesteps(steps)
+    if not are_training_timesteps(pipe.scheduler.timesteps.tolist()):
+        arguments["parts"] = 1
+    return measure_capture(pipe, [arguments.pop("prompt")], seed=request.seed, **arguments)
+
+
+def psnr(image: Image.Image, reference: Image.Image) -> float:
+    """Return the peak signal-to-noise ratio in dB of an image to another of its size.
+
+    It is infinite for equal images.
+    """
+    error = np.asarray(image, np.float64) - np.asarray(reference, np.float64)
+    mean_square = (error**2).mean()
+    return float("inf") if mean_square == 0 else float(10 * np.log10(255.0**2 / mean_square))
+
+
+def _call_arguments(request: ImageRequest) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "prompt": request.prompt,
+        "negative_prompt": request.negative_prompt,
+        "height": request.height,
+        "width": request.width,
+        "num_inference_steps": request.steps,
+    }
+    if request.guidance_scale is not None:
+        arguments["guidance_scale"] = request.guidance_scale
+    return arguments
