@@ -12,8 +12,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
+from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layers import select_layers
-from avq_diffusers.plugin.weights import AVQCodebooks
 
 CONFIG = AVQConfig(num_parents=4, num_children=2, num_refined=2, query_tile=16, levels=(0, 1))
 

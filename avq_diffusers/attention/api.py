@@ -74,6 +74,35 @@ def avq_attention(
             run here.
         NotImplementedError: an input has a tangent, for forward-mode derivatives.
     """
+    output, _ = attention_and_backend(
+        query,
+        key,
+        value,
+        codebook,
+        num_refined=num_refined,
+        query_tile=query_tile,
+        query_order=query_order,
+        importance_tile=importance_tile,
+        scale=scale,
+        backend=backend,
+    )
+    return output
+
+
+def attention_and_backend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    codebook: Codebook,
+    *,
+    num_refined: int,
+    query_tile: int = 128,
+    query_order: Tensor | None = None,
+    importance_tile: int | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, str]:
+    """`avq_attention`, and the backend that ran: never "auto"."""
     _validate(query, key, value, codebook, query_order)
     check_numbers(codebook, num_refined, query_tile, importance_tile, scale)
     backend = resolve_backend(
@@ -91,7 +120,7 @@ def avq_attention(
     if backend == "triton":
         # What the codebook requires is not asked.
         with torch.set_grad_enabled(_needs_grad(query, key, value)):
-            return _kernel_attention(
+            output = _kernel_attention(
                 query,
                 key,
                 value,
@@ -103,12 +132,13 @@ def avq_attention(
                 importance_tile,
                 scale,
             )
+        return output, backend
 
     codeword_dtype = torch.promote_types(query.dtype, torch.float32)
     parents = codebook.parents.detach().to(codeword_dtype)
     children = codebook.children.detach().to(codeword_dtype)
     if backend == "torch":
-        return _attention(
+        output = _attention(
             query,
             key,
             value,
@@ -120,6 +150,7 @@ def avq_attention(
             importance_tile,
             scale,
         )
+        return output, backend
 
     # Autocast would choose parents by half-precision products.
     with torch.autocast(query.device.type, enabled=False):
@@ -139,7 +170,7 @@ def avq_attention(
                 importance_tile=importance_tile,
                 scale=scale,
             )
-    return output.transpose(1, 2).contiguous().transpose(1, 2)
+    return output.transpose(1, 2).contiguous().transpose(1, 2), backend
 
 
 def resolve_backend(

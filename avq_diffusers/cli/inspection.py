@@ -11,7 +11,7 @@ from torch import Tensor
 
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.files import atomic_write
-from avq_diffusers.plugin.weights import AVQCodebooks
+from avq_diffusers.plugin.codebooks import AVQCodebooks
 
 FIGURES = ("quantization_error", "capture", "active_ratio")
 

@@ -43,7 +43,7 @@ from avq_diffusers.cli.sweep import (
     sweep_table,
 )
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.extras.scalecrafter import scalecrafter
+from avq_diffusers.extras.scalecrafter.apply import check_size, scalecrafter
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import (
     MINI_CODEBOOKS,
@@ -52,19 +52,15 @@ from avq_diffusers.mini import (
     MINI_SD,
     model_path,
 )
-from avq_diffusers.plugin.apply import (
-    apply_avq,
-    avq_disabled,
-    refinable_parents,
-    set_num_refined,
-    summary,
-)
+from avq_diffusers.plugin.apply import apply_avq, avq_disabled
 from avq_diffusers.plugin.calibration import calibrate
+from avq_diffusers.plugin.codebooks import FORMAT_VERSION, AVQCodebooks
 from avq_diffusers.plugin.elastic import CaptureProfile, measure_capture
 from avq_diffusers.plugin.layers import select_layers, unet_of
 from avq_diffusers.plugin.prompts import lacks_memory
+from avq_diffusers.plugin.refinement import refinable_parents, set_num_refined
+from avq_diffusers.plugin.report import summary
 from avq_diffusers.plugin.timesteps import are_training_timesteps
-from avq_diffusers.plugin.weights import FORMAT_VERSION, AVQCodebooks
 
 DEFAULT_CONFIG = "M64P16C8"
 REPORT_WIDTH = 100
@@ -514,8 +510,8 @@ def _picture_arguments(
     most = pipe.scheduler.config.num_train_timesteps
     if steps > most:
         raise ValueError(f"--steps must be at most the model's {most} timesteps, but got {steps}.")
-    with _dilation(pipe, arguments, dilated):
-        pass  # refuses sizes
+    if dilated:
+        check_size(pipe, arguments["height"], arguments["width"])
     return arguments
 
 

@@ -13,16 +13,13 @@ import torch
 
 from avq_diffusers.cli.comparison import Picture, psnr, timed_picture
 from avq_diffusers.cli.sheet import DIFFERENCE_GAIN, difference
-from avq_diffusers.extras.scalecrafter import SETTINGS, scalecrafter
-from avq_diffusers.plugin.apply import (
-    Summary,
-    applied_states,
-    avq_disabled,
-    refinable_parents,
-    set_num_refined,
-    summary,
-)
+from avq_diffusers.extras.scalecrafter.apply import scalecrafter
+from avq_diffusers.extras.scalecrafter.settings import SETTINGS
+from avq_diffusers.plugin.apply import avq_disabled
+from avq_diffusers.plugin.layer_state import applied_states
 from avq_diffusers.plugin.prompts import lacks_memory
+from avq_diffusers.plugin.refinement import refinable_parents, set_num_refined
+from avq_diffusers.plugin.report import Summary, summary
 
 LARGEST_SEED = 2**32 - 1
 MOST_STEPS = 100

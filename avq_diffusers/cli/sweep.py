@@ -14,8 +14,9 @@ from rich.table import Table
 from avq_diffusers.cli.comparison import psnr, timed_picture
 from avq_diffusers.cli.sheet import picture_sheet
 from avq_diffusers.files import atomic_write
-from avq_diffusers.plugin.apply import avq_disabled, refinable_parents, set_num_refined
+from avq_diffusers.plugin.apply import avq_disabled
 from avq_diffusers.plugin.elastic import SHOWN_TARGETS, CaptureProfile
+from avq_diffusers.plugin.refinement import refinable_parents, set_num_refined
 
 EXACT = "exact"
 HEADINGS = ("", "seconds", "speed", "PSNR dB")

@@ -1,4 +1,4 @@
-"""LinFusion's linear attention, to compare AVQ with: its processor, and trained layers as a folder.
+"""LinFusion's linear attention, to compare with AVQ: its processor, and trained layers in a folder.
 
     output_i = q_i (sum_j k_j^T v_j) / (q_i sum_j k_j + N epsilon),    q, k = elu(.) + 1
 
@@ -14,13 +14,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers import DiffusionPipeline
 from diffusers.models.attention_processor import Attention
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from avq_diffusers.files import atomic_save
 from avq_diffusers.plugin.layers import LayerSpec, PipelineOrUNet, select_layers, unet_of
-from avq_diffusers.plugin.tensors import check_names, check_tensors, load_tensors, tensor_digest
+from avq_diffusers.plugin.tensor_files import (
+    check_names,
+    check_tensors,
+    load_tensors,
+    tensor_digest,
+)
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -30,13 +36,15 @@ EPSILON = 1e-4
 class LinFusionProcessor(nn.Module):
     """Attention processor that runs LinFusion's attention, at a cost linear in N.
 
-    Queries and keys are projected from x + phi(x), where phi is a small network that starts at 0.
+    Queries and keys are projected from x + phi(x). The small network phi starts at 0.
 
     Args:
         channels: of the tokens.
-        tuned: hold projections that run in place of the layer's own, and without what a LoRA adds
-            to those.
+        tuned: hold projections that run instead of the layer's own, without what a LoRA adds to
+            those.
     """
+
+    runs = "LinFusion"  # for `summary`
 
     def __init__(self, channels: int, *, tuned: bool = False) -> None:
         super().__init__()
@@ -56,7 +64,7 @@ class LinFusionProcessor(nn.Module):
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend; hidden_states (B, N, channels) in, the same shape out.
+        """Attend with hidden_states (B, N, channels); the output has the same shape.
 
         Raises:
             NotImplementedError: the call is cross-attention, or has a mask.
@@ -84,16 +92,16 @@ def linear_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     Returns:
         (B, H, N, D), of the same dtype.
     """
-    # Contiguous for torch.compile, which expects another layout of the gradient of elu.
+    # Contiguous, because torch.compile expects another layout of elu's gradient.
     query, key = (F.elu(x.contiguous()) + 1 for x in (query, key))
     query = query / (query @ key.mean(dim=2)[..., None] + EPSILON)
-    # On keys and on values, as the authors have it: their products stay in float16's range.
+    # On keys and on values, as in the authors' code: products stay in the range of float16.
     scale = key.shape[2] ** -0.5
     return query @ ((key * scale).mT @ (value * scale))
 
 
 def save_linfusion(
-    pipe: Any,
+    pipe: DiffusionPipeline | nn.Module,
     layers: Mapping[str, Mapping[str, Tensor]],
     path: str | Path,
     *,
@@ -104,16 +112,17 @@ def save_linfusion(
 
     Args:
         pipe: a pipeline with the UNet that the layers are for, or the UNet.
-        layers: for names of `select_layers(unet)`, the state of a `LinFusionProcessor` with tuned
+        layers: by names of `select_layers(unet)`, the state of a `LinFusionProcessor` with tuned
             projections.
-        path: the folder; made where it is missing.
+        path: the folder; made if it is missing.
         base_model: name of the model they are for; informational.
-        training: free summary of the training; informational.
+        training: summary of the training; informational.
 
     Raises:
         TypeError: `pipe` has no UNet.
-        ValueError: names or shapes are not those of the UNet, or a tensor holds NaN or infinity.
-        OSError: the folder cannot be written; the message says whether what was there is intact.
+        ValueError: names or shapes do not fit the UNet, or a tensor holds NaN or infinity.
+        OSError: the folder cannot be written; the message says whether its earlier content is
+            intact.
     """
     specs = [layer for layer in select_layers(unet_of(pipe)) if layer.name in layers]
     check_names("LinFusion layers", layers, [spec.name for spec in specs])
@@ -136,12 +145,12 @@ def save_linfusion(
 
 
 def load_linfusion(pipe: PipelineOrUNet, path: str | Path) -> PipelineOrUNet:
-    """Run self-attention layers of a UNet with LinFusion's attention, as `save_linfusion` left it.
+    """Run self-attention layers of a UNet with LinFusion layers that `save_linfusion` wrote.
 
     Earlier LinFusion layers are removed first. The layers bring their own projections, on the
-    UNet's device and in its dtype; what the UNet holds stays as it is, for `remove_linfusion`.
-    Load or unload IP-Adapters before: diffusers then makes processors of self-attention anew, of
-    the same class, but without the arguments that these need.
+    UNet's device and in its dtype. The UNet's own stay as they are, for `remove_linfusion`. Load or
+    unload IP-Adapters before: this makes diffusers rebuild the processors of self-attention without
+    the arguments that these need.
 
     Args:
         pipe: a pipeline with the UNet of the layers' base model, or the UNet.
@@ -153,8 +162,8 @@ def load_linfusion(pipe: PipelineOrUNet, path: str | Path) -> PipelineOrUNet:
     Raises:
         TypeError: `pipe` has no UNet.
         FileNotFoundError: the folder lacks a file.
-        ValueError: a file is damaged, of another format or model, or does not hold what its
-            config.json says; or the UNet has AVQ.
+        ValueError: a file is damaged, has another format, or does not match its config.json; or the
+            layers belong to another model, or the UNet has AVQ.
     """
     unet = unet_of(pipe)
     config_path, weights_path = Path(path) / CONFIG_FILE, Path(path) / WEIGHTS_FILE
@@ -168,13 +177,15 @@ def load_linfusion(pipe: PipelineOrUNet, path: str | Path) -> PipelineOrUNet:
     for spec in specs:
         if spec.name not in layers:
             raise ValueError(
-                f"{config_path} is of another model: this UNet has no self-attention {spec.name}."
+                f"{config_path} belongs to another model: this UNet has no self-attention "
+                f"{spec.name}."
             )
         layer = layers[spec.name]
         if (layer.num_heads, layer.head_dim) != (spec.num_heads, spec.head_dim):
             raise ValueError(
-                f"{config_path} is of another model: {spec.name} has {layer.num_heads} heads of "
-                f"dim {layer.head_dim}, but the file has {spec.num_heads} of dim {spec.head_dim}."
+                f"{config_path} belongs to another model: {spec.name} has {layer.num_heads} heads "
+                f"of dim {layer.head_dim}, but the file has {spec.num_heads} of dim "
+                f"{spec.head_dim}."
             )
     processors = _empty_processors(specs)
     tensors = load_tensors(weights_path, _by_path(_states(processors)), sha256)
@@ -191,9 +202,9 @@ def load_linfusion(pipe: PipelineOrUNet, path: str | Path) -> PipelineOrUNet:
 
 
 def remove_linfusion(pipe: PipelineOrUNet) -> PipelineOrUNet:
-    """Undo `load_linfusion`: the same processor objects are back; return `pipe`.
+    """Undo `load_linfusion`: put the same processor objects back; return `pipe`.
 
-    A processor that another tool has set over LinFusion's since stays. Without LinFusion nothing
+    A processor that another tool has since set over LinFusion's stays. Without LinFusion nothing
     happens.
 
     Raises:
@@ -233,7 +244,7 @@ def _by_path(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _read_config(path: Path) -> tuple[list[LayerSpec], str | None]:
-    """The layers, and the digest of their tensors if there is one."""
+    """The layers, and the digest of their tensors or None."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -241,7 +252,7 @@ def _read_config(path: Path) -> tuple[list[LayerSpec], str | None]:
     expected = LinFusionProcessor.__name__
     if not isinstance(config, dict) or config.get("_class_name") != expected:
         raise ValueError(
-            f"{path} is not a config of LinFusion layers, which save_linfusion writes."
+            f"{path} is not a config of LinFusion layers, as save_linfusion writes it."
         )
     version = config.get("format_version")
     if version != FORMAT_VERSION:

@@ -1,12 +1,13 @@
 """Codebooks for any pipeline from a few prompts, without training.
 
-The pipeline runs the prompts with exact attention; every layer keeps a bounded uniform sample of
-the keys of all timesteps, and its two-level codebook is fitted to that sample by k-means.
+The pipeline runs the prompts with exact attention. Every layer keeps a bounded uniform sample of
+its keys at all timesteps, and k-means fits the layer's two-level codebook to that sample.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
@@ -24,9 +25,9 @@ from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.config import AVQConfig, check_int
 from avq_diffusers.plugin.apply import avq_disabled
+from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers
 from avq_diffusers.plugin.prompts import checked_prompts, run_prompts
-from avq_diffusers.plugin.weights import AVQCodebooks
 
 
 def calibrate(
@@ -39,7 +40,7 @@ def calibrate(
     keys_per_layer: int = 32768,
     seed: int = 0,
     progress: bool = True,
-    **pipe_arguments,
+    **pipe_arguments: Any,
 ) -> AVQCodebooks:
     """Fit the codebooks of a pipeline's UNet, or ControlNet, to the keys of a few prompts.
 
@@ -48,8 +49,8 @@ def calibrate(
         prompts: a handful of prompts such as the pipeline will see; number i runs with seed
             `seed + i`.
         config: codebook sizes and levels; `AVQConfig()` when None.
-        model: part of the pipeline whose codebooks are wanted, `pipe.controlnet`; `pipe.unet` when
-            None.
+        model: the part of the pipeline to fit codebooks for, such as `pipe.controlnet`;
+            `pipe.unet` when None.
         num_inference_steps: denoising steps of each run.
         keys_per_layer: size of each layer's key sample.
         seed: of the noise, the sample and k-means; same seed, same codebooks.
@@ -57,16 +58,17 @@ def calibrate(
         **pipe_arguments: further arguments of the pipeline's call, such as `height` or `image`.
 
     Returns:
-        Codebooks ready for `apply_avq`, with the quantization error, capture and active ratio of
-        every layer under `codebooks.config["calibration"]`.
+        Codebooks for `apply_avq`. `codebooks.config["calibration"]` holds the quantization error,
+        capture and active ratio of every layer.
 
     Raises:
         TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, an argument has
             the wrong type, or is prompt, generator or output_type.
-        ValueError: there is no prompt, no step, no layer of the UNet at `config.levels`, an
-            override for none of these layers, fewer keys than parents, LinFusion in them, or
-            `config.key_norm` is set, which changes the model and so needs training.
-        RuntimeError: the layers did not run, as in a compiled UNet, or one with fused projections.
+        ValueError: there is no prompt, no step, no layer at `config.levels`, an override for none
+            of these layers, fewer keys than parents, LinFusion in the layers, or `config.key_norm`,
+            which needs training.
+        RuntimeError: the layers did not run, as in a UNet that is compiled or has fused
+            projections.
     """
     prompts = checked_prompts(pipe, prompts, pipe_arguments)
     config = AVQConfig() if config is None else config
@@ -121,8 +123,8 @@ def calibrate(
 class _LayerSample:
     """What calibration keeps of one layer: a uniform sample of its keys, and one whole call.
 
-    Every key gets a random priority and the highest ones stay, which is a uniform sample of a
-    stream whose length need not be known.
+    Every key gets a random priority, and the highest ones stay. This samples a stream of unknown
+    length uniformly.
     """
 
     def __init__(
@@ -135,9 +137,8 @@ class _LayerSample:
         self.num_calls = 0
         self.priorities = torch.empty(0)
         self.flat_keys: Tensor | None = None
-        self.query: Tensor | None = None
+        self.query = torch.empty(0)
         self.grid = (0, 0)
-        self.snapshot: tuple[Tensor, Tensor, tuple[int, int]] | None = None
 
     @property
     def keys(self) -> Tensor:
@@ -149,19 +150,19 @@ class _LayerSample:
             )
         return self._heads(self.flat_keys).transpose(0, 1)
 
-    def see_grid(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def see_grid(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden_states = args[0] if args else kwargs["hidden_states"]  # AnimateDiff's UNet names it
-        self.grid = tuple(hidden_states.shape[-2:])
+        self.grid = (hidden_states.shape[-2], hidden_states.shape[-1])
 
-    def see_query(self, module: nn.Module, inputs: tuple, query: Tensor) -> None:
+    def see_query(self, module: nn.Module, inputs: tuple[Any, ...], query: Tensor) -> None:
         self.query = query
 
-    def see_key(self, module: nn.Module, inputs: tuple, key: Tensor) -> None:
-        if self.num_calls <= self.snapshot_call:  # img2img may end before it: its last call then
+    def see_key(self, module: nn.Module, inputs: tuple[Any, ...], key: Tensor) -> None:
+        if self.num_calls <= self.snapshot_call:  # or the last call, if img2img ends before it
             query, last = (self._heads(x[-1:]).transpose(1, 2) for x in (self.query, key))
             self.snapshot = (query, last, self.grid)
         self.num_calls += 1
-        self.query = None
+        self.query = torch.empty(0)
         keys = key.flatten(0, 1)
         priorities = torch.rand(len(keys), generator=self.generator, device="cpu")
         if self.flat_keys is not None:
@@ -171,15 +172,15 @@ class _LayerSample:
         self.flat_keys = keys[kept.to(keys.device)]
 
     def report(self, codebook: Codebook, config: AVQConfig) -> dict[str, float]:
-        """Quantization error and active ratio on the sample, capture on the whole call."""
-        query, key, grid = self.snapshot
+        """Quantization error and active ratio of the sample, and capture of the whole call."""
+        query, key, (height, width) = self.snapshot
         captured = capture(
             query,
             key,
             codebook,
             config.num_refined,
             query_tile=config.query_tile,
-            query_order=query_order(*grid, config.query_order, key.device),
+            query_order=query_order(height, width, config.query_order, key.device),
             importance_tile=config.importance_tile,
         )
         return {

@@ -1,7 +1,7 @@
 """Elastic inference by a target: the capture of each layer, and the plan that reaches it.
 
-The refined parents of a query tile are its most important ones, so that one pass over the queries
-and keys of a layer gives its capture for every number of refined parents.
+A query tile refines its most important parents. So one pass over the queries and keys of a layer
+gives its capture for every number of refined parents.
 """
 
 import json
@@ -22,9 +22,10 @@ from tqdm import tqdm
 from avq_diffusers.attention.diagnostics import capture_curve
 from avq_diffusers.config import check_int
 from avq_diffusers.files import atomic_write
-from avq_diffusers.plugin.apply import applied_states, avq_disabled
+from avq_diffusers.plugin.apply import avq_disabled
+from avq_diffusers.plugin.layer_state import LayerState, applied_states
 from avq_diffusers.plugin.layers import SelfAttentionLayer, unet_of
-from avq_diffusers.plugin.processor import LayerState
+from avq_diffusers.plugin.projection import project_heads
 from avq_diffusers.plugin.prompts import checked_prompts, run_prompts
 from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 
@@ -37,13 +38,13 @@ Curve = tuple[float, ...]
 
 @dataclass(frozen=True)
 class CaptureProfile:
-    """Capture of the layers of one pipeline, by the number of refined parents.
+    """The capture of each layer of a pipeline, by the number of refined parents.
 
-    `str()` is a table of the numbers of parents that `at_least` takes for some targets.
+    `str()` is a table of the numbers that `at_least` chooses for some targets.
 
     Attributes:
-        curves: by the layer's name and the training timestep at which a part of the denoising
-            begins, one curve per head: the capture of 0, 1, ... M0 refined parents.
+        curves: by layer name, then by the training timestep at which a part of the denoising
+            begins: one curve per head, the capture of 0, 1, ... M0 refined parents.
 
     Raises:
         ValueError: a layer has no part from timestep 1000 on, or a curve does not rise from 0 to 1.
@@ -59,18 +60,17 @@ class CaptureProfile:
                 raise ValueError(f"curves of {name} must rise from 0 to 1 in every head.")
 
     def at_least(self, target: float) -> dict[str, dict[int, int]]:
-        """The plan that refines as few parents as reach a capture.
+        """The plan that reaches a capture with the fewest refined parents.
 
-        The capture is the mean over heads, as `calibrate` reports it: the output of a layer is that
-        of all its heads, and a head that looks everywhere, whose capture is low for any choice, is
-        the one that loses least by coarse keys.
+        The capture is the mean over heads, as in the report of `calibrate`. A head that attends
+        everywhere has a low capture for any choice, but loses least by coarse keys.
 
         Args:
             target: above 0; 1 refines every parent that gets attention.
 
         Returns:
             For `set_num_refined`: by layer and timestep, the smallest multiple of 4 parents, or all
-            parents. All parents reach every target.
+            of them. All parents reach every target.
 
         Raises:
             ValueError: `target` is not above 0 and at most 1.
@@ -93,7 +93,7 @@ class CaptureProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> "CaptureProfile":
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             OSError: the file cannot be read.
@@ -142,24 +142,24 @@ def measure_capture(
     progress: bool = True,
     **pipe_arguments: Any,
 ) -> CaptureProfile:
-    """Measure the capture of every AVQ layer of a pipeline for every number of refined parents.
+    """Measure the capture of every AVQ layer for every number of refined parents.
 
-    The pipeline runs with exact attention, so that the result does not depend on what is refined
-    now. In a batch, the last picture counts: with guidance, the one that sees the prompt, except
-    in InstructPix2Pix. Second evaluations under noise-damped ScaleCrafter do not count.
+    The pipeline runs exact attention, so the result does not depend on the present number. Of each
+    batch the last image counts: with guidance, the one that sees the prompt, except in
+    InstructPix2Pix. Second evaluations of noise-damped ScaleCrafter do not count.
 
     Args:
         pipe: a Stable Diffusion pipeline with AVQ; left as it was.
         prompts: one or a handful; number i runs with seed `seed + i`.
         num_inference_steps: denoising steps of each run.
-        parts: equal parts of the training timesteps that get a number of parents of their own. A
-            part in which the pipeline takes no step has that of the part before.
+        parts: how many equal parts of the training timesteps get their own number of parents. A
+            part without a denoising step takes the number of the part before.
         seed: of the noise.
         progress: show a progress bar.
         **pipe_arguments: further arguments of the pipeline's call, such as `height` or `image`.
 
     Returns:
-        A profile, whose `at_least(0.9)` is a plan for `set_num_refined`.
+        A profile. Its `at_least(0.9)` is a plan for `set_num_refined`.
 
     Raises:
         TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, a number is not an
@@ -174,10 +174,12 @@ def measure_capture(
         if number > NUM_TRAIN_TIMESTEPS:
             raise ValueError(f"{name} must be at most {NUM_TRAIN_TIMESTEPS}, but got {number}.")
     layers = {
-        layer: state for layer, state in applied_states(pipe).items() if state.codebook.num_children
+        layer: state
+        for layer, state in applied_states(pipe).items()
+        if state.weights.codebook.num_children
     }
     if not layers:
-        raise ValueError("the codebooks are flat: there are no children, so nothing is refined.")
+        raise ValueError("the codebooks are flat: without children, nothing can be refined.")
 
     bar = tqdm(total=len(prompts) * num_inference_steps, desc="capture", disable=not progress)
     measurement = _Measurement(parts, bar)
@@ -187,7 +189,7 @@ def measure_capture(
 
 
 class _Measurement:
-    """Curves of the layers of a UNet while it runs, summed over the calls in each part."""
+    """The curves of a UNet's layers while it runs, summed over the calls in each part."""
 
     def __init__(self, parts: int, bar: tqdm) -> None:
         starts = [NUM_TRAIN_TIMESTEPS * (parts - part) // parts for part in range(parts)]
@@ -213,8 +215,9 @@ class _Measurement:
     def enter(self, unet: nn.Module, args: tuple, kwargs: dict) -> None:
         self.depth += 1
         if self.depth == 1:
-            if len(self.starts) > 1:
-                self.start = at_timestep(self.starts, self.timesteps.of_call(args, kwargs))
+            timestep = self.timesteps.of_call(args, kwargs) if len(self.starts) > 1 else None
+            if timestep is not None:
+                self.start = at_timestep(self.starts, timestep)
             self.bar.update()
 
     def leave(self, unet: nn.Module, args: tuple, output: Any) -> None:
@@ -222,26 +225,15 @@ class _Measurement:
 
     def see_layer(self, name: str, state: LayerState, attn: Attention, args: tuple) -> None:
         hidden_states = args[0][-1:]
-        is_on_grid = state.query_order is not None and hidden_states.shape[1] == len(
-            state.query_order
-        )
-        if self.depth > 1 or not is_on_grid:
+        if self.depth > 1 or not state.is_on_grid(hidden_states):
             return
-        query, key = (
-            state.project(layer, name, hidden_states)
-            .unflatten(-1, (attn.heads, -1))
-            .transpose(1, 2)
-            for layer, name in ((attn.to_q, "to_q"), (attn.to_k, "to_k"))
-        )
-        if state.key_norm is not None:
-            key = state.key_norm(key.float())
         curve = capture_curve(
-            query,
-            key,
-            state.codebook,
-            query_tile=state.query_tile,
+            project_heads(attn, "to_q", hidden_states, state.weights),
+            project_heads(attn, "to_k", hidden_states, state.weights),
+            state.weights.codebook,
+            query_tile=state.config.query_tile,
             query_order=state.query_order,
-            importance_tile=state.importance_tile,
+            importance_tile=state.config.importance_tile,
         )
         self.sums[name, self.start] = self.sums.get((name, self.start), 0) + curve
 
@@ -252,10 +244,10 @@ class _Measurement:
         }
         if not sums:
             raise RuntimeError(
-                f"{name} did not run on its grid of tokens; measure before compiling, and without "
-                "merged tokens."
+                f"{name} did not run on its grid of tokens; measure before compiling and without "
+                "merging tokens."
             )
-        # What comes before the first call is a part of its part.
+        # The first part that had a call also covers the parts before it.
         starts = [NUM_TRAIN_TIMESTEPS, *list(sums)[1:]]
         means = ((total / total[:, -1:]).tolist() for total in sums.values())
         return {start: tuple(map(tuple, mean)) for start, mean in zip(starts, means, strict=True)}

@@ -1,20 +1,21 @@
-"""The UNet of a pipeline, which every public function takes as well, and its self-attention."""
+"""The models of a pipeline and their self-attention layers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from diffusers import Transformer2DModel
+from diffusers import DiffusionPipeline, ModelMixin, Transformer2DModel, UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from avq_diffusers.config import is_within
 
-PipelineOrUNet = TypeVar("PipelineOrUNet")
+# Functions that return the pipeline or UNet that they are given.
+PipelineOrUNet = TypeVar("PipelineOrUNet", bound=DiffusionPipeline | nn.Module)
 
 
-def unet_of(pipe: Any) -> nn.Module:
-    """`pipe.unet`, or `pipe` where it is a UNet itself.
+def unet_of(pipe: DiffusionPipeline | nn.Module) -> UNet2DConditionModel:
+    """The UNet of a pipeline, or `pipe` if it is a UNet itself.
 
     Raises:
         TypeError: `pipe` has no UNet.
@@ -27,10 +28,10 @@ def unet_of(pipe: Any) -> nn.Module:
     return unet
 
 
-def models_of(pipe: Any) -> dict[str, nn.Module]:
-    """The UNet and the ControlNets of a pipeline, by what comes before the names of their layers.
+def models_of(pipe: DiffusionPipeline | nn.Module) -> dict[str, ModelMixin]:
+    """The UNet and the ControlNets of a pipeline, or `pipe` if it is such a model itself.
 
-    Of a UNet or ControlNet, itself.
+    Keys are the prefixes of their layers' names, `""` for the UNet.
 
     Raises:
         TypeError: `pipe` has no UNet.
@@ -45,14 +46,18 @@ def models_of(pipe: Any) -> dict[str, nn.Module]:
     return models
 
 
-def uncompiled(unet: nn.Module) -> nn.Module:
-    """What is inside of `torch.compile`'s wrapper, which puts itself into the paths of modules."""
+def uncompiled(unet: nn.Module) -> ModelMixin:
+    """The model inside `torch.compile`'s wrapper, whose name would enter the paths of modules."""
     return getattr(unet, "_orig_mod", unet)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a codebook must fit: module path, UNet level and head shape of a self-attention."""
+    """Module path, UNet level and head shape of a self-attention layer, as a codebook needs them.
+
+    Raises:
+        TypeError: a field has another type.
+    """
 
     name: str
     level: int
@@ -67,7 +72,7 @@ class LayerSpec:
 
     @property
     def stored(self) -> dict[str, Any]:
-        """What a file holds of the layer."""
+        """The fields that a file holds."""
         return {field.name: getattr(self, field.name) for field in fields(LayerSpec)}
 
 
@@ -85,7 +90,7 @@ class SelfAttentionLayer(LayerSpec):
 
     @property
     def has_linfusion(self) -> bool:
-        """Whether `load_linfusion` changed the layer, whatever processor it has now."""
+        """Whether `load_linfusion` changed the layer, whatever its processor is now."""
         return hasattr(self.attn, "_linfusion_previous")
 
 
@@ -98,16 +103,15 @@ def select_layers(
     """The spatial self-attention layers of a UNet or ControlNet, in module order.
 
     Args:
-        unet: a UNet with `down_blocks`, `mid_block` and `up_blocks`, or a ControlNet, which has the
-            first two. Temporal layers (motion modules) are never chosen.
+        unet: a UNet or ControlNet. Temporal layers (motion modules) are never chosen.
         levels: UNet levels to choose, 0 being the highest resolution; None chooses all.
-        exact: names of layers to leave out, or of modules all of whose layers to leave out.
-        overrides: keys of `AVQConfig.overrides`; each must be for a layer that is chosen.
+        exact: names of layers to leave out, or of modules to leave out with all their layers.
+        overrides: keys of `AVQConfig.overrides`; each must match a chosen layer.
 
     Raises:
         TypeError: `unet` is not such a model.
-        ValueError: a level has no self-attention, a name is that of no layer at these levels, no
-            layer is left, or an override is for none of them.
+        ValueError: a level has no self-attention, a name of `exact` matches no layer at these
+            levels, no layer is left, or an override matches none.
     """
     unet = uncompiled(unet)
     if not isinstance(unet, nn.Module) or not hasattr(unet, "down_blocks"):
@@ -131,23 +135,23 @@ def select_layers(
                 )
             )
     present = sorted({layer.level for layer in layers})
-    levels = present if levels is None else levels
-    absent = [level for level in levels if level not in present]
+    chosen_levels = present if levels is None else levels
+    absent = [level for level in chosen_levels if level not in present]
     if absent:
         raise ValueError(
             f"this UNet has no self-attention at level {_join(absent)}, "
             f"only at levels {_join(present) or '(none)'}."
         )
-    layers = [layer for layer in layers if layer.level in levels]
+    layers = [layer for layer in layers if layer.level in chosen_levels]
     for name in exact:
         if not any(is_within(layer.name, name) for layer in layers):
             raise ValueError(
-                f"exact must name layers of this UNet at the levels {_join(levels)}, but got "
-                f"{name!r}; one of them is {layers[0].name}."
+                f"exact must name layers of this UNet at the levels {_join(chosen_levels)}, but "
+                f"got {name!r}; one of them is {layers[0].name}."
             )
     chosen = [x for x in layers if not any(is_within(x.name, name) for name in exact)]
     if layers and not chosen:
-        raise ValueError(f"exact leaves no layer at the levels {_join(levels)}.")
+        raise ValueError(f"exact leaves no layer at the levels {_join(chosen_levels)}.")
     for key in overrides:
         if not any(key == str(x.level) or is_within(x.name, key) for x in chosen):
             raise ValueError(
@@ -157,7 +161,7 @@ def select_layers(
     return chosen
 
 
-def _level(unet: nn.Module, path: str) -> int:
+def _level(unet: ModelMixin, path: str) -> int:
     part, index = (path + ".0").split(".")[:2]
     if part == "down_blocks":
         return int(index)
@@ -166,5 +170,5 @@ def _level(unet: nn.Module, path: str) -> int:
     return len(unet.down_blocks) - 1
 
 
-def _join(values: list[int]) -> str:
+def _join(values: Sequence[int]) -> str:
     return ", ".join(str(value) for value in values)

@@ -1,4 +1,4 @@
-"""Run a pipeline over prompts to measure it, without pictures and progress bars of its own."""
+"""Run a pipeline over prompts to measure it, without images and progress bars."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
-# Of the pipeline's call, which `run_prompts` sets.
+# Arguments of the pipeline's call that `run_prompts` sets.
 RUN_ARGUMENTS = ("prompt", "generator", "output_type")
 
 
 def checked_prompts(
     pipe: DiffusionPipeline, prompts: Sequence[str], arguments: Mapping[str, Any]
 ) -> list[str]:
-    """The prompts for `run_prompts`, with `arguments` of the pipeline's call.
+    """Check the prompts and `arguments` of `run_prompts`, and return the prompts as a list.
 
     Raises:
-        TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string or holds something
-            else than strings, or an argument is one that `run_prompts` sets.
+        TypeError: `pipe` is not a pipeline with a UNet, `prompts` is not a sequence of strings, or
+            an argument is one that `run_prompts` sets.
         ValueError: there is no prompt.
     """
     if getattr(pipe, "unet", None) is None:
@@ -47,7 +47,7 @@ def run_prompts(
     seed: int,
     arguments: Mapping[str, Any],
 ) -> None:
-    """Denoise prompt after prompt, number i with seed `seed + i`; nothing is decoded."""
+    """Denoise prompt after prompt, number i with seed `seed + i`, without decoding."""
     with quiet(pipe):
         for index, prompt in enumerate(prompts):
             pipe(
@@ -60,13 +60,13 @@ def run_prompts(
 
 
 def lacks_memory(error: RuntimeError) -> bool:
-    """Whether PyTorch found too little memory, for which only CUDA has an error of its own."""
+    """Whether PyTorch ran out of memory; only on CUDA this has its own exception."""
     return any(text in str(error) for text in ("out of memory", "can't allocate memory"))
 
 
 @contextmanager
 def quiet(pipe: DiffusionPipeline) -> Iterator[None]:
-    """Hide the pipeline's own progress bars, which would break up ours."""
+    """Hide the pipeline's own progress bars: they would break up ours."""
     before = getattr(pipe, "_progress_bar_config", {})
     pipe.set_progress_bar_config(**{**before, "disable": True})
     try:

@@ -1,16 +1,16 @@
 """Which attention is faster on this GPU: break-even numbers of tokens, measured once and kept.
 
-AVQ costs O(N) with a larger constant than exact attention's O(N^2), so each shape has a number of
-tokens from which AVQ wins: one for calls that the host makes, which costs time of its own, and a
-lower one for calls in compiled code, which are timed in a CUDA graph. `routes.json` holds those of
-GPUs that were measured for the package; others are measured at the first call and kept in the
+AVQ costs O(N) with a larger constant than the O(N^2) of exact attention, so each workload has a
+number of tokens from which AVQ is faster. There are two: one for eager calls, whose launches cost
+the host time, and a lower one for compiled code, timed in a CUDA graph. `routes.json` holds the
+numbers that were measured for the package. Others are measured at the first call and kept in the
 user's cache folder.
 """
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,18 +42,18 @@ def check_route(route: str) -> None:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What decides between two attentions, apart from the number of tokens.
+class Workload:
+    """What decides between the two attentions, apart from the number of tokens.
 
-    Args:
-        rows: batch times heads; a power of two stands for all up to it (`rows_bucket`).
+    Attributes:
+        batch_heads: batch times heads, rounded up by `next_power_of_two`.
         head_dim: D.
         num_parents, num_refined, num_children: codebook sizes.
         query_tile: queries per tile.
         dtype: of the activations.
     """
 
-    rows: int
+    batch_heads: int
     head_dim: int
     num_parents: int
     num_refined: int
@@ -62,71 +62,95 @@ class Shape:
     dtype: torch.dtype
 
     def key(self, device: torch.device) -> str:
-        """Name of the entry of `routes.json`."""
+        """The name of the entry in `routes.json`."""
         codebook = f"M{self.num_parents}P{self.num_refined}C{self.num_children}"
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"{torch.cuda.get_device_name(device)}, {dtype}, {self.rows} rows, D{self.head_dim}, "
-            f"{codebook}, tiles of {self.query_tile}"
+            f"{torch.cuda.get_device_name(device)}, {dtype}, {self.batch_heads} rows, "
+            f"D{self.head_dim}, {codebook}, tiles of {self.query_tile}"
         )
 
 
 class BreakEven(NamedTuple):
-    """Numbers of tokens from which AVQ is faster.
+    """The numbers of tokens from which AVQ is faster.
 
-    Args:
-        eager: where the host launches every call.
-        compiled: in compiled code, where launches cost the host little.
+    Attributes:
+        eager: if the host launches every call.
+        compiled: in compiled code, whose launches cost the host little.
     """
 
     eager: int
     compiled: int
 
 
-def rows_bucket(batch: int, num_heads: int) -> int:
-    """The power of two from batch * heads on."""
-    return 1 << (batch * num_heads - 1).bit_length()
+class LayerRoute:
+    """The choice between AVQ and exact attention in one layer, by the workload of each call."""
+
+    def __init__(self, route: str) -> None:
+        self.route = route
+        self.break_even: dict[Workload, BreakEven] = {}
+
+    def learn(self, workload: Workload, device: torch.device, *, measure: bool) -> None:
+        """Find out from how many tokens on AVQ is faster on a GPU.
+
+        Args:
+            workload: of the call to come.
+            device: that it runs on; on other devices than GPUs AVQ always runs.
+            measure: measure what nobody has measured, unless a CUDA graph is being captured.
+        """
+        if self.route == "always" or device.type != "cuda" or workload in self.break_even:
+            return
+        may_measure = measure and not torch.cuda.is_current_stream_capturing()
+        found = (break_even if may_measure else known_break_even)(workload, device)
+        if found is not None:
+            self.break_even[workload] = found
+
+    def least_tokens(self, workload: Workload) -> int:
+        """The number of tokens from which AVQ runs."""
+        found = self.break_even.get(workload, BreakEven(0, 0))
+        return found.compiled if torch.compiler.is_compiling() else found.eager
 
 
-def known_break_even(shape: Shape, device: torch.device) -> BreakEven | None:
-    """The numbers of a shape, None if nobody has measured them."""
-    found = _table().get(shape.key(device))
-    return found and BreakEven(**found)
+def next_power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << (number - 1).bit_length()
 
 
-def break_even(shape: Shape, device: torch.device) -> BreakEven:
-    """The numbers of a shape; measured in about a second where they are not known."""
-    known = known_break_even(shape, device)
+def known_break_even(workload: Workload, device: torch.device) -> BreakEven | None:
+    """The break-even of a workload, None if nobody has measured it."""
+    found = _table().get(workload.key(device))
+    return None if found is None else BreakEven(**found)
+
+
+def break_even(workload: Workload, device: torch.device) -> BreakEven:
+    """The break-even of a workload; an unknown one is measured in about a second."""
+    known = known_break_even(workload, device)
     if known is not None:
         return known
-    measured = measure_break_even(shape, device)
-    _table()[shape.key(device)] = measured._asdict()
-    _keep(shape.key(device), measured)
+    measured = measure_break_even(workload, device)
+    _table()[workload.key(device)] = measured._asdict()
+    _keep(workload.key(device), measured)
     return measured
 
 
 @torch.no_grad()
-def measure_break_even(shape: Shape, device: torch.device) -> BreakEven:
-    """The smallest of `TOKENS` from which on AVQ is never slower; `NEVER` if it is at the last."""
+def measure_break_even(workload: Workload, device: torch.device) -> BreakEven:
+    """The smallest of `TOKENS` from which AVQ is never slower; `NEVER` if it loses at the last."""
     least = {"eager": NEVER, "compiled": NEVER}
     timers = {"eager": _eager_milliseconds, "compiled": _compiled_milliseconds}
     for num_tokens in reversed(TOKENS):
-        query, key, value, codebook = _random_case(shape, num_tokens, device)
-
-        def avq(query=query, key=key, value=value, codebook=codebook) -> Tensor:
-            return avq_attention(
-                query,
-                key,
-                value,
-                codebook,
-                num_refined=shape.num_refined,
-                query_tile=shape.query_tile,
-            )
-
-        def exact(query=query, key=key, value=value) -> Tensor:
-            return F.scaled_dot_product_attention(query, key, value)
-
-        # Events and graphs are of the current GPU.
+        query, key, value, codebook = _random_case(workload, num_tokens, device)
+        avq = partial(
+            avq_attention,
+            query,
+            key,
+            value,
+            codebook,
+            num_refined=workload.num_refined,
+            query_tile=workload.query_tile,
+        )
+        exact = partial(F.scaled_dot_product_attention, query, key, value)
+        # Events and graphs belong to the current GPU.
         with torch.accelerator.device_index(device.index):
             for name in list(timers):
                 if timers[name](avq) > timers[name](exact):
@@ -137,26 +161,24 @@ def measure_break_even(shape: Shape, device: torch.device) -> BreakEven:
 
 
 def _random_case(
-    shape: Shape, num_tokens: int, device: torch.device
+    workload: Workload, num_tokens: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Codebook]:
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device)
 
-    parents = normal(shape.rows, shape.num_parents, shape.head_dim)
+    parents = normal(workload.batch_heads, workload.num_parents, workload.head_dim)
     children = parents[:, :, None] + 0.5 * normal(
-        shape.rows, shape.num_parents, shape.num_children, shape.head_dim
+        workload.batch_heads, workload.num_parents, workload.num_children, workload.head_dim
     )
-    tokens = [
-        normal(1, num_tokens, shape.rows, shape.head_dim).to(shape.dtype).transpose(1, 2)
-        for _ in range(3)
-    ]
-    return *tokens, Codebook(parents, children)
+    size = (1, num_tokens, workload.batch_heads, workload.head_dim)
+    query, key, value = (normal(*size).to(workload.dtype).transpose(1, 2) for _ in range(3))
+    return query, key, value, Codebook(parents, children)
 
 
 def _eager_milliseconds(function: Callable[[], Tensor]) -> float:
-    """Best mean time of a call among rounds of calls without a wait."""
+    """The mean time of an eager call, in the best round."""
 
     def calls() -> None:
         for _ in range(_CALLS):
@@ -166,12 +188,12 @@ def _eager_milliseconds(function: Callable[[], Tensor]) -> float:
 
 
 def _compiled_milliseconds(function: Callable[[], Tensor]) -> float:
-    """The same from a CUDA graph of the calls."""
+    """The mean time of a call in a CUDA graph, in the best round."""
     function()
     graph = torch.cuda.CUDAGraph()
-    # The default stream of captures is of the GPU that captured first.
+    # The default capture stream belongs to the GPU that captured first.
     stream = torch.cuda.Stream()
-    # Other threads of the process may go on using the GPU.
+    # Other threads of the process may keep using the GPU.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(_CALLS):
             function()
@@ -201,17 +223,17 @@ def _cache_file() -> Path:
 
 
 def _read(path: Path) -> dict[str, dict[str, int]]:
-    """The whole entries of a table; a broken cache costs new measurements."""
+    """The valid entries of a table; what a broken cache lacks is measured again."""
     try:
         table = json.loads(path.read_text())
     except (OSError, RecursionError, ValueError):
         return {}
     if not isinstance(table, dict):
         return {}
-    return {key: entry for key, entry in table.items() if _is_whole(entry)}
+    return {key: entry for key, entry in table.items() if _is_valid(entry)}
 
 
-def _is_whole(entry: object) -> bool:
+def _is_valid(entry: object) -> bool:
     return (
         isinstance(entry, dict)
         and entry.keys() == set(BreakEven._fields)
@@ -226,5 +248,5 @@ def _keep(key: str, measured: BreakEven) -> None:
         with FileLock(path.with_suffix(".lock")), atomic_write(path) as temporary:
             table = {**_read(path), key: measured._asdict()}
             temporary.write_text(json.dumps(table, indent=1) + "\n")
-    except OSError:  # nowhere to keep it: measured again in the next process
+    except OSError:  # not writable: the next process measures again
         return

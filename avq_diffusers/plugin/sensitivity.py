@@ -1,4 +1,4 @@
-"""How sensitive a model is to AVQ in each of its layers: which ones had better stay exact."""
+"""How much AVQ in each layer alone changes the predicted noise, to choose layers to keep exact."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from avq_diffusers.config import check_int
-from avq_diffusers.plugin.apply import applied_states, avq_disabled
+from avq_diffusers.plugin.apply import avq_disabled
+from avq_diffusers.plugin.layer_state import applied_states
 from avq_diffusers.plugin.layers import unet_of
 from avq_diffusers.plugin.prompts import checked_prompts, run_prompts
 
@@ -25,12 +26,11 @@ def measure_sensitivity(
     progress: bool = True,
     **pipe_arguments: Any,
 ) -> dict[str, float]:
-    """Measure the error of the predicted noise where AVQ runs in one layer alone.
+    """Measure the error of the predicted noise when AVQ runs in one layer alone.
 
-    The pipeline runs with exact attention. At each step the UNet runs once more for every AVQ layer
-    on the same inputs. Layers whose error stands out are what `AVQConfig.exact` is for. A layer
-    that its route runs exact on this GPU has no error: `apply_avq(..., route="always")` measures
-    all.
+    The pipeline runs exact attention. At each step the UNet runs again on the same inputs, once for
+    every AVQ layer. `AVQConfig.exact` is for layers whose error stands out. A layer whose route is
+    exact on this GPU has no error; to measure it, apply AVQ with `route="always"`.
 
     Args:
         pipe: a Stable Diffusion pipeline with AVQ; left as it was.
@@ -41,8 +41,8 @@ def measure_sensitivity(
         **pipe_arguments: further arguments of the pipeline's call, such as `height` or `image`.
 
     Returns:
-        By layer, |s - t| / |t| over all steps and prompts, s what the UNet returns with AVQ in that
-        layer and t what it returns without.
+        By layer name, |s - t| / |t| over all steps and prompts. Here s is the UNet's output with
+        AVQ in that layer, and t its output without.
 
     Raises:
         TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, the number of
@@ -55,14 +55,16 @@ def measure_sensitivity(
     states = applied_states(pipe)
     errors = dict.fromkeys((layer.name for layer in states), 0.0)
     expected = 0.0
-    # Of the UNet's calls under way, from the pipeline's inwards. Flattened, because the UNet takes
-    # a T2I-Adapter's features out of the list that it is given.
-    inputs = []
+    # Of the UNet calls under way, the pipeline's first. Flattened, because the UNet empties the
+    # list with a T2I-Adapter's features.
+    inputs: list[tuple[list[Any], TreeSpec]] = []
 
-    def keep_inputs(unet: nn.Module, args: tuple, kwargs: dict) -> None:
+    def keep_inputs(unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs.append(tree_flatten((args, kwargs)))
 
-    def compare(unet: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def compare(
+        unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         nonlocal expected
         if len(inputs) == 1:
             exact = output[0].float()
@@ -89,7 +91,7 @@ def measure_sensitivity(
         run_prompts(pipe, prompts, num_inference_steps, seed, pipe_arguments)
     if expected == 0:
         raise RuntimeError(
-            f"the UNet predicted nothing in {num_inference_steps} steps; take more, or for img2img "
-            "a larger strength."
+            f"the UNet did not run in {num_inference_steps} steps; take more, or for img2img a "
+            "larger strength."
         )
     return {name: (error / expected) ** 0.5 for name, error in errors.items()}

@@ -226,9 +226,9 @@ class StepBench:
         """Let eager calls take the route of compiled ones, for the output that these must give."""
         for layer in select_layers(self.unet):
             if (state := layer.avq_state) is not None:
-                state.break_even = {
-                    shape: found._replace(eager=found.compiled)
-                    for shape, found in state.break_even.items()
+                state.route.break_even = {
+                    workload: found._replace(eager=found.compiled)
+                    for workload, found in state.route.break_even.items()
                 }
 
     @torch.no_grad()

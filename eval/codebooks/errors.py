@@ -34,10 +34,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from diffusers import StableDiffusionPipeline
 from diffusers.models.attention_processor import Attention
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from avq_diffusers import AVQConfig, select_layers
@@ -53,6 +52,8 @@ from avq_diffusers.attention.diagnostics import (
 )
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.mini import Scene, render
+from avq_diffusers.plugin.layer_weights import LayerWeights
+from avq_diffusers.plugin.projection import project_heads
 from eval.quality.methods import Method, attention_method, method_cells, short_name
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel
@@ -376,8 +377,7 @@ class _LayerTotals:
         self.captures: list[dict[str, Tensor]] = []
         if config is not None:
             self.codebook = method.codebooks.codebook(name)
-            self.projection_changes = method.codebooks.projection_changes(name) or {}
-            self.key_norm = method.codebooks.key_norm(name) or nn.Identity()
+            self.weights = LayerWeights(method.codebooks, name)
 
     def add(self, student: Call, teacher: Call, latent_size: torch.Size, num_keys: int) -> None:
         hidden_states, output = student
@@ -386,7 +386,7 @@ class _LayerTotals:
         self.forced.add(self.attn(teacher_hidden_states), expected)
         if self.config is None:
             return
-        key = self.key_norm(self._project("to_k", hidden_states))
+        key = project_heads(self.attn, "to_k", hidden_states, self.weights)
         flat_key = key.movedim(1, 0).flatten(1, 2)
         generator = torch.Generator().manual_seed(len(self.keys))
         kept = torch.randperm(flat_key.shape[1], generator=generator)[:num_keys]
@@ -395,7 +395,7 @@ class _LayerTotals:
         order = query_order(
             *(length >> self.level for length in latent_size), self.config.query_order, key.device
         )
-        query = self._project("to_q", hidden_states[:1])
+        query = project_heads(self.attn, "to_q", hidden_states[:1], self.weights)
         self.captures.append(self._capture_figures(query, key[:1], order))
 
     def _capture_figures(self, query: Tensor, key: Tensor, order: Tensor) -> dict[str, Tensor]:
@@ -442,13 +442,6 @@ class _LayerTotals:
             **{name: values.mean().item() for name, values in heads.items()},
             "heads": {name: values.tolist() for name, values in heads.items()},
         }
-
-    def _project(self, name: str, hidden_states: Tensor) -> Tensor:
-        """(B, N, channels) to (B, H, N, D) by the projection, with its change if there is one."""
-        weight = self.attn.get_submodule(name).weight.float()
-        weight = weight + self.projection_changes.get(f"{name}.weight", 0)
-        projected = F.linear(hidden_states.float(), weight)
-        return projected.unflatten(-1, (self.attn.heads, -1)).transpose(1, 2)
 
 
 @contextmanager

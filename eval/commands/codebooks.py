@@ -62,7 +62,7 @@ def errors_command(
         read_kernel_times,
     )
     from eval.quality.methods import TOME, prepare_methods
-    from eval.quality.pictures import Drawing, dilation
+    from eval.quality.pictures import Drawing, check_dilation, dilation
 
     names = methods.split(",")
     if TOME in names:
@@ -71,8 +71,7 @@ def errors_command(
     numbers_refined = numbers_of("--refined", refined)
     pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
     drawing = Drawing(size=size, is_dilated=dilated)
-    with dilation(pipe, drawing):
-        pass  # refuses sizes before the work
+    check_dilation(pipe, drawing)
     num_tokens = ((size or own_size(pipe)) // pipe.vae_scale_factor) ** 2
     times = None if kernels is None else read_kernel_times(kernels, num_tokens)
     prepared = prepare_methods(

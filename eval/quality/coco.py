@@ -32,7 +32,7 @@ from avq_diffusers.files import TEMPORARY, atomic_write
 from avq_diffusers.plugin.prompts import quiet
 from eval.quality.captions import Captions
 from eval.quality.methods import Method, attention_method, prepare_methods, split_refined
-from eval.quality.pictures import Drawing, compilation, dilation, draw_batch
+from eval.quality.pictures import Drawing, check_dilation, compilation, dilation, draw_batch
 from eval.quality.protocol import GENERATION
 from eval.store.report import folder_digest, save_json
 
@@ -100,8 +100,7 @@ def generate_folder(
     check_folder(folder, config)
     pipe = _load(model, dtype, device)
     prepare = partial(prepare_methods, pipe, levels=levels, calibration_prompts=calibration_prompts)
-    with dilation(pipe, drawing):
-        pass  # refuses sizes before anything is written
+    check_dilation(pipe, drawing)
     if state.is_main_process:
         _begin(folder, config, captions, prepare, command=command, device=device)
     state.wait_for_everyone()

@@ -14,7 +14,7 @@ from PIL import Image
 from avq_diffusers.cli.sheet import picture_sheet
 from eval.quality.methods import EXACT, attention_method, method_cells, prepare_methods
 from eval.quality.metrics import psnr, ssim
-from eval.quality.pictures import Drawing, dilation, generate
+from eval.quality.pictures import Drawing, check_dilation, generate
 from eval.store.markdown import markdown_table
 
 UNDILATED = "exact, without ScaleCrafter"
@@ -53,8 +53,7 @@ def compare(
         FileNotFoundError, ValueError: as `prepare_methods`, or ScaleCrafter has no settings for the
             size.
     """
-    with dilation(pipe, drawing):
-        pass  # refuses sizes before the work
+    check_dilation(pipe, drawing)
     prepared = prepare_methods(
         pipe, (EXACT, *methods), levels=levels, calibration_prompts=calibration_prompts
     )

@@ -11,7 +11,8 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers import scalecrafter
-from avq_diffusers.extras.scalecrafter import ScaleCrafterConfig
+from avq_diffusers.extras.scalecrafter.apply import check_size
+from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD
 from avq_diffusers.plugin.prompts import quiet
 
@@ -96,13 +97,26 @@ def dilation(pipe: StableDiffusionPipeline, drawing: Drawing) -> AbstractContext
     Raises:
         ValueError: there is no size, it is not above the training size, or has no settings.
     """
-    size = drawing.size
     if not drawing.is_dilated:
         return nullcontext()
-    if size is None:
-        raise ValueError("ScaleCrafter needs a size above the model's own, but got none.")
-    config = MINI_SCALECRAFTER.get(size) if pipe.name_or_path == MINI_SD else None
+    size, config = _dilated_size(pipe, drawing)
     return scalecrafter(pipe, size, size, config=config)
+
+
+def check_dilation(pipe: StableDiffusionPipeline, drawing: Drawing) -> None:
+    """Raise what `dilation` raises."""
+    if drawing.is_dilated:
+        size, config = _dilated_size(pipe, drawing)
+        check_size(pipe, size, size, config=config)
+
+
+def _dilated_size(
+    pipe: StableDiffusionPipeline, drawing: Drawing
+) -> tuple[int, ScaleCrafterConfig | None]:
+    if drawing.size is None:
+        raise ValueError("ScaleCrafter needs a size above the model's own, but got none.")
+    config = MINI_SCALECRAFTER.get(drawing.size) if pipe.name_or_path == MINI_SD else None
+    return drawing.size, config
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from eval.quality.methods import (
     method_cells,
 )
 from eval.quality.metrics import Scorer, clip_scores, copy_agreements, picture_features, psnr
-from eval.quality.pictures import Drawing, dilation, generate
+from eval.quality.pictures import Drawing, check_dilation, generate
 from eval.quality.samples import LIKENESS, Sample, figures, likeness
 from eval.store.markdown import markdown_table, number
 
@@ -97,8 +97,7 @@ def score_methods(
             f"a compiled UNet needs batches of one size, but {len(scenes)} pictures are not "
             f"a multiple of {batch_size}."
         )
-    with dilation(pipe, drawing):
-        pass  # refuses sizes before the work
+    check_dilation(pipe, drawing)
     noise = range(first_seed + first_index, first_seed + first_index + len(scenes))
     loaded = load_methods(pipe, methods, levels=levels)
     captions = [scene.caption for scene in scenes]

@@ -21,7 +21,7 @@ from tiny import CONFIG, random_codebooks, tiny_pipe
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, scalecrafter, set_num_refined
 from avq_diffusers.cli.main import main as cli
 from avq_diffusers.cli.sheet import difference
-from avq_diffusers.plugin.apply import applied_states
+from avq_diffusers.plugin.layer_state import applied_states
 
 PROMPT = "a *red* fox"  # no emphasis, to the page
 SIDE = 128

@@ -690,7 +690,7 @@ def test_compare_of_identical_pictures_is_null_in_json(tmp_path):
         (["M4P2C2", "./codebooks@P8"], (0,), r"methods: there is no folder \./codebooks\."),
         (["M4P2C2", "LINFUSION@P2"], (0,), "LinFusion layers refine no parents, but got .*@P2'"),
         (["M4P2C2", "LINFUSION/none"], (0,), "methods: there is no folder .*none"),
-        (["M4P2C2", "BROKEN"], (0,), "is not a whole safetensors file"),
+        (["M4P2C2", "BROKEN"], (0,), "is not a complete safetensors file"),
         (["M4P5C2"], (0,), "num_refined must be at most num_parents"),
         (["M4"], (7,), "no self-attention at level 7"),
         (["M4P2C2", "M4P2C2-up_blocks.7"], (0,), "exact must name layers of this UNet"),

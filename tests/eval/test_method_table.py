@@ -13,7 +13,7 @@ from test_eval import run_command, scenes_run
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import scalecrafter
-from avq_diffusers.extras.scalecrafter import ScaleCrafterConfig
+from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
 from eval.benchmarks.kernels import plot_kernels
 from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet

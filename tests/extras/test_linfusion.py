@@ -405,7 +405,7 @@ class TestRefusals:
         path = folder / "model.safetensors"
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2] if content is None else content)
-        with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        with pytest.raises(ValueError, match="is not a complete safetensors file"):
             load_linfusion(loaded, folder)
 
     def test_other_tensors_of_the_same_shapes(self, folder, loaded):

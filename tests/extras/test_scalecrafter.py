@@ -31,20 +31,23 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avq_diffusers.extras.linfusion import LinFusionProcessor
-from avq_diffusers.extras.scalecrafter import (
+from avq_diffusers.extras.scalecrafter.apply import (
+    apply_scalecrafter,
+    check_size,
+    remove_scalecrafter,
+    scalecrafter,
+)
+from avq_diffusers.extras.scalecrafter.convolution import join_sub_grids, sub_grids
+from avq_diffusers.extras.scalecrafter.settings import (
     SD15_1024,
     SD15_1280,
     SD15_2048,
     ScaleCrafterConfig,
-    apply_scalecrafter,
-    join_sub_grids,
-    remove_scalecrafter,
-    scalecrafter,
-    sub_grids,
 )
 from avq_diffusers.mini import MINI_SD
-from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq, summary
+from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq
 from avq_diffusers.plugin.layers import select_layers
+from avq_diffusers.plugin.report import summary
 from avq_diffusers.plugin.timesteps import Timesteps
 
 DILATED, PLAIN = 981, 1  # timesteps
@@ -378,19 +381,20 @@ class TestApplyAndRemove:
             (TypeError, "config must be a ScaleCrafterConfig, but got dict", (pipe, 128, 128, {})),
             (TypeError, "height must be an int, but got 256.5", (pipe, 256.5, 256)),
             (ValueError, "width must be a multiple of 8, but got 300", (pipe, 256, 300, flat)),
-            (ValueError, r"sample_size=\(8, 8\), which is not a training size",
+            (ValueError, r"sample_size=\(8, 8\) in .* is not a training size",
              (tiny_unet(sample_size=(8, 8)), 128, 128)),
             (TypeError, "expected a pipeline with a unet or a UNet, but got str", ("sd", 128, 128)),
             (TypeError, "expected a UNet with up_blocks, but got AutoencoderKL",
              (pipe.vae, 128, 128)),
         ):  # fmt: skip
             pipe_or_unet, height, width, config, training_size = (*arguments, None, None)[:5]
-            with pytest.raises(error, match=message):
-                apply_scalecrafter(
-                    pipe_or_unet, height, width, config=config, training_size=training_size
-                )
+            for refuse in (check_size, apply_scalecrafter):
+                with pytest.raises(error, match=message):
+                    refuse(pipe_or_unet, height, width, config=config, training_size=training_size)
         assert torch.equal(draw(pipe), before)
-        with pytest.raises(ValueError, match=r"applied for 128 x 128 .* latents of \(8, 16"):
+        with pytest.raises(
+            ValueError, match=r"applied for images of 128 x 128, .* latents of \(8, 16"
+        ):
             draw(pipe, height=64)
 
     @pytest.mark.parametrize(
@@ -514,12 +518,12 @@ class TestNoiseDampedGuidance:
         pipe = apply_scalecrafter(small_pipe(), 256, 256)
         other = StableDiffusionPipeline.from_pipe(pipe)
         other.set_progress_bar_config(disable=True)
-        with pytest.raises(ValueError, match=r"has not drawn yet, .* apply it to the one that dr"):
+        with pytest.raises(ValueError, match=r"has not run yet, .* apply it to the one that gen"):
             draw(other, **SIZE_4X)
         expected = draw(pipe, **SIZE_4X)
         assert torch.equal(draw(other, **SIZE_4X), expected)
         for number in (1, 2, 3):
-            message = f"this batch of {number} is not; apply ScaleCrafter to the pipeline that"
+            message = f"another batch of {number}; apply ScaleCrafter to the pipeline that"
             with pytest.raises(ValueError, match=message):
                 draw(other, guidance_scale=1.0, num_images_per_prompt=number, **SIZE_4X)
         assert torch.equal(draw(pipe, **SIZE_4X), expected)
@@ -602,7 +606,7 @@ class TestNoiseDampedGuidance:
         pipe = apply_scalecrafter(small_pipe(), 256, 256)
         other = StableDiffusionPipeline(**pipe.components, requires_safety_checker=False)
         del pipe
-        with pytest.raises(RuntimeError, match="is gone; apply it to the one that draws"):
+        with pytest.raises(RuntimeError, match="is gone; apply it to the one that generates"):
             draw(other, **SIZE_4X)
 
 

@@ -47,7 +47,7 @@ from diffusers.models.attention_processor import (
 from diffusers.models.embeddings import ImageProjection
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from peft import LoraConfig, get_peft_model_state_dict
-from test_weights import random_changes
+from test_codebooks import random_changes
 from tiny import (
     CONFIG,
     draw,
@@ -60,20 +60,16 @@ from tiny import (
 )
 
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.extras.scalecrafter import scalecrafter
-from avq_diffusers.plugin.apply import (
-    apply_avq,
-    avq_disabled,
-    remove_avq,
-    set_num_refined,
-    summary,
-)
+from avq_diffusers.extras.scalecrafter.apply import scalecrafter
+from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq
 from avq_diffusers.plugin.calibration import calibrate
+from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.elastic import measure_capture
 from avq_diffusers.plugin.layers import select_layers
 from avq_diffusers.plugin.processor import AVQProcessor
+from avq_diffusers.plugin.refinement import set_num_refined
+from avq_diffusers.plugin.report import summary
 from avq_diffusers.plugin.sensitivity import measure_sensitivity
-from avq_diffusers.plugin.weights import AVQCodebooks
 
 feature = pytest.mark.feature
 

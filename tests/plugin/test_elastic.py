@@ -9,14 +9,17 @@ import pytest
 import torch
 from cases import make_case
 from diffusers import DDIMScheduler, StableDiffusionImg2ImgPipeline
-from test_weights import random_changes
+from test_codebooks import random_changes
 from tiny import draw, random_codebooks, tiny_pipe
 
 from avq_diffusers.attention.diagnostics import capture, capture_curve
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.extras.scalecrafter import ScaleCrafterConfig, scalecrafter
-from avq_diffusers.plugin.apply import apply_avq, avq_disabled, set_num_refined, summary
+from avq_diffusers.extras.scalecrafter.apply import scalecrafter
+from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
+from avq_diffusers.plugin.apply import apply_avq, avq_disabled
 from avq_diffusers.plugin.elastic import CaptureProfile, measure_capture
+from avq_diffusers.plugin.refinement import set_num_refined
+from avq_diffusers.plugin.report import summary
 
 CONFIG = AVQConfig(
     10, 2, 3, query_tile=16, query_order="random", levels=(0, 1), importance_tile=4
@@ -340,7 +343,7 @@ class TestMeasure:
             with pytest.raises(ValueError, match=message):
                 measure_capture(pipe, **{"prompts": [PROMPT]} | arguments)
         apply_avq(pipe, random_codebooks(pipe.unet, AVQConfig.parse("M4")))
-        with pytest.raises(ValueError, match="codebooks are flat: there are no children"):
+        with pytest.raises(ValueError, match="codebooks are flat: without children, nothing"):
             measure_capture(pipe, [PROMPT])
 
     def test_of_another_model(self, pipe, codebooks):

@@ -16,7 +16,7 @@ from diffusers import (
     StableDiffusionPipeline,
 )
 from diffusers.models.attention_processor import AttnProcessor2_0
-from test_weights import random_changes
+from test_codebooks import random_changes
 from tiny import (
     CONFIG,
     draw,
@@ -31,17 +31,13 @@ from tiny import (
 from torch._dynamo.testing import CompileCounter
 
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.plugin.apply import (
-    apply_avq,
-    avq_disabled,
-    remove_avq,
-    set_num_refined,
-    summary,
-)
+from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq
+from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layers import select_layers
 from avq_diffusers.plugin.pipeline import AVQStableDiffusionPipeline
 from avq_diffusers.plugin.processor import AVQProcessor
-from avq_diffusers.plugin.weights import AVQCodebooks
+from avq_diffusers.plugin.refinement import set_num_refined
+from avq_diffusers.plugin.report import summary
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 

@@ -10,7 +10,7 @@ from accelerate import cpu_offload
 from diffusers import AutoencoderKL, VQModel
 from diffusers.models.attention_processor import AttnProcessor2_0, SlicedAttnProcessor
 from peft import LoraConfig
-from test_weights import random_changes
+from test_codebooks import random_changes
 from tiny import (
     CONFIG,
     let_answer_calls_only,
@@ -27,9 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq, summary
-from avq_diffusers.plugin.processor import AVQProcessor, LayerState
-from avq_diffusers.plugin.weights import PROJECTION_PARAMETERS, AVQCodebooks
+from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq
+from avq_diffusers.plugin.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
+from avq_diffusers.plugin.layer_weights import LayerWeights
+from avq_diffusers.plugin.processor import AVQProcessor, remember_processor
+from avq_diffusers.plugin.report import summary
 
 LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
 
@@ -187,13 +189,13 @@ class TestOutput:
         """Catches a copy that is kept where the codebooks have come to the UNet's device."""
         codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, levels=(1,), key_norm=key_norm))
         apply_avq(unet, codebooks)
-        state = unet.get_submodule(LAYER)._avq
-        state.move_to(torch.device("meta"), torch.float32)
-        assert state.codebook.parents.is_meta
-        assert not key_norm or state.key_norm.weight.is_meta
-        state.move_to(torch.device("cpu"), torch.float32)
-        assert state.codebook.parents is codebooks.codebook(LAYER).parents
-        assert state.key_norm is codebooks.key_norm(LAYER)
+        weights = unet.get_submodule(LAYER)._avq.weights
+        weights.move_to(torch.device("meta"), torch.float32)
+        assert weights.codebook.parents.is_meta
+        assert not key_norm or weights.key_norm.weight.is_meta
+        weights.move_to(torch.device("cpu"), torch.float32)
+        assert weights.codebook.parents is codebooks.codebook(LAYER).parents
+        assert weights.key_norm is codebooks.key_norm(LAYER)
 
 
 class TestDtypes:
@@ -283,7 +285,8 @@ class TestHandingOver:
 
     def test_previous_processor_gets_every_argument(self, attn):
         """Catches an argument that is lost, or takes the place of another."""
-        recorder = attn._avq_previous = Recorder()
+        recorder = Recorder()
+        remember_processor(attn, recorder)
         text, mask = tokens(attn, 7, seed=1), torch.zeros(2, 1, 7)
         optional = {"temb": "temb", "ip_adapter_masks": "masks", "ip_hidden_states": "states"}
         attn(tokens(attn), text, mask, **optional)
@@ -415,9 +418,8 @@ class TestProjectionChanges:
         assert calls(unet) == {"AVQ": 20}
         assert not torch.equal(output.float(), expected)
         assert (output.float() - expected).norm() < 0.1 * expected.norm()
-        assert (
-            unet.get_submodule(LAYER)._avq.projection_changes["to_q.weight"].dtype == torch.float32
-        )
+        changes = unet.get_submodule(LAYER)._avq.weights.projection_changes
+        assert changes["to_q.weight"].dtype == torch.float32
 
     @pytest.mark.parametrize("avq_first", [True, False])
     def test_offload(self, unet, tuned, avq_first):
@@ -603,16 +605,14 @@ class TestOneInstanceOnAllLayers:
     def test_other_unet(self, unet, codebooks):
         """Catches a silent exact run where the user asked for AVQ."""
         unet.set_attn_processor(AVQProcessor(codebooks))
-        with pytest.raises(
-            RuntimeError, match=r"on a UNet that it was not made for; use apply_avq"
-        ):
+        with pytest.raises(RuntimeError, match=r"on a UNet without these codebooks; use apply_avq"):
             predict(unet)
 
     def test_codebooks_that_do_not_fit_leave_the_earlier_ones(self, unet, codebooks, monkeypatch):
         """Catches AVQ that is gone, or on half of the layers, when the GPU's memory runs out."""
         before = predict(apply_avq(unet, codebooks))
         moves = iter([None, None])
-        monkeypatch.setattr(LayerState, "move_to", lambda *_: next(moves))
+        monkeypatch.setattr(LayerWeights, "move_to", lambda *_: next(moves))
         with pytest.raises(StopIteration):
             apply_avq(unet, random_codebooks(unet, seed=1))
         monkeypatch.undo()

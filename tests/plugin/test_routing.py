@@ -13,20 +13,21 @@ from torch._subclasses import FakeTensorMode
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin import routing
-from avq_diffusers.plugin.apply import apply_avq, summary
+from avq_diffusers.plugin.apply import apply_avq
 from avq_diffusers.plugin.layers import select_layers
+from avq_diffusers.plugin.report import summary
 from avq_diffusers.plugin.routing import (
     NEVER,
     TOKENS,
     BreakEven,
-    Shape,
+    Workload,
     break_even,
     known_break_even,
     measure_break_even,
-    rows_bucket,
+    next_power_of_two,
 )
 
-SHAPE = Shape(16, 40, 64, 16, 8, 128, torch.float16)
+WORKLOAD = Workload(16, 40, 64, 16, 8, 128, torch.float16)
 FOUND = BreakEven(eager=2048, compiled=512)
 KEY = "GPU X, float16, 16 rows, D40, M64P16C8, tiles of 128"
 
@@ -43,12 +44,12 @@ def cache_file(monkeypatch, tmp_path):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Counts measurements; each gives FOUND."""
-    shapes = []
+    """The workloads that were measured; each gives FOUND."""
+    workloads = []
     monkeypatch.setattr(
-        routing, "measure_break_even", lambda shape, device: shapes.append(shape) or FOUND
+        routing, "measure_break_even", lambda workload, device: workloads.append(workload) or FOUND
     )
-    return shapes
+    return workloads
 
 
 def set_break_even(unet, eager, compiled=NEVER):
@@ -56,7 +57,8 @@ def set_break_even(unet, eager, compiled=NEVER):
     for row in summary(unet).rows:
         state = getattr(unet.get_submodule(row.name), "_avq", None)
         if state is not None:
-            state.break_even = {state.shape(torch.empty(2, 1, 1)): BreakEven(eager, compiled)}
+            workload = state.workload(torch.empty(2, 1, 1))
+            state.route.break_even = {workload: BreakEven(eager, compiled)}
 
 
 def test_layers_below_the_break_even_run_exact(unet, codebooks):
@@ -128,8 +130,8 @@ class TestLearning:
 
         def learn(*, measure=True, capturing=False):
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-            state.learn_break_even(tokens, measure=measure)
-            return list(state.break_even.values())
+            state.route.learn(state.workload(tokens), tokens.device, measure=measure)
+            return list(state.route.break_even.values())
 
         return learn
 
@@ -144,13 +146,13 @@ class TestLearning:
     @pytest.mark.parametrize("when", [{"measure": False}, {"capturing": True}])
     def test_what_the_table_knows_holds_everywhere(self, state, learn, measured, when):
         """Catches a CUDA graph of AVQ where exact attention is known to be faster."""
-        break_even(state.shape(torch.empty(2, 1, 1)), torch.device("cuda"))
+        break_even(state.workload(torch.empty(2, 1, 1)), torch.device("cuda"))
         measured.clear()
         assert learn(**when) == [FOUND]
         assert not measured
 
     def test_a_fixed_route_needs_no_measurement(self, state, learn, measured):
-        state.route = "always"
+        state.route.route = "always"
         assert learn() == []
         assert not measured
 
@@ -162,23 +164,23 @@ def test_unknown_routes_are_refused(unet, codebooks):
 
 def test_a_measurement_is_made_once_and_kept(cache_file, measured):
     device = torch.device("cuda")
-    assert known_break_even(SHAPE, device) is None
-    assert break_even(SHAPE, device) == break_even(SHAPE, device) == FOUND
-    assert measured == [SHAPE]
+    assert known_break_even(WORKLOAD, device) is None
+    assert break_even(WORKLOAD, device) == break_even(WORKLOAD, device) == FOUND
+    assert measured == [WORKLOAD]
     assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
     routing._table.cache_clear()
-    assert known_break_even(SHAPE, device) == FOUND
+    assert known_break_even(WORKLOAD, device) == FOUND
     assert set(cache_file.parent.iterdir()) == {cache_file, cache_file.with_suffix(".lock")}
 
 
 def test_measurements_of_other_shapes_and_of_the_package_stay(cache_file, measured):
     """Catches a file of the last shape alone, a table without the package's, and one over ours."""
-    device, other = torch.device("cuda"), replace(SHAPE, head_dim=80)
+    device, other = torch.device("cuda"), replace(WORKLOAD, head_dim=80)
     shipped, entry = next(iter(routing._read(routing._SHIPPED).items()))
-    for shape in (SHAPE, other):
-        break_even(shape, device)
+    for workload in (WORKLOAD, other):
+        break_even(workload, device)
     kept = json.loads(cache_file.read_text())
-    assert kept.keys() == {SHAPE.key(device), other.key(device)}
+    assert kept.keys() == {WORKLOAD.key(device), other.key(device)}
     assert routing._table()[shipped] == entry
     cache_file.write_text(json.dumps({**kept, shipped: FOUND._asdict()}))
     routing._table.cache_clear()
@@ -204,7 +206,7 @@ def test_two_that_measure_at_once_keep_both(cache_file, monkeypatch):
 def test_never_slower_from_a_break_even_on(monkeypatch):
     """Catches the first number of tokens at which AVQ wins, though it loses at a later one."""
     exact = dict(zip(TOKENS, (3.0, 1.0, 3.0, 3.0, 3.0, 3.0), strict=True))
-    case = lambda shape, num_tokens, device: (num_tokens,) * 4  # noqa: E731
+    case = lambda workload, num_tokens, device: (num_tokens,) * 4  # noqa: E731
     monkeypatch.setattr(routing, "_random_case", case)
     monkeypatch.setattr(routing, "avq_attention", lambda query, *others, **sizes: 2.0)
     attention = lambda query, key, value: exact[query]  # noqa: E731
@@ -212,29 +214,30 @@ def test_never_slower_from_a_break_even_on(monkeypatch):
     monkeypatch.setattr(routing, "_eager_milliseconds", lambda call: call())
     monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
     cpu = torch.device("cpu")
-    assert measure_break_even(SHAPE, cpu) == BreakEven(TOKENS[2], TOKENS[2])
+    assert measure_break_even(WORKLOAD, cpu) == BreakEven(TOKENS[2], TOKENS[2])
     exact[TOKENS[-1]] = 1.0
-    assert measure_break_even(SHAPE, cpu) == BreakEven(NEVER, NEVER)
+    assert measure_break_even(WORKLOAD, cpu) == BreakEven(NEVER, NEVER)
 
 
-def test_the_shape_of_a_call(unet, codebooks):
+def test_the_workload_of_a_call(unet, codebooks):
     """Catches heads or the batch left out of what decides."""
     apply_avq(unet, codebooks)
     layer = select_layers(unet, (0,))[0]
-    assert layer.avq_state.shape(torch.empty(3, 1, 1)) == Shape(8, 8, 4, 2, 2, 16, torch.float32)
+    workload = layer.avq_state.workload(torch.empty(3, 1, 1))
+    assert workload == Workload(8, 8, 4, 2, 2, 16, torch.float32)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])
 def test_a_broken_cache_costs_a_measurement(cache_file, measured, content):
     cache_file.parent.mkdir()
     cache_file.write_text(content)
-    assert break_even(SHAPE, torch.device("cuda")) == FOUND
+    assert break_even(WORKLOAD, torch.device("cuda")) == FOUND
     assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
 
 
 def test_nowhere_to_keep_it(cache_file, measured):
     cache_file.parent.write_text("a file is in the way")
-    assert break_even(SHAPE, torch.device("cuda")) == FOUND
+    assert break_even(WORKLOAD, torch.device("cuda")) == FOUND
 
 
 def test_measurements_of_the_package_name_known_tokens():
@@ -243,14 +246,13 @@ def test_measurements_of_the_package_name_known_tokens():
     assert {tokens for found in table.values() for tokens in found.values()} <= {*TOKENS, NEVER}
 
 
-def test_a_bucket_holds_all_batches_up_to_a_power_of_two():
-    assert [rows_bucket(batch, 8) for batch in (1, 2, 3, 4)] == [8, 16, 32, 32]
-    assert rows_bucket(1, 1) == 1
+def test_next_power_of_two():
+    assert [next_power_of_two(number) for number in (1, 8, 16, 24, 32)] == [1, 8, 16, 32, 32]
 
 
 @pytest.mark.gpu
 def test_long_sequences_are_worth_it_on_a_gpu():
-    found = routing.measure_break_even(SHAPE, torch.device("cuda"))
+    found = routing.measure_break_even(WORKLOAD, torch.device("cuda"))
     assert found.eager in TOKENS
     assert found.compiled in TOKENS
     assert found.compiled <= found.eager

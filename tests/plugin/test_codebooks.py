@@ -16,8 +16,8 @@ from tiny import CONFIG, predict, random_codebooks, sd2_unet, sdxl_unet, tiny_un
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.apply import apply_avq
+from avq_diffusers.plugin.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 from avq_diffusers.plugin.layers import select_layers
-from avq_diffusers.plugin.weights import PROJECTION_PARAMETERS, AVQCodebooks
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
@@ -360,7 +360,7 @@ class TestRefusals:
         """Catches a truncated file read as far as it goes (None: the first half of a real one)."""
         whole = (folder / WEIGHTS).read_bytes()
         (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2] if content is None else content)
-        with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        with pytest.raises(ValueError, match="is not a complete safetensors file"):
             AVQCodebooks.from_pretrained(folder)
 
     @pytest.mark.parametrize("changed", ["one-bit", "exchanged"])

@@ -1,4 +1,4 @@
-"""`AVQCodebooks`: the codebooks of a UNet's layers as one model.
+"""`AVQCodebooks`: the codebooks of a UNet's layers in one model.
 
 Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
@@ -22,10 +22,15 @@ from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.files import atomic_save
 from avq_diffusers.plugin.layers import LayerSpec, SelfAttentionLayer, select_layers
-from avq_diffusers.plugin.tensors import check_names, check_tensors, load_tensors, tensor_digest
+from avq_diffusers.plugin.tensor_files import (
+    check_names,
+    check_tensors,
+    load_tensors,
+    tensor_digest,
+)
 
 FORMAT_VERSION = 2
-# Names and dimensions of an attention's projections, which are square in every UNet of diffusers.
+# Parameters of the projections and their number of dimensions. They are square in all UNets.
 PROJECTION_PARAMETERS = {
     "to_q.weight": 2,
     "to_k.weight": 2,
@@ -33,10 +38,10 @@ PROJECTION_PARAMETERS = {
     "to_out.0.weight": 2,
     "to_out.0.bias": 1,
 }
-# Larger than what rounding of a float32 mean explains, far below what a picture shows.
+# Above the rounding of a float32 mean, far below what an image shows.
 CONSTRAINT_TOLERANCE = 1e-3
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
-# What `DiffusionPipeline.from_pretrained` passes to each of its models.
+# Arguments that `DiffusionPipeline.from_pretrained` passes to each of its models.
 PIPELINE_ARGUMENTS = (
     "torch_dtype",
     "device_map",
@@ -49,7 +54,7 @@ PIPELINE_ARGUMENTS = (
     "low_cpu_mem_usage",
     "disable_mmap",
 )
-# Arguments of `ModelMixin.save_pretrained` whose other values make files of other names.
+# Arguments of `ModelMixin.save_pretrained`; other values would write files of other names.
 SAVED_WITH = {
     "safe_serialization": True,
     "variant": None,
@@ -59,20 +64,19 @@ SAVED_WITH = {
 
 
 class AVQCodebooks(ModelMixin, ConfigMixin):
-    """Codebooks of all AVQ layers of one UNet: `save_pretrained`, `from_pretrained`, `push_to_hub`.
+    """The codebooks of one UNet, with `save_pretrained`, `from_pretrained` and `push_to_hub`.
 
-    Built by `from_codebooks`, `calibrate` or distillation. Distilled ones may hold what training
-    changed in the layers' projections as well: tuned minus base, so that a fine-tune or a LoRA of
-    the base model keeps its own part. All are float32 parameters without gradient, so that
-    `.to(device)` moves them in place under a UNet that already uses them; under `.half()` or
-    `.to(dtype)` they stay in float32.
+    `from_codebooks`, `calibrate` and distillation build them. Distilled ones may also hold changes
+    of the layers' projections: tuned minus base weights, so a fine-tune or LoRA of the base model
+    keeps its own part. All tensors are float32 parameters without gradient. `.to(device)` moves
+    them in place under a UNet that uses them; `.half()` and `.to(dtype)` leave them in float32.
 
     Args:
         avq: fields of the `AVQConfig`.
         layers: fields of one `LayerSpec` per layer.
         base_model: name of the model they were made for; informational.
-        calibration: free summary of what `calibrate` did; informational.
-        training: free summary of what distillation did; informational.
+        calibration: summary of the calibration; informational.
+        training: summary of the distillation; informational.
         tuned: hold changes of the projections of every layer.
         sha256: digest of the tensors in the file beside config.json, set by `save_pretrained`.
         format_version: of the file.
@@ -126,23 +130,23 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
         Args:
             config: sizes and levels.
-            codebooks: one `Codebook` for the name of every layer of `select_layers(unet,
+            codebooks: one `Codebook` by the name of each layer of `select_layers(unet,
                 config.levels, config.exact)`; copied.
             unet: the UNet they are for.
             base_model: name of that model.
-            calibration: summary of what `calibrate` did, kept in `config.json`.
-            training: summary of what distillation did, kept there as well.
-            projection_changes: for the name of every layer, what is added to its `to_q.weight`,
-                `to_k.weight`, `to_v.weight`, `to_out.0.weight` and `to_out.0.bias`; copied, to
+            calibration: summary of the calibration, kept in `config.json`.
+            training: summary of the distillation, kept there as well.
+            projection_changes: by the name of each layer, what AVQ adds to its `to_q.weight`,
+                `to_k.weight`, `to_v.weight`, `to_out.0.weight` and `to_out.0.bias`; copied to
                 float32.
 
         Raises:
-            ValueError: names or shapes are not those of the UNet and `config`, an override is for
-                none of its layers, or a tensor holds NaN or infinity.
+            ValueError: names or shapes do not fit the UNet and `config`, an override matches none
+                of its layers, or a tensor holds NaN or infinity.
         """
         layers = select_layers(unet, config.levels, config.exact, config.overrides)
         check_names("codebooks", codebooks, [layer.name for layer in layers])
-        # By keyword: diffusers' `from_config` drops what came by position.
+        # By keyword: diffusers' `from_config` drops positional arguments.
         built = cls(
             avq=asdict(config),
             layers=[layer.stored for layer in layers],
@@ -161,10 +165,10 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **kwargs: Any) -> "AVQCodebooks":
-        """Build empty codebooks of `config`, as `ConfigMixin.from_config`.
+        """Build empty codebooks, as `ConfigMixin.from_config`.
 
         Raises:
-            ValueError: `config` is that of another class or of an unknown format version.
+            ValueError: `config` belongs to another class or has an unknown format version.
         """
         class_name = config.get("_class_name", cls.__name__)
         if class_name != cls.__name__:
@@ -186,21 +190,21 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         dtype: torch.dtype = torch.float32,
         **arguments: Any,
     ) -> "AVQCodebooks":
-        """Load codebooks from a folder or from the Hub; only safetensors are read.
+        """Load codebooks from a folder or from the Hub; only safetensors files are read.
 
         Args:
             pretrained_model_name_or_path: folder or Hub id.
-            subfolder: folder inside of it.
-            dtype: accepted as by every diffusers model; all parameters stay in float32.
+            subfolder: folder inside it.
+            dtype: accepted as in every diffusers model; all parameters stay in float32.
             **arguments: `revision`, `token`, `cache_dir`, `force_download` or `local_files_only` of
-                `huggingface_hub.hf_hub_download`. What else a pipeline of diffusers passes to its
-                models is accepted and changes nothing.
+                `huggingface_hub.hf_hub_download`. Other arguments that diffusers' pipelines pass to
+                their models are accepted without effect.
 
         Raises:
             TypeError: an argument is unknown.
             FileNotFoundError: there is no such folder, or it lacks a file.
-            ValueError: another file is asked for, or a file is damaged, of another format, or does
-                not hold what its config.json says.
+            ValueError: an argument asks for another file, or a file is damaged, has another format,
+                or does not match its config.json.
         """
         for name in arguments:
             if name not in HUB_ARGUMENTS + PIPELINE_ARGUMENTS:
@@ -232,7 +236,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{config_path} is not a JSON file: {error}.") from error
         try:
-            with torch.device("meta"):  # the file may claim sizes beyond any memory
+            with torch.device("meta"):  # the file may claim sizes that no memory holds
                 codebooks = cls.from_config(config)
         except ValueError as error:
             raise ValueError(f"{config_path}: {error}") from error
@@ -248,18 +252,18 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
     ) -> None:
         """Save config and weights into a folder, as `ModelMixin.save_pretrained`.
 
-        Codebooks that were there stay until the new ones are whole; a kill at any moment leaves
-        the old ones, the new ones, or a folder that is refused for having no config.json.
+        Earlier codebooks there stay until the new ones are complete. A kill at any moment leaves
+        the old ones, the new ones, or a folder that is refused because it has no config.json.
 
         Args:
-            save_directory: made where it is missing.
-            is_main_process: where this is False, nothing is written.
+            save_directory: made if it is missing.
+            is_main_process: if False, nothing is written.
             **arguments: others of `ModelMixin.save_pretrained`, such as `push_to_hub`.
 
         Raises:
             ValueError: the arguments ask for other files than the one that `from_pretrained` reads.
-            OSError: the folder cannot be made or written; the message says whether what was there
-                is intact.
+            OSError: the folder cannot be made or written; the message says whether its earlier
+                content is intact.
         """
         for name, value in SAVED_WITH.items():
             if arguments.get(name, value) != value:
@@ -271,7 +275,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         folder = Path(save_directory)
         self.register_to_config(sha256=tensor_digest(self.state_dict()))
         with atomic_save(folder, self.config_name, "codebooks") as temporary:
-            # To a Hub repository, if to any, named as the folder is.
+            # A Hub repository gets the name of the folder.
             super().save_pretrained(str(temporary), **{"repo_id": folder.name, **arguments})
 
     def layer_config(self, name: str) -> AVQConfig:
@@ -284,16 +288,18 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         return Codebook(layer.parent_codewords, layer.child_codewords)
 
     def key_norm(self, name: str) -> nn.LayerNorm | None:
-        """The norm that one layer's keys pass before attention, if `AVQConfig.key_norm` is set."""
+        """The norm of one layer's keys, if `AVQConfig.key_norm` is set."""
         return self._layer(name).key_norm
 
     def projection_changes(self, name: str) -> dict[str, Tensor] | None:
-        """What AVQ adds to one layer's projections, if anything; the tensors are the parameters."""
+        """What AVQ adds to one layer's projections, or None; the tensors are the parameters."""
         changes = self._layer(name).projection_changes
-        return changes and {key: changes[_key(key)] for key in PROJECTION_PARAMETERS}
+        if changes is None:
+            return None
+        return {key: changes[_key(key)] for key in PROJECTION_PARAMETERS}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AVQCodebooks":
-        # All moves and casts go through here; of `_keep_in_fp32_modules`, `to` only warns.
+        # All moves and casts go through here; for `_keep_in_fp32_modules`, `to` only warns.
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
@@ -303,10 +309,11 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
     @torch.no_grad()
     def project(self) -> "AVQCodebooks":
         """Shift every parent's children, in place, so that they average to the parent."""
-        for layer in self.codebooks.values():
-            parents, children = layer.parent_codewords[:, :, None], layer.child_codewords
-            if children.shape[2]:
-                children.sub_(children.mean(2, keepdim=True) - parents)
+        for name in self.layer_specs:
+            codebook = self.codebook(name)
+            if codebook.num_children:
+                means = codebook.children.mean(2, keepdim=True)
+                codebook.children.sub_(means - codebook.parents[:, :, None])
         return self
 
     def layers_of(self, unet: nn.Module) -> list[SelfAttentionLayer]:
@@ -314,7 +321,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
         Raises:
             TypeError: `unet` is not a UNet.
-            ValueError: the codebooks are those of another model.
+            ValueError: the codebooks belong to another model.
         """
         layers = select_layers(unet, self.avq_config.levels, self.avq_config.exact)
         check_names("codebooks of another model", self.layer_specs, [x.name for x in layers])
@@ -329,7 +336,9 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         return layers
 
     def _layer(self, name: str) -> "_LayerCodebook":
-        return self.codebooks[_key(name)]
+        layer = self.codebooks[_key(name)]
+        assert isinstance(layer, _LayerCodebook)
+        return layer
 
     def _load(self, path: Path) -> None:
         loaded = load_tensors(path, self.state_dict(), self.config["sha256"])
@@ -345,9 +354,9 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
 
 class _LayerCodebook(nn.Module):
-    """Parameters of one layer: parents (H, M0, D), children (H, M0, C, D), norm, changes.
+    """The parameters of one layer: parents (H, M0, D), children (H, M0, C, D), norm and changes.
 
-    `nn.Module` has a method named `children`, hence the longer names.
+    The names are longer because `nn.Module` has a method `children`.
     """
 
     def __init__(self, spec: LayerSpec, config: AVQConfig, tuned: bool) -> None:

@@ -1,4 +1,4 @@
-"""Tensors read from a file, or about to be written into one, and their checks."""
+"""Tensors in safetensors files: their checks, their digest, and how they are read."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -13,7 +13,11 @@ WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_names(subject: str, got: Collection[str], expected: Collection[str]) -> None:
-    """Refuse names that are missing or unexpected, with a ValueError that `subject` begins."""
+    """Refuse missing and unexpected names.
+
+    Raises:
+        ValueError: begins with `subject`.
+    """
     missing = [name for name in expected if name not in got]
     unexpected = [name for name in got if name not in expected]
     if missing:
@@ -25,7 +29,7 @@ def check_names(subject: str, got: Collection[str], expected: Collection[str]) -
 
 
 def check_tensors(subject: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of other names or shapes, of less than 16 bits, or with NaN or infinity.
+    """Refuse tensors with other names or shapes, of less than 16 bits, or with NaN or infinity.
 
     Raises:
         ValueError: begins with `subject` and names the tensor.
@@ -47,7 +51,7 @@ def check_tensors(subject: str, got: Mapping[str, Tensor], expected: Mapping[str
 
 
 def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, shapes and values, whatever the floating point dtype they are stored in."""
+    """The SHA-256 of names, shapes and values, whatever their floating point dtype."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
@@ -58,7 +62,7 @@ def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
 def load_tensors(
     path: Path, expected: Mapping[str, Tensor], sha256: str | None
 ) -> dict[str, Tensor]:
-    """Read a safetensors file that must pass `check_tensors` and have this digest, if there is one.
+    """Read a safetensors file; it must pass `check_tensors` and have the digest, unless None.
 
     Raises:
         ValueError: names `path`.
@@ -66,7 +70,7 @@ def load_tensors(
     try:
         tensors = load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}.") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}.") from error
     check_tensors(str(path), tensors, expected)
     if sha256 not in (None, tensor_digest(tensors)):
         raise ValueError(

@@ -1,0 +1,346 @@
+"""Switch ScaleCrafter on and off: `apply_scalecrafter`, `remove_scalecrafter`, `scalecrafter`.
+
+The UNet chooses its convolutions by the timestep of each call. The hook that does this reads a
+scheduler's timesteps from the device once per image; for noise-damped guidance it also compares
+the latents there at each step. It stays outside compiled code. `torch.compile(unet)` makes one
+graph for each set of dilations that an image goes through: two, or nine at four times the training
+size. For nine, raise `torch._dynamo.config.recompile_limit` to 16. If the UNet must compile without
+a graph break (`fullgraph=True`), compile it by `pipe.unet = torch.compile(pipe.unet,
+fullgraph=True)` before `apply_scalecrafter`. Capturing a CUDA graph reads nothing: the graph holds
+the convolutions of the call before.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, UNet2DConditionModel
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from avq_diffusers.config import check_int
+from avq_diffusers.extras.scalecrafter.convolution import RedilatedConvolution
+from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig, at_level, usual_config
+from avq_diffusers.plugin.layers import PipelineOrUNet, uncompiled, unet_of
+from avq_diffusers.plugin.timesteps import Timesteps
+
+
+def apply_scalecrafter(
+    pipe: PipelineOrUNet,
+    height: int,
+    width: int,
+    *,
+    config: ScaleCrafterConfig | None = None,
+    training_size: int | None = None,
+) -> PipelineOrUNet:
+    """Dilate the UNet's convolutions for images of this size, larger than it was trained on.
+
+    An earlier ScaleCrafter is removed first. Attention and ControlNets stay as they are. Img2img
+    of a strength below about .4 begins after the dilated part (.3 from 2.5 times the training size
+    on). The UNet then refuses latents of another size, and samplers without training timesteps
+    such as EDM's and IPNDM. It serves one thread at a time: all its convolutions follow the
+    timestep of the call under way.
+
+    Args:
+        pipe: a pipeline with a `unet`, or the UNet. Noise-damped guidance needs the pipeline that
+            generates, to know whether it guides. If another pipeline with the same UNet
+            (`from_pipe`) generates, damping is on or off by whether this one guided last; batches
+            that do not fit are refused.
+        height: of the images, in pixels; 8 per latent for a UNet without a pipeline.
+        width: likewise.
+        config: None takes the authors' settings for SD1.5, whatever the model, by the ratio of
+            image and training size: 2 x 2, 2.5 x 2.5, 4 x 2, 2 x 4 or 4 x 4. They give others for
+            SD2.1 (20 dilated steps at 2 x 2) and for SDXL (at 2 x 2 no down block is dilated).
+        training_size: in pixels; None takes what the UNet's config says.
+
+    Returns:
+        `pipe`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `check_size`.
+    """
+    state = _ScaleCrafter(pipe, height, width, config, training_size)
+    remove_scalecrafter(pipe)
+    state.install(unet_of(pipe))
+    return pipe
+
+
+def remove_scalecrafter(pipe: PipelineOrUNet) -> PipelineOrUNet:
+    """Undo `apply_scalecrafter`; without ScaleCrafter nothing happens.
+
+    Raises:
+        TypeError: `pipe` has no UNet.
+    """
+    unet = uncompiled(unet_of(pipe))
+    if hasattr(unet, "_scalecrafter"):
+        unet._scalecrafter.uninstall()
+        del unet._scalecrafter
+    return pipe
+
+
+def check_size(
+    pipe: DiffusionPipeline | nn.Module,
+    height: int,
+    width: int,
+    *,
+    config: ScaleCrafterConfig | None = None,
+    training_size: int | None = None,
+) -> None:
+    """Raise what `apply_scalecrafter` raises for these arguments; change nothing.
+
+    Args:
+        pipe, height, width, config, training_size: as `apply_scalecrafter`.
+
+    Raises:
+        TypeError: `pipe` has no UNet, a side or size is not an int, or `config` is not a
+            `ScaleCrafterConfig`.
+        ValueError: a side is not a multiple of 8, the size is not larger than the training size,
+            there are no settings for it, or the UNet has no convolution to dilate.
+        NotImplementedError: noise-damped guidance for a pipeline that also guides by an image,
+            such as InstructPix2Pix.
+    """
+    _ScaleCrafter(pipe, height, width, config, training_size)
+
+
+@contextmanager
+def scalecrafter(
+    pipe: DiffusionPipeline | nn.Module,
+    height: int,
+    width: int,
+    *,
+    config: ScaleCrafterConfig | None = None,
+    training_size: int | None = None,
+) -> Iterator[None]:
+    """Apply ScaleCrafter inside the `with` block, then restore what was there before.
+
+    Args:
+        pipe, height, width, config, training_size: as `apply_scalecrafter`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `check_size`.
+    """
+    earlier = getattr(uncompiled(unet_of(pipe)), "_scalecrafter", None)
+    apply_scalecrafter(pipe, height, width, config=config, training_size=training_size)
+    try:
+        yield
+    finally:
+        remove_scalecrafter(pipe)
+        if earlier is not None:
+            earlier.install(unet_of(pipe))
+
+
+class _PipeReference(weakref.ref):
+    """A weak reference to a pipeline. In a copy of the pipeline, it refers to the copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_PipeReference":
+        pipe = self()
+        return self if pipe is None else _PipeReference(memo.get(id(pipe), pipe))
+
+
+class _ScaleCrafter:
+    """ScaleCrafter on one UNet: the re-dilated convolutions, and hooks on the UNet's calls."""
+
+    def __init__(
+        self,
+        pipe: DiffusionPipeline | nn.Module,
+        height: int,
+        width: int,
+        config: ScaleCrafterConfig | None,
+        training_size: int | None,
+    ) -> None:
+        unet = uncompiled(unet_of(pipe))
+        if not hasattr(unet, "up_blocks"):
+            raise TypeError(f"expected a UNet with up_blocks, but got {type(unet).__name__}.")
+        factor = getattr(pipe, "vae_scale_factor", 8)
+        if training_size is None:
+            training_size = _sample_size(unet) * factor
+        check_int("training_size", training_size, 1)
+        unit = math.lcm(8, factor)  # diffusers' pipelines take multiples of 8
+        for name, side in (("height", height), ("width", width)):
+            check_int(name, side, unit)
+            if side % unit:
+                raise ValueError(f"{name} must be a multiple of {unit}, but got {side}.")
+        if max(height, width) <= training_size:
+            raise ValueError(
+                f"ScaleCrafter is for images larger than the training size, {training_size}, but "
+                f"got {height} x {width} (height x width); there is nothing to do."
+            )
+        if config is None:
+            config = usual_config(height, width, training_size)
+        elif not isinstance(config, ScaleCrafterConfig):
+            raise TypeError(
+                f"config must be a ScaleCrafterConfig, but got {type(config).__name__}."
+            )
+        if config.damped_dilations and not hasattr(type(pipe), "do_classifier_free_guidance"):
+            raise ValueError(
+                f"noise-damped guidance needs a pipeline with guidance, but got "
+                f"{type(pipe).__name__}; pass such a pipeline, or a config without "
+                f"damped_dilations."
+            )
+        if config.damped_dilations and hasattr(type(pipe), "image_guidance_scale"):
+            raise NotImplementedError(
+                f"noise-damped guidance is for pairs (uncond, text), but {type(pipe).__name__} "
+                "also guides by an image; pass a config without damped_dilations."
+            )
+        self.convolutions = _convolutions(unet, config)
+        if not self.convolutions:
+            raise ValueError(
+                f"this UNet has no 3x3 convolution at a level that dilations={config.dilations} "
+                "dilates."
+            )
+        self.config = config
+        self.size = (height, width)
+        self.latent_size = (height // factor, width // factor)
+        self.pipe = _PipeReference(pipe) if config.damped_dilations else None
+        self.timesteps = Timesteps()
+        self.timestep: float = 0
+        self.inputs: Any = None
+        self.in_damped_call = False
+        self.handles: list[RemovableHandle] = []
+
+    def install(self, unet: nn.Module) -> None:
+        uncompiled(unet)._scalecrafter = self
+        self.handles = [unet.register_forward_pre_hook(self.pre_forward, with_kwargs=True)]
+        if self.pipe is not None:
+            self.handles.append(
+                # Called even if the UNet raises: it frees the inputs.
+                unet.register_forward_hook(self.damp, with_kwargs=True, always_call=True)
+            )
+
+    def uninstall(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for convolution in self.convolutions:
+            convolution.uninstall()
+
+    @torch.compiler.disable
+    def pre_forward(self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.in_damped_call:
+            return
+        size = tuple(_sample(args, kwargs).shape[-2:])
+        if size != self.latent_size:
+            height, width = self.size
+            raise ValueError(
+                f"ScaleCrafter was applied for images of {height} x {width}, latents of "
+                f"{self.latent_size}, but got latents of {size}; apply it for this size, or remove "
+                "it."
+            )
+        timestep = self.timesteps.of_call(args, kwargs)
+        if timestep is not None:
+            self.timestep = timestep
+        for convolution in self.convolutions:
+            convolution.install()
+        self.dilate(self.config.dilations_at(self.timestep))
+        if self.pipe is not None:
+            # Flattened: the UNet empties the list with a T2I-Adapter's features.
+            self.inputs = tree_flatten((args, kwargs))
+
+    # Not recursive: the second evaluation runs compiled where the first does.
+    @torch.compiler.disable(recursive=False)
+    def damp(
+        self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Replace the pair (uncond, text) so that ordinary guidance gives the damped noise."""
+        if self.in_damped_call:
+            return None
+        inputs, self.inputs = self.inputs, None
+        dilations = self.config.dilations_at(self.timestep, damped=True)
+        if output is None or dilations is None:
+            return None
+        assert self.pipe is not None  # `install` sets this hook only then
+        pipe = self.pipe()
+        if pipe is None:
+            raise RuntimeError(
+                "the pipeline that ScaleCrafter was applied to is gone; apply it to the one that "
+                "generates."
+            )
+        if not hasattr(pipe, "do_classifier_free_guidance"):
+            raise ValueError(
+                "the pipeline that ScaleCrafter was applied to has not run yet, and noise-damped "
+                "guidance must know whether it guides; apply it to the one that generates."
+            )
+        if not pipe.do_classifier_free_guidance:
+            return None
+        if getattr(pipe, "do_perturbed_attention_guidance", False):
+            raise NotImplementedError(
+                "noise-damped guidance does not work with perturbed-attention guidance; pass a "
+                "config without damped_dilations."
+            )
+        noise = output[0]
+        batch = len(noise)
+        if not _is_pair(_sample(args, kwargs)):
+            raise ValueError(
+                f"noise-damped guidance needs a batch (uncond, text) with the same latents twice, "
+                f"but got another batch of {batch}; apply ScaleCrafter to the pipeline that "
+                "generates, or pass a config without damped_dilations."
+            )
+
+        def first_half(x: Tensor) -> Tensor:
+            return x[: batch // 2] if x.dim() and len(x) == batch else x
+
+        args, kwargs = tree_map_only(Tensor, first_half, tree_unflatten(*inputs))
+        self.dilate(dilations)
+        self.in_damped_call = True
+        try:
+            damped = unet(*args, **kwargs)[0]
+        finally:
+            self.in_damped_call = False
+        unconditional, conditional = noise.chunk(2)
+        noise = torch.cat([damped, damped + (conditional - unconditional)])
+        return (noise,) if isinstance(output, tuple) else type(output)(sample=noise)
+
+    def dilate(self, dilations: tuple[float, ...] | None) -> None:
+        for convolution in self.convolutions:
+            convolution.dilation = at_level(dilations or (1,), convolution.level)
+
+
+def _convolutions(
+    unet: UNet2DConditionModel, config: ScaleCrafterConfig
+) -> list[RedilatedConvolution]:
+    deepest = len(unet.down_blocks) - 1
+    blocks = [
+        *enumerate(unet.down_blocks),
+        *([] if unet.mid_block is None else [(deepest, unet.mid_block)]),
+        *((deepest - index, block) for index, block in enumerate(unet.up_blocks)),
+    ]
+    found = []
+    for level, block in blocks:
+        damped = config.damped_dilations or (1,)
+        if at_level(config.dilations, level) == at_level(damped, level) == 1:
+            continue
+        holders = [(resnet, name) for resnet in block.resnets for name in ("conv1", "conv2")]
+        for samplers in ("downsamplers", "upsamplers"):
+            holders += [(sampler, "conv") for sampler in getattr(block, samplers, None) or ()]
+        for holder, name in holders:
+            convolution = getattr(holder, name)
+            convolution = getattr(convolution, "base_layer", convolution)  # of a LoRA
+            if (
+                isinstance(convolution, nn.Conv2d)
+                and (convolution.kernel_size, convolution.padding) == ((3, 3), (1, 1))
+                and convolution.dilation == (1, 1)
+            ):
+                found.append(RedilatedConvolution(holder, name, level, convolution.stride[0]))
+    return found
+
+
+def _sample(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return args[0] if args else kwargs["sample"]
+
+
+def _is_pair(sample: Tensor) -> bool:
+    if sample.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True  # capturing forbids reads; the call before was compared
+    return torch.equal(*sample.tensor_split(2))
+
+
+def _sample_size(unet: UNet2DConditionModel) -> int:
+    size = unet.config.sample_size
+    if not isinstance(size, int):
+        raise ValueError(
+            f"sample_size={size!r} in the UNet's config is not a training size; pass training_size."
+        )
+    return size

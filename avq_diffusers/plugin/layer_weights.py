@@ -1,0 +1,62 @@
+"""What `AVQCodebooks` hold for one layer, on the device of its UNet."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from avq_diffusers.plugin.codebooks import AVQCodebooks
+
+
+class LayerWeights:
+    """Codebook, key norm and projection changes of one layer.
+
+    On the codebooks' own device these are the stored tensors, so in-place changes to them take
+    effect. On another device they are copies.
+
+    Attributes:
+        codebook: the `Codebook` in float32.
+        key_norm: the norm of the layer's keys, or None.
+        projection_changes: tensors by the names of `PROJECTION_PARAMETERS`, in the UNet's dtype, or
+            None.
+    """
+
+    def __init__(self, codebooks: AVQCodebooks, name: str) -> None:
+        self.stored_codebook = self.codebook = codebooks.codebook(name)
+        self.stored_norm = self.key_norm = codebooks.key_norm(name)
+        self.stored_changes = self.projection_changes = codebooks.projection_changes(name)
+
+    @torch.compiler.assume_constant_result
+    def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Copy from the codebooks what lies on another device, and changes of another dtype.
+
+        Compilers run this while they trace, so compiled code finds everything in place.
+        """
+        moves = self._codebook_moves(device)
+        if self.projection_changes is not None:
+            weight = self.projection_changes["to_q.weight"]
+            moves |= (weight.device, weight.dtype) != (device, dtype)
+        if not moves:
+            return
+        # In a thread of its own, inference mode and fake tensors are off. Autograd would refuse
+        # inference tensors later, and the kernels could not cache tables of them.
+        with ThreadPoolExecutor(max_workers=1) as worker:
+            worker.submit(self._move, device, dtype).result()
+
+    def _codebook_moves(self, device: torch.device) -> bool:
+        is_stored_here = self.stored_codebook.parents.device == device
+        is_stored = self.codebook is self.stored_codebook
+        return is_stored != is_stored_here or self.codebook.parents.device != device
+
+    @torch.no_grad()
+    def _move(self, device: torch.device, dtype: torch.dtype) -> None:
+        if self._codebook_moves(device):
+            norm = self.stored_norm
+            self.codebook = self.stored_codebook.to(device)
+            is_stored = self.codebook is self.stored_codebook
+            self.key_norm = norm if is_stored or not norm else copy.deepcopy(norm).to(device)
+        if self.stored_changes is not None:
+            # From the stored ones: a copy in another dtype has lost digits.
+            self.projection_changes = {
+                name: tensor.to(device, dtype) for name, tensor in self.stored_changes.items()
+            }

@@ -1,0 +1,165 @@
+"""How many parents each layer refines: a number, a schedule over timesteps, or a plan by layer."""
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from avq_diffusers.config import is_within
+from avq_diffusers.plugin.layer_state import LayerState, applied_states
+from avq_diffusers.plugin.layers import PipelineOrUNet, uncompiled, unet_of
+from avq_diffusers.plugin.per_thread import PerThread
+from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
+
+# Numbers of parents by the training timestep from which they hold, downwards.
+Schedule = Mapping[int, int]
+
+
+def set_num_refined(
+    pipe: PipelineOrUNet,
+    num_refined: int | Schedule | Mapping[str, int | Schedule],
+    *,
+    level: int | None = None,
+    layer: str | None = None,
+) -> PipelineOrUNet:
+    """Change how many parents each query tile refines: quality against speed, without reloading.
+
+    A schedule switches by the timestep of each UNet call. In eager code, threads that generate with
+    one UNet each follow their own timestep. Compiled code does not.
+
+    `torch.compile(unet)` makes one graph for each part of a schedule. Blocks that are compiled one
+    by one make one for each number of parents. For more than 8, raise
+    `torch._dynamo.config.recompile_limit`. If the UNet must compile without a graph break
+    (`fullgraph=True`), compile it by `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before
+    setting a schedule. The schedule then acts in calls of the compiled UNet, not of the one inside.
+    A CUDA graph keeps the number of parents that it was captured with. Gradient checkpointing
+    recomputes a layer with the number of the last timestep.
+
+    Args:
+        pipe: a pipeline or UNet with AVQ.
+        num_refined: between 0 and the number of parents of every layer concerned. Or a schedule in
+            training timesteps, which fall from 1000 to 0: `{1000: 8, 400: 16}` refines 8 parents
+            from timestep 1000 down and 16 from 400 down. The UNet then refuses samplers with other
+            timesteps, such as EDM's and IPNDM. Or a plan, such as `CaptureProfile.at_least` makes:
+            numbers or schedules by the name of a layer, or of a module for all its layers. Longer
+            names win over shorter ones. Layers without an entry stay as they are; an entry without
+            a layer is refused.
+        level: change only the layers of this UNet level.
+        layer: change only the layer of this name, or the layers in this module, such as
+            `"up_blocks.3"`.
+
+    Returns:
+        `pipe`.
+
+    Raises:
+        TypeError: `pipe` has no UNet, or a number of parents or a timestep is not an int.
+        ValueError: no AVQ layer matches, a plan's entry names none of the matching layers, a layer
+            cannot refine that many parents, or a schedule does not begin at timestep 1000.
+    """
+    states = applied_states(pipe)
+    names = ", ".join(found.name for found in states)
+    chosen = {
+        found: state
+        for found, state in states.items()
+        if level in (None, found.level) and (layer is None or is_within(found.name, layer))
+    }
+    if not chosen:
+        raise ValueError(
+            f"no AVQ layer matches level={level!r}, layer={layer!r}; the layers are {names}."
+        )
+    is_plan = isinstance(num_refined, Mapping) and {type(key) for key in num_refined} == {str}
+    wanted: Any = num_refined if is_plan else {found.name: num_refined for found in chosen}
+    plan = {name: _schedule(wanted[name]) for name in sorted(wanted, key=len)}
+    for name in plan:
+        if not any(is_within(found.name, name) for found in chosen):
+            names = ", ".join(found.name for found in chosen)
+            raise ValueError(f"no AVQ layer is {name!r} or in it; the chosen layers are {names}.")
+    schedules = {}
+    for found, state in chosen.items():
+        most = state.weights.codebook.most_refined
+        for schedule in (plan[name] for name in plan if is_within(found.name, name)):
+            for count in schedule.values():
+                if not 0 <= count <= most:
+                    raise ValueError(
+                        f"num_refined must be between 0 and {most} in {found.name}, but got "
+                        f"{count}."
+                    )
+            schedules[state] = schedule
+
+    for state, schedule in schedules.items():
+        # A new one: threads hold values of the earlier schedule.
+        state.refined = PerThread(schedule[NUM_TRAIN_TIMESTEPS])
+    _Scheduler.install(unet_of(pipe), schedules_of(pipe) | schedules)
+    return pipe
+
+
+def refinable_parents(pipe: DiffusionPipeline | nn.Module) -> dict[str, int]:
+    """How many parents each AVQ layer can refine, by its name: all of them, or 0 if it is flat.
+
+    Raises:
+        ValueError: the pipeline has no AVQ layer.
+    """
+    return {
+        layer.name: state.weights.codebook.most_refined
+        for layer, state in applied_states(pipe).items()
+    }
+
+
+class _Scheduler:
+    """The hook that sets the scheduled layers to the timestep of each UNet call."""
+
+    def __init__(self, unet: nn.Module, schedules: dict[LayerState, Schedule]) -> None:
+        self.schedules = schedules
+        self.timesteps = Timesteps()
+        self.handle = unet.register_forward_pre_hook(self.pre_forward, with_kwargs=True)
+
+    @classmethod
+    def install(cls, unet: nn.Module, schedules: dict[LayerState, Schedule]) -> None:
+        """Replace an earlier one; without a layer that has several numbers, just remove it."""
+        scheduled = {state: schedule for state, schedule in schedules.items() if len(schedule) > 1}
+        original = uncompiled(unet)
+        if hasattr(original, "_avq_scheduler"):
+            original._avq_scheduler.remove()
+            del original._avq_scheduler
+        if scheduled:
+            original._avq_scheduler = cls(unet, scheduled)
+
+    def remove(self) -> None:
+        self.handle.remove()
+
+    @torch.compiler.disable
+    def pre_forward(self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        timestep = self.timesteps.of_call(args, kwargs)
+        if timestep is not None:
+            for state, schedule in self.schedules.items():
+                state.refined.set(at_timestep(schedule, timestep))
+
+
+def schedules_of(pipe: DiffusionPipeline | nn.Module) -> dict[LayerState, Schedule]:
+    """The schedules of `set_num_refined`, for layers with more than one number of parents."""
+    scheduler: _Scheduler | None = getattr(uncompiled(unet_of(pipe)), "_avq_scheduler", None)
+    return {} if scheduler is None else scheduler.schedules
+
+
+def _schedule(num_refined: int | Schedule) -> Schedule:
+    """A schedule from 1000 down, without entries that repeat the one before."""
+    if not isinstance(num_refined, Mapping):
+        num_refined = {NUM_TRAIN_TIMESTEPS: num_refined}
+    for count in num_refined.values():
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"num_refined must be an int, but got {type(count).__name__}.")
+    for timestep in num_refined:
+        if not isinstance(timestep, int):
+            raise TypeError(
+                f"a schedule must have ints as timesteps, but got {type(timestep).__name__}."
+            )
+    if max(num_refined, default=None) != NUM_TRAIN_TIMESTEPS or min(num_refined) < 0:
+        raise ValueError(
+            f"a schedule must begin at timestep {NUM_TRAIN_TIMESTEPS} and have none below 0, such "
+            f"as {{1000: 8, 400: 16}}, but got {dict(num_refined)}."
+        )
+    parts = groupby(sorted(num_refined, reverse=True), key=num_refined.__getitem__)
+    return {next(timesteps): count for count, timesteps in parts}

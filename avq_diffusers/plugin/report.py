@@ -1,0 +1,125 @@
+"""`summary`: what each self-attention layer runs, and why."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diffusers import DiffusionPipeline
+from diffusers.models.attention_processor import AttentionProcessor
+from torch import nn
+
+from avq_diffusers.plugin.layer_state import LayerState
+from avq_diffusers.plugin.layers import SelfAttentionLayer, models_of, select_layers
+from avq_diffusers.plugin.processor import AVQ_CALL, AVQProcessor
+from avq_diffusers.plugin.refinement import Schedule, schedules_of
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One row of a `Summary`.
+
+    Attributes:
+        name: module path of the self-attention layer.
+        level: UNet level.
+        num_heads: heads.
+        head_dim: head dim.
+        config: such as M64P16C8, or M64P8-16C8 with a schedule from 8 to 16 refined parents; empty
+            without codebooks.
+        runs: what the last call did, or the next one will: AVQ with its backend and tuned
+            projections if any, exact attention and why, or the attention of another processor.
+        num_tokens: in the last grid; None before the first call.
+        calls: how many calls of each kind there were. Calls in compiled code are not counted.
+    """
+
+    name: str
+    level: int
+    num_heads: int
+    head_dim: int
+    config: str
+    runs: str
+    num_tokens: int | None
+    calls: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What each self-attention layer runs; `str()` is a table."""
+
+    rows: tuple[LayerReport, ...]
+
+    def cells(self) -> list[list[str]]:
+        """The rows of the table, header first."""
+        header = ["layer", "level", "heads", "config", "runs", "tokens", "calls"]
+        return [header] + [
+            [
+                row.name,
+                str(row.level),
+                f"{row.num_heads}x{row.head_dim}",
+                row.config or "-",
+                row.runs,
+                "-" if row.num_tokens is None else str(row.num_tokens),
+                ", ".join(f"{kind}: {count}" for kind, count in row.calls.items()) or "-",
+            ]
+            for row in self.rows
+        ]
+
+    def __str__(self) -> str:
+        cells = self.cells()
+        widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        )
+
+
+def summary(pipe: DiffusionPipeline | nn.Module) -> Summary:
+    """Report whether each self-attention layer runs AVQ or exact attention, and why.
+
+    The names of a ControlNet's layers begin with `controlnet.`.
+
+    Raises:
+        TypeError: `pipe` has no UNet.
+    """
+    rows = []
+    for prefix, model in models_of(pipe).items():
+        schedules = schedules_of(model)
+        rows += [_report(prefix + layer.name, layer, schedules) for layer in select_layers(model)]
+    return Summary(tuple(rows))
+
+
+def _report(
+    name: str, layer: SelfAttentionLayer, schedules: Mapping[LayerState, Schedule]
+) -> LayerReport:
+    state: LayerState | None = layer.avq_state
+    config, num_tokens, calls = "", None, {}
+    if state is not None:
+        codebook, order = state.weights.codebook, state.query_order
+        refined = "-".join(map(str, schedules.get(state, {0: state.num_refined}).values()))
+        config = f"M{codebook.num_parents}P{refined}C{codebook.num_children}"
+        num_tokens = None if order is None else len(order)
+        calls = dict(state.calls)
+    return LayerReport(
+        name,
+        layer.level,
+        layer.num_heads,
+        layer.head_dim,
+        config,
+        _runs(layer.attn.processor, state),
+        num_tokens,
+        calls,
+    )
+
+
+def _runs(processor: AttentionProcessor, state: LayerState | None) -> str:
+    own_name = getattr(processor, "runs", None)
+    if own_name is not None:
+        return own_name
+    if state is None:
+        return f"exact: {type(processor).__name__}"
+    if not isinstance(processor, AVQProcessor):
+        return f"exact: replaced by {type(processor).__name__}"
+    if not state.enabled:
+        return "exact: disabled"
+    if state.last_call not in (None, AVQ_CALL, "disabled"):
+        return f"exact: {state.last_call}"
+    backend = f" ({state.last_backend} backend)" if state.last_backend else ""
+    return f"AVQ{backend}{', tuned' if state.weights.projection_changes else ''}"
