@@ -33,13 +33,13 @@ def _documented() -> dict[str, object]:
     found = {name: getattr(avq_diffusers, name) for name in avq_diffusers.__all__}
     for package in PACKAGES:
         folder = [str(Path(avq_diffusers.__file__).parent / package)]
-        for info in pkgutil.iter_modules(folder):
-            if info.name not in BACKENDS:
-                module = importlib.import_module(f"avq_diffusers.{package}.{info.name}")
+        for info in pkgutil.walk_packages(folder, f"avq_diffusers.{package}."):
+            if info.name.split(".")[2] not in BACKENDS:
+                module = importlib.import_module(info.name)
                 for name, value in vars(module).items():
                     ours = getattr(value, "__module__", None) == module.__name__
                     if ours and not name.startswith("_") and callable(value):
-                        found[f"{package}.{info.name}.{name}"] = value
+                        found[f"{info.name.removeprefix('avq_diffusers.')}.{name}"] = value
     return found
 
 

@@ -102,7 +102,15 @@ def attention_and_backend(
     scale: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, str]:
-    """`avq_attention`, and the backend that ran: never "auto"."""
+    """`avq_attention`, and the backend that ran: never "auto".
+
+    Args:
+        query, key, value, codebook, num_refined, query_tile, query_order, importance_tile, scale,
+            backend: as `avq_attention`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `avq_attention`.
+    """
     _validate(query, key, value, codebook, query_order)
     check_numbers(codebook, num_refined, query_tile, importance_tile, scale)
     backend = resolve_backend(

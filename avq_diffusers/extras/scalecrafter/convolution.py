@@ -67,7 +67,17 @@ def join_sub_grids(x: Tensor, dilation: int, stride: int, size: tuple[int, int])
 
 
 class RedilatedConvolution:
-    """Hooks that re-dilate the convolution under one attribute of a UNet block."""
+    """Hooks that re-dilate the convolution under one attribute of a UNet block.
+
+    Args:
+        block: the module that holds the convolution.
+        attribute: its name there.
+        level: UNet level.
+        stride: of the convolution.
+
+    Attributes:
+        dilation: set before each call; 1 leaves the convolution as it is.
+    """
 
     def __init__(self, block: nn.Module, attribute: str, level: int, stride: int) -> None:
         self.block = block
@@ -90,11 +100,13 @@ class RedilatedConvolution:
             ]
 
     def uninstall(self) -> None:
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
         self.module, self.handles = None, []
 
     def split(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+        """Before the convolution: resize its input and cut it into sub-grids."""
         if self.dilation == 1:
             return None
         (x,) = args
@@ -108,6 +120,7 @@ class RedilatedConvolution:
         return (sub_grids(x, dilation, self.stride),)
 
     def join(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        """After the convolution: join the sub-grids and resize to the size without dilation."""
         if self.dilation == 1:
             return None
         scaled, plain = (

@@ -73,12 +73,15 @@ class ScaleCrafterConfig:
 
 
 def at_level(dilations: tuple[float, ...], level: int) -> float:
-    """The dilation of a UNet level; the last one serves all deeper levels."""
+    """The entry of `dilations` for a UNet `level`; the last one serves all deeper levels."""
     return dilations[min(level, len(dilations) - 1)]
 
 
 def usual_config(height: int, width: int, training_size: int) -> ScaleCrafterConfig:
-    """The authors' settings for a size in pixels.
+    """The authors' settings for an image size.
+
+    Args:
+        height, width, training_size: in pixels.
 
     Raises:
         ValueError: there are none for this size.
