@@ -20,13 +20,9 @@ from avq_diffusers.cli.output import save_image, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.cli.sheet import image_sheet
 from avq_diffusers.files import atomic_write
-from avq_diffusers.plugin.apply import (
-    apply_avq,
-    avq_disabled,
-    refinable_parents,
-    set_num_refined,
-)
+from avq_diffusers.plugin.apply import apply_avq, avq_disabled
 from avq_diffusers.plugin.elastic import SHOWN_TARGETS, CaptureProfile
+from avq_diffusers.plugin.refinement import refinable_parents, set_num_refined
 
 EXACT = "exact"
 HEADINGS = ("", "seconds", "speed", "PSNR dB")

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from avq_diffusers.cli.request import ImageRequest
-from avq_diffusers.extras.scalecrafter import scalecrafter
+from avq_diffusers.extras.scalecrafter.apply import scalecrafter
 from avq_diffusers.plugin.elastic import CaptureProfile, measure_capture
 from avq_diffusers.plugin.timesteps import are_training_timesteps
 
