@@ -2,8 +2,8 @@
 
 One process per GPU: accelerate launch --num_processes N -m distill --config FILE
 
-Several machines: the same with accelerate's --num_machines, --machine_rank, --main_process_ip and
---main_process_port, and an --output that all of them see.
+Several machines: add accelerate's --num_machines, --machine_rank, --main_process_ip and
+--main_process_port, and an --output that all machines share.
 
 The result is OUTPUT/codebooks, for AVQCodebooks.from_pretrained.
 """
@@ -17,7 +17,7 @@ import typer
 
 from distill.config import DistillConfig
 from distill.config_file import load_config
-from distill.errors import DataError, one_sentence
+from distill.exceptions import DataError, exit_on
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -29,26 +29,25 @@ def distill(
         Path | None, typer.Option(help="Folder of the run; runs/NAME for NAME.yaml.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
     ] = False,
     overrides: Annotated[
-        list[str], typer.Option("--set", help="section.key=value, over the file.")
+        list[str], typer.Option("--set", help="section.key=value, replaces the file's value.")
     ] = (),
 ) -> None:
     output = Path("runs") / config.stem if output is None else output
     with contextlib.ExitStack() as stack:
-        with one_sentence(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
+        with exit_on(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
             values = load_config(config, DistillConfig, overrides)
-            from distill.checkpointing.run_folder import claimed
+            from distill.checkpointing.run_folder import locked
             from distill.loop import train
-            from distill.run import prepare
+            from distill.run import prepare_run
 
-            # Workers that read data are forked after tokenizers ran; saying so keeps it from
-            # warning.
+            # Data workers are forked after tokenizers ran; the setting avoids a warning.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-            stack.enter_context(claimed(output))
-            run = prepare(values, output, resume=resume)
-        with one_sentence(FloatingPointError, DataError, OSError, code=1):
+            stack.enter_context(locked(output))
+            run = prepare_run(values, output, resume=resume)
+        with exit_on(FloatingPointError, DataError, OSError, code=1):
             train(run, config.stem)
 
 

@@ -4,15 +4,14 @@ from dataclasses import dataclass
 
 from avq_diffusers import AVQConfig
 from distill.config_file import (
-    check_at_least_one,
+    check_at_least,
     check_at_least_one_or_none,
     check_finite,
-    check_not_negative,
     check_one_of,
     check_positive,
     check_seed,
 )
-from distill.data.sources import DataConfig
+from distill.data.config import DataConfig
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCHEDULES = ("constant", "cosine")
@@ -20,15 +19,17 @@ SCHEDULES = ("constant", "cosine")
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """The losses and what is trained, see `Objective`.
+    """The losses, and which weights they train. `Objective` defines them.
 
     Args:
-        noise_weight, output_weight, feature_weight: of the losses.
-        commitment_weight: of the commitment loss, `commitment_loss` / head dim.
-        full_spawning: refine all parents in training, whatever `avq.num_refined` says.
-        project_children: keep the children of each parent averaging to it.
-        diveq: let gradients move the codewords, in place of EMA.
-        lora_rank: train updates of this rank in place of the full projections.
+        noise_weight: weight of the loss of the predicted noise.
+        output_weight: weight of the distance to the teacher's prediction.
+        feature_weight: weight of the distance to the teacher's attention outputs.
+        commitment_weight: weight of the commitment loss, `commitment_loss` / head dim.
+        full_spawning: refine all parents during training and ignore `avq.num_refined`.
+        project_children: keep the mean of each parent's children at the parent.
+        diveq: train the codewords by gradients instead of EMA.
+        lora_rank: train low-rank updates of this rank instead of the full projections.
     """
 
     noise_weight: float
@@ -42,7 +43,7 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         names = ("noise_weight", "output_weight", "feature_weight", "commitment_weight")
-        check_not_negative(self, *names)
+        check_at_least(self, 0, *names)
         check_finite(self, *names)
 
 
@@ -51,17 +52,17 @@ class CodebookConfig:
     """How codebooks start and learn.
 
     Args:
-        start_pictures: pictures whose keys k-means starts from.
-        keys_per_layer: size of each layer's sample of these keys.
+        start_images: number of images whose keys initialize k-means.
+        keys_per_layer: number of these keys that each layer samples.
         decay_start: EMA decay of the first step.
         decay_end: EMA decay after the warm-up.
-        decay_warmup_steps: optimizer steps from one to the other.
-        dead_threshold: EMA count, in keys per step, below which a codeword moves to a badly
-            represented key; None leaves dead codewords alone.
-        dead_every: steps between two such moves.
+        decay_warmup_steps: number of optimizer steps of the warm-up.
+        dead_threshold: a codeword with a smaller EMA count, in keys per step, moves to a badly
+            represented key; None moves none.
+        dead_every: number of steps between two such moves.
     """
 
-    start_pictures: int
+    start_images: int
     keys_per_layer: int
     decay_start: float
     decay_end: float
@@ -70,8 +71,8 @@ class CodebookConfig:
     dead_every: int
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "start_pictures", "keys_per_layer", "dead_every")
-        check_not_negative(self, "decay_warmup_steps")
+        check_at_least(self, 1, "start_images", "keys_per_layer", "dead_every")
+        check_at_least(self, 0, "decay_warmup_steps")
         if self.dead_threshold is not None:
             check_positive(self, "dead_threshold")
         for name in ("decay_start", "decay_end"):
@@ -81,13 +82,13 @@ class CodebookConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """The sheets of pictures of teacher and student.
+    """The sheets that compare images of teacher and student.
 
     Args:
-        every: optimizer steps between two sheets; None makes one at the end only.
-        prompts: of the pictures; picture i has seed `seed + i`.
-        num_inference_steps: denoising steps.
-        guidance_scale: classifier-free guidance.
+        every: number of optimizer steps between two sheets; None saves one at the end only.
+        prompts: one image each; image i has seed `seed + i`.
+        num_inference_steps: number of denoising steps.
+        guidance_scale: scale of classifier-free guidance.
     """
 
     every: int | None
@@ -96,7 +97,7 @@ class SampleConfig:
     guidance_scale: float
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "num_inference_steps")
+        check_at_least(self, 1, "num_inference_steps")
         check_finite(self, "guidance_scale")
         check_at_least_one_or_none(self, "every")
         if not self.prompts:
@@ -109,33 +110,33 @@ class DistillConfig:
 
     Args:
         base_model: folder or Hub id of a Stable Diffusion 1.x or 2.x model, or `"mini-sd"`.
-        variant: of its weight files, such as `"fp16"`.
-        image_size: side of the pictures in pixels.
-        seed: of everything that is drawn.
+        variant: variant of its weight files, such as `"fp16"`.
+        image_size: side of the images in pixels.
+        seed: seed of all random numbers.
         attention: `"avq"`, `"linfusion"` for LinFusion's linear attention, or `"exact"`, a control
-            that leaves nothing to load.
-        avq: codebook sizes; its `levels` say which self-attentions are replaced.
-        data: captioned pictures.
+            that exports nothing.
+        avq: codebook sizes, and the `levels` whose self-attentions are replaced.
+        data: images and captions.
         objective: losses.
-        codebooks: start and learning of the codebooks.
-        steps: optimizer steps.
-        batch_size: pictures per step, over micro-batches and processes.
-        micro_batch_size: pictures that one process holds at a time.
-        learning_rate: of AdamW.
+        codebooks: start and updates of the codebooks.
+        steps: number of optimizer steps.
+        batch_size: images per step, over all micro-batches and processes.
+        micro_batch_size: images per forward pass of one process.
+        learning_rate: peak learning rate of AdamW.
         schedule: `"constant"`, or `"cosine"` to zero, after the warm-up.
-        warmup_steps: steps of linear warm-up.
-        weight_decay: of AdamW.
-        adam_betas: of AdamW.
-        max_grad_norm: gradients are clipped to this norm; `.inf` clips none.
+        warmup_steps: number of steps of linear warm-up.
+        weight_decay: weight decay of AdamW.
+        adam_betas: betas of AdamW.
+        max_grad_norm: gradients are clipped to this norm; `.inf` disables clipping.
         precision: `"fp32"`, `"fp16"` or `"bf16"`.
-        gradient_checkpointing: save the student's memory by computing activations twice.
-        compile: use `torch.compile` for the teacher, and for the student unless it checkpoints,
-            which would break it into many small pieces.
-        log_every: steps between two lines of `log.jsonl`.
-        checkpoint_every: steps between two checkpoints; None writes one at the end only.
-        keep_checkpoints: how many of the newest checkpoints stay.
-        samples: sheets of pictures.
-        tracker: any tracker of accelerate, such as `"tensorboard"` or `"wandb"`; None is none.
+        gradient_checkpointing: recompute the student's activations in the backward pass.
+        compile: compile the teacher, and the student unless it uses gradient checkpointing, which
+            would break its graph into many small ones.
+        log_every: number of steps between two lines of `log.jsonl`.
+        checkpoint_every: number of steps between two checkpoints; None saves one at the end only.
+        keep_checkpoints: number of newest checkpoints to keep.
+        samples: sheets of sample images.
+        tracker: a tracker of accelerate, such as `"tensorboard"` or `"wandb"`, or None.
     """
 
     base_model: str
@@ -166,12 +167,11 @@ class DistillConfig:
     tracker: str | None
 
     def __post_init__(self) -> None:
-        check_at_least_one(
-            self, "steps", "batch_size", "micro_batch_size", "log_every", "keep_checkpoints"
-        )
+        counts = ("steps", "batch_size", "micro_batch_size", "log_every", "keep_checkpoints")
+        check_at_least(self, 1, *counts)
         check_at_least_one_or_none(self, "checkpoint_every")
         check_seed(self)
-        check_not_negative(self, "warmup_steps")
+        check_at_least(self, 0, "warmup_steps")
         check_positive(self, "max_grad_norm")
         check_finite(self, "learning_rate", "weight_decay")
         if self.image_size % 8 or self.image_size < 8:
@@ -180,15 +180,15 @@ class DistillConfig:
         check_one_of(self, "schedule", SCHEDULES)
 
     def accumulation(self, num_processes: int) -> int:
-        """Micro-batches per process and step.
+        """Return the number of micro-batches per process and step.
 
         Raises:
-            ValueError: `batch_size` is not a multiple of what the processes hold at a time.
+            ValueError: `batch_size` is not a multiple of `micro_batch_size * num_processes`.
         """
-        held = self.micro_batch_size * num_processes
-        if self.batch_size % held:
+        at_once = self.micro_batch_size * num_processes
+        if self.batch_size % at_once:
             raise ValueError(
                 f"batch_size must be a multiple of micro_batch_size x processes = "
                 f"{self.micro_batch_size} x {num_processes}, but got {self.batch_size}."
             )
-        return self.batch_size // held
+        return self.batch_size // at_once

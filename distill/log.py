@@ -1,4 +1,4 @@
-"""Figures of a run: lines of `log.jsonl`, and the tracker's."""
+"""Metrics of a run: lines of `log.jsonl`, and a tracker."""
 
 import json
 import math
@@ -17,16 +17,16 @@ PROJECT = "avq-distill"
 
 
 class LogFile:
-    """The lines on disk, each a JSON object; the last one is `last`.
+    """The log on disk, one JSON object per line; `last` is the last line.
 
     Args:
-        output: folder of the run, made if need be.
-        step: lines of later steps and of the end (`final`) are dropped, as the run writes them
-            again.
+        output: folder of the run, created if it does not exist.
+        step: completed steps. Lines of later steps and of the end (`final`) are dropped, since the
+            run writes them again.
 
     Raises:
-        ValueError: of `read_log`.
-        OSError: the disk is full or not writable, here or in `write`.
+        ValueError: see `read_log`.
+        OSError: the disk is full or not writable, also in `write`.
     """
 
     def __init__(self, output: Path, step: int) -> None:
@@ -37,25 +37,23 @@ class LogFile:
         with atomic_write(self.path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    def write(self, step: int, **figures: float | dict[str, float]) -> None:
-        """Write the figures of a step."""
-        self.last = _rounded({"step": step, **figures})
+    def write(self, step: int, **metrics: float | dict[str, float]) -> None:
+        """Write the metrics of a step."""
+        self.last = _rounded({"step": step, **metrics})
         with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps(self.last) + "\n")
 
 
 class Log:
-    """The log of a distillation run: the lines on disk, and the tracker.
+    """The log of a distillation run: a `LogFile` and the tracker. Only the main process writes.
 
-    Only the main process writes.
-
-    Figures of every layer are mappings by layer; trackers get them as `figure/layer`.
+    Metrics per layer are mappings; the tracker gets them as `metric/layer`.
 
     Args:
         output: folder of the run.
-        config: kept by the tracker.
-        accelerator: with the tracker.
-        step: of `LogFile`.
+        config: configuration, which the tracker stores.
+        accelerator: accelerator with the tracker.
+        step: completed steps.
     """
 
     def __init__(
@@ -72,40 +70,46 @@ class Log:
             init_kwargs={"tensorboard": {"purge_step": step + 1}},
         )
 
-    def write(self, step: int, **figures: float | dict[str, float]) -> None:
-        """Write the figures of a step."""
-        self.file.write(step, **figures)
-        self.accelerator.log(flatten(figures, "/"), step=step)
+    def write(self, step: int, **metrics: float | dict[str, float]) -> None:
+        """Write the metrics of a step."""
+        self.file.write(step, **metrics)
+        self.accelerator.log(flatten(metrics, "/"), step=step)
 
 
 def reduced_means(
     totals: dict[str, Tensor], count: int, step: int, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Means over the `count` steps up to `step`, and over all processes, of summed figures.
+    """Return the means over `count` steps and all processes.
+
+    Args:
+        totals: sums over the steps of this process.
+        count: number of steps.
+        step: last of these steps.
+        accelerator: accelerator of the run.
 
     Raises:
-        FloatingPointError: one is not finite.
+        FloatingPointError: a mean is not finite.
     """
     summed = torch.stack([value.float() for value in totals.values()]) / count
     means = dict(zip(totals, accelerator.reduce(summed, reduction="mean").tolist(), strict=True))
-    # A scaled gradient may overflow: that step is skipped, and the scale halved.
+    # A scaled gradient may overflow; the scaler skips that step and halves the scale.
     watched = {k: v for k, v in means.items() if k != "grad_norm" or accelerator.scaler is None}
     if not all(math.isfinite(value) for value in watched.values()):
         listed = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
         raise FloatingPointError(
             f"training stopped: a loss or gradient of the {count} steps up to {step} is not finite "
-            f"({listed}); the last checkpoint is from before."
+            f"({listed}); the last checkpoint is older."
         )
     return means
 
 
 def log_path(output: Path) -> Path:
-    """The file in the folder of a run."""
+    """Return the log file of a run."""
     return output / "log.jsonl"
 
 
 def read_log(output: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run; a kill may have cut the last one.
+    """Return the complete lines of a run's log; a kill may have cut the last one.
 
     Raises:
         ValueError: a line is not a JSON object with a step.
@@ -121,14 +125,14 @@ def read_log(output: Path) -> list[dict[str, Any]]:
             valid = False
         if not valid:
             raise ValueError(
-                f"line {number} of {path} is not a JSON object with a step; delete that line to go "
-                f"on."
+                f"line {number} of {path} is not a JSON object with a step; delete that line to "
+                f"continue."
             )
     return read
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits of every figure that is not a count."""
+    """Round all numbers but counts to six digits."""
     if isinstance(value, dict):
-        return {name: _rounded(figure) for name, figure in value.items()}
+        return {name: _rounded(item) for name, item in value.items()}
     return value if isinstance(value, int) else float(f"{value:.6g}")

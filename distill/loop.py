@@ -14,107 +14,111 @@ from avq_diffusers.codebook.ema import ema_decay
 from distill.checkpointing.export import export
 from distill.config import DistillConfig
 from distill.data.batches import sample_seed
-from distill.data.dataset import deaths_reported
+from distill.data.stream import report_dead_workers
 from distill.log import Log, reduced_means
 from distill.objective import Batch, Objective
-from distill.preview import draw_sheet
+from distill.preview import save_sheet
 from distill.run import Run
 
 
 def train(run: Run, config_name: str) -> None:
-    """Make the remaining steps and leave the result.
+    """Make the remaining steps and export the student.
 
     Args:
-        run: of `prepare`.
-        config_name: kept in the summary of the result.
+        run: what `prepare_run` returned.
+        config_name: name for the summary of the export.
 
     Raises:
         FloatingPointError: a loss is not finite.
         DataError: the data cannot be read.
         OSError: the disk is full or not writable.
     """
-    config, output, accelerator = run.config, run.output, run.accelerator
-    step, schedule, codebooks = run.step, run.state.schedule, run.config.codebooks
-    log = Log(output, config, accelerator, step)
+    config, accelerator, objective = run.config, run.accelerator, run.objective
+    is_main = accelerator.is_main_process
+    log = Log(run.output, config, accelerator, run.step)
     totals: dict[str, Tensor] = {}
-    is_resumed = step > 0 and accelerator.is_main_process
-    sheet = sheet_path(output, step)
-    if is_resumed and is_due(step, config.samples.every, config) and not sheet.exists():
-        draw_sheet(sheet, run.objective, config, run.pipe)
-    logged_step, logged_time = step, time.monotonic()
-    run.objective.train()
+    sheet = sheet_path(run.output, run.step)
+    is_sampled = run.step > 0 and is_due(run.step, config.samples.every, config)
+    if is_main and is_sampled and not sheet.exists():  # a killed run may lack it
+        save_sheet(sheet, objective, config, run.pipe)
+    logged_step, logged_time = run.step, time.monotonic()
+    objective.train()
     if accelerator.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # leaves out the cache and k-means
+        torch.cuda.reset_peak_memory_stats()  # excludes cache and k-means
     with tqdm(
         desc="distill",
         total=config.steps,
-        initial=step,
+        initial=run.step,
         unit="step",
         mininterval=1,
-        disable=not accelerator.is_main_process,
+        disable=not is_main,
     ) as bar:
-        while step < config.steps:
-            with deaths_reported():
+        while run.step < config.steps:
+            with report_dead_workers():
                 losses = train_step(run.model, run.batches, run.optimizer, config, accelerator)
-            decay = ema_decay(
-                step, codebooks.decay_warmup_steps, codebooks.decay_start, codebooks.decay_end
-            )
-            run.objective.update_codebooks(decay)
-            learning_rate = schedule.get_last_lr()[0]
-            schedule.step()
-            step += 1
-            if codebooks.dead_threshold is not None and step % codebooks.dead_every == 0:
-                run.objective.reassign_dead(
-                    threshold=codebooks.dead_threshold, seed=sample_seed(config.seed, step)
-                )
+            decay = update_codebooks(objective, config, run.step)
+            learning_rate = run.schedule.get_last_lr()[0]
+            run.schedule.step()
+            run.step += 1
             totals = {name: totals.get(name, 0) + value for name, value in losses.items()}
             bar.update()
 
-            is_saved, is_drawn, is_logged = (
-                is_due(step, every, config)
+            is_saved, is_sampled, is_logged = (
+                is_due(run.step, every, config)
                 for every in (config.checkpoint_every, config.samples.every, config.log_every)
             )
-            if not (is_saved or is_drawn or is_logged):
+            if not (is_saved or is_sampled or is_logged):
                 continue
-            # Before anything is kept: a loss that is not finite ends the run here.
-            means = reduced_means(totals, step - logged_step, step, accelerator)
+            # Raises for a loss that is not finite, before anything is saved.
+            means = reduced_means(totals, run.step - logged_step, run.step, accelerator)
             seconds = time.monotonic() - logged_time
-            speed = (step - logged_step) * config.batch_size / seconds
-            if accelerator.is_main_process:
+            speed = (run.step - logged_step) * config.batch_size / seconds
+            if is_main:
                 if accelerator.device.type == "cuda":
                     means["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
                 log.write(
-                    step,
-                    samples=step * config.batch_size,
+                    run.step,
+                    samples=run.step * config.batch_size,
                     samples_per_second=speed,
                     learning_rate=learning_rate,
                     decay=decay,
                     **means,
-                    **layer_figures(run.objective),
+                    **layer_metrics(objective),
                 )
                 bar.set_postfix(loss=f"{means['loss']:.4g}", samples_per_s=f"{speed:.1f}")
-                if is_saved:  # before the sheet, which may take more memory than there is
-                    run.state.save(output, step, config)
-                if is_drawn:
-                    draw_sheet(sheet_path(output, step), run.objective, config, run.pipe)
+                if is_saved:  # before the sheet, which may run out of memory
+                    run.save_checkpoint()
+                if is_sampled:
+                    save_sheet(sheet_path(run.output, run.step), objective, config, run.pipe)
             totals = {}
-            logged_step, logged_time = step, time.monotonic()
-    if accelerator.is_main_process:
-        summary = training_summary(run, log.file.last, config_name)
-        export(output, run.objective, config, summary)
+            logged_step, logged_time = run.step, time.monotonic()
+    if is_main:
+        export(run.output, objective, config, training_summary(run, log.file.last, config_name))
     accelerator.wait_for_everyone()
-    (run.model,) = accelerator.free_memory(run.model)  # its threads must not outlive the group
+    (run.model,) = accelerator.free_memory(run.model)  # DDP's threads must end before the group
     accelerator.end_training()
 
 
 def is_due(step: int, every: int | None, config: DistillConfig) -> bool:
-    """Whether what comes every so many steps, and at the end, comes after this one."""
+    """Return whether something that happens every so many steps, and at the end, is due."""
     return step == config.steps or (every is not None and step % every == 0)
 
 
 def sheet_path(output: Path, step: int) -> Path:
-    """The sheet of pictures of a step."""
+    """Return the path of the sample sheet of a step."""
     return output / "samples" / f"step-{step:08d}.png"
+
+
+def update_codebooks(objective: Objective, config: DistillConfig, step: int) -> float:
+    """Update the codebooks after `step` earlier steps; return the EMA decay."""
+    settings = config.codebooks
+    decay = ema_decay(step, settings.decay_warmup_steps, settings.decay_start, settings.decay_end)
+    objective.update_codebooks(decay)
+    if settings.dead_threshold is not None and (step + 1) % settings.dead_every == 0:
+        objective.reassign_dead(
+            threshold=settings.dead_threshold, seed=sample_seed(config.seed, step + 1)
+        )
+    return decay
 
 
 def train_step(
@@ -124,7 +128,7 @@ def train_step(
     config: DistillConfig,
     accelerator: Accelerator,
 ) -> dict[str, Tensor]:
-    """Make one optimizer step; return its mean losses and gradient norm, still on the device."""
+    """Make one optimizer step; return its mean losses and gradient norm, on the device."""
     totals: dict[str, Tensor] = {}
     for _ in range(accelerator.gradient_accumulation_steps):
         with accelerator.accumulate(model):
@@ -141,37 +145,40 @@ def train_step(
 
 
 def training_summary(run: Run, last: Mapping[str, Any], config_name: str) -> dict[str, Any]:
-    """What the result says of its training, from the last line of the log."""
+    """Summarize the training for the export, from the last line of the log."""
     names = (*run.objective.weights, "loss")
     return {
         "config": config_name,
         "steps": run.config.steps,
         "samples": run.config.steps * run.config.batch_size,
         "losses": {name: last[name] for name in names if name in last},
-        "layers": figures_by_layer(last),
+        "layers": metrics_by_layer(last),
     }
 
 
-def figures_by_layer(line: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """What a line of the log says of every layer, as `calibrate` keeps it."""
+def metrics_by_layer(line: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the metrics of a log line by layer and name, as `calibrate` saves them."""
     layers: dict[str, dict[str, float]] = {}
-    for figure, values in line.items():
+    for name, values in line.items():
         if isinstance(values, dict):
             for layer, value in values.items():
-                layers.setdefault(layer, {})[figure] = value
+                layers.setdefault(layer, {})[name] = value
     return layers
 
 
-def layer_figures(objective: Objective) -> dict[str, dict[str, float]]:
-    """Means over heads of the objective's diagnostics, by figure and layer; waits once."""
+def layer_metrics(objective: Objective) -> dict[str, dict[str, float]]:
+    """Return the objective's diagnostics by name and layer, averaged over heads.
+
+    The host waits for the device once.
+    """
     found = [
-        (figure, layer, values.float().mean())
-        for layer, figures in objective.diagnostics().items()
-        for figure, values in figures.items()
+        (name, layer, values.float().mean())
+        for layer, metrics in objective.diagnostics().items()
+        for name, values in metrics.items()
     ]
-    by_figure: dict[str, dict[str, float]] = {}
+    by_name: dict[str, dict[str, float]] = {}
     if found:
         means = torch.stack([mean for *_, mean in found]).tolist()
-        for (figure, layer, _), mean in zip(found, means, strict=True):
-            by_figure.setdefault(figure, {})[layer] = mean
-    return by_figure
+        for (name, layer, _), mean in zip(found, means, strict=True):
+            by_name.setdefault(name, {})[layer] = mean
+    return by_name

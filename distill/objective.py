@@ -1,4 +1,4 @@
-"""`Objective`: what distillation minimizes, and the codebooks that learn along with it.
+"""`Objective`: the losses of distillation, and the codebooks that learn from the keys.
 
     loss = noise_weight noise + output_weight output
          + feature_weight feature + commitment_weight commitment
@@ -32,32 +32,34 @@ Batch = Mapping[str, Tensor]
 
 
 class Objective(nn.Module):
-    """A frozen teacher, a student that shares its frozen part, and the losses between them.
+    """A frozen teacher, a student that shares its frozen weights, and the losses between them.
 
-    Parameters, buffers, state and mode of this module are those of the replaced layers only, so
-    build it on the device where it stays. `student` and `teacher` are the UNets.
+    `student` and `teacher` are UNets. Parameters, buffers, state and mode of this module cover the
+    replaced layers only, so build it on its final device.
 
     Args:
-        teacher: frozen and converted here; its replaced self-attentions are where the student
-            starts, and all else is one set of tensors for both.
-        config: which levels are replaced, and the sizes of their codebooks.
-        attention: `"avq"`; `"linfusion"` for LinFusion's linear attention, or `"exact"` for the
-            teacher's own, both without codebooks.
-        full_spawning: refine all parents in training, whatever `config.num_refined` says.
-        project_children: keep the children of each parent averaging to it.
-        diveq: let gradients move the codewords, in place of EMA (paper, appendix "Alternative VQ
-            Training Methods"). Their names end in `_codewords`. Forward passes in training mode
-            draw from torch's global generators.
-        lora_rank: train updates of this rank in place of the full projections.
-        noise_weight, output_weight, feature_weight, commitment_weight: of the losses.
-        teacher_dtype: of the teacher, and so of the student's frozen part, which compute in it with
-            and without autocast; trained weights are float32 and are cast where they meet it.
-            None keeps the teacher's.
+        teacher: UNet, frozen and converted here. The student starts from copies of its replaced
+            self-attentions and shares all other tensors.
+        config: levels to replace, and the sizes of their codebooks.
+        attention: `"avq"`, `"linfusion"` for LinFusion's linear attention, or `"exact"` for the
+            teacher's own. Only AVQ has codebooks.
+        full_spawning: refine all parents during training and ignore `config.num_refined`.
+        project_children: keep the mean of each parent's children at the parent.
+        diveq: train the codewords by gradients instead of EMA (paper, appendix "Alternative VQ
+            Training Methods"). Their parameter names end in `_codewords`. Forward passes in
+            training mode use torch's global generators.
+        lora_rank: train low-rank updates of this rank instead of the full projections.
+        noise_weight: weight of the noise loss.
+        output_weight: weight of the output loss.
+        feature_weight: weight of the feature loss.
+        commitment_weight: weight of the commitment loss.
+        teacher_dtype: dtype of the teacher and of the student's frozen weights, with and without
+            autocast; None keeps the teacher's. Trained weights are float32 and are cast for each
+            product.
 
     Raises:
-        ValueError: `attention` is unknown, `teacher` has no self-attention at a level or of an
-            override, `lora_rank` is below 1, or `diveq` comes without AVQ attention and full
-            spawning.
+        ValueError: `attention` is unknown, `teacher` has no self-attention at a level or for an
+            override, `lora_rank` is below 1, or `diveq` lacks AVQ attention and full spawning.
     """
 
     def __init__(
@@ -88,13 +90,13 @@ class Objective(nn.Module):
             lora_rank=lora_rank,
             teacher_dtype=teacher_dtype,
         )
-        # Past nn.Module, which would make every frozen weight part of the state.
+        # nn.Module's own setattr would add every frozen weight to the state.
         object.__setattr__(self, "teacher", teacher)
         object.__setattr__(self, "student", student)
         layers = select_layers(student, config.levels, config.exact)
         self.names = [layer.name for layer in layers]
         self.layers = nn.ModuleList(layer.attn for layer in layers)
-        # The teacher's own may have lost digits to `teacher_dtype`.
+        # The teacher's own weights may be rounded to `teacher_dtype`.
         self.original_projections = self.projections()
         self.weights = {
             "noise": noise_weight,
@@ -105,13 +107,13 @@ class Objective(nn.Module):
 
     @property
     def processors(self) -> dict[str, AVQSelfAttention]:
-        """The processors that hold codebooks, by layer name."""
+        """The AVQ processors by layer name."""
         pairs = zip(self.names, (attn.processor for attn in self.layers), strict=True)
         return {name: found for name, found in pairs if isinstance(found, AVQSelfAttention)}
 
     @property
     def quantizers(self) -> dict[str, Quantizer]:
-        """The codebooks in the making, by layer name."""
+        """The quantizers by layer name."""
         return {name: processor.quantizer for name, processor in self.processors.items()}
 
     def forward(
@@ -119,20 +121,20 @@ class Objective(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the unweighted losses and their weighted sum `loss`, float32 scalars.
 
-        In training mode the keys go into the statistics for `update_codebooks`.
+        In training mode the keys enter the statistics for `update_codebooks`.
 
         Args:
             noisy_latents: (B, 4, h, w).
             timesteps: (B,).
-            text_states: (B, tokens, channels) of the text encoder.
-            target: (B, 4, h, w), what the UNet should predict.
+            text_states: (B, tokens, channels), the output of the text encoder.
+            target: (B, 4, h, w), the noise or velocity to predict.
         """
         inputs = (noisy_latents, timesteps, text_states)
         quantizers = self.quantizers.values()
         teacher_layers = [self.teacher.get_submodule(name) for name in self.names]
         with torch.no_grad(), recorded(teacher_layers) as teacher_features:
             teacher_output = predict(self.teacher, *inputs)
-        # The hooks are gone when gradient checkpointing runs the layers again.
+        # The hooks are removed before gradient checkpointing runs the layers again.
         with recorded(self.layers) as features, recorded(quantizers) as leaves:
             output = predict(self.student, *inputs)
 
@@ -158,15 +160,15 @@ class Objective(nn.Module):
         keys_per_layer: int = 32768,
         seed: int = 0,
     ) -> None:
-        """Fit the codebooks to keys of the teacher by k-means; those of process 0 count.
+        """Fit the codebooks to keys of the teacher by k-means, on process 0 for all.
 
         Args:
-            batches: a few batches of arguments of `forward`, of one latent size. Their split does
-                not matter.
-            samples_per_step: pictures per optimizer step over micro-batches and processes. It
-                tells how many keys a codeword stands for, so that the first updates do not jump.
-            keys_per_layer: size of each layer's sample.
-            seed: of the samples and of k-means.
+            batches: batches of arguments of `forward` with one latent size. Their split does not
+                change the result.
+            samples_per_step: images per optimizer step over micro-batches and processes. It scales
+                the EMA counts to those of a step, so that the first updates are small.
+            keys_per_layer: number of keys that each layer samples.
+            seed: seed of the samples and of k-means.
 
         Raises:
             ValueError: there are fewer keys than parents.
@@ -190,12 +192,13 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def update_codebooks(self, decay: float) -> None:
-        """Let all keys since the last update move the codebooks, once per optimizer step, after it.
+        """Update the codebooks from all keys since the last update.
 
-        With DiVeQ the optimizer has moved the codewords; their statistics follow.
+        Call it once per optimizer step, after it. With DiVeQ the optimizer has moved the codewords,
+        and only their statistics follow.
 
         Raises:
-            RuntimeError: there was no forward in training mode since then.
+            RuntimeError: there was no forward pass in training mode since then.
         """
         for quantizer in self.quantizers.values():
             if quantizer.statistics is None:
@@ -209,36 +212,38 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def reassign_dead(self, *, threshold: float, seed: int) -> None:
-        """Move codewords of fewer than `threshold` keys per step to keys of the last batch.
+        """Move codewords with fewer than `threshold` keys per step to keys of the last batch.
 
-        Call it after `update_codebooks`: statistics in the making are those of the old codewords.
+        Call it right after `update_codebooks`, when no statistics of old codewords are pending.
 
         Args:
             threshold: EMA count below which a codeword is dead.
-            seed: of the draws, equal on all processes, another one at every step.
+            seed: seed that is equal on all processes and differs between steps.
 
         Raises:
-            RuntimeError: there was no forward in training mode yet.
+            RuntimeError: there was no forward pass in training mode yet.
         """
-        for processor in self._judged().values():
+        for processor in self._observed_processors().values():
             if dist.is_initialized():
                 dist.broadcast(processor.quantizer.kept_keys, src=0)
             processor.quantizer.reassign_dead(threshold=threshold, seed=seed)
 
     def diagnostics(self) -> dict[str, dict[str, Tensor]]:
-        """Figures per head, (H,), by layer name; no host waits.
+        """Return metrics per head, (H,), by layer name and metric, without a host sync.
 
-        `quantization_error` and `active_ratio`; and `capture` of `config.num_refined` parents on
-        one picture, at the cost of exact attention, unless the codebook is flat.
+        The metrics are `quantization_error`, `active_ratio` and, unless the codebook is flat,
+        `capture` of `config.num_refined` parents on one image at the cost of exact attention.
 
         Raises:
-            RuntimeError: there was no forward in training mode yet.
+            RuntimeError: there was no forward pass in training mode yet.
         """
-        return {name: processor.diagnostics() for name, processor in self._judged().items()}
+        return {
+            name: processor.diagnostics() for name, processor in self._observed_processors().items()
+        }
 
     @torch.no_grad()
     def codebooks(self) -> dict[str, Codebook]:
-        """Copies of the codebooks by layer name."""
+        """Return copies of the codebooks by layer name."""
         return {
             name: Codebook(*(x.clone() for x in vars(quantizer.codebook()).values()))
             for name, quantizer in self.quantizers.items()
@@ -246,16 +251,15 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def projections(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of the tuned projections of the attn1 by layer name, float32.
+        """Return float32 copies of the tuned projections, by layer and by name in `attn1`.
 
-        They have names in `attn1` such as `to_out.0.bias`, and a LoRA is merged into them; with
-        LinFusion's attention its phi are among them.
+        A name is for example `to_out.0.bias`. LoRAs are merged; LinFusion's phi are included.
         """
         pairs = zip(self.names, self.layers, strict=True)
         return {name: tuned_parameters(attn) for name, attn in pairs}
 
     def projection_changes(self) -> dict[str, dict[str, Tensor]]:
-        """What training changed: `projections` minus those of the teacher, its LoRA merged."""
+        """Return `projections` minus the teacher's own, with its LoRA merged."""
         return {
             name: {
                 key: tuned - self.original_projections[name][key] for key, tuned in layer.items()
@@ -264,17 +268,17 @@ class Objective(nn.Module):
         }
 
     def key_norms(self) -> dict[str, nn.LayerNorm]:
-        """The learned norms of the keys by layer name; empty unless `config.key_norm`."""
+        """Return the learned key norms by layer name; empty unless `config.key_norm`."""
         found = {name: processor.key_norm for name, processor in self.processors.items()}
         return {name: norm for name, norm in found.items() if isinstance(norm, nn.LayerNorm)}
 
     def _sample_keys(
         self, batches: Sequence[Batch], keys_per_layer: int, seed: int
     ) -> dict[str, tuple[Tensor, int]]:
-        """By layer a sample (H, S, D) of the teacher's keys, and the tokens of a picture."""
+        """Sample teacher keys (H, S, D) for each layer; also return its tokens per image."""
         generator = torch.Generator().manual_seed(seed)
-        num_pictures = sum(len(batch["timesteps"]) for batch in batches)
-        num_kept = math.ceil(keys_per_layer / num_pictures)
+        num_images = sum(len(batch["timesteps"]) for batch in batches)
+        num_kept = math.ceil(keys_per_layer / num_images)
         teacher_layers = {name: self.teacher.get_submodule(name) for name in self.processors}
         samples = {name: [] for name in self.processors}
         num_tokens = {}
@@ -289,22 +293,22 @@ class Objective(nn.Module):
                 heads = projected[attn.to_k].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
                 keys[name] = processor.key_norm(heads.float())
                 num_tokens[name] = heads.shape[2]
-            for picture in range(len(batch["timesteps"])):
+            for image in range(len(batch["timesteps"])):
                 for name, heads in keys.items():
                     kept = torch.randperm(num_tokens[name], generator=generator)[:num_kept]
-                    samples[name].append(heads[picture][:, kept.to(heads.device)])
+                    samples[name].append(heads[image][:, kept.to(heads.device)])
         return {name: (torch.cat(samples[name], dim=1), num_tokens[name]) for name in samples}
 
-    def _judged(self) -> dict[str, AVQSelfAttention]:
+    def _observed_processors(self) -> dict[str, AVQSelfAttention]:
         processors = self.processors
         if any(processor.quantizer.kept_keys is None for processor in processors.values()):
-            raise RuntimeError("codebooks are judged by the keys of a training forward; run one.")
+            raise RuntimeError("this needs the keys of a training forward; run one first.")
         return processors
 
 
 @contextmanager
 def recorded(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
-    """Collect what the modules return while the block runs."""
+    """Collect the outputs of the modules while the block runs."""
     outputs = {}
 
     def record(module: nn.Module, inputs: tuple, output: Any) -> None:
@@ -319,19 +323,19 @@ def recorded(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
 def predict(
     unet: UNet2DConditionModel, noisy_latents: Tensor, timesteps: Tensor, text_states: Tensor
 ) -> Tensor:
-    """The UNet's output, in its own dtype."""
+    """Return the UNet's output in its own dtype."""
     noisy_latents, text_states = noisy_latents.to(unet.dtype), text_states.to(unet.dtype)
-    # Autocast would widen what passes the norms of a half-precision UNet to float32.
+    # Autocast would run the norms of a half-precision UNet in float32.
     is_half = unet.dtype != torch.float32
     with torch.autocast(noisy_latents.device.type, enabled=False) if is_half else nullcontext():
         return unet(noisy_latents, timesteps, text_states, return_dict=False)[0]
 
 
 def mse(a: Tensor, b: Tensor) -> Tensor:
-    """Mean squared error in float32."""
+    """Return the mean squared error in float32."""
     return F.mse_loss(a.float(), b.float())
 
 
 def mean(values: Iterable[Tensor]) -> Tensor:
-    """Mean of scalars."""
+    """Return the mean of scalars."""
     return torch.stack(list(values)).mean()

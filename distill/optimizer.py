@@ -1,4 +1,4 @@
-"""AdamW, and what it remembers as tensors by the names of the parameters."""
+"""AdamW, and its state as tensors named after the parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 def make_optimizer(module: nn.Module, config: Any) -> torch.optim.AdamW:
-    """AdamW for what is trained of a module on its device.
+    """Create AdamW for the trainable parameters of a module.
 
     Args:
-        module: whose parameters with gradients are trained.
+        module: module on its final device.
         config: has `learning_rate`, `adam_betas` and `weight_decay`.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -25,7 +25,7 @@ def make_optimizer(module: nn.Module, config: Any) -> torch.optim.AdamW:
 
 
 def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What the optimizer remembers, as `exp_avg/NAME` for the parameter NAME of `module`."""
+    """Return the optimizer state, as `exp_avg/NAME` for the parameter NAME of `module`."""
     return {
         f"{kind}/{name}": value
         for name, parameter in module.named_parameters()
@@ -36,7 +36,7 @@ def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> di
 def load_optimizer(
     module: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Restore what `optimizer_tensors` gave; settings such as the rate are not part of it."""
+    """Restore what `optimizer_tensors` returned. Settings such as the learning rate stay."""
     parameters = dict(module.named_parameters())
     is_fused = optimizer.param_groups[0]["fused"]
     for key, value in tensors.items():
@@ -45,6 +45,6 @@ def load_optimizer(
         if kind == "step":
             restored = value.to(parameter.device if is_fused else "cpu")
         else:
-            # The fused update needs the parameter's own memory layout.
+            # The fused update needs the parameter's memory layout.
             restored = torch.empty_like(parameter.detach()).copy_(value)
         optimizer.state[parameter][kind] = restored

@@ -1,4 +1,4 @@
-"""Sheets of pictures: the student's beside the teacher's."""
+"""Sample sheets: images of the teacher beside images of the student."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from distill.objective import Objective
 
 
 @torch.no_grad()
-def draw_sheet(
+def save_sheet(
     path: Path, objective: Objective, config: DistillConfig, pipe: StableDiffusionPipeline
 ) -> None:
-    """Draw the prompts of the config with teacher and student, side by side, as a PNG.
+    """Generate the prompts of the config with teacher and student, and save them as a PNG.
 
-    The student is what the run would leave now, at `config.avq.num_refined`.
+    The student is the one that the run would export now, with `config.avq.num_refined`.
     """
     half = pipe.unet.dtype != torch.float32  # VAE and text encoder are float32
     # A compiled teacher would compile again for every shape and processor.
@@ -30,9 +30,9 @@ def draw_sheet(
         torch.compiler.set_stance("force_eager"),
         torch.autocast(pipe.device.type, pipe.unet.dtype, enabled=half),
     ):
-        teacher = draw(pipe, config)
+        teacher = generate(pipe, config)
         with student_in(pipe, objective, config):
-            student = draw(pipe, config)
+            student = generate(pipe, config)
     name = str(config.avq) if config.attention == "avq" else config.attention
     sheet = picture_sheet(
         list(zip(teacher, student, strict=True)),
@@ -43,8 +43,8 @@ def draw_sheet(
         sheet.save(temporary)
 
 
-def draw(pipe: StableDiffusionPipeline, config: DistillConfig) -> list[Image.Image]:
-    """One picture per prompt, each with its own seed."""
+def generate(pipe: StableDiffusionPipeline, config: DistillConfig) -> list[Image.Image]:
+    """Generate one image per prompt, each with its own seed."""
     samples = config.samples
     return [
         pipe(
@@ -63,7 +63,7 @@ def draw(pipe: StableDiffusionPipeline, config: DistillConfig) -> list[Image.Ima
 def student_in(
     pipe: StableDiffusionPipeline, objective: Objective, config: DistillConfig
 ) -> Iterator[None]:
-    """Draw with the student while the block runs."""
+    """Let the pipeline generate with the student while the block runs."""
     teacher = pipe.unet
     if config.attention == "avq":
         apply_avq(pipe, make_codebooks(objective, config).to(pipe.device), route="always")

@@ -1,4 +1,4 @@
-"""The student: the teacher with other self-attentions at chosen levels, which are trained.
+"""The student: the teacher with trained self-attentions at chosen levels.
 
 Shapes: B batch, H heads, N tokens, D head dim.
 """
@@ -24,9 +24,9 @@ PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
 class ExactSelfAttention(nn.Module):
-    """Attention processor of a student layer: softmax attention, whose float32 weights are trained.
+    """Attention processor of a student layer: softmax attention with trained float32 weights.
 
-    The layer computes in the dtype of its tokens, or in that of autocast.
+    The layer computes in the dtype of its tokens, or of autocast.
     """
 
     def forward(
@@ -46,22 +46,23 @@ class ExactSelfAttention(nn.Module):
             return attn.to_out[1](output) / attn.rescale_output_factor
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(B, H, N, D) to (B, H, N, D)."""
+        """Return the attention output (B, H, N, D) for inputs (B, H, N, D)."""
         return F.scaled_dot_product_attention(query, key, value)
 
 
 class AVQSelfAttention(ExactSelfAttention):
-    """AVQ attention, whose codebook learns from the keys.
+    """AVQ attention with a codebook that learns from the keys.
 
-    Where all parents are refined, it is attention over quantized keys, and costs what that costs.
-    Otherwise it is `avq_attention`, whose cost is linear in N forward and backward.
+    With `full_spawning` it is exact attention over quantized keys. Otherwise it is `avq_attention`,
+    whose cost is linear in N.
 
     Args:
         num_heads: H.
         head_dim: D.
-        config: of this layer, overrides resolved.
-        full_spawning: refine all parents, whatever `config.num_refined` says.
-        constrain, diveq: of the `Quantizer`.
+        config: configuration of this layer, with its overrides resolved.
+        full_spawning: refine all parents and ignore `config.num_refined`.
+        constrain: see `Quantizer`.
+        diveq: see `Quantizer`.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class AVQSelfAttention(ExactSelfAttention):
         self.key_norm = nn.LayerNorm(head_dim) if config.key_norm else nn.Identity()
         self.quantizer = Quantizer(num_heads, head_dim, config, constrain=constrain, diveq=diveq)
         self.query_order: Tensor | None = None
-        # Arguments of `capture` for a picture of the last batch.
+        # Arguments of `capture` for one image of the last batch.
         self.sample: dict[str, Tensor] = {}
 
-    def see_grid(self, transformer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Forward pre-hook of the transformer around the layer, whose input is (B, C, h, w)."""
+    def pre_forward(self, transformer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Set the query order from the input (B, C, h, w) of the transformer."""
         height, width = inputs[0].shape[-2:]
         self.query_order = query_order(height, width, self.config.query_order, inputs[0].device)
 
@@ -112,21 +113,21 @@ class AVQSelfAttention(ExactSelfAttention):
 
     @torch.no_grad()
     def diagnostics(self) -> dict[str, Tensor]:
-        """Those of the quantizer and, unless the codebook is flat, capture on one picture, (H,)."""
-        figures = self.quantizer.diagnostics()
+        """Return metrics (H,) of the quantizer and, unless the codebook is flat, capture."""
+        metrics = self.quantizer.diagnostics()
         if self.config.num_refined:
-            figures["capture"] = capture(
+            metrics["capture"] = capture(
                 **self.sample,
                 codebook=self.quantizer.codebook(),
                 num_refined=self.config.num_refined,
                 query_tile=self.config.query_tile,
                 importance_tile=self.config.importance_tile,
             )
-        return figures
+        return metrics
 
 
 class LinearSelfAttention(LinFusionProcessor):
-    """LinFusion's attention, whose float32 weights are trained, in the dtype of its tokens."""
+    """LinFusion's attention with trained float32 weights, computed in the dtype of its tokens."""
 
     def forward(self, attn: Attention, hidden_states: Tensor, **conditions: None) -> Tensor:
         with _autocast(hidden_states):
@@ -144,11 +145,10 @@ def make_student(
     lora_rank: int | None,
     teacher_dtype: torch.dtype | None,
 ) -> UNet2DConditionModel:
-    """Convert the teacher to `teacher_dtype`; return a UNet that shares all but what is trained.
+    """Convert the teacher to `teacher_dtype`; return a UNet that shares its frozen weights.
 
-    The self-attentions that `config` replaces are copies in float32, taken before the conversion,
-    with what a LoRA of the teacher adds merged into their weights. Arguments and errors are those
-    of `Objective`.
+    The self-attentions that `config` replaces are float32 copies from before the conversion, with
+    the teacher's LoRA merged. Arguments and errors are those of `Objective`.
     """
     if attention not in ATTENTIONS:
         raise ValueError(
@@ -165,7 +165,7 @@ def make_student(
         id(layer.attn): _trainable(layer.attn, lora_rank)
         for layer in select_layers(teacher, config.levels, config.exact, config.overrides)
     }
-    nn.Module.to(teacher, dtype=teacher_dtype)  # diffusers' own warns of modules it does not name
+    nn.Module.to(teacher, dtype=teacher_dtype)  # diffusers' own `to` would warn
     shared = {id(tensor): tensor for tensor in chain(teacher.parameters(), teacher.buffers())}
     student = copy.deepcopy(teacher, {**shared, **trained})
     for layer in select_layers(student, config.levels, config.exact):
@@ -178,7 +178,7 @@ def make_student(
                 constrain=project_children,
                 diveq=diveq,
             )
-            layer.transformer.register_forward_pre_hook(processor.see_grid)
+            layer.transformer.register_forward_pre_hook(processor.pre_forward)
         elif attention == "linfusion":
             processor = LinearSelfAttention(layer.attn.query_dim)
         else:
@@ -188,10 +188,7 @@ def make_student(
 
 
 def tuned_parameters(attn: Attention) -> dict[str, Tensor]:
-    """Copies of what a student layer learned, by name in `attn`, without codebook and key norm.
-
-    What a LoRA learned is merged into the projections.
-    """
+    """Return copies of a layer's projections, with LoRAs merged, and of LinFusion's phi."""
     found = {
         f"{name}.{path}": value
         for name in PROJECTIONS
@@ -216,7 +213,7 @@ def _trainable(attn: Attention, lora_rank: int | None) -> Attention:
 
 
 def _merged(projection: nn.Module) -> nn.Module:
-    """A projection as a plain layer, with what a LoRA of PEFT adds."""
+    """Return a projection as a plain layer, with PEFT's LoRA merged."""
     if not hasattr(projection, "base_layer"):
         return projection
     projection = copy.deepcopy(projection)
@@ -225,7 +222,7 @@ def _merged(projection: nn.Module) -> nn.Module:
 
 
 def _autocast(hidden_states: Tensor) -> AbstractContextManager:
-    """Let float32 weights meet half-precision tokens in the dtype of the tokens."""
+    """Compute in the dtype of half-precision tokens."""
     if hidden_states.dtype == torch.float32:
         return nullcontext()
     return torch.autocast(hidden_states.device.type, hidden_states.dtype)

@@ -1,1 +1,1 @@
-"""Checkpoints of a run, and what it exports."""
+"""Checkpoints, the folder of a run, and exports."""

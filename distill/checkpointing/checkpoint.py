@@ -1,6 +1,7 @@
-"""Checkpoints of a training run: safetensors and JSON, on disk before they get their name.
+"""Checkpoints of a training run: a folder of safetensors files and `run.json`.
 
-A kill at any moment leaves whole checkpoints, and hidden folders that the next save removes.
+A checkpoint appears complete by a rename. What a killed save leaves is hidden, and the next save
+removes it.
 """
 
 import json
@@ -24,7 +25,12 @@ RUN_KEYS = {"step": int, "config": dict, "sha256": dict}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: `run` holds its step, configuration and whatever else is plain."""
+    """A complete checkpoint.
+
+    Args:
+        path: its folder.
+        run: content of `run.json`: step, configuration, digests and what else the run saved.
+    """
 
     path: Path
     run: Mapping[str, Any]
@@ -34,33 +40,33 @@ class Checkpoint:
         return self.run["step"]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors that were saved under `name`.
+        """Load the tensors that were saved as `name`.
 
         Raises:
-            ValueError: the file is missing or not the one that was saved, or holds NaN or infinity.
+            ValueError: the file is missing, was changed, or holds NaN or infinity.
         """
         path = self.path / f"{name}.safetensors"
         digest = sha256(path)
         if digest is None or digest != self.run["sha256"].get(name):
-            raise damaged(path, "it is not the file that was saved")
+            raise _damaged(path, "it is not the file that was saved")
         loaded = load_file(path)
         for key, tensor in loaded.items():
             if not tensor.isfinite().all():
-                raise damaged(path, f"{key} holds NaN or infinity")
+                raise _damaged(path, f"{key} holds NaN or infinity")
         return loaded
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """Return the folders of a run's complete checkpoints, oldest first."""
     found = output.glob("checkpoints/step-*")
     return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name))
 
 
 def newest(output: Path) -> Checkpoint | None:
-    """The checkpoint to go on from, if there is one.
+    """Return the newest checkpoint of a run, if it has one.
 
     Raises:
-        ValueError: its run.json is damaged.
+        ValueError: its `run.json` is damaged.
     """
     found = checkpoints(output)
     if not found:
@@ -70,17 +76,10 @@ def newest(output: Path) -> Checkpoint | None:
         run = json.loads(path.read_text())
         missing = [key for key, kind in RUN_KEYS.items() if not isinstance(run.get(key), kind)]
     except (AttributeError, OSError, RecursionError, ValueError) as error:
-        raise damaged(path, repr(error)) from None
+        raise _damaged(path, repr(error)) from None
     if missing:
-        raise damaged(path, f"it lacks {', '.join(missing)}")
+        raise _damaged(path, f"it lacks {', '.join(missing)}")
     return Checkpoint(found[-1], run)
-
-
-def damaged(path: Path, reason: str) -> ValueError:
-    """The error of a checkpoint that cannot be gone on from."""
-    return ValueError(
-        f"{path} is damaged ({reason}); delete {path.parent} to go on from the checkpoint before."
-    )
 
 
 def save(
@@ -92,18 +91,21 @@ def save(
     keep: int,
     **run: Any,
 ) -> Path:
-    """Write a checkpoint in one rename, then delete all but the newest `keep`.
+    """Save a checkpoint and delete all but the newest `keep`.
 
     Args:
         output: folder of the run.
-        step: completed optimizer steps.
-        tensors: by file name.
-        config: dataclass that the continuation must agree with.
-        keep: number of checkpoints that stay.
-        **run: other plain values.
+        step: number of completed optimizer steps.
+        tensors: named tensors for each file name.
+        config: dataclass that a resumed run is checked against.
+        keep: number of checkpoints to keep.
+        **run: further JSON values for `run.json`.
+
+    Returns:
+        The folder of the checkpoint.
 
     Raises:
-        OSError: the disk is full or not writable; earlier checkpoints are untouched.
+        OSError: the disk is full or not writable. Earlier checkpoints stay.
     """
     path = output / "checkpoints" / f"step-{step:08d}"
     for leftover in path.parent.glob(".*-step-*"):
@@ -120,25 +122,30 @@ def save(
     return path
 
 
-def check(
+def check_config(
     found: Checkpoint, config: Any, *, free: tuple[str, ...], num_processes: int | None = None
 ) -> None:
-    """Check that a checkpoint belongs to this configuration.
+    """Check that a run with this configuration may continue from a checkpoint.
 
     Args:
         found: the checkpoint.
-        config: dataclass of the continuation.
+        config: dataclass of the resumed run.
         free: fields and sections that may differ.
-        num_processes: of the continuation, where another number changes the result.
+        num_processes: number of processes; None where it does not change the result.
 
     Raises:
-        ValueError: it is of another configuration or number of processes.
+        ValueError: the configuration or the number of processes differs.
     """
     differing = differing_keys(config, found.run["config"], ignored=free)
     if num_processes not in (None, found.run.get("num_processes")):
         differing.append("num_processes")
     if differing:
         raise ValueError(
-            f"{found.path} is a checkpoint of another configuration; it differs in "
-            f"{', '.join(differing)}."
+            f"{found.path} has another configuration; it differs in {', '.join(differing)}."
         )
+
+
+def _damaged(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"{path} is damaged ({reason}); delete {path.parent} to resume from the checkpoint before."
+    )

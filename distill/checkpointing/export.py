@@ -1,4 +1,4 @@
-"""What a run leaves: codebooks for `AVQCodebooks.from_pretrained`, or for `load_linfusion`."""
+"""Export of a trained student: codebooks for `AVQCodebooks`, or layers for `load_linfusion`."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -10,51 +10,47 @@ from avq_diffusers.extras.linfusion import save_linfusion
 from distill.config import DistillConfig
 from distill.objective import Objective
 
-VERSIONED = ("accelerate", "diffusers", "torch", "transformers")
+PACKAGES = ("accelerate", "diffusers", "torch", "transformers")
 
 
 def export(
     output: Path, objective: Objective, config: DistillConfig, training: Mapping[str, Any]
-) -> Path | None:
-    """Write the result of a run into `output / "codebooks"` or `output / "linfusion"`.
+) -> None:
+    """Save the student as `output / "codebooks"` or `output / "linfusion"`.
 
-    A student with exact attention is a control and leaves nothing.
+    A student with exact attention is a control and is not exported.
 
     Args:
         output: folder of the run.
-        objective: trained.
-        config: of the run.
-        training: summary for `config.json`; seed and versions are added.
-
-    Returns:
-        The folder, if there is one.
+        objective: trained objective.
+        config: configuration of the run.
+        training: summary for `config.json`; seed and package versions are added.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    if config.attention == "exact":
-        return None
-    versions = {name: version(name) for name in VERSIONED}
+    versions = {name: version(name) for name in PACKAGES}
     training = {**training, "seed": config.seed, "versions": versions}
     if config.attention == "avq":
-        path = output / "codebooks"
-        make_codebooks(objective, config, training).save_pretrained(path)
-        return path
-    path = output / config.attention
-    layers = {
-        name: {key.removeprefix("processor."): x for key, x in layer.items()}
-        for name, layer in objective.projections().items()
-    }
-    save_linfusion(
-        objective.student, layers, path, base_model=base_model(config), training=training
-    )
-    return path
+        make_codebooks(objective, config, training).save_pretrained(output / "codebooks")
+    elif config.attention == "linfusion":
+        layers = {
+            name: {key.removeprefix("processor."): x for key, x in layer.items()}
+            for name, layer in objective.projections().items()
+        }
+        save_linfusion(
+            objective.student,
+            layers,
+            output / "linfusion",
+            base_model=base_model(config),
+            training=training,
+        )
 
 
 def make_codebooks(
     objective: Objective, config: DistillConfig, training: Mapping[str, Any] | None = None
 ) -> AVQCodebooks:
-    """The student's codebooks, changes of projections and key norms, as they are now."""
+    """Return the current codebooks, projection changes and key norms of the student."""
     made = AVQCodebooks.from_codebooks(
         config.avq,
         objective.codebooks(),
@@ -69,6 +65,6 @@ def make_codebooks(
 
 
 def base_model(config: DistillConfig) -> str:
-    """The Hub id, or the last part of a folder's path."""
+    """Return the Hub id of the base model, or the name of its folder."""
     path = Path(config.base_model)
     return path.name if path.exists() else config.base_model

@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time, and none over another."""
+"""The folder of a run: one run writes it, and no new run overwrites it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,18 +11,18 @@ from filelock import FileLock, Timeout
 from distill.checkpointing.checkpoint import checkpoints
 from distill.log import log_path
 
-# A killed run's lock is held until the processes that read its data have noticed.
+# The data workers of a killed run hold its lock until they notice.
 LOCK_SECONDS = 10
 
 
 @contextmanager
-def claimed(output: Path) -> Iterator[None]:
+def locked(output: Path) -> Iterator[None]:
     """Keep other runs out of the folder while the block runs.
 
     Raises:
-        OSError: another run writes there, or it cannot be written.
+        OSError: another run writes the folder, or it is not writable.
     """
-    # As the accelerator makes it afterwards, also for `accelerate launch --cpu`.
+    # The accelerator that follows takes this state, also for `accelerate launch --cpu`.
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     if not state.is_main_process:
         yield
@@ -33,7 +33,7 @@ def claimed(output: Path) -> Iterator[None]:
         lock.acquire(timeout=LOCK_SECONDS)
     except Timeout as error:
         raise OSError(
-            f"another run is writing {output}; wait for its end, or choose another --output."
+            f"another run writes {output}; wait for its end, or choose another --output."
         ) from error
     except OSError as error:
         raise OSError(f"{output} could not be written ({error}).") from error
@@ -45,10 +45,10 @@ def claimed(output: Path) -> Iterator[None]:
 
 
 def check_unused(output: Path) -> None:
-    """Refuse a folder that holds a run.
+    """Check that no run has written the folder.
 
     Raises:
-        ValueError: it does.
+        ValueError: a run has.
     """
     if log_path(output).exists() or checkpoints(output):
         raise ValueError(f"{output} holds a run: add --resume or choose another --output.")

@@ -1,1 +1,1 @@
-"""Images and captions of a distillation, encoded and cached."""
+"""Images and captions: sources, encoding, cache and batches."""

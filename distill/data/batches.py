@@ -1,7 +1,7 @@
-"""Micro-batches for the objective: encoded samples of the stream, with noise.
+"""Micro-batches of the objective: encoded samples with noise.
 
-What is drawn for a sample depends only on the seed and the sample's number in the stream. So a
-resumed run needs no random state, and the split into micro-batches and processes changes no draw.
+The noise and timestep of a sample depend only on the seed and on the sample's number in the run. So
+a resumed run needs no random state, and micro-batches and processes change no random number.
 """
 
 from collections.abc import Iterator
@@ -12,28 +12,28 @@ from diffusers import DDPMScheduler, StableDiffusionPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from distill.config import DistillConfig
-from distill.data.dataset import stream
-from distill.data.encoder import Encoder
+from distill.data.stream import EncodedSamples
 from distill.objective import Batch
 
 
 def training_batches(
     config: DistillConfig,
+    samples: EncodedSamples,
     pipe: StableDiffusionPipeline,
     *,
     first_sample: int,
     process_index: int,
     num_processes: int,
 ) -> Iterator[Batch]:
-    """Endless micro-batches of one process, as arguments of the objective.
+    """Return the endless micro-batches of one process, as arguments of the objective.
 
-    torch's own generators, from which DiVeQ draws, are seeded for each.
+    Each one seeds torch's global generators, which DiVeQ uses.
+
+    Raises:
+        ValueError: there are fewer samples than one micro-batch over all processes.
     """
     size = config.micro_batch_size
-    encoded = stream(
-        config.data,
-        config.image_size,
-        Encoder(pipe.vae, pipe.text_encoder, pipe.tokenizer),
+    encoded = samples.batches(
         batch_size=size,
         seed=config.seed,
         first_sample=first_sample,
@@ -48,21 +48,21 @@ def training_batches(
         for start, batch in zip(starts, encoded, strict=False):
             seeds = [sample_seed(config.seed, start + index) for index in range(size)]
             torch.manual_seed(seeds[0])
-            yield noised(batch, seeds, scheduler, scaling_factor)
+            yield add_noise(batch, seeds, scheduler, scaling_factor)
 
     return batches()
 
 
-def noised(
+def add_noise(
     encoded: Batch, seeds: list[int], scheduler: DDPMScheduler, scaling_factor: float
 ) -> Batch:
-    """Arguments of the objective for encoded samples.
+    """Turn encoded samples into arguments of the objective.
 
     Args:
-        encoded: `moments` (B, 2 C, h, w) of the VAE and `text_states` (B, tokens, channels).
-        seeds: of each sample's latent, noise and timestep.
+        encoded: `moments` (B, 2C, h, w) of the VAE and `text_states` (B, tokens, channels).
+        seeds: one seed per sample for its latent, noise and timestep.
         scheduler: noise schedule and prediction type of the base model.
-        scaling_factor: of the VAE's latents.
+        scaling_factor: scaling factor of the VAE's latents.
     """
     posterior = DiagonalGaussianDistribution(encoded["moments"].float())
     mean = posterior.mean
@@ -71,9 +71,9 @@ def noised(
     noises, timesteps = [], []
     for seed in seeds:
         generator.manual_seed(seed)
-        draw = {"generator": generator, "device": mean.device}
-        noises.append(torch.randn((2, *mean.shape[1:]), **draw))
-        timesteps.append(torch.randint(num_timesteps, (1,), **draw))
+        options = {"generator": generator, "device": mean.device}
+        noises.append(torch.randn((2, *mean.shape[1:]), **options))
+        timesteps.append(torch.randint(num_timesteps, (1,), **options))
     latent_noise, noise = torch.stack(noises, dim=1)
     timesteps = torch.cat(timesteps)
     latents = scaling_factor * (mean + posterior.std * latent_noise)
@@ -87,5 +87,5 @@ def noised(
 
 
 def sample_seed(seed: int, number: int) -> int:
-    """Seed of everything that is drawn for one sample of the stream."""
+    """Return the seed of sample `number` of a run with `seed`."""
     return (seed * 1_000_000_007 + number) % 2**63

@@ -1,7 +1,7 @@
-"""Encoded samples on disk: a folder of safetensors shards beside the fingerprint of their origin.
+"""A cache of encoded samples: safetensors shards and a fingerprint of what they were made from.
 
-A shard appears by a rename when it is complete, so that a killed build goes on where it was, and
-several processes build one cache.
+A complete shard appears by a rename. So a killed build continues where it was, and several
+processes build one cache.
 """
 
 import json
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from avq_diffusers.files import TEMPORARY, atomic_write
 from distill.checkpointing.folders import sync
-from distill.errors import DataError
+from distill.exceptions import DataError
 
 FORMAT = 2
 CHECKSUM = "crc32"
@@ -30,14 +30,13 @@ Encode = Callable[[Iterable[list[int]]], Iterator[dict[str, Tensor]]]
 
 
 class CachedSamples(Dataset):
-    """The samples of a complete cache; sample i is a dict of float16 tensors, read when asked for.
+    """The samples of a complete cache, each a dict of float16 tensors.
+
+    Reading a sample raises `DataError` if its shard is damaged.
 
     Args:
-        folder: of the cache.
-        num_samples: in the cache.
-
-    Raises:
-        DataError: a shard is damaged (when a sample is read).
+        folder: folder of the cache.
+        num_samples: number of samples in it.
     """
 
     def __init__(self, folder: Path, num_samples: int) -> None:
@@ -52,14 +51,14 @@ class CachedSamples(Dataset):
         number, row = divmod(index, SHARD)
         path = shard_path(self.folder, number)
         try:
-            if number not in self.shards:  # one mapping per process, made after the workers' fork
+            if number not in self.shards:  # each worker maps the file itself
                 self.shards[number] = safe_open(path, framework="pt")
             shard = self.shards[number]
             sample = {name: shard.get_slice(name)[row] for name in shard.keys()}  # noqa: SIM118
             if sample.pop(CHECKSUM).item() != _checksum(sample):
                 raise SafetensorError(f"sample {index} is not the one that was saved")
         except (IndexError, KeyError, FileNotFoundError, SafetensorError) as error:
-            raise DataError(f"{path} is damaged ({error}); delete it to make it anew.") from error
+            raise DataError(f"{path} is damaged ({error}); delete it to build it again.") from error
         return sample
 
 
@@ -73,21 +72,21 @@ def open_cache(
     process_index: int,
     num_processes: int,
 ) -> CachedSamples:
-    """Return the samples of a cache; build first what it lacks, each process its share.
+    """Build the missing shards of a cache and return its samples.
 
-    All processes call it, and see one file system.
+    All processes call this function; each builds its share on a file system that all share.
 
     Args:
-        folder: of the cache, made if need be.
-        fingerprint: JSON values that decide what `encode` gives.
-        encode: maps lists of sample numbers to batches of their encoded samples, in order.
-        num_samples: to be cached.
-        batch_size: length of the lists.
-        process_index: of this process.
-        num_processes: among which the missing shards are split.
+        folder: folder of the cache, created if it does not exist.
+        fingerprint: JSON values that determine the output of `encode`.
+        encode: maps lists of sample indices to batches of encoded samples.
+        num_samples: number of samples to cache.
+        batch_size: samples per call of the encoder.
+        process_index: index of this process.
+        num_processes: number of processes that build the cache.
 
     Raises:
-        ValueError: the folder holds something else than a cache of this fingerprint.
+        ValueError: the folder holds something other than a cache with this fingerprint.
         OSError: a shard cannot be written.
         FloatingPointError: a sample is infinite or NaN in float16.
     """
@@ -114,13 +113,13 @@ def open_cache(
             f"on a disk that all processes share."
         )
     if process_index == 0:
-        for leftover in folder.glob(f"{TEMPORARY}*"):  # of builds that were killed
+        for leftover in folder.glob(f"{TEMPORARY}*"):  # from killed builds
             leftover.unlink(missing_ok=True)
     return CachedSamples(folder, num_samples)
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """The file of samples `number * SHARD` and following."""
+    """Return the file of the samples from `number * SHARD` on."""
     return folder / f"shard-{number:06d}.safetensors"
 
 
@@ -134,7 +133,7 @@ def _begin(folder: Path, fingerprint: dict[str, Any]) -> None:
 def _check(folder: Path, fingerprint: dict[str, Any]) -> None:
     path = folder / "fingerprint.json"
     if not path.exists():
-        raise ValueError(f"{folder} is not a cache, but is not empty; name another folder.")
+        raise ValueError(f"{folder} is not a cache, but is not empty; choose another folder.")
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
@@ -144,8 +143,8 @@ def _check(folder: Path, fingerprint: dict[str, Any]) -> None:
     keys = sorted(found.keys() | fingerprint.keys())
     if differing := [key for key in keys if found.get(key) != fingerprint.get(key)]:
         raise ValueError(
-            f"the cache {folder} is of other data or another encoder; it differs in "
-            f"{', '.join(differing)}: delete it or name another folder."
+            f"the cache {folder} was made from other data or by another encoder; it differs in "
+            f"{', '.join(differing)}: delete it or choose another folder."
         )
 
 
@@ -195,15 +194,15 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
             sync(temporary)
         sync(path.parent)
     except OSError as error:
-        if path.exists():  # another run that builds the same cache was faster
+        if path.exists():  # another run built the same shard
             return
         raise OSError(
-            f"{error} Make room for the cache and start again; its complete shards are kept."
+            f"{error} Free disk space and start again; complete shards are kept."
         ) from error
 
 
 def _checksum(sample: Mapping[str, Tensor]) -> int:
-    """CRC-32 of a sample's tensors in the order of their names."""
+    """CRC-32 of a sample's tensors, sorted by name."""
     checksum = 0
     for name in sorted(sample):
         checksum = zlib.crc32(sample[name].contiguous().numpy(), checksum)

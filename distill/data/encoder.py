@@ -1,4 +1,4 @@
-"""`Encoder`: what the UNet is trained on, from pictures and captions."""
+"""`Encoder`: latents and text states of images and captions."""
 
 import contextlib
 import hashlib
@@ -11,17 +11,17 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
-# Entries of a configuration that change no output.
+# Configuration entries that do not change the output.
 NEUTRAL = ("architectures", "dtype", "transformers_version")
 
 
 class Encoder:
-    """A frozen VAE and text encoder; float32 parts on CUDA compute in float16 autocast.
+    """A frozen VAE and text encoder. On CUDA, float32 parts compute in float16 autocast.
 
     Args:
-        vae: on the device where everything happens.
-        text_encoder: on the same device.
-        tokenizer: of the text encoder.
+        vae: VAE on the device of the encoded batches.
+        text_encoder: text encoder on the same device.
+        tokenizer: tokenizer of the text encoder.
     """
 
     def __init__(
@@ -33,24 +33,23 @@ class Encoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the encoded batches are."""
+        """Device of the encoded batches."""
         return self.vae.device
 
     @torch.no_grad()
-    def encode(self, pictures: Tensor, captions: list[str]) -> dict[str, Tensor]:
-        """Encode pictures, and captions padded or truncated to the tokenizer's maximum length.
+    def encode(self, images: Tensor, captions: list[str]) -> dict[str, Tensor]:
+        """Encode images, and captions padded or truncated to the tokenizer's maximum length.
 
         Args:
-            pictures: (B, 3, S, S) uint8.
+            images: (B, 3, S, S) uint8.
             captions: B texts.
 
         Returns:
-            `moments` (B, 2C, h, w), mean and log variance of the latents, which are not scaled by
-            `vae.config.scaling_factor`: sample `DiagonalGaussianDistribution(moments)` anew at
-            each step, then scale. `text_states` (B, tokens, channels), the text encoder's last
-            hidden states. Both float32 on `device`.
+            Two float32 tensors on `device`: `moments` (B, 2C, h, w), mean and log variance of the
+            latents before they are scaled by `vae.config.scaling_factor`, and `text_states`
+            (B, tokens, channels), the last hidden states of the text encoder.
         """
-        pixels = pictures.to(self.device, non_blocking=True).to(self.vae.dtype) / 127.5 - 1
+        pixels = images.to(self.device, non_blocking=True).to(self.vae.dtype) / 127.5 - 1
         ids = self.tokenizer(
             captions,
             padding="max_length",
@@ -66,9 +65,9 @@ class Encoder:
         return {name: value.float().contiguous() for name, value in encoded.items()}
 
     def fingerprint(self) -> dict[str, str]:
-        """Digests of weights and configurations: equal ones encode equally."""
+        """Return digests of weights and configurations; encoders with equal digests are equal."""
         tokens = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        for state in ("truncation", "padding"):  # left there by the last call
+        for state in ("truncation", "padding"):  # set by the last call
             del tokens[state]
         tokens["model_max_length"] = self.tokenizer.model_max_length
         return {
@@ -83,7 +82,7 @@ class Encoder:
 
 
 def module_digest(module: nn.Module, config: Mapping[str, Any]) -> str:
-    """Digest of the weights, as they are in memory, and of the configuration."""
+    """Return a digest of the weights in memory and of the configuration."""
     relevant = {
         key: value
         for key, value in config.items()

@@ -5,38 +5,37 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-import torch
 import typer
-from accelerate import Accelerator
 
-from distill.checkpointing.run_folder import check_unused, claimed
 from distill.config_file import load_config
-from distill.errors import one_sentence
-from distill.log import read_log
-from distill.pretrain.checkpoint import check_newest
-from distill.pretrain.config import RunConfig, ScorerConfig, SDConfig, VAEConfig
-from distill.pretrain.loop import Task, fit, make_accelerator
+from distill.exceptions import exit_on
+from distill.pretrain.config import PretrainConfig, ScorerConfig, SDConfig, VAEConfig
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from distill.pretrain.loop import Task
 
 INPUT_ERRORS = (ValueError, TypeError, OSError)
 RUN_ERRORS = (FloatingPointError, OSError)
 
-Config = TypeVar("Config", bound=RunConfig)
+ConfigType = TypeVar("ConfigType", bound=PretrainConfig)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file with every field.")]
 Output = Annotated[Path, typer.Option(help="Folder of the run.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")]
-Overrides = Annotated[list[str], typer.Option("--set", help="key=value, over the file.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")]
+Overrides = Annotated[list[str], typer.Option("--set", help="key=value, replaces the file's.")]
 
 
 @app.command()
 def vae(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
     """Train the VAE; the result is OUTPUT/vae."""
 
-    def make_task(values: VAEConfig, accelerator: Accelerator) -> Task:
+    def make_task(values: VAEConfig, accelerator: "Accelerator") -> "Task":
         from distill.pretrain.vae import VAETask
 
         return VAETask(values, output, accelerator)
@@ -54,9 +53,9 @@ def sd(
 ):
     """Train UNet and text encoder; the result is OUTPUT/model."""
 
-    def make_task(values: SDConfig, accelerator: Accelerator) -> Task:
+    def make_task(values: SDConfig, accelerator: "Accelerator") -> "Task":
         if (vae is None) == (values.init_from is None):
-            raise ValueError("give either --vae or init_from (an export brings its own VAE).")
+            raise ValueError("give either --vae or init_from (an export contains its own VAE).")
         vae_folder = (vae or Path(values.init_from)) / "vae"
         if not vae_folder.is_dir():
             raise FileNotFoundError(f"{vae_folder} does not exist: there is no trained VAE.")
@@ -71,7 +70,7 @@ def sd(
 def scorer(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
     """Train the scorer; the result is OUTPUT/scorer."""
 
-    def make_task(values: ScorerConfig, accelerator: Accelerator) -> Task:
+    def make_task(values: ScorerConfig, accelerator: "Accelerator") -> "Task":
         from distill.pretrain.scorer import ScorerTask
 
         return ScorerTask(values, output, accelerator)
@@ -89,42 +88,51 @@ def export(
     """Assemble the folder that the package ships."""
     from distill.pretrain.export import export_mini_sd
 
-    with one_sentence(*INPUT_ERRORS, code=2):
+    with exit_on(*INPUT_ERRORS, code=2):
         export_mini_sd(vae, sd, scorer, output)
 
 
 def _train(
-    kind: type[Config],
-    make_task: Callable[[Config, Accelerator], Task],
+    kind: type[ConfigType],
+    make_task: Callable[[ConfigType, "Accelerator"], "Task"],
     path: Path,
     output: Path,
     resume: bool,
     overrides: list[str],
 ) -> None:
-    """Train the task of a configuration file of this kind."""
     started = time.monotonic()
     with ExitStack() as stack:
-        with one_sentence(*INPUT_ERRORS, code=2):
+        with exit_on(*INPUT_ERRORS, code=2):
             config = load_config(path, kind, overrides)
-            stack.enter_context(claimed(output))
+            from distill.checkpointing.run_folder import locked
+            from distill.pretrain.loop import fit
+
+            stack.enter_context(locked(output))
             accelerator = _prepare(config, output, resume)
             task = make_task(config, accelerator)
-        with one_sentence(*RUN_ERRORS, code=1):
+        with exit_on(*RUN_ERRORS, code=1):
             fit(task, config, output, accelerator=accelerator, resume=resume, started=started)
 
 
-def _prepare(config: RunConfig, output: Path, resume: bool) -> Accelerator:
-    """Check that `output` can take the run, seed torch, return the accelerator."""
+def _prepare(config: PretrainConfig, output: Path, resume: bool) -> "Accelerator":
+    """Check that `output` is free or resumable, seed torch, and return the accelerator."""
+    import torch
+
+    from distill.checkpointing.run_folder import check_unused
+    from distill.log import read_log
+    from distill.pretrain.checkpoint import check_newest
+    from distill.pretrain.loop import make_accelerator
+
     if not resume:
         check_unused(output)
-    # Renderers are forked after tokenizers ran; saying so keeps it from warning about that.
+    # Rendering processes are forked after tokenizers ran; the setting avoids a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     accelerator = make_accelerator()
     if resume:
         check_newest(output, config, accelerator.num_processes)
-    read_log(output)  # a damaged one is refused now, not after all scenes are rendered
+    read_log(output)  # raises for a damaged log before scenes are rendered
     torch.manual_seed(config.seed)
     return accelerator
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a pretraining run holds; `distill.checkpointing.checkpoint` keeps it."""
+"""Checkpoints of a pretraining run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,28 +8,28 @@ from torch import nn
 
 from distill.checkpointing import checkpoint
 from distill.optimizer import load_optimizer, optimizer_tensors
-from distill.pretrain.config import RunConfig
+from distill.pretrain.config import PretrainConfig
 
-PARTS = MODEL, AVERAGED, OPTIMIZER = "model", "averaged", "optimizer"
+FILES = MODEL, AVERAGED, OPTIMIZER = "model", "averaged", "optimizer"
 KEPT = 2
-# Fields that may change between a run and its continuation: they do not change its result, or
-# (the time budget) are a property of the process.
+# Fields that may differ between a run and its continuation. They do not change the result, or
+# belong to the process, like the time limit.
 FREE = ("workers", "max_minutes", "finish_minutes", "log_every", "preview_minutes")
 FREE += ("checkpoint_every", "compile")
 
 
 @dataclass(frozen=True)
-class TrainingState:
-    """What a checkpoint holds, beside step and progress."""
+class ModelInTraining:
+    """A model, its moving average, and its optimizer: all that a checkpoint holds as tensors."""
 
     model: nn.Module
     averaged: nn.Module
     optimizer: torch.optim.Optimizer
 
     def save(
-        self, output: Path, config: RunConfig, num_processes: int, step: int, progress: float
+        self, output: Path, config: PretrainConfig, num_processes: int, step: int, progress: float
     ) -> None:
-        """Write the checkpoint of a step."""
+        """Save the checkpoint of a step."""
         checkpoint.save(
             output,
             step,
@@ -45,7 +45,7 @@ class TrainingState:
         )
 
     def load_newest(self, output: Path) -> tuple[int, float]:
-        """Restore the newest checkpoint in place; return its step and progress, 0 without one."""
+        """Restore the newest checkpoint in place; return its step and progress, or zeros."""
         found = checkpoint.newest(output)
         if found is None:
             return 0, 0.0
@@ -55,14 +55,14 @@ class TrainingState:
         return found.step, found.run["progress"]
 
 
-def check_newest(output: Path, config: RunConfig, num_processes: int) -> None:
-    """Check that the newest checkpoint, if there is one, is whole and of this configuration.
+def check_newest(output: Path, config: PretrainConfig, num_processes: int) -> None:
+    """Check that the newest checkpoint, if there is one, is intact and fits the configuration.
 
     Raises:
-        ValueError: it is damaged, or of another configuration or number of processes.
+        ValueError: it is damaged, or its configuration or number of processes differs.
     """
     found = checkpoint.newest(output)
     if found is not None:
-        checkpoint.check(found, config, free=FREE, num_processes=num_processes)
-        for name in PARTS:
+        checkpoint.check_config(found, config, free=FREE, num_processes=num_processes)
+        for name in FILES:
             found.tensors(name)

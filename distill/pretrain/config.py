@@ -1,12 +1,11 @@
-"""Configurations of the pretraining commands: flat YAML files, read by `distill.config_file`."""
+"""Configurations of the pretraining commands."""
 
 from dataclasses import dataclass
 
 from avq_diffusers.mini import TRAINING_SEEDS
 from distill.config_file import (
-    check_at_least_one,
+    check_at_least,
     check_at_least_one_or_none,
-    check_not_negative,
     check_one_of,
     check_positive,
     check_seed,
@@ -16,30 +15,30 @@ PRECISIONS = ("bf16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """What every training run needs.
+class PretrainConfig:
+    """The settings that all three trainings share.
 
     Args:
-        seed: of weights, batches and noise.
-        num_scenes: scenes of the training range that are rendered, over all processes.
-        image_size: side of a picture in pixels.
-        workers: rendering processes per training process; 0 renders in the process itself.
-        steps: optimizer steps.
-        max_minutes: wall clock of the whole process, preparation included; the schedule then
-            follows the larger of step fraction and time fraction. None counts steps only.
-        finish_minutes: part of `max_minutes` that is kept for the work after the last step.
-        batch_size: pictures per process and step.
-        learning_rate: peak value, reached after `warmup_steps`, then a cosine to zero.
-        warmup_steps: steps of linear warm-up.
-        adam_betas: of AdamW.
-        weight_decay: of AdamW.
+        seed: seed of weights, batches and noise.
+        num_scenes: number of training scenes, over all processes.
+        image_size: side of the images in pixels.
+        workers: rendering processes per training process; 0 renders in the training process.
+        steps: number of optimizer steps.
+        max_minutes: time limit of the process, including preparation. The schedule then follows
+            the larger of step fraction and time fraction. None counts steps only.
+        finish_minutes: part of `max_minutes` that is reserved for the work after the last step.
+        batch_size: images per process and step.
+        learning_rate: peak learning rate after the warm-up; a cosine to zero follows.
+        warmup_steps: number of steps of linear warm-up.
+        adam_betas: betas of AdamW.
+        weight_decay: weight decay of AdamW.
         max_grad_norm: gradients are clipped to this norm.
-        ema_decay: of the averaged weights that are exported.
+        ema_decay: decay of the averaged weights, which are exported.
         precision: `"bf16"` (autocast over fp32 weights) or `"fp32"`.
         compile: use `torch.compile`.
-        log_every: steps between two lines of `log.jsonl`, each one host synchronization.
-        preview_minutes: minutes between two previews; None makes one at the end only.
-        checkpoint_every: steps between two checkpoints; None writes none.
+        log_every: number of steps between two lines of `log.jsonl`; each one is a host sync.
+        preview_minutes: minutes between two previews; None saves one at the end only.
+        checkpoint_every: number of steps between two checkpoints; None saves none.
     """
 
     seed: int
@@ -63,10 +62,10 @@ class RunConfig:
     checkpoint_every: int | None
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "num_scenes", "image_size", "steps", "batch_size", "log_every")
+        check_at_least(self, 1, "num_scenes", "image_size", "steps", "batch_size", "log_every")
         check_at_least_one_or_none(self, "checkpoint_every")
         check_seed(self)
-        check_not_negative(self, "workers", "learning_rate", "weight_decay")
+        check_at_least(self, 0, "workers", "learning_rate", "weight_decay")
         check_positive(self, "max_grad_norm")
         check_one_of(self, "precision", PRECISIONS)
         if self.num_scenes > len(TRAINING_SEEDS):  # the scorer's range is as long
@@ -80,18 +79,18 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VAEConfig(RunConfig):
-    """The picture autoencoder.
+class VAEConfig(PretrainConfig):
+    """The autoencoder.
 
     Args:
-        block_out_channels: widths of the levels; n levels reduce the side by 2^(n-1).
+        block_out_channels: widths of the levels; n levels divide the side by 2^(n-1).
         layers_per_block: residual blocks per level of the encoder.
-        latent_channels: channels of a latent.
+        latent_channels: channels of the latents.
         norm_num_groups: groups of the group normalizations.
-        mse_weight: of the mean squared error, beside L1 with weight 1.
-        edge_weight: of the L1 distance between horizontal and vertical pixel differences.
-        kl_weight: of the KL divergence from the unit Gaussian, averaged over latent elements.
-        num_validation: validation pictures for the reconstruction figures and latent statistics.
+        mse_weight: weight of the mean squared error; the L1 loss has weight 1.
+        edge_weight: weight of the L1 loss of horizontal and vertical pixel differences.
+        kl_weight: weight of the KL divergence from the unit Gaussian, averaged over elements.
+        num_validation: validation images for the PSNR and the latent statistics.
     """
 
     block_out_channels: tuple[int, ...]
@@ -105,16 +104,16 @@ class VAEConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least_one(self, "num_validation")
+        check_at_least(self, 1, "num_validation")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SDConfig(RunConfig):
+class SDConfig(PretrainConfig):
     """UNet and text encoder.
 
     Args:
-        init_from: folder of an earlier export whose UNet, text encoder, tokenizer and VAE are
-            the starting point; None starts from random weights.
+        init_from: folder of an export whose UNet, text encoder, tokenizer and VAE training starts
+            from; None starts from random weights.
         block_out_channels: widths of the UNet's levels; all but the deepest have attention.
         layers_per_block: residual (and attention) blocks per level.
         num_attention_heads: heads of every attention (diffusers' `attention_head_dim`).
@@ -122,14 +121,14 @@ class SDConfig(RunConfig):
         text_hidden_size: width of the text encoder and of the cross-attention.
         text_layers: layers of the text encoder.
         text_heads: heads of the text encoder.
-        snr_floor: loss weights are clamp(SNR, snr_floor, snr_gamma) / SNR.
+        snr_floor: floor of the loss weights clamp(SNR, snr_floor, snr_gamma) / SNR.
         snr_gamma: gamma of min-SNR.
         layered_noise: strength of the coarse layers of the training noise; 0 is white noise.
-        caption_dropout: share of empty captions.
+        caption_dropout: share of captions that are replaced by empty ones.
         num_validation: validation scenes for the validation loss.
-        num_prompts: validation captions of the sample grids.
-        sample_steps: DDIM steps of the sample grids.
-        guidance_scale: of the sample grids.
+        num_prompts: validation captions for the sample sheets.
+        sample_steps: DDIM steps of the sample sheets.
+        guidance_scale: guidance scale of the sample sheets.
     """
 
     init_from: str | None
@@ -151,27 +150,27 @@ class SDConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least_one(self, "num_validation", "num_prompts", "sample_steps")
+        check_at_least(self, 1, "num_validation", "num_prompts", "sample_steps")
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"caption_dropout must be in [0, 1], but got {self.caption_dropout}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScorerConfig(RunConfig):
+class ScorerConfig(PretrainConfig):
     """The CLIP-style scorer.
 
     Args:
-        corrupted_share: share of the pictures (of the data and of each batch) that are corrupted.
+        corrupted_share: share of corrupted images, in the data and in each batch.
         patch_size: side of a patch in pixels.
         hidden_size: width of both encoders.
         projection_size: width of the shared embedding.
         num_heads: heads of both encoders.
-        vision_layers: layers of the picture encoder.
+        vision_layers: layers of the image encoder.
         vision_intermediate_size: width of its MLPs.
         text_layers: layers of the text encoder.
         text_intermediate_size: width of its MLPs.
-        corrupted_weight: of the loss on "is this picture corrupted".
-        num_validation: validation scenes, scored in batches of 256.
+        corrupted_weight: weight of the loss of classifying corrupted images.
+        num_validation: validation scenes; retrieval is measured in batches of 256.
     """
 
     corrupted_share: float
@@ -188,6 +187,6 @@ class ScorerConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least_one(self, "num_validation")
+        check_at_least(self, 1, "num_validation")
         if not 0 < self.corrupted_share < 1:
             raise ValueError(f"corrupted_share must be in (0, 1), but got {self.corrupted_share}.")

@@ -1,4 +1,4 @@
-"""Scenes as tensors: rendering in worker processes, and the share of each training process."""
+"""Scenes as tensors, rendered in worker processes."""
 
 import mmap
 import multiprocessing
@@ -17,26 +17,29 @@ from torch import Tensor
 from tqdm import tqdm
 
 from avq_diffusers.mini import corrupt, render, sample_scene
-from distill.errors import DataError
+from distill.exceptions import DataError
 
-CHUNK = 2048  # pictures per chunk; two chunks of 256 x 256 pictures take 0.8 GB of host memory
-TASK = 32  # pictures per task of a worker
+CHUNK = 2048  # images per chunk; two chunks of 256 x 256 images take 0.8 GB of memory
+TASK = 32  # images per task of a worker
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive scenes: pictures (n, size, size, 3) uint8 and captions.
+    """Consecutive scenes.
 
-    `has_copies` (n,) says which pictures have parts that should be copies of one another.
+    Args:
+        images: (n, size, size, 3) uint8.
+        captions: n captions.
+        has_copies: (n,) bool, whether parts of the image are copies of each other.
     """
 
-    pictures: np.ndarray
+    images: np.ndarray
     captions: list[str]
     has_copies: np.ndarray
 
 
 def shard(seeds: Sequence[int], process_index: int, num_processes: int) -> Sequence[int]:
-    """Return the seeds of one process: equally many for every process, none in common.
+    """Return the seeds of one process. All processes get equally many and share none.
 
     Raises:
         ValueError: there are fewer seeds than processes.
@@ -57,24 +60,23 @@ def render_chunks(
     corrupted: bool = False,
     progress: str | None = None,
 ) -> Iterator[Chunk]:
-    """Render scenes in order; the next chunk is rendered while the caller works on this one.
+    """Render scenes in order, one chunk ahead of the caller.
 
-    A chunk's pictures are valid until the next chunk is asked for. Whoever stops before the last
-    one closes the iterator, so that no more is rendered.
+    The images of a chunk are valid until the next chunk. Close the iterator to stop early.
 
     Args:
-        seeds: of the scenes.
-        size: side of a picture in pixels.
-        workers: number of rendering processes; 0 renders here.
-        corrupted: render with copies that disagree.
-        progress: label of a progress bar; None shows none.
+        seeds: seeds of the scenes.
+        size: side of the images in pixels.
+        workers: number of rendering processes; 0 renders in this process.
+        corrupted: render copies that differ.
+        progress: label of the progress bar; None shows none.
 
     Raises:
         DataError: a rendering process was killed (while iterating).
     """
     chunk = min(CHUNK, len(seeds))
     shape = (2, chunk, size, size, 3)
-    shared = mmap.mmap(-1, int(np.prod(shape)))  # anonymous, so forked workers write into it
+    shared = mmap.mmap(-1, int(np.prod(shape)))  # anonymous and shared with forked workers
     buffer = np.frombuffer(shared, np.uint8).reshape(shape)
     starts = range(0, len(seeds), chunk)
     tasks = [
@@ -96,15 +98,15 @@ def render_chunks(
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """All scenes of a share, as `Chunk`, with the tensors on the device."""
+class RenderedScenes:
+    """The fields of `Chunk` for all scenes of a process, with tensors on the device."""
 
-    pictures: Tensor
+    images: Tensor
     captions: list[str]
     has_copies: Tensor
 
 
-def load_pictures(
+def load_images(
     seeds: Sequence[int],
     *,
     size: int,
@@ -112,13 +114,13 @@ def load_pictures(
     device: torch.device,
     corrupted: bool = False,
     progress: str | None = None,
-) -> Pictures:
-    """Render scenes as `render_chunks` does, into memory of `device`.
+) -> RenderedScenes:
+    """Render scenes like `render_chunks`, into the memory of `device`.
 
     Raises:
         DataError: a rendering process was killed.
     """
-    pictures = torch.empty((len(seeds), size, size, 3), dtype=torch.uint8, device=device)
+    images = torch.empty((len(seeds), size, size, 3), dtype=torch.uint8, device=device)
     captions: list[str] = []
     has_copies = []
     chunks = render_chunks(
@@ -127,20 +129,20 @@ def load_pictures(
     with closing(chunks):
         for chunk in chunks:
             start = len(captions)
-            pictures[start : start + len(chunk.captions)] = torch.from_numpy(chunk.pictures)
+            images[start : start + len(chunk.captions)] = torch.from_numpy(chunk.images)
             captions += chunk.captions
             has_copies.append(torch.from_numpy(chunk.has_copies))
-    return Pictures(pictures, captions, torch.cat(has_copies).to(device))
+    return RenderedScenes(images, captions, torch.cat(has_copies).to(device))
 
 
-def to_float(pictures: Tensor) -> Tensor:
-    """Turn (n, h, w, 3) uint8 into (n, 3, h, w) in [-1, 1], channels last in memory."""
-    return pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
+def to_float(images: Tensor) -> Tensor:
+    """Convert (n, h, w, 3) uint8 to (n, 3, h, w) in [-1, 1], channels last in memory."""
+    return images.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def to_uint8(pictures: Tensor) -> np.ndarray:
-    """Turn (n, 3, h, w) in [-1, 1] into (n, h, w, 3) uint8."""
-    levels = ((pictures.float().clamp(-1, 1) + 1) * 127.5).round()
+def to_uint8(images: Tensor) -> np.ndarray:
+    """Convert (n, 3, h, w) in [-1, 1] to (n, h, w, 3) uint8."""
+    levels = ((images.float().clamp(-1, 1) + 1) * 127.5).round()
     return levels.to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
 
 
@@ -161,8 +163,8 @@ def _run(tasks: list, buffer: np.ndarray, size: int, corrupted: bool, workers: i
             yield results
     except BrokenProcessPool as error:
         raise DataError(
-            f"one of {workers} processes that render scenes was killed; start again, with fewer "
-            "workers or more memory should memory have run out."
+            f"one of {workers} rendering processes was killed; start again, with fewer workers if "
+            f"memory ran out."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -170,12 +172,12 @@ def _run(tasks: list, buffer: np.ndarray, size: int, corrupted: bool, workers: i
 
 def _start_worker(buffer: np.ndarray, size: int, corrupted: bool) -> None:
     _share(buffer, size, corrupted)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that gives tasks ends them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
     Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A pool's processes wait for tasks for ever, also when the process that gives them died."""
+    """End this worker with the main process; it would wait for tasks forever."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -189,7 +191,7 @@ def _render(task: tuple[int, int, list[int]]) -> tuple[list[str], np.ndarray]:
     slot, offset, seeds = task
     scenes = [sample_scene(seed) for seed in seeds]
     for index, (seed, scene) in enumerate(zip(seeds, scenes, strict=True)):
-        picture = corrupt(scene, seed, _size) if _corrupted else render(scene, _size)
-        _buffer[slot, offset + index] = picture
+        image = corrupt(scene, seed, _size) if _corrupted else render(scene, _size)
+        _buffer[slot, offset + index] = image
     has_copies = np.array([scene.has_copies for scene in scenes])
     return [scene.caption for scene in scenes], has_copies

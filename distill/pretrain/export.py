@@ -1,4 +1,4 @@
-"""Results as standard folders: what every command leaves, and the folder the package ships."""
+"""Exports: the results of the commands as standard folders, and the folder of mini-sd."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ MAX_SHARD_SIZE = "15MB"  # every file stays below 16 MiB
 
 
 def make_scheduler() -> DDIMScheduler:
-    """Return SD's noise schedule, sampled from the last training step on."""
+    """Return SD's noise schedule with timesteps from the last training timestep."""
     return DDIMScheduler(
         num_train_timesteps=1000,
         beta_start=0.00085,
@@ -33,7 +33,7 @@ def make_pipeline(
     text_encoder: CLIPTextModel,
     tokenizer: CLIPTokenizer,
 ) -> StableDiffusionPipeline:
-    """Return the parts as a Stable Diffusion pipeline without safety checker."""
+    """Return a Stable Diffusion pipeline without safety checker."""
     return StableDiffusionPipeline(
         vae=vae,
         unet=unet,
@@ -47,7 +47,7 @@ def make_pipeline(
 
 
 def save_pipeline(pipeline: StableDiffusionPipeline, folder: Path) -> None:
-    """Save half-precision parts so that plain `from_pretrained` gives a float32 pipeline."""
+    """Save a half-precision pipeline that plain `from_pretrained` loads as float32."""
     pipeline.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     _load_as_float32(folder / "text_encoder")
 
@@ -60,11 +60,11 @@ def save_scorer(model: CLIPModel, tokenizer: CLIPTokenizer, folder: Path) -> Non
 
 
 def export_mini_sd(vae: Path, sd: Path, scorer: Path, output: Path) -> None:
-    """Assemble the folder that ships: the pipeline of `sd`, and the scorer in `scorer/`.
+    """Assemble mini-sd: the pipeline of `sd`, with the scorer in `scorer/`.
 
     Raises:
         FileNotFoundError: a run has not finished.
-        ValueError: `sd` was trained on latents of another VAE.
+        ValueError: `sd` was trained with another VAE.
     """
     for folder in (vae / "vae", sd / "model", scorer / "scorer"):
         if not folder.is_dir():
@@ -73,7 +73,7 @@ def export_mini_sd(vae: Path, sd: Path, scorer: Path, output: Path) -> None:
     expected = AutoencoderKL.from_pretrained(vae / "vae", torch_dtype=torch.float16).state_dict()
     for name, value in pipeline.vae.state_dict().items():
         if not torch.equal(value, expected[name]):
-            raise ValueError(f"{sd} was trained on another VAE than {vae}; {name} differs.")
+            raise ValueError(f"{sd} was trained with another VAE than {vae}; {name} differs.")
     with replace_folder(output) as folder:
         save_pipeline(pipeline, folder)
         model = CLIPModel.from_pretrained(scorer / "scorer", dtype=torch.float16)
@@ -83,7 +83,7 @@ def export_mini_sd(vae: Path, sd: Path, scorer: Path, output: Path) -> None:
 
 
 def _forget_origin(folder: Path) -> None:
-    """Remove the paths of the runs that diffusers notes in every configuration."""
+    """Remove the path of the run, which diffusers writes into every configuration."""
     for path in folder.rglob("*.json"):
         config = json.loads(path.read_text())
         if config.pop("_name_or_path", None) is not None:
@@ -91,8 +91,8 @@ def _forget_origin(folder: Path) -> None:
 
 
 def _load_as_float32(folder: Path) -> None:
-    # transformers loads in the dtype that the configuration names, diffusers in float32; a
-    # pipeline needs one dtype. An explicit `dtype=` still decides.
+    # transformers loads in the dtype of the configuration, diffusers in float32, and a pipeline
+    # needs one dtype.
     path = folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n")

@@ -1,7 +1,7 @@
-"""The training loop that the three pretraining commands share.
+"""The training loop of the three pretraining commands.
 
-A step's batch and noise depend only on (seed, process, step), so a resumed run needs no random
-state: model, averaged model, optimizer and step number are all of it.
+Batch and noise of a step depend only on (seed, process, step), so a checkpoint needs no random
+state.
 """
 
 import contextlib
@@ -19,35 +19,35 @@ from tqdm import tqdm
 
 from distill.log import LogFile, reduced_means
 from distill.optimizer import make_optimizer
-from distill.pretrain.checkpoint import TrainingState
-from distill.pretrain.config import RunConfig
+from distill.pretrain.checkpoint import ModelInTraining
+from distill.pretrain.config import PretrainConfig
 
 Batch = dict[str, Tensor]
 
 
 class Task(Protocol):
-    """One thing to train. `model(**batch)` returns scalar losses, the minimized one as `loss`."""
+    """A model to train. `model(**batch)` returns scalar losses and minimizes `loss`."""
 
     model: nn.Module
 
     def batch(self, generator: torch.Generator) -> Batch:
-        """Return the next batch, drawn with `generator`, on the device."""
+        """Return a random batch on the device."""
 
     def preview(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Write what shows the state of the averaged `model`; return figures to log."""
+        """Save a preview of the averaged `model`; return metrics for the log."""
 
     def finish(self, model: nn.Module) -> dict[str, float]:
-        """Export the averaged `model`; return the final figures."""
+        """Export the averaged `model`; return its final metrics."""
 
 
 class Schedule:
-    """Progress in [0, 1] by steps and by time, and the learning rate that follows it.
+    """Progress in [0, 1] by steps and time, and the learning rate for it.
 
-    The clock starts at the first `observe`, after compilation. All processes must observe the
-    same seconds, so that they agree on the rate and on the end without talking at every step.
+    The clock starts at the first `observe`, after compilation. All processes must observe the same
+    seconds; then they agree on the rate and the end without synchronizing at every step.
     """
 
-    def __init__(self, config: RunConfig, *, progress: float = 0.0) -> None:
+    def __init__(self, config: PretrainConfig, *, progress: float = 0.0) -> None:
         self.config = config
         self.first_progress = progress
         self.time_progress = progress
@@ -56,7 +56,7 @@ class Schedule:
         self.first_seconds = 0.0
 
     def observe(self, step: int, seconds: float) -> None:
-        """Take note that the process has run for `seconds` when `step` is reached."""
+        """Record the running time of the process at a step."""
         if self.config.max_minutes is None:
             return
         if self.observed_step is None:
@@ -75,41 +75,41 @@ class Schedule:
         return max(step / self.config.steps, self.time_progress + since * self.progress_per_step)
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate of the update that follows `step` completed ones."""
+        """Return the learning rate after `step` completed steps."""
         warmup = min(1.0, (step + 1) / max(self.config.warmup_steps, 1))
         cosine = 0.5 * (1 + math.cos(math.pi * min(self.progress(step), 1.0)))
         return self.config.learning_rate * warmup * cosine
 
 
 def make_accelerator() -> Accelerator:
-    """Return the accelerator; autocast and compilation are the loop's own."""
+    """Return an accelerator without autocast, which `train_step` does."""
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     return Accelerator(kwargs_handlers=[ddp])
 
 
-def autocast(config: RunConfig, device: torch.device) -> contextlib.AbstractContextManager:
+def autocast(config: PretrainConfig, device: torch.device) -> contextlib.AbstractContextManager:
     """Return the context of the configured precision."""
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
 
 
 def fit(
     task: Task,
-    config: RunConfig,
+    config: PretrainConfig,
     output: Path,
     *,
     accelerator: Accelerator,
     resume: bool,
     started: float,
 ) -> None:
-    """Train `task.model`, keep its moving average, and hand that to `task.finish`.
+    """Train `task.model` and pass its moving average to `task.finish`.
 
     Args:
-        task: what is trained.
-        config: its configuration.
+        task: model, batches and export.
+        config: configuration of the task.
         output: folder for checkpoints, logs and results.
-        accelerator: device and processes.
-        resume: go on from the newest checkpoint, if there is one.
-        started: `time.monotonic()` of the start of the process, for `max_minutes`.
+        accelerator: accelerator of the run.
+        resume: continue from the newest checkpoint, if there is one.
+        started: `time.monotonic()` at the start of the process, for `max_minutes`.
 
     Raises:
         FloatingPointError: a loss is not finite.
@@ -118,12 +118,12 @@ def fit(
     device = accelerator.device
     averaged = copy.deepcopy(task.model).requires_grad_(False).eval()
     optimizer = make_optimizer(task.model, config)
-    state = TrainingState(task.model, averaged, optimizer)
+    trained = ModelInTraining(task.model, averaged, optimizer)
     step, progress = 0, 0.0
     if resume:
-        step, progress = state.load_newest(output)
+        step, progress = trained.load_newest(output)
     if config.compile:
-        torch._dynamo.config.optimize_ddp = False  # the compiled module is inside DDP
+        torch._dynamo.config.optimize_ddp = False  # DDP wraps the compiled module
         task.model.compile()
     model = accelerator.prepare_model(task.model)
 
@@ -167,8 +167,8 @@ def fit(
                     bar.set_postfix(
                         loss=f"{means['loss']:.4g}", left=f"{1 - schedule.progress(step):.0%}"
                     )
-                    if is_saved:  # before the preview, which may fail
-                        state.save(
+                    if is_saved:  # before the preview, which may run out of memory
+                        trained.save(
                             output,
                             config,
                             accelerator.num_processes,
@@ -182,7 +182,7 @@ def fit(
                         preview_time = time.monotonic()
                 totals = {}
                 logged_step, logged_time = step, time.monotonic()
-    if totals:  # of the steps since the last line of the log
+    if totals:  # raises for a loss since the last line that is not finite
         reduced_means(totals, step - logged_step, step, accelerator)
     if log is not None:
         with autocast(config, device):
@@ -196,10 +196,10 @@ def train_step(
     model: nn.Module,
     batch: Batch,
     optimizer: torch.optim.Optimizer,
-    config: RunConfig,
+    config: PretrainConfig,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Make one optimizer step; return the detached losses, still on the device."""
+    """Make one optimizer step; return the detached losses, on the device."""
     with autocast(config, device):
         losses = model(**batch)
     losses["loss"].backward()
@@ -211,7 +211,7 @@ def train_step(
 
 @torch.no_grad()
 def update_average(averaged: nn.Module, model: nn.Module, decay: float, step: int) -> None:
-    """Move `averaged` towards `model`; the decay rises to `decay` over the first steps."""
+    """Move `averaged` towards `model`; over the first steps the decay rises to `decay`."""
     decay = min(decay, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(averaged.parameters()), list(model.parameters()), 1 - decay)
 

@@ -1,7 +1,7 @@
-"""The CLIP-style scorer: captions against pictures, and features that see the hidden structure.
+"""The CLIP-style scorer of captions and images.
 
-Beside the contrastive loss, a head that is not exported reads from the picture features whether the
-copies in the picture disagree.
+During training, a second head classifies from the image features whether copies in the image
+differ. So the features represent structure that captions do not mention. It is not exported.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 from avq_diffusers.mini import SCORER_SEEDS, VALIDATION_SEEDS
 from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import ScorerConfig
-from distill.pretrain.data import load_pictures, shard, to_float
+from distill.pretrain.data import load_images, shard, to_float
 from distill.pretrain.export import save_scorer
 from distill.pretrain.loop import Batch
 from distill.pretrain.tokenizer import CONTEXT_LENGTH, encode, scene_tokenizer, special_ids
@@ -53,10 +53,10 @@ def build_scorer(config: ScorerConfig, tokenizer: CLIPTokenizer) -> CLIPModel:
 
 
 def contrastive_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the symmetric contrastive loss; rows with equal captions share the target.
+    """Return the symmetric contrastive loss. Equal captions share the target.
 
     Args:
-        logits: (n, n), captions by pictures.
+        logits: (n, n), captions by images.
         ids: token ids (n, length) of the captions.
     """
     equal = (ids[:, None] == ids[None]).all(-1).float()
@@ -73,46 +73,46 @@ class ScorerModel(nn.Module):
         self.config = config
         self.corrupted_head = nn.Linear(config.hidden_size, 1)
 
-    def forward(self, pictures: Tensor, ids: Tensor, corrupted: Tensor) -> dict[str, Tensor]:
-        """Return the losses; the first len(ids) pictures are intact.
+    def forward(self, images: Tensor, ids: Tensor, corrupted: Tensor) -> dict[str, Tensor]:
+        """Return the losses. The first len(ids) images are intact.
 
         Args:
-            pictures: (n, 3, h, w) in [-1, 1], intact ones first.
-            ids: token ids (m, 77) of the intact pictures.
-            corrupted: (n,) 1 where copies disagree, else 0.
+            images: (n, 3, h, w) in [-1, 1], intact ones first.
+            ids: token ids (m, 77) of the intact images.
+            corrupted: (n,), 1 where copies differ, else 0.
         """
         intact = len(ids)
-        features = self.picture_features(pictures)
+        features = self.image_features(images)
         logits = self.logits(features[:intact], self.caption_features(ids))
-        disagree = self.corrupted_head(features.float())[:, 0].float()
+        differs = self.corrupted_head(features.float())[:, 0].float()
         losses = {
             "contrastive": contrastive_loss(logits, ids),
-            "corrupted": F.binary_cross_entropy_with_logits(disagree, corrupted),
+            "corrupted": F.binary_cross_entropy_with_logits(differs, corrupted),
         }
         total = losses["contrastive"] + self.config.corrupted_weight * losses["corrupted"]
         return {"loss": total, **losses}
 
-    def picture_features(self, pictures: Tensor) -> Tensor:
+    def image_features(self, images: Tensor) -> Tensor:
         """Return the pooled vision output (n, hidden_size), the features of FID."""
-        return self.clip.vision_model(pixel_values=pictures).pooler_output
+        return self.clip.vision_model(pixel_values=images).pooler_output
 
     def caption_features(self, ids: Tensor) -> Tensor:
         """Return the pooled text output (n, hidden_size)."""
         return self.clip.text_model(input_ids=ids).pooler_output
 
-    def logits(self, pictures: Tensor, captions: Tensor) -> Tensor:
-        """Return the scaled similarities (captions, pictures) of pooled features."""
+    def logits(self, images: Tensor, captions: Tensor) -> Tensor:
+        """Return the scaled similarities (captions, images) of pooled features."""
         first = F.normalize(self.clip.text_projection(captions).float(), dim=-1)
-        second = F.normalize(self.clip.visual_projection(pictures).float(), dim=-1)
+        second = F.normalize(self.clip.visual_projection(images).float(), dim=-1)
         scale = self.clip.logit_scale.clamp(max=4.6052).exp()  # at most 100, as in CLIP
         return scale * (first @ second.T)
 
 
 class ScorerTask:
-    """Intact and corrupted pictures on the device, figures, and export as a folder `scorer`.
+    """Intact and corrupted images on the device, metrics, and export as a folder `scorer`.
 
     Raises:
-        ValueError: there are fewer scenes than processes, or no scene is left intact.
+        ValueError: there are fewer scenes than processes, or no scene remains intact.
     """
 
     def __init__(self, config: ScorerConfig, output: Path, accelerator: Accelerator) -> None:
@@ -129,7 +129,7 @@ class ScorerTask:
                 f"num_scenes must leave each process an intact scene beside its {count} corrupted "
                 f"of {len(seeds)}; raise num_scenes or lower corrupted_share."
             )
-        # The corrupted scenes are intact ones too, so nothing but the copies tells them apart.
+        # The same scenes are also used intact, so only the copies tell them apart.
         self.intact = self._load(seeds[count:], label="render" if main else None)
         label = "render corrupted" if main else None
         self.corrupted = self._load(seeds[count:][:count], corrupted=True, label=label)
@@ -143,15 +143,15 @@ class ScorerTask:
     def batch(self, generator: torch.Generator) -> Batch:
         sizes = (self.config.batch_size - self.num_corrupted, self.num_corrupted)
         intact, corrupted = (
-            torch.randint(len(data["pictures"]), (n,), generator=generator, device=self.device)
+            torch.randint(len(data["images"]), (n,), generator=generator, device=self.device)
             for data, n in zip((self.intact, self.corrupted), sizes, strict=True)
         )
-        pictures = [self.intact["pictures"][intact], self.corrupted["pictures"][corrupted]]
-        # A corrupted scene without copies has nothing that could disagree.
-        disagree = self.corrupted["has_copies"][corrupted].float()
-        labels = [torch.zeros(sizes[0], device=self.device), disagree]
+        images = [self.intact["images"][intact], self.corrupted["images"][corrupted]]
+        # A scene without copies cannot be corrupted.
+        differs = self.corrupted["has_copies"][corrupted].float()
+        labels = [torch.zeros(sizes[0], device=self.device), differs]
         return {
-            "pictures": to_float(torch.cat(pictures)),
+            "images": to_float(torch.cat(images)),
             "ids": self.intact["ids"][intact],
             "corrupted": torch.cat(labels),
         }
@@ -159,8 +159,8 @@ class ScorerTask:
     @torch.no_grad()
     def preview(self, model: ScorerModel, step: int) -> dict[str, float]:
         ids = self.validation["ids"]
-        intact = self._features(model, self.validation["pictures"])
-        corrupted = self._features(model, self.validation_corrupted["pictures"])
+        intact = self._features(model, self.validation["images"])
+        corrupted = self._features(model, self.validation_corrupted["images"])
         captions = torch.cat([model.caption_features(part) for part in ids.split(RETRIEVAL_BATCH)])
 
         hits = []
@@ -182,13 +182,13 @@ class ScorerTask:
         model.half()
         with replace_folder(self.output / "scorer") as folder:
             save_scorer(model.clip, self.tokenizer, folder)
-        figures = self.preview(model.float(), self.config.steps)
-        return {f"{name}_exported": value for name, value in figures.items()}
+        metrics = self.preview(model.float(), self.config.steps)
+        return {f"{name}_exported": value for name, value in metrics.items()}
 
     def _load(
         self, seeds: range, *, corrupted: bool = False, label: str | None = None
     ) -> dict[str, Tensor]:
-        data = load_pictures(
+        data = load_images(
             seeds,
             size=self.config.image_size,
             workers=self.config.workers,
@@ -197,11 +197,11 @@ class ScorerTask:
             progress=label,
         )
         return {
-            "pictures": data.pictures,
+            "images": data.images,
             "ids": encode(self.tokenizer, data.captions).to(self.device),
             "has_copies": data.has_copies,
         }
 
-    def _features(self, model: ScorerModel, pictures: Tensor) -> Tensor:
-        parts = pictures.split(RETRIEVAL_BATCH)
-        return torch.cat([model.picture_features(to_float(part)) for part in parts])
+    def _features(self, model: ScorerModel, images: Tensor) -> Tensor:
+        parts = images.split(RETRIEVAL_BATCH)
+        return torch.cat([model.image_features(to_float(part)) for part in parts])

@@ -1,4 +1,4 @@
-"""UNet and text encoder, trained together on VAE latents of scenes and their captions."""
+"""UNet and text encoder, trained together on latents and captions of scenes."""
 
 from contextlib import closing
 from pathlib import Path
@@ -10,17 +10,17 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from avq_diffusers.cli.sheet import picture_sheet
+from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS, sample_scene
 from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import SDConfig
 from distill.pretrain.data import render_chunks, shard, to_float
 from distill.pretrain.export import make_pipeline, make_scheduler, save_pipeline
-from distill.pretrain.grids import save_grid
 from distill.pretrain.loop import Batch
 from distill.pretrain.tokenizer import CONTEXT_LENGTH, encode, scene_tokenizer, special_ids
 
 ENCODER_BATCH = 128
-MAX_GRID_COLUMNS = 4
 NOISE_CELLS = (1, 2, 4, 8)  # cells per side of the grids of `layered_noise`
 
 
@@ -61,7 +61,7 @@ def snr_weights(alphas_cumprod: Tensor, floor: float, gamma: float) -> Tensor:
     """Return clamp(SNR, floor, gamma) / SNR per timestep.
 
     These are the min-SNR-gamma weights of epsilon prediction (Hang et al., 2023), raised where the
-    SNR is below `floor`: there the caption decides the layout, at errors too small to count.
+    SNR is below `floor`. There the caption decides the layout, but the errors are small.
     """
     snr = alphas_cumprod / (1 - alphas_cumprod)
     return snr.clamp(floor, gamma) / snr
@@ -70,11 +70,11 @@ def snr_weights(alphas_cumprod: Tensor, floor: float, gamma: float) -> Tensor:
 def layered_noise(
     shape: tuple[int, ...], strength: float, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Return noise of unit variance: white, and `strength` of it constant over grid cells.
+    """Return noise of unit variance: white noise plus noise that is constant over grid cells.
 
-    Offset noise (Guttenberg, 2023) at several scales. SD's schedule leaves the mean colour and the
-    layout of such plain pictures readable at its last timestep, so a model trained on white noise
-    takes them from its input instead of from the caption, and finds neither when it samples.
+    This is offset noise (Guttenberg, 2023) at several scales. At the last timestep of SD's
+    schedule, mean colour and layout of these plain images are still visible. A model trained on
+    white noise would read them from its input instead of the caption, and miss them in sampling.
     """
     noise = torch.randn(shape, generator=generator, device=device)
     for cells in NOISE_CELLS:
@@ -125,7 +125,7 @@ class SDModel(nn.Module):
 
 
 class SDTask:
-    """Latents and token ids on the device, previews, and export of the pipeline as `model`.
+    """Latents and token ids on the device, previews, and export as a folder `model`.
 
     Raises:
         ValueError: `init_from` is of another architecture, or there are fewer scenes than
@@ -179,27 +179,23 @@ class SDTask:
     def preview(self, model: SDModel, step: int) -> dict[str, float]:
         pipeline = make_pipeline(self.vae, model.unet, model.text_encoder, self.tokenizer)
         pipeline.set_progress_bar_config(disable=True)
-        pictures = pipeline(
+        images = pipeline(
             self.prompts,
             height=self.config.image_size,
             width=self.config.image_size,
             num_inference_steps=self.config.sample_steps,
             guidance_scale=self.config.guidance_scale,
             generator=torch.Generator(self.device).manual_seed(self.config.seed),
-            output_type="np",
         ).images
-        save_grid(
-            self.output / "grids" / f"step-{step:06d}.png",
-            list((pictures * 255).round().astype("uint8")),
-            columns=min(MAX_GRID_COLUMNS, len(pictures)),
-            captions=self.prompts,
-        )
+        sheet = picture_sheet([[image] for image in images], [""], row_titles=self.prompts)
+        with atomic_write(self.output / "samples" / f"step-{step:08d}.png") as temporary:
+            sheet.save(temporary)
         return self._validation_losses(model)
 
     @torch.no_grad()
     def finish(self, model: SDModel) -> dict[str, float]:
         pipeline = make_pipeline(self.vae, model.unet, model.text_encoder, self.tokenizer)
-        # Half precision is what ships; the figures afterwards are of the rounded weights.
+        # The export is in half precision; the final losses are those of the rounded weights.
         parts = (self.vae, model.unet, model.text_encoder)
         for part in parts:
             part.half()
@@ -211,7 +207,7 @@ class SDTask:
         return {f"{name}_exported": value for name, value in losses.items()}
 
     def _validation_losses(self, model: SDModel) -> dict[str, float]:
-        """Average the losses over the validation scenes, at evenly spread timesteps."""
+        """Return the mean losses over the validation scenes, at evenly spaced timesteps."""
         latents, ids = self.validation
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         noise = torch.randn(latents.shape, generator=generator, device=self.device)
@@ -226,15 +222,15 @@ class SDTask:
 
     @torch.no_grad()
     def _encode_scenes(self, seeds: range, label: str | None) -> tuple[Tensor, Tensor]:
-        # Half precision keeps three more bits than bfloat16; the CPU computes in fp32.
+        # float16 keeps three more bits than bfloat16; the CPU computes in float32.
         half = self.device.type == "cuda"
         latents, captions = [], []
         size, workers = self.config.image_size, self.config.workers
         chunks = render_chunks(seeds, size=size, workers=workers, progress=label)
         with closing(chunks):
             for chunk in chunks:
-                pictures = torch.from_numpy(chunk.pictures).to(self.device)
-                for part in pictures.split(ENCODER_BATCH):
+                images = torch.from_numpy(chunk.images).to(self.device)
+                for part in images.split(ENCODER_BATCH):
                     with torch.autocast(self.device.type, torch.float16, enabled=half):
                         mean = self.vae.encode(to_float(part)).latent_dist.mean
                     latents.append((mean * self.vae.config.scaling_factor).half())

@@ -1,6 +1,6 @@
-"""A CLIP tokenizer whose byte-pair vocabulary is learned from scene captions.
+"""A CLIP tokenizer with a byte-pair vocabulary learned from scene captions.
 
-Every word of the captions is one token; any other text still tokenizes, down to single bytes.
+Every word of the captions is one token. Other text tokenizes too, down to single bytes.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(texts: Iterable[str]) -> CLIPTokenizer:
-    """Learn a tokenizer in which every word of `texts` is one token; equal texts, equal ids."""
+    """Train a deterministic tokenizer in which every word of `texts` is one token."""
     backend = CLIPTokenizer().backend_tokenizer
     words = {
         word
@@ -43,10 +43,13 @@ def train_tokenizer(texts: Iterable[str]) -> CLIPTokenizer:
 
 
 def learn_merges(words: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the byte-pair merges, in order, that make each word (in byte letters) one token.
+    """Return the byte-pair merges, in order, that make each word one token.
 
-    Of equally frequent pairs the alphabetically first is merged. `tokenizers.BpeTrainer` breaks
-    such ties differently in every run, and two processes must agree on the ids.
+    Ties go to the alphabetically first pair. `tokenizers.BpeTrainer` breaks ties differently in
+    every run, but processes must agree on the ids.
+
+    Args:
+        words: words in byte-level letters.
     """
     split = [[*word[:-1], word[-1] + END_OF_WORD] for word in sorted(words)]
     merges = []
@@ -58,12 +61,12 @@ def learn_merges(words: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def scene_tokenizer() -> CLIPTokenizer:
-    """Return the tokenizer of all scene captions, the same in every process and run."""
+    """Return the tokenizer of all scene captions."""
     return train_tokenizer(VOCABULARY)
 
 
 def encode(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
-    """Return the token ids (n, 77) of padded captions, as the diffusers pipeline makes them."""
+    """Return the token ids (n, 77) of captions, padded like in the diffusers pipeline."""
     ids = tokenizer(
         captions, padding="max_length", max_length=CONTEXT_LENGTH, truncation=True
     ).input_ids
@@ -71,7 +74,7 @@ def encode(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
 
 
 def special_ids(tokenizer: CLIPTokenizer) -> dict[str, int]:
-    """Return the token ids that a CLIP text configuration needs for its pooling."""
+    """Return the special token ids for a CLIP text configuration."""
     return {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,

@@ -1,4 +1,4 @@
-"""The f=4 picture autoencoder: reconstruction without perceptual or adversarial losses."""
+"""The autoencoder with a downsampling factor of 4."""
 
 from pathlib import Path
 
@@ -6,18 +6,20 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from diffusers import AutoencoderKL
+from PIL import Image
 from torch import Tensor, nn
 
+from avq_diffusers.cli.sheet import picture_sheet
+from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS
 from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import VAEConfig
-from distill.pretrain.data import load_pictures, shard, to_float, to_uint8
+from distill.pretrain.data import load_images, shard, to_float, to_uint8
 from distill.pretrain.export import MAX_SHARD_SIZE
-from distill.pretrain.grids import save_grid
 from distill.pretrain.loop import Batch
 
 PREVIEWED = 8
-BATCH = 64  # pictures at once when figures are taken
+BATCH = 64  # images at once in evaluation
 
 
 def build_vae(config: VAEConfig) -> AutoencoderKL:
@@ -46,12 +48,12 @@ class VAEModel(nn.Module):
         self.vae = vae
         self.config = config
 
-    def forward(self, pictures: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Return the losses of `pictures` (n, 3, h, w) with latent `noise`."""
-        posterior = self.vae.encode(pictures).latent_dist
+    def forward(self, images: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        """Return the losses of `images` (n, 3, h, w) with latent `noise`."""
+        posterior = self.vae.encode(images).latent_dist
         mean, logvar = posterior.mean.float(), posterior.logvar.float()
         latents = mean + torch.exp(0.5 * logvar) * noise
-        error = self.vae.decode(latents).sample.float() - pictures
+        error = self.vae.decode(latents).sample.float() - images
         losses = {
             "l1": error.abs().mean(),
             "mse": error.square().mean(),
@@ -64,12 +66,12 @@ class VAEModel(nn.Module):
 
 
 def edge_loss(error: Tensor) -> Tensor:
-    """Return the mean L1 size of the horizontal and vertical differences of `error`."""
+    """Return the mean L1 norm of the horizontal and vertical differences of `error`."""
     return (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()) / 2
 
 
 class VAETask:
-    """Training pictures on the device, previews, and export as a diffusers folder `vae`.
+    """Training images on the device, previews, and export as a folder `vae`.
 
     Raises:
         ValueError: there are fewer scenes than processes.
@@ -82,35 +84,40 @@ class VAETask:
         seeds = TRAINING_SEEDS[: config.num_scenes]
         seeds = shard(seeds, accelerator.process_index, accelerator.num_processes)
         label = "render" if accelerator.is_main_process else None
-        self.pictures = load_pictures(seeds, progress=label, **common).pictures
+        self.images = load_images(seeds, progress=label, **common).images
         self.validation = None
         if accelerator.is_main_process:
             seeds = VALIDATION_SEEDS[: config.num_validation]
-            self.validation = load_pictures(seeds, **common).pictures
+            self.validation = load_images(seeds, **common).images
         vae = build_vae(config).to(device, memory_format=torch.channels_last)
         self.model = VAEModel(vae, config)
         side = config.image_size >> (len(config.block_out_channels) - 1)
         self.latent_shape = (config.batch_size, config.latent_channels, side, side)
 
     def batch(self, generator: torch.Generator) -> Batch:
-        device = self.pictures.device
+        device = self.images.device
         shape = (self.config.batch_size,)
-        index = torch.randint(len(self.pictures), shape, generator=generator, device=device)
+        index = torch.randint(len(self.images), shape, generator=generator, device=device)
         noise = torch.randn(self.latent_shape, generator=generator, device=device)
-        return {"pictures": to_float(self.pictures[index]), "noise": noise}
+        return {"images": to_float(self.images[index]), "noise": noise}
 
     @torch.no_grad()
     def preview(self, model: VAEModel, step: int) -> dict[str, float]:
-        pictures = self.validation[:PREVIEWED]
-        decoded = reconstruct(model.vae, pictures)
-        rows = [*to_uint8(to_float(pictures)), *to_uint8(decoded)]
-        save_grid(self.output / "grids" / f"step-{step:06d}.png", rows, columns=len(pictures))
+        images = self.validation[:PREVIEWED]
+        decoded = reconstruct(model.vae, images)
+        rows = [
+            [Image.fromarray(image) for image in to_uint8(batch)]
+            for batch in (to_float(images), decoded)
+        ]
+        sheet = picture_sheet(rows, [""] * len(images), row_titles=["original", "reconstruction"])
+        with atomic_write(self.output / "samples" / f"step-{step:08d}.png") as temporary:
+            sheet.save(temporary)
         return {"psnr": self._psnr(model.vae)}
 
     @torch.no_grad()
     def finish(self, model: VAEModel) -> dict[str, float]:
         vae = model.vae
-        with torch.autocast(self.pictures.device.type, enabled=False):
+        with torch.autocast(self.images.device.type, enabled=False):
             mean, std = latent_statistics(vae, self.validation)
             normalize_latents(vae, mean, std)
             latents = torch.cat([_encode(vae, part) for part in self.validation.split(BATCH)])
@@ -126,25 +133,25 @@ class VAETask:
             F.mse_loss(reconstruct(vae, part).clamp(-1, 1), to_float(part), reduction="none")
             for part in self.validation.split(BATCH)
         ]
-        per_picture = torch.cat([error.mean((1, 2, 3)) for error in errors])
-        return (10 * torch.log10(4 / per_picture.clamp(min=1e-10))).mean().item()
+        per_image = torch.cat([error.mean((1, 2, 3)) for error in errors])
+        return (10 * torch.log10(4 / per_image.clamp(min=1e-10))).mean().item()
 
 
-def reconstruct(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
-    """Return the reconstruction (n, 3, h, w) of uint8 `pictures` from their mean latents."""
-    return vae.decode(_encode(vae, pictures)).sample.float()
+def reconstruct(vae: AutoencoderKL, images: Tensor) -> Tensor:
+    """Return the reconstruction (n, 3, h, w) of uint8 `images` from their mean latents."""
+    return vae.decode(_encode(vae, images)).sample.float()
 
 
-def latent_statistics(vae: AutoencoderKL, pictures: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation (channels,) of the mean latents of uint8 `pictures`."""
-    latents = torch.cat([_encode(vae, part) for part in pictures.split(BATCH)])
+def latent_statistics(vae: AutoencoderKL, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation (channels,) of the mean latents of uint8 `images`."""
+    latents = torch.cat([_encode(vae, part) for part in images.split(BATCH)])
     return latents.mean((0, 2, 3)), latents.std((0, 2, 3))
 
 
 def normalize_latents(vae: AutoencoderKL, mean: Tensor, std: Tensor) -> None:
-    """Give every latent channel mean 0 and deviation 1 through the 1x1 convolutions.
+    """Give every latent channel mean 0 and standard deviation 1.
 
-    The reconstruction does not change: `post_quant_conv` undoes what `quant_conv` does.
+    `quant_conv` scales the latents and `post_quant_conv` undoes it, so reconstructions stay.
     """
     channels = len(mean)
     first, last = vae.quant_conv, vae.post_quant_conv
@@ -156,5 +163,5 @@ def normalize_latents(vae: AutoencoderKL, mean: Tensor, std: Tensor) -> None:
     last.weight *= std.view(1, -1, 1, 1)
 
 
-def _encode(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
-    return vae.encode(to_float(pictures)).latent_dist.mean.float()
+def _encode(vae: AutoencoderKL, images: Tensor) -> Tensor:
+    return vae.encode(to_float(images)).latent_dist.mean.float()

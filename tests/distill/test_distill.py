@@ -60,7 +60,7 @@ TINY = {
     "data.workers": 0,
     "data.cache": "null",
     "objective.commitment_weight": 1e-3,
-    "codebooks.start_pictures": 4,
+    "codebooks.start_images": 4,
     "codebooks.decay_warmup_steps": 2,
     "codebooks.dead_threshold": 20,
     "codebooks.dead_every": 2,
@@ -554,7 +554,7 @@ def test_a_cache_that_holds_something_else_is_damaged(model, tmp_path, part):
     header = 8 + int.from_bytes(content[:8], "little")
     content[header + int(part * (len(content) - header))] ^= 1
     shard.write_bytes(content)
-    stderr = refused(model, tmp_path / "run", **settings, codebooks__start_pictures=6)
+    stderr = refused(model, tmp_path / "run", **settings, codebooks__start_images=6)
     assert re.search(rf"error: {shard} is damaged \(sample \d is not the one", stderr)
 
 
@@ -667,7 +667,7 @@ torch.save(run.objective.state_dict(), f"{states}/{run.accelerator.process_index
 def test_micro_batches_do_not_change_where_codebooks_start(model, tmp_path):
     """Catches draws per micro-batch, and more pictures than the configuration says."""
     for size in (1, 2):
-        settings = {"codebooks.start_pictures": 3, "micro_batch_size": size}
+        settings = {"codebooks.start_images": 3, "micro_batch_size": size}
         assert run(model, tmp_path / str(size), steps=1, **settings).exit_code == 0
     (one,), (other,) = losses(tmp_path / "1"), losses(tmp_path / "2")
     assert other == pytest.approx(one, rel=1e-3)
@@ -842,7 +842,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(finished, model):
         ({"image_size": 60}, "image_size must be a multiple of 8, but got 60."),
         ({"avq__num_parents": 4096, "avq__num_refined": 1}, "4096 keys per head, but got 256."),
         (
-            {"codebooks__keys_per_layer": 2, "codebooks__start_pictures": 2},
+            {"codebooks__keys_per_layer": 2, "codebooks__start_images": 2},
             "4 keys per head, but got 2.",
         ),
         (

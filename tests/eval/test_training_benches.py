@@ -63,7 +63,7 @@ def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
     monkeypatch.setattr(distillation, "LOG_EVERY", 1)
     monkeypatch.setattr(distillation, "WARMUP_LINES", 1)
     overrides = [f"--set={key}={TINY[key]}" for key in TINY if key.startswith("avq.")]
-    overrides += ["--set=precision=fp32", "--set=compile=false", "--set=codebooks.start_pictures=4"]
+    overrides += ["--set=precision=fp32", "--set=compile=false", "--set=codebooks.start_images=4"]
     arguments = ["--model", model, "--size", 64, "--batches", 2, "--attentions", "exact,avq"]
     arguments += ["--config", CONFIG, "--output", tmp_path, *overrides]
     result = CliRunner().invoke(app, ["bench", "distill", *map(str, arguments)])

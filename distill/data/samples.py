@@ -1,0 +1,99 @@
+"""Samples of a data set: a dict of `image` (3, S, S) uint8 and `caption`."""
+
+import hashlib
+from functools import partial
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
+
+from avq_diffusers.mini import TRAINING_SEEDS, render, sample_scene
+from distill.data.config import DataConfig
+from distill.data.images import PREPROCESS, UNREADABLE, read_rgb, to_tensor
+
+if TYPE_CHECKING:
+    import datasets
+
+
+class BrokenSample(ValueError):
+    """The image of a sample cannot be read, or its caption is missing or not text."""
+
+
+class SceneSamples(Dataset):
+    """The first scenes of mini-sd's training range, rendered when they are read."""
+
+    def __init__(self, num_samples: int, image_size: int) -> None:
+        if num_samples > len(TRAINING_SEEDS):
+            raise ValueError(
+                f"num_samples must be at most {len(TRAINING_SEEDS)}, but got {num_samples}."
+            )
+        self.seeds = TRAINING_SEEDS[:num_samples]
+        self.image_size = image_size
+        self[0]  # raises for a size that scenes do not have
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        scene = sample_scene(self.seeds[index])
+        return {"image": to_tensor(render(scene, self.image_size)), "caption": scene.caption}
+
+    def fingerprint(self) -> str:
+        """Return a digest of the first scenes."""
+        digest = hashlib.sha256()
+        for index in range(min(8, len(self))):
+            sample = self[index]
+            digest.update(sample["image"].numpy())
+            digest.update(sample["caption"].encode())
+        return digest.hexdigest()
+
+
+class RowSamples(Dataset):
+    """Rows of a `datasets.Dataset`.
+
+    Reading a row raises `BrokenSample` if its image is damaged, or its caption is missing or not
+    text.
+
+    Args:
+        rows: rows with undecoded images.
+        config: columns, preprocessing, and the path for messages. Dots in the caption column
+            separate the column from keys of its mapping.
+        image_size: S.
+        origin: digest of what the rows were made from.
+    """
+
+    def __init__(
+        self, rows: "datasets.Dataset", config: DataConfig, image_size: int, origin: str
+    ) -> None:
+        self.rows = rows
+        self.columns = config.columns
+        self.path = config.path
+        self.preprocess = partial(PREPROCESS[config.preprocessing], size=image_size)
+        self.origin = origin
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.rows[index]
+        image_column, caption_column = self.columns
+        file = row[image_column] or {"path": None, "bytes": None}
+        name = f"sample {index} of {self.path}" + (f" ({file['path']})" if file["path"] else "")
+        caption = row
+        for key in caption_column.split("."):
+            caption = caption.get(key) if isinstance(caption, dict) else None
+        if caption is None:
+            raise BrokenSample(f"{name} has no caption")
+        if not isinstance(caption, str):
+            raise BrokenSample(f"the caption of {name} is {type(caption).__name__}, not text")
+        if not file["bytes"] and not file["path"]:
+            raise BrokenSample(f"{name} has no image")
+        try:
+            image = read_rgb(BytesIO(file["bytes"]) if file["bytes"] else file["path"])
+        except UNREADABLE as error:
+            raise BrokenSample(f"{name} cannot be read: {error}") from error
+        return {"image": self.preprocess(image), "caption": caption}
+
+    def fingerprint(self) -> str:
+        """Return a digest of what the rows were made from."""
+        return self.origin

@@ -1,0 +1,243 @@
+"""`EncodedSamples`: endless batches of encoded samples, in the same order on every run."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from distill.data.cache import SHARD, open_cache
+from distill.data.config import DataConfig
+from distill.data.encoder import Encoder
+from distill.data.samples import BrokenSample, RowSamples, SceneSamples
+from distill.exceptions import DataError
+
+# So many broken samples in a row mean a broken disk, not a broken file.
+MAX_BROKEN = 16
+# The beginning of PyTorch's message that a worker was killed.
+KILLED = "DataLoader worker (pid"
+# Exceptions that commands report in one sentence.
+REPORTED = (DataError, OSError)
+# Pixels that are encoded at once for the cache: 128 images of 256 x 256, or 32 of 512 x 512.
+CACHED_PIXELS = 2**23
+
+
+class EncodedSamples:
+    """The samples as `Encoder.encode` returns them, from a cache if the config names one.
+
+    A broken sample is replaced by the one after it, with a warning that names it.
+
+    Args:
+        samples: what `open_samples` returned for `config` and `image_size`.
+        config: workers and cache. An incomplete cache is built here; afterwards `encoder` is no
+            longer needed.
+        image_size: side of the images.
+        encoder: encoder on the device of the batches.
+        process_index: index of this process.
+        num_processes: number of processes.
+
+    Raises:
+        ValueError, OSError, FloatingPointError: see `open_cache`.
+    """
+
+    def __init__(
+        self,
+        samples: SceneSamples | RowSamples,
+        config: DataConfig,
+        image_size: int,
+        encoder: Encoder,
+        *,
+        process_index: int,
+        num_processes: int,
+    ) -> None:
+        self.samples = samples
+        self.encoder = encoder
+        self.workers = config.workers
+        self.cached = None
+        if config.cache is not None:
+            fingerprint = {
+                **asdict(config),
+                "image_size": image_size,
+                "num_samples": len(samples),
+                "content": samples.fingerprint(),
+                **encoder.fingerprint(),
+            }
+            for name in ("cache", "workers"):
+                del fingerprint[name]
+            self.cached = open_cache(
+                config.cache,
+                fingerprint,
+                self._encode,
+                num_samples=len(samples),
+                batch_size=min(SHARD, max(1, CACHED_PIXELS // image_size**2)),
+                process_index=process_index,
+                num_processes=num_processes,
+            )
+
+    def batches(
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        first_sample: int,
+        process_index: int,
+        num_processes: int,
+    ) -> Iterator[dict[str, Tensor]]:
+        """Return the endless batches of one process in the order of `sample_order`.
+
+        Args:
+            batch_size: samples per batch and process.
+            seed: seed of the permutations, at least 0.
+            first_sample: number of samples that all processes together have seen so far.
+            process_index: index of this process.
+            num_processes: number of processes.
+
+        Raises:
+            ValueError: there are fewer samples than one batch over all processes.
+            DataError: many samples in a row are broken, the cache is damaged, or a worker died
+                (while iterating).
+            OSError: the data can no longer be read (while iterating).
+        """
+        if len(self.samples) < batch_size * num_processes:
+            raise ValueError(
+                f"one batch over all processes takes {batch_size} x {num_processes} samples, but "
+                f"the data has {len(self.samples)}."
+            )
+        order = sample_order(
+            len(self.samples),
+            batch_size=batch_size,
+            seed=seed,
+            first_sample=first_sample,
+            process_index=process_index,
+            num_processes=num_processes,
+        )
+        return self._encode(order) if self.cached is None else self._read_cache(order)
+
+    def _encode(self, order: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
+        replaced = set()
+        samples = _RepairedSamples(self.samples)
+        for batch in load_batches(samples, order, self.workers, self.encoder.device):
+            for broken in filter(None, batch["broken"]):
+                if broken not in replaced:
+                    replaced.add(broken)
+                    warnings.warn(
+                        f"{broken}; the following sample takes its place ({len(replaced)} replaced "
+                        f"so far).",
+                        stacklevel=2,
+                    )
+            yield self.encoder.encode(batch["image"], batch["caption"])
+
+    def _read_cache(self, order: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
+        device = self.encoder.device
+        for batch in load_batches(self.cached, order, self.workers, device):
+            moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+            yield {name: value.float() for name, value in moved.items()}
+
+
+def sample_order(
+    num_samples: int,
+    *,
+    batch_size: int,
+    seed: int,
+    first_sample: int,
+    process_index: int,
+    num_processes: int,
+) -> Iterator[list[int]]:
+    """Yield the endless batches of sample indices of one process.
+
+    Epoch e is a random permutation with seed (seed, e). Sample s of the run is number s modulo n of
+    epoch s // n. From `first_sample` on, each `num_processes * batch_size` consecutive samples are
+    split among the processes in order. Nothing else decides the order.
+    """
+    epoch, permutation = -1, None
+    for start in count(first_sample + process_index * batch_size, batch_size * num_processes):
+        indices = []
+        for sample in range(start, start + batch_size):
+            if sample // num_samples != epoch:
+                epoch = sample // num_samples
+                permutation = np.random.default_rng([seed, epoch]).permutation(num_samples)
+            indices.append(int(permutation[sample % num_samples]))
+        yield indices
+
+
+def load_batches(
+    samples: Dataset, order: Iterable[list[int]], workers: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Yield the collated batches of these indices, read by worker processes.
+
+    Raises:
+        DataError, OSError: reading a sample raised it, or a worker died.
+    """
+    loader = DataLoader(
+        _CollatedBatches(samples),
+        batch_size=None,
+        sampler=order,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # keeps torch's global generator untouched
+    )
+    with report_dead_workers():
+        for batch in loader:
+            if isinstance(batch, REPORTED):
+                raise batch
+            yield batch
+
+
+@contextmanager
+def report_dead_workers() -> Iterator[None]:
+    """Report a killed worker in one sentence.
+
+    PyTorch raises its error wherever the main process is at that moment.
+
+    Raises:
+        DataError: a worker died.
+    """
+    try:
+        yield
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        if isinstance(error, RuntimeError) and not str(error).startswith(KILLED):
+            raise
+        raise DataError(
+            f"a data worker died ({error}); continue with --resume, and with fewer data.workers if "
+            f"memory ran out."
+        ) from error
+
+
+class _RepairedSamples(Dataset):
+    """Replaces a broken sample by the one after it; `broken` names the broken ones."""
+
+    def __init__(self, samples: SceneSamples | RowSamples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        broken = []
+        for offset in range(MAX_BROKEN):
+            try:
+                sample = self.samples[(index + offset) % len(self)]
+            except BrokenSample as error:
+                broken.append(str(error))
+            else:
+                return {**sample, "broken": "; ".join(broken)}
+        raise DataError(f"{MAX_BROKEN} samples in a row are broken, the last: {broken[-1]}.")
+
+
+class _CollatedBatches(Dataset):
+    """Returns a batch or its exception, since an exception from a worker carries a traceback."""
+
+    def __init__(self, samples: Dataset) -> None:
+        self.samples = samples
+
+    def __getitem__(self, indices: list[int]) -> dict[str, Any] | DataError | OSError:
+        try:
+            return default_collate([self.samples[index] for index in indices])
+        except REPORTED as error:
+            return error

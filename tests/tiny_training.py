@@ -1,0 +1,75 @@
+"""Distillation at tiny size: settings of the command, batches and objectives."""
+
+from pathlib import Path
+
+import torch
+from tiny import CONFIG, tiny_unet
+
+from distill.objective import Objective
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+RUN_CONFIG = CONFIGS / "mini_m64p16c8.yaml"
+# Images of 64 x 64 have 64 tokens at level 0 and 16 at level 1.
+TINY_RUN = {
+    "image_size": 64,
+    "avq.num_parents": 4,
+    "avq.num_children": 2,
+    "avq.num_refined": 2,
+    "avq.query_tile": 16,
+    "avq.levels": "[0,1]",
+    "data.num_samples": 6,
+    "data.workers": 0,
+    "data.cache": "null",
+    "objective.commitment_weight": 1e-3,
+    "codebooks.start_images": 4,
+    "codebooks.decay_warmup_steps": 2,
+    "codebooks.dead_threshold": 20,
+    "codebooks.dead_every": 2,
+    "steps": 4,
+    "batch_size": 4,
+    "micro_batch_size": 2,
+    "learning_rate": 1e-3,
+    "schedule": "cosine",
+    "warmup_steps": 1,
+    "precision": "fp32",
+    "compile": "false",
+    "log_every": 1,
+    "checkpoint_every": 2,
+    "samples.every": "null",
+    "samples.prompts": "[a red fox, a blue box]",
+    "samples.num_inference_steps": 1,
+    "tracker": "null",
+}
+
+
+def make_batch(samples=4, seed=0, size=8):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "noisy_latents": torch.randn(samples, 4, size, size, generator=generator),
+        "timesteps": torch.randint(1000, (samples,), generator=generator),
+        "text_states": torch.randn(samples, 5, 32, generator=generator),
+        "target": torch.randn(samples, 4, size, size, generator=generator),
+    }
+
+
+def make_objective(config=CONFIG, teacher=None, **arguments):
+    """An objective whose codebooks have started."""
+    objective = Objective(tiny_unet() if teacher is None else teacher, config, **arguments)
+    objective.start_codebooks([make_batch(seed=7)], samples_per_step=4)
+    return objective
+
+
+def perturb(objective):
+    """Move the student away from the teacher, so that no loss is zero."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in objective.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return objective
+
+
+def unet_output(unet, batch):
+    inputs = (batch["noisy_latents"], batch["timesteps"], batch["text_states"])
+    with torch.no_grad():
+        return unet(*inputs, return_dict=False)[0]
