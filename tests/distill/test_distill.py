@@ -25,8 +25,17 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_distill_objective import make_batch, make_objective, shake, unet_output
 from tiny import draw, sdxl_unet, tiny_pipe, tiny_unet
+from tiny_training import (
+    CONFIGS,
+    ROOT,
+    RUN_CONFIG,
+    TINY_RUN,
+    make_batch,
+    make_objective,
+    perturb,
+    unet_output,
+)
 from typer.testing import CliRunner
 
 import distill.run
@@ -36,49 +45,13 @@ from distill import loop
 from distill.__main__ import app
 from distill.checkpointing import checkpoint
 from distill.checkpointing.export import make_codebooks
-from distill.checkpointing.run_folder import check_unused, claimed
+from distill.checkpointing.run_folder import check_unused, locked
 from distill.config import DistillConfig
 from distill.config_file import load_config
-from distill.data.batches import noised, sample_seed
+from distill.data.batches import add_noise, sample_seed
 from distill.log import log_path, read_log, reduced_means
 from distill.objective import Objective
-from distill.preview import draw as draw_prompts
-from distill.preview import student_in
-
-ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "configs"
-CONFIG = CONFIGS / "mini_m64p16c8.yaml"
-# Pictures of 64 x 64 have 64 tokens at level 0 and 16 at level 1.
-TINY = {
-    "image_size": 64,
-    "avq.num_parents": 4,
-    "avq.num_children": 2,
-    "avq.num_refined": 2,
-    "avq.query_tile": 16,
-    "avq.levels": "[0,1]",
-    "data.num_samples": 6,
-    "data.workers": 0,
-    "data.cache": "null",
-    "objective.commitment_weight": 1e-3,
-    "codebooks.start_images": 4,
-    "codebooks.decay_warmup_steps": 2,
-    "codebooks.dead_threshold": 20,
-    "codebooks.dead_every": 2,
-    "steps": 4,
-    "batch_size": 4,
-    "micro_batch_size": 2,
-    "learning_rate": 1e-3,
-    "schedule": "cosine",
-    "warmup_steps": 1,
-    "precision": "fp32",
-    "compile": "false",
-    "log_every": 1,
-    "checkpoint_every": 2,
-    "samples.every": "null",
-    "samples.prompts": "[a red fox, a blue box]",
-    "samples.num_inference_steps": 1,
-    "tracker": "null",
-}
+from distill.preview import generate, student_in
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +70,17 @@ def finished(model, tmp_path_factory):
     return output
 
 
-def arguments(model, output, *extra, config=CONFIG, **settings):
+def arguments(model, output, *extra, config=RUN_CONFIG, **settings):
     """Of the command; `__` stands for the dot of a key."""
-    values = TINY | {key.replace("__", "."): value for key, value in settings.items()}
+    values = TINY_RUN | {key.replace("__", "."): value for key, value in settings.items()}
     values = {"base_model": model} | values
     pairs = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
     return ["--config", str(config), "--output", str(output), *pairs, *extra]
 
 
 def tiny_config(*more):
-    pairs = [f"{key}={value}" for key, value in TINY.items()]
-    return load_config(CONFIG, DistillConfig, [*pairs, *more])
+    pairs = [f"{key}={value}" for key, value in TINY_RUN.items()]
+    return load_config(RUN_CONFIG, DistillConfig, [*pairs, *more])
 
 
 def run(*given, **settings):
@@ -146,7 +119,7 @@ def assert_same(one, two):
 def test_the_newest_checkpoints_of_the_same_processes(tmp_path):
     """Catches one kept too many or too few, the step of another one, what a kill left half-written
     and fills the disk, and a run that goes on with other batches."""
-    config = load_config(CONFIG, DistillConfig, [])
+    config = load_config(RUN_CONFIG, DistillConfig, [])
     for step in range(1, 5):
         checkpoint.save(tmp_path, step, {}, config=config, keep=2, num_processes=2)
     for name in ("step-00000001-good", "step-best"):  # a user's own copies
@@ -160,15 +133,15 @@ def test_the_newest_checkpoints_of_the_same_processes(tmp_path):
     assert found == ["step-00000003", "step-00000004"]
     newest = checkpoint.newest(tmp_path)
     assert (newest.step, newest.path.name) == (4, "step-00000004")
-    checkpoint.check(newest, config, free=(), num_processes=2)
+    checkpoint.check_config(newest, config, free=(), num_processes=2)
     with pytest.raises(ValueError, match="it differs in num_processes"):
-        checkpoint.check(newest, config, free=(), num_processes=1)
+        checkpoint.check_config(newest, config, free=(), num_processes=1)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_checkpoint_of_a_run_that_diverged_is_refused(tmp_path, value):
     """Catches NaN that a whole file holds, and from which every later step is NaN."""
-    config = load_config(CONFIG, DistillConfig, [])
+    config = load_config(RUN_CONFIG, DistillConfig, [])
     tensors = {"student": {"weight": torch.tensor([1.0, value])}}
     checkpoint.save(tmp_path, 1, tensors, config=config, keep=1)
     with pytest.raises(ValueError, match=r"weight holds NaN or infinity.*; delete .*step-00000001"):
@@ -191,7 +164,7 @@ def test_an_infinite_gradient_ends_a_run_that_scales_none():
 
 def test_trained_key_norms_are_exported():
     config = tiny_config("avq.key_norm=true")
-    objective = shake(make_objective(config.avq))
+    objective = perturb(make_objective(config.avq))
     made = make_codebooks(objective, config)
     for name, norm in objective.key_norms().items():
         for key, value in norm.state_dict().items():
@@ -200,7 +173,7 @@ def test_trained_key_norms_are_exported():
 
 def test_a_sheet_leaves_the_teacher_exact():
     config, pipe = tiny_config(), tiny_pipe()
-    objective = shake(make_objective(config.avq, pipe.unet))
+    objective = perturb(make_objective(config.avq, pipe.unet))
     exact = unet_output(pipe.unet, make_batch())
     with student_in(pipe, objective, config):
         assert not torch.equal(unet_output(pipe.unet, make_batch()), exact)
@@ -208,7 +181,7 @@ def test_a_sheet_leaves_the_teacher_exact():
 
 
 def test_pictures_of_a_sheet_have_their_own_noise():
-    first, second = draw_prompts(tiny_pipe(), tiny_config("samples.prompts=[a fox, a fox]"))
+    first, second = generate(tiny_pipe(), tiny_config("samples.prompts=[a fox, a fox]"))
     assert first.tobytes() != second.tobytes()
 
 
@@ -280,7 +253,7 @@ def test_figures_of_layers_are_means_over_heads():
     objective = make_objective()
     objective(**make_batch())
     expected = objective.diagnostics()
-    found = loop.layer_figures(objective)
+    found = loop.layer_metrics(objective)
     for figure, layers in found.items():
         assert list(layers) == list(expected)
         for layer, value in layers.items():
@@ -430,7 +403,7 @@ def test_a_killed_worker_is_one_sentence_wherever_it_shows(model, tmp_path, monk
     monkeypatch.setattr(loop, "train_step", die)
     result = run(model, tmp_path)
     assert result.exit_code == 1
-    assert "error: a process that reads data died (DataLoader worker (pid 7)" in result.stderr
+    assert "error: a data worker died (DataLoader worker (pid 7)" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -443,7 +416,7 @@ def test_a_sheet_that_fails_loses_nothing(model, tmp_path, monkeypatch, every, s
     settings = {"samples__every": every}
     assert run(model, whole, **settings).exit_code == 0
     with monkeypatch.context() as failing:
-        failing.setattr(loop, "draw_sheet", lambda *_: Path("/nowhere/sheet").write_bytes(b""))
+        failing.setattr(loop, "save_sheet", lambda *_: Path("/nowhere/sheet").write_bytes(b""))
         assert run(model, output, **settings).exit_code == 1
     assert newest_step(output) == steps[0]
     assert run(model, output, "--resume", **settings).exit_code == 0
@@ -538,7 +511,9 @@ def test_a_damaged_cache_ends_with_one_sentence(model, tmp_path, attention, code
     result = run(model, tmp_path / "run", data__workers=workers, **settings)
     assert result.exit_code == code
     error = result.stderr[result.stderr.index("error: ") :]
-    assert re.fullmatch(rf"error: {shard} is damaged \(.*\); delete it to make it anew\.\n", error)
+    assert re.fullmatch(
+        rf"error: {shard} is damaged \(.*\); delete it to build it again\.\n", error
+    )
 
     shard.unlink()
     assert run(model, tmp_path / "run", "--resume", **settings).exit_code == 0
@@ -652,12 +627,12 @@ import torch
 from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.loop import train
-from distill.run import prepare
+from distill.run import prepare_run
 
 config, states, *settings = sys.argv[1:]
 output = Path(states) / "two"
 torch.set_num_threads(1)
-run = prepare(load_config(config, DistillConfig, settings), output, resume=False)
+run = prepare_run(load_config(config, DistillConfig, settings), output, resume=False)
 train(run, "two")
 assert run.accelerator.num_processes == 2
 torch.save(run.objective.state_dict(), f"{states}/{run.accelerator.process_index}.pt")
@@ -681,7 +656,7 @@ def test_two_processes_are_one(model, tmp_path):
     settings = [value for option, value in pairs if option == "--set"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     subprocess.run(
-        [sys.executable, *launch, tmp_path / "rank.py", CONFIG, tmp_path, *settings],
+        [sys.executable, *launch, tmp_path / "rank.py", RUN_CONFIG, tmp_path, *settings],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
         check=True,
@@ -711,8 +686,8 @@ def schedule(prediction_type):
 def test_both_predictions_are_of_one_latent_sample():
     """Catches targets of the other type, a latent that is not sampled, and a missing scale."""
     batch, seeds = encoded(), list(range(6))
-    noise = noised(batch, seeds, schedule("epsilon"), 0.2)
-    velocity = noised(batch, seeds, schedule("v_prediction"), 0.2)
+    noise = add_noise(batch, seeds, schedule("epsilon"), 0.2)
+    velocity = add_noise(batch, seeds, schedule("v_prediction"), 0.2)
     assert torch.equal(noise["noisy_latents"], velocity["noisy_latents"])
     assert torch.equal(noise["timesteps"], velocity["timesteps"])
     alpha = schedule("epsilon").alphas_cumprod[noise["timesteps"]].view(-1, 1, 1, 1)
@@ -731,9 +706,9 @@ def test_both_predictions_are_of_one_latent_sample():
 def test_draws_depend_on_the_sample_only():
     """Catches one draw for the batch, and draws that depend on the place in it."""
     batch, seeds = encoded(), list(range(6))
-    whole = noised(batch, seeds, schedule("epsilon"), 1.0)
+    whole = add_noise(batch, seeds, schedule("epsilon"), 1.0)
     part = {name: value[2:4] for name, value in batch.items()}
-    half = noised(part, seeds[2:4], schedule("epsilon"), 1.0)
+    half = add_noise(part, seeds[2:4], schedule("epsilon"), 1.0)
     for name, value in half.items():
         assert torch.equal(value, whole[name][2:4])
     assert len({tuple(x.flatten().tolist()) for x in whole["target"]}) == 6
@@ -750,7 +725,7 @@ def test_timesteps_are_uniform():
     """Catches a last timestep, of the most noise, that is never drawn."""
     moments = torch.zeros(1, 2, 1, 1).expand(4000, -1, -1, -1)
     batch = {"moments": moments, "text_states": moments}
-    drawn = noised(batch, list(range(4000)), schedule("epsilon"), 1.0)["timesteps"]
+    drawn = add_noise(batch, list(range(4000)), schedule("epsilon"), 1.0)["timesteps"]
     assert (drawn.min(), drawn.max()) == (0, 999)
     shares = torch.histc(drawn.float(), bins=10, min=0, max=1000) / 4000
     assert (shares - 0.1).abs().max() < 0.02
@@ -772,9 +747,9 @@ def test_a_folder_that_another_run_writes_is_refused(finished, model, tmp_path, 
     output = tmp_path / "run"
     copy_until(finished, output, step=2)
     monkeypatch.setattr(distill.checkpointing.run_folder, "LOCK_SECONDS", 0)
-    with claimed(output):
+    with locked(output):
         error = refused(model, output, "--resume")
-        assert f"error: another run is writing {output}; wait for its end, or choose" in error
+        assert f"error: another run writes {output}; wait for its end, or choose" in error
     assert run(model, output, "--resume").exit_code == 0
 
 
@@ -801,7 +776,7 @@ def test_another_base_model_under_the_same_name_is_refused(finished, model, tmp_
         pipe.unet.conv_in.bias.add_(1)
     pipe.save_pretrained(base)
     error = refused(base, tmp_path / "again", "--resume")
-    assert f"was trained from another {base}, whose UNet has changed since." in error
+    assert f"was trained from another {base}; its UNet has changed since." in error
 
 
 def test_changed_data_is_refused(model, tmp_path):
@@ -817,7 +792,7 @@ def test_changed_data_is_refused(model, tmp_path):
     assert result.exit_code == 0, result.stderr
     (pictures / "5.png").unlink()
     error = refused(model, tmp_path / "run", "--resume", **settings)
-    assert "was trained on other data: pictures or captions have changed since." in error
+    assert "was trained on other data; images or captions have changed since." in error
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(finished, model):
@@ -870,8 +845,8 @@ def test_models_of_more_than_latents_are_refused(model, tmp_path):
     shutil.copytree(model, tmp_path / "model", dirs_exist_ok=True)
     tiny_unet(in_channels=9).save_pretrained(tmp_path / "model" / "unet")
     error = refused(tmp_path / "model", tmp_path / "run").splitlines()[-1]
-    assert error.startswith("error: base_model must denoise latents of 4 channels alone, but the")
-    assert error.endswith("takes 9, as for inpainting.")
+    assert error.startswith("error: the UNet of base_model must take 4 latent channels only, but")
+    assert error.endswith("takes 9, like one for inpainting.")
 
 
 # Configurations
@@ -922,7 +897,7 @@ def test_every_row_has_its_file(prefix, row, sizes, levels):
     ],
 )
 def test_unknown_and_missing_keys_are_named(tmp_path, change, message):
-    values = yaml.safe_load(CONFIG.read_text())
+    values = yaml.safe_load(RUN_CONFIG.read_text())
     change(values)
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(values))
@@ -953,7 +928,7 @@ def test_unknown_and_missing_keys_are_named(tmp_path, change, message):
 )
 def test_wrong_values_are_named(override, kind, message):
     with pytest.raises(kind, match=message):
-        load_config(CONFIG, DistillConfig, [override])
+        load_config(RUN_CONFIG, DistillConfig, [override])
 
 
 @pytest.mark.parametrize(
@@ -990,13 +965,13 @@ def test_wrong_values_are_named(override, kind, message):
 def test_values_that_fail_late_or_train_backwards_are_refused(override, message):
     """Catches a modulo by zero after k-means, and clipping that turns gradients around."""
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        load_config(CONFIG, DistillConfig, [override])
+        load_config(RUN_CONFIG, DistillConfig, [override])
 
 
 def test_a_key_that_is_given_twice_is_refused(tmp_path):
     """YAML's last one would win, silently."""
     path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.read_text() + "learning_rate: 5.0\n")
+    path.write_text(RUN_CONFIG.read_text() + "learning_rate: 5.0\n")
     with pytest.raises(ValueError, match="the key learning_rate is given twice"):
         load_config(path, DistillConfig, [])
 
@@ -1004,14 +979,14 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path):
 def test_the_ends_of_the_ranges_are_values():
     """Catches checks that refuse what the docstrings offer."""
     settings = ["checkpoint_every=null", "samples.every=null", "max_grad_norm=.inf", "seed=0"]
-    config = load_config(CONFIG, DistillConfig, settings)
+    config = load_config(RUN_CONFIG, DistillConfig, settings)
     assert config.checkpoint_every is config.samples.every is None
     assert (config.max_grad_norm, config.seed) == (float("inf"), 0)
 
 
 def test_values_arrive_as_declared():
     settings = ["learning_rate=1e-3", "weight_decay=0", "avq.overrides={'1': {num_parents: 16}}"]
-    config = load_config(CONFIG, DistillConfig, settings)
+    config = load_config(RUN_CONFIG, DistillConfig, settings)
     assert (config.learning_rate, config.weight_decay) == (0.001, 0.0)
     assert type(config.weight_decay) is float
     assert config.avq.for_layer("x", 1).num_parents == 16

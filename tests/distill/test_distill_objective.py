@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig
-from tiny import small_unet, tiny_unet
+from tiny import CONFIG, small_unet, tiny_unet
+from tiny_training import make_batch, make_objective, perturb, unet_output
 from torch.nn.parallel import DistributedDataParallel
 
 from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, avq_attention, select_layers
@@ -20,7 +21,6 @@ from avq_diffusers.codebook.kmeans import fit_codebook
 from distill.objective import Objective
 from distill.quantizer import Quantizer
 
-CONFIG = AVQConfig(num_parents=4, num_children=2, num_refined=2, query_tile=16, levels=(0, 1))
 FLAT = AVQConfig(num_parents=4, num_children=0, num_refined=0, query_tile=16)
 # One codeword per key of one 8 x 8 picture: 64 keys at level 0, 16 at level 1.
 EXACT = AVQConfig(
@@ -32,16 +32,6 @@ EXACT = AVQConfig(
 )
 
 
-def make_batch(samples=4, seed=0, size=8):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "noisy_latents": torch.randn(samples, 4, size, size, generator=generator),
-        "timesteps": torch.randint(1000, (samples,), generator=generator),
-        "text_states": torch.randn(samples, 5, 32, generator=generator),
-        "target": torch.randn(samples, 4, size, size, generator=generator),
-    }
-
-
 def part(batch, start, stop):
     return {name: value[start:stop] for name, value in batch.items()}
 
@@ -50,27 +40,6 @@ def learnable_batch(objective):
     """A batch whose target the teacher predicts well, as a trained one does."""
     batch = make_batch()
     return {**batch, "target": unet_output(objective.teacher, batch)}
-
-
-def unet_output(unet, batch):
-    inputs = (batch["noisy_latents"], batch["timesteps"], batch["text_states"])
-    with torch.no_grad():
-        return unet(*inputs, return_dict=False)[0]
-
-
-def make_objective(config=CONFIG, teacher=None, **arguments):
-    objective = Objective(tiny_unet() if teacher is None else teacher, config, **arguments)
-    objective.start_codebooks([make_batch(seed=7)], samples_per_step=4)
-    return objective
-
-
-def shake(objective):
-    """Move the student away from the teacher, where all its losses are alive."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in objective.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return objective
 
 
 def gradients(objective):
@@ -115,7 +84,7 @@ def test_layers_that_stay_exact_are_the_teachers():
 def test_losses_by_hand():
     """Catches a loss on the wrong pair, features before to_out or of other layers, wrong means."""
     weights = {"noise": 0.9, "output": 0.3, "feature": 0.7, "commitment": 0.11}
-    objective = shake(make_objective(**{f"{name}_weight": w for name, w in weights.items()}))
+    objective = perturb(make_objective(**{f"{name}_weight": w for name, w in weights.items()}))
     batch = make_batch()
     layers = {
         unet: [unet.get_submodule(name) for name in objective.names]
@@ -169,7 +138,7 @@ def test_exact_codebooks_reproduce_the_teacher(full_spawning):
 
 def test_bf16_autocast():
     """Catches losses in half precision."""
-    objective = shake(make_objective())
+    objective = perturb(make_objective())
     exact = objective(**make_batch())
     with torch.autocast("cpu", torch.bfloat16):
         losses = objective(**make_batch())
@@ -188,7 +157,7 @@ def test_half_precision_teacher(attention):
     that are worse than those of autocast around float32 weights."""
     # With much commitment, whose gradients rounding disturbs least.
     arguments = {"attention": attention, "commitment_weight": 2.0}
-    exact = shake(make_objective(**arguments))
+    exact = perturb(make_objective(**arguments))
     half = Objective(tiny_unet(), CONFIG, teacher_dtype=torch.bfloat16, **arguments)
     assert {p.dtype for p in half.parameters()} == {torch.float32}
     assert {p.dtype for p in half.teacher.parameters()} == {torch.bfloat16}
@@ -229,7 +198,7 @@ def test_masters_are_taken_before_the_conversion():
 def test_statistics_are_those_of_the_keys(key_norm):
     """Catches statistics of other keys (before the norm, of the teacher) or of one batch only."""
     config = AVQConfig(4, 2, 2, levels=(0,), key_norm=key_norm)
-    objective = shake(make_objective(config))
+    objective = perturb(make_objective(config))
     seen = watch(attn.to_k for attn in objective.layers)
     batches = [make_batch(seed=1), make_batch(seed=2)]
     for batch in batches:
@@ -357,7 +326,7 @@ def test_codebooks_must_be_started():
 
 def test_micro_batches_add_up():
     """Catches statistics or codebooks that change between micro-batches."""
-    whole, parts = (shake(make_objective()) for _ in range(2))
+    whole, parts = (perturb(make_objective()) for _ in range(2))
     batch = make_batch()
     whole(**batch)["loss"].backward()
     for start in (0, 2):
@@ -372,7 +341,7 @@ def test_micro_batches_add_up():
 def test_compiled_unets():
     """Catches features, keys or a grid of an earlier call."""
     plain, compiled = (
-        shake(Objective(small_unet(), AVQConfig(4, 2, 2, query_tile=16))) for _ in range(2)
+        perturb(Objective(small_unet(), AVQConfig(4, 2, 2, query_tile=16))) for _ in range(2)
     )
     graphs = []
     compiled.teacher.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
@@ -402,7 +371,7 @@ def test_eval_mode_adds_nothing():
 @pytest.mark.parametrize("diveq", [False, True])
 def test_gradient_checkpointing_changes_nothing(diveq):
     """Catches statistics that are added again, and other noise, when the layers run again."""
-    plain, checkpointed = (shake(make_objective(diveq=diveq)) for _ in range(2))
+    plain, checkpointed = (perturb(make_objective(diveq=diveq)) for _ in range(2))
     checkpointed.student.enable_gradient_checkpointing()
     runs = watch(attn.to_k for attn in checkpointed.layers)
     for objective in (plain, checkpointed):
@@ -449,7 +418,7 @@ def test_the_seed_chooses_what_dead_codewords_become():
 
 def test_capture():
     """Catches capture of other queries or keys, of all parents, or of tiles in raster order."""
-    objective = shake(make_objective())
+    objective = perturb(make_objective())
     seen = {name: watch(getattr(x, name) for x in objective.layers) for name in ("to_q", "to_k")}
     objective(**make_batch())
     figures = objective.diagnostics()
@@ -462,7 +431,7 @@ def test_capture():
         order = query_order(side, side, "gilbert", query.device)
         expected = capture(query, key, quantizer.codebook(), 2, query_tile=16, query_order=order)
         torch.testing.assert_close(figures[name]["capture"], expected)
-    normed = shake(make_objective(replace(CONFIG, key_norm=True)))
+    normed = perturb(make_objective(replace(CONFIG, key_norm=True)))
     normed(**make_batch())
     for processor in normed.processors.values():
         sample, kept = processor.sample["key"][0], processor.quantizer.kept_keys
@@ -572,7 +541,7 @@ def test_all_parents_at_linear_cost(monkeypatch):
     """Catches a quantized key, or a gradient, that is not that of `avq_attention`."""
     monkeypatch.setattr("avq_diffusers.attention.backward.DENSE_SPEED_CPU", 0.0)
     config = AVQConfig(4, 2, 4, query_tile=16, levels=(0, 1))
-    runs = [shake(make_objective(config, full_spawning=full)) for full in (True, False)]
+    runs = [perturb(make_objective(config, full_spawning=full)) for full in (True, False)]
     losses = [objective(**make_batch()) for objective in runs]
     assert_close(losses[1], losses[0])
     for found in losses:
@@ -582,14 +551,14 @@ def test_all_parents_at_linear_cost(monkeypatch):
 
 def test_few_parents_train_at_linear_cost(monkeypatch):
     """Catches gradients that stop, or that full spawning's are taken for them."""
-    linear, defined = (shake(make_objective(full_spawning=False)) for _ in range(2))
+    linear, defined = (perturb(make_objective(full_spawning=False)) for _ in range(2))
     linear(**make_batch())["loss"].backward()
     monkeypatch.setattr(
         "distill.student.avq_attention", partial(avq_attention, backend="reference")
     )
     defined(**make_batch())["loss"].backward()
     assert_close(gradients(linear), gradients(defined), tolerance=1e-3)
-    full = shake(make_objective())
+    full = perturb(make_objective())
     full(**make_batch())["loss"].backward()
     with pytest.raises(AssertionError):
         assert_close(gradients(full), gradients(defined), tolerance=1e-2)
@@ -750,7 +719,7 @@ def test_changes_are_those_of_the_base_model(lora_rank):
     assert not any(
         x.any() for layer in objective.projection_changes().values() for x in layer.values()
     )
-    tuned, changes = shake(objective).projections(), objective.projection_changes()
+    tuned, changes = perturb(objective).projections(), objective.projection_changes()
     for name, layer in changes.items():
         base = tiny_unet().get_submodule(name)
         assert not torch.equal(objective.teacher.get_submodule(name).to_q.weight, base.to_q.weight)
@@ -836,7 +805,7 @@ def test_only_the_replaced_layers_are_trained():
 @pytest.mark.parametrize("config", [CONFIG, AVQConfig(4, 2, 2, key_norm=True)])
 def test_state_round_trip(config):
     """Catches statistics or a norm that the state lacks, and frozen weights that it holds."""
-    first = shake(make_objective(config))
+    first = perturb(make_objective(config))
     first(**make_batch())
     first.update_codebooks(0.9)
     state = {name: value.clone() for name, value in first.state_dict().items()}
@@ -856,7 +825,7 @@ def test_state_round_trip(config):
 
 def test_a_copy_is_independent():
     """Catches a copied student whose hooks and layers are those of the original."""
-    original = shake(make_objective(full_spawning=False))
+    original = perturb(make_objective(full_spawning=False))
     copied = copy.deepcopy(original)
     before = copied(**make_batch())["loss"]
     with torch.no_grad():
@@ -882,7 +851,7 @@ def test_export_is_the_student(full_spawning, key_norm, sizes):
         key_norm=key_norm,
         **sizes,
     )
-    objective = shake(make_objective(config, full_spawning=full_spawning))
+    objective = perturb(make_objective(config, full_spawning=full_spawning))
     codebooks, changes = objective.codebooks(), objective.projection_changes()
     unet = tiny_unet()
     model = AVQCodebooks.from_codebooks(config, codebooks, unet, projection_changes=changes)
@@ -935,7 +904,7 @@ def run_process(rank, folder):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )
-    objective = shake(Objective(tiny_unet(), CONFIG))
+    objective = perturb(Objective(tiny_unet(), CONFIG))
     model = DistributedDataParallel(objective, broadcast_buffers=False)
     half = part(make_batch(), 2 * rank, 2 * rank + 2)
     # Process 1 starts from other keys, which do not count.
@@ -961,7 +930,7 @@ def test_two_processes_are_one(tmp_path):
     for kind, tensors in results[0].items():
         for name, value in tensors.items():
             assert torch.equal(value, results[1][kind][name]), (kind, name)
-    objective = shake(Objective(tiny_unet(), CONFIG))
+    objective = perturb(Objective(tiny_unet(), CONFIG))
     gradient, state = one_step(objective, objective, make_batch(), make_batch(seed=7))
     assert_close(results[0]["gradients"], gradient)
     assert_close(results[0]["state"], state)
@@ -978,7 +947,7 @@ def test_exact_attention_is_the_teacher_until_trained():
     losses = objective(**make_batch())
     assert losses.keys() == {"noise", "output", "feature", "loss"}
     assert losses["output"] < 1e-10
-    shake(objective)
+    perturb(objective)
     losses = objective(**make_batch())
     losses["loss"].backward()
     assert losses["output"] > 1e-3

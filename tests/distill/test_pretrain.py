@@ -160,7 +160,7 @@ def test_a_run_leaves_losses_result_and_checkpoints(runs, command):
     ]
     assert not list(output.rglob(".writing-*"))
     if command != "scorer":
-        assert (output / "grids" / "step-000004.png").is_file()
+        assert (output / "samples" / "step-00000004.png").is_file()
 
 
 def test_the_optimizer_moves_every_parameter(runs):
@@ -349,10 +349,10 @@ def test_a_run_without_checkpoints_is_not_overwritten(runs, tmp_path):
 
 def test_a_folder_that_another_run_writes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0)
-    with run_folder.claimed(tmp_path):
+    with run_folder.locked(tmp_path):
         result = run(arguments("vae", tmp_path))
     assert result.exit_code == 2
-    assert f"another run is writing {tmp_path}; wait for its end" in result.stderr
+    assert f"another run writes {tmp_path}; wait for its end" in result.stderr
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(runs):
@@ -372,7 +372,7 @@ def test_a_damaged_checkpoint_is_refused(runs, tmp_path, name):
     result = run(arguments("scorer", tmp_path, "--resume"))
     assert result.exit_code == 2
     assert re.fullmatch(
-        rf"error: .*{name}\.safetensors is damaged \(.*\); delete .*step-00000004 to go on .*\n",
+        rf"error: .*{name}\.safetensors is damaged \(.*\); delete .*step-00000004 to resume .*\n",
         result.stderr,
     )
 
@@ -556,13 +556,13 @@ def test_pictures_arrive_in_order(monkeypatch, workers, corrupted):
     monkeypatch.setattr(data, "CHUNK", 5)
     monkeypatch.setattr(data, "TASK", 2)
     seeds = range(100, 123)
-    loaded = data.load_pictures(
+    loaded = data.load_images(
         seeds, size=64, workers=workers, device=torch.device("cpu"), corrupted=corrupted
     )
     scenes = [sample_scene(seed) for seed in seeds]
     for index, (seed, scene) in enumerate(zip(seeds, scenes, strict=True)):
         expected = corrupt(scene, seed, 64) if corrupted else render(scene, 64)
-        assert np.array_equal(loaded.pictures[index].numpy(), expected)
+        assert np.array_equal(loaded.images[index].numpy(), expected)
     assert loaded.captions == [scene.caption for scene in scenes]
 
 
@@ -572,7 +572,7 @@ def test_a_killed_rendering_process_ends_the_command_with_one_sentence(monkeypat
     result = run(arguments("vae", tmp_path))
     assert result.exit_code == 2
     error = result.stderr.splitlines()[-1]
-    assert error.startswith("error: one of 2 processes that render scenes was killed; start again")
+    assert error.startswith("error: one of 2 rendering processes was killed; start again")
     assert multiprocessing.active_children() == []
 
 
@@ -582,7 +582,9 @@ def test_a_process_killed_between_two_chunks_is_missed(monkeypatch):
     chunks = data.render_chunks(range(6400), size=64, workers=2)
     assert len(next(chunks).captions) == 64
     multiprocessing.active_children()[0].kill()
-    with pytest.raises(data.DataError, match=r"one of 2 processes .* fewer workers or more memory"):
+    with pytest.raises(
+        data.DataError, match=r"one of 2 rendering processes was killed; .* fewer workers"
+    ):
         list(chunks)
 
 
@@ -595,7 +597,7 @@ def test_nothing_more_is_rendered_once_a_chunk_failed(monkeypatch):
     monkeypatch.setattr(data, "CHUNK", 64)
     monkeypatch.setattr(torch, "from_numpy", refuse)
     with pytest.raises(MemoryError) as caught:
-        data.load_pictures(range(6400), size=64, workers=2, device=torch.device("cpu"))
+        data.load_images(range(6400), size=64, workers=2, device=torch.device("cpu"))
     assert caught.traceback  # which holds the iterator
     assert multiprocessing.active_children() == []
 
@@ -620,12 +622,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_corrupting_changes_exactly_the_scenes_with_copies():
     device = torch.device("cpu")
     seeds = range(60)
-    loaded = data.load_pictures(seeds, size=64, workers=0, device=device, corrupted=True)
+    loaded = data.load_images(seeds, size=64, workers=0, device=device, corrupted=True)
     assert 0 < loaded.has_copies.sum() < len(seeds)
     for seed, has_copies in zip(seeds, loaded.has_copies.tolist(), strict=True):
         scene = sample_scene(seed)
         if has_copies:
-            assert not np.array_equal(loaded.pictures[seed].numpy(), render(scene, 64))
+            assert not np.array_equal(loaded.images[seed].numpy(), render(scene, 64))
 
 
 # --- tokenizer ---
@@ -720,7 +722,7 @@ def test_normalized_latents_leave_the_reconstruction():
     vae = build_vae(make_config())
     seeds = range(8)
     device = torch.device("cpu")
-    pictures = data.load_pictures(seeds, size=64, workers=0, device=device).pictures
+    pictures = data.load_images(seeds, size=64, workers=0, device=device).images
     before = reconstruct(vae, pictures)
     mean, std = latent_statistics(vae, pictures)
     assert (mean.abs() > 0.01).any()
@@ -789,7 +791,7 @@ def test_export_refuses_another_vae_and_an_unfinished_run(runs, weights, tmp_pat
     common = ["--scorer", str(runs / "scorer"), "--output", str(tmp_path / "weights")]
     result = run(["export", "--vae", str(other), "--sd", str(runs / "sd"), *common])
     assert result.exit_code == 2
-    assert "was trained on another VAE" in result.stderr
+    assert "was trained with another VAE" in result.stderr
     result = run(["export", "--vae", str(runs / "vae"), "--sd", str(tmp_path), *common])
     assert result.exit_code == 2
     assert "that run has not finished" in result.stderr

@@ -6,8 +6,8 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from test_distill import CONFIG, TINY
 from tiny import tiny_pipe
+from tiny_training import RUN_CONFIG, TINY_RUN
 from typer.testing import CliRunner
 
 from distill.config import DistillConfig
@@ -18,7 +18,7 @@ from eval.benchmarks.distillation import distillation_table, with_ratios
 from eval.codebooks import ablation
 from eval.codebooks.ablation import ablation_rows, ablation_table, train_variants
 
-SHARED = [f"--set={key}={value}" for key, value in TINY.items()]
+SHARED = [f"--set={key}={value}" for key, value in TINY_RUN.items()]
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +62,10 @@ def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
     monkeypatch.setattr(distillation, "STEPS", 3)
     monkeypatch.setattr(distillation, "LOG_EVERY", 1)
     monkeypatch.setattr(distillation, "WARMUP_LINES", 1)
-    overrides = [f"--set={key}={TINY[key]}" for key in TINY if key.startswith("avq.")]
+    overrides = [f"--set={key}={TINY_RUN[key]}" for key in TINY_RUN if key.startswith("avq.")]
     overrides += ["--set=precision=fp32", "--set=compile=false", "--set=codebooks.start_images=4"]
     arguments = ["--model", model, "--size", 64, "--batches", 2, "--attentions", "exact,avq"]
-    arguments += ["--config", CONFIG, "--output", tmp_path, *overrides]
+    arguments += ["--config", RUN_CONFIG, "--output", tmp_path, *overrides]
     result = CliRunner().invoke(app, ["bench", "distill", *map(str, arguments)])
     assert result.exit_code == 0, result.output
 
@@ -81,7 +81,7 @@ def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_failed_run_is_a_row_with_a_note(model, tmp_path):
     distillation.run_distillation(
-        CONFIG,
+        RUN_CONFIG,
         tmp_path,
         command="",
         model=model,
@@ -98,7 +98,7 @@ def test_a_failed_run_is_a_row_with_a_note(model, tmp_path):
 @pytest.mark.long
 def test_ablate(model, tmp_path):
     """Catches variants that do not reach the run."""
-    arguments = ["--config", CONFIG, "--model", model, "--runs", tmp_path / "runs"]
+    arguments = ["--config", RUN_CONFIG, "--model", model, "--runs", tmp_path / "runs"]
     arguments += ["--output", tmp_path, "--pictures", 2, "--timesteps", 1, "--refined", "2"]
     arguments += ["--variants", "base,commitment 1.0", "--parallel", "2"]
     arguments += [f"--set=base_model={model}", *SHARED, "--set=steps=2"]
@@ -115,15 +115,15 @@ def test_ablate(model, tmp_path):
         json.loads(path.read_text())["config"]["objective"]["commitment_weight"]
         for path in sorted(tmp_path.glob("runs/*-seed0/checkpoints/*/run.json"))
     ]
-    assert set(states) == {TINY["objective.commitment_weight"], 1.0}
+    assert set(states) == {TINY_RUN["objective.commitment_weight"], 1.0}
 
 
 @pytest.mark.long
 def test_finished_variants_are_kept_and_other_settings_refused(model, tmp_path):
     """Catches a finished run that is trained again, and one that is kept for other settings."""
     overrides = [x.removeprefix("--set=") for x in SHARED] + [f"base_model={model}", "steps=1"]
-    train = partial(train_variants, CONFIG, tmp_path, ["base"], seeds=[3], parallel=1)
-    run = tmp_path / f"{CONFIG.stem}-base-seed3"
+    train = partial(train_variants, RUN_CONFIG, tmp_path, ["base"], seeds=[3], parallel=1)
+    run = tmp_path / f"{RUN_CONFIG.stem}-base-seed3"
     assert train(overrides=overrides) == {"base, seed 3": run / "codebooks"}
     log = (run / "log.jsonl").read_text()
     assert train(overrides=overrides) == {"base, seed 3": run / "codebooks"}
@@ -167,10 +167,10 @@ def test_variants_are_trained_with_their_settings_and_seeds(tmp_path, monkeypatc
     )
     overrides = ["steps=2", "objective.diveq=false"]
     train_variants(
-        CONFIG, tmp_path, ["base", "DiVeQ"], seeds=[0, 3], parallel=2, overrides=overrides
+        RUN_CONFIG, tmp_path, ["base", "DiVeQ"], seeds=[0, 3], parallel=2, overrides=overrides
     )
     assert started == {
-        f"{CONFIG.stem}-{name}-seed{seed}": [*overrides, f"seed={seed}", *changed]
+        f"{RUN_CONFIG.stem}-{name}-seed{seed}": [*overrides, f"seed={seed}", *changed]
         for name, changed in (("base", []), ("diveq", ["objective.diveq=true"]))
         for seed in (0, 3)
     }
@@ -181,7 +181,7 @@ def test_variants_are_what_they_are_called():
     decays = {}
     for name, settings in ablation.VARIANTS.items():
         changed = [f"{key}={value}" for key, value in settings.items()]
-        codebooks = load_config(CONFIG, DistillConfig, changed).codebooks
+        codebooks = load_config(RUN_CONFIG, DistillConfig, changed).codebooks
         decays[name] = codebooks.decay_start, codebooks.decay_end
     assert decays["EMA decay 0.9"] == (0.9, 0.9)
     assert decays["EMA decay 0.999"] == (0.999, 0.999)
@@ -198,9 +198,11 @@ def test_a_run_without_output_was_killed():
 @pytest.mark.long
 def test_unknown_variants_and_failed_runs_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"variants must be some of base, .* but got 'bse'"):
-        train_variants(CONFIG, tmp_path, ["bse"], seeds=[0], parallel=1, overrides=[])
+        train_variants(RUN_CONFIG, tmp_path, ["bse"], seeds=[0], parallel=1, overrides=[])
     with pytest.raises(ValueError, match=r"base-seed0 failed: .* unknown key nothing"):
-        train_variants(CONFIG, tmp_path, ["base"], seeds=[0], parallel=1, overrides=["nothing=1"])
+        train_variants(
+            RUN_CONFIG, tmp_path, ["base"], seeds=[0], parallel=1, overrides=["nothing=1"]
+        )
 
 
 def test_ablation_table_by_hand():

@@ -345,7 +345,7 @@ def swap(path: Path) -> None:
     ("arguments", "message"),
     [
         (["--set", "seed=1"], "holds a run: add --resume or choose another --output"),
-        (["--resume", "--set", "seed=1"], "checkpoint of another configuration; .* in seed"),
+        (["--resume", "--set", "seed=1"], "has another configuration; .* in seed"),
         (["--resume", "--set", "avq.parents=1"], "unknown key avq.parents"),
         (["--resume", "--set", "samples.prompts=[]"], "prompts must hold at least one prompt"),
     ],
@@ -377,7 +377,7 @@ def test_a_damaged_checkpoint_is_named(finished, damage, message):
     path = found.path / "objective.safetensors"
     damage(path)
     before = contents(finished)
-    expected = rf"{path} is damaged \(it {message}\); delete {found.path} to go on from"
+    expected = rf"{path} is damaged \(it {message}\); delete {found.path} to resume from"
     with pytest.raises(ValueError, match=expected):
         found.tensors("objective")
     assert contents(finished) == before
