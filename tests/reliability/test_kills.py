@@ -37,7 +37,7 @@ SETTINGS = {
     "data.num_samples": 8,
     "data.workers": 0,
     "data.cache": "null",
-    "codebooks.start_pictures": 4,
+    "codebooks.start_images": 4,
     "codebooks.decay_warmup_steps": 2,
     "steps": NUM_STEPS,
     "batch_size": 4,

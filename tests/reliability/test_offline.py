@@ -35,7 +35,7 @@ import diffusers, transformers
 sys.addaudithook(refuse)
 from avq_diffusers import CaptureProfile
 from avq_diffusers.cli.main import main
-from distill import checkpoint
+from distill.checkpointing import checkpoint
 from distill.data.cache import open_cache
 
 place = Path(sys.argv.pop(1))
