@@ -9,7 +9,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from avq_diffusers import apply_avq, remove_avq
-from avq_diffusers.cli.sheet import picture_sheet
+from avq_diffusers.cli.sheet import image_sheet
 from avq_diffusers.files import atomic_write
 from distill.checkpointing.export import make_codebooks
 from distill.config import DistillConfig
@@ -34,7 +34,7 @@ def save_sheet(
         with student_in(pipe, objective, config):
             student = generate(pipe, config)
     name = str(config.avq) if config.attention == "avq" else config.attention
-    sheet = picture_sheet(
+    sheet = image_sheet(
         list(zip(teacher, student, strict=True)),
         ["teacher", name],
         row_titles=config.samples.prompts,

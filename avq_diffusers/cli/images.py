@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from avq_diffusers.cli.request import ImageRequest
-from avq_diffusers.extras.scalecrafter.apply import scalecrafter
+from avq_diffusers.extras.scalecrafter.apply import check_size, scalecrafter
 from avq_diffusers.plugin.elastic import CaptureProfile, measure_capture
 from avq_diffusers.plugin.timesteps import are_training_timesteps
 
@@ -38,15 +38,15 @@ def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
         ValueError: there are too many steps, or ScaleCrafter has no settings for the size.
     """
     side = training_size(pipe)
-    request = replace(request, height=request.height or side, width=request.width or side)
+    height, width = request.height or side, request.width or side
     most = pipe.scheduler.config.num_train_timesteps
     if request.steps > most:
         raise ValueError(
             f"--steps must be at most the model's {most} timesteps, but got {request.steps}."
         )
-    with dilation(pipe, request):
-        pass  # refuses sizes
-    return request
+    if request.scalecrafter:
+        check_size(pipe, height, width)
+    return replace(request, height=height, width=width)
 
 
 def dilation(pipe: DiffusionPipeline, request: ImageRequest) -> AbstractContextManager[None]:

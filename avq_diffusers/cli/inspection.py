@@ -1,4 +1,4 @@
-"""What `avq inspect` shows of codebooks: a table, and a plot of every layer's codewords."""
+"""`avq inspect`: a table of codebooks, and a plot of the codewords of every layer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -13,12 +14,13 @@ from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.files import atomic_write
 from avq_diffusers.plugin.codebooks import AVQCodebooks
 
-FIGURES = ("quantization_error", "capture", "active_ratio")
+REPORT_WIDTH = 100
+METRICS = ("quantization_error", "capture", "active_ratio")
 
 
-def codebook_table(codebooks: AVQCodebooks) -> Table:
-    """One row a layer: sizes, spread of the codewords, figures of calibration or training."""
-    figures, labels = _figures(codebooks), _labels(codebooks)
+def print_codebooks(codebooks: AVQCodebooks) -> None:
+    """Print sizes, spread of the codewords and metrics of calibration or training, by layer."""
+    metrics, labels = _metrics(codebooks), _labels(codebooks)
     table = Table(
         title=f"{codebooks.avq_config} codebooks of {codebooks.config['base_model']}",
         caption="spread: children about their parent; error: of quantization, in key variances;\n"
@@ -29,20 +31,23 @@ def codebook_table(codebooks: AVQCodebooks) -> Table:
     for heading in ("layer", "level", "heads", "config", "spread", "error", "capture", "active"):
         table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
     for name, spec in codebooks.layer_specs.items():
-        measured = figures.get(name, {})
+        measured = metrics.get(name, {})
         table.add_row(
             labels[name],
             str(spec.level),
             f"{spec.num_heads}x{spec.head_dim}",
             str(codebooks.layer_config(name)),
             f"{_child_spread(codebooks.codebook(name)):.3f}",
-            *(f"{measured[key]:.3f}" if key in measured else "-" for key in FIGURES),
+            *(f"{measured[key]:.3f}" if key in measured else "-" for key in METRICS),
         )
-    return table
+    # rich cuts off what does not fit; a narrow terminal wraps it.
+    console = Console()
+    console.width = max(console.width, REPORT_WIDTH)
+    console.print(table)
 
 
 def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
-    """Plot head 0 of every layer on its principal axes, figures of calibration or training.
+    """Plot head 0 of every layer on its principal axes, above the metrics of all layers.
 
     Raises:
         OSError: `path` cannot be written; what was there stays.
@@ -50,11 +55,12 @@ def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = list(codebooks.layer_specs)
-    figures, labels = _figures(codebooks), _labels(codebooks)
+    metrics, labels = _metrics(codebooks), _labels(codebooks)
     columns = min(5, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(3.2 * columns, 3.2 * rows + 2.8), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=[3.2 * rows, 2.8])
+    parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[3.2 * rows, 2.8])
+    top, bottom = parts.flat
     top.suptitle(f"{codebooks.avq_config}: parents and children of head 0, principal axes")
     for axes, name in zip(top.subplots(rows, columns, squeeze=False).flat, names, strict=False):
         codebook = codebooks.codebook(name)
@@ -66,14 +72,14 @@ def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
         axes.set_yticks([])
     top.axes[0].legend(fontsize=7)
 
-    panels = bottom.subplots(1, len(FIGURES))
+    panels = bottom.subplots(1, len(METRICS))
     places = range(len(names))
     short = [
         label.replace("attentions", "a").replace("transformer_blocks", "t")
         for label in labels.values()
     ]
-    for axes, key in zip(panels, FIGURES, strict=True):
-        axes.bar(places, [figures.get(name, {}).get(key, 0.0) for name in names])
+    for axes, key in zip(panels, METRICS, strict=True):
+        axes.bar(places, [metrics.get(name, {}).get(key, 0.0) for name in names])
         axes.set_title(key.replace("_", " "), fontsize=9)
         axes.set_xticks(places, short, rotation=60, fontsize=6)
     with atomic_write(path) as temporary:
@@ -81,20 +87,20 @@ def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
 
 
 def _labels(codebooks: AVQCodebooks) -> dict[str, str]:
-    """Names of the layers without what ends all of them."""
+    """Names of the layers without the suffix that they share."""
     suffix = ".transformer_blocks.0.attn1"
     if not all(name.endswith(suffix) for name in codebooks.layer_specs):
         suffix = ".attn1"
     return {name: name.removesuffix(suffix) for name in codebooks.layer_specs}
 
 
-def _figures(codebooks: AVQCodebooks) -> dict[str, dict[str, float]]:
+def _metrics(codebooks: AVQCodebooks) -> dict[str, Mapping[str, float]]:
     """What calibration or training measured, by layer."""
     measured = codebooks.config["calibration"] or codebooks.config["training"] or {}
     layers = measured.get("layers")
     if not isinstance(layers, Mapping):
         return {}
-    return {name: figures for name, figures in layers.items() if isinstance(figures, Mapping)}
+    return {name: metrics for name, metrics in layers.items() if isinstance(metrics, Mapping)}
 
 
 def _child_spread(codebook: Codebook) -> float:

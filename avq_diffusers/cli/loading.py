@@ -1,16 +1,14 @@
-"""Text-to-image pipelines by name: a folder, an id of the Hub, or one file with all weights."""
+"""Text-to-image pipelines by name: a folder, a Hub id, or a file with all weights."""
 
-from contextlib import suppress
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import (
-    AutoPipelineForText2Image,
-    DiffusionPipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-)
+from diffusers import DiffusionPipeline
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
@@ -23,12 +21,13 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
 
     Args:
         model: folder or Hub id of a model, or a .safetensors file of Stable Diffusion or SDXL in
-            its first layout, as fine-tunes are shared. Its configuration comes from the Hub.
-        device: cuda, mps or cpu; the fastest present if None.
+            the layout of the first release, as fine-tunes are shared. The configuration of a file
+            comes from the Hub.
+        device: cuda, mps or cpu; None takes the fastest present.
 
     Raises:
-        ValueError: the device cannot be used, or the model cannot be loaded, has no single training
-            size or does not draw from a prompt alone.
+        ValueError: the device cannot be used. Or the model cannot be loaded, has no single training
+            size, or needs more than a prompt.
     """
     if device is None:
         device = next(
@@ -36,10 +35,8 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
         )
     dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
     try:
-        if Path(model).is_file():
-            pipe = _single_file_class(model).from_single_file(model, dtype=dtype)
-        else:
-            pipe = _pretrained(model, dtype)
+        with _without_torchvision_notes():
+            pipe = _single_file(model, dtype) if Path(model).is_file() else _folder(model, dtype)
     except LocalEntryNotFoundError as error:
         raise ValueError(
             f"--model {model}: its configuration is not in the cache, and the Hub cannot be "
@@ -49,21 +46,23 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
         raise ValueError(f"--model {model} could not be loaded: {first_line(error)}") from error
     if getattr(pipe, "vae", None) is None:
         raise ValueError(f"--model {model} has no VAE, as Stable Diffusion has.")
-    size = unet_of(pipe).config.sample_size
-    if not isinstance(size, int):
+    config: Any = unet_of(pipe).config
+    if not isinstance(config.sample_size, int):
         raise ValueError(
-            f"--model {model} must have one training size, but its UNet has sample_size={size}."
+            f"--model {model} must have one training size, but its UNet has "
+            f"sample_size={config.sample_size}."
         )
-    channels = unet_of(pipe).config.in_channels
-    if channels != pipe.vae.config.latent_channels:
+    if config.in_channels != pipe.vae.config.latent_channels:
         raise ValueError(
-            f"--model {model} draws from more than a prompt: its UNet takes {channels} channels, "
-            f"and latents have {pipe.vae.config.latent_channels}."
+            f"--model {model} needs more than a prompt: its UNet takes {config.in_channels} "
+            f"channels, and latents have {pipe.vae.config.latent_channels}."
         )
     return pipe.to(device)
 
 
-def _pretrained(model: str, dtype: torch.dtype) -> DiffusionPipeline:
+def _folder(model: str, dtype: torch.dtype) -> DiffusionPipeline:
+    from diffusers import AutoPipelineForText2Image
+
     load = partial(AutoPipelineForText2Image.from_pretrained, model, dtype=dtype)
     try:
         return load()
@@ -74,7 +73,13 @@ def _pretrained(model: str, dtype: torch.dtype) -> DiffusionPipeline:
         raise
 
 
+def _single_file(path: str, dtype: torch.dtype) -> DiffusionPipeline:
+    return _single_file_class(path).from_single_file(path, dtype=dtype)
+
+
 def _single_file_class(path: str) -> type[DiffusionPipeline]:
+    from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+
     if Path(path).suffix != ".safetensors":
         raise ValueError("weights are read from .safetensors files only.")
     with safe_open(path, "pt") as file:
@@ -84,3 +89,21 @@ def _single_file_class(path: str) -> type[DiffusionPipeline]:
     # SDXL's two text encoders have this name.
     is_xl = any(name.startswith("conditioner.embedders.") for name in names)
     return StableDiffusionXLPipeline if is_xl else StableDiffusionPipeline
+
+
+@contextmanager
+def _without_torchvision_notes() -> Iterator[None]:
+    """Hide notes that transformers prints when diffusers' pipelines import image processors.
+
+    Text-to-image does not run them.
+    """
+    logger = logging.getLogger("transformers.utils.import_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "requires torchvision" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)

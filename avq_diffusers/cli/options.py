@@ -1,16 +1,21 @@
-"""Options that `avq` and `python -m eval` share: what their values stand for, which are refused."""
+"""Options that `avq` and `python -m eval` share, and the checks of their values.
+
+Nothing here imports PyTorch before it is needed, so that both commands refuse a bad value at once.
+"""
 
 import math
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from avq_diffusers.mini import MINI_SD, default_prompts
+
+if TYPE_CHECKING:
+    import torch
 
 LARGEST_SEED = 2**63 - 1
 CALIBRATION_PROMPTS = (
@@ -28,25 +33,25 @@ Dilated = Annotated[
     bool,
     typer.Option(
         "--scalecrafter/--no-scalecrafter",
-        help="Dilate convolutions, for pictures larger than the model was trained on.",
+        help="Dilate convolutions, for images larger than those the model was trained on.",
     ),
 ]
 
 
 def numbers_of(option: str, text: str) -> tuple[int, ...]:
-    """The integers, none below 0, of a comma-separated list; errors name `option`."""
+    """Read a comma-separated list of non-negative integers; errors name `option`."""
     if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) is None:
         raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.")
     return tuple(map(int, text.split(",")))
 
 
 def usual_prompts(model: str) -> list[str]:
-    """The prompts that a model is calibrated on where none are given."""
+    """Return the prompts to calibrate a model on when the user gives none."""
     return default_prompts() if model == MINI_SD else list(CALIBRATION_PROMPTS)
 
 
 def read_prompts(option: str, path: Path) -> list[str]:
-    """The lines of a file that are not blank; errors name `option`."""
+    """Read the non-blank lines of a text file; errors name `option`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -59,8 +64,14 @@ def read_prompts(option: str, path: Path) -> list[str]:
     return prompts
 
 
-def device_of(name: str) -> torch.device:
-    """The device, if this machine has it."""
+def device_of(name: str) -> "torch.device":
+    """Return the device of this name.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    import torch
+
     try:
         return torch.empty(0, device=name).device
     except (AssertionError, RuntimeError) as error:
@@ -68,19 +79,19 @@ def device_of(name: str) -> torch.device:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a library says first, for a message of one line."""
+    """Return the first line of a library's error, for a message of one line."""
     return str(error).strip().splitlines()[0]
 
 
 def finite(option: typer.CallbackParam, value: float | None) -> float | None:
-    """Callback of an option that is a number: refuse infinity and NaN."""
+    """Callback of a number option: refuse infinity and NaN."""
     if value is not None and not math.isfinite(value):
         raise ValueError(f"{option.opts[0]} must be finite, but got {value}.")
     return value
 
 
 def multiple_of(unit: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
-    """Callback of an option that is a side of pictures."""
+    """Make the callback of an option for the height or width of images."""
 
     def check(option: typer.CallbackParam, side: int | None) -> int | None:
         if side is not None and (side < unit or side % unit):
@@ -91,13 +102,13 @@ def multiple_of(unit: int) -> Callable[[typer.CallbackParam, int | None], int | 
 
 
 def folder_to_write(option: typer.CallbackParam, path: Path) -> Path:
-    """Callback of an option that is a folder, there or not."""
+    """Callback of an option for an output folder, whether it exists or not."""
     check_writable(option.opts[0], path)
     return path
 
 
 def check_writable(option: str, folder: Path) -> None:
-    """Refuse before the work, not after it; errors name `option`."""
+    """Refuse an output folder before the work starts; errors name `option`."""
     place = folder.absolute()
     present = next(path for path in (place, *place.parents) if path.exists())
     if not present.is_dir():

@@ -1,19 +1,19 @@
-"""The page of `avq app`: exact and AVQ pictures of one prompt, side by side. Needs gradio."""
+"""The page of `avq app`: exact and AVQ images of one prompt, side by side. Needs gradio."""
 
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import gradio as gr
 import torch
+from diffusers import DiffusionPipeline
 
-from avq_diffusers.cli.comparison import Picture, psnr, timed_picture
+from avq_diffusers.cli.images import TimedImage, dilation, psnr, timed_image, training_size
+from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.cli.sheet import DIFFERENCE_GAIN, difference
-from avq_diffusers.extras.scalecrafter.apply import scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import SETTINGS
 from avq_diffusers.plugin.apply import avq_disabled
 from avq_diffusers.plugin.layer_state import applied_states
@@ -23,16 +23,16 @@ from avq_diffusers.plugin.report import Summary, summary
 
 LARGEST_SEED = 2**32 - 1
 MOST_STEPS = 100
-SIZE_STEP = 64  # pixels; a size that every Stable Diffusion UNet takes
+SIZE_STEP = 64  # pixels; every Stable Diffusion UNet takes its multiples
 LARGEST_SIDE = 4  # times that of training
-CACHE_SECONDS = 3600  # how long gradio keeps the files of pictures that it has shown
+CACHE_SECONDS = 3600  # how long gradio keeps the files of images that it has shown
 
-PICTURE_HEIGHT = 280  # pixels on the page
+IMAGE_HEIGHT = 280  # pixels on the page
 EXACT, AVQ, DIFFERENCE = "**Exact**", "**AVQ**", "**Difference**"
 
 CSS = """
-.picture .icon-button-wrapper { opacity: 0; }
-.picture:hover .icon-button-wrapper, .picture:focus-within .icon-button-wrapper { opacity: 1; }
+.image .icon-button-wrapper { opacity: 0; }
+.image:hover .icon-button-wrapper, .image:focus-within .icon-button-wrapper { opacity: 1; }
 #report { overflow-x: auto; }
 #report table { border: 0; font-size: 13px; white-space: nowrap; }
 #report thead, #report tr { border: 0; border-bottom: 1px solid var(--border-color-primary); }
@@ -43,85 +43,37 @@ CSS = """
 OnStep = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class Request:
-    """A picture to draw, but for the number of refined parents.
+class SharedPipeline:
+    """A pipeline with AVQ that generates one image at a time, from any thread.
 
     Attributes:
-        prompt: what it shows.
-        negative_prompt: what it must not show; may be empty.
-        width: in pixels.
-        height: in pixels.
-        seed: of the noise.
-        steps: denoising steps.
-        guidance_scale: of classifier-free guidance.
-        scalecrafter: whether ScaleCrafter's dilated convolutions run.
-
-    Raises:
-        ValueError: the prompt is empty, or the seed is out of its range.
+        default_refined: refined parents per query tile when it was shared; the largest number
+            where layers differ.
+        most_refined: parents of the largest codebook; 0 for flat codebooks.
     """
 
-    prompt: str
-    negative_prompt: str
-    width: int
-    height: int
-    seed: int
-    steps: int
-    guidance_scale: float
-    scalecrafter: bool
-
-    def __post_init__(self) -> None:
-        if not self.prompt.strip():
-            raise ValueError("The prompt is empty; write what the picture shows.")
-        if self.seed is None or not 0 <= self.seed <= LARGEST_SEED:
-            raise ValueError(
-                f"The seed must be a whole number from 0 to {LARGEST_SEED}, but got {self.seed}."
-            )
-
-    def __str__(self) -> str:
-        return (
-            f"{self.prompt} ({self.width} x {self.height}, seed {self.seed}, {self.steps} steps, "
-            f"guidance {self.guidance_scale:g}{', ScaleCrafter' if self.scalecrafter else ''})"
-        )
-
-
-class Studio:
-    """Draws with a pipeline that has AVQ, one picture at a time, from any thread.
-
-    Attributes:
-        default_refined: refined parents per query tile when the studio was made; the largest
-            number where layers differ.
-        most_refined: the parents that can be refined: all of the largest codebook.
-    """
-
-    def __init__(self, pipe: Any) -> None:
-        states = applied_states(pipe)
+    def __init__(self, pipe: DiffusionPipeline) -> None:
         self.pipe = pipe
         self.lock = Lock()
-        self.own = {layer.name: state.num_refined for layer, state in states.items()}
+        self.own = {layer.name: state.num_refined for layer, state in applied_states(pipe).items()}
         self.most = refinable_parents(pipe)
         self.default_refined = max(self.own.values())
         self.most_refined = max(self.most.values())
 
-    @property
-    def size(self) -> int:
-        """Side in pixels of the pictures that the model was trained on."""
-        return self.pipe.unet.config.sample_size * self.pipe.vae_scale_factor
-
-    def draw_exact(self, request: Request, on_step: OnStep) -> Picture:
-        """Draw with exact attention."""
+    def generate_exact(self, request: ImageRequest, on_step: OnStep) -> TimedImage:
+        """Generate with exact attention."""
         with self.lock, avq_disabled(self.pipe):
-            return self._draw(request, on_step)
+            return self._generate(request, on_step)
 
-    def draw_avq(
-        self, request: Request, num_refined: int, on_step: OnStep
-    ) -> tuple[Picture, Summary]:
-        """Draw with AVQ attention, and report what ran in each layer.
+    def generate_avq(
+        self, request: ImageRequest, num_refined: int, on_step: OnStep
+    ) -> tuple[TimedImage, Summary]:
+        """Generate with AVQ attention, and report what ran in each layer.
 
         Args:
-            request: what to draw.
+            request: what to generate.
             num_refined: parents refined per query tile; layers with fewer refine all. At
-                `default_refined` each layer refines as many as when the studio was made.
+                `default_refined` each layer refines as many as when the pipeline was shared.
             on_step: called after each denoising step.
         """
         plan = {name: min(num_refined, most) for name, most in self.most.items()}
@@ -129,44 +81,35 @@ class Studio:
             set_num_refined(self.pipe, self.own if num_refined == self.default_refined else plan)
             for state in applied_states(self.pipe).values():
                 state.calls.clear()
-            return self._draw(request, on_step), summary(self.pipe)
+            return self._generate(request, on_step), summary(self.pipe)
 
-    def _draw(self, request: Request, on_step: OnStep) -> Picture:
-        def after_step(pipe: Any, step: int, timestep: int, tensors: dict) -> dict:
+    def _generate(self, request: ImageRequest, on_step: OnStep) -> TimedImage:
+        def after_step(
+            pipe: DiffusionPipeline, step: int, timestep: int, tensors: dict[str, Any]
+        ) -> dict[str, Any]:
             on_step(step + 1)
             return tensors
 
-        arguments = {
-            "prompt": request.prompt,
-            "negative_prompt": request.negative_prompt or None,
-            "height": request.height,
-            "width": request.width,
-            "num_inference_steps": request.steps,
-            "guidance_scale": request.guidance_scale,
-            "callback_on_step_end": after_step,
-        }
-        dilated = scalecrafter(self.pipe, request.height, request.width)
-        with dilated if request.scalecrafter else nullcontext():
-            return timed_picture(self.pipe, arguments, request.seed)
+        with dilation(self.pipe, request):
+            return timed_image(self.pipe, request, after_step)
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """The exact picture that one visitor's page shows."""
+class ShownImage(NamedTuple):
+    """The exact image on a visitor's page."""
 
-    request: Request
-    exact: Picture
+    request: ImageRequest
+    exact: TimedImage
 
 
 class _Events:
-    """What the page does when a visitor acts: functions from and to the values of its fields."""
+    """What the page does when a visitor acts. Arguments and results are the values of fields."""
 
-    def __init__(self, studio: Studio) -> None:
-        self.studio = studio
+    def __init__(self, pipeline: SharedPipeline) -> None:
+        self.pipeline = pipeline
 
-    def draw_exact(
+    def generate_exact(
         self,
-        drawn: Drawn | None,
+        shown: ShownImage | None,
         prompt: str,
         negative_prompt: str,
         width: int,
@@ -177,67 +120,82 @@ class _Events:
         dilated: bool,
         progress: gr.Progress = gr.Progress(),  # noqa: B008, gradio looks for it here
     ) -> list:
-        """The exact picture, and fields of the other two emptied; nothing if it is shown."""
+        """The exact image, and the other two emptied; nothing if it is shown already."""
         with _shown_errors():
-            request = Request(
-                prompt, negative_prompt, width, height, seed, steps, guidance, dilated
+            if not prompt.strip():
+                raise ValueError("The prompt is empty; write what the image shows.")
+            if seed is None or not 0 <= seed <= LARGEST_SEED:
+                raise ValueError(
+                    f"The seed must be a whole number from 0 to {LARGEST_SEED}, but got {seed}."
+                )
+            request = ImageRequest(
+                prompt, negative_prompt or None, height, width, steps, guidance, seed, dilated
             )
-            if drawn is not None and drawn.request == request:
+            if shown is not None and shown.request == request:
                 return [gr.skip()] * 8
-            exact = self.studio.draw_exact(request, lambda step: progress((step, steps), "Exact"))
+            exact = self.pipeline.generate_exact(
+                request, lambda step: progress((step, steps), "Exact")
+            )
         title = f"{EXACT}, {exact.seconds:.1f} s"
-        return [Drawn(request, exact), title, exact.image, AVQ, None, DIFFERENCE, None, ""]
+        return [ShownImage(request, exact), title, exact.image, AVQ, None, DIFFERENCE, None, ""]
 
-    def draw_avq(
+    def generate_avq(
         self,
-        drawn: Drawn | None,
+        shown: ShownImage | None,
         num_refined: int,
         progress: gr.Progress = gr.Progress(),  # noqa: B008
     ) -> list:
-        """The AVQ picture, its difference from the exact one, and what ran in each layer."""
-        if drawn is None:
+        """The AVQ image, its difference from the exact one, and what ran in each layer."""
+        if shown is None:
             return [gr.skip()] * 5
-        steps, exact = drawn.request.steps, drawn.exact.image
+        steps, exact = shown.request.steps, shown.exact.image
         with _shown_errors():
-            avq, report = self.studio.draw_avq(
-                drawn.request, num_refined, lambda step: progress((step, steps), "AVQ")
+            avq, report = self.pipeline.generate_avq(
+                shown.request, num_refined, lambda step: progress((step, steps), "AVQ")
             )
         return [
             f"{AVQ}, {avq.seconds:.1f} s",
             avq.image,
             f"{DIFFERENCE} x{DIFFERENCE_GAIN}, PSNR {psnr(avq.image, exact):.1f} dB",
             difference(exact, avq.image),
-            f"{_as_typed(drawn.request)}\n\n{_table(report)}",
+            f"{_as_typed(shown.request)}\n\n{_table(report)}",
         ]
 
     def offer_scalecrafter(self, width: int, height: int) -> gr.Checkbox:
-        """The box, which can be ticked at the sizes that ScaleCrafter has settings for."""
-        fits = (height / self.studio.size, width / self.studio.size) in SETTINGS
+        """The checkbox, enabled at the sizes that ScaleCrafter has settings for."""
+        fits = (
+            height / training_size(self.pipeline.pipe),
+            width / training_size(self.pipeline.pipe),
+        ) in SETTINGS
         return gr.Checkbox(interactive=True) if fits else gr.Checkbox(False, interactive=False)
 
 
 def build_page(
-    pipe: Any, model: str, examples: Sequence[str], *, guidance_scale: float | None = None
+    pipe: DiffusionPipeline,
+    model: str,
+    examples: Sequence[str],
+    *,
+    guidance_scale: float | None = None,
 ) -> gr.Blocks:
     """Lay out the page for a pipeline with AVQ.
 
-    Visitors' pictures are drawn one after the other. The exact one is drawn again only when
-    something other than the number of refined parents has changed.
+    Visitors wait for one another. The page generates the exact image again only when something
+    other than the number of refined parents has changed.
 
     Args:
-        pipe: a pipeline that `apply_avq` was called on.
+        pipe: a pipeline with AVQ.
         model: its name, to show.
-        examples: prompts to try; the first stands in the prompt field.
-        guidance_scale: to begin with; None takes the pipeline's default.
+        examples: prompts to try; the prompt field begins with the first.
+        guidance_scale: that the page begins with; None takes the pipeline's default.
 
     Raises:
         ValueError: the pipeline has no AVQ layer.
     """
-    studio = Studio(pipe)
-    events = _Events(studio)
+    shared = SharedPipeline(pipe)
+    events = _Events(shared)
     if guidance_scale is None:
         guidance_scale = inspect.signature(type(pipe).__call__).parameters["guidance_scale"].default
-    side = studio.size
+    side = training_size(pipe)
     first = side // SIZE_STEP * SIZE_STEP + SIZE_STEP
     sizes = [side, *range(first, LARGEST_SIDE * side + 1, SIZE_STEP)]
     dilated_sizes = ", ".join(f"{width * side:g} x {height * side:g}" for height, width in SETTINGS)
@@ -247,7 +205,7 @@ def build_page(
         analytics_enabled=False,
         delete_cache=(CACHE_SECONDS, CACHE_SECONDS),
     ) as page:
-        drawn = gr.State()
+        shown = gr.State()
         gr.Markdown(f"# Exact and AVQ attention\n{_note(pipe, model)}")
         with gr.Row():
             with gr.Column(scale=1, min_width=300):
@@ -262,20 +220,20 @@ def build_page(
                 dilated = gr.Checkbox(
                     label="ScaleCrafter", info=f"For {dilated_sizes}.", interactive=False
                 )
-                button = gr.Button("Draw", variant="primary", elem_id="draw")
+                button = gr.Button("Generate", variant="primary", elem_id="generate")
             with gr.Column(scale=3):
                 with gr.Row():
-                    exact_title, exact = _picture(EXACT, "exact")
-                    avq_title, avq = _picture(AVQ, "avq")
-                    difference_title, differing = _picture(DIFFERENCE, "difference")
+                    exact_title, exact = _image(EXACT, "exact")
+                    avq_title, avq = _image(AVQ, "avq")
+                    difference_title, differing = _image(DIFFERENCE, "difference")
                 num_refined = gr.Slider(
                     0,
-                    studio.most_refined,
-                    studio.default_refined,
+                    shared.most_refined,
+                    shared.default_refined,
                     step=1,
                     label="Refined parents per query tile",
-                    info="Fewer are faster and coarser. Moving this draws the AVQ picture again.",
-                    interactive=studio.most_refined > 0,
+                    info="Fewer are faster and coarser. Moving this generates the AVQ image again.",
+                    interactive=shared.most_refined > 0,
                     elem_id="refined",
                 )
                 report = gr.Markdown(elem_id="report")
@@ -283,17 +241,17 @@ def build_page(
 
         avq_results = [avq_title, avq, difference_title, differing, report]
         refine = {
-            "fn": events.draw_avq,
-            "inputs": [drawn, num_refined],
+            "fn": events.generate_avq,
+            "inputs": [shown, num_refined],
             "outputs": avq_results,
             "show_progress_on": avq,
             "concurrency_id": "pipeline",
         }
         num_refined.release(**refine)
         button.click(
-            events.draw_exact,
-            [drawn, prompt, negative_prompt, width, height, seed, steps, guidance, dilated],
-            [drawn, exact_title, exact, *avq_results],
+            events.generate_exact,
+            [shown, prompt, negative_prompt, width, height, seed, steps, guidance, dilated],
+            [shown, exact_title, exact, *avq_results],
             show_progress_on=exact,
             concurrency_limit=1,
             concurrency_id="pipeline",
@@ -314,9 +272,9 @@ def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
     """Serve the page in threads of this process; `page.close()` ends it.
 
     Args:
-        page: of `build_page`.
+        page: what `build_page` returned.
         host: address to listen on.
-        port: to listen on.
+        port: port to listen on.
         share: also publish the page through Gradio's servers.
 
     Returns:
@@ -340,16 +298,16 @@ def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
     return public or local
 
 
-def _picture(title: str, name: str) -> tuple[gr.Markdown, gr.Image]:
+def _image(title: str, name: str) -> tuple[gr.Markdown, gr.Image]:
     with gr.Column(min_width=200):
         return gr.Markdown(title, elem_id=f"{name}-title"), gr.Image(
             format="png",  # gradio's own choice loses detail
-            height=PICTURE_HEIGHT,
+            height=IMAGE_HEIGHT,
             show_label=False,
             interactive=False,
             buttons=["download", "fullscreen"],
             elem_id=name,
-            elem_classes="picture",
+            elem_classes="image",
         )
 
 
@@ -366,7 +324,7 @@ def _shown_errors() -> Iterator[None]:
         raise gr.Error("The memory is too small for this size.", print_exception=False) from error
 
 
-def _note(pipe: Any, model: str) -> str:
+def _note(pipe: DiffusionPipeline, model: str) -> str:
     threads = torch.get_num_threads()
     if pipe.device.type == "cuda":
         device = torch.cuda.get_device_name(pipe.device)
@@ -377,8 +335,8 @@ def _note(pipe: Any, model: str) -> str:
     return f"{model} on {device}, {str(pipe.dtype).removeprefix('torch.')}"
 
 
-def _as_typed(request: Request) -> str:
-    """The request in Markdown that shows its characters and takes none of them for markup."""
+def _as_typed(request: ImageRequest) -> str:
+    """The request with all punctuation escaped, so that Markdown shows it as typed."""
     return re.sub(r"([!-/:-@[-`{-~])", r"\\\1", str(request))
 
 

@@ -1,4 +1,4 @@
-"""Pictures side by side on one labelled sheet."""
+"""Images side by side on one labelled sheet."""
 
 from collections.abc import Sequence
 
@@ -11,27 +11,27 @@ DIFFERENCE_GAIN = 4
 
 
 def difference(first: Image.Image, second: Image.Image) -> Image.Image:
-    """Absolute difference of two RGB pictures of one size, brightened `DIFFERENCE_GAIN` times."""
+    """Return the absolute difference of two RGB images of one size, times `DIFFERENCE_GAIN`."""
     return ImageChops.difference(first, second).point(lambda value: value * DIFFERENCE_GAIN)
 
 
-def picture_sheet(
+def image_sheet(
     rows: Sequence[Sequence[Image.Image]],
     column_titles: Sequence[str],
     *,
     row_titles: Sequence[str] = (),
     table: Sequence[Sequence[str]] = (),
 ) -> Image.Image:
-    """Lay out rows of equally sized pictures under column titles.
+    """Lay out rows of images under column titles.
 
     Args:
-        rows: each of len(column_titles) RGB pictures, all of one size.
+        rows: rows of len(column_titles) RGB images, all of one size.
         column_titles: one line above each column.
-        row_titles: one line above each row, even of a prompt of several; none when empty.
-        table: cells of a table below the pictures, each row of one length.
+        row_titles: one line above each row, line breaks removed; may be empty.
+        table: cells of a table below the images, its rows of one length.
 
     Returns:
-        RGB picture.
+        RGB image.
     """
     width, height = rows[0][0].size
     row_titles = [" ".join(title.split()) for title in row_titles]
@@ -55,12 +55,12 @@ def picture_sheet(
     draw = ImageDraw.Draw(sheet)
     for column, title in enumerate(column_titles):
         draw.text((MARGIN + column * (width + MARGIN), MARGIN), title, "black", title_font)
-    for row, pictures in enumerate(rows):
+    for row, images in enumerate(rows):
         top = head + row * (height + row_head + MARGIN)
         if row_titles:
             draw.text((MARGIN, top), row_titles[row], "black", text_font)
-        for column, picture in enumerate(pictures):
-            sheet.paste(picture, (MARGIN + column * (width + MARGIN), top + row_head))
+        for column, image in enumerate(images):
+            sheet.paste(image, (MARGIN + column * (width + MARGIN), top + row_head))
     for row, cells in enumerate(table):
         left = MARGIN
         for cell, cell_width in zip(cells, cell_widths, strict=True):

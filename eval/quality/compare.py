@@ -11,7 +11,7 @@ import numpy as np
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from avq_diffusers.cli.sheet import picture_sheet
+from avq_diffusers.cli.sheet import image_sheet
 from eval.quality.methods import EXACT, attention_method, method_cells, prepare_methods
 from eval.quality.metrics import psnr, ssim
 from eval.quality.pictures import Drawing, check_dilation, generate
@@ -120,5 +120,5 @@ def compare_sheet(
     rows = [[Image.fromarray(one) for one in images[: len(shown)]] for images in pictures.values()]
     numbers = [str(number) for number in range(1, len(shown) + 1)]
     table = list(zip(numbers, shown, strict=True))
-    sheet = picture_sheet(rows, numbers, row_titles=list(pictures), table=table)
+    sheet = image_sheet(rows, numbers, row_titles=list(pictures), table=table)
     sheet.save(path, quality=SHEET_QUALITY)

@@ -25,9 +25,12 @@ from avq_diffusers import (
     select_layers,
     set_num_refined,
 )
-from avq_diffusers.cli import inspection, options, sweep
-from avq_diffusers.cli.comparison import psnr, timed_picture
-from avq_diffusers.cli.main import main as cli
+from avq_diffusers.cli import bench, inspection, options
+from avq_diffusers.cli import codebooks as cache
+from avq_diffusers.cli import generate as generation
+from avq_diffusers.cli.images import psnr, timed_image
+from avq_diffusers.cli.main import main
+from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.cli.sheet import MARGIN
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
@@ -60,12 +63,32 @@ def avq(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(sys, "argv", ["avq", *arguments])
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            cli.main()
+            main()
         captured = capsys.readouterr()
         errors = [line for line in captured.err.splitlines() if "it/s]" not in line]
         return exit_.value.code or 0, squeezed(captured.out + "\n".join(errors))
 
     return run
+
+
+@pytest.fixture
+def generate(avq, model, codebooks):
+    """Run `avq generate` with the tiny model."""
+    usual = ("--model", model, "--codebooks", codebooks, "--steps", "2")
+    return lambda *arguments: avq("generate", PROMPT, *usual, *arguments)
+
+
+@pytest.fixture
+def figures(monkeypatch) -> list[Figure]:
+    """The figures that are saved."""
+    saved, save = [], Figure.savefig
+
+    def keep(figure, *arguments, **options):
+        saved.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return saved
 
 
 def squeezed(text: str) -> str:
@@ -82,44 +105,44 @@ def written(folder: str | Path = ".") -> list[str]:
 
 
 def test_generate_with_the_embedded_model(tmp_path):
-    """The installed command on mini-sd: picture, sheet and report, in a fresh process."""
+    """The installed command on mini-sd: image, sheet and report, in a fresh process."""
     command = [str(Path(sys.executable).parent / "avq"), "generate", "one large red star"]
     command += ["--steps", "1", "--height", "64", "--width", "128", "--device", "cpu"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert written(tmp_path) == ["avq.png", "avq_sheet.png"]  # mini-sd needs no calibration
-    picture, sheet = pixels(tmp_path / "avq.png"), pixels(tmp_path / "avq_sheet.png")
-    assert picture.shape == (64, 128, 3)
+    image, sheet = pixels(tmp_path / "avq.png"), pixels(tmp_path / "avq_sheet.png")
+    assert image.shape == (64, 128, 3)
     assert sheet.shape[1] >= 3 * 128 + 4 * MARGIN
     assert sheet.shape[0] > 64 + 17 * 13  # a line for each of 17 layers or so, and the header
     assert done.stdout.count("AVQ (") == 5
     assert "PSNR" in done.stdout
-    assert "avq_sheet.png" in squeezed(done.stdout)
+    assert done.stdout.endswith("image: avq.png\nsheet: avq_sheet.png\n")
+    assert "torchvision" not in done.stderr  # a note of transformers
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.gpu
 def test_generate_runs_the_kernels_on_a_gpu(avq):
-    """Also fails where their picture is not that of the fallback, up to half precision."""
+    """Also fails where their image is not that of PyTorch's path, up to half precision."""
     prompt = default_prompts()[0]
-    arguments = {"num_inference_steps": 25, "height": 512, "width": 512, "guidance_scale": 3.0}
     sizes = ["--height", "512", "--width", "512", "--guidance-scale", "3"]
     code, output = avq("generate", prompt, *sizes, "--num-refined", "1")
     assert code == 0
     assert "AVQ(tritonbackend)" in output
     pipe = StableDiffusionPipeline.from_pretrained(MINI_SD, dtype=torch.float16).to("cuda")
-    exact, _ = timed_picture(pipe, {"prompt": prompt, **arguments}, seed=0)
+    request = ImageRequest(prompt, None, 512, 512, 25, 3.0, 0, scalecrafter=False)
+    exact, _ = timed_image(pipe, request)
     apply_avq(pipe, AVQCodebooks.from_pretrained(MINI_CODEBOOKS), backend="torch", route="always")
     set_num_refined(pipe, 1)
-    fallback, _ = timed_picture(pipe, {"prompt": prompt, **arguments}, seed=0)
-    assert psnr(Image.open("avq.png"), fallback) > 3 + psnr(exact, fallback)
+    expected, _ = timed_image(pipe, request)
+    assert psnr(Image.open("avq.png"), expected) > 3 + psnr(exact, expected)
 
 
-def test_the_sheet_shows_the_exact_and_the_avq_picture(avq, model, codebooks):
+def test_the_sheet_shows_the_exact_and_the_avq_image(generate, codebooks):
     """Fails where both columns show the same run, or the order of the titles is another."""
-    arguments = ["--model", model, "--codebooks", codebooks, "--steps", "2", "--seed", "3"]
-    code, output = avq("generate", PROMPT, *arguments, "--out", "fox.png")
+    code, output = generate("--seed", "3", "--out", "fox.png")
     assert code == 0
     assert written() == ["fox.png", "fox_sheet.png"]
     assert "AVQ(torchbackend)" in output
@@ -127,8 +150,8 @@ def test_the_sheet_shows_the_exact_and_the_avq_picture(avq, model, codebooks):
     exact = make(pipe, seed=3)
     expected = make(apply_avq(pipe, AVQCodebooks.from_pretrained(codebooks)), seed=3)
     assert not np.array_equal(exact, expected)
-    picture, sheet = pixels("fox.png"), pixels("fox_sheet.png")
-    assert np.array_equal(picture, expected)
+    sheet = pixels("fox_sheet.png")
+    assert np.array_equal(pixels("fox.png"), expected)
     assert lefts(sheet, exact) < lefts(sheet, expected)
 
 
@@ -138,38 +161,41 @@ def make(pipe, seed: int = 0, steps: int = 2, **sizes: int) -> np.ndarray:
     return np.asarray(images[0])
 
 
-def lefts(sheet: np.ndarray, picture: np.ndarray) -> int:
-    """Where the picture lies on the sheet; fails if it does not."""
-    size = len(picture)
+def lefts(sheet: np.ndarray, image: np.ndarray) -> int:
+    """Where the image lies on the sheet; fails if it does not."""
+    size = len(image)
     for top in range(sheet.shape[0] - size + 1):
         for left in range(MARGIN, sheet.shape[1] - size + 1, size + MARGIN):
-            if np.array_equal(sheet[top : top + size, left : left + size], picture):
+            if np.array_equal(sheet[top : top + size, left : left + size], image):
                 return left
-    raise AssertionError("the picture is not on the sheet")
+    raise AssertionError("the image is not on the sheet")
 
 
-def test_same_seed_same_bytes(avq, model, codebooks):
-    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
-    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        assert avq(*arguments, "--seed", seed, "--out", f"{name}.png")[0] == 0
-    first, second, other = (Path(f"{name}.png").read_bytes() for name in "abc")
-    assert first == second != other
+def test_options_reach_the_image(generate):
+    """Equal seeds give equal bytes; each option is read and applied."""
+    images = []
+    for option in (
+        *(["--seed", "1"], ["--seed", "1"], ["--seed", "2"]),
+        *(["--guidance-scale", "30"], ["--negative-prompt", "blue"]),
+    ):
+        assert generate(*option)[0] == 0
+        images.append(Path("avq.png").read_bytes())
+    assert images[0] == images[1]
+    assert len(set(images)) == 4
 
 
-def test_paths_are_printed_as_they_are(avq, model, codebooks):
-    """Catches brackets read as markup, which vanish or end in a traceback after all the drawing."""
-    for name in ("castle[final].png", "d[/x].png"):
-        Path(name).parent.mkdir(exist_ok=True)
-        arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
-        code, output = avq(*arguments, "--out", name)
-        assert code == 0, output
-        assert f"picture:{name}" in output
+@pytest.mark.parametrize("name", ["castle[final].png", "d[/x].png"])
+def test_paths_are_printed_as_they_are(generate, name):
+    """Catches brackets read as markup, which vanish or end in a traceback after all the work."""
+    Path(name).parent.mkdir(exist_ok=True)
+    code, output = generate("--out", name)
+    assert code == 0, output
+    assert f"image:{name}" in output
 
 
-def test_num_refined_is_honoured(avq, model, codebooks):
-    """Fails where the option is read but not applied, or applied to the exact picture too."""
-    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "2"]
-    code, output = avq(*arguments, "--num-refined", "0")
+def test_num_refined_is_honoured(generate, codebooks):
+    """Fails where the option is read but not applied, or applied to the exact image too."""
+    code, output = generate("--num-refined", "0")
     assert code == 0
     assert "M4P0C2" in output
     pipe = apply_avq(tiny_pipe(), AVQCodebooks.from_pretrained(codebooks))
@@ -180,7 +206,7 @@ def test_num_refined_is_honoured(avq, model, codebooks):
 
 
 def test_capture_is_honoured(avq, model, tmp_path):
-    """Fails where the plan is not applied, or is measured on another picture than this one."""
+    """Fails where the plan is not applied, or is measured on another image."""
     pipe = tiny_pipe()
     codebooks = random_codebooks(pipe.unet, AVQConfig(12, 2, 2, query_tile=16, levels=(0, 1)))
     codebooks.save_pretrained(tmp_path / "codebooks")
@@ -201,15 +227,6 @@ def test_capture_is_honoured(avq, model, tmp_path):
         assert f"M12{refined}C2" in output
 
 
-def test_guidance_and_negative_prompt_reach_the_pipeline(avq, model, codebooks):
-    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
-    pictures = []
-    for extra in ([], ["--guidance-scale", "30"], ["--negative-prompt", "blue"]):
-        assert avq(*arguments, *extra)[0] == 0
-        pictures.append(Path("avq.png").read_bytes())
-    assert len(set(pictures)) == 3
-
-
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
@@ -219,21 +236,16 @@ def test_guidance_and_negative_prompt_reach_the_pipeline(avq, model, codebooks):
     ],
     ids=["both", "height", "width"],
 )
-def test_sizes_are_honoured(avq, model, codebooks, size, expected):
+def test_sizes_are_honoured(generate, size, expected):
     """Stable Diffusion pipelines silently drop a height without a width, and the reverse."""
-    arguments = ["generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "1"]
-    assert avq(*arguments, *size)[0] == 0
+    assert generate(*size)[0] == 0
     assert pixels("avq.png").shape[:2] == expected
 
 
-def test_scalecrafter_dilates_both_pictures(avq, model, codebooks):
-    """Fails where the option is read but not applied, or applied to one picture only."""
+def test_scalecrafter_dilates_both_images(generate, codebooks):
+    """Fails where the option is read but not applied, or applied to one image only."""
     sizes = {"height": 256, "width": 256}
-    code, _ = avq(
-        *("generate", PROMPT, "--model", model, "--codebooks", codebooks, "--steps", "2"),
-        *("--scalecrafter", "--height", "256", "--width", "256"),
-    )
-    assert code == 0
+    assert generate("--scalecrafter", "--height", "256", "--width", "256")[0] == 0
     pipe = tiny_pipe()
     with scalecrafter(pipe, **sizes):
         exact = make(pipe, **sizes)
@@ -251,35 +263,36 @@ def test_missing_codebooks_are_calibrated_once(avq, model, monkeypatch, tmp_path
     code, first = avq(*arguments, "M4P2C2")
     assert code == 0
     assert "calibratingonce" in first
-    picture = Path("avq.png").read_bytes()
+    image = Path("avq.png").read_bytes()
     entries = list((tmp_path / "cache" / "avq-diffusers").iterdir())
     assert [entry.name.split("-")[0] for entry in entries] == ["M4P2C2"]
     assert set(written(entries[0])) == {"config.json", "diffusion_pytorch_model.safetensors"}
 
     with monkeypatch.context() as forbidden:
-        forbidden.delattr(cli, "calibrate")
+        forbidden.delattr(cache, "calibrate")
         code, second = avq(*arguments, "M4P2C2")
     assert code == 0
     assert "fromthecache" in second
-    assert Path("avq.png").read_bytes() == picture
+    assert Path("avq.png").read_bytes() == image
 
     assert "calibratingonce" in avq(*arguments, "M8")[1]
     assert len(list((tmp_path / "cache" / "avq-diffusers").iterdir())) == 2
 
 
-def test_the_cache_knows_the_model(model):
-    """Fails where a fine-tune of the same architecture gets the codebooks of the other."""
+def test_the_cache_knows_the_model_and_the_format(monkeypatch):
+    """Fails where a fine-tune, or a newer version, gets the codebooks of the other."""
     pipe = tiny_pipe()
-    before = cli._fingerprint(pipe, CONFIG)
-    assert before == cli._fingerprint(tiny_pipe(), CONFIG)
-    with torch.no_grad():
-        pipe.unet.up_blocks[3].attentions[0].transformer_blocks[0].attn1.to_k.weight[0, 0] += 1
-    assert cli._fingerprint(pipe, CONFIG) != before
-    for part in (pipe.unet.mid_block.resnets[0].conv1, pipe.text_encoder.get_input_embeddings()):
-        before = cli._fingerprint(pipe, CONFIG)
+    fingerprints = [cache._fingerprint(pipe, CONFIG)]
+    assert fingerprints[0] == cache._fingerprint(tiny_pipe(), CONFIG)
+    attn = pipe.unet.up_blocks[3].attentions[0].transformer_blocks[0].attn1
+    changed = (pipe.unet.mid_block.resnets[0].conv1, pipe.text_encoder.get_input_embeddings())
+    for weight in (attn.to_k.weight[0, 0], *(part.weight for part in changed)):
         with torch.no_grad():
-            part.weight.mul_(1.01)
-        assert cli._fingerprint(pipe, CONFIG) != before
+            weight.mul_(1.01)
+        fingerprints.append(cache._fingerprint(pipe, CONFIG))
+    monkeypatch.setattr(cache, "FORMAT_VERSION", cache.FORMAT_VERSION + 1)
+    fingerprints.append(cache._fingerprint(pipe, CONFIG))
+    assert len(set(fingerprints)) == 5
 
 
 def test_a_damaged_cache_entry_says_what_to_do(avq, model, monkeypatch, tmp_path):
@@ -303,31 +316,28 @@ def test_a_cache_that_cannot_be_written_is_refused_before_the_work(avq, model, t
     assert squeezed("calibrating") not in output
 
 
-def test_a_sheet_that_cannot_be_written_is_refused_before_the_work(avq, model, codebooks):
+def test_a_sheet_that_cannot_be_written_is_refused_before_the_work(generate):
     Path("avq_sheet.png").mkdir()
-    code, output = avq("generate", PROMPT, "--model", model, "--codebooks", codebooks)
+    code, output = generate()
     assert code == 2
     assert squeezed("--out avq.png writes avq_sheet.png, but that is a folder") in output
 
 
-def test_the_cache_knows_the_format(monkeypatch):
-    """Fails where codebooks that an older version cached would be read, and refused."""
-    before = cli._fingerprint(tiny_pipe(), CONFIG)
-    monkeypatch.setattr(cli, "FORMAT_VERSION", cli.FORMAT_VERSION + 1)
-    assert cli._fingerprint(tiny_pipe(), CONFIG) != before
-
-
 def test_calibrate_saves_codebooks_that_load(avq, model):
     Path("prompts.txt").write_text("a lake\n\n  a hill  \n")
+    names = [layer.name for layer in select_layers(tiny_pipe().unet, (0, 1))]
     code, output = avq(
         *("calibrate", "--model", model, "--prompts", "prompts.txt", "--out", "my-codebooks"),
-        *("--config", "M4P2C2", "--levels", "0,1", "--steps", "2", "--keys", "256"),
+        *("--config", "M4P2C2", "--levels", "0,1", "--exact", f"{names[0]},up_blocks"),
+        *("--steps", "2", "--keys", "256"),
     )
     assert code == 0
     assert "my-codebooks" in output
     loaded = AVQCodebooks.from_pretrained("my-codebooks")
     assert str(loaded.avq_config) == "M4P2C2"
     assert loaded.avq_config.levels == (0, 1)
+    expected = [name for name in names[1:] if not name.startswith("up_blocks")]
+    assert list(loaded.layer_specs) == expected
     kept = loaded.config["calibration"]
     assert (kept["num_prompts"], kept["num_inference_steps"], kept["keys_per_layer"]) == (2, 2, 256)
     make(apply_avq(tiny_pipe(), loaded), steps=1)
@@ -341,16 +351,6 @@ def test_sdxl(avq, tmp_path):
     assert code == 0, output
     specs = AVQCodebooks.from_pretrained("codebooks").layer_specs.values()
     assert {spec.level for spec in specs} == {1}
-
-
-def test_calibrate_leaves_layers_exact(avq, model):
-    names = [layer.name for layer in select_layers(tiny_pipe().unet, (0, 1))]
-    arguments = ["--config", "M4P2C2", "--levels", "0,1", "--steps", "2", "--keys", "256"]
-    kept = ["--exact", f"{names[0]},up_blocks"]
-    code, _ = avq("calibrate", "--model", model, "--out", "some", *arguments, *kept)
-    assert code == 0
-    expected = [name for name in names[1:] if not name.startswith("up_blocks")]
-    assert list(AVQCodebooks.from_pretrained("some").layer_specs) == expected
 
 
 def test_versions(avq):
@@ -372,20 +372,21 @@ def test_inspect_prints_and_plots(avq):
 
 
 @pytest.mark.parametrize("size", [[], ["--height", "256", "--width", "256", "--scalecrafter"]])
-def test_bench_draws_what_generate_draws(avq, model, codebooks, size):
-    """Catches choices that are drawn as one another, times without pictures, another exact one."""
+def test_bench_generates_what_generate_does(avq, generate, model, codebooks, size):
+    """Catches choices that run as one another, times without images, another exact one."""
     arguments = ("--model", model, "--codebooks", codebooks, "--steps", "2", *size)
     code, output = avq("bench", PROMPT, *arguments, "--refined", "0,4", "--pictures", "2")
     assert code == 0
     assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
+    assert "plot:avq_bench.pngsheet:avq_bench_sheet.png" in output
     labels = ["exact", "0 refined", "4 refined", "80% capture", "90% capture", "95% capture"]
-    rows = [output.rindex(squeezed(label)) for label in labels]
+    rows = [output.index(squeezed(label)) for label in labels]
     assert rows == sorted(rows)
     sheet = pixels("avq_bench_sheet.png")
     columns = []
     for parents in ("0", "4"):
         for seed in ("0", "1"):
-            avq("generate", PROMPT, *arguments, "--num-refined", parents, "--seed", seed)
+            generate(*size, "--num-refined", parents, "--seed", seed)
             columns.append(lefts(sheet, pixels("avq.png")))
     assert columns[0] == columns[1] < columns[2] == columns[3]
 
@@ -409,47 +410,40 @@ def test_layers_with_fewer_parents_refine_all_of_theirs():
     small = next(layer.name for layer in select_layers(pipe.unet, (0,)))
     config = AVQConfig(**vars(CONFIG) | {"overrides": {small: {"num_parents": 3}}})
     apply_avq(pipe, random_codebooks(pipe.unet, config), route="always")
-    (choice,) = sweep.refined_choices(pipe, [4])
+    (choice,) = bench.refined_choices(pipe, [4])
     assert choice.num_refined.pop(small) == 3
     assert set(choice.num_refined.values()) == {4}
 
 
-def test_choices_are_drawn_beside_exact_pictures():
-    """Catches exact pictures that AVQ drew, a default without all parents, and another median."""
+def test_choices_run_beside_exact_images():
+    """Catches exact images that AVQ made, a default without all parents, and another median."""
     pipe = tiny_pipe()
-    arguments = {"prompt": PROMPT, "height": 64, "width": 64, "num_inference_steps": 1}
-    exact = [timed_picture(pipe, arguments, seed)[0] for seed in (0, 1, 2)]
+    requests = [ImageRequest(PROMPT, None, 64, 64, 1, None, seed, False) for seed in (0, 1, 2)]
+    exact = [timed_image(pipe, request).image for request in requests]
     apply_avq(pipe, random_codebooks(pipe.unet), route="always")
-    choices = sweep.refined_choices(pipe)
+    choices = bench.refined_choices(pipe)
     assert [set(choice.num_refined.values()) for choice in choices] == [{0}, {1}, {2}, {4}]
-    first, drawn = sweep.draw_choices(pipe, choices[-1:], arguments, (0, 1, 2))
+    first, result = bench.run_choices(pipe, choices[-1:], requests)
     assert [psnr(*pair) for pair in zip(first.images, exact, strict=True)] == 3 * [float("inf")]
-    likeness = [psnr(*pair) for pair in zip(drawn.images, exact, strict=True)]
-    assert drawn.psnr == sorted(likeness)[1] < float("inf")
-    assert drawn.label == "4 refined"
+    likeness = [psnr(*pair) for pair in zip(result.images, exact, strict=True)]
+    assert result.psnr == sorted(likeness)[1] < float("inf")
+    assert result.label == "4 refined"
 
 
-def test_pictures_equal_to_the_exact_ones_are_left_out_of_the_plot(tmp_path, monkeypatch):
+def test_images_equal_to_the_exact_ones_are_left_out_of_the_plot(tmp_path, figures):
     """Catches a point at an infinite PSNR."""
-    figures, save = [], Figure.savefig
-
-    def kept(figure, *arguments, **options):
-        figures.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", kept)
-    drawn = [
-        sweep.Drawn(label, "parents", [], 1.0, likeness)
+    results = [
+        bench.ChoiceResult(label, "parents", [], 1.0, likeness)
         for label, likeness in [("exact", float("inf")), ("a b", 30.0), ("c d", float("inf"))]
     ]
-    sweep.plot_sweep(drawn, "title", tmp_path / "plot.png")
+    bench.plot_bench(results, "title", tmp_path / "plot.png")
     (axes,) = figures[0].axes
     assert [text.get_text() for text in axes.texts] == ["a"]
     assert [list(line.get_ydata()) for line in axes.lines[1:]] == [[30.0]]
 
 
 def test_bench_of_flat_codebooks_has_one_choice(avq, model, tmp_path):
-    config = type(CONFIG)(6, 0, 0, query_tile=16, levels=(0, 1))
+    config = AVQConfig(6, 0, 0, query_tile=16, levels=(0, 1))
     random_codebooks(tiny_pipe().unet, config).save_pretrained(tmp_path / "flat")
     arguments = ("--model", model, "--codebooks", str(tmp_path / "flat"), "--steps", "1")
     code, output = avq("bench", PROMPT, *arguments)
@@ -463,7 +457,7 @@ def test_bench_of_flat_codebooks_has_one_choice(avq, model, tmp_path):
 
 
 def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path):
-    config = type(CONFIG)(6, 0, 0, overrides={"up_blocks": {"num_parents": 3}})
+    config = AVQConfig(6, 0, 0, overrides={"up_blocks": {"num_parents": 3}})
     random_codebooks(tiny_pipe().unet, config).save_pretrained(tmp_path / "flat")
     code, output = avq("inspect", str(tmp_path / "flat"), "--out", "flat.png")
     assert code == 0
@@ -473,15 +467,8 @@ def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path
 
 
 @pytest.mark.parametrize("exact", [(), ("down_blocks.2.attentions.0.transformer_blocks.0",)])
-def test_inspect_tells_transformer_blocks_apart(avq, tmp_path, monkeypatch, exact):
+def test_inspect_tells_transformer_blocks_apart(avq, tmp_path, figures, exact):
     """Catches bars of several blocks on top of one another, and panels of one title."""
-    figures, save = [], Figure.savefig
-
-    def kept(figure, *arguments, **options):
-        figures.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", kept)
     codebooks = random_codebooks(sdxl_unet(), AVQConfig(4, 2, 2, levels=(1, 2), exact=exact))
     codebooks.save_pretrained(tmp_path / "sdxl")
     code, output = avq("inspect", str(tmp_path / "sdxl"))
@@ -572,7 +559,7 @@ def test_principal_axes_keep_the_distances_of_codewords_in_a_plane():
     ],
 )
 def test_generate_refuses(avq, model, codebooks, tmp_path, arguments, message):
-    """One sentence, exit code 2, and neither a picture nor a cache entry: before calibration."""
+    """One sentence, exit code 2, and neither an image nor a cache entry: before calibration."""
     arguments = [codebooks if value == "CODEBOOKS" else value for value in arguments]
     code, output = avq("generate", PROMPT, "--model", model, "--steps", "1", *arguments)
     assert code == 2
@@ -599,17 +586,17 @@ def test_a_truncated_model_is_one_sentence(avq, model, tmp_path):
     assert squeezed(f"--model {tmp_path / 'cut'} could not be loaded: ") in output
 
 
-def test_generate_refuses_a_read_only_folder_before_it_draws(avq, model, monkeypatch):
-    """Catches minutes of drawing that end in nothing. To root no folder is read-only."""
+def test_a_read_only_folder_is_refused_before_the_work(generate, avq, model, monkeypatch):
+    """Catches minutes of work that end in nothing. To root no folder is read-only."""
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    monkeypatch.delattr(cli, "timed_picture")
-    code, output = avq("generate", PROMPT, "--model", model)
-    assert code == 2
-    assert "isnotwritable" in output
-    monkeypatch.delattr(cli, "calibrate")
-    code, output = avq("calibrate", "--model", model, "--out", "new/codebooks")
-    assert code == 2
-    assert "isnotwritable" in output
+    monkeypatch.delattr(generation, "timed_image")
+    monkeypatch.delattr(cache, "calibrate")
+    for code, output in (
+        generate(),
+        avq("calibrate", "--model", model, "--out", "new/codebooks"),
+    ):
+        assert code == 2
+        assert "isnotwritable" in output
 
 
 @pytest.mark.parametrize(
@@ -619,14 +606,14 @@ def test_generate_refuses_a_read_only_folder_before_it_draws(avq, model, monkeyp
         RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried"),
     ],
 )
-def test_generate_says_that_the_memory_is_too_small(avq, model, codebooks, monkeypatch, error):
+def test_generate_says_that_the_memory_is_too_small(generate, monkeypatch, error):
     """Catches a traceback of the most usual mistake on a GPU, and on a CPU."""
 
     def exhaust(*arguments):
         raise error
 
-    monkeypatch.setattr(cli, "timed_picture", exhaust)
-    code, output = avq("generate", PROMPT, "--model", model, "--codebooks", codebooks)
+    monkeypatch.setattr(generation, "timed_image", exhaust)
+    code, output = generate()
     assert code == 2
     message = (
         "avq: the memory is too small for this size; try a smaller one, or --device cpu on a GPU."
@@ -648,17 +635,15 @@ def test_generate_says_that_the_memory_is_too_small(avq, model, codebooks, monke
     ],
     ids=["empty-prompts", "missing-prompts", "latin", "out", "few-keys", "config", "levels"],
 )
-def test_calibrate_refuses(avq, model, tmp_path, arguments, message):
-    prompts = tmp_path / "empty.txt"
-    prompts.write_text("\n \n")
-    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
-    places = {name: str(tmp_path / name) for name in ("latin.txt", "empty.txt/codebooks")}
-    places["empty.txt"] = str(prompts)
-    arguments = [places.get(value, value) for value in arguments]
+def test_calibrate_refuses(avq, model, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("\n \n")
+    Path("latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    before = written()
     code, output = avq("calibrate", "--model", model, "--out", "codebooks", *arguments)
     assert code == 2
     assert squeezed(message) in output
-    assert written() == []
+    assert written() == before
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from PIL import Image
 from tiny import CONFIG, random_codebooks, tiny_pipe
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, scalecrafter, set_num_refined
-from avq_diffusers.cli.main import main as cli
+from avq_diffusers.cli import main as cli
 from avq_diffusers.cli.sheet import difference
 from avq_diffusers.plugin.layer_state import applied_states
 
@@ -36,7 +36,7 @@ FIELDS = {
     "guidance": 7.5,
     "dilated": False,
 }
-BUTTON, SLIDER = "/draw_exact", "/draw_avq"
+BUTTON, SLIDER = "/generate_exact", "/generate_avq"
 
 
 def with_avq(config: AVQConfig = CONFIG):
@@ -172,7 +172,8 @@ def test_the_slider_draws_the_avq_picture_only(visit, site, reference):
 
 def test_layers_with_other_numbers_of_parents(site):
     """Fails where the slider's own value is not the codebooks', or small layers are refused."""
-    from avq_diffusers.cli.page import Request, Studio
+    from avq_diffusers.cli.page import SharedPipeline
+    from avq_diffusers.cli.request import ImageRequest
 
     config = AVQConfig(
         *(4, 2, 2),
@@ -180,14 +181,14 @@ def test_layers_with_other_numbers_of_parents(site):
         levels=(0, 1),
         overrides={"1": {"num_parents": 3, "num_refined": 1}},
     )
-    studio = Studio(with_avq(config))
-    assert (studio.default_refined, studio.most_refined) == (2, 4)
-    request = Request(PROMPT, "", SIDE, SIDE, 0, 1, 7.5, False)
+    shared = SharedPipeline(with_avq(config))
+    assert (shared.default_refined, shared.most_refined) == (2, 4)
+    request = ImageRequest(PROMPT, None, SIDE, SIDE, 1, 7.5, 0, False)
     steps = []
-    picture, report = studio.draw_avq(request, 2, steps.append)
+    picture, report = shared.generate_avq(request, 2, steps.append)
     assert np.array_equal(np.asarray(picture.image), draw(with_avq(config)))
     assert {row.config for row in report.rows} == {"M4P2C2", "M3P1C2", ""}
-    _, report = studio.draw_avq(request, 4, steps.append)
+    _, report = shared.generate_avq(request, 4, steps.append)
     assert {row.config for row in report.rows} == {"M4P4C2", "M3P3C2", ""}
     assert steps == [1, 1]
 
@@ -209,7 +210,7 @@ def test_scalecrafter_runs_for_one_picture(visit, reference, height, width):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": "  "}, "The prompt is empty; write what the picture shows."),
+        ({"prompt": "  "}, "The prompt is empty; write what the image shows."),
         ({"seed": -1}, "The seed must be a whole number from 0 to 4294967295, but got -1."),
         ({"seed": None}, "The seed must be a whole number from 0 to 4294967295, but got None."),
         ({"width": 100}, "100"),
@@ -358,7 +359,7 @@ def test_in_a_browser(command, browser, reference):
     page.goto(command)
     page.fill("#prompt textarea", PROMPT)
     page.fill("#steps input[type=number]", "1")
-    page.click("#draw")
+    page.click("#generate")
     page.wait_for_selector("#difference img")
     assert np.array_equal(shown("exact"), draw_exact(reference))
     assert np.array_equal(shown("avq"), draw(reference))
@@ -378,8 +379,8 @@ def test_in_a_browser(command, browser, reference):
     assert page.get_attribute("#exact img", "src") == exact
 
     page.fill("#prompt textarea", "")
-    page.click("#draw")
-    page.wait_for_selector(":text('The prompt is empty; write what the picture shows.')")
+    page.click("#generate")
+    page.wait_for_selector(":text('The prompt is empty; write what the image shows.')")
     assert page.get_attribute("#exact img", "src") == exact
     assert hosts == {"127.0.0.1"}
     assert problems == []

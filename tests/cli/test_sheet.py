@@ -1,10 +1,10 @@
-"""Picture sheets: pictures stay as they are, at the places their titles name."""
+"""Image sheets: images stay as they are, at the places their titles name."""
 
 import numpy as np
 import pytest
 from PIL import Image, ImageChops, ImageOps
 
-from avq_diffusers.cli.sheet import DIFFERENCE_GAIN, MARGIN, difference, picture_sheet
+from avq_diffusers.cli.sheet import DIFFERENCE_GAIN, MARGIN, difference, image_sheet
 
 WIDTH, HEIGHT = 120, 64
 
@@ -14,9 +14,9 @@ def noise(seed: int, width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def find(sheet: Image.Image, picture: Image.Image) -> tuple[int, int]:
-    """Left and top of a picture of noise on the sheet; fails if it is not there unchanged."""
-    pixels, wanted = np.asarray(sheet), np.asarray(picture)
+def find(sheet: Image.Image, image: Image.Image) -> tuple[int, int]:
+    """Left and top of a image of noise on the sheet; fails if it is not there unchanged."""
+    pixels, wanted = np.asarray(sheet), np.asarray(image)
     height, width = wanted.shape[:2]
     corners = (pixels == wanted[0, 0]).all(-1)[: -height + 1, : -width + 1]
     places = [
@@ -32,11 +32,11 @@ def has_ink(sheet: Image.Image, box: tuple[int, int, int, int]) -> bool:
     return np.asarray(sheet.crop(box).convert("L")).min() < 128
 
 
-def test_pictures_lie_unchanged_on_a_grid_with_margins():
-    """Fails for swapped rows and columns, rescaling, or pictures that overlap."""
+def test_images_lie_unchanged_on_a_grid_with_margins():
+    """Fails for swapped rows and columns, rescaling, or images that overlap."""
     rows = [[noise(10 * row + column) for column in range(3)] for row in range(2)]
-    sheet = picture_sheet(rows, ["a", "b", "c"])
-    places = [[find(sheet, picture) for picture in row] for row in rows]
+    sheet = image_sheet(rows, ["a", "b", "c"])
+    places = [[find(sheet, image) for image in row] for row in rows]
     lefts, tops = [place[0] for place in places[0]], [row[0][1] for row in places]
     assert places == [[(left, top) for left in lefts] for top in tops]
     assert np.diff(lefts).tolist() == [WIDTH + MARGIN] * 2
@@ -47,18 +47,18 @@ def test_pictures_lie_unchanged_on_a_grid_with_margins():
 
 
 def test_titles_stand_above_their_columns():
-    """Fails for a title over a picture or over another column."""
+    """Fails for a title over a image or over another column."""
     rows = [[noise(0), noise(1)]]
-    sheet = picture_sheet(rows, ["", "title"])
-    (first, top), (second, _) = (find(sheet, picture) for picture in rows[0])
+    sheet = image_sheet(rows, ["", "title"])
+    (first, top), (second, _) = (find(sheet, image) for image in rows[0])
     assert not has_ink(sheet, (0, 0, first + WIDTH, top))
     assert has_ink(sheet, (second, 0, second + WIDTH, top))
 
 
 def test_row_titles_stand_above_their_rows_and_widen_the_sheet():
     rows = [[noise(0)], [noise(1)]]
-    plain = picture_sheet(rows, [""])
-    sheet = picture_sheet(rows, [""], row_titles=["", "a long title " * 10])
+    plain = image_sheet(rows, [""])
+    sheet = image_sheet(rows, [""], row_titles=["", "a long title " * 10])
     (_, first), (_, second) = (find(sheet, row[0]) for row in rows)
     assert not has_ink(sheet, (0, 0, sheet.width, first))
     assert has_ink(sheet, (0, first + HEIGHT, sheet.width, second))
@@ -69,20 +69,20 @@ def test_row_titles_stand_above_their_rows_and_widen_the_sheet():
 
 def test_every_row_and_column_of_the_table_is_drawn():
     """Fails where the sheet is too short for the table, or a cell overwrites the one before."""
-    picture = noise(0)
-    plain = picture_sheet([[picture]], ["t"])
+    image = noise(0)
+    plain = image_sheet([[image]], ["t"])
     table = [["layer", "runs"], ["up_blocks.3.attentions.0.transformer_blocks.0", "AVQ"], ["a", ""]]
-    sheet = picture_sheet([[picture]], ["t"], table=table)
-    top = find(sheet, picture)[1] + HEIGHT
+    sheet = image_sheet([[image]], ["t"], table=table)
+    top = find(sheet, image)[1] + HEIGHT
     line = (sheet.height - plain.height) / len(table)
     assert line == int(line) > 10
     for row, cells in enumerate(table):
         box = (0, top + MARGIN + row * int(line), sheet.width, top + MARGIN + (row + 1) * int(line))
         assert has_ink(sheet, box) == any(cells)
-    one_row_less = picture_sheet([[picture]], ["t"], table=table[:2])
+    one_row_less = image_sheet([[image]], ["t"], table=table[:2])
     assert sheet.height - one_row_less.height == line
 
-    first_column = picture_sheet([[picture]], ["t"], table=[[row[0], ""] for row in table])
+    first_column = image_sheet([[image]], ["t"], table=[[row[0], ""] for row in table])
     assert first_column.height == sheet.height
     region = (0, top, first_column.width, sheet.height)
     inked = ImageOps.invert(first_column.crop(region)).getbbox()
@@ -95,10 +95,10 @@ def test_every_row_and_column_of_the_table_is_drawn():
 
 
 def test_a_wide_table_widens_the_sheet():
-    picture = noise(0)
-    sheet = picture_sheet([[picture]], ["t"], table=[["x" * 200]])
+    image = noise(0)
+    sheet = image_sheet([[image]], ["t"], table=[["x" * 200]])
     assert sheet.width > 1000
-    assert find(sheet, picture)
+    assert find(sheet, image)
 
 
 def test_difference_is_absolute_amplified_and_saturates():
@@ -113,13 +113,13 @@ def test_difference_is_absolute_amplified_and_saturates():
 
 def test_rows_of_a_table_must_have_one_length():
     with pytest.raises(ValueError, match=r"shorter|longer"):
-        picture_sheet([[noise(0)]], ["t"], table=[["a", "b"], ["c"]])
+        image_sheet([[noise(0)]], ["t"], table=[["a", "b"], ["c"]])
 
 
 def test_a_prompt_of_several_lines_is_read_in_one():
-    """Catches a second line behind the picture."""
+    """Catches a second line behind the image."""
     sheets = [
-        picture_sheet([[noise(0)]], ["a"], row_titles=[title])
+        image_sheet([[noise(0)]], ["a"], row_titles=[title])
         for title in ("a fox\n on ice", "a fox on ice")
     ]
     assert sheets[0].tobytes() == sheets[1].tobytes()

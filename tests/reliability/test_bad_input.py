@@ -78,7 +78,7 @@ def command(module, program, *arguments):
 
 
 def avq(*arguments):
-    from avq_diffusers.cli.main import main as cli
+    from avq_diffusers.cli import main as cli
 
     return command(cli, "avq", *arguments)
 

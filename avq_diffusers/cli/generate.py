@@ -1,0 +1,56 @@
+"""`avq generate`: an image with AVQ attention, beside the exact one."""
+
+from pathlib import Path
+
+from avq_diffusers.cli.codebooks import find_codebooks
+from avq_diffusers.cli.images import dilation, fit_request, image_capture, psnr, timed_image
+from avq_diffusers.cli.loading import load_pipeline
+from avq_diffusers.cli.output import save_image, sheet_path
+from avq_diffusers.cli.request import ImageRequest, ModelRequest
+from avq_diffusers.cli.sheet import DIFFERENCE_GAIN, difference, image_sheet
+from avq_diffusers.plugin.apply import apply_avq, avq_disabled
+from avq_diffusers.plugin.refinement import set_num_refined
+from avq_diffusers.plugin.report import summary
+
+
+def generate_image(
+    model: ModelRequest,
+    request: ImageRequest,
+    out: Path,
+    *,
+    num_refined: int | None,
+    capture: float | None,
+) -> None:
+    """Write the AVQ image to `out` and the sheet beside it, and print what each layer ran."""
+    pipe = load_pipeline(model.name, model.device)
+    request = fit_request(pipe, request)
+    apply_avq(pipe, find_codebooks(pipe, model), route="always")
+    if num_refined is not None:
+        set_num_refined(pipe, num_refined)
+    with dilation(pipe, request):
+        if capture is not None:
+            print(f"measuring which parents get {capture:.0%} of attention")
+            set_num_refined(pipe, image_capture(pipe, request).at_least(capture))
+        print("with AVQ attention")
+        avq, avq_seconds = timed_image(pipe, request)
+        report = summary(pipe)
+        print("with exact attention")
+        with avq_disabled(pipe):
+            exact, exact_seconds = timed_image(pipe, request)
+
+    save_image(avq, out)
+    likeness = f"PSNR {psnr(avq, exact):.1f} dB"
+    sheet = image_sheet(
+        [[exact, avq, difference(exact, avq)]],
+        [
+            f"exact, {exact_seconds:.1f} s",
+            f"AVQ, {avq_seconds:.1f} s",
+            f"difference x{DIFFERENCE_GAIN}, {likeness}",
+        ],
+        row_titles=[str(request)],
+        table=report.cells(),
+    )
+    save_image(sheet, sheet_path(out))
+    print(report)
+    print(f"exact {exact_seconds:.1f} s, AVQ {avq_seconds:.1f} s, {likeness} to the exact image")
+    print(f"image: {out}\nsheet: {sheet_path(out)}")

@@ -1,0 +1,106 @@
+"""What a command is asked for: a model with codebooks, and an image to generate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from avq_diffusers.cli.options import numbers_of
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD
+
+DEFAULT_CONFIG = "M64P16C8"
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """A model and the codebooks to run it with.
+
+    Attributes:
+        name: folder, .safetensors file or Hub id of the model.
+        device: cuda, mps or cpu; None takes the fastest present.
+        codebooks: folder or Hub id; None takes mini-sd's own, or calibrates `config`.
+        config: what to calibrate.
+        has_levels: whether the user chose the levels of `config`.
+    """
+
+    name: str
+    device: str | None
+    codebooks: str | None
+    config: AVQConfig
+    has_levels: bool
+
+    @classmethod
+    def from_options(
+        cls,
+        model: str,
+        codebooks: str | None,
+        config: str | None,
+        levels: str | None,
+        exact: str | None,
+        device: str | None,
+    ) -> "ModelRequest":
+        """Read the options of a command.
+
+        Raises:
+            ValueError: an option has a bad value, or contradicts `--codebooks`.
+        """
+        if codebooks is not None and any(x is not None for x in (config, levels, exact)):
+            raise ValueError(
+                "--codebooks bring their own --config, --levels and --exact; drop one of them."
+            )
+        avq_config = AVQConfig.parse(
+            config or DEFAULT_CONFIG,
+            levels=(0,) if levels is None else numbers_of("--levels", levels),
+            exact=tuple(exact.split(",")) if exact else (),
+        )
+        return cls(model, device, codebooks, avq_config, levels is not None)
+
+    @property
+    def guidance_scale(self) -> float | None:
+        """The guidance scale to generate with; None is the pipeline's default."""
+        return MINI_GUIDANCE_SCALE if self.name == MINI_SD else None
+
+    def check_refined(self, numbers: Sequence[int]) -> None:
+        """Refuse numbers of refined parents that codebooks of `config` will not have.
+
+        Raises:
+            ValueError: a number is too large, or negative.
+        """
+        most = self.config.most_refined
+        if self.codebooks is None and not all(0 <= number <= most for number in numbers):
+            raise ValueError(
+                f"{self.config} can refine 0 to {most} parents, but got "
+                f"{', '.join(map(str, numbers))}."
+            )
+
+
+@dataclass(frozen=True)
+class ImageRequest:
+    """An image to generate.
+
+    Attributes:
+        prompt: what it shows.
+        negative_prompt: what it must not show.
+        height: in pixels; None takes the training size.
+        width: in pixels; None takes the training size.
+        steps: denoising steps.
+        guidance_scale: of classifier-free guidance; None takes the pipeline's default.
+        seed: of the noise.
+        scalecrafter: whether to dilate convolutions.
+    """
+
+    prompt: str
+    negative_prompt: str | None
+    height: int | None
+    width: int | None
+    steps: int
+    guidance_scale: float | None
+    seed: int
+    scalecrafter: bool
+
+    def __str__(self) -> str:
+        details = [f"{self.width} x {self.height}", f"seed {self.seed}", f"{self.steps} steps"]
+        if self.guidance_scale is not None:
+            details.append(f"guidance {self.guidance_scale:g}")
+        if self.scalecrafter:
+            details.append("ScaleCrafter")
+        return f"{self.prompt} ({', '.join(details)})"
