@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from avq_diffusers.cli.sheet import picture_sheet
+from avq_diffusers.cli.sheet import image_sheet
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS, sample_scene
 from distill.checkpointing.folders import replace_folder
@@ -187,7 +187,7 @@ class SDTask:
             guidance_scale=self.config.guidance_scale,
             generator=torch.Generator(self.device).manual_seed(self.config.seed),
         ).images
-        sheet = picture_sheet([[image] for image in images], [""], row_titles=self.prompts)
+        sheet = image_sheet([[image] for image in images], [""], row_titles=self.prompts)
         with atomic_write(self.output / "samples" / f"step-{step:08d}.png") as temporary:
             sheet.save(temporary)
         return self._validation_losses(model)

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from torch import Tensor, nn
 
-from avq_diffusers.cli.sheet import picture_sheet
+from avq_diffusers.cli.sheet import image_sheet
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS
 from distill.checkpointing.folders import replace_folder
@@ -109,7 +109,7 @@ class VAETask:
             [Image.fromarray(image) for image in to_uint8(batch)]
             for batch in (to_float(images), decoded)
         ]
-        sheet = picture_sheet(rows, [""] * len(images), row_titles=["original", "reconstruction"])
+        sheet = image_sheet(rows, [""] * len(images), row_titles=["original", "reconstruction"])
         with atomic_write(self.output / "samples" / f"step-{step:08d}.png") as temporary:
             sheet.save(temporary)
         return {"psnr": self._psnr(model.vae)}
