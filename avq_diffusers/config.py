@@ -97,7 +97,7 @@ class AVQConfig:
                     f"overrides[{key!r}] may set {', '.join(PER_LAYER_FIELDS)}, but got "
                     f"{', '.join(sorted(unknown))}."
                 )
-            replace(self, overrides={}, **values)
+            self._with(values)
         copied = {key: dict(values) for key, values in self.overrides.items()}
         object.__setattr__(self, "overrides", copied)
 
@@ -150,6 +150,9 @@ class AVQConfig:
         prefixes = [key for key in self.overrides if is_within(name, key)]
         for prefix in sorted(prefixes, key=len):
             values.update(self.overrides[prefix])
+        return self._with(values)
+
+    def _with(self, values: Mapping[str, Any]) -> "AVQConfig":
         return replace(self, overrides={}, **values)
 
 

@@ -90,8 +90,11 @@ def _remove_leftovers(folder: Path) -> None:
 
 def sha256(path: Path) -> str | None:
     """Digest of a file, None where there is none."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None
 
 
 @contextmanager

@@ -46,11 +46,20 @@ def capture(
     Raises:
         TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
-    tiles = {"query_tile": query_tile, "query_order": query_order, "scale": scale}
     refined = refined_parents(
-        query, key, codebook, num_refined, importance_tile=importance_tile, **tiles
+        query,
+        key,
+        codebook,
+        num_refined,
+        query_tile=query_tile,
+        query_order=query_order,
+        importance_tile=importance_tile,
+        scale=scale,
     )
-    return captured_share(attention_mass(query, key, codebook, **tiles), refined)
+    mass = attention_mass(
+        query, key, codebook, query_tile=query_tile, query_order=query_order, scale=scale
+    )
+    return captured_share(mass, refined)
 
 
 @torch.no_grad()
