@@ -5,7 +5,6 @@ import builtins
 import importlib
 import inspect
 import keyword
-import pkgutil
 import re
 import textwrap
 from pathlib import Path
@@ -14,12 +13,14 @@ import pytest
 
 import avq_diffusers
 
+ROOT = Path(avq_diffusers.__file__).parent
 # What `.ci/run` builds pages of, beside the public names; the rest of `attention` is its backends.
 PACKAGES = ("codebook", "attention", "extras")
 BACKENDS = {"backward", "forward", "triton", "validation"}
 # Names of PyTorch, diffusers and the Hub.
 FOREIGN = {
     "cache_dir",
+    "callback_on_step_end",
     "force_download",
     "from_pipe",
     "local_files_only",
@@ -31,15 +32,15 @@ FOREIGN = {
 def _documented() -> dict[str, object]:
     """The functions and classes of the API pages."""
     found = {name: getattr(avq_diffusers, name) for name in avq_diffusers.__all__}
-    for package in PACKAGES:
-        folder = [str(Path(avq_diffusers.__file__).parent / package)]
-        for info in pkgutil.walk_packages(folder, f"avq_diffusers.{package}."):
-            if info.name.split(".")[2] not in BACKENDS:
-                module = importlib.import_module(info.name)
-                for name, value in vars(module).items():
-                    ours = getattr(value, "__module__", None) == module.__name__
-                    if ours and not name.startswith("_") and callable(value):
-                        found[f"{info.name.removeprefix('avq_diffusers.')}.{name}"] = value
+    for path in sorted(path for x in PACKAGES for path in (ROOT / x).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[-1] == "__init__" or BACKENDS & {*parts}:
+            continue
+        module = importlib.import_module(".".join(("avq_diffusers", *parts)))
+        for name, value in vars(module).items():
+            ours = getattr(value, "__module__", None) == module.__name__
+            if ours and not name.startswith("_") and callable(value):
+                found[".".join((*parts, name))] = value
     return found
 
 
@@ -108,7 +109,7 @@ def test_docstrings_refer_to_what_exists():
     """Catches a name in backticks that was renamed or removed."""
     known = {*dir(builtins), *keyword.kwlist, *FOREIGN}
     docstrings = []
-    for path in Path(avq_diffusers.__file__).parent.rglob("*.py"):
+    for path in ROOT.rglob("*.py"):
         known |= {path.stem, path.parent.name}
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
