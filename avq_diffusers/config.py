@@ -1,4 +1,4 @@
-"""`AVQConfig`: the numbers that define an AVQ layer, and which UNet levels get one."""
+"""`AVQConfig`: the configuration of AVQ attention."""
 
 import re
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ class AVQConfig:
         query_tile: consecutive queries (in `query_order`) that share one choice of parents.
         query_order: `"gilbert"`, `"raster"` or `"random"` order of the tokens of the grid.
         levels: UNet levels whose self-attention is replaced; 0 is the highest resolution.
-        exact: layers at these levels that keep exact attention, each the name of a layer or of a
-            module for all layers in it, such as `"up_blocks.1"`. `measure_sensitivity` tells which
-            ones change the output most.
+        exact: layers at these levels that keep exact attention: names of layers, or of modules
+            such as `"up_blocks.1"` for all layers in them. `measure_sensitivity` finds the layers
+            that change the output most.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator.
         key_norm: normalize keys with a learnable LayerNorm before they are quantized.
-        overrides: other values of `num_parents`, `num_children` or `num_refined` for a level
-            (key: the level as a string, such as `"1"`) or for a layer or all layers of a module
-            (key: its name, such as `"up_blocks.3"`). Names win over levels, longer names over
-            shorter ones. Copied; a key that is for no layer is refused where the UNet is known.
+        overrides: other values of `num_parents`, `num_children` or `num_refined`. A key is a level
+            such as `"1"`, or the name of a layer or module such as `"up_blocks.3"`. Names win over
+            levels, and longer names over shorter ones. The mapping is copied. `apply_avq` refuses
+            a key that matches no layer.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -106,17 +106,17 @@ class AVQConfig:
 
     @property
     def effective_codewords(self) -> int:
-        """M0 + P C, the codewords that a query attends to: the cost in the paper."""
+        """M0 + P C, the number of codewords that a query attends to (the paper's cost)."""
         return self.num_parents + self.num_refined * self.num_children
 
     @property
     def most_refined(self) -> int:
-        """What `num_refined` can be at most: all parents, or 0 for flat VQ-attention."""
+        """Largest valid `num_refined`: all parents, or 0 for flat VQ-attention."""
         return self.num_parents if self.num_children else 0
 
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
-        """Read `"M64P16C8"` (AVQ) or `"M256"` (flat VQ); `other_fields` go to the constructor.
+        """Parse `"M64P16C8"` (AVQ) or `"M256"` (flat VQ); pass `other_fields` to the constructor.
 
         Raises:
             TypeError: `text` is not a string.
@@ -145,7 +145,7 @@ class AVQConfig:
         return cls(**values)
 
     def for_layer(self, name: str, level: int) -> "AVQConfig":
-        """The configuration of one layer, with the overrides that apply to it resolved."""
+        """The configuration of one layer, with its overrides applied."""
         values = dict(self.overrides.get(str(level), {}))
         prefixes = [key for key in self.overrides if is_within(name, key)]
         for prefix in sorted(prefixes, key=len):
@@ -157,16 +157,16 @@ class AVQConfig:
 
 
 def is_within(layer: str, name: str) -> bool:
-    """Whether `name` is that of the layer or of a module that holds it."""
+    """Whether `name` is the layer or a module that contains it."""
     return f"{layer}.".startswith(f"{name}.")
 
 
 def check_int(name: str, value: Any, minimum: int) -> None:
-    """Refuse what is not an int of at least `minimum`.
+    """Check that `value` is an int of at least `minimum`.
 
     Raises:
         TypeError: `value` is not an int.
-        ValueError: it is too small.
+        ValueError: `value` is below `minimum`.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, but got {value!r} ({type(value).__name__}).")

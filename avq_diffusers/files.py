@@ -1,4 +1,4 @@
-"""Files that appear in one step, whole, and errors that name them."""
+"""Atomic writes of files and folders, and errors that name the path."""
 
 import hashlib
 import secrets
@@ -16,15 +16,16 @@ LONGEST_SAVE = 24 * 3600
 
 @contextmanager
 def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
-    """Give a temporary file to write; it takes the place of `path` when all went well.
+    """Yield the path of a temporary file and move it to `path` if the block succeeds.
 
-    Otherwise it is removed, and what was at `path` stays. A kill leaves it behind, under a name
-    that begins with `TEMPORARY`; the next write goes over it, unless `shared`.
+    If the block fails, the temporary file is deleted and `path` is unchanged. A killed process
+    leaves the temporary file behind, with a name that starts with `TEMPORARY`. The next write
+    overwrites it, unless `shared`.
 
     Args:
-        path: its folder is made where it is missing. The temporary file lies beside it and has its
-            extension.
-        shared: others may write `path` at the same time, each a temporary file of its own.
+        path: its folder is created if missing. The temporary file is in the same folder and has
+            the same extension.
+        shared: other processes may write `path` at the same time; each uses its own temporary file.
 
     Raises:
         OSError: the disk is full or not writable; the message names `path`.
@@ -43,20 +44,20 @@ def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
-    """Give a temporary folder to write; its files take the place of those in `folder`.
+    """Yield a temporary folder and move its files into `folder` if the block succeeds.
 
-    Others may save into `folder` at the same time, each through a temporary folder of its own. A
-    kill at any moment leaves the old files, the new ones, or a folder without `last`; the temporary
-    folder that it leaves behind goes with the first save a day later.
+    Other processes may save into `folder` at the same time; each uses its own temporary folder. A
+    kill at any moment leaves the old files, the new files, or a folder without `last`. The first
+    save a day later deletes the temporary folder that a killed process left behind.
 
     Args:
-        folder: made where it is missing; files of other names stay.
-        last: name of the file without which the others count for nothing.
-        subject: what an error says could not be written.
+        folder: created if missing. Files of other names stay.
+        last: name of the file that makes the others valid.
+        subject: what the error message says could not be written.
 
     Raises:
-        OSError: the block could not write, or another's files came between; the message says
-            whether what was there is intact.
+        OSError: the block failed to write, or another process saved at the same time. The message
+            says whether the previous files are intact.
     """
     temporary = folder / f"{TEMPORARY}{secrets.token_hex(4)}"
     outcome = "what was there is intact"
@@ -81,7 +82,7 @@ def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete temporary folders of kills: so old that nobody can still be writing them."""
+    """Delete the temporary folders of killed processes: those too old to be still in use."""
     for path in folder.glob(f"{TEMPORARY}*/"):
         with suppress(FileNotFoundError):  # another process was faster
             if time.time() - path.stat().st_mtime > LONGEST_SAVE:
@@ -89,7 +90,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str | None:
-    """Digest of a file, None where there is none."""
+    """SHA-256 of a file in hexadecimal; None if the file does not exist."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -99,10 +100,10 @@ def sha256(path: Path) -> str | None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file in the error of a disk that is full or not writable.
+    """Name the file in errors of a disk that is full or not writable.
 
     Raises:
-        OSError: the block raised one, or an error of safetensors.
+        OSError: the block raised an OSError or an error of safetensors.
     """
     try:
         yield

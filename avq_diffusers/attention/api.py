@@ -1,10 +1,10 @@
-"""`avq_attention`: the one public operation. Validates, then chooses the backend."""
+"""`avq_attention`, the public operation: checks its arguments, then chooses a backend."""
 
 import os
 import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from avq_diffusers.attention import backward, forward, reference
 from avq_diffusers.attention.triton import codewords
-from avq_diffusers.attention.validation import check_inputs, check_numbers
+from avq_diffusers.attention.validation import Options, check_arguments
 from avq_diffusers.codebook.codebook import Codebook
 
 BACKENDS = ("auto", "triton", "torch", "dense", "reference")
@@ -38,28 +38,34 @@ def avq_attention(
 ) -> Tensor:
     """Adaptive vector-quantized attention (paper, section Method).
 
-    Every key is replaced by the codeword nearest to it: its parent, or, in query tiles that refine
-    this parent, the leaf of the parent's cell. `backend="triton"` are the kernels for NVIDIA GPUs,
-    `"torch"` runs on every device; both have gradients of linear cost. `"dense"` is PyTorch's
-    attention over the replaced keys, of quadratic cost, where all tiles see the same ones: no
-    parent is refined, or all are. `"reference"` is the slow definition. `"auto"` takes the kernels
-    where they can run, else `"torch"`, and `"dense"` where that gets gradients faster.
+    Every key is replaced by a codeword: its nearest parent, or its leaf in query tiles that refine
+    this parent.
 
-    Every backend is differentiable once in query, key and value. Keys are straight-through, the
-    choice of parents is constant, and the codebook gets no gradient. Keys choose codewords and do
-    nothing else, so that one that is NaN or infinite need not show in the output.
+    Backends:
+
+    - `"triton"`: kernels for NVIDIA GPUs, of linear cost.
+    - `"torch"`: PyTorch on any device, of linear cost.
+    - `"dense"`: PyTorch's attention over the replaced keys, of quadratic cost. Works only if all
+      query tiles see the same keys: they refine no parent, or all.
+    - `"reference"`: the definition, slow.
+    - `"auto"`: `"dense"` if a gradient is needed and this computes it faster, else `"triton"` if
+      the kernels can run, else `"torch"`.
+
+    Every backend is differentiable once in query, key and value. Gradients of keys are
+    straight-through, the choice of parents is constant, and the codebook gets no gradient. Keys
+    only choose codewords, so a NaN or infinite key need not show in the output.
 
     Args:
-        query: (B, H, N, D) float16, bfloat16, float32 or float64; any strides, best a view of
-            (B, N, H, D) memory.
+        query: (B, H, N, D) float16, bfloat16, float32 or float64. Any strides; a view of
+            (B, N, H, D) memory is fastest.
         key, value: (B, H, S, D), same dtype and device as `query`.
-        codebook: codewords of H heads and head dim D on the same device. They are converted to the
-            dtype of `query`, or to float32 if that is narrower.
+        codebook: H heads and head dim D, on the same device. Converted to the dtype of `query`, or
+            to float32 if that is narrower.
         num_refined: parents refined per query tile; 0 is flat VQ-attention.
         query_tile: consecutive queries of `query_order` that share one choice of parents.
-        query_order: (N,) int32 or int64 permutation that says which queries form a tile; the output
-            keeps the order of `query`. None is the order of `query`. That it is a permutation is
-            the caller's promise: checking would synchronize with the device.
+        query_order: (N,) int32 or int64 permutation of the queries, from which tiles are cut. None
+            is the order of `query`; the output always has that order. Not checked to be a
+            permutation, because that would synchronize with the device.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator.
         scale: factor on the logits; None is 1 / sqrt(D).
@@ -111,8 +117,20 @@ def attention_and_backend(
     Raises:
         TypeError, ValueError, NotImplementedError: as `avq_attention`.
     """
-    _validate(query, key, value, codebook, query_order)
-    check_numbers(codebook, num_refined, query_tile, importance_tile, scale)
+    options: Options = {
+        "num_refined": num_refined,
+        "query_tile": query_tile,
+        "query_order": query_order,
+        "importance_tile": importance_tile,
+        "scale": scale,
+    }
+    check_arguments(query, key, value, codebook, **options)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of query, {query.dtype}, but got {tensor.dtype}."
+            )
+    _refuse_tangents(query, key, value)
     backend = resolve_backend(
         backend,
         query,
@@ -123,61 +141,26 @@ def attention_and_backend(
         query_tile=query_tile,
         scale=scale,
     )
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    _refuse_tangents(query, key, value)
+    options["scale"] = scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "triton":
-        # What the codebook requires is not asked.
+        # A codebook that requires a gradient gets none.
         with torch.set_grad_enabled(_needs_grad(query, key, value)):
             output = _kernel_attention(
-                query,
-                key,
-                value,
-                codebook.parents,
-                codebook.children,
-                query_order,
-                num_refined,
-                query_tile,
-                importance_tile,
-                scale,
+                query, key, value, codebook.parents, codebook.children, **options
             )
         return output, backend
 
-    codeword_dtype = torch.promote_types(query.dtype, torch.float32)
-    parents = codebook.parents.detach().to(codeword_dtype)
-    children = codebook.children.detach().to(codeword_dtype)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    parents, children = (x.detach().to(dtype) for x in (codebook.parents, codebook.children))
     if backend == "torch":
-        output = _attention(
-            query,
-            key,
-            value,
-            parents,
-            children,
-            query_order,
-            num_refined,
-            query_tile,
-            importance_tile,
-            scale,
-        )
-        return output, backend
-
+        return _attention(query, key, value, parents, children, **options), backend
     # Autocast would choose parents by half-precision products.
     with torch.autocast(query.device.type, enabled=False):
         if backend == "dense":
             quantized_key = _quantize(key, parents, children if num_refined else children[:, :, :0])
             output = F.scaled_dot_product_attention(query, quantized_key, value, scale=scale)
         else:
-            output = reference.avq_attention(
-                query,
-                key,
-                value,
-                parents,
-                children,
-                num_refined=num_refined,
-                query_tile=query_tile,
-                query_order=query_order,
-                importance_tile=importance_tile,
-                scale=scale,
-            )
+            output = reference.avq_attention(query, key, value, parents, children, **options)
     return output.transpose(1, 2).contiguous().transpose(1, 2), backend
 
 
@@ -199,7 +182,7 @@ def resolve_backend(
         query, key, value, codebook, num_refined, query_tile, scale: as for `avq_attention`.
 
     Raises:
-        ValueError: the backend is unknown, or cannot run and why.
+        ValueError: the backend is unknown or cannot run; the message says why.
     """
     check_backend(backend)
     if backend in ("torch", "reference"):
@@ -236,17 +219,17 @@ def resolve_backend(
 
 
 def check_backend(backend: str) -> None:
-    """Refuse an unknown backend.
+    """Check the name of a backend.
 
     Raises:
-        ValueError: `backend` is none of `BACKENDS`.
+        ValueError: `backend` is not in `BACKENDS`.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
-    """Custom operators would drop them, and give gradients of zero."""
+    """Custom operators drop tangents, so derivatives would be zero."""
     if torch.compiler.is_compiling():
         return
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
@@ -260,7 +243,7 @@ def _needs_grad(*tensors: Tensor) -> bool:
 def _kernel_obstacle(
     query: Tensor, codebook: Codebook, num_refined: int, query_tile: int, scale: float | None
 ) -> str | None:
-    """Why the kernels cannot serve a call; None if they can."""
+    """Why the kernels cannot run; None if they can."""
     if not _HAS_TRITON:
         return "triton is not installed"
     capability = _MIN_CAPABILITY
@@ -329,23 +312,26 @@ def _kernel_attention(
     from avq_diffusers.attention.triton.attention import attend
     from avq_diffusers.attention.triton.precompute import precompute
 
-    # The kernels read rows of neighbouring numbers.
+    # The kernels need a last stride of 1.
     query, key, value = (
         x if x.stride(-1) == 1 else x.transpose(1, 2).contiguous().transpose(1, 2)
         for x in (query, key, value)
     )
-    sizes = {"num_parents": children.shape[1], "num_children": children.shape[2]}
+    num_parents, num_children = children.shape[1:3]
     dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
     # Triton launches on the current device.
     with torch.cuda.device_of(query):
         codes, bias = _packed_codewords(parents, children, scale, dtype)
-        means, logs = precompute(key, value, codes, bias, **sizes)
+        means, log_counts = precompute(
+            key, value, codes, bias, num_parents=num_parents, num_children=num_children
+        )
         return attend(
             query,
             codes,
             means,
-            logs,
-            **sizes,
+            log_counts,
+            num_parents=num_parents,
+            num_children=num_children,
             num_refined=num_refined,
             query_tile=query_tile,
             query_order=query_order,
@@ -393,21 +379,17 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(grad_output: Tensor, *args: object) -> list[Tensor]:
-    *inputs, needs_grad = *args[:3], args[-1]
-    return [
-        backward.empty_gradient(x) for x, needed in zip(inputs, needs_grad, strict=True) if needed
-    ]
+def _(grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> list[Tensor]:
+    inputs = zip((query, key, value), args[-1], strict=True)
+    return [backward.empty_gradient(x) for x, needed in inputs if needed]
 
 
-def _save_inputs(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:6])
     ctx.numbers = inputs[6:]
 
 
-def _backward(
-    ctx: torch.autograd.function.FunctionCtx, grad_output: Tensor
-) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     needs_grad = ctx.needs_input_grad[:3]
     found = iter(_attention_backward(grad_output, *ctx.saved_tensors, *ctx.numbers, needs_grad))
     return *(next(found) if needed else None for needed in needs_grad), *(None,) * 7
@@ -431,20 +413,20 @@ _quantize.register_autograd(lambda ctx, grad_output: (grad_output, None, None))
 
 
 class _Packed(NamedTuple):
-    children: weakref.ref
-    states: tuple[tuple, tuple]
+    children: weakref.ref[Tensor]
+    states: tuple[tuple[Any, ...], ...]
     tables: tuple[Tensor, Tensor]
 
 
-# Per tensor of parents: its tables, packed again when a codebook is changed in place or moved.
+# The tables of each tensor of parents. A codebook that moves or changes in place is packed again.
 _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _packed_codewords(
     parents: Tensor, children: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`codewords.pack`, remembered as long as the codebook lives."""
-    if parents.is_inference() or children.is_inference():  # their changes leave no trace
+    """`codewords.pack`, cached for the lifetime of the codebook."""
+    if parents.is_inference() or children.is_inference():  # they have no version counter
         return codewords.pack(parents, children, scale=scale, dtype=dtype)
     states = tuple((x._version, x.device, x.dtype, x.data_ptr()) for x in (parents, children))
     tables_of = _packed.setdefault(parents, {})
@@ -452,18 +434,7 @@ def _packed_codewords(
     if found is not None and found.children() is children and found.states == states:
         return found.tables
     tables = codewords.pack(parents, children, scale=scale, dtype=dtype)
-    # What is made while a CUDA graph is captured lives in that graph's memory.
+    # Tensors that are allocated during the capture of a CUDA graph belong to that graph.
     if not (parents.is_cuda and torch.cuda.is_current_stream_capturing()):
         tables_of[scale, dtype] = _Packed(weakref.ref(children), states, tables)
     return tables
-
-
-def _validate(
-    query: Tensor, key: Tensor, value: Tensor, codebook: Codebook, query_order: Tensor | None
-) -> None:
-    check_inputs(query, key, value, codebook, query_order)
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise TypeError(
-                f"{name} must have the dtype of query, {query.dtype}, but got {tensor.dtype}."
-            )

@@ -1,20 +1,20 @@
-"""Exact gradients of AVQ attention at O(N M D^2) in plain PyTorch, for every device.
+"""Exact gradients of AVQ attention in plain PyTorch, at O(N M D^2) on every device.
 
-With A_ia = exp(s q_i.c_a) / sum_b n_b exp(s q_i.c_b), what query i gives to each of the n_a keys of
-codeword a, and d for gradients (paper, section Method; keys straight through the quantization):
+Query i gives each of the n_a keys of codeword a the weight
+A_ia = exp(s q_i.c_a) / sum_b n_b exp(s q_i.c_b). With d for gradients, straight through the
+quantization of keys (paper, section Method):
 
     delta_i = dy_i.y_i
     dq_i = s sum_a n_a A_ia (dy_i.mean_a - delta_i) c_a
     dv_j = sum_i A_ij dy_i
     dk_j = s sum_i A_ij (dy_i.v_j - delta_i) q_i
 
-The last two are affine in v_j. So a codeword of the table keeps the moments
-sum_i A_ia [1, s q_i] [dy_i, delta_i]^T, and the keys read theirs. A key has two codewords: its
-parent whole in the tiles that do not refine it, and in the others its child, or the parent of the
-keys that stay; their moments add up.
+The last two are affine in v_j. So every codeword stores the moments
+sum_i A_ia [1, s q_i] [dy_i, delta_i]^T, and its keys read them. A key has two codewords: its parent
+in tiles that do not refine this parent, its leaf in the other tiles. Their moments add up.
 
-The choice of parents is a constant, and is made again by the code of `forward`. After a forward by
-kernels, parents of nearly equal importance may change places in it.
+The choice of parents is a constant. The code of `forward` makes it again. After a forward pass by
+the kernels, it may choose differently between parents of nearly equal importance.
 
 Shapes: as in `forward`, with L rows of moments.
 """
@@ -34,12 +34,12 @@ from avq_diffusers.codebook.assignment import (
     nearest_leaves,
 )
 
-# Numbers in the intermediates of one chunk, except on a CPU. A tile has so many moments that with
-# fewer numbers each tile would be a chunk, of some sixty launches.
+# Numbers in the intermediates of one chunk, except on a CPU. A tile has many moments: with fewer
+# numbers each tile would be a chunk of about sixty launches.
 ELEMENTS = 1 << 28
 
-# Flops of attention over quantized keys in the time of one flop of the linear way. Measured on two
-# CPU cores, and on an H200, where the linear way is bound by memory and launches.
+# Flops of dense attention in the time of one flop of `gradients`. Measured on two CPU cores and on
+# an H200, where memory and launches bound `gradients`.
 DENSE_SPEED_CPU = 2.0
 DENSE_SPEED = 20.0
 
@@ -53,21 +53,20 @@ def dense_is_faster(
     num_children: int,
     num_refined: int,
 ) -> bool:
-    """Whether training is faster by attention over quantized keys, counted in flops per query.
+    """Whether dense attention over quantized keys trains faster, counted in flops per query.
 
-    That takes tiles which all see the same keys: no parent is refined, or all are.
+    False unless all tiles see the same keys: they refine no parent, or all.
     """
+    if 0 < num_refined < num_parents:
+        return False
     codewords = num_parents + num_refined * num_children
     dense = 14 * num_keys * head_dim
-    forward = 4 * codewords * head_dim
-    reverse = 8 * codewords * head_dim + 2 * codewords * head_dim**2
-    same_keys = not 0 < num_refined < num_parents
-    speed = DENSE_SPEED_CPU if device.type == "cpu" else DENSE_SPEED
-    return same_keys and dense < speed * (forward + reverse)
+    linear = 12 * codewords * head_dim + 2 * codewords * head_dim**2
+    return dense < (DENSE_SPEED_CPU if device.type == "cpu" else DENSE_SPEED) * linear
 
 
 def quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
-    """Replace each key by its leaf's codeword, less one vector per head: softmax ignores that.
+    """Replace each key by its leaf's codeword minus one vector per head, which softmax ignores.
 
     Args:
         key: (B, H, S, D).
@@ -106,15 +105,17 @@ def gradients(
     importance_tile: int | None,
     scale: float,
 ) -> list[Tensor]:
-    """Gradients of `forward.avq_attention`, whose other arguments these are.
+    """Gradients of `forward.avq_attention`.
 
     Args:
         grad_output: (B, H, N, D).
         needs_grad: for query, key and value.
 
+        The other arguments are those of `forward.avq_attention`.
+
     Returns:
-        Those that are needed, (B, H, N, D) or (B, H, S, D) views of (B, N, H, D) memory, in the
-        dtype of their input.
+        The gradients that are needed: (B, H, N, D) or (B, H, S, D) views of (B, N, H, D) memory, in
+        the dtype of their input.
     """
     batch, heads, _, head_dim = query.shape
     num_parents, num_children = children.shape[1:3]
@@ -123,7 +124,7 @@ def gradients(
         for x, needed in zip((query, key, value), needs_grad, strict=True)
     ]
     grad_query, grad_key, grad_value = grads
-    # The first row is for values, the others for keys.
+    # Of the moments: the first row is for values, the others are for keys.
     rows = slice(0 if needs_grad[2] else 1, 1 + head_dim if needs_grad[1] else 1)
     num_moments = (rows.stop - rows.start) * (1 + head_dim)
 
@@ -137,7 +138,7 @@ def gradients(
         part_value = value[part].flatten(0, 1)
         leaf = nearest_leaves(key[part].flatten(0, 1), part_parents, part_children)
         counts, value_sums = forward.aggregate(leaf, part_value, part_parents, part_children)
-        moments = _reverse_queries(
+        moments = _query_gradients(
             grad_output[part].flatten(0, 1),
             query[part].flatten(0, 1),
             forward.codeword_table(part_parents, part_children, counts, value_sums),
@@ -150,7 +151,7 @@ def gradients(
             scale=scale,
         )
         if num_moments:
-            _reverse_keys(
+            _key_gradients(
                 moments,
                 leaf,
                 part_value,
@@ -161,12 +162,12 @@ def gradients(
 
 
 def empty_gradient(tokens: Tensor) -> Tensor:
-    """Memory for the gradient of (B, H, N, D) tokens: a view of (B, N, H, D) memory."""
+    """An uninitialized gradient of (B, H, N, D) tokens, a view of (B, N, H, D) memory."""
     tokens = tokens.transpose(1, 2)
     return torch.empty_like(tokens, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _reverse_queries(
+def _query_gradients(
     grad_output: Tensor,
     query: Tensor,
     table: CodewordTable,
@@ -179,9 +180,9 @@ def _reverse_queries(
     importance_tile: int | None,
     scale: float,
 ) -> Tensor:
-    """Write the gradient (B, H / B, N, D) of the queries; return moments (H, M0, 2 + C, L, 1 + D).
+    """Write the gradients (B, H / B, N, D) of the queries; return moments (H, M0, 2 + C, L, 1 + D).
 
-    Only the `rows` of the moments are computed.
+    Computes only the `rows` of the moments.
     """
     heads, num_queries, head_dim = query.shape
     num_parents, per_cell = table.counts.shape[1:]
@@ -230,13 +231,13 @@ def _reverse_queries(
             right = torch.cat([grads, delta], dim=-1)[..., None, :]
             weights /= counts.clamp(min=1)[..., None, :]
             tile_moments = weights.mT @ (left * right).flatten(-2)
-            # Within a tile no codeword comes twice, so no two rows of an addition meet.
+            # A tile sees no codeword twice, so no two rows of an addition collide.
             for seen, added in zip(visible.flatten(1), tile_moments.flatten(1, 2), strict=True):
                 moments_of_codeword.index_add_(0, seen, added.view(-1, num_rows, 1 + head_dim))
     return moments
 
 
-def _reverse_keys(
+def _key_gradients(
     moments: Tensor,
     leaf: Tensor,
     value: Tensor,

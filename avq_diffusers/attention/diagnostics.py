@@ -1,7 +1,8 @@
-"""Figures that say how well a codebook fits a layer: capture, quantization error, usage.
+"""Metrics of how well a codebook fits a layer: capture, quantization error, usage.
 
-Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children. Every figure is per
-head, (H,), so that bad heads show.
+Every metric has one value per head, (H,): a mean would hide bad heads.
+
+Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention import reference
-from avq_diffusers.attention.validation import check_inputs, check_numbers
+from avq_diffusers.attention.validation import check_arguments
 from avq_diffusers.codebook.assignment import assign, assign_leaves, chunk_length, heads_first
 from avq_diffusers.codebook.codebook import Codebook
 
@@ -291,9 +292,18 @@ def _check(
     importance_tile: int | None,
     scale: float | None,
 ) -> None:
-    # No figure needs values; the keys stand in for them.
-    check_inputs(query, key, key, codebook, query_order)
-    check_numbers(codebook, num_refined, query_tile, importance_tile, scale)
+    # No metric needs values; the keys stand in for them.
+    check_arguments(
+        query,
+        key,
+        key,
+        codebook,
+        num_refined=num_refined,
+        query_tile=query_tile,
+        query_order=query_order,
+        importance_tile=importance_tile,
+        scale=scale,
+    )
 
 
 def _parent_importance(

@@ -1,18 +1,19 @@
-"""AVQ attention at O(MN) in plain PyTorch, for every device without kernels.
+"""AVQ attention in plain PyTorch, at O(M N) on every device.
 
-The keys of a leaf are summarized once by their count n and the mean of their values. Every query
-tile attends to the codewords that it sees, all parents and the children of the refined ones:
+The keys of a leaf are summarized once, by their count n and the mean of their values. Every query
+tile attends to all parents and to the children of the parents that it refines:
 
     y = sum_a n_a exp(s q.c_a) mean_a / sum_a n_a exp(s q.c_a)
 
-A refined parent stands only for the keys that stay with it, so nothing is subtracted and the result
-is exact for any codebook. There are no atomics and no data-dependent shapes: every run gives the
-same bits, and the host never waits for the device.
+A refined parent stands only for the keys that stay with it, so the result is exact for any
+codebook. There are no atomics and no data-dependent shapes: every run gives the same bits, and the
+host never waits for the device. Half precision is computed in float32.
 
-Shapes: H heads, N queries, S keys, D head dim, M0 parents, C children, P refined parents, T query
-tiles of I queries. Half precision is computed in float32. A CPU computes one batch element after
-another, which stays in cache; elsewhere few launches count, and the heads of all elements are one
-list.
+A CPU computes one batch element after another, to stay in cache. Other devices compute all elements
+at once, to save launches.
+
+Shapes: H heads (of all batch elements in a chunk), N queries, S keys, D head dim, M0 parents, C
+children, P refined parents, T query tiles of I queries.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from avq_diffusers.codebook.assignment import (
     nearest_leaves,
 )
 
-# Most values that are added one after another.
+# Longest sequence of values that is summed serially.
 RUN = 256
 
 # Log count of an empty codeword: finite, because -inf minus -inf is NaN in an online softmax.
@@ -36,7 +37,7 @@ LOG_ZERO = -1e30
 
 
 class CodewordTable(NamedTuple):
-    """What a query tile can see of each cell: all its keys, those that stay, those of a child.
+    """The codewords that a query tile can see: per cell all its keys, those that stay, children.
 
     Args:
         parents: (H, M0, D), centred.
@@ -164,8 +165,8 @@ def attend(
     if num_refined == 0:
         # All tiles see the same codewords.
         means = table.value_means[:, :, 0].contiguous()
-        logs = table.log_counts[:, :, 0].contiguous()
-        whole = _attention(query[None], table.parents[None], means[None], logs[None], scale)
+        log_counts = table.log_counts[:, :, 0].contiguous()
+        whole = _attention(query[None], table.parents[None], means[None], log_counts[None], scale)
         output.copy_(whole[0].unflatten(0, batch))
         return
 
@@ -221,7 +222,7 @@ def visible_codewords(
     importance_tile: int | None,
     scale: float,
 ) -> Tensor:
-    """Choose the parents that each tile refines, and list the codewords that it sees.
+    """Choose the parents that each tile refines; return the codewords that it sees.
 
     Args:
         tiles: (H, T, I, D) queries, of which the first `num_queries` are not padding.
@@ -259,7 +260,7 @@ def gather_rows(column: Tensor, visible: Tensor) -> Tensor:
 
 
 def cut_tiles(tokens: Tensor, order: Tensor | slice, query_tile: int, dtype: torch.dtype) -> Tensor:
-    """The tokens (H, N, D) at `order` as tiles (H, T, query_tile, D), the last filled with 0."""
+    """Cut the tokens (H, N, D) at `order` into tiles (H, T, query_tile, D), padded with 0."""
     if isinstance(order, slice):
         tiles = tokens[:, order]
     else:
@@ -288,7 +289,8 @@ def write_tiles(tokens: Tensor, tiles: Tensor, order: Tensor | slice) -> None:
 def _attention(
     query: Tensor, codewords: Tensor, value_means: Tensor, log_counts: Tensor, scale: float
 ) -> Tensor:
-    """Attention over codewords of n keys each; four dimensions, or SDPA takes its slow path."""
+    """Attention over codewords of n keys each. Inputs have four dimensions: with three, SDPA takes
+    its slow path."""
     return F.scaled_dot_product_attention(
         query.to(codewords.dtype),
         codewords,

@@ -1,8 +1,7 @@
-"""Query orders of an h x w grid of tokens: which queries share a tile.
+"""Query orders of a height x width grid of tokens, which query tiles are cut from.
 
-An order lists raster token indices (row * width + column) by position, so `order[i]` is the
-token at position i and consecutive positions fall into the same query tile. Keys and values are
-never reordered.
+`order[i]` is the raster index (row * width + column) of the token at position i. Keys and values
+are never reordered.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -27,14 +26,13 @@ def query_order(
     Args:
         height: rows of the grid.
         width: columns of the grid.
-        kind: `"gilbert"`, a space-filling curve whose tiles are compact on a grid of any size
-            (paper, section Vector Quantization for (A)VQ-Attention); `"raster"`; or `"random"`.
-        device: where the order is used; None is torch's default device.
-        seed: of the random order, which is the same on every device.
+        kind: `"gilbert"`, a space-filling curve with compact tiles on a grid of any size (paper,
+            section Vector Quantization for (A)VQ-Attention), `"raster"` or `"random"`.
+        device: device of the order; None is torch's default device.
+        seed: of the random order. The same seed gives the same order on every device.
 
     Returns:
-        int32 (height * width,). Outside torch.compile this is the cached tensor itself: do not
-        write to it.
+        (height * width,) int32. Outside torch.compile this is a cached tensor: do not write to it.
 
     Raises:
         ValueError: `height` or `width` is below 1, or `kind` is unknown.
@@ -61,8 +59,8 @@ def _(height: int, width: int, kind: str, device: torch.device, seed: int) -> Te
 
 @lru_cache(maxsize=64)
 def _cached_order(height: int, width: int, kind: str, device: torch.device, seed: int) -> Tensor:
-    # Inference mode, fake tensors and CUDA-graph memory pools are per thread. A cached tensor
-    # outlives all of them, so it is made on a thread that has none.
+    # A cached tensor outlives inference mode, fake tensor modes and CUDA graph pools. All of them
+    # are per thread, so a new thread has none.
     with ThreadPoolExecutor(max_workers=1) as worker:
         return worker.submit(_build_order, height, width, kind, device, seed).result()
 
@@ -90,9 +88,9 @@ def _gilbert_order(height: int, width: int) -> np.ndarray:
 def _gilbert_path(length: int, breadth: int) -> np.ndarray:
     """Path from (0, 0) to (length - 1, 0) through every cell, as int64 (length * breadth, 2).
 
-    The generalized Hilbert curve of J. Cerveny (github.com/jakubcerveny/gilbert): a long
-    rectangle is two rectangles end to end, any other is a detour up, across and down again.
-    Halves are rounded to even sizes, because only those enter and leave on the same side.
+    The generalized Hilbert curve of J. Cerveny (github.com/jakubcerveny/gilbert). A long rectangle
+    is two rectangles end to end; any other goes up, across and down again. Halves have even sizes,
+    because only those start and end on the same side.
     """
     if length == 1 or breadth == 1:
         path = np.zeros((length * breadth, 2), dtype=np.int64)

@@ -1,8 +1,9 @@
 """The definition of AVQ attention, slow and obvious: replace keys per query tile, then attend.
 
+Keys are assigned and parents chosen in the dtype of the codewords; attention is computed in the
+dtype of the query. Float64 inputs and codewords give a float64 oracle.
+
 Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children, T query tiles.
-Choices are made in the dtype of the codewords, attention in the dtype of the query: float64 inputs
-and codewords give a float64 oracle.
 """
 
 import torch
@@ -78,8 +79,8 @@ def assign(key: Tensor, parents: Tensor, children: Tensor) -> tuple[Tensor, Tens
 
     Returns:
         parent_assignment: (B, H, S) int64 in [0, M0).
-        leaf_assignment: (B, H, S) int64; 0 stays with the parent, c > 0 is child c - 1. The
-            parent comes first, so a child is taken only if it is strictly closer.
+        leaf_assignment: (B, H, S) int64; 0 stays with the parent, c > 0 is child c - 1. The parent
+            comes first, so a child must be strictly closer.
     """
     parent_distance = [_squared_distance(key, parents[:, p, None]) for p in range(parents.shape[1])]
     parent_assignment = torch.stack(parent_distance, dim=-1).argmin(dim=-1)
@@ -103,9 +104,9 @@ def importance(
 ) -> Tensor:
     """Attention mass that each parent receives from the queries of one tile (Eq. importance).
 
-    With `importance_tile`, a softmax denominator covers only the parents up to the end of the
-    parent's codeword tile and is extrapolated from the keys seen so far to all keys (appendix
-    "Computing Importance with Tiled Codewords").
+    With `importance_tile`, a softmax denominator covers the parents up to the end of the codeword
+    tile and is extrapolated from the keys seen so far to all keys (appendix "Computing Importance
+    with Tiled Codewords").
 
     Args:
         tile_query: (B, H, I, D), the queries of one tile.
@@ -132,7 +133,7 @@ def importance(
 
 
 def select(importance: Tensor, num_refined: int) -> Tensor:
-    """Mark the `num_refined` parents of largest importance; of equal ones, the lower index.
+    """Mark the `num_refined` parents of largest importance. Of equal parents the lower index wins.
 
     Args:
         importance: (..., M0).

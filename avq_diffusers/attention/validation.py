@@ -1,9 +1,10 @@
-"""Checks of what attention and its diagnostics take: tensors that fit each other, and numbers.
+"""Checks of the arguments that attention and its diagnostics take.
 
 Shapes: B batch, H heads, N queries, S keys, D head dim.
 """
 
 import sys
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -15,10 +16,29 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_SCALE = sys.float_info.max
 
 
-def check_inputs(
-    query: Tensor, key: Tensor, value: Tensor, codebook: Codebook, query_order: Tensor | None
+class Options(TypedDict):
+    """The arguments of `avq_attention` beside tensors and codebook."""
+
+    num_refined: int
+    query_tile: int
+    query_order: Tensor | None
+    importance_tile: int | None
+    scale: float | None
+
+
+def check_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    codebook: Codebook,
+    *,
+    num_refined: int,
+    query_tile: int,
+    query_order: Tensor | None,
+    importance_tile: int | None,
+    scale: float | None,
 ) -> None:
-    """Refuse tensors that do not fit each other; their floating point dtypes may differ.
+    """Refuse arguments that do not fit each other; the dtypes of tensors may differ.
 
     Args:
         query: (B, H, N, D).
@@ -28,7 +48,7 @@ def check_inputs(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes or devices do not agree.
+        ValueError: shapes or devices do not agree, or a number is outside its range.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
@@ -46,65 +66,42 @@ def check_inputs(
             raise ValueError(f"{name} must not be empty, but got shape {tuple(tensor.shape)}.")
     if not isinstance(codebook, Codebook):
         raise TypeError(f"codebook must be a Codebook, but got {type(codebook).__name__}.")
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.device != query.device:
+    devices = {"key": key.device, "value": value.device, "codebook": codebook.parents.device}
+    if query_order is not None:
+        if not isinstance(query_order, Tensor):
+            raise TypeError(f"query_order must be a tensor, but got {type(query_order).__name__}.")
+        if query_order.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"query_order must be int32 or int64, but got {query_order.dtype}.")
+        if query_order.shape != query.shape[2:3]:
             raise ValueError(
-                f"{name} must be on the device of query, {query.device}, but got {tensor.device}."
+                f"query_order must have shape ({query.shape[2]},), one entry per query, but got "
+                f"{tuple(query_order.shape)}."
             )
-        for axis, word in ((0, "batch size"), (1, "number of heads"), (3, "head dim")):
-            if tensor.shape[axis] != query.shape[axis]:
-                raise ValueError(
-                    f"{name} must have the {word} of query, {query.shape[axis]}, but got "
-                    f"{tensor.shape[axis]}."
-                )
+        devices["query_order"] = query_order.device
+    for name, device in devices.items():
+        if device != query.device:
+            raise ValueError(
+                f"{name} must be on the device of query, {query.device}, but got {device}."
+            )
+    batch, heads, _, head_dim = query.shape
+    num_parents, num_children = codebook.children.shape[1:3]
+    for name, word, found, expected in (
+        ("key", "batch size", key.shape[0], batch),
+        ("value", "batch size", value.shape[0], batch),
+        ("key", "number of heads", key.shape[1], heads),
+        ("value", "number of heads", value.shape[1], heads),
+        ("codebook", "number of heads", codebook.num_heads, heads),
+        ("key", "head dim", key.shape[3], head_dim),
+        ("value", "head dim", value.shape[3], head_dim),
+        ("codebook", "head dim", codebook.head_dim, head_dim),
+    ):
+        if found != expected:
+            raise ValueError(f"{name} must have the {word} of query, {expected}, but got {found}.")
     if value.shape[2] != key.shape[2]:
         raise ValueError(
             f"value must have as many tokens as key, {key.shape[2]}, but got {value.shape[2]}."
         )
 
-    parents = codebook.parents
-    if parents.device != query.device:
-        raise ValueError(
-            f"codebook must be on the device of query, {query.device}, but got {parents.device}."
-        )
-    for axis, query_axis, word in ((0, 1, "number of heads"), (2, 3, "head dim")):
-        if parents.shape[axis] != query.shape[query_axis]:
-            raise ValueError(
-                f"codebook must have the {word} of query, {query.shape[query_axis]}, but got "
-                f"{parents.shape[axis]}."
-            )
-
-    if query_order is None:
-        return
-    if not isinstance(query_order, Tensor):
-        raise TypeError(f"query_order must be a tensor, but got {type(query_order).__name__}.")
-    if query_order.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"query_order must be int32 or int64, but got {query_order.dtype}.")
-    if query_order.shape != query.shape[2:3]:
-        raise ValueError(
-            f"query_order must have shape ({query.shape[2]},), one entry per query, but got "
-            f"{tuple(query_order.shape)}."
-        )
-    if query_order.device != query.device:
-        raise ValueError(
-            f"query_order must be on the device of query, {query.device}, but got "
-            f"{query_order.device}."
-        )
-
-
-def check_numbers(
-    codebook: Codebook,
-    num_refined: int,
-    query_tile: int,
-    importance_tile: int | None,
-    scale: float | None,
-) -> None:
-    """Refuse numbers that the codebook or the definition does not allow.
-
-    Raises:
-        TypeError: a number has the wrong type.
-        ValueError: it is outside its range.
-    """
     check_int("num_refined", num_refined, 0)
     check_int("query_tile", query_tile, 1)
     if importance_tile is not None:
@@ -113,7 +110,6 @@ def check_numbers(
         raise TypeError(f"scale must be a number or None, but got {type(scale).__name__}.")
     if scale is not None and not abs(scale) <= LARGEST_SCALE:
         raise ValueError(f"scale must be finite, but got {scale}.")
-    num_parents, num_children = codebook.children.shape[1:3]
     if num_refined > num_parents:
         raise ValueError(
             f"num_refined must be at most the codebook's {num_parents} parents, but got "

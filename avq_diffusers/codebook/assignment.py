@@ -154,8 +154,8 @@ def chunk_length(device: torch.device, elements: int, most: int = ELEMENTS) -> i
     """Return how many items make up a chunk.
 
     Args:
-        device: where the chunk lies; a CPU has a smaller limit of its own.
+        device: a CPU has chunks of `ELEMENTS_CPU` numbers.
         elements: numbers per item.
-        most: numbers per chunk.
+        most: numbers per chunk on other devices.
     """
     return max(1, (ELEMENTS_CPU if device.type == "cpu" else most) // max(1, elements))

@@ -281,3 +281,23 @@ def test_gradients_with_few_refined_parents_match_finite_differences():
         return avq_attention(query, inputs[1], value, inputs[3], num_refined=1, query_tile=4)
 
     assert torch.autograd.gradcheck(attend, (query, value))
+
+
+def test_the_papers_correction_is_the_definition_where_parents_are_means_of_children():
+    """Paper, Algorithm 2: refined parents keep all their keys, and children carry a correction."""
+    query, key, value, codebook = make_case()
+    children = codebook.children
+    codebook = Codebook(children.mean(dim=2), children)
+    expected = avq_attention(query, key, value, codebook, num_refined=6, backend="reference")
+
+    parent, leaf = reference.assign(key, codebook.parents, children)
+    of_parent, of_child = F.one_hot(parent, 6).double(), F.one_hot(4 * parent + leaf, 24).double()
+    of_child = of_child.unflatten(-1, (6, 4))[..., 1:].flatten(-2)
+    scale = query.shape[-1] ** -0.5
+    child_logits = scale * query @ children.flatten(1, 2).mT
+    # A parent's logit is recovered as the mean of its children's.
+    parent_logits = child_logits.unflatten(-1, (6, 3)).mean(dim=-1)
+    correction = child_logits.exp() - parent_logits.repeat_interleave(3, dim=-1).exp()
+    weights = parent_logits.exp() @ of_parent.mT + correction @ of_child.mT
+    output = weights @ value / weights.sum(dim=-1, keepdim=True)
+    assert relative_error(output, expected) < EXACT

@@ -21,7 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from avq_diffusers.attention.triton import attention
-from avq_diffusers.attention.triton.attention import Config, attend
+from avq_diffusers.attention.triton.attention import AttentionTiling, attend
 from avq_diffusers.attention.triton.codewords import mean_columns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +50,6 @@ class Case:
     Args:
         empty: share of codewords without keys, and of parents without any.
         spread: standard deviation of a logit due to a parent, roughly.
-        consistent: every parent is the mean of its children.
         sunken: no key stays with its parent, and children have half its logits.
     """
 
@@ -69,7 +68,6 @@ class Case:
         dtype: torch.dtype = FP16,
         empty: float = 0.2,
         spread: float = 2.0,
-        consistent: bool = False,
         sunken: bool = False,
         permuted: bool = False,
         seed: int = 0,
@@ -89,8 +87,6 @@ class Case:
         scale = spread / math.log(2) * head_dim**-0.5
         parent_codes = scale * normal(heads, parents, head_dim)
         child_codes = parent_codes[:, :, None] + scale * normal(heads, parents, children, head_dim)
-        if consistent:
-            parent_codes = child_codes.mean(dim=2)
         if sunken:
             child_codes = (parent_codes[:, :, None] / 2).expand_as(child_codes)
         self.parent_codes = parent_codes.to(dtype).double()
@@ -110,7 +106,7 @@ class Case:
         self.means = (sums / self.counts.clamp(min=1)[..., None]).to(dtype).double()
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """codes, means and logs as `attend` takes them."""
+        """codes, means and log_counts as `attend` takes them."""
         batch, heads, _, head_dim = self.query.shape
         columns = _padded(head_dim)
         parent_rows = _padded(self.num_parents)
@@ -183,7 +179,7 @@ class Case:
         refined = torch.zeros(ranking.shape, dtype=torch.bool)
         return refined.scatter(-1, ranking[..., : self.num_refined], True)
 
-    def expected(self, form: str = "stay") -> Tensor:
+    def expected(self) -> Tensor:
         """The output in float64."""
         output = torch.full(self.query.shape, torch.nan, dtype=torch.float64)
         child_means = self.leaf_means[:, :, :, 1:].flatten(2, 3)
@@ -191,14 +187,8 @@ class Case:
             refined = self.refined(tile)
             parent = self.weight(tile, self.parent_codes)
             child = self.weight(tile, self.child_codes.flatten(1, 2))
-            if form == "correcting":
-                counts, means = self.counts, self.means
-                products = child.log2().unflatten(-1, (self.num_parents, self.num_children))
-                recovered = products.mean(dim=-1, keepdim=True).exp2().expand_as(products)
-                child = child - recovered.flatten(-2)
-            else:
-                counts = torch.where(refined, self.leaf_counts[..., 0], self.counts)
-                means = self.means.where(~refined[..., None], self.leaf_means[:, :, :, 0])
+            counts = torch.where(refined, self.leaf_counts[..., 0], self.counts)
+            means = self.means.where(~refined[..., None], self.leaf_means[:, :, :, 0])
             child_counts = (self.leaf_counts[..., 1:] * refined[..., None]).flatten(2, 3)
             weights = torch.cat([parent * counts[:, :, None], child * child_counts[:, :, None]], -1)
             values = torch.cat([means, child_means], dim=2)
@@ -289,9 +279,9 @@ def test_a_logit_may_exceed_the_reference_by_any_amount(parent_block, refined):
     reference = parent[..., :16] if refined in (0, 12) else parent
     assert (excess - reference.amax(dim=-1) > 40).any()  # far above 2^16, with log counts up to 10
 
-    output = case.attend(config=Config(1, 1, 4, parent_block, running_max=False))
+    output = case.attend(tiling=AttentionTiling(1, 1, 4, parent_block, running_max=False))
 
-    running = case.attend(config=Config(1, 1, 4, parent_block))
+    running = case.attend(tiling=AttentionTiling(1, 1, 4, parent_block))
     expected = case.expected()
     assert relative_error(output, expected) <= 1.1 * relative_error(running, expected)
 
@@ -302,28 +292,9 @@ def test_a_logit_may_exceed_the_reference_by_any_amount(parent_block, refined):
 def test_all_keys_may_lie_far_below_their_parents(parent_block, running_max, refined):
     """Catches weights that all vanish in float16 beside a parent that no key stays with."""
     case = Case(parents=20, refined=refined, spread=40.0, sunken=True)
-    output = case.attend(config=Config(1, 1, 4, parent_block, running_max=running_max))
+    output = case.attend(tiling=AttentionTiling(1, 1, 4, parent_block, running_max=running_max))
     expected = case.expected()
     assert relative_error(output, expected) <= 2 * relative_error(case.sdpa(), expected)
-
-
-@pytest.mark.parametrize("shape", [{}, {"head_dim": 64, "children": 3}, {"refined": 12}], ids=str)
-def test_correcting_form_moves_keys_from_parents_to_children(shape):
-    case = Case(**shape)
-    expected = case.expected("correcting")
-
-    error = relative_error(case.attend(form="correcting"), expected)
-
-    assert error <= 2 * relative_error(case.sdpa(), case.expected())
-    assert relative_error(case.expected(), expected) > 0.01  # the forms differ on this codebook
-
-
-def test_forms_agree_if_parents_are_the_means_of_their_children():
-    case = Case(consistent=True, dtype=FP32)
-
-    difference = relative_error(case.attend(form="correcting"), case.attend())
-
-    assert difference <= 4 * relative_error(case.sdpa(), case.expected())
 
 
 @pytest.mark.parametrize("importance_tile", [None, 3], ids=["exact", "tiled"])
@@ -334,7 +305,7 @@ def test_most_important_parents_are_refined(parent_block, importance_tile):
     case.leaf_means[:] = 0
     case.means[:] = torch.eye(40, dtype=torch.float64)
 
-    output = case.attend(config=Config(1, 1, 4, parent_block))
+    output = case.attend(tiling=AttentionTiling(1, 1, 4, parent_block))
 
     for tile in case.tiles():
         refined = (output[:, :, tile] == 0).all(dim=2)
@@ -363,7 +334,8 @@ def test_of_equally_important_parents_the_first_are_refined():
 def test_columns_in_two_blocks_give_the_same(head_dim, parent_block, changes):
     case = Case(head_dim=head_dim, parents=20, **changes)
     whole, split = (
-        case.attend(config=Config(1, 1, 4, parent_block, rest_columns=rest)) for rest in (0, 32)
+        case.attend(tiling=AttentionTiling(1, 1, 4, parent_block, rest_columns=rest))
+        for rest in (0, 32)
     )
     torch.testing.assert_close(split, whole, rtol=2e-3, atol=2e-3)
 
@@ -406,7 +378,7 @@ def test_query_order_only_says_which_queries_form_a_tile(dtype):
 
 def test_output_does_not_depend_on_the_rest_of_the_batch():
     case = Case(batch=3)
-    query, codes, means, logs = (x.to(DEVICE) for x in (case.query, *case.packed()))
+    query, codes, means, log_counts = (x.to(DEVICE) for x in (case.query, *case.packed()))
     arguments = {
         "num_parents": 12,
         "num_children": 4,
@@ -416,7 +388,7 @@ def test_output_does_not_depend_on_the_rest_of_the_batch():
         "importance_tile": None,
     }
 
-    alone = attend(query[1:2], codes, means[1:2], logs[1:2], **arguments)
+    alone = attend(query[1:2], codes, means[1:2], log_counts[1:2], **arguments)
 
     assert torch.equal(alone.cpu(), case.attend()[1:2])
 
@@ -446,7 +418,7 @@ halves = ("query_ptr", "codes_ptr", "means_ptr", "output_ptr")
 signature = {name: "*fp16" for name in halves} | {
     "query_order_ptr": "*i64",
     "refined_ptr": "*i32",
-    "logs_ptr": "*fp32",
+    "log_counts_ptr": "*fp32",
     "num_queries": "i32",
     "query_stride_batch": "i64",
     "query_stride_head": "i64",
@@ -456,7 +428,7 @@ for capability, head_dim, codebook in json.loads(sys.argv[1]):
     constants = dict(attention.launch_constants(
         heads=8, head_dim=head_dim, query_stride=8 * head_dim, num_parents=parents,
         num_children=children, num_refined=refined, query_tile=128, importance_tile=None,
-        form="stay", dtype=torch.float16, capability=divmod(capability, 10), config=None,
+        dtype=torch.float16, capability=divmod(capability, 10), tiling=None,
     ))
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
     info = compile_for(

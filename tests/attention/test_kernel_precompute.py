@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from avq_diffusers.attention.triton import precompute as kernels
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes
-from avq_diffusers.attention.triton.precompute import default_config, precompute
+from avq_diffusers.attention.triton.precompute import default_tiling, precompute
 from avq_diffusers.codebook.assignment import centre_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,7 +74,7 @@ class Problem:
 
     def run(self, key=None, value=None, **changes) -> tuple[Tensor, Tensor]:
         key = self.key if key is None else key
-        config = default_config(
+        tiling = default_tiling(
             key.shape[:2].numel(),
             key.shape[2],
             self.sizes[0],
@@ -82,7 +82,7 @@ class Problem:
             self.num_children,
             key.dtype,
         )
-        config = replace(config, **changes)
+        tiling = replace(tiling, **changes)
         return precompute(
             key,
             self.value if value is None else value,
@@ -90,13 +90,13 @@ class Problem:
             self.bias,
             num_parents=self.num_parents,
             num_children=self.num_children,
-            config=config,
+            tiling=tiling,
         )
 
-    def counts(self, logs: Tensor) -> tuple[Tensor, Tensor]:
+    def counts(self, log_counts: Tensor) -> tuple[Tensor, Tensor]:
         """Keys of the parents (B, H, M0) and of the leaves (B, H, M0, 1 + C)."""
         _, parent_rows, child_rows = self.sizes
-        counts = logs.double().exp2().round()
+        counts = log_counts.double().exp2().round()
         parents = counts[:, :, : self.num_parents]
         if not self.num_children:
             return parents, parents[..., None]
@@ -170,7 +170,7 @@ def oracle(problem: Problem) -> tuple[Tensor, Tensor]:
     return counts, (membership @ problem.value.double()).unflatten(2, shape)
 
 
-def check(problem: Problem, means: Tensor, logs: Tensor) -> None:
+def check(problem: Problem, means: Tensor, log_counts: Tensor) -> None:
     """Counts exactly; means and shares to the rounding of their dtype and of float32 sums."""
     counts, sums = oracle(problem)
     _, parent_rows, child_rows = problem.sizes
@@ -180,10 +180,10 @@ def check(problem: Problem, means: Tensor, logs: Tensor) -> None:
     summing = 2.0**-23 * problem.key.shape[2] * largest
 
     parents = counts.sum(dim=-1)
-    assert problem.counts(logs)[0].equal(parents)
-    assert problem.counts(logs)[1].equal(counts)
-    parent_logs = logs[:, :, : problem.num_parents].double()
-    torch.testing.assert_close(parent_logs, parents.log2(), rtol=2.0**-20, atol=1e-6)
+    assert problem.counts(log_counts)[0].equal(parents)
+    assert problem.counts(log_counts)[1].equal(counts)
+    parent_log_counts = log_counts[:, :, : problem.num_parents].double()
+    torch.testing.assert_close(parent_log_counts, parents.log2(), rtol=2.0**-20, atol=1e-6)
 
     # What stays is averaged over all keys of the parent.
     over = torch.cat([parents[..., None], counts[..., 1:]], dim=-1)
@@ -207,7 +207,7 @@ def check(problem: Problem, means: Tensor, logs: Tensor) -> None:
         children[:, : problem.num_children] = True
     assert (means[:, :, ~is_row, :head_dim] == 0).all()
     is_code = torch.cat([is_row[:parent_rows], is_row[2 * parent_rows :]])
-    assert (logs[:, :, ~is_code] == -torch.inf).all()
+    assert (log_counts[:, :, ~is_code] == -torch.inf).all()
 
 
 SHAPES = {
@@ -245,11 +245,11 @@ def test_chosen_leaf_is_nearest_up_to_rounding(dtype, offset):
     """Values that name their key show where each key went."""
     problem = Problem((6, 2, 40, 40), 12, 8, dtype, offset=offset)
     value = torch.eye(40, dtype=dtype, device=DEVICE).expand(6, 2, 40, 40)
-    means, logs = problem.run(value=value)
+    means, log_counts = problem.run(value=value)
     _, leaf_means = problem.split(means)
     went = (leaf_means[..., :40] > 0).permute(0, 1, 4, 2, 3)
     assert (went.flatten(3).sum(dim=-1) == 1).all()
-    assert problem.counts(logs)[1].flatten(1).sum(dim=1).eq(80).all()
+    assert problem.counts(log_counts)[1].flatten(1).sum(dim=1).eq(80).all()
 
     distance, rounding = problem.distances(), problem.rounding()
     parent_distance = distance[..., 0]
@@ -289,23 +289,23 @@ def test_one_hot_leaf_in_pieces():
     problem = Problem((1, 2, 700, 40), 16, 8)
     problem.key[:, :, :650] = problem.codewords[None, :, 5:6, 3].to(HALF)
     problem.drop_unclear_keys()
-    means, logs = problem.run(piece_keys=64)
-    check(problem, means, logs)
-    assert problem.counts(logs)[1][:, :, 5, 3].ge(650).all()
+    means, log_counts = problem.run(piece_keys=64)
+    check(problem, means, log_counts)
+    assert problem.counts(log_counts)[1][:, :, 5, 3].ge(650).all()
 
 
 def test_several_parents_in_pieces():
     problem = Problem((2, 2, 400, 40), 5, 4).drop_unclear_keys()
-    means, logs = problem.run(piece_keys=32)
-    check(problem, means, logs)
-    assert (problem.counts(logs)[0] > 64).sum() > 4
+    means, log_counts = problem.run(piece_keys=32)
+    check(problem, means, log_counts)
+    assert (problem.counts(log_counts)[0] > 64).sum() > 4
 
 
 def test_identical_keys():
     problem = Problem((1, 1, 200, 40), 16, 8)
     problem.key[:] = problem.codewords[0, 3, 0].to(HALF)
-    means, logs = problem.run()
-    check(problem.drop_unclear_keys(), means, logs)
+    means, log_counts = problem.run()
+    check(problem.drop_unclear_keys(), means, log_counts)
 
 
 CONFIGS = [
@@ -324,8 +324,8 @@ CONFIGS = [
 def test_counts_do_not_depend_on_the_configuration(changes):
     problem = Problem((1, 1, 260, 40), 20, 8)
     _, expected = problem.run()
-    means, logs = problem.run(**changes)
-    assert logs.equal(expected)
+    means, log_counts = problem.run(**changes)
+    assert log_counts.equal(expected)
     again = problem.run(**changes)
     assert means.equal(again[0])
 
@@ -334,8 +334,8 @@ def test_large_values_neither_overflow_nor_lose_their_mean():
     """A half-precision sum of 300 values of 1000 is infinite."""
     problem = Problem((1, 1, 300, 40), 16, 4)
     problem.value[:] = 1000
-    means, logs = problem.run()
-    for rows, counts in zip(problem.split(means), problem.counts(logs), strict=True):
+    means, log_counts = problem.run()
+    for rows, counts in zip(problem.split(means), problem.counts(log_counts), strict=True):
         # The mean of what stays is taken over all keys of the parent.
         expected = torch.where(counts > 0, 1000.0, 0.0)[..., None] * rows[..., 40:41].double()
         error = (rows[..., :40].double() - expected).abs()
@@ -348,9 +348,9 @@ def test_far_codeword_is_finite_and_takes_nothing():
     far[:, 7] += 1e6
     problem.set_codewords(far.float(), HALF)
     assert problem.codes.isfinite().all()
-    means, logs = problem.run()
-    check(problem, means, logs)
-    assert (problem.counts(logs)[0][:, :, 7] == 0).all()
+    means, log_counts = problem.run()
+    check(problem, means, log_counts)
+    assert (problem.counts(log_counts)[0][:, :, 7] == 0).all()
 
 
 def test_layouts_and_surroundings_change_nothing():
@@ -373,14 +373,14 @@ def test_layouts_and_surroundings_change_nothing():
 def test_check_can_fail():
     """Exchange two values, or move one key: the comparison with the oracle notices both."""
     problem = Problem((1, 1, 200, 40), 16, 8).drop_unclear_keys()
-    means, logs = problem.run(value=problem.value.flip(2))
+    means, log_counts = problem.run(value=problem.value.flip(2))
     with pytest.raises(AssertionError):
-        check(problem, means, logs)
+        check(problem, means, log_counts)
     moved = problem.key.clone()
     moved[:, :, 0] = -problem.key[:, :, 0]
-    means, logs = problem.run(key=moved)
+    means, log_counts = problem.run(key=moved)
     with pytest.raises(AssertionError):
-        check(problem, means, logs)
+        check(problem, means, log_counts)
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])

@@ -3,26 +3,26 @@
     importance_p = sum_i n_p exp(q_i . c_p) / sum_r n_r exp(q_i . c_r)   queries i of a tile
     y_i = sum_a n_a exp(q_i . c_a) mean_a / sum_a n_a exp(q_i . c_a)     codewords a that it sees
 
-A tile sees all parents and the children of its `num_refined` most important parents. In the stay
-form a refined parent stands only for the keys that stay with it, so the result is exact for any
-codebook. The correcting form is the paper's: a refined parent keeps all its keys, and the children
-carry the correction; it is exact if every parent is the mean of its children.
+A tile sees all parents and the children of its `num_refined` most important parents. A refined
+parent stands only for the keys that stay with it. So the result is exact for any codebook; the
+paper's correction is exact only if every parent is the mean of its children.
 
-Logits are in base 2 and include the log2 count, so an empty codeword has logit -inf: it neither
-moves a maximum nor adds anything.
+Logits are in base 2 and include the log2 count. An empty codeword has logit -inf: it neither moves
+a maximum nor adds anything.
 
-Weights are relative to a running maximum of the logits or, which is faster, to the largest logit
-of a parent (of the first block if all parents are refined, or none), and then nothing is rescaled.
-A codeword may exceed that by far, or all keys of the largest parent may be with children far below;
-where weights leave the range of float16, the tile is computed again with a running maximum of the
-codewords that it sees.
+Weights are relative to a maximum of the logits, `running_max`. With RUNNING it grows with every
+block and the sums are rescaled. Without RUNNING, which is faster, it is the largest logit of a
+parent (of the first block of parents if all are refined, or none). A child may exceed it by far, or
+all keys may be with children far below it. Where the weights leave the range of float16, the tile
+is computed again with RUNNING.
 
-Shapes: B batch, H heads, N queries, D head dim, M0 parents, C children, P refined parents, each
-padded to a power of two where a block needs it: DP, MP (at least 16), CP (0 without children).
-Rows of `codes` and `logs`: MP parents, then CP children of each of the M0 parents. Rows of `means`:
-MP parents with all their keys, MP with the keys that stay, then the children. The weight of a
-parent is that of all its keys; where it is refined, its mean and its share, which columns of the
-means hold, are those of the keys that stay.
+Shapes: B batch, H heads, N queries, D head dim, M0 parents, C children, P refined parents. Padded
+to powers of two, D is DP, M0 is MP (at least 16) and C is CP (0 without children).
+
+Rows of `codes` and `log_counts`: MP parents, then CP children of each of the M0 parents.
+Rows of `means`: MP parents with all their keys, MP parents with the keys that stay, then the
+children. Columns of `means` from D on hold the share. A refined parent is weighted by all its keys;
+its mean and its share are those of the keys that stay.
 """
 
 from dataclasses import dataclass, replace
@@ -46,19 +46,19 @@ LEAST_TOTAL = tl.constexpr(2.0**-10)
 
 
 class Tables(NamedTuple):
-    """Where the codewords of a head are, and the parents that a tile refines."""
+    """Pointers to the codewords of a head and to the parents that a tile refines."""
 
     codes: tl.tensor
     means: tl.tensor
-    logs: tl.tensor
+    log_counts: tl.tensor
     refined: tl.tensor
 
 
 class Sizes(NamedTuple):
-    """What the compiler knows of the codebook and of the rows of its tables.
+    """Compile-time sizes of the codebook and of its tables.
 
-    BLOCK_D and REST_D are the columns of the one or two blocks that rows are cut into. SELECTS says
-    that tiles refine some of the parents and not all or none.
+    BLOCK_D, REST_D: columns of the one or two blocks that a row is cut into.
+    SELECTS: tiles refine some of the parents, neither all nor none.
     """
 
     HEAD_DIM: tl.constexpr
@@ -72,17 +72,17 @@ class Sizes(NamedTuple):
     PADDED_DIM: tl.constexpr
     MEAN_COLUMNS: tl.constexpr
     SELECTS: tl.constexpr
-    CORRECTING: tl.constexpr
 
 
 class Softmax(NamedTuple):
-    """Sums over codewords, whose weights are relative to `reference`, (BLOCK_N,).
+    """Sums over codewords, of weights 2^(logit - running_max).
 
+    running_max: (BLOCK_N,).
     numerator: weights times means, (BLOCK_N, BLOCK_D) and perhaps (BLOCK_N, REST_D).
     denominator: weights times shares, (BLOCK_N, 8); zero where the means hold the shares.
     """
 
-    reference: tl.tensor
+    running_max: tl.tensor
     numerator: tl.tuple
     denominator: tl.tensor
 
@@ -124,7 +124,7 @@ def _load_shares(tables, rows, valid, sizes):
 
 @triton.jit
 def _logits(query, codes, bias):
-    """Queries times codewords, both in blocks of columns, plus a bias, which costs nothing more."""
+    """Queries times codewords, both in blocks of columns, plus a bias at no extra cost."""
     bias = tl.broadcast_to(bias, (query[0].shape[0], codes[0].shape[0]))
     logits = tl.dot(query[0], tl.trans(codes[0]), acc=bias, input_precision="tf32x3")
     if len(query) > 1:
@@ -133,21 +133,21 @@ def _logits(query, codes, bias):
 
 
 @triton.jit
-def _empty_softmax(reference, sizes):
+def _empty_softmax(running_max, sizes):
     """A softmax over no codewords."""
-    BLOCK_N: tl.constexpr = reference.shape[0]
+    BLOCK_N: tl.constexpr = running_max.shape[0]
     numerator = (tl.zeros([BLOCK_N, sizes.BLOCK_D], tl.float32),)
     if sizes.REST_D > 0:
         numerator += (tl.zeros([BLOCK_N, sizes.REST_D], tl.float32),)
-    return Softmax(reference, numerator, tl.zeros([BLOCK_N, 8], tl.float32))
+    return Softmax(running_max, numerator, tl.zeros([BLOCK_N, 8], tl.float32))
 
 
 @triton.jit
 def _accumulate(softmax, weights, means, shares, sizes):
     """Add weights (BLOCK_N, rows) times means (rows, BLOCK_D) to a softmax.
 
-    Tensor cores sum up the weights, too: times the share in a padding column of the means, or times
-    `shares`, whose 8 columns are equal and are the fewest that a product can have.
+    Tensor cores sum up the weights, too: times the share in a padding column of the means, or, if
+    there is none, times `shares` (rows, 8). A product has at least 8 columns; these are equal.
     """
     weights = weights.to(means[0].dtype)
     denominator = softmax.denominator
@@ -157,35 +157,27 @@ def _accumulate(softmax, weights, means, shares, sizes):
     sums = (tl.dot(weights, means[0], acc=numerator[0], input_precision="tf32x3"),)
     if len(means) > 1:
         sums += (tl.dot(weights, means[1], acc=numerator[1], input_precision="tf32x3"),)
-    return Softmax(softmax.reference, sums, denominator)
+    return Softmax(softmax.running_max, sums, denominator)
 
 
 @triton.jit
-def _rescale(softmax, reference):
-    """The same sums relative to another reference."""
-    factor = tl.exp2(softmax.reference - reference)[:, None]
+def _rescale(softmax, running_max):
+    """The same sums relative to another maximum."""
+    factor = tl.exp2(softmax.running_max - running_max)[:, None]
     numerator = (softmax.numerator[0] * factor,)
     if len(softmax.numerator) > 1:
         numerator += (softmax.numerator[1] * factor,)
-    return Softmax(reference, numerator, softmax.denominator * factor)
+    return Softmax(running_max, numerator, softmax.denominator * factor)
 
 
 @triton.jit
-def _recover_parents(products, NUM_CHILDREN: tl.constexpr, CHILD_ROWS: tl.constexpr):
-    """For each child q.c_p of its parent, the mean over siblings; padding children are zero."""
-    BLOCK_N: tl.constexpr = products.shape[0]
-    siblings = tl.reshape(products, (BLOCK_N, products.shape[1] // CHILD_ROWS, CHILD_ROWS))
-    parents = tl.sum(siblings, axis=2) * (1.0 / NUM_CHILDREN)
-    return tl.reshape(tl.broadcast_to(parents[:, :, None], siblings.shape), products.shape)
-
-
-@triton.jit
-def _leave_out_empty(weights, reference, shares):
-    """Weights without those of parents that no key stays with, relative to the largest of them."""
+def _leave_out_empty(weights, running_max, shares):
+    """Drop the weights of parents that no key stays with; make the others relative to their
+    maximum."""
     weights = tl.where((tl.max(shares, axis=1) > 0)[None, :], weights, 0.0)
     highest = tl.max(weights, axis=1)
     weights *= (1.0 / tl.maximum(highest, LEAST_WEIGHT))[:, None]
-    return weights, tl.where(highest < LEAST_WEIGHT, LOG_ZERO, reference + tl.log2(highest))
+    return weights, tl.where(highest < LEAST_WEIGHT, LOG_ZERO, running_max + tl.log2(highest))
 
 
 @triton.jit
@@ -198,67 +190,59 @@ def _attend_rows(
     softmax,
     sizes,
     WHOLE: tl.constexpr,
-    CORRECTING: tl.constexpr,
     RUNNING: tl.constexpr,
 ):
     """Add one block of codewords to a softmax: `code_rows` with the values of `mean_rows`.
 
-    WHOLE says that all shares are 1. CORRECTING takes the keys of the codewords away from their
-    parents, which have been attended to with all keys. RUNNING raises the reference to the largest
-    logit so far of a codeword that a key stays with.
+    WHOLE: all shares are 1.
+    RUNNING: first raise the maximum to the largest logit of a codeword that holds keys.
     """
     # (rows, BLOCK_D), (rows)
     codes = _load_codes(tables, code_rows, valid, sizes)
-    logs = tl.load(tables.logs + code_rows, mask=valid, other=float("-inf"))
+    log_counts = tl.load(tables.log_counts + code_rows, mask=valid, other=float("-inf"))
     means = _load_means(tables, mean_rows, valid, sizes)
     if WHOLE:
         shares = tl.full([means[0].shape[0], 8], 1.0, means[0].dtype)
     else:
         shares = _load_shares(tables, mean_rows, valid, sizes)
         if RUNNING:
-            logs = tl.where(tl.max(shares, axis=1) > 0, logs, float("-inf"))
+            log_counts = tl.where(tl.max(shares, axis=1) > 0, log_counts, float("-inf"))
 
     # (BLOCK_N, rows)
     if RUNNING:
-        logits = _logits(query, codes, logs[None, :])
-        softmax = _rescale(softmax, tl.maximum(softmax.reference, tl.max(logits, axis=1)))
-        weights = tl.exp2(logits - softmax.reference[:, None])
+        logits = _logits(query, codes, log_counts[None, :])
+        softmax = _rescale(softmax, tl.maximum(softmax.running_max, tl.max(logits, axis=1)))
+        weights = tl.exp2(logits - softmax.running_max[:, None])
     else:
-        weights = tl.exp2(_logits(query, codes, logs[None, :] - softmax.reference[:, None]))
-    if CORRECTING:
-        bias = logs[None, :] - softmax.reference[:, None]
-        products = _logits(query, codes, tl.zeros_like(bias))
-        of_parents = _recover_parents(products, sizes.NUM_CHILDREN, sizes.CHILD_ROWS)
-        weights -= tl.exp2(of_parents + bias)
+        weights = tl.exp2(_logits(query, codes, log_counts[None, :] - softmax.running_max[:, None]))
 
     return _accumulate(softmax, weights, means, shares, sizes)
 
 
 @triton.jit
 def _attend_parents(query, tables, softmax, sizes, BLOCK_M: tl.constexpr, RUNNING: tl.constexpr):
-    """All parents, refined ones with the keys that stay, BLOCK_M at a time."""
+    """Add all parents, refined ones with the keys that stay, BLOCK_M at a time."""
     if sizes.SELECTS:
         place = tl.arange(0, triton.next_power_of_2(sizes.NUM_REFINED))
         refined = tl.load(tables.refined + place, mask=place < sizes.NUM_REFINED, other=-1)
     for start in tl.range(0, sizes.PARENT_ROWS, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         mean_rows = rows
-        if not sizes.CORRECTING:
-            if sizes.SELECTS:
-                is_refined = refined[:, None] == rows[None, :]
-                mean_rows += sizes.PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
-            elif sizes.NUM_REFINED > 0:
-                mean_rows += sizes.PARENT_ROWS
+        if sizes.SELECTS:
+            is_refined = refined[:, None] == rows[None, :]
+            mean_rows += sizes.PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
+        elif sizes.NUM_REFINED > 0:
+            mean_rows += sizes.PARENT_ROWS
         every = tl.full([BLOCK_M], True, tl.int1)
         softmax = _attend_rows(
-            query, tables, rows, mean_rows, every, softmax, sizes, False, False, RUNNING
+            query, tables, rows, mean_rows, every, softmax, sizes, False, RUNNING
         )
     return softmax
 
 
 @triton.jit
 def _attend_children(query, tables, softmax, sizes, BLOCK_P: tl.constexpr, RUNNING: tl.constexpr):
-    """The children of the refined parents, BLOCK_P parents at a time."""
+    """Add the children of the refined parents, BLOCK_P parents at a time."""
     CHILD_ROWS: tl.constexpr = sizes.CHILD_ROWS
     for start in tl.range(0, sizes.NUM_REFINED, BLOCK_P):
         # (BLOCK_P * CHILD_ROWS)
@@ -271,7 +255,7 @@ def _attend_children(query, tables, softmax, sizes, BLOCK_P: tl.constexpr, RUNNI
         if sizes.SELECTS:
             parent = tl.load(tables.refined + parent, mask=valid, other=0)
         rows = parent * CHILD_ROWS + child % CHILD_ROWS
-        # Lets a thread load the logs of neighbouring children at once.
+        # Lets a thread load the log_counts of neighbouring children at once.
         rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
         softmax = _attend_rows(
             query,
@@ -282,7 +266,6 @@ def _attend_children(query, tables, softmax, sizes, BLOCK_P: tl.constexpr, RUNNI
             softmax,
             sizes,
             True,
-            sizes.CORRECTING,
             RUNNING,
         )
     return softmax
@@ -312,16 +295,16 @@ def _tiled_importance(
     EXACT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Importance of all parents, (PARENT_ROWS,), from tiles of TILE parents; and largest logits.
+    """Importance of all parents (PARENT_ROWS,) in tiles of TILE parents, and largest logits.
 
-    Unless EXACT, a denominator covers only the parents up to the end of the tile and is
-    extrapolated from the keys seen so far to all keys.
+    Unless EXACT, a denominator covers the parents up to the end of the tile and is extrapolated
+    from the keys seen so far to all keys.
     """
     NUM_PARENTS: tl.constexpr = sizes.NUM_PARENTS
     PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
     BLOCK_N: tl.constexpr = valid_query.shape[0]
     parents = tl.arange(0, PARENT_ROWS)
-    total = tl.sum(tl.exp2(tl.load(tables.logs + parents)), axis=0)
+    total = tl.sum(tl.exp2(tl.load(tables.log_counts + parents)), axis=0)
     seen = 0.0
     running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
     denominator = tl.zeros([BLOCK_N], tl.float32)
@@ -332,8 +315,8 @@ def _tiled_importance(
             rows = start + tl.arange(0, BLOCK_M)
             valid = (rows < start + TILE) & (rows < NUM_PARENTS)
             codes = _load_codes(tables, rows, valid, sizes)
-            logs = tl.load(tables.logs + rows, mask=valid, other=float("-inf"))
-            logits = _logits(query, codes, logs[None, :])
+            log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
+            logits = _logits(query, codes, log_counts[None, :])
             new_max = tl.maximum(running_max, tl.max(logits, axis=1))
             weights = tl.exp2(logits - new_max[:, None])
             denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
@@ -343,8 +326,8 @@ def _tiled_importance(
         rows = start + tl.arange(0, BLOCK_M)
         valid = (rows < start + TILE) & (rows < NUM_PARENTS)
         codes = _load_codes(tables, rows, valid, sizes)
-        logs = tl.load(tables.logs + rows, mask=valid, other=float("-inf"))
-        logits = _logits(query, codes, logs[None, :])
+        log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
+        logits = _logits(query, codes, log_counts[None, :])
         if EXACT:
             weights = tl.exp2(logits - running_max[:, None])
             share = 1.0
@@ -353,7 +336,7 @@ def _tiled_importance(
             weights = tl.exp2(logits - new_max[:, None])
             denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
             running_max = new_max
-            seen += tl.sum(tl.exp2(logs), axis=0)
+            seen += tl.sum(tl.exp2(log_counts), axis=0)
             share = seen / total
         # At least 1, the weight of the maximum, unless the first tiles hold no keys.
         denominator_seen = tl.maximum(denominator, 1.0)
@@ -367,7 +350,7 @@ def _tiled_importance(
 
 @triton.jit
 def _rank(importance, PARENT_ROWS: tl.constexpr):
-    """Place of every parent by falling importance, of equal ones the lower index first."""
+    """Rank of every parent by falling importance; of equal ones the lower index comes first."""
     # Importance is not negative: its bits order like integers, and the index breaks ties.
     key = importance.to(tl.int32, bitcast=True).to(tl.int64) << 32
     key |= PARENT_ROWS - 1 - tl.arange(0, PARENT_ROWS)
@@ -388,10 +371,10 @@ def _attend_tile(
     AGAIN_M: tl.constexpr,
     AGAIN_P: tl.constexpr,
 ):
-    """Numerator and sum of weights, (BLOCK_N,), over all codewords that a tile of queries sees.
+    """Numerator and sum of weights (BLOCK_N,) over all codewords that a tile of queries sees.
 
-    Chooses the parents to refine, by the importance that they have for these queries. What
-    overflows is done again with a running maximum, in blocks of AGAIN_M and AGAIN_P parents.
+    Stores the parents to refine, chosen by their importance. A tile that overflows is computed
+    again with a running maximum, in blocks of AGAIN_M and AGAIN_P parents.
     """
     BLOCK_N: tl.constexpr = valid_query.shape[0]
     PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
@@ -404,29 +387,27 @@ def _attend_tile(
         codes = _load_codes(tables, parents, is_parent, sizes)
 
         # (BLOCK_N, PARENT_ROWS)
-        logits = _logits(query, codes, tl.load(tables.logs + parents)[None, :])
-        reference = tl.max(logits, axis=1)
-        weights = tl.exp2(logits - reference[:, None])
+        logits = _logits(query, codes, tl.load(tables.log_counts + parents)[None, :])
+        running_max = tl.max(logits, axis=1)
+        weights = tl.exp2(logits - running_max[:, None])
         inverse = tl.where(valid_query, 1.0 / tl.sum(weights, axis=1), 0.0)
 
         # (PARENT_ROWS)
         importance = tl.sum(weights * inverse[:, None], axis=0)
         rank = _rank(importance, PARENT_ROWS)
         tl.store(tables.refined + rank, parents, mask=rank < sizes.NUM_REFINED)
-        mean_rows = parents
-        if not sizes.CORRECTING:
-            mean_rows += tl.where(rank < sizes.NUM_REFINED, PARENT_ROWS, 0)
+        mean_rows = parents + tl.where(rank < sizes.NUM_REFINED, PARENT_ROWS, 0)
         means = _load_means(tables, mean_rows, is_parent, sizes)
         shares = _load_shares(tables, mean_rows, is_parent, sizes)
         if RUNNING:
-            weights, reference = _leave_out_empty(weights, reference, shares)
-        softmax = _empty_softmax(reference, sizes)
+            weights, running_max = _leave_out_empty(weights, running_max, shares)
+        softmax = _empty_softmax(running_max, sizes)
         softmax = _accumulate(softmax, weights, means, shares, sizes)
         # The loops read what other threads of this program wrote.
         tl.debug_barrier()
     else:
         if sizes.SELECTS:
-            importance, reference = _tiled_importance(
+            importance, running_max = _tiled_importance(
                 query,
                 valid_query,
                 tables,
@@ -443,11 +424,11 @@ def _attend_tile(
             rows = tl.arange(0, BLOCK_M)
             every = tl.full([BLOCK_M], True, tl.int1)
             codes = _load_codes(tables, rows, every, sizes)
-            logits = _logits(query, codes, tl.load(tables.logs + rows)[None, :])
-            reference = tl.maximum(tl.max(logits, axis=1), LOG_ZERO)
+            logits = _logits(query, codes, tl.load(tables.log_counts + rows)[None, :])
+            running_max = tl.maximum(tl.max(logits, axis=1), LOG_ZERO)
         if RUNNING:
-            reference = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
-        softmax = _empty_softmax(reference, sizes)
+            running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
+        softmax = _empty_softmax(running_max, sizes)
         softmax = _attend_parents(query, tables, softmax, sizes, BLOCK_M, RUNNING)
 
     if sizes.NUM_REFINED > 0:
@@ -496,7 +477,7 @@ def _attention_kernel(
     query_order_ptr,
     codes_ptr,
     means_ptr,
-    logs_ptr,
+    log_counts_ptr,
     refined_ptr,
     output_ptr,
     num_queries,
@@ -510,7 +491,6 @@ def _attention_kernel(
     NUM_REFINED: tl.constexpr,
     QUERY_TILE: tl.constexpr,
     IMPORTANCE_TILE: tl.constexpr,
-    CORRECTING: tl.constexpr,
     PARENT_ROWS: tl.constexpr,
     CHILD_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -536,7 +516,7 @@ def _attention_kernel(
     query_ptr += tl.multiple_of(query_start, 8)
     codes_ptr += head * (CODE_ROWS * PADDED_DIM)
     means_ptr += (batch * HEADS + head) * (MEAN_ROWS * MEAN_COLUMNS)
-    logs_ptr += (batch * HEADS + head) * CODE_ROWS
+    log_counts_ptr += (batch * HEADS + head) * CODE_ROWS
     output_ptr += batch * num_queries * (HEADS * HEAD_DIM) + head * HEAD_DIM
 
     row = tl.arange(0, BLOCK_N)
@@ -558,7 +538,7 @@ def _attention_kernel(
     numerator, total = _attend_tile(
         query,
         valid_query,
-        Tables(codes_ptr, means_ptr, logs_ptr, refined_ptr),
+        Tables(codes_ptr, means_ptr, log_counts_ptr, refined_ptr),
         Sizes(
             HEAD_DIM,
             NUM_PARENTS,
@@ -571,7 +551,6 @@ def _attention_kernel(
             PADDED_DIM,
             MEAN_COLUMNS,
             SELECTS,
-            CORRECTING,
         ),
         IMPORTANCE_TILE,
         BLOCK_M,
@@ -589,16 +568,16 @@ def _attention_kernel(
 
 
 @dataclass(frozen=True)
-class Config:
-    """What may change the speed and the last bits of a launch, but not its meaning.
+class AttentionTiling:
+    """How a launch is cut. Changes its speed and its last bits, never its meaning.
 
     num_warps: warps per program; 16 queries per warp fill the registers.
-    num_stages: blocks of children in flight; more than 1 needs shared memory for each.
+    num_stages: blocks of children in flight; each takes shared memory.
     parents_per_block: refined parents whose children form one block of the online softmax.
     parent_block: parents per block. If it holds all of them, no logit is computed twice.
     max_registers: per thread; fewer let more programs share a multiprocessor.
-    rest_columns: head dims above 64 are 64 columns and these; 0 is one block.
-    running_max: weights are relative to a running maximum from the start.
+    rest_columns: columns of a second block after 64; 0 keeps all columns in one block.
+    running_max: start with a running maximum.
     """
 
     num_warps: int
@@ -610,7 +589,7 @@ class Config:
     running_max: bool = True
 
 
-def default_config(
+def default_tiling(
     *,
     head_dim: int,
     num_parents: int,
@@ -619,12 +598,12 @@ def default_config(
     query_tile: int,
     dtype: torch.dtype,
     capability: tuple[int, int],
-) -> Config:
-    """The configuration that `attend` launches without an explicit one."""
+) -> AttentionTiling:
+    """The tiling for a problem size, measured on an H200."""
     parent_rows = _padded(num_parents)
     child_rows = triton.next_power_of_2(max(num_children, 1))
     tile_rows = _padded(query_tile)
-    config = Config(
+    tiling = AttentionTiling(
         num_warps=triton.cdiv(tile_rows, 16),
         num_stages=1,
         parents_per_block=max(1, 64 // child_rows),
@@ -633,27 +612,27 @@ def default_config(
     few_parents = max(1, 32 // child_rows)
     if capability < (9, 0) and (dtype == torch.float32 or head_dim > 64):
         # mma.sync keeps all operands in registers; this does not spill.
-        return replace(config, parents_per_block=few_parents, parent_block=32)
+        return replace(tiling, parents_per_block=few_parents, parent_block=32)
     if capability < (9, 0) or dtype == torch.float32:
-        return config if parent_rows <= 64 else replace(config, parents_per_block=few_parents)
+        return tiling if parent_rows <= 64 else replace(tiling, parents_per_block=few_parents)
     # Measured on an H200: fewer instructions and more programs beat more warps.
-    config = replace(config, num_warps=triton.cdiv(tile_rows, 32), running_max=head_dim > 64)
+    tiling = replace(tiling, num_warps=triton.cdiv(tile_rows, 32), running_max=head_dim > 64)
     if not 0 < num_refined < num_parents:
-        config = replace(config, parent_block=32)
+        tiling = replace(tiling, parent_block=32)
     if 64 < head_dim < 96:
-        return replace(config, rest_columns=32)
-    if config.parent_block <= 64:
-        config = replace(config, parents_per_block=few_parents)
+        return replace(tiling, rest_columns=32)
+    if tiling.parent_block <= 64:
+        tiling = replace(tiling, parents_per_block=few_parents)
         if head_dim <= 64:
-            config = replace(config, max_registers=128 if num_refined else 144)
-    return config
+            tiling = replace(tiling, max_registers=128 if num_refined else 144)
+    return tiling
 
 
 def attend(
     query: Tensor,
     codes: Tensor,
     means: Tensor,
-    logs: Tensor,
+    log_counts: Tensor,
     *,
     num_parents: int,
     num_children: int,
@@ -661,25 +640,23 @@ def attend(
     query_tile: int,
     query_order: Tensor | None,
     importance_tile: int | None,
-    form: str = "stay",
-    config: Config | None = None,
+    tiling: AttentionTiling | None = None,
 ) -> Tensor:
-    """Softmax attention over the codewords that each query tile sees.
+    """Attend to the codewords that each query tile sees.
 
     Args:
         query: (B, H, N, D) float16, bfloat16 or float32; any strides with a last one of 1.
         codes: (H, MP + M0 CP, DP), times scale * log2(e); float32 for float32 queries, else
             float16.
         means: (B, H, 2 MP + M0 CP, DV), dtype of `codes`, as `precompute` gives them.
-        logs: (B, H, MP + M0 CP) float32, log2 of the number of keys.
+        log_counts: (B, H, MP + M0 CP) float32, log2 of the number of keys.
         num_parents: M0.
         num_children: C.
         num_refined: P; 0 is flat VQ-attention.
         query_tile: consecutive queries of `query_order` that share one choice of parents.
         query_order: (N,) int32 or int64 permutation of the queries; None is their own order.
         importance_tile: parents per tile of the tiled importance; None is exact.
-        form: "stay", or "correcting" for the paper's.
-        config: for measurements; None takes `default_config`.
+        tiling: None takes `default_tiling`.
 
     Returns:
         (B, H, N, D) view of new (B, N, H, D) memory, dtype of `query`.
@@ -700,15 +677,14 @@ def attend(
         num_refined=num_refined,
         query_tile=query_tile,
         importance_tile=importance_tile,
-        form=form,
         dtype=query.dtype,
         capability=_capability(query.device),
-        config=config,
+        tiling=tiling,
     )
     launch(
         _attention_kernel,
         (heads * num_tiles, batch, 1),
-        (query, query_order, codes, means, logs, refined, output),
+        (query, query_order, codes, means, log_counts, refined, output),
         (num_queries, query.stride(0), query.stride(1)),
         constants,
     )
@@ -726,15 +702,14 @@ def launch_constants(
     num_refined: int,
     query_tile: int,
     importance_tile: int | None,
-    form: str,
     dtype: torch.dtype,
     capability: tuple[int, int],
-    config: Config | None,
+    tiling: AttentionTiling | None,
 ) -> dict[str, object]:
     """Compile-time arguments of the kernel, with the options of its launch."""
     num_refined = num_refined if num_children else 0
-    if config is None:
-        config = default_config(
+    if tiling is None:
+        tiling = default_tiling(
             head_dim=head_dim,
             num_parents=num_parents,
             num_children=num_children,
@@ -745,10 +720,10 @@ def launch_constants(
         )
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
     selects = 0 < num_refined < num_parents
-    is_tiled = selects and importance_tile is not None and importance_tile < num_parents
-    parent_block = _padded(importance_tile) if is_tiled else min(config.parent_block, parent_rows)
+    tile = min(importance_tile or num_parents, num_parents) if selects else num_parents
+    parent_block = min(tiling.parent_block, parent_rows) if tile == num_parents else _padded(tile)
     # Blocks of the second pass, small enough to take no registers from the first.
-    again = parent_block, config.parents_per_block
+    again = parent_block, tiling.parents_per_block
     if parent_block > 64:
         again = 16, max(1, 16 // max(1, child_rows))
     return {
@@ -759,25 +734,24 @@ def launch_constants(
         "NUM_CHILDREN": num_children,
         "NUM_REFINED": num_refined,
         "QUERY_TILE": query_tile,
-        "IMPORTANCE_TILE": importance_tile if is_tiled else num_parents,
-        "CORRECTING": form == "correcting",
+        "IMPORTANCE_TILE": tile,
         "PARENT_ROWS": parent_rows,
         "CHILD_ROWS": child_rows,
         "BLOCK_N": _padded(query_tile),
         # Cut into 32 + 16 columns, products on an H200 read beyond shared memory with Triton 3.6
         # (triton issues 10486, 11366).
-        "BLOCK_D": 64 if config.rest_columns else padded_dim,
-        "REST_D": config.rest_columns,
+        "BLOCK_D": 64 if tiling.rest_columns else padded_dim,
+        "REST_D": tiling.rest_columns,
         "PADDED_DIM": padded_dim,
         "MEAN_COLUMNS": mean_columns(head_dim),
         "BLOCK_M": parent_block,
-        "BLOCK_P": config.parents_per_block,
-        "RUNNING": config.running_max,
+        "BLOCK_P": tiling.parents_per_block,
+        "RUNNING": tiling.running_max,
         "AGAIN_M": again[0],
         "AGAIN_P": again[1],
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "maxnreg": config.max_registers,
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.num_stages,
+        "maxnreg": tiling.max_registers,
     }
 
 

@@ -1,14 +1,14 @@
-"""Kernel 1, VQ precompute: where every key goes, and the mean value and count of every codeword.
+"""VQ precompute kernels: assign every key, then average the values of every codeword.
 
-A key goes to its nearest parent, then to the nearest of that parent's leaves: the parent itself
-(the key stays) or a child that is strictly closer (paper, Algorithm 1). Two launches:
+A key goes to its nearest parent, then to a child of it that is strictly closer, or stays with the
+parent (paper, Algorithm 1). Two launches:
 
-    sort        a chunk of keys finds its parents and is sorted by them, stably and on its own.
-    aggregate   the keys of one parent, gathered from all chunks, choose among the parent's leaves
-                by a small matrix product; a product with the one-hot choice adds up their values.
+    sort        finds the parents of a chunk of keys and sorts the chunk by them, stably.
+    aggregate   gathers the keys of one parent from all chunks and finds their leaves by a small
+                matrix product. A product with the one-hot choice adds up their values.
 
 A parent with many keys is cut into pieces of fixed length. The program that finishes last adds the
-pieces in their order, so every run gives the same bits.
+pieces in order, so every run gives the same bits.
 
 Shapes: B batch, H heads, S keys, D head dim, M0 parents, C children; DP, MP, CP as in `codewords`;
 L leaves of a parent (0 stays, c + 1 is child c) and padding, T chunks.
@@ -28,13 +28,13 @@ from avq_diffusers.attention.triton.launch import launch
 
 
 @dataclass(frozen=True)
-class Config:
-    """How the work is cut; affects the result only by the order of additions.
+class PrecomputeTiling:
+    """How the work is cut. Changes the result only by the order of additions.
 
     num_chunks: chunks that a head's keys are sorted in, a power of two.
     sort_keys, sort_parents: keys and parents of one product.
-    sort_shared: bytes of shared memory that all codes and the key tiles may take; codes that take
-        more are loaded again for every key tile.
+    sort_shared: bytes of shared memory for all codes and the key tiles; larger codes are loaded
+        again for every key tile.
     sort_warps, sort_stages: of the sort; each warp ranks its own strip of a chunk.
     piece_keys: keys of one parent that one program aggregates.
     leaf_keys: keys of one product.
@@ -53,22 +53,25 @@ class Config:
     leaf_stages: int
 
 
-def default_config(
+def default_tiling(
     num_heads: int,
     num_keys: int,
     padded_dim: int,
     num_parents: int,
     num_children: int,
     dtype: torch.dtype,
-) -> Config:
-    """The configuration for a problem size, measured on an H200 for half precision.
+) -> PrecomputeTiling:
+    """The tiling for a problem size, measured on an H200 for half precision.
 
-    Smaller tiles where registers or shared memory end. Heads are counted over the batch.
+    Float32 takes smaller tiles to fit registers and shared memory.
+
+    Args:
+        num_heads: heads of all batch elements together.
     """
     most_chunks = 16 if num_children == 0 else 64 if num_parents <= 64 else 32
-    # Pieces enough to fill the machine, however the keys are spread over the parents.
+    # Enough pieces to fill the GPU, however the keys are spread over the parents.
     piece_keys = num_heads * num_keys * padded_dim >> 16
-    config = Config(
+    tiling = PrecomputeTiling(
         num_chunks=_clamped_power_of_2(num_keys >> 10, 16, most_chunks),
         sort_keys=64,
         sort_parents=64,
@@ -81,10 +84,10 @@ def default_config(
         leaf_stages=3,
     )
     if num_children > 16:
-        config = replace(config, leaf_keys=64, leaf_warps=4)
+        tiling = replace(tiling, leaf_keys=64, leaf_warps=4)
     if dtype == torch.float32:
-        config = replace(
-            config,
+        tiling = replace(
+            tiling,
             sort_keys=32,
             sort_shared=24 * 1024,
             sort_stages=1,
@@ -92,7 +95,7 @@ def default_config(
             leaf_warps=4,
             leaf_stages=1,
         )
-    return config
+    return tiling
 
 
 def _clamped_power_of_2(number: int, least: int, most: int) -> int:
@@ -108,7 +111,7 @@ def _product(left, right):
 
 @triton.jit
 def _first_maximum(scores, columns, LAST: tl.constexpr):
-    """Largest score along axis 1 and its lowest column; LAST, the last column, if all are NaN."""
+    """Largest score along axis 1 and its lowest column; column LAST if all scores are NaN."""
     best = tl.max(scores, axis=1)
     column = tl.where(scores == tl.expand_dims(best, 1), columns, LAST)
     return best, tl.min(column, axis=1)
@@ -118,7 +121,7 @@ def _first_maximum(scores, columns, LAST: tl.constexpr):
 def _nearest_parents(key, codes, bias, first_parent, LAST: tl.constexpr):
     """(KEYS, 8) best score among every eighth parent of a tile, and that parent.
 
-    A thread holds a row's scores in two of eight columns, so this needs no other thread.
+    A thread holds two of eight columns of a row, so threads need not communicate.
     """
     PLACES: tl.constexpr = codes.shape[0] // 8
     scores = (_product(key, codes.T) + bias[None, :]).reshape(key.shape[0], PLACES, 8)
@@ -194,16 +197,16 @@ def sort_kernel(
 ):
     """Sort one chunk of one head's keys by their nearest parent.
 
-    Loops over the chunk: find the parents; rank every key among those of its parent; write the
-    order. A chunk is ranked as STRIPS runs of keys, 32 keys of each at a time.
+    Loops over the chunk three times: find the parents, rank every key among the keys of its parent,
+    write the order. A chunk is ranked in STRIPS runs of keys, 32 keys of each run at a time.
 
-    rank: (B, H, NUM_CHUNKS, chunk_keys) int32 workspace, first parents, then ranks with parents.
+    rank: (B, H, NUM_CHUNKS, chunk_keys) int32 workspace: first the parent, then rank and parent.
     order: (B, H, S) int32, key indices sorted within each chunk.
-    count: (B, H, NUM_CHUNKS, STRIPS, MP) int32 workspace, ranked keys of a parent in a strip, then
-        where they start in the chunk.
-    start: (B, H, MP + 1, NUM_CHUNKS) int32, where a parent's keys start in a chunk.
+    count: (B, H, NUM_CHUNKS, STRIPS, MP) int32 workspace: first the number of ranked keys of a
+        parent in a strip, then where they start in the chunk.
+    start: (B, H, MP + 1, NUM_CHUNKS) int32, where the keys of a parent start in a chunk.
     ticket: (B, H, MP) int32, set to 0 for the aggregation.
-    RESIDENT: whether shared memory holds the codes of all parents.
+    RESIDENT: shared memory holds the codes of all parents.
     """
     head = tl.program_id(0)
     batch = tl.program_id(1)
@@ -359,7 +362,7 @@ def _extra_pieces(
 @triton.jit
 def _store_aggregates(
     means_ptr,
-    logs_ptr,
+    log_counts_ptr,
     sums,
     counts,
     parent,
@@ -371,10 +374,10 @@ def _store_aggregates(
     PARENT_ROWS: tl.constexpr,
     LEAF_ROWS: tl.constexpr,
 ):
-    """Write the rows of one parent: all its keys, those that stay, and those of its children."""
+    """Write the rows of one parent: for all its keys, for those that stay, for its children."""
     leaves = tl.arange(0, LEAF_ROWS)
     count = tl.sum(counts, axis=0)
-    # (L) keys that a leaf's values are averaged over: those who stay, over all of the parent.
+    # (L) The number that a leaf's values are divided by: for the keys that stay, all of the parent.
     over = tl.maximum(tl.where(leaves == 0, count, counts), 1)
     share = tl.where(leaves == 0, counts * (1.0 / over), 1.0)
     rows = tl.where(
@@ -392,7 +395,9 @@ def _store_aggregates(
     )
     is_child = (leaves > 0) & is_row
     tl.store(
-        logs_ptr + PARENT_ROWS + parent * CHILD_ROWS + leaves - 1, _log2(counts), mask=is_child
+        log_counts_ptr + PARENT_ROWS + parent * CHILD_ROWS + leaves - 1,
+        _log2(counts),
+        mask=is_child,
     )
 
     # (1, DP)
@@ -402,7 +407,7 @@ def _store_aggregates(
     _store_means(
         means_ptr + row * MEAN_COLUMNS, sums, ones, ones > 0, HEAD_DIM, PADDED_DIM, MEAN_COLUMNS
     )
-    tl.store(logs_ptr + parent, _log2(count))
+    tl.store(log_counts_ptr + parent, _log2(count))
 
 
 @triton.jit
@@ -458,7 +463,7 @@ def aggregate_kernel(
     piece_sums_ptr,
     piece_counts_ptr,
     means_ptr,
-    logs_ptr,
+    log_counts_ptr,
     key_stride_batch,
     key_stride_head,
     key_stride_token,
@@ -486,10 +491,10 @@ def aggregate_kernel(
 ):
     """Choose a leaf for the keys of one piece of one parent, count them and add up their values.
 
-    Pieces 0..MP-1 are the first ones of every parent, empty or not; the others follow in the order
-    of the parents.
+    Pieces 0 to MP - 1 are the first piece of every parent, empty or not. The other pieces follow in
+    the order of the parents.
 
-    piece_sums: (B, H, num_pieces, L, DP) float32, used by parents of several pieces only.
+    piece_sums: (B, H, num_pieces, L, DP) float32, only for parents of several pieces.
     piece_counts: (B, H, num_pieces, L) int32.
     """
     head = tl.program_id(0)
@@ -509,7 +514,7 @@ def aggregate_kernel(
     piece_sums_ptr += batch_head * num_pieces * LEAF_ROWS * PADDED_DIM
     piece_counts_ptr += batch_head * num_pieces * LEAF_ROWS
     means_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * MEAN_COLUMNS
-    logs_ptr += batch_head * CODE_ROWS
+    log_counts_ptr += batch_head * CODE_ROWS
 
     parent = piece
     part = 0
@@ -579,7 +584,7 @@ def aggregate_kernel(
     if total <= PIECE:
         _store_aggregates(
             means_ptr,
-            logs_ptr,
+            log_counts_ptr,
             sums,
             counts,
             parent,
@@ -610,7 +615,7 @@ def aggregate_kernel(
                 counts += tl.load(piece_counts_ptr + other * LEAF_ROWS + leaves)
             _store_aggregates(
                 means_ptr,
-                logs_ptr,
+                log_counts_ptr,
                 sums,
                 counts,
                 parent,
@@ -632,22 +637,22 @@ def precompute(
     *,
     num_parents: int,
     num_children: int,
-    config: Config | None = None,
+    tiling: PrecomputeTiling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean value and log2 count of the keys of every codeword.
+    """Assign the keys; return the mean value and the log2 count of every codeword.
 
     Args:
         key, value: (B, H, S, D) float16, bfloat16 or float32, last stride 1.
         codes, bias: codewords as `codewords.pack` gives them.
-        config: how to cut the work; None takes the configuration for this size.
+        tiling: None takes `default_tiling`.
 
     Returns:
-        means: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `mean_columns`. Row p
-            averages the values of all keys of parent p, row 2 MP + p CP + c those of its child c.
-            Row MP + p is the sum over the keys that stay with p, over the number of all its keys.
-            Columns from D on are the share of a row's keys in that number: 1 but for stay rows.
-            0 where there are no keys.
-        logs: (B, H, MP + M0 CP) float32, log2 of the number of keys of every codeword.
+        means: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `mean_columns`. Row p averages the
+            values of all keys of parent p, row 2 MP + p CP + c those of its child c. Row MP + p is
+            the sum of the values that stay with p, divided by the number of all its keys. Columns
+            from D on are the number of keys of the row divided by the same number: 1 except in
+            rows MP to 2 MP. A row without keys is 0.
+        log_counts: (B, H, MP + M0 CP) float32, log2 of the number of keys of every codeword.
     """
     batch, num_heads, num_keys, head_dim = key.shape
     strides = (*key.stride()[:3], *value.stride()[:3])
@@ -655,7 +660,7 @@ def precompute(
     align = 8 if all(stride % 8 == 0 for stride in strides) else 1
     strides = [stride // align for stride in strides]
     plan = _plan(
-        batch * num_heads, num_keys, head_dim, num_parents, num_children, key.dtype, align, config
+        batch * num_heads, num_keys, head_dim, num_parents, num_children, key.dtype, align, tiling
     )
 
     heads = (batch, num_heads)
@@ -664,7 +669,7 @@ def precompute(
     )
     piece_sums = key.new_empty(heads + plan.piece_sums, dtype=torch.float32)
     means = codes.new_empty(heads + plan.means)
-    logs = bias.new_empty(heads + codes.shape[1:2])
+    log_counts = bias.new_empty(heads + codes.shape[1:2])
 
     launch(
         sort_kernel,
@@ -676,19 +681,31 @@ def precompute(
     launch(
         aggregate_kernel,
         (num_heads, batch, plan.num_pieces),
-        (key, value, codes, bias, order, start, ticket, piece_sums, piece_counts, means, logs),
+        (
+            key,
+            value,
+            codes,
+            bias,
+            order,
+            start,
+            ticket,
+            piece_sums,
+            piece_counts,
+            means,
+            log_counts,
+        ),
         (*strides, num_keys, plan.chunk_keys, plan.num_chunks, plan.num_pieces),
         plan.aggregate,
     )
-    return means, logs
+    return means, log_counts
 
 
 class _Plan(NamedTuple):
-    """What a problem size decides about the launches.
+    """What the problem size decides about the launches.
 
     num_chunks, chunk_keys: chunks that hold keys, and keys of each but the last.
     num_pieces: most pieces that keys of one head can be cut into.
-    integers, piece_sums, means: shapes for one head.
+    integers, piece_sums, means: shapes of the outputs and workspaces of one head.
     sort, aggregate: constants and options of the kernels.
     """
 
@@ -711,27 +728,27 @@ def _plan(
     num_children: int,
     dtype: torch.dtype,
     align: int,
-    config: Config | None,
+    tiling: PrecomputeTiling | None,
 ) -> _Plan:
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
-    config = config or default_config(
+    tiling = tiling or default_tiling(
         num_heads, num_keys, padded_dim, num_parents, num_children, dtype
     )
     code_rows = parent_rows + num_parents * child_rows
     leaf_rows = max(16, 2 * child_rows)
     # Products and strips both divide a chunk.
-    tile_keys = max(config.sort_keys, 32 * config.sort_warps)
-    chunk_keys = -(-num_keys // (tile_keys * config.num_chunks)) * tile_keys
-    num_pieces = parent_rows + num_keys // config.piece_keys
-    sort_parents = min(config.sort_parents, parent_rows)
-    resident_rows = parent_rows + config.sort_stages * config.sort_keys
+    tile_keys = max(tiling.sort_keys, 32 * tiling.sort_warps)
+    chunk_keys = -(-num_keys // (tile_keys * tiling.num_chunks)) * tile_keys
+    num_pieces = parent_rows + num_keys // tiling.piece_keys
+    sort_parents = min(tiling.sort_parents, parent_rows)
+    resident_rows = parent_rows + tiling.sort_stages * tiling.sort_keys
     resident_bytes = resident_rows * padded_dim * (4 if dtype == torch.float32 else 2)
     sizes = {
         "CODE_ROWS": code_rows,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": padded_dim,
         "PARENT_ROWS": parent_rows,
-        "NUM_CHUNKS": config.num_chunks,
+        "NUM_CHUNKS": tiling.num_chunks,
         "ALIGN": align,
     }
     return _Plan(
@@ -739,10 +756,10 @@ def _plan(
         chunk_keys=chunk_keys,
         num_pieces=num_pieces,
         integers=(
-            (config.num_chunks, chunk_keys),
+            (tiling.num_chunks, chunk_keys),
             (num_keys,),
-            (config.num_chunks, config.sort_warps, parent_rows),
-            (parent_rows + 1, config.num_chunks),
+            (tiling.num_chunks, tiling.sort_warps, parent_rows),
+            (parent_rows + 1, tiling.num_chunks),
             (parent_rows,),
             (num_pieces, leaf_rows),
         ),
@@ -750,12 +767,12 @@ def _plan(
         means=(parent_rows + code_rows, mean_columns(head_dim)),
         sort={
             **sizes,
-            "KEYS": config.sort_keys,
+            "KEYS": tiling.sort_keys,
             "PARENTS": sort_parents,
-            "STRIPS": config.sort_warps,
-            "RESIDENT": sort_parents == parent_rows or resident_bytes <= config.sort_shared,
-            "num_warps": config.sort_warps,
-            "num_stages": config.sort_stages,
+            "STRIPS": tiling.sort_warps,
+            "RESIDENT": sort_parents == parent_rows or resident_bytes <= tiling.sort_shared,
+            "num_warps": tiling.sort_warps,
+            "num_stages": tiling.sort_stages,
         },
         aggregate={
             **sizes,
@@ -764,10 +781,10 @@ def _plan(
             "MEAN_COLUMNS": mean_columns(head_dim),
             "CHILD_ROWS": child_rows,
             "LEAF_ROWS": leaf_rows,
-            "LOG2_CHUNKS": config.num_chunks.bit_length() - 1,
-            "PIECE": config.piece_keys,
-            "KEYS": config.leaf_keys,
-            "num_warps": config.leaf_warps,
-            "num_stages": config.leaf_stages,
+            "LOG2_CHUNKS": tiling.num_chunks.bit_length() - 1,
+            "PIECE": tiling.piece_keys,
+            "KEYS": tiling.leaf_keys,
+            "num_warps": tiling.leaf_warps,
+            "num_stages": tiling.leaf_stages,
         },
     )
