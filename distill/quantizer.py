@@ -1,4 +1,4 @@
-"""`Quantizer`: one layer's codebook while it learns, and what it makes of the layer's keys.
+"""`Quantizer`: the codebook of one layer in training, and the quantization of the layer's keys.
 
 Shapes: B batch, H heads, N keys, D head dim, M0 parents, C children per parent.
 """
@@ -16,19 +16,19 @@ from avq_diffusers.codebook.assignment import across_heads, assign_leaves, centr
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.ema import batch_statistics, derive_codebook, ema_update, reassign_dead
 
-# Of DiVeQ's noise, in each dimension.
+# Variance of DiVeQ's noise in each dimension.
 DIVEQ_VARIANCE = 1e-3
-# Per head, of the last batch: enough to judge a codebook by and to move dead codewords to.
+# Keys per head kept from the last batch, for diagnostics and as targets of dead codewords.
 KEPT_KEYS = 4096
 
 
 class Leaves(NamedTuple):
-    """Where keys end up.
+    """Keys and their leaves.
 
     Args:
         key: (B, H, N, D) float32.
-        codeword: (B, H, N, D) of each key's leaf.
-        leaf: (B, H, N) int64, what `assign_leaves` returned.
+        codeword: (B, H, N, D), the codeword of each key's leaf.
+        leaf: (B, H, N) int64 of `assign_leaves`.
     """
 
     key: Tensor
@@ -36,9 +36,9 @@ class Leaves(NamedTuple):
     leaf: Tensor
 
     def commitment(self) -> Tensor:
-        """Mean squared error of the keys' quantization, for the keys to lower.
+        """Mean squared quantization error, differentiable in the keys.
 
-        Over head dims as well: the mean over heads of `commitment_loss`, divided by D.
+        Equal to the mean of `commitment_loss` over heads, divided by D.
         """
         return F.mse_loss(self.key, self.codeword.detach())
 
@@ -50,9 +50,9 @@ class Quantizer(nn.Module):
         num_heads: H.
         head_dim: D.
         config: of this layer, overrides resolved.
-        constrain: keep the children of each parent averaging to it.
-        diveq: make the codewords parameters, which the loss moves (Vali et al. 2026, "DiVeQ:
-            Differentiable Vector Quantization Using the Reparameterization Trick").
+        constrain: make the children of each parent average to it.
+        diveq: train the codewords as parameters (Vali et al. 2026, "DiVeQ: Differentiable Vector
+            Quantization Using the Reparameterization Trick").
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Quantizer(nn.Module):
         per_cell = 1 + config.num_children
         self.register_buffer("ema_key_sums", torch.full((*cells, per_cell, head_dim), math.nan))
         self.register_buffer("ema_counts", torch.full((*cells, per_cell), math.nan))
-        # Of the running optimizer step. Not buffers: DDP may overwrite those by process 0's.
+        # Of the current optimizer step. Not buffers, because DDP may broadcast those.
         self.statistics: tuple[Tensor, Tensor] | None = None
         self.kept_keys: Tensor | None = None
 
     def codebook(self) -> Codebook:
-        """The current codewords; its tensors are those of this module unless DiVeQ moves them."""
+        """The current codewords. Without DiVeQ they share memory with this module."""
         children = self.child_codewords
         if self.diveq and self.constrain:
-            # Within the graph, so that children draw their parent along.
+            # Part of the graph, so gradients of children reach their parent.
             shift = children.mean(dim=2) - self.parent_codewords
             children = children - shift[:, :, None]
         return Codebook(self.parent_codewords, children, check_finite=False)
@@ -96,13 +96,13 @@ class Quantizer(nn.Module):
         return Leaves(key, F.embedding(row, codebook.leaves.flatten(0, 2)), leaf)
 
     def quantized_key(self, leaves: Leaves) -> Tensor:
-        """Codewords in place of keys, less one vector per head, which softmax ignores.
+        """Codewords in place of keys, minus one vector per head, which softmax ignores.
 
-        Gradients reach keys straight through; with DiVeQ, keys and codewords share them, and in
-        training mode there is a little noise.
+        Gradients reach keys straight through. With DiVeQ they reach keys and codewords, and
+        training mode adds a little noise.
         """
         key, codeword = leaves.key, leaves.codeword
-        # Half precision keeps its digits for what tells the keys apart.
+        # A common offset would cost digits in half precision.
         centre = centre_of(self.parent_codewords.detach())
         if not self.diveq:
             return codeword - centre + (key - key.detach())
@@ -126,17 +126,17 @@ class Quantizer(nn.Module):
         if self.statistics is not None:
             statistics = tuple(a + b for a, b in zip(self.statistics, statistics, strict=True))
         self.statistics = statistics
-        # An odd stride meets every column of a grid whose width is a power of two.
+        # An odd stride visits every column of a grid whose width is a power of two.
         stride = math.ceil(key.shape[0] * key.shape[2] / KEPT_KEYS) | 1
         kept = key[:, :, ::stride].movedim(1, 0).flatten(1, 2)
-        # NCCL refuses to broadcast what is not contiguous.
+        # NCCL broadcasts contiguous tensors only.
         self.kept_keys = kept.clone(memory_format=torch.contiguous_format)
 
     @torch.no_grad()
     def update(self, key_sums: Tensor, counts: Tensor, decay: float) -> None:
-        """Take in the statistics of one optimizer step.
+        """Update with the statistics of one optimizer step.
 
-        With DiVeQ only the counts; codewords are where the optimizer put them.
+        With DiVeQ only the counts are used; the optimizer moves the codewords.
         """
         self.ema_counts.copy_(ema_update(self.ema_counts, counts, decay))
         if self.diveq:

@@ -44,8 +44,8 @@ def assign(key: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
 def assign_leaves(key: Tensor, codebook: Codebook) -> Tensor:
     """The leaf of each key: its row of the head's `codebook.leaves.flatten(1, 2)`.
 
-    Computed in fp32, or in fp64 if an input is fp64, also under autocast. Matrix products follow
-    torch's TF32 setting. Memory stays bounded for any number of keys.
+    Computed in float32, or in float64 if an input is float64, also under autocast. Matrix products
+    follow PyTorch's TF32 setting. Memory is bounded for any number of keys.
 
     Args:
         key: (..., H, N, D).

@@ -16,8 +16,8 @@ class Codebook:
     Args:
         parents: (H, M0, D) floating point.
         children: (H, M0, C, D), same dtype and device; C = 0 is a flat codebook.
-        check_finite: look for NaN and infinity, which waits for the device. Turn it off for
-            tensors that were checked before, and inside torch.compile and CUDA graphs.
+        check_finite: refuse NaN and infinity. The check synchronizes with the device; turn it off
+            inside torch.compile and CUDA graphs, and for tensors that were checked before.
 
     Raises:
         TypeError: a field is not a floating-point tensor, or the dtypes differ.
@@ -77,7 +77,7 @@ class Codebook:
 
     @property
     def most_refined(self) -> int:
-        """Parents that a query tile can refine: all, or 0 if the codebook is flat."""
+        """Most parents that a query tile can refine: all, or 0 for a flat codebook."""
         return self.num_parents if self.num_children else 0
 
     @property
@@ -98,7 +98,7 @@ class Codebook:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "Codebook":
-        """This codebook on another device or in another dtype; itself where nothing changes.
+        """Move to another device or dtype; returns `self` if nothing changes.
 
         Raises:
             ValueError: a codeword overflows in the new dtype.
@@ -111,15 +111,14 @@ class Codebook:
 
 
 def project_children(child_means: Tensor, child_counts: Tensor, parents: Tensor) -> Tensor:
-    """Move children, the lighter the further, until they average to their parent.
+    """Move children until they average to their parent; lighter children move further.
 
-    The closed form C_pc = M_c - delta / (N_c sigma) of the mass-weighted least squares (paper,
-    Eq. child_constraint_solve), extended to its limit where counts vanish: the children without
-    keys share the whole residual equally, and the others do not move. If no child has a key, all
-    move rigidly with the parent.
+    This is the closed form C_pc = M_c - delta / (N_c sigma) of mass-weighted least squares (paper,
+    Eq. child_constraint_solve), and its limit if counts vanish: children without keys share the
+    whole residual equally and the others do not move. If no child has keys, all move equally.
 
     Args:
-        child_means: (..., C, D), M_c; where the count is 0, the position to start from.
+        child_means: (..., C, D), M_c, or the current position of a child whose count is 0.
         child_counts: (..., C), N_c >= 0.
         parents: (..., D).
 

@@ -1,9 +1,11 @@
 """Online k-means with exponential moving averages (paper, appendix "Codeword Clustering During
 Training").
 
-Statistics are the state and codewords are derived from them. Shapes: H heads, M0 parents, C
-children per parent, D head dim. Statistics are of 1 + C codewords per cell: the parent with all
-keys of the cell, then each child with those that took it. Keys that stay count for the parent only.
+Statistics are the state; codewords are derived from them. A cell has statistics of 1 + C codewords:
+the parent with all keys of the cell, then each child with its keys. Keys that stay with the parent
+count for the parent only.
+
+Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
 
 import math
@@ -21,8 +23,8 @@ from avq_diffusers.codebook.assignment import (
 from avq_diffusers.codebook.codebook import Codebook, project_children
 from avq_diffusers.codebook.kmeans import first_in_cell
 
-# Below this count a sum and a count that decay for thousands of steps lose their digits, and their
-# ratio drifts away.
+# A sum and a count that decay for thousands of steps lose digits below this count, and their ratio
+# drifts.
 NEGLIGIBLE_COUNT = 1e-20
 
 
@@ -30,18 +32,19 @@ NEGLIGIBLE_COUNT = 1e-20
 def batch_statistics(
     keys: Tensor, codebook: Codebook, leaf: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Key sums and counts of one batch under the current codebook.
+    """Key sums and counts of one batch.
 
-    Both are sums over keys: those of micro-batches and of processes add up to those of the whole
-    batch, so add and all-reduce them before `ema_update`.
+    Both are sums over keys. Add them over micro-batches and all-reduce them over processes before
+    `ema_update`.
 
     Args:
         keys: (..., H, N, D).
-        codebook: H heads of codewords.
-        leaf: what `assign_leaves(keys, codebook)` returned, where it is known already.
+        codebook: the current codewords of H heads.
+        leaf: `assign_leaves(keys, codebook)`, if already computed.
 
     Returns:
-        key_sums (H, M0, 1 + C, D) and counts (H, M0, 1 + C), fp32, or fp64 if an input is fp64.
+        key_sums (H, M0, 1 + C, D) and counts (H, M0, 1 + C), float32, or float64 if an input is
+        float64.
 
     Raises:
         ValueError: `keys` does not fit the codebook.
@@ -61,23 +64,23 @@ def batch_statistics(
 
 
 def ema_update(ema: Tensor, batch: Tensor, decay: float) -> Tensor:
-    """`ema` <- `decay` `ema` + (1 - `decay`) `batch`, for key sums and for counts."""
+    """Return `decay` * `ema` + (1 - `decay`) * `batch`, for key sums or counts."""
     return decay * ema + (1 - decay) * batch
 
 
 def derive_codebook(
     ema_key_sums: Tensor, ema_counts: Tensor, previous: Codebook, *, constrain: bool = True
 ) -> Codebook:
-    """Codewords that belong to the statistics: parents S / N, children projected S / N.
+    """Derive codewords from statistics: parents are S / N, children are projected S / N.
 
-    A parent without keys keeps its place. A child without keys starts from its place and absorbs
-    what is needed for its parent's children to average to the parent (`project_children`).
+    A parent without keys keeps its position. A child without keys starts from its position, and
+    `project_children` moves it.
 
     Args:
         ema_key_sums: (H, M0, 1 + C, D).
         ema_counts: (H, M0, 1 + C).
-        previous: the codebook before, in the dtype of the statistics.
-        constrain: let the children of each parent average to it; else they are S / N.
+        previous: the codebook of the previous step, in the dtype of the statistics.
+        constrain: make the children of each parent average to it; else they are S / N.
     """
     counts = ema_counts.where(ema_counts > NEGLIGIBLE_COUNT, 0)
     means = ema_key_sums / counts.where(counts > 0, 1)[..., None]
@@ -99,23 +102,25 @@ def reassign_dead(
     seed: int = 0,
     constrain: bool = True,
 ) -> tuple[Tensor, Tensor, Codebook]:
-    """Move dead codewords, those with an EMA count below `threshold`, to badly represented keys.
+    """Move dead codewords, whose EMA count is below `threshold`, to badly represented keys.
 
-    Dead parents move to different keys, drawn by their squared distance to their codeword; their
-    children move along and lose their statistics. In every other cell one dead child moves to a
-    key of the cell drawn in the same way. A moved parent counts `threshold` keys, a moved child
-    as many as an average leaf of its cell, because the projection would push a lighter one away
-    from its key. The paper takes the nearest keys instead (appendix "Alternative VQ Training
-    Methods"), which two dead codewords can share and which may be represented well already.
+    Dead parents move to different keys, sampled by the squared distance to their codeword. Their
+    children move along and lose their statistics. In every other cell one dead child moves to a key
+    of the cell, sampled in the same way. A moved parent counts `threshold` keys. A moved child
+    counts as many as an average leaf of its cell: the projection would push a lighter child away
+    from its key.
+
+    The paper moves dead codewords to their nearest keys (appendix "Alternative VQ Training
+    Methods"). Two dead codewords can share such a key, and it may be well represented already.
 
     Args:
         ema_key_sums: (H, M0, 1 + C, D).
         ema_counts: (H, M0, 1 + C).
         codebook: the codewords of these statistics.
-        keys: (..., H, N, D), a batch of keys, at least M0 per head. Several processes need the
-            same keys and seed to stay equal.
+        keys: (..., H, N, D), a batch of at least M0 keys per head. Processes need the same keys and
+            seed to get the same codebook.
         threshold: keys per batch below which a codeword is dead.
-        seed: of the draws.
+        seed: of the samples.
         constrain: as in `derive_codebook`.
 
     Returns:
@@ -158,7 +163,7 @@ def reassign_dead(
         [keys[head, drawn][:, :, None], child_target[:, :, None].expand_as(codebook.children)],
         dim=2,
     )
-    # Of a dead parent this is `threshold`.
+    # For a dead parent this is `threshold`.
     mass = (ema_counts[:, :, :1] / (1 + num_children)).clamp(min=threshold)
 
     counts = ema_counts.where(~moved, mass).masked_fill(orphaned, 0)

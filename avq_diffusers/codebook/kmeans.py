@@ -1,4 +1,4 @@
-"""Two-level k-means on keys, the start of every codebook.
+"""Two-level k-means on keys, which fits a codebook.
 
 Keys are centred, and children are relative to their parent: a large offset that keys share would
 cost digits.
@@ -29,24 +29,23 @@ def fit_codebook(
     seed: int = 0,
     constrain: bool = True,
 ) -> Codebook:
-    """Two-level k-means: parents on all keys, then children on the keys of each parent's cell.
+    """Fit parents to all keys, then children to the keys of each parent's cell.
 
-    Both levels are seeded by k-means++ and improved by Lloyd's iterations. A key of a cell may
-    stay with the parent. With `constrain`, each iteration ends in `project_children`, which makes
-    it a descent on the error under the parent-child constraint. Children that find no key of
-    their own mirror their siblings: at the parent, if those balance already.
+    Both levels are seeded by k-means++ and improved by Lloyd's iterations. A key of a cell may stay
+    with the parent. With `constrain`, each iteration ends in `project_children` and lowers the
+    error under the parent-child constraint. Children without keys then balance their siblings.
 
     Args:
-        keys: (H, S, D) floating point; S = B N keys of a layer, or a sample of them.
+        keys: (H, S, D) floating point: the keys of a layer, or a sample of them.
         num_parents: M0, at most S.
         num_children: C; 0 is a flat codebook.
-        num_iterations: most iterations of Lloyd's algorithm per level; it stops where the error
-            falls by less than 1e-4 of itself.
-        seed: same seed and keys, same codebook on the CPU.
-        constrain: let the children of each parent average to it.
+        num_iterations: most iterations of Lloyd's algorithm per level. It stops earlier if an
+            iteration lowers the error by less than a factor of 1e-4.
+        seed: on a CPU, the same seed and keys give the same codebook.
+        constrain: make the children of each parent average to it.
 
     Returns:
-        Codebook on the device of `keys`, fp32, or fp64 if `keys` are fp64.
+        Codebook on the device of `keys`, float32, or float64 if `keys` are float64.
 
     Raises:
         TypeError: `keys` is not a floating-point tensor, or a number is not an int.
@@ -93,11 +92,11 @@ def first_in_cell(rank: Tensor, cell: Tensor, num_cells: int) -> Tensor:
     """Index of the lowest-ranked row of each cell.
 
     Args:
-        rank: (R,); rows of infinite rank are left out.
+        rank: (R,); rows of infinite rank do not count.
         cell: (R,) int64 in [0, num_cells).
 
     Returns:
-        (num_cells,) int64; R where a cell has no row.
+        (num_cells,) int64; R for a cell without rows.
     """
     lowest = rank.new_full((num_cells,), math.inf).scatter_reduce_(0, cell, rank, "amin")
     is_lowest = (rank == lowest[cell]) & (rank < math.inf)
@@ -106,16 +105,17 @@ def first_in_cell(rank: Tensor, cell: Tensor, num_cells: int) -> Tensor:
 
 
 def _score(points: Tensor, centroids: Tensor) -> Tensor:
-    """Half the squared distance, less half the point's squared norm: (..., N, M)."""
+    """(..., N, M) half the squared distance minus half the squared norm of the point."""
     return centroids.square().sum(dim=-1)[..., None, :] / 2 - points @ centroids.mT
 
 
 def _nearest_leaf(residual: Tensor, child_offsets: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """0 for each row that stays, 1 + c for child c of its cell, and the squared distance to that.
+    """The leaf of each row of `residual`, 0 if it stays and 1 + c for child c of its cell, and the
+    squared distance to it.
 
     Args:
-        residual: (R, D), keys less their parents.
-        child_offsets: (K, C, D), children less their parents, in K cells.
+        residual: (R, D), keys minus their parents.
+        child_offsets: (K, C, D), children minus their parents, in K cells.
         cell: (R,) int64 in [0, K).
     """
     _, num_children, head_dim = child_offsets.shape
@@ -135,7 +135,7 @@ def _nearest_leaf(residual: Tensor, child_offsets: Tensor, cell: Tensor) -> tupl
 
 
 def _seed_centroids(keys: Tensor, num_centroids: int, generator: torch.Generator) -> Tensor:
-    """Greedy k-means++ (Arthur & Vassilvitskii 2007): of a few keys drawn by squared distance,
+    """Greedy k-means++ (Arthur & Vassilvitskii 2007): sample a few keys by squared distance and
     take the one that lowers the error most.
     """
     sample_size = min(keys.shape[1], 32 * num_centroids)
@@ -144,7 +144,7 @@ def _seed_centroids(keys: Tensor, num_centroids: int, generator: torch.Generator
     heads, _, head_dim = keys.shape
     head = torch.arange(heads, device=keys.device)
     half_norms = keys.square().sum(dim=-1) / 2
-    # An upper bound of every distance makes the first draw uniform.
+    # An upper bound of every distance makes the first sample uniform.
     half_distance = (4 * half_norms.amax(dim=1, keepdim=True)).expand_as(half_norms)
 
     centroids = keys.new_empty(heads, num_centroids, head_dim)
@@ -162,7 +162,7 @@ def _seed_centroids(keys: Tensor, num_centroids: int, generator: torch.Generator
 
 
 def _nearest(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest centroid of each key (H, S) and half the squared distance to it."""
+    """Nearest centroid of each key, (H, S), and half the squared distance to it."""
     keys_per_chunk = chunk_length(keys.device, keys.shape[0] * centroids.shape[1])
     chunks = [_score(chunk, centroids).min(dim=-1) for chunk in keys.split(keys_per_chunk, dim=1)]
     score = torch.cat([values for values, _ in chunks], dim=1)
@@ -171,7 +171,7 @@ def _nearest(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lloyd(keys: Tensor, centroids: Tensor, num_iterations: int) -> Tensor:
-    """Lloyd's algorithm; empty centroids move to the keys farthest from theirs."""
+    """Lloyd's algorithm. Empty centroids move to the keys farthest from their centroid."""
     num_centroids = centroids.shape[1]
     head = torch.arange(keys.shape[0], device=keys.device)[:, None]
     previous_error = math.inf
@@ -198,7 +198,7 @@ def _fit_child_offsets(
     generator: torch.Generator,
     constrain: bool,
 ) -> Tensor:
-    """Children less their parents, (H, M0, C, D), by k-means in all cells at once."""
+    """Children minus their parents, (H, M0, C, D), by k-means in all cells at once."""
     heads, num_parents, head_dim = parents.shape
     num_cells = heads * num_parents
     offsets = keys.new_zeros(num_cells, num_children, head_dim)
@@ -207,7 +207,7 @@ def _fit_child_offsets(
     assignment, _ = _nearest(keys, parents)
     cell = across_heads(assignment, num_parents).flatten()
     residual = keys.flatten(0, 1) - parents.flatten(0, 1)[cell]
-    # Where a cell has no key to offer, `first_in_cell` points to this last row: the parent.
+    # The last row is the parent. `first_in_cell` returns it for a cell without candidates.
     candidates = torch.cat([residual, residual.new_zeros(1, head_dim)])
 
     # k-means++ whose first centroid is the parent.
@@ -217,8 +217,8 @@ def _fit_child_offsets(
         offsets[:, index] = candidates[first_in_cell(clock / distance, cell, num_cells)]
         distance = distance.minimum((residual - offsets[cell, index]).square().sum(dim=-1))
 
-    # In many dimensions a key is closer to the parent than to any other key: children that start
-    # on keys would stay alone. A tenth of the way there is the paper's initial scale.
+    # In many dimensions a key is closer to the parent than to any other key, so a child that starts
+    # on a key would keep only that key. A tenth of the way is the paper's initial scale.
     offsets *= 0.1
 
     origin = keys.new_zeros(num_cells, head_dim)

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import make_case, relative_error
+from cases import SHAPES, make_case, relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -63,28 +63,7 @@ def errors(
     return [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "num_refined", "query_tile"),
-    [
-        pytest.param({}, 0, 16, id="none refined"),
-        pytest.param({}, 1, 16, id="one refined"),
-        pytest.param({}, 6, 16, id="all refined"),
-        pytest.param({"queries": 48}, 2, 16, id="whole tiles"),
-        pytest.param({"queries": 51}, 2, 16, id="last tile partial"),
-        pytest.param({"queries": 5}, 2, 16, id="fewer queries than a tile"),
-        pytest.param({"queries": 40, "keys": 70}, 2, 16, id="more keys than queries"),
-        pytest.param({"queries": 70, "keys": 33}, 2, 16, id="fewer keys than queries"),
-        pytest.param({"queries": 20}, 2, 1, id="tiles of one query"),
-        pytest.param({"queries": 130}, 2, 128, id="default tile"),
-        pytest.param({"batch": 3, "heads": 5, "queries": 20}, 2, 8, id="odd batch and heads"),
-        pytest.param({"head_dim": 40}, 2, 16, id="head dim of SD1.5 level 0"),
-        pytest.param({"head_dim": 1}, 2, 16, id="one channel"),
-        pytest.param({"parents": 1}, 1, 16, id="one parent"),
-        pytest.param({"parents": 40, "queries": 30}, 25, 16, id="more parents than keys"),
-        pytest.param({"children": 1}, 2, 16, id="one child"),
-        pytest.param({"children": 0}, 0, 16, id="flat codebook"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "num_refined", "query_tile"), SHAPES)
 def test_shapes(shape, num_refined, query_tile):
     query, key, value, codebook = make_case(**shape)
     order = torch.randperm(query.shape[2], generator=torch.Generator().manual_seed(1))

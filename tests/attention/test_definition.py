@@ -273,16 +273,6 @@ def test_gradients_pass_straight_through_the_quantization():
         assert relative_error(gradient, target) < EXACT
 
 
-def test_gradients_with_few_refined_parents_match_finite_differences():
-    inputs = make_case(batch=1, heads=1, queries=6, head_dim=3, parents=3, children=2)
-    query, value = (x.detach().requires_grad_() for x in (inputs[0], inputs[2]))
-
-    def attend(query: Tensor, value: Tensor) -> Tensor:
-        return avq_attention(query, inputs[1], value, inputs[3], num_refined=1, query_tile=4)
-
-    assert torch.autograd.gradcheck(attend, (query, value))
-
-
 def test_the_papers_correction_is_the_definition_where_parents_are_means_of_children():
     """Paper, Algorithm 2: refined parents keep all their keys, and children carry a correction."""
     query, key, value, codebook = make_case()
