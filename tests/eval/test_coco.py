@@ -35,7 +35,6 @@ from avq_diffusers.cli import options
 from avq_diffusers.mini import SCORER, TEST_SEEDS, sample_scene
 from avq_diffusers.plugin.prompts import quiet
 from eval.commands.coco import coco_generate_command
-from eval.faults import contents
 from eval.quality import captions, coco, coco_score, frechet, protocol
 from eval.quality.captions import read_captions
 from eval.quality.metrics import Scorer
@@ -607,6 +606,11 @@ def test_methods_change_pictures_and_codebooks_are_kept(place, exact, monkeypatc
     assert len({row["fid"] for row in rows}) == 3
 
 
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
 def test_codebooks_that_are_deleted_come_back_to_finished_pictures(place):
     """Catches a folder with nothing left to draw that stays without the codebooks of its row."""
     command = {"method": f"{place / 'avq'}@P1", "pictures": 2}
@@ -614,12 +618,12 @@ def test_codebooks_that_are_deleted_come_back_to_finished_pictures(place):
     folder = place / "row-finished"
     config = coco.read_manifest(folder)["config"]
     assert config["method_sha256"] == folder_digest(place / "avq", "config.json")
-    made, _ = contents(folder)
+    made = contents(folder)
     manifest = (folder / "manifest.json").read_bytes()
     assert "codebooks/config.json" in made
     shutil.rmtree(folder / "codebooks")
     assert generate(place, "row-finished", **command) == (0, "", "")
-    assert contents(folder)[0] == made
+    assert contents(folder) == made
     assert (folder / "manifest.json").read_bytes() == manifest
 
 
