@@ -100,22 +100,6 @@ def test_identical_codewords_and_keys():
     assert relative_error(output, expected) < 1e-12
 
 
-def test_of_equal_importance_the_lower_parent_is_refined():
-    """Catches a choice that leaves the order of equal parents open."""
-    parents = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]]).double()
-    children = parents[:, :, None] + torch.tensor([[0.0, 2.0], [0.0, -2.0]])
-    codebook = Codebook(parents, children)
-    key = children.flatten(1, 2)[None]
-    value = torch.tensor([1.0, 2.0, 4.0, 8.0]).double().expand(2, 4).mT[None, None]
-    query = torch.tensor([0.0, 1.0]).double().expand(1, 1, 3, 2)
-    options = {"num_refined": 1, "query_tile": 3, "scale": 1.0}
-    output, expected = both(query, key, value, codebook, **options)
-    assert relative_error(output, expected) < 1e-12
-    up, down = torch.tensor([2.0, -2.0]).exp().tolist()
-    first_refined = (up * 1 + down * 2 + 4 + 8) / (up + down + 2)
-    assert output[0, 0, 0, 0].item() == pytest.approx(first_refined)
-
-
 def test_a_dead_codeword_far_away_costs_no_accuracy():
     """Catches centring on the mean of the parents, which one of them moves by 1e5."""
     query, key, value, codebook = make_case(dtype=torch.float32)
@@ -172,44 +156,6 @@ def test_every_key_is_counted_once():
                     members = (parent[b, h] == p) & (leaf[b, h] == c)
                     assert counts[h, p, c] == members.sum()
                     torch.testing.assert_close(value_sums[h, p, c], value[b, h, members].sum(0))
-
-
-def assert_nearest(leaf: Tensor, key: Tensor, codebook: Codebook, tolerance: float) -> None:
-    """Each key's leaf is nearest up to `tolerance` in squared distance, and so is its parent."""
-    num_leaves = 1 + codebook.num_children
-    parents, children = codebook.parents.double(), codebook.children.double()
-    key = key.double()
-    distance = torch.cdist(key, parents, compute_mode="donot_use_mm_for_euclid_dist").square()
-    parent = (leaf // num_leaves)[..., None]
-    assert (distance.gather(-1, parent)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
-
-    leaves = torch.cat([parents[:, :, None], children], dim=2)
-    cell = leaves[torch.arange(len(leaves))[:, None], parent[..., 0]]
-    distance = (cell - key[:, :, None]).square().sum(dim=-1)
-    leaf = (leaf % num_leaves)[..., None]
-    assert (distance.gather(-1, leaf)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
-
-
-@pytest.mark.parametrize("offset", [0, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_keys_go_to_the_nearest_codeword(dtype, offset, monkeypatch):
-    *_, codebook = make_case(head_dim=40, parents=64, children=8)
-    shift = torch.zeros(40).double()
-    shift[:3] = offset
-    codebook = Codebook(codebook.parents + shift, codebook.children + shift).to(dtype=torch.float32)
-    # Half way between two codewords, where every lost digit shows.
-    near = torch.cat([codebook.parents.roll(1, dims=1)[:, :, None], codebook.children], dim=2)
-    key = ((near + codebook.parents[:, :, None]) / 2).flatten(1, 2).to(dtype)
-
-    leaf = nearest_leaves(key, codebook.parents, codebook.children)
-    assert_nearest(leaf, key, codebook, 1e-4)
-    with pytest.raises(AssertionError):
-        assert_nearest(leaf.roll(1, dims=1), key, codebook, 1e-4)
-    if dtype == torch.float32 and offset:
-        monkeypatch.setattr(assignment, "centre_of", lambda parents: parents[:, :1] * 0)
-        leaf = nearest_leaves(key, codebook.parents, codebook.children)
-        with pytest.raises(AssertionError):
-            assert_nearest(leaf, key, codebook, 1e-4)
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 160])

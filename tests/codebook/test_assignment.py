@@ -2,9 +2,11 @@ import re
 
 import pytest
 import torch
+from cases import make_case
+from torch import Tensor
 
 from avq_diffusers.codebook import assignment
-from avq_diffusers.codebook.assignment import assign, assign_leaves
+from avq_diffusers.codebook.assignment import assign, assign_leaves, nearest_leaves
 from avq_diffusers.codebook.codebook import Codebook
 
 
@@ -16,8 +18,20 @@ def random_codebook(heads, num_parents, num_children, head_dim, seed=0, dtype=to
     return Codebook(parents, parents[:, :, None] + 0.5 * offsets)
 
 
-def distances(keys, codewords):
-    return torch.cdist(keys, codewords, compute_mode="donot_use_mm_for_euclid_dist")
+def assert_nearest(leaf: Tensor, key: Tensor, codebook: Codebook, tolerance: float) -> None:
+    """Each key's leaf is nearest up to `tolerance` in squared distance, and so is its parent."""
+    num_leaves = 1 + codebook.num_children
+    parents, children = codebook.parents.double(), codebook.children.double()
+    key = key.double()
+    distance = torch.cdist(key, parents, compute_mode="donot_use_mm_for_euclid_dist").square()
+    parent = (leaf // num_leaves)[..., None]
+    assert (distance.gather(-1, parent)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
+
+    leaves = torch.cat([parents[:, :, None], children], dim=2)
+    cell = leaves[torch.arange(len(leaves))[:, None], parent[..., 0]]
+    distance = (cell - key[:, :, None]).square().sum(dim=-1)
+    leaf = (leaf % num_leaves)[..., None]
+    assert (distance.gather(-1, leaf)[..., 0] - distance.amin(dim=-1)).max() <= tolerance
 
 
 def test_a_child_is_taken_only_if_strictly_closer():
@@ -59,35 +73,34 @@ def test_takes_the_nearest_codewords(shape, num_parents, num_children, dtype):
     key = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     parent, child = assign(key, codebook)
     assert parent.shape == child.shape == shape[:-1]
-
-    head = torch.arange(shape[-3])[:, None]
-    exact_key, codewords = key.double(), codebook.leaves.double()
-    parent_distance = distances(exact_key, codewords[:, :, 0])
-    chosen = parent_distance.gather(-1, parent[..., None])[..., 0]
-    torch.testing.assert_close(chosen, parent_distance.amin(-1), rtol=1e-6, atol=0)
-
-    leaf_distance = (exact_key[..., None, :] - codewords[head, parent]).norm(dim=-1)
-    chosen = leaf_distance.gather(-1, child[..., None] + 1)[..., 0]
-    torch.testing.assert_close(chosen, leaf_distance.amin(-1), rtol=1e-6, atol=0)
+    leaf = parent * (1 + num_children) + child + 1
+    pairs = zip(leaf.view(-1, *shape[-3:-1]), key.view(-1, *shape[-3:]), strict=True)
+    for leaves, keys in pairs:
+        assert_nearest(leaves, keys, codebook, 1e-4)
     if num_children > 1:
         assert child.unique().numel() == num_children + 1  # stay and every child
 
 
-def test_a_shared_offset_costs_no_accuracy():
-    codebook = random_codebook(1, 32, 4, 40, dtype=torch.float64)
-    key = torch.randn(1, 2000, 40, generator=torch.Generator().manual_seed(1)).double()
-    offset = 1000.0
-    shifted = Codebook((codebook.parents + offset).float(), (codebook.children + offset).float())
-    shifted_key = (key + offset).float()
-    parent, _ = assign(shifted_key, shifted)
-    # Ties are decided on the rounded inputs.
-    distance = distances(shifted_key.double(), shifted.parents.double())
-    chosen = distance.gather(-1, parent[..., None])[..., 0]
-    torch.testing.assert_close(chosen, distance.amin(-1), rtol=1e-5, atol=0)
+@pytest.mark.parametrize("offset", [0, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_keys_go_to_the_nearest_codeword(dtype, offset, monkeypatch):
+    *_, codebook = make_case(head_dim=40, parents=64, children=8)
+    shift = torch.zeros(40).double()
+    shift[:3] = offset
+    codebook = Codebook(codebook.parents + shift, codebook.children + shift).to(dtype=torch.float32)
+    # Half way between two codewords, where every lost digit shows.
+    near = torch.cat([codebook.parents.roll(1, dims=1)[:, :, None], codebook.children], dim=2)
+    key = ((near + codebook.parents[:, :, None]) / 2).flatten(1, 2).to(dtype)
 
-    raw_score = shifted.parents.square().sum(-1) - 2 * shifted_key @ shifted.parents.mT
-    raw_chosen = distance.gather(-1, raw_score.argmin(-1, keepdim=True))[..., 0]
-    assert (raw_chosen / distance.amin(-1)).max() > 1.01
+    leaf = nearest_leaves(key, codebook.parents, codebook.children)
+    assert_nearest(leaf, key, codebook, 1e-4)
+    with pytest.raises(AssertionError):
+        assert_nearest(leaf.roll(1, dims=1), key, codebook, 1e-4)
+    if dtype == torch.float32 and offset:
+        monkeypatch.setattr(assignment, "centre_of", lambda parents: parents[:, :1] * 0)
+        leaf = nearest_leaves(key, codebook.parents, codebook.children)
+        with pytest.raises(AssertionError):
+            assert_nearest(leaf, key, codebook, 1e-4)
 
 
 def test_autocast_does_not_lower_the_precision():
