@@ -163,11 +163,13 @@ class SDTask:
 
     def batch(self, generator: torch.Generator) -> Batch:
         shape = (self.config.batch_size,)
-        draw = {"generator": generator, "device": self.device}
-        index = torch.randint(len(self.latents), shape, **draw)
+        options = {"generator": generator, "device": self.device}
+        index = torch.randint(len(self.latents), shape, **options)
         ids = drop_captions(self.ids[index], self.empty, self.config.caption_dropout, generator)
-        timesteps = torch.randint(len(self.model.weights), shape, **draw)
-        noise = layered_noise((*shape, *self.latents.shape[1:]), self.config.layered_noise, **draw)
+        timesteps = torch.randint(len(self.model.weights), shape, **options)
+        noise = layered_noise(
+            (*shape, *self.latents.shape[1:]), self.config.layered_noise, **options
+        )
         return {
             "latents": self.latents[index].float().to(memory_format=torch.channels_last),
             "noise": noise.to(memory_format=torch.channels_last),

@@ -2,14 +2,11 @@
 
 import json
 import os
-import random
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from importlib.metadata import version
 from itertools import count, pairwise
 from pathlib import Path
@@ -17,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from diffusers import DDPMScheduler, StableDiffusionPipeline
@@ -27,7 +23,6 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import draw, sdxl_unet, tiny_pipe, tiny_unet
 from tiny_training import (
-    CONFIGS,
     ROOT,
     RUN_CONFIG,
     TINY_RUN,
@@ -136,16 +131,6 @@ def test_the_newest_checkpoints_of_the_same_processes(tmp_path):
     checkpoint.check_config(newest, config, free=(), num_processes=2)
     with pytest.raises(ValueError, match="it differs in num_processes"):
         checkpoint.check_config(newest, config, free=(), num_processes=1)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_checkpoint_of_a_run_that_diverged_is_refused(tmp_path, value):
-    """Catches NaN that a whole file holds, and from which every later step is NaN."""
-    config = load_config(RUN_CONFIG, DistillConfig, [])
-    tensors = {"student": {"weight": torch.tensor([1.0, value])}}
-    checkpoint.save(tmp_path, 1, tensors, config=config, keep=1)
-    with pytest.raises(ValueError, match=r"weight holds NaN or infinity.*; delete .*step-00000001"):
-        checkpoint.newest(tmp_path).tensors("student")
 
 
 def test_a_log_alone_is_a_run(tmp_path):
@@ -369,31 +354,6 @@ def test_resume_without_a_checkpoint_starts_anew(finished, model, tmp_path):
     assert losses(tmp_path) == losses(finished)
 
 
-def test_a_killed_process_resumes_to_the_undisturbed_result(model, tmp_path):
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    more = {"steps": 20, "checkpoint_every": 1}
-    assert run(model, undisturbed, **more).exit_code == 0
-    with subprocess.Popen(
-        [sys.executable, "-m", "distill", *arguments(model, killed, **more)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # as here: sums depend on the thread count
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        while process.poll() is None and newest_step(killed) < 2:
-            time.sleep(0.01)
-        time.sleep(random.uniform(0, 0.5))  # in a step, or while a checkpoint is written
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    assert 2 <= newest_step(killed) < 20
-    assert not (killed / "codebooks").exists()
-
-    assert run(model, killed, "--resume", **more).exit_code == 0
-
-    assert losses(killed) == losses(undisturbed)
-    assert_same(final(killed, 20), final(undisturbed, 20))
-
-
 def test_a_killed_worker_is_one_sentence_wherever_it_shows(model, tmp_path, monkeypatch):
     """PyTorch's signal handler raises in the middle of a step."""
 
@@ -407,23 +367,18 @@ def test_a_killed_worker_is_one_sentence_wherever_it_shows(model, tmp_path, monk
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("every", "steps"), [pytest.param(2, [2, 4], marks=pytest.mark.long), ("null", [4])]
-)
-def test_a_sheet_that_fails_loses_nothing(model, tmp_path, monkeypatch, every, steps):
+def test_a_sheet_that_fails_loses_nothing(finished, model, tmp_path, monkeypatch):
     """Catches a checkpoint that waits for the sheet, and a sheet that a resumed run leaves out."""
-    whole, output = tmp_path / "whole", tmp_path / "run"
-    settings = {"samples__every": every}
-    assert run(model, whole, **settings).exit_code == 0
     with monkeypatch.context() as failing:
         failing.setattr(loop, "save_sheet", lambda *_: Path("/nowhere/sheet").write_bytes(b""))
-        assert run(model, output, **settings).exit_code == 1
-    assert newest_step(output) == steps[0]
-    assert run(model, output, "--resume", **settings).exit_code == 0
-    assert losses(output) == losses(whole)
-    sheets = {path.name: path.read_bytes() for path in (whole / "samples").iterdir()}
-    assert sheets.keys() == {f"step-{step:08d}.png" for step in steps}
-    assert {path.name: path.read_bytes() for path in (output / "samples").iterdir()} == sheets
+        assert run(model, tmp_path, samples__every=2).exit_code == 1
+    assert newest_step(tmp_path) == 2
+    assert run(model, tmp_path, "--resume", samples__every=2).exit_code == 0
+    assert losses(tmp_path) == losses(finished)
+    sheets = {path.name: path.read_bytes() for path in (tmp_path / "samples").iterdir()}
+    assert sheets.keys() == {"step-00000002.png", "step-00000004.png"}
+    last = "step-00000004.png"
+    assert sheets[last] == (finished / "samples" / last).read_bytes()
 
 
 def test_the_tracker_has_every_step_once(finished, model, tmp_path):
@@ -439,31 +394,6 @@ def test_the_tracker_has_every_step_once(finished, model, tmp_path):
 def newest_step(output):
     paths = checkpoint.checkpoints(output)
     return int(paths[-1].name.removeprefix("step-")) if paths else 0
-
-
-def test_a_full_disk_ends_with_one_sentence_and_the_previous_checkpoint(finished, model, tmp_path):
-    output = tmp_path / "run"
-    copy_until(finished, output, step=2)
-    before = final(output, 2)
-    limit = 2 * log_path(output).stat().st_size
-    largest = max(path.stat().st_size for path in (output / "checkpoints").rglob("*.safetensors"))
-    assert limit < largest
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        result = run(model, output, "--resume")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert result.exit_code == 1
-    error = result.stderr.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert re.search(r"step-00000004(\.png)? could not be written", error)
-    assert newest_step(output) == 2
-    assert_same(final(output, 2), before)
-    assert not (output / "codebooks").exists()
-
-    assert run(model, output, "--resume").exit_code == 0
-    assert_same(final(output), final(finished))
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(model, tmp_path):
@@ -498,9 +428,10 @@ def test_broken_pictures_end_with_one_sentence(model, tmp_path, attention, code)
     assert re.match(r"error: 16 samples in a row are broken, the last: sample \d of ", error)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
-    ("attention", "code"), [("avq", 2), ("linfusion", 1)], ids=["before k-means", "in training"]
+    ("attention", "code", "workers"),
+    [("avq", 2, 1), ("linfusion", 1, 0)],
+    ids=["before k-means", "in training"],
 )
 def test_a_damaged_cache_ends_with_one_sentence(model, tmp_path, attention, code, workers):
     """Catches the message of a DataLoader worker, which is a traceback of twenty lines."""
@@ -511,26 +442,7 @@ def test_a_damaged_cache_ends_with_one_sentence(model, tmp_path, attention, code
     result = run(model, tmp_path / "run", data__workers=workers, **settings)
     assert result.exit_code == code
     error = result.stderr[result.stderr.index("error: ") :]
-    assert re.fullmatch(
-        rf"error: {shard} is damaged \(.*\); delete it to build it again\.\n", error
-    )
-
-    shard.unlink()
-    assert run(model, tmp_path / "run", "--resume", **settings).exit_code == 0
-
-
-@pytest.mark.parametrize("part", [0, 0.999])
-def test_a_cache_that_holds_something_else_is_damaged(model, tmp_path, part):
-    """Catches training on what a failing disk made of latents or texts: its header is whole."""
-    settings = {"data__cache": tmp_path / "cache", "steps": 1}
-    assert run(model, tmp_path / "whole", **settings).exit_code == 0
-    (shard,) = (tmp_path / "cache").glob("shard-*")
-    content = bytearray(shard.read_bytes())
-    header = 8 + int.from_bytes(content[:8], "little")
-    content[header + int(part * (len(content) - header))] ^= 1
-    shard.write_bytes(content)
-    stderr = refused(model, tmp_path / "run", **settings, codebooks__start_images=6)
-    assert re.search(rf"error: {shard} is damaged \(sample \d is not the one", stderr)
+    assert re.fullmatch(rf"error: {shard} is damaged \(.*\); delete it to build it again.\n", error)
 
 
 def test_latents_beyond_half_precision_end_with_one_sentence(tmp_path):
@@ -750,7 +662,6 @@ def test_a_folder_that_another_run_writes_is_refused(finished, model, tmp_path, 
     with locked(output):
         error = refused(model, output, "--resume")
         assert f"error: another run writes {output}; wait for its end, or choose" in error
-    assert run(model, output, "--resume").exit_code == 0
 
 
 def test_a_truncated_base_model_is_one_sentence(model, tmp_path):
@@ -833,164 +744,22 @@ def test_wrong_settings_are_refused_with_one_sentence(model, tmp_path, settings,
     assert not log_path(tmp_path / "run").exists()
 
 
-def test_models_with_further_conditions_are_refused(model, tmp_path):
-    shutil.copytree(model, tmp_path / "model", dirs_exist_ok=True)
-    sdxl_unet().save_pretrained(tmp_path / "model" / "unet")
-    error = refused(tmp_path / "model", tmp_path / "run")
-    assert "base_model must be a Stable Diffusion 1.x or 2.x model" in error
-
-
-def test_models_of_more_than_latents_are_refused(model, tmp_path):
+@pytest.mark.parametrize(
+    ("unet", "message"),
+    [
+        (
+            sdxl_unet,
+            "base_model must be a Stable Diffusion 1.x or 2.x model, but .* has additional",
+        ),
+        (partial(tiny_unet, in_channels=9), "the UNet of base_model must take 4 .* takes 9, like"),
+    ],
+)
+def test_other_models_are_refused(model, tmp_path, unet, message):
     """Catches an error of the first convolution, before or after k-means."""
     shutil.copytree(model, tmp_path / "model", dirs_exist_ok=True)
-    tiny_unet(in_channels=9).save_pretrained(tmp_path / "model" / "unet")
+    unet().save_pretrained(tmp_path / "model" / "unet")
     error = refused(tmp_path / "model", tmp_path / "run").splitlines()[-1]
-    assert error.startswith("error: the UNet of base_model must take 4 latent channels only, but")
-    assert error.endswith("takes 9, like one for inpainting.")
-
-
-# Configurations
-
-
-@pytest.mark.parametrize("prefix", ["sd15", "mini"])
-@pytest.mark.parametrize(
-    ("row", "sizes", "levels"),
-    [
-        ("m32p8c8", "M32P8C8", (0,)),
-        ("m64p16c8", "M64P16C8", (0,)),
-        ("m128p32c8", "M128P32C8", (0,)),
-        ("m64p16c8_level1", "M64P16C8", (0, 1)),
-        ("m64", "M64P0C0", (0,)),
-        ("m128", "M128P0C0", (0,)),
-        ("m256", "M256P0C0", (0,)),
-        ("m256_level1", "M256P0C0", (0, 1)),
-        ("linfusion", None, None),
-    ],
-)
-def test_every_row_has_its_file(prefix, row, sizes, levels):
-    """Catches a file that differs from its family in more than its row says."""
-    config = load_config(CONFIGS / f"{prefix}_{row}.yaml", DistillConfig, [])
-    if sizes is None:
-        assert config.attention == "linfusion"
-    else:
-        assert (str(config.avq), config.avq.levels, config.attention) == (sizes, levels, "avq")
-    # With level 1 mini-sd trains by SD1.5's losses.
-    family = "m64p16c8_level1" if (prefix, levels) == ("mini", (0, 1)) else "m64p16c8"
-    texts = [
-        (CONFIGS / f"{prefix}_{name}.yaml").read_text().partition("data:")[2]
-        for name in (row, family)
-    ]
-    assert texts[0] == texts[1]
-    if prefix == "sd15":
-        assert (config.steps, config.batch_size, config.learning_rate) == (50_000, 96, 1e-4)
-        assert config.accumulation(8) == 1
-        assert config.accumulation(1) == 8
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda values: values.update(lerning_rate=1), "unknown key lerning_rate"),
-        (lambda values: values["avq"].update(parents=1), "unknown key avq.parents"),
-        (lambda values: values["data"].pop("workers"), "lacks the key data.workers"),
-        (lambda values: values.pop("samples"), "lacks the key samples"),
-    ],
-)
-def test_unknown_and_missing_keys_are_named(tmp_path, change, message):
-    values = yaml.safe_load(RUN_CONFIG.read_text())
-    change(values)
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(values))
-    with pytest.raises(ValueError, match=message):
-        load_config(path, DistillConfig, [])
-
-
-@pytest.mark.parametrize(
-    ("override", "kind", "message"),
-    [
-        ("steps=many", TypeError, "steps must be int, but got 'many'"),
-        ("compile=1", TypeError, "compile must be bool, but got 1"),
-        ("avq.levels=0", TypeError, r"avq.levels must be tuple\[int, ...\], but got 0"),
-        ("avq.levels=[a]", TypeError, r"avq.levels\[0\] must be int, but got 'a'"),
-        ("adam_betas=[0.9]", TypeError, "adam_betas must be tuple"),
-        ("data=scenes", TypeError, "data must be a section, but got 'scenes'"),
-        ("steps=null", TypeError, "steps must be int, but got None"),
-        ("steps=0", ValueError, "steps must be at least 1, but got 0"),
-        ("avq.num_refined=65", ValueError, "avq: num_refined must be at most num_parents"),
-        ("codebooks.decay_end=1.0", ValueError, r"codebooks: decay_end must be in \[0, 1\)"),
-        ("samples.prompts=[]", ValueError, "samples: prompts must hold at least one prompt"),
-        ("precision=fp8", ValueError, "precision must be one of fp32, fp16, bf16, but got 'fp8'"),
-        ("schedule=linear", ValueError, "schedule must be one of constant, cosine"),
-        ("avq.parents=3", ValueError, "unknown key avq.parents"),
-        ("books.decay=3", ValueError, "--set names the unknown section books"),
-        ("steps", ValueError, "--set must be key=value, but got 'steps'"),
-    ],
-)
-def test_wrong_values_are_named(override, kind, message):
-    with pytest.raises(kind, match=message):
-        load_config(RUN_CONFIG, DistillConfig, [override])
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("checkpoint_every=0", "checkpoint_every must be at least 1 or null, but got 0."),
-        ("samples.every=0", "samples: every must be at least 1 or null, but got 0."),
-        ("max_grad_norm=-1", "max_grad_norm must be above 0, but got -1.0."),
-        ("max_grad_norm=0", "max_grad_norm must be above 0, but got 0.0."),
-        ("max_grad_norm=.nan", "max_grad_norm must be above 0, but got nan."),
-        ("learning_rate=.inf", "learning_rate must be finite, but got inf."),
-        ("seed=-1", f"seed must be between 0 and {2**63 - 1}, but got -1."),
-        (f"seed={2**63}", f"seed must be between 0 and {2**63 - 1}, but got {2**63}."),
-        ("warmup_steps=-5", "warmup_steps must be at least 0, but got -5."),
-        (
-            "objective.noise_weight=-1",
-            "objective: noise_weight must be at least 0, but got -1.0.",
-        ),
-        (
-            "objective.feature_weight=.inf",
-            "objective: feature_weight must be finite, but got inf.",
-        ),
-        (
-            "codebooks.decay_warmup_steps=-3",
-            "codebooks: decay_warmup_steps must be at least 0, but got -3.",
-        ),
-        (
-            "codebooks.dead_threshold=0",
-            "codebooks: dead_threshold must be above 0, but got 0.0.",
-        ),
-        ("samples.guidance_scale=.nan", "samples: guidance_scale must be finite, but got nan."),
-    ],
-)
-def test_values_that_fail_late_or_train_backwards_are_refused(override, message):
-    """Catches a modulo by zero after k-means, and clipping that turns gradients around."""
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        load_config(RUN_CONFIG, DistillConfig, [override])
-
-
-def test_a_key_that_is_given_twice_is_refused(tmp_path):
-    """YAML's last one would win, silently."""
-    path = tmp_path / "config.yaml"
-    path.write_text(RUN_CONFIG.read_text() + "learning_rate: 5.0\n")
-    with pytest.raises(ValueError, match="the key learning_rate is given twice"):
-        load_config(path, DistillConfig, [])
-
-
-def test_the_ends_of_the_ranges_are_values():
-    """Catches checks that refuse what the docstrings offer."""
-    settings = ["checkpoint_every=null", "samples.every=null", "max_grad_norm=.inf", "seed=0"]
-    config = load_config(RUN_CONFIG, DistillConfig, settings)
-    assert config.checkpoint_every is config.samples.every is None
-    assert (config.max_grad_norm, config.seed) == (float("inf"), 0)
-
-
-def test_values_arrive_as_declared():
-    settings = ["learning_rate=1e-3", "weight_decay=0", "avq.overrides={'1': {num_parents: 16}}"]
-    config = load_config(RUN_CONFIG, DistillConfig, settings)
-    assert (config.learning_rate, config.weight_decay) == (0.001, 0.0)
-    assert type(config.weight_decay) is float
-    assert config.avq.for_layer("x", 1).num_parents == 16
-    assert config.adam_betas == (0.9, 0.999)
+    assert re.match(f"error: {message}", error)
 
 
 # Devices

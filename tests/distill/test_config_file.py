@@ -1,0 +1,168 @@
+"""Configuration files: strict keys, declared types, ranges, and the published rows."""
+
+import re
+from functools import partial
+
+import pytest
+import yaml
+from tiny_training import CONFIGS, RUN_CONFIG
+
+from distill.config import DistillConfig
+from distill.config_file import load_config
+from distill.pretrain.config import ScorerConfig, SDConfig, VAEConfig
+
+distillation = partial(load_config, RUN_CONFIG, DistillConfig)
+KINDS = {"vae": VAEConfig, "sd": SDConfig, "scorer": ScorerConfig}
+
+
+@pytest.mark.parametrize("prefix", ["sd15", "mini"])
+@pytest.mark.parametrize(
+    ("row", "sizes", "levels"),
+    [
+        ("m32p8c8", "M32P8C8", (0,)),
+        ("m64p16c8", "M64P16C8", (0,)),
+        ("m128p32c8", "M128P32C8", (0,)),
+        ("m64p16c8_level1", "M64P16C8", (0, 1)),
+        ("m64", "M64P0C0", (0,)),
+        ("m128", "M128P0C0", (0,)),
+        ("m256", "M256P0C0", (0,)),
+        ("m256_level1", "M256P0C0", (0, 1)),
+        ("linfusion", None, None),
+    ],
+)
+def test_every_row_has_its_file(prefix, row, sizes, levels):
+    """Catches a file that differs from its family in more than its row says."""
+    config = load_config(CONFIGS / f"{prefix}_{row}.yaml", DistillConfig, [])
+    if sizes is None:
+        assert config.attention == "linfusion"
+    else:
+        assert (str(config.avq), config.avq.levels, config.attention) == (sizes, levels, "avq")
+    # With level 1 mini-sd trains by SD1.5's losses.
+    family = "m64p16c8_level1" if (prefix, levels) == ("mini", (0, 1)) else "m64p16c8"
+    texts = [
+        (CONFIGS / f"{prefix}_{name}.yaml").read_text().partition("data:")[2]
+        for name in (row, family)
+    ]
+    assert texts[0] == texts[1]
+    if prefix == "sd15":
+        assert (config.steps, config.batch_size, config.learning_rate) == (50_000, 96, 1e-4)
+        assert config.accumulation(8) == 1
+        assert config.accumulation(1) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.update(lerning_rate=1), "unknown key lerning_rate"),
+        (lambda values: values["avq"].update(parents=1), "unknown key avq.parents"),
+        (lambda values: values["data"].pop("workers"), "lacks the key data.workers"),
+        (lambda values: values.pop("samples"), "lacks the key samples"),
+    ],
+)
+def test_unknown_and_missing_keys_are_named(tmp_path, change, message):
+    values = yaml.safe_load(RUN_CONFIG.read_text())
+    change(values)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ValueError, match=message):
+        load_config(path, DistillConfig, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (RUN_CONFIG.read_text() + "learning_rate: 5.0\n", "the key learning_rate is given twice"),
+        ("- a", "must be a YAML mapping, but holds list"),
+        ("a: [", "is not a YAML file: "),
+    ],
+)
+def test_a_file_that_is_no_mapping_of_keys_is_refused(tmp_path, text, message):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_config(tmp_path / "config.yaml", DistillConfig, [])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps=many", "steps must be int, but got 'many'."),
+        ("compile=1", "compile must be bool, but got 1."),
+        ("avq.levels=0", "avq.levels must be tuple[int, ...], but got 0."),
+        ("avq.levels=[a]", "avq.levels[0] must be int, but got 'a'."),
+        ("data=scenes", "data must be a section, but got 'scenes'."),
+        ("steps=null", "steps must be int, but got None."),
+    ],
+)
+def test_wrong_types_are_named(override, message):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        distillation([override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("books.decay=3", "--set names the unknown section books."),
+        ("steps", "--set must be key=value, but got 'steps'."),
+        ("steps=0", "steps must be at least 1, but got 0."),
+        ("image_size=60", "image_size must be a multiple of 8, but got 60."),
+        ("codebooks.decay_end=1.0", "codebooks: decay_end must be in [0, 1), but got 1.0."),
+        ("samples.prompts=[]", "samples: prompts must hold at least one prompt, but got none."),
+        ("precision=fp8", "precision must be one of fp32, fp16, bf16, but got 'fp8'."),
+        ("schedule=linear", "schedule must be one of constant, cosine, but got 'linear'."),
+        ("checkpoint_every=0", "checkpoint_every must be at least 1 or null, but got 0."),
+        ("samples.every=0", "samples: every must be at least 1 or null, but got 0."),
+        ("max_grad_norm=-1", "max_grad_norm must be above 0, but got -1.0."),
+        ("max_grad_norm=0", "max_grad_norm must be above 0, but got 0.0."),
+        ("max_grad_norm=.nan", "max_grad_norm must be above 0, but got nan."),
+        ("learning_rate=.inf", "learning_rate must be finite, but got inf."),
+        ("seed=-1", f"seed must be between 0 and {2**63 - 1}, but got -1."),
+        (f"seed={2**63}", f"seed must be between 0 and {2**63 - 1}, but got {2**63}."),
+        ("warmup_steps=-5", "warmup_steps must be at least 0, but got -5."),
+        ("objective.noise_weight=-1", "objective: noise_weight must be at least 0, but got -1.0."),
+        ("objective.output_weight=.inf", "objective: output_weight must be finite, but got inf."),
+        ("codebooks.dead_threshold=0", "codebooks: dead_threshold must be above 0, but got 0.0."),
+        ("samples.guidance_scale=.nan", "samples: guidance_scale must be finite, but got nan."),
+    ],
+)
+def test_values_out_of_range_are_refused(override, message):
+    """Catches a modulo by zero after k-means, and clipping that turns gradients around."""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        distillation([override])
+
+
+@pytest.mark.parametrize(
+    ("command", "override", "message"),
+    [
+        ("vae", "learning_rate=-1", "learning_rate must be at least 0, but got -1.0"),
+        ("vae", "num_scenes=10000001", "num_scenes must be at most 10000000, but got 10000001"),
+        ("vae", "precision=fp32x", "precision must be one of bf16, fp32, but got 'fp32x'"),
+        ("vae", "ema_decay=1.5", "ema_decay must be in"),
+        ("vae", "adam_betas=[0.9,1.5]", "adam_betas must be in .*, but got .*0.9, 1.5"),
+        ("vae", "adam_betas=[-0.1,0.9]", "adam_betas must be in"),
+        ("vae", "adam_betas=[0.9,.nan]", "adam_betas must be in"),
+        ("vae", "num_validation=0", "num_validation must be at least 1, but got 0"),
+        ("sd", "num_validation=0", "num_validation must be at least 1, but got 0"),
+        ("sd", "num_prompts=0", "num_prompts must be at least 1, but got 0"),
+        ("sd", "sample_steps=0", "sample_steps must be at least 1, but got 0"),
+        ("sd", "caption_dropout=1.1", "caption_dropout must be in"),
+        ("scorer", "num_validation=0", "num_validation must be at least 1, but got 0"),
+        ("scorer", "corrupted_share=1.0", "corrupted_share must be in"),
+    ],
+)
+def test_values_of_pretraining_out_of_range_are_refused(command, override, message):
+    """Catches scenes that are silently fewer, and values that fail after a whole training."""
+    with pytest.raises(ValueError, match=message):
+        load_config(CONFIGS / f"mini_{command}.yaml", KINDS[command], [override])
+
+
+def test_values_arrive_as_declared():
+    """Also catches checks that refuse what the docstrings offer."""
+    settings = ["learning_rate=1e-3", "weight_decay=0", "avq.overrides={'1': {num_parents: 16}}"]
+    settings += ["checkpoint_every=null", "samples.every=null", "max_grad_norm=.inf", "seed=0"]
+    config = distillation(settings)
+    assert (config.learning_rate, config.weight_decay) == (0.001, 0.0)
+    assert type(config.weight_decay) is float
+    assert config.avq.for_layer("x", 1).num_parents == 16
+    assert config.adam_betas == (0.9, 0.999)
+    assert config.checkpoint_every is config.samples.every is None
+    assert (config.max_grad_norm, config.seed) == (float("inf"), 0)
