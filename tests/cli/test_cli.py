@@ -512,67 +512,62 @@ def test_principal_axes_keep_the_distances_of_codewords_in_a_plane():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "message"),
     [
-        (["--model", "/no/such/folder"], "/no/such/folder"),
-        (["--config", "M64P"], "expected a configuration such as M64P16C8 or M256, but got 'M64P'"),
-        (["--config", "M4P5C2"], "num_refined must be at most num_parents, but got 5 > 4"),
-        (["--levels", "zero"], "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
-        (["--levels", "7"], "no self-attention at level 7, only at levels 0, 1, 2, 3"),
-        (["--codebooks", "nowhere"], "codebooks nowhere could not be loaded: "),
-        (["--codebooks", MINI_CODEBOOKS], "codebooks of another model"),
-        (["--codebooks", "CODEBOOKS", "--num-refined", "5"], "between 0 and 4"),
-        (["--capture", "0"], "--capture must be above 0 and at most 1, but got 0"),
-        (["--capture", "90"], "--capture must be above 0 and at most 1, but got 90"),
-        (["--capture", "0.9", "--num-refined", "8"], "exclude each other; drop one of them"),
-        (["--codebooks", "CODEBOOKS", "--exact", "up_blocks"], "--exact; drop one of them"),
-        (["--exact", "nowhere"], "but got 'nowhere'; one of them is down_blocks.0.att"),
-        (["--config", "M4P2C2", "--num-refined", "5"], "M4P2C2 can refine 0 to 4 parents, but"),
-        (["--config", "M4", "--num-refined", "1"], "M4P0C0 can refine 0 to 0 parents, but got 1"),
-        (["--height", "100"], "--height must be a multiple of 8, but got 100"),
-        (["--scalecrafter"], "training size, 128, but got 128 x 128"),
-        (
-            ["--scalecrafter", "--height", "192", "--width", "192"],
-            "there are ScaleCrafter settings for 256 x 256, ",
-        ),
-        (["--steps", "1001"], "--steps must be at most the model's 1000 timesteps, but got 1001"),
-        (["--guidance-scale", "nan"], "--guidance-scale must be finite, but got nan"),
-        (["--seed", str(2**63)], "Invalid value for '--seed'"),
-        (["--height", "64", "--width", "-64"], "--width must be a multiple of 8, but got -64"),
-        (["--out", "no-such-folder/a.png"], "no-such-folder does not exist"),
-        (["--capture", "0.9", "--config", "M4"], "chooses refined parents, but M4P0C0 has no"),
-        (["--out", "a.jpg"], "--out must end in .png, but got 'a.jpg'"),
-        (["--out", "."], "--out must end in .png, but got '.'"),
-        (["--device", "abacus"], "abacus"),
-        (["--steps", "0"], "Invalid value for '--steps'"),
-        (["--seed", "-1"], "Invalid value for '--seed'"),
-        (["--colour"], "No such option: --colour"),
-    ],
-    ids=[
-        *("model", "config", "refined-config", "levels", "absent-level", "codebooks"),
-        *("other-codebooks", "num-refined", "no-capture", "percent", "both"),
-        *("exact-and-codebooks", "exact-nowhere"),
-        *("refined-before-calibration", "refined-flat"),
-        *("size", "training-size", "no-settings", "many-steps", "guidance", "large-seed"),
-        *("negative-size", "out-folder", "capture-flat", "out-suffix", "out-name"),
-        *("device", "steps", "seed", "option"),
+        ("generate --model /no/such/folder", "/no/such/folder"),
+        ("generate --config M64P", "expected a configuration such as M64P16C8 or M256, but got"),
+        ("generate --config M4P5C2", "num_refined must be at most num_parents, but got 5 > 4"),
+        ("generate --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
+        ("generate --levels 7", "no self-attention at level 7, only at levels 0, 1, 2, 3"),
+        ("generate --codebooks nowhere", "codebooks nowhere could not be loaded: "),
+        (f"generate --codebooks {MINI_CODEBOOKS}", "codebooks of another model"),
+        ("generate --codebooks CODEBOOKS --num-refined 5", "between 0 and 4"),
+        ("generate --codebooks CODEBOOKS --exact up_blocks", "--exact; drop one of them"),
+        ("generate --capture 0", "--capture must be above 0 and at most 1, but got 0"),
+        ("generate --capture 90", "--capture must be above 0 and at most 1, but got 90"),
+        ("generate --capture 0.9 --num-refined 8", "exclude each other; drop one of them"),
+        ("generate --capture 0.9 --config M4", "chooses refined parents, but M4P0C0 has no"),
+        ("generate --exact nowhere", "but got 'nowhere'; one of them is down_blocks.0.att"),
+        ("generate --config M4P2C2 --num-refined 5", "M4P2C2 can refine 0 to 4 parents, but got 5"),
+        ("generate --config M4 --num-refined 1", "M4P0C0 can refine 0 to 0 parents, but got 1"),
+        ("bench --config M4P2C2 --refined 2,5", "can refine 0 to 4 parents, but got 2, 5"),
+        ("generate --height 100", "--height must be a multiple of 8, but got 100"),
+        ("generate --height 64 --width -64", "--width must be a multiple of 8, but got -64"),
+        ("generate --scalecrafter", "training size, 128, but got 128 x 128"),
+        ("generate --scalecrafter --height 192 --width 192", "ScaleCrafter settings for 256 x 256"),
+        ("generate --steps 0", "Invalid value for '--steps'"),
+        ("generate --steps 1001", "must be at most the model's 1000 timesteps, but got 1001"),
+        ("generate --guidance-scale nan", "--guidance-scale must be finite, but got nan"),
+        ("generate --seed -1", "Invalid value for '--seed'"),
+        (f"generate --seed {2**63}", "Invalid value for '--seed'"),
+        ("generate --out no-such-folder/a.png", "no-such-folder does not exist"),
+        ("generate --out a.jpg", "--out must end in .png, but got 'a.jpg'"),
+        ("generate --out folder.png", "--out folder.png writes folder.png, but that is a folder"),
+        ("generate --device abacus", "abacus"),
+        ("generate --colour", "No such option: --colour"),
+        ("calibrate --prompts empty.txt", "empty.txt holds no prompt"),
+        ("calibrate --prompts missing.txt", "missing.txt cannot be read (No such file"),
+        ("calibrate --prompts latin.txt", "latin.txt is not UTF-8 (unexpected end of data)"),
+        ("calibrate --out empty.txt/codebooks", "--out must be a folder, but"),
+        ("calibrate --keys 3 --config M4P2C2", "at least num_parents = 4, but got 3"),
+        ("calibrate --levels 0,9", "no self-attention at level 9"),
+        ("inspect /no/such/folder", "/no/such/folder"),
+        ("inspect --out a.txt", "--out must end in .png"),
     ],
 )
-def test_generate_refuses(avq, model, codebooks, tmp_path, arguments, message):
-    """One sentence, exit code 2, and neither an image nor a cache entry: before calibration."""
-    arguments = [codebooks if value == "CODEBOOKS" else value for value in arguments]
-    code, output = avq("generate", PROMPT, "--model", model, "--steps", "1", *arguments)
+def test_refuses(avq, model, codebooks, tmp_path, command, message):
+    """One sentence, exit code 2, and neither a file nor a cache entry: before the work."""
+    Path("empty.txt").write_text("\n \n")
+    Path("latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    Path("folder.png").mkdir()
+    before = written()
+    name, *arguments = command.replace("CODEBOOKS", codebooks).split()
+    usual = {"inspect": [], "calibrate": ["--model", model, "--out", "codebooks"]}
+    code, output = avq(name, *usual.get(name, [PROMPT, "--model", model]), *arguments)
     assert code == 2
     assert squeezed(message) in output
     assert "Traceback" not in output
-    assert written() == []
-    assert not (tmp_path / "cache").exists()
-
-
-def test_bench_refuses_numbers_before_it_calibrates(avq, model, tmp_path):
-    code, output = avq("bench", PROMPT, "--model", model, "--config", "M4P2C2", "--refined", "2,5")
-    assert code == 2
-    assert squeezed("M4P2C2 can refine 0 to 4 parents, but got 2, 5") in output
+    assert written() == before
     assert not (tmp_path / "cache").exists()
 
 
@@ -586,17 +581,13 @@ def test_a_truncated_model_is_one_sentence(avq, model, tmp_path):
     assert squeezed(f"--model {tmp_path / 'cut'} could not be loaded: ") in output
 
 
-def test_a_read_only_folder_is_refused_before_the_work(generate, avq, model, monkeypatch):
+@pytest.mark.parametrize("command", [("generate", PROMPT), ("calibrate", "--out", "new/codebooks")])
+def test_a_read_only_folder_is_refused_before_the_work(avq, model, monkeypatch, command):
     """Catches minutes of work that end in nothing. To root no folder is read-only."""
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    monkeypatch.delattr(generation, "timed_image")
-    monkeypatch.delattr(cache, "calibrate")
-    for code, output in (
-        generate(),
-        avq("calibrate", "--model", model, "--out", "new/codebooks"),
-    ):
-        assert code == 2
-        assert "isnotwritable" in output
+    code, output = avq(*command, "--model", model)
+    assert code == 2
+    assert "isnotwritable" in output
 
 
 @pytest.mark.parametrize(
@@ -619,43 +610,4 @@ def test_generate_says_that_the_memory_is_too_small(generate, monkeypatch, error
         "avq: the memory is too small for this size; try a smaller one, or --device cpu on a GPU."
     )
     assert output.endswith(squeezed(message))
-    assert written() == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompts", "empty.txt"], "empty.txt holds no prompt"),
-        (["--prompts", "missing.txt"], "--prompts missing.txt cannot be read (No such file"),
-        (["--prompts", "latin.txt"], "latin.txt is not UTF-8 (unexpected end of data)"),
-        (["--out", "empty.txt/codebooks"], "--out must be a folder, but"),
-        (["--keys", "3", "--config", "M4P2C2"], "at least num_parents = 4, but got 3"),
-        (["--config", "M"], "expected a configuration such as M64P16C8"),
-        (["--levels", "0,9"], "no self-attention at level 9"),
-    ],
-    ids=["empty-prompts", "missing-prompts", "latin", "out", "few-keys", "config", "levels"],
-)
-def test_calibrate_refuses(avq, model, arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("empty.txt").write_text("\n \n")
-    Path("latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
-    before = written()
-    code, output = avq("calibrate", "--model", model, "--out", "codebooks", *arguments)
-    assert code == 2
-    assert squeezed(message) in output
-    assert written() == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["/no/such/folder"], "/no/such/folder"),
-        (["--out", "a.txt"], "--out must end in .png"),
-    ],
-    ids=["codebooks", "out"],
-)
-def test_inspect_refuses(avq, arguments, message):
-    code, output = avq("inspect", *arguments)
-    assert code == 2
-    assert squeezed(message) in output
     assert written() == []
