@@ -19,6 +19,7 @@ from avq_diffusers import AVQConfig, avq_attention
 from avq_diffusers.codebook.codebook import Codebook
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
+from eval.methods import method_name
 
 Row = dict[str, Any]
 InputSets = Sequence[tuple[Tensor, Tensor, Tensor]]
@@ -190,13 +191,6 @@ class Bench:
         for (row, name, _), timing in zip(timed, timings, strict=True):
             row.update(timing if name == "ms" else {name: timing["ms"]})
         return rows
-
-
-def method_name(config: AVQConfig) -> str:
-    """`AVQ 64/16/8` or `VQ 256`, as in the paper's table."""
-    if config.num_children == 0:
-        return f"VQ {config.num_parents}"
-    return f"AVQ {config.num_parents}/{config.num_refined}/{config.num_children}"
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

@@ -1,17 +1,13 @@
-"""One denoising step of a UNet by any of the methods whose time is compared.
+"""One denoising step of a UNet by any of the methods whose time is compared."""
 
-A method is one of `LABELS`, or AVQ by a name of `parse_method`.
-"""
-
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
@@ -24,29 +20,28 @@ from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, remove_avq, select
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.extras.linfusion import LinFusionProcessor
-from eval.benchmarks.contenders import Row, method_name, relative_error
+from eval.benchmarks.contenders import Row, relative_error
 from eval.benchmarks.timing import block_ms
 from eval.benchmarks.unet_configs import added_conditions
-from eval.quality.methods import ValueProjectionProcessor, exact_labels
+from eval.methods import (
+    EXACT,
+    FA2,
+    LIMIT,
+    LINFUSION,
+    NO_ATTENTION,
+    TOME,
+    MethodName,
+    ValueProjectionProcessor,
+    exact_labels,
+    merged_tokens,
+    method_name,
+    parse_method,
+)
 
-SDPA, FA2, LIMIT, LINFUSION = "sdpa", "fa2", "limit", "linfusion"
-TOME, TOME_BOTH = "tome", "tome@L01"
-# By name, down to which resolution ToMe merges tokens, as tomesd's max_downsample.
-MAX_DOWNSAMPLE = {TOME: 1, TOME_BOTH: 2, "tome@L1": 2, "tome@L12": 4}
-# At the end of a name of `parse_method`.
-ROUTED, TUNED = "/fastest", "/tuned"
 # Standard deviation of the changes of projections that a tuned row runs.
 CHANGE = 1e-3
-LABELS = {
-    SDPA: "SDPA default",
-    FA2: "FA2",
-    LIMIT: "limit",
-    TOME: "ToMe r=0.5",
-    TOME_BOTH: "ToMe r=0.5, levels 0 and 1",
-    "tome@L1": "ToMe r=0.5, level 1",
-    "tome@L12": "ToMe r=0.5, levels 1 and 2",
-    LINFUSION: "LinFusion",
-}
+LABELS = {EXACT: "SDPA default", FA2: "FA2", LIMIT: "limit", LINFUSION: "LinFusion"}
+TOME_LEVELS = (0,)  # tomesd's default
 EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
 LEVELS = (0, 1)
 
@@ -80,41 +75,36 @@ class Model:
     levels: tuple[int, ...] = LEVELS
 
 
-class AVQMethod(NamedTuple):
-    """How a row runs AVQ: what codebooks, by which route, and with tuned projections or not."""
-
-    config: AVQConfig
-    route: str = "always"
-    tuned: bool = False
-
-
-def parse_method(name: str) -> AVQMethod:
-    """What `M64P16C8` stands for: levels 0 and 1, every layer by AVQ.
-
-    `M64P16C8@L0` changes level 0 alone, `M64P16C8@L12` levels 1 and 2, `M64P16C8-up_blocks.2`
-    leaves the layers of that block exact; `/fastest` at the end is the default route, which leaves
-    layers exact where that is faster, and `/tuned` adds changes to the projections, as distilled
-    codebooks do.
+def timed_method(name: str) -> MethodName:
+    """The parsed name of a method that `StepBench` can run; at levels 0 and 1 without `@L`.
 
     Raises:
-        ValueError: the name has another form.
+        ValueError: it is none.
     """
-    form = rf"(.*?)(?:@L(\d+))?(?:-([^/]+))?({ROUTED}|{TUNED})?"
-    text, digits, exact, way = re.fullmatch(form, name).groups()
-    levels = LEVELS if digits is None else tuple(int(digit) for digit in digits)
-    config = AVQConfig.parse(text, levels=levels, exact=(exact,) if exact else ())
-    return AVQMethod(config, "fastest" if way == ROUTED else "always", way == TUNED)
+    method = parse_method(name, LEVELS)
+    if method.is_folder or method.source == NO_ATTENTION:
+        raise ValueError(f"methods: bench unet has random codebooks and no {name}.")
+    return replace(method, levels=method.levels or TOME_LEVELS) if method.source == TOME else method
 
 
 def method_label(name: str) -> str:
     """The name that tables and plots print."""
-    if name in LABELS:
-        return LABELS[name]
-    config, route, tuned = parse_method(name)
-    changed = " and ".join(map(str, config.levels))
-    levels = [] if config.levels == LEVELS else [f"level{'s' * (len(changed) > 1)} {changed}"]
-    ways = [*["fastest route"] * (route == "fastest"), *["tuned projections"] * tuned]
+    method = timed_method(name)
+    config = method.config
+    if method.source == TOME:
+        return ", ".join(["ToMe r=0.5", *_level_labels(method.levels, TOME_LEVELS)])
+    if config is None:
+        return LABELS[method.source]
+    ways = ["fastest route"] * (method.route == "fastest")
+    ways += ["tuned projections"] * method.tuned
+    levels = _level_labels(config.levels, LEVELS)
     return ", ".join([method_name(config), *levels, *exact_labels(config), *ways])
+
+
+def _level_labels(levels: tuple[int, ...], usual: tuple[int, ...]) -> list[str]:
+    if levels == usual:
+        return []
+    return [f"level{'s' * (len(levels) > 1)} {' and '.join(map(str, levels))}"]
 
 
 @torch.library.custom_op("avq_eval::zero_of", mutates_args=())
@@ -182,7 +172,7 @@ class StepBench:
             return "CUDA graphs need a CUDA device"
         if name == FA2 and not self.cuda:
             return "FA2 needs a CUDA device"
-        if name in MAX_DOWNSAMPLE and find_spec("tomesd") is None:
+        if timed_method(name).source == TOME and find_spec("tomesd") is None:
             return "tomesd is not installed"
         return None
 
@@ -191,34 +181,28 @@ class StepBench:
         """Run the UNet's attention by `name` in the `with` block.
 
         Args:
-            name: one of `LABELS` or of `parse_method`.
+            name: of `timed_method`.
             oracle: run AVQ by the backend that checks the one that is timed.
         """
+        method = timed_method(name)
         with ExitStack() as stack:
-            if name == FA2:
+            if method.source == FA2:
                 stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
                 # Its key leaves the SDPA backend out: FA2 would get what SDPA's step compiled to.
                 stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
-            elif name in (LIMIT, LINFUSION):
-                layers = select_layers(self.unet, self.model.levels if name == LIMIT else None)
-                for layer in layers:
+            elif method.source in (LIMIT, LINFUSION):
+                is_limit = method.source == LIMIT
+                for layer in select_layers(self.unet, self.model.levels if is_limit else None):
                     stack.callback(layer.attn.set_processor, layer.attn.processor)
                     layer.attn.set_processor(
-                        LimitProcessor() if name == LIMIT else self._linfusion[layer.name]
+                        LimitProcessor() if is_limit else self._linfusion[layer.name]
                     )
-            elif name in MAX_DOWNSAMPLE:
-                import tomesd
-
-                # Without random destinations the step can be captured; its work is the same.
-                tomesd.apply_patch(
-                    self.unet, ratio=0.5, max_downsample=MAX_DOWNSAMPLE[name], use_rand=False
-                )
-                stack.callback(tomesd.remove_patch, self.unet)
-            elif name != SDPA:
-                config, route, tuned = parse_method(name)
+            elif method.source == TOME:
+                stack.enter_context(merged_tokens(self.unet, method.levels))
+            elif method.config is not None:
                 backend = self.oracle if oracle else self.backend
-                codebooks = self.codebooks(config, tuned=tuned)
-                apply_avq(self.unet, codebooks, backend=backend, route=route)
+                codebooks = self.codebooks(method.config, tuned=method.tuned)
+                apply_avq(self.unet, codebooks, backend=backend, route=method.route)
                 stack.callback(remove_avq, self.unet)
             yield
 
@@ -311,6 +295,7 @@ class Step:
             return bench.predict(sample, timestep, text)
 
         self.bench, self.name, self.inputs = bench, name, inputs
+        self.method = timed_method(name)
         self.current = tuple(tensor.clone() for tensor in inputs[0])
         self.model: Callable[..., Tensor] = step
         self.replay: Callable[[], None] | None = None
@@ -337,16 +322,17 @@ class Step:
         Returns:
             the eager output, and fields of the row with a first time.
         """
-        bench, name = self.bench, self.name
+        bench, name, method = self.bench, self.name, self.method
+        may_be_exact = method.route == "fastest"
         with bench.method(name):
             eager = self.run().clone()
-            if mode == COMPILE and name.endswith(ROUTED):
+            if mode == COMPILE and may_be_exact:
                 bench.route_as_compiled()
                 eager = self.run().clone()
         errors = []
         if name == FA2 and exact is not None:
             errors.append(relative_error(eager, exact))
-        elif name not in LABELS and not name.endswith(ROUTED):
+        elif method.config is not None and not may_be_exact:
             with bench.method(name, oracle=True):
                 errors.append(relative_error(eager, self.run()))
         facts: Row = {}
@@ -401,6 +387,6 @@ class Step:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         tensors = list(self.bench.unet.parameters())
-        if self.name not in LABELS:
-            tensors += self.bench.codebooks(parse_method(self.name)[0]).parameters()
+        if self.method.config is not None:
+            tensors += self.bench.codebooks(self.method.config).parameters()
         return (peak + sum(tensor.nbytes for tensor in tensors)) / 2**20

@@ -29,30 +29,23 @@ from eval.benchmarks.step import (
     BATCH,
     COMPILE,
     EAGER,
-    FA2,
     GRAPH,
-    LABELS,
     LEVELS,
-    LIMIT,
-    LINFUSION,
-    ROUTED,
-    SDPA,
-    TOME,
-    TOME_BOTH,
     Model,
     Step,
     StepBench,
     method_label,
-    parse_method,
+    timed_method,
 )
 from eval.benchmarks.unet_configs import POOLED_TEXT, SD15, SDXL
+from eval.methods import EXACT, FA2, LIMIT, LINFUSION
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import bar_plot
 from eval.store.report import save_json
 
 # The ones a ratio needs first, so that a run that is cut off has them.
 METHODS = (
-    SDPA,
+    EXACT,
     LIMIT,
     "M64P16C8",
     "M64P16C8/fastest",
@@ -62,14 +55,14 @@ METHODS = (
     "M128P32C8",
     "M136@L0",  # flat VQ of M64P16C8's kernel time
     FA2,
-    TOME,
-    TOME_BOTH,
+    "tome",
+    "tome@L01",
     LINFUSION,
 )
 # SDXL has no attention at level 0.
 SDXL_LEVELS = (1, 2)
 SDXL_METHODS = (
-    SDPA,
+    EXACT,
     LIMIT,
     "M64P16C8@L12",
     "M64P16C8@L1",
@@ -272,7 +265,7 @@ def bench_unet(
                 # Foreign code (ToMe, compilers, backends) fails in all of these ways.
                 row["note"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             else:
-                exact = eager if name == SDPA else exact
+                exact = eager if name == EXACT else exact
                 row |= facts
                 row["difference_from_sdpa"] = (
                     None if exact is None else relative_error(eager, exact)
@@ -299,7 +292,7 @@ def wrong_output(row: Row) -> str | None:
     that may be exact must only be close.
     """
     name, distance = row["method"], row["difference_from_sdpa"]
-    if distance is None or name in (SDPA, FA2) or name.endswith(ROUTED):
+    if distance is None or name in (EXACT, FA2) or timed_method(name).route == "fastest":
         limit, compared = TOLERANCE, ""
     else:
         limit, compared = distance / 2, f", difference from SDPA {distance:.3g}"
@@ -340,7 +333,7 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
         base = times.get(method)
         return row["ms"] / base if row["ms"] and base else None
 
-    return [{**row, "over_limit": over(row, LIMIT), "over_sdpa": over(row, SDPA)} for row in rows]
+    return [{**row, "over_limit": over(row, LIMIT), "over_sdpa": over(row, EXACT)} for row in rows]
 
 
 def unet_table(rows: Sequence[Row], modes: Mapping[str, str]) -> str:
@@ -396,16 +389,9 @@ def check_choices(model: Model, methods: Sequence[str], modes: Sequence[str]) ->
         if mode not in MODES:
             raise ValueError(f"modes must be {', '.join(MODES)}, but got {mode!r}.")
     for name in methods:
-        try:
-            method_label(name)
-        except ValueError as error:
-            raise ValueError(
-                f"methods must be {', '.join(LABELS)} or configurations such as M64P16C8, "
-                f"M64P16C8@L0, M64P16C8-up_blocks.2, M64P16C8/fastest or M64P16C8/tuned: {error}"
-            ) from None
-        levels = () if name in LABELS else parse_method(name).config.levels
-        if not set(levels) <= set(model.levels):
+        config = timed_method(name).config
+        if config is not None and not set(config.levels) <= set(model.levels):
             raise ValueError(
                 f"the levels of {model.unet} are {', '.join(map(str, model.levels))}, but {name} "
-                f"changes {', '.join(map(str, levels))}."
+                f"changes {', '.join(map(str, config.levels))}."
             )

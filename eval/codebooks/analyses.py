@@ -1,7 +1,7 @@
 """The paper's analyses of codebooks: `python -m eval analyse`.
 
-Each varies the methods that it is given, measures the variants by `eval.codebooks.errors`, and
-shows other figures of the rows:
+Each varies the methods that it is given, measures the variants by `layer_errors`, and shows other
+figures of the rows:
 
 heads        capture of each head (paper, Fig. perhead_capture)
 layers       commitment loss and quantization error of each layer (Tab. perlayer_imagenet), and how
@@ -25,8 +25,8 @@ from diffusers import StableDiffusionPipeline
 
 from avq_diffusers import measure_sensitivity
 from avq_diffusers.mini import Scene
-from eval.codebooks.errors import Row, measure_errors
-from eval.quality.methods import Method, attention_method, row_label
+from eval.codebooks.layer_errors import Row, measure_errors
+from eval.methods import Method, attention_method, row_label
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import HeatMap, Line, Panel, heat_maps, panel_plot
 
@@ -66,7 +66,7 @@ class Analysis:
     """One analysis.
 
     Attributes:
-        methods: that it compares by default, as in `eval.quality.methods.Method`.
+        methods: that it compares by default, as in `eval.methods.Method`.
         variants: fields of `AVQConfig` to replace, once for each variant of a method.
         table: of its rows, as Markdown.
         plot: writes a PNG of its rows.

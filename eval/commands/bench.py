@@ -91,7 +91,7 @@ def bench_unet_command(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated, the most important first: sdpa, fa2, limit, tome, "
+            help="Comma-separated, the most important first: exact, fa2, limit, tome, "
             "tome@L01 (levels 0 and 1), linfusion, M64P16C8, M64P16C8@L0 (level 0 only), "
             "for sdxl M64P16C8@L12 (levels 1 and 2), "
             "M64P16C8-up_blocks.2 (that block exact), M64P16C8/fastest (default route), "

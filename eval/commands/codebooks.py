@@ -20,8 +20,8 @@ from eval.commands.options import (
     command_line,
     result_name,
 )
+from eval.commands.stored import draw
 from eval.store.report import RESULTS, save_json
-from eval.store.stored import draw
 
 app = typer.Typer()
 
@@ -53,7 +53,7 @@ def errors_command(
 
     At twice the size: python -m eval errors --size 512 --scalecrafter --device cuda
     """
-    from eval.codebooks.errors import (
+    from eval.codebooks.layer_errors import (
         add_kernel_times,
         elastic,
         errors_table,
@@ -61,7 +61,7 @@ def errors_command(
         own_size,
         read_kernel_times,
     )
-    from eval.quality.methods import TOME, prepare_methods
+    from eval.methods import TOME, prepare_methods
     from eval.quality.pictures import Drawing, check_dilation, dilation
 
     names = methods.split(",")
@@ -143,7 +143,7 @@ def analyse_command(
     Example: python -m eval analyse heads layers --methods runs/m64/codebooks --device cuda
     """
     from eval.codebooks.analyses import ANALYSES, analyse, check_methods
-    from eval.quality.methods import prepare_methods
+    from eval.methods import prepare_methods
 
     if unknown := [name for name in names if name not in ANALYSES]:
         raise ValueError(f"analyses are {', '.join(ANALYSES)}, but got {unknown[0]!r}.")
@@ -203,8 +203,8 @@ def ablate_command(
     Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000 --device cuda
     """
     from eval.codebooks.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
-    from eval.codebooks.errors import elastic, measure_errors
-    from eval.quality.methods import prepare_methods
+    from eval.codebooks.layer_errors import elastic, measure_errors
+    from eval.methods import prepare_methods
 
     numbers = numbers_of("--refined", refined)
     pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))

@@ -23,8 +23,16 @@ from eval.commands.options import (
     command_line,
     result_name,
 )
-from eval.store.report import RESULTS, environment, folder_digest, save_json
-from eval.store.stored import Result, complete, draw, read_result
+from eval.commands.stored import draw
+from eval.store.report import (
+    RESULTS,
+    Result,
+    complete,
+    environment,
+    folder_digest,
+    read_result,
+    save_json,
+)
 
 # What writes runs on scenes.
 SCENES = ("scenes", "pool")

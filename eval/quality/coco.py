@@ -13,7 +13,6 @@ at a time, and with as many threads its pictures are equal to the byte.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,10 +27,11 @@ from diffusers import PNDMScheduler, StableDiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
+from avq_diffusers import AVQCodebooks
 from avq_diffusers.files import TEMPORARY, atomic_write
 from avq_diffusers.plugin.prompts import quiet
+from eval.methods import Method, attention_method, calibrated, load_methods, parse_method
 from eval.quality.captions import Captions
-from eval.quality.methods import Method, attention_method, prepare_methods, split_refined
 from eval.quality.pictures import Drawing, check_dilation, compilation, dilation, draw_batch
 from eval.quality.protocol import GENERATION
 from eval.store.report import folder_digest, save_json
@@ -83,7 +83,7 @@ def generate_folder(
         "model": model,
         "model_sha256": folder_digest(model, "model_index.json"),
         "method": method,
-        "method_sha256": folder_digest(split_refined(method)[0], "config.json"),
+        "method_sha256": folder_digest(parse_method(method, levels).source, "config.json"),
         "levels": list(levels),
         "calibration_sha256": hashlib.sha256("\n".join(calibration_prompts).encode()).hexdigest(),
         "captions": captions.origin,
@@ -99,12 +99,16 @@ def generate_folder(
     }
     check_folder(folder, config)
     pipe = _load(model, dtype, device)
-    prepare = partial(prepare_methods, pipe, levels=levels, calibration_prompts=calibration_prompts)
+    (loaded,) = load_methods(pipe, [method], levels=levels)
     check_dilation(pipe, drawing)
     if state.is_main_process:
+        prepare = partial(calibrated, pipe, loaded, calibration_prompts)
         _begin(folder, config, captions, prepare, command=command, device=device)
     state.wait_for_everyone()
-    drawn = attention_method(pipe, _method(folder, method, prepare))
+    if _has_codebooks(folder):
+        codebooks = AVQCodebooks.from_pretrained(folder / CODEBOOKS).to(device)
+        loaded = replace(loaded, codebooks=codebooks, uncalibrated=None)
+    drawn = attention_method(pipe, loaded)
     with quiet(pipe), dilation(pipe, drawing), drawn, compilation(pipe, drawing):
         _fill(
             folder,
@@ -197,7 +201,7 @@ def _begin(
     folder: Path,
     config: Mapping[str, Any],
     captions: Captions,
-    prepare: Callable[[Sequence[str]], list[Method]],
+    prepare: Callable[[], Method],
     *,
     command: str,
     device: torch.device,
@@ -207,16 +211,9 @@ def _begin(
     Codebooks are calibrated once, or copied, so that all processes and restarts have the same. A
     folder whose pictures are all there keeps its manifest: it says how they were made.
     """
-    written = folder / f"{TEMPORARY}{CODEBOOKS}"
-    shutil.rmtree(written, ignore_errors=True)
     manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
-    if (folder / CODEBOOKS).exists():
-        row = manifest["row"]
-    else:
-        (method,) = prepare([config["method"]])
-        row = method.facts()
-        if method.codebooks is not None:
-            method.codebooks.save_pretrained(written)
+    method = None if _has_codebooks(folder) else prepare()
+    row = manifest["row"] if method is None else method.facts()
     paths = (picture_path(folder, number) for number in range(config["num_pictures"]))
     if manifest is None or not all(is_whole(path, config["size"]) for path in paths):
         earlier = []
@@ -234,17 +231,12 @@ def _begin(
         with atomic_write(folder / CAPTIONS) as temporary:
             temporary.write_text("\n".join(captions.texts) + "\n", encoding="utf-8")
         (folder / PICTURES).mkdir(exist_ok=True)
-    if written.exists():
-        written.rename(folder / CODEBOOKS)
+    if method is not None and method.codebooks is not None:
+        method.codebooks.save_pretrained(folder / CODEBOOKS)
 
 
-def _method(folder: Path, name: str, prepare: Callable[[Sequence[str]], list[Method]]) -> Method:
-    """The method, with the codebooks that the folder keeps."""
-    kept = folder / CODEBOOKS
-    if not kept.exists():
-        return prepare([name])[0]
-    (method,) = prepare([str(kept.absolute())])  # a path, whatever the folder's name looks like
-    return replace(method, name=name, num_refined=split_refined(name)[1])
+def _has_codebooks(folder: Path) -> bool:
+    return (folder / CODEBOOKS / "config.json").exists()
 
 
 def _fill(

@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import SCORER
+from eval.methods import NO_ATTENTION, method_cells
 from eval.quality.coco import CAPTIONS, PICTURES, picture_path, read_manifest
 from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
-from eval.quality.methods import NO_ATTENTION, method_cells
 from eval.quality.metrics import Scorer
 from eval.quality.networks import Inception, OpenCLIP
 from eval.quality.protocol import (

@@ -12,7 +12,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from avq_diffusers.cli.sheet import image_sheet
-from eval.quality.methods import EXACT, attention_method, method_cells, prepare_methods
+from eval.methods import EXACT, attention_method, method_cells, prepare_methods
 from eval.quality.metrics import psnr, ssim
 from eval.quality.pictures import Drawing, check_dilation, generate
 from eval.store.markdown import markdown_table

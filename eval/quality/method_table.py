@@ -11,24 +11,21 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from eval.benchmarks.step import (
-    LABELS,
+from eval.benchmarks.step import method_label, timed_method
+from eval.methods import (
+    EXACT,
     LINFUSION,
-    SDPA,
+    LINFUSION_CONFIG,
     TOME,
-    TOME_BOTH,
-    TUNED,
-    method_label,
-    parse_method,
+    exact_labels,
+    method_cells,
+    short_name,
 )
-from eval.quality.methods import EXACT, exact_labels, method_cells, short_name
-from eval.quality.methods import LINFUSION as LINFUSION_CONFIG
-from eval.quality.methods import TOME as TOME_METHOD
 from eval.quality.scene_runs import said_otherwise
 from eval.quality.scenes import HEADER, MAKING, MEASURED, PROTOCOL, figure_cells, row_key
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Point, PointPanel
-from eval.store.stored import Result, complete
+from eval.store.report import Result, complete
 
 Row = dict[str, Any]
 Variant = tuple[str, tuple[int, ...]]
@@ -41,14 +38,10 @@ PLOTTED = {
     "clip_score": "CLIP score (higher is better)",
     "psnr_median": "PSNR to exact, dB (higher is better)",
 }
-# Names of `bench unet` for methods without configuration. LinFusion is timed in every
-# self-attention; these are the levels of mini-sd, which scenes are drawn by.
-WITHOUT_CONFIG: dict[str, Variant] = {
-    SDPA: (EXACT, ()),
-    TOME: (TOME_METHOD, (0,)),
-    TOME_BOTH: (TOME_METHOD, (0, 1)),
-    LINFUSION: (LINFUSION_CONFIG, (0, 1, 2)),
-}
+TUNED = "tuned"
+# LinFusion is timed in every self-attention; these are the levels of mini-sd, which generates
+# the scenes.
+LINFUSION_LEVELS = (0, 1, 2)
 
 
 def build_table(results: Sequence[Result]) -> dict[str, Any]:
@@ -228,10 +221,14 @@ def _variant(row: Row) -> Variant:
 
 def _timed_variant(name: str) -> Variant:
     """What a row of `bench unet` computes; the default route is a row of its own."""
-    if name in LABELS:
-        return WITHOUT_CONFIG.get(name, (name, ()))
-    method = parse_method(name)
+    method = timed_method(name)
     config = method.config
+    if method.source == TOME:
+        return TOME, method.levels
+    if method.source == LINFUSION:
+        return LINFUSION_CONFIG, LINFUSION_LEVELS
+    if config is None:
+        return method.source, ()
     if method.route != "always":
         return name, config.levels
     tuned = [TUNED] if method.tuned else []
@@ -241,8 +238,7 @@ def _timed_variant(name: str) -> Variant:
 def _timed_facts(name: str) -> Row:
     """The facts of a method that has times only."""
     facts = dict.fromkeys(FACTS) | {"method": method_label(name), "levels": []}
-    if name not in LABELS:
-        config = parse_method(name).config
+    if (config := timed_method(name).config) is not None:
         facts["levels"] = list(config.levels)
         facts["effective_codewords"] = config.effective_codewords
     return facts

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from eval.methods import EXACT
 from eval.quality.frechet import fit_gaussian
-from eval.quality.methods import EXACT
 from eval.quality.samples import Sample, figures, likeness
 from eval.quality.scenes import (
     BROKEN,

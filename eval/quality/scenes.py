@@ -11,8 +11,7 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers.mini import Scene, corrupt, render
-from eval.quality.frechet import fit_gaussian
-from eval.quality.methods import (
+from eval.methods import (
     EXACT,
     Method,
     attention_method,
@@ -20,6 +19,7 @@ from eval.quality.methods import (
     load_methods,
     method_cells,
 )
+from eval.quality.frechet import fit_gaussian
 from eval.quality.metrics import Scorer, clip_scores, copy_agreements, picture_features, psnr
 from eval.quality.pictures import Drawing, check_dilation, generate
 from eval.quality.samples import LIKENESS, Sample, figures, likeness

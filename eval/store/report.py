@@ -1,4 +1,4 @@
-"""Results on disk: every file carries its configuration, commit, versions and device."""
+"""Results as JSON files: each carries its command, commit, versions and device."""
 
 import hashlib
 import json
@@ -6,26 +6,34 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from avq_diffusers.files import atomic_write
 
+if TYPE_CHECKING:
+    import torch
+
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "tomesd")
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path("runs")  # unless --output says otherwise
+PROGRAM = ["python", "-m", "eval"]
+GROUPS = ("bench", "coco")
 
 
 class ProcessFailed(RuntimeError):
     """A process that a command had started did not do its work."""
 
 
-def environment(device: torch.device | str) -> dict[str, Any]:
+def environment(device: "torch.device | str") -> dict[str, Any]:
     """Commit, versions and device of the running process."""
+    import torch
+
     device = torch.device(device)
     if device.type == "cuda":
         device_name = torch.cuda.get_device_name(device)
@@ -40,7 +48,7 @@ def environment(device: torch.device | str) -> dict[str, Any]:
     }
 
 
-def save_json(path: Path, *, command: str, device: torch.device | str, **content: Any) -> None:
+def save_json(path: Path, *, command: str, device: "torch.device | str", **content: Any) -> None:
     """Write `content` with its command and environment to `path`, in one step.
 
     Infinity and NaN, which JSON does not have, become null.
@@ -49,6 +57,56 @@ def save_json(path: Path, *, command: str, device: torch.device | str, **content
     text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
     with atomic_write(path) as temporary:
         temporary.write_text(text)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A file that `python -m eval` wrote.
+
+    Attributes:
+        path: of the file.
+        kind: the command that wrote it, such as `"scenes"` or `"bench unet"`.
+        document: its content.
+    """
+
+    path: Path
+    kind: str
+    document: Mapping[str, Any]
+
+
+def read_result(path: Path) -> Result:
+    """Read a result.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a result.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}.")
+    try:
+        document = json.loads(path.read_text())
+        program, words = document["command"].split()[:3], document["command"].split()[3:]
+        kind = " ".join(words[:2]) if words[0] in GROUPS else words[0]
+    except (ValueError, LookupError, RecursionError, TypeError, AttributeError):
+        program = []
+    if program != PROGRAM:
+        raise ValueError(f"{path} is not a result of python -m eval.")
+    return Result(path, kind, document)
+
+
+@contextmanager
+def complete(path: Path) -> Iterator[None]:
+    """Name the file whose fields the block reads, should one be missing or of another type.
+
+    Raises:
+        ValueError: one is.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a complete result ({type(error).__name__}: {error}); make it again."
+        ) from error
 
 
 def folder_digest(source: str, marker: str) -> str | None:
@@ -76,7 +134,7 @@ def _commit() -> str:
     tracked files differ from it; "unknown" outside a checkout."""
     if commit := os.environ.get("GIT_COMMIT"):
         return commit
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     try:
         head = _git(root, "rev-parse", "HEAD")
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "*.py")

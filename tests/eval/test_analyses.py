@@ -25,8 +25,8 @@ from avq_diffusers.attention.diagnostics import (
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.codebook.assignment import assign
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
-from eval.codebooks import analyses, errors
-from eval.quality.methods import EXACT, Method, attention_method, prepare_methods
+from eval.codebooks import analyses, layer_errors
+from eval.methods import EXACT, Method, attention_method, prepare_methods
 from eval.store.plots import HeatMap, heat_maps
 
 TWELVE = AVQConfig(12, 2, 3, query_tile=16, levels=(0, 1))
@@ -104,14 +104,14 @@ def test_a_layer_alone_is_measured_at_the_captions_and_steps_of_the_analysis():
 def test_figures_of_heads_by_hand(monkeypatch):
     """Fails for heads that are mixed, a choice by another order, tile or importance, a best choice
     that is not, an overlap with itself, or codewords counted on the sample of keys only."""
-    monkeypatch.setattr(errors, "KEYS_PER_LAYER", 300)
+    monkeypatch.setattr(layer_errors, "KEYS_PER_LAYER", 300)
     pipe = tiny_pipe()
     config = replace(
         CONFIG, query_order="random", query_tile=32, importance_tile=2, num_parents=6, levels=(0,)
     )
     method = method_of(pipe.unet, config)
-    (row,) = errors.measure_errors(pipe, [method], SCENES, num_timesteps=1)
-    (inputs,) = errors.noised_scenes(pipe, SCENES, 1)
+    (row,) = layer_errors.measure_errors(pipe, [method], SCENES, num_timesteps=1)
+    (inputs,) = layer_errors.noised_scenes(pipe, SCENES, 1)
     with attention_method(pipe, method):
         _, calls = watched(pipe, inputs)
 
@@ -170,12 +170,12 @@ def test_figures_of_heads_by_hand(monkeypatch):
 @torch.no_grad()
 def test_keys_are_a_sample_of_all_pictures_and_timesteps(monkeypatch):
     """Catches the first keys, which are those of one picture's top, and more keys than at most."""
-    monkeypatch.setattr(errors, "KEYS_PER_LAYER", 300)
+    monkeypatch.setattr(layer_errors, "KEYS_PER_LAYER", 300)
     pipe = tiny_pipe()
     method = method_of(pipe.unet, replace(CONFIG, levels=(0,)))
-    (row,) = errors.measure_errors(pipe, [method], SCENES, num_timesteps=2)
+    (row,) = layer_errors.measure_errors(pipe, [method], SCENES, num_timesteps=2)
     layer, sample = select_layers(pipe.unet, (0,))[1], []
-    for index, inputs in enumerate(errors.noised_scenes(pipe, SCENES, 2)):
+    for index, inputs in enumerate(layer_errors.noised_scenes(pipe, SCENES, 2)):
         with attention_method(pipe, method):
             _, calls = watched(pipe, inputs)
         keys = layer.attn.to_k(calls[layer.name][0]).flatten(0, 1)
@@ -195,7 +195,7 @@ def test_variants_are_measured_one_after_the_other(folder, monkeypatch):
 
     def measure(pipe, methods, *arguments, **options):
         counts.append(len(methods))
-        return errors.measure_errors(pipe, methods, *arguments, **options)
+        return layer_errors.measure_errors(pipe, methods, *arguments, **options)
 
     monkeypatch.setattr(analyses, "measure_errors", measure)
     pipe = tiny_pipe()
@@ -209,11 +209,11 @@ def test_variants_are_measured_one_after_the_other(folder, monkeypatch):
     assert (tiled["importance_tile"], exact["importance_tile"]) == (8, None)
     assert tiled["overlap"] < exact["overlap"] == 1
     assert tiled["best_capture"] > tiled["capture"] != exact["capture"]
-    (expected,) = errors.measure_errors(pipe, [method], SCENES, num_timesteps=1)
+    (expected,) = layer_errors.measure_errors(pipe, [method], SCENES, num_timesteps=1)
     assert exact == {**expected, "importance_tile": None}
     assert exact["is_flat"] is False
     whole = method.with_fields(importance_tile=12)
-    (row,) = errors.measure_errors(pipe, [whole], SCENES, num_timesteps=1)
+    (row,) = layer_errors.measure_errors(pipe, [whole], SCENES, num_timesteps=1)
     assert row == expected
 
 
@@ -225,7 +225,7 @@ def test_rows_say_which_codebooks_are_flat():
         method_of(pipe.unet, AVQConfig(4, 2, 0)),
         Method(EXACT, (0,)),
     ]
-    rows = errors.measure_errors(pipe, methods, SCENES[:1], num_timesteps=1)
+    rows = layer_errors.measure_errors(pipe, methods, SCENES[:1], num_timesteps=1)
     assert [row["is_flat"] for row in rows] == [True, False, None]
 
 
@@ -236,7 +236,7 @@ def test_orders_and_tiles():
     assert len({tuple(f.values()) for f in fields}) == len(fields) == 18
     pipe = tiny_pipe()
     method = method_of(pipe.unet, replace(TWELVE, levels=(0,)))
-    small, random, whole, again = errors.measure_errors(
+    small, random, whole, again = layer_errors.measure_errors(
         pipe,
         [
             method.with_fields(query_order=order, query_tile=tile)
@@ -432,22 +432,22 @@ def test_kernel_times_are_those_of_one_shape(tmp_path):
         kernel_row("M64P0C0", ms=1.5, keys="uniform"),
     ]
     path.write_text(json.dumps({"environment": {"device": "GPU"}, "rows": rows}))
-    shape, times = errors.read_kernel_times(path, 256)
+    shape, times = layer_errors.read_kernel_times(path, 256)
     assert shape == "B2 H8 N256 D40, GPU"
     assert times == {"M64P8C8": 2.0, "M64": 1.5}
     with pytest.raises(ValueError, match="has no times of AVQ attention with 64 tokens"):
-        errors.read_kernel_times(path, 64)
+        layer_errors.read_kernel_times(path, 64)
     for text in ("nonsense", "[]", '{"rows": [{"config": "M4"}]}'):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"is not a file of `python -m eval bench kernels`"):
-            errors.read_kernel_times(path, 256)
+            layer_errors.read_kernel_times(path, 256)
 
 
 def test_errors_over_milliseconds_and_refined_parents():
     """Fails for a method without a time that gets one, or flat VQ among the elastic codebooks."""
 
     def row(method, config, effective, refined):
-        figures = dict.fromkeys([*errors.FIGURES, "capture"], 1 / effective)
+        figures = dict.fromkeys([*layer_errors.FIGURES, "capture"], 1 / effective)
         facts = {"method": method, "config": config, "origin": "calibrated"}
         facts["is_flat"] = method == "M9"
         return {**facts, "effective_codewords": effective, "num_refined": refined, **figures}
@@ -458,11 +458,11 @@ def test_errors_over_milliseconds_and_refined_parents():
         row("M9", "M9", 9, 0),
         {**row(EXACT, None, 1, None), "effective_codewords": None},
     ]
-    assert len(errors.error_panels(rows)) == 2
-    times = errors.KernelTimes("B1 H2", {"M8P4C2": 0.2, "M9": 0.1})
-    errors.add_kernel_times(rows, times)
+    assert len(layer_errors.error_panels(rows)) == 2
+    times = layer_errors.KernelTimes("B1 H2", {"M8P4C2": 0.2, "M9": 0.1})
+    layer_errors.add_kernel_times(rows, times)
     assert [row["kernel_ms"] for row in rows] == [0.2, None, 0.1, None]
-    _, by_time, by_refined = errors.error_panels(rows, times)
+    _, by_time, by_refined = layer_errors.error_panels(rows, times)
     assert by_time[0].xlabel == "kernel, ms (B1 H2)"
     lines = {line.label: (line.x, line.y) for line in by_time[0].lines}
     assert lines == {
@@ -474,7 +474,7 @@ def test_errors_over_milliseconds_and_refined_parents():
     assert [(x.label, x.x, x.y) for x in times.lines] == [
         ("M8P4C2, calibrated", [0, 4], [None, 0.2])
     ]
-    table = errors.errors_table(rows).splitlines()
+    table = layer_errors.errors_table(rows).splitlines()
     assert table[0].endswith("| capture | kernel, ms |")
     assert [line.split(" | ")[-1] for line in table[2:]] == ["0.2 |", "- |", "0.1 |", "- |"]
 

@@ -345,7 +345,7 @@ def last(generator):
 
 def test_unet_rows(steps):
     """Fails for a method that leaves the UNet changed, that does nothing, or ratios upside down."""
-    methods = ("sdpa", "limit", "M4P2C2", "M4P2C2@L0", "M5@L0", "linfusion", "fa2")
+    methods = ("exact", "limit", "M4P2C2", "M4P2C2@L0", "M5@L0", "linfusion", "fa2")
     rows = last(unet.bench_unet(steps, 64, "graph", methods=methods))
     assert [(row["ms"], row["note"]) for row in rows] == [
         (None, "CUDA graphs need a CUDA device")
@@ -379,7 +379,7 @@ def test_the_methods_change_the_layers_they_name(steps):
                 if type(layer.attn.processor) is not AttnProcessor2_0
             }
 
-    assert changed("sdpa") == set()
+    assert changed("exact") == set()
     assert changed("limit") == changed("M4P2C2") == {0, 1}
     assert changed("M4P2C2@L0") == {0}
     assert changed("linfusion") == {0, 1, 2, 3}
@@ -469,10 +469,10 @@ def test_an_avq_row_that_runs_exact_attention_gets_no_time(steps, monkeypatch):
     real = steps.method
 
     def method(name, *, oracle=False):
-        return real(name if oracle or name == "sdpa" else "sdpa", oracle=oracle)
+        return real(name if oracle or name == "exact" else "exact", oracle=oracle)
 
     monkeypatch.setattr(steps, "method", method)
-    methods = ("sdpa", "M4P2C2", "limit", "linfusion")
+    methods = ("exact", "M4P2C2", "limit", "linfusion")
     rows = last(unet.bench_unet(steps, 64, "eager", methods=methods, window_ms=1))
     sdpa, *others = rows
     assert sdpa["ms"] > 0
@@ -483,7 +483,7 @@ def test_an_avq_row_that_runs_exact_attention_gets_no_time(steps, monkeypatch):
 
 def test_a_step_of_nan_gets_no_time(steps):
     """Fails where NaN is lost among the errors, as Python's maximum loses it."""
-    methods = ("sdpa", "M4P2C2")
+    methods = ("exact", "M4P2C2")
     with steps.unet.conv_out.register_forward_hook(lambda module, args, output: output * math.nan):
         rows = last(unet.bench_unet(steps, 64, "eager", methods=methods, window_ms=1))
     for row in rows:
@@ -512,7 +512,7 @@ def test_run_unet_writes_rows_and_plots(tmp_path, monkeypatch, capsys):
         "save_json",
         lambda path, **content: (saved.append(len(content["rows"])), save(path, **content)),
     )
-    options = {"sizes": (64,), "methods": ("sdpa", "limit"), "modes": ("eager",)}
+    options = {"sizes": (64,), "methods": ("exact", "limit"), "modes": ("eager",)}
     unet.run_unet(CPU, tmp_path, command="y", **options)
     assert saved == [1, 2, 2]
     document = read(tmp_path / "bench_unet_64_eager_cpu.json")
@@ -547,7 +547,7 @@ def test_mini_sd_is_itself_at_its_sizes():
 def test_run_unet_keeps_mini_sd_apart(tmp_path, monkeypatch):
     """Fails for results in the files of SD1.5, a plot of these, or sizes of SD1.5."""
     (tmp_path / "bench_unet_64_eager_cpu.json").write_text("{}")
-    options = {"sizes": (64,), "methods": ("sdpa",), "modes": ("eager",)}
+    options = {"sizes": (64,), "methods": ("exact",), "modes": ("eager",)}
     unet.run_unet(CPU, tmp_path, command="y", model="mini-sd", **options)
     document = read(tmp_path / "bench_unet_mini_64_eager_cpu.json")
     assert document["unet"] == "mini-sd"
@@ -567,7 +567,7 @@ def test_run_unet_keeps_mini_sd_apart(tmp_path, monkeypatch):
 def test_run_unet_times_sdxl(tmp_path):
     """Fails where rows change other levels than those of SDXL, or its conditions are left out."""
     pytest.importorskip("tomesd")
-    methods = ("sdpa", "limit", "M4P2C2@L12", "M4P2C2@L1", "tome@L1", "tome@L12", "linfusion")
+    methods = ("exact", "limit", "M4P2C2@L12", "M4P2C2@L1", "tome@L1", "tome@L12", "linfusion")
     options = {"sizes": (128,), "methods": methods, "modes": ("eager",)}
     unet.run_unet(CPU, tmp_path, command="y", model="sdxl", **options)
     document = read(tmp_path / "bench_unet_sdxl_128_eager_cpu.json")
@@ -588,11 +588,11 @@ def test_run_unet_times_sdxl(tmp_path):
         ({"model": "sd3"}, "--model must be one of sd15, sdxl, mini-sd, but got 'sd3'"),
         (
             {"methods": ["xformers"]},
-            "methods must be sdpa, fa2, limit, tome, .*, linfusion or configurations",
+            "methods must be exact, .*, or configurations such as",
         ),
         (
             {"methods": ["M4P2C2@0"]},
-            "methods must be sdpa, fa2, limit, tome, .*, linfusion or configurations",
+            "methods must be exact, .*, or configurations such as",
         ),
         (
             {"methods": ["M4P2C2@L2"]},

@@ -43,11 +43,9 @@ from avq_diffusers.extras.linfusion import (
     save_linfusion,
 )
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, corrupt, render, sample_scene
-from eval.codebooks import errors, training
+from eval.codebooks import layer_errors, training
 from eval.commands.options import command_line
-from eval.quality import compare, metrics, scene_runs, scenes
-from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
-from eval.quality.methods import (
+from eval.methods import (
     EXACT,
     NO_ATTENTION,
     TOME,
@@ -57,6 +55,8 @@ from eval.quality.methods import (
     method_cells,
     prepare_methods,
 )
+from eval.quality import compare, metrics, scene_runs, scenes
+from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.pictures import Drawing, dilation, generate
 from eval.quality.protocol import JACKKNIFE_BLOCKS
 from eval.quality.samples import Sample, figures
@@ -978,13 +978,13 @@ def test_errors_by_hand(distilled):
     errors of the student's own input, keys without the projection's change, or P that stays."""
     pipe = tiny_pipe()
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    methods = errors.elastic(prepare(pipe, str(distilled)), (0, 3, 9))
+    methods = layer_errors.elastic(prepare(pipe, str(distilled)), (0, 3, 9))
     assert [method.num_refined for method in methods] == [0, 3]
     with pytest.raises(ValueError, match="refines at most 4 parents, but --refined asks for 8, 9"):
-        errors.elastic(prepare(pipe, str(distilled)), (8, 9))
-    rows = errors.measure_errors(pipe, methods, shown, num_timesteps=2)
+        layer_errors.elastic(prepare(pipe, str(distilled)), (8, 9))
+    rows = layer_errors.measure_errors(pipe, methods, shown, num_timesteps=2)
 
-    batches = list(errors.noised_scenes(pipe, shown, 2))
+    batches = list(layer_errors.noised_scenes(pipe, shown, 2))
     codebooks = AVQCodebooks.from_pretrained(distilled)
     teacher = [watched(pipe, inputs) for inputs in batches]
     for row, num_refined in zip(rows, (0, 3), strict=True):
@@ -1045,7 +1045,7 @@ def test_noised_scenes_are_what_the_model_sees_in_training():
     pixels = torch.from_numpy(2 * pixels - 1).float()
     clean = pipe.vae.encode(pixels).latent_dist.mode() * pipe.vae.config.scaling_factor
     text_states = [pipe.encode_prompt(x.caption, "cpu", 1, False)[0] for x in shown]
-    batches = list(errors.noised_scenes(pipe, shown, 2))
+    batches = list(layer_errors.noised_scenes(pipe, shown, 2))
     for index, (latents, steps, states) in enumerate(batches):
         step = (250, 750)[index]
         noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(index))
@@ -1063,7 +1063,7 @@ def test_codebook_figures_are_of_keys_after_their_norm():
             torch.nn.init.constant_(codebooks.key_norm(name).weight, weight)
         method = Method("m", (0,), codebooks)
         scene = sample_scene(TEST_SEEDS[0])
-        rows += errors.measure_errors(pipe, [method], [scene], num_timesteps=1)
+        rows += layer_errors.measure_errors(pipe, [method], [scene], num_timesteps=1)
     assert rows[0]["perplexity"] > 1.01
     assert rows[1]["perplexity"] == pytest.approx(1)
 
@@ -1073,8 +1073,8 @@ def test_forced_errors_are_those_of_a_layer_alone(distilled):
     pipe = tiny_pipe()
     shown = [sample_scene(TEST_SEEDS[0])]
     (method,) = prepare(pipe, f"{distilled}@P3")
-    (row,) = errors.measure_errors(pipe, [method], shown, num_timesteps=1)
-    (inputs,) = errors.noised_scenes(pipe, shown, 1)
+    (row,) = layer_errors.measure_errors(pipe, [method], shown, num_timesteps=1)
+    (inputs,) = layer_errors.noised_scenes(pipe, shown, 1)
     _, teacher = watched(pipe, inputs)
     for name in LAYERS_OF_BOTH_LEVELS[1::4]:
         exact = {
@@ -1099,7 +1099,7 @@ def test_errors_are_those_of_layers_that_are_not_exact():
     config = AVQConfig(4, 2, 2, query_tile=16, levels=(0, 1), exact=("up_blocks",))
     method = Method("x", (0, 1), random_codebooks(pipe.unet, config))
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    (row,) = errors.measure_errors(pipe, [method], shown, num_timesteps=1)
+    (row,) = layer_errors.measure_errors(pipe, [method], shown, num_timesteps=1)
     assert list(row["layers"]) == [name for name in names if not name.startswith("up_blocks.")]
     assert row["config"] == "M4P2C2, up_blocks exact"
 
@@ -1108,16 +1108,18 @@ def test_errors_of_methods_without_codebooks(linfusion):
     """Exact has none, the controls have; all figures of codebooks are missing."""
     pipe = tiny_pipe()
     names = [EXACT, NO_ATTENTION, "M4", str(linfusion)]
-    methods = errors.elastic(prepare(pipe, *names), (0, 1))
+    methods = layer_errors.elastic(prepare(pipe, *names), (0, 1))
     assert [method.name for method in methods] == names
     shown = [sample_scene(TEST_SEEDS[0])]
-    exact, control, flat_vq, linear = errors.measure_errors(pipe, methods, shown, num_timesteps=1)
+    exact, control, flat_vq, linear = layer_errors.measure_errors(
+        pipe, methods, shown, num_timesteps=1
+    )
     for name in ("output_error", "feature_mse", "feature_relative_mse", "forced_relative_mse"):
         assert exact[name] == 0 < flat_vq[name] < control[name]
         assert linear[name] > 0
     assert exact["quantization_error"] is control["capture"] is linear["active_ratio"] is None
     assert linear["layers"].keys() == {x.name for x in select_layers(pipe.unet, (1,))}
-    table = errors.errors_table([exact, control, flat_vq, linear]).splitlines()
+    table = layer_errors.errors_table([exact, control, flat_vq, linear]).splitlines()
     assert table[2] == "| exact | - | 0 | 0 | 0 | 0 | - | - | - |"
     assert table[5].startswith(f"| {linfusion} (LinFusion) | - | ")
 
@@ -1126,7 +1128,7 @@ def test_error_panels_have_a_line_for_each_codebook():
     """Fails for a flat codebook that is joined to a two-level one, or points out of order."""
 
     def row(method, config, effective, origin):
-        figures = dict.fromkeys([*errors.PLOTTED, "capture", "num_refined"], 1 / effective)
+        figures = dict.fromkeys([*layer_errors.PLOTTED, "capture", "num_refined"], 1 / effective)
         facts = {"method": method, "config": config, "origin": origin}
         facts["is_flat"] = config in ("M9", "M4")
         return {**facts, "effective_codewords": effective, **figures}
@@ -1139,7 +1141,7 @@ def test_error_panels_have_a_line_for_each_codebook():
         row("M4", "M4", 4, "calibrated"),
         {"method": EXACT, "effective_codewords": None},
     ]
-    panel = errors.error_panels(rows)[0][0]
+    panel = layer_errors.error_panels(rows)[0][0]
     lines = {line.label: (line.x, line.y) for line in panel.lines}
     assert lines == {
         "M8P4C2, calibrated": ([8, 16], [1 / 8, 1 / 16]),
@@ -1295,7 +1297,7 @@ def test_the_errors_command(tmp_path, monkeypatch, capsys, distilled):
     run_command(monkeypatch, "errors", *options)
     rows = json.loads((tmp_path / "errors_levels0.json").read_text())["rows"]
     assert [row["config"] for row in rows] == ["M4P0C2", "M4P4C2"]
-    assert errors.errors_table(rows) in capsys.readouterr().out
+    assert layer_errors.errors_table(rows) in capsys.readouterr().out
     assert Image.open(tmp_path / "errors_levels0.png").size[0] > 300
 
 
@@ -1318,7 +1320,7 @@ def test_errors_at_twice_the_size(tmp_path, monkeypatch, distilled):
     (row,) = document["rows"]
 
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    ((latents, step, text_states),) = errors.noised_scenes(pipe, shown, 1, 256)
+    ((latents, step, text_states),) = layer_errors.noised_scenes(pipe, shown, 1, 256)
     assert latents.shape[-2:] == (32, 32)
     (method,) = prepare(pipe, f"{distilled}@P2")
     found = []

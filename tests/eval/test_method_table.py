@@ -18,12 +18,13 @@ from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
 from eval.benchmarks.kernels import plot_kernels
 from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
 from eval.codebooks.analyses import ANALYSES
-from eval.codebooks.errors import KernelTimes, error_panels
+from eval.codebooks.layer_errors import KernelTimes, error_panels
 from eval.codebooks.training import training_rows
+from eval.commands.stored import draw
+from eval.methods import EXACT, NO_ATTENTION, TOME, attention_method, prepare_methods
 from eval.quality import scene_runs, scenes
 from eval.quality.compare import compare_sheet
 from eval.quality.method_table import build_table, quality_table, table_panels
-from eval.quality.methods import EXACT, NO_ATTENTION, TOME, attention_method, prepare_methods
 from eval.quality.metrics import Scorer, psnr
 from eval.quality.pictures import Drawing, dilation, generate
 from eval.store import plots
@@ -41,8 +42,7 @@ from eval.store.plots import (
     panel_plot,
     point_plot,
 )
-from eval.store.report import save_json
-from eval.store.stored import Result, draw, read_result
+from eval.store.report import Result, read_result, save_json
 
 
 @pytest.fixture(scope="module")
@@ -336,7 +336,7 @@ def table():
     ]
     both = [quality_row(EXACT, levels=(0, 1), fid=99.0), quality_row(*distilled, (0, 1), fid=22.0)]
     large = [quality_row(EXACT, fid=30.0, clip_score=80.0), quality_row(*distilled, fid=31.0)]
-    timed = {"sdpa": 10.0, "limit": 5.0, "M64P16C8": 6.0, "M64P16C8@L0": 7.0, "tome": 8.0}
+    timed = {"exact": 10.0, "limit": 5.0, "M64P16C8": 6.0, "M64P16C8@L0": 7.0, "tome": 8.0}
     timed |= {"M64P16C8/fastest": 6.5, "M64P8C8@L0/tuned": None, "M4": 5.5, "M4@L0": 5.25}
     timed |= {"linfusion": 9.0, "tome@L01": 8.5, "M64P16C8-up_blocks.1": 6.25}
     timed |= {"M64P16C8/tuned": 6.125, "M64P16C8@L0/tuned": 7.5, "M4@L0/tuned": 5.375}
@@ -345,8 +345,8 @@ def table():
         quality(small),
         quality(both),
         quality(large, kind="merge", size=512, runs=[{"first_seed": 0}, {"first_seed": 5}]),
-        speed({"sdpa": 40.0, "M64P16C8@L0": 28.0, "M64P16C8@L0/tuned": 29.0}, size=1024),
-        speed({"sdpa": 3.0}, unet="mini-sd"),
+        speed({"exact": 40.0, "M64P16C8@L0": 28.0, "M64P16C8@L0/tuned": 29.0}, size=1024),
+        speed({"exact": 3.0}, unet="mini-sd"),
     ]
     return build_table([result(document) for document in documents])
 
@@ -435,7 +435,7 @@ class TestTable:
         """Catches small pictures over the times of large ones, where the methods differ more."""
         documents = [quality([quality_row(EXACT, **FIGURES)], size=side) for side in (256, 512, 64)]
         times = ((1024, 40.0), (512, 10.0), (256, 3.0))
-        documents += [speed({"sdpa": milliseconds}, size=side) for side, milliseconds in times]
+        documents += [speed({"exact": milliseconds}, size=side) for side, milliseconds in times]
         table = build_table([result(document, f"{i}.json") for i, document in enumerate(documents)])
         rows = table_panels(table)
         assert [fid.points[0].x for fid, *_ in rows] == [3, 10, 40]
@@ -447,7 +447,7 @@ class TestTable:
     def test_panels_of_a_size_that_is_not_there(self, table):
         with pytest.raises(ValueError, match=r"has 2 of scenes and times at the sizes \[512, 1024"):
             table_panels(table, 2048)
-        table = build_table([result(speed({"sdpa": 1.0}))])
+        table = build_table([result(speed({"exact": 1.0}))])
         with pytest.raises(ValueError, match="has 0 of scenes"):
             table_panels(table)
 
@@ -467,12 +467,12 @@ class TestTable:
                 "b.json.* is not a complete result .KeyError: 'num_pict",
             ),
             (speed({}, rows=[{"size": 64}]), "b.json.* is not a complete result .KeyError: 'mode'"),
-            (speed({"sdpa": 1.0}), "a.json both have the times of 512"),
+            (speed({"exact": 1.0}), "a.json both have the times of 512"),
             (speed({"M5P6C7@0": 1.0}, size=64), "names an unknown method: .*'M5P6C7@0'"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, document, message):
-        fitting = [quality([quality_row(EXACT)]), speed({"sdpa": 1.0})]
+        fitting = [quality([quality_row(EXACT)]), speed({"exact": 1.0})]
         documents = [*map(result, fitting), result(document, "b.json")]
         with pytest.raises(ValueError, match=message):
             build_table(documents)
@@ -519,8 +519,8 @@ class TestTable:
 
     def test_the_commands(self, tmp_path, monkeypatch, capsys):
         """From files to table.json, and from that to its plot at a size."""
-        documents = {"a": quality([quality_row(EXACT, **FIGURES)]), "b": speed({"sdpa": 10.0})}
-        documents["c"] = speed({"sdpa": 40.0}, size=1024)
+        documents = {"a": quality([quality_row(EXACT, **FIGURES)]), "b": speed({"exact": 10.0})}
+        documents["c"] = speed({"exact": 40.0}, size=1024)
         files = [tmp_path / f"{name}.json" for name in documents]
         for file, document in zip(files, documents.values(), strict=True):
             file.write_text(json.dumps(document))

@@ -40,12 +40,12 @@ from distill.config_file import load_config
 from distill.data.cache import open_cache
 from distill.log import log_path, read_log
 from distill.optimizer import load_optimizer, optimizer_tensors
-from eval.codebooks.errors import read_kernel_times
+from eval.codebooks.layer_errors import read_kernel_times
 from eval.codebooks.training import LOG
 from eval.codebooks.training import read_log as read_training
 from eval.quality.captions import read_captions
 from eval.quality.coco import MANIFEST, MANIFEST_KEYS, read_manifest
-from eval.store.stored import read_result
+from eval.store.report import read_result
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mini_m64p16c8.yaml"
 READER_BYTES = 1 << 30  # that a reader may allocate for a file of a few kilobytes

@@ -1,4 +1,15 @@
-"""The attention variants that a table compares, each switched on for the time of a `with` block."""
+"""Self-attention methods: the grammar of their names, and switching a pipeline to one.
+
+A name is a word, a configuration or a folder, with suffixes in this order:
+
+    exact, value-projection, tome, fa2, limit, linfusion  (the last three in `bench unet` only)
+    M64P16C8, M192          a configuration, whose codebooks are calibrated
+    runs/m64/codebooks      a folder of codebooks or of LinFusion layers
+    @L01                    at levels 0 and 1, not those of --levels (tome and configurations)
+    -up_blocks.1            the layers of this block stay exact (configurations)
+    @P8                     8 refined parents (configurations and codebooks)
+    /fastest, /tuned        the default route, or changed projections (`bench unet` only)
+"""
 
 import json
 import re
@@ -10,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from diffusers import StableDiffusionPipeline
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
 
@@ -31,9 +42,12 @@ from eval.store.report import folder_digest
 EXACT = "exact"
 NO_ATTENTION = "value-projection"
 TOME = "tome"
-LINFUSION = "LinFusion"
-REFINED_MARK = "@P"
-EXACT_MARK = "-"
+FA2, LIMIT, LINFUSION = "fa2", "limit", "linfusion"
+WORDS = (EXACT, NO_ATTENTION, TOME, FA2, LIMIT, LINFUSION)
+LINFUSION_CONFIG = "LinFusion"  # as the `config` of a row
+WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
+CONFIG_FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^@/]+))?(?:@P(\d+))?(?:/(fastest|tuned))?")
+FOLDER_FORM = re.compile(r"(.+?)(?:@P(\d+))?")
 COMPUTATION = ("query_tile", "query_order", "importance_tile", "key_norm")
 CALIBRATION_SEED = 1_000_000_000  # of its noise, which no picture of a table shares
 PATH_SIGNS = "/\\."  # no configuration has one
@@ -55,16 +69,86 @@ class ValueProjectionProcessor(AttnProcessor2_0):
 
 
 @dataclass(frozen=True)
+class MethodName:
+    """A parsed name.
+
+    Attributes:
+        source: one of `WORDS`, a configuration or a folder.
+        config: of a configuration, with all that its suffixes say; else None.
+        levels: of tome, as the suffix says; None without one.
+        num_refined: of a folder, as the suffix says; None without one.
+        route: of AVQ: `"fastest"` leaves layers exact where that is faster.
+        tuned: run changed projections, as distilled codebooks do.
+    """
+
+    source: str
+    config: AVQConfig | None = None
+    levels: tuple[int, ...] | None = None
+    num_refined: int | None = None
+    route: str = "always"
+    tuned: bool = False
+
+    @property
+    def is_folder(self) -> bool:
+        return self.config is None and self.source not in WORDS
+
+
+def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
+    """Parse a method's name, as the module says.
+
+    Args:
+        name: to parse.
+        levels: of a configuration without `@L`.
+
+    Raises:
+        ValueError: the name has another form, there is no such folder, or it is both a folder and
+            a configuration.
+    """
+    if form := WORD_FORM.fullmatch(name):
+        word, digits = form.groups()
+        if digits and word != TOME:
+            raise ValueError(f"methods: {word} is not at levels, but got {name!r}.")
+        return MethodName(word, levels=_levels_of(digits))
+    folder, refined = FOLDER_FORM.fullmatch(name).groups()
+    if Path(name).is_dir():
+        folder, refined = name, None
+    source, digits, exact, config_refined, way = CONFIG_FORM.fullmatch(name).groups()
+    try:
+        config = AVQConfig.parse(
+            source, levels=_levels_of(digits) or levels, exact=(exact,) if exact else ()
+        )
+        if config_refined is not None:
+            config = replace(config, num_refined=int(config_refined))
+    except ValueError as error:
+        if Path(folder).is_dir():
+            return MethodName(folder, num_refined=None if refined is None else int(refined))
+        if any(sign in folder for sign in PATH_SIGNS):
+            raise ValueError(f"methods: there is no folder {folder}.") from None
+        raise ValueError(
+            f"methods must be {', '.join(WORDS)}, folders of codebooks or of LinFusion layers, or "
+            f"configurations such as M64P16C8, M64P16C8@L0, M64P16C8-up_blocks.2 or M64P16C8@P8: "
+            f"{error}"
+        ) from None
+    if Path(folder).is_dir():
+        raise ValueError(
+            f"methods: {folder} is a configuration, but also a folder here; write ./{folder} for "
+            "the folder."
+        )
+    return MethodName(
+        source, config, route=way if way == "fastest" else "always", tuned=way == "tuned"
+    )
+
+
+def _levels_of(digits: str | None) -> tuple[int, ...] | None:
+    return tuple(int(digit) for digit in digits) if digits else None
+
+
+@dataclass(frozen=True)
 class Method:
     """One attention variant of a table.
 
     Attributes:
-        name: as typed: `"exact"`, `"value-projection"` (the negative control), `"tome"` (ToMe-SD,
-            half of the tokens merged, into fixed ones and not, as by its default, into random ones,
-            from level 0 on), a configuration such as `"M64P16C8"`, flat
-            `"M192"` or `"M64P16C8-up_blocks.1"`, where the layers of that block stay exact, or a
-            folder of codebooks or of LinFusion layers. Configurations and codebooks may end in
-            another number of refined parents, as in `"runs/m64/codebooks@P8"`.
+        name: of `parse_method`.
         levels: UNet levels that change.
         codebooks: calibrated or loaded ones; None for methods without.
         num_refined: parents refined per query tile, in place of the codebooks' own number.
@@ -133,7 +217,7 @@ class Method:
         configs = self.layer_configs
         labels = dict.fromkeys(map(short_name, configs))
         if self.linfusion is not None:
-            labels = [LINFUSION]
+            labels = [LINFUSION_CONFIG]
         elif self.codebooks is not None:
             labels = [*labels, *exact_labels(self.codebooks.avq_config)]
         effective = [config.effective_codewords for config in configs]
@@ -150,6 +234,13 @@ class Method:
 def short_name(config: AVQConfig) -> str:
     """As `str(config)`, but M64 for flat VQ."""
     return str(config) if config.num_children else f"M{config.num_parents}"
+
+
+def method_name(config: AVQConfig) -> str:
+    """`AVQ 64/16/8` or `VQ 256`, as in the paper's table."""
+    if config.num_children == 0:
+        return f"VQ {config.num_parents}"
+    return f"AVQ {config.num_parents}/{config.num_refined}/{config.num_children}"
 
 
 def exact_labels(config: AVQConfig) -> list[str]:
@@ -211,7 +302,7 @@ def load_methods(
     methods = [_load(pipe, name, levels) for name in names]
     for method in methods:
         if method.uncalibrated is not None:
-            select_layers(pipe.unet, levels, method.uncalibrated.exact)
+            select_layers(pipe.unet, method.levels, method.uncalibrated.exact)
         if method.codebooks is not None:
             with attention_method(pipe, method):
                 pass
@@ -254,17 +345,9 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
         layers = select_layers(pipe.unet, method.levels)
         with _processors(pipe, {layer.name: ValueProjectionProcessor() for layer in layers}):
             yield
-    elif method.name == TOME:
-        import tomesd
-
-        # Without random destinations a picture does not depend on those before it.
-        tomesd.apply_patch(
-            pipe.unet, ratio=0.5, max_downsample=2 ** max(method.levels), use_rand=False
-        )
-        try:
+    elif method.name.partition("@")[0] == TOME:
+        with merged_tokens(pipe.unet, method.levels):
             yield
-        finally:
-            tomesd.remove_patch(pipe.unet)
     elif method.linfusion is not None:
         with _processors(pipe, method.linfusion):
             yield
@@ -276,6 +359,22 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
             yield
         finally:
             remove_avq(pipe)
+
+
+@contextmanager
+def merged_tokens(unet: UNet2DConditionModel, levels: tuple[int, ...]) -> Iterator[None]:
+    """Run a UNet by ToMe-SD, half of the tokens merged, down to the last of these levels.
+
+    Tokens merge into fixed destinations, not into random ones as by tomesd's default: a step can be
+    captured in a graph, and an image does not depend on those before it.
+    """
+    import tomesd
+
+    tomesd.apply_patch(unet, ratio=0.5, max_downsample=2 ** max(levels), use_rand=False)
+    try:
+        yield
+    finally:
+        tomesd.remove_patch(unet)
 
 
 @contextmanager
@@ -292,49 +391,24 @@ def _processors(pipe: StableDiffusionPipeline, processors: Mapping[str, Any]) ->
             attn.set_processor(previous[name])
 
 
-def split_refined(name: str) -> tuple[str, int | None]:
-    """A method's name without its number of refined parents, and that number, if it has one.
-
-    A folder's whole name counts first.
-    """
-    form = None if Path(name).is_dir() else re.fullmatch(rf"(.+){REFINED_MARK}(\d+)", name)
-    return (form[1], int(form[2])) if form else (name, None)
-
-
 def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> Method:
-    if name in (EXACT, NO_ATTENTION):
+    parsed = parse_method(name, levels)
+    if parsed.source in (FA2, LIMIT, LINFUSION) or parsed.tuned or parsed.route != "always":
+        raise ValueError(f"methods: {name} can only be timed, by bench unet.")
+    if parsed.is_folder:
+        return _load_folder(pipe, name, parsed.source, parsed.num_refined)
+    if parsed.config is not None:
+        return Method(name, parsed.config.levels, uncalibrated=parsed.config)
+    if parsed.source != TOME:
         return Method(name, levels)
-    if name == TOME:
-        if find_spec("tomesd") is None:
-            raise ValueError(f"method {TOME} needs the package tomesd: pip install tomesd.")
-        if set(levels) != set(range(len(levels))):
-            raise ValueError(
-                f"{TOME} merges tokens from level 0 on, leaving none out, but got levels {levels}."
-            )
-        return Method(name, levels)
-    source, num_refined = split_refined(name)
-    if num_refined is None and REFINED_MARK in name and not Path(name).is_dir():
-        raise ValueError(f"methods may end in {REFINED_MARK}8 or so, but got {name!r}.")
-    text, _, exact = source.partition(EXACT_MARK)
-    try:
-        config = AVQConfig.parse(text, levels=levels, exact=(exact,) if exact else ())
-        if num_refined is not None:
-            replace(config, num_refined=num_refined)
-    except ValueError as error:
-        if Path(source).is_dir():
-            return _load_folder(pipe, name, source, num_refined)
-        if any(sign in source for sign in PATH_SIGNS):
-            raise ValueError(f"methods: there is no folder {source}.") from None
+    levels = parsed.levels or levels
+    if find_spec("tomesd") is None:
+        raise ValueError(f"method {TOME} needs the package tomesd: pip install tomesd.")
+    if set(levels) != set(range(len(levels))):
         raise ValueError(
-            f"methods must be {EXACT}, {NO_ATTENTION}, {TOME}, folders of codebooks or of "
-            f"LinFusion layers, or configurations: {error}"
-        ) from None
-    if Path(source).is_dir():
-        raise ValueError(
-            f"methods: {source} is a configuration, but also a folder here; write ./{source} for "
-            "the folder."
+            f"{TOME} merges tokens from level 0 on, leaving none out, but got levels {levels}."
         )
-    return Method(name, levels, num_refined=num_refined, uncalibrated=config)
+    return Method(name, levels)
 
 
 def _load_folder(

@@ -54,7 +54,7 @@ from avq_diffusers.attention.orders import query_order
 from avq_diffusers.mini import Scene, render
 from avq_diffusers.plugin.layer_weights import LayerWeights
 from avq_diffusers.plugin.projection import project_heads
-from eval.quality.methods import Method, attention_method, method_cells, short_name
+from eval.methods import Method, attention_method, method_cells, short_name
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel
 

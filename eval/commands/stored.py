@@ -1,70 +1,16 @@
-"""Results read back from their JSON files, and their plots drawn from them.
+"""Plots of results, from their JSON files.
 
-The plotting commands draw from the file they have just written, so that its plot can be drawn again
-at any time: `python -m eval plot`.
+The commands plot the file they have just written, so `python -m eval plot` gives the same plot
+again.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-PROGRAM = ["python", "-m", "eval"]
-GROUPS = ("bench", "coco")
-
-
-@dataclass(frozen=True)
-class Result:
-    """A file that `python -m eval` wrote.
-
-    Attributes:
-        path: of the file.
-        kind: the command that wrote it, such as `"scenes"` or `"bench unet"`.
-        document: its content.
-    """
-
-    path: Path
-    kind: str
-    document: Mapping[str, Any]
-
-
-def read_result(path: Path) -> Result:
-    """Read a result.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a result.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}.")
-    try:
-        document = json.loads(path.read_text())
-        program, words = document["command"].split()[:3], document["command"].split()[3:]
-        kind = " ".join(words[:2]) if words[0] in GROUPS else words[0]
-    except (ValueError, LookupError, RecursionError, TypeError, AttributeError):
-        program = []
-    if program != PROGRAM:
-        raise ValueError(f"{path} is not a result of python -m eval.")
-    return Result(path, kind, document)
-
-
-@contextmanager
-def complete(path: Path) -> Iterator[None]:
-    """Name the file whose fields the block reads, should one be missing or of another type.
-
-    Raises:
-        ValueError: one is.
-    """
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not a complete result ({type(error).__name__}: {error}); make it again."
-        ) from error
+from eval.store.report import complete, read_result
 
 
 def draw(path: Path, *, size: int | None = None) -> None:
@@ -110,7 +56,7 @@ def _unet(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _errors(path: Path, document: Mapping[str, Any]) -> None:
-    from eval.codebooks.errors import KernelTimes, error_panels
+    from eval.codebooks.layer_errors import KernelTimes, error_panels
     from eval.store.plots import panel_plot
 
     times = document["kernel_times"]
