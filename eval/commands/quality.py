@@ -1,4 +1,4 @@
-"""Likeness and quality: `compare`, `scenes`, `pool`, `merge`, `table`, and every stored `plot`."""
+"""Likeness and quality: `compare`, `scenes`, `merge`, `table`, and every stored `plot`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,9 +33,6 @@ from eval.store.report import (
     read_result,
     save_json,
 )
-
-# What writes runs on scenes.
-SCENES = ("scenes", "pool")
 
 app = typer.Typer()
 
@@ -98,10 +95,6 @@ def scenes_command(
     model: Model = "mini-sd",
     scorer: Annotated[str, typer.Option(help="Folder of the CLIP-style scorer.")] = SCORER,
     pictures: Pictures = 5000,
-    part: Annotated[
-        str | None,
-        typer.Option(help="K/N: make the K-th of N parts of the pictures, which `pool` joins."),
-    ] = None,
     first_seed: Annotated[
         int,
         typer.Option(
@@ -122,9 +115,9 @@ def scenes_command(
 ) -> None:
     """FID, CLIP score, copy agreement and PSNR on held-out scenes, with negative controls.
 
-    PSNR and FID to exact are to the pictures of `exact`, if it is among the methods. Runs with
-    other seeds can be averaged by `merge`. A long run can be made in parts, each by a command of
-    its own, as on several GPUs.
+    PSNR and FID to exact are to the pictures of `exact`, if it is among the methods. `merge`
+    averages runs with other seeds. It also joins runs of one seed, so that several GPUs can share
+    the methods.
 
     Example: python -m eval scenes --pictures 5000 --device cuda
 
@@ -132,16 +125,13 @@ def scenes_command(
     """
     from eval.quality.metrics import Scorer
     from eval.quality.pictures import Drawing, usual_guidance
-    from eval.quality.samples import load_samples, save_samples
-    from eval.quality.scene_runs import finished_rows, part_of
+    from eval.quality.scene_runs import finished_rows
     from eval.quality.scenes import scenes_table, score_methods
 
     numbers = numbers_of("--levels", levels)
     dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
     name = result_name("scenes", numbers, None if size == IMAGE_SIZE else size, dilated)
     name += f"_seed{first_seed}" if first_seed else ""
-    name += f"_part{part.replace('/', 'of')}" if part else ""
-    indices = part_of(part, pictures) if part else range(pictures)
     path = output / f"{name}.json"
     protocol = {
         "model": Path(model).name,
@@ -149,7 +139,6 @@ def scenes_command(
         "scorer": Path(scorer).name,
         "scorer_sha256": folder_digest(scorer, "config.json"),
         "pictures": pictures,
-        **({"part": part} if part else {}),
         "batch": batch,
         "first_seed": first_seed,
         "num_inference_steps": steps,
@@ -159,17 +148,16 @@ def scenes_command(
         "scalecrafter": dilated,
         "compiled": compiled,
     }
-    finished, samples = {}, {} if part else None
+    finished = {}
     if resume and path.exists():
         finished = finished_rows(read_result(path).document, protocol, environment(device))
-        samples = load_samples(_samples_path(path)) if part else None
     pipe = StableDiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
     rows = []
     for row in score_methods(
         pipe,
         methods.split(","),
-        [sample_scene(TEST_SEEDS[index]) for index in indices],
-        [sample_scene(TEST_SEEDS[pictures + index]) for index in indices],
+        [sample_scene(TEST_SEEDS[index]) for index in range(pictures)],
+        [sample_scene(TEST_SEEDS[pictures + index]) for index in range(pictures)],
         Scorer(scorer).to(device),
         Drawing(
             num_inference_steps=steps,
@@ -181,13 +169,9 @@ def scenes_command(
         levels=numbers,
         calibration_prompts=calibration_prompts(),
         first_seed=first_seed,
-        first_index=indices.start,
         finished=finished,
-        samples=samples,
     ):
         rows.append(row)
-        if part:
-            save_samples(_samples_path(path), samples)
         print(scenes_table([row]).splitlines()[-1], flush=True)
         later = finished.keys() - {row["method"] for row in rows}
         kept = [row for name, row in finished.items() if name in later]
@@ -195,39 +179,9 @@ def scenes_command(
     print(scenes_table(rows))
 
 
-@app.command("pool")
-def pool_command(
-    parts: Annotated[list[Path], typer.Argument(help="Files of all parts of a run of `scenes`.")],
-    output: Annotated[Path, typer.Option(help="The file to write.")],
-) -> None:
-    """Score a run of `scenes` that was made in parts, as if it had been made at once.
-
-    What was measured of each picture lies beside each part's file, as safetensors.
-
-    Example: python -m eval pool runs/scenes_levels0_part1of2.json
-    runs/scenes_levels0_part2of2.json --output eval/results/scenes/scenes_levels0.json
-    """
-    from eval.quality.samples import load_samples
-    from eval.quality.scene_runs import WHOLE, pool_parts
-    from eval.quality.scenes import scenes_table
-
-    documents = [_scenes_document(read_result(path)) for path in parts]
-    for path, document in zip(parts, documents, strict=True):
-        if "part" not in document:
-            raise ValueError(f"only parts of a run are pooled, but {path} is a whole one.")
-    samples = [load_samples(_samples_path(path)) for path in parts]
-    rows = pool_parts(list(zip(documents, samples, strict=True)))
-    print(scenes_table(rows))
-    whole = {name: documents[0].get(name) for name in WHOLE}
-    runs = [_without_rows(document) for document in documents]
-    save_json(output, command=command_line(), device="cpu", **whole, runs=runs, rows=rows)
-
-
 @app.command("merge")
 def merge_command(
-    results: Annotated[
-        list[Path], typer.Argument(help="Files of `scenes` and `pool`, or of `ablate`.")
-    ],
+    results: Annotated[list[Path], typer.Argument(help="Files of `scenes`, or of `ablate`.")],
     output: Annotated[Path, typer.Option(help="The file to write.")],
 ) -> None:
     """Average results of `scenes` over seeds, or put runs of `ablate` into one table.
@@ -240,7 +194,7 @@ def merge_command(
     """
     read = [read_result(path) for path in results]
     kinds = dict.fromkeys(result.kind for result in read)
-    if kinds.keys() <= set(SCENES):
+    if set(kinds) == {"scenes"}:
         _merge_scenes(read, output)
     elif set(kinds) == {"ablate"}:
         _merge_ablations(read, output)
@@ -299,9 +253,6 @@ def _merge_scenes(results: Sequence[Result], output: Path) -> None:
     from eval.quality.scenes import MAKING, PROTOCOL, differences_table, row_key, scenes_table
 
     documents = [_scenes_document(result) for result in results]
-    for result, document in zip(results, documents, strict=True):
-        if "part" in document:
-            raise ValueError(f"{result.path} is a part of a run; join its parts by pool first.")
     rows = merge_runs(documents)
     print(f"{scenes_table(rows)}\n\nLess exact attention, at equal noise:\n")
     print(f"{differences_table(rows)}\n")
@@ -317,22 +268,14 @@ def _merge_scenes(results: Sequence[Result], output: Path) -> None:
 
 
 def _scenes_document(result: Result) -> Mapping[str, Any]:
-    """The content of a file of `scenes` or `pool`."""
+    """The content of a file of `scenes`."""
     from eval.quality.scene_runs import noise_seeds
     from eval.quality.scenes import scenes_table
 
-    if result.kind not in SCENES:
-        raise ValueError(
-            f"results of {' and '.join(SCENES)} are joined, but {result.path} is of {result.kind}."
-        )
     with complete(result.path):
         noise_seeds(result.document)
         scenes_table(result.document["rows"])
     return result.document
-
-
-def _samples_path(path: Path) -> Path:
-    return path.with_suffix(".safetensors")
 
 
 def _merge_ablations(results: Sequence[Result], output: Path) -> None:

@@ -30,7 +30,7 @@ from eval.store.report import Result, complete
 Row = dict[str, Any]
 Variant = tuple[str, tuple[int, ...]]
 
-QUALITY = ("scenes", "pool", "merge")
+QUALITY = ("scenes", "merge")
 SPEED = "bench unet"
 FACTS = ("method", "config", "origin", "sha256", "levels", "effective_codewords")
 PLOTTED = {
@@ -48,7 +48,7 @@ def build_table(results: Sequence[Result]) -> dict[str, Any]:
     """Join results by method.
 
     Args:
-        results: of `scenes`, `pool`, `merge` and `bench unet`. Those of one size must be of one
+        results: of `scenes`, `merge` and `bench unet`. Those of one size must be of one
             protocol and with the same seeds; where several have the same row, the first one counts.
 
     Returns:
@@ -143,8 +143,6 @@ def _add_quality(
     result: Result, quality: dict[str, Row], rows: dict[tuple[str, Variant], Row]
 ) -> None:
     document = result.document
-    if "part" in document:
-        raise ValueError(f"{result.path} is a part of a run; join its parts by pool first.")
     if "size" not in document:
         raise ValueError(
             f"{result.path} does not say the size of its pictures; make it again: "

@@ -1,7 +1,5 @@
-"""Runs of scenes: gone on with, pooled from parts, averaged over seeds."""
+"""Runs of scenes: resumed, and averaged over seeds."""
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import mean
@@ -10,8 +8,6 @@ from typing import Any
 import numpy as np
 
 from eval.methods import EXACT
-from eval.quality.frechet import fit_gaussian
-from eval.quality.samples import Sample, figures, likeness
 from eval.quality.scenes import (
     BROKEN,
     FIGURES,
@@ -20,14 +16,8 @@ from eval.quality.scenes import (
     MEASURED,
     PROTOCOL,
     REAL,
-    REFERENCE,
     row_key,
 )
-
-# Of a run that is made in parts, what these share, beside device and versions.
-WHOLE = ("pictures", "first_seed", "batch", "compiled", *PROTOCOL, *MAKING)
-# Of an environment, what may differ between parts, which are made on several days.
-CHANGING = ("date", "commit")
 
 
 def finished_rows(
@@ -56,77 +46,6 @@ def finished_rows(
             "start again without --resume."
         )
     return {row["method"]: row for row in document["rows"]}
-
-
-def part_of(part: str, count: int) -> range:
-    """The indices of the part `K/N` of `count` pictures.
-
-    Raises:
-        ValueError: it has another form, or there is no such part.
-    """
-    form = re.fullmatch(r"(\d+)/(\d+)", part)
-    number, total = map(int, form.groups()) if form else (0, 0)
-    if not 1 <= number <= total <= count // 2:
-        raise ValueError(
-            f"the part must be K/N, the K-th of N parts of {count} pictures, two or more in each, "
-            f"but got {part!r}."
-        )
-    return range((number - 1) * count // total, number * count // total)
-
-
-def pool_parts(
-    parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Sample]]],
-) -> list[dict[str, Any]]:
-    """The rows of a whole run, those that every part has, from all of its parts.
-
-    Args:
-        parts: of each, the content of its file and its samples.
-
-    Raises:
-        ValueError: a part is missing, is there twice, lacks samples, or is of another run, device
-            or version.
-    """
-    documents = [document for document, _ in parts]
-    environments = [document.get("environment", {}) for document in documents]
-    names = {name: documents for name in WHOLE}
-    names |= {name: environments for x in environments for name in x if name not in CHANGING}
-    for name, places in names.items():
-        if len({json.dumps(place.get(name)) for place in places}) > 1:
-            raise ValueError(f"the parts must be of one run, but differ in {name}.")
-    whole = range(documents[0]["pictures"])
-    made = [part_of(document["part"], len(whole)) for document in documents]
-    if sorted(index for indices in made for index in indices) != list(whole):
-        raise ValueError(
-            f"a run is pooled from all of its parts, each once, but these are "
-            f"{', '.join(document['part'] for document in documents)}."
-        )
-    in_order = [parts[index] for index in np.argsort([indices.start for indices in made])]
-
-    def joined(name: str) -> Sample:
-        if any(name not in samples for _, samples in in_order):
-            raise ValueError(f"a part has no sample of {name}.")
-        sample = Sample.join([samples[name] for _, samples in in_order])
-        if len(sample.psnr) not in (0, len(sample.features)):
-            raise ValueError(f"a part has not compared {name} with {EXACT}; go on with --resume.")
-        return sample
-
-    by_part = [{row_key(row): row for row in document["rows"]} for document, _ in in_order]
-    common = [key for key in by_part[0] if all(key in rows for rows in by_part)]
-    reference = fit_gaussian(joined(REFERENCE).features)
-    exact = fit_gaussian(joined(EXACT).features) if (EXACT, ()) in common else None
-    pooled = []
-    for key in common:
-        row = by_part[0][key]
-        facts = {name: row[name] for name in row if name not in {*MEASURED, "num_pictures"}}
-        if any({**rows[key], **facts} != rows[key] for rows in by_part):
-            raise ValueError(f"the parts must be of one run, but differ in the method {key[0]}.")
-        sample = joined(key[0])
-        alike = likeness(sample, exact) if "psnr_median" in row else {}
-        if "seconds_per_picture" in row:
-            seconds = [rows[key]["seconds_per_picture"] for rows in by_part]
-            alike["seconds_per_picture"] = mean(seconds)
-        pooled.append({**facts, **figures(sample, reference), **alike})
-    return pooled
 
 
 def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

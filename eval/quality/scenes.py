@@ -33,7 +33,6 @@ PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
 # Older files lack some of these; what a file does not say is not compared.
 MAKING = ("model", "model_sha256", "scorer", "scorer_sha256", "guidance_scale")
 HEADER = ("FID", "FID to exact", "CLIP score", "copy agreement", "PSNR dB, median (p10)")
-REFERENCE = "scenes of the reference"
 REAL = "real scenes"
 BROKEN = "real scenes, copies broken"
 
@@ -49,9 +48,7 @@ def score_methods(
     levels: tuple[int, ...] = (0,),
     calibration_prompts: Sequence[str],
     first_seed: int = 0,
-    first_index: int = 0,
     finished: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-    samples: dict[str, Sample] | None = None,
 ) -> Iterator[Mapping[str, Any]]:
     """Yield a row a method: its pictures of `scenes` against other scenes.
 
@@ -77,13 +74,9 @@ def score_methods(
         levels: UNet levels that change.
         calibration_prompts: of methods that are calibrated, at the model's own size.
         first_seed: of the noise.
-        first_index: pictures of the run that come before these.
         finished: rows of an earlier run by method. Their methods are not run again, but for
             folders that have changed since, rows that were not compared with `exact` and now are,
             and for `exact` where the pictures of others are still to be compared with its own.
-        samples: gets what is measured of each picture before the row comes, by method, and of
-            `REFERENCE`. Of finished rows it has them from the earlier run; one without is made
-            again.
 
     Raises:
         FileNotFoundError, ValueError: as `load_methods`, or the size is not a multiple of 64 or has
@@ -98,17 +91,15 @@ def score_methods(
             f"a multiple of {batch_size}."
         )
     check_dilation(pipe, drawing)
-    noise = range(first_seed + first_index, first_seed + first_index + len(scenes))
+    noise = range(first_seed, first_seed + len(scenes))
     loaded = load_methods(pipe, methods, levels=levels)
     captions = [scene.caption for scene in scenes]
-    finished = _still_valid(finished, loaded, samples)
+    finished = _still_valid(finished, loaded)
     prepared = [
         method if method.name in finished else calibrated(pipe, method, calibration_prompts)
         for method in loaded
     ]
-    samples = {} if samples is None else samples
-    samples[REFERENCE] = Sample(picture_features(scorer, _render_all(reference_scenes, size)))
-    reference = fit_gaussian(samples[REFERENCE].features)
+    reference = fit_gaussian(picture_features(scorer, _render_all(reference_scenes, size)))
 
     def measure(pictures: np.ndarray, exact: np.ndarray | None) -> Sample:
         features = picture_features(scorer, pictures)
@@ -120,9 +111,9 @@ def score_methods(
         return Sample(features, *map(torch.from_numpy, values))
 
     for name in (REAL, BROKEN):
-        breaks = range(first_index, first_index + len(scenes)) if name == BROKEN else None
-        samples[name] = measure(_render_all(scenes, size, breaks), None)
-        yield {"method": name, **figures(samples[name], reference)}
+        breaks = range(len(scenes)) if name == BROKEN else None
+        sample = measure(_render_all(scenes, size, breaks), None)
+        yield {"method": name, **figures(sample, reference)}
     exact = exact_features = None
     are_all_finished = len(finished) == len(prepared)
     for method in sorted(prepared, key=lambda method: method.name != EXACT):
@@ -134,7 +125,7 @@ def score_methods(
         with attention_method(pipe, method):
             pictures = generate(pipe, captions, noise, drawing, description=method.name)
         seconds = (perf_counter() - start) / len(captions)
-        sample = samples[method.name] = measure(pictures, exact)
+        sample = measure(pictures, exact)
         alike = likeness(sample, exact_features)
         if method.name == EXACT:
             exact, exact_features = pictures, fit_gaussian(sample.features)
@@ -208,7 +199,6 @@ def _with_error(row: Mapping[str, Any], name: str, form: str) -> str:
 def _still_valid(
     finished: Mapping[str, Mapping[str, Any]],
     methods: Sequence[Method],
-    samples: Mapping[str, Sample] | None,
 ) -> dict[str, Mapping[str, Any]]:
     """The finished rows of these methods that need not be made again, by method."""
     is_compared = any(method.name == EXACT for method in methods)
@@ -217,7 +207,6 @@ def _still_valid(
         for method in methods
         if (row := finished.get(method.name)) is not None
         and row["sha256"] == method.sha256
-        and (samples is None or method.name in samples)
         and (method.name == EXACT or not is_compared or row["fid_to_exact"] is not None)
     }
 

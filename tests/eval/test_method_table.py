@@ -454,7 +454,7 @@ class TestTable:
     @pytest.mark.parametrize(
         ("document", "message"),
         [
-            ({"command": "python -m eval errors"}, "a table is made of results of scenes, pool, "),
+            ({"command": "python -m eval errors"}, "a table is made of results of scenes, "),
             (quality([quality_row(EXACT)], seed=1), "other seeds; average seeds by merge first"),
             (quality([quality_row(EXACT)], dtype="x"), "have pictures of 256², but are of another"),
             (
