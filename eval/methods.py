@@ -49,7 +49,7 @@ WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
 CONFIG_FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^@/]+))?(?:@P(\d+))?(?:/(fastest|tuned))?")
 FOLDER_FORM = re.compile(r"(.+?)(?:@P(\d+))?")
 COMPUTATION = ("query_tile", "query_order", "importance_tile", "key_norm")
-CALIBRATION_SEED = 1_000_000_000  # of its noise, which no picture of a table shares
+CALIBRATION_SEED = 1_000_000_000  # of its noise, which no image of a table shares
 PATH_SIGNS = "/\\."  # no configuration has one
 
 
@@ -317,7 +317,7 @@ def calibrated(
     Args:
         pipe: that the method was loaded for.
         method: to calibrate, in the default steps of `calibrate`: codebooks do not change with the
-            steps of the pictures that are compared.
+            steps of the images that are compared.
         calibration_prompts: that configurations are calibrated on.
     """
     codebooks = method.codebooks

@@ -61,8 +61,8 @@ def run_distillation(
         output: folder of the result.
         command: that was typed.
         model: folder of a Stable Diffusion model; None makes SD1.5 with random weights.
-        image_size: side of the pictures in pixels.
-        batches: pictures per GPU and step.
+        image_size: side of the images in pixels.
+        batches: images per GPU and step.
         gpus: numbers of processes.
         attentions: of the student.
         overrides: further `--set` of `distill`.
@@ -153,7 +153,7 @@ def distillation_table(rows: Sequence[dict[str, Any]]) -> str:
         "peak_memory_gib": "peak GiB",
     }
     return markdown_table(
-        ["GPUs", "student", "pictures per GPU", *figures.values()],
+        ["GPUs", "student", "images per GPU", *figures.values()],
         (
             [
                 str(row["gpus"]),

@@ -59,8 +59,8 @@ class Model:
     Attributes:
         unet: what results call its UNet.
         build: makes the UNet on a device, in float32.
-        latent_scale: pixels per latent along a side of the picture.
-        sizes: sides of the pictures, in pixels, where none are named.
+        latent_scale: pixels per latent along a side of the image.
+        sizes: sides of the images, in pixels, where none are named.
         stem: what the names of its results begin with.
         methods: that are timed where none are named, the most important first.
         levels: at which attention may change.
@@ -155,7 +155,7 @@ class StepBench:
         self._codebooks: dict[tuple[AVQConfig, bool], AVQCodebooks] = {}
 
     def inputs(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Random latents of a side x side picture, a timestep, random text states."""
+        """Random latents of a side x side image, a timestep, random text states."""
         latent = side // self.model.latent_scale
         sample = self._normal(BATCH, self.unet.config.in_channels, latent, latent)
         text = self._normal(BATCH, TEXT_TOKENS, self.unet.config.cross_attention_dim)

@@ -180,7 +180,7 @@ def run_unet(
         output: folder of the results.
         command: that was typed.
         model: of the UNet, one of `MODELS`.
-        sizes: sides of the picture; None takes the model's own.
+        sizes: sides of the image; None takes the model's own.
         methods: of `StepBench.method`, the most important first; None takes the model's own.
         modes: `"graph"`, `"compile"`, `"eager"`.
         minutes: no row is started after this time.
@@ -237,7 +237,7 @@ def bench_unet(
 
     Args:
         bench: the UNet.
-        side: of the picture.
+        side: of the image.
         mode: `"graph"`, `"compile"` or `"eager"`.
         methods: those of `StepBench.method`, the most important first.
         deadline: value of `perf_counter` after which no row is started.

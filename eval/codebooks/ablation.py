@@ -42,7 +42,7 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
     "key norm": {"avq.key_norm": "true"},
 }
 # What two files must share if their runs are to stand in one table.
-PROTOCOL = ("config", "overrides", "num_pictures", "num_timesteps")
+PROTOCOL = ("config", "overrides", "num_images", "num_timesteps")
 FIGURES = {
     "output_error": "output error",
     "feature_relative_mse": "feature, relative MSE",
@@ -128,7 +128,7 @@ def join_ablations(documents: Sequence[Mapping[str, Any]]) -> list[Row]:
 def ablation_table(rows: Sequence[Row]) -> str:
     """Means over seeds as a Markdown table, with the standard error where there are several.
 
-    Runs of one seed draw the same pictures in the same order, so their output error is also shown
+    Runs of one seed draw the same images in the same order, so their output error is also shown
     as a multiple of that of the `BASE` run of this seed: it varies less.
 
     Args:

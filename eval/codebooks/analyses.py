@@ -116,7 +116,7 @@ def analyse(
         pipe: without AVQ.
         analysis: of `ANALYSES`.
         methods: prepared for `pipe`, and checked by `check_methods`.
-        scenes: whose pictures, at the UNet's own size, are noised; sensitivity is that of drawing
+        scenes: whose images, at the UNet's own size, are noised; sensitivity is that of settings
             them by their captions.
         num_timesteps: middles of so many equal parts of the noise schedule; denoising steps.
     """

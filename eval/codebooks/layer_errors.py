@@ -1,6 +1,6 @@
 """Error of the attention variants against the exact teacher, on held-out scenes.
 
-Over all pictures, timesteps and elements, with s what the student and t what the teacher returns:
+Over all images, timesteps and elements, with s what the student and t what the teacher returns:
 
 feature_mse           mean of (s - t)^2 of a layer's attn1, the student on its own input, as trained
 feature_relative_mse  sum of (s - t)^2 / sum of t^2 of the same
@@ -13,7 +13,7 @@ commitment_loss, quantization_error  distance to the leaf, on a sample of them
 active_ratio, perplexity             how many codewords are in use
 evenness                             perplexity / codewords: 1 where all are in equal use
 
-Of the student's attention in the first picture at all timesteps:
+Of the student's attention in the first image at all timesteps:
 
 capture          share on keys of refined parents
 best_capture     the same if the parents of most exact attention were refined
@@ -127,14 +127,14 @@ def measure_errors(
 
     `is_flat` says whether its codebooks are flat, and is None for methods without.
 
-    All pictures of a timestep run in one batch.
+    All images of a timestep run in one batch.
 
     Args:
         pipe: without AVQ; its UNet is the teacher.
         methods: prepared for `pipe`.
-        scenes: whose pictures are noised.
+        scenes: whose images are noised.
         num_timesteps: middles of so many equal parts of the noise schedule.
-        size: side of the pictures, a multiple of 64; None is the UNet's own.
+        size: side of the images, a multiple of 64; None is the UNet's own.
     """
     levels = tuple({level for method in methods for level in method.levels})
     attentions = {layer.name: layer.attn for layer in select_layers(pipe.unet, levels)}
@@ -163,8 +163,8 @@ def noised_scenes(
     The noise of a step depends on its number only.
     """
     size = size or own_size(pipe)
-    pictures = torch.from_numpy(np.stack([render(scene, size) for scene in scenes]))
-    pixels = pictures.permute(0, 3, 1, 2).to(pipe.device, pipe.dtype) / 127.5 - 1
+    images = torch.from_numpy(np.stack([render(scene, size) for scene in scenes]))
+    pixels = images.permute(0, 3, 1, 2).to(pipe.device, pipe.dtype) / 127.5 - 1
     latents = pipe.vae.encode(pixels).latent_dist.mode() * pipe.vae.config.scaling_factor
     captions = [scene.caption for scene in scenes]
     text_states, _ = pipe.encode_prompt(captions, pipe.device, 1, False)
@@ -176,7 +176,7 @@ def noised_scenes(
 
 
 def own_size(pipe: StableDiffusionPipeline) -> int:
-    """Side of the pictures that the UNet was trained on."""
+    """Side of the images that the UNet was trained on."""
     return pipe.unet.config.sample_size * pipe.vae_scale_factor
 
 
@@ -332,7 +332,7 @@ class _Totals:
         teacher: Mapping[str, Call],
         num_keys: int,
     ) -> None:
-        """Take in one step; the method's attention is on, and knows the size of the picture."""
+        """Take in one step; the method's attention is on, and knows the size of the image."""
         noisy_latents, timesteps, _ = inputs
         self.outputs.setdefault(int(timesteps[0]), _SquaredError()).add(output, teacher_output)
         for name, layer in self.layers.items():

@@ -84,9 +84,7 @@ def bench_unet_command(
     ] = "sd15",
     sizes: Annotated[
         str,
-        typer.Option(
-            help="Sides of the picture, else from the training size on, as 512,1024,2048."
-        ),
+        typer.Option(help="Sides of the image, else from the training size on, as 512,1024,2048."),
     ] = "",
     methods: Annotated[
         str,
@@ -134,8 +132,8 @@ def bench_distill_command(
     model: Annotated[
         Path | None, typer.Option(help="Folder of a model; SD1.5 with random weights without it.")
     ] = None,
-    size: Annotated[int, typer.Option(help="Side of the pictures.")] = 512,
-    batches: Annotated[str, typer.Option(help="Pictures per GPU and step.")] = "4,8,12",
+    size: Annotated[int, typer.Option(help="Side of the images.")] = 512,
+    batches: Annotated[str, typer.Option(help="Images per GPU and step.")] = "4,8,12",
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs.")] = "1",
     attentions: Annotated[
         str, typer.Option(help="Students: exact, avq, linfusion.")

@@ -1,4 +1,4 @@
-"""`python -m eval coco`: the COCO protocol, a folder of pictures a row."""
+"""`python -m eval coco`: the COCO protocol, a folder of images a row."""
 
 import sys
 from pathlib import Path
@@ -35,7 +35,7 @@ app = typer.Typer(
 
 @app.command("generate")
 def coco_generate_command(
-    folder: Annotated[Path, typer.Argument(help="Of the row's pictures, goes on if it has some.")],
+    folder: Annotated[Path, typer.Argument(help="Of the row's images, goes on if it has some.")],
     captions: Annotated[
         Path,
         typer.Option(
@@ -47,10 +47,10 @@ def coco_generate_command(
         str, typer.Option(help="exact, a configuration to calibrate, or a folder; as in `scenes`.")
     ] = "exact",
     model: Model = "stable-diffusion-v1-5/stable-diffusion-v1-5",
-    pictures: Annotated[int, typer.Option(min=2, help="Number of captions.")] = 30_000,
+    images: Annotated[int, typer.Option(min=2, help="Number of captions.")] = 30_000,
     draw_seed: Annotated[int, typer.Option(help="Of the draw from annotations.")] = 0,
     size: Annotated[
-        int, typer.Option(callback=multiple_of(8), help="Side of the pictures, a multiple of 8.")
+        int, typer.Option(callback=multiple_of(8), help="Side of the images, a multiple of 8.")
     ] = 512,
     dilated: Dilated = False,
     compiled: Compiled = False,
@@ -62,11 +62,11 @@ def coco_generate_command(
         typer.Option(help="Text file with prompts to calibrate on, else those of `avq calibrate`."),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, help="Pictures a GPU makes at once; a CPU makes one.")
+        int, typer.Option(min=1, help="Images a GPU makes at once; a CPU makes one.")
     ] = 8,
     device: Device = "cpu",
 ) -> None:
-    """Make the pictures of one row: picture i has caption i and the noise of seed i.
+    """Make the images of one row: image i has caption i and the noise of seed i.
 
     Run the same command again after a kill, on as many GPUs as there are now. The safety checker
     is off.
@@ -77,17 +77,17 @@ def coco_generate_command(
     """
     from eval.quality.captions import read_captions
     from eval.quality.coco import generate_folder
-    from eval.quality.pictures import Drawing
+    from eval.quality.generation import Sampling
 
     prompts = read_prompts("--calibration", calibration) if calibration else usual_prompts(model)
     generate_folder(
         folder,
-        read_captions(captions, pictures, seed=draw_seed),
+        read_captions(captions, images, seed=draw_seed),
         model=model,
         method=method,
         levels=numbers_of("--levels", levels),
         calibration_prompts=prompts,
-        drawing=Drawing(
+        settings=Sampling(
             num_inference_steps=steps,
             guidance_scale=guidance,
             size=size,
@@ -103,31 +103,29 @@ def coco_generate_command(
 @app.command("score")
 def coco_score_command(
     folders: Annotated[list[Path], typer.Argument(help="Of `generate`, one a row.")],
-    real: Annotated[Path, typer.Option(help="Folder of real pictures, such as coco/val2014.")],
+    real: Annotated[Path, typer.Option(help="Folder of real images, such as coco/val2014.")],
     scorer: Annotated[
         str | None,
         typer.Option(help=f"Folder of a CLIP-style scorer, in place of both networks: {SCORER}"),
     ] = None,
-    pictures: Annotated[
+    images: Annotated[
         int | None, typer.Option(min=2, help="Score the first ones only, for FID-5k.")
     ] = None,
     patches: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of pictures of at least the same size, real ones or those of exact "
+            help="Folder of images of at least the same size, real ones or those of exact "
             "attention: adds an FID of patches, which sees fine detail."
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures in a network at once.")] = 64,
-    threads: Annotated[int, typer.Option(min=1, help="That read pictures.")] = 8,
-    cache: Annotated[
-        Path | None, typer.Option(help="Folder for features of real pictures.")
-    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Images in a network at once.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="That read images.")] = 8,
+    cache: Annotated[Path | None, typer.Option(help="Folder for features of real images.")] = None,
     device: Device = "cpu",
     name: Annotated[str, typer.Option(help="Of the file to write.")] = "coco",
     output: Output = RESULTS,
 ) -> None:
-    """FID, KID and CLIP score of folders of pictures, all made of the same captions.
+    """FID, KID and CLIP score of folders of images, all made of the same captions.
 
     Example: python -m eval coco score runs/exact runs/m64 --real coco/val2014 --device cuda
     """
@@ -143,7 +141,7 @@ def coco_score_command(
         warnings_of,
     )
 
-    chosen = read_folders(folders, pictures)
+    chosen = read_folders(folders, images)
     scored, remarks = [], []
     scores = score_folders(
         chosen,
@@ -178,17 +176,17 @@ def coco_score_command(
 @app.command("write")
 def coco_write_command(
     folder: Annotated[Path, typer.Argument(help="Of the data set, made if need be.")],
-    pictures: Annotated[int, typer.Option(min=1, help="Number of scenes.")] = 5000,
+    images: Annotated[int, typer.Option(min=1, help="Number of scenes.")] = 5000,
     first: Annotated[
         int,
         typer.Option(min=0, max=len(TEST_SEEDS) - 1, help="The first of mini-sd's test scenes."),
     ] = 0,
-    size: Annotated[int, typer.Option(help="Side of the pictures.")] = 256,
+    size: Annotated[int, typer.Option(help="Side of the images.")] = 256,
 ) -> None:
     """Write test scenes as a data set in COCO's format: images, annotations with captions.
 
-    The captions are FOLDER/annotations/captions_scenes.json, the real pictures FOLDER/images.
+    The captions are FOLDER/annotations/captions_scenes.json, the real images FOLDER/images.
 
-    Example: python -m eval coco write runs/scenes --pictures 5000
+    Example: python -m eval coco write runs/scenes --images 5000
     """
-    write_coco(folder, pictures, first_seed=TEST_SEEDS[first], size=size)
+    write_coco(folder, images, first_seed=TEST_SEEDS[first], size=size)

@@ -10,11 +10,11 @@ from avq_diffusers.cli.options import Dilated, device_of, numbers_of
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
 from eval.commands.options import (
     Device,
+    Images,
     Levels,
     Methods,
     Model,
     Output,
-    Pictures,
     Size,
     calibration_prompts,
     command_line,
@@ -33,7 +33,7 @@ def errors_command(
     refined: Annotated[
         str, typer.Option(help="Numbers of refined parents for codebooks that name none.")
     ] = "0,4,8,16,32,64",
-    pictures: Pictures = 16,
+    images: Images = 16,
     timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")] = 8,
     levels: Levels = "0",
     size: Size = None,
@@ -62,7 +62,7 @@ def errors_command(
         read_kernel_times,
     )
     from eval.methods import TOME, prepare_methods
-    from eval.quality.pictures import Drawing, check_dilation, dilation
+    from eval.quality.generation import Sampling, check_dilation, dilation
 
     names = methods.split(",")
     if TOME in names:
@@ -70,8 +70,8 @@ def errors_command(
     numbers = numbers_of("--levels", levels)
     numbers_refined = numbers_of("--refined", refined)
     pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
-    drawing = Drawing(size=size, is_dilated=dilated)
-    check_dilation(pipe, drawing)
+    settings = Sampling(size=size, is_dilated=dilated)
+    check_dilation(pipe, settings)
     num_tokens = ((size or own_size(pipe)) // pipe.vae_scale_factor) ** 2
     times = None if kernels is None else read_kernel_times(kernels, num_tokens)
     prepared = prepare_methods(
@@ -80,11 +80,11 @@ def errors_command(
         levels=numbers,
         calibration_prompts=calibration_prompts(),
     )
-    with dilation(pipe, drawing):
+    with dilation(pipe, settings):
         rows = measure_errors(
             pipe,
             elastic(prepared, numbers_refined),
-            [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
+            [sample_scene(seed) for seed in TEST_SEEDS[:images]],
             num_timesteps=timesteps,
             size=size,
         )
@@ -96,7 +96,7 @@ def errors_command(
         path,
         command=command_line(),
         device=device,
-        num_pictures=pictures,
+        num_images=images,
         num_timesteps=timesteps,
         size=size,
         scalecrafter=dilated,
@@ -119,7 +119,7 @@ def analyse_command(
         ),
     ] = None,
     model: Model = "mini-sd",
-    pictures: Pictures = 16,
+    images: Images = 16,
     timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")] = 8,
     levels: Levels = "0,1",
     device: Device = "cpu",
@@ -161,7 +161,7 @@ def analyse_command(
     }
     for name, text in chosen.items():
         check_methods(name, prepared[text])
-    shown = [sample_scene(seed) for seed in TEST_SEEDS[:pictures]]
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:images]]
     for name, text in chosen.items():
         analysis = ANALYSES[name]
         rows = analyse(pipe, analysis, prepared[text], shown, num_timesteps=timesteps)
@@ -170,7 +170,7 @@ def analyse_command(
             path,
             command=command_line(),
             device=device,
-            num_pictures=pictures,
+            num_images=images,
             num_timesteps=timesteps,
             analysis=name,
             rows=rows,
@@ -191,7 +191,7 @@ def ablate_command(
     overrides: Annotated[list[str], typer.Option("--set", help="Of every run, key=value.")] = (),
     refined: Annotated[str, typer.Option(help="Numbers of refined parents to judge by.")] = "16",
     model: Model = "mini-sd",
-    pictures: Pictures = 16,
+    images: Images = 16,
     timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")] = 8,
     device: Device = "cpu",
     output: Output = RESULTS,
@@ -221,7 +221,7 @@ def ablate_command(
     errors = measure_errors(
         pipe,
         elastic(prepared, numbers),
-        [sample_scene(seed) for seed in TEST_SEEDS[:pictures]],
+        [sample_scene(seed) for seed in TEST_SEEDS[:images]],
         num_timesteps=timesteps,
     )
     rows = ablation_rows(errors, names)
@@ -232,7 +232,7 @@ def ablate_command(
         device=device,
         config=config.name,
         overrides=list(overrides),
-        num_pictures=pictures,
+        num_images=images,
         num_timesteps=timesteps,
         rows=rows,
     )

@@ -30,16 +30,16 @@ Methods = Annotated[
 Levels = Annotated[
     str, typer.Option(help="UNet levels that change, as 0 or 0,1; folders bring their own.")
 ]
-Pictures = Annotated[int, typer.Option(min=2, help="Pictures a method.")]
+Images = Annotated[int, typer.Option(min=2, help="Images a method.")]
 Size = Annotated[
     int | None,
     typer.Option(
         callback=multiple_of(64),
-        help="Side of the pictures, a multiple of 64; the model's own without it.",
+        help="Side of the images, a multiple of 64; the model's own without it.",
     ),
 ]
 Compiled = Annotated[
-    bool, typer.Option("--compile", help="Compile the UNet: pays from a thousand pictures on.")
+    bool, typer.Option("--compile", help="Compile the UNet: pays from a thousand images on.")
 ]
 Model = Annotated[
     str,

@@ -13,11 +13,11 @@ from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
 from eval.commands.options import (
     Compiled,
     Device,
+    Images,
     Levels,
     Methods,
     Model,
     Output,
-    Pictures,
     Size,
     calibration_prompts,
     command_line,
@@ -50,7 +50,7 @@ def compare_command(
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """Pictures of each method against those of exact attention at equal prompts and seeds.
+    """Images of each method against those of exact attention at equal prompts and seeds.
 
     Besides the figures, a sheet shows four prompts by every method.
 
@@ -59,17 +59,17 @@ def compare_command(
     At twice the size: python -m eval compare --size 512 --scalecrafter --device cuda
     """
     from eval.quality.compare import compare, compare_sheet, compare_table
-    from eval.quality.pictures import Drawing
+    from eval.quality.generation import Sampling
 
     numbers = numbers_of("--levels", levels)
     pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
-    rows, pictures = compare(
+    rows, images = compare(
         pipe,
         methods.split(","),
         chosen,
         range(seeds),
-        Drawing(num_inference_steps=steps, size=size, is_dilated=dilated),
+        Sampling(num_inference_steps=steps, size=size, is_dilated=dilated),
         levels=numbers,
         calibration_prompts=calibration_prompts(),
     )
@@ -86,7 +86,7 @@ def compare_command(
         scalecrafter=dilated,
         rows=rows,
     )
-    compare_sheet(output / f"{name}.webp", pictures, chosen)
+    compare_sheet(output / f"{name}.webp", images, chosen)
 
 
 @app.command("scenes")
@@ -94,17 +94,17 @@ def scenes_command(
     methods: Methods = "exact,M64P16C8,M192,M4,value-projection",
     model: Model = "mini-sd",
     scorer: Annotated[str, typer.Option(help="Folder of the CLIP-style scorer.")] = SCORER,
-    pictures: Pictures = 5000,
+    images: Images = 5000,
     first_seed: Annotated[
         int,
         typer.Option(
-            min=0, max=LARGEST_SEED, help="Noise seed of the first picture; picture i adds i."
+            min=0, max=LARGEST_SEED, help="Noise seed of the first image; image i adds i."
         ),
     ] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures made at once.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Images made at once.")] = 64,
     levels: Levels = "0",
-    size: Annotated[int, typer.Option(help="Side of the pictures, a multiple of 64.")] = IMAGE_SIZE,
+    size: Annotated[int, typer.Option(help="Side of the images, a multiple of 64.")] = IMAGE_SIZE,
     dilated: Dilated = False,
     compiled: Compiled = False,
     resume: Annotated[
@@ -115,16 +115,16 @@ def scenes_command(
 ) -> None:
     """FID, CLIP score, copy agreement and PSNR on held-out scenes, with negative controls.
 
-    PSNR and FID to exact are to the pictures of `exact`, if it is among the methods. `merge`
+    PSNR and FID to exact are to the images of `exact`, if it is among the methods. `merge`
     averages runs with other seeds. It also joins runs of one seed, so that several GPUs can share
     the methods.
 
-    Example: python -m eval scenes --pictures 5000 --device cuda
+    Example: python -m eval scenes --images 5000 --device cuda
 
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
     """
+    from eval.quality.generation import Sampling, usual_guidance
     from eval.quality.metrics import Scorer
-    from eval.quality.pictures import Drawing, usual_guidance
     from eval.quality.scene_runs import finished_rows
     from eval.quality.scenes import scenes_table, score_methods
 
@@ -138,7 +138,7 @@ def scenes_command(
         "model_sha256": folder_digest(model, "model_index.json"),
         "scorer": Path(scorer).name,
         "scorer_sha256": folder_digest(scorer, "config.json"),
-        "pictures": pictures,
+        "images": images,
         "batch": batch,
         "first_seed": first_seed,
         "num_inference_steps": steps,
@@ -156,10 +156,10 @@ def scenes_command(
     for row in score_methods(
         pipe,
         methods.split(","),
-        [sample_scene(TEST_SEEDS[index]) for index in range(pictures)],
-        [sample_scene(TEST_SEEDS[pictures + index]) for index in range(pictures)],
+        [sample_scene(TEST_SEEDS[index]) for index in range(images)],
+        [sample_scene(TEST_SEEDS[images + index]) for index in range(images)],
         Scorer(scorer).to(device),
-        Drawing(
+        Sampling(
             num_inference_steps=steps,
             size=size,
             batch_size=batch,
@@ -212,7 +212,7 @@ def table_command(
     name: Annotated[str, typer.Option(help="Of the file to write.")] = "table",
     output: Output = RESULTS,
 ) -> None:
-    """Join quality and speed of every method in one table, of pictures of one or more sizes.
+    """Join quality and speed of every method in one table, of images of one or more sizes.
 
     A time of `bench unet` stands beside every row of the same configuration at the same levels.
 
@@ -236,7 +236,7 @@ def plot_command(
     size: Annotated[
         int | None,
         typer.Option(
-            help="Of the UNet step whose time a table is shown over, else the pictures' own."
+            help="Of the UNet step whose time a table is shown over, else the images' own."
         ),
     ] = None,
 ) -> None:

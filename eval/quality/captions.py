@@ -1,4 +1,4 @@
-"""Captions to make pictures of: a list with one per line, or a draw from COCO's annotations."""
+"""Captions to make images of: a list with one per line, or a draw from COCO's annotations."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Captions:
-    """Captions in the order of their pictures.
+    """Captions in the order of their images.
 
     Attributes:
         texts: stripped of blanks at both ends.

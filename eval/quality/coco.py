@@ -1,14 +1,14 @@
-"""Pictures of COCO's captions: a folder per row, filled by any number of processes and restarts.
+"""Images of COCO's captions: a folder per row, filled by any number of processes and restarts.
 
-FOLDER/manifest.json says how its pictures are made, FOLDER/captions.txt of what, and
-FOLDER/pictures/000017.png is that of caption 17, with noise of seed 17. What is calibrated is kept
+FOLDER/manifest.json says how its images are made, FOLDER/captions.txt of what, and
+FOLDER/images/000017.png is that of caption 17, with noise of seed 17. What is calibrated is kept
 in FOLDER/codebooks.
 
-A picture does not depend on which others are made, where, or after how many restarts: its noise is
+An image does not depend on which others are made, where, or after how many restarts: its noise is
 drawn on the CPU from its own seed, and every batch is full, the last one by repetition, so that it
 always runs in kernels of one shape. Another batch size is another shape, whose sums may be rounded
-otherwise, and so may be those of code that was compiled on another machine; a CPU makes one picture
-at a time, and with as many threads its pictures are equal to the byte.
+otherwise, and so may be those of code that was compiled on another machine; a CPU makes one image
+at a time, and with as many threads its images are equal to the byte.
 """
 
 import hashlib
@@ -32,14 +32,20 @@ from avq_diffusers.files import TEMPORARY, atomic_write
 from avq_diffusers.plugin.prompts import quiet
 from eval.methods import Method, attention_method, calibrated, load_methods, parse_method
 from eval.quality.captions import Captions
-from eval.quality.pictures import Drawing, check_dilation, compilation, dilation, draw_batch
+from eval.quality.generation import (
+    Sampling,
+    check_dilation,
+    compilation,
+    dilation,
+    generate_batch,
+)
 from eval.quality.protocol import GENERATION
 from eval.store.report import folder_digest, save_json
 
 MANIFEST = "manifest.json"
 MANIFEST_KEYS = ("command", "environment", "config", "row", "earlier_sessions")
 CAPTIONS = "captions.txt"
-PICTURES = "pictures"
+IMAGES = "images"
 CODEBOOKS = "codebooks"
 
 
@@ -51,27 +57,27 @@ def generate_folder(
     method: str,
     levels: tuple[int, ...],
     calibration_prompts: Sequence[str],
-    drawing: Drawing,
+    settings: Sampling,
     device: torch.device,
     command: str,
 ) -> None:
-    """Make this process's share of the pictures that the folder lacks.
+    """Make this process's share of the images that the folder lacks.
 
     Args:
         folder: of the row, on a disk that all processes see; made if need be.
-        captions: one for every picture.
+        captions: one for every image.
         model: folder or Hub id of a Stable Diffusion model.
         method: name of `Method`.
         levels: UNet levels that change.
         calibration_prompts: of methods that are calibrated.
-        drawing: how, by PNDM; a CPU draws one picture at a time.
+        settings: how, by PNDM; a CPU draws one image at a time.
         device: of this process.
         command: for the manifest.
 
     Raises:
         ValueError: the folder is of another configuration or holds something else, the method
-            cannot be used, or a picture holds NaN.
-        OSError: the model cannot be loaded, or a picture not be written; those before are whole.
+            cannot be used, or an image holds NaN.
+        OSError: the model cannot be loaded, or an image not be written; those before are whole.
     """
     num_threads = torch.get_num_threads()
     state = PartialState(cpu=device.type == "cpu")
@@ -88,19 +94,19 @@ def generate_folder(
         "calibration_sha256": hashlib.sha256("\n".join(calibration_prompts).encode()).hexdigest(),
         "captions": captions.origin,
         "captions_sha256": captions.sha256,
-        "num_pictures": len(captions.texts),
-        "size": drawing.size,
-        "scalecrafter": drawing.is_dilated,
-        "compiled": drawing.is_compiled,
+        "num_images": len(captions.texts),
+        "size": settings.size,
+        "scalecrafter": settings.is_dilated,
+        "compiled": settings.is_compiled,
         "sampler": GENERATION["sampler"],
-        "num_inference_steps": drawing.num_inference_steps,
-        "guidance_scale": drawing.guidance_scale,
+        "num_inference_steps": settings.num_inference_steps,
+        "guidance_scale": settings.guidance_scale,
         "dtype": str(dtype).removeprefix("torch."),
     }
     check_folder(folder, config)
     pipe = _load(model, dtype, device)
     (loaded,) = load_methods(pipe, [method], levels=levels)
-    check_dilation(pipe, drawing)
+    check_dilation(pipe, settings)
     if state.is_main_process:
         prepare = partial(calibrated, pipe, loaded, calibration_prompts)
         _begin(folder, config, captions, prepare, command=command, device=device)
@@ -109,21 +115,21 @@ def generate_folder(
         codebooks = AVQCodebooks.from_pretrained(folder / CODEBOOKS).to(device)
         loaded = replace(loaded, codebooks=codebooks, uncalibrated=None)
     drawn = attention_method(pipe, loaded)
-    with quiet(pipe), dilation(pipe, drawing), drawn, compilation(pipe, drawing):
+    with quiet(pipe), dilation(pipe, settings), drawn, compilation(pipe, settings):
         _fill(
             folder,
             pipe,
             captions,
             range(state.process_index, len(captions.texts), state.num_processes),
             description=f"{method}, process {state.process_index + 1} of {state.num_processes}",
-            drawing=replace(drawing, batch_size=1) if device.type == "cpu" else drawing,
+            settings=replace(settings, batch_size=1) if device.type == "cpu" else settings,
             is_shown=state.is_main_process,
         )
     state.destroy_process_group()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder of pictures.
+    """The manifest of a folder of images.
 
     Raises:
         FileNotFoundError: there is none.
@@ -132,7 +138,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(
-            f"{folder} has no {MANIFEST}; make its pictures by python -m eval coco generate."
+            f"{folder} has no {MANIFEST}; make its images by python -m eval coco generate."
         )
     try:
         found = json.loads(path.read_text())
@@ -141,9 +147,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise TypeError("config and row must be mappings")
         return manifest
     except (ValueError, KeyError, RecursionError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not the manifest of a folder of pictures ({error!r})."
-        ) from None
+        raise ValueError(f"{path} is not the manifest of a folder of images ({error!r}).") from None
 
 
 def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
@@ -164,23 +168,22 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
     )
     if differing:
         raise ValueError(
-            f"{folder} holds pictures of another configuration; it differs in "
-            f"{', '.join(differing)}."
+            f"{folder} holds images of another configuration; it differs in {', '.join(differing)}."
         )
 
 
-def picture_path(folder: Path, index: int) -> Path:
-    """Where the picture of caption `index` is."""
-    return folder / PICTURES / f"{index:06d}.png"
+def image_path(folder: Path, index: int) -> Path:
+    """Where the image of caption `index` is."""
+    return folder / IMAGES / f"{index:06d}.png"
 
 
 def is_whole(path: Path, size: int) -> bool:
     """Whether a file is a PNG of this size to its last byte."""
     try:
-        with Image.open(path) as picture:
-            fits = picture.format == "PNG" and picture.mode == "RGB"
-            fits = fits and picture.size == (size, size)
-            picture.verify()
+        with Image.open(path) as image:
+            fits = image.format == "PNG" and image.mode == "RGB"
+            fits = fits and image.size == (size, size)
+            image.verify()
     except (OSError, SyntaxError):
         return False
     return fits
@@ -206,15 +209,15 @@ def _begin(
     command: str,
     device: torch.device,
 ) -> None:
-    """Write all but the pictures: first the manifest, without which the rest would be refused.
+    """Write all but the images: first the manifest, without which the rest would be refused.
 
     Codebooks are calibrated once, or copied, so that all processes and restarts have the same. A
-    folder whose pictures are all there keeps its manifest: it says how they were made.
+    folder whose images are all there keeps its manifest: it says how they were made.
     """
     manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
     method = None if _has_codebooks(folder) else prepare()
     row = manifest["row"] if method is None else method.facts()
-    paths = (picture_path(folder, number) for number in range(config["num_pictures"]))
+    paths = (image_path(folder, number) for number in range(config["num_images"]))
     if manifest is None or not all(is_whole(path, config["size"]) for path in paths):
         earlier = []
         if manifest is not None:
@@ -230,7 +233,7 @@ def _begin(
         )
         with atomic_write(folder / CAPTIONS) as temporary:
             temporary.write_text("\n".join(captions.texts) + "\n", encoding="utf-8")
-        (folder / PICTURES).mkdir(exist_ok=True)
+        (folder / IMAGES).mkdir(exist_ok=True)
     if method is not None and method.codebooks is not None:
         method.codebooks.save_pretrained(folder / CODEBOOKS)
 
@@ -246,36 +249,36 @@ def _fill(
     indices: Sequence[int],
     *,
     description: str,
-    drawing: Drawing,
+    settings: Sampling,
     is_shown: bool,
 ) -> None:
-    """Make the pictures of these indices that are not there whole."""
+    """Make the images of these indices that are not there whole."""
     for index in indices:  # what a kill left half-written
-        path = picture_path(folder, index)
+        path = image_path(folder, index)
         path.with_name(f"{TEMPORARY}{path.name}").unlink(missing_ok=True)
-    missing = [i for i in indices if not is_whole(picture_path(folder, i), drawing.size)]
+    missing = [i for i in indices if not is_whole(image_path(folder, i), settings.size)]
     progress = tqdm(
         total=len(indices),
         initial=len(indices) - len(missing),
         desc=description,
-        unit="picture",
+        unit="image",
         disable=not is_shown,
     )
     with progress, ThreadPoolExecutor() as pool:
-        for start in range(0, len(missing), drawing.batch_size):
-            chosen = missing[start : start + drawing.batch_size]
-            full = chosen + chosen[-1:] * (drawing.batch_size - len(chosen))
+        for start in range(0, len(missing), settings.batch_size):
+            chosen = missing[start : start + settings.batch_size]
+            full = chosen + chosen[-1:] * (settings.batch_size - len(chosen))
             prompts = [captions.texts[index] for index in full]
-            pictures = draw_batch(pipe, prompts, full, drawing)
-            write = partial(_write_picture, folder)
-            list(pool.map(write, chosen, pictures[: len(chosen)]))
+            images = generate_batch(pipe, prompts, full, settings)
+            write = partial(_write_image, folder)
+            list(pool.map(write, chosen, images[: len(chosen)]))
             progress.update(len(chosen))
 
 
-def _write_picture(folder: Path, index: int, picture: np.ndarray) -> None:
-    path = picture_path(folder, index)
+def _write_image(folder: Path, index: int, image: np.ndarray) -> None:
+    path = image_path(folder, index)
     try:
         with atomic_write(path) as temporary:
-            Image.fromarray(picture).save(temporary)
+            Image.fromarray(image).save(temporary)
     except OSError as error:
         raise OSError(f"{error} The same command goes on after it is mended.") from error

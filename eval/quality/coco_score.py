@@ -1,6 +1,6 @@
-"""Scores of folders of pictures against real ones: FID, KID, CLIP score, patch FID.
+"""Scores of folders of images against real ones: FID, KID, CLIP score, patch FID.
 
-Pictures become features in one pass, preprocessed by the protocol whatever the network; features
+Images become features in one pass, preprocessed by the protocol whatever the network; features
 become figures in `frechet.py` and torchmetrics.
 """
 
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import SCORER
 from eval.methods import NO_ATTENTION, method_cells
-from eval.quality.coco import CAPTIONS, PICTURES, picture_path, read_manifest
+from eval.quality.coco import CAPTIONS, IMAGES, image_path, read_manifest
 from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.metrics import Scorer
 from eval.quality.networks import Inception, OpenCLIP
@@ -59,7 +59,7 @@ class Clip(Protocol):
     """What gives the CLIP score."""
 
     def cosines(self, images: Tensor, captions: list[str]) -> Tensor:
-        """Cosine of uint8 pictures (n, 3, h, w) and captions, (n,)."""
+        """Cosine of uint8 images (n, 3, h, w) and captions, (n,)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Networks:
     """The networks that score.
 
     Attributes:
-        features: maps pictures (n, 3, 299, 299) of floats in 0..255 to features (n, D).
+        features: maps images (n, 3, 299, 299) of floats in 0..255 to features (n, D).
         clip: gives the CLIP score.
         name: of `features`, and of its weights.
         device: of both.
@@ -81,12 +81,12 @@ class Networks:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of pictures that can be scored.
+    """A folder of images that can be scored.
 
     Attributes:
         path: of the folder.
         manifest: of `read_manifest`.
-        captions: of the pictures that are scored, the first ones.
+        captions: of the images that are scored, the first ones.
     """
 
     path: Path
@@ -103,8 +103,8 @@ class Folder:
         return {key: value for key, value in self.config.items() if key not in FREE}
 
     @property
-    def pictures(self) -> list[Path]:
-        return [picture_path(self.path, index) for index in range(len(self.captions))]
+    def images(self) -> list[Path]:
+        return [image_path(self.path, index) for index in range(len(self.captions))]
 
 
 def load_networks(scorer: str | None, device: torch.device) -> Networks:
@@ -125,18 +125,18 @@ def load_networks(scorer: str | None, device: torch.device) -> Networks:
     return Networks(network, network, f"scorer {digest}", device)
 
 
-def read_folders(paths: Sequence[Path], num_pictures: int | None = None) -> list[Folder]:
+def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[Folder]:
     """Check folders of one protocol that are to be scored.
 
     Args:
         paths: of folders by `generate_folder`.
-        num_pictures: score the first ones; None scores all.
+        num_images: score the first ones; None scores all.
 
     Raises:
         FileNotFoundError: a folder has no manifest or no captions.
-        ValueError: pictures are missing, or folders are of different protocols.
+        ValueError: images are missing, or folders are of different protocols.
     """
-    first, *others = folders = [_read_folder(path, num_pictures) for path in paths]
+    first, *others = folders = [_read_folder(path, num_images) for path in paths]
     for folder in others:
         shared = first.shared
         if differing := sorted(key for key in shared if folder.shared.get(key) != shared[key]):
@@ -147,8 +147,8 @@ def read_folders(paths: Sequence[Path], num_pictures: int | None = None) -> list
     return folders
 
 
-def real_pictures(folder: Path) -> list[Path]:
-    """All pictures in a folder and the folders in it, sorted.
+def real_images(folder: Path) -> list[Path]:
+    """All images in a folder and the folders in it, sorted.
 
     Raises:
         FileNotFoundError: there are none.
@@ -161,11 +161,11 @@ def real_pictures(folder: Path) -> list[Path]:
     )
     if not found:
         raise FileNotFoundError(
-            f"there are no pictures in {folder}; unpack there "
-            f"images.cocodataset.org/zips/val2014.zip, whose {NUM_REAL} pictures are the reference."
+            f"there are no images in {folder}; unpack there "
+            f"images.cocodataset.org/zips/val2014.zip, whose {NUM_REAL} images are the reference."
         )
     if len(found) == 1:
-        raise ValueError(f"at least 2 real pictures are needed, but {folder} has 1.")
+        raise ValueError(f"at least 2 real images are needed, but {folder} has 1.")
     return found
 
 
@@ -181,35 +181,34 @@ def score_folders(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of figures for one folder after another.
 
-    FID is against all pictures in `real`; its error, of one standard deviation, is by the jackknife
-    over the generated pictures. KID's subsets are smaller than the protocol's where there are fewer
-    pictures; `kid_subset_size` says how large they were. The CLIP score is the plain cosine.
-    Features of real pictures stay in memory as float64: 16 KB a picture.
+    FID is against all images in `real`; its error, of one standard deviation, is by the jackknife
+    over the generated images. KID's subsets are smaller than the protocol's where there are fewer
+    images; `kid_subset_size` says how large they were. The CLIP score is the plain cosine.
+    Features of real images stay in memory as float64: 16 KB an image.
 
     Args:
         folders: of `read_folders`.
-        real: folder of the pictures to compare with.
+        real: folder of the images to compare with.
         load: gives the networks that score; called once the folders are known to be good.
-        batch_size: pictures that go through a network at once.
-        threads: that read and resize pictures.
-        cache: folder for the features of real pictures, found again while the files are the same.
-        patches: folder of pictures of at least the generated size; with it there is a patch FID,
+        batch_size: images that go through a network at once.
+        threads: that read and resize images.
+        cache: folder for the features of real images, found again while the files are the same.
+        patches: folder of images of at least the generated size; with it there is a patch FID,
             which sees the detail that FID shrinks away. A square of 299 is cut out of every
-            picture, at a place that depends on its number only. Where they are a row's own
-            pictures, it is None in this row.
+            image, at a place that depends on its number only. Where they are a row's own
+            images, it is None in this row.
 
     Raises:
-        FileNotFoundError: there are no pictures in a folder.
-        ValueError: a picture cannot be read, is too small for patches, or is a generated one of
+        FileNotFoundError: there are no images in a folder.
+        ValueError: an image cannot be read, is too small for patches, or is a generated one of
             another size than its folder's.
     """
     size = folders[0].config["size"]
     if patches is not None and size < INCEPTION_SIZE:
         raise ValueError(
-            f"patches need pictures of at least {INCEPTION_SIZE}, but the generated ones have "
-            f"{size}."
+            f"patches need images of at least {INCEPTION_SIZE}, but the generated ones have {size}."
         )
-    files, patch_files = real_pictures(real), patches and real_pictures(patches)
+    files, patch_files = real_images(real), patches and real_images(patches)
     extract = Extractor(load(), batch_size, threads)
     prepare_detail = partial(prepare_patch, size=size)
     whole = Reference(real_features(real, files, extract, prepare_whole, "whole", cache))
@@ -219,7 +218,7 @@ def score_folders(
     for folder in folders:
         name = folder.config["method"]
         features, cosines = extract(
-            folder.pictures,
+            folder.images,
             partial(_prepare_generated, size=size),
             captions=folder.captions,
             description=name,
@@ -227,10 +226,10 @@ def score_folders(
         figures = whole.distances(features)
         if detail:
             distances = dict.fromkeys(figures)
-            own = {folder.path.resolve(), folder.pictures[0].resolve().parent}
+            own = {folder.path.resolve(), folder.images[0].resolve().parent}
             if patches.resolve() not in own:
                 features, _ = extract(
-                    folder.pictures, prepare_detail, description=f"patches of {name}"
+                    folder.images, prepare_detail, description=f"patches of {name}"
                 )
                 distances = detail.distances(features)
             figures |= {f"patch_{key}": value for key, value in distances.items()}
@@ -238,7 +237,7 @@ def score_folders(
             **folder.manifest["row"],
             "model": Path(folder.config["model"]).name,
             "model_sha256": folder.config["model_sha256"],
-            "num_pictures": len(folder.captions),
+            "num_images": len(folder.captions),
             "num_real": len(files),
             **figures,
             "clip_score": float(cosines.mean()),
@@ -261,7 +260,7 @@ def warnings_of(
     """
     found = deviations(
         config,
-        num_pictures=scored["num_pictures"],
+        num_images=scored["num_images"],
         num_real=scored["num_real"],
         scorer=scorer,
     )
@@ -296,7 +295,7 @@ def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Extractor:
-    """Networks, the number of pictures they take at once, and threads that read pictures."""
+    """Networks, the number of images they take at once, and threads that read images."""
 
     networks: Networks
     batch_size: int
@@ -310,9 +309,9 @@ class Extractor:
         description: str,
         captions: Sequence[str] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Features (n, D) of pictures and, with captions, their cosines (n,)."""
+        """Features (n, D) of images and, with captions, their cosines (n,)."""
         features, cosines = [], []
-        progress = tqdm(total=len(paths), desc=description, unit="picture")
+        progress = tqdm(total=len(paths), desc=description, unit="image")
         # Convolutions of float32 would otherwise be rounded to TF32 on a GPU.
         exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
         with progress, exact:
@@ -329,10 +328,10 @@ class Extractor:
 
 
 class Reference:
-    """Real pictures that others are compared with.
+    """Real images that others are compared with.
 
     Args:
-        features: of the real pictures, (n, D).
+        features: of the real images, (n, D).
     """
 
     def __init__(self, features: Tensor) -> None:
@@ -340,7 +339,7 @@ class Reference:
         self.features = features.cpu().double()
 
     def distances(self, features: Tensor) -> dict[str, float]:
-        """FID and KID of generated pictures by their features (n, D)."""
+        """FID and KID of generated images by their features (n, D)."""
         return {
             "fid": frechet_distance(self.gaussian, fit_gaussian(features)),
             "fid_sem": jackknife_error(self.gaussian, features, JACKKNIFE_BLOCKS),
@@ -356,13 +355,13 @@ def real_features(
     kind: str,
     cache: Path,
 ) -> Tensor:
-    """Features (n, D) of real pictures, from the cache if it has them, which it has afterwards.
+    """Features (n, D) of real images, from the cache if it has them, which it has afterwards.
 
     Args:
-        folder: of the real pictures.
-        files: the pictures in it.
+        folder: of the real images.
+        files: the images in it.
         extract: gives features.
-        prepare: makes a network's input of a picture and its number.
+        prepare: makes a network's input of an image and its number.
         kind: says what `prepare` does.
         cache: folder for the features.
     """
@@ -373,7 +372,7 @@ def real_features(
     try:
         return load_file(cached, device=str(extract.networks.device))["features"]
     except (FileNotFoundError, KeyError, SafetensorError):
-        features, _ = extract(files, prepare, description=f"pictures in {folder}")
+        features, _ = extract(files, prepare, description=f"images in {folder}")
     with atomic_write(cached, shared=True) as temporary:
         save_file({"features": features.cpu()}, temporary)
     return features
@@ -383,8 +382,8 @@ def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float | None]:
     """KID of float64 features (n, D) and (m, D) on the CPU.
 
     Returns:
-        mean and standard deviation over subsets, None where each holds all pictures, and how many
-        pictures a subset has.
+        mean and standard deviation over subsets, None where each holds all images, and how many
+        images a subset has.
     """
     subset_size = min(KID_SUBSET_SIZE, len(real), len(generated))
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
@@ -404,9 +403,9 @@ def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float | None]:
     }
 
 
-def prepare_whole(picture: Image.Image, number: int) -> dict[str, Tensor]:
-    """The picture at 256 in bytes, and from there at 299 in floats."""
-    small = _square(picture, FID_SIZE)
+def prepare_whole(image: Image.Image, number: int) -> dict[str, Tensor]:
+    """The image at 256 in bytes, and from there at 299 in floats."""
+    small = _square(image, FID_SIZE)
     channels = [
         np.asarray(
             Image.fromarray(channel).resize((INCEPTION_SIZE, INCEPTION_SIZE), INCEPTION_FILTER)
@@ -417,39 +416,39 @@ def prepare_whole(picture: Image.Image, number: int) -> dict[str, Tensor]:
     return {"pixels": pixels, "bytes": _to_tensor(small)}
 
 
-def prepare_patch(picture: Image.Image, number: int, *, size: int) -> dict[str, Tensor]:
-    """A square of 299 of the picture at `size`.
+def prepare_patch(image: Image.Image, number: int, *, size: int) -> dict[str, Tensor]:
+    """A square of 299 of the image at `size`.
 
     Raises:
-        ValueError: the picture is smaller than `size`: enlarged, it would have no detail.
+        ValueError: the image is smaller than `size`: enlarged, it would have no detail.
     """
-    if min(picture.size) < size:
-        raise ValueError(f"patches need pictures of at least {size}, but it has {picture.size}")
+    if min(image.size) < size:
+        raise ValueError(f"patches need images of at least {size}, but it has {image.size}")
     left, top = np.random.default_rng(number).integers(0, size - INCEPTION_SIZE + 1, 2)
     box = (left, top, left + INCEPTION_SIZE, top + INCEPTION_SIZE)
-    return {"pixels": _to_tensor(_square(picture, size).crop(tuple(map(int, box)))).float()}
+    return {"pixels": _to_tensor(_square(image, size).crop(tuple(map(int, box)))).float()}
 
 
-def _prepare_generated(picture: Image.Image, number: int, *, size: int) -> dict[str, Tensor]:
-    if picture.size != (size, size):
-        width, height = picture.size
+def _prepare_generated(image: Image.Image, number: int, *, size: int) -> dict[str, Tensor]:
+    if image.size != (size, size):
+        width, height = image.size
         raise ValueError(
             f"it has {width} x {height} pixels and not {size} x {size}; its folder's command makes "
             "it anew"
         )
-    return prepare_whole(picture, number)
+    return prepare_whole(image, number)
 
 
-def _square(picture: Image.Image, size: int) -> Image.Image:
+def _square(image: Image.Image, size: int) -> Image.Image:
     """The middle square, by Lanczos."""
-    side = min(picture.size)
-    left, top = (round((length - side) / 2) for length in picture.size)
-    square = picture.crop((left, top, left + side, top + side))
+    side = min(image.size)
+    left, top = (round((length - side) / 2) for length in image.size)
+    square = image.crop((left, top, left + side, top + side))
     return square.resize((size, size), FID_FILTER)
 
 
-def _to_tensor(picture: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+def _to_tensor(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def _prepared(
@@ -472,15 +471,15 @@ def _prepared(
 
 def _read(path: Path, number: int, prepare: Prepare) -> dict[str, Tensor]:
     try:
-        with Image.open(path) as picture:
-            return prepare(picture.convert("RGB"), number)
+        with Image.open(path) as image:
+            return prepare(image.convert("RGB"), number)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"the picture {path} cannot be used: {error}.") from error
+        raise ValueError(f"the image {path} cannot be used: {error}.") from error
 
 
-def _read_folder(path: Path, num_pictures: int | None) -> Folder:
+def _read_folder(path: Path, num_images: int | None) -> Folder:
     manifest = read_manifest(path)
-    made = manifest["config"]["num_pictures"]
+    made = manifest["config"]["num_images"]
     file = path / CAPTIONS
     if not file.is_file():
         raise FileNotFoundError(f"{path} has no {CAPTIONS}; run its command again.")
@@ -490,20 +489,20 @@ def _read_folder(path: Path, num_pictures: int | None) -> Folder:
         hashlib.sha256("\n".join(captions).encode()).hexdigest()
         != (manifest["config"]["captions_sha256"])
     ):
-        raise ValueError(f"{file} is not what the pictures were made of; run their command again.")
-    num_pictures = made if num_pictures is None else num_pictures
-    if not 2 <= num_pictures <= made:
+        raise ValueError(f"{file} is not what the images were made of; run their command again.")
+    num_images = made if num_images is None else num_images
+    if not 2 <= num_images <= made:
         raise ValueError(
-            f"the number of pictures to score must be between 2 and the {made} of {path}, but "
-            f"got {num_pictures}."
+            f"the number of images to score must be between 2 and the {made} of {path}, but "
+            f"got {num_images}."
         )
-    folder = Folder(path, manifest, captions[:num_pictures])
-    found = {picture.name for picture in (path / PICTURES).glob("[!.]*")}
+    folder = Folder(path, manifest, captions[:num_images])
+    found = {image.name for image in (path / IMAGES).glob("[!.]*")}
     if len(found) > made:
-        raise ValueError(f"{path / PICTURES} has {len(found)} files for {made} captions.")
-    if missing := [picture for picture in folder.pictures if picture.name not in found]:
+        raise ValueError(f"{path / IMAGES} has {len(found)} files for {made} captions.")
+    if missing := [image for image in folder.images if image.name not in found]:
         raise ValueError(
-            f"{path} lacks {len(missing)} of {num_pictures} pictures, such as "
+            f"{path} lacks {len(missing)} of {num_images} images, such as "
             f"{missing[0].name}; run this again to make them: {manifest['command']}"
         )
     return folder

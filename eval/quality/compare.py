@@ -1,4 +1,4 @@
-"""How close AVQ pictures are to the exact ones at equal prompts and seeds."""
+"""How close AVQ images are to the exact ones at equal prompts and seeds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +13,8 @@ from PIL import Image
 
 from avq_diffusers.cli.sheet import image_sheet
 from eval.methods import EXACT, attention_method, method_cells, prepare_methods
+from eval.quality.generation import Sampling, check_dilation, generate
 from eval.quality.metrics import psnr, ssim
-from eval.quality.pictures import Drawing, check_dilation, generate
 from eval.store.markdown import markdown_table
 
 UNDILATED = "exact, without ScaleCrafter"
@@ -27,33 +27,33 @@ def compare(
     methods: Sequence[str],
     prompts: Sequence[str],
     seeds: Sequence[int],
-    drawing: Drawing,
+    settings: Sampling,
     *,
     levels: tuple[int, ...] = (0,),
     calibration_prompts: Sequence[str],
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Generate every prompt at every seed by every method, and measure PSNR and SSIM to exact.
 
-    With ScaleCrafter, pictures of exact attention without it come along.
+    With ScaleCrafter, images of exact attention without it come along.
 
     Args:
         pipe: without AVQ.
         methods: names of `Method`; exact attention comes before them.
-        prompts: of the pictures.
+        prompts: of the images.
         seeds: of the noise, for every prompt.
-        drawing: how pictures are drawn.
+        settings: how images are generated.
         levels: UNet levels that change.
         calibration_prompts: of methods that are calibrated, at the model's own size.
 
     Returns:
-        One row a method with median, 10th percentile and per-picture values; and the uint8
-        pictures (len(seeds) * len(prompts), h, w, 3) of each method, prompts running fastest.
+        One row a method with median, 10th percentile and per-image values; and the uint8
+        images (len(seeds) * len(prompts), h, w, 3) of each method, prompts running fastest.
 
     Raises:
         FileNotFoundError, ValueError: as `prepare_methods`, or ScaleCrafter has no settings for the
             size.
     """
-    check_dilation(pipe, drawing)
+    check_dilation(pipe, settings)
     prepared = prepare_methods(
         pipe, (EXACT, *methods), levels=levels, calibration_prompts=calibration_prompts
     )
@@ -63,16 +63,16 @@ def compare(
         [prompt for _ in seeds for prompt in prompts],
         [seed for seed in seeds for _ in prompts],
     )
-    pictures = {}
-    if drawing.is_dilated:
-        pictures[UNDILATED] = draw(replace(drawing, is_dilated=False), description=UNDILATED)
+    images = {}
+    if settings.is_dilated:
+        images[UNDILATED] = draw(replace(settings, is_dilated=False), description=UNDILATED)
     for method in prepared:
         with attention_method(pipe, method):
-            pictures[method.name] = draw(drawing, description=method.name)
+            images[method.name] = draw(settings, description=method.name)
     rows = []
     for method in prepared[1:]:
-        decibels = psnr(pictures[method.name], pictures[EXACT])
-        similarity = ssim(pictures[method.name], pictures[EXACT])
+        decibels = psnr(images[method.name], images[EXACT])
+        similarity = ssim(images[method.name], images[EXACT])
         rows.append(
             {
                 **method.facts(),
@@ -82,14 +82,14 @@ def compare(
                 "ssim": similarity.tolist(),
             }
         )
-    return rows, pictures
+    return rows, images
 
 
 def psnr_figures(decibels: np.ndarray) -> dict[str, float]:
-    """Median and 10th percentile of the PSNR of pictures (n,)."""
+    """Median and 10th percentile of the PSNR of images (n,)."""
     return {
         "psnr_median": median(decibels.tolist()),
-        # Between a number and the infinity of identical pictures nothing interpolates.
+        # Between a number and the infinity of identical images nothing interpolates.
         "psnr_p10": float(np.percentile(decibels, 10, method="lower")),
     }
 
@@ -112,13 +112,13 @@ def compare_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def compare_sheet(
     path: Path,
-    pictures: Mapping[str, np.ndarray],
+    images: Mapping[str, np.ndarray],
     prompts: Sequence[str],
 ) -> None:
     """One row a method, one column a prompt (first seed), the prompts below."""
     shown = prompts[:SHEET_COLUMNS]
-    rows = [[Image.fromarray(one) for one in images[: len(shown)]] for images in pictures.values()]
+    rows = [[Image.fromarray(one) for one in some[: len(shown)]] for some in images.values()]
     numbers = [str(number) for number in range(1, len(shown) + 1)]
     table = list(zip(numbers, shown, strict=True))
-    sheet = image_sheet(rows, numbers, row_titles=list(pictures), table=table)
+    sheet = image_sheet(rows, numbers, row_titles=list(images), table=table)
     sheet.save(path, quality=SHEET_QUALITY)

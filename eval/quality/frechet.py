@@ -54,7 +54,7 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
 
 
 def jackknife_error(real: Gaussian, features: Tensor, num_blocks: int) -> float:
-    """Standard error of the distance of features (n, D) to `real`, over which pictures there are.
+    """Standard error of the distance of features (n, D) to `real`, over which images there are.
 
     It is the jackknife's, from the distances without one block of rows each. Where n is not many
     times D it is too large, by a fifth at 2 D and a tenth at 4 D; a bootstrap, whose samples hold

@@ -1,6 +1,6 @@
 """Quality and speed of every method in one table: `python -m eval table`.
 
-Quality is what `scenes` measured, or `merge` averaged, with columns for each size of the pictures;
+Quality is what `scenes` measured, or `merge` averaged, with columns for each size of the images;
 speed is the time of a UNet step by `bench unet`, a column for each UNet, size and mode. A time
 belongs to all methods that run the same computation: the same configuration at the same levels,
 with tuned projections, as distilled methods have them, or without.
@@ -105,15 +105,15 @@ def quality_table(table: Mapping[str, Any]) -> str:
 
 
 def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list[PointPanel]]:
-    """The figures of `PLOTTED` over the time of a UNet step, a row for each size of pictures.
+    """The figures of `PLOTTED` over the time of a UNet step, a row for each size of images.
 
     Args:
         table: of `build_table`.
-        size: whose times are shown, of the first such column; None takes the pictures' own size,
+        size: whose times are shown, of the first such column; None takes the images' own size,
             and the first column where no time is of that size.
 
     Raises:
-        ValueError: the table has no such times, or no pictures.
+        ValueError: the table has no such times, or no images.
     """
     quality, speed = table["quality"], table["speed"]
     titles = list(speed) if size is None else _titles_of(speed, size)
@@ -145,13 +145,13 @@ def _add_quality(
     document = result.document
     if "size" not in document:
         raise ValueError(
-            f"{result.path} does not say the size of its pictures; make it again: "
+            f"{result.path} does not say the size of its images; make it again: "
             f"{document['command']}"
         )
     title = f"{document['size']}²" + (", ScaleCrafter" if document["scalecrafter"] else "")
     protocol = {
         **{name: document[name] for name in PROTOCOL},
-        "num_pictures": document["rows"][0]["num_pictures"],
+        "num_images": document["rows"][0]["num_images"],
         "first_seeds": sorted({run["first_seed"] for run in document.get("runs", [document])}),
     }
     making = {name: document[name] for name in MAKING if document.get(name) is not None}
@@ -159,7 +159,7 @@ def _add_quality(
     differs = any(known[name] != value for name, value in protocol.items())
     if differs or said_otherwise([known, making]):
         raise ValueError(
-            f"{result.path} and the results before it have pictures of {title}, but are of another "
+            f"{result.path} and the results before it have images of {title}, but are of another "
             "protocol or other seeds; average seeds by merge first."
         )
     known.update(making)
@@ -169,7 +169,7 @@ def _add_quality(
         entry = _entry(rows, (row["method"], variant), facts)
         if None not in (entry["sha256"], facts["sha256"]) and entry["sha256"] != facts["sha256"]:
             raise ValueError(
-                f"{result.path} has pictures of {row['method']} as it is at another time than in "
+                f"{result.path} has images of {row['method']} as it is at another time than in "
                 "the results before it: the folder's digest differs; make one of them again."
             )
         entry["sha256"] = entry["sha256"] or facts["sha256"]
@@ -209,7 +209,7 @@ def _entry(rows: dict[tuple[str, Variant], Row], key: tuple[str, Variant], facts
 
 
 def _variant(row: Row) -> Variant:
-    """What a row of `scenes` computes; exact attention and real pictures have no levels."""
+    """What a row of `scenes` computes; exact attention and real images have no levels."""
     _, levels = row_key(row)
     config = row.get("config") or row["method"]
     fields = [f"{name} {value}" for name, value in row.get("fields", {}).items()]

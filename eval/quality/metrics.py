@@ -1,4 +1,4 @@
-"""From pictures to figures: likeness to exact attention, FID, CLIP score, copy agreement."""
+"""From images to figures: likeness to exact attention, FID, CLIP score, copy agreement."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ SCORER_STD = 0.5
 
 
 def psnr(images: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Peak signal-to-noise ratio in dB of each uint8 picture (n, h, w, 3) to its reference."""
+    """Peak signal-to-noise ratio in dB of each uint8 image (n, h, w, 3) to its reference."""
     error = (images.astype(np.float64) - reference.astype(np.float64)) ** 2
     mean_error = error.reshape(len(images), -1).mean(1)
     with np.errstate(divide="ignore"):
@@ -26,7 +26,7 @@ def psnr(images: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def ssim(images: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Structural similarity of each uint8 picture (n, h, w, 3) to its reference."""
+    """Structural similarity of each uint8 image (n, h, w, 3) to its reference."""
     value = structural_similarity_index_measure(
         _to_tensor(images), _to_tensor(reference), data_range=1.0, reduction="none"
     )
@@ -43,16 +43,16 @@ class Scorer(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 pictures (n, 3, h, w) to pooled features (n, D)."""
+        """uint8 images (n, 3, h, w) to pooled features (n, D)."""
         return self.model.vision_model(self._pixels(images)).pooler_output
 
     def cosines(self, images: Tensor, captions: Sequence[str]) -> Tensor:
-        """Cosine between each picture's and its caption's embedding, (n,)."""
+        """Cosine between each image's and its caption's embedding, (n,)."""
         return self.text_cosines(self(images), captions)
 
     @torch.no_grad()
     def text_cosines(self, features: Tensor, captions: Sequence[str]) -> Tensor:
-        """The same from the pictures' features (n, D)."""
+        """The same from the images' features (n, D)."""
         tokens = self.tokenizer(
             list(captions), padding="max_length", truncation=True, return_tensors="pt"
         ).to(self.model.device)
@@ -70,8 +70,8 @@ class Scorer(nn.Module):
         return (pixels - SCORER_MEAN) / SCORER_STD
 
 
-def picture_features(scorer: Scorer, images: np.ndarray) -> Tensor:
-    """Features (n, D) of uint8 pictures (n, h, w, 3), for FID and the CLIP score."""
+def image_features(scorer: Scorer, images: np.ndarray) -> Tensor:
+    """Features (n, D) of uint8 images (n, h, w, 3), for FID and the CLIP score."""
     batches = (
         images[start : start + SCORER_BATCH] for start in range(0, len(images), SCORER_BATCH)
     )
@@ -79,7 +79,7 @@ def picture_features(scorer: Scorer, images: np.ndarray) -> Tensor:
 
 
 def clip_scores(scorer: Scorer, features: Tensor, captions: Sequence[str]) -> np.ndarray:
-    """CLIP score of every picture under its caption, 100 x cosine, (n,)."""
+    """CLIP score of every image under its caption, 100 x cosine, (n,)."""
     cosines = [
         scorer.text_cosines(batch, captions[start : start + SCORER_BATCH])
         for start, batch in zip(
@@ -90,7 +90,7 @@ def clip_scores(scorer: Scorer, features: Tensor, captions: Sequence[str]) -> np
 
 
 def copy_agreements(images: np.ndarray, scenes: Sequence[Scene]) -> np.ndarray:
-    """Copy agreement of the pictures whose scene holds copies; others are left out."""
+    """Copy agreement of the images whose scene holds copies; others are left out."""
     values = (copy_agreement(image, scene) for image, scene in zip(images, scenes, strict=True))
     return np.array([value for value in values if value is not None])
 

@@ -52,7 +52,7 @@ class Inception(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """Pictures (n, 3, 299, 299) of floats in 0..255 to features (n, 2048)."""
+        """Images (n, 3, 299, 299) of floats in 0..255 to features (n, 2048)."""
         device = next(self.layers.parameters()).device
         return self.layers((images.to(device) - 128) / 128).flatten(1)
 
@@ -89,14 +89,15 @@ class OpenCLIP(nn.Module):
 
     @torch.no_grad()
     def cosines(self, images: Tensor, captions: list[str]) -> Tensor:
-        """Cosine between each uint8 picture (n, 3, h, w) and "A photo depicts " + caption.
+        """Cosine between each uint8 image (n, 3, h, w) and "A photo depicts " + caption.
 
         LinFusion puts the prefix between the tokens; words are tokenized one by one, and the end
         is cut in the same way, so that the tokens are these.
         """
         device = next(self.model.parameters()).device
-        pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images]
-        pixels = torch.stack([self.preprocess(picture) for picture in pictures])
+        pixels = torch.stack(
+            [self.preprocess(Image.fromarray(x.permute(1, 2, 0).numpy())) for x in images]
+        )
         tokens = self.tokenizer([CLIP_PREFIX + caption for caption in captions])
         image = self.model.encode_image(pixels.to(device))
         text = self.model.encode_text(tokens.to(device))

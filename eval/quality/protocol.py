@@ -2,9 +2,9 @@
 
 Its code is src/eval of the repository Huage001/LinFusion (eval.py, calculate_metrics.py); captions
 and metrics came there from GigaGAN by way of SiD-LSG. Three things are chosen otherwise, for every
-row: the safety checker is off (there it is on, and its black pictures are scored); noise is drawn
+row: the safety checker is off (there it is on, and its black images are scored); noise is drawn
 on the CPU (there on the GPU), so that any machine starts from the same noise; and the CLIP score
-sees pictures as they are (there a conversion by floats lowers 63 of the 256 levels by 1).
+sees images as they are (there a conversion by floats lowers 63 of the 256 levels by 1).
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-# Pictures: eval.py and examples/eval/eval.sh. Picture i has caption i and noise of seed i. At 1024
+# Images: eval.py and examples/eval/eval.sh. Image i has caption i and noise of seed i. At 1024
 # the paper adds ScaleCrafter, in settings that it does not state.
 SIZES = (512, 1024)
 GENERATION = {
     "model": "stable-diffusion-v1-5",  # of any owner, or a folder of this name
     "captions": "LinFusion's list",
-    "num_pictures": 30_000,
+    "num_images": 30_000,
     "sampler": "PNDM",  # what SD1.5 ships; 26 UNet evaluations
     "num_inference_steps": 25,
     "guidance_scale": 7.5,  # without a negative prompt
@@ -26,7 +26,7 @@ GENERATION = {
 }
 CAPTIONS_SHA256 = "edabd2a556026cbf5d36a5fffa35ad43d7ba71b72f6d640b727c1edefb7f1945"
 
-# FID: calculate_metrics.py with --eval_res 256, clean-fid's mode "clean". Every picture of val2014
+# FID: calculate_metrics.py with --eval_res 256, clean-fid's mode "clean". Every image of val2014
 # is a reference. Centre crop, Lanczos to FID_SIZE in bytes, bicubic to INCEPTION_SIZE in floats.
 NUM_REAL = 40_504
 FID_SIZE = 256
@@ -72,18 +72,18 @@ BANDS = (
 
 
 def deviations(
-    generation: Mapping[str, Any], *, num_pictures: int, num_real: int, scorer: str | None
+    generation: Mapping[str, Any], *, num_images: int, num_real: int, scorer: str | None
 ) -> list[str]:
     """What differs from the protocol, each as a phrase; empty for figures that may be compared.
 
     Args:
-        generation: the configuration of a folder of pictures.
-        num_pictures: scored.
-        num_real: pictures they are compared to.
+        generation: the configuration of a folder of images.
+        num_images: scored.
+        num_real: images they are compared to.
         scorer: folder that stands in for Inception and CLIP.
     """
     model = PurePath(generation["model"]).name
-    actual = {**generation, "model": model, "num_pictures": num_pictures, "num_real": num_real}
+    actual = {**generation, "model": model, "num_images": num_images, "num_real": num_real}
     expected = {**GENERATION, "scalecrafter": generation["size"] == 1024, "num_real": NUM_REAL}
     found = [
         f"{name} is {actual.get(name)}, not {value}"

@@ -1,4 +1,4 @@
-"""What is measured of each picture, and figures of it."""
+"""What is measured of each image, and figures of it."""
 
 from typing import Any, NamedTuple
 
@@ -13,12 +13,12 @@ LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
 
 
 class Sample(NamedTuple):
-    """Of n pictures, in their order.
+    """Of n images, in their order.
 
     features: (n, D) of the scorer.
     clip_score: (n,); as the others, empty where it is not measured.
-    copy_agreement: of the pictures whose scene holds copies.
-    psnr: (n,), in dB to exact attention's picture of the same noise.
+    copy_agreement: of the images whose scene holds copies.
+    psnr: (n,), in dB to exact attention's image of the same noise.
     """
 
     features: Tensor
@@ -28,12 +28,12 @@ class Sample(NamedTuple):
 
 
 def figures(sample: Sample, reference: Gaussian) -> dict[str, Any]:
-    """Number of pictures, FID to a reference, CLIP score and copy agreement.
+    """Number of images, FID to a reference, CLIP score and copy agreement.
 
-    Standard errors are over pictures, that of FID by the jackknife.
+    Standard errors are over images, that of FID by the jackknife.
     """
     return {
-        "num_pictures": len(sample.features),
+        "num_images": len(sample.features),
         "fid": frechet_distance(reference, fit_gaussian(sample.features)),
         "fid_sem": jackknife_error(reference, sample.features, JACKKNIFE_BLOCKS),
         "clip_score": sample.clip_score.mean().item(),
@@ -44,7 +44,7 @@ def figures(sample: Sample, reference: Gaussian) -> dict[str, Any]:
 
 
 def likeness(sample: Sample, exact: Gaussian | None) -> dict[str, float | None]:
-    """FID and PSNR to exact attention's pictures; None where they were not compared."""
+    """FID and PSNR to exact attention's images; None where they were not compared."""
     if exact is None or not len(sample.psnr):
         return dict.fromkeys(LIKENESS)
     distance = frechet_distance(exact, fit_gaussian(sample.features))

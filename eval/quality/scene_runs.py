@@ -59,7 +59,7 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         runs: the contents of files of `python -m eval scenes`, of at least two seeds.
 
     Raises:
-        ValueError: there are fewer seeds, pictures of two seeds share noise, no row is of every
+        ValueError: there are fewer seeds, images of two seeds share noise, no row is of every
             seed, or the rest of the runs' protocol differs.
     """
     seeds = [run.get("first_seed") for run in runs]
@@ -81,7 +81,7 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     common = [key for key in facts if all(key in rows for rows in by_seed.values())]
     if not are_alike or not common:
         raise ValueError(
-            "the runs must have the same methods and pictures, and the same "
+            "the runs must have the same methods and images, and the same "
             f"{', '.join((*PROTOCOL, *MAKING))}."
         )
     ranges = sorted({(x.start, x.stop) for x in map(noise_seeds, runs)})
@@ -98,8 +98,8 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def noise_seeds(run: Mapping[str, Any]) -> range:
-    """The seeds of the noise of a run's pictures."""
-    count = max((row["num_pictures"] for row in run["rows"]), default=0)
+    """The seeds of the noise of a run's images."""
+    count = max((row["num_images"] for row in run["rows"]), default=0)
     return range(run["first_seed"], run["first_seed"] + count)
 
 
@@ -109,7 +109,7 @@ def said_otherwise(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _less_exact(row: Mapping[str, Any], exact: Mapping[str, Any] | None) -> dict[str, float]:
-    """The differences of a method's row to that of exact attention; rendered pictures have none."""
+    """The differences of a method's row to that of exact attention; rendered images have none."""
     if exact is None or row is exact or row["method"] in (REAL, BROKEN):
         return {}
     return {

@@ -20,13 +20,13 @@ from eval.methods import (
     method_cells,
 )
 from eval.quality.frechet import fit_gaussian
-from eval.quality.metrics import Scorer, clip_scores, copy_agreements, picture_features, psnr
-from eval.quality.pictures import Drawing, check_dilation, generate
+from eval.quality.generation import Sampling, check_dilation, generate
+from eval.quality.metrics import Scorer, clip_scores, copy_agreements, image_features, psnr
 from eval.quality.samples import LIKENESS, Sample, figures, likeness
 from eval.store.markdown import markdown_table, number
 
-FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_picture")
-# What `merge` adds: a figure less that of exact attention's pictures of equal noise.
+FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_image")
+# What `merge` adds: a figure less that of exact attention's images of equal noise.
 LESS_EXACT = {name: f"{name}_less_exact" for name in ("fid", "clip_score", "copy_agreement")}
 MEASURED = {f"{name}{end}" for name in (*FIGURES, *LESS_EXACT.values()) for end in ("", "_sem")}
 PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
@@ -43,25 +43,25 @@ def score_methods(
     scenes: Sequence[Scene],
     reference_scenes: Sequence[Scene],
     scorer: Scorer,
-    drawing: Drawing,
+    settings: Sampling,
     *,
     levels: tuple[int, ...] = (0,),
     calibration_prompts: Sequence[str],
     first_seed: int = 0,
     finished: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a row a method: its pictures of `scenes` against other scenes.
+    """Yield a row a method: its images of `scenes` against other scenes.
 
-    The noise of picture i of a run has the seed `first_seed + i`, the same for every method. Two
-    rows of rendered pictures come first, as ceiling and floor of the figures: other real scenes,
+    The noise of image i of a run has the seed `first_seed + i`, the same for every method. Two
+    rows of rendered images come first, as ceiling and floor of the figures: other real scenes,
     and the same with their copies broken. Then comes `exact`, wherever it stands among the methods:
-    PSNR and "FID to exact" compare the other methods' pictures with its own. At equal noise the
-    latter tells methods apart that FID, which varies with the noise, does not. Seconds per picture
+    PSNR and "FID to exact" compare the other methods' images with its own. At equal noise the
+    latter tells methods apart that FID, which varies with the noise, does not. Seconds per image
     are those of generation, first calls included.
 
-    Real pictures are rendered at the size of the generated ones. Copy agreement is measured at this
+    Real images are rendered at the size of the generated ones. Copy agreement is measured at this
     size; for FID and CLIP score the scorer resizes all of them to its own by an antialiased
-    bilinear filter. Two rows of pictures are in memory at a time.
+    bilinear filter. Two rows of images are in memory at a time.
 
     Args:
         pipe: without AVQ.
@@ -69,28 +69,28 @@ def score_methods(
         scenes: whose captions are drawn.
         reference_scenes: that FID compares with.
         scorer: gives features and CLIP scores.
-        drawing: how pictures are drawn, at a size that is a multiple of 64; compiled, anew for each
+        settings: of generation; the size is a multiple of 64. A compiled UNet is compiled for each
             method.
         levels: UNet levels that change.
         calibration_prompts: of methods that are calibrated, at the model's own size.
         first_seed: of the noise.
         finished: rows of an earlier run by method. Their methods are not run again, but for
             folders that have changed since, rows that were not compared with `exact` and now are,
-            and for `exact` where the pictures of others are still to be compared with its own.
+            and for `exact` where the images of others are still to be compared with its own.
 
     Raises:
         FileNotFoundError, ValueError: as `load_methods`, or the size is not a multiple of 64 or has
             no settings of ScaleCrafter, or batches to compile for differ in size.
     """
-    size, batch_size = drawing.size, drawing.batch_size
+    size, batch_size = settings.size, settings.batch_size
     if size is None or size <= 0 or size % 64:
         raise ValueError(f"the size must be a multiple of 64, but got {size}.")
-    if drawing.is_compiled and len(scenes) % batch_size:
+    if settings.is_compiled and len(scenes) % batch_size:
         raise ValueError(
-            f"a compiled UNet needs batches of one size, but {len(scenes)} pictures are not "
+            f"a compiled UNet needs batches of one size, but {len(scenes)} images are not "
             f"a multiple of {batch_size}."
         )
-    check_dilation(pipe, drawing)
+    check_dilation(pipe, settings)
     noise = range(first_seed, first_seed + len(scenes))
     loaded = load_methods(pipe, methods, levels=levels)
     captions = [scene.caption for scene in scenes]
@@ -99,14 +99,14 @@ def score_methods(
         method if method.name in finished else calibrated(pipe, method, calibration_prompts)
         for method in loaded
     ]
-    reference = fit_gaussian(picture_features(scorer, _render_all(reference_scenes, size)))
+    reference = fit_gaussian(image_features(scorer, _render_all(reference_scenes, size)))
 
-    def measure(pictures: np.ndarray, exact: np.ndarray | None) -> Sample:
-        features = picture_features(scorer, pictures)
+    def measure(images: np.ndarray, exact: np.ndarray | None) -> Sample:
+        features = image_features(scorer, images)
         values = (
             clip_scores(scorer, features, captions),
-            copy_agreements(pictures, scenes),
-            np.empty(0) if exact is None else _psnr(pictures, exact),
+            copy_agreements(images, scenes),
+            np.empty(0) if exact is None else _psnr(images, exact),
         )
         return Sample(features, *map(torch.from_numpy, values))
 
@@ -123,21 +123,21 @@ def score_methods(
         torch.compiler.reset()  # the code of the method before would count as a recompilation
         start = perf_counter()
         with attention_method(pipe, method):
-            pictures = generate(pipe, captions, noise, drawing, description=method.name)
+            images = generate(pipe, captions, noise, settings, description=method.name)
         seconds = (perf_counter() - start) / len(captions)
-        sample = measure(pictures, exact)
+        sample = measure(images, exact)
         alike = likeness(sample, exact_features)
         if method.name == EXACT:
-            exact, exact_features = pictures, fit_gaussian(sample.features)
+            exact, exact_features = images, fit_gaussian(sample.features)
         unusual = {"fields": fields} if (fields := method.unusual_fields) else {}
         yield {
             **method.facts(),
             **unusual,
             **figures(sample, reference),
             **alike,
-            "seconds_per_picture": seconds,
+            "seconds_per_image": seconds,
         }
-        del pictures  # before the next ones are made
+        del images  # before the next ones are made
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -211,19 +211,19 @@ def _still_valid(
     }
 
 
-def _psnr(pictures: np.ndarray, exact: np.ndarray) -> np.ndarray:
+def _psnr(images: np.ndarray, exact: np.ndarray) -> np.ndarray:
     # One at a time: `psnr` computes in float64.
-    pairs = zip(pictures, exact, strict=True)
+    pairs = zip(images, exact, strict=True)
     return np.concatenate([psnr(one[None], other[None]) for one, other in pairs])
 
 
 def _render_all(
     scenes: Sequence[Scene], size: int, breaks: Sequence[int] | None = None
 ) -> np.ndarray:
-    """Pictures of the scenes, with copies broken by these seeds."""
-    pictures = np.empty((len(scenes), size, size, 3), np.uint8)
+    """Images of the scenes, with copies broken by these seeds."""
+    images = np.empty((len(scenes), size, size, 3), np.uint8)
     for index, scene in enumerate(tqdm(scenes, desc="rendering")):
-        pictures[index] = (
+        images[index] = (
             render(scene, size) if breaks is None else corrupt(scene, breaks[index], size)
         )
-    return pictures
+    return images

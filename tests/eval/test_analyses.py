@@ -168,8 +168,8 @@ def test_figures_of_heads_by_hand(monkeypatch):
 
 
 @torch.no_grad()
-def test_keys_are_a_sample_of_all_pictures_and_timesteps(monkeypatch):
-    """Catches the first keys, which are those of one picture's top, and more keys than at most."""
+def test_keys_are_a_sample_of_all_images_and_timesteps(monkeypatch):
+    """Catches the first keys, which are those of one image's top, and more keys than at most."""
     monkeypatch.setattr(layer_errors, "KEYS_PER_LAYER", 300)
     pipe = tiny_pipe()
     method = method_of(pipe.unet, replace(CONFIG, levels=(0,)))
@@ -367,7 +367,7 @@ def test_lines_of_order_and_importance():
 @pytest.mark.parametrize("names", [["heads", "layers", "utilisation"], ["order", "importance"]])
 def test_the_analyse_command(names, folder, model, tmp_path, monkeypatch, capsys):
     """From the command line to JSON, table and plot of every analysis."""
-    options = {"methods": folder, "model": model, "pictures": 2, "timesteps": 1}
+    options = {"methods": folder, "model": model, "images": 2, "timesteps": 1}
     options |= {"levels": "0", "output": tmp_path}
     arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
     run_command(monkeypatch, "analyse", *names, *arguments)
@@ -380,7 +380,7 @@ def test_the_analyse_command(names, folder, model, tmp_path, monkeypatch, capsys
         assert len(rows[0]["layers"]) == 10
         assert analyses.ANALYSES[name].table(rows) in printed
         assert Image.open(tmp_path / f"{name}_levels0.png").size[0] > 300
-        assert (document["num_pictures"], document["num_timesteps"]) == (2, 1)
+        assert (document["num_images"], document["num_timesteps"]) == (2, 1)
     assert sorted(x.stem for x in tmp_path.glob("*.json")) == sorted(f"{x}_levels0" for x in names)
 
 
@@ -483,7 +483,7 @@ def test_the_errors_command_with_kernel_times(folder, model, tmp_path, monkeypat
     times = tmp_path / "times.json"
     rows = [kernel_row("M12P3C2", ms=0.25)]
     times.write_text(json.dumps({"environment": {"device": "GPU"}, "rows": rows}))
-    options = {"methods": folder, "model": model, "refined": "0,3", "pictures": 2, "timesteps": 1}
+    options = {"methods": folder, "model": model, "refined": "0,3", "images": 2, "timesteps": 1}
     options |= {"kernels": times, "output": tmp_path}
     arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
     run_command(monkeypatch, "errors", *arguments)

@@ -57,10 +57,10 @@ def read(path):
     return json.loads(path.read_text())
 
 
-def is_picture_with_ink(path):
+def is_image_with_ink(path):
     """A plot that is one colour has no axes."""
-    with Image.open(path) as picture:
-        return len(picture.convert("L").getcolors()) > 10
+    with Image.open(path) as image:
+        return len(image.convert("L").getcolors()) > 10
 
 
 @pytest.mark.parametrize("slope", [1.0, 0.5, -2.0])
@@ -295,7 +295,7 @@ def test_run_kernels_writes_rows_fits_and_plots(tmp_path, capsys):
     assert all(math.isfinite(line["slope"]) for line in scaling["slopes"])
 
     for part in kernels.PARTS:
-        assert is_picture_with_ink(tmp_path / f"bench_kernels_{part}_cpu.png")
+        assert is_image_with_ink(tmp_path / f"bench_kernels_{part}_cpu.png")
     printed = capsys.readouterr().out
     assert "| method | N = 64 | N = 150 |" in printed
     assert "| B2 H2 N64 D40 | AVQ 4/2/2, skewed keys | " in printed
@@ -519,7 +519,7 @@ def test_run_unet_writes_rows_and_plots(tmp_path, monkeypatch, capsys):
     assert document["rows"][1]["over_limit"] == 1
     assert document["batch"] == 2
     assert document["unet"] == "tiny, random weights"
-    assert is_picture_with_ink(tmp_path / "bench_unet_64_cpu.png")
+    assert is_image_with_ink(tmp_path / "bench_unet_64_cpu.png")
     assert "| 64 | eager | limit | " in capsys.readouterr().out
 
     unet.run_unet(CPU, tmp_path, command="y", minutes=0, **options)
@@ -528,7 +528,7 @@ def test_run_unet_writes_rows_and_plots(tmp_path, monkeypatch, capsys):
 
 
 def test_mini_sd_is_itself_at_its_sizes():
-    """Fails for random weights, latents of SD1.5's scale, or keys of another picture size."""
+    """Fails for random weights, latents of SD1.5's scale, or keys of another image size."""
     bench = step.StepBench(unet.MINI_MODEL, CPU)
     stored = UNet2DConditionModel.from_pretrained(MINI_SD, subfolder="unet").state_dict()
     loaded = bench.unet.state_dict()
@@ -552,7 +552,7 @@ def test_run_unet_keeps_mini_sd_apart(tmp_path, monkeypatch):
     document = read(tmp_path / "bench_unet_mini_64_eager_cpu.json")
     assert document["unet"] == "mini-sd"
     assert document["rows"][0]["ms"] > 0
-    assert is_picture_with_ink(tmp_path / "bench_unet_mini_64_cpu.png")
+    assert is_image_with_ink(tmp_path / "bench_unet_mini_64_cpu.png")
     assert read(tmp_path / "bench_unet_64_eager_cpu.json") == {}
     assert not (tmp_path / "bench_unet_64_cpu.png").exists()
 

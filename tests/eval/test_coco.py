@@ -38,12 +38,12 @@ from avq_diffusers.plugin.prompts import quiet
 from eval.commands.coco import coco_generate_command
 from eval.quality import captions, coco, coco_score, frechet, protocol
 from eval.quality.captions import read_captions
+from eval.quality.generation import Sampling, generate_batch
 from eval.quality.metrics import Scorer
 from eval.quality.networks import Inception, OpenCLIP
-from eval.quality.pictures import Drawing, draw_batch
 from eval.store.report import folder_digest
 
-NUM = 5  # pictures of a row
+NUM = 5  # images of a row
 NUM_REAL = 8
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["eval.__main__", "pytest", "scipy.linalg", "safetensors.torch"])
@@ -65,7 +65,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("coco")
     tiny_pipe().save_pretrained(place / "model")
     random_codebooks(tiny_unet()).save_pretrained(place / "avq")
-    assert run("write", place / "scenes", "--pictures", NUM_REAL, "--size", 64) == (0, "", "")
+    assert run("write", place / "scenes", "--images", NUM_REAL, "--size", 64) == (0, "", "")
     return place
 
 
@@ -97,7 +97,7 @@ def generation(place, folder, **changes):
     options = {
         "model": place / "model",
         "captions": place / "scenes/annotations/captions_scenes.json",
-        "pictures": NUM,
+        "images": NUM,
         "size": 64,
         "steps": 2,
     }
@@ -135,10 +135,8 @@ def rows_of(place, output="results"):
     return json.loads((place / output / "coco.json").read_text())["rows"]
 
 
-def pictures(folder):
-    return {
-        path.name: path.read_bytes() for path in sorted((folder / "pictures").glob("[0-9]*.png"))
-    }
+def images(folder):
+    return {path.name: path.read_bytes() for path in sorted((folder / "images").glob("[0-9]*.png"))}
 
 
 def run_process(arguments, environment):
@@ -270,7 +268,7 @@ def test_fid_is_that_of_clean_fid(monkeypatch):
     torch.testing.assert_close(real.covariance.numpy(), np.cov(first.T))
 
 
-def test_fid_of_fewer_pictures_than_features():
+def test_fid_of_fewer_images_than_features():
     """A shift changes means only, also where covariances are singular; far means do not cancel."""
     features = torch.from_numpy(correlated(20, 64, 0)) + 1e4
     shift = torch.linspace(0, 1, 64, dtype=torch.float64)
@@ -342,20 +340,20 @@ def noise(height, width, seed=0):
 
 def test_the_middle_square_is_that_of_torchvision():
     """round((length - side) / 2): 1.5 to 2, 0.5 to 0; no resize where none is needed."""
-    values, picture = noise(256, 259)
-    prepared = coco_score.prepare_whole(picture, 0)
+    values, image = noise(256, 259)
+    prepared = coco_score.prepare_whole(image, 0)
     assert prepared["bytes"].dtype == torch.uint8
     assert np.array_equal(prepared["bytes"].permute(1, 2, 0), values[:, 2:258])
-    values, picture = noise(257, 256)
-    prepared = coco_score.prepare_whole(picture, 0)
+    values, image = noise(257, 256)
+    prepared = coco_score.prepare_whole(image, 0)
     assert np.array_equal(prepared["bytes"].permute(1, 2, 0), values[:256])
 
 
 def test_pixels_are_enlarged_in_floats_from_bytes_at_256():
     """clean-fid's mode "clean"; catches bytes at 299, no clip, and a resize in one step."""
-    _, picture = noise(400, 300)
-    prepared = coco_score.prepare_whole(picture, 0)
-    small = picture.crop((0, 50, 300, 350)).resize((256, 256), Image.Resampling.LANCZOS)
+    _, image = noise(400, 300)
+    prepared = coco_score.prepare_whole(image, 0)
+    small = image.crop((0, 50, 300, 350)).resize((256, 256), Image.Resampling.LANCZOS)
     assert np.array_equal(prepared["bytes"].permute(1, 2, 0), np.asarray(small))
     for channel, pixels in zip(small.split(), prepared["pixels"], strict=True):
         enlarged = channel.convert("F").resize((299, 299), Image.Resampling.BICUBIC)
@@ -366,9 +364,9 @@ def test_pixels_are_enlarged_in_floats_from_bytes_at_256():
 
 
 def test_patches_are_cut_and_not_resized():
-    values, picture = noise(500, 512)
+    values, image = noise(500, 512)
     patches = [
-        coco_score.prepare_patch(picture, n, size=500)["pixels"].permute(1, 2, 0).numpy()
+        coco_score.prepare_patch(image, n, size=500)["pixels"].permute(1, 2, 0).numpy()
         for n in (0, 1, 0)
     ]
     corners = np.lib.stride_tricks.sliding_window_view(values[:, 6:506], (3, 3, 3))[:, :, 0]
@@ -377,8 +375,8 @@ def test_patches_are_cut_and_not_resized():
         assert np.array_equal(patch, values[top : top + 299, 6 + left : 6 + left + 299])
     assert np.array_equal(places[0], places[2])
     assert not np.array_equal(places[0], places[1])
-    with pytest.raises(ValueError, match="patches need pictures of at least 512, but it has"):
-        coco_score.prepare_patch(picture, 0, size=512)
+    with pytest.raises(ValueError, match="patches need images of at least 512, but it has"):
+        coco_score.prepare_patch(image, 0, size=512)
 
 
 # Protocol
@@ -390,7 +388,7 @@ def test_the_protocol_is_that_of_linfusion():
     assert protocol.GENERATION == {
         "model": "stable-diffusion-v1-5",
         "captions": "LinFusion's list",
-        "num_pictures": 30_000,
+        "num_images": 30_000,
         "sampler": "PNDM",
         "num_inference_steps": 25,
         "guidance_scale": 7.5,
@@ -406,9 +404,9 @@ def test_the_protocol_is_that_of_linfusion():
 
 
 def test_the_command_follows_the_protocol_by_itself():
-    """Catches an option whose default is another number: 30 000 pictures would not compare."""
+    """Catches an option whose default is another number: 30 000 images would not compare."""
     options = signature(coco_generate_command).parameters
-    names = {"pictures": "num_pictures", "steps": "num_inference_steps"}
+    names = {"images": "num_images", "steps": "num_inference_steps"}
     names |= {"guidance": "guidance_scale"}
     for option, name in names.items():
         assert options[option].default == protocol.GENERATION[name], option
@@ -421,18 +419,18 @@ def protocol_config(**changes):
 
 
 def test_deviations_are_named_and_bands_are_of_the_protocol():
-    """Catches figures of 5000 pictures, or of part of COCO, that pass for published ones."""
-    published = {"num_pictures": 30_000, "num_real": 40_504, "scorer": None}
+    """Catches figures of 5000 images, or of part of COCO, that pass for published ones."""
+    published = {"num_images": 30_000, "num_real": 40_504, "scorer": None}
     assert protocol.deviations(protocol_config(), **published) == []
     assert protocol.deviations(protocol_config(model="me/stable-diffusion-v1-5"), **published) == []
     config = protocol_config(size=640, num_inference_steps=50, model="me/other")
     assert protocol.deviations(protocol_config(size=1024), **published) == [
         "scalecrafter is False, not True"
     ]
-    partly = {"num_pictures": 5000, "num_real": 40_503, "scorer": "folder"}
+    partly = {"num_images": 5000, "num_real": 40_503, "scorer": "folder"}
     assert protocol.deviations(config, **partly) == [
         "model is other, not stable-diffusion-v1-5",
-        "num_pictures is 5000, not 30000",
+        "num_images is 5000, not 30000",
         "num_inference_steps is 50, not 25",
         "num_real is 40503, not 40504",
         "size is 640, not 512 or 1024",
@@ -451,7 +449,7 @@ def test_deviations_are_named_and_bands_are_of_the_protocol():
 def test_all_that_is_odd_is_warned_of():
     """Catches a deviation that hides an implausible figure, and bands for a scorer's figures."""
     config = protocol_config(num_inference_steps=50)
-    row = {"method": "exact", "num_pictures": 30_000, "num_real": 40_504}
+    row = {"method": "exact", "num_images": 30_000, "num_real": 40_504}
     row |= {"fid": 25.0, "clip_score": 0.318}
     deviation = "Not the protocol: num_inference_steps is 50, not 25."
     first, second = coco_score.warnings_of(config, row, None)
@@ -472,35 +470,35 @@ def test_all_that_is_odd_is_warned_of():
 
 
 def test_kills_and_restarts_change_nothing(place, exact):
-    """Catches a half-written picture, noise that depends on what is left, lost configuration."""
-    expected = pictures(exact)
+    """Catches a half-written image, noise that depends on what is left, lost configuration."""
+    expected = images(exact)
     assert len(expected) == len(set(expected.values())) == NUM
     killed = place / "killed"
     delays = random.Random(time.time_ns())
     for least in (0, 2):
         process = start(generation(place, "killed"))
         until = time.monotonic() + 60
-        while time.monotonic() < until and len(pictures(killed)) < least:
+        while time.monotonic() < until and len(images(killed)) < least:
             time.sleep(0.005)
         time.sleep(delays.uniform(0, 0.3 if least else 1.0))
         process.kill()
         process.join()
         assert process.exitcode in (-9, 0)
-        assert pictures(killed).items() <= expected.items()
-    paths = sorted((killed / "pictures").glob("[0-9]*.png"))
+        assert images(killed).items() <= expected.items()
+    paths = sorted((killed / "images").glob("[0-9]*.png"))
     assert len(paths) >= 2
     paths[0].write_bytes(expected[paths[0].name][:-20])
     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(paths[1])
-    (killed / "pictures" / f"{coco.TEMPORARY}000004.png").write_bytes(b"half")
+    (killed / "images" / f"{coco.TEMPORARY}000004.png").write_bytes(b"half")
     kept = {path: path.stat().st_mtime_ns for path in paths[2:]}
     finish(start(generation(place, "killed", batch=3)))
-    assert pictures(killed) == expected
-    assert not list((killed / "pictures").glob(".*"))
+    assert images(killed) == expected
+    assert not list((killed / "images").glob(".*"))
     assert all(path.stat().st_mtime_ns == then for path, then in kept.items())
     manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (exact, killed)]
     assert manifests[0]["config"] == manifests[1]["config"]
     assert len(manifests[1]["earlier_sessions"]) >= 1
-    finish(start(generation(place, "killed")))  # makes no picture, so it made none of these
+    finish(start(generation(place, "killed")))  # makes no image, so it made none of these
     assert json.loads((killed / "manifest.json").read_text()) == manifests[1]
     assert manifests[0]["environment"].keys() >= {"commit", "torch", "diffusers", "device"}
 
@@ -511,7 +509,7 @@ def test_kills_and_restarts_change_nothing(place, exact):
     assert first == second
 
 
-def test_two_processes_make_the_pictures_of_one(place, exact):
+def test_two_processes_make_the_images_of_one(place, exact):
     """Catches a share that is never made, and noise or codebooks that depend on the process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -522,32 +520,39 @@ def test_two_processes_make_the_pictures_of_one(place, exact):
     ]
     for process in processes:
         finish(process)
-    assert pictures(place / "two") == pictures(exact)
+    assert images(place / "two") == images(exact)
 
 
 def test_full_batches_do_not_depend_on_what_is_left(tmp_path):
     """As on a GPU: catches a last batch of another shape, whose kernels round otherwise."""
     pipe = tiny_pipe()
     texts = captions.Captions(tuple("abcde"), "test")
-    drawing = Drawing(num_inference_steps=2, guidance_scale=7.5, size=64, batch_size=3)
+    settings = Sampling(num_inference_steps=2, guidance_scale=7.5, size=64, batch_size=3)
     fill = partial(
-        coco._fill, tmp_path, pipe, texts, range(5), description="", drawing=drawing, is_shown=False
+        coco._fill,
+        tmp_path,
+        pipe,
+        texts,
+        range(5),
+        description="",
+        settings=settings,
+        is_shown=False,
     )
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     with quiet(pipe):
         fill()
-        expected = pictures(tmp_path)
+        expected = images(tmp_path)
         for missing in ((0, 4), (1, 2, 3), (2,)):
             for index in missing:
-                coco.picture_path(tmp_path, index).unlink()
+                coco.image_path(tmp_path, index).unlink()
             fill()
-            assert pictures(tmp_path) == expected
-        alone = draw_batch(pipe, ["c"], [2], drawing)
-    with Image.open(coco.picture_path(tmp_path, 2)) as stored:
+            assert images(tmp_path) == expected
+        alone = generate_batch(pipe, ["c"], [2], settings)
+    with Image.open(coco.image_path(tmp_path, 2)) as stored:
         assert abs(np.asarray(stored).astype(int) - alone[0]).max() <= 1
 
 
-def test_pictures_follow_the_protocol(place, exact):
+def test_images_follow_the_protocol(place, exact):
     """PNDM, guidance 7.5, noise of seed i drawn alone, caption i, no safety checker."""
     from diffusers import PNDMScheduler, StableDiffusionPipeline
 
@@ -558,47 +563,47 @@ def test_pictures_follow_the_protocol(place, exact):
     noise = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(3))
     with quiet(pipe):
         image = pipe(texts[3], num_inference_steps=2, latents=noise, height=64, width=64).images[0]
-    with Image.open(exact / "pictures/000003.png") as stored:
+    with Image.open(exact / "images/000003.png") as stored:
         assert abs(np.asarray(stored).astype(int) - np.asarray(image).astype(int)).max() <= 1
 
 
 @pytest.mark.long
-def test_methods_change_pictures_and_codebooks_are_kept(place, exact, monkeypatch):
+def test_methods_change_images_and_codebooks_are_kept(place, exact, monkeypatch):
     """Catches a method that is not applied, a restart that calibrates anew, and a calibration on
     captions of scenes, which are nothing to another model."""
     folders = {"row-avq": place / "avq", "row-p1": f"{place / 'avq'}@P1"}
     for folder, method in folders.items():
-        assert generate(place, folder, method=method, pictures=2) == (0, "", "")
+        assert generate(place, folder, method=method, images=2) == (0, "", "")
     prompts = place / "prompts.txt"
     prompts.write_text("a fox\n")
-    calibrated = {"method": "M3", "calibration": prompts, "pictures": 2}
+    calibrated = {"method": "M3", "calibration": prompts, "images": 2}
     assert generate(place, "row-m3", **calibrated)[0] == 0
-    made = [pictures(folder) for folder in (exact, *(place / name for name in folders))]
-    made.append(pictures(place / "row-m3"))
+    made = [images(folder) for folder in (exact, *(place / name for name in folders))]
+    made.append(images(place / "row-m3"))
     for first, second in pairwise([*made, made[0]]):
         assert all(first[name] != second[name] for name in made[-1])
 
     weights = place / "row-m3/codebooks/diffusion_pytorch_model.safetensors"
     before = weights.stat().st_mtime_ns
-    coco.picture_path(place / "row-m3", 1).unlink()
+    coco.image_path(place / "row-m3", 1).unlink()
     assert generate(place, "row-m3", **calibrated)[0] == 0
     assert weights.stat().st_mtime_ns == before
-    assert pictures(place / "row-m3") == made[-1]
+    assert images(place / "row-m3") == made[-1]
     monkeypatch.setattr(options, "CALIBRATION_PROMPTS", ("a fox",))
-    assert generate(place, "row-default", method="M3", pictures=2)[0] == 0
-    assert pictures(place / "row-default") == made[-1]
+    assert generate(place, "row-default", method="M3", images=2)[0] == 0
+    assert images(place / "row-default") == made[-1]
 
     # What is kept is what is used.
     shutil.copytree(place / "avq", weights.parent, dirs_exist_ok=True)
-    coco.picture_path(place / "row-m3", 1).unlink()
+    coco.image_path(place / "row-m3", 1).unlink()
     assert generate(place, "row-m3", **calibrated)[0] == 0
-    assert pictures(place / "row-m3")["000001.png"] == made[1]["000001.png"]
+    assert images(place / "row-m3")["000001.png"] == made[1]["000001.png"]
 
     # Killed before the codebooks had their name.
     shutil.rmtree(place / "row-m3/codebooks")
-    shutil.rmtree(place / "row-m3/pictures")
+    shutil.rmtree(place / "row-m3/images")
     assert generate(place, "row-m3", **calibrated)[0] == 0
-    assert pictures(place / "row-m3") == made[-1]
+    assert images(place / "row-m3") == made[-1]
 
     assert score(place, *folders, "row-m3", output="methods")[0] == 0
     rows = rows_of(place, "methods")
@@ -612,9 +617,9 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def test_codebooks_that_are_deleted_come_back_to_finished_pictures(place):
+def test_codebooks_that_are_deleted_come_back_to_finished_images(place):
     """Catches a folder with nothing left to draw that stays without the codebooks of its row."""
-    command = {"method": f"{place / 'avq'}@P1", "pictures": 2}
+    command = {"method": f"{place / 'avq'}@P1", "images": 2}
     assert generate(place, "row-finished", **command) == (0, "", "")
     folder = place / "row-finished"
     config = coco.read_manifest(folder)["config"]
@@ -632,15 +637,15 @@ def test_a_folder_may_be_named_like_a_configuration(place, monkeypatch):
     """Catches kept codebooks that are asked for by a path which reads as a configuration."""
     monkeypatch.chdir(place)
     for _ in range(2):
-        assert generate(Path(), "M4P2C2-512", method="avq", pictures=2) == (0, "", "")
-    assert len(pictures(Path("M4P2C2-512"))) == 2
+        assert generate(Path(), "M4P2C2-512", method="avq", images=2) == (0, "", "")
+    assert len(images(Path("M4P2C2-512"))) == 2
 
 
 def test_captions_are_cut_at_newlines_only(place, tmp_path):
     """Catches a finished row that cannot be scored, as a caption holds a carriage return."""
     listed = tmp_path / "captions.txt"
     listed.write_bytes(b"a red circle\rbig\na blue square\n")
-    assert generate(tmp_path, "row", model=place / "model", captions=listed, pictures=2)[0] == 0
+    assert generate(tmp_path, "row", model=place / "model", captions=listed, images=2)[0] == 0
     options = {"real": place / "scenes/images", "cache": place / "cache"}
     assert score(tmp_path, "row", **options)[0] == 0
 
@@ -664,10 +669,10 @@ def test_each_row_is_warned_of_by_its_own_model(tmp_path, place):
 
 def test_scalecrafter_dilates_beyond_the_training_size(place):
     """Catches an option that is recorded and not applied."""
-    changes = {"size": 256, "pictures": 2}
+    changes = {"size": 256, "images": 2}
     assert generate(place, "plain", **changes)[0] == 0
     assert generate(place, "dilated", scalecrafter=None, **changes)[0] == 0
-    plain, dilated = (pictures(place / folder) for folder in ("plain", "dilated"))
+    plain, dilated = (images(place / folder) for folder in ("plain", "dilated"))
     assert all(plain[name] != dilated[name] for name in plain)
     code, _, errors = generate(place, "plain", scalecrafter=None, **changes)
     assert code == 2
@@ -675,7 +680,7 @@ def test_scalecrafter_dilates_beyond_the_training_size(place):
 
 
 def test_a_compiled_row(place, exact, monkeypatch):
-    """Catches an option that is recorded and not applied, and pictures of another noise."""
+    """Catches an option that is recorded and not applied, and images of another noise."""
 
     def compile_module(self, **options):
         self._compiled_call_impl = torch.compile(self._call_impl, backend="eager", **options)
@@ -685,9 +690,9 @@ def test_a_compiled_row(place, exact, monkeypatch):
     counted.clear()
     assert generate(place, "compiled", compile=None)[0] == 0
     assert counted["unique_graphs"] > 0
-    for path in sorted((exact / "pictures").iterdir()):
+    for path in sorted((exact / "images").iterdir()):
         first, second = (
-            np.asarray(Image.open(folder / "pictures" / path.name), np.int16)
+            np.asarray(Image.open(folder / "images" / path.name), np.int16)
             for folder in (exact, place / "compiled")
         )
         assert np.abs(first - second).max() <= 1
@@ -701,28 +706,28 @@ def test_a_compiled_row(place, exact, monkeypatch):
     [
         ({"steps": 3}, "num_inference_steps"),
         ({"size": 128, "guidance": 3.0}, "guidance_scale, size"),
-        ({"pictures": 6}, "captions_sha256, num_pictures"),
+        ({"images": 6}, "captions_sha256, num_images"),
         ({"draw_seed": 1}, "captions, captions_sha256"),
         ({"method": "value-projection", "levels": "0,1"}, "levels, method"),
     ],
 )
 def test_a_folder_of_another_configuration_is_refused(place, exact, changes, keys):
-    before = pictures(exact), (exact / "manifest.json").read_bytes()
+    before = images(exact), (exact / "manifest.json").read_bytes()
     code, _, errors = generate(place, "exact", **changes)
     assert (code, errors) == (
         2,
-        f"eval: {exact} holds pictures of another configuration; it differs in {keys}.",
+        f"eval: {exact} holds images of another configuration; it differs in {keys}.",
     )
-    assert (pictures(exact), (exact / "manifest.json").read_bytes()) == before
+    assert (images(exact), (exact / "manifest.json").read_bytes()) == before
 
 
 def test_blank_lines_between_calibration_prompts_are_none(place, exact, tmp_path):
     """Catches a file of the usual prompts that is another calibration than without it."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n\n".join(["", *options.CALIBRATION_PROMPTS, ""]))
-    before = pictures(exact)
+    before = images(exact)
     assert generate(place, "exact", calibration=prompts) == (0, "", "")
-    assert pictures(exact) == before
+    assert images(exact) == before
 
 
 def test_another_model_in_the_same_folder_is_refused(place, exact):
@@ -743,7 +748,7 @@ def test_another_model_in_the_same_folder_is_refused(place, exact):
         ({"size": 0}, "--size must be a multiple of 8, but got 0"),
         ({"guidance": "nan"}, "--guidance must be finite, but got nan"),
         ({"captions": "nothing.txt"}, "there is no file nothing.txt; put there"),
-        ({"pictures": 9}, "9 captions are needed, but .*captions_scenes.json has 8"),
+        ({"images": 9}, "9 captions are needed, but .*captions_scenes.json has 8"),
         ({"method": "M4P9C2"}, "num_refined"),
         ({"method": "M"}, "methods must be exact"),
         ({"method": "no/such"}, "there is no folder no/such"),
@@ -778,23 +783,25 @@ def test_a_full_disk_loses_nothing(place, tmp_path, monkeypatch):
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(Image.Image, "save", fail)
         with pytest.raises(
             OSError, match=r"000000.png could not be written .*No space left.*mended"
         ):
-            coco._write_picture(tmp_path, 0, np.zeros((8, 8, 3), np.uint8))
-    assert not list((tmp_path / "pictures").iterdir())
+            coco._write_image(tmp_path, 0, np.zeros((8, 8, 3), np.uint8))
+    assert not list((tmp_path / "images").iterdir())
 
 
-def test_pictures_that_hold_nan_are_refused():
-    """Catches black pictures, which NaN becomes as bytes, in a score."""
+def test_images_that_hold_nan_are_refused():
+    """Catches black images, which NaN becomes as bytes, in a score."""
     pipe = tiny_pipe()
     with torch.no_grad():
         pipe.vae.decoder.conv_out.bias.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"gave NaN for at least one of the seeds \[4\]"):
-        draw_batch(pipe, ["a"], [4], Drawing(size=64, num_inference_steps=1, guidance_scale=1.0))
+        generate_batch(
+            pipe, ["a"], [4], Sampling(size=64, num_inference_steps=1, guidance_scale=1.0)
+        )
 
 
 # Scores
@@ -814,7 +821,7 @@ def test_scores_are_those_of_the_features(place, exact):
         found = [coco_score.prepare_whole(Image.open(path), 0) for path in paths]
         return [torch.stack([one[key] for one in found]) for key in ("pixels", "bytes")]
 
-    pixels, small = prepared(exact / "pictures")
+    pixels, small = prepared(exact / "images")
     real, _ = prepared(place / "scenes/images")
     first, second = (scorer(x).double().numpy() for x in (real, pixels))
     spectrum = np.linalg.eigvals(np.cov(first.T) @ np.cov(second.T)).real.clip(0)
@@ -826,15 +833,15 @@ def test_scores_are_those_of_the_features(place, exact):
     cosines = scorer.cosines(small, texts).numpy()
     assert row["clip_score"] == pytest.approx(cosines.mean(), abs=1e-5)
     assert row["clip_score_sem"] == pytest.approx(cosines.std(ddof=1) / NUM**0.5, abs=1e-5)
-    assert (row["num_pictures"], row["num_real"]) == (NUM, NUM_REAL)
+    assert (row["num_images"], row["num_real"]) == (NUM, NUM_REAL)
     assert row["kid_subset_size"] == NUM
     shown = [f"{row['fid']:.2f} ± {row['fid_sem']:.2f}", f"{1000 * row['kid']:.3f}"]
     shown.append(f"{row['clip_score']:.4f} ± {row['clip_score_sem']:.4f}")
     assert f"| exact | - | {' | '.join(shown)} |" in table
 
-    assert score(place, "exact", output="three", pictures=3)[0] == 0
+    assert score(place, "exact", output="three", images=3)[0] == 0
     (fewer,) = rows_of(place, "three")
-    assert fewer["num_pictures"] == 3
+    assert fewer["num_images"] == 3
     assert fewer["clip_score"] == pytest.approx(cosines[:3].mean(), abs=1e-5)
 
 
@@ -851,7 +858,7 @@ def test_real_features_are_found_again_while_the_files_are_the_same(place, exact
     real = place / "real"
 
     def scored(output):
-        return score(place, "exact", real=real, output=output, pictures=2)
+        return score(place, "exact", real=real, output=output, images=2)
 
     shutil.copytree(place / "scenes/images", real)
     assert scored("first")[0] == 0
@@ -864,7 +871,7 @@ def test_real_features_are_found_again_while_the_files_are_the_same(place, exact
     os.utime(path)
     code, _, errors = scored("third")
     assert code == 2
-    assert f"the picture {path} cannot be used: cannot identify image file" in errors
+    assert f"the image {path} cannot be used: cannot identify image file" in errors
     path.unlink()
     assert scored("third")[0] == 0
     assert rows_of(place, "third")[0]["num_real"] == NUM_REAL - 1
@@ -880,15 +887,15 @@ def test_real_features_are_those_of_one_preparation(tmp_path, monkeypatch):
     for index in range(2):
         noise(64, 64, index)[1].save(tmp_path / f"real/{index}.png")
     extract = coco_score.Extractor(coco_score.load_networks(SCORER, torch.device("cpu")), 2, 1)
-    files = coco_score.real_pictures(tmp_path / "real")
+    files = coco_score.real_images(tmp_path / "real")
     whole = coco_score.prepare_whole
 
     def features(extract=extract, prepare=whole, kind="whole"):
         place, cache = tmp_path / "real", tmp_path / "cache"
         return coco_score.real_features(place, files, extract, prepare, kind, cache)
 
-    def upside_down(picture, number):
-        return whole(picture.rotate(180), number)
+    def upside_down(image, number):
+        return whole(image.rotate(180), number)
 
     first = features()
     changes = {
@@ -928,13 +935,13 @@ def test_two_scorings_at_once_both_write_the_cache(tmp_path, monkeypatch):
 
 
 def write_row(folder, images, size):
-    """A finished row of given pictures."""
-    texts = [f"picture {index}" for index in range(len(images))]
+    """A finished row of given images."""
+    texts = [f"image {index}" for index in range(len(images))]
     digest = captions.Captions(tuple(texts), "").sha256
-    config = protocol_config(size=size, captions_sha256=digest, num_pictures=len(images))
-    (folder / "pictures").mkdir(parents=True)
+    config = protocol_config(size=size, captions_sha256=digest, num_images=len(images))
+    (folder / "images").mkdir(parents=True)
     for index, image in enumerate(images):
-        image.save(coco.picture_path(folder, index))
+        image.save(coco.image_path(folder, index))
     (folder / "captions.txt").write_text("\n".join(texts) + "\n")
     row = {"method": "exact", "config": None, "effective_codewords": None}
     manifest = {"command": "c", "environment": {}, "earlier_sessions": []}
@@ -944,7 +951,7 @@ def write_row(folder, images, size):
 
 
 def test_patch_fid_sees_detail_that_fid_does_not(tmp_path, monkeypatch):
-    """Pictures that differ in pixel noise only, which shrinking averages away."""
+    """Images that differ in pixel noise only, which shrinking averages away."""
     generator = np.random.default_rng(0)
     smooth = [
         Image.fromarray(generator.integers(60, 200, (4, 4, 3), np.uint8)).resize((1024, 1024))
@@ -958,7 +965,7 @@ def test_patch_fid_sees_detail_that_fid_does_not(tmp_path, monkeypatch):
     ]
     write_row(tmp_path / "smooth", smooth, 1024)
     write_row(tmp_path / "rough", rough, 1024)
-    reference = tmp_path / "smooth/pictures"
+    reference = tmp_path / "smooth/images"
     shutil.copytree(reference, tmp_path / "copy")
     code, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=tmp_path / "copy")
     assert code == 0
@@ -973,7 +980,7 @@ def test_patch_fid_sees_detail_that_fid_does_not(tmp_path, monkeypatch):
     assert own == {**same, **{key: None for key in same if key.startswith("patch_")}}
     assert another["patch_fid"] == pytest.approx(other["patch_fid"])
     monkeypatch.chdir(tmp_path)
-    score(tmp_path, "smooth", "rough", real=reference, patches="smooth/pictures")
+    score(tmp_path, "smooth", "rough", real=reference, patches="smooth/images")
     assert rows_of(tmp_path)[0]["patch_fid"] is None
     small = tmp_path / "small"
     small.mkdir()
@@ -981,7 +988,7 @@ def test_patch_fid_sees_detail_that_fid_does_not(tmp_path, monkeypatch):
         noise(600, 1200)[1].save(small / f"{index}.png")
     code, _, errors = score(tmp_path, "smooth", real=reference, patches=small)
     assert code == 2
-    assert "0.png cannot be used: patches need pictures of at least 1024, but it has" in errors
+    assert "0.png cannot be used: patches need images of at least 1024, but it has" in errors
 
 
 def test_patches_of_another_size_have_their_own_features(tmp_path):
@@ -989,7 +996,7 @@ def test_patches_of_another_size_have_their_own_features(tmp_path):
     for size in (300, 400):
         images = [noise(size, size, seed)[1] for seed in range(2)]
         write_row(tmp_path / str(size), images, size)
-    options = {"real": tmp_path / "400/pictures", "patches": tmp_path / "400/pictures"}
+    options = {"real": tmp_path / "400/images", "patches": tmp_path / "400/images"}
     found = []
     for cache, sizes in (("both", (400, 300)), ("fresh", (300,))):
         for size in sizes:
@@ -1002,43 +1009,43 @@ def test_patches_of_another_size_have_their_own_features(tmp_path):
     assert rows_of(tmp_path)[0]["patch_fid"] is None
 
 
-def test_real_pictures_are_all_that_lie_in_the_folder(tmp_path):
-    """Catches pictures of COCO's folders by year, or of cameras, that are no reference."""
+def test_real_images_are_all_that_lie_in_the_folder(tmp_path):
+    """Catches images of COCO's folders by year, or of cameras, that are no reference."""
     (tmp_path / "val2014").mkdir()
     names = ["b.JPG", "val2014/a.jpeg", "val2014/c.png"]
     for name in (*names, "a.txt", "val2014/._a.jpeg"):
         (tmp_path / name).touch()
-    assert coco_score.real_pictures(tmp_path) == [tmp_path / name for name in names]
+    assert coco_score.real_images(tmp_path) == [tmp_path / name for name in names]
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda row: (row / "manifest.json").unlink(), "has no manifest.json; make its pictures"),
+        (lambda row: (row / "manifest.json").unlink(), "has no manifest.json; make its images"),
         (
             lambda row: (row / "manifest.json").write_text("{}"),
-            r"manifest.json is not the manifest of a folder of pictures \(KeyError",
+            r"manifest.json is not the manifest of a folder of images \(KeyError",
         ),
         (
-            lambda row: (row / "pictures/000001.png").unlink(),
-            "lacks 1 of 3 pictures, such as 000001.png; run this again to make them: c",
+            lambda row: (row / "images/000001.png").unlink(),
+            "lacks 1 of 3 images, such as 000001.png; run this again to make them: c",
         ),
         (
-            lambda row: (row / "pictures/000003.png").write_bytes(b"more"),
-            "pictures has 4 files for 3 captions",
+            lambda row: (row / "images/000003.png").write_bytes(b"more"),
+            "images has 4 files for 3 captions",
         ),
         (
-            lambda row: (row / "pictures/000001.png").write_bytes(b"half"),
+            lambda row: (row / "images/000001.png").write_bytes(b"half"),
             "000001.png cannot be used: cannot identify",
         ),
         (
-            lambda row: noise(32, 48)[1].save(row / "pictures/000002.png"),
+            lambda row: noise(32, 48)[1].save(row / "images/000002.png"),
             "000002.png cannot be used: it has 48 x 32 pixels and not 64 x 64; its folder's",
         ),
         (lambda row: (row / "captions.txt").unlink(), "has no captions.txt; run its command again"),
         (
             lambda row: (row / "captions.txt").write_text("one\ntwo\nthree\n"),
-            "captions.txt is not what the pictures were made of",
+            "captions.txt is not what the images were made of",
         ),
     ],
 )
@@ -1057,11 +1064,11 @@ def test_damaged_rows_are_refused(place, tmp_path, damage, message):
     [
         (
             {"real": "nothing"},
-            "no pictures in nothing; unpack there .*zips/val2014.zip, whose 40504",
+            "no images in nothing; unpack there .*zips/val2014.zip, whose 40504",
         ),
-        ({"real": "single"}, "at least 2 real pictures are needed, but .*single has 1"),
-        ({"pictures": 4}, "must be between 2 and the 3 of .*row, but got 4"),
-        ({"patches": "single"}, "patches need pictures of at least 299, but .* have 64"),
+        ({"real": "single"}, "at least 2 real images are needed, but .*single has 1"),
+        ({"images": 4}, "must be between 2 and the 3 of .*row, but got 4"),
+        ({"patches": "single"}, "patches need images of at least 299, but .* have 64"),
         ({"scorer": "nothing"}, "there is no scorer in nothing; the one of mini-sd is "),
     ],
 )
@@ -1085,7 +1092,7 @@ def test_rows_of_different_protocols_are_refused(place, tmp_path):
     code, _, errors = score(tmp_path, "one", "two", real=place / "scenes/images")
     assert code == 2
     assert errors.endswith(
-        "one cannot stand in one table; they differ in captions_sha256, num_pictures."
+        "one cannot stand in one table; they differ in captions_sha256, num_images."
     )
 
 
@@ -1114,7 +1121,7 @@ def test_rows_of_one_table_differ_in_model_and_method_only(tmp_path):
 
 
 def test_another_scorer_is_another_network(tmp_path):
-    """Catches features of real pictures by a scorer that was trained again in its place."""
+    """Catches features of real images by a scorer that was trained again in its place."""
     shutil.copytree(SCORER, tmp_path / "scorer")
     names = [coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name]
     config = tmp_path / "scorer/config.json"
@@ -1125,7 +1132,7 @@ def test_another_scorer_is_another_network(tmp_path):
 
 
 class ColourWords(torch.nn.Module):
-    """A model with open_clip's interface: a picture is the last pixel of its first row, and a text
+    """A model with open_clip's interface: an image is the last pixel of its first row, and a text
     is the colour that it names after "A photo depicts"; neither has length 1."""
 
     def __init__(self):
@@ -1143,14 +1150,14 @@ class ColourWords(torch.nn.Module):
         return 2 * self.table[tokens]
 
 
-def test_the_clip_score_is_the_cosine_of_picture_and_prefixed_caption(monkeypatch):
+def test_the_clip_score_is_the_cosine_of_image_and_prefixed_caption(monkeypatch):
     """A model of two words stands in for 5 GB. Catches other weights, a caption without prefix or
-    of another picture, pictures on their side, and a cosine that is scaled or clamped."""
+    of another image, images on their side, and a cosine that is scaled or clamped."""
     asked, model = [], ColourWords()
 
     def create(*names):
         asked.append(names)
-        return model, lambda picture: torch.from_numpy(np.array(picture)).float() - 100
+        return model, lambda image: torch.from_numpy(np.array(image)).float() - 100
 
     def tokenizer(name):
         asked.append((name,))

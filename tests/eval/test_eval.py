@@ -57,7 +57,7 @@ from eval.methods import (
 )
 from eval.quality import compare, metrics, scene_runs, scenes
 from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
-from eval.quality.pictures import Drawing, dilation, generate
+from eval.quality.generation import Sampling, dilation, generate
 from eval.quality.protocol import JACKKNIFE_BLOCKS
 from eval.quality.samples import Sample, figures
 from eval.store import report
@@ -79,7 +79,7 @@ def flat(level: int, side: int = 16) -> np.ndarray:
 
 
 def test_psnr_of_a_constant_error():
-    """Fails for uint8 arithmetic that wraps, a peak of 1, or one mean over all pictures."""
+    """Fails for uint8 arithmetic that wraps, a peak of 1, or one mean over all images."""
     reference = np.concatenate([flat(10), flat(200)])
     images = np.concatenate([flat(7), flat(250)])
     expected = [20 * np.log10(255 / 3), 20 * np.log10(255 / 50)]
@@ -87,7 +87,7 @@ def test_psnr_of_a_constant_error():
     assert np.isinf(metrics.psnr(reference, reference)).all()
 
 
-def test_ssim_of_flat_pictures_and_of_equal_ones():
+def test_ssim_of_flat_images_and_of_equal_ones():
     """Without variance only the luminance term is left: (2ab + c) / (a² + b² + c)."""
     a, b, c = 50 / 255, 100 / 255, 0.01**2
     images, reference = np.concatenate([flat(50), flat(9)]), np.concatenate([flat(100), flat(9)])
@@ -98,7 +98,7 @@ def test_ssim_of_flat_pictures_and_of_equal_ones():
 
 
 class GivenFeatures:
-    """Stands in for the scorer: the picture's first two bytes number its row of the table."""
+    """Stands in for the scorer: the image's first two bytes number its row of the table."""
 
     def __init__(self, table: np.ndarray) -> None:
         self.table = torch.from_numpy(table)
@@ -126,7 +126,7 @@ def standard_sample(count: int, width: int, seed: int) -> np.ndarray:
 
 
 def fid(scorer, reference: np.ndarray, images: np.ndarray) -> float:
-    gaussians = [fit_gaussian(metrics.picture_features(scorer, x)) for x in (reference, images)]
+    gaussians = [fit_gaussian(metrics.image_features(scorer, x)) for x in (reference, images)]
     return frechet_distance(*gaussians)
 
 
@@ -167,7 +167,7 @@ def test_fid_is_zero_for_one_set_and_does_not_see_the_order():
 
 
 def test_the_scorer_sees_broken_copies_and_one_scale(scorer):
-    """Fails where features are blind to copies, or another picture size changes the protocol."""
+    """Fails where features are blind to copies, or another image size changes the protocol."""
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:8]]
     others = [sample_scene(seed) for seed in TEST_SEEDS[100:108]]
     real, reference = (np.stack([render(s) for s in group]) for group in (shown, others))
@@ -181,7 +181,7 @@ def test_the_scorer_sees_broken_copies_and_one_scale(scorer):
     assert resized < 0.2 < 0.5 < cut
 
 
-def test_the_scorer_shrinks_pictures_by_their_mean(scorer):
+def test_the_scorer_shrinks_images_by_their_mean(scorer):
     """Catches pixels that are picked: of four columns, the two in the middle are white here. And
     a filter that is sharper than the bilinear one: beside an edge it would leave the range."""
     columns = torch.tensor([0, 255, 255, 0], dtype=torch.uint8).repeat(256)
@@ -193,11 +193,11 @@ def test_the_scorer_shrinks_pictures_by_their_mean(scorer):
 
 
 def test_clip_scores_rank_the_right_caption_first(scorer, monkeypatch):
-    """Fails for captions that lose step with their pictures, at batch borders too."""
+    """Fails for captions that lose step with their images, at batch borders too."""
     shown = [sample_scene(seed) for seed in TEST_SEEDS[200:206]]
     images = np.stack([render(scene) for scene in shown])
     captions = [scene.caption for scene in shown]
-    features = metrics.picture_features(scorer, images)
+    features = metrics.image_features(scorer, images)
     right = metrics.clip_scores(scorer, features, captions)
     wrong = metrics.clip_scores(scorer, features, captions[1:] + captions[:1])
     assert right.shape == (6,)
@@ -219,7 +219,7 @@ def test_clip_scores_are_those_of_the_model_itself(scorer):
     with torch.no_grad():
         logits = scorer.model(pixel_values=pixels, **tokens).logits_per_image
     expected = 100 * (logits / scorer.model.logit_scale.exp()).diag()
-    found = metrics.clip_scores(scorer, metrics.picture_features(scorer, images), captions)
+    found = metrics.clip_scores(scorer, metrics.image_features(scorer, images), captions)
     assert found == pytest.approx(expected.numpy(), abs=1e-2)
 
 
@@ -241,12 +241,12 @@ def test_copy_agreements_leave_out_scenes_without_copies():
     assert abs(broken.mean()) < 0.15
 
 
-def test_generate_gives_the_same_picture_whatever_the_batch_size():
+def test_generate_gives_the_same_image_whatever_the_batch_size():
     """Fails where noise is drawn per batch; rounding may move a value by one."""
     pipe = tiny_pipe()
     prompts, seeds = ["a", "bb", "a", "a", "ccc"], [3, 4, 5, 3, 6]
-    drawing = Drawing(num_inference_steps=2, batch_size=1)
-    reference = generate(pipe, prompts, seeds, drawing).astype(int)
+    settings = Sampling(num_inference_steps=2, batch_size=1)
+    reference = generate(pipe, prompts, seeds, settings).astype(int)
     assert reference.shape == (5, 128, 128, 3)
     assert np.array_equal(reference[0], reference[3])
     assert abs(reference[0] - reference[2]).max() > 20
@@ -254,9 +254,9 @@ def test_generate_gives_the_same_picture_whatever_the_batch_size():
     expected = pipe("a", guidance_scale=7.5, output_type="np", **arguments).images[0]
     assert abs(reference[0] - 255 * expected).max() <= 0.5 + 1e-3
     for batch_size in (2, 3, 8):
-        pictures = generate(pipe, prompts, seeds, replace(drawing, batch_size=batch_size))
-        assert pictures.dtype == np.uint8
-        assert abs(pictures.astype(int) - reference).max() <= 1
+        images = generate(pipe, prompts, seeds, replace(settings, batch_size=batch_size))
+        assert images.dtype == np.uint8
+        assert abs(images.astype(int) - reference).max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -267,11 +267,11 @@ def test_generate_guides_as_is_usual_for_the_model(model, given, guidance_scale)
     """Catches guidance that is always mini-sd's own, and one that is asked for in vain."""
     pipe = tiny_pipe()
     pipe.register_to_config(_name_or_path=model)
-    drawing = Drawing(num_inference_steps=2, guidance_scale=given)
-    (picture,) = generate(pipe, ["a"], [3], drawing).astype(int)
+    settings = Sampling(num_inference_steps=2, guidance_scale=given)
+    (image,) = generate(pipe, ["a"], [3], settings).astype(int)
     arguments = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(3)}
     images = pipe("a", guidance_scale=guidance_scale, output_type="np", **arguments).images
-    assert abs(picture - 255 * images[0]).max() <= 0.5 + 1e-3
+    assert abs(image - 255 * images[0]).max() <= 0.5 + 1e-3
 
 
 def test_standard_errors_are_of_an_unbiased_variance():
@@ -295,7 +295,7 @@ def test_generate_leaves_the_progress_bar_as_it_was(fails):
     if fails:
         pipe.unet.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-        generate(pipe, ["a"], [0], Drawing(num_inference_steps=1))
+        generate(pipe, ["a"], [0], Sampling(num_inference_steps=1))
     assert seen[0]["disable"]
     assert pipe._progress_bar_config == before
 
@@ -303,7 +303,7 @@ def test_generate_leaves_the_progress_bar_as_it_was(fails):
 @pytest.mark.parametrize(("prompts", "seeds"), [([], []), (["a"], [1, 2])])
 def test_generate_wants_one_seed_a_prompt(prompts, seeds):
     with pytest.raises(ValueError, match="expected as many seeds as prompts and at least one, but"):
-        generate(tiny_pipe(), prompts, seeds, Drawing())
+        generate(tiny_pipe(), prompts, seeds, Sampling())
 
 
 def prepare(pipe, *names, levels=(0,)):
@@ -404,7 +404,7 @@ def test_tome_merges_its_levels(levels):
 def test_tome_is_the_same_whatever_was_drawn_before():
     pipe = tiny_pipe()
     (method,) = prepare(pipe, TOME)
-    settings = Drawing(num_inference_steps=2, size=128)
+    settings = Sampling(num_inference_steps=2, size=128)
     with attention_method(pipe, method):
         first, second = (generate(pipe, ["a fox"], [0], settings) for _ in range(2))
     assert np.array_equal(first, second)
@@ -515,30 +515,42 @@ def test_a_row_says_what_its_computation_has_of_its_own(scorer, monkeypatch, tmp
     that could no longer be merged with those of older files."""
     random_codebooks(tiny_unet(), AVQConfig(4, 2, 2, **fields)).save_pretrained(tmp_path)
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    pictures = np.stack([render(scene, 256) for scene in shown])
-    monkeypatch.setattr(scenes, "generate", lambda *positional, **options: pictures)
+    images = np.stack([render(scene, 256) for scene in shown])
+    monkeypatch.setattr(scenes, "generate", lambda *positional, **options: images)
     methods = [str(tmp_path), NO_ATTENTION]
     *_, row, other = scenes.score_methods(
-        tiny_pipe(), methods, shown, shown, scorer, Drawing(size=256), calibration_prompts=()
+        tiny_pipe(),
+        methods,
+        shown,
+        shown,
+        scorer,
+        Sampling(size=256),
+        calibration_prompts=(),
     )
     assert (row["config"], row.get("fields")) == ("M4P2C2", fields or None)
     assert "fields" not in other
 
 
-def test_the_time_of_a_row_is_that_of_one_picture(scorer, monkeypatch):
-    """Catches the time of all pictures, and one with the scoring in it."""
+def test_the_time_of_a_row_is_that_of_one_image(scorer, monkeypatch):
+    """Catches the time of all images, and one with the scoring in it."""
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    pictures = np.stack([render(scene, 256) for scene in shown])
-    monkeypatch.setattr(scenes, "generate", lambda *positional, **options: pictures)
+    images = np.stack([render(scene, 256) for scene in shown])
+    monkeypatch.setattr(scenes, "generate", lambda *positional, **options: images)
     monkeypatch.setattr(scenes, "perf_counter", count(0, 6).__next__)
     *_, row = scenes.score_methods(
-        tiny_pipe(), [EXACT], shown, shown, scorer, Drawing(size=256), calibration_prompts=()
+        tiny_pipe(),
+        [EXACT],
+        shown,
+        shown,
+        scorer,
+        Sampling(size=256),
+        calibration_prompts=(),
     )
-    assert row["seconds_per_picture"] == 3
+    assert row["seconds_per_image"] == 3
 
 
-def test_calibration_shares_no_noise_with_pictures(monkeypatch):
-    """Catches calibration on the noise that the first pictures of a table start from."""
+def test_calibration_shares_no_noise_with_images(monkeypatch):
+    """Catches calibration on the noise that the first images of a table start from."""
     pipe, seeds = tiny_pipe(), []
     latents = pipe.prepare_latents
 
@@ -604,30 +616,30 @@ def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
     """Fails for a pairing of prompts and seeds that differs between methods, or from its order."""
     pipe = tiny_pipe()
     prompts, seeds, methods = ["a", "bb"], range(2), ("M4P2C2", NO_ATTENTION)
-    drawing = Drawing(num_inference_steps=2)
-    rows, pictures = compare.compare(
-        pipe, methods, prompts, seeds, drawing, calibration_prompts=CALIBRATION
+    settings = Sampling(num_inference_steps=2)
+    rows, images = compare.compare(
+        pipe, methods, prompts, seeds, settings, calibration_prompts=CALIBRATION
     )
-    assert list(pictures) == [EXACT, *methods]
-    expected = generate(pipe, ["a", "bb", "a", "bb"], [0, 0, 1, 1], drawing)
-    assert np.array_equal(pictures[EXACT], expected)
+    assert list(images) == [EXACT, *methods]
+    expected = generate(pipe, ["a", "bb", "a", "bb"], [0, 0, 1, 1], settings)
+    assert np.array_equal(images[EXACT], expected)
     for row, method in zip(rows, methods, strict=True):
         assert row["method"] == method
-        values = metrics.psnr(pictures[method], expected)
+        values = metrics.psnr(images[method], expected)
         assert row["psnr"] == pytest.approx(values.tolist())
         assert row["psnr_median"] == pytest.approx(np.median(values))
         assert row["psnr_p10"] == min(values)
-        assert row["ssim"] == pytest.approx(metrics.ssim(pictures[method], expected).tolist())
+        assert row["ssim"] == pytest.approx(metrics.ssim(images[method], expected).tolist())
         assert row["ssim_median"] == pytest.approx(np.median(row["ssim"]))
     table = compare.compare_table(rows).splitlines()
     assert [line.split("|")[1].strip() for line in table] == ["method", "---", *methods]
     assert [line.split("|")[2].strip() for line in table[2:]] == ["8", "-"]
-    compare.compare_sheet(tmp_path / "sheet.png", pictures, prompts)
+    compare.compare_sheet(tmp_path / "sheet.png", images, prompts)
     assert (tmp_path / "sheet.png").stat().st_size > 1000
 
 
-def test_the_tenth_percentile_is_one_of_the_pictures():
-    """Catches the best tenth, the worst picture, and what lies between two pictures."""
+def test_the_tenth_percentile_is_one_of_the_images():
+    """Catches the best tenth, the worst image, and what lies between two images."""
     decibels = np.random.default_rng(0).permutation([*np.arange(30.0, 49), np.inf])
     assert compare.psnr_figures(decibels) == {"psnr_median": 39.5, "psnr_p10": 31}
 
@@ -636,36 +648,36 @@ def test_compare_shows_what_scalecrafter_does():
     """Fails where both rows are drawn with it, or both without, or where methods are compared to
     the row without it."""
     pipe = tiny_pipe()
-    drawing = Drawing(num_inference_steps=2, size=256, is_dilated=True)
-    (row,), pictures = compare.compare(
-        pipe, [NO_ATTENTION], ["a"], range(1), drawing, calibration_prompts=CALIBRATION
+    settings = Sampling(num_inference_steps=2, size=256, is_dilated=True)
+    (row,), images = compare.compare(
+        pipe, [NO_ATTENTION], ["a"], range(1), settings, calibration_prompts=CALIBRATION
     )
-    assert list(pictures) == [compare.UNDILATED, EXACT, NO_ATTENTION]
+    assert list(images) == [compare.UNDILATED, EXACT, NO_ATTENTION]
     for name in ("psnr", "ssim"):
-        figures = getattr(metrics, name)(pictures[NO_ATTENTION], pictures[EXACT])
+        figures = getattr(metrics, name)(images[NO_ATTENTION], images[EXACT])
         assert row[name] == pytest.approx(figures.tolist())
-    plain = generate(pipe, ["a"], [0], replace(drawing, is_dilated=False))
-    assert np.array_equal(pictures[compare.UNDILATED], plain)
-    assert not np.array_equal(pictures[EXACT], plain)
+    plain = generate(pipe, ["a"], [0], replace(settings, is_dilated=False))
+    assert np.array_equal(images[compare.UNDILATED], plain)
+    assert not np.array_equal(images[EXACT], plain)
 
 
 def test_compare_refuses_sizes_before_the_work():
     """Catches a size without settings that is found after the calibration."""
     pipe = tiny_pipe()
     pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
-    drawing = Drawing(size=192, is_dilated=True)
+    settings = Sampling(size=192, is_dilated=True)
     with pytest.raises(ValueError, match="there are ScaleCrafter settings for 256 x 256"):
-        compare.compare(pipe, ["M4"], ["a"], range(1), drawing, calibration_prompts=CALIBRATION)
+        compare.compare(pipe, ["M4"], ["a"], range(1), settings, calibration_prompts=CALIBRATION)
 
 
-def test_compare_of_identical_pictures_is_null_in_json(tmp_path):
+def test_compare_of_identical_images_is_null_in_json(tmp_path):
     """JSON has no Infinity; its median, too, is one of numbers that are not there."""
     rows, _ = compare.compare(
         tiny_pipe(),
         [EXACT],
         ["a"],
         range(3),
-        Drawing(num_inference_steps=1),
+        Sampling(num_inference_steps=1),
         calibration_prompts=CALIBRATION,
     )
     report.save_json(tmp_path / "rows.json", command="", device="cpu", rows=rows)
@@ -696,10 +708,10 @@ def test_compare_of_identical_pictures_is_null_in_json(tmp_path):
         (["M4P2C2", "M4P2C2-up_blocks.7"], (0,), "exact must name layers of this UNet"),
     ],
 )
-def test_mistakes_are_found_before_the_first_picture(
+def test_mistakes_are_found_before_the_first_image(
     methods, levels, message, distilled, linfusion, tmp_path
 ):
-    """A misspelt third method must not cost the pictures of the first two."""
+    """A misspelt third method must not cost the images of the first two."""
     pipe = tiny_pipe()
     before = pipe.unet.attn_processors
     other = tiny_unet(attention_head_dim=4)
@@ -716,10 +728,10 @@ def test_mistakes_are_found_before_the_first_picture(
     shown = [sample_scene(0)]
     arguments = {"levels": levels, "calibration_prompts": CALIBRATION}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        compare.compare(pipe, methods, ["a"], range(1), Drawing(), **arguments)
+        compare.compare(pipe, methods, ["a"], range(1), Sampling(), **arguments)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         list(
-            scenes.score_methods(pipe, methods, shown, shown, None, Drawing(size=256), **arguments)
+            scenes.score_methods(pipe, methods, shown, shown, None, Sampling(size=256), **arguments)
         )
     assert not runs
     assert pipe.unet.attn_processors == before
@@ -758,7 +770,7 @@ def test_scenes_rows(scorer, monkeypatch):
     others = [sample_scene(seed) for seed in TEST_SEEDS[100:108]]
     by_caption = {scene.caption: render(scene) for scene in shown}
 
-    def paint(pipe, prompts, seeds, drawing, **options):
+    def paint(pipe, prompts, seeds, settings, **options):
         assert list(seeds) == list(range(7, 15))
         return np.stack([by_caption[prompt] for prompt in prompts])
 
@@ -770,7 +782,7 @@ def test_scenes_rows(scorer, monkeypatch):
             shown,
             others,
             scorer,
-            Drawing(size=256),
+            Sampling(size=256),
             calibration_prompts=CALIBRATION,
             first_seed=7,
         )
@@ -788,7 +800,7 @@ def test_scenes_rows(scorer, monkeypatch):
     assert real["clip_score"] > 80
     assert 0 < real["clip_score_sem"] < 2
     assert 0 < real["fid_sem"] < real["fid"]
-    assert real["num_pictures"] == 8
+    assert real["num_images"] == 8
     table = scenes.scenes_table(rows).splitlines()
     assert len(table) == 6
     assert f"| {real['fid']:.3f} ± {real['fid_sem']:.3f} |" in table[2]
@@ -804,35 +816,35 @@ def test_scenes_of_a_compiled_unet(scorer, monkeypatch):
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
     methods = [EXACT, "M4P2C2"]
 
-    def score(drawing):
+    def score(settings):
         return scenes.score_methods(
-            pipe, methods, shown, shown, scorer, drawing, calibration_prompts=CALIBRATION
+            pipe, methods, shown, shown, scorer, settings, calibration_prompts=CALIBRATION
         )
 
-    drawing = Drawing(num_inference_steps=2, size=128)
-    plain = list(score(drawing))
+    settings = Sampling(num_inference_steps=2, size=128)
+    plain = list(score(settings))
 
     torch._dynamo.utils.counters.clear()
-    drawing = replace(drawing, is_compiled=True, batch_size=1)
-    rows = list(score(drawing))
+    settings = replace(settings, is_compiled=True, batch_size=1)
+    rows = list(score(settings))
 
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(methods)
     for row, expected in zip(rows, plain, strict=True):
         for name in ("fid", "clip_score", "copy_agreement"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-3), row["method"]
-    with pytest.raises(ValueError, match="2 pictures are not a multiple of 64"):
-        next(score(replace(drawing, batch_size=64)))
+    with pytest.raises(ValueError, match="2 images are not a multiple of 64"):
+        next(score(replace(settings, batch_size=64)))
 
 
-def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_pictures=1, dtype="half"):
+def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_images=1, dtype="half"):
     figures = {"fid": fid, "clip_score": clip_score, "copy_agreement": 0.5}
     errors = {"clip_score_sem": 9.0, "copy_agreement_sem": 9.0}
-    rows = [{"method": method, "num_pictures": num_pictures, **figures, **errors}]
+    rows = [{"method": method, "num_images": num_images, **figures, **errors}]
     return {"first_seed": seed, "num_inference_steps": 25, "dtype": dtype, "rows": rows}
 
 
 def test_merged_runs_are_means_with_standard_errors_over_runs():
-    """The standard error of 1, 2, 6 is sqrt(7 / 3); fails for that of the pictures."""
+    """The standard error of 1, 2, 6 is sqrt(7 / 3); fails for that of the images."""
     runs = [scenes_run(0, 1, clip_score=80.0), scenes_run(1, 2), scenes_run(2, 6, clip_score=100.0)]
     (row,) = scene_runs.merge_runs(runs)
     assert row["method"] == "M4"
@@ -882,10 +894,10 @@ def test_merged_rows_have_their_differences_to_exact_attention():
         ([], r"expected results of scenes with different seeds, but got seeds \[0\]"),
         ([scenes_run(0)], r"different seeds, but got seeds \[0, 0\]"),
         ([{"rows": []}], r"different seeds, but got seeds \[0, None\]"),
-        ([scenes_run(1, method="M5")], "must have the same methods and pictures"),
-        ([scenes_run(1, num_pictures=2)], "must have the same methods and pictures"),
+        ([scenes_run(1, method="M5")], "must have the same methods and images"),
+        ([scenes_run(1, num_images=2)], "must have the same methods and images"),
         ([scenes_run(1, dtype="double")], "and the same num_inference_steps, dtype"),
-        ([{**scenes_run(1), "rows": []}], "must have the same methods and pictures"),
+        ([{**scenes_run(1), "rows": []}], "must have the same methods and images"),
         (
             [scenes_run(seed) | {"model": model} for seed, model in ((1, "a"), (2, "b"))],
             "and the same .*, model, model_sha256, scorer, scorer_sha256, guidance_scale",
@@ -905,12 +917,12 @@ def test_runs_of_another_protocol_are_not_merged(other, message):
 @pytest.mark.parametrize(("first", "second"), [(0, 4), (4, 0), (9, 5)])
 def test_runs_that_share_noise_are_not_merged(first, second):
     """Catches seeds that only differ; ranges that touch are merged."""
-    runs = [scenes_run(seed, num_pictures=5) for seed in (first, second)]
+    runs = [scenes_run(seed, num_images=5) for seed in (first, second)]
     low = min(first, second)
     message = f"the seeds {low} to {low + 4} and {low + 4} to {low + 8}"
     with pytest.raises(ValueError, match=message):
         scene_runs.merge_runs(runs)
-    (row,) = scene_runs.merge_runs([runs[0], scenes_run(first + 5, num_pictures=5)])
+    (row,) = scene_runs.merge_runs([runs[0], scenes_run(first + 5, num_images=5)])
     assert row["num_runs"] == 2
 
 
@@ -935,7 +947,7 @@ def test_runs_of_one_seed_are_joined():
     assert found == [("exact", (), 2, 2), ("M4", (0,), 3, 2), ("M4", (1,), 4, 2)]
     changed = run(1, M4_0=4.0)
     changed["rows"][0]["sha256"] = "another folder"
-    with pytest.raises(ValueError, match="the same methods and pictures"):
+    with pytest.raises(ValueError, match="the same methods and images"):
         scene_runs.merge_runs([*runs, changed])
 
 
@@ -1022,7 +1034,7 @@ def test_errors_by_hand(distilled):
             assert figures["active_ratio"] == pytest.approx(float(active_ratio(counts).mean()))
             side = 16 >> layer.level
             captured = capture(
-                query[:, 0],  # of the first picture of both timesteps
+                query[:, 0],  # of the first image of both timesteps
                 key[:, 0],
                 codebooks.codebook(layer.name),
                 num_refined,
@@ -1270,7 +1282,7 @@ def test_the_merge_command(tmp_path, monkeypatch, capsys):
         ({"command": "python -m eval scenes"}, "x.json is not a complete result .*'rows'"),
         ({"command": "python -m eval scenes", "rows": [1]}, "x.json is not a complete result"),
         (
-            {"command": "python -m eval scenes", "rows": [], "num_pictures": 1},
+            {"command": "python -m eval scenes", "rows": [], "num_images": 1},
             "x.json is not a complete result .*'first_seed'",
         ),
     ],
@@ -1291,7 +1303,7 @@ def test_the_merge_command_names_a_file_that_does_not_fit(
 def test_the_errors_command(tmp_path, monkeypatch, capsys, distilled):
     """A model folder that is not mini-sd, from the command line to JSON, table and plot."""
     tiny_pipe().save_pretrained(tmp_path / "model")
-    arguments = {"methods": distilled, "model": tmp_path / "model", "refined": "0,4", "pictures": 2}
+    arguments = {"methods": distilled, "model": tmp_path / "model", "refined": "0,4", "images": 2}
     arguments |= {"timesteps": 1, "output": tmp_path}
     options = [text for name, value in arguments.items() for text in (f"--{name}", value)]
     run_command(monkeypatch, "errors", *options)
@@ -1302,18 +1314,18 @@ def test_the_errors_command(tmp_path, monkeypatch, capsys, distilled):
 
 
 @pytest.mark.parametrize(("command", "size"), [("errors", 500), ("compare", 0), ("compare", 100)])
-def test_a_size_that_pictures_cannot_have(monkeypatch, capsys, command, size):
+def test_a_size_that_images_cannot_have(monkeypatch, capsys, command, size):
     """Catches a size of 0 that stands for the model's own, and one refused after calibration."""
     code, last = failed_command(monkeypatch, capsys, command, "--size", size)
     assert (code, last) == (2, f"eval: --size must be a multiple of 64, but got {size}.")
 
 
 def test_errors_at_twice_the_size(tmp_path, monkeypatch, distilled):
-    """Against a pass by hand; catches pictures of the usual size, and convolutions as they were."""
+    """Against a pass by hand; catches images of the usual size, and convolutions as they were."""
     pipe = tiny_pipe()
     pipe.save_pretrained(tmp_path / "model")
     places = ["--methods", distilled, "--model", tmp_path / "model", "--output", tmp_path]
-    options = ["--pictures", 2, "--timesteps", 1, "--refined", 2, "--size", 256, "--scalecrafter"]
+    options = ["--images", 2, "--timesteps", 1, "--refined", 2, "--size", 256, "--scalecrafter"]
     run_command(monkeypatch, "errors", *places, *options)
     document = json.loads((tmp_path / "errors_levels0_256_scalecrafter.json").read_text())
     assert (document["size"], document["scalecrafter"]) == (256, True)
@@ -1325,7 +1337,7 @@ def test_errors_at_twice_the_size(tmp_path, monkeypatch, distilled):
     (method,) = prepare(pipe, f"{distilled}@P2")
     found = []
     for dilates in (True, False):
-        with dilation(pipe, Drawing(size=256, is_dilated=dilates)), torch.no_grad():
+        with dilation(pipe, Sampling(size=256, is_dilated=dilates)), torch.no_grad():
             expected = pipe.unet(latents, step, text_states).sample
             with attention_method(pipe, method):
                 output = pipe.unet(latents, step, text_states).sample

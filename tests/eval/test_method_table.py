@@ -24,9 +24,9 @@ from eval.commands.stored import draw
 from eval.methods import EXACT, NO_ATTENTION, TOME, attention_method, prepare_methods
 from eval.quality import scene_runs, scenes
 from eval.quality.compare import compare_sheet
+from eval.quality.generation import Sampling, dilation, generate
 from eval.quality.method_table import build_table, quality_table, table_panels
 from eval.quality.metrics import Scorer, psnr
-from eval.quality.pictures import Drawing, dilation, generate
 from eval.store import plots
 from eval.store.plots import (
     COLOURS,
@@ -68,9 +68,9 @@ def codebooks(tmp_path_factory):
 
 class TestScenes:
     def test_the_command_at_twice_the_size(self, model, codebooks, tmp_path, monkeypatch, capsys):
-        """Fails for pictures that are not dilated, of another size, or PSNR to other pictures."""
+        """Fails for images that are not dilated, of another size, or PSNR to other images."""
         places = ["--model", model, "--output", tmp_path, "--methods", f"{codebooks},exact"]
-        counts = ["--pictures", 2, "--steps", 2, "--batch", 2]
+        counts = ["--images", 2, "--steps", 2, "--batch", 2]
         run_command(monkeypatch, "scenes", *places, *counts, "--scalecrafter")
         document = json.loads((tmp_path / "scenes_levels0_scalecrafter.json").read_text())
         assert (document["size"], document["scalecrafter"]) == (256, True)
@@ -78,34 +78,34 @@ class TestScenes:
         assert [row["method"] for row in document["rows"]] == names
         _, _, exact, avq = document["rows"]
         assert exact["psnr_median"] is exact["psnr_p10"] is None
-        assert exact["seconds_per_picture"] > 0
+        assert exact["seconds_per_image"] > 0
 
         pipe = StableDiffusionPipeline.from_pretrained(model)
         captions = [sample_scene(seed).caption for seed in TEST_SEEDS[:2]]
         (method,) = prepare_methods(pipe, [codebooks], levels=(0,), calibration_prompts=())
-        drawing = Drawing(num_inference_steps=2, batch_size=2, size=256)
+        settings = Sampling(num_inference_steps=2, batch_size=2, size=256)
         with scalecrafter(pipe, 256, 256):
-            expected = generate(pipe, captions, range(2), drawing)
+            expected = generate(pipe, captions, range(2), settings)
             with attention_method(pipe, method):
-                pictures = generate(pipe, captions, range(2), drawing)
+                images = generate(pipe, captions, range(2), settings)
         assert expected.shape == (2, 256, 256, 3)
-        values = psnr(pictures, expected)
+        values = psnr(images, expected)
         assert avq["psnr_median"] == pytest.approx(values.mean(), abs=0.1)
         assert avq["psnr_p10"] == pytest.approx(values.min(), abs=0.1)
-        undilated = psnr(generate(pipe, captions, range(2), drawing), expected)
+        undilated = psnr(generate(pipe, captions, range(2), settings), expected)
         assert undilated.max() < values.min() - 1
         assert f"| {avq['psnr_median']:.1f} ({avq['psnr_p10']:.1f}) |" in capsys.readouterr().out
 
     def test_rows_at_another_size(self, scorer, monkeypatch):
-        """Fails for real pictures of the usual size, boxes that do not scale, PSNR to the row
+        """Fails for real images of the usual size, boxes that do not scale, PSNR to the row
         before, or `exact` in the place where it was named."""
         shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
         by_caption = {scene.caption: scene for scene in shown}
         drawn = []
 
-        def paint(pipe, prompts, seeds, drawing, *, description):
+        def paint(pipe, prompts, seeds, settings, *, description):
             drawn.append(description)
-            images = np.stack([render(by_caption[prompt], drawing.size) for prompt in prompts])
+            images = np.stack([render(by_caption[prompt], settings.size) for prompt in prompts])
             error = np.uint8(0 if description == EXACT else 3 * len(drawn))
             return np.where(images > 127, images - error, images + error)
 
@@ -115,7 +115,13 @@ class TestScenes:
 
         def score(methods):
             return scenes.score_methods(
-                pipe, methods, shown, shown, scorer, Drawing(size=320), calibration_prompts=()
+                pipe,
+                methods,
+                shown,
+                shown,
+                scorer,
+                Sampling(size=320),
+                calibration_prompts=(),
             )
 
         rows = list(score(methods))
@@ -128,16 +134,16 @@ class TestScenes:
         decibels = [row["psnr_median"] for row in others]
         assert decibels == [None, *(pytest.approx(20 * np.log10(255 / x)) for x in (6, 9))]
         assert others[0]["fid_to_exact"] is None
-        # The pictures of exact attention are the real ones here.
+        # The images of exact attention are the real ones here.
         distances = [(row["fid"], row["fid_to_exact"]) for row in others[1:]]
         assert all(real == pytest.approx(exact, rel=0.01) for real, exact in distances)
         rows = list(score([TOME]))
         assert rows[2]["psnr_median"] is rows[2]["fid_to_exact"] is None
 
     def test_a_killed_run_goes_on(self, scorer, monkeypatch):
-        """Fails for methods that are drawn twice, or are compared with no or other pictures."""
+        """Fails for methods that are drawn twice, or are compared with no or other images."""
         shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
-        drawing = Drawing(num_inference_steps=1, size=128)
+        settings = Sampling(num_inference_steps=1, size=128)
         methods = [NO_ATTENTION, EXACT, TOME]
         score = partial(
             scenes.score_methods,
@@ -146,7 +152,7 @@ class TestScenes:
             shown,
             shown,
             scorer,
-            drawing,
+            settings,
             calibration_prompts=(),
         )
         rows = list(score())
@@ -162,13 +168,13 @@ class TestScenes:
             again = list(score(finished=finished))
             assert drawn == expected
             for row, before in zip(again, rows, strict=True):
-                for name in before.keys() - {"seconds_per_picture"}:
+                for name in before.keys() - {"seconds_per_image"}:
                     assert row[name] == before[name]
             drawn.clear()
 
     def test_the_command_goes_on(self, model, tmp_path, monkeypatch, capsys):
-        """Fails where rows are lost by a second kill, or a file of other pictures is taken."""
-        arguments = ["--model", model, "--output", tmp_path, "--pictures", 2, "--steps", 1]
+        """Fails where rows are lost by a second kill, or a file of other images is taken."""
+        arguments = ["--model", model, "--output", tmp_path, "--images", 2, "--steps", 1]
         run_command(monkeypatch, "scenes", *arguments, "--methods", "exact,value-projection")
         path = tmp_path / "scenes_levels0.json"
         rows = json.loads(path.read_text())["rows"]
@@ -195,7 +201,7 @@ class TestScenes:
     def test_a_folder_trained_again_is_drawn_again(self, scorer, tmp_path, monkeypatch):
         """Fails where a row is kept by the name of its folder."""
         shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-        drawing = Drawing(num_inference_steps=1, size=128)
+        settings = Sampling(num_inference_steps=1, size=128)
         pipe = tiny_pipe()
         random_codebooks(pipe.unet).save_pretrained(tmp_path)
         score = partial(
@@ -205,7 +211,7 @@ class TestScenes:
             shown,
             shown,
             scorer,
-            drawing,
+            settings,
             calibration_prompts=(),
         )
         rows = {row["method"]: row for row in score()}
@@ -218,14 +224,14 @@ class TestScenes:
     @pytest.mark.parametrize(
         ("protocol", "environment", "named"),
         [
-            ({"pictures": 3}, {"commit": "a"}, "pictures (2, now 3)"),
-            ({"pictures": 2}, {"commit": "b"}, "commit (a, now b)"),
+            ({"images": 3}, {"commit": "a"}, "images (2, now 3)"),
+            ({"images": 2}, {"commit": "b"}, "commit (a, now b)"),
         ],
     )
     def test_only_the_same_run_goes_on(self, protocol, environment, named):
         row = {"method": "M4"}
-        stored = {"pictures": 2, "rows": [row], "environment": {"commit": "a", "date": "then"}}
-        same = ({"pictures": 2}, {"commit": "a", "date": "now"})
+        stored = {"images": 2, "rows": [row], "environment": {"commit": "a", "date": "then"}}
+        same = ({"images": 2}, {"commit": "a", "date": "now"})
         assert scene_runs.finished_rows(stored, *same) == {"M4": row}
         with pytest.raises(ValueError, match=re.escape(f"differs in {named}; start again")):
             scene_runs.finished_rows(stored, protocol, environment)
@@ -245,7 +251,13 @@ class TestScenes:
         pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
         shown = [sample_scene(0)]
         rows = scenes.score_methods(
-            pipe, ["M4"], shown, shown, None, Drawing(**options), calibration_prompts=["a"]
+            pipe,
+            ["M4"],
+            shown,
+            shown,
+            None,
+            Sampling(**options),
+            calibration_prompts=["a"],
         )
         with pytest.raises(ValueError, match=message):
             next(rows)
@@ -254,28 +266,28 @@ class TestScenes:
         """Fails where SD1.5's 30 steps are taken, or mini-sd's for other models."""
         mini = StableDiffusionPipeline.from_pretrained(MINI_SD)
         for pipe, size, steps in ((mini, 512, 42), (mini, 1024, 35), (tiny_pipe(), 256, 30)):
-            with dilation(pipe, Drawing(size=size, is_dilated=True)):
+            with dilation(pipe, Sampling(size=size, is_dilated=True)):
                 config = pipe.unet._scalecrafter.config
                 assert config.num_dilated_steps == steps
                 assert size == 1024 or config == ScaleCrafterConfig((1, 2), steps)
-            with dilation(pipe, Drawing(size=size)):
+            with dilation(pipe, Sampling(size=size)):
                 assert not hasattr(pipe.unet, "_scalecrafter")
         with pytest.raises(ValueError, match="ScaleCrafter needs a size"):
-            dilation(mini, Drawing(is_dilated=True))
+            dilation(mini, Sampling(is_dilated=True))
 
 
 class TestMerge:
     def test_psnr_and_time_are_averaged(self):
-        """Fails for errors over pictures, or a mean over those runs that have a figure."""
+        """Fails for errors over images, or a mean over those runs that have a figure."""
         runs = [scenes_run(seed) for seed in range(3)]
         for run, decibels in zip(runs, (30.0, 33.0, 36.0), strict=True):
-            run["rows"][0] |= {"psnr_median": decibels, "seconds_per_picture": 0.5}
+            run["rows"][0] |= {"psnr_median": decibels, "seconds_per_image": 0.5}
             run["rows"][0]["psnr_p10"] = None if decibels == 33 else decibels
         (row,) = scene_runs.merge_runs(runs)
         assert row["psnr_median"] == 33
         assert row["psnr_median_sem"] == pytest.approx(3 / 3**0.5)
         assert row["psnr_p10"] is row["psnr_p10_sem"] is None
-        assert row["seconds_per_picture"] == 0.5
+        assert row["seconds_per_image"] == 0.5
         assert scenes.scenes_table([row]).endswith("| 33.0 ± 1.7 |")
 
     @pytest.mark.parametrize("change", [{"size": 512}, {"scalecrafter": True}])
@@ -287,7 +299,7 @@ class TestMerge:
 def quality_row(method, config=None, origin=None, levels=(0,), **figures):
     facts = {"config": config, "origin": origin, "levels": list(levels)}
     facts["effective_codewords"] = 192 if config == "M64P16C8" else None
-    return {"method": method, **facts, "num_pictures": 5, **figures}
+    return {"method": method, **facts, "num_images": 5, **figures}
 
 
 def quality(rows, *, kind="scenes", size=256, seed=0, **changes):
@@ -321,7 +333,7 @@ TIMES = "512² (SD1.5; in a graph)"
 def table():
     distilled = (FOLDER, "M64P16C8", "distilled")
     small = [
-        {"method": scenes.REAL, "num_pictures": 5, **FIGURES},
+        {"method": scenes.REAL, "num_images": 5, **FIGURES},
         quality_row(EXACT, **FIGURES),
         quality_row("M64P16C8", "M64P16C8", "calibrated", **FIGURES),
         quality_row(*distilled, fid=21.0, clip_score=89.0, psnr_median=40.0),
@@ -431,8 +443,8 @@ class TestTable:
         fid, *_ = table_panels(table, 1024)[0]
         assert [point.x for point in fid.points] == [40, 28, 29]
 
-    def test_panels_show_the_times_of_the_pictures_own_size(self):
-        """Catches small pictures over the times of large ones, where the methods differ more."""
+    def test_panels_show_the_times_of_the_images_own_size(self):
+        """Catches small images over the times of large ones, where the methods differ more."""
         documents = [quality([quality_row(EXACT, **FIGURES)], size=side) for side in (256, 512, 64)]
         times = ((1024, 40.0), (512, 10.0), (256, 3.0))
         documents += [speed({"exact": milliseconds}, size=side) for side, milliseconds in times]
@@ -456,10 +468,10 @@ class TestTable:
         [
             ({"command": "python -m eval errors"}, "a table is made of results of scenes, "),
             (quality([quality_row(EXACT)], seed=1), "other seeds; average seeds by merge first"),
-            (quality([quality_row(EXACT)], dtype="x"), "have pictures of 256², but are of another"),
+            (quality([quality_row(EXACT)], dtype="x"), "have images of 256², but are of another"),
             (
                 {"command": "python -m eval scenes", "rows": []},
-                "does not say the size of its pictures; make it again: python -m eval scenes",
+                "does not say the size of its images; make it again: python -m eval scenes",
             ),
             (quality([]), "b.json.* is not a complete result .IndexError"),
             (
@@ -487,17 +499,17 @@ class TestTable:
         for said in ([silent, small], [small, silent]):
             (row,) = build_table(said)["rows"]
             assert row["sha256"] == "old"
-            with pytest.raises(ValueError, match=r"has pictures of runs/a as it is at anoth"):
+            with pytest.raises(ValueError, match=r"has images of runs/a as it is at anoth"):
                 build_table([*said, large])
 
-    def test_a_column_says_whether_its_pictures_were_dilated(self):
+    def test_a_column_says_whether_its_images_were_dilated(self):
         documents = [
             quality([quality_row(EXACT)], size=512, scalecrafter=used) for used in (False, True)
         ]
         assert list(build_table(list(map(result, documents)))["quality"]) == ["512²", LARGE]
 
     @pytest.mark.parametrize("name", ["model", "scorer", "guidance_scale"])
-    def test_what_makes_pictures_must_agree(self, name):
+    def test_what_makes_images_must_agree(self, name):
         """Catches a column of two models; a file that does not say hides none of the others."""
         documents = [quality([quality_row(EXACT)], **said) for said in ({}, {name: 1}, {name: 2})]
         silent, first, second = map(result, documents)
@@ -654,7 +666,7 @@ class TestDraw:
 
 class TestSheet:
     def test_a_row_is_a_method(self, tmp_path):
-        """Fails for rows and columns exchanged, or other pictures than those of the first seed."""
+        """Fails for rows and columns exchanged, or other images than those of the first seed."""
         first, second = (
             np.stack([np.full((40, 40, 3), (level + i, 0, 200), np.uint8) for i in range(4)])
             for level in (50, 150)

@@ -99,7 +99,7 @@ def test_a_failed_run_is_a_row_with_a_note(model, tmp_path):
 def test_ablate(model, tmp_path):
     """Catches variants that do not reach the run."""
     arguments = ["--config", RUN_CONFIG, "--model", model, "--runs", tmp_path / "runs"]
-    arguments += ["--output", tmp_path, "--pictures", 2, "--timesteps", 1, "--refined", "2"]
+    arguments += ["--output", tmp_path, "--images", 2, "--timesteps", 1, "--refined", "2"]
     arguments += ["--variants", "base,commitment 1.0", "--parallel", "2"]
     arguments += [f"--set=base_model={model}", *SHARED, "--set=steps=2"]
     result = CliRunner().invoke(app, ["ablate", *map(str, arguments)])
@@ -273,7 +273,7 @@ def test_ablations_of_several_seeds_are_merged(tmp_path):
     expected = [(variant, seed) for variant in ("DiVeQ", "base") for seed in (1, 2, 10)]
     assert [(row["variant"], row["seed"]) for row in merged["rows"]] == expected
     assert [run["environment"]["seed"] for run in merged["runs"]] == [2, 10, 1]
-    assert merged["num_pictures"] == 8
+    assert merged["num_images"] == 8
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_ablations_of_several_seeds_are_merged(tmp_path):
         (0, {}, "two files have the run DiVeQ, seed 0, judged at M4P2C2."),
         (1, {"config": 9}, "must be alike, but differ in config."),
         (1, {"overrides": 9}, "must be alike, but differ in overrides."),
-        (1, {"num_pictures": 9}, "must be alike, but differ in num_pictures."),
+        (1, {"num_images": 9}, "must be alike, but differ in num_images."),
         (1, {"num_timesteps": 9}, "must be alike, but differ in num_timesteps."),
         (1, {"command": "python -m eval scenes"}, "but these are of ablate, scenes."),
         (1, {"rows": [{}]}, "is not a complete result (KeyError: 'variant')"),

@@ -204,8 +204,8 @@ def test_calibration_into_a_file_is_refused_before_it_runs(tmp_path, capsys):
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
-def test_a_picture_that_cannot_be_written_leaves_the_old_one(model, codebooks, tmp_path, capsys):
-    """Catches a picture that is cut where the disk was full."""
+def test_a_image_that_cannot_be_written_leaves_the_old_one(model, codebooks, tmp_path, capsys):
+    """Catches an image that is cut where the disk was full."""
     _saved(codebooks, tmp_path / "codebooks")
     Image.effect_noise((256, 256), 50).save(tmp_path / "avq.png")
     before = contents(tmp_path)
@@ -269,7 +269,7 @@ def test_nothing_of_a_model_is_unpickled(model, tmp_path, capsys):
 )
 def test_malformed_annotations_leave_no_folder(model, tmp_path, capsys, content, message):
     (tmp_path / "captions.json").write_text(content)
-    arguments = ["--model", model, "--captions", tmp_path / "captions.json", "--pictures", "2"]
+    arguments = ["--model", model, "--captions", tmp_path / "captions.json", "--images", "2"]
     assert evaluate("coco", "generate", tmp_path / "row", *arguments) == 2
     assert re.search(message, capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["captions.json"]
@@ -279,13 +279,13 @@ def write_row(folder: Path, size: int) -> None:
     texts = ["a fox", "a hill"]
     config = {
         "captions_sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
-        "num_pictures": len(texts),
+        "num_images": len(texts),
         "size": size,
     }
-    (folder / "pictures").mkdir(parents=True)
+    (folder / "images").mkdir(parents=True)
     for index in range(len(texts)):
-        picture = Image.fromarray(np.full((size, size, 3), index, np.uint8))
-        picture.save(folder / "pictures" / f"{index:06d}.png")
+        image = Image.fromarray(np.full((size, size, 3), index, np.uint8))
+        image.save(folder / "images" / f"{index:06d}.png")
     (folder / CAPTIONS).write_text("\n".join(texts) + "\n")
     facts = {"command": "c", "environment": {}, "row": {}, "earlier_sessions": []}
     (folder / MANIFEST).write_text(json.dumps({"config": config, **facts}))
@@ -297,7 +297,7 @@ def test_rows_of_different_protocols_leave_no_table(tmp_path, capsys):
         write_row(tmp_path / f"row-{size}", size)
     before = contents(tmp_path)
     rows = [tmp_path / "row-64", tmp_path / "row-128"]
-    options = ["--real", tmp_path / "row-64" / "pictures", "--output", tmp_path / "results"]
+    options = ["--real", tmp_path / "row-64" / "images", "--output", tmp_path / "results"]
     assert evaluate("coco", "score", *rows, *options, "--cache", tmp_path / "cache") == 2
     assert "cannot stand in one table; they differ in size." in capsys.readouterr().err
     assert contents(tmp_path) == before

@@ -176,7 +176,7 @@ RESULT = {
     "environment": {"device": "GPU"},
     "rows": TIMES,
 }
-MANIFEST_VALUES = {key: {"num_pictures": 2} for key in MANIFEST_KEYS} | {"command": "c"}
+MANIFEST_VALUES = {key: {"num_images": 2} for key in MANIFEST_KEYS} | {"command": "c"}
 TRAINING = [{"step": i, "samples": 4 * i, "loss": 0.5, "capture": {"a": 0.1}} for i in range(3)]
 LOG_LINES = [{"step": i, "loss": 1.0} for i in range(3)]
 ROUTES = {"GPU, float16": {"eager": 1024, "compiled": 512}}

@@ -118,10 +118,10 @@ def jobs(tmp_path_factory):
             (
                 *("coco", "generate", FOLDER, *method, "--method", "M4P2C2", "--size", str(SIZE)),
                 *("--captions", str(place / "scenes/annotations/captions_scenes.json")),
-                *("--calibration", prompts, "--pictures", "8", "--steps", "2"),
+                *("--calibration", prompts, "--images", "8", "--steps", "2"),
             ),
             Path(generated),
-            ("pictures/00000[4-9].png",),
+            ("images/00000[4-9].png",),
         ),
         "scoring": Job(
             "eval.__main__:main",

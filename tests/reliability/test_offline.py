@@ -68,7 +68,7 @@ print("all of it")
 
 def test_the_core_needs_no_network_and_unpickles_nothing(tmp_path):
     """Catches a download, a telemetry call, a hub look-up of a local folder, and `torch.load`; and
-    a picture that depends on the process it is made in."""
+    an image that depends on the process it is made in."""
     pipe = tiny_pipe()
     pipe.save_pretrained(tmp_path / "model")
     random_codebooks(pipe.unet).save_pretrained(tmp_path / "codebooks")

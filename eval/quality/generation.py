@@ -1,4 +1,4 @@
-"""Pictures from prompts and seeds: the same picture whatever the batch size."""
+"""Images from prompts and seeds: the same image whatever the batch size."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +16,7 @@ from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD
 from avq_diffusers.plugin.prompts import quiet
 
-# By side of the pictures: at twice its training size mini-sd is best with a longer window than
+# By side of the images: at twice its training size mini-sd is best with a longer window than
 # SD1.5's 30 steps.
 MINI_SCALECRAFTER = {512: ScaleCrafterConfig((1, 2), num_dilated_steps=42)}
 # ScaleCrafter goes through up to nine sets of dilations, each a graph of its own.
@@ -24,14 +24,14 @@ MOST_GRAPHS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing:
-    """How pictures are drawn.
+class Sampling:
+    """How images are generated.
 
     Args:
         num_inference_steps: denoising steps.
         guidance_scale: of classifier-free guidance; None is the model's usual one.
-        size: side of the pictures; None is the model's own.
-        batch_size: pictures drawn at once.
+        size: side of the images; None is the model's own.
+        batch_size: images generated at once.
         is_dilated: use ScaleCrafter, which needs a size.
         is_compiled: compile the UNet, which needs batches of one size.
     """
@@ -48,17 +48,17 @@ def generate(
     pipe: StableDiffusionPipeline,
     prompts: Sequence[str],
     seeds: Sequence[int],
-    drawing: Drawing,
+    settings: Sampling,
     *,
-    description: str = "pictures",
+    description: str = "images",
 ) -> np.ndarray:
-    """Generate one picture per (prompt, seed) pair.
+    """Generate one image per (prompt, seed) pair.
 
     Args:
         pipe: that draws.
         prompts: n of them.
         seeds: n of them.
-        drawing: how.
+        settings: how.
         description: of the progress bar.
 
     Returns:
@@ -73,15 +73,15 @@ def generate(
             f"expected as many seeds as prompts and at least one, but got {len(prompts)} prompts "
             f"and {len(seeds)} seeds."
         )
-    pictures = None
-    with quiet(pipe), dilation(pipe, drawing), compilation(pipe, drawing):
-        for start in tqdm(range(0, len(prompts), drawing.batch_size), desc=description):
-            chosen = slice(start, start + drawing.batch_size)
-            batch = draw_batch(pipe, prompts[chosen], seeds[chosen], drawing)
-            if pictures is None:  # batches joined at the end would need the memory twice
-                pictures = np.empty((len(prompts), *batch.shape[1:]), np.uint8)
-            pictures[chosen] = batch
-    return pictures
+    images = None
+    with quiet(pipe), dilation(pipe, settings), compilation(pipe, settings):
+        for start in tqdm(range(0, len(prompts), settings.batch_size), desc=description):
+            chosen = slice(start, start + settings.batch_size)
+            batch = generate_batch(pipe, prompts[chosen], seeds[chosen], settings)
+            if images is None:  # batches joined at the end would need the memory twice
+                images = np.empty((len(prompts), *batch.shape[1:]), np.uint8)
+            images[chosen] = batch
+    return images
 
 
 def usual_guidance(model: str) -> float:
@@ -91,38 +91,38 @@ def usual_guidance(model: str) -> float:
     return signature(StableDiffusionPipeline.__call__).parameters["guidance_scale"].default
 
 
-def dilation(pipe: StableDiffusionPipeline, drawing: Drawing) -> AbstractContextManager[None]:
+def dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> AbstractContextManager[None]:
     """ScaleCrafter, by mini-sd's own settings or the authors' for SD1.5; or nothing.
 
     Raises:
         ValueError: there is no size, it is not above the training size, or has no settings.
     """
-    if not drawing.is_dilated:
+    if not settings.is_dilated:
         return nullcontext()
-    size, config = _dilated_size(pipe, drawing)
+    size, config = _dilated_size(pipe, settings)
     return scalecrafter(pipe, size, size, config=config)
 
 
-def check_dilation(pipe: StableDiffusionPipeline, drawing: Drawing) -> None:
+def check_dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> None:
     """Raise what `dilation` raises."""
-    if drawing.is_dilated:
-        size, config = _dilated_size(pipe, drawing)
+    if settings.is_dilated:
+        size, config = _dilated_size(pipe, settings)
         check_size(pipe, size, size, config=config)
 
 
 def _dilated_size(
-    pipe: StableDiffusionPipeline, drawing: Drawing
+    pipe: StableDiffusionPipeline, settings: Sampling
 ) -> tuple[int, ScaleCrafterConfig | None]:
-    if drawing.size is None:
+    if settings.size is None:
         raise ValueError("ScaleCrafter needs a size above the model's own, but got none.")
-    config = MINI_SCALECRAFTER.get(drawing.size) if pipe.name_or_path == MINI_SD else None
-    return drawing.size, config
+    config = MINI_SCALECRAFTER.get(settings.size) if pipe.name_or_path == MINI_SD else None
+    return settings.size, config
 
 
 @contextmanager
-def compilation(pipe: StableDiffusionPipeline, drawing: Drawing) -> Iterator[None]:
+def compilation(pipe: StableDiffusionPipeline, settings: Sampling) -> Iterator[None]:
     """Compile the UNet in its next call; or nothing."""
-    if not drawing.is_compiled:
+    if not settings.is_compiled:
         yield
         return
     pipe.unet.compile(dynamic=False)
@@ -130,34 +130,34 @@ def compilation(pipe: StableDiffusionPipeline, drawing: Drawing) -> Iterator[Non
         yield
 
 
-def draw_batch(
+def generate_batch(
     pipe: StableDiffusionPipeline,
     prompts: Sequence[str],
     seeds: Sequence[int],
-    drawing: Drawing,
+    settings: Sampling,
 ) -> np.ndarray:
-    """Generate pictures at once, the noise of each drawn on the CPU from its own seed.
+    """Generate images at once, the noise of each drawn on the CPU from its own seed.
 
     Args:
         pipe: whose progress bar shows unless `quiet`.
         prompts: n of them.
         seeds: n of them.
-        drawing: how; ScaleCrafter and compilation are the caller's.
+        settings: how; ScaleCrafter and compilation are the caller's.
 
     Returns:
         uint8 array (n, size, size, 3).
 
     Raises:
-        ValueError: a picture holds NaN.
+        ValueError: an image holds NaN.
     """
-    guidance_scale = drawing.guidance_scale
+    guidance_scale = settings.guidance_scale
     if guidance_scale is None:
         guidance_scale = usual_guidance(pipe.name_or_path)
     images = pipe(
         list(prompts),
-        height=drawing.size,
-        width=drawing.size,
-        num_inference_steps=drawing.num_inference_steps,
+        height=settings.size,
+        width=settings.size,
+        num_inference_steps=settings.num_inference_steps,
         guidance_scale=guidance_scale,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         output_type="pt",
