@@ -10,16 +10,16 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from eval.store.report import RESULTS
-
-FOLDER = Path(__file__).parents[1] / "notebooks"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "notebooks"
+RESULTS = ROOT / "eval" / "results"
 # What follows in the cell that is tagged "parameters".
 REDUCED = {
     "quick_start": "STEPS, SIZE = 1, 64",
     "what_the_codebook_learns": "STEPS, SIZE = 1, 64",
     "results": "",
     "distil_your_own": """
-STEPS, TRAINING_SIZE, SIZE, PICTURE_STEPS, SCENES, TIMESTEPS = 2, 64, 64, 1, 1, 1
+STEPS, TRAINING_SIZE, SIZE, SAMPLE_STEPS, SCENES, TIMESTEPS = 2, 64, 64, 1, 1, 1
 RUN = Path({folder!r}) / "run"
 """,
 }

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchmetrics.functional.image import structural_similarity_index_measure
 from transformers import CLIPModel, CLIPTokenizer
 
+from avq_diffusers.cli.images import psnr as psnr_of_image
 from avq_diffusers.mini import Scene, copy_agreement
 
 SCORER_IMAGE_SIZE = 256
@@ -19,10 +20,7 @@ SCORER_STD = 0.5
 
 def psnr(images: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """Peak signal-to-noise ratio in dB of each uint8 image (n, h, w, 3) to its reference."""
-    error = (images.astype(np.float64) - reference.astype(np.float64)) ** 2
-    mean_error = error.reshape(len(images), -1).mean(1)
-    with np.errstate(divide="ignore"):
-        return 10 * np.log10(255.0**2 / mean_error)
+    return np.array([psnr_of_image(*pair) for pair in zip(images, reference, strict=True)])
 
 
 def ssim(images: np.ndarray, reference: np.ndarray) -> np.ndarray:

@@ -106,7 +106,7 @@ def score_methods(
         values = (
             clip_scores(scorer, features, captions),
             copy_agreements(images, scenes),
-            np.empty(0) if exact is None else _psnr(images, exact),
+            np.empty(0) if exact is None else psnr(images, exact),
         )
         return Sample(features, *map(torch.from_numpy, values))
 
@@ -209,12 +209,6 @@ def _still_valid(
         and row["sha256"] == method.sha256
         and (method.name == EXACT or not is_compared or row["fid_to_exact"] is not None)
     }
-
-
-def _psnr(images: np.ndarray, exact: np.ndarray) -> np.ndarray:
-    # One at a time: `psnr` computes in float64.
-    pairs = zip(images, exact, strict=True)
-    return np.concatenate([psnr(one[None], other[None]) for one, other in pairs])
 
 
 def _render_all(

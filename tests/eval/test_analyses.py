@@ -7,9 +7,9 @@ from itertools import combinations
 
 import pytest
 import torch
+from eval_helpers import run_command, watched
 from matplotlib import colormaps
 from PIL import Image
-from test_eval import run_command, watched
 from tiny import CONFIG, draw, random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import AVQConfig, measure_sensitivity, select_layers

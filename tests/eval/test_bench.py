@@ -12,8 +12,8 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor2_0
+from eval_helpers import run_command
 from PIL import Image
-from test_eval import run_command
 
 from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor

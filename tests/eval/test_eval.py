@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from eval_helpers import run_command, scenes_run, watched
 from PIL import Image
 from scipy.linalg import sqrtm
 from tiny import draw, random_codebooks, small_unet, tiny_pipe, tiny_unet
@@ -836,13 +837,6 @@ def test_scenes_of_a_compiled_unet(scorer, monkeypatch):
         next(score(replace(settings, batch_size=64)))
 
 
-def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_images=1, dtype="half"):
-    figures = {"fid": fid, "clip_score": clip_score, "copy_agreement": 0.5}
-    errors = {"clip_score_sem": 9.0, "copy_agreement_sem": 9.0}
-    rows = [{"method": method, "num_images": num_images, **figures, **errors}]
-    return {"first_seed": seed, "num_inference_steps": 25, "dtype": dtype, "rows": rows}
-
-
 def test_merged_runs_are_means_with_standard_errors_over_runs():
     """The standard error of 1, 2, 6 is sqrt(7 / 3); fails for that of the images."""
     runs = [scenes_run(0, 1, clip_score=80.0), scenes_run(1, 2), scenes_run(2, 6, clip_score=100.0)]
@@ -959,22 +953,6 @@ def test_runs_of_older_files_are_merged():
 
 PROJECTIONS = ("to_q.weight", "to_k.weight")
 LAYERS_OF_BOTH_LEVELS = [layer.name for layer in select_layers(tiny_unet(), (0, 1))]
-
-
-@torch.no_grad()
-def watched(pipe, inputs):
-    """The noise that the UNet predicts, and input and output of each attn1, by hooks of our own."""
-    calls = {}
-    handles = [
-        layer.attn.register_forward_hook(
-            lambda attn, inputs, output, name=layer.name: calls.update({name: (inputs[0], output)})
-        )
-        for layer in select_layers(pipe.unet, (0, 1))
-    ]
-    output = pipe.unet(*inputs).sample
-    for handle in handles:
-        handle.remove()
-    return output, calls
 
 
 def relative(errors, expected) -> float:
@@ -1231,15 +1209,6 @@ def failed_command(monkeypatch, capsys, *arguments):
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("eval: ")
     return exit_.value.code, last
-
-
-def run_command(monkeypatch, *arguments):
-    from eval import __main__ as command
-
-    monkeypatch.setattr(sys, "argv", ["eval", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        command.main()
-    assert not exit_.value.code
 
 
 def test_the_training_command_writes_curves_and_plot(tmp_path, monkeypatch):

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from diffusers import StableDiffusionPipeline
+from eval_helpers import run_command, scenes_run
 from PIL import Image
-from test_eval import run_command, scenes_run
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import scalecrafter

@@ -1,0 +1,42 @@
+"""What the tests of `eval` share."""
+
+import sys
+
+import pytest
+import torch
+
+from avq_diffusers.plugin.layers import select_layers
+
+
+def run_command(monkeypatch, *arguments):
+    """Run `python -m eval` in this process; its exit code must be 0."""
+    from eval.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["eval", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert not exit_.value.code
+
+
+@torch.no_grad()
+def watched(pipe, inputs):
+    """The noise that the UNet predicts, and input and output of each attn1, by hooks of our own."""
+    calls = {}
+    handles = [
+        layer.attn.register_forward_hook(
+            lambda attn, inputs, output, name=layer.name: calls.update({name: (inputs[0], output)})
+        )
+        for layer in select_layers(pipe.unet, (0, 1))
+    ]
+    output = pipe.unet(*inputs).sample
+    for handle in handles:
+        handle.remove()
+    return output, calls
+
+
+def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_images=1, dtype="half"):
+    """The content of a file of `scenes`."""
+    figures = {"fid": fid, "clip_score": clip_score, "copy_agreement": 0.5}
+    errors = {"clip_score_sem": 9.0, "copy_agreement_sem": 9.0}
+    rows = [{"method": method, "num_images": num_images, **figures, **errors}]
+    return {"first_seed": seed, "num_inference_steps": 25, "dtype": dtype, "rows": rows}
