@@ -3,12 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from avq_diffusers import AVQConfig
 from avq_diffusers.cli.options import device_of, numbers_of
-from eval.benchmarks.attention import attention_table, bench_attention
 from eval.commands.options import Device, Output, command_line
 from eval.store.report import RESULTS, save_json
 
@@ -32,6 +29,11 @@ def bench_attention_command(
 
     Example: python -m eval bench attention --device cpu
     """
+    import torch
+
+    from avq_diffusers import AVQConfig
+    from eval.benchmarks.attention import attention_table, bench_attention
+
     chosen = AVQConfig.parse(config)
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but got {dtype!r}.")

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from diffusers import StableDiffusionPipeline
 
-from avq_diffusers.cli.options import Dilated, device_of, numbers_of
+from avq_diffusers.cli.options import Dilated, numbers_of
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
 from eval.commands.options import (
     Device,
@@ -18,6 +17,7 @@ from eval.commands.options import (
     Size,
     calibration_prompts,
     command_line,
+    load_pipeline,
     result_name,
 )
 from eval.commands.stored import draw
@@ -69,7 +69,7 @@ def errors_command(
         raise ValueError(f"errors are those of layers, but layers of {TOME} see merged tokens.")
     numbers = numbers_of("--levels", levels)
     numbers_refined = numbers_of("--refined", refined)
-    pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
+    pipe = load_pipeline(model, device)
     settings = Sampling(size=size, is_dilated=dilated)
     check_dilation(pipe, settings)
     num_tokens = ((size or own_size(pipe)) // pipe.vae_scale_factor) ** 2
@@ -148,7 +148,7 @@ def analyse_command(
     if unknown := [name for name in names if name not in ANALYSES]:
         raise ValueError(f"analyses are {', '.join(ANALYSES)}, but got {unknown[0]!r}.")
     numbers = numbers_of("--levels", levels)
-    pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
+    pipe = load_pipeline(model, device)
     chosen = {name: methods or ANALYSES[name].methods for name in names}
     prepared = {
         text: prepare_methods(
@@ -207,7 +207,7 @@ def ablate_command(
     from eval.methods import prepare_methods
 
     numbers = numbers_of("--refined", refined)
-    pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
+    pipe = load_pipeline(model, device)
     trained = train_variants(
         config,
         runs,

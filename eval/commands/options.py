@@ -1,16 +1,19 @@
-"""What the commands of `python -m eval` share: options, what their values stand for, errors."""
+"""Options, pipelines and error handling of the commands of `python -m eval`."""
 
 import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from avq_diffusers.cli.options import folder_to_write, multiple_of
+from avq_diffusers.cli.options import device_of, folder_to_write, multiple_of
 from avq_diffusers.mini import VALIDATION_SEEDS, model_path, sample_scene
 from eval.store.report import ProcessFailed
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusionPipeline
 
 NUM_CALIBRATION_PROMPTS = 16
 
@@ -60,6 +63,15 @@ def result_name(
 def calibration_prompts() -> list[str]:
     """Captions of validation scenes, which no figure is measured on."""
     return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
+
+
+def load_pipeline(model: str, device: str, dtype: str = "float32") -> "StableDiffusionPipeline":
+    """A Stable Diffusion pipeline on a device."""
+    import torch
+    from diffusers import StableDiffusionPipeline
+
+    pipe = StableDiffusionPipeline.from_pretrained(model, dtype=getattr(torch, dtype))
+    return pipe.to(device_of(device))
 
 
 def run_app(app: typer.Typer) -> None:

@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from diffusers import StableDiffusionPipeline
 
 from avq_diffusers.cli.options import LARGEST_SEED, Dilated, device_of, numbers_of
 from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
@@ -21,6 +19,7 @@ from eval.commands.options import (
     Size,
     calibration_prompts,
     command_line,
+    load_pipeline,
     result_name,
 )
 from eval.commands.stored import draw
@@ -62,7 +61,7 @@ def compare_command(
     from eval.quality.generation import Sampling
 
     numbers = numbers_of("--levels", levels)
-    pipe = StableDiffusionPipeline.from_pretrained(model).to(device_of(device))
+    pipe = load_pipeline(model, device)
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
     rows, images = compare(
         pipe,
@@ -129,7 +128,7 @@ def scenes_command(
     from eval.quality.scenes import scenes_table, score_methods
 
     numbers = numbers_of("--levels", levels)
-    dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
+    dtype = "float16" if device_of(device).type == "cuda" else "float32"
     name = result_name("scenes", numbers, None if size == IMAGE_SIZE else size, dilated)
     name += f"_seed{first_seed}" if first_seed else ""
     path = output / f"{name}.json"
@@ -143,7 +142,7 @@ def scenes_command(
         "first_seed": first_seed,
         "num_inference_steps": steps,
         "guidance_scale": usual_guidance(model),
-        "dtype": str(dtype),
+        "dtype": f"torch.{dtype}",
         "size": size,
         "scalecrafter": dilated,
         "compiled": compiled,
@@ -151,7 +150,7 @@ def scenes_command(
     finished = {}
     if resume and path.exists():
         finished = finished_rows(read_result(path).document, protocol, environment(device))
-    pipe = StableDiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
+    pipe = load_pipeline(model, device, dtype)
     rows = []
     for row in score_methods(
         pipe,

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from eval.store.report import complete, read_result
 
 
@@ -46,6 +44,8 @@ def _kernels(path: Path, document: Mapping[str, Any]) -> None:
 
 def _unet(path: Path, document: Mapping[str, Any]) -> None:
     """One plot for all modes of a size, from the files beside this one."""
+    import torch
+
     from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
 
     device = torch.device(path.stem.rpartition("_")[2])

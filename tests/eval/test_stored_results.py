@@ -1,0 +1,77 @@
+"""The results in the repository: their commands exist, read them, and give them again."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import typer
+
+from eval.__main__ import app
+from eval.commands import stored
+from eval.commands.quality import _scenes_document
+from eval.quality.method_table import build_table, quality_table
+from eval.quality.scene_runs import merge_runs
+from eval.quality.scenes import scenes_table
+from eval.store.report import read_result
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "eval" / "results"
+PATHS = [
+    path
+    for path in sorted(RESULTS.rglob("*.json"))
+    if "distilled" not in path.parts and path.name != "features.json"
+]
+KINDS = {path: read_result(path).kind for path in PATHS}
+
+
+def of_kind(*kinds):
+    paths = [path for path in PATHS if KINDS[path] in kinds]
+    return pytest.mark.parametrize("path", paths, ids=lambda path: path.stem)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_the_command_of_a_result_exists(path):
+    """Catches a command or an option that was renamed and not in the files."""
+    command = typer.main.get_command(app)
+    words = shlex.split(read_result(path).document["command"])[3:]
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    known = {name for parameter in command.params for name in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+@of_kind(*stored.PLOTS)
+def test_a_stored_plot_is_plotted_again(path, tmp_path):
+    shutil.copytree(RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("*.s*", "*.png"))
+    copy = tmp_path / "results" / path.relative_to(RESULTS)
+    stored.draw(copy)
+    assert list(copy.parent.glob("*.png"))
+
+
+@of_kind("scenes")
+def test_stored_scenes_are_read(path):
+    rows = json.loads(path.read_text())["rows"]
+    assert len(scenes_table(rows).splitlines()) == 2 + len(rows)
+
+
+@of_kind("merge")
+def test_a_stored_average_is_that_of_its_runs(path):
+    document = json.loads(path.read_text())
+    sources = [ROOT / name for name in shlex.split(document["command"])[4:]]
+    if not all(source.is_file() for source in sources):
+        pytest.skip("its runs are not stored")
+    rows = merge_runs([_scenes_document(read_result(source)) for source in sources])
+    assert [row["method"] for row in rows] == [row["method"] for row in document["rows"]]
+    for row, expected in zip(rows, document["rows"], strict=True):
+        for name in ("fid", "fid_sem", "clip_score", "copy_agreement", "psnr_median"):
+            assert row[name] == pytest.approx(expected[name], nan_ok=True), name
+
+
+@of_kind("table")
+def test_a_stored_table_is_that_of_its_files(path):
+    document = json.loads(path.read_text())
+    names = shlex.split(document["command"])[4:]
+    table = build_table([read_result(RESULTS / name) for name in names if name.endswith(".json")])
+    assert quality_table(table) == quality_table(document)
