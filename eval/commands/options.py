@@ -10,7 +10,6 @@ import typer
 
 from avq_diffusers.cli.options import device_of, folder_to_write, multiple_of
 from avq_diffusers.mini import VALIDATION_SEEDS, model_path, sample_scene
-from eval.store.report import ProcessFailed
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusionPipeline
@@ -78,7 +77,7 @@ def run_app(app: typer.Typer) -> None:
     """Run a command; a mistake of the user's is one sentence and exit code 2."""
     try:
         app()
-    except (ImportError, OSError, ValueError, TypeError, ProcessFailed) as error:
+    except (ImportError, OSError, ValueError, TypeError) as error:
         print(f"eval: {error}", file=sys.stderr)
         sys.exit(2)
 

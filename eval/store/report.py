@@ -26,10 +26,6 @@ PROGRAM = ["python", "-m", "eval"]
 GROUPS = ("bench", "coco")
 
 
-class ProcessFailed(RuntimeError):
-    """A process that a command had started did not do its work."""
-
-
 def environment(device: "torch.device | str") -> dict[str, Any]:
     """Commit, versions and device of the running process."""
     import torch

@@ -27,7 +27,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import PartialState
-from eval.faults import contents
 from PIL import Image
 from scipy.linalg import sqrtm
 from tiny import random_codebooks, tiny_pipe, tiny_unet
