@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import cpu_offload
+from checks import differ, kinds
 from diffusers import (
     ControlNetModel,
     DDIMScheduler,
@@ -25,7 +26,16 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from peft import LoraConfig
-from tiny import draw, random_codebooks, sdxl_unet, tiny_components, tiny_pipe, tiny_unet
+from tiny import (
+    draw,
+    quiet,
+    random_codebooks,
+    random_image,
+    sdxl_unet,
+    tiny_components,
+    tiny_pipe,
+    tiny_unet,
+)
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,11 +57,9 @@ from avq_diffusers.extras.scalecrafter.settings import (
 from avq_diffusers.mini import MINI_SD
 from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq
 from avq_diffusers.plugin.layers import select_layers
-from avq_diffusers.plugin.report import summary
 from avq_diffusers.plugin.timesteps import Timesteps
 
 DILATED, PLAIN = 981, 1  # timesteps
-MORE_THAN_ROUNDING = 1e-3
 CONVOLUTIONS = re.compile(r"(conv[12]|(down|up)samplers\.0\.conv)$")
 
 
@@ -111,10 +119,6 @@ def predict(unet, timestep=DILATED, height=16, width=16, batch=1, **arguments):
     text = torch.randn(batch, 5, 32, generator=generator).to(dtype)
     with torch.no_grad():
         return unet(sample, timestep, text, **arguments).sample
-
-
-def differ(picture, other):
-    return bool((picture - other).norm() > MORE_THAN_ROUNDING * other.norm())
 
 
 def assert_equal_to_rounding(result, expected):
@@ -478,7 +482,7 @@ class TestNoiseDampedGuidance:
         """Catches an input of a ControlNet that is not cut in half with the batch."""
         controlnet = ControlNetModel.from_unet(small_unet())
         nn.init.normal_(controlnet.controlnet_mid_block.weight)
-        image = torch.rand(1, 3, 256, 256, generator=torch.Generator().manual_seed(5))
+        image = random_image(256)
         pipe = small_pipe(StableDiffusionControlNetPipeline, controlnet=controlnet)
         arguments = SIZE_4X | {"image": image, "num_inference_steps": 2}
         plain = draw(pipe, **arguments)
@@ -491,7 +495,7 @@ class TestNoiseDampedGuidance:
         torch.manual_seed(4)
         adapter = T2IAdapter(channels=[16, 32, 64, 64], num_res_blocks=1, downscale_factor=8)
         pipe = small_pipe(StableDiffusionAdapterPipeline, adapter=adapter.eval())
-        image = torch.rand(1, 3, 256, 256, generator=torch.Generator().manual_seed(5))
+        image = random_image(256)
 
         def dilated(damped_dilations=None):
             with scalecrafter(
@@ -505,7 +509,7 @@ class TestNoiseDampedGuidance:
     def test_instruct_pix2pix(self):
         """Catches halves of its three parts (text, image, uncond), which broadcast silently."""
         pipe = tiny_pipe(small_unet(in_channels=8), StableDiffusionInstructPix2PixPipeline)
-        image = torch.rand(1, 3, 256, 256, generator=torch.Generator().manual_seed(5))
+        image = random_image(256)
         plain = draw(pipe, image=image)
         with pytest.raises(NotImplementedError, match=r"pairs \(uncond, text\), but StableDiff"):
             apply_scalecrafter(pipe, 256, 256)
@@ -516,8 +520,7 @@ class TestNoiseDampedGuidance:
     def test_other_pipeline_draws(self):
         """Catches damping that is silently off, and pictures that are mixed as if guided."""
         pipe = apply_scalecrafter(small_pipe(), 256, 256)
-        other = StableDiffusionPipeline.from_pipe(pipe)
-        other.set_progress_bar_config(disable=True)
+        other = quiet(StableDiffusionPipeline.from_pipe(pipe))
         with pytest.raises(ValueError, match=r"has not run yet, .* apply it to the one that gen"):
             draw(other, **SIZE_4X)
         expected = draw(pipe, **SIZE_4X)
@@ -645,7 +648,7 @@ class TestBeside:
         result, expected = predict(unet), predict(expected)
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
         if avq:
-            assert {"AVQ"} <= {kind for row in summary(unet).rows for kind in row.calls}
+            assert {"AVQ"} <= kinds(unet)
             with avq_disabled(unet):
                 assert differ(predict(unet), result)
         remove_scalecrafter(unet)
@@ -705,7 +708,7 @@ class TestBeside:
 
     def test_img2img(self):
         pipe = small_pipe(StableDiffusionImg2ImgPipeline)
-        image = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(5))
+        image = random_image(128)
         plain, late = (draw(pipe, image=image, strength=strength) for strength in (1.0, 0.5))
         apply_scalecrafter(pipe, 128, 128)
         assert differ(draw(pipe, image=image, strength=1.0), plain)
