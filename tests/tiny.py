@@ -188,7 +188,7 @@ def random_image(*size: int) -> Tensor:
 
 
 def draw(pipe, seed: int = 0, **arguments) -> Tensor:
-    """The latents of a two-step 128 x 128 picture."""
+    """The latents of a two-step 128 x 128 image."""
     defaults = {"height": 128, "width": 128, "num_inference_steps": 2, "output_type": "latent"}
     if "image" in arguments:
         del defaults["height"], defaults["width"]

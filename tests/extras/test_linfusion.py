@@ -100,7 +100,7 @@ def tokens(count=12, dtype=torch.float32):
 
 
 def heads(count, head_dim=3, scale=1.0):
-    """Query, key and value of 2 pictures and 3 heads."""
+    """Query, key and value of 2 images and 3 heads."""
     generator = torch.Generator().manual_seed(count)
     return [scale * torch.randn(2, 3, count, head_dim, generator=generator) for _ in range(3)]
 
@@ -108,7 +108,7 @@ def heads(count, head_dim=3, scale=1.0):
 class TestFormula:
     @pytest.mark.parametrize("count", [1, 7])
     def test_by_loops(self, count):
-        """Catches a causal sum, softmax's scale, heads or pictures that mix, a lost epsilon."""
+        """Catches a causal sum, softmax's scale, heads or images that mix, a lost epsilon."""
 
         def feature(x):
             return x + 1 if x > 0 else math.exp(x)

@@ -104,7 +104,7 @@ def by_level(level1, level2, level3):
 
 
 def small_unet(**overrides):
-    """Trained, by its config, on latents of 8 x 8: pictures of 64 x 64."""
+    """Trained, by its config, on latents of 8 x 8: images of 64 x 64."""
     return tiny_unet(sample_size=8, **overrides)
 
 
@@ -174,7 +174,7 @@ class TestConvolution:
 
     @pytest.mark.parametrize(("height", "width"), [(128, 64), (64, 128)])
     def test_one_side_at_training_size(self, height, width):
-        """Catches a picture that is refused unless both of its sides are larger."""
+        """Catches an image that is refused unless both sides are larger."""
         unet = small_unet().double()
         config = ScaleCrafterConfig((1, 2), num_dilated_steps=30)
         latents = {"height": height // 8, "width": width // 8}
@@ -278,7 +278,7 @@ class TestTimesteps:
             assert torch.equal(predict(unet, last), predict(unet, 0.4))
 
     def test_tables_one_after_the_other(self):
-        """Catches a table that is known by its address, where the next picture's one may lie."""
+        """Catches a table that is known by its address, where the next image's one may lie."""
         timesteps = Timesteps()
         addresses = []
         for timestep in 10 * (DILATED, PLAIN):
@@ -289,7 +289,7 @@ class TestTimesteps:
         assert len(set(addresses)) < 20
 
     def test_no_read_per_step(self):
-        """Catches a wait for the device in every step of a picture."""
+        """Catches a wait for the device in every step of an image."""
 
         class Reads(TorchDispatchMode):
             count = 0
@@ -518,7 +518,7 @@ class TestNoiseDampedGuidance:
             assert differ(draw(pipe, image=image), plain)
 
     def test_other_pipeline_draws(self):
-        """Catches damping that is silently off, and pictures that are mixed as if guided."""
+        """Catches damping that is silently off, and images that are mixed as if guided."""
         pipe = apply_scalecrafter(small_pipe(), 256, 256)
         other = quiet(StableDiffusionPipeline.from_pipe(pipe))
         with pytest.raises(ValueError, match=r"has not run yet, .* apply it to the one that gen"):

@@ -251,7 +251,7 @@ class TestPipelines:
 
     @feature("AnimateDiff")
     def test_animatediff_pipeline(self, codebooks):
-        """Catches frames that are taken for tokens, or for one picture."""
+        """Catches frames that are taken for tokens, or for one image."""
 
         def draw_video(pipe):
             return pipe(
@@ -795,7 +795,7 @@ def test_push_to_hub(pipe, codebooks, hub, tmp_path):
 @pytest.mark.gpu
 class TestOnAGPU:
     @feature("text to image")
-    def test_picture(self, pipe, codebooks):
+    def test_image(self, pipe, codebooks):
         """Catches kernels that are not what runs, and anything that stays behind."""
         check_on_and_off(pipe.to("cuda"), codebooks)
         draw(apply_avq(pipe, codebooks, route="always"))

@@ -137,7 +137,7 @@ class TestFile:
 
 
 def recorded(pipe, codebooks, **arguments):
-    """By layer: (timestep, query, key, order) of the last picture in every call, all exact.
+    """By layer: (timestep, query, key, order) of the last image in every call, all exact.
 
     An independent way to what AVQ sees: what `attn1` gets, times its weights and their changes.
     """
@@ -355,7 +355,7 @@ class TestMeasure:
 
 
 def test_saved_profile_serves_another_pipeline(pipe, tmp_path):
-    """Catches anything that matters to the picture and is not in the file."""
+    """Catches anything that matters to the image and is not in the file."""
     codebooks = random_codebooks(pipe.unet, CONFIG)
     profile = measure_capture(
         apply_avq(pipe, codebooks), [PROMPT], num_inference_steps=2, progress=False

@@ -44,7 +44,7 @@ from avq_diffusers.plugin.report import summary
 
 class TestApplyAndRemove:
     @pytest.mark.feature("text to image")
-    def test_picture_changes_and_comes_back(self, pipe, codebooks):
+    def test_image_changes_and_comes_back(self, pipe, codebooks):
         """Catches AVQ that never runs, and anything that stays behind."""
         exact = draw(pipe)
         attributes = {name: set(vars(module)) for name, module in pipe.unet.named_modules()}
@@ -141,19 +141,19 @@ class TestApplyAndRemove:
     def test_backends_agree(self, pipe, codebooks):
         """Catches a backend argument that is dropped, or backends that compute other things."""
         exact = draw(pipe)
-        pictures = {}
+        images = {}
         for backend in ("torch", "reference"):
-            pictures[backend] = draw(apply_avq(pipe, codebooks, backend=backend))
+            images[backend] = draw(apply_avq(pipe, codebooks, backend=backend))
             assert {row.runs for row in summary(pipe).rows if row.calls} == {
                 f"AVQ ({backend} backend)"
             }
-        assert not torch.equal(pictures["torch"], pictures["reference"])  # they round differently
-        error = (pictures["torch"] - pictures["reference"]).norm()
-        assert error < 1e-3 * (pictures["torch"] - exact).norm()
+        assert not torch.equal(images["torch"], images["reference"])  # they round differently
+        error = (images["torch"] - images["reference"]).norm()
+        assert error < 1e-3 * (images["torch"] - exact).norm()
 
     @pytest.mark.parametrize(("height", "width"), [(520, 264), (64, 256)])
     def test_sizes(self, pipe, codebooks, height, width):
-        """Catches square pictures and even latents (520 / 8 = 65) taken for granted."""
+        """Catches square images and even latents (520 / 8 = 65) taken for granted."""
         avq = draw(apply_avq(pipe, codebooks), height=height, width=width, num_inference_steps=1)
         tokens = {row.level: row.num_tokens for row in summary(pipe).rows if row.calls}
         assert tokens[0] == height // 8 * width // 8
@@ -164,7 +164,7 @@ class TestApplyAndRemove:
     @pytest.mark.feature("batches")
     @pytest.mark.parametrize("guidance_scale", [1.0, 7.5])
     def test_batches(self, pipe, codebooks, guidance_scale):
-        """Catches pictures of a batch that see each other's keys, with and without guidance."""
+        """Catches images of a batch that see each other's keys, with and without guidance."""
         apply_avq(pipe, codebooks)
         arguments = {"num_inference_steps": 1, "height": 64, "width": 64, "output_type": "latent"}
         arguments["guidance_scale"] = guidance_scale
@@ -248,7 +248,7 @@ class TestDisabled:
 
 
 class TestOutOfMemory:
-    """In mid-generation: the pipeline draws the same pictures afterwards, with AVQ and without."""
+    """In mid-generation: the pipeline draws the same images afterwards, with AVQ and without."""
 
     @pytest.mark.parametrize("call", [1, 15, 28])  # of 40: ten layers, four steps
     def test_at_any_layer(self, pipe, codebooks, call):
@@ -352,7 +352,7 @@ class TestSetNumRefined:
     def refined(self, pipe):
         return {row.name: row.config for row in summary(pipe).rows if row.config}
 
-    def test_changes_the_picture_and_back(self, pipe, codebooks):
+    def test_changes_the_image_and_back(self, pipe, codebooks):
         avq = draw(apply_avq(pipe, codebooks))
         assert differ(draw(set_num_refined(pipe, 1)), avq)
         assert torch.equal(draw(set_num_refined(pipe, CONFIG.num_refined)), avq)
