@@ -4,17 +4,27 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
+    MotionAdapter,
     StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
+from peft import LoraConfig
 from torch import Tensor
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+)
 
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.plugin.codebooks import AVQCodebooks
+from avq_diffusers.plugin.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 from avq_diffusers.plugin.layers import select_layers
 
+LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"  # the first one
+LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
 CONFIG = AVQConfig(num_parents=4, num_children=2, num_refined=2, query_tile=16, levels=(0, 1))
 
 
@@ -124,6 +134,15 @@ def tiny_components(unet: UNet2DConditionModel | None = None) -> dict:
     }
 
 
+def motion_adapter() -> MotionAdapter:
+    """AnimateDiff's motion modules for `tiny_unet`."""
+    return MotionAdapter(
+        block_out_channels=(16, 32, 64, 64),
+        motion_num_attention_heads=2,
+        motion_norm_num_groups=8,
+    )
+
+
 def let_answer_calls_only(unet):
     """Hook every projection of self-attention, so that none is one product with its change."""
     for layer in select_layers(unet):
@@ -134,13 +153,42 @@ def let_answer_calls_only(unet):
 
 def tiny_pipe(unet: UNet2DConditionModel | None = None, cls=StableDiffusionPipeline, **components):
     """A pipeline of class `cls` around a tiny UNet."""
-    pipe = cls(**tiny_components(unet), **components, requires_safety_checker=False)
+    return quiet(cls(**tiny_components(unet), **components, requires_safety_checker=False))
+
+
+def sdxl_text_encoder(cls, width: int):
+    """A text encoder of class `cls` with `width` channels, on the tiny tokenizer's vocabulary."""
+    config = tiny_components()["text_encoder"].config.to_dict()
+    torch.manual_seed(width)
+    return cls(CLIPTextConfig(**config | {"hidden_size": width, "projection_dim": 32})).eval()
+
+
+def sdxl_pipe(unet=None, cls=StableDiffusionXLPipeline, **components):
+    """SDXL's pipeline; the states of both text encoders lie side by side."""
+    components = {
+        **tiny_components(sdxl_unet() if unet is None else unet),
+        "text_encoder": sdxl_text_encoder(CLIPTextModel, 16),
+        "text_encoder_2": sdxl_text_encoder(CLIPTextModelWithProjection, 16),
+        **components,
+    }
+    del components["safety_checker"]
+    return quiet(cls(**components, tokenizer_2=components["tokenizer"], add_watermarker=False))
+
+
+def quiet(pipe):
+    """The pipeline, without progress bars."""
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
+def random_image(*size: int) -> Tensor:
+    """A batch of one image in [0, 1]."""
+    height, width = size * 2 if len(size) == 1 else size
+    return torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(5))
+
+
 def draw(pipe, seed: int = 0, **arguments) -> Tensor:
-    """The latents of a two-step 128 x 128 picture."""
+    """The latents of a two-step 128 x 128 image."""
     defaults = {"height": 128, "width": 128, "num_inference_steps": 2, "output_type": "latent"}
     if "image" in arguments:
         del defaults["height"], defaults["width"]
@@ -171,3 +219,23 @@ def random_codebooks(unet, config: AVQConfig = CONFIG, seed: int = 0, **argument
         offsets -= offsets.mean(2, keepdim=True)
         codebooks[layer.name] = Codebook(parents, parents[:, :, None] + 0.5 * offsets)
     return AVQCodebooks.from_codebooks(config, codebooks, unet, **arguments)
+
+
+def random_changes(unet, config: AVQConfig = CONFIG) -> dict[str, dict[str, Tensor]]:
+    """Changes of the projections of the layers of `config`: noise of half the weights' size."""
+    generator = torch.Generator().manual_seed(0)
+    changes = {}
+    for layer in select_layers(unet, config.levels, config.exact):
+        own = {name: layer.attn.state_dict()[name] for name in PROJECTION_PARAMETERS}
+        changes[layer.name] = {
+            name: 0.5 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in own.items()
+        }
+    return changes
+
+
+def tuned_codebooks(unet, config: AVQConfig = CONFIG, **arguments) -> AVQCodebooks:
+    """`random_codebooks` with `random_changes`."""
+    return random_codebooks(
+        unet, config, projection_changes=random_changes(unet, config), **arguments
+    )

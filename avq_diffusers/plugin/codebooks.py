@@ -21,6 +21,7 @@ from avq_diffusers.attention.diagnostics import constraint_error
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.files import atomic_save
+from avq_diffusers.plugin.layer_weights import LayerWeights
 from avq_diffusers.plugin.layers import LayerSpec, SelfAttentionLayer, select_layers
 from avq_diffusers.plugin.tensor_files import (
     check_names,
@@ -297,6 +298,10 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         if changes is None:
             return None
         return {key: changes[_key(key)] for key in PROJECTION_PARAMETERS}
+
+    def layer_weights(self, name: str) -> LayerWeights:
+        """All that AVQ needs of one layer, for any device."""
+        return LayerWeights(self.codebook(name), self.key_norm(name), self.projection_changes(name))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AVQCodebooks":
         # All moves and casts go through here; for `_keep_in_fp32_modules`, `to` only warns.

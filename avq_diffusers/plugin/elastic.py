@@ -25,7 +25,6 @@ from avq_diffusers.files import atomic_write
 from avq_diffusers.plugin.apply import avq_disabled
 from avq_diffusers.plugin.layer_state import LayerState, applied_states
 from avq_diffusers.plugin.layers import SelfAttentionLayer, unet_of
-from avq_diffusers.plugin.projection import project_heads
 from avq_diffusers.plugin.prompts import checked_prompts, run_prompts
 from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 
@@ -228,8 +227,8 @@ class _Measurement:
         if self.depth > 1 or not state.is_on_grid(hidden_states):
             return
         curve = capture_curve(
-            project_heads(attn, "to_q", hidden_states, state.weights),
-            project_heads(attn, "to_k", hidden_states, state.weights),
+            state.weights.project_heads(attn, "to_q", hidden_states),
+            state.weights.project_heads(attn, "to_k", hidden_states),
             state.weights.codebook,
             query_tile=state.config.query_tile,
             query_order=state.query_order,

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.plugin.codebooks import AVQCodebooks
-from avq_diffusers.plugin.layer_weights import LayerWeights
 from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers, unet_of
 from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.routing import LayerRoute, Workload, next_power_of_two
@@ -35,7 +34,7 @@ class LayerState:
         self, layer: SelfAttentionLayer, codebooks: AVQCodebooks, backend: str, route: str
     ) -> None:
         self.config = codebooks.layer_config(layer.name)
-        self.weights = LayerWeights(codebooks, layer.name)
+        self.weights = codebooks.layer_weights(layer.name)
         self.route = LayerRoute(route)
         self.backend = backend
         self.num_heads = layer.num_heads

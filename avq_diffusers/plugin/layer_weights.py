@@ -4,8 +4,11 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from diffusers.models.attention_processor import Attention
+from torch import Tensor, nn
 
-from avq_diffusers.plugin.codebooks import AVQCodebooks
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.plugin.projection import project
 
 
 class LayerWeights:
@@ -15,16 +18,38 @@ class LayerWeights:
     effect. On another device they are copies.
 
     Attributes:
-        codebook: the `Codebook` in float32.
+        codebook: in float32.
         key_norm: the norm of the layer's keys, or None.
-        projection_changes: tensors by the names of `PROJECTION_PARAMETERS`, in the UNet's dtype, or
-            None.
+        projection_changes: what is added to weights and biases of the projections, by their paths
+            in the layer, in the UNet's dtype; or None.
     """
 
-    def __init__(self, codebooks: AVQCodebooks, name: str) -> None:
-        self.stored_codebook = self.codebook = codebooks.codebook(name)
-        self.stored_norm = self.key_norm = codebooks.key_norm(name)
-        self.stored_changes = self.projection_changes = codebooks.projection_changes(name)
+    def __init__(
+        self,
+        codebook: Codebook,
+        key_norm: nn.LayerNorm | None,
+        projection_changes: dict[str, Tensor] | None,
+    ) -> None:
+        self.stored_codebook = self.codebook = codebook
+        self.stored_norm = self.key_norm = key_norm
+        self.stored_changes = self.projection_changes = projection_changes
+
+    def project_heads(self, attn: Attention, name: str, hidden_states: Tensor) -> Tensor:
+        """Project tokens to the queries, keys or values that AVQ sees.
+
+        Args:
+            attn: the layer, on the device of these weights.
+            name: `"to_q"`, `"to_k"` or `"to_v"`. Keys pass the key norm.
+            hidden_states: (B, N, channels).
+
+        Returns:
+            (B, H, N, D) view of (B, N, H, D) memory, dtype of the projection.
+        """
+        projected = project(getattr(attn, name), name, hidden_states, self.projection_changes)
+        heads = projected.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        if name == "to_k" and self.key_norm is not None:
+            return self.key_norm(heads.float()).to(heads.dtype)
+        return heads
 
     @torch.compiler.assume_constant_result
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:

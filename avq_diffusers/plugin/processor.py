@@ -24,7 +24,7 @@ from avq_diffusers.attention.api import attention_and_backend, check_backend
 from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layer_state import LayerState
 from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers
-from avq_diffusers.plugin.projection import project, project_heads
+from avq_diffusers.plugin.projection import project
 from avq_diffusers.plugin.routing import check_route
 
 AVQ_CALL = "AVQ"
@@ -155,9 +155,9 @@ def _exact_because(
 def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor:
     weights, config = state.weights, state.config
     output, backend = attention_and_backend(
-        project_heads(attn, "to_q", hidden_states, weights),
-        project_heads(attn, "to_k", hidden_states, weights),
-        project_heads(attn, "to_v", hidden_states, weights),
+        weights.project_heads(attn, "to_q", hidden_states),
+        weights.project_heads(attn, "to_k", hidden_states),
+        weights.project_heads(attn, "to_v", hidden_states),
         weights.codebook,
         num_refined=state.num_refined,
         query_tile=config.query_tile,

@@ -1,33 +1,9 @@
-"""The projections of a self-attention layer, with what distillation changed in them."""
+"""One projection of a self-attention layer, with what distillation changed in it."""
 
 from collections.abc import Mapping
 
 import torch.nn.functional as F
-from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
-
-from avq_diffusers.plugin.layer_weights import LayerWeights
-
-
-def project_heads(
-    attn: Attention, name: str, hidden_states: Tensor, weights: LayerWeights
-) -> Tensor:
-    """Project tokens to the queries, keys or values that AVQ sees.
-
-    Args:
-        attn: the layer.
-        name: `"to_q"`, `"to_k"` or `"to_v"`.
-        hidden_states: (B, N, channels).
-        weights: of the layer, on its device. Keys pass `weights.key_norm`.
-
-    Returns:
-        (B, H, N, D) view of (B, N, H, D) memory, dtype of the projection.
-    """
-    projected = project(getattr(attn, name), name, hidden_states, weights.projection_changes)
-    heads = projected.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-    if name == "to_k" and weights.key_norm is not None:
-        return weights.key_norm(heads.float()).to(heads.dtype)
-    return heads
 
 
 def project(

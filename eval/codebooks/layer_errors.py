@@ -52,8 +52,6 @@ from avq_diffusers.attention.diagnostics import (
 )
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.mini import Scene, render
-from avq_diffusers.plugin.layer_weights import LayerWeights
-from avq_diffusers.plugin.projection import project_heads
 from eval.methods import Method, attention_method, method_cells, short_name
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel
@@ -377,7 +375,7 @@ class _LayerTotals:
         self.captures: list[dict[str, Tensor]] = []
         if config is not None:
             self.codebook = method.codebooks.codebook(name)
-            self.weights = LayerWeights(method.codebooks, name)
+            self.weights = method.codebooks.layer_weights(name)
 
     def add(self, student: Call, teacher: Call, latent_size: torch.Size, num_keys: int) -> None:
         hidden_states, output = student
@@ -386,7 +384,7 @@ class _LayerTotals:
         self.forced.add(self.attn(teacher_hidden_states), expected)
         if self.config is None:
             return
-        key = project_heads(self.attn, "to_k", hidden_states, self.weights)
+        key = self.weights.project_heads(self.attn, "to_k", hidden_states)
         flat_key = key.movedim(1, 0).flatten(1, 2)
         generator = torch.Generator().manual_seed(len(self.keys))
         kept = torch.randperm(flat_key.shape[1], generator=generator)[:num_keys]
@@ -395,7 +393,7 @@ class _LayerTotals:
         order = query_order(
             *(length >> self.level for length in latent_size), self.config.query_order, key.device
         )
-        query = project_heads(self.attn, "to_q", hidden_states[:1], self.weights)
+        query = self.weights.project_heads(self.attn, "to_q", hidden_states[:1])
         self.captures.append(self._capture_figures(query, key[:1], order))
 
     def _capture_figures(self, query: Tensor, key: Tensor, order: Tensor) -> dict[str, Tensor]:

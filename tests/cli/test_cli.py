@@ -13,8 +13,7 @@ import torch
 from diffusers import EDMEulerScheduler, StableDiffusionPipeline
 from matplotlib.figure import Figure
 from PIL import Image
-from test_models import base_pipe
-from tiny import CONFIG, random_codebooks, sdxl_unet, tiny_pipe
+from tiny import CONFIG, random_codebooks, sdxl_pipe, sdxl_unet, tiny_pipe
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -345,7 +344,7 @@ def test_calibrate_saves_codebooks_that_load(avq, model):
 
 def test_sdxl(avq, tmp_path):
     """Catches level 0 taken for granted, where SDXL has no self-attention."""
-    base_pipe().save_pretrained(tmp_path / "sdxl")
+    sdxl_pipe().save_pretrained(tmp_path / "sdxl")
     arguments = ["--config", "M4P2C2", "--steps", "2", "--keys", "64", "--out", "codebooks"]
     code, output = avq("calibrate", "--model", str(tmp_path / "sdxl"), *arguments)
     assert code == 0, output

@@ -1,4 +1,4 @@
-"""Models by name, as the `avq` command loads them: single files, and what it cannot draw with."""
+"""Models by name, as the `avq` command loads them: single files, and what it refuses."""
 
 import shutil
 
@@ -122,7 +122,7 @@ def test_a_list_is_no_model(tmp_path):
         load_pipeline(str(tmp_path), "cpu")
 
 
-def test_a_model_that_needs_a_picture_is_refused(tmp_path):
+def test_a_model_that_needs_an_image_is_refused(tmp_path):
     """Catches a traceback at the first step, after minutes of calibration."""
     pipe = tiny_pipe(tiny_unet(in_channels=9), StableDiffusionInpaintPipeline)
     pipe.save_pretrained(tmp_path)

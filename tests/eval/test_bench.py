@@ -409,7 +409,7 @@ def test_only_the_row_of_the_fastest_route_is_routed(steps):
 
     def routes(name):
         with steps.method(name):
-            return {layer.avq_state.route for layer in select_layers(steps.unet, (0, 1))}
+            return {layer.avq_state.route.route for layer in select_layers(steps.unet, (0, 1))}
 
     assert routes("M4P2C2") == {"always"}
     assert routes("M4P2C2/fastest") == {"fastest"}
@@ -422,7 +422,7 @@ def test_only_the_tuned_row_runs_changes_of_projections(steps):
     def changed(name):
         with steps.method(name):
             states = [layer.avq_state for layer in select_layers(steps.unet, (0, 1))]
-        return {state.projection_changes is not None for state in states}
+        return {state.weights.projection_changes is not None for state in states}
 
     for _ in range(2):
         assert changed("M4P2C2/tuned") == {True}

@@ -4,13 +4,12 @@ import copy
 import json
 import math
 import os
-import resource
 
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from safetensors.torch import load_file, save_file
-from tiny import CONFIG, predict, random_codebooks, sdxl_unet, tiny_pipe, tiny_unet
+from tiny import CONFIG, LAYER, predict, random_codebooks, sdxl_unet, tiny_pipe, tiny_unet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +23,6 @@ from avq_diffusers.extras.linfusion import (
     save_linfusion,
 )
 
-LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 LEVELS = (0, 1)
 
 
@@ -102,7 +100,7 @@ def tokens(count=12, dtype=torch.float32):
 
 
 def heads(count, head_dim=3, scale=1.0):
-    """Query, key and value of 2 pictures and 3 heads."""
+    """Query, key and value of 2 images and 3 heads."""
     generator = torch.Generator().manual_seed(count)
     return [scale * torch.randn(2, 3, count, head_dim, generator=generator) for _ in range(3)]
 
@@ -110,7 +108,7 @@ def heads(count, head_dim=3, scale=1.0):
 class TestFormula:
     @pytest.mark.parametrize("count", [1, 7])
     def test_by_loops(self, count):
-        """Catches a causal sum, softmax's scale, heads or pictures that mix, a lost epsilon."""
+        """Catches a causal sum, softmax's scale, heads or images that mix, a lost epsilon."""
 
         def feature(x):
             return x + 1 if x > 0 else math.exp(x)
@@ -316,11 +314,6 @@ class TestLoading:
             assert unet(inputs, 10, text, return_dict=False)[0].isfinite().all()
         assert torch.equal(predict(load_linfusion(tiny_unet(), folder)), exact)
 
-    def test_random_state_stays(self, unet, folder):
-        state = torch.get_rng_state()
-        load_linfusion(unet, folder)
-        assert torch.equal(torch.get_rng_state(), state)
-
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_gpu(self, unet, folder, dtype):
@@ -369,10 +362,6 @@ class TestRefusals:
         with pytest.raises(FileNotFoundError, match=f"LinFusion layers: there is no file .*{file}"):
             load_linfusion(loaded, folder)
 
-    def test_missing_folder(self, tmp_path, loaded):
-        with pytest.raises(FileNotFoundError, match=r"there is no file .*nowhere.config\.json"):
-            load_linfusion(loaded, tmp_path / "nowhere")
-
     @pytest.mark.parametrize(
         ("content", "message"),
         [
@@ -393,56 +382,15 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             load_linfusion(loaded, folder)
 
-    def test_codebooks(self, unet, tmp_path, loaded):
-        random_codebooks(unet).save_pretrained(tmp_path)
-        (tmp_path / "model.safetensors").touch()
-        with pytest.raises(ValueError, match="is not a config of LinFusion layers"):
-            load_linfusion(loaded, tmp_path)
-
-    @pytest.mark.parametrize("content", [b"", b"version https://git-lfs", None])
-    def test_damaged_weights(self, folder, loaded, content):
-        """Catches a truncated file read as far as it goes (None: the first half of a real one)."""
-        path = folder / "model.safetensors"
-        whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2] if content is None else content)
-        with pytest.raises(ValueError, match="is not a complete safetensors file"):
-            load_linfusion(loaded, folder)
-
-    def test_other_tensors_of_the_same_shapes(self, folder, loaded):
-        """Catches one changed bit that leaves a plausible number."""
-        path = folder / "model.safetensors"
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match="does not hold the tensors that its config"):
-            load_linfusion(loaded, folder)
-
-    def test_layers_stay_that_cannot_be_replaced(self, folder, unet, layers):
-        """Catches new weights beside an old config.json, or none."""
-        before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limit[1]))
-        try:
-            message = r"LinFusion layers could not be written to .*intact\."
-            with pytest.raises(OSError, match=message):
-                save_linfusion(unet, layers, folder)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
     @pytest.mark.parametrize(
         ("change", "message"),
         [
             (lambda x: x.pop(f"{LAYER}.phi_k.1.bias"), r"phi_k\.1\.bias is missing \(1 missing"),
-            (lambda x: x.update(extra=torch.zeros(1)), r"extra is unexpected \(1 unexpected"),
-            (
-                lambda x: x.update({f"{LAYER}.to_v.weight": torch.zeros(16, 1)}),
-                r"to_v\.weight must have shape \(16, 16\), but got \(16, 1\)",
-            ),
-            (lambda x: x[f"{LAYER}.to_k.weight"].fill_(math.nan), "to_k.weight holds NaN"),
+            (lambda x: x[f"{LAYER}.to_k.weight"].fill_(0), "does not hold the tensors that its"),
         ],
     )
     def test_weights(self, folder, loaded, change, message):
+        """Catches a loader without the checks that `AVQCodebooks` are tested with."""
         path = folder / "model.safetensors"
         tensors = load_file(path)
         change(tensors)
@@ -455,11 +403,6 @@ class TestRefusals:
         [
             (lambda x: x.update(mid={}), "LinFusion layers: mid is unexpected"),
             (lambda x: x[LAYER].pop("phi_q.3.bias"), r"LinFusion layers: .*phi_q\.3\.bias is miss"),
-            (lambda x: x[LAYER].update(to_x=torch.zeros(1)), r"\.to_x is unexpected"),
-            (
-                lambda x: x[LAYER].update({"to_q.weight": torch.zeros(8, 16)}),
-                r"to_q\.weight must have shape \(16, 16\), but got \(8, 16\)",
-            ),
             (lambda x: x[LAYER]["to_out.0.bias"].fill_(math.inf), r"to_out\.0\.bias holds NaN or"),
         ],
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import cpu_offload
+from checks import differ, kinds
 from diffusers import (
     ControlNetModel,
     DDIMScheduler,
@@ -25,7 +26,16 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from peft import LoraConfig
-from tiny import draw, random_codebooks, sdxl_unet, tiny_components, tiny_pipe, tiny_unet
+from tiny import (
+    draw,
+    quiet,
+    random_codebooks,
+    random_image,
+    sdxl_unet,
+    tiny_components,
+    tiny_pipe,
+    tiny_unet,
+)
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,11 +57,9 @@ from avq_diffusers.extras.scalecrafter.settings import (
 from avq_diffusers.mini import MINI_SD
 from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq
 from avq_diffusers.plugin.layers import select_layers
-from avq_diffusers.plugin.report import summary
 from avq_diffusers.plugin.timesteps import Timesteps
 
 DILATED, PLAIN = 981, 1  # timesteps
-MORE_THAN_ROUNDING = 1e-3
 CONVOLUTIONS = re.compile(r"(conv[12]|(down|up)samplers\.0\.conv)$")
 
 
@@ -96,7 +104,7 @@ def by_level(level1, level2, level3):
 
 
 def small_unet(**overrides):
-    """Trained, by its config, on latents of 8 x 8: pictures of 64 x 64."""
+    """Trained, by its config, on latents of 8 x 8: images of 64 x 64."""
     return tiny_unet(sample_size=8, **overrides)
 
 
@@ -111,10 +119,6 @@ def predict(unet, timestep=DILATED, height=16, width=16, batch=1, **arguments):
     text = torch.randn(batch, 5, 32, generator=generator).to(dtype)
     with torch.no_grad():
         return unet(sample, timestep, text, **arguments).sample
-
-
-def differ(picture, other):
-    return bool((picture - other).norm() > MORE_THAN_ROUNDING * other.norm())
 
 
 def assert_equal_to_rounding(result, expected):
@@ -170,7 +174,7 @@ class TestConvolution:
 
     @pytest.mark.parametrize(("height", "width"), [(128, 64), (64, 128)])
     def test_one_side_at_training_size(self, height, width):
-        """Catches a picture that is refused unless both of its sides are larger."""
+        """Catches an image that is refused unless both sides are larger."""
         unet = small_unet().double()
         config = ScaleCrafterConfig((1, 2), num_dilated_steps=30)
         latents = {"height": height // 8, "width": width // 8}
@@ -274,7 +278,7 @@ class TestTimesteps:
             assert torch.equal(predict(unet, last), predict(unet, 0.4))
 
     def test_tables_one_after_the_other(self):
-        """Catches a table that is known by its address, where the next picture's one may lie."""
+        """Catches a table that is known by its address, where the next image's one may lie."""
         timesteps = Timesteps()
         addresses = []
         for timestep in 10 * (DILATED, PLAIN):
@@ -285,7 +289,7 @@ class TestTimesteps:
         assert len(set(addresses)) < 20
 
     def test_no_read_per_step(self):
-        """Catches a wait for the device in every step of a picture."""
+        """Catches a wait for the device in every step of an image."""
 
         class Reads(TorchDispatchMode):
             count = 0
@@ -478,7 +482,7 @@ class TestNoiseDampedGuidance:
         """Catches an input of a ControlNet that is not cut in half with the batch."""
         controlnet = ControlNetModel.from_unet(small_unet())
         nn.init.normal_(controlnet.controlnet_mid_block.weight)
-        image = torch.rand(1, 3, 256, 256, generator=torch.Generator().manual_seed(5))
+        image = random_image(256)
         pipe = small_pipe(StableDiffusionControlNetPipeline, controlnet=controlnet)
         arguments = SIZE_4X | {"image": image, "num_inference_steps": 2}
         plain = draw(pipe, **arguments)
@@ -491,7 +495,7 @@ class TestNoiseDampedGuidance:
         torch.manual_seed(4)
         adapter = T2IAdapter(channels=[16, 32, 64, 64], num_res_blocks=1, downscale_factor=8)
         pipe = small_pipe(StableDiffusionAdapterPipeline, adapter=adapter.eval())
-        image = torch.rand(1, 3, 256, 256, generator=torch.Generator().manual_seed(5))
+        image = random_image(256)
 
         def dilated(damped_dilations=None):
             with scalecrafter(
@@ -505,7 +509,7 @@ class TestNoiseDampedGuidance:
     def test_instruct_pix2pix(self):
         """Catches halves of its three parts (text, image, uncond), which broadcast silently."""
         pipe = tiny_pipe(small_unet(in_channels=8), StableDiffusionInstructPix2PixPipeline)
-        image = torch.rand(1, 3, 256, 256, generator=torch.Generator().manual_seed(5))
+        image = random_image(256)
         plain = draw(pipe, image=image)
         with pytest.raises(NotImplementedError, match=r"pairs \(uncond, text\), but StableDiff"):
             apply_scalecrafter(pipe, 256, 256)
@@ -514,10 +518,9 @@ class TestNoiseDampedGuidance:
             assert differ(draw(pipe, image=image), plain)
 
     def test_other_pipeline_draws(self):
-        """Catches damping that is silently off, and pictures that are mixed as if guided."""
+        """Catches damping that is silently off, and images that are mixed as if guided."""
         pipe = apply_scalecrafter(small_pipe(), 256, 256)
-        other = StableDiffusionPipeline.from_pipe(pipe)
-        other.set_progress_bar_config(disable=True)
+        other = quiet(StableDiffusionPipeline.from_pipe(pipe))
         with pytest.raises(ValueError, match=r"has not run yet, .* apply it to the one that gen"):
             draw(other, **SIZE_4X)
         expected = draw(pipe, **SIZE_4X)
@@ -645,7 +648,7 @@ class TestBeside:
         result, expected = predict(unet), predict(expected)
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
         if avq:
-            assert {"AVQ"} <= {kind for row in summary(unet).rows for kind in row.calls}
+            assert {"AVQ"} <= kinds(unet)
             with avq_disabled(unet):
                 assert differ(predict(unet), result)
         remove_scalecrafter(unet)
@@ -705,7 +708,7 @@ class TestBeside:
 
     def test_img2img(self):
         pipe = small_pipe(StableDiffusionImg2ImgPipeline)
-        image = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(5))
+        image = random_image(128)
         plain, late = (draw(pipe, image=image, strength=strength) for strength in (1.0, 0.5))
         apply_scalecrafter(pipe, 128, 128)
         assert differ(draw(pipe, image=image, strength=1.0), plain)

@@ -67,8 +67,8 @@ def scenes(count: int, first: int = 0):
     return [sample_scene(seed) for seed in TEST_SEEDS[first : first + count]]
 
 
-def pixels(pictures: np.ndarray) -> Tensor:
-    return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+def pixels(images: np.ndarray) -> Tensor:
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 @torch.no_grad()
@@ -221,7 +221,7 @@ def test_the_unet_denoises_held_out_scenes_and_reads_the_caption(mini):
 
 
 def test_seed_ranges_are_disjoint():
-    """Every two of the four ranges: no evaluation meets a picture of the training."""
+    """Every two of the four ranges: no evaluation meets an image of training."""
     ranges = (TRAINING_SEEDS, SCORER_SEEDS, VALIDATION_SEEDS, TEST_SEEDS)
     for first, second in combinations(ranges, 2):
         assert max(first.start, second.start) >= min(first.stop, second.stop)
@@ -239,9 +239,9 @@ def test_default_prompts_are_validation_captions():
 def test_the_scorer_retrieves_held_out_scenes(scorer):
     """Top-1 among 64 both ways; an untrained scorer or another tokenizer finds 1 in 64."""
     shown = scenes(64)
-    pictures = torch.from_numpy(np.stack([render(scene) for scene in shown]))
+    images = torch.from_numpy(np.stack([render(scene) for scene in shown]))
     model = scorer.model
-    image = F.normalize(model.visual_projection(scorer(pictures.permute(0, 3, 1, 2))), dim=-1)
+    image = F.normalize(model.visual_projection(scorer(images.permute(0, 3, 1, 2))), dim=-1)
     tokens = scorer.tokenizer(
         [scene.caption for scene in shown], padding="max_length", return_tensors="pt"
     )
@@ -256,10 +256,10 @@ def test_broken_copies_lower_the_clip_score_slightly(scorer):
     """Captions do not name the copies: the score falls, but stays far above a wrong caption's."""
     shown = [scene for scene in scenes(48) if scene.background.kind != "plain"]
     captions = [scene.caption for scene in shown]
-    pictures = np.stack([render(scene) for scene in shown])
-    whole = clip_scores(scorer, picture_features(scorer, pictures), captions)
-    pictures = np.stack([corrupt(scene, seed) for seed, scene in enumerate(shown)])
-    broken = picture_features(scorer, pictures)
+    images = np.stack([render(scene) for scene in shown])
+    whole = clip_scores(scorer, picture_features(scorer, images), captions)
+    images = np.stack([corrupt(scene, seed) for seed, scene in enumerate(shown)])
+    broken = picture_features(scorer, images)
     scores = clip_scores(scorer, broken, captions)
     wrong = clip_scores(scorer, broken, captions[1:] + captions[:1])
     assert scores.mean() < whole.mean()
@@ -268,33 +268,33 @@ def test_broken_copies_lower_the_clip_score_slightly(scorer):
 
 @torch.no_grad()
 def test_the_vae_reconstructs_held_out_scenes(mini):
-    """Fails for fp16 damage, a wrong scaling of pictures, or a decoder of another encoder."""
+    """Fails for fp16 damage, a wrong scaling of images, or a decoder of another encoder."""
     for scene in scenes(6):
-        picture = pixels(render(scene)[None])
-        latents = mini.vae.encode(picture).latent_dist.mean
+        image = pixels(render(scene)[None])
+        latents = mini.vae.encode(image).latent_dist.mean
         copy = mini.vae.decode(latents).sample.clamp(-1, 1)
-        assert -10 * ((copy - picture) / 2).square().mean().log10() >= 34
+        assert -10 * ((copy - image) / 2).square().mean().log10() >= 34
         assert 0.5 < (latents * mini.vae.config.scaling_factor).std() < 2
 
 
 @pytest.mark.gpu
-def test_kernels_draw_the_picture_of_the_fallback(shipped):
+def test_kernels_generate_the_image_of_the_pytorch_path(shipped):
     """Up to rounding, which near-ties between parents amplify: closer than to the exact one."""
     pipe = StableDiffusionPipeline.from_pretrained(MINI_SD).to("cuda")
     pipe.set_progress_bar_config(disable=True)
 
-    def picture() -> np.ndarray:
+    def image() -> np.ndarray:
         generator = torch.Generator().manual_seed(0)
         prompt = default_prompts()[0]
         images = pipe(prompt, generator=generator, num_inference_steps=25, output_type="np").images
         return (images * 255).round().astype(np.uint8)
 
-    exact = picture()
-    pictures = {}
+    exact = image()
+    images = {}
     for backend in ("triton", "torch"):
         apply_avq(pipe, shipped, backend=backend, route="always")
-        pictures[backend] = picture()
+        images[backend] = image()
         assert f"AVQ ({backend} backend)" in str(summary(pipe))
         remove_avq(pipe)
-    apart = psnr(pictures["triton"], pictures["torch"])[0]
-    assert apart > 6 + psnr(exact, pictures["torch"])[0]
+    apart = psnr(images["triton"], images["torch"])[0]
+    assert apart > 6 + psnr(exact, images["torch"])[0]

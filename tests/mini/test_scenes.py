@@ -1,4 +1,4 @@
-"""The procedural scenes: captions, layout, hidden bits, pictures, copy agreement, COCO folder."""
+"""The procedural scenes: captions, layout, hidden bits, images, copy agreement, COCO folder."""
 
 import json
 import re
@@ -43,7 +43,7 @@ GOLDEN_CAPTIONS = [
     "three large lime striped rings around the center on a plain navy background",
 ]
 GOLDEN_SCENES = "880338bb5e2103b7ccfdf1223823bef5c540b61d280a7eb44ec65da6f483da7c"
-GOLDEN_PICTURES = "10a75845e3da0f9e28bf71a5200c024a0a7ecf1dccbfe8e6a6b5f6658f660698"
+GOLDEN_IMAGES = "10a75845e3da0f9e28bf71a5200c024a0a7ecf1dccbfe8e6a6b5f6658f660698"
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +91,10 @@ class TestSampling:
         assert [sample_scene(seed).caption for seed in (0, 1, 10**9)] == GOLDEN_CAPTIONS
         golden = [sample_scene(seed) for seed in range(20)]
         assert sha256(repr(golden).encode()).hexdigest() == GOLDEN_SCENES
-        pictures = b"".join(render(scene, 64).tobytes() for scene in golden)
-        assert sha256(pictures).hexdigest() == GOLDEN_PICTURES
+        images = b"".join(render(scene, 64).tobytes() for scene in golden)
+        assert sha256(images).hexdigest() == GOLDEN_IMAGES
 
-    def test_most_pictures_must_be_copied_from_themselves(self, scenes):
+    def test_most_images_must_be_copied_from_themselves(self, scenes):
         groups = [group for scene in scenes for group in scene.groups]
         assert 0.5 < np.mean([group.texture == "patterned" for group in groups]) < 0.7
         assert 0.6 < np.mean([scene.background.kind != "plain" for scene in scenes]) < 0.8
@@ -302,16 +302,16 @@ class TestHidden:
         for group in (group for scene in scenes for group in scene.groups if group.motif):
             single = replace(group, count=1)
             flat = replace(single, texture="plain", motif=None)
-            pictures = [render(Scene((g,), "at the center", PLAIN)) for g in (single, flat)]
+            images = [render(Scene((g,), "at the center", PLAIN)) for g in (single, flat)]
             bits_0, inside = (
-                np.all(picture == OBJECT_COLORS[group.color], axis=-1).sum() for picture in pictures
+                np.all(image == OBJECT_COLORS[group.color], axis=-1).sum() for image in images
             )
             assert 0.28 < bits_0 / inside < 0.74
 
 
 class TestRender:
     def test_background_pixels(self, scenes):
-        """Away from objects the picture is the background's cells in two shades of its colour."""
+        """Away from objects the image is the background's cells in two shades of its colour."""
         for scene in scenes[:60]:
             image = render(scene)
             assert image.shape == (IMAGE_SIZE, IMAGE_SIZE, 3)
@@ -337,10 +337,10 @@ class TestRender:
     @pytest.mark.parametrize("size", SIZES)
     def test_shapes_fill_their_box_and_stay_in_it(self, shape, size):
         scene = Scene((plain(1, shape, size),), "at the center", PLAIN)
-        drawn = np.any(render(scene) != BACKGROUND_COLORS["white"], axis=-1)
+        painted = np.any(render(scene) != BACKGROUND_COLORS["white"], axis=-1)
         ((box,),) = scene.boxes
-        assert drawn.sum() == crop(drawn, box).sum()
-        extent = [np.ptp(where) + 1 for where in np.nonzero(drawn)]
+        assert painted.sum() == crop(painted, box).sum()
+        extent = [np.ptp(where) + 1 for where in np.nonzero(painted)]
         assert min(extent) >= 0.72 * box[2]
         assert max(extent) >= 0.87 * box[2]
         blue = np.all(render(scene) == OBJECT_COLORS["blue"], axis=-1)
@@ -348,14 +348,14 @@ class TestRender:
 
     def test_shapes_and_textures_differ(self):
         textures = ("plain", "striped", "dotted", "checkered")
-        pictures = {
+        images = {
             render(
                 Scene((replace(plain(1, shape), texture=texture),), "at the center", PLAIN)
             ).tobytes()
             for shape in SHAPES
             for texture in textures
         }
-        assert len(pictures) == len(SHAPES) * len(textures)
+        assert len(images) == len(SHAPES) * len(textures)
 
     def test_motif_fills_every_object_alike(self):
         scene = row(patterned(3), background=PLAIN)
@@ -388,19 +388,19 @@ class TestRender:
 
 class TestCopyAgreement:
     @pytest.mark.parametrize("size", [64, 256, 320])
-    def test_pictures_of_scenes_agree(self, scenes, size):
+    def test_images_of_scenes_agree(self, scenes, size):
         for scene in scenes[:150]:
             agreement = copy_agreement(render(scene, size), scene)
             assert (agreement is not None) == has_copies(scene)
             assert agreement is None or 0.9999 < agreement <= 1
 
-    def test_corrupted_pictures_do_not(self, scenes):
+    def test_corrupted_images_do_not(self, scenes):
         agreements = [copy_agreement(corrupt(scene, i), scene) for i, scene in enumerate(scenes)]
         agreements = [agreement for agreement in agreements if agreement is not None]
         assert abs(np.mean(agreements)) < 0.04
         assert np.percentile(agreements, 99) < 0.6
 
-    def test_other_scenes_pictures_do_not(self, scenes):
+    def test_other_scenes_images_do_not(self, scenes):
         agreements = [copy_agreement(render(b), a) for a, b in pairwise(scenes)]
         agreements = [agreement for agreement in agreements if agreement is not None]
         assert np.mean(agreements) < 0.35
@@ -539,8 +539,8 @@ class TestCoco:
             scene = sample_scene(40 + image["id"] - 1)
             assert image["seed"] == 40 + image["id"] - 1
             assert captions[image["id"]] == scene.caption
-            with Image.open(tmp_path / "images" / image["file_name"]) as picture:
-                np.testing.assert_array_equal(np.asarray(picture), render(scene, 64))
+            with Image.open(tmp_path / "images" / image["file_name"]) as image:
+                np.testing.assert_array_equal(np.asarray(image), render(scene, 64))
 
     def test_restart_finishes_and_keeps_what_is_done(self, tmp_path):
         write_coco(tmp_path, 4, size=64)
@@ -559,7 +559,7 @@ class TestCoco:
 
     def test_killed_while_writing(self, tmp_path, monkeypatch):
         def fail(self: Image.Image, path: Path, **_: object) -> None:
-            Path(path).write_bytes(b"half a picture")
+            Path(path).write_bytes(b"half an image")
             raise OSError("No space left on device")
 
         with monkeypatch.context() as patch:

@@ -84,7 +84,7 @@ def test_the_sample_is_uniform_over_calls_batch_and_tokens():
         numbers, _ = stream(capacity=130, seed=seed)
         counts[numbers] += 1
     share = 0.13
-    for size in (100, 50, 10):  # a call, a picture of a call, neighbours
+    for size in (100, 50, 10):  # a call, an image of a call, neighbours
         cells = counts.view(-1, size).sum(1)
         expected = draws * size * share
         deviation = (draws * size * share * (1 - share)) ** 0.5
@@ -275,7 +275,7 @@ def test_calibrated_codebooks_beat_random_keys():
     layers = select_layers(pipe.unet, config.levels)
     samples = [_LayerSample(layer, 2048, 0, 5) for layer in layers]
     with _watch(samples):
-        draw(pipe, seed=7, num_inference_steps=STEPS)  # a picture that calibration has not seen
+        draw(pipe, seed=7, num_inference_steps=STEPS)  # an image that calibration has not seen
     codebooks = fit(pipe, config)
     generator = torch.Generator().manual_seed(0)
     for layer, sample in zip(layers, samples, strict=True):
@@ -306,8 +306,8 @@ def test_a_flat_configuration_has_no_children():
 def test_img2img_takes_its_arguments_and_may_run_few_steps():
     """Strength 0.3 of 10 steps is 3 calls: fails where the capture waits for call 5."""
     pipe = tiny_pipe(cls=StableDiffusionImg2ImgPipeline)
-    picture = Image.new("RGB", (64, 64), "red")
-    codebooks = fit(pipe, prompts=PROMPTS[:1], num_inference_steps=10, image=picture, strength=0.3)
+    image = Image.new("RGB", (64, 64), "red")
+    codebooks = fit(pipe, prompts=PROMPTS[:1], num_inference_steps=10, image=image, strength=0.3)
     assert all(0 < measured["capture"] < 1 for measured in figures(codebooks).values())
     other = fit(
         pipe,

@@ -1,6 +1,7 @@
 """`AVQCodebooks`: which layers it covers, what a saved folder holds, and what loading refuses."""
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -9,9 +10,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, MotionAdapter, UNetMotionModel
+from diffusers import DiffusionPipeline, UNetMotionModel
 from safetensors.torch import load_file, save_file
-from tiny import CONFIG, predict, random_codebooks, sd2_unet, sdxl_unet, tiny_unet
+from tiny import (
+    CONFIG,
+    LAYER,
+    motion_adapter,
+    predict,
+    random_changes,
+    random_codebooks,
+    sd2_unet,
+    sdxl_unet,
+    tiny_unet,
+    tuned_codebooks,
+)
 
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
@@ -19,8 +31,8 @@ from avq_diffusers.plugin.apply import apply_avq
 from avq_diffusers.plugin.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 from avq_diffusers.plugin.layers import select_layers
 
+CHILDREN = f"codebooks.{LAYER.replace('.', '__')}.child_codewords"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 
 
 class WithCodebooks(DiffusionPipeline):
@@ -31,23 +43,13 @@ class WithCodebooks(DiffusionPipeline):
         self.register_modules(codebooks=codebooks)
 
 
+OTHER_SIZE = Codebook(torch.zeros(2, 3, 8), torch.zeros(2, 3, 2, 8))
+
+
 @pytest.fixture
 def folder(codebooks, tmp_path):
     codebooks.save_pretrained(tmp_path / "codebooks")
     return tmp_path / "codebooks"
-
-
-def random_changes(unet, config=CONFIG, seed=0):
-    """Changes of the projections of the layers of `config`: noise of half the weights' size."""
-    generator = torch.Generator().manual_seed(seed)
-    changes = {}
-    for layer in select_layers(unet, config.levels, config.exact):
-        own = {name: layer.attn.state_dict()[name] for name in PROJECTION_PARAMETERS}
-        changes[layer.name] = {
-            name: 0.5 * tensor.std() * torch.randn(tensor.shape, generator=generator)
-            for name, tensor in own.items()
-        }
-    return changes
 
 
 def edit_config(folder, **values):
@@ -65,7 +67,7 @@ def edit_weights(folder, change):
 def test_parameters_are_single_precision_whatever_the_default(tmp_path, dtype):
     """Catches codewords rounded to the half precision that a script has made the default."""
     unet, config = tiny_unet(), replace(CONFIG, key_norm=True)
-    codebooks = random_codebooks(unet, config, projection_changes=random_changes(unet, config))
+    codebooks = tuned_codebooks(unet, config)
     codebooks.save_pretrained(tmp_path)
     torch.set_default_dtype(dtype)
     try:
@@ -150,12 +152,7 @@ class TestSelectLayers:
 
     def test_temporal_layers_are_left_out(self, unet):
         """Catches a rule by `attn1` alone: motion modules have an attn1 over frames."""
-        adapter = MotionAdapter(
-            block_out_channels=(16, 32, 64, 64),
-            motion_num_attention_heads=2,
-            motion_norm_num_groups=8,
-        )
-        motion = UNetMotionModel.from_unet2d(unet, adapter)
+        motion = UNetMotionModel.from_unet2d(unet, motion_adapter())
         names = [layer.name for layer in select_layers(motion)]
         assert names == [layer.name for layer in select_layers(unet)]
         assert any("motion_modules" in name for name in motion.attn_processors)
@@ -323,19 +320,35 @@ class TestRefusals:
         ):
             AVQCodebooks.from_pretrained(folder, **{name: None})
 
-    def test_format_version(self, folder):
-        edit_config(folder, format_version=1)
-        with pytest.raises(ValueError, match="format version 2 are supported, but got version 1"):
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"format_version": 1}, "format version 2 are supported, but got version 1"),
+            ({"_class_name": "UNet2DConditionModel"}, "of AVQCodebooks, but got one of UNet2DCond"),
+            ({"avq": {"num_parents": 4, "parents": 4}}, "unknown AVQConfig keys: parents"),
+            (
+                {"avq": {"num_parents": 5, "num_children": 2, "num_refined": 2}},
+                r"must have shape \(2, 5, .*but got \(2, 4, ",
+            ),
+        ],
+    )
+    def test_config(self, folder, values, message):
+        edit_config(folder, **values)
+        with pytest.raises(ValueError, match=message):
             AVQCodebooks.from_pretrained(folder)
 
-    def test_other_model(self, folder):
-        edit_config(folder, _class_name="UNet2DConditionModel")
-        with pytest.raises(ValueError, match="config of AVQCodebooks, but got one of UNet2DCond"):
-            AVQCodebooks.from_pretrained(folder)
-
-    def test_unknown_config_key(self, folder):
-        edit_config(folder, avq={"num_parents": 4, "parents": 4})
-        with pytest.raises(ValueError, match="unknown AVQConfig keys: parents"):
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda x: x[CHILDREN].view(-1)[5:6].fill_(math.nan), "child_codewords holds NaN or"),
+            (lambda x: x[CHILDREN].view(-1)[5:6].fill_(math.inf), "child_codewords holds NaN or"),
+            (lambda x: (x.popitem(), x.popitem()), r"_codewords is missing \(2 missing in all\)"),
+            (lambda x: x.update(extra=torch.zeros(1)), r"extra is unexpected \(1 unexpected in"),
+        ],
+    )
+    def test_weights(self, folder, change, message):
+        edit_weights(folder, change)
+        with pytest.raises(ValueError, match=message):
             AVQCodebooks.from_pretrained(folder)
 
     def test_config_is_not_json(self, folder):
@@ -375,28 +388,6 @@ class TestRefusals:
             other.save_pretrained(tmp_path / "other")
             shutil.copy(tmp_path / "other" / WEIGHTS, folder / WEIGHTS)
         with pytest.raises(ValueError, match="does not hold the tensors that its config"):
-            AVQCodebooks.from_pretrained(folder)
-
-    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_not_finite(self, folder, value):
-        key = f"codebooks.{LAYER.replace('.', '__')}.child_codewords"
-        edit_weights(folder, lambda tensors: tensors[key].view(-1)[5:6].fill_(value))
-        with pytest.raises(ValueError, match="child_codewords holds NaN or infinity"):
-            AVQCodebooks.from_pretrained(folder)
-
-    def test_missing_layer(self, folder):
-        edit_weights(folder, lambda tensors: [tensors.popitem() for _ in range(2)])
-        with pytest.raises(ValueError, match=r"_codewords is missing \(2 missing in all\)"):
-            AVQCodebooks.from_pretrained(folder)
-
-    def test_unexpected_layer(self, folder):
-        edit_weights(folder, lambda tensors: tensors.update(extra=torch.zeros(1)))
-        with pytest.raises(ValueError, match=r"extra is unexpected \(1 unexpected in all\)"):
-            AVQCodebooks.from_pretrained(folder)
-
-    def test_wrong_shape(self, folder):
-        edit_config(folder, avq={"num_parents": 5, "num_children": 2, "num_refined": 2})
-        with pytest.raises(ValueError, match=r"must have shape \(2, 5, .*but got \(2, 4, "):
             AVQCodebooks.from_pretrained(folder)
 
     def test_nothing_is_unpickled(self, folder):
@@ -477,31 +468,25 @@ class TestFromCodebooks:
         codebooks.codebook(LAYER).parents.zero_()
         assert built.codebook(LAYER).parents.any()
 
-    def test_missing_layer(self, unet, codebooks):
+    @pytest.mark.parametrize(
+        ("change", "overrides", "message"),
+        [
+            (lambda parts: parts.pop(LAYER), {}, f"codebooks: {LAYER} is missing"),
+            (lambda parts: parts.update(mid=parts[LAYER]), {}, "codebooks: mid is unexpected"),
+            (
+                lambda parts: parts.update({LAYER: OTHER_SIZE}),
+                {},
+                r"attn1: parents must have shape \(2, 4, 8\), but got",
+            ),
+            (lambda parts: None, {"up_block.3": {"num_refined": 1}}, r"but got 'up_block\.3'"),
+        ],
+    )
+    def test_refuses(self, unet, codebooks, change, overrides, message):
+        """Catches layers left out in silence, and overrides by a misspelt name without effect."""
         parts = self.parts(codebooks)
-        del parts[LAYER]
-        with pytest.raises(ValueError, match=f"codebooks: {LAYER} is missing"):
-            AVQCodebooks.from_codebooks(CONFIG, parts, unet)
-
-    def test_unexpected_layer(self, unet, codebooks):
-        parts = self.parts(codebooks) | {"mid": codebooks.codebook(LAYER)}
-        with pytest.raises(ValueError, match="codebooks: mid is unexpected"):
-            AVQCodebooks.from_codebooks(CONFIG, parts, unet)
-
-    def test_override_of_no_layer(self, unet, codebooks):
-        """Catches sizes that were asked for by a misspelt name and are silently the usual ones."""
-        config = replace(CONFIG, overrides={"up_block.3": {"num_refined": 1}})
-        with pytest.raises(ValueError, match=r"overrides must .*, but got 'up_block\.3'"):
-            AVQCodebooks.from_codebooks(config, self.parts(codebooks), unet)
-
-    def test_other_size(self, unet, codebooks):
-        parts = self.parts(codebooks) | {
-            LAYER: Codebook(torch.zeros(2, 3, 8), torch.zeros(2, 3, 2, 8))
-        }
-        with pytest.raises(
-            ValueError, match=r"attn1: parents must have shape \(2, 4, 8\), but got"
-        ):
-            AVQCodebooks.from_codebooks(CONFIG, parts, unet)
+        change(parts)
+        with pytest.raises(ValueError, match=message):
+            AVQCodebooks.from_codebooks(replace(CONFIG, overrides=overrides), parts, unet)
 
 
 class TestProjectionChanges:
@@ -561,46 +546,31 @@ class TestProjectionChanges:
         loaded = AVQCodebooks.from_pretrained(folder)
         assert loaded.projection_changes(LAYER) is None
 
-    def test_missing_layer(self, unet, changes):
-        del changes[LAYER]
-        with pytest.raises(
-            ValueError, match=rf"projection_changes: {LAYER} is missing \(1 missing"
-        ):
-            random_codebooks(unet, projection_changes=changes)
-        with pytest.raises(ValueError, match=r"is missing \(10 missing in all\)"):
-            random_codebooks(unet, projection_changes={})
-
-    def test_unexpected_layer(self, unet, changes):
-        changes["mid"] = changes[LAYER]
-        with pytest.raises(ValueError, match="projection_changes: mid is unexpected"):
-            random_codebooks(unet, projection_changes=changes)
-
-    def test_missing_parameter(self, unet, changes):
-        del changes[LAYER]["to_out.0.bias"]
-        with pytest.raises(
-            ValueError, match=rf"projection_changes of {LAYER}: to_out\.0\.bias is missing"
-        ):
-            random_codebooks(unet, projection_changes=changes)
-
-    def test_unexpected_parameter(self, unet, changes):
-        changes[LAYER]["to_q.bias"] = torch.zeros(16)
-        with pytest.raises(
-            ValueError, match=rf"projection_changes of {LAYER}: to_q\.bias is unexpected"
-        ):
-            random_codebooks(unet, projection_changes=changes)
-
-    def test_wrong_shape(self, unet, changes):
-        """Catches a tensor that broadcasts into its place."""
-        changes[LAYER]["to_v.weight"] = torch.zeros(16, 1)
-        with pytest.raises(
-            ValueError, match=r"to_v\.weight must have shape \(16, 16\), but got \(16, 1\)"
-        ):
-            random_codebooks(unet, projection_changes=changes)
-
-    def test_not_finite(self, unet, changes):
-        """Catches a diverged run that saves what loading refuses."""
-        changes[LAYER]["to_k.weight"][0, 0] = float("nan")
-        with pytest.raises(ValueError, match=rf"{LAYER}: to_k\.weight holds NaN or infinity"):
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda x: x.pop(LAYER), rf"projection_changes: {LAYER} is missing \(1 missing"),
+            (lambda x: x.clear(), r"is missing \(10 missing in all\)"),
+            (lambda x: x.update(mid={}), "projection_changes: mid is unexpected"),
+            (lambda x: x[LAYER].pop("to_out.0.bias"), rf"{LAYER}: to_out\.0\.bias is missing"),
+            (
+                lambda x: x[LAYER].update({"to_q.bias": torch.zeros(16)}),
+                rf"projection_changes of {LAYER}: to_q\.bias is unexpected",
+            ),
+            (
+                lambda x: x[LAYER].update({"to_v.weight": torch.zeros(16, 1)}),  # broadcasts
+                r"to_v\.weight must have shape \(16, 16\), but got \(16, 1\)",
+            ),
+            (
+                lambda x: x[LAYER]["to_k.weight"][0].fill_(math.nan),
+                rf"{LAYER}: to_k\.weight holds NaN or infinity",
+            ),
+        ],
+    )
+    def test_refuses(self, unet, changes, change, message):
+        """Catches a run that saves what loading refuses."""
+        change(changes)
+        with pytest.raises(ValueError, match=message):
             random_codebooks(unet, projection_changes=changes)
 
     def test_file_and_config_disagree(self, folder, tuned_folder):
@@ -633,7 +603,3 @@ class TestOtherModel:
             codebooks.layers_of(other)
         with pytest.raises(ValueError, match=r"another model: .*attn1 is missing"):
             random_codebooks(other).layers_of(tiny_unet())
-
-    def test_level_set(self, codebooks):
-        with pytest.raises(ValueError, match="no self-attention at level 0"):
-            codebooks.layers_of(sdxl_unet())

@@ -3,30 +3,22 @@
 The marker `feature` names the feature of `eval/results/features.md` that a test stands for.
 """
 
-import base64
-import hashlib
-import json
-import os
-import re
-import subprocess
-import sys
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from threading import Thread
+from types import SimpleNamespace
 
 import diffusers
 import pytest
 import tomesd
 import torch
 from accelerate import cpu_offload
+from checks import check_on_and_off, differ, kinds, runs
 from diffusers import (
     AnimateDiffPipeline,
     BitsAndBytesConfig,
     ControlNetModel,
     DDPMScheduler,
-    MotionAdapter,
     StableDiffusionAdapterPipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
@@ -39,24 +31,33 @@ from diffusers import (
     UNet2DConditionModel,
     UNetMotionModel,
 )
+from diffusers.models import modeling_utils
 from diffusers.models.attention_processor import (
     AttnProcessor2_0,
     IPAdapterAttnProcessor2_0,
     XFormersAttnProcessor,
 )
 from diffusers.models.embeddings import ImageProjection
+from diffusers.pipelines import pipeline_utils
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
-from peft import LoraConfig, get_peft_model_state_dict
-from test_codebooks import random_changes
+from diffusers.utils import hub_utils
+from huggingface_hub import ModelCard
+from peft import get_peft_model_state_dict
 from tiny import (
     CONFIG,
+    LORA,
     draw,
     let_answer_calls_only,
+    motion_adapter,
     predict,
+    quiet,
     random_codebooks,
+    random_image,
+    small_unet,
     tiny_components,
     tiny_pipe,
     tiny_unet,
+    tuned_codebooks,
 )
 
 from avq_diffusers.config import AVQConfig
@@ -92,36 +93,11 @@ OTHER_TIMESTEPS = ("EDMDPMSolverMultistepScheduler", "EDMEulerScheduler", "IPNDM
 SCHEDULERS = (*(scheduler.name for scheduler in KarrasDiffusionSchedulers), *OTHER_SCHEDULERS)
 
 
-def differ(picture, other):
-    return bool((picture - other).norm() > 1e-3 * other.norm())
-
-
-def kinds(pipe):
-    """Every kind of call that any layer has seen."""
-    return {kind for row in summary(pipe).rows for kind in row.calls}
-
-
-def check_on_and_off(pipe, codebooks, draw=draw, **arguments):
-    """AVQ runs in every layer, changes the picture, and nothing is left of it when off."""
-    exact = draw(pipe, **arguments)
-    avq = draw(apply_avq(pipe, codebooks, route="always"), **arguments)
-    calls = {row.name: set(row.calls) for row in summary(pipe).rows if row.config}
-    assert calls == {name: {"AVQ"} for name in codebooks.layer_specs}
-    assert differ(avq, exact)
-    with avq_disabled(pipe):
-        assert torch.equal(draw(pipe, **arguments), exact)
-    assert torch.equal(draw(remove_avq(pipe), **arguments), exact)
-    return exact, avq
-
-
 class TestPipelines:
-    def image(self, seed=5, size=128):
-        return torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(seed))
-
     @feature("img2img")
     def test_img2img(self, codebooks):
         pipe = tiny_pipe(cls=StableDiffusionImg2ImgPipeline)
-        check_on_and_off(pipe, codebooks, image=self.image(), strength=1.0)
+        check_on_and_off(pipe, codebooks, image=random_image(128), strength=1.0)
 
     @feature("inpainting")
     def test_inpaint(self, codebooks):
@@ -129,7 +105,7 @@ class TestPipelines:
         mask = torch.zeros(1, 1, 128, 128)
         mask[:, :, 32:96] = 1
         check_on_and_off(
-            pipe, codebooks, image=self.image(), mask_image=mask, height=128, width=128
+            pipe, codebooks, image=random_image(128), mask_image=mask, height=128, width=128
         )
 
     @feature("upscaling")
@@ -139,18 +115,17 @@ class TestPipelines:
         components["vae"].register_to_config(scaling_factor=0.08333)
         pipe = StableDiffusionUpscalePipeline(**components, low_res_scheduler=DDPMScheduler())
         pipe.set_progress_bar_config(disable=True)
-        check_on_and_off(pipe, random_codebooks(pipe.unet), image=self.image(size=16))
+        check_on_and_off(pipe, random_codebooks(pipe.unet), image=random_image(16))
 
     @feature("from_pipe")
     def test_shared_unet(self, pipe, codebooks):
         """Catches AVQ lost where `from_pipe` shares the UNet, or removed from one only."""
         apply_avq(pipe, codebooks)
-        other = StableDiffusionImg2ImgPipeline.from_pipe(pipe)
-        other.set_progress_bar_config(disable=True)
-        avq = draw(other, image=self.image(), strength=1.0)
+        other = quiet(StableDiffusionImg2ImgPipeline.from_pipe(pipe))
+        avq = draw(other, image=random_image(128), strength=1.0)
         assert kinds(other) == {"AVQ"}
         remove_avq(other)
-        assert differ(draw(other, image=self.image(), strength=1.0), avq)
+        assert differ(draw(other, image=random_image(128), strength=1.0), avq)
         assert kinds(pipe) == set()
 
     @feature("ControlNet")
@@ -165,7 +140,7 @@ class TestPipelines:
         remove_avq(unet)
         torch.nn.init.normal_(controlnet.controlnet_mid_block.weight)
         pipe = tiny_pipe(unet, StableDiffusionControlNetPipeline, controlnet=controlnet)
-        exact, _ = check_on_and_off(pipe, codebooks, image=self.image(), height=128, width=128)
+        exact, _ = check_on_and_off(pipe, codebooks, image=random_image(128), height=128, width=128)
         assert differ(exact, draw(tiny_pipe(unet)))
 
     @feature("AVQ inside the ControlNet")
@@ -175,9 +150,9 @@ class TestPipelines:
         for block in (*controlnet.controlnet_down_blocks, controlnet.controlnet_mid_block):
             torch.nn.init.normal_(block.weight, std=0.1)  # zero before training: without effect
         pipe = tiny_pipe(unet, StableDiffusionControlNetPipeline, controlnet=controlnet)
-        arguments = {"image": self.image(), "height": 128, "width": 128}
+        arguments = {"image": random_image(128), "height": 128, "width": 128}
         exact = draw(pipe, **arguments)
-        options = {"image": self.image(), "num_inference_steps": 1, "progress": False}
+        options = {"image": random_image(128), "num_inference_steps": 1, "progress": False}
         options["model"] = controlnet
         own = calibrate(pipe, ["a hen"], CONFIG, **options)
         assert len(own.layer_specs) == 4  # of the two levels, down blocks only
@@ -207,9 +182,9 @@ class TestPipelines:
             controlnets.append(ControlNetModel.from_unet(unet))
             torch.nn.init.normal_(controlnets[-1].controlnet_mid_block.weight)
         pipe = tiny_pipe(unet, StableDiffusionControlNetPipeline, controlnet=controlnets)
-        arguments = {"image": [self.image()] * 2, "height": 128, "width": 128}
+        arguments = {"image": [random_image(128)] * 2, "height": 128, "width": 128}
         exact = draw(pipe, **arguments)
-        options = {"image": [self.image()] * 2, "num_inference_steps": 1, "progress": False}
+        options = {"image": [random_image(128)] * 2, "num_inference_steps": 1, "progress": False}
         before = calibrate(pipe, ["a hen"], CONFIG, **options)
         for controlnet in controlnets:
             apply_avq(controlnet, random_codebooks(controlnet, CONFIG))
@@ -229,9 +204,9 @@ class TestPipelines:
         torch.manual_seed(4)
         adapter = T2IAdapter(channels=[16, 32, 64, 64], num_res_blocks=1, downscale_factor=8)
         pipe = tiny_pipe(cls=StableDiffusionAdapterPipeline, adapter=adapter.eval())
-        _, avq = check_on_and_off(pipe, codebooks, image=self.image())
+        _, avq = check_on_and_off(pipe, codebooks, image=random_image(128))
         apply_avq(pipe, codebooks)
-        assert differ(draw(pipe, image=self.image(), adapter_conditioning_scale=0.0), avq)
+        assert differ(draw(pipe, image=random_image(128), adapter_conditioning_scale=0.0), avq)
 
     @feature("PAG")
     @pytest.mark.parametrize("layers", [["mid"], ["down_blocks.0"]])
@@ -254,11 +229,7 @@ class TestPipelines:
     @feature("AnimateDiff")
     def test_animatediff(self, unet, codebooks):
         """Catches temporal attention quantized, or codebooks carried over by `from_unet2d`."""
-        adapter = MotionAdapter(
-            block_out_channels=(16, 32, 64, 64),
-            motion_num_attention_heads=2,
-            motion_norm_num_groups=8,
-        )
+        adapter = motion_adapter()
         inputs = (torch.randn(1, 4, 3, 8, 8), 10, torch.zeros(3, 5, 32))  # 3 frames
         with torch.no_grad():
             expected = UNetMotionModel.from_unet2d(unet, adapter)(*inputs).sample
@@ -271,11 +242,7 @@ class TestPipelines:
                 assert not isinstance(processor, AVQProcessor)
 
     def animatediff_pipe(self):
-        adapter = MotionAdapter(
-            block_out_channels=(16, 32, 64, 64),
-            motion_num_attention_heads=2,
-            motion_norm_num_groups=8,
-        )
+        adapter = motion_adapter()
         components = tiny_components()
         del components["safety_checker"], components["feature_extractor"]
         pipe = AnimateDiffPipeline(**components, motion_adapter=adapter)
@@ -284,7 +251,7 @@ class TestPipelines:
 
     @feature("AnimateDiff")
     def test_animatediff_pipeline(self, codebooks):
-        """Catches frames that are taken for tokens, or for one picture."""
+        """Catches frames that are taken for tokens, or for one image."""
 
         def draw_video(pipe):
             return pipe(
@@ -317,12 +284,7 @@ class TestSampling:
         """Catches AVQ that counts on a number of UNet calls or on timesteps of one scheduler."""
         if name == "DPMSolverSDEScheduler":
             pytest.importorskip("torchsde")
-        unet = tiny_unet(
-            block_out_channels=(16, 32),
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            layers_per_block=1,
-        )
+        unet = small_unet()
         pipe = tiny_pipe(unet)
         cls = getattr(diffusers, name)
         pipe.scheduler = cls.from_config(pipe.scheduler.config, **SCHEDULER_OPTIONS.get(name, {}))
@@ -360,12 +322,6 @@ class TestSampling:
         remove_avq(pipe)
         _, avq = check_on_and_off(pipe, codebooks, negative_prompt="a blue hen")
         assert differ(avq, plain)
-
-    @feature("batches")
-    def test_batch(self, pipe, codebooks):
-        _, avq = check_on_and_off(pipe, codebooks, num_images_per_prompt=3)
-        assert len(avq) == 3
-        assert differ(avq[0], avq[1])
 
     @feature("no guidance")
     def test_without_guidance(self, pipe, codebooks):
@@ -436,20 +392,13 @@ def test_lost_arguments_are_said(codebooks):
 class TestLoRA:
     @pytest.fixture(params=[False, True], ids=["untuned", "tuned"])
     def codebooks(self, unet, request):
-        changes = random_changes(unet) if request.param else None
-        return random_codebooks(unet, projection_changes=changes)
-
-    @pytest.fixture
-    def config(self):
-        return LoraConfig(
-            r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False
-        )
+        return tuned_codebooks(unet) if request.param else random_codebooks(unet)
 
     @feature("LoRA (load/fuse/unfuse)")
-    def test_is_seen(self, pipe, codebooks, config):
+    def test_is_seen(self, pipe, codebooks):
         """Catches raw weights read instead of projections called."""
         plain = draw(apply_avq(pipe, codebooks))
-        pipe.unet.add_adapter(config)
+        pipe.unet.add_adapter(LORA)
         adapted = draw(pipe)
         assert differ(adapted, plain)
         assert kinds(pipe) == {"AVQ"}
@@ -461,10 +410,10 @@ class TestLoRA:
         assert differ(draw(pipe, cross_attention_kwargs={"scale": 0.5}), adapted)
 
     @feature("LoRA (load/fuse/unfuse)")
-    def test_fuse(self, pipe, codebooks, config):
+    def test_fuse(self, pipe, codebooks):
         """Catches an adapter that AVQ loses when it is fused or taken out again."""
         plain = draw(apply_avq(pipe, codebooks))
-        pipe.unet.add_adapter(config)
+        pipe.unet.add_adapter(LORA)
         adapted = draw(pipe)
         with pytest.raises(AssertionError):  # the tolerance below tells them apart
             torch.testing.assert_close(plain, adapted, rtol=1e-2, atol=1e-2)
@@ -476,9 +425,9 @@ class TestLoRA:
 
     @feature("LoRA (load/fuse/unfuse)")
     @pytest.mark.parametrize("avq_first", [True, False])
-    def test_fuse_for_good(self, pipe, codebooks, config, avq_first):
+    def test_fuse_for_good(self, pipe, codebooks, avq_first):
         """Catches weights of the base model in place of those that a LoRA was fused into."""
-        pipe.unet.add_adapter(config)
+        pipe.unet.add_adapter(LORA)
         adapted = draw(apply_avq(pipe, codebooks))
         if not avq_first:
             remove_avq(pipe)
@@ -492,23 +441,23 @@ class TestLoRA:
             torch.testing.assert_close(plain, adapted, rtol=1e-2, atol=1e-2)
 
     @feature("LoRA (load/fuse/unfuse)")
-    def test_remove(self, pipe, codebooks, config):
+    def test_remove(self, pipe, codebooks):
         """Catches AVQ that only lets go of the modules it was applied to."""
         exact = draw(pipe)
         apply_avq(pipe, codebooks)
-        pipe.unet.add_adapter(config)
+        pipe.unet.add_adapter(LORA)
         draw(pipe)
         remove_avq(pipe)
         pipe.unload_lora_weights()
         assert torch.equal(draw(pipe), exact)
 
     @feature("LoRA hot-swap")
-    def test_hot_swap(self, pipe, codebooks, config, tmp_path):
+    def test_hot_swap(self, pipe, codebooks, tmp_path):
         """Catches AVQ that keeps the weights of the LoRA it met first."""
         for seed in (1, 2):
             source = tiny_unet()
             torch.manual_seed(seed)
-            source.add_adapter(config)
+            source.add_adapter(LORA)
             StableDiffusionPipeline.save_lora_weights(
                 tmp_path / str(seed), unet_lora_layers=get_peft_model_state_dict(source)
             )
@@ -625,25 +574,24 @@ class TestIPAdapter:
 
 
 class TestOtherTools:
-    @feature("attention slicing (replaces AVQ: reported)")
-    def test_attention_slicing(self, pipe, codebooks):
-        """Catches AVQ that is silently gone: slicing replaces every processor."""
+    @pytest.mark.parametrize(
+        "processor",
+        [
+            pytest.param("Sliced", marks=feature("attention slicing (replaces AVQ: reported)")),
+            pytest.param("XFormers", marks=feature("xFormers (replaces AVQ: reported)")),
+        ],
+    )
+    def test_replaced_processors(self, pipe, codebooks, processor):
+        """Catches AVQ that is silently gone: both tools replace every processor."""
         avq = draw(apply_avq(pipe, codebooks))
-        pipe.enable_attention_slicing()
-        replaced = {row.runs for row in summary(pipe).rows if row.config}
-        assert replaced == {"exact: replaced by SlicedAttnProcessor"}
-        assert differ(draw(pipe), avq)
-        torch.testing.assert_close(draw(apply_avq(pipe, codebooks)), avq, rtol=1e-4, atol=1e-4)
-        assert kinds(pipe) == {"AVQ"}
-
-    @feature("xFormers (replaces AVQ: reported)")
-    def test_xformers(self, pipe, codebooks):
-        """Catches AVQ that is silently gone. What `enable_xformers_...` sets is set by hand."""
-        avq = draw(apply_avq(pipe, codebooks))
-        pipe.unet.set_attn_processor(XFormersAttnProcessor())
-        replaced = {row.runs for row in summary(pipe).rows if row.config}
-        assert replaced == {"exact: replaced by XFormersAttnProcessor"}
-        pipe.unet.set_default_attn_processor()
+        if processor == "Sliced":
+            pipe.enable_attention_slicing()
+            assert differ(draw(pipe), avq)
+        else:  # `enable_xformers_...` needs a GPU
+            pipe.unet.set_attn_processor(XFormersAttnProcessor())
+        assert runs(pipe) == {f"exact: replaced by {processor}AttnProcessor"}
+        if processor == "XFormers":  # cannot serve what AVQ hands over here
+            pipe.unet.set_default_attn_processor()
         torch.testing.assert_close(draw(apply_avq(pipe, codebooks)), avq, rtol=1e-4, atol=1e-4)
         assert kinds(pipe) == {"AVQ"}
 
@@ -651,8 +599,7 @@ class TestOtherTools:
         """Catches AVQ that does not come back, or reads the fused projection left behind."""
         avq = draw(apply_avq(pipe, codebooks))
         pipe.fuse_qkv_projections(vae=False)
-        replaced = {row.runs for row in summary(pipe).rows if row.config}
-        assert replaced == {"exact: replaced by FusedAttnProcessor2_0"}
+        assert runs(pipe) == {"exact: replaced by FusedAttnProcessor2_0"}
         draw(pipe)
         pipe.unfuse_qkv_projections(vae=False)
         assert torch.equal(draw(pipe), avq)
@@ -788,15 +735,6 @@ class TestOtherTools:
         pipe.unet.to(memory_format=torch.channels_last)
         torch.testing.assert_close(draw(pipe), avq, rtol=1e-3, atol=1e-3)
 
-    def test_inference_mode_then_training(self, unet, codebooks):
-        """Catches tensors cached in inference mode, which autograd refuses later."""
-        apply_avq(unet, random_codebooks(unet))
-        with torch.inference_mode():
-            predict(unet)
-        sample = torch.zeros(1, 4, 16, 16, requires_grad=True)
-        unet(sample, 10, torch.zeros(1, 5, 32)).sample.sum().backward()
-        assert sample.grad.isfinite().all()
-
     @feature("torchao int8 weights")
     def test_torchao(self, unet, codebooks, tmp_path):
         """Catches weights read where a quantized tensor has no such operator, or dtype."""
@@ -813,163 +751,55 @@ class TestOtherTools:
         assert 0 < (avq - full).norm() < 0.5 * (avq - exact).norm()
 
 
-class TestSaving:
-    @feature("save_pretrained")
-    def test_save_pretrained(self, pipe, codebooks, tmp_path):
-        """Catches a folder that knows of AVQ, or lacks what AVQ's layers hold."""
-        exact, avq = draw(pipe), draw(apply_avq(pipe, codebooks))
-        pipe.save_pretrained(tmp_path / "pipe")
-        codebooks.save_pretrained(tmp_path / "codebooks")
-        loaded = StableDiffusionPipeline.from_pretrained(tmp_path / "pipe")
-        loaded.set_progress_bar_config(disable=True)
-        torch.testing.assert_close(draw(loaded), exact, rtol=1e-4, atol=1e-4)
-        assert kinds(loaded) == set()
-        apply_avq(loaded, AVQCodebooks.from_pretrained(tmp_path / "codebooks"))
-        torch.testing.assert_close(draw(loaded), avq, rtol=1e-4, atol=1e-4)
-
-    @feature("push_to_hub")
-    @pytest.mark.long
-    def test_push_to_hub(self, pipe, codebooks, hub, tmp_path):
-        """Catches anything that is uploaded and not needed, or needed and not uploaded."""
-        avq = draw(apply_avq(pipe, codebooks))
-        process = subprocess.run(
-            [sys.executable, "-c", PUSH_AND_LOAD, str(tmp_path / "saved")],
-            env={**os.environ, **hub.environment},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert process.returncode == 0, process.stderr
-        assert set(hub.repos["someone/codebooks"]) == {
-            "README.md", "config.json", "diffusion_pytorch_model.safetensors",
-        }  # fmt: skip
-        assert {"config.json", "diffusion_pytorch_model.safetensors"} <= set(
-            hub.repos["someone/saved"]
-        )
-        assert "model_index.json" in hub.repos["someone/pipe"]
-        assert not any(b"avq" in content.lower() for content in hub.repos["someone/pipe"].values())
-        picture = torch.tensor(json.loads(process.stdout.splitlines()[-1]))
-        torch.testing.assert_close(picture, avq, rtol=1e-4, atol=1e-4)
-
-
-# The Hub's address is read when huggingface_hub is imported: hence a process of its own.
-PUSH_AND_LOAD = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-import json, torch
-torch.set_num_threads(1)
-from diffusers import StableDiffusionPipeline
-from tiny import draw, random_codebooks, tiny_pipe
-from avq_diffusers import AVQCodebooks, apply_avq
-
-pipe = tiny_pipe()
-codebooks = random_codebooks(pipe.unet)
-apply_avq(pipe, codebooks).push_to_hub("someone/pipe", token="none")
-codebooks.push_to_hub("someone/codebooks", token="none")
-codebooks.save_pretrained(sys.argv[1], push_to_hub=True, token="none")
-loaded = StableDiffusionPipeline.from_pretrained("someone/pipe")
-loaded.set_progress_bar_config(disable=True)
-apply_avq(loaded, AVQCodebooks.from_pretrained("someone/codebooks"))
-print(json.dumps(draw(loaded).tolist()))
-"""
-
-
-class Hub(ThreadingHTTPServer):
-    """As much of the Hub's HTTP interface as an upload and a download of small files need."""
-
-    commit = "0" * 40
-
-    def __init__(self, cache):
-        super().__init__(("127.0.0.1", 0), HubRequest)
-        self.repos: dict[str, dict[str, bytes]] = {}
-        self.environment = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}",
-            "HF_HOME": str(cache),
-            "HF_HUB_OFFLINE": "0",
-        }
-
-
-class HubRequest(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args):
-        pass
-
-    def answer(self, content, status=200, headers=()):
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in (*headers, ("Content-Length", str(len(body)))):
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        repo = "/".join(self.path.split("/")[3:5])
-        if self.path == "/api/repos/create":
-            request = json.loads(body)
-            owner = request["organization"] or "someone"  # the user whose token it is
-            repo = f"{owner}/{request['name']}"
-            self.server.repos[repo] = {}
-            self.answer({"id": repo, "url": f"http://{self.headers['Host']}/{repo}"})
-        elif "/preupload/" in self.path:
-            files = [{"path": x["path"], "uploadMode": "regular", "shouldIgnore": False}
-                     for x in json.loads(body)["files"]]  # fmt: skip
-            self.answer({"files": files})
-        elif "/commit/" in self.path:
-            for entry in map(json.loads, body.splitlines()):
-                if entry["key"] == "file":
-                    file = entry["value"]
-                    self.server.repos[repo][file["path"]] = base64.b64decode(file["content"])
-            commit = self.server.commit
-            url = f"http://{self.headers['Host']}/{repo}/commit/{commit}"
-            self.answer({"commitOid": commit, "commitUrl": url, "hookOutput": ""})
-        else:  # of the model card's header
-            self.answer({"errors": [], "warnings": []})
-
-    def do_GET(self):
-        if found := re.fullmatch(r"/(.+?)/resolve/\w+/(.+)", self.path):
-            content = self.server.repos[found[1]].get(found[2])
-            if content is None:
-                self.answer({}, 404, [("X-Error-Code", "EntryNotFound")])
-                return
-            etag = hashlib.sha1(content).hexdigest()
-            headers = [("ETag", f'"{etag}"'), ("X-Repo-Commit", self.server.commit)]
-            self.answer(content, headers=headers)
-            return
-        repo = "/".join(self.path.split("?")[0].split("/")[3:5])
-        files = self.server.repos.get(repo, {})
-        if "/tree/" in self.path:
-            self.answer([
-                {"type": "file", "path": path, "size": len(content), "oid": self.server.commit}
-                for path, content in files.items()
-            ])  # fmt: skip
-        else:
-            siblings = [{"rfilename": path} for path in files]
-            self.answer({"id": repo, "sha": self.server.commit, "siblings": siblings})
-
-    do_HEAD = do_GET
-
-
 @pytest.fixture
-def hub(tmp_path):
-    with Hub(tmp_path) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+def hub(tmp_path, monkeypatch):
+    """A folder in place of the Hub: uploads are copied to it, and downloads read from it."""
+    root = tmp_path / "hub"
+
+    def create_repo(repo_id, **_):
+        return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"someone/{repo_id}")
+
+    def upload_folder(*, repo_id, folder_path, **_):
+        shutil.copytree(folder_path, root / repo_id)
+
+    for module in (hub_utils, modeling_utils, pipeline_utils):
+        monkeypatch.setattr(module, "create_repo", create_repo)
+        monkeypatch.setattr(
+            module, "load_or_create_model_card", lambda *_, **__: ModelCard("---\n---\n")
+        )
+    monkeypatch.setattr(hub_utils, "upload_folder", upload_folder)
+    monkeypatch.setattr(
+        "avq_diffusers.plugin.codebooks.hf_hub_download",
+        lambda repo, file, **_: str(root / repo / file),
+    )
+    return root / "someone"
+
+
+@feature("push_to_hub")
+def test_push_to_hub(pipe, codebooks, hub, tmp_path):
+    """Catches anything that is uploaded and not needed, or needed and not uploaded."""
+    avq = draw(apply_avq(pipe, codebooks))
+    pipe.push_to_hub("someone/pipe")
+    codebooks.push_to_hub("someone/codebooks")
+    codebooks.save_pretrained(tmp_path / "saved", push_to_hub=True)
+    files = {"README.md", "config.json", "diffusion_pytorch_model.safetensors"}
+    for repo in ("codebooks", "saved"):
+        assert {path.name for path in (hub / repo).iterdir()} == files
+    uploaded = [path for path in (hub / "pipe").rglob("*") if path.is_file()]
+    assert not any(b"avq" in path.read_bytes().lower() for path in uploaded)
+    loaded = quiet(StableDiffusionPipeline.from_pretrained(hub / "pipe"))
+    apply_avq(loaded, AVQCodebooks.from_pretrained("someone/codebooks"))
+    torch.testing.assert_close(draw(loaded), avq, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
 class TestOnAGPU:
     @feature("text to image")
-    def test_picture(self, pipe, codebooks):
+    def test_image(self, pipe, codebooks):
         """Catches kernels that are not what runs, and anything that stays behind."""
         check_on_and_off(pipe.to("cuda"), codebooks)
         draw(apply_avq(pipe, codebooks, route="always"))
-        assert {row.runs for row in summary(pipe).rows if row.config} == {"AVQ (triton backend)"}
+        assert runs(pipe) == {"AVQ (triton backend)"}
 
     @pytest.mark.parametrize(
         "offload",
@@ -1008,8 +838,7 @@ class TestOnAGPU:
         check_on_and_off(pipe, codebooks)
         apply_avq(pipe, codebooks, route="always")
         pipe.enable_xformers_memory_efficient_attention()
-        replaced = {row.runs for row in summary(pipe).rows if row.config}
-        assert replaced == {"exact: replaced by XFormersAttnProcessor"}
+        assert runs(pipe) == {"exact: replaced by XFormersAttnProcessor"}
 
     @feature("bitsandbytes int8 weights")
     def test_bitsandbytes(self, unet, codebooks, tmp_path):

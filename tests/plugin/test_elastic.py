@@ -9,8 +9,7 @@ import pytest
 import torch
 from cases import make_case
 from diffusers import DDIMScheduler, StableDiffusionImg2ImgPipeline
-from test_codebooks import random_changes
-from tiny import draw, random_codebooks, tiny_pipe
+from tiny import LAYER, draw, quiet, random_codebooks, random_image, tiny_pipe, tuned_codebooks
 
 from avq_diffusers.attention.diagnostics import capture, capture_curve
 from avq_diffusers.config import AVQConfig
@@ -24,7 +23,6 @@ from avq_diffusers.plugin.report import summary
 CONFIG = AVQConfig(
     10, 2, 3, query_tile=16, query_order="random", levels=(0, 1), importance_tile=4
 )  # fmt: skip
-LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 PROMPT = "a red fox"
 
 
@@ -139,7 +137,7 @@ class TestFile:
 
 
 def recorded(pipe, codebooks, **arguments):
-    """By layer: (timestep, query, key, order) of the last picture in every call, all exact.
+    """By layer: (timestep, query, key, order) of the last image in every call, all exact.
 
     An independent way to what AVQ sees: what `attn1` gets, times its weights and their changes.
     """
@@ -188,8 +186,7 @@ class TestMeasure:
             codebooks = random_codebooks(pipe.unet, CONFIG)
         else:
             config = AVQConfig(10, 2, 3, query_tile=16, levels=(0, 1), key_norm=True)
-            changes = random_changes(pipe.unet, config)
-            codebooks = random_codebooks(pipe.unet, config, projection_changes=changes)
+            codebooks = tuned_codebooks(pipe.unet, config)
         apply_avq(pipe, codebooks)
         profile = self.measure(pipe, parts=2, seed=5)
         calls = recorded(pipe, codebooks, seed=5, num_inference_steps=3)
@@ -294,11 +291,14 @@ class TestMeasure:
         apply_avq(pipe, random_codebooks(pipe.unet, CONFIG))
         profile = self.measure(pipe, num_inference_steps=2, parts=4)  # timesteps 501 and 1
         assert {tuple(parts) for parts in profile.curves.values()} == {(1000, 250)}
-        other = StableDiffusionImg2ImgPipeline.from_pipe(pipe)
-        other.set_progress_bar_config(disable=True)
-        image = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(5))
+        other = quiet(StableDiffusionImg2ImgPipeline.from_pipe(pipe))
         late = measure_capture(
-            other, [PROMPT], image=image, strength=0.5, num_inference_steps=4, progress=False
+            other,
+            [PROMPT],
+            image=random_image(128),
+            strength=0.5,
+            num_inference_steps=4,
+            progress=False,
         )  # timesteps 251 and 1
         assert {tuple(parts) for parts in late.curves.values()} == {(1000, 250)}
         set_num_refined(pipe, late.at_least(0.9))
@@ -355,7 +355,7 @@ class TestMeasure:
 
 
 def test_saved_profile_serves_another_pipeline(pipe, tmp_path):
-    """Catches anything that matters to the picture and is not in the file."""
+    """Catches anything that matters to the image and is not in the file."""
     codebooks = random_codebooks(pipe.unet, CONFIG)
     profile = measure_capture(
         apply_avq(pipe, codebooks), [PROMPT], num_inference_steps=2, progress=False

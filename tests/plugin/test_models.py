@@ -2,25 +2,25 @@
 
 import pytest
 import torch
+from checks import check_on_and_off
 from diffusers import (
     LatentConsistencyModelPipeline,
     LCMScheduler,
     StableDiffusionInpaintPipeline,
     StableDiffusionInstructPix2PixPipeline,
     StableDiffusionXLImg2ImgPipeline,
-    StableDiffusionXLPipeline,
 )
-from test_ecosystem import check_on_and_off
 from tiny import (
     draw,
     random_codebooks,
+    random_image,
     sd2_unet,
-    sdxl_unet,
-    tiny_components,
+    sdxl_pipe,
+    sdxl_text_encoder,
     tiny_pipe,
     tiny_unet,
 )
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from transformers import CLIPTextModelWithProjection
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.apply import apply_avq
@@ -28,10 +28,6 @@ from avq_diffusers.plugin.apply import apply_avq
 feature = pytest.mark.feature
 
 SDXL_CONFIG = AVQConfig(num_parents=4, num_children=2, num_refined=2, query_tile=16, levels=(1, 2))
-
-
-def image(size=128):
-    return torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(5))
 
 
 def refiner_unet():
@@ -51,36 +47,6 @@ def refiner_unet():
     )  # fmt: skip
 
 
-def text_encoder(cls, config, width):
-    torch.manual_seed(width)
-    return cls(CLIPTextConfig(**config | {"hidden_size": width, "projection_dim": 32})).eval()
-
-
-def base_pipe():
-    """SDXL's own pipeline: the states of both text encoders lie side by side."""
-    components = tiny_components(sdxl_unet())
-    config = components["text_encoder"].config.to_dict()
-    components["text_encoder"] = text_encoder(CLIPTextModel, config, 16)
-    components["text_encoder_2"] = text_encoder(CLIPTextModelWithProjection, config, 16)
-    return sdxl_pipe(StableDiffusionXLPipeline, components)
-
-
-def refiner_pipe():
-    """The refiner knows the second text encoder only."""
-    components = tiny_components(refiner_unet())
-    config = components["text_encoder"].config.to_dict()
-    components["text_encoder_2"] = text_encoder(CLIPTextModelWithProjection, config, 32)
-    components |= {"text_encoder": None, "requires_aesthetics_score": True}
-    return sdxl_pipe(StableDiffusionXLImg2ImgPipeline, components)
-
-
-def sdxl_pipe(cls, components):
-    del components["safety_checker"]
-    pipe = cls(**components, tokenizer_2=components["tokenizer"], add_watermarker=False)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @feature("SD1.5")
 def test_sd15(pipe, codebooks):
     check_on_and_off(pipe, codebooks)
@@ -94,13 +60,15 @@ class TestFineTunes:
         pipe = tiny_pipe(tiny_unet(in_channels=9), StableDiffusionInpaintPipeline)
         mask = torch.zeros(1, 1, 128, 128)
         mask[:, :, 32:96] = 1
-        check_on_and_off(pipe, codebooks, image=image(), mask_image=mask, height=128, width=128)
+        check_on_and_off(
+            pipe, codebooks, image=random_image(128), mask_image=mask, height=128, width=128
+        )
 
     @feature("InstructPix2Pix")
     def test_instruct_pix2pix(self, codebooks):
         """Catches two parts of a batch taken for granted: its guidance has three."""
         pipe = tiny_pipe(tiny_unet(in_channels=8), StableDiffusionInstructPix2PixPipeline)
-        check_on_and_off(pipe, codebooks, image=image())
+        check_on_and_off(pipe, codebooks, image=random_image(128))
 
     @feature("LCM")
     def test_lcm(self, codebooks):
@@ -120,7 +88,7 @@ def test_sd2():
 @feature("SDXL base")
 def test_sdxl_base():
     """Catches all but the first of several transformer blocks left out, or a level 0 needed."""
-    pipe = base_pipe()
+    pipe = sdxl_pipe()
     codebooks = random_codebooks(pipe.unet, SDXL_CONFIG)
     assert len(codebooks.layer_specs) == 5 * 2 + 6 * 3
     _, avq = check_on_and_off(pipe, codebooks)
@@ -131,7 +99,13 @@ def test_sdxl_base():
 @feature("SDXL refiner")
 def test_sdxl_refiner():
     """Catches levels counted from the first block with attention."""
-    pipe = refiner_pipe()
+    pipe = sdxl_pipe(
+        refiner_unet(),
+        StableDiffusionXLImg2ImgPipeline,
+        text_encoder=None,  # the refiner knows the second one only
+        text_encoder_2=sdxl_text_encoder(CLIPTextModelWithProjection, 32),
+        requires_aesthetics_score=True,
+    )
     codebooks = random_codebooks(pipe.unet, SDXL_CONFIG)
     assert len(codebooks.layer_specs) == 2 * 5 * 4
-    check_on_and_off(pipe, codebooks, image=image(), strength=1.0)
+    check_on_and_off(pipe, codebooks, image=random_image(128), strength=1.0)

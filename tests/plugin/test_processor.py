@@ -9,16 +9,14 @@ import torch.nn.functional as F
 from accelerate import cpu_offload
 from diffusers import AutoencoderKL, VQModel
 from diffusers.models.attention_processor import AttnProcessor2_0, SlicedAttnProcessor
-from peft import LoraConfig
-from test_codebooks import random_changes
 from tiny import (
     CONFIG,
     let_answer_calls_only,
     predict,
     random_codebooks,
     small_unet,
-    tiny_pipe,
     tiny_unet,
+    tuned_codebooks,
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -28,7 +26,7 @@ from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq
-from avq_diffusers.plugin.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
+from avq_diffusers.plugin.codebooks import PROJECTION_PARAMETERS
 from avq_diffusers.plugin.layer_weights import LayerWeights
 from avq_diffusers.plugin.processor import AVQProcessor, remember_processor
 from avq_diffusers.plugin.report import summary
@@ -176,13 +174,17 @@ class TestOutput:
         predict(unet, 32, 8)
         assert torch.equal(state.query_order, query_order(16, 4))
 
-    def test_codebooks_stay_live(self, unet, codebooks):
-        """Catches copies: training updates codewords in place under a UNet that uses them."""
-        apply_avq(unet, codebooks)
-        before = predict(unet)
-        for name in codebooks.layer_specs:
-            codebooks.codebook(name).children.mul_(2)
-        assert not torch.equal(predict(unet), before)
+    def test_codebooks_stay_live(self, unet):
+        """Catches copies: training changes tensors in place under a UNet that uses them."""
+        codebooks = tuned_codebooks(unet)
+        outputs = [predict(apply_avq(unet, codebooks))]
+        for tensor in (
+            codebooks.codebook(LAYER).children,
+            codebooks.projection_changes(LAYER)["to_v.weight"],
+        ):
+            tensor.mul_(2)
+            outputs.append(predict(unet))
+            assert not torch.equal(*outputs[-2:])
 
     @pytest.mark.parametrize("key_norm", [False, True])
     def test_codebooks_are_live_again(self, unet, key_norm):
@@ -214,17 +216,22 @@ class TestDtypes:
         assert attn._avq.calls == {"AVQ": 1}
         assert codebooks.codebook(LAYER).parents.dtype == torch.float32
 
-    @pytest.mark.parametrize("key_norm", [False, True])
-    def test_autocast(self, unet, key_norm):
-        """Catches a norm that autocast runs in float32, so that keys differ from queries."""
-        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, levels=(1,), key_norm=key_norm))
+    @pytest.mark.parametrize("kind", ["plain", "key norm", "tuned"])
+    def test_autocast(self, unet, kind):
+        """Catches a norm that autocast runs in float32, so that keys differ from queries, and
+        changes cast by what autocast makes of the tokens: they train in float32."""
+        config = AVQConfig(4, 2, 2, query_tile=16, levels=(0, 1), key_norm=kind == "key norm")
+        codebooks = (tuned_codebooks if kind == "tuned" else random_codebooks)(unet, config)
         apply_avq(unet, codebooks)
         expected = predict(unet)
         with torch.autocast("cpu", torch.bfloat16):
             output = predict(unet)
-        assert calls(unet) == {"AVQ": 10}
+        assert calls(unet) == {"AVQ": 20}
         assert not torch.equal(output.float(), expected)
         assert (output.float() - expected).norm() < 0.1 * expected.norm()
+        if kind == "tuned":
+            changes = unet.get_submodule(LAYER)._avq.weights.projection_changes
+            assert changes["to_q.weight"].dtype == torch.float32
 
 
 class TestHandingOver:
@@ -333,7 +340,7 @@ class TestProjectionChanges:
 
     @pytest.fixture
     def tuned(self, unet):
-        return random_codebooks(unet, projection_changes=random_changes(unet))
+        return tuned_codebooks(unet)
 
     def test_equals_the_operation(self, unet, tuned):
         """Catches one of the five tensors left out, exchanged or applied to another layer."""
@@ -410,17 +417,6 @@ class TestProjectionChanges:
         assert torch.equal(predict(unet), expected)
         assert tuned.projection_changes(LAYER)["to_q.weight"].dtype == torch.float32
 
-    def test_autocast(self, unet, tuned):
-        """Catches changes cast by what autocast makes of the tokens: they train in float32."""
-        expected = predict(apply_avq(unet, tuned))
-        with torch.autocast("cpu", torch.bfloat16):
-            output = predict(unet)
-        assert calls(unet) == {"AVQ": 20}
-        assert not torch.equal(output.float(), expected)
-        assert (output.float() - expected).norm() < 0.1 * expected.norm()
-        changes = unet.get_submodule(LAYER)._avq.weights.projection_changes
-        assert changes["to_q.weight"].dtype == torch.float32
-
     @pytest.mark.parametrize("avq_first", [True, False])
     def test_offload(self, unet, tuned, avq_first):
         """Catches changes that are moved to the meta device, or weights that are read from it."""
@@ -463,69 +459,6 @@ class TestProjectionChanges:
         with torch.no_grad():
             doubled.get_submodule(LAYER).to_v.weight *= 2
         torch.testing.assert_close(predict(unet), predict(doubled))
-
-    def test_codebooks_stay_live(self, unet, tuned):
-        before = predict(apply_avq(unet, tuned))
-        tuned.projection_changes(LAYER)["to_v.weight"].mul_(2)
-        assert not torch.equal(predict(unet), before)
-
-    def test_lora(self, unet, tuned):
-        """Catches a LoRA that tuned layers bypass, or that is added twice."""
-        config = LoraConfig(
-            r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False
-        )
-        pipe = tiny_pipe(unet)
-        plain = predict(apply_avq(unet, tuned))
-        without = predict(let_answer_calls_only(apply_avq(tiny_unet(), tuned)))
-        torch.testing.assert_close(without, plain)
-        unet.add_adapter(config)
-        with_lora = predict(unet)
-        assert (with_lora - without).norm() > 1e-2 * without.norm()
-        pipe.disable_lora()
-        assert torch.equal(predict(unet), without)
-        pipe.enable_lora()
-
-        merged = {}
-        for name in tuned.layer_specs:
-            attn, changes = unet.get_submodule(name), tuned.projection_changes(name)
-            merged[name] = {
-                key: changes[key]
-                + attn.get_submodule(key.removesuffix(".weight")).get_delta_weight("default")
-                if key.endswith("weight")
-                else changes[key]
-                for key in changes
-            }
-        parts = {name: tuned.codebook(name) for name in tuned.layer_specs}
-        expected_codebooks = AVQCodebooks.from_codebooks(
-            CONFIG, parts, unet, projection_changes=merged
-        )
-        disabled = copy.deepcopy(unet)
-        for name in tuned.layer_specs:
-            for projection in disabled.get_submodule(name).modules():
-                if hasattr(projection, "enable_adapters"):
-                    projection.enable_adapters(False)
-        expected = predict(apply_avq(disabled, expected_codebooks))
-        torch.testing.assert_close(with_lora, expected, rtol=1e-4, atol=1e-4)
-        with avq_disabled(unet):
-            exact = predict(unet)
-        assert torch.equal(predict(remove_avq(unet)), exact)
-
-    def test_deepcopy(self, unet, tuned):
-        """Catches a copied UNet whose changes are still those of the original codebooks."""
-        expected = predict(apply_avq(unet, tuned))
-        twin = copy.deepcopy(unet)
-        for tensor in tuned.parameters():
-            tensor.zero_()
-        assert torch.equal(predict(twin), expected)
-        assert torch.equal(predict(remove_avq(twin)), predict(remove_avq(unet)))
-
-    def test_save_pretrained(self, unet, tuned, tmp_path):
-        """Catches a UNet saved with the changes, which would be tuned for good."""
-        expected = tiny_unet().state_dict()
-        apply_avq(unet, tuned).save_pretrained(tmp_path)
-        loaded = type(unet).from_pretrained(tmp_path).state_dict()
-        assert list(loaded) == list(expected)
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
     def test_gradients(self, unet, tuned):
         """Catches weights of the UNet that tuned codebooks keep from being trained."""
@@ -679,14 +612,15 @@ class TestWithoutState:
 
 
 class TestCopies:
-    def test_deepcopy(self, unet, codebooks):
-        """Catches state found by id or hooks that keep pointing at the original."""
+    def test_deepcopy(self, unet):
+        """Catches state found by id, and hooks or tensors that are still the original's."""
+        codebooks = tuned_codebooks(unet)
         apply_avq(unet, codebooks)
         expected = predict(unet)
         twin = copy.deepcopy(unet)
         remove_avq(unet)
-        for name in codebooks.layer_specs:
-            codebooks.codebook(name).parents.zero_()
+        for tensor in codebooks.parameters():
+            tensor.zero_()
         assert torch.equal(predict(twin), expected)
         assert calls(twin) == {"AVQ": 20}
         remove_avq(twin)
@@ -695,22 +629,22 @@ class TestCopies:
             assert not module._forward_pre_hooks
             assert not [name for name in vars(module) if name.startswith("_avq")]
 
+    def test_save_pretrained(self, unet, tmp_path):
+        """Catches a UNet that AVQ keeps from being saved, or that is saved with the changes."""
+        expected = tiny_unet().state_dict()
+        apply_avq(unet, tuned_codebooks(unet)).save_pretrained(tmp_path)
+        loaded, info = type(unet).from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        for name, tensor in loaded.state_dict().items():
+            assert torch.equal(tensor, expected[name])
+
     def test_state_dict_is_unchanged(self, unet, codebooks):
         """Catches codewords or processors registered on the UNet, which pollute checkpoints."""
         before = list(unet.state_dict())
         apply_avq(unet, codebooks)
         assert list(unet.state_dict()) == before
         assert unet.num_parameters() == tiny_unet().num_parameters()
-
-    def test_save_pretrained(self, unet, codebooks, tmp_path):
-        """Catches a UNet that can no longer be saved while AVQ is on."""
-        expected = unet.state_dict()
-        apply_avq(unet, codebooks).save_pretrained(tmp_path)
-        loaded, info = type(unet).from_pretrained(tmp_path, output_loading_info=True)
-        assert not info["missing_keys"]
-        assert not info["unexpected_keys"]
-        for name, tensor in loaded.state_dict().items():
-            assert torch.equal(tensor, expected[name])
 
 
 class TestTraining:
@@ -761,7 +695,7 @@ class TestCompile:
     def test_tuned(self, dtype):
         """Catches graph breaks, also where changes are cast in the compiled code."""
         unet, config = small_unet(), AVQConfig(4, 2, 2)
-        tuned = random_codebooks(unet, config, projection_changes=random_changes(unet, config))
+        tuned = tuned_codebooks(unet, config)
         inputs = torch.ones(1, 4, 16, 16, dtype=dtype), 10, torch.ones(1, 5, 32, dtype=dtype)
 
         @torch.no_grad()
@@ -783,8 +717,8 @@ class TestCompile:
     def test_moved_after_apply(self, tuned):
         """Catches codebooks that the compiled code moves: its second call is another graph."""
         unet, config = small_unet(), AVQConfig(4, 2, 2)
-        changes = random_changes(unet, config) if tuned else None
-        apply_avq(unet, random_codebooks(unet, config, projection_changes=changes), route="always")
+        codebooks = (tuned_codebooks if tuned else random_codebooks)(unet, config)
+        apply_avq(unet, codebooks, route="always")
         unet.to("cuda")
         inputs = torch.ones(1, 4, 16, 16), torch.tensor(10), torch.ones(1, 5, 32)
         inputs = [tensor.cuda() for tensor in inputs]
@@ -800,8 +734,7 @@ class TestCompile:
     def test_export(self, dtype):
         """Catches fake tensors that stay in the layers, where nothing was in its place before."""
         unet, config = small_unet(), AVQConfig(4, 2, 2)
-        changes = random_changes(unet, config)
-        apply_avq(unet, random_codebooks(unet, config, projection_changes=changes)).to(dtype)
+        apply_avq(unet, tuned_codebooks(unet, config)).to(dtype)
         ones = partial(torch.ones, dtype=dtype)
         inputs = ones(1, 4, 16, 16), torch.tensor(10), ones(1, 5, 32)
         with torch.no_grad():
@@ -815,8 +748,7 @@ class TestCompile:
     def test_switching_a_compiled_unet(self, tuned):
         """Catches compiled code that does not notice AVQ coming, pausing and going."""
         unet, config = small_unet(), AVQConfig(4, 2, 2)
-        changes = random_changes(unet, config) if tuned else None
-        codebooks = random_codebooks(unet, config, projection_changes=changes)
+        codebooks = (tuned_codebooks if tuned else random_codebooks)(unet, config)
         exact = predict(unet)
         compiled = torch.compile(unet, backend="eager", fullgraph=True)
         torch.testing.assert_close(predict(compiled), exact)
@@ -842,8 +774,8 @@ class TestCompile:
             return counter.frame_count, outputs
 
         baseline, exact = count_graphs(unet)
-        changes = random_changes(unet) if tuned else None
-        model = apply_avq(tiny_unet(), random_codebooks(unet, projection_changes=changes))
+        codebooks = (tuned_codebooks if tuned else random_codebooks)(unet)
+        model = apply_avq(tiny_unet(), codebooks)
         expected = [predict(model, *size) for size in ((16, 16), (24, 16), (16, 40))]
         graphs, outputs = count_graphs(model)
         assert graphs == baseline
@@ -856,8 +788,7 @@ class TestCompile:
 @pytest.mark.parametrize("tuned", [False, True])
 def test_codebooks_follow_the_unet(unet, tuned):
     """Catches tensors left on the CPU when the UNet moves after AVQ was applied."""
-    changes = random_changes(unet) if tuned else None
-    codebooks = random_codebooks(unet, projection_changes=changes)
+    codebooks = (tuned_codebooks if tuned else random_codebooks)(unet)
     apply_avq(unet, codebooks, route="always").to("cuda")
     text = torch.zeros(1, 5, 32, device="cuda")
     output = unet(torch.zeros(1, 4, 16, 16, device="cuda"), 10, text).sample

@@ -38,7 +38,7 @@ def codebooks(pipe):
 
 
 def recorded(pipe, seed: int, steps: int) -> list[tuple[dict, torch.Tensor]]:
-    """Arguments and output of the UNet's calls while a picture is drawn."""
+    """Arguments and output of the UNet's calls while an image is drawn."""
     calls = []
     handle = pipe.unet.register_forward_hook(
         lambda unet, args, kwargs, output: calls.append(((args, kwargs), output[0])),
@@ -58,7 +58,7 @@ def apply_to_one(pipe, codebooks, name: str) -> None:
 
 
 def error_of_one_step(pipe, codebooks, name: str, **arguments) -> float:
-    """The error of what a pipeline gets from the UNet, from pictures with and without AVQ."""
+    """The error of what a pipeline gets from the UNet, from images with and without AVQ."""
     outputs = []
     handle = pipe.unet.register_forward_hook(lambda _, args, output: outputs.append(output[0]))
     remove_avq(pipe)

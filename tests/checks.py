@@ -1,0 +1,38 @@
+"""What tests of several folders check: that AVQ runs, changes the image, and leaves nothing."""
+
+import torch
+from tiny import draw
+from torch import Tensor
+
+from avq_diffusers import apply_avq, avq_disabled, remove_avq, summary
+
+
+def differ(output: Tensor, other: Tensor) -> bool:
+    """Whether two outputs differ by more than rounding."""
+    return bool((output - other).norm() > 1e-3 * other.norm())
+
+
+def kinds(pipe) -> set[str]:
+    """Every kind of call that any layer has seen."""
+    return {kind for row in summary(pipe).rows for kind in row.calls}
+
+
+def runs(pipe) -> set[str]:
+    """What the layers with codebooks run."""
+    return {row.runs for row in summary(pipe).rows if row.config}
+
+
+def check_on_and_off(pipe, codebooks, draw=draw, **arguments) -> tuple[Tensor, Tensor]:
+    """AVQ runs in every layer, changes the image, and leaves nothing when off.
+
+    Returns the exact output and the one with AVQ.
+    """
+    exact = draw(pipe, **arguments)
+    avq = draw(apply_avq(pipe, codebooks, route="always"), **arguments)
+    calls = {row.name: set(row.calls) for row in summary(pipe).rows if row.config}
+    assert calls == {name: {"AVQ"} for name in codebooks.layer_specs}
+    assert differ(avq, exact)
+    with avq_disabled(pipe):
+        assert torch.equal(draw(pipe, **arguments), exact)
+    assert torch.equal(draw(remove_avq(pipe), **arguments), exact)
+    return exact, avq
