@@ -89,7 +89,7 @@ def psnr_figures(decibels: np.ndarray) -> dict[str, float]:
     """Median and 10th percentile of the PSNR of images (n,)."""
     return {
         "psnr_median": median(decibels.tolist()),
-        # Between a number and the infinity of identical images nothing interpolates.
+        # Identical images have an infinite PSNR, which cannot be interpolated.
         "psnr_p10": float(np.percentile(decibels, 10, method="lower")),
     }
 

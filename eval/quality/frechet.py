@@ -54,11 +54,12 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
 
 
 def jackknife_error(real: Gaussian, features: Tensor, num_blocks: int) -> float:
-    """Standard error of the distance of features (n, D) to `real`, over which images there are.
+    """Standard error of the Fréchet distance between `real` and features (n, D).
 
-    It is the jackknife's, from the distances without one block of rows each. Where n is not many
-    times D it is too large, by a fifth at 2 D and a tenth at 4 D; a bootstrap, whose samples hold
-    fewer different rows, by eight and five tenths. NaN for fewer than three rows.
+    The error is over the choice of images. A delete-one-block jackknife estimates it from the
+    distances without each block. The estimate is too large for small n: by a fifth at n = 2 D and
+    by a tenth at 4 D. A bootstrap is worse, by eight and five tenths, because its samples repeat
+    rows. Fewer than three rows give NaN.
     """
     num = len(features)
     if num < 3:
