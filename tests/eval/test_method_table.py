@@ -476,7 +476,7 @@ class TestTable:
             (quality([]), "b.json.* is not a complete result .IndexError"),
             (
                 quality([{"method": EXACT}]),
-                "b.json.* is not a complete result .KeyError: 'num_pict",
+                "b.json.* is not a complete result .KeyError: 'num_images",
             ),
             (speed({}, rows=[{"size": 64}]), "b.json.* is not a complete result .KeyError: 'mode'"),
             (speed({"exact": 1.0}), "a.json both have the times of 512"),
