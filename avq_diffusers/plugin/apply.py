@@ -4,9 +4,7 @@ Every function takes a pipeline with a `unet`, or the UNet itself, compiled or n
 passed as itself. `remove_avq`, `avq_disabled` and `summary` of a pipeline include its ControlNets.
 """
 
-import inspect
 import threading
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +16,7 @@ from avq_diffusers.plugin.layer_state import LayerState, states_of
 from avq_diffusers.plugin.layers import PipelineOrUNet, models_of, unet_of
 from avq_diffusers.plugin.processor import (
     AVQProcessor,
+    custom_processor,
     install,
     remember_processor,
     uninstall,
@@ -36,9 +35,12 @@ def apply_avq(
     """Run the self-attention layers of `codebooks` with AVQ.
 
     An earlier AVQ is removed first. The processors of all other layers stay. The present processor
-    of a chosen layer serves the calls that AVQ does not, such as those with attention masks or
-    merged tokens. While codebooks and UNet are on one device, in-place changes to the codewords
-    take effect.
+    of a chosen layer serves the calls that AVQ does not: those with attention masks or merged
+    tokens, and all while another tool acts on attention scores, such as perturbed-attention
+    guidance, a replaced `scaled_dot_product_attention` or an attention backend of diffusers. A
+    layer keeps a processor that is none of diffusers' plain ones, such as StyleAligned's, whether
+    it is set before or after; a warning names these layers. While codebooks and UNet are on one
+    device, in-place changes to the codewords take effect.
 
     In AVQ calls, changes that distillation made to the projections are added to the layer's own, in
     the UNet's dtype. The UNet's parameters are not written: fine-tunes of the base model and LoRA,
@@ -68,24 +70,10 @@ def apply_avq(
     if not isinstance(codebooks, AVQCodebooks):
         raise TypeError(f"codebooks must be AVQCodebooks, but got {type(codebooks).__name__}.")
     processor = AVQProcessor()
-    layers = install(unet, codebooks, backend, route)
-    # diffusers passes a processor the arguments that it names.
-    known = {*inspect.signature(processor.__call__).parameters, "args", "kwargs"}
-    lost = {
-        name
-        for layer in layers
-        for name in inspect.signature(layer.attn.processor.__call__).parameters
-        if name not in known
-    }
-    if lost:
-        warnings.warn(
-            f"the arguments {', '.join(sorted(lost))} of cross_attention_kwargs no longer reach "
-            f"the processors that take them; keep their layers exact by AVQConfig(exact=...).",
-            stacklevel=2,
-        )
-    for layer in layers:
-        remember_processor(layer.attn, layer.attn.processor)
-        layer.attn.set_processor(processor)
+    for layer in install(unet, codebooks, backend, route):
+        if custom_processor(layer.attn) is None:
+            remember_processor(layer.attn, layer.attn.processor)
+            layer.attn.set_processor(processor)
     return pipe
 
 

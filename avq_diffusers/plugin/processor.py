@@ -6,19 +6,34 @@ processors as `type(processor)()`, and compiles without a guard per layer.
 """
 
 import inspect
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers import Transformer2DModel, UNet2DConditionModel
+from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.attention_processor import (
     Attention,
     AttentionProcessor,
+    AttnProcessor,
     AttnProcessor2_0,
+    AttnProcessorNPU,
+    CustomDiffusionAttnProcessor,
+    CustomDiffusionAttnProcessor2_0,
+    CustomDiffusionXFormersAttnProcessor,
+    FusedAttnProcessor2_0,
     IPAdapterAttnProcessor,
     IPAdapterAttnProcessor2_0,
     IPAdapterXFormersAttnProcessor,
+    SlicedAttnProcessor,
+    XFormersAttnProcessor,
+    XLAFlashAttnProcessor2_0,
 )
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 
 from avq_diffusers.attention.api import attention_and_backend, check_backend
 from avq_diffusers.plugin.codebooks import AVQCodebooks
@@ -29,13 +44,28 @@ from avq_diffusers.plugin.routing import check_route
 
 AVQ_CALL = "AVQ"
 IP_ADAPTERS = (IPAdapterAttnProcessor, IPAdapterAttnProcessor2_0, IPAdapterXFormersAttnProcessor)
+# Their self-attention is exact attention. A class derived from one may do something else.
+PLAIN_PROCESSORS = (
+    *(AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0, SlicedAttnProcessor),
+    *(XFormersAttnProcessor, AttnProcessorNPU, XLAFlashAttnProcessor2_0),
+    *IP_ADAPTERS,  # they add to the output of cross-attention only
+)
+CUSTOM_DIFFUSION = (
+    CustomDiffusionAttnProcessor,
+    CustomDiffusionAttnProcessor2_0,
+    CustomDiffusionXFormersAttnProcessor,
+)
+# What other tools replace to act on the attention of every layer.
+_SCALED_DOT_PRODUCT_ATTENTION = F.scaled_dot_product_attention
+_GET_ATTENTION_SCORES = Attention.get_attention_scores
 
 
 class AVQProcessor(AttnProcessor2_0):
     """Attention processor that runs AVQ in the layers with codebooks.
 
     Every other call goes to the layer's previous processor, or to `AttnProcessor2_0` in a layer
-    that was never prepared.
+    that was never prepared. So does every call of a layer whose previous processor is none of
+    diffusers' plain ones, and every call while another tool acts on attention scores.
 
     Args:
         codebooks: for `AVQStableDiffusionPipeline.set_attn_processor`, or for `unet`.
@@ -69,9 +99,10 @@ class AVQProcessor(AttnProcessor2_0):
             raise TypeError(f"codebooks must be AVQCodebooks, but got {type(codebooks).__name__}.")
         if unet is not None:
             install(unet, codebooks, backend, route)
-            for attn in unet.modules():
-                if isinstance(attn, Attention):
-                    remember_processor(attn, attn.processor)
+            layers = [attn for attn in unet.modules() if isinstance(attn, Attention)]
+            _warn_of_lost_arguments(layers)
+            for attn in layers:
+                remember_processor(attn, attn.processor)
 
     def __call__(
         self,
@@ -124,6 +155,13 @@ class AVQProcessor(AttnProcessor2_0):
         )
 
 
+# diffusers' guiders that skip layers look processors up by their exact class. Its `register` would
+# import every transformer of diffusers.
+AttentionProcessorRegistry._registry[AVQProcessor] = AttentionProcessorMetadata(
+    skip_processor_output_fn=lambda attn, hidden_states, *args, **kwargs: hidden_states
+)
+
+
 def _exact_because(
     state: LayerState,
     attn: Attention,
@@ -132,12 +170,18 @@ def _exact_because(
     attention_mask: Tensor | None,
 ) -> str | None:
     """Why this call runs exact attention; None if it runs AVQ."""
+    previous: str | None = getattr(attn, "_avq_custom", None)
+    if previous is not None:
+        return previous
     if not state.enabled:
         return "disabled"
     if encoder_hidden_states is not None:
         return "cross-attention"
     if attention_mask is not None:
         return "attention mask"
+    interception = _interception(attn)
+    if interception is not None:
+        return interception
     if not state.is_on_grid(hidden_states):
         return "tokens are not the grid"
     if attn.norm_q is not None or attn.norm_k is not None:
@@ -152,7 +196,30 @@ def _exact_because(
     return None
 
 
+def _interception(attn: Attention) -> str | None:
+    """What acts on the scores of exact attention, and would miss AVQ; None if nothing does."""
+    for mode in _get_current_function_mode_stack():
+        # PyTorch's own say where tensors are made, or trace the call.
+        if not type(mode).__module__.startswith(("torch._", "torch.fx.", "torch.utils.")):
+            return f"{type(mode).__name__} is active"
+    if F.scaled_dot_product_attention is not _SCALED_DOT_PRODUCT_ATTENTION:
+        return "scaled_dot_product_attention is replaced"
+    if (
+        Attention.get_attention_scores is not _GET_ATTENTION_SCORES
+        or "get_attention_scores" in attn.__dict__
+    ):
+        return "get_attention_scores is replaced"
+    backend = _AttentionBackendRegistry._active_backend
+    if backend != AttentionBackendName.NATIVE:
+        return f"attention backend {backend.value}"
+    return None
+
+
 def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor:
+    if torch.onnx.is_in_onnx_export():
+        raise NotImplementedError(
+            "ONNX has no operations for AVQ; call remove_avq(pipe) to export exact attention."
+        )
     weights, config = state.weights, state.config
     output, backend = attention_and_backend(
         weights.project_heads(attn, "to_q", hidden_states),
@@ -194,12 +261,14 @@ def install(
             guided_image = torch.empty(2, 1, 1, dtype=dtype, device=weight.device)
             state.route.learn(state.workload(guided_image), weight.device, measure=False)
     uninstall(unet)
+    pre_forward = _PreForward(layers)
     for layer, state in zip(layers, states, strict=True):
         layer.attn._avq = state
         if not hasattr(layer.transformer, "_avq_hook"):
             layer.transformer._avq_hook = layer.transformer.register_forward_pre_hook(
-                _pre_forward, with_kwargs=True
+                pre_forward, with_kwargs=True
             )
+    pre_forward.warn_of_custom_processors(stacklevel=3)  # of `apply_avq` or the processor
     return layers
 
 
@@ -209,6 +278,37 @@ def remember_processor(attn: Attention, previous: AttentionProcessor) -> None:
     optional = ("temb", "ip_adapter_masks", "ip_hidden_states")
     attn._avq_previous = previous
     attn._avq_optional = tuple(name for name in optional if name in accepted)
+    attn._avq_custom = None if _is_plain(previous) else type(previous).__name__
+
+
+def custom_processor(attn: Attention) -> str | None:
+    """The class that serves a layer in place of AVQ, because its attention is not plain."""
+    if isinstance(attn.processor, AVQProcessor):
+        return getattr(attn, "_avq_custom", None)
+    return None if _is_plain(attn.processor) else type(attn.processor).__name__
+
+
+def _is_plain(processor: AttentionProcessor) -> bool:
+    if type(processor) in CUSTOM_DIFFUSION:
+        return not (processor.train_kv or processor.train_q_out)
+    return type(processor) in PLAIN_PROCESSORS
+
+
+def _warn_of_lost_arguments(layers: Sequence[Attention]) -> None:
+    # diffusers passes a processor the arguments that it names.
+    known = {*inspect.signature(AVQProcessor.__call__).parameters, "args", "kwargs"}
+    lost = {
+        name
+        for attn in layers
+        for name in inspect.signature(attn.processor.__call__).parameters
+        if not _is_plain(attn.processor) and name not in known
+    }
+    if lost:
+        warnings.warn(
+            f"the arguments {', '.join(sorted(lost))} of cross_attention_kwargs no longer reach "
+            f"the processors that take them; apply_avq(pipe, codebooks) leaves those in place.",
+            stacklevel=3,
+        )
 
 
 def uninstall(unet: UNet2DConditionModel) -> None:
@@ -228,20 +328,50 @@ def uninstall(unet: UNet2DConditionModel) -> None:
             if previous is None or (isinstance(previous, IP_ADAPTERS) and not has_adapter):
                 previous = AttnProcessor2_0()
             module.set_processor(previous)
-        for name in ("_avq_previous", "_avq_optional", "_avq"):
+        for name in ("_avq_previous", "_avq_optional", "_avq_custom", "_avq"):
             if hasattr(module, name):
                 delattr(module, name)
 
 
-def _pre_forward(
-    transformer: Transformer2DModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Show the layers of a transformer the grid of its tokens."""
-    hidden_states = args[0] if args else kwargs["hidden_states"]
-    for block in transformer.transformer_blocks:
-        state = getattr(block.attn1, "_avq", None)
-        if state is not None:
+class _PreForward:
+    """Shows the layers of each transformer the grid of their tokens, and watches their processors.
+
+    Args:
+        layers: all those that AVQ is applied to.
+    """
+
+    def __init__(self, layers: Sequence[SelfAttentionLayer]) -> None:
+        self.layers = layers
+        self.said: set[str] = set()
+
+    def __call__(
+        self, transformer: Transformer2DModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        for block in transformer.transformer_blocks:
+            state = getattr(block.attn1, "_avq", None)
+            if state is None:
+                continue
             state.see_grid(hidden_states, _dtype(transformer))
+            processor = block.attn1.processor
+            if not isinstance(processor, AVQProcessor) and not torch.compiler.is_compiling():
+                state.count(type(processor).__name__)
+                self.warn_of_custom_processors()
+
+    def warn_of_custom_processors(self, stacklevel: int = 2) -> None:
+        """Name the layers that keep a custom processor, once."""
+        found = {
+            layer.name: kind
+            for layer in self.layers
+            if layer.name not in self.said and (kind := custom_processor(layer.attn))
+        }
+        if found:
+            self.said.update(found)
+            warnings.warn(
+                f"AVQ does not run in the layers that keep their processor "
+                f"{', '.join(sorted(set(found.values())))}: {', '.join(found)}.",
+                stacklevel=stacklevel + 1,
+            )
 
 
 def _dtype(transformer: Transformer2DModel) -> torch.dtype:

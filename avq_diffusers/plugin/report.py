@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diffusers import DiffusionPipeline
-from diffusers.models.attention_processor import AttentionProcessor
+from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from avq_diffusers.plugin.layer_state import LayerState
 from avq_diffusers.plugin.layers import SelfAttentionLayer, models_of, select_layers
-from avq_diffusers.plugin.processor import AVQ_CALL, AVQProcessor
+from avq_diffusers.plugin.processor import AVQ_CALL, AVQProcessor, custom_processor
 from avq_diffusers.plugin.refinement import Schedule, schedules_of
 
 
@@ -103,20 +103,23 @@ def _report(
         layer.num_heads,
         layer.head_dim,
         config,
-        _runs(layer.attn.processor, state),
+        _runs(layer.attn, state),
         num_tokens,
         calls,
     )
 
 
-def _runs(processor: AttentionProcessor, state: LayerState | None) -> str:
-    own_name = getattr(processor, "runs", None)
+def _runs(attn: Attention, state: LayerState | None) -> str:
+    own_name = getattr(attn.processor, "runs", None)
     if own_name is not None:
         return own_name
+    custom, processor = custom_processor(attn), type(attn.processor).__name__
+    if custom is not None:
+        return f"custom: {custom}"
     if state is None:
-        return f"exact: {type(processor).__name__}"
-    if not isinstance(processor, AVQProcessor):
-        return f"exact: replaced by {type(processor).__name__}"
+        return f"exact: {processor}"
+    if not isinstance(attn.processor, AVQProcessor):
+        return f"exact: replaced by {processor}"
     if not state.enabled:
         return "exact: disabled"
     if state.last_call not in (None, AVQ_CALL, "disabled"):

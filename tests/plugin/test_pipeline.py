@@ -16,7 +16,10 @@ from diffusers import (
     StableDiffusionImg2ImgPipeline,
     StableDiffusionPipeline,
 )
-from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.attention_processor import (
+    AttnProcessor2_0,
+    CustomDiffusionAttnProcessor2_0,
+)
 from tiny import (
     CONFIG,
     LAYER,
@@ -133,7 +136,7 @@ class TestApplyAndRemove:
     def test_a_processor_with_weights_stays(self, unet, codebooks):
         """Catches an assignment, which torch refuses where a module was registered."""
         attn = unet.get_submodule(LAYER)
-        attn.set_processor(torch.nn.Identity())
+        attn.set_processor(CustomDiffusionAttnProcessor2_0(train_kv=False, train_q_out=False))
         before = attn.processor
         apply_avq(unet, codebooks)
         assert remove_avq(unet).get_submodule(LAYER).processor is before

@@ -278,18 +278,6 @@ class TestHandingOver:
         attn.residual_connection = True
         self.check(attn, "residual connection", tokens(attn))
 
-    def test_previous_processor_gets_the_call(self, unet, codebooks):
-        """Catches a hand-over to AttnProcessor2_0 instead of what the layer had before."""
-        attn = unet.get_submodule(LAYER)
-        recorder = Recorder()
-        attn.set_processor(recorder)
-        apply_avq(unet, codebooks)
-        predict(unet)
-        assert recorder.calls == []
-        with avq_disabled(unet):
-            predict(unet, cross_attention_kwargs={"ip_adapter_masks": "masks"})
-        assert recorder.calls == [(None, None, None, "masks", None)]
-
     def test_previous_processor_gets_every_argument(self, attn):
         """Catches an argument that is lost, or takes the place of another."""
         recorder = Recorder()

@@ -1,0 +1,278 @@
+"""What other tools do to attention, before and after AVQ is applied: AVQ leaves it to them."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import differ, kinds
+from diffusers import (
+    LayerSkipConfig,
+)
+from diffusers.hooks import HookRegistry, apply_layer_skip
+from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.attention_processor import (
+    AttnProcessor,
+    AttnProcessor2_0,
+    CustomDiffusionAttnProcessor,
+    FusedAttnProcessor2_0,
+    SlicedAttnProcessor,
+    XFormersAttnProcessor,
+)
+from tiny import predict, tiny_unet
+from torch.overrides import TorchFunctionMode
+
+from avq_diffusers import AVQCodebooks, AVQProcessor, apply_avq, remove_avq, summary
+
+feature = pytest.mark.feature
+attention = F.scaled_dot_product_attention
+
+
+class Shared(AttnProcessor2_0):
+    """As StyleAligned: every image attends to the tokens of the first one as well."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args, gain=1.0, **kwargs):
+        first = hidden_states[:1].expand_as(hidden_states)
+        both = torch.cat([hidden_states, first], dim=1)
+        return gain * super().__call__(attn, hidden_states, both, *args, **kwargs)
+
+
+LEVEL_0 = "down_blocks.0.attentions.1.transformer_blocks.0.attn1"
+LEVEL_1 = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
+CUSTOM = (LEVEL_0, LEVEL_1)
+
+
+def share(unet):
+    """Give two layers with codebooks a processor of their own; return them by layer."""
+    processors = {name: Shared() for name in CUSTOM}
+    for name, processor in processors.items():
+        unet.get_submodule(name).set_processor(processor)
+    return processors
+
+
+def without(codebooks, unet, *names):
+    """The codebooks of all other layers."""
+    config = dataclasses.replace(codebooks.avq_config, exact=names)
+    kept = {name: codebooks.codebook(name) for name in codebooks.layer_specs if name not in names}
+    return AVQCodebooks.from_codebooks(config, kept, unet)
+
+
+@feature("processors that share tokens (kept)")
+class TestCustomProcessors:
+    """A layer with a processor that changes what attention means keeps it."""
+
+    @pytest.fixture
+    def expected(self, codebooks):
+        unet = tiny_unet()
+        share(unet)
+        return predict(apply_avq(unet, without(codebooks, unet, *CUSTOM)), batch=2)
+
+    def check(self, unet, expected, kind="Shared"):
+        assert torch.equal(predict(unet, batch=2), expected)
+        rows = {row.name: row for row in summary(unet).rows if row.config}
+        assert len(rows) == 10
+        for name, row in rows.items():
+            assert row.calls == ({kind: 1} if name in CUSTOM else {"AVQ": 1})
+            assert (row.runs == f"custom: {kind}") == (name in CUSTOM)
+
+    def test_set_before(self, unet, codebooks, expected):
+        processors = share(unet)
+        with pytest.warns(UserWarning, match=f"keep their processor Shared: {', '.join(CUSTOM)}"):
+            apply_avq(unet, codebooks)
+        self.check(unet, expected)
+        remove_avq(unet)
+        for name, processor in processors.items():
+            assert unet.get_submodule(name).processor is processor
+
+    def test_set_afterwards(self, unet, codebooks, expected):
+        """The first call warns, later ones do not."""
+        share(apply_avq(unet, codebooks))
+        with pytest.warns(UserWarning, match="keep their processor Shared: down_blocks"):
+            self.check(unet, expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            predict(unet, batch=2)
+        with pytest.warns(UserWarning, match="keep their processor Shared"):
+            apply_avq(unet, codebooks)
+        self.check(unet, expected)
+
+    @pytest.mark.filterwarnings("ignore:the arguments gain")
+    def test_one_instance_on_all_layers(self, unet, codebooks, expected):
+        """The processor of the layer is not on it any more, and still serves it."""
+        share(unet)
+        with pytest.warns(UserWarning, match="keep their processor Shared"):
+            processor = AVQProcessor(codebooks, unet=unet)
+        unet.set_attn_processor(processor)
+        self.check(unet, expected)
+
+    def test_arguments_still_arrive(self, unet, codebooks):
+        share(unet)
+        doubled = predict(unet, cross_attention_kwargs={"gain": 2.0})
+        assert differ(doubled, predict(unet))
+        with pytest.warns(UserWarning, match="keep their processor"):
+            apply_avq(unet, codebooks, route="always")
+        plain = predict(unet)
+        assert differ(predict(unet, cross_attention_kwargs={"gain": 2.0}), plain)
+
+    def test_lost_arguments_are_said(self, unet, codebooks):
+        share(unet)
+        with (
+            pytest.warns(UserWarning, match="the arguments gain of cross_attention_kwargs no lon"),
+            pytest.warns(UserWarning, match="keep their processor"),
+        ):
+            AVQProcessor(codebooks, unet=unet)
+
+    @pytest.mark.parametrize(
+        "processor",
+        [
+            AttnProcessor(),
+            AttnProcessor2_0(),
+            SlicedAttnProcessor(2),
+            FusedAttnProcessor2_0(),
+            XFormersAttnProcessor(),
+            CustomDiffusionAttnProcessor(train_kv=False, train_q_out=False),
+        ],
+        ids=lambda processor: type(processor).__name__,
+    )
+    def test_plain_processors_are_served(self, unet, codebooks, processor):
+        """What they compute is exact attention, so AVQ takes their layer."""
+        unet.get_submodule(LEVEL_0).set_processor(processor)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            apply_avq(unet, codebooks)
+            predict(unet)
+        assert kinds(unet) == {"AVQ"}
+        remove_avq(unet)
+        assert unet.get_submodule(LEVEL_0).processor is processor
+
+    def test_trained_custom_diffusion_is_kept(self, unet, codebooks):
+        """It projects queries by weights of its own."""
+        processor = CustomDiffusionAttnProcessor(False, True, hidden_size=16)
+        unet.get_submodule(LEVEL_0).set_processor(processor)
+        with pytest.warns(UserWarning, match="keep their processor CustomDiffusionAttnProcessor"):
+            apply_avq(unet, codebooks)
+
+    def test_a_processor_around_avq(self, unet, codebooks):
+        """It hands more tokens than the grid has to AVQ, as one that wraps what it found."""
+
+        class Around(AttnProcessor2_0):
+            def __init__(self, inner):
+                self.inner = inner
+
+            def __call__(self, attn, hidden_states, *args, **kwargs):
+                count = hidden_states.shape[1]
+                both = torch.cat([hidden_states, hidden_states.flip(0)], dim=1)
+                return self.inner(attn, both, *args, **kwargs)[:, :count]
+
+        attn = apply_avq(unet, codebooks).get_submodule(LEVEL_0)
+        attn.set_processor(Around(attn.processor))
+        with pytest.warns(UserWarning, match="keep their processor Around"):
+            predict(unet, batch=2)
+        assert attn._avq.calls == {"Around": 1, "tokens are not the grid": 1}
+
+
+class Nothing(TorchFunctionMode):
+    """As a visualiser that only records."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def values_only(query, key, value, **arguments):
+    """Attention of every token to itself; cross-attention as it is."""
+    is_self_attention = query.shape == key.shape
+    return value if is_self_attention else attention(query, key, value, **arguments)
+
+
+class ValuesOnly(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        function = values_only if function is attention else function
+        return function(*args, **(kwargs or {}))
+
+
+class TestInterception:
+    """What acts on attention scores acts on all layers: those of AVQ run exact meanwhile."""
+
+    FQN = LEVEL_0.removesuffix(".0.attn1")
+
+    @pytest.mark.parametrize("avq_first", [True, False])
+    @pytest.mark.parametrize("kind", ["scores", "attention", "block"])
+    def test_layer_skip(self, unet, codebooks, avq_first, kind):
+        """Catches a skip that misses AVQ, and one that does not know its processor."""
+        options = {
+            "scores": {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False},
+            "attention": {"skip_attention": True, "skip_ff": False},
+            "block": {"skip_attention": True, "skip_ff": True},
+        }
+        config = LayerSkipConfig([0], self.FQN, **options[kind])
+        reference = tiny_unet()
+        apply_layer_skip(reference, config)
+        expected = predict(apply_avq(reference, without(codebooks, reference, LEVEL_0)))
+        assert differ(predict(apply_avq(unet, codebooks)), expected)
+        remove_avq(unet)
+        for step in (apply_avq, None) if avq_first else (None, apply_avq):
+            apply_layer_skip(unet, config) if step is None else step(unet, codebooks)
+        assert torch.equal(predict(unet), expected)
+        if kind == "scores":
+            (reason,) = unet.get_submodule(LEVEL_0)._avq.calls
+            assert reason == "AttentionScoreSkipFunctionMode is active"
+        HookRegistry.check_if_exists_or_initialize(unet).remove_hook("layer_skip_hook")
+        predict(unet)
+        assert unet.get_submodule(LEVEL_0)._avq.last_call == "AVQ"
+
+    @pytest.mark.parametrize("mode", [Nothing, ValuesOnly])
+    def test_function_modes(self, unet, codebooks, mode):
+        with mode():
+            expected = predict(unet)
+        apply_avq(unet, codebooks)
+        with mode():
+            assert torch.equal(predict(unet), expected)
+        assert kinds(unet) == {f"{mode.__name__} is active"}
+        assert {row.runs for row in summary(unet).rows if row.config} == {
+            f"exact: {mode.__name__} is active"
+        }
+
+    def test_default_device_is_no_interception(self, unet, codebooks):
+        """It is a function mode as well, and only says where new tensors go."""
+        apply_avq(unet, codebooks)
+        with torch.device("cpu"):
+            predict(unet)
+        assert kinds(unet) == {"AVQ"}
+
+    def test_replaced_function(self, unet, codebooks, monkeypatch):
+        """As SageAttention is installed, and attention maps are recorded."""
+        apply_avq(unet, codebooks)
+        monkeypatch.setattr(F, "scaled_dot_product_attention", values_only)
+        changed = predict(unet)
+        assert kinds(unet) == {"scaled_dot_product_attention is replaced"}
+        assert torch.equal(changed, predict(remove_avq(unet)))
+
+    @pytest.mark.parametrize("on_the_class", [True, False])
+    def test_replaced_scores(self, unet, codebooks, monkeypatch, on_the_class):
+        """As maps of the eager processor are recorded."""
+        attn = unet.get_submodule(LEVEL_0)
+        attn.set_processor(AttnProcessor())
+        seen = []
+
+        def scores(self, query, key, mask=None):
+            seen.append(query.shape)
+            return original(self, query, key, mask)
+
+        original = type(attn).get_attention_scores
+        apply_avq(unet, codebooks)
+        if on_the_class:
+            monkeypatch.setattr(type(attn), "get_attention_scores", scores)
+        else:
+            attn.get_attention_scores = scores.__get__(attn)
+        predict(unet)
+        assert len(seen) == 1
+        assert attn._avq.calls == {"get_attention_scores is replaced": 1}
+
+    def test_attention_backend(self, unet, codebooks):
+        apply_avq(unet, codebooks)
+        with attention_backend("_native_math"):
+            predict(unet)
+        assert kinds(unet) == {"attention backend _native_math"}
+        predict(unet)
+        assert {row.runs for row in summary(unet).rows if row.config} == {"AVQ (torch backend)"}
