@@ -3,9 +3,9 @@
 A name is a word, a configuration or a folder, with suffixes in this order:
 
     exact, value-projection, tome, fa2, limit, linfusion  (the last three in `bench unet` only)
-    M64P16C8, M192          a configuration, whose codebooks are calibrated
+    M64P16C8, M192          a configuration to calibrate
     runs/m64/codebooks      a folder of codebooks or of LinFusion layers
-    @L01                    at levels 0 and 1, not those of --levels (tome and configurations)
+    @L01                    levels 0 and 1 instead of --levels (tome and configurations)
     -up_blocks.1            the layers of this block stay exact (configurations)
     @P8                     8 refined parents (configurations and codebooks)
     /fastest, /tuned        the default route, or changed projections (`bench unet` only)
@@ -54,7 +54,7 @@ PATH_SIGNS = "/\\."  # no configuration has one
 
 
 class ValueProjectionProcessor(AttnProcessor2_0):
-    """Negative control: every token attends to itself only, its attention is its value."""
+    """Negative control: every token attends to itself only and returns its value."""
 
     def __call__(
         self,
@@ -74,11 +74,11 @@ class MethodName:
 
     Attributes:
         source: one of `WORDS`, a configuration or a folder.
-        config: of a configuration, with all that its suffixes say; else None.
-        levels: of tome, as the suffix says; None without one.
-        num_refined: of a folder, as the suffix says; None without one.
-        route: of AVQ: `"fastest"` leaves layers exact where that is faster.
-        tuned: run changed projections, as distilled codebooks do.
+        config: the configuration with all suffixes applied; None for words and folders.
+        levels: levels of tome's suffix.
+        num_refined: refined parents of a folder's suffix.
+        route: of AVQ; `"fastest"` leaves layers exact where that is faster.
+        tuned: whether projections change, as in distilled codebooks.
     """
 
     source: str
@@ -94,15 +94,11 @@ class MethodName:
 
 
 def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
-    """Parse a method's name, as the module says.
-
-    Args:
-        name: to parse.
-        levels: of a configuration without `@L`.
+    """Parse the name of a method; configurations without `@L` get `levels`.
 
     Raises:
-        ValueError: the name has another form, there is no such folder, or it is both a folder and
-            a configuration.
+        ValueError: the name has another form, there is no such folder, or it is both a folder and a
+            configuration.
     """
     if form := WORD_FORM.fullmatch(name):
         word, digits = form.groups()
@@ -148,13 +144,13 @@ class Method:
     """One attention variant of a table.
 
     Attributes:
-        name: of `parse_method`.
+        name: see `parse_method`.
         levels: UNet levels that change.
         codebooks: calibrated or loaded ones; None for methods without.
-        num_refined: parents refined per query tile, in place of the codebooks' own number.
-        linfusion: processors of LinFusion layers by layer name; None for other methods.
-        sha256: digest of the folder that the method was loaded from; None for other methods.
-        uncalibrated: what `calibrated` makes codebooks of; None for methods that need none.
+        num_refined: parents refined per query tile, instead of the codebooks' own number.
+        linfusion: processors of LinFusion layers by layer name.
+        sha256: digest of the folder that the method was loaded from.
+        uncalibrated: configuration that `calibrated` makes codebooks of.
     """
 
     name: str
@@ -166,12 +162,10 @@ class Method:
     uncalibrated: AVQConfig | None = None
 
     def with_fields(self, **fields: Any) -> "Method":
-        """This method with other fields of its codebooks' `AVQConfig` that change no codeword.
-
-        Codewords and projections are shared.
+        """Replace fields of the codebooks' `AVQConfig` that change no codeword. Weights are shared.
 
         Raises:
-            TypeError, ValueError: a value is not one of the field's.
+            TypeError, ValueError: a field does not take such a value.
         """
         config = {**self.codebooks.config, "avq": {**self.codebooks.config["avq"], **fields}}
         codebooks = AVQCodebooks.from_config(config)
@@ -180,7 +174,7 @@ class Method:
 
     @property
     def layer_configs(self) -> list[AVQConfig]:
-        """The configuration of every layer, `num_refined` put in; empty without codebooks."""
+        """The configuration of every layer with `num_refined` applied; empty without codebooks."""
         if self.codebooks is None:
             return []
         configs = [self.codebooks.layer_config(name) for name in self.codebooks.layer_specs]
@@ -190,8 +184,7 @@ class Method:
 
     @property
     def unusual_fields(self) -> dict[str, Any]:
-        """Fields of the codebooks' configuration that `config` of `facts` does not say, and that
-        change the computation, where they are not the default."""
+        """Fields that change the computation, are not the default, and are missing from `facts`."""
         if self.codebooks is None:
             return {}
         config, usual = self.codebooks.avq_config, AVQConfig()
@@ -208,11 +201,11 @@ class Method:
         return "calibrated" if self.codebooks.config["training"] is None else "distilled"
 
     def facts(self) -> dict[str, Any]:
-        """What a row says of its method.
+        """The method's fields in a row.
 
-        `config` is that of the codebooks, with the layers that it keeps exact, or `"LinFusion"`.
-        Effective codewords, M0 + P C, are what a query attends to: the cost in the paper. Here they
-        are the mean over layers.
+        `config` is that of the codebooks, with the layers that they keep exact, or `"LinFusion"`.
+        Effective codewords, M0 + P C, are what a query attends to, the paper's cost; they are
+        averaged over layers.
         """
         configs = self.layer_configs
         labels = dict.fromkeys(map(short_name, configs))
@@ -244,12 +237,12 @@ def method_name(config: AVQConfig) -> str:
 
 
 def exact_labels(config: AVQConfig) -> list[str]:
-    """What a label says of the layers that stay exact."""
+    """Labels of the layers that stay exact."""
     return [f"{name} exact" for name in config.exact]
 
 
 def method_cells(row: Mapping[str, Any]) -> list[str]:
-    """The first two cells of a table's row: the method, and its effective codewords."""
+    """The first two cells of a row: the method and its effective codewords."""
     return [row_label(row), number(row.get("effective_codewords"))]
 
 
@@ -266,16 +259,10 @@ def prepare_methods(
     levels: tuple[int, ...],
     calibration_prompts: Sequence[str],
 ) -> list[Method]:
-    """Load or calibrate what the methods need; mistakes in any name come first.
-
-    Args:
-        pipe: a Stable Diffusion pipeline without AVQ and LinFusion.
-        names: of `Method`.
-        levels: UNet levels that change; what is in a folder brings its own.
-        calibration_prompts: of `calibrated`.
+    """`load_methods`, then `calibrated`: mistakes in any name come before the work.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_methods`.
+        FileNotFoundError, ValueError: see `load_methods`.
     """
     loaded = load_methods(pipe, names, levels=levels)
     return [calibrated(pipe, method, calibration_prompts) for method in loaded]
@@ -284,18 +271,14 @@ def prepare_methods(
 def load_methods(
     pipe: StableDiffusionPipeline, names: Sequence[str], *, levels: tuple[int, ...]
 ) -> list[Method]:
-    """The methods, those of configurations without their codebooks, which `calibrated` adds.
+    """Load methods for a pipeline without AVQ and LinFusion; `calibrated` adds missing codebooks.
 
-    Args:
-        pipe: a Stable Diffusion pipeline without AVQ and LinFusion.
-        names: of `Method`.
-        levels: UNet levels that change; what is in a folder brings its own.
+    `levels` are the UNet levels that change. Folders bring their own.
 
     Raises:
         FileNotFoundError: a folder lacks a file.
-        ValueError: a name is none of those of `Method`, a folder is missing or damaged, a level
-            has no self-attention, what is in a folder is of another model or cannot refine as many
-            parents, or `pipe` has AVQ or LinFusion already.
+        ValueError: a name is unknown, a folder is missing, damaged, of another model or cannot
+            refine so many parents, a level has no self-attention, or the pipeline is not as it was.
     """
     _refuse_changed(pipe)
     select_layers(pipe.unet, levels)
@@ -312,13 +295,9 @@ def load_methods(
 def calibrated(
     pipe: StableDiffusionPipeline, method: Method, calibration_prompts: Sequence[str]
 ) -> Method:
-    """A method of `load_methods` with its codebooks, if it needs any, on the pipeline's device.
+    """The method with its codebooks, on the pipeline's device.
 
-    Args:
-        pipe: that the method was loaded for.
-        method: to calibrate, in the default steps of `calibrate`: codebooks do not change with the
-            steps of the images that are compared.
-        calibration_prompts: that configurations are calibrated on.
+    Calibration takes its default steps, so codebooks do not depend on the steps of the images.
     """
     codebooks = method.codebooks
     if method.uncalibrated is not None:
@@ -328,15 +307,11 @@ def calibrated(
 
 @contextmanager
 def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[None]:
-    """Run the pipeline's self-attention by `method`, and put the old one back.
-
-    Args:
-        pipe: the pipeline that `method` was prepared for, without AVQ and LinFusion.
-        method: of `prepare_methods`.
+    """Run the pipeline's self-attention by a method of `prepare_methods` inside the `with` block.
 
     Raises:
-        ValueError: the codebooks are those of another model or cannot refine as many parents, or
-            `pipe` has AVQ or LinFusion already.
+        ValueError: the codebooks are those of another model or cannot refine so many parents, or
+            the pipeline has AVQ or LinFusion already.
     """
     _refuse_changed(pipe)
     if method.name == EXACT:
@@ -363,10 +338,10 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
 
 @contextmanager
 def merged_tokens(unet: UNet2DConditionModel, levels: tuple[int, ...]) -> Iterator[None]:
-    """Run a UNet by ToMe-SD, half of the tokens merged, down to the last of these levels.
+    """Run a UNet by ToMe-SD, with half of the tokens merged, down to the last of these levels.
 
-    Tokens merge into fixed destinations, not into random ones as by tomesd's default: a step can be
-    captured in a graph, and an image does not depend on those before it.
+    Destinations are fixed, unlike tomesd's default: a step can then be captured in a graph, and an
+    image does not depend on those before it.
     """
     import tomesd
 
@@ -379,7 +354,7 @@ def merged_tokens(unet: UNet2DConditionModel, levels: tuple[int, ...]) -> Iterat
 
 @contextmanager
 def _processors(pipe: StableDiffusionPipeline, processors: Mapping[str, Any]) -> Iterator[None]:
-    """Run layers by other processors, and put back the ones that were there."""
+    """Run layers by other processors, and restore the previous ones."""
     layers = {name: pipe.unet.get_submodule(name) for name in processors}
     previous = {name: attn.processor for name, attn in layers.items()}
     for name, attn in layers.items():

@@ -1,4 +1,4 @@
-"""Speed of the operation against exact attention, in one process on one device."""
+"""Time AVQ attention against exact attention: `python -m eval bench attention`."""
 
 from collections.abc import Sequence
 from math import isqrt
@@ -32,11 +32,10 @@ def bench_attention(
     effort: Effort = EFFORT,
     max_exact_tokens: int = 16384,
 ) -> list[dict[str, Any]]:
-    """Time AVQ (precompute and attention) and SDPA in turns; square grids where N is a square.
+    """Time AVQ (precompute included) and SDPA in turns.
 
-    Returns:
-        a row for each N with median times; `ratio` is exact over AVQ time, a spread the range of
-        times over their median.
+    Queries follow a square grid where N is a square. A row has median times; `ratio` is exact over
+    AVQ time, and a spread is the range of the times over their median.
     """
     source = KeySource(num_heads, head_dim, device)
     codebook = source.codebook(config)

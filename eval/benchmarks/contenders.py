@@ -1,7 +1,7 @@
-"""What a row of `python -m eval bench kernels` times: the operation, and attention it rivals.
+"""The contenders of `python -m eval bench kernels`: AVQ and the attention that it rivals.
 
-Every contender is checked against its own oracle first: exact attention in fp32, or AVQ by the
-backend that is not timed. One whose output is wrong gets no time.
+Each contender is first checked against its own oracle: exact attention in fp32, or AVQ by another
+backend. A contender with wrong output gets no time.
 """
 
 import math
@@ -36,11 +36,11 @@ class Contender:
     """What one row times.
 
     Attributes:
-        name: of the row.
-        run: attend on input set i; the output (B, H, N, D).
-        expected: the right output for the first set, possibly of its first queries only.
+        name: name of the row.
+        run: attends on input set i and returns (B, H, N, D).
+        expected: returns the right output for the first set, or for its first queries only.
         facts: further fields of the row.
-        stages: parts of `run` that are timed as well, by the field of the row that gets the time.
+        stages: parts of `run` to time as well, by field of the row.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Contender:
 
 
 class Bench:
-    """Builds and times the contenders of one size after the other on one device."""
+    """Build and time contenders on one device."""
 
     def __init__(self, device: torch.device, effort: Effort) -> None:
         self.device = device
@@ -134,7 +134,7 @@ class Bench:
     ) -> list[Contender]:
         """Compiled precompute in PyTorch, attention by our kernel (paper, Tab. speed_scaling).
 
-        Off CUDA nothing is compiled, and the attention is SDPA's.
+        Off CUDA, nothing is compiled and SDPA attends.
         """
         codebook = self.source(shape).codebook(config)
         codewords = codebook.parents.to(self.dtype)
@@ -160,7 +160,7 @@ class Bench:
 
     @torch.no_grad()
     def rows(self, shape: Shape, contenders: Sequence[Contender], num_sets: int) -> list[Row]:
-        """Check every contender's output, then time all that are right in turns."""
+        """Check the output of every contender, then time those that are right in turns."""
         rows: list[Row] = []
         timed: list[tuple[Row, str, Callable[[int], Any]]] = []
         for contender in contenders:
@@ -202,7 +202,7 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 def kernel_stages(
     sets: InputSets, config: AVQConfig, codebook: Codebook, order: Tensor | None
 ) -> dict[str, Callable[[int], Any]]:
-    """The two stages of the kernels apart, on the codewords that the operation packs."""
+    """The two kernel stages apart, on the codewords that the operation packs."""
     from avq_diffusers.attention.triton import attention, precompute
 
     codes, bias = _packed(codebook, sets[0][0].dtype)
@@ -233,13 +233,13 @@ def kernel_stages(
 def unfused_precompute(
     key: Tensor, value: Tensor, codewords: Tensor, bias: Tensor, *, one_hot: bool
 ) -> tuple[Tensor, Tensor]:
-    """Flat VQ in plain PyTorch: nearest codeword of every key, then its values' mean and count.
+    """Flat VQ in plain PyTorch: assign each key to its nearest codeword, then average the values.
 
     Args:
         key, value: (B, H, N, D).
         codewords: (H, M, D) of the same dtype.
-        bias: (H, 1, M) fp32, minus half the codewords' square norms.
-        one_hot: aggregate by a product with one-hot assignments, else by scattered additions.
+        bias: (H, 1, M) fp32, minus half the squared norms of the codewords.
+        one_hot: multiply by one-hot assignments instead of scattering.
 
     Returns:
         means: (B, H, M, D), dtype of `value`, zero for codewords without keys.
@@ -263,7 +263,7 @@ def unfused_precompute(
 def flat_kernel(
     config: AVQConfig, codebook: Codebook, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Our kernel's attention of queries over the means (B, H, M, D) and counts (B, H, M)."""
+    """Our kernel's attention of queries over means (B, H, M, D) and counts (B, H, M)."""
     from avq_diffusers.attention.triton import attention, codewords
 
     codes, _ = _packed(codebook, dtype)
@@ -296,7 +296,7 @@ def _flat_sdpa(codebook: Codebook, query: Tensor, means: Tensor, counts: Tensor)
 
 
 def _packed(codebook: Codebook, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and biases as the operation packs them for inputs of `dtype`."""
+    """Codewords and biases as the operation packs them for inputs of `dtype`."""
     from avq_diffusers.attention.triton import codewords
 
     return codewords.pack(

@@ -1,7 +1,7 @@
 """Speed and memory of a training step at SD1.5's size: `python -m eval bench distill`.
 
-Every row is a short run of the real command on a Stable Diffusion 1.5 with random weights, from
-encoded scenes. Rows with exact attention, whose step is the same but for AVQ, come first.
+Every row is a short run of the real command, on encoded scenes. SD1.5 has random weights unless a
+model is given. The rows with exact attention come first: their step is the same without AVQ.
 """
 
 import json
@@ -59,13 +59,13 @@ def run_distillation(
     Args:
         config: YAML file of `distill`.
         output: folder of the result.
-        command: that was typed.
+        command: command line to store.
         model: folder of a Stable Diffusion model; None makes SD1.5 with random weights.
         image_size: side of the images in pixels.
         batches: images per GPU and step.
         gpus: numbers of processes.
-        attentions: of the student.
-        overrides: further `--set` of `distill`.
+        attentions: attentions of the student.
+        overrides: further `--set` options of `distill`.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ def run_distillation(
 
 
 def random_sd15() -> StableDiffusionPipeline:
-    """Stable Diffusion 1.5's configuration with random weights, and mini-sd's tokenizer."""
+    """SD1.5's configuration with random weights, and mini-sd's tokenizer."""
     torch.manual_seed(0)
     return StableDiffusionPipeline.from_pretrained(
         MINI_SD,
@@ -121,10 +121,7 @@ def random_sd15() -> StableDiffusionPipeline:
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with their step's time over that of the exact student, and their scaling over GPUs.
-
-    Samples per second over those of one GPU with the same attention and batch per GPU.
-    """
+    """Add each row's step time over that of the exact student, and its speed-up over one GPU."""
     speeds = {
         (row["gpus"], row["attention"], row["batch_per_gpu"]): row.get("samples_per_second")
         for row in rows
@@ -167,7 +164,7 @@ def distillation_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def last_error(output: str) -> str:
-    """The sentence that `distill` ended with, else the last line of its output, if it has one."""
+    """The error of `distill`, else the last line of its output."""
     lines = output.strip().splitlines()
     sentences = [line for line in lines if line.startswith("error: ")]
     return (sentences or lines or ["it was killed"])[-1].removeprefix("error: ")

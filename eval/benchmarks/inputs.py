@@ -1,4 +1,4 @@
-"""Queries, keys and values of one size of the operation, and codebooks fitted to their keys."""
+"""Inputs for one size of the operation, and codebooks fitted to their keys."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +27,10 @@ class Shape:
 
 
 class KeySource:
-    """Queries, keys and values of one head shape, and codebooks fitted to these keys.
+    """Queries, keys and values of one head shape, and codebooks fitted to the keys.
 
-    Keys come from 64 clusters of 16 clusters each and Gaussian noise, so that two-level codebooks
-    fit and every codeword is in use.
+    Keys are Gaussian noise around 64 clusters of 16 clusters each. Two-level codebooks fit them and
+    use every codeword.
     """
 
     def __init__(self, num_heads: int, head_dim: int, device: torch.device, seed: int = 0) -> None:
@@ -46,7 +46,7 @@ class KeySource:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key, value (B, H, N, D), views of (B, N, H, D) memory as projections write it.
 
-        `hot_share` of the keys, at random places, are all equal to one key of their head.
+        A random `hot_share` of the keys is replaced by one key of their head.
         """
         size = (shape.batch, shape.num_tokens, self.num_heads)
         cluster = torch.randint(
@@ -62,7 +62,7 @@ class KeySource:
         return tuple(tensor.transpose(1, 2) for tensor in (1.5 * query, key, value))
 
     def codebook(self, config: AVQConfig) -> Codebook:
-        """The codebook of these sizes; k-means runs once for each."""
+        """The codebook of these sizes. K-means runs once for each."""
         sizes = config.num_parents, config.num_children
         if sizes not in self._codebooks:
             sample = Shape(1, self.num_heads, CALIBRATION_KEYS, self.head_dim)

@@ -1,10 +1,11 @@
-"""Speed of the operation against exact and unfused attention: `python -m eval bench kernels`.
+"""Time the operation against exact and unfused attention: `python -m eval bench kernels`.
 
-Three parts: the paper's table (B4 H12 D64), SD1.5's shapes with keys spread evenly and with 30 % of
-them equal to one, and how time grows with the codebook and with N. The rows of one size are timed
-in turns in one process, each over as many input sets as it takes to overflow the L2 cache, as
-replays of a CUDA graph where there is one; SD1.5's shapes also over one set, which is in the cache
-like the tokens that projections have just written. A row whose output is wrong gets no time.
+There are three parts: the paper's table (B4 H12 D64), SD1.5's shapes, and scaling with codebook
+size and N. SD1.5's shapes run with evenly spread keys, and with 30 % of the keys equal to one.
+
+The rows of one size are timed in turns in one process, by CUDA graphs where possible. They run over
+enough input sets to overflow the L2 cache. SD1.5's shapes also run over one set: it stays in the
+cache, like tokens that projections have just written.
 """
 
 import math
@@ -29,7 +30,7 @@ HOT_SHARE = 0.3
 
 @dataclass(frozen=True)
 class Suite:
-    """The sizes that a run times."""
+    """The sizes of a run."""
 
     table_shapes: tuple[Shape, ...]
     table_configs: tuple[str, ...]
@@ -77,7 +78,7 @@ TINY = Suite(
 
 
 def table_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
-    """The paper's Tab. speed_scaling, one list of rows for each N."""
+    """The paper's Tab. speed_scaling, one list of rows per N."""
     for shape in suite.table_shapes:
         torch.compiler.reset()  # the unfused baseline is compiled for every size
         sets = bench.input_sets(shape)
@@ -91,7 +92,7 @@ def table_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
 
 
 def sd15_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
-    """SD1.5's self-attention in Gilbert order, keys spread evenly and skewed."""
+    """SD1.5's self-attention in Gilbert order, with even and skewed keys."""
     config = AVQConfig.parse(suite.sd15_config)
     for shape in suite.sd15_shapes:
         side = math.isqrt(shape.num_tokens)
@@ -116,7 +117,7 @@ def sd15_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
 
 
 def scaling_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
-    """Time against the effective codebook size, then against N."""
+    """Time against effective codewords, then against N."""
     for against, shapes, configs in (
         ("codewords", suite.codebook_shapes, suite.codebook_configs),
         ("tokens", suite.token_shapes, suite.token_configs),
@@ -138,10 +139,9 @@ def run_kernels(
     command: str,
     parts: Sequence[str] = tuple(PARTS),
 ) -> None:
-    """Time the parts, print their tables, and write one JSON file and one plot for each.
+    """Time the parts, print tables, and write one JSON file and one plot per part.
 
-    A file is rewritten whenever the rows of one size are there, so that a run that is cut off keeps
-    what it has. Off CUDA the sizes are tiny.
+    The file is rewritten after every size. Off CUDA, the sizes are tiny.
 
     Raises:
         ValueError: a part is unknown.
@@ -180,7 +180,7 @@ def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def slopes(rows: Sequence[Row]) -> list[Row]:
-    """The fitted lines of the scaling rows: points, slope, and the slopes of the two stages."""
+    """The fitted lines of the scaling rows: points, slope, and the slopes of both stages."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         label = row["method"]
@@ -208,7 +208,7 @@ def slopes(rows: Sequence[Row]) -> list[Row]:
 
 
 def kernels_table(part: str, rows: Sequence[Row]) -> str:
-    """The rows of one part as Markdown: methods over N, or the stages and the fitted slopes."""
+    """The rows of one part as Markdown: methods over N, or stages and fitted slopes."""
     sections = [_paper_table(rows) if part == "table" else _stage_table(rows)]
     if part == "scaling":
         sections.append(_slope_table(slopes(rows)))
@@ -221,7 +221,7 @@ def kernels_table(part: str, rows: Sequence[Row]) -> str:
 
 
 def plot_kernels(path: Path, part: str, rows: Sequence[Row]) -> None:
-    """Write the fitted lines of the scaling part, or another part's times over N, as log-log."""
+    """Plot the fitted lines of the scaling part, or the times of another part over N."""
     if part == "scaling":
         panels: dict[str, list[Line]] = {"time over codebook size": [], "time over tokens": []}
         for line in slopes(rows):

@@ -1,4 +1,4 @@
-"""One denoising step of a UNet by any of the methods whose time is compared."""
+"""One denoising step of a UNet with any of the timed methods."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -57,13 +57,13 @@ class Model:
     """A model whose UNet is timed.
 
     Attributes:
-        unet: what results call its UNet.
+        unet: name of the UNet in results.
         build: makes the UNet on a device, in float32.
-        latent_scale: pixels per latent along a side of the image.
-        sizes: sides of the images, in pixels, where none are named.
-        stem: what the names of its results begin with.
-        methods: that are timed where none are named, the most important first.
-        levels: at which attention may change.
+        latent_scale: pixels per latent along a side.
+        sizes: default sides of the images, in pixels.
+        stem: prefix of the result files.
+        methods: default methods, the most important first.
+        levels: UNet levels at which attention may change.
     """
 
     unet: str
@@ -76,10 +76,10 @@ class Model:
 
 
 def timed_method(name: str) -> MethodName:
-    """The parsed name of a method that `StepBench` can run; at levels 0 and 1 without `@L`.
+    """Parse the name of a method that `StepBench` can run; the default levels are 0 and 1.
 
     Raises:
-        ValueError: it is none.
+        ValueError: there is no such method.
     """
     method = parse_method(name, LEVELS)
     if method.is_folder or method.source == NO_ATTENTION:
@@ -109,7 +109,7 @@ def _level_labels(levels: tuple[int, ...], usual: tuple[int, ...]) -> list[str]:
 
 @torch.library.custom_op("avq_eval::zero_of", mutates_args=())
 def _zero_of(query: Tensor, key: Tensor) -> Tensor:
-    """A zero for whose sake a compiler computes both."""
+    """A zero that keeps a compiler from dropping both arguments."""
     return query.new_zeros(1)
 
 
@@ -119,7 +119,7 @@ def _(query: Tensor, key: Tensor) -> Tensor:
 
 
 class LimitProcessor(ValueProjectionProcessor):
-    """Self-attention but for the attention: its projections, and every token takes its value."""
+    """Self-attention without the attention: projections run, and each token takes its value."""
 
     def __call__(self, attn, hidden_states: Tensor, **others: Any) -> Tensor:
         query, key = attn.to_q(hidden_states), attn.to_k(hidden_states)
@@ -128,12 +128,9 @@ class LimitProcessor(ValueProjectionProcessor):
 
 
 class StepBench:
-    """A UNet, and the methods its attention can be switched to.
+    """A UNet, and the methods that its attention can switch to.
 
-    Args:
-        model: of the UNet.
-        device: where it runs, in fp16 on CUDA and in fp32 elsewhere.
-        compile_backend: of torch.compile.
+    It runs in fp16 on CUDA and in fp32 elsewhere. `compile_backend` goes to `torch.compile`.
     """
 
     def __init__(
@@ -167,7 +164,7 @@ class StepBench:
         return self.unet(sample, timestep, text, return_dict=False, **self.conditions)[0]
 
     def cannot_run(self, name: str, mode: str) -> str | None:
-        """Why this machine has no such row; None if it can have one."""
+        """Why this machine cannot time the row; None if it can."""
         if mode == GRAPH and not self.cuda:
             return "CUDA graphs need a CUDA device"
         if name == FA2 and not self.cuda:
@@ -178,12 +175,7 @@ class StepBench:
 
     @contextmanager
     def method(self, name: str, *, oracle: bool = False) -> Iterator[None]:
-        """Run the UNet's attention by `name` in the `with` block.
-
-        Args:
-            name: of `timed_method`.
-            oracle: run AVQ by the backend that checks the one that is timed.
-        """
+        """Run attention by a `timed_method`; `oracle` chooses the backend that checks AVQ."""
         method = timed_method(name)
         with ExitStack() as stack:
             if method.source == FA2:
@@ -207,7 +199,7 @@ class StepBench:
             yield
 
     def route_as_compiled(self) -> None:
-        """Let eager calls take the route of compiled ones, for the output that these must give."""
+        """Let eager calls take the route of compiled ones, to get the expected output of these."""
         for layer in select_layers(self.unet):
             if (state := layer.avq_state) is not None:
                 state.route.break_even = {
@@ -217,7 +209,7 @@ class StepBench:
 
     @torch.no_grad()
     def codebooks(self, config: AVQConfig, *, tuned: bool = False) -> AVQCodebooks:
-        """Codebooks of the UNet's own keys; one k-means for each layer and size."""
+        """Codebooks of the UNet's own keys. K-means runs once per layer and size."""
         if (config, tuned) not in self._codebooks:
             sizes = config.num_parents, config.num_children
             if sizes not in self._fits:
@@ -244,10 +236,7 @@ class StepBench:
 
     @cached_property
     def _linfusion(self) -> dict[str, LinFusionProcessor]:
-        """LinFusion of every self-attention by its name, with random weights.
-
-        Kept for good as well, for the graphs that read them.
-        """
+        """LinFusion with random weights by layer name, kept for the graphs that read it."""
         torch.manual_seed(0)
         processors = {}
         for layer in select_layers(self.unet):
@@ -288,7 +277,7 @@ class StepBench:
 
 
 class Step:
-    """One eager, compiled or captured step: `prepare` gives it the next inputs, `run` runs it."""
+    """One eager, compiled or captured step: `prepare` copies the next inputs in, `run` runs it."""
 
     def __init__(self, bench: StepBench, name: str, inputs: Sequence[tuple[Tensor, ...]]) -> None:
         def step(sample: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
@@ -306,21 +295,21 @@ class Step:
             target.copy_(source)
 
     def run(self) -> Tensor | None:
-        """The output, or None from a captured step."""
+        """The output; None from a captured step."""
         return self.model(*self.current) if self.replay is None else self.replay()
 
     def first_runs(
         self, mode: str, pool: tuple[int, int] | None, exact: Tensor | None
     ) -> tuple[Tensor, Row]:
-        """Bring the step into its mode, in which it stays.
+        """Bring the step into its mode, `"graph"`, `"compile"` or `"eager"`.
 
         Args:
-            mode: `"graph"`, `"compile"` or `"eager"`.
-            pool: memory of the CUDA graph; None for a step that is not captured.
-            exact: SDPA's eager output, if it is there, which FA2's must equal.
+            mode: the mode.
+            pool: memory of the CUDA graph; None if the step is not captured.
+            exact: SDPA's eager output for FA2 to match, if known.
 
         Returns:
-            the eager output, and fields of the row with a first time.
+            The eager output, and fields of the row with a first time.
         """
         bench, name, method = self.bench, self.name, self.method
         may_be_exact = method.route == "fastest"
@@ -353,7 +342,7 @@ class Step:
         return eager, facts
 
     def milliseconds(self, index: int) -> float:
-        """Time of one step; giving it the inputs is not part of it."""
+        """Time of one step, without copying its inputs."""
         self.prepare(index)
         if self.bench.cuda:
             torch.cuda.synchronize()
@@ -379,7 +368,7 @@ class Step:
         return output.clone()
 
     def _peak_mib(self) -> float:
-        """Weights, codebooks and the step's own allocations at their highest."""
+        """Weights, codebooks and the step's own allocations at their peak."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Times of functions in turns, so that what changes on the device meets all of them alike."""
+"""Time functions in turns, so that clock and temperature affect all of them alike."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Effort:
-    """Rounds of one block per function; a block repeats the function for about `block_ms`."""
+    """Rounds of one block per function. A block repeats the function for about `block_ms`."""
 
     rounds: int = 9
     block_ms: float = 20.0
@@ -38,17 +38,17 @@ def block_ms(function: Callable[[], Any], repeats: int, device: torch.device) ->
 def time_in_turns(
     runs: Sequence[Callable[[int], Any]], num_sets: int, device: torch.device, effort: Effort
 ) -> list[dict[str, Any]]:
-    """Median time of each run over all input sets, in ms per set, the runs in turns.
+    """Median time of each run over all input sets, in ms per set.
 
     Args:
         runs: each works on input set i.
-        num_sets: input sets.
+        num_sets: number of input sets.
         device: where they run.
-        effort: rounds; eager blocks get fewer of them where there is a graph.
+        effort: rounds; a run with a CUDA graph has fewer eager ones.
 
     Returns:
-        for each run `ms` (CUDA graph if it can be captured, else eager), `timer`, `eager_ms`,
-        `spread`, the range of its blocks over their median, and on CUDA without graph a `note`.
+        `ms` of each run (CUDA graph if it can be captured, else eager), `timer`, `eager_ms`, and
+        `spread`, the range of its blocks over their median. `note` says why there is no graph.
     """
 
     def all_sets(run: Callable[[int], Any]) -> None:
@@ -101,7 +101,7 @@ def time_in_turns(
 
 
 class _Blocks:
-    """Times in ms of one call, in blocks; how often a block repeats it is estimated first."""
+    """Times of one call in ms, in blocks. A first estimate decides how often a block repeats it."""
 
     def __init__(
         self, call: Callable[[], Any], rounds: int, effort: Effort, device: torch.device

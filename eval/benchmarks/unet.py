@@ -1,11 +1,12 @@
-"""One denoising step of a UNet, batch 2: `python -m eval bench unet`.
+"""Time one denoising step of a UNet, batch 2: `python -m eval bench unet`.
 
-The UNet is that of SD1.5 or SDXL with random weights, so that nothing is downloaded, or mini-sd's;
-its codebooks are k-means of its own keys. The limit keeps the projections of self-attention at the
-two levels of highest resolution and passes the values on: no attention can be faster. LinFusion's
-linear attention runs as published in every self-attention of the UNet, whatever its level (arXiv
-2409.02097), with random weights. Rows of one size and mode are timed in turns, and a row whose
-output is wrong gets no time.
+SD1.5 and SDXL have random weights, so nothing is downloaded; mini-sd has its own. The codebooks are
+k-means of the UNet's own keys. LinFusion runs as published, in every self-attention (arXiv
+2409.02097), with random weights.
+
+The limit is the fastest attention possible: at the two highest resolutions it keeps the projections
+of self-attention and passes the values on. Rows of one size and mode are timed in turns. A row with
+wrong output gets no time.
 """
 
 import json
@@ -85,7 +86,7 @@ NUM_INPUTS = 4
 def random_unet(
     config: Mapping[str, Any], levels: Sequence[int], device: torch.device
 ) -> UNet2DConditionModel:
-    """A UNet with random weights, made on the device."""
+    """A UNet with random weights."""
     torch.manual_seed(0)
     with device:
         unet = UNet2DConditionModel(**config)
@@ -170,20 +171,20 @@ def run_unet(
     modes: Sequence[str] = tuple(MODES),
     minutes: float | None = None,
 ) -> None:
-    """Time the steps, print the tables, and write a JSON file per size and mode, a plot per size.
+    """Time the steps, print tables, and write one JSON file per size and mode, one plot per size.
 
-    A file is rewritten after every row. Off CUDA tiny UNets of their topology stand for those of
-    SD1.5 and SDXL.
+    The file is rewritten after every row. Off CUDA, tiny UNets take the place of SD1.5's and
+    SDXL's.
 
     Args:
         device: where the UNet runs.
         output: folder of the results.
-        command: that was typed.
-        model: of the UNet, one of `MODELS`.
-        sizes: sides of the image; None takes the model's own.
-        methods: of `StepBench.method`, the most important first; None takes the model's own.
+        command: command line to store.
+        model: one of `MODELS`.
+        sizes: sides of the images; None takes the model's.
+        methods: methods, the most important first; None takes the model's.
         modes: `"graph"`, `"compile"`, `"eager"`.
-        minutes: no row is started after this time.
+        minutes: no row starts after this time.
 
     Raises:
         ValueError: a model, method, mode or size is unknown or impossible.
@@ -233,15 +234,10 @@ def bench_unet(
     deadline: float | None = None,
     window_ms: float = 4000.0,
 ) -> Iterator[list[Row]]:
-    """Time one step at side x side pixels; all rows so far, after every row and at the end.
+    """Time one step at side x side pixels. Yield all rows so far after every row, and at the end.
 
-    Args:
-        bench: the UNet.
-        side: of the image.
-        mode: `"graph"`, `"compile"` or `"eager"`.
-        methods: those of `StepBench.method`, the most important first.
-        deadline: value of `perf_counter` after which no row is started.
-        window_ms: time spent on each row, of which one half counts.
+    No row starts after `deadline`, a value of `perf_counter`. Each row takes `window_ms`; its
+    second half counts.
     """
     torch.compiler.reset()
     inputs = [bench.inputs(side) for _ in range(NUM_INPUTS)]
@@ -288,8 +284,8 @@ def bench_unet(
 def wrong_output(row: Row) -> str | None:
     """Why a row gets no time; None if its output is right.
 
-    It must be closer to what it should be than half-way to SDPA, or the method did not run; one
-    that may be exact must only be close.
+    The output must be closer to its oracle than half-way to SDPA. Otherwise the method did not run.
+    A method that may be exact must only be close.
     """
     name, distance = row["method"], row["difference_from_sdpa"]
     if distance is None or name in (EXACT, FA2) or timed_method(name).route == "fastest":
@@ -302,10 +298,10 @@ def wrong_output(row: Row) -> str | None:
 
 
 def _time_in_turns(ready: Sequence[tuple[Row, Step]], window_ms: float) -> None:
-    """Replace the rows' first times by medians of steps taken in turns.
+    """Replace the first times by medians of steps taken in turns.
 
-    In a turn a row takes many steps, of which the later half counts: a GPU at its power limit
-    settles on a clock that depends on the last tenths of a second.
+    A row takes many steps per turn, and the later half counts: a GPU at its power limit needs
+    tenths of a second to settle on a clock.
     """
     half_turn_ms = window_ms / TURNS / 2
     counts = [max(1, round(half_turn_ms / row["ms"])) for row, _ in ready]
@@ -326,7 +322,7 @@ def _time_in_turns(ready: Sequence[tuple[Row, Step]], window_ms: float) -> None:
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """The rows of one size and mode with their time over that of the limit and of SDPA."""
+    """Add each row's time over that of the limit and of SDPA."""
     times = {row["method"]: row["ms"] for row in rows}
 
     def over(row: Row, method: str) -> float | None:
@@ -360,7 +356,7 @@ def unet_table(rows: Sequence[Row], modes: Mapping[str, str]) -> str:
 def plot_unet(
     output: Path, stem: str, side: int, device: torch.device, modes: Mapping[str, str]
 ) -> None:
-    """Write the times of a size as bars, one panel for each mode that this or another run timed."""
+    """Plot the times of one size as bars, one panel per mode with a result in the folder."""
     paths = [_result(output, stem, side, mode, device) for mode in MODES]
     documents = [json.loads(path.read_text()) for path in paths if path.is_file()]
     panels: dict[str, dict[str, float]] = {}
@@ -380,7 +376,7 @@ def _result(output: Path, stem: str, side: int, mode: str, device: torch.device)
 
 
 def check_choices(model: Model, methods: Sequence[str], modes: Sequence[str]) -> None:
-    """Refuse methods and modes that do not exist, or not for this model, before the work.
+    """Refuse unknown methods and modes, and levels that the model lacks.
 
     Raises:
         ValueError: there is one.

@@ -1,4 +1,4 @@
-"""The UNets of published models, as they differ from `UNet2DConditionModel`'s defaults."""
+"""UNets of published models, by their differences from the defaults of `UNet2DConditionModel`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,13 +9,6 @@ from torch import Tensor
 POOLED_TEXT = 1280  # of SDXL's second text encoder
 
 SD15 = {"sample_size": 64, "cross_attention_dim": 768}
-SD21 = {
-    "sample_size": 96,
-    "cross_attention_dim": 1024,
-    "attention_head_dim": (5, 10, 20, 20),
-    "use_linear_projection": True,
-    "upcast_attention": True,
-}
 SDXL_TEXT = {
     "use_linear_projection": True,
     "addition_embed_type": "text_time",
@@ -32,33 +25,14 @@ SDXL = {
     "cross_attention_dim": 2048,
     "projection_class_embeddings_input_dim": 2816,
 }
-SDXL_REFINER = {
-    **SDXL_TEXT,
-    "sample_size": 128,
-    "block_out_channels": (384, 768, 1536, 1536),
-    "down_block_types": (
-        "DownBlock2D",
-        "CrossAttnDownBlock2D",
-        "CrossAttnDownBlock2D",
-        "DownBlock2D",
-    ),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": 4,
-    "attention_head_dim": (6, 12, 24, 24),
-    "cross_attention_dim": 1280,
-    "projection_class_embeddings_input_dim": 2560,
-}
 
 
 def added_conditions(
     unet: UNet2DConditionModel, batch: int, normal: Callable[..., Tensor]
 ) -> dict[str, Mapping[str, Any]]:
-    """Random `added_cond_kwargs` of a call, which SDXL's UNets need; nothing for others.
+    """Random `added_cond_kwargs` for SDXL's UNets; nothing for others.
 
-    Args:
-        unet: whose call it is.
-        batch: of the call.
-        normal: makes normal numbers of a shape, as `torch.randn` does.
+    `normal` makes normal numbers of a shape, as `torch.randn` does.
     """
     config = unet.config
     if config.addition_embed_type != "text_time":

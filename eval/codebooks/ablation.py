@@ -1,8 +1,8 @@
 """What each choice of the training is worth: `python -m eval ablate`.
 
-Every variant is a run of the real `python -m distill` with a few settings changed, several at a
-time on one device. Runs that are there are resumed, so the command can be repeated: finished ones
-make no further step, and those of other settings are refused.
+Every variant is a run of `python -m distill` with a few settings changed. Several run at a time on
+one device. The command can be repeated: it resumes runs, leaves finished ones alone, and refuses
+those with other settings.
 """
 
 import json
@@ -61,18 +61,18 @@ def train_variants(
     parallel: int,
     overrides: Sequence[str],
 ) -> dict[str, Path]:
-    """Train what is not trained to its end, and return the codebooks by `VARIANT, seed S`.
+    """Train all variants to their end; return the codebooks by `VARIANT, seed S`.
 
     Args:
         config: YAML file of `distill`.
-        output: folder of the runs, named by the stem of `config`, variant and seed.
+        output: folder of the runs.
         variants: keys of `VARIANTS`.
-        seeds: of the runs; a variant is trained once with each.
+        seeds: each variant is trained once per seed.
         parallel: runs at a time.
-        overrides: further `--set` of `distill`, before those of the variant.
+        overrides: further `--set` options, before those of the variant.
 
     Raises:
-        ValueError: a variant is unknown, or a run failed, as one that is there with other settings.
+        ValueError: a variant is unknown, or a run failed.
     """
     if unknown := [name for name in variants if name not in VARIANTS]:
         raise ValueError(f"variants must be some of {', '.join(VARIANTS)}, but got {unknown[0]!r}.")
@@ -90,7 +90,7 @@ def train_variants(
 
 
 def ablation_rows(errors: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
-    """What every run is of, and its figures.
+    """Variant, seed and metrics of every run.
 
     Args:
         errors: rows of `measure_errors`; the method is a folder.
@@ -106,9 +106,6 @@ def ablation_rows(errors: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
 
 def join_ablations(documents: Sequence[Mapping[str, Any]]) -> list[Row]:
     """The rows of several files of `python -m eval ablate`, by variant and seed.
-
-    Args:
-        documents: the contents of the files.
 
     Raises:
         ValueError: the files differ in `PROTOCOL`, or two have the same run.
@@ -126,13 +123,10 @@ def join_ablations(documents: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def ablation_table(rows: Sequence[Row]) -> str:
-    """Means over seeds as a Markdown table, with the standard error where there are several.
+    """Means over seeds as a Markdown table, with standard errors where there are several.
 
-    Runs of one seed draw the same images in the same order, so their output error is also shown
-    as a multiple of that of the `BASE` run of this seed: it varies less.
-
-    Args:
-        rows: of `ablation_rows`.
+    Runs of one seed see the same images in the same order. So the output error over that of the
+    same seed's `BASE` run varies less.
     """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:

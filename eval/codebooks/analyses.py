@@ -1,17 +1,16 @@
 """The paper's analyses of codebooks: `python -m eval analyse`.
 
-Each varies the methods that it is given, measures the variants by `layer_errors`, and shows other
-figures of the rows:
+Each analysis varies its methods, measures the variants by `layer_errors`, and shows some metrics:
 
 heads        capture of each head (paper, Fig. perhead_capture)
-layers       commitment loss and quantization error of each layer (Tab. perlayer_imagenet), and how
-             sensitive the model is to it
+layers       commitment loss, quantization error and sensitivity of each layer (Tab.
+             perlayer_imagenet)
 utilisation  how many codewords are in use, two-level against flat (Tab. active_ratio)
 order        query orders and sizes of query tiles (Tab. gilbert_ablation)
 importance   tiled against exact importance (Tab. tiled_capture)
 
-Elastic inference (Tab. elastic_p) and accuracy against cost (Fig. accuracy_cost) are
-`python -m eval errors`.
+Elastic inference (Tab. elastic_p) and accuracy against cost (Fig. accuracy_cost) are `python -m
+eval errors`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,12 +65,12 @@ class Analysis:
     """One analysis.
 
     Attributes:
-        methods: that it compares by default, as in `eval.methods.Method`.
-        variants: fields of `AVQConfig` to replace, once for each variant of a method.
-        table: of its rows, as Markdown.
+        methods: default methods, comma-separated.
+        table: formats its rows as Markdown.
         plot: writes a PNG of its rows.
-        refines: it needs methods that refine parents.
-        sensitivity: it shows `measure_sensitivity` of each layer, as `output_error_alone`.
+        variants: fields of `AVQConfig` to replace, once per variant of a method.
+        refines: whether its methods must refine parents.
+        sensitivity: whether it measures the sensitivity to each layer, as `output_error_alone`.
     """
 
     methods: str
@@ -83,7 +82,7 @@ class Analysis:
 
 
 def check_methods(name: str, methods: Sequence[Method]) -> None:
-    """Refuse methods that the analysis `name` of `ANALYSES` has nothing to say of.
+    """Refuse methods that an analysis cannot use.
 
     Raises:
         ValueError: a method has no codebooks, or refines no parents where the analysis needs it.
@@ -110,15 +109,14 @@ def analyse(
 ) -> list[Row]:
     """Measure every variant of every method: rows of `measure_errors` with the replaced fields.
 
-    One after the other, as each keeps a sample of its keys while it is measured.
+    Variants run one after the other, because each keeps a sample of its keys.
 
     Args:
-        pipe: without AVQ.
-        analysis: of `ANALYSES`.
-        methods: prepared for `pipe`, and checked by `check_methods`.
-        scenes: whose images, at the UNet's own size, are noised; sensitivity is that of settings
-            them by their captions.
-        num_timesteps: middles of so many equal parts of the noise schedule; denoising steps.
+        pipe: a pipeline without AVQ.
+        analysis: one of `ANALYSES`.
+        methods: methods prepared for `pipe`.
+        scenes: their images are noised; their captions are prompts for the sensitivity.
+        num_timesteps: timesteps, and denoising steps for the sensitivity.
     """
     rows = []
     for method in methods:
@@ -136,7 +134,7 @@ def analyse(
 
 
 def heads_table(rows: Sequence[Row]) -> str:
-    """Capture by layer: its mean over heads, its least and its most."""
+    """Capture by layer: mean, minimum and maximum over heads."""
     return markdown_table(
         ["method", "layer", "level", "capture", "least head", "most head"],
         (
@@ -165,7 +163,7 @@ def heads_maps(rows: Sequence[Row]) -> list[HeatMap]:
 
 
 def layers_table(rows: Sequence[Row]) -> str:
-    """The figures of each layer, a column a method, and their means over each level."""
+    """The metrics of each layer, one column per method, and their means over each level."""
     layers = _layer_levels(rows)
     groups = {label: [name] for label, name in zip(_labels(layers), layers, strict=True)}
     for level in sorted(set(layers.values())):
@@ -187,7 +185,7 @@ def layers_table(rows: Sequence[Row]) -> str:
 
 
 def layers_panels(rows: Sequence[Row]) -> list[Panel]:
-    """A panel a figure over the layers."""
+    """One panel per metric, over the layers."""
     layers = _layer_levels(rows)
     return [
         Panel(
@@ -258,7 +256,7 @@ def importance_table(rows: Sequence[Row]) -> str:
 
 
 def importance_panels(rows: Sequence[Row]) -> list[Panel]:
-    """The figures over the importance tile; one that holds all parents is exact importance."""
+    """The metrics over the importance tile; a tile that holds all parents is exact importance."""
 
     def tile(row: Row) -> float:
         return row["importance_tile"] or row["num_parents"]
@@ -341,19 +339,19 @@ def _panels(
 
 
 def _layer_levels(rows: Sequence[Row]) -> dict[str, int]:
-    """The level of every layer that a row has, in the order in which the UNet runs them."""
+    """The level of every layer, in the order in which the UNet runs them."""
     levels = {name: layer["level"] for row in rows for name, layer in row["layers"].items()}
     return {name: levels[name] for name in sorted(levels, key=_place)}
 
 
 def _place(name: str) -> tuple[int, list[int]]:
-    """Where the UNet runs a layer, whose modules are not in this order: the middle is the last."""
+    """Sort key of a layer by when the UNet runs it."""
     part, *path = name.split(".")
     return PARTS.index(part), [int(step) for step in path if step.isdecimal()]
 
 
 def _labels(names: Iterable[str]) -> list[str]:
-    """The names without what all have in common: the block too, unless there are several."""
+    """The names without their common end."""
     names = list(names)
     end = ".transformer_blocks.0.attn1"
     if not all(name.endswith(end) for name in names):

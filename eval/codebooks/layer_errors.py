@@ -89,12 +89,12 @@ ELASTIC = ("output_error", "feature_relative_mse", "capture")
 
 
 def elastic(methods: Iterable[Method], numbers: Sequence[int]) -> list[Method]:
-    """Two-level codebooks once for each number of refined parents that they can have.
+    """Repeat two-level codebooks once for each possible number of refined parents.
 
     Methods without codebooks, with flat ones or with a number of their own stay as they are.
 
     Raises:
-        ValueError: codebooks can have none of the numbers.
+        ValueError: codebooks allow none of the numbers.
     """
     expanded = []
     for method in methods:
@@ -121,18 +121,17 @@ def measure_errors(
     num_timesteps: int = 8,
     size: int | None = None,
 ) -> list[Row]:
-    """Measure one row a method, whose `layers` holds the figures of each layer, by head in `heads`.
+    """Measure one row per method; its `layers` holds the metrics of each layer, by head in `heads`.
 
-    `is_flat` says whether its codebooks are flat, and is None for methods without.
-
-    All images of a timestep run in one batch.
+    `is_flat` says whether the codebooks are flat, and is None without codebooks. All images of a
+    timestep run in one batch.
 
     Args:
-        pipe: without AVQ; its UNet is the teacher.
-        methods: prepared for `pipe`.
-        scenes: whose images are noised.
-        num_timesteps: middles of so many equal parts of the noise schedule.
-        size: side of the images, a multiple of 64; None is the UNet's own.
+        pipe: a pipeline without AVQ; its UNet is the teacher.
+        methods: methods prepared for `pipe`.
+        scenes: scenes whose images are noised.
+        num_timesteps: number of timesteps, the middles of equal parts of the noise schedule.
+        size: side of the images, a multiple of 64; None takes the UNet's own.
     """
     levels = tuple({level for method in methods for level in method.levels})
     attentions = {layer.name: layer.attn for layer in select_layers(pipe.unet, levels)}
@@ -156,7 +155,7 @@ def noised_scenes(
     num_timesteps: int,
     size: int | None = None,
 ) -> Iterator[UNetInputs]:
-    """Noisy latents (B, 4, h, w), timesteps (B,) and text states of all scenes, step after step.
+    """Yield noisy latents (B, 4, h, w), timesteps (B,) and text states of all scenes for each step.
 
     The noise of a step depends on its number only.
     """
@@ -186,14 +185,10 @@ class KernelTimes(NamedTuple):
 
 
 def read_kernel_times(path: Path, num_tokens: int) -> KernelTimes:
-    """Read a file of `python -m eval bench kernels`.
-
-    Args:
-        path: the file.
-        num_tokens: of the rows to take; of several shapes with so many, the first.
+    """Read the times for `num_tokens` in a file of `bench kernels`, of the first such shape.
 
     Raises:
-        ValueError: the file has another content, or no such row.
+        ValueError: the file has other content, or no such row.
     """
     try:
         document = json.loads(path.read_text())
@@ -222,7 +217,7 @@ def add_kernel_times(rows: Sequence[Row], times: KernelTimes) -> None:
 
 
 def errors_table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table, layers' figures as their means."""
+    """The rows as a Markdown table, with means over layers."""
     figures = FIGURES | (KERNEL_FIGURES if KERNEL_TIME in rows[0] else {})
     return markdown_table(
         ["method", "effective codewords", *figures.values()],

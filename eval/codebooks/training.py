@@ -1,7 +1,6 @@
-"""Training curves of distillation runs, from the `log.jsonl` that each run writes.
+"""Training curves of distillation runs, from the `log.jsonl` of each run.
 
-A line of the log is a JSON object with `step`, `samples` and figures; figures of layers have the
-name `quantization_error/<layer>`, or stand by layer in an object named `quantization_error`.
+A metric of layers is named `quantization_error/<layer>`, or is an object by layer.
 """
 
 import json
@@ -54,7 +53,7 @@ def read_log(run: Path) -> list[dict[str, float]]:
 
 
 def thin(steps: Sequence[Mapping[str, float]], num_points: int) -> Curves:
-    """Means over at most `num_points` equal parts of the log; None where a part lacks a figure."""
+    """Means over at most `num_points` equal parts of the log; None where a part lacks a metric."""
     size = -(-len(steps) // num_points)
     parts = [steps[start : start + size] for start in range(0, len(steps), size)]
     names = dict.fromkeys(name for step in steps for name in step)
@@ -62,11 +61,7 @@ def thin(steps: Sequence[Mapping[str, float]], num_points: int) -> Curves:
 
 
 def training_rows(curves: Mapping[str, Curves]) -> list[list[Panel]]:
-    """Panels of losses and of layers' figures over samples, or over steps where none are counted.
-
-    Args:
-        curves: of each run, by the name that the legend shows.
-    """
+    """Panels of losses and layers' metrics over samples, or over steps without these."""
     names = {name for run in curves.values() for name in run}
     losses = [name for name in LOSSES if name in names]
     layer_figures = [

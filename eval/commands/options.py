@@ -54,13 +54,13 @@ Model = Annotated[
 def result_name(
     command: str, levels: Iterable[int], size: int | None = None, dilated: bool = False
 ) -> str:
-    """Of a file, without its ending; the size stands in it where it is not the model's own."""
+    """Name of a result file without its ending; it names a size other than the model's own."""
     suffix = (f"_{size}" if size else "") + ("_scalecrafter" if dilated else "")
     return f"{command}_levels{''.join(map(str, levels))}{suffix}"
 
 
 def calibration_prompts() -> list[str]:
-    """Captions of validation scenes, which no figure is measured on."""
+    """Captions of validation scenes. Nothing is measured on them."""
     return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
 
 
@@ -74,7 +74,7 @@ def load_pipeline(model: str, device: str, dtype: str = "float32") -> "StableDif
 
 
 def run_app(app: typer.Typer) -> None:
-    """Run a command; a mistake of the user's is one sentence and exit code 2."""
+    """Run a command; a user's mistake is one sentence and exit code 2."""
     try:
         app()
     except (ImportError, OSError, ValueError, TypeError) as error:
@@ -83,7 +83,7 @@ def run_app(app: typer.Typer) -> None:
 
 
 def command_line() -> str:
-    """What was typed, but for where the results go: it is kept beside them."""
+    """The command line, without the option that says where results go."""
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--output=")]
     if "--output" in arguments:
         place = arguments.index("--output")

@@ -1,7 +1,6 @@
 """Plots of results, from their JSON files.
 
-The commands plot the file they have just written, so `python -m eval plot` gives the same plot
-again.
+Commands plot the file that they have just written, so `python -m eval plot` gives the same plot.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,16 +11,13 @@ from eval.store.report import complete, read_result
 
 
 def draw(path: Path, *, size: int | None = None) -> None:
-    """Draw the plot of a result: the PNG beside its JSON file.
+    """Plot a result to the PNG beside its JSON file.
 
-    Args:
-        path: of the result.
-        size: of the plot of a table: the size of the UNet step whose time is shown.
+    `size` is for tables only: the size of the UNet step whose time is shown.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a result, not a complete one, one that has no plot, or one that has
-            not this size.
+        ValueError: it is not a complete result, has no plot, or not this size.
     """
     result = read_result(path)
     if result.kind not in PLOTS:

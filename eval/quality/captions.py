@@ -1,4 +1,4 @@
-"""Captions to make images of: a list with one per line, or a draw from COCO's annotations."""
+"""Captions to generate images from: a list with one per line, or a draw from COCO's annotations."""
 
 import hashlib
 import json
@@ -16,12 +16,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Captions:
-    """Captions in the order of their images.
-
-    Attributes:
-        texts: stripped of blanks at both ends.
-        origin: which list, or which draw.
-    """
+    """Captions in the order of their images, and the list or draw that they come from."""
 
     texts: tuple[str, ...]
     origin: str
@@ -34,17 +29,12 @@ class Captions:
 def read_captions(path: Path, num_captions: int, *, seed: int = 0) -> Captions:
     """Read the first captions of a list, or draw some from annotations in COCO's format.
 
-    A draw takes one caption each of `num_captions` images; a longer draw of one seed begins with
-    the shorter ones.
-
-    Args:
-        path: a text file with one caption per line, or COCO's .json of captions.
-        num_captions: how many.
-        seed: of the draw.
+    A draw takes one caption from each of `num_captions` images. A longer draw with the same seed
+    begins with the shorter one.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not of this form, or has fewer captions.
+        ValueError: the file has another form, or fewer captions.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -76,7 +66,7 @@ def read_captions(path: Path, num_captions: int, *, seed: int = 0) -> Captions:
 
 
 def _draw(path: Path, text: str, seed: int) -> list[str]:
-    """One caption of every image, in an order that hashes decide: it needs no random generator."""
+    """One caption of every image. Hashes decide the order, so it needs no random generator."""
     captions = defaultdict(list)
     for annotation in sorted(_annotations(path, text), key=lambda entry: entry["id"]):
         # Those of COCO hold line feeds and blanks at the end.

@@ -1,14 +1,14 @@
-"""Images of COCO's captions: a folder per row, filled by any number of processes and restarts.
+"""Images of COCO's captions: one folder per row, filled by any number of processes and restarts.
 
-FOLDER/manifest.json says how its images are made, FOLDER/captions.txt of what, and
-FOLDER/images/000017.png is that of caption 17, with noise of seed 17. What is calibrated is kept
-in FOLDER/codebooks.
+FOLDER/manifest.json says how the images are made. FOLDER/captions.txt holds the captions, and
+FOLDER/images/000017.png shows caption 17 with the noise of seed 17. FOLDER/codebooks holds
+calibrated codebooks.
 
-An image does not depend on which others are made, where, or after how many restarts: its noise is
-drawn on the CPU from its own seed, and every batch is full, the last one by repetition, so that it
-always runs in kernels of one shape. Another batch size is another shape, whose sums may be rounded
-otherwise, and so may be those of code that was compiled on another machine; a CPU makes one image
-at a time, and with as many threads its images are equal to the byte.
+An image does not depend on the other images, on the process, or on restarts. Its noise comes from
+its own seed on the CPU, and every batch is full: the last one repeats an image, so that all run in
+kernels of one shape. Sums may be rounded differently for another batch size, or by code that was
+compiled on another machine. A CPU generates one image at a time; with as many threads, its images
+are equal to the byte.
 """
 
 import hashlib
@@ -61,23 +61,23 @@ def generate_folder(
     device: torch.device,
     command: str,
 ) -> None:
-    """Make this process's share of the images that the folder lacks.
+    """Generate this process's share of the images that the folder lacks, by PNDM.
 
     Args:
-        folder: of the row, on a disk that all processes see; made if need be.
-        captions: one for every image.
+        folder: folder of the row, on a disk that all processes see.
+        captions: one per image.
         model: folder or Hub id of a Stable Diffusion model.
-        method: name of `Method`.
+        method: see `parse_method`.
         levels: UNet levels that change.
-        calibration_prompts: of methods that are calibrated.
-        settings: how, by PNDM; a CPU draws one image at a time.
-        device: of this process.
-        command: for the manifest.
+        calibration_prompts: prompts for methods that are calibrated.
+        settings: a CPU ignores the batch size.
+        device: device of this process.
+        command: command line for the manifest.
 
     Raises:
-        ValueError: the folder is of another configuration or holds something else, the method
-            cannot be used, or an image holds NaN.
-        OSError: the model cannot be loaded, or an image not be written; those before are whole.
+        ValueError: the folder has another configuration or other content, the method cannot be
+            used, or an image holds NaN.
+        OSError: the model cannot be loaded, or an image cannot be written; earlier images stay.
     """
     num_threads = torch.get_num_threads()
     state = PartialState(cpu=device.type == "cpu")
@@ -129,7 +129,7 @@ def generate_folder(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder of images.
+    """Read the manifest of a folder of images.
 
     Raises:
         FileNotFoundError: there is none.
@@ -151,10 +151,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a folder that is not empty and not of this configuration.
+    """Refuse a folder that is not empty and has another configuration.
 
     Raises:
-        ValueError: it is such a folder; the message names the keys that differ.
+        ValueError: it is such a folder; the message names the differing keys.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is not a folder.")
@@ -173,7 +173,7 @@ def check_folder(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def image_path(folder: Path, index: int) -> Path:
-    """Where the image of caption `index` is."""
+    """The path of the image of caption `index`."""
     return folder / IMAGES / f"{index:06d}.png"
 
 
@@ -209,10 +209,10 @@ def _begin(
     command: str,
     device: torch.device,
 ) -> None:
-    """Write all but the images: first the manifest, without which the rest would be refused.
+    """Write the manifest, then everything else but the images.
 
-    Codebooks are calibrated once, or copied, so that all processes and restarts have the same. A
-    folder whose images are all there keeps its manifest: it says how they were made.
+    Codebooks are saved once, so that all processes and restarts share them. A folder with all of
+    its images keeps its manifest: it says how they were made.
     """
     manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
     method = None if _has_codebooks(folder) else prepare()
@@ -252,7 +252,7 @@ def _fill(
     settings: Sampling,
     is_shown: bool,
 ) -> None:
-    """Make the images of these indices that are not there whole."""
+    """Generate the missing images of these indices."""
     for index in indices:  # what a kill left half-written
         path = image_path(folder, index)
         path.with_name(f"{TEMPORARY}{path.name}").unlink(missing_ok=True)

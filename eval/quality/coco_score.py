@@ -1,8 +1,4 @@
-"""Scores of folders of images against real ones: FID, KID, CLIP score, patch FID.
-
-Images become features in one pass, preprocessed by the protocol whatever the network; features
-become figures in `frechet.py` and torchmetrics.
-"""
+"""Score folders of images against real ones: FID, KID, CLIP score, patch FID."""
 
 import hashlib
 import json
@@ -67,10 +63,10 @@ class Networks:
     """The networks that score.
 
     Attributes:
-        features: maps images (n, 3, 299, 299) of floats in 0..255 to features (n, D).
+        features: maps float images (n, 3, 299, 299) in 0..255 to features (n, D).
         clip: gives the CLIP score.
-        name: of `features`, and of its weights.
-        device: of both.
+        name: name of `features` and of its weights.
+        device: device of both.
     """
 
     features: nn.Module
@@ -81,12 +77,12 @@ class Networks:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of images that can be scored.
+    """A folder of images to score.
 
     Attributes:
-        path: of the folder.
-        manifest: of `read_manifest`.
-        captions: of the images that are scored, the first ones.
+        path: the folder.
+        manifest: see `read_manifest`.
+        captions: captions of the images to score, the first ones.
     """
 
     path: Path
@@ -99,7 +95,7 @@ class Folder:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What all folders of a table have in common."""
+        """What all folders of a table must have in common."""
         return {key: value for key, value in self.config.items() if key not in FREE}
 
     @property
@@ -108,7 +104,7 @@ class Folder:
 
 
 def load_networks(scorer: str | None, device: torch.device) -> Networks:
-    """The protocol's networks, or a CLIP-style scorer in place of both.
+    """Load the protocol's networks, or a CLIP-style scorer in place of both.
 
     Raises:
         FileNotFoundError: there is no such scorer.
@@ -126,15 +122,11 @@ def load_networks(scorer: str | None, device: torch.device) -> Networks:
 
 
 def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[Folder]:
-    """Check folders of one protocol that are to be scored.
-
-    Args:
-        paths: of folders by `generate_folder`.
-        num_images: score the first ones; None scores all.
+    """Read folders by `generate_folder` for one table; `num_images` takes the first images only.
 
     Raises:
         FileNotFoundError: a folder has no manifest or no captions.
-        ValueError: images are missing, or folders are of different protocols.
+        ValueError: images are missing, or the folders have different protocols.
     """
     first, *others = folders = [_read_folder(path, num_images) for path in paths]
     for folder in others:
@@ -148,11 +140,11 @@ def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[F
 
 
 def real_images(folder: Path) -> list[Path]:
-    """All images in a folder and the folders in it, sorted.
+    """All images in a folder and its subfolders, sorted.
 
     Raises:
         FileNotFoundError: there are none.
-        ValueError: there is only one, which has no covariance.
+        ValueError: there is only one, so there is no covariance.
     """
     found = sorted(
         path
@@ -179,29 +171,28 @@ def score_folders(
     cache: Path,
     patches: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row of figures for one folder after another.
+    """Yield one row of metrics per folder.
 
-    FID is against all images in `real`; its error, of one standard deviation, is by the jackknife
-    over the generated images. KID's subsets are smaller than the protocol's where there are fewer
-    images; `kid_subset_size` says how large they were. The CLIP score is the plain cosine.
-    Features of real images stay in memory as float64: 16 KB an image.
+    FID compares with all images in `real`. Its error is one standard deviation by the jackknife
+    over the generated images. KID takes smaller subsets than the protocol where there are fewer
+    images; `kid_subset_size` says how small. The CLIP score is the plain cosine. Features of real
+    images stay in memory, 16 KB per image.
 
     Args:
-        folders: of `read_folders`.
-        real: folder of the images to compare with.
-        load: gives the networks that score; called once the folders are known to be good.
-        batch_size: images that go through a network at once.
-        threads: that read and resize images.
-        cache: folder for the features of real images, found again while the files are the same.
-        patches: folder of images of at least the generated size; with it there is a patch FID,
-            which sees the detail that FID shrinks away. A square of 299 is cut out of every
-            image, at a place that depends on its number only. Where they are a row's own
-            images, it is None in this row.
+        folders: see `read_folders`.
+        real: folder of real images.
+        load: loads the networks; called once the folders are known to be good.
+        batch_size: images in a network at once.
+        threads: number of threads that read and resize images.
+        cache: folder for features of real images; they are reused while the files are the same.
+        patches: folder of images of at least the generated size. Adds an FID of patches, squares of
+            299 pixels at a place that depends on the image's number. It sees detail that FID
+            shrinks away, and is None for the folder that the patches come from.
 
     Raises:
-        FileNotFoundError: there are no images in a folder.
-        ValueError: an image cannot be read, is too small for patches, or is a generated one of
-            another size than its folder's.
+        FileNotFoundError: a folder has no images.
+        ValueError: an image cannot be read, is too small for patches, or has another size than its
+            folder says.
     """
     size = folders[0].config["size"]
     if patches is not None and size < INCEPTION_SIZE:
@@ -248,15 +239,10 @@ def score_folders(
 def warnings_of(
     config: Mapping[str, Any], scored: Mapping[str, Any], scorer: str | None
 ) -> list[str]:
-    """What keeps a row from being compared with published ones, and what is implausible in it.
+    """Why a row cannot be compared with published ones, and which of its metrics are implausible.
 
-    The figures of a scorer or of another model are on other scales than published ones, and those
-    of the negative control are meant to be bad: none is implausible.
-
-    Args:
-        config: of the row's folder.
-        scored: the row.
-        scorer: folder that stands in for Inception and CLIP.
+    Metrics are never implausible for a stand-in scorer or another model (other scales), or for the
+    negative control (meant to be bad).
     """
     found = deviations(
         config,
@@ -355,16 +341,7 @@ def real_features(
     kind: str,
     cache: Path,
 ) -> Tensor:
-    """Features (n, D) of real images, from the cache if it has them, which it has afterwards.
-
-    Args:
-        folder: of the real images.
-        files: the images in it.
-        extract: gives features.
-        prepare: makes a network's input of an image and its number.
-        kind: says what `prepare` does.
-        cache: folder for the features.
-    """
+    """Features (n, D) of real images, through the cache; `kind` names the preparation there."""
     states = [(str(path.relative_to(folder)), *_state(path)) for path in files]
     resizing = [FID_SIZE, FID_FILTER.name, INCEPTION_SIZE, INCEPTION_FILTER.name]
     fingerprint = json.dumps([extract.networks.name, kind, resizing, states])
@@ -382,8 +359,8 @@ def kernel_distance(real: Tensor, generated: Tensor) -> dict[str, float | None]:
     """KID of float64 features (n, D) and (m, D) on the CPU.
 
     Returns:
-        mean and standard deviation over subsets, None where each holds all images, and how many
-        images a subset has.
+        Mean and standard deviation over subsets (None if every subset holds all images), and the
+        size of a subset.
     """
     subset_size = min(KID_SUBSET_SIZE, len(real), len(generated))
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
@@ -454,7 +431,7 @@ def _to_tensor(image: Image.Image) -> Tensor:
 def _prepared(
     paths: Sequence[Path], prepare: Prepare, batch_size: int, threads: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Batches in order, of which the next one is prepared in the meantime."""
+    """Batches in order; the next one is prepared in the meantime."""
     starts = iter(range(0, len(paths), batch_size))
     with ThreadPoolExecutor(threads) as pool:
 

@@ -1,4 +1,4 @@
-"""How close AVQ images are to the exact ones at equal prompts and seeds."""
+"""How close AVQ images are to exact ones at equal prompts and seeds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,26 +32,17 @@ def compare(
     levels: tuple[int, ...] = (0,),
     calibration_prompts: Sequence[str],
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Generate every prompt at every seed by every method, and measure PSNR and SSIM to exact.
+    """Generate every prompt at every seed by every method; measure PSNR and SSIM to exact ones.
 
     With ScaleCrafter, images of exact attention without it come along.
 
-    Args:
-        pipe: without AVQ.
-        methods: names of `Method`; exact attention comes before them.
-        prompts: of the images.
-        seeds: of the noise, for every prompt.
-        settings: how images are generated.
-        levels: UNet levels that change.
-        calibration_prompts: of methods that are calibrated, at the model's own size.
-
     Returns:
-        One row a method with median, 10th percentile and per-image values; and the uint8
-        images (len(seeds) * len(prompts), h, w, 3) of each method, prompts running fastest.
+        One row per method with median, 10th percentile and values per image; and the uint8 images
+        (len(seeds) * len(prompts), h, w, 3) of each method, all prompts of the first seed first.
 
     Raises:
-        FileNotFoundError, ValueError: as `prepare_methods`, or ScaleCrafter has no settings for the
-            size.
+        FileNotFoundError, ValueError: see `prepare_methods`; or ScaleCrafter has no settings for
+            the size.
     """
     check_dilation(pipe, settings)
     prepared = prepare_methods(
@@ -115,7 +106,7 @@ def compare_sheet(
     images: Mapping[str, np.ndarray],
     prompts: Sequence[str],
 ) -> None:
-    """One row a method, one column a prompt (first seed), the prompts below."""
+    """One row per method, one column per prompt (first seed), the prompts below."""
     shown = prompts[:SHEET_COLUMNS]
     rows = [[Image.fromarray(one) for one in some[: len(shown)]] for some in images.values()]
     numbers = [str(number) for number in range(1, len(shown) + 1)]

@@ -1,7 +1,7 @@
-"""Fréchet distance of Gaussians fitted to features: FID once the network is left out.
+"""Fréchet distance of Gaussians fitted to features: FID without the network.
 
-d² = |m - n|² + tr(S) + tr(T) - 2 tr((S T)^(1/2)), in float64, with covariances over n - 1 as
-clean-fid and torchmetrics have them.
+d² = |m - n|² + tr(S) + tr(T) - 2 tr((S T)^(1/2)), in float64. Covariances divide by n - 1, as in
+clean-fid and torchmetrics.
 """
 
 import math
@@ -44,8 +44,8 @@ def fit_gaussian(features: Tensor) -> Gaussian:
 def frechet_distance(first: Gaussian, second: Gaussian) -> float:
     """d² of two Gaussians.
 
-    The eigenvalues of S T are those of S^(1/2) T S^(1/2), which is symmetric: unlike a matrix root
-    of S T this is stable where a covariance is singular, and the root of S serves many T.
+    The eigenvalues of S T are those of S^(1/2) T S^(1/2). This matrix is symmetric, so singular
+    covariances are no problem, and the root of S serves many T.
     """
     product = first.root @ second.covariance @ first.root
     overlap = torch.linalg.eigvalsh(product).clamp(min=0).sqrt().sum()
@@ -54,12 +54,11 @@ def frechet_distance(first: Gaussian, second: Gaussian) -> float:
 
 
 def jackknife_error(real: Gaussian, features: Tensor, num_blocks: int) -> float:
-    """Standard error of the Fréchet distance between `real` and features (n, D).
+    """Standard error, over the choice of images, of the Fréchet distance to features (n, D).
 
-    The error is over the choice of images. A delete-one-block jackknife estimates it from the
-    distances without each block. The estimate is too large for small n: by a fifth at n = 2 D and
-    by a tenth at 4 D. A bootstrap is worse, by eight and five tenths, because its samples repeat
-    rows. Fewer than three rows give NaN.
+    A delete-one-block jackknife takes the distances without each block. For small n it
+    overestimates: by a fifth at n = 2 D, by a tenth at 4 D. A bootstrap is worse (eight and five
+    tenths) because its samples repeat rows. Fewer than three rows give NaN.
     """
     num = len(features)
     if num < 3:

@@ -1,4 +1,4 @@
-"""Images from prompts and seeds: the same image whatever the batch size."""
+"""Images from prompts and seeds, the same for any batch size."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,13 +25,13 @@ MOST_GRAPHS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How images are generated.
+    """How to generate images.
 
     Args:
         num_inference_steps: denoising steps.
-        guidance_scale: of classifier-free guidance; None is the model's usual one.
-        size: side of the images; None is the model's own.
-        batch_size: images generated at once.
+        guidance_scale: of classifier-free guidance; None takes the model's usual one.
+        size: side of the images; None takes the model's own.
+        batch_size: images at once.
         is_dilated: use ScaleCrafter, which needs a size.
         is_compiled: compile the UNet, which needs batches of one size.
     """
@@ -54,18 +54,11 @@ def generate(
 ) -> np.ndarray:
     """Generate one image per (prompt, seed) pair.
 
-    Args:
-        pipe: that draws.
-        prompts: n of them.
-        seeds: n of them.
-        settings: how.
-        description: of the progress bar.
-
     Returns:
         uint8 array (n, height, width, 3).
 
     Raises:
-        ValueError: prompts and seeds differ in number, or there are none, or ScaleCrafter has no
+        ValueError: prompts and seeds differ in number, there are none, or ScaleCrafter has no
             settings for the size.
     """
     if not prompts or len(prompts) != len(seeds):
@@ -92,10 +85,10 @@ def usual_guidance(model: str) -> float:
 
 
 def dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> AbstractContextManager[None]:
-    """ScaleCrafter, by mini-sd's own settings or the authors' for SD1.5; or nothing.
+    """ScaleCrafter if `settings` ask for it, with mini-sd's own or the authors' configuration.
 
     Raises:
-        ValueError: there is no size, it is not above the training size, or has no settings.
+        ValueError: the size is missing, not above the training size, or has no settings.
     """
     if not settings.is_dilated:
         return nullcontext()
@@ -121,7 +114,7 @@ def _dilated_size(
 
 @contextmanager
 def compilation(pipe: StableDiffusionPipeline, settings: Sampling) -> Iterator[None]:
-    """Compile the UNet in its next call; or nothing."""
+    """Compile the UNet at its next call, if the settings ask for it."""
     if not settings.is_compiled:
         yield
         return
@@ -136,13 +129,9 @@ def generate_batch(
     seeds: Sequence[int],
     settings: Sampling,
 ) -> np.ndarray:
-    """Generate images at once, the noise of each drawn on the CPU from its own seed.
+    """Generate images at once. Each has noise from its own seed, drawn on the CPU.
 
-    Args:
-        pipe: whose progress bar shows unless `quiet`.
-        prompts: n of them.
-        seeds: n of them.
-        settings: how; ScaleCrafter and compilation are the caller's.
+    ScaleCrafter and compilation are up to the caller.
 
     Returns:
         uint8 array (n, size, size, 3).

@@ -1,9 +1,9 @@
 """Quality and speed of every method in one table: `python -m eval table`.
 
-Quality is what `scenes` measured, or `merge` averaged, with columns for each size of the images;
-speed is the time of a UNet step by `bench unet`, a column for each UNet, size and mode. A time
-belongs to all methods that run the same computation: the same configuration at the same levels,
-with tuned projections, as distilled methods have them, or without.
+Quality comes from `scenes` or `merge`, with columns per image size. Speed is the time of a UNet
+step from `bench unet`, one column per UNet, size and mode. A time belongs to every method that runs
+the same computation: the same configuration at the same levels, and projections that are tuned
+(distilled methods) or not.
 """
 
 from collections import Counter
@@ -45,18 +45,16 @@ LINFUSION_LEVELS = (0, 1, 2)
 
 
 def build_table(results: Sequence[Result]) -> dict[str, Any]:
-    """Join results by method.
+    """Join results of `scenes`, `merge` and `bench unet` by method.
 
-    Args:
-        results: of `scenes`, `merge` and `bench unet`. Those of one size must be of one
-            protocol and with the same seeds; where several have the same row, the first one counts.
+    Results of one size must share protocol and seeds. The first copy of a row counts.
 
     Returns:
-        `quality` and `speed`, which say how each column was measured, and `rows` with the figures
-        and milliseconds by column.
+        `quality` and `speed`, which say how each column was measured, and `rows` with metrics and
+        milliseconds by column.
 
     Raises:
-        ValueError: a result is of another command, is not complete, or does not fit the others.
+        ValueError: a result is of another command, is incomplete, or does not fit the others.
     """
     quality: dict[str, Row] = {}
     speed: dict[str, Row] = {}
@@ -105,12 +103,10 @@ def quality_table(table: Mapping[str, Any]) -> str:
 
 
 def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list[PointPanel]]:
-    """The figures of `PLOTTED` over the time of a UNet step, a row for each size of images.
+    """The metrics in `PLOTTED` over the time of a UNet step, one row of panels per image size.
 
-    Args:
-        table: of `build_table`.
-        size: whose times are shown, of the first such column; None takes the images' own size,
-            and the first column where no time is of that size.
+    `size` chooses the times, from their first column. By default it is the images' own size, or the
+    first column where there is no such time.
 
     Raises:
         ValueError: the table has no such times, or no images.
@@ -209,7 +205,7 @@ def _entry(rows: dict[tuple[str, Variant], Row], key: tuple[str, Variant], facts
 
 
 def _variant(row: Row) -> Variant:
-    """What a row of `scenes` computes; exact attention and real images have no levels."""
+    """What a row of `scenes` computes. Exact attention and real images have no levels."""
     _, levels = row_key(row)
     config = row.get("config") or row["method"]
     fields = [f"{name} {value}" for name, value in row.get("fields", {}).items()]
@@ -218,7 +214,7 @@ def _variant(row: Row) -> Variant:
 
 
 def _timed_variant(name: str) -> Variant:
-    """What a row of `bench unet` computes; the default route is a row of its own."""
+    """What a row of `bench unet` computes. The default route is a row of its own."""
     method = timed_method(name)
     config = method.config
     if method.source == TOME:
@@ -257,7 +253,7 @@ def _panel(
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:
-    """Configuration and origin, with levels and folders where rows differ in nothing else."""
+    """Configuration and origin; levels and folders only where rows differ in nothing else."""
     labels = [
         row["method"] if row["origin"] is None else f"{row['config']}, {row['origin']}"
         for row in rows

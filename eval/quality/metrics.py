@@ -1,4 +1,4 @@
-"""From images to figures: likeness to exact attention, FID, CLIP score, copy agreement."""
+"""From images to metrics: PSNR, SSIM, CLIP score, copy agreement."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +88,7 @@ def clip_scores(scorer: Scorer, features: Tensor, captions: Sequence[str]) -> np
 
 
 def copy_agreements(images: np.ndarray, scenes: Sequence[Scene]) -> np.ndarray:
-    """Copy agreement of the images whose scene holds copies; others are left out."""
+    """Copy agreement of the images whose scene holds copies."""
     values = (copy_agreement(image, scene) for image, scene in zip(images, scenes, strict=True))
     return np.array([value for value in values if value is not None])
 

@@ -1,6 +1,6 @@
-"""The two networks of the COCO protocol, downloaded at their first use: Inception and CLIP.
+"""The two networks of the COCO protocol, Inception and CLIP, downloaded at first use.
 
-Their packages, torch-fidelity and open_clip, need torchvision, and are imported here only.
+Their packages, torch-fidelity and open_clip, need torchvision. Only this module imports them.
 """
 
 from pickle import UnpicklingError
@@ -89,10 +89,10 @@ class OpenCLIP(nn.Module):
 
     @torch.no_grad()
     def cosines(self, images: Tensor, captions: list[str]) -> Tensor:
-        """Cosine between each uint8 image (n, 3, h, w) and "A photo depicts " + caption.
+        """Cosine between uint8 images (n, 3, h, w) and "A photo depicts " + caption, (n,).
 
-        LinFusion puts the prefix between the tokens; words are tokenized one by one, and the end
-        is cut in the same way, so that the tokens are these.
+        LinFusion inserts the prefix as tokens. The tokens are the same: words are tokenized one by
+        one, and the end is cut alike.
         """
         device = next(self.model.parameters()).device
         pixels = torch.stack(

@@ -1,10 +1,12 @@
-"""LinFusion's COCO protocol, the one of the paper's Stable Diffusion table, as named constants.
+"""LinFusion's COCO protocol, which the paper follows, as named constants.
 
-Its code is src/eval of the repository Huage001/LinFusion (eval.py, calculate_metrics.py); captions
-and metrics came there from GigaGAN by way of SiD-LSG. Three things are chosen otherwise, for every
-row: the safety checker is off (there it is on, and its black images are scored); noise is drawn
-on the CPU (there on the GPU), so that any machine starts from the same noise; and the CLIP score
-sees images as they are (there a conversion by floats lowers 63 of the 256 levels by 1).
+The code is src/eval of the repository Huage001/LinFusion (eval.py, calculate_metrics.py). Its
+captions and metrics came from GigaGAN by way of SiD-LSG. Every row here differs in three ways:
+
+- The safety checker is off. LinFusion scores its black images.
+- Noise comes from the CPU, so that any machine starts from the same noise. LinFusion's comes from
+  the GPU.
+- The CLIP score sees images as they are. LinFusion's conversion lowers 63 of 256 levels by 1.
 """
 
 from collections.abc import Mapping
@@ -74,12 +76,12 @@ BANDS = (
 def deviations(
     generation: Mapping[str, Any], *, num_images: int, num_real: int, scorer: str | None
 ) -> list[str]:
-    """What differs from the protocol, each as a phrase; empty for figures that may be compared.
+    """Phrases for what differs from the protocol; none for metrics that may be compared.
 
     Args:
-        generation: the configuration of a folder of images.
-        num_images: scored.
-        num_real: images they are compared to.
+        generation: configuration of a folder of images.
+        num_images: number of scored images.
+        num_real: number of real images.
         scorer: folder that stands in for Inception and CLIP.
     """
     model = PurePath(generation["model"]).name
@@ -98,7 +100,7 @@ def deviations(
 
 
 def implausible(size: int, row: Mapping[str, Any]) -> list[str]:
-    """A sentence for each figure of a row by the protocol that is outside its band."""
+    """A sentence for each metric of a row that is outside its band."""
     return [
         f"{row['method']}: {band.figure} {row[band.figure]:.4g} is implausible for SD1.5 at "
         f"{size}, expected {band.low}-{band.high} ({band.source})."

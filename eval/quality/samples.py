@@ -1,4 +1,4 @@
-"""What is measured of each image, and figures of it."""
+"""Measurements of images, and the metrics that summarize them."""
 
 from typing import Any, NamedTuple
 
@@ -13,12 +13,10 @@ LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
 
 
 class Sample(NamedTuple):
-    """Of n images, in their order.
+    """Measurements of n images; those that were not made are empty.
 
-    features: (n, D) of the scorer.
-    clip_score: (n,); as the others, empty where it is not measured.
-    copy_agreement: of the images whose scene holds copies.
-    psnr: (n,), in dB to exact attention's image of the same noise.
+    features: (n, D) of the scorer. clip_score: (n,). copy_agreement: of images whose scene holds
+    copies. psnr: (n,), in dB to exact attention's image with the same noise.
     """
 
     features: Tensor

@@ -23,15 +23,15 @@ from eval.quality.scenes import (
 def finished_rows(
     document: Mapping[str, Any], protocol: Mapping[str, Any], environment: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """The rows of a run that was killed, by method, for `score_methods` to go on from.
+    """The rows of a killed run by method, for `score_methods` to go on from.
 
     Args:
-        document: the content of its file.
-        protocol: of the run that goes on, as fields of `document`.
-        environment: of the run that goes on; its date may differ.
+        document: content of the run's file.
+        protocol: fields that the file must share.
+        environment: environment that the file must share, except for the date.
 
     Raises:
-        ValueError: the file is of another protocol, commit, version or device.
+        ValueError: the file has another protocol, commit, version or device.
     """
     stored = {**document, **document.get("environment", {})}
     expected = {**protocol, **environment}
@@ -49,18 +49,14 @@ def finished_rows(
 
 
 def merge_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that every seed has: means, and standard errors over the seeds.
+    """Average the rows that every seed has: means, and standard errors over the seeds.
 
-    Runs of one seed are joined; where several have the same row, the first one counts. The figures
-    of `LESS_EXACT` are differences to the row of exact attention of the same run: FID varies more
-    with the noise than between methods.
-
-    Args:
-        runs: the contents of files of `python -m eval scenes`, of at least two seeds.
+    Runs of one seed are joined; the first copy of a row counts. `LESS_EXACT` are differences to
+    exact attention in the same run: FID varies more with the noise than between methods.
 
     Raises:
-        ValueError: there are fewer seeds, images of two seeds share noise, no row is of every
-            seed, or the rest of the runs' protocol differs.
+        ValueError: there are fewer than two seeds, two seeds share noise, no row is of every seed,
+            or the runs differ otherwise.
     """
     seeds = [run.get("first_seed") for run in runs]
     if len(set(seeds)) < 2 or None in seeds:
@@ -104,12 +100,12 @@ def noise_seeds(run: Mapping[str, Any]) -> range:
 
 
 def said_otherwise(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of `MAKING` that two of the runs say with different values."""
+    """The names in `MAKING` that have different values in two of the runs."""
     return [name for name in MAKING if len({run.get(name) for run in runs} - {None}) > 1]
 
 
 def _less_exact(row: Mapping[str, Any], exact: Mapping[str, Any] | None) -> dict[str, float]:
-    """The differences of a method's row to that of exact attention; rendered images have none."""
+    """Differences of a method's row to exact attention's; rendered images have none."""
     if exact is None or row is exact or row["method"] in (REAL, BROKEN):
         return {}
     return {
@@ -120,7 +116,7 @@ def _less_exact(row: Mapping[str, Any], exact: Mapping[str, Any] | None) -> dict
 
 
 def _over_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Means and standard errors of each figure, None where a run has none."""
+    """Means and standard errors of each metric, None where a run has none."""
     figures = {}
     for name in (*FIGURES, *LESS_EXACT.values()):
         values = [row.get(name) for row in rows]

@@ -50,37 +50,32 @@ def score_methods(
     first_seed: int = 0,
     finished: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a row a method: its images of `scenes` against other scenes.
+    """Yield one row per method: its images of `scenes` against `reference_scenes`.
 
-    The noise of image i of a run has the seed `first_seed + i`, the same for every method. Two
-    rows of rendered images come first, as ceiling and floor of the figures: other real scenes,
-    and the same with their copies broken. Then comes `exact`, wherever it stands among the methods:
-    PSNR and "FID to exact" compare the other methods' images with its own. At equal noise the
-    latter tells methods apart that FID, which varies with the noise, does not. Seconds per image
-    are those of generation, first calls included.
+    Image i has the noise of seed `first_seed + i` for every method. Two rows of rendered images
+    come first, a ceiling and a floor: other real scenes, and the same with their copies broken.
+    `exact` comes next, because PSNR and "FID to exact" compare with its images. "FID to exact"
+    separates methods that FID does not, because FID varies with the noise.
 
-    Real images are rendered at the size of the generated ones. Copy agreement is measured at this
-    size; for FID and CLIP score the scorer resizes all of them to its own by an antialiased
-    bilinear filter. Two rows of images are in memory at a time.
+    Copy agreement is measured at the size of the images. The scorer resizes them for FID and CLIP
+    score. Seconds per image include the first calls. Two rows of images are in memory at a time.
 
     Args:
-        pipe: without AVQ.
-        methods: names of `Method`.
-        scenes: whose captions are drawn.
-        reference_scenes: that FID compares with.
+        pipe: a pipeline without AVQ.
+        methods: names for `load_methods`.
+        scenes: scenes whose captions are prompts.
+        reference_scenes: real images for FID.
         scorer: gives features and CLIP scores.
-        settings: of generation; the size is a multiple of 64. A compiled UNet is compiled for each
-            method.
+        settings: a compiled UNet is compiled for each method.
         levels: UNet levels that change.
-        calibration_prompts: of methods that are calibrated, at the model's own size.
-        first_seed: of the noise.
-        finished: rows of an earlier run by method. Their methods are not run again, but for
-            folders that have changed since, rows that were not compared with `exact` and now are,
-            and for `exact` where the images of others are still to be compared with its own.
+        calibration_prompts: prompts at the model's own size.
+        first_seed: seed of the first image.
+        finished: rows of an earlier run by method. They are kept unless their folder has changed or
+            they still need a comparison with `exact`.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_methods`, or the size is not a multiple of 64 or has
-            no settings of ScaleCrafter, or batches to compile for differ in size.
+        FileNotFoundError, ValueError: see `load_methods`; or the size is not a multiple of 64 or
+            has no ScaleCrafter settings, or batches to compile for differ in size.
     """
     size, batch_size = settings.size, settings.batch_size
     if size is None or size <= 0 or size % 64:
@@ -141,7 +136,7 @@ def score_methods(
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """What a row is of: a method at levels; exact attention is the same at any."""
+    """The method and levels of a row; exact attention is the same at any levels."""
     levels = () if row["method"] == EXACT else tuple(row.get("levels") or ())
     return row["method"], levels
 
@@ -155,7 +150,7 @@ def scenes_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def differences_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The figures of `LESS_EXACT` of merged rows that have them, as a Markdown table."""
+    """The differences in `LESS_EXACT` of merged rows, as a Markdown table."""
     fid, clip_score, copy_agreement = LESS_EXACT.values()
     return markdown_table(
         ["method", "effective codewords", "levels", "FID", "CLIP score", "copy agreement"],
@@ -200,7 +195,7 @@ def _still_valid(
     finished: Mapping[str, Mapping[str, Any]],
     methods: Sequence[Method],
 ) -> dict[str, Mapping[str, Any]]:
-    """The finished rows of these methods that need not be made again, by method."""
+    """The finished rows of these methods that can be kept, by method."""
     is_compared = any(method.name == EXACT for method in methods)
     return {
         method.name: row

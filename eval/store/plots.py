@@ -1,4 +1,4 @@
-"""PNG plots of results, in colours that colour-blind readers can tell apart."""
+"""Plots as PNG files, in colours that colour-blind readers can tell apart."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -161,7 +161,7 @@ def point_plot(path: Path, rows: Sequence[Sequence[PointPanel]]) -> None:
 
 
 def heat_maps(path: Path, maps: Sequence[HeatMap], *, xlabel: str, label: str) -> None:
-    """Write the maps side by side in one scale of colours, their numbers in the cells."""
+    """Write the maps side by side on one colour scale, with numbers in the cells."""
     from matplotlib.figure import Figure
 
     most = max(len(values) for heat_map in maps for values in heat_map.values)

@@ -1,4 +1,4 @@
-"""Results as JSON files: each carries its command, commit, versions and device."""
+"""Results as JSON files, each with its command, commit, versions and device."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ def environment(device: "torch.device | str") -> dict[str, Any]:
 def save_json(path: Path, *, command: str, device: "torch.device | str", **content: Any) -> None:
     """Write `content` with its command and environment to `path`, in one step.
 
-    Infinity and NaN, which JSON does not have, become null.
+    JSON has no infinity and NaN, so they become null.
     """
     document = {"command": command, "environment": environment(device), **content}
     text = json.dumps(_finite(document), indent=2, allow_nan=False) + "\n"
@@ -57,13 +57,7 @@ def save_json(path: Path, *, command: str, device: "torch.device | str", **conte
 
 @dataclass(frozen=True)
 class Result:
-    """A file that `python -m eval` wrote.
-
-    Attributes:
-        path: of the file.
-        kind: the command that wrote it, such as `"scenes"` or `"bench unet"`.
-        document: its content.
-    """
+    """A file of `python -m eval`: `kind` is its command, such as `"scenes"` or `"bench unet"`."""
 
     path: Path
     kind: str
@@ -92,10 +86,10 @@ def read_result(path: Path) -> Result:
 
 @contextmanager
 def complete(path: Path) -> Iterator[None]:
-    """Name the file whose fields the block reads, should one be missing or of another type.
+    """Name the file in errors of a missing field or of a field with another type.
 
     Raises:
-        ValueError: one is.
+        ValueError: the block met one.
     """
     try:
         yield
@@ -106,7 +100,7 @@ def complete(path: Path) -> Iterator[None]:
 
 
 def folder_digest(source: str, marker: str) -> str | None:
-    """Digest of the files of a local folder that has `marker`; None for other names."""
+    """Digest of all files in a local folder with the file `marker`; None for other names."""
     if not (Path(source) / marker).is_file():
         return None
     digest = hashlib.sha256()
@@ -126,8 +120,7 @@ def _finite(value: Any) -> Any:
 
 
 def _commit() -> str:
-    """The variable GIT_COMMIT (for copies without history), else the hash of HEAD, marked when
-    tracked files differ from it; "unknown" outside a checkout."""
+    """GIT_COMMIT (for copies without history), else HEAD, marked if files differ from it."""
     if commit := os.environ.get("GIT_COMMIT"):
         return commit
     root = Path(__file__).parents[2]

@@ -9,10 +9,33 @@ from torch import nn
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, summary
 from avq_diffusers.plugin.layers import select_layers
-from eval.benchmarks.unet_configs import SD15, SD21, SDXL, SDXL_REFINER, added_conditions
+from eval.benchmarks.unet_configs import SD15, SDXL, SDXL_TEXT, added_conditions
 
 LATENT_SIZE = 32
 HEADROOM = 1.5  # memory of a step over that of the weights
+SD21 = {
+    "sample_size": 96,
+    "cross_attention_dim": 1024,
+    "attention_head_dim": (5, 10, 20, 20),
+    "use_linear_projection": True,
+    "upcast_attention": True,
+}
+SDXL_REFINER = {
+    **SDXL_TEXT,
+    "sample_size": 128,
+    "block_out_channels": (384, 768, 1536, 1536),
+    "down_block_types": (
+        "DownBlock2D",
+        "CrossAttnDownBlock2D",
+        "CrossAttnDownBlock2D",
+        "DownBlock2D",
+    ),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": 4,
+    "attention_head_dim": (6, 12, 24, 24),
+    "cross_attention_dim": 1280,
+    "projection_class_embeddings_input_dim": 2560,
+}
 
 
 @pytest.mark.long
