@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from avq_diffusers.cli.captions import read_caption_list
 from avq_diffusers.mini import MINI_SD, default_prompts
 
 if TYPE_CHECKING:
@@ -51,14 +52,17 @@ def usual_prompts(model: str) -> list[str]:
 
 
 def read_prompts(option: str, path: Path) -> list[str]:
-    """Read the non-blank lines of a text file; errors name `option`."""
+    """Read the prompts of a file as `read_caption_list` does, without empty ones.
+
+    Raises:
+        ValueError: the file cannot be read or holds no prompt; the message names `option`.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        prompts = [prompt for prompt in read_caption_list(path) if prompt]
     except OSError as error:
         raise ValueError(f"{option} {path} cannot be read ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{option} {path} is not UTF-8 ({error.reason}).") from error
-    prompts = [line.strip() for line in lines if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
     if not prompts:
         raise ValueError(f"{option} {path} holds no prompt; write one per line.")
     return prompts

@@ -21,8 +21,8 @@ class DataConfig:
     Args:
         source: `"scenes"`, the procedural scenes of mini-sd; `"folder"`, a folder of image files;
             `"huggingface"`, a data set of the Hub or on disk; `"webdataset"`, a set of tars.
-        path: a folder of images or tars, a glob of tars, or the Hub id or folder of a data set. The
-            package `datasets` unpacks tars and Hub data sets into its cache.
+        path: a folder of images or tars, a glob of tars, or the Hub id or folder of a data set.
+            Tars are read in place; the package `datasets` caches a Hub data set.
         split: split of a Hugging Face data set, such as `"train"`.
         image_column: column of the images. For tars, the file extension, such as `"jpg"`.
         caption_column: column of the captions. For tars, the file extension, such as `"txt"`, or

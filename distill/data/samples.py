@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from avq_diffusers.mini import TRAINING_SEEDS, render, sample_scene
 from distill.data.config import DataConfig
 from distill.data.images import PREPROCESS, UNREADABLE, read_rgb, to_tensor
+from distill.data.tars import TarRows
 
 if TYPE_CHECKING:
     import datasets
@@ -49,44 +50,61 @@ class SceneSamples(Dataset):
 
 
 class RowSamples(Dataset):
-    """Rows of a `datasets.Dataset`.
+    """Rows of a folder, a `datasets.Dataset` or tars.
 
     Reading a row raises `BrokenSample` if its image is damaged, or its caption is missing or not
     text.
 
     Args:
         rows: rows with undecoded images.
-        config: columns, preprocessing, and the path for messages. Dots in the caption column
-            separate the column from keys of its mapping.
+        captions: captions that replace those of the rows, or None.
+        config: columns, number of samples, preprocessing, and the path for messages. Dots in the
+            caption column separate the column from keys of its mapping.
         image_size: S.
         origin: digest of what the rows were made from.
     """
 
     def __init__(
-        self, rows: "datasets.Dataset", config: DataConfig, image_size: int, origin: str
+        self,
+        rows: "datasets.Dataset | TarRows | list[dict[str, Any]]",
+        captions: list[str] | None,
+        config: DataConfig,
+        image_size: int,
+        origin: str,
     ) -> None:
         self.rows = rows
+        self.captions = captions
+        self.num_samples = len(rows) if config.num_samples is None else config.num_samples
         self.columns = config.columns
         self.path = config.path
         self.preprocess = partial(PREPROCESS[config.preprocessing], size=image_size)
         self.origin = origin
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.rows[index]
+        if index >= len(self):
+            raise IndexError(f"there are {len(self)} samples, but got index {index}.")
+        name = f"sample {index} of {self.path}"
+        try:
+            row = self.rows[index]
+        except ValueError as error:
+            raise BrokenSample(f"{name} cannot be read: {str(error).rstrip('.')}") from error
         image_column, caption_column = self.columns
-        file = row[image_column] or {"path": None, "bytes": None}
-        name = f"sample {index} of {self.path}" + (f" ({file['path']})" if file["path"] else "")
-        caption = row
-        for key in caption_column.split("."):
-            caption = caption.get(key) if isinstance(caption, dict) else None
+        file = row[image_column] or {"path": None, "bytes": b""}
+        name += f" ({file['path']})" if file["path"] else ""
+        if self.captions is None:
+            caption = row
+            for key in caption_column.split("."):
+                caption = caption.get(key) if isinstance(caption, dict) else None
+        else:
+            caption = self.captions[index]
         if caption is None:
             raise BrokenSample(f"{name} has no caption")
         if not isinstance(caption, str):
             raise BrokenSample(f"the caption of {name} is {type(caption).__name__}, not text")
-        if not file["bytes"] and not file["path"]:
+        if file["bytes"] == b"" or not (file["bytes"] or file["path"]):
             raise BrokenSample(f"{name} has no image")
         try:
             image = read_rgb(BytesIO(file["bytes"]) if file["bytes"] else file["path"])

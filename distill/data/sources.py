@@ -3,19 +3,20 @@
 import glob
 import hashlib
 import json
-import tarfile
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from avq_diffusers.cli.captions import read_caption_list
 from distill.data.config import DataConfig
-from distill.data.images import image_extensions
+from distill.data.folder import folder_rows
 from distill.data.samples import RowSamples, SceneSamples
+from distill.data.tars import TarRows
 
 if TYPE_CHECKING:
     import datasets
 
-METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 # What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` leave in a folder.
 SAVED = ("state.json", "dataset_dict.json")
 
@@ -35,17 +36,46 @@ def open_samples(config: DataConfig, image_size: int) -> SceneSamples | RowSampl
     """
     if config.source == "scenes":
         return SceneSamples(config.num_samples, image_size)
+    rows, origin = ROWS[config.source](config)
+    captions = None
+    if config.captions is not None:
+        captions = read_caption_list(Path(config.captions))
+        if len(captions) != len(rows):
+            raise ValueError(
+                f"{config.captions} must have a caption for each of the {len(rows)} rows of "
+                f"{config.path}, but has {len(captions)}."
+            )
+        origin += captions
+    if config.num_samples is not None and config.num_samples > len(rows):
+        raise ValueError(
+            f"num_samples is {config.num_samples}, but {config.path} has {len(rows)} samples."
+        )
+    digest = hashlib.sha256(json.dumps(origin, default=str).encode()).hexdigest()
+    return RowSamples(rows, captions, config, image_size, digest)
+
+
+def _folder_rows(config: DataConfig) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return the images of a folder, and what they were made from."""
+    rows = folder_rows(config)
+    files = [Path(row[config.columns[0]]["path"]) for row in rows]
+    return rows, [*rows, *map(_size_and_time, files)]
+
+
+def _tar_rows(config: DataConfig) -> tuple[TarRows, list[Any]]:
+    """Return the samples of the tars, and what they were made from."""
+    columns = _columns(config)
+    tars = _tar_files(config.path)
+    rows = TarRows(tars, columns)
+    _check_columns(config, columns, rows.endings)
+    return rows, [columns, *((str(path), *_size_and_time(path)) for path in tars)]
+
+
+def _dataset_rows(config: DataConfig) -> tuple["datasets.Dataset", list[Any]]:
+    """Return the rows of a data set, and what they were made from."""
     datasets = _import_datasets(config.source)
     rows = _load_rows(datasets, config)
-    image_column, caption_column = config.columns
-    columns = [image_column]
-    if config.caption_column is not None:
-        columns.append(caption_column.split(".")[0])
-    for column in columns:
-        if column not in rows.column_names:
-            raise ValueError(
-                f"{config.path} has no column {column}, only {', '.join(rows.column_names)}."
-            )
+    image_column, *_ = columns = _columns(config)
+    _check_columns(config, columns, rows.column_names)
     origin = [rows._fingerprint]  # of data files, revision and split
     rows = rows.select_columns(columns)
     try:
@@ -55,28 +85,20 @@ def open_samples(config: DataConfig, image_size: int) -> SceneSamples | RowSampl
             f"column {image_column} of {config.path} holds {rows.features[image_column]}, not "
             f"images; name another image_column."
         ) from error
-    if config.source == "folder":
-        files = [Path(file["path"]) for file in rows[image_column]]
-        origin += [(str(path), *_size_and_time(path)) for path in files]
-    if config.caption_column is None:
-        captions = (
-            _read_sidecars(files) if config.captions is None else _read_captions(config.captions)
-        )
-        if len(captions) != len(rows):
-            raise ValueError(
-                f"{config.captions} must have a caption for each of the {len(rows)} rows of "
-                f"{config.path}, but has {len(captions)}."
-            )
-        origin += captions
-        rows = rows.add_column(caption_column, captions)
-    if config.num_samples is not None:
-        if config.num_samples > len(rows):
-            raise ValueError(
-                f"num_samples is {config.num_samples}, but {config.path} has {len(rows)} samples."
-            )
-        rows = rows.select(range(config.num_samples))
-    digest = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
-    return RowSamples(rows, config, image_size, digest)
+    return rows, origin
+
+
+def _columns(config: DataConfig) -> list[str]:
+    """Return the columns that are read, without keys of their mappings."""
+    image_column, caption_column = config.columns
+    captions = [] if config.caption_column is None else [caption_column.split(".")[0]]
+    return [image_column, *captions]
+
+
+def _check_columns(config: DataConfig, columns: list[str], present: Collection[str]) -> None:
+    for column in columns:
+        if column not in present:
+            raise ValueError(f"{config.path} has no column {column}, only {', '.join(present)}.")
 
 
 def _import_datasets(source: str) -> ModuleType:
@@ -91,29 +113,11 @@ def _import_datasets(source: str) -> ModuleType:
 
 
 def _load_rows(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
-    if config.source == "huggingface":
-        arguments = {"path": config.path, "split": config.split}
-    elif config.source == "folder" and config.caption_column is None:
-        return datasets.Dataset.from_dict({"image": _image_files(config.path)})
-    else:
-        builder, files = (
-            ("imagefolder", _metadata_files(config.path))
-            if config.source == "folder"
-            else ("webdataset", _tar_files(config.path))
-        )
-        data_files = [glob.escape(str(path)) for path in files]
-        arguments = {"path": builder, "data_files": data_files, "split": "train"}
     try:
-        if config.source == "huggingface" and any(Path(config.path, x).exists() for x in SAVED):
+        if any(Path(config.path, name).exists() for name in SAVED):
             return _load_saved(datasets, config)
-        return datasets.load_dataset(**arguments)
-    except (
-        OSError,
-        ValueError,
-        IndexError,  # of an empty tar
-        tarfile.TarError,
-        datasets.exceptions.DatasetsError,
-    ) as error:
+        return datasets.load_dataset(config.path, split=config.split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(
             f"{config.path} cannot be loaded as source {config.source}: {reason}"
@@ -132,25 +136,6 @@ def _load_saved(datasets: ModuleType, config: DataConfig) -> "datasets.Dataset":
     return saved[config.split]
 
 
-def _image_files(folder: str) -> list[str]:
-    extensions = image_extensions()
-    files = [
-        str(path)
-        for path in sorted(Path(folder).absolute().rglob("*"))
-        if path.suffix.lower() in extensions and not path.name.startswith(".")
-    ]
-    if not files:
-        raise FileNotFoundError(f"there are no images in the folder {folder}.")
-    return files
-
-
-def _metadata_files(folder: str) -> list[Path]:
-    files = [x for x in sorted(Path(folder).absolute().rglob("*")) if x.name in METADATA]
-    if not files:
-        raise FileNotFoundError(f"{folder} has none of {', '.join(METADATA)}.")
-    return files
-
-
 def _tar_files(path: str) -> list[Path]:
     tars = f"{path}/*.tar" if Path(path).is_dir() else path
     files = [Path(tar).absolute() for tar in sorted(glob.glob(tars))]
@@ -163,31 +148,4 @@ def _size_and_time(path: Path) -> tuple[int, ...]:
     return (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else ()
 
 
-def _read_sidecars(images: list[Path]) -> list[str]:
-    paths = [path.with_suffix(".txt") for path in images]
-    if missing := [path for path in paths if not path.exists()]:
-        raise FileNotFoundError(
-            f"{len(missing)} of {len(paths)} images have no caption beside them, such as "
-            f"{missing[0]}; add them or name the caption_column of the folder's metadata."
-        )
-    return [_read_text(path).strip() for path in paths]
-
-
-def _read_captions(file: str) -> list[str]:
-    path = Path(file)
-    if path.suffix != ".json":
-        return [line.strip() for line in _read_text(path).removesuffix("\n").split("\n")]
-    try:
-        captions = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(captions, list) or not all(isinstance(item, str) for item in captions):
-        raise ValueError(f"{path} must hold a JSON list of strings.")
-    return captions
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text.") from error
+ROWS = {"folder": _folder_rows, "huggingface": _dataset_rows, "webdataset": _tar_rows}

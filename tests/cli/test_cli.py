@@ -546,7 +546,10 @@ def test_principal_axes_keep_the_distances_of_codewords_in_a_plane():
         ("generate --colour", "No such option: --colour"),
         ("calibrate --prompts empty.txt", "empty.txt holds no prompt"),
         ("calibrate --prompts missing.txt", "missing.txt cannot be read (No such file"),
-        ("calibrate --prompts latin.txt", "latin.txt is not UTF-8 (unexpected end of data)"),
+        (
+            "calibrate --prompts latin.txt",
+            "latin.txt is not UTF-8 text (line 1: unexpected",
+        ),
         ("calibrate --out empty.txt/codebooks", "--out must be a folder, but"),
         ("calibrate --keys 3 --config M4P2C2", "at least num_parents = 4, but got 3"),
         ("calibrate --levels 0,9", "no self-attention at level 9"),

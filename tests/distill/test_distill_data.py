@@ -1,5 +1,7 @@
 """Sources, preprocessing, order, encoder and cache of the distillation data."""
 
+import codecs
+import gzip
 import json
 import multiprocessing
 import os
@@ -261,10 +263,14 @@ def test_scenes_that_look_or_are_called_otherwise_have_another_fingerprint(monke
     assert open_samples(SCENES, SIZE).fingerprint() != before
 
 
-def test_only_scenes_do_without_datasets(tmp_path, monkeypatch):
-    config = source("folder", tmp_path)
+def test_only_data_sets_need_the_package_datasets(tmp_path, monkeypatch):
+    for kind in ("folder", "folder csv", "webdataset txt", "huggingface"):
+        (tmp_path / kind).mkdir()
+    config = source("huggingface", tmp_path / "huggingface")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert take(make_stream(), 1)["moments"].shape == (3, 8, 8, 8)
+    for kind in ("folder", "folder csv", "webdataset txt"):
+        assert len(open_samples(source(kind, tmp_path / kind), SIZE)) == 5
     with pytest.raises(ImportError, match=r'pip install "avq-diffusers\[train\]"'):
         open_samples(config, SIZE)
 
@@ -291,12 +297,13 @@ def test_only_scenes_do_without_datasets(tmp_path, monkeypatch):
         ("huggingface json", {"captions": "{short}"}, "caption for each of the 5 rows .* has 2"),
         ("huggingface json", {"captions": "{mapping}"}, "must hold a JSON list of strings"),
         ("huggingface json", {"captions": "{damaged}"}, "damaged.json is not JSON"),
+        ("huggingface json", {"captions": "{null}"}, "caption 2 of .*null.JSON must be text"),
         ("huggingface json", {"captions": "{latin}"}, "latin.txt is not UTF-8"),
         ("folder", {"path": "{root}/none"}, "there are no images in the folder .*none"),
         ("folder", {"caption_column": "text"}, "data has none of metadata.jsonl, metadata.csv"),
         ("huggingface", {"path": "{root}/none"}, "none cannot be loaded as source huggingface"),
         ("webdataset txt", {"path": "{root}/empty"}, "there are no tars at .*empty"),
-        ("webdataset txt", {"path": "{root}/cut.tar"}, "cut.tar cannot be loaded as source webd"),
+        ("webdataset txt", {"path": "{root}/cut.tar"}, "cut.tar is damaged, or no uncompressed"),
     ],
 )
 def test_refusals(kind, changes, message, tmp_path):
@@ -306,6 +313,7 @@ def test_refusals(kind, changes, message, tmp_path):
         "short": ("short.json", json.dumps(["a", "b"]).encode()),
         "mapping": ("mapping.json", json.dumps({"a": "b"}).encode()),
         "damaged": ("damaged.json", b'["a",'),
+        "null": ("null.JSON", b'["a", null]'),
         "latin": ("latin.txt", "grüße".encode("latin-1")),
     }
     for name, content in files.values():
@@ -325,14 +333,116 @@ def test_a_bad_tar_is_refused(tmp_path):
     path = tmp_path / "data" / "1.tar"
     for size in (3000, 0):
         path.write_bytes(path.read_bytes()[:size])
-        with pytest.raises(ValueError, match="data cannot be loaded as source webdataset: "):
+        with pytest.raises(ValueError, match=r"1\.tar is damaged, or no uncompressed tar: "):
             open_samples(config, SIZE)
 
 
-def test_a_mark_of_the_byte_order_is_no_part_of_a_caption(tmp_path):
-    config = source("huggingface txt", tmp_path)
-    (tmp_path / "captions.txt").write_text("\n".join(CAPTIONS), encoding="utf-8-sig")
-    assert open_samples(config, SIZE)[0]["caption"] == CAPTIONS[0]
+def member(name, **values):
+    """A JSON member as img2dataset writes it: fields that nobody needs are null, or text."""
+    fields = {"caption": f"a picture of {name}", "url": "http://x", "width": 90, **values}
+    return f"{name}.json", json.dumps(fields).encode()
+
+
+def samples_of(root, caption_column="json.caption", path="*.tar"):
+    config = replace(
+        SCENES,
+        source="webdataset",
+        path=str(root / path),
+        image_column="png",
+        caption_column=caption_column,
+        num_samples=None,
+    )
+    return open_samples(config, SIZE)
+
+
+def test_tars_of_img2dataset_are_read_whatever_other_fields_hold(tmp_path):
+    """Catches types that are guessed from the first samples, and a read of unneeded members."""
+    picture = png(pictures()[0])
+    values = [{"error": None}] * 6 + [{"error": "timeout", "width": "90"}, {"exif": {"a": 1}}]
+    files = []
+    for number, fields in enumerate(values):
+        name = f"00000000{number}"
+        files += [(f"{name}.png", picture), member(name, **fields)]
+        if number % 2:
+            files += [(f"{name}.txt", b"\xff"), (f"{name}.cls", b"no number"), (f"{name}.npy", b"")]
+    write_tar(tmp_path / "00000.tar", [("readme", b""), *files, ("__MACOSX/._0.png", b"")])
+    # The second shard has all images first.
+    last = [("dir/x.png", picture), ("dir/y.png", picture), member("dir/x"), member("dir/y")]
+    write_tar(tmp_path / "00001.tar", last)
+    captions = [f"a picture of 00000000{number}" for number in range(8)]
+    captions += ["a picture of dir/x", "a picture of dir/y"]
+    assert [sample["caption"] for sample in samples_of(tmp_path)] == captions
+
+
+PICTURE = ("c.png", None)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([PICTURE, ("c.json", b"{}")], r"\(.*0\.tar/c\.png\) has no caption"),
+        ([PICTURE, member("c", caption=3)], r"c\.png\) is int, not text"),
+        ([PICTURE, ("c.json", b"{")], r" cannot be read: .*0\.tar/c\.json is not JSON"),
+        ([PICTURE, ("c.json", b'"\xff"')], r" cannot be read: .*0\.tar/c\.json is not UTF-8"),
+        ([PICTURE], r"\(.*0\.tar/c\.png\) has no caption"),
+        ([member("c")], r"\(.*0\.tar/c\.png\) has no image"),
+        ([("c.png", b""), member("c")], r"\(.*0\.tar/c\.png\) has no image"),
+    ],
+)
+def test_a_broken_sample_of_a_tar_is_named(tmp_path, files, message):
+    picture = png(pictures()[0])
+    files = [(name, picture if content is None else content) for name, content in files]
+    write_tar(tmp_path / "0.tar", [("a.png", picture), member("a"), *files])
+    samples = samples_of(tmp_path)
+    assert samples[0]["caption"] == "a picture of a"
+    with pytest.raises(BrokenSample, match=f"sample 1 of .*{message}"):
+        samples[1]
+
+
+def test_tars_that_cannot_be_read_in_place_are_refused(tmp_path):
+    write_tar(tmp_path / "0.tar", [("a.png", b"a"), member("a"), ("a.png", b"b")])
+    with pytest.raises(ValueError, match=r"0\.tar has the member a\.png twice"):
+        samples_of(tmp_path)
+    write_tar(tmp_path / "0.tar", [("a.png", b"a"), member("a")])
+    (tmp_path / "1.tar.gz").write_bytes(gzip.compress((tmp_path / "0.tar").read_bytes()))
+    with pytest.raises(ValueError, match=r"1\.tar\.gz is damaged, or no uncompressed tar: "):
+        samples_of(tmp_path, path="*.gz")
+    with pytest.raises(ValueError, match="has no column txt, only png, json"):
+        samples_of(tmp_path, caption_column="txt")
+
+
+@pytest.mark.parametrize("kind", ["list", "sidecar", "jsonl", "csv", "tar txt", "tar json"])
+def test_a_mark_of_the_byte_order_is_no_part_of_a_caption(kind, tmp_path):
+    kinds = {"list": "huggingface txt", "sidecar": "folder", "jsonl": "folder jsonl"}
+    kinds |= {"csv": "folder csv", "tar txt": "webdataset txt", "tar json": "webdataset json"}
+    config = source(kinds[kind], tmp_path)
+    data = tmp_path / "data"
+    paths = {"list": [tmp_path / "captions.txt"], "sidecar": data.rglob("*.txt")}
+    for path in paths.get(kind, data.glob("metadata.*")):
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    for path in data.glob("*.tar"):
+        with tarfile.open(path) as tar:
+            files = [(member.name, tar.extractfile(member).read()) for member in tar]
+        marked = [(x, c if x.endswith("png") else codecs.BOM_UTF8 + c) for x, c in files]
+        write_tar(path, marked)
+    samples = open_samples(config, SIZE)
+    assert sorted(sample["caption"] for sample in samples) == sorted(CAPTIONS)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_columns_of_metadata_that_nobody_needs_may_hold_anything(ending, tmp_path):
+    config = source(f"folder {ending}", tmp_path)
+    path = tmp_path / "data" / f"metadata.{ending}"
+    header, *lines = path.read_text(encoding="utf-8").splitlines()
+    values = (None, 1, 2.5, "text", True)
+    if ending == "csv":
+        lines = [f"{line},{value}" for line, value in zip(lines, values, strict=True)]
+        lines.insert(0, f"{header},unused")
+    else:
+        rows = [json.loads(line) for line in (header, *lines)]
+        lines = [json.dumps({**r, "unused": x}) for r, x in zip(rows, values, strict=True)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert [sample["caption"] for sample in open_samples(config, SIZE)] == list(CAPTIONS)
 
 
 def test_endings_are_of_pictures_that_pillow_decodes():

@@ -3,6 +3,7 @@
 A scorer of mini-sd stands in for the two networks that would be downloaded; all else is real.
 """
 
+import codecs
 import contextlib
 import hashlib
 import importlib.util
@@ -202,6 +203,21 @@ def test_a_list_keeps_its_order(tmp_path, monkeypatch):
     assert read_captions(path, 4).origin == "LinFusion's list"
 
 
+@pytest.mark.parametrize("name", ["captions.txt", "captions.json", "captions.JSON"])
+def test_a_byte_order_mark_changes_no_caption(tmp_path, name):
+    path = tmp_path / name
+    if name == "captions.txt":
+        path.write_text("one\ntwo\n", encoding="utf-8")
+    else:
+        write_annotations(path)
+    expected = read_captions(path, 2)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert read_captions(path, 2) == expected
+
+
+ANNOTATION = {"id": 1, "image_id": 2, "caption": "a"}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -209,16 +225,30 @@ def test_a_list_keeps_its_order(tmp_path, monkeypatch):
         ("captions.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("captions.txt", b"one\ntwo\n", "3 captions are needed, but .*captions.txt has 2"),
         ("captions.txt", b"one\n \nthree\n", "caption 2 of .* is empty"),
-        ("captions.json", b'{"annotations": [', "is not JSON .*; unpack it again"),
+        ("captions.txt", "a\nb\nc".encode("utf-16"), "is not UTF-8 text but UTF-16"),
+        ("captions.json", b'{"annotations": [', r"is not JSON \(.*line 1 column 18"),
+        ("captions.JSON", b"a\nb\nc\n", "captions.JSON is not JSON"),
         ("captions.json", b"[]", "does not hold captions as COCO's captions_val2014.json does"),
         (
             "instances.json",
             b'{"annotations": [{"id": 1, "image_id": 2, "bbox": []}]}',
-            "does not hold captions as COCO's",
+            "annotation 1 of .*instances.json does not hold a caption as COCO's",
+        ),
+        *(
+            ("captions.json", json.dumps({"annotations": [ANNOTATION, entry]}).encode(), message)
+            for entry, message in (
+                (
+                    {**ANNOTATION, "caption": None},
+                    "annotation 2 .*: caption must be text.* null",
+                ),
+                ({**ANNOTATION, "image_id": "2"}, "annotation 2 of .*: image_id must be .* '2'"),
+                ({**ANNOTATION, "id": True}, "annotation 2 of .*: id must be an integer, .* True"),
+                ("a", "annotation 2 of .* does not hold a caption as COCO's"),
+            )
         ),
         (
             "captions.json",
-            b'{"annotations": [{"id": 1, "image_id": 2, "caption": "a"}]}',
+            json.dumps({"annotations": [ANNOTATION]}).encode(),
             "3 captions are needed, but .*captions.json has 1",
         ),
         (
@@ -226,7 +256,7 @@ def test_a_list_keeps_its_order(tmp_path, monkeypatch):
             json.dumps(
                 {"annotations": [{"id": i, "image_id": i, "caption": "\ud800"} for i in range(3)]}
             ).encode(),
-            "caption 1 of .* holds half of a surrogate pair",
+            "annotation 1 of .*: caption holds half of a surrogate pair",
         ),
     ],
 )

@@ -1,0 +1,118 @@
+"""Files of captions or prompts: UTF-8 text with one per line, or a JSON list of strings."""
+
+import codecs
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+# Editors write a byte-order mark at the beginning; concatenated files have several.
+MARK = re.compile("^\ufeff", re.MULTILINE)
+# No text in UTF-8, but JSON can spell it.
+SURROGATE = re.compile("[\ud800-\udfff]")
+TABLES = (".csv", ".jsonl", ".tsv")
+
+
+def read_caption_list(path: Path) -> list[str]:
+    """Read the captions of a text file or of a .json file, without blanks at both ends.
+
+    A blank line is an empty caption.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not UTF-8, a table, or JSON that is not a list of strings.
+    """
+    if is_json(path):
+        captions = read_json(path)
+        if not isinstance(captions, list):
+            raise ValueError(
+                f"{path} must hold a JSON list of strings, but holds {_kind(captions)}."
+            )
+        return [
+            checked_caption(caption, f"caption {number} of {path}").strip()
+            for number, caption in enumerate(captions, 1)
+        ]
+    if path.suffix.lower() in TABLES:
+        raise ValueError(
+            f"{path} is a table; write its captions to a .txt file, one per line, or a JSON list."
+        )
+    # Not splitlines, which also ends a line where a caption holds a rarer separator.
+    return [line.strip() for line in read_text(path).removesuffix("\n").split("\n")]
+
+
+def is_json(path: Path) -> bool:
+    """Return whether a file is JSON by its name."""
+    return path.suffix.lower() == ".json"
+
+
+def read_text(path: Path) -> str:
+    """Read a file as `decode_text` does.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not UTF-8.
+    """
+    return decode_text(path.read_bytes(), str(path))
+
+
+def read_json(path: Path) -> Any:
+    """Read a file as `decode_json` does.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not UTF-8 or not JSON.
+    """
+    return decode_json(path.read_bytes(), str(path))
+
+
+def decode_json(content: bytes, name: str) -> Any:
+    """Decode JSON in UTF-8, with or without a byte-order mark.
+
+    Raises:
+        ValueError: it is not UTF-8 or not JSON; the message starts with `name`.
+    """
+    text = decode_text(content, name)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON ({error}).") from None
+
+
+def decode_text(content: bytes, name: str) -> str:
+    """Decode UTF-8 without byte-order marks, with line feeds for all ends of lines.
+
+    Raises:
+        ValueError: it is not UTF-8; the message starts with `name`.
+    """
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{name} is not UTF-8 text but UTF-16; save it as UTF-8.")
+    place, reason = content.find(b"\0"), "a zero byte, as in UTF-16"
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        place, reason = error.start, error.reason
+    if place >= 0:
+        line = content.count(b"\n", 0, place) + 1
+        raise ValueError(f"{name} is not UTF-8 text (line {line}: {reason}); save it as UTF-8.")
+    return MARK.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def checked_caption(value: Any, name: str) -> str:
+    """Return a caption that was read from JSON.
+
+    Raises:
+        ValueError: it is not text; the message starts with `name`.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text, but is {_kind(value)}.")
+    if SURROGATE.search(value):
+        raise ValueError(f"{name} holds half of a surrogate pair.")
+    return value
+
+
+def _kind(value: Any) -> str:
+    """Name a value in JSON's words."""
+    for kind, name in ((dict, "an object"), (list, "a list"), (str, "a string")):
+        if isinstance(value, kind):
+            return name
+    return json.dumps(value)
