@@ -231,7 +231,7 @@ class _Measurement:
             state.weights.project_heads(attn, "to_k", hidden_states),
             state.weights.codebook,
             query_tile=state.config.query_tile,
-            query_order=state.query_order,
+            query_order=state.present_call().query_order,
             importance_tile=state.config.importance_tile,
         )
         self.sums[name, self.start] = self.sums.get((name, self.start), 0) + curve

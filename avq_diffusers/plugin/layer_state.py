@@ -1,7 +1,9 @@
 """What one self-attention layer needs to run AVQ, and what it did so far."""
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import DiffusionPipeline
@@ -13,6 +15,25 @@ from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers, unet_
 from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.routing import LayerRoute, Workload, next_power_of_two
 
+NO_BACKWARD = -1
+
+
+class Call(NamedTuple):
+    """How a layer runs in one call of its UNet.
+
+    Attributes:
+        query_order: the query order (N,) of the grid.
+        num_refined: the refined parents per query tile.
+        exact_because: why the layer runs exact attention whatever its tokens, None if nothing was
+            switched.
+        backward: the backward pass that recomputes the call; `NO_BACKWARD` outside.
+    """
+
+    query_order: Tensor | None
+    num_refined: int
+    exact_because: str | None
+    backward: int
+
 
 class LayerState:
     """The AVQ of one layer.
@@ -21,9 +42,9 @@ class LayerState:
         config: sizes and tiles of this layer.
         weights: codebook, key norm and projection changes.
         route: from how many tokens on AVQ runs.
-        refined: the number of refined parents.
-        order: the query order (N,) of the grid, None before the first call.
-        enabled: False inside `avq_disabled`.
+        refined: the number of refined parents of the next call.
+        enabled: whether the next call runs AVQ; False inside `avq_disabled`.
+        call: how the layer runs in the present call.
         calls: how many calls of each kind there were so far, by "AVQ" or the reason for exact
             attention. Calls in compiled code are not counted.
         last_call: the kind of the last one.
@@ -39,9 +60,9 @@ class LayerState:
         self.backend = backend
         self.num_heads = layer.num_heads
         self.refined = PerThread(self.config.num_refined)
-        self.order: PerThread[Tensor | None] = PerThread(None)
         self.enabled = True
         self.num_disabling = 0  # open blocks of `avq_disabled`
+        self.call = PerThread(Call(None, self.config.num_refined, None, NO_BACKWARD))
         self.calls: Counter[str] = Counter()
         self.last_call: str | None = None
         self.last_backend: str | None = None
@@ -51,31 +72,56 @@ class LayerState:
         return {**self.__dict__, "enabled": True, "num_disabling": 0}
 
     @property
-    def query_order(self) -> Tensor | None:
-        """The order for the grid of this thread's image."""
-        return self.order.get()
-
-    @property
     def num_refined(self) -> int:
-        """The refined parents per query tile at this thread's timestep."""
+        """The refined parents per query tile in this thread's next call."""
         return self.refined.get()
 
-    def see_grid(self, hidden_states: Tensor, dtype: torch.dtype) -> None:
-        """Prepare for the tokens of `hidden_states` (B, C, h, w), on its device.
+    def enter(self, hidden_states: Tensor, dtype: torch.dtype, interception: str | None) -> None:
+        """Begin a call for the tokens of `hidden_states` (B, C, h, w), on their device.
 
-        `dtype` is the UNet's own; autocast does not change it.
+        Args:
+            hidden_states: of the transformer.
+            dtype: the UNet's own; autocast does not change it.
+            interception: what acts on the scores of exact attention, if anything.
         """
         height, width = hidden_states.shape[-2:]
         device = hidden_states.device
         # A tensor, not (h, w): torch.compile would guard every block on the two integers.
-        self.order.set(query_order(height, width, self.config.query_order, device))
+        order = query_order(height, width, self.config.query_order, device)
+        exact_because = interception if self.enabled else "disabled"
+        self.call.set(Call(order, self.num_refined, exact_because, _backward()))
         self.weights.move_to(device, dtype)
         if not torch.compiler.is_compiling():
             self.route.learn(self.workload(hidden_states), device, measure=True)
 
+    @contextmanager
+    def recomputing(self, call: Call) -> Iterator[None]:
+        """Run the layer as in an earlier call."""
+        present = self.call.get()
+        self.call.set(call._replace(backward=_backward()))
+        try:
+            yield
+        finally:
+            self.call.set(present)
+
+    def present_call(self) -> Call:
+        """How the layer runs in this thread's call.
+
+        Raises:
+            RuntimeError: a checkpoint recomputes the layer and does not know its call.
+        """
+        call = self.call.get()
+        if _backward() not in (NO_BACKWARD, call.backward):
+            raise RuntimeError(
+                "a layer with AVQ is recomputed with the call it ran in, but a checkpoint around "
+                "the layer or its block does not keep that; use "
+                "unet.enable_gradient_checkpointing(), which does."
+            )
+        return call
+
     def is_on_grid(self, hidden_states: Tensor) -> bool:
         """Whether the tokens (B, N, channels) are those of the grid, none of them merged."""
-        order = self.query_order
+        order = self.present_call().query_order
         return order is not None and hidden_states.shape[1] == order.shape[0]
 
     def workload(self, hidden_states: Tensor) -> Workload:
@@ -86,7 +132,7 @@ class LayerState:
             batch_heads=next_power_of_two(hidden_states.shape[0] * self.num_heads),
             head_dim=codebook.head_dim,
             num_parents=codebook.num_parents,
-            num_refined=self.num_refined,
+            num_refined=self.call.get().num_refined,
             num_children=codebook.num_children,
             query_tile=self.config.query_tile,
             dtype=torch.get_autocast_dtype(device) if is_autocast else hidden_states.dtype,
@@ -113,3 +159,8 @@ def applied_states(pipe: DiffusionPipeline | nn.Module) -> dict[SelfAttentionLay
     if not states:
         raise ValueError("this UNet has no AVQ layer; call apply_avq(pipe, codebooks) first.")
     return states
+
+
+def _backward() -> int:
+    """Autograd's number of the backward pass that this thread runs, `NO_BACKWARD` outside."""
+    return NO_BACKWARD if torch.compiler.is_compiling() else torch._C._current_graph_task_id()

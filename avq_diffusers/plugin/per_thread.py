@@ -11,8 +11,8 @@ Value = TypeVar("Value")
 class PerThread(Generic[Value]):
     """A value that each thread sets for itself.
 
-    Three readers get the value set last by any thread: compiled code; threads that have set none,
-    such as autograd's when it recomputes a layer; and copies.
+    Three readers get the value set last by any thread: compiled code, threads that have set none,
+    and copies.
     """
 
     def __init__(self, value: Value) -> None:

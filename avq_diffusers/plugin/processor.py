@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
 from avq_diffusers.attention.api import attention_and_backend, check_backend
+from avq_diffusers.plugin.checkpointing import forget_calls, keep_calls
 from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layer_state import LayerState
 from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers
@@ -173,8 +174,9 @@ def _exact_because(
     previous: str | None = getattr(attn, "_avq_custom", None)
     if previous is not None:
         return previous
-    if not state.enabled:
-        return "disabled"
+    switched_off = state.present_call().exact_because
+    if switched_off is not None:
+        return switched_off
     if encoder_hidden_states is not None:
         return "cross-attention"
     if attention_mask is not None:
@@ -220,15 +222,15 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
         raise NotImplementedError(
             "ONNX has no operations for AVQ; call remove_avq(pipe) to export exact attention."
         )
-    weights, config = state.weights, state.config
+    weights, config, call = state.weights, state.config, state.present_call()
     output, backend = attention_and_backend(
         weights.project_heads(attn, "to_q", hidden_states),
         weights.project_heads(attn, "to_k", hidden_states),
         weights.project_heads(attn, "to_v", hidden_states),
         weights.codebook,
-        num_refined=state.num_refined,
+        num_refined=call.num_refined,
         query_tile=config.query_tile,
-        query_order=state.query_order,
+        query_order=call.query_order,
         importance_tile=config.importance_tile,
         backend=state.backend,
     )
@@ -319,6 +321,7 @@ def uninstall(unet: UNet2DConditionModel) -> None:
     """
     has_adapter = getattr(unet, "encoder_hid_proj", None) is not None
     for module in unet.modules():
+        forget_calls(module)
         for name in ("_avq_hook", "_avq_scheduler"):  # of the grid; of `set_num_refined`
             if hasattr(module, name):
                 getattr(module, name).remove()
@@ -334,7 +337,7 @@ def uninstall(unet: UNet2DConditionModel) -> None:
 
 
 class _PreForward:
-    """Shows the layers of each transformer the grid of their tokens, and watches their processors.
+    """Begins the calls of each transformer's layers, and watches their processors.
 
     Args:
         layers: all those that AVQ is applied to.
@@ -348,11 +351,12 @@ class _PreForward:
         self, transformer: Transformer2DModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         hidden_states = args[0] if args else kwargs["hidden_states"]
+        keep_calls(transformer)
         for block in transformer.transformer_blocks:
             state = getattr(block.attn1, "_avq", None)
             if state is None:
                 continue
-            state.see_grid(hidden_states, _dtype(transformer))
+            state.enter(hidden_states, _dtype(transformer), _interception(block.attn1))
             processor = block.attn1.processor
             if not isinstance(processor, AVQProcessor) and not torch.compiler.is_compiling():
                 state.count(type(processor).__name__)

@@ -36,7 +36,7 @@ def set_num_refined(
     (`fullgraph=True`), compile it by `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before
     setting a schedule. The schedule then acts in calls of the compiled UNet, not of the one inside.
     A CUDA graph keeps the number of parents that it was captured with. Gradient checkpointing
-    recomputes a layer with the number of the last timestep.
+    recomputes a layer with the number that it ran with.
 
     Args:
         pipe: a pipeline or UNet with AVQ.

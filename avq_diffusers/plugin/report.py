@@ -92,7 +92,7 @@ def _report(
     state: LayerState | None = layer.avq_state
     config, num_tokens, calls = "", None, {}
     if state is not None:
-        codebook, order = state.weights.codebook, state.query_order
+        codebook, order = state.weights.codebook, state.call.get().query_order
         refined = "-".join(map(str, schedules.get(state, {0: state.num_refined}).values()))
         config = f"M{codebook.num_parents}P{refined}C{codebook.num_children}"
         num_tokens = None if order is None else len(order)

@@ -158,7 +158,7 @@ def recorded(pipe, codebooks, **arguments):
         norm = codebooks.key_norm(name)
         if norm is not None:
             key = norm(key.float())
-        order = attn._avq.query_order
+        order = attn._avq.call.get().query_order
         calls.setdefault(name, []).append((timestep[0], query.float(), key.float(), order))
 
     handles.append(pipe.unet.register_forward_pre_hook(see_timestep, with_kwargs=True))

@@ -170,9 +170,9 @@ class TestOutput:
         apply_avq(unet, codebooks)
         predict(unet, 8, 32)
         state = unet.get_submodule(LAYER)._avq
-        assert torch.equal(state.query_order, query_order(4, 16))
+        assert torch.equal(state.call.get().query_order, query_order(4, 16))
         predict(unet, 32, 8)
-        assert torch.equal(state.query_order, query_order(16, 4))
+        assert torch.equal(state.call.get().query_order, query_order(16, 4))
 
     def test_codebooks_stay_live(self, unet):
         """Catches copies: training changes tensors in place under a UNet that uses them."""

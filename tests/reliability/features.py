@@ -43,6 +43,7 @@ GROUPS = {
     "Memory": (
         *("model offload", "sequential offload", "group offload", "layerwise casting"),
         *("torchao int8 weights", "bitsandbytes int8 weights", "gradient checkpointing"),
+        "two forwards per backward",
     ),
     "Compilation": (
         "torch.compile of the UNet (one graph)",
