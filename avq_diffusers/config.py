@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
+CODEWORDS = ("means", "stored")
 PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined")
 
 

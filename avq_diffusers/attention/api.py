@@ -4,7 +4,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from avq_diffusers.attention import backward, forward, reference
-from avq_diffusers.attention.triton import codewords
+from avq_diffusers.attention.own_codewords import spaced_keys, updated
+from avq_diffusers.attention.triton import codewords as tables
 from avq_diffusers.attention.validation import Options, check_arguments
 from avq_diffusers.codebook.codebook import Codebook
 
@@ -27,9 +28,13 @@ def avq_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    codebook: Codebook,
+    codebook: Codebook | None = None,
     *,
-    num_refined: int,
+    num_parents: int = 64,
+    num_children: int = 8,
+    num_refined: int = 16,
+    codewords: str = "means",
+    num_updates: int = 0,
     query_tile: int = 128,
     query_order: Tensor | None = None,
     importance_tile: int | None = None,
@@ -38,30 +43,37 @@ def avq_attention(
 ) -> Tensor:
     """Adaptive vector-quantized attention (paper, section Method).
 
-    Every key is replaced by a codeword: its nearest parent, or its leaf in query tiles that refine
-    this parent.
+    Every key goes to its nearest parent, and there to a child that is closer, or it stays. Its cell
+    represents it, or its leaf in query tiles that refine its parent.
+
+    Without a codebook, the codewords are keys of this call: the parents are evenly spaced in
+    `query_order`, the children in the cell of their parent.
 
     Backends:
 
     - `"triton"`: kernels for NVIDIA GPUs, of linear cost.
     - `"torch"`: PyTorch on any device, of linear cost.
     - `"dense"`: PyTorch's attention over the replaced keys, of quadratic cost. Works only if all
-      query tiles see the same keys: they refine no parent, or all.
+      query tiles see the same keys (they refine no parent, or all) and codewords are stored.
     - `"reference"`: the definition, slow.
     - `"auto"`: `"dense"` if a gradient is needed and this computes it faster, else `"triton"` if
       the kernels can run, else `"torch"`.
 
-    Every backend is differentiable once in query, key and value. Gradients of keys are
-    straight-through, the choice of parents is constant, and the codebook gets no gradient. Keys
-    only choose codewords, so a NaN or infinite key need not show in the output.
+    Every backend is differentiable once in query, key and value. Assignments and the choice of
+    parents are constants. Gradients of keys are exact for means and straight-through for stored
+    codewords; the codebook gets none.
 
     Args:
         query: (B, H, N, D) float16, bfloat16, float32 or float64. Any strides; a view of
             (B, N, H, D) memory is fastest.
         key, value: (B, H, S, D), same dtype and device as `query`.
         codebook: H heads and head dim D, on the same device. Converted to the dtype of `query`, or
-            to float32 if that is narrower.
+            to float32 if that is narrower. None takes the codewords from `key`.
+        num_parents, num_children: sizes without a codebook; a codebook has its own.
         num_refined: parents refined per query tile; 0 is flat VQ-attention.
+        codewords: what represents the keys of a leaf or cell. `"means"` is their mean in this call;
+            `"stored"` is the codeword, the paper's form, and needs a codebook.
+        num_updates: Lloyd updates that move the parents to the means of their keys first.
         query_tile: consecutive queries of `query_order` that share one choice of parents.
         query_order: (N,) int32 or int64 permutation of the queries, from which tiles are cut. None
             is the order of `query`; the output always has that order. Not checked to be a
@@ -85,7 +97,11 @@ def avq_attention(
         key,
         value,
         codebook,
+        num_parents=num_parents,
+        num_children=num_children,
         num_refined=num_refined,
+        codewords=codewords,
+        num_updates=num_updates,
         query_tile=query_tile,
         query_order=query_order,
         importance_tile=importance_tile,
@@ -99,31 +115,23 @@ def attention_and_backend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    codebook: Codebook,
+    codebook: Codebook | None = None,
     *,
-    num_refined: int,
-    query_tile: int = 128,
-    query_order: Tensor | None = None,
-    importance_tile: int | None = None,
-    scale: float | None = None,
     backend: str = "auto",
+    **options: Unpack[Options],
 ) -> tuple[Tensor, str]:
     """`avq_attention`, and the backend that ran: never "auto".
 
     Args:
-        query, key, value, codebook, num_refined, query_tile, query_order, importance_tile, scale,
-            backend: as `avq_attention`.
+        query, key, value, codebook, backend: as `avq_attention`.
+        **options: all others of `avq_attention`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `avq_attention`.
     """
-    options: Options = {
-        "num_refined": num_refined,
-        "query_tile": query_tile,
-        "query_order": query_order,
-        "importance_tile": importance_tile,
-        "scale": scale,
-    }
+    if isinstance(codebook, Codebook):
+        options["num_parents"] = codebook.num_parents
+        options["num_children"] = codebook.num_children
     check_arguments(query, key, value, codebook, **options)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
@@ -131,33 +139,28 @@ def attention_and_backend(
                 f"{name} must have the dtype of query, {query.dtype}, but got {tensor.dtype}."
             )
     _refuse_tangents(query, key, value)
-    backend = resolve_backend(
-        backend,
-        query,
-        key,
-        value,
-        codebook,
-        num_refined=num_refined,
-        query_tile=query_tile,
-        scale=scale,
-    )
+    backend = resolve_backend(backend, query, key, value, codebook, **options)
+    scale = options["scale"]
     options["scale"] = scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    parents = children = None
+    if codebook is not None:
+        parents, children = codebook.parents.detach(), codebook.children.detach()
     if backend == "triton":
         # A codebook that requires a gradient gets none.
         with torch.set_grad_enabled(_needs_grad(query, key, value)):
-            output = _kernel_attention(
-                query, key, value, codebook.parents, codebook.children, **options
-            )
+            output = _kernel_attention(query, key, value, parents, children, **options)
         return output, backend
 
     dtype = torch.promote_types(query.dtype, torch.float32)
-    parents, children = (x.detach().to(dtype) for x in (codebook.parents, codebook.children))
+    if codebook is not None:
+        parents, children = parents.to(dtype), children.to(dtype)
     if backend == "torch":
         return _attention(query, key, value, parents, children, **options), backend
     # Autocast would choose parents by half-precision products.
     with torch.autocast(query.device.type, enabled=False):
         if backend == "dense":
-            quantized_key = _quantize(key, parents, children if num_refined else children[:, :, :0])
+            has_leaves = options["num_refined"] > 0
+            quantized_key = _quantize(key, parents, children if has_leaves else children[:, :, :0])
             output = F.scaled_dot_product_attention(query, quantized_key, value, scale=scale)
         else:
             output = reference.avq_attention(query, key, value, parents, children, **options)
@@ -169,17 +172,15 @@ def resolve_backend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    codebook: Codebook,
-    *,
-    num_refined: int,
-    query_tile: int = 128,
-    scale: float | None = None,
+    codebook: Codebook | None,
+    **options: Unpack[Options],
 ) -> str:
     """Return the backend that `avq_attention` would run: never "auto".
 
     Args:
         backend: what the call asks for.
-        query, key, value, codebook, num_refined, query_tile, scale: as for `avq_attention`.
+        query, key, value, codebook: as for `avq_attention`.
+        **options: all others of `avq_attention`, with the sizes of the codebook.
 
     Raises:
         ValueError: the backend is unknown or cannot run; the message says why.
@@ -187,30 +188,33 @@ def resolve_backend(
     check_backend(backend)
     if backend in ("torch", "reference"):
         return backend
-    num_parents = codebook.num_parents
+    is_dense = options["codewords"] == "stored" and not options["num_updates"]
     if backend == "dense":
-        if 0 < num_refined < num_parents:
+        if not is_dense:
+            raise ValueError('backend="dense" cannot run: it needs stored codewords, no updates.')
+        if 0 < options["num_refined"] < options["num_parents"]:
             raise ValueError(
-                f'backend="dense" cannot run: num_refined must be 0 or all {num_parents} parents, '
-                f"but is {num_refined}."
+                f'backend="dense" cannot run: num_refined must be 0 or all '
+                f"{options['num_parents']} parents, but is {options['num_refined']}."
             )
         return "dense"
     if (
         backend == "auto"
+        and is_dense
         and _needs_grad(query, key, value)
         and backward.dense_is_faster(
             query.device,
             num_keys=key.shape[2],
-            head_dim=codebook.head_dim,
-            num_parents=num_parents,
-            num_children=codebook.num_children,
-            num_refined=num_refined,
+            head_dim=query.shape[3],
+            num_parents=options["num_parents"],
+            num_children=options["num_children"],
+            num_refined=options["num_refined"],
         )
     ):
         return "dense"
     if backend == "auto" and query.device.type != "cuda":
         return "torch"
-    obstacle = _kernel_obstacle(query, codebook, num_refined, query_tile, scale)
+    obstacle = _kernel_obstacle(query, codebook is not None, **options)
     if obstacle is None:
         return "triton"
     if backend == "triton":
@@ -240,9 +244,7 @@ def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _kernel_obstacle(
-    query: Tensor, codebook: Codebook, num_refined: int, query_tile: int, scale: float | None
-) -> str | None:
+def _kernel_obstacle(query: Tensor, has_codebook: bool, **options: Unpack[Options]) -> str | None:
     """Why the kernels cannot run; None if they can."""
     if not _HAS_TRITON:
         return "triton is not installed"
@@ -255,14 +257,17 @@ def _kernel_obstacle(
             return "the GPU's compute capability is below 8.0"
     elif query.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         return f"query is on {query.device}, and the kernels need an NVIDIA GPU"
+    scale = options["scale"]
     if scale is not None and not scale > 0:
         return f"scale must be positive, but is {scale}"
-    return codewords.unsupported(
+    if options["num_updates"] and has_codebook:
+        return "num_updates moves the parents of a codebook"
+    return tables.unsupported(
         query,
-        num_parents=codebook.num_parents,
-        num_children=codebook.num_children,
-        num_refined=num_refined,
-        query_tile=query_tile,
+        num_parents=options["num_parents"],
+        num_children=options["num_children"],
+        num_refined=options["num_refined"],
+        query_tile=options["query_tile"],
         capability=capability,
     )
 
@@ -272,10 +277,14 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    parents: Tensor,
-    children: Tensor,
+    parents: Tensor | None,
+    children: Tensor | None,
     query_order: Tensor | None,
+    num_parents: int,
+    num_children: int,
     num_refined: int,
+    codewords: str,
+    num_updates: int,
     query_tile: int,
     importance_tile: int | None,
     scale: float,
@@ -288,9 +297,13 @@ def _attention(
             value,
             parents,
             children,
+            query_order,
+            num_parents=num_parents,
+            num_children=num_children,
             num_refined=num_refined,
+            means=codewords == "means",
+            num_updates=num_updates,
             query_tile=query_tile,
-            query_order=query_order,
             importance_tile=importance_tile,
             scale=scale,
         )
@@ -301,10 +314,14 @@ def _kernel_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    parents: Tensor,
-    children: Tensor,
+    parents: Tensor | None,
+    children: Tensor | None,
     query_order: Tensor | None,
+    num_parents: int,
+    num_children: int,
     num_refined: int,
+    codewords: str,
+    num_updates: int,
     query_tile: int,
     importance_tile: int | None,
     scale: float,
@@ -317,13 +334,20 @@ def _kernel_attention(
         x if x.stride(-1) == 1 else x.transpose(1, 2).contiguous().transpose(1, 2)
         for x in (query, key, value)
     )
-    num_parents, num_children = children.shape[1:3]
-    dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
+    is_own = parents is None or children is None
+    key_order = query_order if key.shape[2] == query.shape[2] else None
     # Triton launches on the current device.
     with torch.cuda.device_of(query):
-        codes, bias = _packed_codewords(parents, children, scale, dtype)
-        means, log_counts = precompute(
-            key, value, codes, bias, num_parents=num_parents, num_children=num_children
+        codes, means, log_counts = precompute(
+            key,
+            value,
+            None if is_own else _packed_codewords(parents, children, scale, query.dtype),
+            _updated_parents(key, key_order, num_parents, num_updates) if num_updates else None,
+            key_order,
+            num_parents=num_parents,
+            num_children=num_children,
+            means=codewords == "means",
+            scale=scale,
         )
         return attend(
             query,
@@ -339,6 +363,17 @@ def _kernel_attention(
         )
 
 
+def _updated_parents(
+    key: Tensor, key_order: Tensor | None, num_parents: int, num_updates: int
+) -> Tensor:
+    """(B, H, M0, D), dtype of `key`."""
+    keys = key.flatten(0, 1).to(torch.promote_types(key.dtype, torch.float32))
+    parents = spaced_keys(keys, key_order, num_parents)
+    for _ in range(num_updates):
+        parents = updated(keys, parents)
+    return parents.to(key.dtype).view(*key.shape[:2], num_parents, key.shape[3])
+
+
 @_kernel_attention.register_fake
 @_attention.register_fake
 def _(query: Tensor, *args: object) -> Tensor:
@@ -351,10 +386,14 @@ def _attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    parents: Tensor,
-    children: Tensor,
+    parents: Tensor | None,
+    children: Tensor | None,
     query_order: Tensor | None,
+    num_parents: int,
+    num_children: int,
     num_refined: int,
+    codewords: str,
+    num_updates: int,
     query_tile: int,
     importance_tile: int | None,
     scale: float,
@@ -367,12 +406,16 @@ def _attention_backward(
             query,
             key,
             value,
-            parents.to(dtype),
-            children.to(dtype),
+            None if parents is None else parents.to(dtype),
+            None if children is None else children.to(dtype),
+            query_order,
             needs_grad=needs_grad,
+            num_parents=num_parents,
+            num_children=num_children,
             num_refined=num_refined,
+            means=codewords == "means",
+            num_updates=num_updates,
             query_tile=query_tile,
-            query_order=query_order,
             importance_tile=importance_tile,
             scale=scale,
         )
@@ -392,7 +435,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     needs_grad = ctx.needs_input_grad[:3]
     found = iter(_attention_backward(grad_output, *ctx.saved_tensors, *ctx.numbers, needs_grad))
-    return *(next(found) if needed else None for needed in needs_grad), *(None,) * 7
+    return *(next(found) if needed else None for needed in needs_grad), *(None,) * 11
 
 
 for _operation in (_attention, _kernel_attention):
@@ -415,7 +458,7 @@ _quantize.register_autograd(lambda ctx, grad_output: (grad_output, None, None))
 class _Packed(NamedTuple):
     children: weakref.ref[Tensor]
     states: tuple[tuple[Any, ...], ...]
-    tables: tuple[Tensor, Tensor]
+    codes: tables.StoredCodes
 
 
 # The tables of each tensor of parents. A codebook that moves or changes in place is packed again.
@@ -424,17 +467,17 @@ _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _packed_codewords(
     parents: Tensor, children: Tensor, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+) -> tables.StoredCodes:
     """`codewords.pack`, cached for the lifetime of the codebook."""
     if parents.is_inference() or children.is_inference():  # they have no version counter
-        return codewords.pack(parents, children, scale=scale, dtype=dtype)
+        return tables.pack(parents, children, scale=scale, dtype=dtype)
     states = tuple((x._version, x.device, x.dtype, x.data_ptr()) for x in (parents, children))
     tables_of = _packed.setdefault(parents, {})
     found = tables_of.get((scale, dtype))
     if found is not None and found.children() is children and found.states == states:
-        return found.tables
-    tables = codewords.pack(parents, children, scale=scale, dtype=dtype)
+        return found.codes
+    codes = tables.pack(parents, children, scale=scale, dtype=dtype)
     # Tensors that are allocated during the capture of a CUDA graph belong to that graph.
     if not (parents.is_cuda and torch.cuda.is_current_stream_capturing()):
-        tables_of[scale, dtype] = _Packed(weakref.ref(children), states, tables)
-    return tables
+        tables_of[scale, dtype] = _Packed(weakref.ref(children), states, codes)
+    return codes

@@ -1,25 +1,34 @@
-"""Exact gradients of AVQ attention in plain PyTorch, at O(N M D^2) on every device.
+"""Exact gradients of AVQ attention in plain PyTorch, at linear cost on every device.
 
-Query i gives each of the n_a keys of codeword a the weight
-A_ia = exp(s q_i.c_a) / sum_b n_b exp(s q_i.c_b). With d for gradients, straight through the
-quantization of keys (paper, section Method):
+Query i gives codeword a the weight w_ia = n_a exp(s q_i.c_a) / sum_b n_b exp(s q_i.c_b). With d for
+gradients:
 
     delta_i = dy_i.y_i
-    dq_i = s sum_a n_a A_ia (dy_i.mean_a - delta_i) c_a
-    dv_j = sum_i A_ij dy_i
-    dk_j = s sum_i A_ij (dy_i.v_j - delta_i) q_i
+    dq_i = s sum_a w_ia (dy_i.v_a - delta_i) c_a
 
-The last two are affine in v_j. So every codeword stores the moments
-sum_i A_ia [1, s q_i] [dy_i, delta_i]^T, and its keys read them. A key has two codewords: its parent
-in tiles that do not refine this parent, its leaf in the other tiles. Their moments add up.
+If means represent the keys, c_a and v_a are means of n_a keys and values, so that
+
+    dv_j = sum_a dv_a / n_a,   dv_a = sum_i w_ia dy_i
+    dk_j = sum_a dc_a / n_a,   dc_a = s sum_i w_ia (dy_i.v_a - delta_i) q_i
+
+over the two codewords a of key j: its parent in tiles that do not refine this parent, its leaf in
+the other tiles.
+
+If codewords represent the keys, gradients of keys are straight through the quantization (paper,
+section Method):
+
+    dk_j = s sum_a sum_i w_ia / n_a (dy_i.v_j - delta_i) q_i
+
+This is affine in v_j. So every codeword stores the moments sum_i w_ia / n_a [1, s q_i] [dy_i,
+delta_i]^T, at O(N M D^2), and its keys read them.
 
 The choice of parents is a constant. The code of `forward` makes it again. After a forward pass by
 the kernels, it may choose differently between parents of nearly equal importance.
 
-Shapes: as in `forward`, with L rows of moments.
+Shapes: as in `forward`, with L numbers per codeword that its keys read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -95,13 +104,17 @@ def gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    parents: Tensor,
-    children: Tensor,
+    parents: Tensor | None,
+    children: Tensor | None,
+    query_order: Tensor | None,
     *,
     needs_grad: Sequence[bool],
+    num_parents: int,
+    num_children: int,
     num_refined: int,
+    means: bool,
+    num_updates: int,
     query_tile: int,
-    query_order: Tensor | None,
     importance_tile: int | None,
     scale: float,
 ) -> list[Tensor]:
@@ -118,46 +131,47 @@ def gradients(
         the dtype of their input.
     """
     batch, heads, _, head_dim = query.shape
-    num_parents, num_children = children.shape[1:3]
     grads = [
         empty_gradient(x) if needed else None
         for x, needed in zip((query, key, value), needs_grad, strict=True)
     ]
     grad_query, grad_key, grad_value = grads
-    # Of the moments: the first row is for values, the others are for keys.
-    rows = slice(0 if needs_grad[2] else 1, 1 + head_dim if needs_grad[1] else 1)
-    num_moments = (rows.stop - rows.start) * (1 + head_dim)
+    moments_of = _MeanMoments if means else _StraightThroughMoments
+    width = moments_of.width(head_dim, grad_key is not None, grad_value is not None)
 
-    table_elements = heads * num_parents * (2 + num_children) * max(1, num_moments)
+    table_elements = heads * num_parents * (2 + num_children) * max(1, width)
     size = min(batch, chunk_length(query.device, table_elements, ELEMENTS))
     for start in range(0, batch, size):
         part = slice(start, min(start + size, batch))
-        elements = part.stop - part.start
-        part_parents = parents.expand(elements, -1, -1, -1).flatten(0, 1)
-        part_children = children.expand(elements, -1, -1, -1, -1).flatten(0, 1)
-        part_value = value[part].flatten(0, 1)
-        leaf = nearest_leaves(key[part].flatten(0, 1), part_parents, part_children)
-        counts, value_sums = forward.aggregate(leaf, part_value, part_parents, part_children)
-        moments = _query_gradients(
+        leaf, table = forward.leaves_and_table(
+            key[part],
+            value[part],
+            parents,
+            children,
+            query_order,
+            num_parents=num_parents,
+            num_children=num_children,
+            means=means,
+            num_updates=num_updates,
+        )
+        moments = moments_of(
+            table,
+            None if grad_key is None else grad_key[part],
+            None if grad_value is None else grad_value[part],
+        )
+        _query_gradients(
             grad_output[part].flatten(0, 1),
             query[part].flatten(0, 1),
-            forward.codeword_table(part_parents, part_children, counts, value_sums),
+            table,
             None if grad_query is None else grad_query[part],
-            rows,
+            moments,
+            query_order,
             num_refined=num_refined,
             query_tile=query_tile,
-            query_order=query_order,
             importance_tile=importance_tile,
             scale=scale,
         )
-        if num_moments:
-            _key_gradients(
-                moments,
-                leaf,
-                part_value,
-                None if grad_key is None else grad_key[part],
-                None if grad_value is None else grad_value[part],
-            )
+        moments.write(leaf, value[part].flatten(0, 1))
     return [grad for grad in grads if grad is not None]
 
 
@@ -172,28 +186,22 @@ def _query_gradients(
     query: Tensor,
     table: CodewordTable,
     grad_query: Tensor | None,
-    rows: slice,
+    moments: "_Moments",
+    query_order: Tensor | None,
     *,
     num_refined: int,
     query_tile: int,
-    query_order: Tensor | None,
     importance_tile: int | None,
     scale: float,
-) -> Tensor:
-    """Write the gradients (B, H / B, N, D) of the queries; return moments (H, M0, 2 + C, L, 1 + D).
-
-    Computes only the `rows` of the moments.
-    """
+) -> None:
+    """Write the gradients (B, H / B, N, D) of the queries and add up the moments."""
     heads, num_queries, head_dim = query.shape
     num_parents, per_cell = table.counts.shape[1:]
-    num_rows = rows.stop - rows.start
     dtype = table.codewords.dtype
     query_tile = min(query_tile, num_queries)
-    moments = table.codewords.new_zeros(heads, num_parents, per_cell, num_rows, 1 + head_dim)
-    moments_of_codeword = moments.flatten(0, 2)
 
     num_visible = num_parents + num_refined * (per_cell - 2)
-    moment_elements = (num_visible + query_tile) * num_rows * (1 + head_dim)
+    moment_elements = (num_visible + query_tile) * moments.sums.shape[-1]
     tile_elements = moment_elements + 4 * num_visible * query_tile + 2 * num_visible * head_dim
     chunk = query_tile * chunk_length(query.device, heads * tile_elements, ELEMENTS)
     for start in range(0, num_queries, chunk):
@@ -208,7 +216,7 @@ def _query_gradients(
             importance_tile=importance_tile,
             scale=scale,
         )
-        tiles = tiles.transpose(0, 1)
+        tiles = scale * tiles.transpose(0, 1)
         grads = forward.cut_tiles(grad_output, order, query_tile, dtype).transpose(0, 1)
 
         # (T, H, M0 + P C, ...)
@@ -218,47 +226,105 @@ def _query_gradients(
         counts = forward.gather_rows(table.counts, visible)
 
         # (T, H, I, M0 + P C)
-        logits = scale * tiles @ codewords.mT + log_counts[..., None, :]
+        logits = tiles @ codewords.mT + log_counts[..., None, :]
         weights = logits.softmax(dim=-1)
         products = grads @ value_means.mT
         delta = (weights * products).sum(dim=-1, keepdim=True)
+        grad_logits = weights * (products - delta)
         if grad_query is not None:
-            grad_logits = weights * (products - delta)
             grad_tiles = scale * grad_logits @ codewords
             forward.write_tiles(grad_query, grad_tiles.transpose(0, 1), order)
-        if num_rows:
-            left = F.pad(scale * tiles, (1, 0), value=1)[..., rows, None]
-            right = torch.cat([grads, delta], dim=-1)[..., None, :]
-            weights /= counts.clamp(min=1)[..., None, :]
-            tile_moments = weights.mT @ (left * right).flatten(-2)
+        if moments.sums.shape[-1]:
+            tile_moments = moments.of_tiles(tiles, grads, weights, grad_logits, delta)
+            tile_moments /= counts.clamp(min=1)[..., None]
             # A tile sees no codeword twice, so no two rows of an addition collide.
             for seen, added in zip(visible.flatten(1), tile_moments.flatten(1, 2), strict=True):
-                moments_of_codeword.index_add_(0, seen, added.view(-1, num_rows, 1 + head_dim))
-    return moments
+                moments.sums.index_add_(0, seen, added)
 
 
-def _key_gradients(
-    moments: Tensor,
-    leaf: Tensor,
-    value: Tensor,
-    grad_key: Tensor | None,
-    grad_value: Tensor | None,
-) -> None:
-    """Write the gradients (B, H / B, S, D) of keys and values from the moments of codewords."""
-    num_keys, head_dim = value.shape[1:]
-    num_leaves = moments.shape[2] - 1
-    leaf = across_heads(leaf, moments.shape[1] * num_leaves)
-    moments = (moments[:, :, 1:] + moments[:, :, :1]).flatten(0, 2)
+class _Moments:
+    """What every codeword stores for its keys, over all tiles.
 
-    chunk = chunk_length(value.device, len(leaf) * moments[0].numel(), ELEMENTS)
-    for start in range(0, num_keys, chunk):
-        part = slice(start, start + chunk)
-        of_leaf = leaf[:, part]
-        if grad_value is not None:
-            target = grad_value[:, :, part]
-            target.copy_(moments[:, 0, :-1].index_select(0, of_leaf.flatten()).view(target.shape))
-        if grad_key is not None:
-            target = grad_key[:, :, part]
-            values = F.pad(value[:, part].to(moments.dtype), (0, 1), value=-1)
-            matrices = moments[:, -head_dim:].index_select(0, of_leaf.flatten())
-            target.copy_((matrices @ values.reshape(-1, 1 + head_dim, 1)).view(target.shape))
+    sums: (H M0 (2 + C), L).
+    """
+
+    def __init__(
+        self, table: CodewordTable, grad_key: Tensor | None, grad_value: Tensor | None
+    ) -> None:
+        self.grad_key = grad_key
+        self.grad_value = grad_value
+        self.shape = table.counts.shape
+        width = self.width(table.codewords.shape[-1], grad_key is not None, grad_value is not None)
+        self.sums = table.codewords.new_zeros(self.shape.numel(), width)
+
+    def of_leaves(self) -> Tensor:
+        """(H M0 (1 + C), L) of the two codewords of the keys of each leaf."""
+        sums = self.sums.unflatten(0, self.shape)
+        return (sums[:, :, 1:] + sums[:, :, :1]).flatten(0, 2)
+
+    def pieces(self, leaf: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of keys, and the rows of `of_leaves` of their leaves."""
+        heads, num_parents, per_cell = self.shape
+        leaf = across_heads(leaf, num_parents * (per_cell - 1))
+        chunk = chunk_length(leaf.device, heads * self.sums.shape[-1], ELEMENTS)
+        for start in range(0, leaf.shape[1], chunk):
+            part = slice(start, start + chunk)
+            yield part, leaf[:, part].flatten()
+
+
+class _MeanMoments(_Moments):
+    """Gradients of mean values and mean keys: L = D for each that is needed."""
+
+    @staticmethod
+    def width(head_dim: int, for_key: bool, for_value: bool) -> int:
+        return (for_key + for_value) * head_dim
+
+    def of_tiles(
+        self, tiles: Tensor, grads: Tensor, weights: Tensor, grad_logits: Tensor, delta: Tensor
+    ) -> Tensor:
+        of_values = [] if self.grad_value is None else [weights.mT @ grads]
+        of_keys = [] if self.grad_key is None else [grad_logits.mT @ tiles]
+        return torch.cat(of_values + of_keys, dim=-1)
+
+    def write(self, leaf: Tensor, value: Tensor) -> None:
+        targets = [grad for grad in (self.grad_value, self.grad_key) if grad is not None]
+        if not targets:
+            return
+        columns = self.of_leaves().chunk(len(targets), dim=-1)
+        for part, rows in self.pieces(leaf):
+            for grad, of_leaves in zip(targets, columns, strict=True):
+                target = grad[:, :, part]
+                target.copy_(of_leaves.index_select(0, rows).view(target.shape))
+
+
+class _StraightThroughMoments(_Moments):
+    """sum_i w_ia / n_a [1, s q_i] [dy_i, delta_i]^T: one row for values, D for keys."""
+
+    @staticmethod
+    def width(head_dim: int, for_key: bool, for_value: bool) -> int:
+        return (for_value + for_key * head_dim) * (1 + head_dim)
+
+    def of_tiles(
+        self, tiles: Tensor, grads: Tensor, weights: Tensor, grad_logits: Tensor, delta: Tensor
+    ) -> Tensor:
+        head_dim = tiles.shape[-1]
+        start = 0 if self.grad_value is not None else 1
+        stop = 1 if self.grad_key is None else 1 + head_dim
+        left = F.pad(tiles, (1, 0), value=1)[..., start:stop, None]
+        right = torch.cat([grads, delta], dim=-1)[..., None, :]
+        return weights.mT @ (left * right).flatten(-2)
+
+    def write(self, leaf: Tensor, value: Tensor) -> None:
+        head_dim = value.shape[-1]
+        if self.grad_key is None and self.grad_value is None:
+            return
+        moments = self.of_leaves().unflatten(-1, (-1, 1 + head_dim))
+        for part, rows in self.pieces(leaf):
+            if self.grad_value is not None:
+                target = self.grad_value[:, :, part]
+                target.copy_(moments[:, 0, :-1].index_select(0, rows).view(target.shape))
+            if self.grad_key is not None:
+                target = self.grad_key[:, :, part]
+                values = F.pad(value[:, part].to(moments.dtype), (0, 1), value=-1)
+                matrices = moments[:, -head_dim:].index_select(0, rows)
+                target.copy_((matrices @ values.reshape(-1, 1 + head_dim, 1)).view(target.shape))

@@ -22,11 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from avq_diffusers.attention.own_codewords import cell_keys, spaced_keys, updated
 from avq_diffusers.codebook.assignment import (
     across_heads,
     centre_of,
     chunk_length,
     nearest_leaves,
+    nearest_parents,
 )
 
 # Longest sequence of values that is summed serially.
@@ -40,13 +42,12 @@ class CodewordTable(NamedTuple):
     """The codewords that a query tile can see: per cell all its keys, those that stay, children.
 
     Args:
-        parents: (H, M0, D), centred.
-        codewords, value_means: (H, M0, 2 + C, D); the first two codewords are the parent.
+        codewords: (H, M0, 2 + C, D), centred; what represents the keys.
+        value_means: (H, M0, 2 + C, D).
         counts: (H, M0, 2 + C) int64.
         log_counts: (H, M0, 2 + C), at least `LOG_ZERO`.
     """
 
-    parents: Tensor
     codewords: Tensor
     value_means: Tensor
     counts: Tensor
@@ -57,12 +58,16 @@ def avq_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    parents: Tensor,
-    children: Tensor,
-    *,
-    num_refined: int,
-    query_tile: int,
+    parents: Tensor | None,
+    children: Tensor | None,
     query_order: Tensor | None,
+    *,
+    num_parents: int,
+    num_children: int,
+    num_refined: int,
+    means: bool,
+    num_updates: int,
+    query_tile: int,
     importance_tile: int | None,
     scale: float,
 ) -> Tensor:
@@ -71,11 +76,15 @@ def avq_attention(
     Args:
         query: (B, H, N, D).
         key, value: (B, H, S, D), same dtype as `query`.
-        parents: (H, M0, D), float64 for float64 inputs, else float32.
+        parents: (H, M0, D), float64 for float64 inputs, else float32; None takes codewords from the
+            keys.
         children: (H, M0, C, D), same dtype as `parents`.
-        num_refined: parents refined per query tile.
-        query_tile: consecutive queries of `query_order` that share one choice of parents.
         query_order: (N,) integer permutation of the queries; None is their own order.
+        num_parents, num_children: M0 and C.
+        num_refined: parents refined per query tile.
+        means: the mean of its keys represents a leaf or cell, else the codeword.
+        num_updates: Lloyd updates of the parents.
+        query_tile: consecutive queries of `query_order` that share one choice of parents.
         importance_tile: parents per tile of the tiled importance; None is exact.
         scale: factor on the logits.
 
@@ -85,15 +94,22 @@ def avq_attention(
     batch, heads, num_queries, head_dim = query.shape
     output = query.new_empty(batch, num_queries, heads, head_dim).transpose(1, 2)
     size = 1 if query.device.type == "cpu" else batch
-    parents = parents.expand(size, -1, -1, -1).flatten(0, 1)
-    children = children.expand(size, -1, -1, -1, -1).flatten(0, 1)
     for start in range(0, batch, size):
         part = slice(start, start + size)
-        leaf = nearest_leaves(key[part].flatten(0, 1), parents, children)
-        aggregates = aggregate(leaf, value[part].flatten(0, 1), parents, children)
+        _, table = leaves_and_table(
+            key[part],
+            value[part],
+            parents,
+            children,
+            query_order,
+            num_parents=num_parents,
+            num_children=num_children,
+            means=means,
+            num_updates=num_updates,
+        )
         attend(
             query[part].flatten(0, 1),
-            codeword_table(parents, children, *aggregates),
+            table,
             output[part],
             num_refined=num_refined,
             query_tile=query_tile,
@@ -104,23 +120,76 @@ def avq_attention(
     return output
 
 
+def leaves_and_table(
+    key: Tensor,
+    value: Tensor,
+    parents: Tensor | None,
+    children: Tensor | None,
+    query_order: Tensor | None,
+    *,
+    num_parents: int,
+    num_children: int,
+    means: bool,
+    num_updates: int,
+) -> tuple[Tensor, CodewordTable]:
+    """The leaf of every key, and what represents the leaves.
+
+    Args:
+        key, value: (B, H, S, D); the heads of all batch elements become one list.
+
+    Returns:
+        leaf: (B H, S) from `nearest_leaves`.
+        table: of B H heads.
+    """
+    batch = len(key)
+    key, value = key.flatten(0, 1), value.flatten(0, 1)
+    dtype = torch.promote_types(key.dtype, torch.float32)
+    if parents is None:
+        parents = spaced_keys(key, query_order, num_parents).to(dtype)
+    else:
+        parents = parents.expand(batch, -1, -1, -1).flatten(0, 1)
+    for _ in range(num_updates):
+        parents = updated(key.to(dtype), parents)
+    cell = None
+    if children is None:
+        cell = nearest_parents(key, parents)
+        children = cell_keys(key, cell, parents, num_children)
+    else:
+        children = children.expand(batch, -1, -1, -1, -1).flatten(0, 1)
+    leaf = nearest_leaves(key, parents, children, cell)
+
+    # A shift of all keys by one vector changes no softmax, and small codewords round less.
+    centre = centre_of(parents)
+    features = torch.cat([value, key - centre], dim=-1) if means else value
+    counts, sums = aggregate(leaf, features, num_parents, 1 + num_children, dtype)
+    sums = torch.cat([sums.sum(dim=2, keepdim=True), sums], dim=2)
+    counts = torch.cat([counts.sum(dim=2, keepdim=True), counts], dim=2)
+    averages = sums / counts.clamp(min=1)[..., None]
+    head_dim = value.shape[-1]
+    if means:
+        codewords = averages[..., head_dim:]
+    else:
+        parents, children = parents - centre, children - centre[:, None]
+        codewords = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
+    log_counts = counts.to(dtype).log().clamp(min=LOG_ZERO)
+    return leaf, CodewordTable(codewords, averages[..., :head_dim], counts, log_counts)
+
+
 def aggregate(
-    leaf: Tensor, value: Tensor, parents: Tensor, children: Tensor
+    leaf: Tensor, features: Tensor, num_parents: int, num_leaves: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Count the keys and sum the values of every leaf (paper, Algorithm 1, for leaves only).
+    """Count the keys and sum the features of every leaf (paper, Algorithm 1, for leaves only).
 
     Args:
         leaf: (H, S) from `nearest_leaves`.
-        value: (H, S, D).
-        parents: (H, M0, D).
-        children: (H, M0, C, D).
+        features: (H, S, F), values or values and keys.
+        num_leaves: of a parent, 1 + C.
 
     Returns:
         counts: (H, M0, 1 + C) int64; leaf 0 counts the keys that stay with the parent.
-        value_sums: (H, M0, 1 + C, D), dtype of `parents`.
+        sums: (H, M0, 1 + C, F) of `dtype`.
     """
-    heads, _, head_dim = value.shape
-    num_parents, num_leaves = parents.shape[1], 1 + children.shape[2]
+    heads, _, width = features.shape
     num_rows = heads * num_parents * num_leaves
     leaf = across_heads(leaf, num_parents * num_leaves)
     leaf, row = leaf.t().flatten().sort(stable=True)
@@ -129,14 +198,14 @@ def aggregate(
     # Sums of runs, then of leaves: long leaves neither lose digits nor hold up a GPU.
     runs = torch.arange(0, len(leaf), RUN, device=leaf.device)
     cuts = torch.cat([edges, runs]).sort().values
-    values = value.transpose(0, 1).reshape(-1, head_dim).to(parents.dtype)
-    run_sums = F.embedding_bag(row, values, cuts, mode="sum", include_last_offset=True)
+    rows = features.transpose(0, 1).reshape(-1, width).to(dtype)
+    run_sums = F.embedding_bag(row, rows, cuts, mode="sum", include_last_offset=True)
     run = torch.arange(len(run_sums), device=leaf.device)
     first_run = torch.searchsorted(cuts, edges[:-1])
-    value_sums = F.embedding_bag(run, run_sums, first_run, mode="sum")
+    sums = F.embedding_bag(run, run_sums, first_run, mode="sum")
     return (
         edges.diff().view(heads, num_parents, num_leaves),
-        value_sums.view(heads, num_parents, num_leaves, head_dim),
+        sums.view(heads, num_parents, num_leaves, width),
     )
 
 
@@ -164,9 +233,10 @@ def attend(
 
     if num_refined == 0:
         # All tiles see the same codewords.
+        parents = table.codewords[:, :, 0].contiguous()
         means = table.value_means[:, :, 0].contiguous()
         log_counts = table.log_counts[:, :, 0].contiguous()
-        whole = _attention(query[None], table.parents[None], means[None], log_counts[None], scale)
+        whole = _attention(query[None], parents[None], means[None], log_counts[None], scale)
         output.copy_(whole[0].unflatten(0, batch))
         return
 
@@ -177,7 +247,7 @@ def attend(
     for start in range(0, num_queries, chunk):
         stop = min(start + chunk, num_queries)
         order = slice(start, stop) if query_order is None else query_order[start:stop].long()
-        tiles = cut_tiles(query, order, query_tile, table.parents.dtype)
+        tiles = cut_tiles(query, order, query_tile, table.codewords.dtype)
         visible = visible_codewords(
             tiles,
             table,
@@ -194,23 +264,6 @@ def attend(
             scale,
         )
         write_tiles(output, tile_output.transpose(0, 1), order)
-
-
-def codeword_table(
-    parents: Tensor, children: Tensor, counts: Tensor, value_sums: Tensor
-) -> CodewordTable:
-    """The table of `parents` and `children`, from the results of `aggregate`."""
-    # A shift of all keys by one vector changes no softmax, and small codewords round less.
-    centre = centre_of(parents)
-    parents = parents - centre
-    children = children - centre[:, None]
-
-    codewords = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
-    counts = torch.cat([counts.sum(dim=2, keepdim=True), counts], dim=2)
-    value_sums = torch.cat([value_sums.sum(dim=2, keepdim=True), value_sums], dim=2)
-    value_means = value_sums / counts.clamp(min=1)[..., None]
-    log_counts = counts.to(parents.dtype).log().clamp(min=LOG_ZERO)
-    return CodewordTable(parents, codewords, value_means, counts, log_counts)
 
 
 def visible_codewords(
@@ -234,7 +287,7 @@ def visible_codewords(
     log_mass = torch.baddbmm(
         table.log_counts[:, None, :, 0],
         tiles.flatten(1, 2),
-        table.parents.transpose(1, 2),
+        table.codewords[:, :, 0].transpose(1, 2),
         alpha=scale,
     )
     mass = _mass(log_mass, table.counts[..., 0], importance_tile)

@@ -15,10 +15,14 @@ def avq_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    parents: Tensor,
-    children: Tensor,
+    parents: Tensor | None = None,
+    children: Tensor | None = None,
     *,
+    num_parents: int = 64,
+    num_children: int = 8,
     num_refined: int,
+    codewords: str = "means",
+    num_updates: int = 0,
     query_tile: int,
     query_order: Tensor | None = None,
     importance_tile: int | None = None,
@@ -26,14 +30,19 @@ def avq_attention(
 ) -> Tensor:
     """Softmax attention over keys replaced by codewords, refined where a query tile looks most.
 
-    Gradients reach query, key (straight through the quantization) and value; codewords get none.
+    Assignments and the choice of parents are constants of the gradient. Gradients of keys pass
+    through the means, or straight through the quantization if codewords represent themselves.
 
     Args:
         query: (B, H, N, D).
         key, value: (B, H, S, D), same dtype as `query`.
-        parents: (H, M0, D), dtype of `query` or wider.
+        parents: (H, M0, D), dtype of `query` or wider; None takes codewords from the keys.
         children: (H, M0, C, D), dtype of `parents`.
+        num_parents, num_children: M0 and C of codewords from the keys.
         num_refined: parents refined per query tile.
+        codewords: `"means"` or `"stored"`: what replaces a key, the mean of the keys in its leaf
+            or cell, or the codeword.
+        num_updates: Lloyd updates of the parents by these keys.
         query_tile: consecutive queries of `query_order` that share one choice of parents.
         query_order: (N,) integer permutation of the queries; None is their own order.
         importance_tile: parents per tile of the tiled importance; None is exact.
@@ -43,29 +52,79 @@ def avq_attention(
         (B, H, N, D) in the order of `query`.
     """
     num_queries, head_dim = query.shape[-2:]
-    num_parents = parents.shape[1]
     scale = head_dim**-0.5 if scale is None else scale
-    if query_order is None:
-        query_order = torch.arange(num_queries, device=query.device)
+    order = torch.arange(num_queries, device=query.device) if query_order is None else query_order
 
-    parent_assignment, leaf_assignment = assign(key, parents, children)
-    leaves = torch.cat([parents[:, :, None], children], dim=2).detach()
-    heads = torch.arange(key.shape[1], device=key.device)[:, None]
-    coarse_key = leaves[heads, parent_assignment, 0].to(key.dtype)
-    fine_key = leaves[heads, parent_assignment, leaf_assignment].to(key.dtype)
-    counts = F.one_hot(parent_assignment, num_parents).sum(dim=-2).to(parents.dtype)
+    fixed_key = key.detach()
+    if parents is None:
+        parents = spaced_keys(fixed_key, num_parents, query_order)
+    else:
+        parents = parents.detach().expand(len(key), -1, -1, -1)
+    for _ in range(num_updates):
+        cell = nearest(fixed_key, parents)
+        parents = torch.where(_counts(cell, parents) > 0, _means(fixed_key, cell, parents), parents)
+    if children is None:
+        children = cell_keys(fixed_key, nearest(fixed_key, parents), parents, num_children)
+    else:
+        children = children.detach().expand(len(key), -1, -1, -1, -1)
+    cell, leaf = assign(fixed_key, parents, children)
+    leaves = torch.cat([parents[:, :, :, None], children], dim=3)
+    leaf = cell * leaves.shape[3] + leaf
+    leaves = leaves.flatten(2, 3)
+
+    if codewords == "means":
+        coarse, fine = _means(key, cell, parents), _means(key, leaf, leaves)
+        parents = coarse.detach()
+        straight_through = 0
+    else:
+        coarse, fine = parents.to(key.dtype), leaves.to(key.dtype)
+        straight_through = key - key.detach()
+    coarse_key, fine_key = _take(coarse, cell), _take(fine, leaf)
+    counts = _counts(cell, parents)[..., 0].to(parents.dtype)
 
     output = torch.empty_like(query)
-    for tile in query_order.split(query_tile):
+    for tile in order.split(query_tile):
         tile_query = query[:, :, tile]
         tile_importance = importance(tile_query, parents, counts, scale, importance_tile)
         refined = select(tile_importance, num_refined)
-        is_refined = refined.gather(-1, parent_assignment)[..., None]
-        quantized_key = torch.where(is_refined, fine_key, coarse_key) + (key - key.detach())
+        is_refined = refined.gather(-1, cell)[..., None]
+        quantized_key = torch.where(is_refined, fine_key, coarse_key) + straight_through
         output[:, :, tile] = F.scaled_dot_product_attention(
             tile_query, quantized_key, value, scale=scale
         )
     return output
+
+
+def spaced_keys(key: Tensor, num_parents: int, query_order: Tensor | None) -> Tensor:
+    """Keys evenly spaced in the query order, (B, H, M0, D).
+
+    Keys that are not the tokens of the queries are taken in their own order.
+    """
+    num_keys = key.shape[2]
+    place = torch.arange(num_parents, device=key.device) * num_keys // num_parents
+    if query_order is not None and len(query_order) == num_keys:
+        place = query_order[place]
+    return key[:, :, place]
+
+
+def cell_keys(key: Tensor, cell: Tensor, parents: Tensor, num_children: int) -> Tensor:
+    """For every parent, keys of its cell evenly spaced in the order of keys, (B, H, M0, C, D).
+
+    An empty cell has copies of its parent, which no key is closer to.
+    """
+    children = parents[:, :, :, None].repeat(1, 1, 1, num_children, 1)
+    for b, h, p in torch.cartesian_prod(*map(torch.arange, parents.shape[:3])).tolist():
+        own = (cell[b, h] == p).nonzero()[:, 0]
+        if len(own):
+            rank = torch.arange(num_children, device=key.device) * len(own) // max(1, num_children)
+            children[b, h, p] = key[b, h, own[rank]]
+    return children
+
+
+def nearest(key: Tensor, parents: Tensor) -> Tensor:
+    """Nearest parent (..., H, M0, D) of each key, of equals the lower index; (B, H, S) int64."""
+    distance = [_squared_distance(key, parents[..., p, None, :]) for p in range(parents.shape[-2])]
+    return torch.stack(distance, dim=-1).argmin(dim=-1)
 
 
 @torch.no_grad()
@@ -74,24 +133,19 @@ def assign(key: Tensor, parents: Tensor, children: Tensor) -> tuple[Tensor, Tens
 
     Args:
         key: (B, H, S, D).
-        parents: (H, M0, D).
-        children: (H, M0, C, D).
+        parents: (H, M0, D) or (B, H, M0, D).
+        children: (H, M0, C, D) or (B, H, M0, C, D).
 
     Returns:
-        parent_assignment: (B, H, S) int64 in [0, M0).
-        leaf_assignment: (B, H, S) int64; 0 stays with the parent, c > 0 is child c - 1. The parent
-            comes first, so a child must be strictly closer.
+        cell: (B, H, S) int64 in [0, M0), the parent.
+        leaf: (B, H, S) int64; 0 stays with the parent, c > 0 is child c - 1. The parent comes
+            first, so a child must be strictly closer.
     """
-    parent_distance = [_squared_distance(key, parents[:, p, None]) for p in range(parents.shape[1])]
-    parent_assignment = torch.stack(parent_distance, dim=-1).argmin(dim=-1)
-
-    leaves = torch.cat([parents[:, :, None], children], dim=2)
-    heads = torch.arange(key.shape[1], device=key.device)[:, None]
-    leaf_distance = [
-        _squared_distance(key, leaves[heads, parent_assignment, leaf])
-        for leaf in range(leaves.shape[2])
-    ]
-    return parent_assignment, torch.stack(leaf_distance, dim=-1).argmin(dim=-1)
+    cell = nearest(key, parents)
+    leaves = torch.cat([parents[..., None, :], children], dim=-2)
+    leaves = leaves.expand(len(key), *leaves.shape[-4:])
+    distance = [_squared_distance(key, _take(leaf, cell)) for leaf in leaves.unbind(dim=3)]
+    return cell, torch.stack(distance, dim=-1).argmin(dim=-1)
 
 
 @torch.no_grad()
@@ -110,14 +164,14 @@ def importance(
 
     Args:
         tile_query: (B, H, I, D), the queries of one tile.
-        parents: (H, M0, D).
+        parents: (H, M0, D) or (B, H, M0, D).
         counts: (B, H, M0), keys per parent.
         scale: of the logits.
 
     Returns:
         (B, H, M0); exact importance sums to I over the parents.
     """
-    num_parents = parents.shape[1]
+    num_parents = parents.shape[-2]
     importance_tile = importance_tile or num_parents
     logits = scale * tile_query.to(parents.dtype) @ parents.transpose(-1, -2)
     log_mass = logits + counts.log()[:, :, None]
@@ -144,6 +198,22 @@ def select(importance: Tensor, num_refined: int) -> Tensor:
     ranking = importance.argsort(dim=-1, descending=True, stable=True)
     refined = torch.zeros_like(importance, dtype=torch.bool)
     return refined.scatter(-1, ranking[..., :num_refined], True)
+
+
+def _counts(index: Tensor, codewords: Tensor) -> Tensor:
+    """(B, H, M, 1) keys of each codeword."""
+    return F.one_hot(index, codewords.shape[2]).sum(dim=-2)[..., None]
+
+
+def _means(key: Tensor, index: Tensor, codewords: Tensor) -> Tensor:
+    """(B, H, M, D) mean of the keys of each codeword; 0 without keys."""
+    one_hot = F.one_hot(index, codewords.shape[2]).to(key.dtype)
+    return one_hot.mT @ key / _counts(index, codewords).clamp(min=1)
+
+
+def _take(codewords: Tensor, index: Tensor) -> Tensor:
+    """The codeword (B, H, S, D) of each key."""
+    return codewords.gather(2, index[..., None].expand(-1, -1, -1, codewords.shape[-1]))
 
 
 def _squared_distance(key: Tensor, codeword: Tensor) -> Tensor:

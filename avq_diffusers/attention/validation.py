@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.config import check_int
+from avq_diffusers.config import CODEWORDS, check_int
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_SCALE = sys.float_info.max
@@ -19,7 +19,11 @@ LARGEST_SCALE = sys.float_info.max
 class Options(TypedDict):
     """The arguments of `avq_attention` beside tensors and codebook."""
 
+    num_parents: int
+    num_children: int
     num_refined: int
+    codewords: str
+    num_updates: int
     query_tile: int
     query_order: Tensor | None
     importance_tile: int | None
@@ -30,9 +34,13 @@ def check_arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    codebook: Codebook,
+    codebook: Codebook | None,
     *,
+    num_parents: int,
+    num_children: int,
     num_refined: int,
+    codewords: str,
+    num_updates: int,
     query_tile: int,
     query_order: Tensor | None,
     importance_tile: int | None,
@@ -43,7 +51,7 @@ def check_arguments(
     Args:
         query: (B, H, N, D).
         key, value: (B, H, S, D).
-        codebook: of H heads and head dim D.
+        codebook: of H heads and head dim D, or None for codewords from the keys.
         query_order: (N,) or None.
 
     Raises:
@@ -64,9 +72,11 @@ def check_arguments(
             )
         if 0 in tensor.shape:
             raise ValueError(f"{name} must not be empty, but got shape {tuple(tensor.shape)}.")
-    if not isinstance(codebook, Codebook):
+    if not (codebook is None or isinstance(codebook, Codebook)):
         raise TypeError(f"codebook must be a Codebook, but got {type(codebook).__name__}.")
-    devices = {"key": key.device, "value": value.device, "codebook": codebook.parents.device}
+    devices = {"key": key.device, "value": value.device}
+    if codebook is not None:
+        devices["codebook"] = codebook.parents.device
     if query_order is not None:
         if not isinstance(query_order, Tensor):
             raise TypeError(f"query_order must be a tensor, but got {type(query_order).__name__}.")
@@ -84,17 +94,20 @@ def check_arguments(
                 f"{name} must be on the device of query, {query.device}, but got {device}."
             )
     batch, heads, _, head_dim = query.shape
-    num_parents, num_children = codebook.children.shape[1:3]
-    for name, word, found, expected in (
+    shapes = [
         ("key", "batch size", key.shape[0], batch),
         ("value", "batch size", value.shape[0], batch),
         ("key", "number of heads", key.shape[1], heads),
         ("value", "number of heads", value.shape[1], heads),
-        ("codebook", "number of heads", codebook.num_heads, heads),
         ("key", "head dim", key.shape[3], head_dim),
         ("value", "head dim", value.shape[3], head_dim),
-        ("codebook", "head dim", codebook.head_dim, head_dim),
-    ):
+    ]
+    if codebook is not None:
+        shapes += [
+            ("codebook", "number of heads", codebook.num_heads, heads),
+            ("codebook", "head dim", codebook.head_dim, head_dim),
+        ]
+    for name, word, found, expected in shapes:
         if found != expected:
             raise ValueError(f"{name} must have the {word} of query, {expected}, but got {found}.")
     if value.shape[2] != key.shape[2]:
@@ -102,7 +115,10 @@ def check_arguments(
             f"value must have as many tokens as key, {key.shape[2]}, but got {value.shape[2]}."
         )
 
+    check_int("num_parents", num_parents, 1)
+    check_int("num_children", num_children, 0)
     check_int("num_refined", num_refined, 0)
+    check_int("num_updates", num_updates, 0)
     check_int("query_tile", query_tile, 1)
     if importance_tile is not None:
         check_int("importance_tile", importance_tile, 1)
@@ -110,13 +126,15 @@ def check_arguments(
         raise TypeError(f"scale must be a number or None, but got {type(scale).__name__}.")
     if scale is not None and not abs(scale) <= LARGEST_SCALE:
         raise ValueError(f"scale must be finite, but got {scale}.")
+    if codewords not in CODEWORDS:
+        raise ValueError(f"codewords must be one of {', '.join(CODEWORDS)}, but got {codewords!r}.")
+    if codewords == "stored" and codebook is None:
+        raise ValueError('codewords="stored" needs a codebook.')
     if num_refined > num_parents:
         raise ValueError(
-            f"num_refined must be at most the codebook's {num_parents} parents, but got "
-            f"{num_refined}."
+            f"num_refined must be at most num_parents, {num_parents}, but got {num_refined}."
         )
     if num_refined > 0 and num_children == 0:
         raise ValueError(
-            f"num_refined must be 0 for a codebook without children (flat VQ), but got "
-            f"{num_refined}."
+            f"num_refined must be 0 without children (flat VQ), but got {num_refined}."
         )

@@ -73,13 +73,29 @@ def assign_leaves(key: Tensor, codebook: Codebook) -> Tensor:
     return leaf.view(key.shape[:-1])
 
 
-def nearest_leaves(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+def nearest_parents(key: Tensor, parents: Tensor) -> Tensor:
+    """Nearest parent of each key, of equal ones the lower index.
+
+    Args:
+        key: (H, N, D), of the dtype of `parents` or narrower.
+        parents: (H, M0, D) float32 or float64.
+
+    Returns:
+        (H, N) int64 in [0, M0).
+    """
+    return nearest_leaves(key, parents, parents[:, :, None][:, :, :0])
+
+
+def nearest_leaves(
+    key: Tensor, parents: Tensor, children: Tensor, cell: Tensor | None = None
+) -> Tensor:
     """The leaf of each key.
 
     Args:
         key: (H, N, D), of the dtype of `parents` or narrower.
         parents: (H, M0, D) float32 or float64.
         children: (H, M0, C, D), same dtype.
+        cell: (H, N) from `nearest_parents`, if it is known.
 
     Returns:
         (H, N) int64 in [0, M0 (1 + C)).
@@ -97,10 +113,14 @@ def nearest_leaves(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
     chunk = chunk_length(key.device, heads * (offsets[0].numel() + num_parents))
     for start in range(0, num_keys, chunk):
         keys = key[:, start : start + chunk] - centre
-        parent = torch.baddbmm(parent_bias[:, None], keys, parents.transpose(1, 2)).argmax(dim=-1)
-        cell = across_heads(parent, num_parents).flatten()
-        products = offsets.index_select(0, cell).mul_(keys.reshape(-1, 1, head_dim))
-        gain = products.sum(dim=-1) + child_bias.index_select(0, cell)
+        if cell is None:
+            scores = torch.baddbmm(parent_bias[:, None], keys, parents.transpose(1, 2))
+            parent = scores.argmax(dim=-1)
+        else:
+            parent = cell[:, start : start + chunk]
+        row = across_heads(parent, num_parents).flatten()
+        products = offsets.index_select(0, row).mul_(keys.reshape(-1, 1, head_dim))
+        gain = products.sum(dim=-1) + child_bias.index_select(0, row)
         # Staying gains nothing; it comes first, and argmax takes the first of equal gains.
         leaf = F.pad(gain, (1, 0)).argmax(dim=-1)
         assignment[:, start : start + chunk] = parent * num_leaves + leaf.view_as(parent)

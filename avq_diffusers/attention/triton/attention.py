@@ -19,15 +19,14 @@ is computed again with RUNNING.
 Shapes: B batch, H heads, N queries, D head dim, M0 parents, C children, P refined parents. Padded
 to powers of two, D is DP, M0 is MP (at least 16) and C is CP (0 without children).
 
-Rows of `codes` and `log_counts`: MP parents, then CP children of each of the M0 parents.
-Rows of `means`: MP parents with all their keys, MP parents with the keys that stay, then the
-children. Columns of `means` from D on hold the share. A refined parent is weighted by all its keys;
-its mean and its share are those of the keys that stay.
+Rows of `means`: MP parents with all their keys, MP parents with the keys that stay, then CP
+children of each of the M0 parents. With MEANS, `codes` and `log_counts` of each batch element have
+the same rows. Stored codewords need no rows for the keys that stay: a refined parent is weighted by
+all its keys, and columns of `means` from D on hold the share of those that stay.
 """
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -36,187 +35,24 @@ from torch import Tensor
 
 from avq_diffusers.attention.triton.codewords import mean_columns, padded_sizes
 from avq_diffusers.attention.triton.launch import launch
+from avq_diffusers.attention.triton.selection import rank_of, tiled_importance
+from avq_diffusers.attention.triton.softmax import (
+    LOG_ZERO,
+    Sizes,
+    Tables,
+    accumulate,
+    attend_rows,
+    empty_softmax,
+    leave_out,
+    load_codes,
+    load_means,
+    load_shares,
+    logits_of,
+    total_weight,
+)
 
-# Below every logit, but finite: -inf minus -inf is NaN where a query has only met empty codewords.
-LOG_ZERO = tl.constexpr(-1e30)
-# Below every weight that float32 holds to full precision.
-LEAST_WEIGHT = tl.constexpr(2.0**-120)
 # Sum of the weights of a query below which float16, whose last bit is 2^-24, loses digits of them.
 LEAST_TOTAL = tl.constexpr(2.0**-10)
-
-
-class Tables(NamedTuple):
-    """Pointers to the codewords of a head and to the parents that a tile refines."""
-
-    codes: tl.tensor
-    means: tl.tensor
-    log_counts: tl.tensor
-    refined: tl.tensor
-
-
-class Sizes(NamedTuple):
-    """Compile-time sizes of the codebook and of its tables.
-
-    BLOCK_D, REST_D: columns of the one or two blocks that a row is cut into.
-    SELECTS: tiles refine some of the parents, neither all nor none.
-    """
-
-    HEAD_DIM: tl.constexpr
-    NUM_PARENTS: tl.constexpr
-    NUM_CHILDREN: tl.constexpr
-    NUM_REFINED: tl.constexpr
-    PARENT_ROWS: tl.constexpr
-    CHILD_ROWS: tl.constexpr
-    BLOCK_D: tl.constexpr
-    REST_D: tl.constexpr
-    PADDED_DIM: tl.constexpr
-    MEAN_COLUMNS: tl.constexpr
-    SELECTS: tl.constexpr
-
-
-class Softmax(NamedTuple):
-    """Sums over codewords, of weights 2^(logit - running_max).
-
-    running_max: (BLOCK_N,).
-    numerator: weights times means, (BLOCK_N, BLOCK_D) and perhaps (BLOCK_N, REST_D).
-    denominator: weights times shares, (BLOCK_N, 8); zero where the means hold the shares.
-    """
-
-    running_max: tl.tensor
-    numerator: tl.tuple
-    denominator: tl.tensor
-
-
-@triton.jit
-def _load_columns(pointer, rows, valid, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
-    """The first WIDTH columns of some rows, (rows, WIDTH)."""
-    pointers = pointer + rows[:, None] * STRIDE + tl.arange(0, WIDTH)[None, :]
-    return tl.load(pointers, mask=valid[:, None], other=0.0)
-
-
-@triton.jit
-def _load_rows(
-    pointer, rows, valid, STRIDE: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr
-):
-    """The first BLOCK_D and the next REST_D columns of some rows."""
-    blocks = (_load_columns(pointer, rows, valid, STRIDE, BLOCK_D),)
-    if REST_D > 0:
-        blocks += (_load_columns(pointer + BLOCK_D, rows, valid, STRIDE, REST_D),)
-    return blocks
-
-
-@triton.jit
-def _load_codes(tables, rows, valid, sizes):
-    return _load_rows(tables.codes, rows, valid, sizes.PADDED_DIM, sizes.BLOCK_D, sizes.REST_D)
-
-
-@triton.jit
-def _load_means(tables, rows, valid, sizes):
-    return _load_rows(tables.means, rows, valid, sizes.MEAN_COLUMNS, sizes.BLOCK_D, sizes.REST_D)
-
-
-@triton.jit
-def _load_shares(tables, rows, valid, sizes):
-    """(rows, 8), equal columns."""
-    STRIDE: tl.constexpr = sizes.MEAN_COLUMNS
-    return _load_columns(tables.means + STRIDE - 8, rows, valid, STRIDE, 8)
-
-
-@triton.jit
-def _logits(query, codes, bias):
-    """Queries times codewords, both in blocks of columns, plus a bias at no extra cost."""
-    bias = tl.broadcast_to(bias, (query[0].shape[0], codes[0].shape[0]))
-    logits = tl.dot(query[0], tl.trans(codes[0]), acc=bias, input_precision="tf32x3")
-    if len(query) > 1:
-        logits = tl.dot(query[1], tl.trans(codes[1]), acc=logits, input_precision="tf32x3")
-    return logits
-
-
-@triton.jit
-def _empty_softmax(running_max, sizes):
-    """A softmax over no codewords."""
-    BLOCK_N: tl.constexpr = running_max.shape[0]
-    numerator = (tl.zeros([BLOCK_N, sizes.BLOCK_D], tl.float32),)
-    if sizes.REST_D > 0:
-        numerator += (tl.zeros([BLOCK_N, sizes.REST_D], tl.float32),)
-    return Softmax(running_max, numerator, tl.zeros([BLOCK_N, 8], tl.float32))
-
-
-@triton.jit
-def _accumulate(softmax, weights, means, shares, sizes):
-    """Add weights (BLOCK_N, rows) times means (rows, BLOCK_D) to a softmax.
-
-    Tensor cores sum up the weights, too: times the share in a padding column of the means, or, if
-    there is none, times `shares` (rows, 8). A product has at least 8 columns; these are equal.
-    """
-    weights = weights.to(means[0].dtype)
-    denominator = softmax.denominator
-    if sizes.MEAN_COLUMNS != sizes.PADDED_DIM:
-        denominator = tl.dot(weights, shares, acc=denominator, input_precision="tf32x3")
-    numerator = softmax.numerator
-    sums = (tl.dot(weights, means[0], acc=numerator[0], input_precision="tf32x3"),)
-    if len(means) > 1:
-        sums += (tl.dot(weights, means[1], acc=numerator[1], input_precision="tf32x3"),)
-    return Softmax(softmax.running_max, sums, denominator)
-
-
-@triton.jit
-def _rescale(softmax, running_max):
-    """The same sums relative to another maximum."""
-    factor = tl.exp2(softmax.running_max - running_max)[:, None]
-    numerator = (softmax.numerator[0] * factor,)
-    if len(softmax.numerator) > 1:
-        numerator += (softmax.numerator[1] * factor,)
-    return Softmax(running_max, numerator, softmax.denominator * factor)
-
-
-@triton.jit
-def _leave_out_empty(weights, running_max, shares):
-    """Drop the weights of parents that no key stays with; make the others relative to their
-    maximum."""
-    weights = tl.where((tl.max(shares, axis=1) > 0)[None, :], weights, 0.0)
-    highest = tl.max(weights, axis=1)
-    weights *= (1.0 / tl.maximum(highest, LEAST_WEIGHT))[:, None]
-    return weights, tl.where(highest < LEAST_WEIGHT, LOG_ZERO, running_max + tl.log2(highest))
-
-
-@triton.jit
-def _attend_rows(
-    query,
-    tables,
-    code_rows,
-    mean_rows,
-    valid,
-    softmax,
-    sizes,
-    WHOLE: tl.constexpr,
-    RUNNING: tl.constexpr,
-):
-    """Add one block of codewords to a softmax: `code_rows` with the values of `mean_rows`.
-
-    WHOLE: all shares are 1.
-    RUNNING: first raise the maximum to the largest logit of a codeword that holds keys.
-    """
-    # (rows, BLOCK_D), (rows)
-    codes = _load_codes(tables, code_rows, valid, sizes)
-    log_counts = tl.load(tables.log_counts + code_rows, mask=valid, other=float("-inf"))
-    means = _load_means(tables, mean_rows, valid, sizes)
-    if WHOLE:
-        shares = tl.full([means[0].shape[0], 8], 1.0, means[0].dtype)
-    else:
-        shares = _load_shares(tables, mean_rows, valid, sizes)
-        if RUNNING:
-            log_counts = tl.where(tl.max(shares, axis=1) > 0, log_counts, float("-inf"))
-
-    # (BLOCK_N, rows)
-    if RUNNING:
-        logits = _logits(query, codes, log_counts[None, :])
-        softmax = _rescale(softmax, tl.maximum(softmax.running_max, tl.max(logits, axis=1)))
-        weights = tl.exp2(logits - softmax.running_max[:, None])
-    else:
-        weights = tl.exp2(_logits(query, codes, log_counts[None, :] - softmax.running_max[:, None]))
-
-    return _accumulate(softmax, weights, means, shares, sizes)
 
 
 @triton.jit
@@ -233,10 +69,27 @@ def _attend_parents(query, tables, softmax, sizes, BLOCK_M: tl.constexpr, RUNNIN
             mean_rows += sizes.PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
         elif sizes.NUM_REFINED > 0:
             mean_rows += sizes.PARENT_ROWS
+        if sizes.MEANS:
+            rows = mean_rows
         every = tl.full([BLOCK_M], True, tl.int1)
-        softmax = _attend_rows(
-            query, tables, rows, mean_rows, every, softmax, sizes, False, RUNNING
+        softmax = attend_rows(
+            query, tables, rows, mean_rows, every, softmax, sizes, sizes.MEANS, RUNNING
         )
+    return softmax
+
+
+@triton.jit
+def _attend_stays(query, tables, softmax, sizes, RUNNING: tl.constexpr):
+    """Add the keys that stay with the refined parents, whose mean is not the parent's."""
+    BLOCK: tl.constexpr = 16 if sizes.NUM_REFINED <= 16 else 32
+    for start in tl.range(0, sizes.NUM_REFINED, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        if sizes.NUM_REFINED % BLOCK == 0:
+            valid = tl.full([BLOCK], True, tl.int1)
+        else:
+            valid = place < sizes.NUM_REFINED
+        rows = sizes.PARENT_ROWS + tl.load(tables.refined + place, mask=valid, other=0)
+        softmax = attend_rows(query, tables, rows, rows, valid, softmax, sizes, True, RUNNING)
     return softmax
 
 
@@ -257,10 +110,10 @@ def _attend_children(query, tables, softmax, sizes, BLOCK_P: tl.constexpr, RUNNI
         rows = parent * CHILD_ROWS + child % CHILD_ROWS
         # Lets a thread load the log_counts of neighbouring children at once.
         rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
-        softmax = _attend_rows(
+        softmax = attend_rows(
             query,
             tables,
-            sizes.PARENT_ROWS + rows,
+            (2 if sizes.MEANS else 1) * sizes.PARENT_ROWS + rows,
             2 * sizes.PARENT_ROWS + rows,
             valid,
             softmax,
@@ -269,93 +122,6 @@ def _attend_children(query, tables, softmax, sizes, BLOCK_P: tl.constexpr, RUNNI
             RUNNING,
         )
     return softmax
-
-
-@triton.jit
-def _total_weight(softmax, sizes):
-    """Sum of the weights, (BLOCK_N,)."""
-    if sizes.MEAN_COLUMNS == sizes.PADDED_DIM:
-        # The last block holds the first padding column.
-        last = softmax.numerator[-1]
-        FIRST: tl.constexpr = sizes.BLOCK_D if len(softmax.numerator) > 1 else 0
-        column = FIRST + tl.arange(0, last.shape[1])
-        total = tl.sum(tl.where((column == sizes.HEAD_DIM)[None, :], last, 0.0), axis=1)
-    else:
-        total = tl.max(softmax.denominator, axis=1)
-    return total
-
-
-@triton.jit
-def _tiled_importance(
-    query,
-    valid_query,
-    tables,
-    sizes,
-    TILE: tl.constexpr,
-    EXACT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Importance of all parents (PARENT_ROWS,) in tiles of TILE parents, and largest logits.
-
-    Unless EXACT, a denominator covers the parents up to the end of the tile and is extrapolated
-    from the keys seen so far to all keys.
-    """
-    NUM_PARENTS: tl.constexpr = sizes.NUM_PARENTS
-    PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
-    BLOCK_N: tl.constexpr = valid_query.shape[0]
-    parents = tl.arange(0, PARENT_ROWS)
-    total = tl.sum(tl.exp2(tl.load(tables.log_counts + parents)), axis=0)
-    seen = 0.0
-    running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
-    denominator = tl.zeros([BLOCK_N], tl.float32)
-    importance = tl.zeros([PARENT_ROWS], tl.float32)
-
-    if EXACT:
-        for start in tl.range(0, NUM_PARENTS, TILE):
-            rows = start + tl.arange(0, BLOCK_M)
-            valid = (rows < start + TILE) & (rows < NUM_PARENTS)
-            codes = _load_codes(tables, rows, valid, sizes)
-            log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
-            logits = _logits(query, codes, log_counts[None, :])
-            new_max = tl.maximum(running_max, tl.max(logits, axis=1))
-            weights = tl.exp2(logits - new_max[:, None])
-            denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
-            running_max = new_max
-
-    for start in tl.range(0, NUM_PARENTS, TILE):
-        rows = start + tl.arange(0, BLOCK_M)
-        valid = (rows < start + TILE) & (rows < NUM_PARENTS)
-        codes = _load_codes(tables, rows, valid, sizes)
-        log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
-        logits = _logits(query, codes, log_counts[None, :])
-        if EXACT:
-            weights = tl.exp2(logits - running_max[:, None])
-            share = 1.0
-        else:
-            new_max = tl.maximum(running_max, tl.max(logits, axis=1))
-            weights = tl.exp2(logits - new_max[:, None])
-            denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
-            running_max = new_max
-            seen += tl.sum(tl.exp2(log_counts), axis=0)
-            share = seen / total
-        # At least 1, the weight of the maximum, unless the first tiles hold no keys.
-        denominator_seen = tl.maximum(denominator, 1.0)
-        inverse = tl.where(valid_query, share / denominator_seen, 0.0)
-        mass = tl.sum(weights * inverse[:, None], axis=0)
-        importance += tl.sum(
-            tl.where(parents[:, None] == rows[None, :], mass[None, :], 0.0), axis=1
-        )
-    return importance, running_max
-
-
-@triton.jit
-def _rank(importance, PARENT_ROWS: tl.constexpr):
-    """Rank of every parent by falling importance; of equal ones the lower index comes first."""
-    # Importance is not negative: its bits order like integers, and the index breaks ties.
-    key = importance.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    key |= PARENT_ROWS - 1 - tl.arange(0, PARENT_ROWS)
-    ahead = key[None, :] > key[:, None]
-    return tl.sum(ahead.to(tl.int32), axis=1)
 
 
 @triton.jit
@@ -384,30 +150,41 @@ def _attend_tile(
 
     if ONE_BLOCK:
         is_parent = parents < sizes.NUM_PARENTS
-        codes = _load_codes(tables, parents, is_parent, sizes)
+        codes = load_codes(tables, parents, is_parent, sizes)
 
         # (BLOCK_N, PARENT_ROWS)
-        logits = _logits(query, codes, tl.load(tables.log_counts + parents)[None, :])
+        logits = logits_of(query, codes, tl.load(tables.log_counts + parents)[None, :])
         running_max = tl.max(logits, axis=1)
         weights = tl.exp2(logits - running_max[:, None])
         inverse = tl.where(valid_query, 1.0 / tl.sum(weights, axis=1), 0.0)
 
         # (PARENT_ROWS)
         importance = tl.sum(weights * inverse[:, None], axis=0)
-        rank = _rank(importance, PARENT_ROWS)
+        rank = rank_of(importance, PARENT_ROWS)
         tl.store(tables.refined + rank, parents, mask=rank < sizes.NUM_REFINED)
-        mean_rows = parents + tl.where(rank < sizes.NUM_REFINED, PARENT_ROWS, 0)
-        means = _load_means(tables, mean_rows, is_parent, sizes)
-        shares = _load_shares(tables, mean_rows, is_parent, sizes)
+        is_refined = rank < sizes.NUM_REFINED
+        if sizes.MEANS:
+            mean_rows = parents
+            shares = tl.full([PARENT_ROWS, 8], 1.0, tl.float32).to(tables.means.dtype.element_ty)
+            is_kept = ~is_refined
+        else:
+            mean_rows = parents + tl.where(is_refined, PARENT_ROWS, 0)
+            shares = load_shares(tables, mean_rows, is_parent, sizes)
+            is_kept = tl.max(shares, axis=1) > 0
+        means = load_means(tables, mean_rows, is_parent, sizes)
         if RUNNING:
-            weights, running_max = _leave_out_empty(weights, running_max, shares)
-        softmax = _empty_softmax(running_max, sizes)
-        softmax = _accumulate(softmax, weights, means, shares, sizes)
+            weights, running_max = leave_out(weights, running_max, is_kept)
+        elif sizes.MEANS:
+            weights = tl.where(is_kept[None, :], weights, 0.0)
+        softmax = empty_softmax(running_max, sizes)
+        softmax = accumulate(softmax, weights, means, shares, sizes)
         # The loops read what other threads of this program wrote.
         tl.debug_barrier()
+        if sizes.MEANS:
+            softmax = _attend_stays(query, tables, softmax, sizes, RUNNING)
     else:
         if sizes.SELECTS:
-            importance, running_max = _tiled_importance(
+            importance, running_max = tiled_importance(
                 query,
                 valid_query,
                 tables,
@@ -416,34 +193,34 @@ def _attend_tile(
                 EXACT,
                 BLOCK_M,
             )
-            rank = _rank(importance, PARENT_ROWS)
+            rank = rank_of(importance, PARENT_ROWS)
             tl.store(tables.refined + rank, parents, mask=rank < sizes.NUM_REFINED)
             # The loops read what other threads of this program wrote.
             tl.debug_barrier()
         elif not RUNNING:
             rows = tl.arange(0, BLOCK_M)
             every = tl.full([BLOCK_M], True, tl.int1)
-            codes = _load_codes(tables, rows, every, sizes)
-            logits = _logits(query, codes, tl.load(tables.log_counts + rows)[None, :])
+            codes = load_codes(tables, rows, every, sizes)
+            logits = logits_of(query, codes, tl.load(tables.log_counts + rows)[None, :])
             running_max = tl.maximum(tl.max(logits, axis=1), LOG_ZERO)
         if RUNNING:
             running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
-        softmax = _empty_softmax(running_max, sizes)
+        softmax = empty_softmax(running_max, sizes)
         softmax = _attend_parents(query, tables, softmax, sizes, BLOCK_M, RUNNING)
 
     if sizes.NUM_REFINED > 0:
         softmax = _attend_children(query, tables, softmax, sizes, BLOCK_P, RUNNING)
 
-    total = _total_weight(softmax, sizes)
+    total = total_weight(softmax, sizes)
     if not RUNNING:
         # An overflow leaves infinity or NaN, and neither is less than infinity.
         in_range = (total > LEAST_TOTAL) & (total < float("inf"))
         if tl.min(in_range.to(tl.int32)) == 0:
-            softmax = _empty_softmax(tl.full([BLOCK_N], LOG_ZERO, tl.float32), sizes)
+            softmax = empty_softmax(tl.full([BLOCK_N], LOG_ZERO, tl.float32), sizes)
             softmax = _attend_parents(query, tables, softmax, sizes, AGAIN_M, True)
             if sizes.NUM_REFINED > 0:
                 softmax = _attend_children(query, tables, softmax, sizes, AGAIN_P, True)
-            total = _total_weight(softmax, sizes)
+            total = total_weight(softmax, sizes)
     return softmax.numerator, total
 
 
@@ -503,6 +280,7 @@ def _attention_kernel(
     RUNNING: tl.constexpr,
     AGAIN_M: tl.constexpr,
     AGAIN_P: tl.constexpr,
+    MEANS: tl.constexpr,
 ):
     num_tiles = tl.num_programs(0) // HEADS
     # Heads first: the rows of neighbouring heads share cache lines.
@@ -510,11 +288,12 @@ def _attention_kernel(
     tile = tl.program_id(0) // HEADS
     batch = tl.program_id(1).to(tl.int64)
 
-    CODE_ROWS: tl.constexpr = PARENT_ROWS + NUM_PARENTS * CHILD_ROWS
-    MEAN_ROWS: tl.constexpr = PARENT_ROWS + CODE_ROWS
+    MEAN_ROWS: tl.constexpr = 2 * PARENT_ROWS + NUM_PARENTS * CHILD_ROWS
+    CODE_ROWS: tl.constexpr = MEAN_ROWS if MEANS else MEAN_ROWS - PARENT_ROWS
     query_start = batch * query_stride_batch + head.to(tl.int64) * query_stride_head
     query_ptr += tl.multiple_of(query_start, 8)
-    codes_ptr += head * (CODE_ROWS * PADDED_DIM)
+    code_head = batch * HEADS + head if MEANS else head
+    codes_ptr += code_head * (CODE_ROWS * PADDED_DIM)
     means_ptr += (batch * HEADS + head) * (MEAN_ROWS * MEAN_COLUMNS)
     log_counts_ptr += (batch * HEADS + head) * CODE_ROWS
     output_ptr += batch * num_queries * (HEADS * HEAD_DIM) + head * HEAD_DIM
@@ -551,6 +330,7 @@ def _attention_kernel(
             PADDED_DIM,
             MEAN_COLUMNS,
             SELECTS,
+            MEANS,
         ),
         IMPORTANCE_TILE,
         BLOCK_M,
@@ -646,10 +426,7 @@ def attend(
 
     Args:
         query: (B, H, N, D) float16, bfloat16 or float32; any strides with a last one of 1.
-        codes: (H, MP + M0 CP, DP), times scale * log2(e); float32 for float32 queries, else
-            float16.
-        means: (B, H, 2 MP + M0 CP, DV), dtype of `codes`, as `precompute` gives them.
-        log_counts: (B, H, MP + M0 CP) float32, log2 of the number of keys.
+        codes, means, log_counts: as `precompute` gives them, in the dtype of `query`.
         num_parents: M0.
         num_children: C.
         num_refined: P; 0 is flat VQ-attention.
@@ -678,6 +455,7 @@ def attend(
         query_tile=query_tile,
         importance_tile=importance_tile,
         dtype=query.dtype,
+        means=codes.ndim == 4,
         capability=_capability(query.device),
         tiling=tiling,
     )
@@ -703,6 +481,7 @@ def launch_constants(
     query_tile: int,
     importance_tile: int | None,
     dtype: torch.dtype,
+    means: bool,
     capability: tuple[int, int],
     tiling: AttentionTiling | None,
 ) -> dict[str, object]:
@@ -749,6 +528,7 @@ def launch_constants(
         "RUNNING": tiling.running_max,
         "AGAIN_M": again[0],
         "AGAIN_P": again[1],
+        "MEANS": means,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
         "maxnreg": tiling.max_registers,

@@ -8,12 +8,29 @@ of two (`padded_sizes`).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.codebook.assignment import centre_of
+
+
+class StoredCodes(NamedTuple):
+    """Stored codewords as the kernels read them.
+
+    codes: (H, MP + M0 CP, DP) in the dtype of the inputs. Parents are the first rows, child c of
+        parent p is row MP + p CP + c; padding is 0. A codeword too far away for the dtype moves to
+        its edge.
+    bias: (H, MP + M0 CP) float32, the part of -|k - codeword|^2 scale log2(e) / 2 that does not
+        depend on the key k; -inf on padding rows.
+    centre: (H, DP) float32, the vector that `codes` are around.
+    """
+
+    codes: Tensor
+    bias: Tensor
+    centre: Tensor
 
 
 def padded_sizes(head_dim: int, num_parents: int, num_children: int) -> tuple[int, int, int]:
@@ -68,9 +85,7 @@ def unsupported(
     return None
 
 
-def pack(
-    parents: Tensor, children: Tensor, *, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def pack(parents: Tensor, children: Tensor, *, scale: float, dtype: torch.dtype) -> StoredCodes:
     """Codewords around the median parent of their head, times scale log2(e), and their biases.
 
     Centring leaves assignment and attention as they are and keeps digits. The biases belong to the
@@ -80,13 +95,7 @@ def pack(
         parents: (H, M0, D) float32.
         children: (H, M0, C, D) float32.
         scale: factor on the logits, positive.
-        dtype: float16 for inputs in half precision, float32 for float32 inputs.
-
-    Returns:
-        codes: (H, MP + M0 CP, DP) of `dtype`. Parents are the first rows, child c of parent p is
-            row MP + p CP + c; padding is 0. A codeword too far away for `dtype` moves to its edge.
-        bias: (H, MP + M0 CP) float32, the part of -|k - codeword|^2 scale log2(e) / 2 that does not
-            depend on the key k; -inf on padding rows.
+        dtype: of the inputs.
     """
     num_parents, num_children, head_dim = children.shape[1:]
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
@@ -106,7 +115,8 @@ def pack(
     exact = codes.double()
     bias = -(exact * (centre + exact / (2 * factor))).sum(dim=-1)
     bias = bias.float().masked_fill(is_padding[..., 0], -torch.inf)
-    return F.pad(codes, (0, padded_dim - head_dim)), bias
+    padding = (0, padded_dim - head_dim)
+    return StoredCodes(F.pad(codes, padding), bias, F.pad(centre[:, 0].float(), padding))
 
 
 def _next_power_of_2(number: int) -> int:

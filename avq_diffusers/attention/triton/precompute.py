@@ -1,11 +1,14 @@
-"""VQ precompute kernels: assign every key, then average the values of every codeword.
+"""Precompute: assign every key, then average keys and values of every codeword.
 
 A key goes to its nearest parent, then to a child of it that is strictly closer, or stays with the
 parent (paper, Algorithm 1). Two launches:
 
     sort        finds the parents of a chunk of keys and sorts the chunk by them, stably.
     aggregate   gathers the keys of one parent from all chunks and finds their leaves by a small
-                matrix product. A product with the one-hot choice adds up their values.
+                matrix product. A product with the one-hot choice adds up their keys and values.
+
+The parents are stored codewords, or keys that are evenly spaced in the query order. The children
+are stored too, or keys of the cell. They are read where they are: no launch makes codewords.
 
 A parent with many keys is cut into pieces of fixed length. The program that finishes last adds the
 pieces in order, so every run gives the same bits.
@@ -14,17 +17,18 @@ Shapes: B batch, H heads, S keys, D head dim, M0 parents, C children; DP, MP, CP
 L leaves of a parent (0 stays, c + 1 is child c) and padding, T chunks.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from avq_diffusers.attention.triton.codewords import mean_columns, padded_sizes
+from avq_diffusers.attention.triton.aggregate import aggregate_kernel
+from avq_diffusers.attention.triton.codewords import StoredCodes, mean_columns, padded_sizes
 from avq_diffusers.attention.triton.launch import launch
+from avq_diffusers.attention.triton.sort import sort_kernel
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class PrecomputeTiling:
     piece_keys: keys of one parent that one program aggregates.
     leaf_keys: keys of one product.
     leaf_warps, leaf_stages: of the aggregation.
+    leaf_registers: of the aggregation, per thread; None leaves it to the compiler.
     """
 
     num_chunks: int
@@ -51,6 +56,7 @@ class PrecomputeTiling:
     leaf_keys: int
     leaf_warps: int
     leaf_stages: int
+    leaf_registers: int | None = None
 
 
 def default_tiling(
@@ -60,6 +66,7 @@ def default_tiling(
     num_parents: int,
     num_children: int,
     dtype: torch.dtype,
+    means: bool,
 ) -> PrecomputeTiling:
     """The tiling for a problem size, measured on an H200 for half precision.
 
@@ -85,6 +92,9 @@ def default_tiling(
     )
     if num_children > 16:
         tiling = replace(tiling, leaf_keys=64, leaf_warps=4)
+    elif means and padded_dim <= 64:
+        # As many as fit without a spill: more programs share a multiprocessor.
+        tiling = replace(tiling, leaf_registers=160, piece_keys=min(tiling.piece_keys, 1024))
     if dtype == torch.float32:
         tiling = replace(
             tiling,
@@ -94,6 +104,7 @@ def default_tiling(
             leaf_keys=32,
             leaf_warps=4,
             leaf_stages=1,
+            leaf_registers=None,
         )
     return tiling
 
@@ -103,556 +114,39 @@ def _clamped_power_of_2(number: int, least: int, most: int) -> int:
     return min(most, max(least, 1 << (max(number, 1).bit_length() - 1)))
 
 
-@triton.jit
-def _product(left, right):
-    """Matrix product, of float32 factors to about float32 precision on tensor cores."""
-    return tl.dot(left, right, input_precision="tf32x3")
-
-
-@triton.jit
-def _first_maximum(scores, columns, LAST: tl.constexpr):
-    """Largest score along axis 1 and its lowest column; column LAST if all scores are NaN."""
-    best = tl.max(scores, axis=1)
-    column = tl.where(scores == tl.expand_dims(best, 1), columns, LAST)
-    return best, tl.min(column, axis=1)
-
-
-@triton.jit
-def _nearest_parents(key, codes, bias, first_parent, LAST: tl.constexpr):
-    """(KEYS, 8) best score among every eighth parent of a tile, and that parent.
-
-    A thread holds two of eight columns of a row, so threads need not communicate.
-    """
-    PLACES: tl.constexpr = codes.shape[0] // 8
-    scores = (_product(key, codes.T) + bias[None, :]).reshape(key.shape[0], PLACES, 8)
-    parents = tl.arange(0, PLACES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    best, parent = _first_maximum(scores, parents[None], LAST)
-    return best, first_parent + parent
-
-
-@triton.jit
-def _count_bits(bits):
-    bits -= (bits >> 1) & 0x55555555
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-    return (bits * 0x01010101) >> 24
-
-
-@triton.jit
-def _load_rows(
-    base_ptr,
-    rows,
-    stride,
-    is_row,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Rows of D numbers, padded with zeros to DP."""
-    columns = tl.arange(0, PADDED_DIM)
-    offsets = (rows.to(tl.int64) * stride * ALIGN)[:, None] + columns[None, :]
-    return tl.load(
-        base_ptr + offsets, mask=is_row[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
-    )
-
-
-@triton.jit
-def _load_codes(codes_ptr, rows, PADDED_DIM: tl.constexpr):
-    return tl.load(codes_ptr + rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :])
-
-
-@triton.jit(
-    do_not_specialize=[
-        "key_stride_batch",
-        "key_stride_head",
-        "key_stride_token",
-        "num_keys",
-        "chunk_keys",
-    ]
-)
-def sort_kernel(
-    key_ptr,
-    codes_ptr,
-    bias_ptr,
-    rank_ptr,
-    order_ptr,
-    count_ptr,
-    start_ptr,
-    ticket_ptr,
-    key_stride_batch,
-    key_stride_head,
-    key_stride_token,
-    num_keys,
-    chunk_keys,
-    CODE_ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARENTS: tl.constexpr,
-    STRIPS: tl.constexpr,
-    RESIDENT: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Sort one chunk of one head's keys by their nearest parent.
-
-    Loops over the chunk three times: find the parents, rank every key among the keys of its parent,
-    write the order. A chunk is ranked in STRIPS runs of keys, 32 keys of each run at a time.
-
-    rank: (B, H, NUM_CHUNKS, chunk_keys) int32 workspace: first the parent, then rank and parent.
-    order: (B, H, S) int32, key indices sorted within each chunk.
-    count: (B, H, NUM_CHUNKS, STRIPS, MP) int32 workspace: first the number of ranked keys of a
-        parent in a strip, then where they start in the chunk.
-    start: (B, H, MP + 1, NUM_CHUNKS) int32, where the keys of a parent start in a chunk.
-    ticket: (B, H, MP) int32, set to 0 for the aggregation.
-    RESIDENT: shared memory holds the codes of all parents.
-    """
-    head = tl.program_id(0)
-    batch = tl.program_id(1)
-    chunk = tl.program_id(2)
-    batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
-    batch_chunk = batch_head * NUM_CHUNKS + chunk
-    first = chunk * chunk_keys
-    length = tl.minimum(chunk_keys, num_keys - first)
-
-    key_stride_token = key_stride_token.to(tl.int64) * ALIGN
-    key_ptr += (batch.to(tl.int64) * key_stride_batch + head.to(tl.int64) * key_stride_head) * ALIGN
-    key_ptr += first * key_stride_token
-    codes_ptr += head * CODE_ROWS * PADDED_DIM
-    bias_ptr += head * CODE_ROWS
-    rank_ptr += batch_chunk * chunk_keys
-    order_ptr += batch_head * num_keys + first
-    count_ptr += batch_chunk * STRIPS * PARENT_ROWS
-    start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS + chunk
-
-    all_parents = tl.arange(0, PARENT_ROWS)
-    parents = tl.arange(0, PARENTS)
-    if RESIDENT:
-        codes = ()
-        for first_parent in tl.static_range(0, PARENT_ROWS, PARENTS):
-            codes += (_load_codes(codes_ptr, first_parent + parents, PADDED_DIM),)
-    if PARENT_ROWS == PARENTS:
-        bias = tl.load(bias_ptr + parents)
-
-    rows = tl.arange(0, KEYS)
-    columns = tl.arange(0, PADDED_DIM)
-    # (KEYS, DP) Offsets in a tile fit 32 bits; the tile's own is a scalar.
-    offsets = rows[:, None] * key_stride_token.to(tl.int32) + columns[None, :]
-    for tile in tl.range(0, length, KEYS):
-        # (KEYS, DP)
-        is_key = tile + rows < length
-        key = tl.load(
-            key_ptr + tile * key_stride_token + offsets,
-            mask=is_key[:, None] & (columns < HEAD_DIM)[None, :],
-            other=0.0,
-        ).to(codes_ptr.dtype.element_ty)
-
-        # (KEYS, 8)
-        if PARENT_ROWS == PARENTS:
-            best, parent = _nearest_parents(key, codes[0], bias, 0, PARENT_ROWS - 1)
-        else:
-            best = tl.full([KEYS, 8], float("-inf"), tl.float32)
-            parent = tl.full([KEYS, 8], PARENT_ROWS - 1, tl.int32)
-            if RESIDENT:
-                for part in tl.static_range(PARENT_ROWS // PARENTS):
-                    bias = tl.load(bias_ptr + part * PARENTS + parents)
-                    tile_best, tile_parent = _nearest_parents(
-                        key, codes[part], bias, part * PARENTS, PARENTS - 1
-                    )
-                    parent = tl.where(tile_best > best, tile_parent, parent)
-                    best = tl.maximum(best, tile_best)
-            else:
-                for first_parent in tl.range(0, PARENT_ROWS, PARENTS):
-                    bias = tl.load(bias_ptr + first_parent + parents)
-                    tile_best, tile_parent = _nearest_parents(
-                        key,
-                        _load_codes(codes_ptr, first_parent + parents, PADDED_DIM),
-                        bias,
-                        first_parent,
-                        PARENTS - 1,
-                    )
-                    parent = tl.where(tile_best > best, tile_parent, parent)
-                    best = tl.maximum(best, tile_best)
-        _, parent = _first_maximum(best, parent, PARENT_ROWS - 1)
-        tl.store(rank_ptr + tile + rows, parent, mask=is_key)
-
-    lanes = tl.arange(0, 32 * STRIPS)
-    strip = lanes // 32
-    in_strip = (lanes % 32).to(tl.uint32)
-    bit = tl.full([32], 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
-    earlier_bits = (tl.full([32 * STRIPS], 1, tl.uint32) << in_strip) - 1
-    strip_keys = chunk_keys // STRIPS
-    lane_offsets = strip * strip_keys + lanes % 32
-    # (32, STRIPS) All keys of a strip in one thread, the strips in different warps.
-    other_offsets = tl.arange(0, 32)[:, None] + tl.arange(0, STRIPS)[None, :] * strip_keys
-    strip_counts_ptr = (
-        count_ptr + tl.arange(0, STRIPS)[:, None] * PARENT_ROWS + all_parents[None, :]
-    )
-    tl.store(strip_counts_ptr, tl.zeros([STRIPS, PARENT_ROWS], tl.int32))
-    # Parents, counts and ranks pass from thread to thread through memory.
-    tl.debug_barrier()
-    for tile in tl.range(0, strip_keys, 32):
-        # (32 STRIPS)
-        keys = tile + lane_offsets
-        is_key = keys < length
-        parent = tl.load(rank_ptr + keys, mask=is_key, other=-1)
-        # (32, STRIPS)
-        others = tile + other_offsets
-        other_parent = tl.load(rank_ptr + others, mask=others < length, other=-1)
-
-        # (32 STRIPS) Bit i of a key says whether key i of its strip has the same parent.
-        is_same = other_parent[:, :, None] == parent.reshape(STRIPS, 32)[None, :, :]
-        same = tl.sum(tl.where(is_same, bit[:, None, None], 0), axis=0).reshape(32 * STRIPS)
-        same = same.to(tl.uint32)
-        is_last = same >> in_strip == 1
-        parent_count_ptr = count_ptr + strip * PARENT_ROWS + parent
-        rank = tl.load(parent_count_ptr, mask=is_key, other=0)
-        rank += _count_bits(same & earlier_bits).to(tl.int32)
-
-        tl.debug_barrier()
-        tl.store(rank_ptr + keys, rank * PARENT_ROWS + parent, mask=is_key)
-        tl.store(parent_count_ptr, rank + 1, mask=is_key & is_last)
-        tl.debug_barrier()
-
-    # (STRIPS, MP)
-    strip_counts = tl.load(strip_counts_ptr)
-    counts = tl.sum(strip_counts, axis=0)
-    start = tl.cumsum(counts, axis=0) - counts
-    strip_start = start[None, :] + tl.cumsum(strip_counts, axis=0) - strip_counts
-    tl.debug_barrier()
-    tl.store(strip_counts_ptr, strip_start)
-    tl.store(start_ptr + all_parents * NUM_CHUNKS, start)
-    tl.store(start_ptr + PARENT_ROWS * NUM_CHUNKS, length)
-    if chunk == 0:
-        tl.store(
-            ticket_ptr + batch_head * PARENT_ROWS + all_parents, tl.zeros([PARENT_ROWS], tl.int32)
-        )
-
-    tl.debug_barrier()
-    for tile in tl.range(0, length, 128 * STRIPS):
-        # (128 STRIPS)
-        keys = tile + tl.arange(0, 128 * STRIPS)
-        is_key = keys < length
-        rank = tl.load(rank_ptr + keys, mask=is_key, other=0)
-        parent_start = tl.load(
-            count_ptr + keys // strip_keys * PARENT_ROWS + rank % PARENT_ROWS, mask=is_key, other=0
-        )
-        tl.store(order_ptr + parent_start + rank // PARENT_ROWS, first + keys, mask=is_key)
-
-
-@triton.jit
-def _extra_pieces(
-    start_ptr, num_chunks, PIECE: tl.constexpr, PARENT_ROWS: tl.constexpr, NUM_CHUNKS: tl.constexpr
-):
-    """(MP) pieces of each parent after its first."""
-    MOST: tl.constexpr = 2048 // PARENT_ROWS
-    CHUNKS: tl.constexpr = NUM_CHUNKS if NUM_CHUNKS < MOST else MOST
-    num_keys = tl.zeros([PARENT_ROWS], tl.int32)
-    for first_chunk in tl.range(0, num_chunks, CHUNKS):
-        chunks = first_chunk + tl.arange(0, CHUNKS)
-        offsets = tl.arange(0, PARENT_ROWS)[:, None] * NUM_CHUNKS + chunks[None, :]
-        is_chunk = (chunks < num_chunks)[None, :]
-        starts = tl.load(start_ptr + offsets, mask=is_chunk, other=0)
-        stops = tl.load(start_ptr + offsets + NUM_CHUNKS, mask=is_chunk, other=0)
-        num_keys += tl.sum(stops - starts, axis=1)
-    return tl.maximum(num_keys - 1, 0) // PIECE
-
-
-@triton.jit
-def _store_aggregates(
-    means_ptr,
-    log_counts_ptr,
-    sums,
-    counts,
-    parent,
-    NUM_PARENTS: tl.constexpr,
-    CHILD_ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    MEAN_COLUMNS: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    LEAF_ROWS: tl.constexpr,
-):
-    """Write the rows of one parent: for all its keys, for those that stay, for its children."""
-    leaves = tl.arange(0, LEAF_ROWS)
-    count = tl.sum(counts, axis=0)
-    # (L) The number that a leaf's values are divided by: for the keys that stay, all of the parent.
-    over = tl.maximum(tl.where(leaves == 0, count, counts), 1)
-    share = tl.where(leaves == 0, counts * (1.0 / over), 1.0)
-    rows = tl.where(
-        leaves == 0, PARENT_ROWS + parent, 2 * PARENT_ROWS + parent * CHILD_ROWS + leaves - 1
-    )
-    is_row = leaves <= tl.where(parent < NUM_PARENTS, CHILD_ROWS, 0)
-    _store_means(
-        means_ptr + rows * MEAN_COLUMNS,
-        sums * (1.0 / over)[:, None],
-        share,
-        is_row,
-        HEAD_DIM,
-        PADDED_DIM,
-        MEAN_COLUMNS,
-    )
-    is_child = (leaves > 0) & is_row
-    tl.store(
-        log_counts_ptr + PARENT_ROWS + parent * CHILD_ROWS + leaves - 1,
-        _log2(counts),
-        mask=is_child,
-    )
-
-    # (1, DP)
-    sums = tl.sum(sums, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
-    ones = tl.full([1], 1.0, tl.float32)
-    row = tl.arange(0, 1) + parent
-    _store_means(
-        means_ptr + row * MEAN_COLUMNS, sums, ones, ones > 0, HEAD_DIM, PADDED_DIM, MEAN_COLUMNS
-    )
-    tl.store(log_counts_ptr + parent, _log2(count))
-
-
-@triton.jit
-def _store_means(
-    row_ptr,
-    means,
-    share,
-    is_row,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    MEAN_COLUMNS: tl.constexpr,
-):
-    """Write rows of DV columns: D of a mean, and the share of keys in the others."""
-    columns = tl.arange(0, PADDED_DIM)
-    rows = tl.where((columns < HEAD_DIM)[None, :], means, share[:, None])
-    dtype = row_ptr.dtype.element_ty
-    mask = is_row[:, None] & (columns < MEAN_COLUMNS)[None, :]
-    tl.store(row_ptr[:, None] + columns[None, :], rows.to(dtype), mask=mask)
-    if MEAN_COLUMNS > PADDED_DIM:
-        columns = PADDED_DIM + tl.arange(0, MEAN_COLUMNS - PADDED_DIM)
-        rows = tl.broadcast_to(share[:, None], [share.shape[0], MEAN_COLUMNS - PADDED_DIM])
-        tl.store(row_ptr[:, None] + columns[None, :], rows.to(dtype), mask=is_row[:, None])
-
-
-@triton.jit
-def _log2(count):
-    """log2 of a count, -inf for 0."""
-    return tl.where(count > 0, tl.log2(tl.maximum(count, 1).to(tl.float32)), float("-inf"))
-
-
-@triton.jit(
-    do_not_specialize=[
-        "key_stride_batch",
-        "key_stride_head",
-        "key_stride_token",
-        "value_stride_batch",
-        "value_stride_head",
-        "value_stride_token",
-        "num_keys",
-        "chunk_keys",
-        "num_chunks",
-        "num_pieces",
-    ]
-)
-def aggregate_kernel(
-    key_ptr,
-    value_ptr,
-    codes_ptr,
-    bias_ptr,
-    order_ptr,
-    start_ptr,
-    ticket_ptr,
-    piece_sums_ptr,
-    piece_counts_ptr,
-    means_ptr,
-    log_counts_ptr,
-    key_stride_batch,
-    key_stride_head,
-    key_stride_token,
-    value_stride_batch,
-    value_stride_head,
-    value_stride_token,
-    num_keys,
-    chunk_keys,
-    num_chunks,
-    num_pieces,
-    CODE_ROWS: tl.constexpr,
-    NUM_PARENTS: tl.constexpr,
-    NUM_CHILDREN: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    MEAN_COLUMNS: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    CHILD_ROWS: tl.constexpr,
-    LEAF_ROWS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    LOG2_CHUNKS: tl.constexpr,
-    PIECE: tl.constexpr,
-    KEYS: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Choose a leaf for the keys of one piece of one parent, count them and add up their values.
-
-    Pieces 0 to MP - 1 are the first piece of every parent, empty or not. The other pieces follow in
-    the order of the parents.
-
-    piece_sums: (B, H, num_pieces, L, DP) float32, only for parents of several pieces.
-    piece_counts: (B, H, num_pieces, L) int32.
-    """
-    head = tl.program_id(0)
-    batch = tl.program_id(1)
-    piece = tl.program_id(2)
-    batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
-
-    key_ptr += (batch.to(tl.int64) * key_stride_batch + head.to(tl.int64) * key_stride_head) * ALIGN
-    value_ptr += (
-        batch.to(tl.int64) * value_stride_batch + head.to(tl.int64) * value_stride_head
-    ) * ALIGN
-    codes_ptr += head * CODE_ROWS * PADDED_DIM
-    bias_ptr += head * CODE_ROWS
-    order_ptr += batch_head * num_keys
-    start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS
-    ticket_ptr += batch_head * PARENT_ROWS
-    piece_sums_ptr += batch_head * num_pieces * LEAF_ROWS * PADDED_DIM
-    piece_counts_ptr += batch_head * num_pieces * LEAF_ROWS
-    means_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * MEAN_COLUMNS
-    log_counts_ptr += batch_head * CODE_ROWS
-
-    parent = piece
-    part = 0
-    if piece >= PARENT_ROWS:
-        extra = _extra_pieces(start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
-        stop_piece = PARENT_ROWS + tl.cumsum(extra, axis=0)
-        parent = tl.sum((stop_piece <= piece).to(tl.int32), axis=0)
-        if parent >= PARENT_ROWS:
-            return
-        part = (
-            1 + piece - tl.sum(tl.where(tl.arange(0, PARENT_ROWS) == parent, stop_piece - extra, 0))
-        )
-
-    # (NUM_CHUNKS) where the parent's keys are in each chunk, and how many come in earlier chunks.
-    chunks = tl.arange(0, NUM_CHUNKS)
-    is_chunk = chunks < num_chunks
-    starts = tl.load(start_ptr + parent * NUM_CHUNKS + chunks, mask=is_chunk, other=0)
-    stops = tl.load(start_ptr + (parent + 1) * NUM_CHUNKS + chunks, mask=is_chunk, other=0)
-    total = tl.sum(stops - starts, axis=0)
-    earlier = tl.cumsum(stops - starts, axis=0) - (stops - starts)
-    shift = chunks * chunk_keys + starts - earlier
-
-    leaves = tl.arange(0, LEAF_ROWS)
-    if NUM_CHILDREN > 0:
-        # (L, DP)
-        code_rows = tl.where(leaves == 0, parent, PARENT_ROWS + parent * CHILD_ROWS + leaves - 1)
-        is_code = leaves <= tl.where(parent < NUM_PARENTS, NUM_CHILDREN, 0)
-        codes = tl.load(
-            codes_ptr + code_rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :],
-            mask=is_code[:, None],
-            other=0.0,
-        )
-        bias = tl.load(bias_ptr + code_rows, mask=is_code, other=float("-inf"))
-
-    sums = tl.zeros([LEAF_ROWS, PADDED_DIM], tl.float32)
-    chosen_counts = tl.zeros([LEAF_ROWS, KEYS], tl.int32)
-    stop = tl.minimum((part + 1) * PIECE, total)
-    for tile in tl.range(part * PIECE, stop, KEYS):
-        # (KEYS) The chunk of a key is the last one that starts at or before its position.
-        position = tile + tl.arange(0, KEYS)
-        is_key = position < stop
-        chunk = tl.zeros([KEYS], tl.int32)
-        for bit in tl.static_range(LOG2_CHUNKS):
-            later = chunk + (NUM_CHUNKS >> (bit + 1))
-            chunk = tl.where(tl.gather(earlier, later, axis=0) <= position, later, chunk)
-        position += tl.gather(shift, chunk, axis=0)
-        keys = tl.load(order_ptr + position, mask=is_key, other=0)
-
-        # (KEYS, DP)
-        value = _load_rows(value_ptr, keys, value_stride_token, is_key, HEAD_DIM, PADDED_DIM, ALIGN)
-        value = value.to(codes_ptr.dtype.element_ty)
-
-        # (L, KEYS)
-        if NUM_CHILDREN > 0:
-            key = _load_rows(key_ptr, keys, key_stride_token, is_key, HEAD_DIM, PADDED_DIM, ALIGN)
-            key = key.to(codes_ptr.dtype.element_ty)
-            _, leaf = _first_maximum(
-                _product(key, codes.T) + bias[None, :], leaves[None, :], LEAF_ROWS - 1
-            )
-            is_chosen = (leaves[:, None] == leaf[None, :]) & is_key[None, :]
-        else:
-            is_chosen = (leaves[:, None] == 0) & is_key[None, :]
-        chosen_counts += is_chosen.to(tl.int32)
-        sums += _product(tl.where(is_chosen, 1.0, 0.0).to(value.dtype), value)
-    counts = tl.sum(chosen_counts, axis=1)
-
-    if total <= PIECE:
-        _store_aggregates(
-            means_ptr,
-            log_counts_ptr,
-            sums,
-            counts,
-            parent,
-            NUM_PARENTS,
-            CHILD_ROWS,
-            HEAD_DIM,
-            PADDED_DIM,
-            MEAN_COLUMNS,
-            PARENT_ROWS,
-            LEAF_ROWS,
-        )
-    else:
-        offsets = leaves[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
-        tl.store(piece_sums_ptr + piece * (LEAF_ROWS * PADDED_DIM) + offsets, sums)
-        tl.store(piece_counts_ptr + piece * LEAF_ROWS + leaves, counts)
-        # All threads have stored before one of them says so.
-        tl.debug_barrier()
-        num_parts = tl.cdiv(total, PIECE)
-        if tl.atomic_add(ticket_ptr + parent, 1) == num_parts - 1:
-            extra = _extra_pieces(start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
-            first_extra = PARENT_ROWS + tl.sum(
-                tl.where(tl.arange(0, PARENT_ROWS) < parent, extra, 0), axis=0
-            )
-            sums = tl.load(piece_sums_ptr + parent * (LEAF_ROWS * PADDED_DIM) + offsets)
-            counts = tl.load(piece_counts_ptr + parent * LEAF_ROWS + leaves)
-            for other in tl.range(first_extra, first_extra + num_parts - 1):
-                sums += tl.load(piece_sums_ptr + other * (LEAF_ROWS * PADDED_DIM) + offsets)
-                counts += tl.load(piece_counts_ptr + other * LEAF_ROWS + leaves)
-            _store_aggregates(
-                means_ptr,
-                log_counts_ptr,
-                sums,
-                counts,
-                parent,
-                NUM_PARENTS,
-                CHILD_ROWS,
-                HEAD_DIM,
-                PADDED_DIM,
-                MEAN_COLUMNS,
-                PARENT_ROWS,
-                LEAF_ROWS,
-            )
-
-
 def precompute(
     key: Tensor,
     value: Tensor,
-    codes: Tensor,
-    bias: Tensor,
+    stored: StoredCodes | None,
+    parents: Tensor | None,
+    key_order: Tensor | None,
     *,
     num_parents: int,
     num_children: int,
+    means: bool,
+    scale: float,
     tiling: PrecomputeTiling | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Assign the keys; return the mean value and the log2 count of every codeword.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Assign the keys; return code, mean value and log2 count of every codeword.
 
     Args:
         key, value: (B, H, S, D) float16, bfloat16 or float32, last stride 1.
-        codes, bias: codewords as `codewords.pack` gives them.
+        stored: codewords as `codewords.pack` gives them; None takes keys.
+        parents: (B, H, M0, D) in place of keys, dtype of `key`, contiguous; or None.
+        key_order: (S,) permutation in which parents are evenly spaced; None is the order of keys.
+        means: the mean of its keys represents a leaf, else the stored codeword.
+        scale: factor on the logits.
         tiling: None takes `default_tiling`.
 
     Returns:
-        means: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `mean_columns`. Row p averages the
-            values of all keys of parent p, row 2 MP + p CP + c those of its child c. Row MP + p is
-            the sum of the values that stay with p, divided by the number of all its keys. Columns
-            from D on are the number of keys of the row divided by the same number: 1 except in
-            rows MP to 2 MP. A row without keys is 0.
-        log_counts: (B, H, MP + M0 CP) float32, log2 of the number of keys of every codeword.
+        codes: those of `stored`, or for `means` mean keys (B, H, 2 MP + M0 CP, DP) around one
+            vector per head, times scale log2(e).
+        mean_values: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `mean_columns`. Row p averages
+            the values of all keys of parent p, row 2 MP + p CP + c those of its child c, and row
+            MP + p those that stay with p. Without `means`, the divisor of the latter is the number
+            of all keys of p. Columns from D on are the number of keys of the row divided by the
+            divisor. A row without keys is 0.
+        log_counts: float32, log2 of the number of keys of every row of `codes`.
     """
     batch, num_heads, num_keys, head_dim = key.shape
     strides = (*key.stride()[:3], *value.stride()[:3])
@@ -660,7 +154,16 @@ def precompute(
     align = 8 if all(stride % 8 == 0 for stride in strides) else 1
     strides = [stride // align for stride in strides]
     plan = _plan(
-        batch * num_heads, num_keys, head_dim, num_parents, num_children, key.dtype, align, tiling
+        batch * num_heads,
+        num_keys,
+        head_dim,
+        num_parents,
+        num_children,
+        key.dtype,
+        align,
+        means,
+        scale,
+        tiling,
     )
 
     heads = (batch, num_heads)
@@ -668,13 +171,19 @@ def precompute(
         key.new_empty(heads + shape, dtype=torch.int32) for shape in plan.integers
     )
     piece_sums = key.new_empty(heads + plan.piece_sums, dtype=torch.float32)
-    means = codes.new_empty(heads + plan.means)
-    log_counts = bias.new_empty(heads + codes.shape[1:2])
+    if stored is None:
+        codes = bias = None
+        centre = key.new_empty(heads + plan.piece_sums[-1:], dtype=torch.float32)
+    else:
+        codes, bias, centre = stored
+    mean_keys = key.new_empty(heads + plan.mean_keys) if means else None
+    mean_values = key.new_empty(heads + plan.means)
+    log_counts = key.new_empty(heads + plan.log_counts, dtype=torch.float32)
 
     launch(
         sort_kernel,
         (num_heads, batch, plan.num_chunks),
-        (key, codes, bias, rank, order, count, start, ticket),
+        (key, key_order, parents, codes, bias, centre, rank, order, count, start, ticket),
         (*strides[:3], num_keys, plan.chunk_keys),
         plan.sort,
     )
@@ -684,20 +193,24 @@ def precompute(
         (
             key,
             value,
+            key_order,
+            parents,
             codes,
             bias,
+            centre,
             order,
             start,
             ticket,
             piece_sums,
             piece_counts,
-            means,
+            mean_keys,
+            mean_values,
             log_counts,
         ),
         (*strides, num_keys, plan.chunk_keys, plan.num_chunks, plan.num_pieces),
         plan.aggregate,
     )
-    return means, log_counts
+    return codes if mean_keys is None else mean_keys, mean_values, log_counts
 
 
 class _Plan(NamedTuple):
@@ -705,7 +218,7 @@ class _Plan(NamedTuple):
 
     num_chunks, chunk_keys: chunks that hold keys, and keys of each but the last.
     num_pieces: most pieces that keys of one head can be cut into.
-    integers, piece_sums, means: shapes of the outputs and workspaces of one head.
+    integers, piece_sums, mean_keys, means, log_counts: shapes of outputs and workspaces of a head.
     sort, aggregate: constants and options of the kernels.
     """
 
@@ -714,9 +227,11 @@ class _Plan(NamedTuple):
     num_pieces: int
     integers: tuple[tuple[int, ...], ...]
     piece_sums: tuple[int, ...]
+    mean_keys: tuple[int, ...]
     means: tuple[int, ...]
-    sort: dict[str, int]
-    aggregate: dict[str, int]
+    log_counts: tuple[int, ...]
+    sort: dict[str, object]
+    aggregate: dict[str, object]
 
 
 @cache
@@ -728,11 +243,13 @@ def _plan(
     num_children: int,
     dtype: torch.dtype,
     align: int,
+    means: bool,
+    scale: float,
     tiling: PrecomputeTiling | None,
 ) -> _Plan:
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
     tiling = tiling or default_tiling(
-        num_heads, num_keys, padded_dim, num_parents, num_children, dtype
+        num_heads, num_keys, padded_dim, num_parents, num_children, dtype, means
     )
     code_rows = parent_rows + num_parents * child_rows
     leaf_rows = max(16, 2 * child_rows)
@@ -745,6 +262,7 @@ def _plan(
     resident_bytes = resident_rows * padded_dim * (4 if dtype == torch.float32 else 2)
     sizes = {
         "CODE_ROWS": code_rows,
+        "NUM_PARENTS": num_parents,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": padded_dim,
         "PARENT_ROWS": parent_rows,
@@ -763,8 +281,10 @@ def _plan(
             (parent_rows,),
             (num_pieces, leaf_rows),
         ),
-        piece_sums=(num_pieces, leaf_rows, padded_dim),
+        piece_sums=(num_pieces, leaf_rows * (1 + means), padded_dim),
+        mean_keys=(parent_rows + code_rows, padded_dim),
         means=(parent_rows + code_rows, mean_columns(head_dim)),
+        log_counts=(parent_rows * means + code_rows,),
         sort={
             **sizes,
             "KEYS": tiling.sort_keys,
@@ -776,7 +296,7 @@ def _plan(
         },
         aggregate={
             **sizes,
-            "NUM_PARENTS": num_parents,
+            "FACTOR": scale * math.log2(math.e),
             "NUM_CHILDREN": num_children,
             "MEAN_COLUMNS": mean_columns(head_dim),
             "CHILD_ROWS": child_rows,
@@ -786,5 +306,6 @@ def _plan(
             "KEYS": tiling.leaf_keys,
             "num_warps": tiling.leaf_warps,
             "num_stages": tiling.leaf_stages,
+            "maxnreg": tiling.leaf_registers,
         },
     )

@@ -1,0 +1,57 @@
+"""Codewords made from the keys of the call itself, in plain PyTorch.
+
+The parents are keys that are evenly spaced in the query order. The children of a parent are keys of
+its cell that are evenly spaced in the order of keys.
+
+Shapes: H heads (of all batch elements in a chunk), S keys, D head dim, M0 parents, C children.
+"""
+
+import torch
+from torch import Tensor
+
+from avq_diffusers.codebook.assignment import leaf_sums, nearest_parents
+
+
+def spaced_keys(key: Tensor, query_order: Tensor | None, num_parents: int) -> Tensor:
+    """Keys (H, M0, D) of (H, S, D), evenly spaced in the query order.
+
+    Keys that are not the tokens of the queries are taken in their own order.
+    """
+    num_keys = key.shape[1]
+    place = torch.arange(num_parents, device=key.device) * num_keys // num_parents
+    if query_order is not None and len(query_order) == num_keys:
+        place = query_order[place].long()
+    return key[:, place]
+
+
+def updated(key: Tensor, parents: Tensor) -> Tensor:
+    """Parents (H, M0, D) at the means of their keys (H, S, D); those without keys stay."""
+    key_sums, counts = leaf_sums(key, nearest_parents(key, parents), parents.shape[1])
+    means = key_sums / counts.clamp(min=1)[..., None]
+    return means.where(counts[..., None] > 0, parents)
+
+
+def cell_keys(key: Tensor, cell: Tensor, parents: Tensor, num_children: int) -> Tensor:
+    """For every parent, keys of its cell that are evenly spaced in the order of keys.
+
+    Args:
+        key: (H, S, D).
+        cell: (H, S) from `nearest_parents`.
+        parents: (H, M0, D).
+
+    Returns:
+        (H, M0, C, D). A cell with fewer keys has equal children, an empty one its parent: no key
+        chooses them.
+    """
+    heads, num_parents, head_dim = parents.shape
+    if num_children == 0:
+        return parents.new_empty(heads, num_parents, 0, head_dim)
+    cell, order = cell.sort(dim=-1, stable=True)
+    bounds = torch.arange(num_parents + 1, device=key.device).expand(heads, -1).contiguous()
+    edges = torch.searchsorted(cell, bounds)
+    counts = edges.diff()[..., None]
+    rank = torch.arange(num_children, device=key.device) * counts // num_children
+    place = (edges[:, :-1, None] + rank).clamp(max=key.shape[1] - 1).flatten(1)
+    index = order.gather(1, place)[..., None].expand(-1, -1, head_dim)
+    children = key.gather(1, index).view(heads, num_parents, num_children, head_dim)
+    return children.where(counts[..., None] > 0, parents[:, :, None])

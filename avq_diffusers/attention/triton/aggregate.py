@@ -1,0 +1,404 @@
+"""Aggregation kernel: the leaf of every key, and the mean and count of the keys of every codeword.
+
+Shapes: as in `precompute`.
+"""
+
+import triton
+import triton.language as tl
+
+from avq_diffusers.attention.triton.rows import (
+    bias_of,
+    first_maximum,
+    load_rows,
+    parent_rows,
+    product,
+)
+
+
+@triton.jit
+def _extra_pieces(
+    start_ptr, num_chunks, PIECE: tl.constexpr, PARENT_ROWS: tl.constexpr, NUM_CHUNKS: tl.constexpr
+):
+    """(MP) pieces of each parent after its first."""
+    MOST: tl.constexpr = 2048 // PARENT_ROWS
+    CHUNKS: tl.constexpr = NUM_CHUNKS if NUM_CHUNKS < MOST else MOST
+    num_keys = tl.zeros([PARENT_ROWS], tl.int32)
+    for first_chunk in tl.range(0, num_chunks, CHUNKS):
+        chunks = first_chunk + tl.arange(0, CHUNKS)
+        offsets = tl.arange(0, PARENT_ROWS)[:, None] * NUM_CHUNKS + chunks[None, :]
+        is_chunk = (chunks < num_chunks)[None, :]
+        starts = tl.load(start_ptr + offsets, mask=is_chunk, other=0)
+        stops = tl.load(start_ptr + offsets + NUM_CHUNKS, mask=is_chunk, other=0)
+        num_keys += tl.sum(stops - starts, axis=1)
+    return tl.maximum(num_keys - 1, 0) // PIECE
+
+
+@triton.jit
+def _place(rank, earlier, shift, NUM_CHUNKS: tl.constexpr, LOG2_CHUNKS: tl.constexpr):
+    """Where the keys of these ranks in their cell are in `order`."""
+    # The chunk of a key is the last one that starts at or before its rank.
+    chunk = tl.zeros_like(rank)
+    for bit in tl.static_range(LOG2_CHUNKS):
+        later = chunk + (NUM_CHUNKS >> (bit + 1))
+        chunk = tl.where(tl.gather(earlier, later, axis=0) <= rank, later, chunk)
+    return rank + tl.gather(shift, chunk, axis=0)
+
+
+@triton.jit
+def _store_aggregates(
+    mean_keys,
+    means_ptr,
+    log_counts_ptr,
+    sums,
+    key_sums,
+    counts,
+    parent,
+    NUM_PARENTS: tl.constexpr,
+    CHILD_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    MEAN_COLUMNS: tl.constexpr,
+    PARENT_ROWS: tl.constexpr,
+    LEAF_ROWS: tl.constexpr,
+    MEANS: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """Write the rows of one parent: for all its keys, for those that stay, for its children."""
+    leaves = tl.arange(0, LEAF_ROWS)
+    count = tl.sum(counts, axis=0)
+    # (L) The number that a leaf's values are divided by: for the keys that stay, all of the parent.
+    over = tl.maximum(tl.where(leaves == 0, count, counts), 1)
+    share = tl.where(leaves == 0, counts * (1.0 / over), 1.0)
+    if MEANS:
+        over = tl.maximum(counts, 1)
+        share = tl.full([LEAF_ROWS], 1.0, tl.float32)
+    rows = tl.where(
+        leaves == 0, PARENT_ROWS + parent, 2 * PARENT_ROWS + parent * CHILD_ROWS + leaves - 1
+    )
+    is_row = leaves <= tl.where(parent < NUM_PARENTS, CHILD_ROWS, 0)
+    _store_means(
+        means_ptr + rows * MEAN_COLUMNS,
+        sums * (1.0 / over)[:, None],
+        share,
+        is_row,
+        HEAD_DIM,
+        PADDED_DIM,
+        MEAN_COLUMNS,
+    )
+    if MEANS:
+        _store_mean_keys(mean_keys, rows, key_sums, counts, is_row, FACTOR, PADDED_DIM)
+        tl.store(log_counts_ptr + rows, _log2(counts), mask=is_row)
+    else:
+        is_child = (leaves > 0) & is_row
+        tl.store(log_counts_ptr + rows - PARENT_ROWS, _log2(counts), mask=is_child)
+
+    # (1, DP)
+    sums = tl.sum(sums, axis=0)[None, :] * (1.0 / tl.maximum(count, 1))
+    ones = tl.full([1], 1.0, tl.float32)
+    row = tl.arange(0, 1) + parent
+    _store_means(
+        means_ptr + row * MEAN_COLUMNS, sums, ones, ones > 0, HEAD_DIM, PADDED_DIM, MEAN_COLUMNS
+    )
+    if MEANS:
+        key_sums = tl.sum(key_sums, axis=0)[None, :]
+        counts = count + tl.zeros_like(row)
+        _store_mean_keys(mean_keys, row, key_sums, counts, ones > 0, FACTOR, PADDED_DIM)
+    tl.store(log_counts_ptr + parent, _log2(count))
+
+
+@triton.jit
+def _store_means(
+    row_ptr,
+    means,
+    share,
+    is_row,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    MEAN_COLUMNS: tl.constexpr,
+):
+    """Write rows of DV columns: D of a mean, and the share of keys in the others."""
+    columns = tl.arange(0, PADDED_DIM)
+    rows = tl.where((columns < HEAD_DIM)[None, :], means, share[:, None])
+    dtype = row_ptr.dtype.element_ty
+    mask = is_row[:, None] & (columns < MEAN_COLUMNS)[None, :]
+    tl.store(row_ptr[:, None] + columns[None, :], rows.to(dtype), mask=mask)
+    if MEAN_COLUMNS > PADDED_DIM:
+        columns = PADDED_DIM + tl.arange(0, MEAN_COLUMNS - PADDED_DIM)
+        rows = tl.broadcast_to(share[:, None], [share.shape[0], MEAN_COLUMNS - PADDED_DIM])
+        tl.store(row_ptr[:, None] + columns[None, :], rows.to(dtype), mask=is_row[:, None])
+
+
+@triton.jit
+def _store_mean_keys(
+    mean_keys, rows, key_sums, counts, is_row, FACTOR: tl.constexpr, PADDED_DIM: tl.constexpr
+):
+    """Write mean keys around the centre, times the factor of the logits; 0 without keys."""
+    mean_keys_ptr, centre = mean_keys
+    means = key_sums * (1.0 / tl.maximum(counts, 1))[:, None] - centre[None, :]
+    codes = tl.where((counts > 0)[:, None], means * FACTOR, 0.0)
+    pointers = mean_keys_ptr + rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
+    tl.store(pointers, codes.to(mean_keys_ptr.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit
+def _log2(count):
+    """log2 of a count, -inf for 0."""
+    return tl.where(count > 0, tl.log2(tl.maximum(count, 1).to(tl.float32)), float("-inf"))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "key_stride_batch",
+        "key_stride_head",
+        "key_stride_token",
+        "value_stride_batch",
+        "value_stride_head",
+        "value_stride_token",
+        "num_keys",
+        "chunk_keys",
+        "num_chunks",
+        "num_pieces",
+    ]
+)
+def aggregate_kernel(
+    key_ptr,
+    value_ptr,
+    key_order_ptr,
+    parents_ptr,
+    codes_ptr,
+    bias_ptr,
+    centre_ptr,
+    order_ptr,
+    start_ptr,
+    ticket_ptr,
+    piece_sums_ptr,
+    piece_counts_ptr,
+    mean_keys_ptr,
+    means_ptr,
+    log_counts_ptr,
+    key_stride_batch,
+    key_stride_head,
+    key_stride_token,
+    value_stride_batch,
+    value_stride_head,
+    value_stride_token,
+    num_keys,
+    chunk_keys,
+    num_chunks,
+    num_pieces,
+    FACTOR: tl.constexpr,
+    CODE_ROWS: tl.constexpr,
+    NUM_PARENTS: tl.constexpr,
+    NUM_CHILDREN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    MEAN_COLUMNS: tl.constexpr,
+    PARENT_ROWS: tl.constexpr,
+    CHILD_ROWS: tl.constexpr,
+    LEAF_ROWS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    LOG2_CHUNKS: tl.constexpr,
+    PIECE: tl.constexpr,
+    KEYS: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Choose a leaf for the keys of one piece of one parent, count them and add up their values.
+
+    Pieces 0 to MP - 1 are the first piece of every parent, empty or not. The other pieces follow in
+    the order of the parents.
+
+    piece_sums: (B, H, num_pieces, L, DP) float32, only for parents of several pieces.
+    piece_counts: (B, H, num_pieces, L) int32.
+    """
+    head = tl.program_id(0)
+    batch = tl.program_id(1)
+    piece = tl.program_id(2)
+    batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
+
+    key_ptr += (batch.to(tl.int64) * key_stride_batch + head.to(tl.int64) * key_stride_head) * ALIGN
+    value_ptr += (
+        batch.to(tl.int64) * value_stride_batch + head.to(tl.int64) * value_stride_head
+    ) * ALIGN
+    MEANS: tl.constexpr = mean_keys_ptr is not None
+    dtype = key_ptr.dtype.element_ty
+    centre_head = batch_head
+    if codes_ptr is not None:
+        codes_ptr += head * CODE_ROWS * PADDED_DIM
+        bias_ptr += head * CODE_ROWS
+        dtype = codes_ptr.dtype.element_ty
+        centre_head = head.to(tl.int64)
+    if parents_ptr is not None:
+        parents_ptr += batch_head * NUM_PARENTS * HEAD_DIM
+    mean_keys = None
+    if MEANS:
+        centre = tl.load(centre_ptr + centre_head * PADDED_DIM + tl.arange(0, PADDED_DIM))
+        mean_keys_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * PADDED_DIM
+        mean_keys = (mean_keys_ptr, centre)
+    order_ptr += batch_head * num_keys
+    start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS
+    ticket_ptr += batch_head * PARENT_ROWS
+    PIECE_ROWS: tl.constexpr = 2 * LEAF_ROWS if MEANS else LEAF_ROWS
+    piece_sums_ptr += batch_head * num_pieces * PIECE_ROWS * PADDED_DIM
+    piece_counts_ptr += batch_head * num_pieces * LEAF_ROWS
+    means_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * MEAN_COLUMNS
+    log_counts_ptr += batch_head * (CODE_ROWS + PARENT_ROWS if MEANS else CODE_ROWS)
+
+    parent = piece
+    part = 0
+    if piece >= PARENT_ROWS:
+        extra = _extra_pieces(start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
+        stop_piece = PARENT_ROWS + tl.cumsum(extra, axis=0)
+        parent = tl.sum((stop_piece <= piece).to(tl.int32), axis=0)
+        if parent >= PARENT_ROWS:
+            return
+        part = (
+            1 + piece - tl.sum(tl.where(tl.arange(0, PARENT_ROWS) == parent, stop_piece - extra, 0))
+        )
+
+    # (NUM_CHUNKS) where the parent's keys are in each chunk, and how many come in earlier chunks.
+    chunks = tl.arange(0, NUM_CHUNKS)
+    is_chunk = chunks < num_chunks
+    starts = tl.load(start_ptr + parent * NUM_CHUNKS + chunks, mask=is_chunk, other=0)
+    stops = tl.load(start_ptr + (parent + 1) * NUM_CHUNKS + chunks, mask=is_chunk, other=0)
+    total = tl.sum(stops - starts, axis=0)
+    earlier = tl.cumsum(stops - starts, axis=0) - (stops - starts)
+    shift = chunks * chunk_keys + starts - earlier
+
+    leaves = tl.arange(0, LEAF_ROWS)
+    if NUM_CHILDREN > 0 and codes_ptr is None:
+        # (L, DP) The parent, then keys of the cell that are evenly spaced in the order of keys.
+        rank = tl.maximum(leaves - 1, 0).to(tl.int64) * total // NUM_CHILDREN
+        rank = tl.minimum(rank.to(tl.int32), tl.maximum(total - 1, 0))
+        is_code = (leaves <= NUM_CHILDREN) & (total > 0)
+        place = _place(rank, earlier, shift, NUM_CHUNKS, LOG2_CHUNKS)
+        child_keys = tl.load(order_ptr + place, mask=is_code, other=0)
+        codes = load_rows(
+            key_ptr,
+            child_keys,
+            key_stride_token,
+            is_code & (leaves > 0),
+            HEAD_DIM,
+            PADDED_DIM,
+            ALIGN,
+        )
+        parent_code = parent_rows(
+            key_ptr,
+            key_order_ptr,
+            parents_ptr,
+            parent + tl.zeros_like(leaves),
+            key_stride_token,
+            num_keys,
+            is_code & (leaves == 0),
+            NUM_PARENTS,
+            HEAD_DIM,
+            PADDED_DIM,
+            ALIGN,
+        )
+        codes = tl.where((leaves == 0)[:, None], parent_code, codes)
+        bias = bias_of(codes, is_code)
+    elif NUM_CHILDREN > 0:
+        # (L, DP)
+        code_rows = tl.where(leaves == 0, parent, PARENT_ROWS + parent * CHILD_ROWS + leaves - 1)
+        is_code = leaves <= tl.where(parent < NUM_PARENTS, NUM_CHILDREN, 0)
+        codes = tl.load(
+            codes_ptr + code_rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :],
+            mask=is_code[:, None],
+            other=0.0,
+        )
+        bias = tl.load(bias_ptr + code_rows, mask=is_code, other=float("-inf"))
+
+    sums = tl.zeros([LEAF_ROWS, PADDED_DIM], tl.float32)
+    key_sums = sums
+    chosen_counts = tl.zeros([LEAF_ROWS, KEYS], tl.int32)
+    stop = tl.minimum((part + 1) * PIECE, total)
+    for tile in tl.range(part * PIECE, stop, KEYS):
+        # (KEYS)
+        position = tile + tl.arange(0, KEYS)
+        is_key = position < stop
+        position = _place(position, earlier, shift, NUM_CHUNKS, LOG2_CHUNKS)
+        keys = tl.load(order_ptr + position, mask=is_key, other=0)
+
+        # (KEYS, DP)
+        value = load_rows(value_ptr, keys, value_stride_token, is_key, HEAD_DIM, PADDED_DIM, ALIGN)
+        value = value.to(dtype)
+
+        # (L, KEYS)
+        if NUM_CHILDREN > 0 or MEANS:
+            key = load_rows(key_ptr, keys, key_stride_token, is_key, HEAD_DIM, PADDED_DIM, ALIGN)
+            key = key.to(dtype)
+        if NUM_CHILDREN > 0:
+            _, leaf = first_maximum(
+                product(key, codes.T) + bias[None, :], leaves[None, :], LEAF_ROWS - 1
+            )
+            is_chosen = (leaves[:, None] == leaf[None, :]) & is_key[None, :]
+        else:
+            is_chosen = (leaves[:, None] == 0) & is_key[None, :]
+        chosen_counts += is_chosen.to(tl.int32)
+        chosen = tl.where(is_chosen, 1.0, 0.0).to(dtype)
+        sums += product(chosen, value)
+        if MEANS:
+            key_sums += product(chosen, key)
+    counts = tl.sum(chosen_counts, axis=1)
+
+    if total <= PIECE:
+        _store_aggregates(
+            mean_keys,
+            means_ptr,
+            log_counts_ptr,
+            sums,
+            key_sums,
+            counts,
+            parent,
+            NUM_PARENTS,
+            CHILD_ROWS,
+            HEAD_DIM,
+            PADDED_DIM,
+            MEAN_COLUMNS,
+            PARENT_ROWS,
+            LEAF_ROWS,
+            MEANS,
+            FACTOR,
+        )
+    else:
+        offsets = leaves[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
+        piece_keys_ptr = piece_sums_ptr + LEAF_ROWS * PADDED_DIM
+        tl.store(piece_sums_ptr + piece * (PIECE_ROWS * PADDED_DIM) + offsets, sums)
+        if MEANS:
+            tl.store(piece_keys_ptr + piece * (PIECE_ROWS * PADDED_DIM) + offsets, key_sums)
+        tl.store(piece_counts_ptr + piece * LEAF_ROWS + leaves, counts)
+        # All threads have stored before one of them says so.
+        tl.debug_barrier()
+        num_parts = tl.cdiv(total, PIECE)
+        if tl.atomic_add(ticket_ptr + parent, 1) == num_parts - 1:
+            extra = _extra_pieces(start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
+            first_extra = PARENT_ROWS + tl.sum(
+                tl.where(tl.arange(0, PARENT_ROWS) < parent, extra, 0), axis=0
+            )
+            sums = tl.load(piece_sums_ptr + parent * (PIECE_ROWS * PADDED_DIM) + offsets)
+            if MEANS:
+                key_sums = tl.load(piece_keys_ptr + parent * (PIECE_ROWS * PADDED_DIM) + offsets)
+            counts = tl.load(piece_counts_ptr + parent * LEAF_ROWS + leaves)
+            for other in tl.range(first_extra, first_extra + num_parts - 1):
+                other_rows = other * (PIECE_ROWS * PADDED_DIM) + offsets
+                sums += tl.load(piece_sums_ptr + other_rows)
+                if MEANS:
+                    key_sums += tl.load(piece_keys_ptr + other_rows)
+                counts += tl.load(piece_counts_ptr + other * LEAF_ROWS + leaves)
+            _store_aggregates(
+                mean_keys,
+                means_ptr,
+                log_counts_ptr,
+                sums,
+                key_sums,
+                counts,
+                parent,
+                NUM_PARENTS,
+                CHILD_ROWS,
+                HEAD_DIM,
+                PADDED_DIM,
+                MEAN_COLUMNS,
+                PARENT_ROWS,
+                LEAF_ROWS,
+                MEANS,
+                FACTOR,
+            )
