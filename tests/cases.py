@@ -1,10 +1,15 @@
 """Inputs of AVQ attention: keys in clusters, and a codebook that fits them roughly."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.codebook.codebook import Codebook
+
+stored_attention = partial(avq_attention, codewords="stored")
 
 LAYOUTS = {
     "(B, H, N, D) memory": lambda x: x.contiguous(),

@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
-from cases import make_case, relative_error
+from cases import make_case, relative_error, stored_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from avq_diffusers.attention.api import BACKENDS, avq_attention, resolve_backend
+from avq_diffusers.attention.api import BACKENDS, resolve_backend
 from avq_diffusers.codebook.codebook import Codebook
 
 
@@ -97,16 +97,16 @@ REFUSALS = {
 def test_refusals(error, changes, message):
     arguments = {"query": QUERY, "key": KEY, "value": VALUE, "codebook": CODEBOOK}
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        avq_attention(**{"num_refined": 2} | arguments | changes)
+        stored_attention(**{"num_refined": 2} | arguments | changes)
 
 
 def test_auto_takes_the_fast_path_with_and_without_gradients():
     query = QUERY.clone().requires_grad_()
     with Recorder() as recorder:
         with torch.no_grad():
-            avq_attention(query, KEY, VALUE, CODEBOOK, num_refined=2)
+            stored_attention(query, KEY, VALUE, CODEBOOK, num_refined=2)
         assert recorder.calls == 1
-        output = avq_attention(query, KEY, VALUE, CODEBOOK, num_refined=2)
+        output = stored_attention(query, KEY, VALUE, CODEBOOK, num_refined=2)
         assert recorder.calls == 2
     assert output.requires_grad
     assert output.transpose(1, 2).is_contiguous()
@@ -128,14 +128,14 @@ def test_auto_takes_the_dense_way_where_it_gets_gradients_faster(num_refined):
     with torch.no_grad():
         assert resolve(query) == "torch"
     with Recorder() as recorder:
-        avq_attention(query, short_key, short_key, CODEBOOK, num_refined=num_refined)
+        stored_attention(query, short_key, short_key, CODEBOOK, num_refined=num_refined)
     assert recorder.calls == 0
 
 
 def test_the_dense_way_needs_tiles_that_see_the_same_keys():
     message = r'^backend="dense" cannot run: num_refined must be 0 or all 6 parents, but is 2\.$'
     with pytest.raises(ValueError, match=message):
-        avq_attention(QUERY, KEY, VALUE, CODEBOOK, num_refined=2, backend="dense")
+        stored_attention(QUERY, KEY, VALUE, CODEBOOK, num_refined=2, backend="dense")
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "dense"])
@@ -144,9 +144,9 @@ def test_the_dense_way_needs_tiles_that_see_the_same_keys():
 def test_dtypes_of_inputs_and_codebook_may_differ(backend, dtype, codebook_dtype):
     query, key, value = (x.to(dtype) for x in (QUERY, KEY, VALUE))
     codebook = CODEBOOK.to(dtype=codebook_dtype)
-    output = avq_attention(query, key, value, codebook, num_refined=6, backend=backend)
+    output = stored_attention(query, key, value, codebook, num_refined=6, backend=backend)
     assert output.dtype == dtype
-    expected = avq_attention(
+    expected = stored_attention(
         *(x.double() for x in (query, key, value)),
         codebook.to(dtype=torch.float64),
         num_refined=6,
@@ -210,7 +210,7 @@ def test_compile_without_graph_breaks(dynamic):
 
     def layer(query, key, value, parents, children, query_order):
         codebook = Codebook(parents, children, check_finite=False)
-        output = avq_attention(
+        output = stored_attention(
             2 * query, key, value, codebook, num_refined=2, query_tile=16, query_order=query_order
         )
         return output.transpose(1, 2).flatten(2)
@@ -229,9 +229,9 @@ def test_compile_without_graph_breaks(dynamic):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_autocast_changes_nothing(backend):
     arguments = (QUERY, KEY, VALUE, CODEBOOK)
-    expected = avq_attention(*arguments, num_refined=2, backend=backend)
+    expected = stored_attention(*arguments, num_refined=2, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = avq_attention(*arguments, num_refined=2, backend=backend)
+        output = stored_attention(*arguments, num_refined=2, backend=backend)
         assert (QUERY @ KEY.mT).dtype == torch.bfloat16
     assert torch.equal(output, expected)
 
@@ -241,7 +241,7 @@ def test_forward_mode_is_refused(backend):
     """Custom operators drop tangents: catches derivatives that are zero."""
 
     def attend(value):
-        return avq_attention(QUERY, KEY, value, CODEBOOK, num_refined=2, backend=backend)
+        return stored_attention(QUERY, KEY, value, CODEBOOK, num_refined=2, backend=backend)
 
     with pytest.raises(NotImplementedError, match="avq_attention has no forward-mode derivatives"):
         torch.func.jvp(attend, (VALUE,), (torch.ones_like(VALUE),))
@@ -249,6 +249,6 @@ def test_forward_mode_is_refused(backend):
 
 def test_inference_mode():
     arguments = (QUERY, KEY, VALUE, CODEBOOK)
-    expected = avq_attention(*arguments, num_refined=2)
+    expected = stored_attention(*arguments, num_refined=2)
     with torch.inference_mode():
-        assert torch.equal(avq_attention(*arguments, num_refined=2), expected)
+        assert torch.equal(stored_attention(*arguments, num_refined=2), expected)

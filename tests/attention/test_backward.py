@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import SHAPES, make_case, relative_error
+from cases import SHAPES, make_case, relative_error, stored_attention
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from avq_diffusers.attention import api as ops
 from avq_diffusers.attention import backward, reference
-from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.codebook import Codebook
 
@@ -40,7 +39,7 @@ def gradients(
     query: Tensor, key: Tensor, value: Tensor, codebook: Codebook, *, backend: str, **options
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-    output = avq_attention(*inputs, codebook, backend=backend, **options)
+    output = stored_attention(*inputs, codebook, backend=backend, **options)
     return torch.autograd.grad(output, inputs, random_like(query))
 
 
@@ -142,7 +141,7 @@ def test_layouts():
     inputs = [x.detach().requires_grad_() for x in case[:3]]
     sums = [
         torch.autograd.grad(
-            avq_attention(*inputs, case[3], num_refined=2, backend=backend).sum(), inputs[:2]
+            stored_attention(*inputs, case[3], num_refined=2, backend=backend).sum(), inputs[:2]
         )
         for backend in ("torch", "reference")
     ]  # the gradient of a sum has no memory of its own
@@ -158,8 +157,8 @@ def test_the_dense_way_agrees(shape, num_refined):
     case = make_case(**shape)
     options = {"num_refined": num_refined, "query_tile": 16}
     assert max(errors(*case, backend="dense", **options)) < EXACT
-    dense = avq_attention(*case, backend="dense", **options)
-    assert relative_error(dense, avq_attention(*case, backend="reference", **options)) < EXACT
+    dense = stored_attention(*case, backend="dense", **options)
+    assert relative_error(dense, stored_attention(*case, backend="reference", **options)) < EXACT
     assert dense.transpose(1, 2).is_contiguous()
 
 
@@ -232,7 +231,7 @@ def test_only_needed_gradients_are_computed(needs_grad):
     inputs = [
         x.detach().requires_grad_(needed) for x, needed in zip(tokens, needs_grad, strict=True)
     ]
-    output = avq_attention(*inputs, codebook, backend="torch", num_refined=2, query_tile=16)
+    output = stored_attention(*inputs, codebook, backend="torch", num_refined=2, query_tile=16)
     output.backward(random_like(output))
     for x, expected, needed in zip(inputs, everything, needs_grad, strict=True):
         if needed:
@@ -248,10 +247,10 @@ def test_the_codebook_gets_no_gradient():
     query, key, value, codebook = make_case()
     learned = Codebook(codebook.parents.requires_grad_(), codebook.children.requires_grad_())
     for backend in ("torch", "dense", "reference"):
-        output = avq_attention(query, key, value, learned, num_refined=6, backend=backend)
+        output = stored_attention(query, key, value, learned, num_refined=6, backend=backend)
         assert not output.requires_grad
         inputs = [query.detach().requires_grad_(), learned.parents, learned.children]
-        output = avq_attention(inputs[0], key, value, learned, num_refined=6, backend=backend)
+        output = stored_attention(inputs[0], key, value, learned, num_refined=6, backend=backend)
         of_query, *of_codebook = torch.autograd.grad(output.sum(), inputs, allow_unused=True)
         assert of_query.any()
         assert of_codebook == [None, None]
@@ -264,7 +263,7 @@ def test_gradients_of_query_and_value_match_finite_differences():
 
     def attend(query: Tensor, value: Tensor) -> Tensor:
         options = {"num_refined": 1, "query_tile": 4, "backend": "torch"}
-        return avq_attention(query, inputs[1], value, inputs[3], **options)
+        return stored_attention(query, inputs[1], value, inputs[3], **options)
 
     assert torch.autograd.gradcheck(attend, (query, value))
 
@@ -284,7 +283,7 @@ def test_error_is_at_most_twice_that_of_exact_attention(dtype, backend):
     grad_output = random_like(query)
     inputs = [x.requires_grad_() for x in wide]
     expected = torch.autograd.grad(
-        avq_attention(*inputs, exact_codebook, backend="reference", **options),
+        stored_attention(*inputs, exact_codebook, backend="reference", **options),
         inputs,
         grad_output.double(),
     )
@@ -337,7 +336,7 @@ def test_activation_checkpointing(num_refined):
     *tokens, codebook = make_case(dtype=torch.float32)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return avq_attention(2 * query, key, value, codebook, num_refined=num_refined)
+        return stored_attention(2 * query, key, value, codebook, num_refined=num_refined)
 
     found = []
     for run in (attend, lambda *x: checkpoint(attend, *x, use_reentrant=False)):
@@ -358,7 +357,7 @@ def test_compile_without_graph_breaks(backend, dynamic):
     def loss(query, key, value, parents, children):
         codebook = Codebook(parents, children, check_finite=False)
         options = {"num_refined": 2 if backend == "torch" else 6, "query_tile": 16}
-        output = avq_attention(2 * query, key, value, codebook, backend=backend, **options)
+        output = stored_attention(2 * query, key, value, codebook, backend=backend, **options)
         return output.transpose(1, 2).flatten(2).square().sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)

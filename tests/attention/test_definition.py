@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import make_case, relative_error
+from cases import make_case, relative_error, stored_attention
 from torch import Tensor
 
 from avq_diffusers.attention import reference
-from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.codebook.codebook import Codebook
 
 EXACT = 1e-12
@@ -35,9 +34,9 @@ def test_refining_all_parents_is_attention_over_leaf_codewords(backend):
     query, key, value, codebook = make_case()
     _, _, fine = nearest_codewords(key, codebook)
     expected = F.scaled_dot_product_attention(query, fine, value)
-    output = avq_attention(query, key, value, codebook, num_refined=6, backend=backend)
+    output = stored_attention(query, key, value, codebook, num_refined=6, backend=backend)
     assert relative_error(output, expected) < EXACT
-    partly = avq_attention(query, key, value, codebook, num_refined=5, backend=backend)
+    partly = stored_attention(query, key, value, codebook, num_refined=5, backend=backend)
     assert relative_error(partly, expected) > 1e-3
 
 
@@ -46,10 +45,10 @@ def test_refining_no_parent_is_attention_over_parent_codewords(backend, children
     query, key, value, codebook = make_case(children=children)
     _, coarse, _ = nearest_codewords(key, codebook)
     expected = F.scaled_dot_product_attention(query, coarse, value)
-    output = avq_attention(query, key, value, codebook, num_refined=0, backend=backend)
+    output = stored_attention(query, key, value, codebook, num_refined=0, backend=backend)
     assert relative_error(output, expected) < EXACT
     if children:
-        partly = avq_attention(query, key, value, codebook, num_refined=1, backend=backend)
+        partly = stored_attention(query, key, value, codebook, num_refined=1, backend=backend)
         assert relative_error(partly, expected) > 1e-3
 
 
@@ -66,7 +65,7 @@ def test_a_codebook_that_holds_every_key_is_exact_attention(backend, level):
         codebook = Codebook(centres.expand(2, -1, -1), key[0].unflatten(1, (4, 6)))
         num_refined = 4
     expected = F.scaled_dot_product_attention(query, key, value)
-    output = avq_attention(query, key, value, codebook, num_refined=num_refined, backend=backend)
+    output = stored_attention(query, key, value, codebook, num_refined=num_refined, backend=backend)
     assert relative_error(output, expected) < EXACT
 
 
@@ -83,11 +82,11 @@ def test_refined_parents_are_those_with_most_attention_in_the_tile(backend):
         expected[:, :, start : start + 16] = F.scaled_dot_product_attention(
             tile, torch.where(is_refined, fine, coarse), value
         )
-    output = avq_attention(
+    output = stored_attention(
         query, key, value, codebook, num_refined=2, query_tile=16, backend=backend
     )
     assert relative_error(output, expected) < EXACT
-    other_tiles = avq_attention(
+    other_tiles = stored_attention(
         query, key, value, codebook, num_refined=2, query_tile=20, backend=backend
     )
     assert relative_error(other_tiles, expected) > 1e-3
@@ -107,7 +106,7 @@ def test_of_equally_important_parents_the_lower_index_is_refined(backend):
 
     only_first = torch.stack([*key[0, 0, :2], *parents[0, [1, 1]]])[None, None]
     expected = F.scaled_dot_product_attention(query, only_first, value)
-    output = avq_attention(query, key, value, codebook, num_refined=1, backend=backend)
+    output = stored_attention(query, key, value, codebook, num_refined=1, backend=backend)
     assert relative_error(output, expected) < EXACT
 
 
@@ -119,7 +118,7 @@ def test_a_key_as_close_to_a_child_as_to_its_parent_stays(backend):
     value = torch.eye(2).double()[None, None]
     quantized = torch.tensor([[[[0.0, 0.0], [0.0, 4.0]]]]).double()
     expected = F.scaled_dot_product_attention(query, quantized, value)
-    output = avq_attention(
+    output = stored_attention(
         query, key, value, Codebook(parents, children), num_refined=1, backend=backend
     )
     assert relative_error(output, expected) < EXACT
@@ -128,26 +127,26 @@ def test_a_key_as_close_to_a_child_as_to_its_parent_stays(backend):
 def test_constant_values_give_constant_output(backend):
     query, key, value, codebook = make_case()
     value = value[:, :, :1].expand_as(value)
-    output = avq_attention(query, key, value, codebook, num_refined=2, backend=backend)
+    output = stored_attention(query, key, value, codebook, num_refined=2, backend=backend)
     assert relative_error(output, value) < EXACT
 
 
 def test_output_lies_between_the_values_of_each_channel(backend):
     query, key, value, codebook = make_case()
-    output = avq_attention(10 * query, key, value, codebook, num_refined=2, backend=backend)
+    output = stored_attention(10 * query, key, value, codebook, num_refined=2, backend=backend)
     assert (output >= value.amin(dim=2, keepdim=True) - EXACT).all()
     assert (output <= value.amax(dim=2, keepdim=True) + EXACT).all()
 
 
 def test_the_order_of_keys_does_not_matter(backend):
     query, key, value, codebook = make_case()
-    output = avq_attention(query, key, value, codebook, num_refined=2, backend=backend)
+    output = stored_attention(query, key, value, codebook, num_refined=2, backend=backend)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
-    permuted = avq_attention(
+    permuted = stored_attention(
         query, key[:, :, order], value[:, :, order], codebook, num_refined=2, backend=backend
     )
     assert relative_error(permuted, output) < EXACT
-    only_keys = avq_attention(
+    only_keys = stored_attention(
         query, key[:, :, order], value, codebook, num_refined=2, backend=backend
     )
     assert relative_error(only_keys, output) > 1e-3
@@ -157,10 +156,12 @@ def test_shifting_keys_and_codewords_together_changes_nothing(backend):
     query, key, value, codebook = make_case()
     shift = torch.linspace(-30, 50, 16, dtype=torch.float64).view(2, 1, 8)
     shifted = Codebook(codebook.parents + shift, codebook.children + shift[:, None])
-    output = avq_attention(query, key, value, codebook, num_refined=2, backend=backend)
-    moved = avq_attention(query, key + shift, value, shifted, num_refined=2, backend=backend)
+    output = stored_attention(query, key, value, codebook, num_refined=2, backend=backend)
+    moved = stored_attention(query, key + shift, value, shifted, num_refined=2, backend=backend)
     assert relative_error(moved, output) < 1e-11
-    only_keys = avq_attention(query, key + shift, value, codebook, num_refined=2, backend=backend)
+    only_keys = stored_attention(
+        query, key + shift, value, codebook, num_refined=2, backend=backend
+    )
     assert relative_error(only_keys, output) > 1e-3
 
 
@@ -175,25 +176,25 @@ def test_empty_codewords_far_away_change_nothing(backend, dtype, tolerance):
     padded = Codebook(parents, torch.cat([cell, children, -cell], dim=1))
     options = {"query_tile": 16, "backend": backend}
 
-    output = avq_attention(query, key, value, codebook, num_refined=3, **options)
-    with_empty = avq_attention(query, key, value, padded, num_refined=3, **options)
+    output = stored_attention(query, key, value, codebook, num_refined=3, **options)
+    with_empty = stored_attention(query, key, value, padded, num_refined=3, **options)
     assert relative_error(with_empty, output) < tolerance
 
     # All parents with keys are refined, so empty ones must be taken too.
-    output = avq_attention(query, key, value, codebook, num_refined=6, **options)
-    with_empty = avq_attention(query, key, value, padded, num_refined=8, **options)
+    output = stored_attention(query, key, value, codebook, num_refined=6, **options)
+    with_empty = stored_attention(query, key, value, padded, num_refined=8, **options)
     assert relative_error(with_empty, output) < tolerance
 
 
 def test_permuting_queries_inside_a_tile_permutes_the_output(backend):
     query, key, value, codebook = make_case(queries=48)
     options = {"num_refined": 2, "query_tile": 16, "backend": backend}
-    output = avq_attention(query, key, value, codebook, **options)
+    output = stored_attention(query, key, value, codebook, **options)
     inside = torch.arange(48).view(3, 16).flip(1).flatten()
-    permuted = avq_attention(query[:, :, inside], key, value, codebook, **options)
+    permuted = stored_attention(query[:, :, inside], key, value, codebook, **options)
     assert relative_error(permuted, output[:, :, inside]) < EXACT
     across = torch.arange(48).view(16, 3).t().flatten()
-    permuted = avq_attention(query[:, :, across], key, value, codebook, **options)
+    permuted = stored_attention(query[:, :, across], key, value, codebook, **options)
     assert relative_error(permuted, output[:, :, across]) > 1e-3
 
 
@@ -202,17 +203,19 @@ def test_query_order_cuts_tiles_but_keeps_the_order_of_the_output(backend, dtype
     query, key, value, codebook = make_case(queries=50)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1)).to(dtype)
     options = {"num_refined": 2, "query_tile": 16, "backend": backend}
-    output = avq_attention(query, key, value, codebook, query_order=order, **options)
-    permuted = avq_attention(query[:, :, order], key, value, codebook, **options)
+    output = stored_attention(query, key, value, codebook, query_order=order, **options)
+    permuted = stored_attention(query[:, :, order], key, value, codebook, **options)
     assert relative_error(output[:, :, order], permuted) < EXACT
-    unordered = avq_attention(query, key, value, codebook, **options)
+    unordered = stored_attention(query, key, value, codebook, **options)
     assert relative_error(output, unordered) > 1e-3
 
 
 def test_scale_multiplies_the_query(backend):
     query, key, value, codebook = make_case()
-    output = avq_attention(query, key, value, codebook, num_refined=2, scale=0.7, backend=backend)
-    scaled = avq_attention(
+    output = stored_attention(
+        query, key, value, codebook, num_refined=2, scale=0.7, backend=backend
+    )
+    scaled = stored_attention(
         0.7 * 8**0.5 * query, key, value, codebook, num_refined=2, backend=backend
     )
     assert relative_error(output, scaled) < EXACT
@@ -258,7 +261,7 @@ def test_gradients_pass_straight_through_the_quantization():
     codebook = inputs[3]
     grad_output = torch.randn(query.shape, generator=torch.Generator().manual_seed(1)).double()
 
-    output = avq_attention(query, key, value, codebook, num_refined=6)
+    output = stored_attention(query, key, value, codebook, num_refined=6)
     gradients = torch.autograd.grad(output, (query, key, value), grad_output)
     quantized_key = nearest_codewords(key, codebook)[2].detach().requires_grad_()
     expected = F.scaled_dot_product_attention(query, quantized_key, value)
@@ -272,7 +275,7 @@ def test_the_papers_correction_is_the_definition_where_parents_are_means_of_chil
     query, key, value, codebook = make_case()
     children = codebook.children
     codebook = Codebook(children.mean(dim=2), children)
-    expected = avq_attention(query, key, value, codebook, num_refined=6, backend="reference")
+    expected = stored_attention(query, key, value, codebook, num_refined=6, backend="reference")
 
     parent, leaf = reference.assign(key, codebook.parents, children)
     of_parent, of_child = F.one_hot(parent, 6).double(), F.one_hot(4 * parent + leaf, 24).double()

@@ -6,11 +6,10 @@ Uninitialized memory holds NaN in every test here.
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import LAYOUTS, SHAPES, make_case, relative_error
+from cases import LAYOUTS, SHAPES, make_case, relative_error, stored_attention
 from torch import Tensor
 
 from avq_diffusers.attention import forward, reference
-from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.assignment import nearest_leaves
 from avq_diffusers.codebook.codebook import Codebook
@@ -25,10 +24,10 @@ def small_chunks(monkeypatch):
 
 
 def both(query: Tensor, key: Tensor, value: Tensor, codebook: Codebook, **options):
-    output = avq_attention(query, key, value, codebook, backend="torch", **options)
+    output = stored_attention(query, key, value, codebook, backend="torch", **options)
     assert output.shape == query.shape
     assert output.transpose(1, 2).is_contiguous()
-    return output, avq_attention(query, key, value, codebook, backend="reference", **options)
+    return output, stored_attention(query, key, value, codebook, backend="reference", **options)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_importance_tiles_that_do_not_divide_the_parents(importance_tile):
     options = {"num_refined": 3, "query_tile": 16}
     output, expected = both(query, key, value, codebook, importance_tile=importance_tile, **options)
     assert relative_error(output, expected) < 1e-12
-    exact = avq_attention(query, key, value, codebook, **options)
+    exact = stored_attention(query, key, value, codebook, **options)
     assert (relative_error(output, exact) < 1e-12) == (importance_tile >= 13)
 
 
@@ -110,7 +109,7 @@ def test_a_dead_codeword_far_away_costs_no_accuracy():
     options = {"num_refined": 2, "query_tile": 16}
     output, _ = both(query, key, value, codebook, **options)
     wide = (x.double() for x in (query, key, value))
-    expected = avq_attention(*wide, codebook, backend="reference", **options)
+    expected = stored_attention(*wide, codebook, backend="reference", **options)
     assert relative_error(output, expected) < 8 * torch.finfo(torch.float32).eps
 
 
@@ -122,7 +121,7 @@ def test_a_shift_of_all_keys_costs_no_accuracy():
         options = {"num_refined": num_refined, "query_tile": 16}
         output, _ = both(query, key + 300, value, codebook, **options)
         wide = (x.double() for x in (query, key + 300, value))
-        expected = avq_attention(*wide, codebook, backend="reference", **options)
+        expected = stored_attention(*wide, codebook, backend="reference", **options)
         assert relative_error(output, expected) < 8 * torch.finfo(torch.float32).eps
 
 
@@ -182,9 +181,9 @@ def test_error_is_at_most_twice_that_of_exact_attention(dtype, head_dim):
         assert (importance[..., 3] - importance[..., 4] > 1e-4).all()
 
     options = {"num_refined": 4, "query_tile": 64}
-    output = avq_attention(query, key, value, codebook, backend="torch", **options)
+    output = stored_attention(query, key, value, codebook, backend="torch", **options)
     assert output.dtype == dtype
-    expected = avq_attention(*wide, exact_codebook, backend="reference", **options)
+    expected = stored_attention(*wide, exact_codebook, backend="reference", **options)
     error = relative_error(output, expected)
 
     attention = F.scaled_dot_product_attention(query, key, value)
@@ -198,8 +197,8 @@ def test_large_values_and_counts_do_not_overflow(dtype):
     query, key, value, codebook = make_case(batch=1, queries=16, keys=4096, dtype=dtype)
     key = (codebook.parents[:, 2:3] + 1e-3 * key).to(dtype)
     value = 1000 + value
-    output = avq_attention(query, key, value, codebook, num_refined=1)
-    expected = avq_attention(
+    output = stored_attention(query, key, value, codebook, num_refined=1)
+    expected = stored_attention(
         query.double(),
         key.double(),
         value.double(),
@@ -219,8 +218,8 @@ def test_logits_of_two_hundred(importance_tile):
     # Opposite queries, and more of one kind than of the other, or the two would tie.
     query[:, :, ::4] *= -1
     options = {"num_refined": 2, "query_tile": 16, "importance_tile": importance_tile}
-    output = avq_attention(query, key, value, codebook, scale=1.0, **options)
-    expected = avq_attention(
+    output = stored_attention(query, key, value, codebook, scale=1.0, **options)
+    expected = stored_attention(
         query.double(),
         key.double(),
         value.double(),
@@ -237,26 +236,26 @@ def test_same_bits_on_every_run(dtype):
     query, key, value, codebook = make_case(queries=200, dtype=dtype)
     order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
     options = {"num_refined": 2, "query_tile": 16, "query_order": order}
-    first = avq_attention(query, key, value, codebook, **options)
+    first = stored_attention(query, key, value, codebook, **options)
     for _ in range(10):
-        assert torch.equal(avq_attention(query, key, value, codebook, **options), first)
+        assert torch.equal(stored_attention(query, key, value, codebook, **options), first)
 
 
 def test_batch_elements_do_not_mix():
     query, key, value, codebook = make_case()
-    output = avq_attention(query, key, value, codebook, num_refined=2)
+    output = stored_attention(query, key, value, codebook, num_refined=2)
     for b in range(2):
         part = slice(b, b + 1)
-        alone = avq_attention(query[part], key[part], value[part], codebook, num_refined=2)
+        alone = stored_attention(query[part], key[part], value[part], codebook, num_refined=2)
         assert torch.equal(alone, output[part])
 
 
 def test_chunks_do_not_change_the_result(monkeypatch):
     query, key, value, codebook = make_case(queries=100)
     options = {"num_refined": 2, "query_tile": 16, "importance_tile": 4}
-    output = avq_attention(query, key, value, codebook, **options)
+    output = stored_attention(query, key, value, codebook, **options)
     monkeypatch.setattr(assignment, "ELEMENTS_CPU", 1 << 20)
-    assert relative_error(avq_attention(query, key, value, codebook, **options), output) < 1e-13
+    assert relative_error(stored_attention(query, key, value, codebook, **options), output) < 1e-13
 
 
 @pytest.mark.gpu
@@ -279,9 +278,9 @@ class TestCuda:
         query, key, value, codebook = self.on_cuda(dtype)
         order = torch.randperm(1000, generator=torch.Generator().manual_seed(1)).cuda()
         options = {"num_refined": 16, "query_order": order, "importance_tile": 24}
-        first = avq_attention(query, key, value, codebook, backend="torch", **options)
+        first = stored_attention(query, key, value, codebook, backend="torch", **options)
         for _ in range(100):
-            output = avq_attention(query, key, value, codebook, backend="torch", **options)
+            output = stored_attention(query, key, value, codebook, backend="torch", **options)
             assert torch.equal(output, first)
 
     @pytest.mark.parametrize("num_refined", [0, 16])
@@ -294,10 +293,10 @@ class TestCuda:
         query, key, value, codebook = self.on_cuda(torch.float16)
         order = torch.randperm(1000, generator=torch.Generator().manual_seed(1)).cuda()
         options = {"num_refined": 16, "query_order": order, "backend": "torch"}
-        avq_attention(query, key, value, codebook, **options)
+        stored_attention(query, key, value, codebook, **options)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            avq_attention(query, key, value, codebook, **options)
+            stored_attention(query, key, value, codebook, **options)
             with pytest.raises(RuntimeError, match="synchroniz"):
                 query.sum().item()
         finally:

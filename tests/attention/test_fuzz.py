@@ -8,12 +8,11 @@ from random import Random
 import problems
 import pytest
 import torch
-from cases import make_case
+from cases import make_case, stored_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import draw_problem, error_over_budget, gradient_over_budget
 
-from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.codebook.codebook import Codebook
 
 CPU = torch.device("cpu")
@@ -74,7 +73,7 @@ def test_wrong_results_are_beyond_the_budget(spoiled, choosing, monkeypatch):
         arguments = {"query": query, "key": key, "value": value, **options}
         if backend == "torch":
             arguments = SPOILED[spoiled](arguments)
-        return avq_attention(codebook=codebook, backend=backend, **arguments)
+        return stored_attention(codebook=codebook, backend=backend, **arguments)
 
     monkeypatch.setattr(problems, "avq_attention", wrong)
     errors = [error_over_budget(problem, "torch") for problem in choosing]
@@ -140,6 +139,6 @@ def test_any_arguments_are_carried_out_or_refused(changes):
     arguments = {"query": QUERY, "key": KEY, "value": VALUE, "codebook": CODEBOOK, "num_refined": 2}
     arguments |= changes
     with suppress(TypeError, ValueError):
-        output = avq_attention(**arguments)
+        output = stored_attention(**arguments)
         assert output.shape == arguments["query"].shape
         assert output.dtype == arguments["query"].dtype

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import LAYOUTS, make_case, relative_error
+from cases import LAYOUTS, make_case, relative_error, stored_attention
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from avq_diffusers.attention import api as ops
 from avq_diffusers.attention import reference
-from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes, unsupported
 from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
@@ -67,14 +66,14 @@ def check(query, key, value, codebook, *, num_refined, query_tile=128, order=Non
     """Run the kernels and hold them to the error budget; returns their output."""
     scale = query.shape[-1] ** -0.5
     options = {"num_refined": num_refined, "query_tile": query_tile, "query_order": order}
-    output = avq_attention(query, key, value, codebook, backend="triton", **options)
+    output = stored_attention(query, key, value, codebook, backend="triton", **options)
     assert output.dtype == query.dtype
     assert output.transpose(1, 2).is_contiguous()
     assert output.isfinite().all()
 
     exact_codebook = rounded(codebook, scale, query.dtype)
     wide = [x.double() for x in (query, key, value)]
-    expected = avq_attention(*wide, exact_codebook, backend="reference", **options)
+    expected = stored_attention(*wide, exact_codebook, backend="reference", **options)
     sdpa = F.scaled_dot_product_attention(query, key, value)
     budget = relative_error(sdpa, F.scaled_dot_product_attention(*wide))
     clear = clear_queries(
@@ -124,18 +123,18 @@ def test_a_changed_codebook_is_packed_again(change):
         with torch.inference_mode():
             codebook = Codebook(codebook.parents.clone(), codebook.children.clone())
     options = {"num_refined": 2, "backend": "triton"}
-    before = avq_attention(query, key, value, codebook, **options)
-    assert torch.equal(avq_attention(query, key, value, codebook, **options), before)
+    before = stored_attention(query, key, value, codebook, **options)
+    assert torch.equal(stored_attention(query, key, value, codebook, **options), before)
     with torch.inference_mode(change == "made in inference mode"):
         moved = codebook.children + 0.5 * torch.randn_like(codebook.children)
         if change == "moved":  # as Module.to does, which leaves the tensor and its version
             codebook.children.data = moved
         else:
             codebook.children.copy_(moved)
-    after = avq_attention(query, key, value, codebook, **options)
+    after = stored_attention(query, key, value, codebook, **options)
     assert not torch.equal(after, before)
     fresh = Codebook(codebook.parents.clone(), codebook.children.clone())
-    assert torch.equal(avq_attention(query, key, value, fresh, **options), after)
+    assert torch.equal(stored_attention(query, key, value, fresh, **options), after)
 
 
 def test_other_children_in_the_same_memory_are_packed_again():
@@ -155,7 +154,7 @@ def test_other_children_in_the_same_memory_are_packed_again():
 def test_packed_codewords_die_with_their_codebook():
     query, key, value, codebook = on_device()
     held = len(ops._packed)
-    avq_attention(query, key, value, codebook, num_refined=2, backend="triton")
+    stored_attention(query, key, value, codebook, num_refined=2, backend="triton")
     assert len(ops._packed) == held + 1
     del codebook
     assert len(ops._packed) == held
@@ -172,8 +171,8 @@ def test_packed_codewords_die_with_their_codebook():
 def test_what_the_kernels_cannot_do_is_said(change, message):
     case = on_device()
     with pytest.raises(ValueError, match=rf'backend="triton" cannot run: {message}'):
-        avq_attention(*case, num_refined=2, backend="triton", **change)
-    assert avq_attention(*case, num_refined=2, **change).isfinite().all()
+        stored_attention(*case, num_refined=2, backend="triton", **change)
+    assert stored_attention(*case, num_refined=2, **change).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,7 @@ def test_no_gpu_no_kernels(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     case = on_device(device="cpu")
     with pytest.raises(ValueError, match="query is on cpu, and the kernels need an NVIDIA GPU"):
-        avq_attention(*case, num_refined=2, backend="triton")
+        stored_attention(*case, num_refined=2, backend="triton")
     assert ops.resolve_backend("auto", *case, num_refined=2) == "torch"
 
 
@@ -218,9 +217,9 @@ def test_compiles_to_one_graph():
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(query, key, value):
-        return avq_attention(query, key, value, codebook, num_refined=2, backend="triton")
+        return stored_attention(query, key, value, codebook, num_refined=2, backend="triton")
 
-    expected = avq_attention(query, key, value, codebook, num_refined=2, backend="triton")
+    expected = stored_attention(query, key, value, codebook, num_refined=2, backend="triton")
     assert torch.equal(compiled(query, key, value), expected)
 
 
@@ -255,18 +254,18 @@ class TestGpu:
     def test_same_bits_whatever_else_the_gpu_does(self):
         case = level(0, 4096)
         options = {"num_refined": 16, "backend": "triton"}
-        first = avq_attention(*case, **options)
+        first = stored_attention(*case, **options)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = avq_attention(*case, **options)
+            captured = stored_attention(*case, **options)
         load = torch.randn(4096, 4096, device="cuda", dtype=FP16)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         for _ in range(100):
             with torch.cuda.stream(stream):
-                other = avq_attention(*case, **options)
+                other = stored_attention(*case, **options)
             load = load @ load
-            again = avq_attention(*case, **options)
+            again = stored_attention(*case, **options)
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(again, first)
@@ -275,21 +274,21 @@ class TestGpu:
 
     def test_the_host_never_waits(self):
         case = level(0, 1024)
-        avq_attention(*case, num_refined=16, backend="triton")
+        stored_attention(*case, num_refined=16, backend="triton")
         torch.cuda.set_sync_debug_mode("error")
         try:
-            avq_attention(*case, num_refined=16, backend="triton")
+            stored_attention(*case, num_refined=16, backend="triton")
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     def test_memory_does_not_grow(self):
         case = level(0, 4096)
         for _ in range(3):
-            avq_attention(*case, num_refined=16, backend="triton")
+            stored_attention(*case, num_refined=16, backend="triton")
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         for _ in range(50):
-            avq_attention(*case, num_refined=16, backend="triton")
+            stored_attention(*case, num_refined=16, backend="triton")
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() == before
 
@@ -303,9 +302,9 @@ class TestGpu:
         offsets = torch.randn(heads, 64, 8, head_dim, generator=generator, device="cuda")
         codebook = Codebook(parents, parents[:, :, None] + 0.3 * offsets)
         options = {"num_refined": 16, "backend": "triton"}
-        output = avq_attention(packed, packed, packed, codebook, **options)[-1:]
+        output = stored_attention(packed, packed, packed, codebook, **options)[-1:]
         last = packed[-1:].clone()
-        alone = avq_attention(last, last, last, codebook, **options)
+        alone = stored_attention(last, last, last, codebook, **options)
         assert relative_error(output, alone) < 1e-3  # a batch cuts sums into other pieces
 
     @pytest.mark.parametrize("skew", ["one value", "identical keys", "huge offset"])
