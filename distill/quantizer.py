@@ -173,7 +173,9 @@ class Quantizer(nn.Module):
         cells, children = self.ema_counts[..., :1], self.ema_counts[..., 1:]
         leaves = torch.cat([cells - children.sum(dim=-1, keepdim=True), children], dim=-1)
         return {
-            "quantization_error": quantization_error(self.kept_keys, self.codebook()),
+            "quantization_error": quantization_error(
+                self.kept_keys, self.codebook(), codewords="stored"
+            ),
             "active_ratio": active_ratio(leaves),
         }
 

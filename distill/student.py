@@ -106,6 +106,7 @@ class AVQSelfAttention(ExactSelfAttention):
             value,
             self.quantizer.codebook(),
             num_refined=self.config.num_refined,
+            codewords="stored",
             query_tile=self.config.query_tile,
             query_order=self.query_order,
             importance_tile=self.config.importance_tile,
@@ -120,6 +121,7 @@ class AVQSelfAttention(ExactSelfAttention):
                 **self.sample,
                 codebook=self.quantizer.codebook(),
                 num_refined=self.config.num_refined,
+                codewords="stored",
                 query_tile=self.config.query_tile,
                 importance_tile=self.config.importance_tile,
             )

@@ -11,6 +11,19 @@ from avq_diffusers.codebook.codebook import Codebook
 
 stored_attention = partial(avq_attention, codewords="stored")
 
+# All arguments of `avq_attention` beside tensors, codebook and backend.
+OPTIONS = {
+    "num_parents": 6,
+    "num_children": 3,
+    "num_refined": 2,
+    "codewords": "stored",
+    "num_updates": 0,
+    "query_tile": 16,
+    "query_order": None,
+    "importance_tile": None,
+    "scale": None,
+}
+
 LAYOUTS = {
     "(B, H, N, D) memory": lambda x: x.contiguous(),
     "(B, N, H, D) memory": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),

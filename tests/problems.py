@@ -273,8 +273,7 @@ def _rounded(codebook: Codebook, scale: float, dtype: torch.dtype) -> Codebook:
     """The codewords that the kernels use for inputs of `dtype`, in float64."""
     heads, num_parents, num_children, head_dim = codebook.children.shape
     _, first_child, child_rows = codewords.padded_sizes(head_dim, num_parents, num_children)
-    table = torch.float32 if dtype == torch.float32 else torch.float16
-    codes, _ = codewords.pack(codebook.parents, codebook.children, scale=scale, dtype=table)
+    codes = codewords.pack(codebook.parents, codebook.children, scale=scale, dtype=dtype).codes
     centre = centre_of(codebook.parents.double())
     table = codes[..., :head_dim].double() / (scale * math.log2(math.e)) + centre
     children = table[:, first_child:].view(heads, num_parents, child_rows, head_dim)

@@ -144,7 +144,7 @@ def attention_and_backend(
     options["scale"] = scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     parents = children = None
     if codebook is not None:
-        parents, children = codebook.parents.detach(), codebook.children.detach()
+        parents, children = codebook.parents, codebook.children
     if backend == "triton":
         # A codebook that requires a gradient gets none.
         with torch.set_grad_enabled(_needs_grad(query, key, value)):
@@ -153,7 +153,7 @@ def attention_and_backend(
 
     dtype = torch.promote_types(query.dtype, torch.float32)
     if codebook is not None:
-        parents, children = parents.to(dtype), children.to(dtype)
+        parents, children = parents.detach().to(dtype), children.detach().to(dtype)
     if backend == "torch":
         return _attention(query, key, value, parents, children, **options), backend
     # Autocast would choose parents by half-precision products.

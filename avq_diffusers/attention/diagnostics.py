@@ -1,35 +1,74 @@
-"""Metrics of how well a codebook fits a layer: capture, quantization error, usage.
+"""Metrics of how well codewords fit a layer: capture, quantization error, usage.
 
-Every metric has one value per head, (H,): a mean would hide bad heads.
+Every metric has one value per head, (H,): a mean would hide bad heads. Codewords are those of
+`avq_attention` for the same arguments.
 
 Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention import reference
-from avq_diffusers.attention.validation import check_arguments
-from avq_diffusers.codebook.assignment import assign, assign_leaves, chunk_length, heads_first
+from avq_diffusers.attention.own_codewords import codewords_and_leaves
+from avq_diffusers.attention.validation import Options, check_arguments
+from avq_diffusers.codebook.assignment import (
+    across_heads,
+    chunk_length,
+    heads_first,
+    leaf_sums,
+    working_dtype,
+)
 from avq_diffusers.codebook.codebook import Codebook
 
 ACTIVE_SHARE = 0.01
+DEFAULTS: Options = {
+    "num_parents": 64,
+    "num_children": 8,
+    "num_refined": 0,
+    "codewords": "means",
+    "num_updates": 0,
+    "query_tile": 128,
+    "query_order": None,
+    "importance_tile": None,
+    "scale": None,
+}
+
+
+class CodewordOptions(TypedDict, total=False):
+    """What decides about codewords, as in `avq_attention` and with its defaults."""
+
+    num_parents: int
+    num_children: int
+    codewords: str
+    num_updates: int
+    query_order: Tensor | None
+
+
+class TileOptions(CodewordOptions, total=False):
+    """What also decides about the masses of query tiles, as in `avq_attention`."""
+
+    query_tile: int
+    scale: float | None
+
+
+class ChoiceOptions(TileOptions, total=False):
+    """What also decides about the refined parents, as in `avq_attention`."""
+
+    importance_tile: int | None
 
 
 @torch.no_grad()
 def capture(
     query: Tensor,
     key: Tensor,
-    codebook: Codebook,
+    codebook: Codebook | None,
     num_refined: int,
-    *,
-    query_tile: int = 128,
-    query_order: Tensor | None = None,
-    importance_tile: int | None = None,
-    scale: float | None = None,
+    **options: Unpack[ChoiceOptions],
 ) -> Tensor:
     """Share of exact attention that falls on keys of refined parents (paper, Tab. elastic_p).
 
@@ -38,8 +77,8 @@ def capture(
     Args:
         query: (B, H, N, D).
         key: (B, H, S, D).
-        codebook: of H heads and head dim D.
-        num_refined, query_tile, query_order, importance_tile, scale: as in `avq_attention`.
+        codebook: of H heads and head dim D, or None for codewords from the keys.
+        num_refined, **options: as in `avq_attention`.
 
     Returns:
         (H,) in [0, 1], mean over batch and queries.
@@ -47,40 +86,22 @@ def capture(
     Raises:
         TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
-    refined = refined_parents(
-        query,
-        key,
-        codebook,
-        num_refined,
-        query_tile=query_tile,
-        query_order=query_order,
-        importance_tile=importance_tile,
-        scale=scale,
-    )
-    mass = attention_mass(
-        query, key, codebook, query_tile=query_tile, query_order=query_order, scale=scale
-    )
-    return captured_share(mass, refined)
+    refined = refined_parents(query, key, codebook, num_refined, **options)
+    options.pop("importance_tile", None)
+    return captured_share(attention_mass(query, key, codebook, **options), refined)
 
 
 @torch.no_grad()
 def capture_curve(
-    query: Tensor,
-    key: Tensor,
-    codebook: Codebook,
-    *,
-    query_tile: int = 128,
-    query_order: Tensor | None = None,
-    importance_tile: int | None = None,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, codebook: Codebook | None, **options: Unpack[ChoiceOptions]
 ) -> Tensor:
     """`capture` for every number of refined parents, at the cost of one.
 
     Args:
         query: (B, H, N, D).
         key: (B, H, S, D).
-        codebook: of H heads and head dim D.
-        query_tile, query_order, importance_tile, scale: as in `avq_attention`.
+        codebook: of H heads and head dim D, or None for codewords from the keys.
+        **options: as in `avq_attention`.
 
     Returns:
         (H, M0 + 1) float64 in [0, 1], on the CPU: with 0, 1, ... M0 refined parents.
@@ -88,13 +109,10 @@ def capture_curve(
     Raises:
         TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
-    _check(query, key, codebook, 0, query_tile, query_order, importance_tile, scale)
-    mass = attention_mass(
-        query, key, codebook, query_tile=query_tile, query_order=query_order, scale=scale
-    )
-    importance = _parent_importance(
-        query, key, codebook, query_tile, query_order, importance_tile, scale
-    )
+    choices = _checked(query, key, codebook, options)
+    importance = _parent_importance(query, key, codebook, choices)
+    options.pop("importance_tile", None)
+    mass = attention_mass(query, key, codebook, **options)
     ranking = importance.argsort(dim=-1, descending=True, stable=True)
     captured = mass.gather(-1, ranking).cpu().double().sum(dim=(0, 2)).cumsum(dim=-1)
     return F.pad(captured / captured[:, -1:], (1, 0))
@@ -115,13 +133,7 @@ def captured_share(mass: Tensor, refined: Tensor) -> Tensor:
 
 @torch.no_grad()
 def attention_mass(
-    query: Tensor,
-    key: Tensor,
-    codebook: Codebook,
-    *,
-    query_tile: int = 128,
-    query_order: Tensor | None = None,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, codebook: Codebook | None, **options: Unpack[TileOptions]
 ) -> Tensor:
     """Exact attention of each query tile that falls on the keys of each parent.
 
@@ -131,8 +143,8 @@ def attention_mass(
     Args:
         query: (B, H, N, D).
         key: (B, H, S, D).
-        codebook: of H heads and head dim D.
-        query_tile, query_order, scale: as in `avq_attention`.
+        codebook: of H heads and head dim D, or None for codewords from the keys.
+        **options: as in `avq_attention`.
 
     Returns:
         (B, H, T, M0) for T query tiles; the sum over parents is the number of queries in a tile.
@@ -140,13 +152,13 @@ def attention_mass(
     Raises:
         TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
-    _check(query, key, codebook, 0, query_tile, query_order, None, scale)
-    query, key, scale = _at_least_fp32(query, key, scale)
-    parent_assignment, _ = assign(key, codebook)
-    members = query.new_zeros(*key.shape[:3], codebook.num_parents)
-    members.scatter_(-1, parent_assignment[..., None], 1)
+    choices = _checked(query, key, codebook, options)
+    found = _quantized(key, codebook, choices)
+    query, key, scale = _at_least_fp32(query, key, choices["scale"])
+    members = query.new_zeros(*key.shape[:3], choices["num_parents"])
+    members.scatter_(-1, found.cell[..., None], 1)
     masses = []
-    for tiles in _query_tiles(query, query_tile, query_order, row_elements=key.shape[2]):
+    for tiles in _query_tiles(query, choices, row_elements=key.shape[2]):
         attention = (scale * tiles.flatten(2, 3) @ key.transpose(-1, -2)).softmax(dim=-1)
         masses.append(attention.unflatten(2, tiles.shape[2:4]).sum(dim=3) @ members)
     return torch.cat(masses, dim=-2)
@@ -156,21 +168,17 @@ def attention_mass(
 def refined_parents(
     query: Tensor,
     key: Tensor,
-    codebook: Codebook,
+    codebook: Codebook | None,
     num_refined: int,
-    *,
-    query_tile: int = 128,
-    query_order: Tensor | None = None,
-    importance_tile: int | None = None,
-    scale: float | None = None,
+    **options: Unpack[ChoiceOptions],
 ) -> Tensor:
     """The parents that AVQ attention refines in each query tile.
 
     Args:
         query: (B, H, N, D).
         key: (B, H, S, D).
-        codebook: of H heads and head dim D.
-        num_refined, query_tile, query_order, importance_tile, scale: as in `avq_attention`.
+        codebook: of H heads and head dim D, or None for codewords from the keys.
+        num_refined, **options: as in `avq_attention`.
 
     Returns:
         (B, H, T, M0) bool for T query tiles.
@@ -178,61 +186,77 @@ def refined_parents(
     Raises:
         TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
-    _check(query, key, codebook, num_refined, query_tile, query_order, importance_tile, scale)
-    importance = _parent_importance(
-        query, key, codebook, query_tile, query_order, importance_tile, scale
-    )
-    return reference.select(importance, num_refined)
+    choices = _checked(query, key, codebook, {"num_refined": num_refined, **options})
+    return reference.select(_parent_importance(query, key, codebook, choices), num_refined)
 
 
-def commitment_loss(key: Tensor, codebook: Codebook) -> Tensor:
-    """Mean squared distance of the keys to their leaves (paper, Tab. perlayer_imagenet).
+def commitment_loss(
+    key: Tensor, codebook: Codebook | None, **options: Unpack[CodewordOptions]
+) -> Tensor:
+    """Mean squared distance of the keys to what represents their leaves.
 
-    Differentiable in `key`; codewords get no gradient. Distillation logs and weights the mean of
-    this over heads, divided by D.
+    With stored codewords it is the loss of the paper (Tab. perlayer_imagenet); distillation logs
+    and weights its mean over heads, divided by D. Differentiable in `key`; codewords get no
+    gradient.
 
     Args:
         key: (..., H, S, D).
-        codebook: of H heads and head dim D.
+        codebook: of H heads and head dim D, or None for codewords from the keys.
+        **options: as in `avq_attention`.
 
     Returns:
         (H,).
+
+    Raises:
+        TypeError, ValueError: as `avq_attention`.
     """
-    leaves = codebook.leaves.detach().flatten(1, 2)
-    head = torch.arange(codebook.num_heads, device=key.device)[:, None]
-    quantized_key = leaves[head, assign_leaves(key, codebook)]
+    key = _batched(key)
+    found = _quantized(key, codebook, _checked(key, key, codebook, options))
+    leaf = across_heads(found.leaf.flatten(0, 1), found.leaves.shape[2]).flatten()
+    quantized_key = found.leaves.flatten(0, 2).index_select(0, leaf).view(key.shape)
     return heads_first(key - quantized_key).square().sum(dim=-1).mean(dim=-1)
 
 
-def quantization_error(key: Tensor, codebook: Codebook) -> Tensor:
+def quantization_error(
+    key: Tensor, codebook: Codebook | None, **options: Unpack[CodewordOptions]
+) -> Tensor:
     """`commitment_loss` in variances of the keys.
 
     Args:
-        key: (..., H, S, D).
-        codebook: of H heads and head dim D.
+        key, codebook, **options: as `commitment_loss`.
 
     Returns:
         (H,); 0 is exact, 1 is what a single codeword at the mean of the keys would reach.
+
+    Raises:
+        TypeError, ValueError: as `avq_attention`.
     """
-    loss = commitment_loss(key, codebook)
+    loss = commitment_loss(key, codebook, **options)
     variance = heads_first(key).to(loss.dtype).var(dim=1, correction=0).sum(dim=-1)
     return loss / variance.clamp(min=torch.finfo(loss.dtype).tiny)
 
 
-def leaf_counts(key: Tensor, codebook: Codebook) -> Tensor:
+def leaf_counts(
+    key: Tensor, codebook: Codebook | None, **options: Unpack[CodewordOptions]
+) -> Tensor:
     """Number of keys that each leaf takes.
 
     Args:
-        key: (..., H, S, D).
-        codebook: of H heads and head dim D.
+        key, codebook, **options: as `commitment_loss`.
 
     Returns:
         (H, M0, 1 + C) int64; leaf 0 counts the keys that stay with the parent.
+
+    Raises:
+        TypeError, ValueError: as `avq_attention`.
     """
-    leaf = assign_leaves(key, codebook).movedim(-2, 0).flatten(1)
-    counts = leaf.new_zeros(codebook.num_heads, codebook.num_codewords)
+    key = _batched(key)
+    choices = _checked(key, key, codebook, options)
+    leaf = _quantized(key, codebook, choices).leaf.movedim(1, 0).flatten(1)
+    shape = choices["num_parents"], 1 + choices["num_children"]
+    counts = leaf.new_zeros(len(leaf), shape[0] * shape[1])
     counts.scatter_add_(1, leaf, torch.ones_like(leaf))
-    return counts.unflatten(1, (codebook.num_parents, -1))
+    return counts.unflatten(1, shape)
 
 
 def active_ratio(counts: Tensor) -> Tensor:
@@ -282,57 +306,87 @@ def constraint_error(codebook: Codebook) -> Tensor:
     return error / distance.clamp(min=torch.finfo(offsets.dtype).tiny)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    codebook: Codebook,
-    num_refined: int,
-    query_tile: int,
-    query_order: Tensor | None,
-    importance_tile: int | None,
-    scale: float | None,
-) -> None:
-    # No metric needs values; the keys stand in for them.
-    check_arguments(
-        query,
-        key,
-        key,
-        codebook,
-        num_refined=num_refined,
-        query_tile=query_tile,
-        query_order=query_order,
-        importance_tile=importance_tile,
-        scale=scale,
-    )
+def _checked(
+    query: Tensor, key: Tensor, codebook: Codebook | None, options: ChoiceOptions
+) -> Options:
+    """All options of `avq_attention`, or its refusal. Keys stand in for the values."""
+    choices: Options = {**DEFAULTS, **options}
+    if isinstance(codebook, Codebook):
+        choices["num_parents"] = codebook.num_parents
+        choices["num_children"] = codebook.num_children
+    check_arguments(query, key, key, codebook, **choices)
+    return choices
+
+
+class _Quantized(NamedTuple):
+    """Where keys (B, H, S, D) go, and what represents them.
+
+    cell: (B, H, S) int64 in [0, M0).
+    leaf: (B, H, S) int64 in [0, M0 (1 + C)).
+    parents: (B, H, M0, D).
+    leaves: (B, H, M0 (1 + C), D).
+    """
+
+    cell: Tensor
+    leaf: Tensor
+    parents: Tensor
+    leaves: Tensor
+
+
+@torch.no_grad()
+def _quantized(key: Tensor, codebook: Codebook | None, choices: Options) -> _Quantized:
+    if codebook is None:
+        stored = None, None
+        key = key.to(torch.promote_types(key.dtype, torch.float32))
+    else:
+        dtype = working_dtype(key, codebook)
+        stored = codebook.parents.to(dtype), codebook.children.to(dtype)
+        key = key.to(dtype)
+    sizes = {name: choices[name] for name in ("num_parents", "num_children", "num_updates")}
+    with torch.autocast(key.device.type, enabled=False):
+        parents, children, leaf = codewords_and_leaves(
+            key, *stored, choices["query_order"], **sizes
+        )
+        leaves = torch.cat([parents[:, :, None], children], dim=2)
+        cell = leaf // leaves.shape[2]
+        leaves = leaves.flatten(1, 2)
+        if choices["codewords"] == "means":
+            parents, leaves = (
+                sums / counts.clamp(min=1)[..., None]
+                for sums, counts in (
+                    leaf_sums(key.flatten(0, 1), cell, parents.shape[1]),
+                    leaf_sums(key.flatten(0, 1), leaf, leaves.shape[1]),
+                )
+            )
+    return _Quantized(*(x.unflatten(0, key.shape[:2]) for x in (cell, leaf, parents, leaves)))
 
 
 def _parent_importance(
-    query: Tensor,
-    key: Tensor,
-    codebook: Codebook,
-    query_tile: int,
-    query_order: Tensor | None,
-    importance_tile: int | None,
-    scale: float | None,
+    query: Tensor, key: Tensor, codebook: Codebook | None, choices: Options
 ) -> Tensor:
     """(B, H, T, M0)."""
-    query, key, scale = _at_least_fp32(query, key, scale)
-    parents = codebook.parents.to(query.dtype)
-    parent_assignment, _ = assign(key, codebook)
-    counts = query.new_zeros(*key.shape[:2], codebook.num_parents)
-    counts.scatter_add_(-1, parent_assignment, counts.new_ones(parent_assignment.shape))
-    found = []
-    row_elements = codebook.num_parents
-    for tiles in _query_tiles(query, query_tile, query_order, row_elements=row_elements):
+    found = _quantized(key, codebook, choices)
+    query, _, scale = _at_least_fp32(query, key, choices["scale"])
+    parents = found.parents.to(query.dtype)
+    counts = query.new_zeros(parents.shape[:3])
+    counts.scatter_add_(-1, found.cell, counts.new_ones(found.cell.shape))
+    importances = []
+    for tiles in _query_tiles(query, choices, row_elements=parents.shape[2]):
+        num_tiles = tiles.shape[2]
         importance = reference.importance(
             tiles.movedim(2, 0).flatten(0, 1),
-            parents,
-            counts.repeat(tiles.shape[2], 1, 1),
+            parents.repeat(num_tiles, 1, 1, 1),
+            counts.repeat(num_tiles, 1, 1),
             scale,
-            importance_tile,
+            choices["importance_tile"],
         )
-        found.append(importance.unflatten(0, (-1, len(query))).movedim(0, 2))
-    return torch.cat(found, dim=-2)
+        importances.append(importance.unflatten(0, (-1, len(query))).movedim(0, 2))
+    return torch.cat(importances, dim=-2)
+
+
+def _batched(key: Tensor) -> Tensor:
+    """(..., H, S, D) to (B, H, S, D)."""
+    return key[None] if key.ndim == 3 else key.flatten(0, -4)
 
 
 def _at_least_fp32(query: Tensor, key: Tensor, scale: float | None) -> tuple[Tensor, Tensor, float]:
@@ -340,15 +394,14 @@ def _at_least_fp32(query: Tensor, key: Tensor, scale: float | None) -> tuple[Ten
     return query.to(dtype), key.to(dtype), query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _query_tiles(
-    query: Tensor, query_tile: int, query_order: Tensor | None, *, row_elements: int
-) -> Iterator[Tensor]:
+def _query_tiles(query: Tensor, choices: Options, *, row_elements: int) -> Iterator[Tensor]:
     """Queries (B, H, T, I, D) of T tiles at a time; a last tile that is not full comes alone.
 
     Args:
         row_elements: numbers that are computed per query; few tiles at a time bound the memory.
     """
     batch, heads, num_queries, _ = query.shape
+    query_order, query_tile = choices["query_order"], choices["query_tile"]
     if query_order is None:
         query_order = torch.arange(num_queries, device=query.device)
     tile_elements = batch * heads * query_tile * row_elements

@@ -22,13 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avq_diffusers.attention.own_codewords import cell_keys, spaced_keys, updated
+from avq_diffusers.attention.own_codewords import codewords_and_leaves
 from avq_diffusers.codebook.assignment import (
     across_heads,
     centre_of,
     chunk_length,
-    nearest_leaves,
-    nearest_parents,
 )
 
 # Longest sequence of values that is summed serially.
@@ -141,22 +139,17 @@ def leaves_and_table(
         leaf: (B H, S) from `nearest_leaves`.
         table: of B H heads.
     """
-    batch = len(key)
+    parents, children, leaf = codewords_and_leaves(
+        key,
+        parents,
+        children,
+        query_order,
+        num_parents=num_parents,
+        num_children=num_children,
+        num_updates=num_updates,
+    )
     key, value = key.flatten(0, 1), value.flatten(0, 1)
-    dtype = torch.promote_types(key.dtype, torch.float32)
-    if parents is None:
-        parents = spaced_keys(key, query_order, num_parents).to(dtype)
-    else:
-        parents = parents.expand(batch, -1, -1, -1).flatten(0, 1)
-    for _ in range(num_updates):
-        parents = updated(key.to(dtype), parents)
-    cell = None
-    if children is None:
-        cell = nearest_parents(key, parents)
-        children = cell_keys(key, cell, parents, num_children)
-    else:
-        children = children.expand(batch, -1, -1, -1, -1).flatten(0, 1)
-    leaf = nearest_leaves(key, parents, children, cell)
+    dtype = parents.dtype
 
     # A shift of all keys by one vector changes no softmax, and small codewords round less.
     centre = centre_of(parents)

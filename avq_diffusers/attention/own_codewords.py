@@ -9,7 +9,48 @@ Shapes: H heads (of all batch elements in a chunk), S keys, D head dim, M0 paren
 import torch
 from torch import Tensor
 
-from avq_diffusers.codebook.assignment import leaf_sums, nearest_parents
+from avq_diffusers.codebook.assignment import leaf_sums, nearest_leaves, nearest_parents
+
+
+def codewords_and_leaves(
+    key: Tensor,
+    parents: Tensor | None,
+    children: Tensor | None,
+    query_order: Tensor | None,
+    *,
+    num_parents: int,
+    num_children: int,
+    num_updates: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The codewords of a call, and the leaf of every key.
+
+    Args:
+        key: (B, H, S, D); the heads of all batch elements become one list.
+        parents: (H, M0, D) stored ones, float64 for float64 keys, else float32; None takes keys.
+        children: (H, M0, C, D), same dtype as `parents`; None takes keys.
+        num_updates: moves of the parents to the means of their keys.
+
+    Returns:
+        parents: (B H, M0, D).
+        children: (B H, M0, C, D).
+        leaf: (B H, S) from `nearest_leaves`.
+    """
+    batch = len(key)
+    key = key.flatten(0, 1)
+    wide = torch.promote_types(key.dtype, torch.float32)
+    if parents is None:
+        parents = spaced_keys(key, query_order, num_parents).to(wide)
+    else:
+        parents = parents.expand(batch, -1, -1, -1).flatten(0, 1)
+    for _ in range(num_updates):
+        parents = updated(key.to(wide), parents)
+    cell = None
+    if children is None:
+        cell = nearest_parents(key, parents)
+        children = cell_keys(key, cell, parents, num_children)
+    else:
+        children = children.expand(batch, -1, -1, -1, -1).flatten(0, 1)
+    return parents, children, nearest_leaves(key, parents, children, cell)
 
 
 def spaced_keys(key: Tensor, query_order: Tensor | None, num_parents: int) -> Tensor:

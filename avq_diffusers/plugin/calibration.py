@@ -179,12 +179,14 @@ class _LayerSample:
             key,
             codebook,
             config.num_refined,
+            codewords="stored",
             query_tile=config.query_tile,
             query_order=query_order(height, width, config.query_order, key.device),
             importance_tile=config.importance_tile,
         )
+        error = quantization_error(self.keys, codebook, codewords="stored")
         return {
-            "quantization_error": quantization_error(self.keys, codebook).mean().item(),
+            "quantization_error": error.mean().item(),
             "active_ratio": active_ratio(leaf_counts(self.keys, codebook)).mean().item(),
             "capture": captured.mean().item(),
         }

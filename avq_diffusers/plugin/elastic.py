@@ -230,6 +230,7 @@ class _Measurement:
             state.weights.project_heads(attn, "to_q", hidden_states),
             state.weights.project_heads(attn, "to_k", hidden_states),
             state.weights.codebook,
+            codewords="stored",
             query_tile=state.config.query_tile,
             query_order=state.present_call().query_order,
             importance_tile=state.config.importance_tile,

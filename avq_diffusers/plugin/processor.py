@@ -228,10 +228,15 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
         weights.project_heads(attn, "to_k", hidden_states),
         weights.project_heads(attn, "to_v", hidden_states),
         weights.codebook,
+        num_parents=config.num_parents,
+        num_children=config.num_children,
         num_refined=call.num_refined,
+        codewords="stored",
+        num_updates=0,
         query_tile=config.query_tile,
         query_order=call.query_order,
         importance_tile=config.importance_tile,
+        scale=None,
         backend=state.backend,
     )
     if not torch.compiler.is_compiling():

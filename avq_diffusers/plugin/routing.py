@@ -147,6 +147,7 @@ def measure_break_even(workload: Workload, device: torch.device) -> BreakEven:
             value,
             codebook,
             num_refined=workload.num_refined,
+            codewords="stored",
             query_tile=workload.query_tile,
         )
         exact = partial(F.scaled_dot_product_attention, query, key, value)

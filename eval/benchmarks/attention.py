@@ -51,6 +51,7 @@ def bench_attention(
                 *inputs,
                 codebook,
                 num_refined=config.num_refined,
+                codewords="stored",
                 query_tile=config.query_tile,
                 query_order=order,
             )

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from avq_diffusers import AVQConfig, avq_attention
+from avq_diffusers.attention.triton import codewords as tables
 from avq_diffusers.codebook.codebook import Codebook
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
@@ -110,6 +111,7 @@ class Bench:
             avq_attention,
             codebook=codebook,
             num_refined=config.num_refined,
+            codewords="stored",
             query_tile=config.query_tile,
             query_order=order,
         )
@@ -205,12 +207,15 @@ def kernel_stages(
     """The two kernel stages apart, on the codewords that the operation packs."""
     from avq_diffusers.attention.triton import attention, precompute
 
-    codes, bias = _packed(codebook, sets[0][0].dtype)
+    stored = _packed(codebook, sets[0][0].dtype)
     sizes = {"num_parents": config.num_parents, "num_children": config.num_children}
+    scale = codebook.head_dim**-0.5
 
-    def aggregate(index: int) -> tuple[Tensor, Tensor]:
+    def aggregate(index: int) -> tuple[Tensor, Tensor, Tensor]:
         _, key, value = sets[index]
-        return precompute.precompute(key, value, codes, bias, **sizes)
+        return precompute.precompute(
+            key, value, stored, None, None, **sizes, means=False, scale=scale
+        )
 
     # Filled by the calls before the graph is captured, which reads what they leave here.
     aggregates = cache(aggregate)
@@ -218,7 +223,6 @@ def kernel_stages(
     def attend(index: int) -> Tensor:
         return attention.attend(
             sets[index][0],
-            codes,
             *aggregates(index),
             **sizes,
             num_refined=config.num_refined,
@@ -264,11 +268,11 @@ def flat_kernel(
     config: AVQConfig, codebook: Codebook, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Our kernel's attention of queries over means (B, H, M, D) and counts (B, H, M)."""
-    from avq_diffusers.attention.triton import attention, codewords
+    from avq_diffusers.attention.triton import attention
 
-    codes, _ = _packed(codebook, dtype)
+    codes = _packed(codebook, dtype).codes
     padding = codes.shape[1] - config.num_parents
-    shares = codewords.mean_columns(codebook.head_dim) - codebook.head_dim
+    shares = tables.mean_columns(codebook.head_dim) - codebook.head_dim
 
     def attend(query: Tensor, means: Tensor, counts: Tensor) -> Tensor:
         # Rows of the kernel: every parent, padding, then what stays with parents, unread here.
@@ -295,13 +299,11 @@ def _flat_sdpa(codebook: Codebook, query: Tensor, means: Tensor, counts: Tensor)
     return F.scaled_dot_product_attention(query, keys, means, attn_mask=log_counts)
 
 
-def _packed(codebook: Codebook, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codewords and biases as the operation packs them for inputs of `dtype`."""
-    from avq_diffusers.attention.triton import codewords
-
-    return codewords.pack(
+def _packed(codebook: Codebook, dtype: torch.dtype) -> tables.StoredCodes:
+    """The codewords as the operation packs them for inputs of `dtype`."""
+    return tables.pack(
         codebook.parents,
         codebook.children,
         scale=codebook.head_dim**-0.5,
-        dtype=torch.float32 if dtype == torch.float32 else torch.float16,
+        dtype=dtype,
     )

@@ -393,7 +393,11 @@ class _LayerTotals:
 
     def _capture_figures(self, query: Tensor, key: Tensor, order: Tensor) -> dict[str, Tensor]:
         """How good the choice of refined parents is, each (H,)."""
-        tiles = {"query_tile": self.config.query_tile, "query_order": order}
+        tiles = {
+            "codewords": "stored",
+            "query_tile": self.config.query_tile,
+            "query_order": order,
+        }
         inputs = (query, key, self.codebook)
         choose = partial(refined_parents, *inputs, self.config.num_refined, **tiles)
         mass = attention_mass(*inputs, **tiles)
@@ -418,8 +422,8 @@ class _LayerTotals:
             return figures
         keys, counts = torch.cat(self.keys, dim=1), sum(self.counts)
         heads = {
-            "commitment_loss": commitment_loss(keys, self.codebook),
-            "quantization_error": quantization_error(keys, self.codebook),
+            "commitment_loss": commitment_loss(keys, self.codebook, codewords="stored"),
+            "quantization_error": quantization_error(keys, self.codebook, codewords="stored"),
             "active_ratio": active_ratio(counts),
             "perplexity": perplexity(counts),
             "evenness": perplexity(counts) / self.codebook.num_codewords,

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from cases import make_case, relative_error, stored_attention
+from cases import OPTIONS, make_case, relative_error, stored_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avq_diffusers.attention.api import BACKENDS, resolve_backend
@@ -78,10 +78,10 @@ REFUSALS = {
             "query_order must be on the device of query, cpu, but got meta.",
         ),
         ({"num_refined": -1}, "num_refined must be at least 0, but got -1."),
-        ({"num_refined": 7}, "num_refined must be at most the codebook's 6 parents, but got 7."),
+        ({"num_refined": 7}, "num_refined must be at most num_parents, 6, but got 7."),
         (
             {"codebook": FLAT},
-            "num_refined must be 0 for a codebook without children (flat VQ), but got 2.",
+            "num_refined must be 0 without children (flat VQ), but got 2.",
         ),
         ({"query_tile": 0}, "query_tile must be at least 1, but got 0."),
         ({"importance_tile": 0}, "importance_tile must be at least 1, but got 0."),
@@ -118,7 +118,7 @@ def test_auto_takes_the_dense_way_where_it_gets_gradients_faster(num_refined):
 
     def resolve(query, key=short_key):
         arguments = (query, key, key, CODEBOOK)
-        return resolve_backend("auto", *arguments, num_refined=num_refined)
+        return resolve_backend("auto", *arguments, **OPTIONS | {"num_refined": num_refined})
 
     query = QUERY.clone().requires_grad_()
     assert resolve(QUERY) == "torch"
@@ -158,33 +158,50 @@ def test_dtypes_of_inputs_and_codebook_may_differ(backend, dtype, codebook_dtype
 def custom_op_arguments(**options):
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
     defaults = {
+        "parents": CODEBOOK.parents,
+        "children": CODEBOOK.children,
         "query_order": order,
+        "num_parents": 6,
+        "num_children": 3,
         "num_refined": 2,
+        "codewords": "stored",
+        "num_updates": 0,
         "query_tile": 16,
         "importance_tile": 4,
         "scale": 0.3,
     }
-    codewords = (CODEBOOK.parents, CODEBOOK.children)
-    return QUERY, KEY, VALUE, *codewords, *(defaults | options).values()
+    return QUERY, KEY, VALUE, *(defaults | options).values()
+
+
+OWN = {"parents": None, "children": None, "codewords": "means"}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"query_order": None, "importance_tile": None}, {"num_refined": 0}]
+    "options",
+    [
+        {},
+        {"query_order": None, "importance_tile": None},
+        {"num_refined": 0},
+        OWN,
+        OWN | {"num_updates": 1},
+        {"codewords": "means"},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("needs_grad", [(False,) * 3, (True,) * 3, (False, True, False)])
 def test_opcheck(options, needs_grad):
-    *tokens, parents, children = custom_op_arguments(**options)[:5]
-    numbers = custom_op_arguments(**options)[5:]
+    arguments = custom_op_arguments(**options)
     tokens = [
-        x.detach().requires_grad_(needed) for x, needed in zip(tokens, needs_grad, strict=True)
+        x.detach().requires_grad_(needed)
+        for x, needed in zip(arguments[:3], needs_grad, strict=True)
     ]
-    arguments = (*tokens, parents, children, *numbers)
-    torch.library.opcheck(torch.ops.avq_diffusers.attention, arguments)
+    torch.library.opcheck(torch.ops.avq_diffusers.attention, (*tokens, *arguments[3:]))
 
 
 @pytest.mark.parametrize("needs_grad", [(True,) * 3, (False, True, False), (True, False, True)])
-def test_opcheck_of_the_gradients(needs_grad):
-    arguments = (torch.ones_like(QUERY), *custom_op_arguments(), needs_grad)
+@pytest.mark.parametrize("options", [{}, OWN], ids=["stored", "own"])
+def test_opcheck_of_the_gradients(needs_grad, options):
+    arguments = (torch.ones_like(QUERY), *custom_op_arguments(**options), needs_grad)
     torch.library.opcheck(torch.ops.avq_diffusers.attention_backward, arguments)
 
 

@@ -1,26 +1,22 @@
 """Diagnostics on codebooks whose figures are known or can be counted."""
 
-import inspect
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import make_case
+from torch import Tensor
 
-from avq_diffusers.attention import reference
+from avq_diffusers.attention import diagnostics, reference
 from avq_diffusers.attention.diagnostics import (
     active_ratio,
     attention_mass,
-    capture,
-    capture_curve,
     captured_share,
-    commitment_loss,
     constraint_error,
     leaf_counts,
     perplexity,
-    quantization_error,
-    refined_parents,
 )
 from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.codebook import Codebook
@@ -28,6 +24,17 @@ from avq_diffusers.codebook.codebook import Codebook
 PARENTS = torch.tensor([[[0.0, 0.0], [10.0, 0.0]]])
 CHILDREN = PARENTS[:, :, None] + torch.tensor([[0.0, 2.0], [0.0, -2.0]])
 CODEBOOK = Codebook(PARENTS, CHILDREN)
+
+capture, capture_curve, refined_parents, commitment_loss, quantization_error = (
+    partial(function, codewords="stored")
+    for function in (
+        diagnostics.capture,
+        diagnostics.capture_curve,
+        diagnostics.refined_parents,
+        diagnostics.commitment_loss,
+        diagnostics.quantization_error,
+    )
+)
 
 
 @pytest.mark.parametrize("order", [None, torch.arange(49, -1, -1)])
@@ -109,6 +116,9 @@ def test_no_choice_captures_more_than_the_parents_of_most_mass():
     [
         ({"query_tile": 0}, ValueError, "query_tile must be at least 1, but got 0."),
         ({"importance_tile": 0}, ValueError, "importance_tile must be at least 1, but got 0."),
+        ({"codewords": "own"}, ValueError, "codewords must be one of means, stored, but got 'own'"),
+        ({"codebook": None}, ValueError, 'codewords="stored" needs a codebook.'),
+        ({"num_updates": -1}, ValueError, "num_updates must be at least 0, but got -1."),
         ({"scale": "1"}, TypeError, "scale must be a number or None, but got str."),
         ({"codebook": CODEBOOK}, ValueError, "codebook must have the number of heads of query, 2"),
         ({"num_refined": -1}, ValueError, "num_refined must be at least 0, but got -1."),
@@ -117,13 +127,16 @@ def test_no_choice_captures_more_than_the_parents_of_most_mass():
 def test_arguments_are_refused_as_by_attention(changes, error, message):
     """Catches figures of parents that are counted from the end, or of heads that are repeated."""
     query, key, _, codebook = make_case()
-    arguments = {"query": query, "key": key, "codebook": codebook}
+    arguments = {"query": query, "key": key, "codebook": codebook, "codewords": "stored"}
     for function in (capture, capture_curve, attention_mass, refined_parents):
-        taken = inspect.signature(function).parameters
-        others = {"num_refined": 2} if "num_refined" in taken else {}
-        if taken.keys() >= changes.keys():
+        others = {"num_refined": 2} if function in (capture, refined_parents) else {}
+        if changes.keys() <= arguments.keys() | others.keys() or "num_refined" not in changes:
             with pytest.raises(error, match=f"^{re.escape(message)}"):
                 function(**arguments | others | changes)
+    if changes.keys() <= {"codebook", "codewords", "num_updates"}:
+        for metric in (commitment_loss, quantization_error, leaf_counts):
+            with pytest.raises(error, match=f"^{re.escape(message)}"):
+                metric(**{"key": key, "codebook": codebook, "codewords": "stored"} | changes)
 
 
 def test_commitment_loss_is_the_squared_distance_to_the_leaf():
@@ -202,3 +215,55 @@ def test_constraint_error_in_distances_of_a_child():
     two_heads = Codebook(PARENTS.repeat(2, 1, 1), torch.cat([CHILDREN, shifted]))
     assert constraint_error(two_heads).tolist() == pytest.approx([0.0, 1 / distance])
     assert constraint_error(Codebook(PARENTS, CHILDREN[:, :, :0])).tolist() == [0.0]
+
+
+def own_case() -> tuple[Tensor, Tensor, dict, Codebook]:
+    """Queries, keys, options without a codebook, and the codewords that the definition takes."""
+    query, key, _, _ = make_case(batch=1)
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(2))
+    options = {"num_parents": 6, "num_children": 3, "query_order": order}
+    parents = reference.spaced_keys(key, 6, order)
+    children = reference.cell_keys(key, reference.nearest(key, parents), parents, 3)
+    return query, key, options, Codebook(parents[0], children[0])
+
+
+def test_metrics_without_a_codebook_are_those_of_the_codewords_that_it_takes():
+    """Catches codewords that ignore the query order or the sizes, and other representatives."""
+    query, key, options, taken = own_case()
+    found = {"codebook": None, **options}
+    expected = {"codebook": taken, "query_order": options["query_order"]}
+    tiles = {"query": query, "key": key, "query_tile": 16}
+    for function in (diagnostics.capture_curve, attention_mass):
+        torch.testing.assert_close(function(**tiles, **found), function(**tiles, **expected))
+    for function in (diagnostics.capture, diagnostics.refined_parents):
+        tiles["num_refined"] = 2
+        assert function(**tiles, **found).equal(function(**tiles, **expected))
+    assert leaf_counts(key, **found).equal(leaf_counts(key, taken))
+    for function in (diagnostics.commitment_loss, diagnostics.quantization_error):
+        torch.testing.assert_close(function(key, **found), function(key, **expected))
+        # A mean is closer to its keys than a key is.
+        assert (function(key, **found) < function(key, taken, codewords="stored")).all()
+
+
+def test_distances_to_means_by_hand():
+    """Catches distances to codewords, and to the parent's mean over its whole cell."""
+    key = torch.tensor([[[[0.0], [1.0], [3.0]]]], requires_grad=True)
+    codebook = Codebook(torch.tensor([[[0.4]]]), torch.tensor([[[[0.0], [2.0]]]]))
+    # 0 goes to the child at 0; 1 stays (0.6 < 1); 3 goes to the child at 2. All are their means.
+    assert diagnostics.commitment_loss(key, codebook).tolist() == [0.0]
+    # The child at 2 is further than the parent: 0 and 1 stay, around 0.5.
+    codebook = Codebook(codebook.parents, codebook.children[:, :, 1:])
+    loss = diagnostics.commitment_loss(key, codebook)
+    torch.testing.assert_close(loss, torch.tensor([0.5 / 3]))
+    (gradient,) = torch.autograd.grad(loss.sum(), key)
+    torch.testing.assert_close(gradient.flatten(), torch.tensor([-1.0, 1.0, 0.0]) / 3)
+
+
+def test_importance_is_that_of_the_means():
+    """The query likes the keys of one parent best, and the codeword of the other."""
+    key = torch.tensor([[[[4.0, 3.0], [4.0, 3.0], [5.0, -1.0], [5.0, -1.0]]]])
+    parents = torch.tensor([[[0.0, 6.0], [9.0, -6.0]]])
+    codebook = Codebook(parents, parents[:, :, None])
+    query = torch.tensor([[[[1.0, 0.5]]]])
+    assert diagnostics.refined_parents(query, key, codebook, 1)[0, 0, 0].tolist() == [True, False]
+    assert refined_parents(query, key, codebook, 1)[0, 0, 0].tolist() == [False, True]

@@ -24,6 +24,8 @@ from avq_diffusers.codebook.assignment import centre_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+# Triton's interpreter multiplies the bits of bfloat16 numbers as integers.
+DTYPES = [HALF, pytest.param(BRAIN, marks=pytest.mark.gpu), SINGLE]
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +62,8 @@ class Problem:
         parents, children = codewords[:, :, 0], codewords[:, :, 1:]
         self.num_parents, self.num_children, head_dim = children.shape[1:]
         self.scale = scale or head_dim**-0.5
-        code_dtype = SINGLE if dtype == SINGLE else HALF
-        self.codes, self.bias = pack(parents, children, scale=self.scale, dtype=code_dtype)
+        self.stored = pack(parents, children, scale=self.scale, dtype=dtype)
+        self.codes, self.bias, _ = self.stored
         self.sizes = padded_sizes(head_dim, self.num_parents, self.num_children)
         centre = centre_of(parents).double()
         table = self.codes[..., :head_dim].double() / (self.scale * math.log2(math.e))
@@ -73,6 +75,12 @@ class Problem:
         self.codewords = torch.cat([table[:, : self.num_parents, None], rounded], dim=2)
 
     def run(self, key=None, value=None, **changes) -> tuple[Tensor, Tensor]:
+        """Mean values and log counts in the stored form."""
+        return self.run_form(key, value, means=False, **changes)[1:]
+
+    def run_form(
+        self, key=None, value=None, *, means, own=False, parents=None, key_order=None, **changes
+    ) -> tuple[Tensor, Tensor, Tensor]:
         key = self.key if key is None else key
         tiling = default_tiling(
             key.shape[:2].numel(),
@@ -81,15 +89,19 @@ class Problem:
             self.num_parents,
             self.num_children,
             key.dtype,
+            means,
         )
         tiling = replace(tiling, **changes)
         return precompute(
             key,
             self.value if value is None else value,
-            self.codes,
-            self.bias,
+            None if own else self.stored,
+            parents,
+            key_order,
             num_parents=self.num_parents,
             num_children=self.num_children,
+            means=means,
+            scale=self.scale,
             tiling=tiling,
         )
 
@@ -175,7 +187,7 @@ def check(problem: Problem, means: Tensor, log_counts: Tensor) -> None:
     counts, sums = oracle(problem)
     _, parent_rows, child_rows = problem.sizes
     head_dim = problem.key.shape[-1]
-    ulp = 2.0**-10 if means.dtype == HALF else 2.0**-20
+    ulp = {HALF: 2.0**-10, BRAIN: 2.0**-7, SINGLE: 2.0**-20}[means.dtype]
     largest = problem.value.double().abs().amax()
     summing = 2.0**-23 * problem.key.shape[2] * largest
 
@@ -227,7 +239,6 @@ SHAPES = {
     "narrowest head": ((1, 1, 200, 8), 16, 4, HALF),
     "head dim no power of two, wide": ((1, 1, 150, 80), 16, 8, HALF),
     "widest head": ((1, 1, 150, 128), 16, 8, HALF),
-    "bfloat16": ((1, 2, 200, 40), 16, 8, BRAIN),
     "float32": ((1, 2, 200, 40), 16, 8, SINGLE),
 }
 
@@ -239,7 +250,7 @@ def test_aggregates_match_oracle(name):
     check(problem, *problem.run())
 
 
-@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
 def test_chosen_leaf_is_nearest_up_to_rounding(dtype, offset):
     """Values that name their key show where each key went."""
@@ -260,7 +271,7 @@ def test_chosen_leaf_is_nearest_up_to_rounding(dtype, offset):
     assert (distance[went].view(6, 2, 40) <= best_leaf + rounding).all()
 
 
-@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_ties_go_to_the_lower_parent_the_parent_and_the_lower_child(dtype):
     """Small integers are exact, so distances are equal, not almost equal."""
     codewords = torch.zeros(1, 4, 3, 16)
@@ -407,13 +418,15 @@ def test_packing_rounds_once():
     generator = torch.Generator().manual_seed(0)
     parents = 1000 + torch.randn(2, 16, 40, generator=generator)
     children = parents[:, :, None] + torch.randn(2, 16, 4, 40, generator=generator)
-    codes, _ = pack(parents, children, scale=0.3, dtype=HALF)
+    codes = pack(parents, children, scale=0.3, dtype=HALF).codes
     centred = (parents - centre_of(parents)).double() * 0.3 * math.log2(math.e)
     assert codes[:, :16, :40].equal(centred.to(HALF))
 
 
 def test_kernels_compile_to_what_was_meant():
-    problems = [*product((86, 90), (40, 64, 80, 128)), (80, 40), (89, 80)]  # kin of 86
+    forms = ("stored", "means", "own")
+    problems = [*product((86, 90), (40, 64, 80, 128), forms)]
+    problems += product((80, 89), (40, 80), ("own",))  # kin of 86
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, __file__, json.dumps(problems)]
@@ -438,28 +451,39 @@ class Recorder:
         self.arguments, self.constants = arguments, constants
 
 
-def compile_launches(capability: int, head_dim: int) -> list[dict]:
+def compile_launches(capability: int, head_dim: int, form: str) -> list[dict]:
     """Compile both kernels exactly as `precompute` launches them."""
     from compile_only import compile_for
 
-    kinds = {torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+    kinds = {
+        torch.float16: "*fp16",
+        torch.float32: "*fp32",
+        torch.int32: "*i32",
+        torch.int64: "*i64",
+    }
     compiled = {"sort": kernels.sort_kernel, "aggregate": kernels.aggregate_kernel}
     kernels.sort_kernel, kernels.aggregate_kernel = recorders = Recorder(), Recorder()
-    Problem((1, 2, 4096, head_dim), 64, 8).run()
+    order = torch.arange(4096) if form == "own" else None
+    Problem((1, 2, 4096, head_dim), 64, 8).run_form(
+        means=form != "stored", own=form == "own", key_order=order
+    )
     kernels.sort_kernel, kernels.aggregate_kernel = compiled.values()
     results = []
     for (name, kernel), recorder in zip(compiled.items(), recorders, strict=True):
-        arguments = zip(kernel.arg_names, recorder.arguments, strict=False)
+        arguments = dict(zip(kernel.arg_names, recorder.arguments, strict=False))
         signature = {
             argument: kinds[given.dtype] if isinstance(given, Tensor) else "i32"
-            for argument, given in arguments
+            for argument, given in arguments.items()
+            if given is not None
         }
-        constants = dict(recorder.constants)
-        options = {option: constants.pop(option) for option in ("num_warps", "num_stages")}
+        constants = dict.fromkeys(arguments.keys() - signature.keys()) | dict(recorder.constants)
+        options = {
+            option: constants.pop(option, None) for option in ("num_warps", "num_stages", "maxnreg")
+        }
         info = compile_for(kernel, signature, constants, capability=capability, **options)
         results.append(
             {
-                "kernel": f"{name}, D = {head_dim}, sm_{capability}",
+                "kernel": f"{name}, {form}, D = {head_dim}, sm_{capability}",
                 "stack": info.stack,
                 "registers": info.registers,
                 "shared": info.shared,

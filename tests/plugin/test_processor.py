@@ -114,6 +114,7 @@ class TestOutput:
                 value,
                 codebooks.codebook(LAYER),
                 num_refined=config.num_refined,
+                codewords="stored",
                 query_tile=config.query_tile,
                 query_order=query_order(8, 12, config.query_order),
                 importance_tile=config.importance_tile,
@@ -349,6 +350,7 @@ class TestProjectionChanges:
                 value,
                 tuned.codebook(LAYER),
                 num_refined=CONFIG.num_refined,
+                codewords="stored",
                 query_tile=CONFIG.query_tile,
                 query_order=query_order(8, 12, CONFIG.query_order),
             )
