@@ -7,15 +7,16 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from avq_diffusers.attention import reference
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.triton import codewords
-from avq_diffusers.codebook.assignment import assign, centre_of
+from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -32,29 +33,29 @@ class Problem:
 
     Attributes:
         query, key, value: (B, H, N, D) and (B, H, S, D), of any strides.
-        codebook: in float32, or float64 if the inputs are.
-        options: the other arguments.
+        codebook: in float32, or float64 if the inputs are; None takes codewords from the keys.
+        options: the other arguments, with the sizes of the codebook.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    codebook: Codebook
+    codebook: Codebook | None
     options: dict[str, Any]
 
     def __str__(self) -> str:
         batch, heads, num_queries, head_dim = self.query.shape
         sizes = f"B{batch} H{heads} N{num_queries} S{self.key.shape[2]} D{head_dim}"
-        book = f"M{self.codebook.num_parents}C{self.codebook.num_children}"
+        origin = "keys" if self.codebook is None else "codebook"
         numbers = {name: x for name, x in self.options.items() if not isinstance(x, Tensor)}
-        return f"{sizes} {book} {self.query.dtype} {numbers}"
+        return f"{sizes} from {origin} {self.query.dtype} {numbers}"
 
 
 def draw_problem(rng: Random, *, kernels: bool, device: torch.device, most: int = 300) -> Problem:
     """Draw arguments that the backend accepts.
 
-    No key is nearly as close to another codeword as to its own: such a key may rightly go to
-    either.
+    No key is nearly as close to another codeword of a codebook as to its own: such a key may
+    rightly go to either.
 
     Args:
         rng: that everything is drawn from.
@@ -74,7 +75,12 @@ def draw_problem(rng: Random, *, kernels: bool, device: torch.device, most: int 
     num_children = rng.choice((0, 1, rng.randint(2, 4), rng.randint(5, 9)))
     some = rng.randint(1, max(1, num_parents - 1))
     longest = 128 if kernels else 400
+    is_own = rng.random() < 0.5
     options: dict[str, Any] = {
+        "num_parents": num_parents,
+        "num_children": num_children,
+        "codewords": "means" if is_own else rng.choice(("means", "stored")),
+        "num_updates": rng.choice((0, 0, 1, 2)) if is_own or not kernels else 0,
         "num_refined": rng.choice((0, num_parents, some, some, some)) if num_children else 0,
         "query_tile": rng.choice((1, 7, 16, 16, 128, rng.randint(1, longest))),
         "scale": rng.choice((None, None, 0.01, 0.1, 0.5, 1.0)),
@@ -92,7 +98,7 @@ def draw_problem(rng: Random, *, kernels: bool, device: torch.device, most: int 
         key, codebook = _keys_and_codebook(kind, batch, num_keys, sizes, dtype, generator)
         scale = options["scale"] or head_dim**-0.5
         exact = _rounded(codebook, scale, dtype) if kernels else codebook.to(dtype=torch.float64)
-        clear = clear_keys(key.double(), exact)
+        clear = clear_keys(key.double(), exact.parents, exact.children)
         if clear.any(-1).all():
             break
     first_clear = clear.int().argmax(-1)[..., None, None].expand(-1, -1, 1, head_dim)
@@ -106,7 +112,49 @@ def draw_problem(rng: Random, *, kernels: bool, device: torch.device, most: int 
     query = rng.choice((0.3, 1.0, 4.0)) * query
     value = normal(batch, heads, num_keys, head_dim)
     query, key, value = (_strided(rng, x.to(device, dtype)) for x in (query, key, value))
-    return Problem(query, key, value, codebook.to(device), options)
+    return Problem(query, key, value, None if is_own else codebook.to(device), options)
+
+
+class Codewords(NamedTuple):
+    """The codewords of a problem, by the definition, in float64.
+
+    parents: (B, H, M0, D).
+    children: (B, H, M0, C, D).
+    is_clear: (B, H, S) keys whose choices, also in updates, no rounding can change.
+    """
+
+    parents: Tensor
+    children: Tensor
+    is_clear: Tensor
+
+
+def codewords_of(problem: Problem, backend: str) -> Codewords:
+    """The codewords that the backend takes, after updates, as it rounds them."""
+    options, codebook, dtype = problem.options, problem.codebook, problem.query.dtype
+    key = problem.key.double()
+    is_clear = torch.ones_like(key[..., 0], dtype=torch.bool)
+    if codebook is None:
+        parents = reference.spaced_keys(key, options["num_parents"], options.get("query_order"))
+    else:
+        codebook = codebook.to(dtype=torch.float64)
+        if backend == "triton":
+            scale = options["scale"] or key.shape[-1] ** -0.5
+            codebook = _rounded(problem.codebook, scale, dtype)
+        parents = codebook.parents.expand(len(key), -1, -1, -1)
+    for _ in range(options["num_updates"]):
+        is_clear &= _is_clear(_distances(key, parents))
+        one_hot = F.one_hot(reference.nearest(key, parents), parents.shape[2]).double()
+        counts = one_hot.sum(2)[..., None]
+        parents = torch.where(counts > 0, one_hot.mT @ key / counts.clamp(min=1), parents)
+    if options["num_updates"] and backend == "triton":
+        parents = parents.to(dtype).double()
+    if codebook is None:
+        is_clear &= _is_clear(_distances(key, parents))
+        cell = reference.nearest(key, parents)
+        children = reference.cell_keys(key, cell, parents, options["num_children"])
+    else:
+        children = codebook.children.expand(len(key), -1, -1, -1, -1)
+    return Codewords(parents, children, is_clear & clear_keys(key, parents, children))
 
 
 def error_over_budget(problem: Problem, backend: str) -> float:
@@ -115,27 +163,30 @@ def error_over_budget(problem: Problem, backend: str) -> float:
     The definition runs in float64 on the same rounded inputs, and on the codewords as the backend
     rounds them. Allowed is twice the error of PyTorch's exact attention in the same dtype, and
     roundings of the result and of float32. Query tiles whose last refined parent is nearly as
-    important as the next one are left out.
+    important as the next one are left out, and so is a problem where roundings may decide which
+    codeword a key takes.
 
     Raises:
         ArithmeticError: the output is not finite, or has another shape, dtype or layout.
     """
-    query, key, value = problem.query, problem.key, problem.value
-    output = avq_attention(query, key, value, problem.codebook, backend=backend, **problem.options)
+    query, key, value, options = problem.query, problem.key, problem.value, problem.options
+    output = avq_attention(query, key, value, problem.codebook, backend=backend, **options)
     is_sound = output.isfinite().all() and output.transpose(1, 2).is_contiguous()
     if not is_sound or (output.shape, output.dtype) != (query.shape, query.dtype):
         raise ArithmeticError(f"{tuple(output.shape)} {output.dtype} is not as promised: {problem}")
-    scale = problem.options["scale"] or query.shape[-1] ** -0.5
-    codebook = problem.codebook.to(dtype=torch.float64)
-    if backend == "triton":
-        codebook = _rounded(problem.codebook, scale, query.dtype)
+    found = codewords_of(problem, backend)
+    if not found.is_clear.all():
+        return 0.0
     wide = [x.double() for x in (query, key, value)]
-    expected = avq_attention(*wide, codebook, backend="reference", **problem.options)
+    expected = reference.avq_attention(
+        *wide, found.parents, found.children, **options | {"num_updates": 0}
+    )
     if query.dtype == torch.float64:
         return _relative_error(output, expected) / EXACT
-    clear = clear_queries(wide[0], wide[1], codebook, **problem.options)
+    clear = clear_queries(problem, found)
     if not clear.any():
         return 0.0
+    scale = options["scale"] or query.shape[-1] ** -0.5
     exact = F.scaled_dot_product_attention(*wide, scale=scale)
     attention = F.scaled_dot_product_attention(query, key, value, scale=scale)
     rounding = torch.finfo(query.dtype).eps + 2 * torch.finfo(torch.float32).eps
@@ -157,56 +208,60 @@ def gradient_over_budget(problem: Problem) -> float:
     return max(errors) / max(size, 1e-6) / EXACT
 
 
-def clear_keys(key: Tensor, codebook: Codebook) -> Tensor:
+def clear_keys(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
     """(B, H, S) keys whose nearest parent, and nearest leaf in its cell, beat the next clearly.
 
     Args:
         key: (B, H, S, D) float64.
-        codebook: in float64.
+        parents: (H, M0, D) or (B, H, M0, D) float64.
+        children: (H, M0, C, D) or (B, H, M0, C, D) float64.
     """
-    parent, _ = assign(key, codebook)
-    heads = torch.arange(key.shape[1], device=key.device)[:, None]
-    to_parents = torch.cdist(key, codebook.parents, compute_mode="donot_use_mm_for_euclid_dist")
-    to_leaves = (codebook.leaves[heads, parent] - key[..., None, :]).norm(dim=-1)
-    return _is_clear(to_parents) & _is_clear(to_leaves)
+    to_parents = _distances(key, parents)
+    cell = to_parents.argmin(-1)
+    leaves = torch.cat([parents[..., None, :], children], dim=-2)
+    leaves = leaves.expand(len(key), *leaves.shape[-4:])
+    to_leaves = [
+        (leaf.gather(2, cell[..., None].expand_as(key)) - key).norm(dim=-1)
+        for leaf in leaves.unbind(3)
+    ]
+    return _is_clear(to_parents) & _is_clear(torch.stack(to_leaves, dim=-1))
+
+
+def _distances(key: Tensor, parents: Tensor) -> Tensor:
+    """(B, H, S, M0)."""
+    return torch.cdist(key, parents, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def _is_clear(distance: Tensor) -> Tensor:
+    """Equal distances are those of equal codewords, of which every backend takes the first."""
     if distance.shape[-1] == 1:
         return torch.ones_like(distance[..., 0], dtype=torch.bool)
-    nearest = distance.square().topk(2, largest=False).values
-    return nearest[..., 1] - nearest[..., 0] > KEY_TIE * nearest.sum(-1)
+    squared = distance.square()
+    nearest = squared.amin(-1, keepdim=True)
+    following = squared.masked_fill(squared == nearest, torch.inf).amin(-1, keepdim=True)
+    return (following - nearest > KEY_TIE * (following + nearest))[..., 0] | following.isinf()[
+        ..., 0
+    ]
 
 
-def clear_queries(
-    query: Tensor,
-    key: Tensor,
-    codebook: Codebook,
-    *,
-    num_refined: int,
-    query_tile: int,
-    scale: float | None,
-    query_order: Tensor | None = None,
-) -> Tensor:
-    """(B, H, N) queries of tiles whose last refined parent beats the next one clearly.
-
-    Args:
-        query: (B, H, N, D) float64.
-        key: (B, H, S, D) float64.
-        codebook: in float64.
-        num_refined, query_tile, scale, query_order: as in `avq_attention`.
-    """
+def clear_queries(problem: Problem, codewords: Codewords) -> Tensor:
+    """(B, H, N) queries of tiles whose last refined parent beats the next one clearly."""
+    options, query = problem.options, problem.query.double()
     clear = torch.ones(query.shape[:3], dtype=torch.bool, device=query.device)
-    if not 0 < num_refined < codebook.num_parents:
+    num_refined, num_parents = options["num_refined"], options["num_parents"]
+    if not 0 < num_refined < num_parents:
         return clear
-    parent, _ = assign(key, codebook)
-    counts = F.one_hot(parent, codebook.num_parents).sum(-2).double()
-    logits = (scale or query.shape[-1] ** -0.5) * query @ codebook.parents.mT
+    key = problem.key.double()
+    one_hot = F.one_hot(reference.nearest(key, codewords.parents), num_parents).double()
+    counts = one_hot.sum(-2)
+    parents = codewords.parents
+    if options["codewords"] == "means":
+        parents = one_hot.mT @ key / counts.clamp(min=1)[..., None]
+    logits = (options["scale"] or query.shape[-1] ** -0.5) * query @ parents.mT
     share = (logits + counts.log()[:, :, None]).softmax(-1)
-    order = (
-        torch.arange(query.shape[2], device=query.device) if query_order is None else query_order
-    )
-    for tile in order.split(query_tile):
+    order = options.get("query_order")
+    order = torch.arange(query.shape[2], device=query.device) if order is None else order
+    for tile in order.split(options["query_tile"]):
         importance = share[:, :, tile].sum(-2).sort(-1, descending=True).values
         last, following = importance[..., num_refined - 1], importance[..., num_refined]
         is_clear = (last - following > PARENT_TIE * last) | (following == 0)

@@ -230,13 +230,13 @@ def _query_gradients(
         weights = logits.softmax(dim=-1)
         products = grads @ value_means.mT
         delta = (weights * products).sum(dim=-1, keepdim=True)
-        grad_logits = weights * (products - delta)
         if grad_query is not None:
+            grad_logits = weights * (products - delta)
             grad_tiles = scale * grad_logits @ codewords
             forward.write_tiles(grad_query, grad_tiles.transpose(0, 1), order)
         if moments.sums.shape[-1]:
-            tile_moments = moments.of_tiles(tiles, grads, weights, grad_logits, delta)
-            tile_moments /= counts.clamp(min=1)[..., None]
+            weights /= counts.clamp(min=1)[..., None, :]
+            tile_moments = moments.of_tiles(tiles, grads, weights, products, delta)
             # A tile sees no codeword twice, so no two rows of an addition collide.
             for seen, added in zip(visible.flatten(1), tile_moments.flatten(1, 2), strict=True):
                 moments.sums.index_add_(0, seen, added)
@@ -280,10 +280,12 @@ class _MeanMoments(_Moments):
         return (for_key + for_value) * head_dim
 
     def of_tiles(
-        self, tiles: Tensor, grads: Tensor, weights: Tensor, grad_logits: Tensor, delta: Tensor
+        self, tiles: Tensor, grads: Tensor, weights: Tensor, products: Tensor, delta: Tensor
     ) -> Tensor:
         of_values = [] if self.grad_value is None else [weights.mT @ grads]
-        of_keys = [] if self.grad_key is None else [grad_logits.mT @ tiles]
+        of_keys = []
+        if self.grad_key is not None:
+            of_keys = [(weights * (products - delta)).mT @ tiles]
         return torch.cat(of_values + of_keys, dim=-1)
 
     def write(self, leaf: Tensor, value: Tensor) -> None:
@@ -305,7 +307,7 @@ class _StraightThroughMoments(_Moments):
         return (for_value + for_key * head_dim) * (1 + head_dim)
 
     def of_tiles(
-        self, tiles: Tensor, grads: Tensor, weights: Tensor, grad_logits: Tensor, delta: Tensor
+        self, tiles: Tensor, grads: Tensor, weights: Tensor, products: Tensor, delta: Tensor
     ) -> Tensor:
         head_dim = tiles.shape[-1]
         start = 0 if self.grad_value is not None else 1

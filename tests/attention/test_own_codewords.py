@@ -1,0 +1,362 @@
+"""Codewords from the keys of the call, and means in place of codewords, on all backends.
+
+Backends take the definition's choices. What a wrong implementation would do is said at each test.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import make_case, relative_error
+from problems import Problem, codewords_of, error_over_budget
+from torch import Tensor
+
+from avq_diffusers.attention import diagnostics, reference
+from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.codebook.codebook import Codebook
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+BACKENDS = ["reference", "torch", "triton"]
+SIZES = {"num_parents": 6, "num_children": 3, "query_tile": 16}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> str:
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    return request.param
+
+
+def tokens(**shape) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in float32, which every backend takes."""
+    *tensors, _ = make_case(dtype=FP32, **shape)
+    return tuple(x.to(DEVICE) for x in tensors)
+
+
+def shuffled(length: int) -> Tensor:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+# One number per token. The query order is backwards, so the parents are keys 7 and 3: 1 and 10.
+KEYS = [5.0, 0.0, 2.0, 10.0, 12.0, 9.0, 16.0, 1.0]
+# Cell 0 has keys 0, 1, 2, 7. Its children are those of rank 0 and 2 in the order of keys: 5 and 2.
+# 0 is closest to the parent and stays, as does the parent itself: their mean is 0.5.
+FINE_0, COARSE_0 = {0: 5.0, 1: 0.5, 2: 2.0, 7: 0.5}, dict.fromkeys((0, 1, 2, 7), 2.0)
+# Cell 1 has keys 3, 4, 5, 6, and children 10 and 9. No key is strictly closer to the first than to
+# the parent, where 10, 12 and 16 stay: their mean is 38 / 3.
+FINE_1 = {3: 38 / 3, 4: 38 / 3, 5: 9.0, 6: 38 / 3}
+COARSE_1 = dict.fromkeys((3, 4, 5, 6), 47 / 4)
+# An update moves the parents to 2 and 47 / 4. Of cell 0, only 5 is still closer to a child; 2 is as
+# close to the parent. Of cell 1, 10 and 9 are children, 12 and 16 stay.
+UPDATED_0 = {0: 5.0, 1: 1.0, 2: 1.0, 7: 1.0}
+UPDATED_1 = {3: 10.0, 4: 14.0, 5: 9.0, 6: 14.0}
+
+
+@pytest.mark.parametrize(
+    ("num_updates", "fine"), [(0, FINE_0 | FINE_1), (1, UPDATED_0 | UPDATED_1)]
+)
+def test_eight_keys_by_hand(backend, num_updates, fine):
+    """Catches parents in the order of keys, children in the query order or by distance, a child
+    that wins when it is as close as the parent, cells that are not averaged, and updates that move
+    no parent."""
+    order = torch.arange(7, -1, -1, device=DEVICE)
+    coarse = COARSE_0 | COARSE_1
+    # The first tile, queries 7 to 4, looks at large keys and refines cell 1.
+    query = torch.tensor([-0.2, -0.4, -0.1, -0.3, 0.1, 0.3, 0.2, 0.4])
+    value = torch.eye(8)
+    expected = torch.empty(8, 8)
+    for tile, cell in ((order[:4].cpu(), (3, 4, 5, 6)), (order[4:].cpu(), (0, 1, 2, 7))):
+        seen = torch.tensor([(fine if j in cell else coarse)[j] for j in range(8)])
+        expected[tile] = (query[tile, None] * seen).softmax(dim=-1) @ value
+
+    def one_channel(numbers) -> Tensor:
+        numbers = torch.as_tensor(numbers)[None, None, :, None]
+        return F.pad(numbers, (0, 7)).to(DEVICE)
+
+    output = avq_attention(
+        one_channel(query),
+        one_channel(KEYS),
+        value[None, None].to(DEVICE),
+        num_parents=2,
+        num_children=2,
+        num_refined=1,
+        num_updates=num_updates,
+        query_tile=4,
+        query_order=order,
+        scale=1.0,
+        backend=backend,
+    )
+    torch.testing.assert_close(output[0, 0].cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_cells_with_fewer_keys_than_children_are_exact(backend):
+    """Catches children from beyond the cell, or keys that no rank reaches."""
+    query, key, value = tokens(queries=21)
+    sizes = {"num_parents": 6, "num_refined": 6, "query_tile": 16, "backend": backend}
+    exact = F.scaled_dot_product_attention(query, key, value)
+    output = avq_attention(query, key, value, num_children=21, **sizes)
+    torch.testing.assert_close(output, exact, rtol=1e-4, atol=1e-5)
+    few = avq_attention(query, key, value, num_children=1, **sizes)
+    assert relative_error(few, exact) > 0.01
+
+
+@pytest.mark.parametrize("num_refined", [0, 3, 11])
+def test_fewer_keys_than_parents_are_exact(backend, num_refined):
+    """Catches places beyond the keys, and twins of a parent that count its keys again."""
+    query, key, value = tokens(queries=13, keys=7)
+    output = avq_attention(
+        query, key, value, num_parents=11, num_children=2, num_refined=num_refined, backend=backend
+    )
+    exact = F.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(output, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_of_equal_codewords_the_first_has_all_keys():
+    """Catches keys that go to the later of equal parents or children."""
+    numbers = torch.tensor([1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 7.0, 9.0])
+    key = numbers[None, None, :, None].expand(-1, -1, -1, 4)
+    counts = diagnostics.leaf_counts(key, None, num_parents=4, num_children=4)
+    # Parents 1, 1, 9, 7 at places 0, 2, 4, 6; a key of the same value is not strictly closer.
+    assert counts[0].sum(-1).tolist() == [4, 0, 3, 1]
+    assert counts[0, :, 0].tolist() == [4, 0, 3, 1]
+    # Parent 1 takes all. Children 1, 1, 9, 7, of which the first that is closer has the 9s.
+    counts = diagnostics.leaf_counts(key, None, num_parents=1, num_children=4)
+    assert counts.tolist() == [[[4, 0, 0, 3, 1]]]
+
+
+MODES = {
+    "own": {},
+    "own, updated once": {"num_updates": 1},
+    "own, updated twice": {"num_updates": 2},
+    "own, flat": {"num_children": 0, "num_refined": 0},
+    "own, all refined": {"num_refined": 9},
+    "codebook": {"codebook": True},
+    "codebook, updated": {"codebook": True, "num_updates": 1},
+    "codebook, stored and updated": {
+        "codebook": True,
+        "num_updates": 1,
+        "codewords": "stored",
+    },
+}
+SHAPES = {
+    "40": {"head_dim": 40, "queries": 151},
+    "64": {"head_dim": 64, "queries": 97, "keys": 130},
+    "80": {"head_dim": 80, "queries": 67},
+    "128": {"head_dim": 128, "queries": 67},
+}
+
+
+def problem_of(shape: str, mode: str, dtype: torch.dtype, seed: int = 0) -> Problem:
+    """Strided inputs and a shuffled query order."""
+    options = {
+        "num_parents": 9,
+        "num_children": 5,
+        "num_refined": 2,
+        "codewords": "means",
+        "num_updates": 0,
+        "query_tile": 32,
+        "scale": None,
+    }
+    options |= MODES[mode]
+    has_codebook = options.pop("codebook", False)
+    sizes = {"parents": options["num_parents"], "children": options["num_children"]}
+    *tensors, codebook = make_case(dtype=dtype, seed=seed, **sizes, **SHAPES[shape])
+    head_dim = tensors[0].shape[-1]
+    query, key, value = (
+        torch.cat([x + 1, x, x - 1], dim=-1).to(DEVICE)[..., head_dim : 2 * head_dim]
+        for x in tensors
+    )
+    options["query_order"] = shuffled(query.shape[2])
+    return Problem(query, key, value, codebook.to(DEVICE) if has_codebook else None, options)
+
+
+def check(shape: str, mode: str, dtype: torch.dtype, backend: str) -> None:
+    for seed in range(9):
+        problem = problem_of(shape, mode, dtype, seed)
+        if codewords_of(problem, backend).is_clear.all():
+            assert error_over_budget(problem, backend) <= 1
+            return
+    raise AssertionError("no problem without near-ties")
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pytorch_agrees_with_the_definition(shape, mode, dtype):
+    check(shape, mode, dtype, "torch")
+
+
+# Triton's interpreter multiplies the bits of bfloat16 numbers as integers.
+@pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_agree_with_the_definition(shape, mode, dtype):
+    pytest.importorskip("triton")
+    if "codebook" in mode and "updated" in mode:
+        pytest.skip("the kernels do not move the parents of a codebook")
+    if dtype == FP32 and SHAPES[shape]["head_dim"] > 64:
+        pytest.skip("float32 of this head dim needs a Hopper GPU")
+    check(shape, mode, dtype, "triton")
+
+
+def representatives(key: Tensor, options: dict) -> tuple[Tensor, Tensor]:
+    """Each key's mean of its cell and of its leaf."""
+    parents = reference.spaced_keys(key, options["num_parents"], None)
+    cell = reference.nearest(key, parents)
+    children = reference.cell_keys(key, cell, parents, options["num_children"])
+    cell, leaf = reference.assign(key, parents, children)
+    means = []
+    for index in (cell, cell * (1 + options["num_children"]) + leaf):
+        same = (index[..., :, None] == index[..., None, :]).to(key.dtype)
+        means.append(same @ key / same.sum(dim=-1, keepdim=True))
+    return tuple(means)
+
+
+def test_none_refined_is_attention_over_cells_and_all_refined_over_leaves(backend):
+    """Catches parents that lose the keys of their children, or leaves that miss a key."""
+    query, key, value = tokens()
+    cells, leaves = representatives(key, SIZES)
+    for num_refined, seen in ((0, cells), (6, leaves)):
+        output = avq_attention(query, key, value, num_refined=num_refined, backend=backend, **SIZES)
+        expected = F.scaled_dot_product_attention(query, seen, value)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    assert relative_error(cells, leaves) > 0.1
+
+
+@pytest.mark.parametrize("codewords", ["means", "stored"])
+@pytest.mark.parametrize("num_refined", [0, 5])
+def test_a_codebook_of_all_keys_is_exact(backend, codewords, num_refined):
+    query, key, value = tokens(batch=1, queries=20)
+    codebook = Codebook(key[0], key[0][:, :, None].expand(-1, -1, 2, -1).contiguous())
+    output = avq_attention(
+        query,
+        key,
+        value,
+        codebook,
+        num_refined=num_refined,
+        codewords=codewords,
+        query_tile=16,
+        backend=backend,
+    )
+    exact = F.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(output, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_constant_keys_in_a_leaf_are_exact_with_means(backend):
+    """Catches codewords in place of means; the stored form is the control."""
+    query, key, value, codebook = make_case(queries=40, dtype=FP32)
+    leaf = torch.randint(24, (2, 2, 40), generator=torch.Generator().manual_seed(0))
+    leaves = torch.cat([codebook.parents[:, :, None], codebook.children], dim=2).flatten(1, 2)
+    key = leaves[torch.arange(2)[:, None], leaf] + 0.05
+    inputs = [x.to(DEVICE) for x in (query, key, value)]
+    options = {"num_refined": 6, "query_tile": 16, "backend": backend}
+    exact = F.scaled_dot_product_attention(*inputs)
+    output = avq_attention(*inputs, codebook.to(DEVICE), **options)
+    torch.testing.assert_close(output, exact, rtol=1e-4, atol=1e-5)
+    # All keys are off by one vector; half of them, by another, are not.
+    inputs[1][:, :, :20] += 0.05
+    stored = avq_attention(*inputs, codebook.to(DEVICE), codewords="stored", **options)
+    assert relative_error(stored, F.scaled_dot_product_attention(*inputs)) > 1e-3
+
+
+def test_a_shift_of_all_keys_changes_nothing(backend):
+    """Catches a centre that is added to some codewords only."""
+    query, key, value = tokens()
+    options = {"num_refined": 2, "backend": backend, **SIZES}
+    output = avq_attention(query, key, value, **options)
+    shifted = avq_attention(query, key + 20, value, **options)
+    torch.testing.assert_close(shifted, output, rtol=1e-3, atol=1e-4)
+    half = torch.arange(50, device=DEVICE)[:, None] < 25
+    moved = avq_attention(query, key + 20 * half, value, **options)
+    assert relative_error(moved, output) > 0.1
+
+
+def test_queries_may_change_places_within_their_tile(backend):
+    """Catches parents from neighbours in the batch of queries rather than of the order's tile."""
+    query, key, value = tokens(queries=48)
+    options = {"num_refined": 2, "backend": backend, **SIZES}
+    output = avq_attention(query, key, value, **options)
+    inside = torch.cat([16 * tile + shuffled(16) for tile in range(3)])
+    permuted = avq_attention(query[:, :, inside], key, value, **options)
+    torch.testing.assert_close(permuted, output[:, :, inside], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("num_updates", [0, 1])
+def test_every_run_gives_the_same_bits(backend, num_updates):
+    query, key, value = tokens(queries=200)
+    options = {"num_refined": 2, "num_updates": num_updates, "backend": backend, **SIZES}
+    first = avq_attention(query, key, value, **options)
+    assert torch.equal(avq_attention(query, key, value, **options), first)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_compiles_to_one_graph_without_a_codebook(backend):
+    torch._dynamo.reset()
+    query, key, value = tokens()
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return 2 * avq_attention(query, key, value, num_refined=2, backend=backend, **SIZES)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(query, key, value), attend(query, key, value))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_refined", [0, 2, 9])
+def test_gradients_are_those_of_the_definition(mode, num_refined):
+    """Catches straight-through gradients, and means that miss the gradient of a cell or leaf."""
+    problem = problem_of("40", mode, FP64)
+    options = problem.options
+    if options["num_children"]:
+        options["num_refined"] = num_refined
+    codebook = problem.codebook and problem.codebook.to(dtype=FP64)
+    found = []
+    for backend in ("torch", "reference"):
+        inputs = [
+            x.detach().clone().requires_grad_() for x in (problem.query, problem.key, problem.value)
+        ]
+        output = avq_attention(*inputs, codebook, backend=backend, **options)
+        weights = torch.arange(output.numel(), dtype=FP64, device=DEVICE).cos().view(output.shape)
+        found.append(torch.autograd.grad((output * weights).sum(), inputs))
+    for gradient, expected in zip(*found, strict=True):
+        assert relative_error(gradient, expected) < 1e-10
+
+
+@pytest.mark.parametrize("num_updates", [0, 1])
+@pytest.mark.parametrize("has_codebook", [False, True])
+def test_gradients_are_those_of_finite_differences(num_updates, has_codebook):
+    """With means, no gradient is straight through: a small step changes no assignment."""
+    *inputs, codebook = make_case(batch=1, queries=7, head_dim=3, parents=3, children=2)
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return avq_attention(
+            query,
+            key,
+            value,
+            codebook if has_codebook else None,
+            num_parents=3,
+            num_children=2,
+            num_refined=1,
+            num_updates=num_updates,
+            query_tile=4,
+            backend="torch",
+        )
+
+    torch.autograd.gradcheck(attend, inputs)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mode", ["own", "codebook"])
+@pytest.mark.parametrize(("of_values", "of_keys"), [(1e30, 1.0), (1.0, 1e5)])
+def test_bfloat16_has_its_whole_range(backend, mode, of_values, of_keys):
+    """Catches float16 inside, infinite from 65520 on, and sums that lose what bfloat16 holds."""
+    problem = problem_of("64", mode, FP32)
+    codebook = problem.codebook
+    if codebook is not None:
+        codebook = Codebook(codebook.parents * of_keys, codebook.children * of_keys)
+    tensors = problem.query / of_keys, problem.key * of_keys, problem.value * of_values
+    problem = Problem(*(x.to(BF16) for x in tensors), codebook, problem.options)
+    assert codewords_of(problem, backend).is_clear.all()
+    assert error_over_budget(problem, backend) <= 1
