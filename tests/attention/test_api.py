@@ -25,6 +25,7 @@ class Recorder(TorchDispatchMode):
 
 QUERY, KEY, VALUE, CODEBOOK = make_case(dtype=torch.float32)
 FLAT = Codebook(CODEBOOK.parents, CODEBOOK.children[:, :, :0])
+OWN_SIZES = {"codebook": None, "codewords": "means", "num_parents": 6, "num_children": 3}
 REFUSALS = {
     TypeError: [
         ({"query": [1.0]}, "query must be a tensor, but got list."),
@@ -84,6 +85,12 @@ REFUSALS = {
             "num_refined must be 0 without children (flat VQ), but got 2.",
         ),
         ({"query_tile": 0}, "query_tile must be at least 1, but got 0."),
+        ({"codebook": None}, 'codewords="stored" needs a codebook.'),
+        ({"codewords": "own"}, "codewords must be one of means, stored, but got 'own'."),
+        ({"num_updates": -1}, "num_updates must be at least 0, but got -1."),
+        (OWN_SIZES | {"num_parents": 0}, "num_parents must be at least 1, but got 0."),
+        (OWN_SIZES | {"num_children": -1}, "num_children must be at least 0, but got -1."),
+        (OWN_SIZES | {"num_refined": 7}, "num_refined must be at most num_parents, 6, but got 7."),
         ({"importance_tile": 0}, "importance_tile must be at least 1, but got 0."),
         ({"backend": "cuda"}, f"backend must be one of {', '.join(BACKENDS)}, but got 'cuda'."),
     ],
@@ -130,6 +137,16 @@ def test_auto_takes_the_dense_way_where_it_gets_gradients_faster(num_refined):
     with Recorder() as recorder:
         stored_attention(query, short_key, short_key, CODEBOOK, num_refined=num_refined)
     assert recorder.calls == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"codewords": "means"}, {"num_updates": 1}, OWN_SIZES], ids=str
+)
+def test_the_dense_way_needs_stored_codewords(changes):
+    arguments = {"codebook": CODEBOOK, "num_refined": 6, "backend": "dense"} | changes
+    message = r'^backend="dense" cannot run: it needs stored codewords, no updates\.$'
+    with pytest.raises(ValueError, match=message):
+        stored_attention(QUERY, KEY, VALUE, **arguments)
 
 
 def test_the_dense_way_needs_tiles_that_see_the_same_keys():

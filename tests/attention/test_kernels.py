@@ -166,6 +166,7 @@ def test_packed_codewords_die_with_their_codebook():
         ({"scale": 0.0}, "scale must be positive, but is 0.0"),
         ({"scale": -1.0}, "scale must be positive, but is -1.0"),
         ({"query_tile": 200}, "query_tile must be at most 128"),
+        ({"num_updates": 1}, "num_updates moves the parents of a codebook"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_said(change, message):
@@ -205,11 +206,14 @@ def test_no_gpu_no_kernels(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_it_is_a_well_behaved_operation():
+@pytest.mark.parametrize("form", ["stored", "means", "own"])
+def test_it_is_a_well_behaved_operation(form):
     query, key, value, codebook = on_device(queries=20, dtype=FP32)
     order = torch.arange(20, device=DEVICE)
-    numbers = (6, 3, 2, "stored", 0, 16, None, 0.3)
-    arguments = (query, key, value, codebook.parents, codebook.children, order, *numbers)
+    codewords = (None, None) if form == "own" else (codebook.parents, codebook.children)
+    representation = "stored" if form == "stored" else "means"
+    numbers = (6, 3, 2, representation, 0, 16, None, 0.3)
+    arguments = (query, key, value, *codewords, order, *numbers)
     torch.library.opcheck(torch.ops.avq_diffusers.kernel_attention.default, arguments)
 
 

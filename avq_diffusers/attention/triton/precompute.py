@@ -95,6 +95,9 @@ def default_tiling(
     elif means and padded_dim <= 64:
         # As many as fit without a spill: more programs share a multiprocessor.
         tiling = replace(tiling, leaf_registers=160, piece_keys=min(tiling.piece_keys, 1024))
+    elif means:
+        # Sums of keys and values in one warp spill.
+        tiling = replace(tiling, leaf_warps=2)
     if dtype == torch.float32:
         tiling = replace(
             tiling,
