@@ -23,6 +23,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KEYS = ("clustered", "spread", "skewed", "one hot leaf", "identical", "offset", "empty parents")
 # Shares of the larger value below which roundings may decide which codeword or parent is taken.
 KEY_TIE, PARENT_TIE = 1e-4, 1e-3
+# And the share of a key's squared norm.
+ROUNDING = 1e-9
 # Float64 against the definition in float64.
 EXACT = 1e-10
 
@@ -142,14 +144,14 @@ def codewords_of(problem: Problem, backend: str) -> Codewords:
             codebook = _rounded(problem.codebook, scale, dtype)
         parents = codebook.parents.expand(len(key), -1, -1, -1)
     for _ in range(options["num_updates"]):
-        is_clear &= _is_clear(_distances(key, parents))
+        is_clear &= _is_clear(_distances(key, parents), key)
         one_hot = F.one_hot(reference.nearest(key, parents), parents.shape[2]).double()
         counts = one_hot.sum(2)[..., None]
         parents = torch.where(counts > 0, one_hot.mT @ key / counts.clamp(min=1), parents)
     if options["num_updates"] and backend == "triton":
         parents = parents.to(dtype).double()
     if codebook is None:
-        is_clear &= _is_clear(_distances(key, parents))
+        is_clear &= _is_clear(_distances(key, parents), key)
         cell = reference.nearest(key, parents)
         children = reference.cell_keys(key, cell, parents, options["num_children"])
     else:
@@ -224,7 +226,7 @@ def clear_keys(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
         (leaf.gather(2, cell[..., None].expand_as(key)) - key).norm(dim=-1)
         for leaf in leaves.unbind(3)
     ]
-    return _is_clear(to_parents) & _is_clear(torch.stack(to_leaves, dim=-1))
+    return _is_clear(to_parents, key) & _is_clear(torch.stack(to_leaves, dim=-1), key)
 
 
 def _distances(key: Tensor, parents: Tensor) -> Tensor:
@@ -232,16 +234,14 @@ def _distances(key: Tensor, parents: Tensor) -> Tensor:
     return torch.cdist(key, parents, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def _is_clear(distance: Tensor) -> Tensor:
-    """Equal distances are those of equal codewords, of which every backend takes the first."""
+def _is_clear(distance: Tensor, key: Tensor) -> Tensor:
+    """(B, H, S) keys whose least distance beats the next, of (B, H, S, codewords)."""
     if distance.shape[-1] == 1:
         return torch.ones_like(distance[..., 0], dtype=torch.bool)
-    squared = distance.square()
-    nearest = squared.amin(-1, keepdim=True)
-    following = squared.masked_fill(squared == nearest, torch.inf).amin(-1, keepdim=True)
-    return (following - nearest > KEY_TIE * (following + nearest))[..., 0] | following.isinf()[
-        ..., 0
-    ]
+    least, following = distance.square().topk(2, largest=False).values.unbind(-1)
+    # A mean of equal keys may be off by a rounding.
+    rounding = ROUNDING * key.square().sum(-1)
+    return following - least > KEY_TIE * (following + least) + rounding
 
 
 def clear_queries(problem: Problem, codewords: Codewords) -> Tensor:

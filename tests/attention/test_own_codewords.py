@@ -245,18 +245,16 @@ def test_a_codebook_of_all_keys_is_exact(backend, codewords, num_refined):
 def test_constant_keys_in_a_leaf_are_exact_with_means(backend):
     """Catches codewords in place of means; the stored form is the control."""
     query, key, value, codebook = make_case(queries=40, dtype=FP32)
-    leaf = torch.randint(24, (2, 2, 40), generator=torch.Generator().manual_seed(0))
-    leaves = torch.cat([codebook.parents[:, :, None], codebook.children], dim=2).flatten(1, 2)
-    key = leaves[torch.arange(2)[:, None], leaf] + 0.05
-    inputs = [x.to(DEVICE) for x in (query, key, value)]
+    cell, leaf = reference.assign(key, codebook.parents, codebook.children)
+    leaf = 4 * cell + leaf
+    first = (leaf[..., :, None] == leaf[..., None, :]).int().argmax(dim=-1)
+    key = key.gather(2, first[..., None].expand_as(key))
+    inputs = [x.to(DEVICE) for x in (query, key, value, codebook)]
     options = {"num_refined": 6, "query_tile": 16, "backend": backend}
-    exact = F.scaled_dot_product_attention(*inputs)
-    output = avq_attention(*inputs, codebook.to(DEVICE), **options)
-    torch.testing.assert_close(output, exact, rtol=1e-4, atol=1e-5)
-    # All keys are off by one vector; half of them, by another, are not.
-    inputs[1][:, :, :20] += 0.05
-    stored = avq_attention(*inputs, codebook.to(DEVICE), codewords="stored", **options)
-    assert relative_error(stored, F.scaled_dot_product_attention(*inputs)) > 1e-3
+    exact = F.scaled_dot_product_attention(*inputs[:3])
+    torch.testing.assert_close(avq_attention(*inputs, **options), exact, rtol=1e-4, atol=1e-5)
+    stored = avq_attention(*inputs, codewords="stored", **options)
+    assert relative_error(stored, exact) > 0.01
 
 
 def test_a_shift_of_all_keys_changes_nothing(backend):
