@@ -226,7 +226,9 @@ def clear_keys(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
         (leaf.gather(2, cell[..., None].expand_as(key)) - key).norm(dim=-1)
         for leaf in leaves.unbind(3)
     ]
-    return _is_clear(to_parents, key) & _is_clear(torch.stack(to_leaves, dim=-1), key)
+    return _is_clear(to_parents, key) & _is_clear(
+        torch.stack(to_leaves, dim=-1), key, may_be_equal=True
+    )
 
 
 def _distances(key: Tensor, parents: Tensor) -> Tensor:
@@ -234,14 +236,21 @@ def _distances(key: Tensor, parents: Tensor) -> Tensor:
     return torch.cdist(key, parents, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def _is_clear(distance: Tensor, key: Tensor) -> Tensor:
-    """(B, H, S) keys whose least distance beats the next, of (B, H, S, codewords)."""
-    if distance.shape[-1] == 1:
-        return torch.ones_like(distance[..., 0], dtype=torch.bool)
-    least, following = distance.square().topk(2, largest=False).values.unbind(-1)
+def _is_clear(distance: Tensor, key: Tensor, *, may_be_equal: bool = False) -> Tensor:
+    """(B, H, S) keys whose least distance beats the next, of (B, H, S, codewords).
+
+    Args:
+        may_be_equal: equal leaves have equal scores in every backend, and the first of them wins.
+            Equal parents may differ by a rounding of the matrix product.
+    """
+    squared = distance.square()
+    least = squared.amin(-1)
+    is_first = F.one_hot(squared.argmin(-1), squared.shape[-1]).bool()
+    is_out = squared == least[..., None] if may_be_equal else is_first
+    following = squared.masked_fill(is_out, torch.inf).amin(-1)
     # A mean of equal keys may be off by a rounding.
     rounding = ROUNDING * key.square().sum(-1)
-    return following - least > KEY_TIE * (following + least) + rounding
+    return following.isinf() | (following - least > KEY_TIE * (following + least) + rounding)
 
 
 def clear_queries(problem: Problem, codewords: Codewords) -> Tensor:
