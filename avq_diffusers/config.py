@@ -24,6 +24,9 @@ class AVQConfig:
         exact: layers at these levels that keep exact attention: names of layers, or of modules
             such as `"up_blocks.1"` for all layers in them. `measure_sensitivity` finds the layers
             that change the output most.
+        codewords: what represents the keys of a leaf or cell: `"means"` is their mean in each call,
+            `"stored"` the codeword of a codebook, the paper's form.
+        num_updates: Lloyd updates of the parents by the keys of each call.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator.
         key_norm: normalize keys with a learnable LayerNorm before they are quantized.
@@ -44,6 +47,8 @@ class AVQConfig:
     query_order: str = "gilbert"
     levels: tuple[int, ...] = (0,)
     exact: tuple[str, ...] = ()
+    codewords: str = "means"
+    num_updates: int = 0
     importance_tile: int | None = None
     key_norm: bool = False
     overrides: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
@@ -53,6 +58,11 @@ class AVQConfig:
         check_int("num_children", self.num_children, 0)
         check_int("num_refined", self.num_refined, 0)
         check_int("query_tile", self.query_tile, 1)
+        check_int("num_updates", self.num_updates, 0)
+        if self.codewords not in CODEWORDS:
+            raise ValueError(
+                f"codewords must be one of {', '.join(CODEWORDS)}, but got {self.codewords!r}."
+            )
         if self.importance_tile is not None:
             check_int("importance_tile", self.importance_tile, 1)
         if self.num_refined > self.num_parents:

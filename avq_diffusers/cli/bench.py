@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from avq_diffusers.cli.codebooks import find_codebooks
+from avq_diffusers.cli.codebooks import codeword_source
 from avq_diffusers.cli.images import dilation, fit_request, image_capture, psnr, timed_image
 from avq_diffusers.cli.loading import load_pipeline
 from avq_diffusers.cli.output import save_image, sheet_path
@@ -74,7 +74,7 @@ def bench_model(
     """Print a table, plot it to `out`, and write the sheet of images beside it."""
     pipe = load_pipeline(model.name, model.device)
     request = fit_request(pipe, request)
-    apply_avq(pipe, find_codebooks(pipe, model), route="always")
+    apply_avq(pipe, codeword_source(pipe, model), route="always")
     choices = refined_choices(pipe, numbers)
     requests = [replace(request, seed=request.seed + index) for index in range(num_images)]
     with dilation(pipe, request):

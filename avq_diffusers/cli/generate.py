@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from avq_diffusers.cli.codebooks import find_codebooks
+from avq_diffusers.cli.codebooks import codeword_source
 from avq_diffusers.cli.images import dilation, fit_request, image_capture, psnr, timed_image
 from avq_diffusers.cli.loading import load_pipeline
 from avq_diffusers.cli.output import save_image, sheet_path
@@ -24,7 +24,7 @@ def generate_image(
     """Write the AVQ image to `out` and the sheet beside it, and print what each layer ran."""
     pipe = load_pipeline(model.name, model.device)
     request = fit_request(pipe, request)
-    apply_avq(pipe, find_codebooks(pipe, model), route="always")
+    apply_avq(pipe, codeword_source(pipe, model), route="always")
     if num_refined is not None:
         set_num_refined(pipe, num_refined)
     with dilation(pipe, request):

@@ -41,18 +41,21 @@ Model = Annotated[
 ]
 Codebooks = Annotated[
     str | None,
-    typer.Option(help="Folder or Hub id of codebooks; calibrated once and cached when absent."),
+    typer.Option(
+        help="Folder or Hub id of codebooks; without them, codewords are keys of the image itself."
+    ),
 ]
 Device = Annotated[
     str | None, typer.Option(help="cuda, mps or cpu; by default the fastest present.")
 ]
 Config = Annotated[
-    str | None, typer.Option(help=f"Codebook sizes to calibrate, by default {DEFAULT_CONFIG}.")
+    str | None,
+    typer.Option(help=f"Parents, refined parents and children, by default {DEFAULT_CONFIG}."),
 ]
 Levels = Annotated[
     str | None,
     typer.Option(
-        help="UNet levels to calibrate, as 0,1; by default the highest resolution that has "
+        help="UNet levels with AVQ, as 0,1; by default the highest resolution that has "
         "self-attention."
     ),
 ]
@@ -221,12 +224,12 @@ def app_command(
         raise ModuleNotFoundError(
             "the page needs gradio: pip install 'avq-diffusers[app]'."
         ) from error
-    from avq_diffusers.cli.codebooks import find_codebooks
+    from avq_diffusers.cli.codebooks import codeword_source
     from avq_diffusers.cli.loading import load_pipeline
     from avq_diffusers.plugin.apply import apply_avq
 
     pipe = load_pipeline(model, device)
-    apply_avq(pipe, find_codebooks(pipe, chosen), route="always")
+    apply_avq(pipe, codeword_source(pipe, chosen), route="always")
     page = build_page(
         pipe, Path(model).name, usual_prompts(model), guidance_scale=chosen.guidance_scale
     )

@@ -1,4 +1,4 @@
-"""What a command is asked for: a model with codebooks, and an image to generate."""
+"""What a command is asked for: a model with AVQ, and an image to generate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ DEFAULT_CONFIG = "M64P16C8"
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A model and the codebooks to run it with.
+    """A model and the AVQ to run it with.
 
     Attributes:
         name: folder, .safetensors file or Hub id of the model.
         device: cuda, mps or cpu; None takes the fastest present.
-        codebooks: folder or Hub id; None takes mini-sd's own, or calibrates `config`.
-        config: what to calibrate.
+        codebooks: folder or Hub id; None takes codewords from the keys of each call.
+        config: sizes and layers without codebooks.
         has_levels: whether the user chose the levels of `config`.
     """
 
@@ -60,7 +60,7 @@ class ModelRequest:
         return MINI_GUIDANCE_SCALE if self.name == MINI_SD else None
 
     def check_refined(self, numbers: Sequence[int]) -> None:
-        """Refuse numbers of refined parents that codebooks of `config` will not have.
+        """Refuse numbers of refined parents that `config` does not have.
 
         Raises:
             ValueError: a number is too large, or negative.

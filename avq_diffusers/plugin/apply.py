@@ -11,8 +11,13 @@ from contextlib import contextmanager
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from avq_diffusers.plugin.codebooks import AVQCodebooks
-from avq_diffusers.plugin.layer_state import LayerState, states_of
+from avq_diffusers.plugin.layer_state import (
+    AVQSource,
+    LayerState,
+    check_source,
+    default_source,
+    states_of,
+)
 from avq_diffusers.plugin.layers import PipelineOrUNet, models_of, unet_of
 from avq_diffusers.plugin.processor import (
     AVQProcessor,
@@ -27,12 +32,14 @@ _DISABLING = threading.Lock()
 
 def apply_avq(
     pipe: PipelineOrUNet,
-    codebooks: AVQCodebooks,
+    source: AVQSource | None = None,
     *,
     backend: str = "auto",
     route: str = "fastest",
 ) -> PipelineOrUNet:
-    """Run the self-attention layers of `codebooks` with AVQ.
+    """Run self-attention layers with AVQ.
+
+    Without codebooks, the codewords are keys of each call: nothing is calibrated or stored.
 
     An earlier AVQ is removed first. The processors of all other layers stay. The present processor
     of a chosen layer serves the calls that AVQ does not: those with attention masks or merged
@@ -52,7 +59,8 @@ def apply_avq(
 
     Args:
         pipe: a pipeline with a `unet`, or the UNet.
-        codebooks: made for that UNet.
+        source: `AVQCodebooks` made for that UNet, or an `AVQConfig` of sizes and levels. None is
+            M64P16C8 at the finest level with self-attention.
         backend: as for `avq_attention`.
         route: `"fastest"` runs exact attention if that is faster on this GPU for the number of
             tokens. It looks this up in a table of the package, or measures a new shape in about a
@@ -62,15 +70,15 @@ def apply_avq(
         `pipe`.
 
     Raises:
-        TypeError: `pipe` has no UNet, or `codebooks` is not an `AVQCodebooks`.
+        TypeError: `pipe` has no UNet, or `source` is something else.
         ValueError: the codebooks belong to another model, backend or route are unknown, or the
             UNet has LinFusion layers.
     """
     unet = unet_of(pipe)
-    if not isinstance(codebooks, AVQCodebooks):
-        raise TypeError(f"codebooks must be AVQCodebooks, but got {type(codebooks).__name__}.")
+    check_source(source)
+    source = default_source(unet) if source is None else source
     processor = AVQProcessor()
-    for layer in install(unet, codebooks, backend, route):
+    for layer in install(unet, source, backend, route):
         if custom_processor(layer.attn) is None:
             remember_processor(layer.attn, layer.attn.processor)
             layer.attn.set_processor(processor)

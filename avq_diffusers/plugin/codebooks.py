@@ -105,7 +105,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         for name, summary in (("calibration", calibration), ("training", training)):
             if not isinstance(summary, Mapping | None):
                 raise TypeError(f"{name} must be a mapping or None, but got {summary!r}.")
-        self.avq_config = AVQConfig.from_dict(avq)
+        # A file without `codewords` is in the paper's form.
+        self.avq_config = AVQConfig.from_dict({"codewords": "stored", **avq})
         self.layer_specs = {spec["name"]: LayerSpec(**spec) for spec in layers}
         self.codebooks = nn.ModuleDict(
             {

@@ -173,12 +173,10 @@ def measure_capture(
         if number > NUM_TRAIN_TIMESTEPS:
             raise ValueError(f"{name} must be at most {NUM_TRAIN_TIMESTEPS}, but got {number}.")
     layers = {
-        layer: state
-        for layer, state in applied_states(pipe).items()
-        if state.weights.codebook.num_children
+        layer: state for layer, state in applied_states(pipe).items() if state.config.num_children
     }
     if not layers:
-        raise ValueError("the codebooks are flat: without children, nothing can be refined.")
+        raise ValueError("AVQ is flat here: without children, nothing can be refined.")
 
     bar = tqdm(total=len(prompts) * num_inference_steps, desc="capture", disable=not progress)
     measurement = _Measurement(parts, bar)
@@ -230,7 +228,10 @@ class _Measurement:
             state.weights.project_heads(attn, "to_q", hidden_states),
             state.weights.project_heads(attn, "to_k", hidden_states),
             state.weights.codebook,
-            codewords="stored",
+            num_parents=state.config.num_parents,
+            num_children=state.config.num_children,
+            codewords=state.config.codewords,
+            num_updates=state.config.num_updates,
             query_tile=state.config.query_tile,
             query_order=state.present_call().query_order,
             importance_tile=state.config.importance_tile,

@@ -3,19 +3,24 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from avq_diffusers.attention.orders import query_order
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.codebooks import AVQCodebooks
+from avq_diffusers.plugin.layer_weights import LayerWeights
 from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers, unet_of
 from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.routing import LayerRoute, Workload, next_power_of_two
 
 NO_BACKWARD = -1
+
+# Codewords from the keys of each call, or stored ones.
+AVQSource: TypeAlias = AVQConfig | AVQCodebooks
 
 
 class Call(NamedTuple):
@@ -52,13 +57,18 @@ class LayerState:
     """
 
     def __init__(
-        self, layer: SelfAttentionLayer, codebooks: AVQCodebooks, backend: str, route: str
+        self, layer: SelfAttentionLayer, source: AVQSource, backend: str, route: str
     ) -> None:
-        self.config = codebooks.layer_config(layer.name)
-        self.weights = codebooks.layer_weights(layer.name)
+        if isinstance(source, AVQConfig):
+            self.config = source.for_layer(layer.name, layer.level)
+            self.weights = LayerWeights()
+        else:
+            self.config = source.layer_config(layer.name)
+            self.weights = source.layer_weights(layer.name)
         self.route = LayerRoute(route)
         self.backend = backend
         self.num_heads = layer.num_heads
+        self.head_dim = layer.head_dim
         self.refined = PerThread(self.config.num_refined)
         self.enabled = True
         self.num_disabling = 0  # open blocks of `avq_disabled`
@@ -126,21 +136,38 @@ class LayerState:
 
     def workload(self, hidden_states: Tensor) -> Workload:
         """What decides between AVQ and exact attention, for this batch and dtype."""
-        codebook, device = self.weights.codebook, hidden_states.device.type
+        config, device = self.config, hidden_states.device.type
         is_autocast = torch.is_autocast_enabled(device)
         return Workload(
             batch_heads=next_power_of_two(hidden_states.shape[0] * self.num_heads),
-            head_dim=codebook.head_dim,
-            num_parents=codebook.num_parents,
+            head_dim=self.head_dim,
+            num_parents=config.num_parents,
             num_refined=self.call.get().num_refined,
-            num_children=codebook.num_children,
-            query_tile=self.config.query_tile,
+            num_children=config.num_children,
+            query_tile=config.query_tile,
             dtype=torch.get_autocast_dtype(device) if is_autocast else hidden_states.dtype,
         )
 
     def count(self, call: str) -> None:
         self.calls[call] += 1
         self.last_call = call
+
+
+def check_source(source: AVQSource | None) -> None:
+    """Refuse what AVQ cannot take its codewords from.
+
+    Raises:
+        TypeError: `source` is neither codebooks, nor a configuration, nor None.
+    """
+    if not isinstance(source, AVQCodebooks | AVQConfig | None):
+        raise TypeError(
+            f"expected AVQCodebooks, an AVQConfig or nothing, but got {type(source).__name__}."
+        )
+
+
+def default_source(unet: nn.Module) -> AVQConfig:
+    """The default sizes at the finest level of a UNet that has self-attention."""
+    return AVQConfig(levels=(min((layer.level for layer in select_layers(unet)), default=0),))
 
 
 def states_of(pipe: DiffusionPipeline | nn.Module) -> dict[SelfAttentionLayer, LayerState]:
@@ -157,7 +184,7 @@ def applied_states(pipe: DiffusionPipeline | nn.Module) -> dict[SelfAttentionLay
     """
     states = states_of(pipe)
     if not states:
-        raise ValueError("this UNet has no AVQ layer; call apply_avq(pipe, codebooks) first.")
+        raise ValueError("this UNet has no AVQ layer; call apply_avq(pipe) first.")
     return states
 
 

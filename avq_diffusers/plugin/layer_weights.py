@@ -1,4 +1,4 @@
-"""What `AVQCodebooks` hold for one layer, on the device of its UNet."""
+"""What codebooks hold for one layer, on the device of its UNet."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +15,11 @@ class LayerWeights:
     """Codebook, key norm and projection changes of one layer.
 
     On the codebooks' own device these are the stored tensors, so in-place changes to them take
-    effect. On another device they are copies.
+    effect. On another device they are copies. Without arguments, codewords come from the keys of
+    each call.
 
     Attributes:
-        codebook: in float32.
+        codebook: in float32, or None.
         key_norm: the norm of the layer's keys, or None.
         projection_changes: what is added to weights and biases of the projections, by their paths
             in the layer, in the UNet's dtype; or None.
@@ -26,9 +27,9 @@ class LayerWeights:
 
     def __init__(
         self,
-        codebook: Codebook,
-        key_norm: nn.LayerNorm | None,
-        projection_changes: dict[str, Tensor] | None,
+        codebook: Codebook | None = None,
+        key_norm: nn.LayerNorm | None = None,
+        projection_changes: dict[str, Tensor] | None = None,
     ) -> None:
         self.stored_codebook = self.codebook = codebook
         self.stored_norm = self.key_norm = key_norm
@@ -69,13 +70,15 @@ class LayerWeights:
             worker.submit(self._move, device, dtype).result()
 
     def _codebook_moves(self, device: torch.device) -> bool:
+        if self.stored_codebook is None or self.codebook is None:
+            return False
         is_stored_here = self.stored_codebook.parents.device == device
         is_stored = self.codebook is self.stored_codebook
         return is_stored != is_stored_here or self.codebook.parents.device != device
 
     @torch.no_grad()
     def _move(self, device: torch.device, dtype: torch.dtype) -> None:
-        if self._codebook_moves(device):
+        if self.stored_codebook is not None and self._codebook_moves(device):
             norm = self.stored_norm
             self.codebook = self.stored_codebook.to(device)
             is_stored = self.codebook is self.stored_codebook

@@ -17,21 +17,19 @@ class AVQStableDiffusionPipeline(StableDiffusionPipeline):
     """
 
     def set_attn_processor(self, processor: AttentionProcessor) -> None:
-        """Apply the codebooks of an `AVQProcessor(codebooks)`, or set any other processor.
+        """Apply an `AVQProcessor`, or set any other processor.
 
         Args:
-            processor: an `AVQProcessor` with codebooks serves their layers and leaves the
-                processors of all others. Any other goes to `unet.set_attn_processor`.
+            processor: an `AVQProcessor` serves its layers and leaves the processors of all others.
+                Any other goes to `unet.set_attn_processor`.
 
         Raises:
-            ValueError: an `AVQProcessor` has no codebooks, or those of another model.
+            ValueError: an `AVQProcessor` has codebooks of another model.
         """
         if not isinstance(processor, AVQProcessor):
             self.unet.set_attn_processor(processor)
-        elif processor.codebooks is None:
-            raise ValueError("expected an AVQProcessor(codebooks), but got one without codebooks.")
         else:
-            apply_avq(self, processor.codebooks, backend=processor.backend, route=processor.route)
+            apply_avq(self, processor.source, backend=processor.backend, route=processor.route)
 
     def to_json_string(self) -> str:
         # diffusers looks up the class of a saved pipeline among its own.

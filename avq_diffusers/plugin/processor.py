@@ -1,4 +1,4 @@
-"""`AVQProcessor`: the attention processor that runs AVQ in the layers with codebooks.
+"""`AVQProcessor`: the attention processor that runs AVQ in the chosen layers.
 
 The processor itself holds nothing that a call needs. Each chosen `Attention` carries its
 `LayerState` as a plain attribute. So one processor serves all layers, survives tools that rebuild
@@ -36,9 +36,9 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
 from avq_diffusers.attention.api import attention_and_backend, check_backend
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.checkpointing import forget_calls, keep_calls
-from avq_diffusers.plugin.codebooks import AVQCodebooks
-from avq_diffusers.plugin.layer_state import LayerState
+from avq_diffusers.plugin.layer_state import AVQSource, LayerState, check_source, default_source
 from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers
 from avq_diffusers.plugin.projection import project
 from avq_diffusers.plugin.routing import check_route
@@ -62,27 +62,29 @@ _GET_ATTENTION_SCORES = Attention.get_attention_scores
 
 
 class AVQProcessor(AttnProcessor2_0):
-    """Attention processor that runs AVQ in the layers with codebooks.
+    """Attention processor that runs AVQ in the chosen layers.
 
     Every other call goes to the layer's previous processor, or to `AttnProcessor2_0` in a layer
     that was never prepared. So does every call of a layer whose previous processor is none of
     diffusers' plain ones, and every call while another tool acts on attention scores.
 
     Args:
-        codebooks: for `AVQStableDiffusionPipeline.set_attn_processor`, or for `unet`.
+        source: `AVQCodebooks`, or an `AVQConfig` for codewords from the keys of each call, for
+            `AVQStableDiffusionPipeline.set_attn_processor` or for `unet`. None is the default of
+            `apply_avq`.
         unet: prepare this UNet at once. `unet.set_attn_processor` then takes this processor for
             all layers. After that, IP-Adapter's scale setter no longer finds its processors;
             `apply_avq` leaves them in place.
         backend, route: as `apply_avq`.
 
     Raises:
-        TypeError: `codebooks` is not an `AVQCodebooks`, or `unet` comes without it.
+        TypeError: `source` is something else.
         ValueError: the codebooks belong to another model, or backend or route are unknown.
     """
 
     def __init__(
         self,
-        codebooks: AVQCodebooks | None = None,
+        source: AVQSource | None = None,
         unet: UNet2DConditionModel | None = None,
         *,
         backend: str = "auto",
@@ -91,15 +93,12 @@ class AVQProcessor(AttnProcessor2_0):
         super().__init__()
         check_backend(backend)
         check_route(route)
-        self.codebooks = codebooks
+        self.source = source
         self.backend = backend
         self.route = route
-        if codebooks is None and unet is None:
-            return
-        if not isinstance(codebooks, AVQCodebooks):
-            raise TypeError(f"codebooks must be AVQCodebooks, but got {type(codebooks).__name__}.")
+        check_source(source)
         if unet is not None:
-            install(unet, codebooks, backend, route)
+            install(unet, default_source(unet) if source is None else source, backend, route)
             layers = [attn for attn in unet.modules() if isinstance(attn, Attention)]
             _warn_of_lost_arguments(layers)
             for attn in layers:
@@ -118,7 +117,7 @@ class AVQProcessor(AttnProcessor2_0):
         """Attend with hidden_states (B, N, channels); the output has the same shape.
 
         Raises:
-            RuntimeError: this processor has codebooks, but was set on a UNet without them.
+            RuntimeError: this processor has codewords, but was set on a UNet that is not prepared.
         """
         state: LayerState | None = getattr(attn, "_avq", None)
         if state is not None:
@@ -130,10 +129,10 @@ class AVQProcessor(AttnProcessor2_0):
             if reason is None:
                 return _attend(attn, state, hidden_states)
         previous = getattr(attn, "_avq_previous", None)
-        if previous is None and self.codebooks is not None:
+        if previous is None and self.source is not None:
             raise RuntimeError(
-                "AVQProcessor(codebooks) was set on a UNet without these codebooks; use "
-                "apply_avq(pipe, codebooks) or AVQProcessor(codebooks, unet=pipe.unet)."
+                "this UNet is not prepared for its AVQProcessor; use apply_avq(pipe) or "
+                "AVQProcessor(unet=pipe.unet)."
             )
         is_unloaded = isinstance(previous, IP_ADAPTERS) and isinstance(
             encoder_hidden_states, Tensor
@@ -231,8 +230,8 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
         num_parents=config.num_parents,
         num_children=config.num_children,
         num_refined=call.num_refined,
-        codewords="stored",
-        num_updates=0,
+        codewords=config.codewords,
+        num_updates=config.num_updates,
         query_tile=config.query_tile,
         query_order=call.query_order,
         importance_tile=config.importance_tile,
@@ -250,15 +249,26 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
 
 
 def install(
-    unet: UNet2DConditionModel, codebooks: AVQCodebooks, backend: str, route: str
+    unet: UNet2DConditionModel, source: AVQSource, backend: str, route: str
 ) -> list[SelfAttentionLayer]:
-    """Give the layers of `codebooks` their state and their grid hook; leave their processors."""
+    """Give the layers of `source` their state and their grid hook; leave their processors."""
     check_backend(backend)
     check_route(route)
-    layers = codebooks.layers_of(unet)
+    if isinstance(source, AVQConfig):
+        for name, needs in (
+            ('codewords="stored"', source.codewords == "stored"),
+            ("key_norm", source.key_norm),
+        ):
+            if needs:
+                raise ValueError(
+                    f"{name} needs codebooks, which calibrate(pipe, prompts, config) makes."
+                )
+        layers = select_layers(unet, source.levels, source.exact, source.overrides)
+    else:
+        layers = source.layers_of(unet)
     if any(layer.has_linfusion for layer in select_layers(unet)):
         raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")
-    states = [LayerState(layer, codebooks, backend, route) for layer in layers]
+    states = [LayerState(layer, source, backend, route) for layer in layers]
     for layer, state in zip(layers, states, strict=True):
         weight = next(layer.attn.parameters())
         if weight.device.type != "meta":  # accelerate's offload keeps weights there between calls
@@ -313,7 +323,7 @@ def _warn_of_lost_arguments(layers: Sequence[Attention]) -> None:
     if lost:
         warnings.warn(
             f"the arguments {', '.join(sorted(lost))} of cross_attention_kwargs no longer reach "
-            f"the processors that take them; apply_avq(pipe, codebooks) leaves those in place.",
+            f"the processors that take them; apply_avq leaves those in place.",
             stacklevel=3,
         )
 

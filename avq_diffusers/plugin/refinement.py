@@ -79,7 +79,7 @@ def set_num_refined(
             raise ValueError(f"no AVQ layer is {name!r} or in it; the chosen layers are {names}.")
     schedules = {}
     for found, state in chosen.items():
-        most = state.weights.codebook.most_refined
+        most = state.config.most_refined
         for schedule in (plan[name] for name in plan if is_within(found.name, name)):
             for count in schedule.values():
                 if not 0 <= count <= most:
@@ -102,10 +102,7 @@ def refinable_parents(pipe: DiffusionPipeline | nn.Module) -> dict[str, int]:
     Raises:
         ValueError: the pipeline has no AVQ layer.
     """
-    return {
-        layer.name: state.weights.codebook.most_refined
-        for layer, state in applied_states(pipe).items()
-    }
+    return {layer.name: state.config.most_refined for layer, state in applied_states(pipe).items()}
 
 
 class _Scheduler:

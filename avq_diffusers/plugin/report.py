@@ -23,7 +23,7 @@ class LayerReport:
         num_heads: heads.
         head_dim: head dim.
         config: such as M64P16C8, or M64P8-16C8 with a schedule from 8 to 16 refined parents; empty
-            without codebooks.
+            without AVQ.
         runs: what the last call did, or the next one will: AVQ with its backend and tuned
             projections if any, exact attention and why, or the attention of another processor.
         num_tokens: in the last grid; None before the first call.
@@ -92,9 +92,9 @@ def _report(
     state: LayerState | None = layer.avq_state
     config, num_tokens, calls = "", None, {}
     if state is not None:
-        codebook, order = state.weights.codebook, state.call.get().query_order
+        sizes, order = state.config, state.call.get().query_order
         refined = "-".join(map(str, schedules.get(state, {0: state.num_refined}).values()))
-        config = f"M{codebook.num_parents}P{refined}C{codebook.num_children}"
+        config = f"M{sizes.num_parents}P{refined}C{sizes.num_children}"
         num_tokens = None if order is None else len(order)
         calls = dict(state.calls)
     return LayerReport(

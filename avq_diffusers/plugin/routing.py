@@ -21,7 +21,6 @@ from platformdirs import user_cache_path
 from torch import Tensor
 
 from avq_diffusers.attention.api import avq_attention
-from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.files import atomic_write
 
 ROUTES = ("fastest", "always")
@@ -139,13 +138,14 @@ def measure_break_even(workload: Workload, device: torch.device) -> BreakEven:
     least = {"eager": NEVER, "compiled": NEVER}
     timers = {"eager": _eager_milliseconds, "compiled": _compiled_milliseconds}
     for num_tokens in reversed(TOKENS):
-        query, key, value, codebook = _random_case(workload, num_tokens, device)
+        query, key, value = _random_tokens(workload, num_tokens, device)
         avq = partial(
             avq_attention,
             query,
             key,
             value,
-            codebook,
+            num_parents=workload.num_parents,
+            num_children=workload.num_children,
             num_refined=workload.num_refined,
             codewords="stored",
             query_tile=workload.query_tile,
@@ -161,21 +161,14 @@ def measure_break_even(workload: Workload, device: torch.device) -> BreakEven:
     return BreakEven(**least)
 
 
-def _random_case(
+def _random_tokens(
     workload: Workload, num_tokens: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Codebook]:
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=device)
-
-    parents = normal(workload.batch_heads, workload.num_parents, workload.head_dim)
-    children = parents[:, :, None] + 0.5 * normal(
-        workload.batch_heads, workload.num_parents, workload.num_children, workload.head_dim
-    )
-    size = (1, num_tokens, workload.batch_heads, workload.head_dim)
-    query, key, value = (normal(*size).to(workload.dtype).transpose(1, 2) for _ in range(3))
-    return query, key, value, Codebook(parents, children)
+    size = (3, 1, num_tokens, workload.batch_heads, workload.head_dim)
+    tokens = torch.randn(size, generator=generator, device=device).to(workload.dtype)
+    query, key, value = tokens.transpose(2, 3)
+    return query, key, value
 
 
 def _eager_milliseconds(function: Callable[[], Tensor]) -> float:
