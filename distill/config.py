@@ -173,6 +173,11 @@ class DistillConfig:
         check_seed(self)
         check_at_least(self, 0, "warmup_steps")
         check_positive(self, "max_grad_norm")
+        if self.avq.codewords != "stored" or self.avq.num_updates:
+            raise ValueError(
+                "avq must have codewords: stored and num_updates: 0, because training learns the "
+                "codewords."
+            )
         check_finite(self, "learning_rate", "weight_decay")
         if self.image_size % 8 or self.image_size < 8:
             raise ValueError(f"image_size must be a multiple of 8, but got {self.image_size}.")

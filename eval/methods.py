@@ -111,7 +111,10 @@ def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
     source, digits, exact, config_refined, way = CONFIG_FORM.fullmatch(name).groups()
     try:
         config = AVQConfig.parse(
-            source, levels=_levels_of(digits) or levels, exact=(exact,) if exact else ()
+            source,
+            levels=_levels_of(digits) or levels,
+            exact=(exact,) if exact else (),
+            codewords="stored",
         )
         if config_refined is not None:
             config = replace(config, num_refined=int(config_refined))

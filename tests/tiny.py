@@ -1,5 +1,7 @@
 """Real diffusers models at tiny size with random weights, and codebooks for them; no download."""
 
+from dataclasses import replace
+
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -25,7 +27,9 @@ from avq_diffusers.plugin.layers import select_layers
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"  # the first one
 LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
-CONFIG = AVQConfig(num_parents=4, num_children=2, num_refined=2, query_tile=16, levels=(0, 1))
+CONFIG = AVQConfig(
+    num_parents=4, num_children=2, num_refined=2, query_tile=16, levels=(0, 1), codewords="stored"
+)
 
 
 def tiny_tokenizer() -> CLIPTokenizer:
@@ -206,7 +210,8 @@ def predict(unet, height: int = 16, width: int = 16, batch: int = 1, **arguments
 
 
 def random_codebooks(unet, config: AVQConfig = CONFIG, seed: int = 0, **arguments) -> AVQCodebooks:
-    """Codebooks of random codewords whose children average to their parent."""
+    """Codebooks in the paper's form, of random codewords whose children average to their parent."""
+    config = replace(config, codewords="stored")
     generator = torch.Generator().manual_seed(seed)
     codebooks = {}
     for layer in select_layers(unet, config.levels, config.exact):

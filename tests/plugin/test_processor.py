@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import cpu_offload
+from cases import stored_attention
 from diffusers import AutoencoderKL, VQModel
 from diffusers.models.attention_processor import AttnProcessor2_0, SlicedAttnProcessor
 from tiny import (
@@ -22,7 +23,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq
@@ -108,7 +108,7 @@ class TestOutput:
             if config.key_norm:
                 torch.nn.init.normal_(codebooks.key_norm(LAYER).weight)
                 key = codebooks.key_norm(LAYER)(key)
-            expected = avq_attention(
+            expected = stored_attention(
                 query,
                 key,
                 value,
@@ -344,7 +344,7 @@ class TestProjectionChanges:
                 F.linear(hidden_states, weights[name]).view(2, 96, 2, 16).transpose(1, 2)
                 for name in ("to_q.weight", "to_k.weight", "to_v.weight")
             )
-            expected = avq_attention(
+            expected = stored_attention(
                 query,
                 key,
                 value,
