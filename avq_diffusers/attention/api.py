@@ -280,6 +280,7 @@ def _attention(
     importance_tile: int | None,
     scale: float,
 ) -> Tensor:
+    _check_traced_order(query, query_order)
     # Autocast would compute the float32 products in half precision.
     with torch.autocast(query.device.type, enabled=False):
         return forward.avq_attention(
@@ -312,6 +313,7 @@ def _kernel_attention(
     from avq_diffusers.attention.triton.attention import attend
     from avq_diffusers.attention.triton.precompute import precompute
 
+    _check_traced_order(query, query_order)
     # The kernels need a last stride of 1.
     query, key, value = (
         x if x.stride(-1) == 1 else x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -336,6 +338,15 @@ def _kernel_attention(
             query_tile=query_tile,
             query_order=query_order,
             importance_tile=importance_tile,
+        )
+
+
+def _check_traced_order(query: Tensor, query_order: Tensor | None) -> None:
+    """All other callers have checked it."""
+    if query_order is not None and query_order.shape[0] != query.shape[2]:
+        raise ValueError(
+            f"torch.jit.trace serves the number of tokens that it was made with: expected "
+            f"{query_order.shape[0]}, but got {query.shape[2]}."
         )
 
 
