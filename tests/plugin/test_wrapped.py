@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from checks import check_on_and_off, differ
+from checks import check_on_and_off, differ, kinds
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from peft import get_peft_model
@@ -160,3 +160,53 @@ def test_unknown_place_of_attention():
     unet.extra = copy.deepcopy(unet.down_blocks[0].attentions[0])
     with pytest.raises(TypeError, match=r"but UNet2DConditionModel has extra\.transformer_blocks"):
         select_layers(unet)
+
+
+class Traceable(nn.Module):
+    def __init__(self, unet):
+        super().__init__()
+        self.unet = unet
+
+    def forward(self, sample, text):
+        return self.unet(sample, 10, text, return_dict=False)[0]
+
+
+class TestExport:
+    @pytest.fixture
+    def traceable(self):
+        unet = small_unet()
+        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16))
+        return Traceable(apply_avq(unet, codebooks))
+
+    def inputs(self, seed, height=16, width=16):
+        generator = torch.Generator().manual_seed(seed)
+        sample = torch.randn(1, 4, height, width, generator=generator)
+        return sample, torch.randn(1, 5, 32, generator=generator)
+
+    @feature("torch.jit.trace")
+    @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+    @torch.no_grad()
+    def test_trace(self, traceable):
+        """Catches sizes that are tensors while tracing, and an order of another grid."""
+        traced = torch.jit.trace(traceable, self.inputs(0))
+        assert torch.equal(traced(*self.inputs(1)), traceable(*self.inputs(1)))
+        assert kinds(traceable.unet) == {"AVQ"}
+        with pytest.raises(Exception, match="the number of tokens that it was made with: expect"):
+            traced(*self.inputs(1, 16, 24))
+
+    @torch.no_grad()
+    def test_export(self, traceable):
+        exported = torch.export.export(traceable, self.inputs(0)).module()
+        assert torch.equal(exported(*self.inputs(1)), traceable(*self.inputs(1)))
+        assert any("avq_diffusers.attention" in str(node.target) for node in exported.graph.nodes)
+
+    @torch.no_grad()
+    @pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export")
+    def test_onnx_is_refused(self, traceable, tmp_path, monkeypatch):
+        """In one sentence, by both of PyTorch's exporters."""
+        refused = pytest.raises(NotImplementedError, match=r"^ONNX has no operations for AVQ; call")
+        with refused:
+            torch.onnx.export(traceable, self.inputs(0), tmp_path / "unet.onnx", dynamo=False)
+        monkeypatch.setattr("torch.onnx._internal.exporter._flags._is_onnx_exporting", True)
+        with refused:
+            traceable(*self.inputs(0))
