@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 TEMPORARY = ".writing-"
@@ -87,6 +88,33 @@ def _remove_leftovers(folder: Path) -> None:
         with suppress(FileNotFoundError):  # another process was faster
             if time.time() - path.stat().st_mtime > LONGEST_SAVE:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path, seconds: float, message: str) -> Iterator[None]:
+    """Keep other processes that call this function out of a folder while the block runs.
+
+    Args:
+        folder: created if missing.
+        seconds: time to wait for another process.
+        message: of the error if another process keeps the folder.
+
+    Raises:
+        OSError: another process keeps the folder, or it is not writable.
+    """
+    lock = FileLock(folder / ".lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=seconds)
+    except Timeout as error:
+        raise OSError(message) from error
+    except OSError as error:
+        raise OSError(f"{folder} could not be written ({error}).") from error
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def sha256(path: Path) -> str | None:

@@ -9,11 +9,12 @@ from diffusers import (
     DDPMScheduler,
     IFPipeline,
     StableDiffusionInpaintPipeline,
+    StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
 )
 from safetensors.torch import load_file, save_file
 from single_file import save_single_file
-from tiny import draw, tiny_pipe, tiny_unet
+from tiny import draw, sdxl_pipe, tiny_pipe, tiny_unet
 
 from avq_diffusers.cli.loading import _single_file_class, load_pipeline
 
@@ -113,6 +114,15 @@ def test_a_model_of_pixels_is_refused(tmp_path):
     )
     pipe.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no VAE, as Stable Diffusion has"):
+        load_pipeline(str(tmp_path), "cpu")
+
+
+def test_a_refiner_is_refused(tmp_path):
+    """Catches diffusers' words about the time embedding of SDXL's refiner."""
+    pipe = sdxl_pipe(cls=StableDiffusionXLImg2ImgPipeline)
+    pipe.register_modules(text_encoder=None, tokenizer=None)
+    pipe.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no text_encoder, like SDXL's refiner; name a model"):
         load_pipeline(str(tmp_path), "cpu")
 
 

@@ -16,7 +16,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from diffusers import DDPMScheduler, StableDiffusionPipeline
+from diffusers import (
+    DDPMScheduler,
+    EDMEulerScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusionPipeline,
+)
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from safetensors.torch import load_file
@@ -332,12 +337,18 @@ def test_two_and_two_steps_equal_four(finished, model, tmp_path):
         shutil.copytree(output / "checkpoints" / "step-00000002", output / "checkpoints" / name)
     with log_path(output).open("a") as file:
         file.write('{"step": 5, "lo')
+    # What a user may have put there.
+    mine = [
+        output / "checkpoints" / name for name in (".x-step-", ".my-step-00000002", ".writing-a")
+    ]
+    for path in mine:
+        path.mkdir()
     assert run(model, output, "--resume").exit_code == 0
     assert_same(final(output), final(finished))
     assert losses(output) == losses(finished)
     weights = "codebooks/diffusion_pytorch_model.safetensors"
     assert (output / weights).read_bytes() == (finished / weights).read_bytes()
-    assert not [path for path in output.rglob(".*")]
+    assert sorted(output.rglob(".*")) == sorted(mine)
 
 
 def test_resuming_a_finished_run_writes_its_result_again(finished, model, tmp_path):
@@ -760,6 +771,40 @@ def test_other_models_are_refused(model, tmp_path, unet, message):
     unet().save_pretrained(tmp_path / "model" / "unet")
     error = refused(tmp_path / "model", tmp_path / "run").splitlines()[-1]
     assert re.match(f"error: {message}", error)
+
+
+def test_a_model_without_text_encoder_is_refused(model, tmp_path):
+    """Catches diffusers' lists of expected parts, for SDXL's refiner and other pipelines."""
+    shutil.copytree(model, tmp_path / "model")
+    path = tmp_path / "model" / "model_index.json"
+    index = json.loads(path.read_text())
+    index |= {"_class_name": "StableDiffusionXLImg2ImgPipeline", "text_encoder": [None, None]}
+    del index["tokenizer"]
+    path.write_text(json.dumps(index))
+    error = refused(tmp_path / "model", tmp_path / "run").splitlines()[-1]
+    message = "error: base_model must be a Stable Diffusion 1.x or 2.x model, but .*model, a "
+    message += "StableDiffusionXLImg2ImgPipeline, has no text_encoder, tokenizer."
+    assert re.fullmatch(message, error)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "missing"),
+    [
+        (FlowMatchEulerDiscreteScheduler, "beta_start, beta_end, beta_schedule, prediction_type"),
+        (EDMEulerScheduler, "beta_start, beta_end, beta_schedule"),
+    ],
+)
+def test_schedulers_of_other_noise_are_refused(model, tmp_path, scheduler, missing):
+    """Catches a traceback, and training with the betas of another noise schedule."""
+    shutil.copytree(model, tmp_path / "model")
+    shutil.rmtree(tmp_path / "model" / "scheduler")
+    scheduler().save_pretrained(tmp_path / "model" / "scheduler")
+    path = tmp_path / "model" / "model_index.json"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps(index | {"scheduler": ["diffusers", scheduler.__name__]}))
+    error = refused(tmp_path / "model", tmp_path / "run").splitlines()[-1]
+    message = "error: base_model must have a noise schedule like Stable Diffusion's, but the "
+    assert re.fullmatch(f"{message}{scheduler.__name__} of .*model has no {missing}.", error)
 
 
 # Devices

@@ -137,6 +137,12 @@ def test_finished_variants_are_kept_and_other_settings_refused(model, tmp_path):
     [
         (["--refined", "x"], "--refined must be numbers"),
         (["--refined", "-1"], "--refined must be numbers"),
+        (["--refined", "65,99"], "refines at most 64 parents, but --refined asks for 65, 99."),
+        (["--refined", "5", "--set", "avq.num_parents=4"], "refines at most 4 parents, but"),
+        (
+            ["--refined", "5", "--set", "avq.overrides={'0': {num_parents: 4}}"],
+            "refines at most 4 parents, but --refined asks for 5.",
+        ),
         (["--device", "tpu"], "--device tpu cannot be used"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--output", __file__], f"--output must be a folder, but {__file__} is a file."),
