@@ -6,7 +6,6 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from tiny import tiny_pipe
 from tiny_training import RUN_CONFIG, TINY_RUN
 from typer.testing import CliRunner
 
@@ -19,14 +18,6 @@ from eval.codebooks import ablation
 from eval.codebooks.ablation import ablation_rows, ablation_table, train_variants
 
 SHARED = [f"--set={key}={value}" for key, value in TINY_RUN.items()]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The folder of a tiny pipeline."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_pipe().save_pretrained(path)
-    return path
 
 
 def test_ratios():
