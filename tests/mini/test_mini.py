@@ -33,13 +33,12 @@ from avq_diffusers.mini import (
     TRAINING_SEEDS,
     VALIDATION_SEEDS,
     VOCABULARY,
-    corrupt,
     default_prompts,
     model_path,
     render,
     sample_scene,
 )
-from eval.quality.metrics import Scorer, clip_scores, picture_features, psnr
+from eval.quality.metrics import Scorer, psnr
 
 MEBIBYTE = 2**20
 NUM_TOKENS = {0: 4096, 1: 1024}
@@ -155,10 +154,7 @@ def test_every_word_of_a_caption_is_one_token(folder):
 
 @pytest.mark.parametrize(
     ("folder", "levels", "exact"),
-    [
-        (MINI_CODEBOOKS, (0,), ()),
-        (MINI_CODEBOOKS_LEVEL1, (0, 1), ("up_blocks.1.attentions.1",)),
-    ],
+    [(MINI_CODEBOOKS, (0,), ()), (MINI_CODEBOOKS_LEVEL1, (0, 1), ("up_blocks.1.attentions.1",))],
 )
 def test_the_codebooks_fit_and_keep_the_constraint(mini, folder, levels, exact, recwarn):
     """Fails for codebooks of another model or run, or that training left with dead children."""
@@ -251,25 +247,10 @@ def test_the_scorer_retrieves_held_out_scenes(scorer):
         assert (direction.argmax(1) == torch.arange(64)).float().mean() >= 0.95
 
 
-@pytest.mark.long
-def test_broken_copies_lower_the_clip_score_slightly(scorer):
-    """Captions do not name the copies: the score falls, but stays far above a wrong caption's."""
-    shown = [scene for scene in scenes(48) if scene.background.kind != "plain"]
-    captions = [scene.caption for scene in shown]
-    images = np.stack([render(scene) for scene in shown])
-    whole = clip_scores(scorer, picture_features(scorer, images), captions)
-    images = np.stack([corrupt(scene, seed) for seed, scene in enumerate(shown)])
-    broken = picture_features(scorer, images)
-    scores = clip_scores(scorer, broken, captions)
-    wrong = clip_scores(scorer, broken, captions[1:] + captions[:1])
-    assert scores.mean() < whole.mean()
-    assert scores.mean() > 0.9 * whole.mean() > 2 * wrong.mean()
-
-
 @torch.no_grad()
 def test_the_vae_reconstructs_held_out_scenes(mini):
     """Fails for fp16 damage, a wrong scaling of images, or a decoder of another encoder."""
-    for scene in scenes(6):
+    for scene in scenes(2):
         image = pixels(render(scene)[None])
         latents = mini.vae.encode(image).latent_dist.mean
         copy = mini.vae.decode(latents).sample.clamp(-1, 1)
