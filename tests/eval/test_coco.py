@@ -33,6 +33,7 @@ from scipy.linalg import sqrtm
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers.cli import options
+from avq_diffusers.files import locked
 from avq_diffusers.mini import SCORER, TEST_SEEDS, sample_scene
 from avq_diffusers.plugin.prompts import quiet
 from eval.commands.coco import coco_generate_command
@@ -757,6 +758,15 @@ def test_blank_lines_between_calibration_prompts_are_none(place, exact, tmp_path
     before = images(exact)
     assert generate(place, "exact", calibration=prompts) == (0, "", "")
     assert images(exact) == before
+
+
+def test_a_folder_that_another_command_writes_is_refused(place, exact):
+    """Catches two commands that delete and rename each other's temporary files."""
+    with locked(exact, 0, "busy"):
+        code, _, errors = generate(place, "exact")
+    assert code == 2
+    assert f"another command writes {exact}; wait for its end, or launch both" in errors
+    assert generate(place, "exact")[0] == 0
 
 
 def test_another_model_in_the_same_folder_is_refused(place, exact):
