@@ -44,7 +44,7 @@ def apply_avq(
 
     In AVQ calls, changes that distillation made to the projections are added to the layer's own, in
     the UNet's dtype. The UNet's parameters are not written: fine-tunes of the base model and LoRA,
-    fused or not, act as in exact attention.
+    fused or not, act as in exact attention. Hooks of a projection act on its change too.
 
     Pipelines that share the UNet, such as by `from_pipe`, share its AVQ. Models that diffusers
     builds from the UNet have none: `ControlNetModel.from_unet`, and AnimateDiff's UNet, even by
@@ -95,7 +95,8 @@ def avq_disabled(pipe: DiffusionPipeline | nn.Module) -> Iterator[None]:
     """Run exact attention inside the `with` block, in all threads that use these models.
 
     Blocks may be nested, and may overlap in threads: AVQ is back when the last one has ended. AVQ
-    that `apply_avq` installs inside a block runs at once.
+    that `apply_avq` installs inside a block runs at once. Gradient checkpointing recomputes a layer
+    as it ran; a checkpoint around a whole UNet recomputes it as it would run during backward.
 
     Raises:
         TypeError: `pipe` has no UNet.
