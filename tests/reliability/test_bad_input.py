@@ -169,7 +169,6 @@ def _saved(codebooks, folder: Path) -> Path:
     "arguments",
     [
         ["generate", "a fox", "--model", "MODEL", "--codebooks", "CODEBOOKS", "--device", "cpu"],
-        ["bench", "a fox", "--model", "MODEL", "--codebooks", "CODEBOOKS", "--device", "cpu"],
         ["inspect", "CODEBOOKS"],
     ],
     ids=lambda arguments: arguments[0],
