@@ -384,7 +384,9 @@ class TestCopyAgreement:
             assert agreement is None or 0.9999 < agreement <= 1
 
     def test_corrupted_images_do_not(self, scenes):
-        agreements = [copy_agreement(corrupt(scene, i), scene) for i, scene in enumerate(scenes)]
+        agreements = [
+            copy_agreement(corrupt(scene, i), scene) for i, scene in enumerate(scenes[:150])
+        ]
         agreements = [agreement for agreement in agreements if agreement is not None]
         assert abs(np.mean(agreements)) < 0.04
         assert np.percentile(agreements, 99) < 0.6
