@@ -4,6 +4,7 @@ Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -222,10 +223,11 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
         def locate(file: str) -> Path:
             repo = str(pretrained_model_name_or_path)
-            folder = Path(repo).expanduser()
+            name = os.path.expanduser(repo)
+            folder = Path(name)
             if not repo or not folder.is_dir():
                 if folder.is_absolute() or repo.startswith(".") or len(folder.parts) > 2:
-                    raise FileNotFoundError(f"codebooks: there is no folder {folder}.")
+                    raise FileNotFoundError(f"codebooks: there is no folder {name}.")
                 try:
                     return Path(hf_hub_download(repo, file, subfolder=subfolder, **hub_arguments))
                 except HFValidationError as error:
