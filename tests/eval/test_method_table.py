@@ -38,7 +38,7 @@ from eval.store.plots import (
     panel_plot,
     point_plot,
 )
-from eval.store.report import Result, read_result, save_json
+from eval.store.report import Result, save_json
 
 
 @pytest.fixture(scope="module")
@@ -521,7 +521,6 @@ class TestDraw:
         ("text", "message"),
         [
             ("no JSON", "is not a result of python -m eval"),
-            ("[]", "is not a result of python -m eval"),
             ('{"rows": []}', "is not a result of python -m eval"),
             ('{"command": "python -m eval"}', "is not a result of python -m eval"),
             ('{"command": "python -m distill --config x"}', "is not a result of python -m eval"),
@@ -549,7 +548,7 @@ class TestDraw:
 
     def test_a_file_that_is_not_there(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"there is no file .*x\.json"):
-            read_result(tmp_path / "x.json")
+            draw(tmp_path / "x.json")
 
     def test_a_size_is_for_tables(self, tmp_path):
         path = tmp_path / "x.json"

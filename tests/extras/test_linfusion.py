@@ -370,7 +370,6 @@ class TestRefusals:
             ({"_class_name": "AVQCodebooks"}, r"is not a config of LinFusion layers"),
             ({"format_version": 2}, r"version 1 are supported, but .*config\.json has version 2"),
             ({"layers": [{"name": "x"}]}, "must list layers with name, level, num_heads, head_dim"),
-            ({"layers": None}, "must list layers with name, level, num_heads, head_dim"),
             ({"layers": []}, "must list layers with name, level, num_heads, head_dim"),
         ],
     )

@@ -373,8 +373,10 @@ class TestApplyAndRemove:
             (ValueError, r"sample_size=\(8, 8\) in .* is not a training size",
              (tiny_unet(sample_size=(8, 8)), 128, 128)),
             (TypeError, "expected a pipeline with a unet or a UNet, but got str", ("sd", 128, 128)),
-            (TypeError, "expected a UNet with up_blocks, but got AutoencoderKL",
+            (TypeError, "expected a UNet with down_blocks, but got AutoencoderKL",
              (pipe.vae, 128, 128)),
+            (TypeError, "expected a UNet with up_blocks, but got ControlNetModel",
+             (ControlNetModel.from_unet(pipe.unet), 128, 128)),
         ):  # fmt: skip
             pipe_or_unet, height, width, config, training_size = (*arguments, None, None)[:5]
             for refuse in (check_size, apply_scalecrafter):
@@ -396,15 +398,12 @@ class TestApplyAndRemove:
             ({"dilations": (1, 1)}, "dilations must be above 1 at some level"),
             ({"damped_dilations": (0,)}, "damped_dilations must hold"),
             ({"num_dilated_steps": 51}, "num_dilated_steps must be at most 50, but got 51"),
+            ({"num_dilated_steps": 3.5}, r"num_dilated_steps must be an int, but got 3\.5"),
         ],
     )
     def test_config(self, fields, message):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             ScaleCrafterConfig(**{"dilations": (1, 2), "num_dilated_steps": 30} | fields)
-
-    def test_steps_are_whole(self):
-        with pytest.raises(TypeError, match=r"num_dilated_steps must be an int, but got 3\.5"):
-            ScaleCrafterConfig((1, 2), num_dilated_steps=3.5)
 
 
 SIZE_4X = {"height": 128, "width": 128}

@@ -223,6 +223,7 @@ def test_seed_ranges_are_disjoint():
     for first, second in combinations(ranges, 2):
         assert max(first.start, second.start) >= min(first.stop, second.stop)
     assert min(map(len, ranges)) >= 1_000_000
+    assert len(TRAINING_SEEDS) == len(SCORER_SEEDS)  # `num_scenes` has one limit for both
 
 
 def test_default_prompts_are_validation_captions():
