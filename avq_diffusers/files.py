@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 TEMPORARY = ".writing-"
 LONGEST_SAVE = 24 * 3600
+LOCK_SECONDS = 600
 
 
 @contextmanager
@@ -46,9 +48,10 @@ def atomic_write(path: Path, *, shared: bool = False) -> Iterator[Path]:
 def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
     """Yield a temporary folder and move its files into `folder` if the block succeeds.
 
-    Other processes may save into `folder` at the same time; each uses its own temporary folder. A
-    kill at any moment leaves the old files, the new files, or a folder without `last`. The first
-    save a day later deletes the temporary folder that a killed process left behind.
+    Other processes may save into `folder` at the same time: each uses its own temporary folder, and
+    moves its files when no other does. A kill at any moment leaves the old files, the new files, or
+    a folder without `last`. The first save a day later deletes the temporary folder that a killed
+    process left behind.
 
     Args:
         folder: created if missing. Files of other names stay.
@@ -56,8 +59,9 @@ def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
         subject: what the error message says could not be written.
 
     Raises:
-        OSError: the block failed to write, or another process saved at the same time. The message
-            says whether the previous files are intact.
+        OSError: the block failed to write, or another process saved at the same time, as it can
+            where the file system has no locks. The message says whether the previous files are
+            intact.
     """
     temporary = folder / f"{TEMPORARY}{secrets.token_hex(4)}"
     outcome = "what was there is intact"
@@ -65,14 +69,15 @@ def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         _remove_leftovers(folder)
         yield temporary
-        written = sorted(temporary.iterdir(), key=lambda path: path.name == last)
-        digests = {folder / path.name: sha256(path) for path in written}
-        (folder / last).unlink(missing_ok=True)
-        outcome = "what was there may be lost: save again"
-        for path in written:
-            path.replace(folder / path.name)
-        if any(sha256(path) != digest for path, digest in digests.items()):
-            raise OSError("another process saves there at the same time")
+        with locked(folder, LOCK_SECONDS, "another process saves there, and does not end"):
+            written = sorted(temporary.iterdir(), key=lambda path: path.name == last)
+            digests = {folder / path.name: sha256(path) for path in written}
+            (folder / last).unlink(missing_ok=True)
+            outcome = "what was there may be lost: save again"
+            for path in written:
+                path.replace(folder / path.name)
+            if any(sha256(path) != digest for path, digest in digests.items()):
+                raise OSError("another process saves there at the same time")
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"{subject} could not be written to {folder} ({error}); {outcome}."
@@ -87,6 +92,33 @@ def _remove_leftovers(folder: Path) -> None:
         with suppress(FileNotFoundError):  # another process was faster
             if time.time() - path.stat().st_mtime > LONGEST_SAVE:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path, seconds: float, message: str) -> Iterator[None]:
+    """Keep other processes that call this function out of a folder while the block runs.
+
+    Args:
+        folder: created if missing.
+        seconds: time to wait for another process.
+        message: of the error if another process keeps the folder.
+
+    Raises:
+        OSError: another process keeps the folder, or it is not writable.
+    """
+    lock = FileLock(folder / ".lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=seconds)
+    except Timeout as error:
+        raise OSError(message) from error
+    except OSError as error:
+        raise OSError(f"{folder} could not be written ({error}).") from error
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def sha256(path: Path) -> str | None:

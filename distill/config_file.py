@@ -38,7 +38,7 @@ def load_config(path: str | Path, kind: type[ConfigType], overrides: list[str]) 
     Raises:
         FileNotFoundError: the file does not exist.
         ValueError: a key is unknown, missing or repeated, or a value is out of range.
-        TypeError: a value has the wrong type.
+        TypeError: a value has the wrong type. The message names all such problems.
     """
     values = _parse_yaml(Path(path).read_bytes(), f"{path} is not a YAML file")
     if not isinstance(values, dict):
@@ -48,7 +48,12 @@ def load_config(path: str | Path, kind: type[ConfigType], overrides: list[str]) 
         if not separator:
             raise ValueError(f"--set must be key=value, but got {override!r}.")
         _set(values, key, _parse_yaml(value, f"--set {key} is not YAML"))
-    return _build(values, kind, str(path), prefix="")
+    problems: list[TypeError | ValueError] = []
+    config = _build(values, kind, str(path), "", problems)
+    if config is None:
+        error = TypeError if all(isinstance(x, TypeError) for x in problems) else ValueError
+        raise error("; ".join(str(problem).removesuffix(".") for problem in problems) + ".")
+    return config
 
 
 def differing_keys(config: Any, saved: Mapping[str, Any], *, ignored: tuple[str, ...]) -> list[str]:
@@ -143,25 +148,42 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _build(
-    values: Mapping[str, Any], kind: type[ConfigType], source: str, prefix: str
-) -> ConfigType:
-    """Build a dataclass from a mapping that has exactly its fields."""
+    values: Mapping[str, Any],
+    kind: type[ConfigType],
+    source: str,
+    prefix: str,
+    problems: list[TypeError | ValueError],
+) -> ConfigType | None:
+    """Build a dataclass from a mapping that has exactly its fields; None if there are problems."""
     names = {field.name for field in fields(kind)}
-    if unknown := sorted(prefix + str(name) for name in set(values) - names):
-        raise ValueError(f"{source} has the unknown key {', '.join(unknown)} for {kind.__name__}.")
-    if missing := sorted(prefix + name for name in names - set(values)):
-        raise ValueError(f"{source} lacks the key {', '.join(missing)} of {kind.__name__}.")
+    before = len(problems)
+    for key_names, complaint in (
+        (set(values) - names, "has the unknown key {} for"),
+        (names - set(values), "lacks the key {} of"),
+    ):
+        if key_names:
+            listed = ", ".join(sorted(prefix + str(name) for name in key_names))
+            problems.append(ValueError(f"{source} {complaint.format(listed)} {kind.__name__}."))
     hints = get_type_hints(kind)
-    read = {name: _as_declared(values[name], hints[name], source, prefix + name) for name in values}
-    try:
-        return kind(**read)
-    except (TypeError, ValueError) as error:
-        if not prefix:
-            raise
-        raise type(error)(f"{prefix.removesuffix('.')}: {error}") from error
+    read = {}
+    for name, value in values.items():
+        if name in names:
+            try:
+                read[name] = _as_declared(value, hints[name], source, prefix + name, problems)
+            except TypeError as error:
+                problems.append(error)
+    if len(problems) == before:
+        try:
+            return kind(**read)
+        except (TypeError, ValueError) as error:
+            section = f"{prefix.removesuffix('.')}: " if prefix else ""
+            problems.append(type(error)(f"{section}{error}"))
+    return None
 
 
-def _as_declared(value: Any, hint: Any, source: str, name: str) -> Any:
+def _as_declared(
+    value: Any, hint: Any, source: str, name: str, problems: list[TypeError | ValueError]
+) -> Any:
     """Convert a YAML value to the type of its field: sections, tuples and floats."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in kinds:
@@ -169,14 +191,16 @@ def _as_declared(value: Any, hint: Any, source: str, name: str) -> Any:
     kind = next(kind for kind in kinds if kind is not NoneType)
     origin = get_origin(kind)
     if is_dataclass(kind) and isinstance(value, dict):
-        return _build(value, kind, source, f"{name}.")
+        return _build(value, kind, source, f"{name}.", problems)
     if origin is tuple and isinstance(value, list):
         items = get_args(kind)
         if items[-1] is Ellipsis:
             items = items[:1] * len(value)
         if len(items) == len(value):
             pairs = enumerate(zip(value, items, strict=True))
-            return tuple(_as_declared(x, item, source, f"{name}[{i}]") for i, (x, item) in pairs)
+            return tuple(
+                _as_declared(x, item, source, f"{name}[{i}]", problems) for i, (x, item) in pairs
+            )
     if origin is Mapping and isinstance(value, dict):
         return value
     if kind is float and type(value) in (int, str):

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -34,6 +35,10 @@ FREE = ("micro_batch_size", "gradient_checkpointing", "compile", "log_every", "c
 FREE += ("keep_checkpoints", "samples", "tracker", "data.workers", "data.cache")
 HALF = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+PARTS = ("vae", "text_encoder", "tokenizer", "unet", "scheduler")
+# What a scheduler's configuration says of a noise schedule; flow matching and EDM have none.
+NOISE_SCHEDULE = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule")
+NOISE_SCHEDULE += ("prediction_type",)
 PREDICTIONS = ("epsilon", "v_prediction")
 
 
@@ -230,9 +235,17 @@ def load_pipeline(config: DistillConfig, device: torch.device) -> StableDiffusio
         ValueError: a file is damaged, the model is not a Stable Diffusion 1.x or 2.x model whose
             UNet takes latents only, or it has fewer timesteps than the sample sheets need.
     """
+    model = model_path(config.base_model)
+    with suppress(OSError):  # loading says it better
+        index = StableDiffusionPipeline.load_config(model)
+        if missing := [part for part in PARTS if index.get(part, [None])[0] is None]:
+            raise ValueError(
+                f"base_model must be a Stable Diffusion 1.x or 2.x model, but {config.base_model}, "
+                f"a {index.get('_class_name')}, has no {', '.join(missing)}."
+            )
     try:
         pipe = StableDiffusionPipeline.from_pretrained(
-            model_path(config.base_model),
+            model,
             variant=config.variant,
             dtype=torch.float32,
             safety_checker=None,
@@ -251,6 +264,11 @@ def load_pipeline(config: DistillConfig, device: torch.device) -> StableDiffusio
         raise ValueError(
             f"the UNet of base_model must take {latents} latent channels only, but that of "
             f"{config.base_model} takes {inputs}, like one for inpainting."
+        )
+    if missing := [name for name in NOISE_SCHEDULE if name not in pipe.scheduler.config]:
+        raise ValueError(
+            f"base_model must have a noise schedule like Stable Diffusion's, but the "
+            f"{type(pipe.scheduler).__name__} of {config.base_model} has no {', '.join(missing)}."
         )
     if pipe.scheduler.config.prediction_type not in PREDICTIONS:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Shared fixtures: fresh tiny models per test; tests marked `gpu` skip without a CUDA device."""
 
 import os
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -35,6 +36,14 @@ def unet():
 @pytest.fixture
 def pipe():
     return tiny_pipe()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """The folder of a saved `pipe`, which no test changes."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_pipe().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from avq_diffusers.plugin.layers import select_layers
+from eval.quality.scenes import score_methods
+
+CALIBRATION = ("a",)  # prompts
 
 
 def run_command(monkeypatch, *arguments):
@@ -40,3 +43,9 @@ def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_images=1, dty
     errors = {"clip_score_sem": 9.0, "copy_agreement_sem": 9.0}
     rows = [{"method": method, "num_images": num_images, **figures, **errors}]
     return {"first_seed": seed, "num_inference_steps": 25, "dtype": dtype, "rows": rows}
+
+
+def score(pipe, methods, scenes, scorer, settings, **options):
+    """The rows of `score_methods`, of scenes that are their own reference."""
+    options = {"calibration_prompts": CALIBRATION, **options}
+    return list(score_methods(pipe, methods, scenes, scenes, scorer, settings, **options))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from PIL import Image
@@ -160,6 +161,23 @@ def test_two_that_save_into_a_folder_do_not_share_the_temporary_one(folder):
     assert contents(folder / "last") == result("one")
 
 
+def test_two_saves_into_a_folder_follow_one_another(folder, monkeypatch):
+    """Catches files of two results in one folder, or a save that another one spoils."""
+    replace = Path.replace
+    other = Thread(target=save, args=(folder, "two"))
+
+    def replace_and_be_late(path, target):
+        replace(path, target)
+        if path.name == "weights" and other.ident is None:
+            other.start()
+            other.join(0.5)
+
+    monkeypatch.setattr(Path, "replace", replace_and_be_late)
+    save(folder, "one")
+    other.join()
+    assert contents(folder / "last") == result("two")
+
+
 @pytest.mark.parametrize("text", ["one", "two"])
 def test_a_save_between_the_moves_of_another_is_noticed(folder, monkeypatch, text):
     """Catches files of two results that pass for one; those of equal results are one."""
@@ -169,7 +187,8 @@ def test_a_save_between_the_moves_of_another_is_noticed(folder, monkeypatch, tex
         replace(path, target)
         if path.name == "weights":
             monkeypatch.setattr(Path, "replace", replace)
-            save(folder, text)
+            for name in ("last", "weights"):  # as a save without locks
+                (folder / name).write_text(text)
 
     monkeypatch.setattr(Path, "replace", replace_and_be_late)
     message = r"things could not be .*\(another process .* same time\); .* be lost: save again\."

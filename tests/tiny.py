@@ -12,7 +12,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from peft import LoraConfig
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -147,11 +147,15 @@ def motion_adapter() -> MotionAdapter:
     )
 
 
+class CalledLinear(nn.Linear):
+    """A layer of another class, as quantization and LoRA put in place of `nn.Linear`."""
+
+
 def let_answer_calls_only(unet):
-    """Hook every projection of self-attention, so that none is one product with its change."""
+    """Make every projection of self-attention one whose weight AVQ does not read."""
     for layer in select_layers(unet):
         for name in ("to_q", "to_k", "to_v", "to_out.0"):
-            layer.attn.get_submodule(name).register_forward_hook(lambda *_: None)
+            layer.attn.get_submodule(name).__class__ = CalledLinear
     return unet
 
 

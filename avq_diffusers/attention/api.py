@@ -289,6 +289,7 @@ def _attention(
     importance_tile: int | None,
     scale: float,
 ) -> Tensor:
+    _check_traced_order(query, query_order)
     # Autocast would compute the float32 products in half precision.
     with torch.autocast(query.device.type, enabled=False):
         return forward.avq_attention(
@@ -329,6 +330,7 @@ def _kernel_attention(
     from avq_diffusers.attention.triton.attention import attend
     from avq_diffusers.attention.triton.precompute import precompute
 
+    _check_traced_order(query, query_order)
     # The kernels need a last stride of 1.
     query, key, value = (
         x if x.stride(-1) == 1 else x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -372,6 +374,15 @@ def _updated_parents(
     for _ in range(num_updates):
         parents = updated(keys, parents)
     return parents.to(key.dtype).view(*key.shape[:2], num_parents, key.shape[3])
+
+
+def _check_traced_order(query: Tensor, query_order: Tensor | None) -> None:
+    """All other callers have checked it."""
+    if query_order is not None and query_order.shape[0] != query.shape[2]:
+        raise ValueError(
+            f"torch.jit.trace serves the number of tokens that it was made with: expected "
+            f"{query_order.shape[0]}, but got {query.shape[2]}."
+        )
 
 
 @_kernel_attention.register_fake

@@ -37,6 +37,8 @@ def query_order(
     Raises:
         ValueError: `height` or `width` is below 1, or `kind` is unknown.
     """
+    if isinstance(height, Tensor):
+        height, width = int(height), int(width)  # as sizes in torch.jit.trace
     if height < 1 or width < 1:
         raise ValueError(f"height and width must be at least 1, but got {height} x {width}.")
     if kind not in QUERY_ORDERS:

@@ -46,6 +46,11 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
         raise ValueError(f"--model {model} could not be loaded: {first_line(error)}") from error
     if getattr(pipe, "vae", None) is None:
         raise ValueError(f"--model {model} has no VAE, as Stable Diffusion has.")
+    if getattr(pipe, "text_encoder", None) is None:
+        raise ValueError(
+            f"--model {model} has no text_encoder, like SDXL's refiner; name a model that makes "
+            f"images from a prompt alone."
+        )
     config: Any = unet_of(pipe).config
     if not isinstance(config.sample_size, int):
         raise ValueError(

@@ -166,11 +166,11 @@ def load_linfusion(pipe: PipelineOrUNet, path: str | Path) -> PipelineOrUNet:
             layers belong to another model, or the UNet has AVQ.
     """
     unet = unet_of(pipe)
-    config_path, weights_path = Path(path) / CONFIG_FILE, Path(path) / WEIGHTS_FILE
-    for file in (config_path, weights_path):
-        if not file.is_file():
-            raise FileNotFoundError(f"LinFusion layers: there is no file {file}.")
+    folder = Path(path).expanduser()
+    config_path, weights_path = folder / CONFIG_FILE, folder / WEIGHTS_FILE
+    _check_file(config_path)
     specs, sha256 = _read_config(config_path)
+    _check_file(weights_path)
     layers = {layer.name: layer for layer in select_layers(unet)}
     if any(layer.avq_state for layer in layers.values()):
         raise ValueError("this UNet has AVQ; call remove_avq(unet) first.")
@@ -243,12 +243,22 @@ def _by_path(layers: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {f"{name}.{key}": x for name, tensors in layers.items() for key, x in tensors.items()}
 
 
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"LinFusion layers: there is no file {path}.")
+
+
 def _read_config(path: Path) -> tuple[list[LayerSpec], str | None]:
     """The layers, and the digest of their tensors or None."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON file: {error}.") from error
+    if isinstance(config, dict) and "modules_list" in config:
+        raise ValueError(
+            f"{path} is in the layout of LinFusion's authors, which is not supported; only folders "
+            f"that save_linfusion writes are, such as those of distillation."
+        )
     expected = LinFusionProcessor.__name__
     if not isinstance(config, dict) or config.get("_class_name") != expected:
         raise ValueError(

@@ -5,12 +5,15 @@ passed as itself. `remove_avq`, `avq_disabled` and `summary` of a pipeline inclu
 """
 
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layer_state import (
     AVQSource,
     LayerState,
@@ -18,7 +21,7 @@ from avq_diffusers.plugin.layer_state import (
     default_source,
     states_of,
 )
-from avq_diffusers.plugin.layers import PipelineOrUNet, models_of, unet_of
+from avq_diffusers.plugin.layers import PipelineOrUNet, models_of, unet_of, unwrapped
 from avq_diffusers.plugin.processor import (
     AVQProcessor,
     custom_processor,
@@ -51,7 +54,10 @@ def apply_avq(
 
     In AVQ calls, changes that distillation made to the projections are added to the layer's own, in
     the UNet's dtype. The UNet's parameters are not written: fine-tunes of the base model and LoRA,
-    fused or not, act as in exact attention.
+    fused or not, act as in exact attention. Hooks of a projection act on its change too.
+
+    Fine-tunes have layers of the same shapes as their base model, and so have other models: a
+    warning says when the names of both models on the Hub are known and differ.
 
     Pipelines that share the UNet, such as by `from_pipe`, share its AVQ. Models that diffusers
     builds from the UNet have none: `ControlNetModel.from_unet`, and AnimateDiff's UNet, even by
@@ -77,12 +83,36 @@ def apply_avq(
     unet = unet_of(pipe)
     check_source(source)
     source = default_source(unet) if source is None else source
+    if isinstance(source, AVQCodebooks):
+        _warn_of_another_model(pipe, source)
     processor = AVQProcessor()
     for layer in install(unet, source, backend, route):
         if custom_processor(layer.attn) is None:
             remember_processor(layer.attn, layer.attn.processor)
             layer.attn.set_processor(processor)
     return pipe
+
+
+def _warn_of_another_model(pipe: DiffusionPipeline | nn.Module, codebooks: AVQCodebooks) -> None:
+    """Compare names on the Hub: layers of other models may have the same shapes."""
+    config = unwrapped(pipe).config if isinstance(pipe, nn.Module) else pipe.config
+    made_for, model = codebooks.config["base_model"], config.get("_name_or_path")
+    if (
+        _is_hub_id(made_for)
+        and _is_hub_id(model)
+        and made_for.split("/")[1].lower() != model.split("/")[1].lower()
+    ):
+        warnings.warn(
+            f"the codebooks were made for {made_for}, but the model is {model}; they fit it only "
+            f"if it is a fine-tune of that model.",
+            stacklevel=3,
+        )
+
+
+def _is_hub_id(name: str | None) -> bool:
+    if name is None or name.count("/") != 1:
+        return False
+    return not (name.startswith(("/", ".", "~")) or Path(name).exists())
 
 
 def remove_avq(pipe: PipelineOrUNet) -> PipelineOrUNet:
@@ -103,7 +133,8 @@ def avq_disabled(pipe: DiffusionPipeline | nn.Module) -> Iterator[None]:
     """Run exact attention inside the `with` block, in all threads that use these models.
 
     Blocks may be nested, and may overlap in threads: AVQ is back when the last one has ended. AVQ
-    that `apply_avq` installs inside a block runs at once.
+    that `apply_avq` installs inside a block runs at once. Gradient checkpointing recomputes a layer
+    as it ran; a checkpoint around a whole UNet recomputes it as it would run during backward.
 
     Raises:
         TypeError: `pipe` has no UNet.

@@ -65,7 +65,8 @@ def calibrate(
         TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, an argument has
             the wrong type, or is prompt, generator or output_type.
         ValueError: there is no prompt, no step, no layer at `config.levels`, an override for none
-            of these layers, fewer keys than parents, LinFusion in the layers, or `config.key_norm`,
+            of these layers, fewer keys than parents, NaN or infinity in keys, LinFusion in the
+            layers, or `config.key_norm`,
             which needs training.
         RuntimeError: the layers did not run, as in a UNet that is compiled or has fused
             projections.
@@ -164,6 +165,11 @@ class _LayerSample:
         self.num_calls += 1
         self.query = torch.empty(0)
         keys = key.flatten(0, 1)
+        if not keys.isfinite().all():
+            raise ValueError(
+                f"the keys of {self.layer.name} hold NaN or infinity; calibrate a model and dtype "
+                f"that generate finite images."
+            )
         priorities = torch.rand(len(keys), generator=self.generator, device="cpu")
         if self.flat_keys is not None:
             priorities = torch.cat([self.priorities, priorities])

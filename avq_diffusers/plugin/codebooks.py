@@ -4,6 +4,7 @@ Shapes: H heads, M0 parents, C children per parent, D head dim.
 """
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 
 from avq_diffusers.attention.diagnostics import constraint_error
@@ -221,12 +223,19 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         hub_arguments = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
 
         def locate(file: str) -> Path:
-            folder = Path(pretrained_model_name_or_path)
-            if not folder.is_dir():
-                repo = str(pretrained_model_name_or_path)
+            repo = str(pretrained_model_name_or_path)
+            name = os.path.expanduser(repo)
+            folder = Path(name)
+            if not repo or not folder.is_dir():
                 if folder.is_absolute() or repo.startswith(".") or len(folder.parts) > 2:
-                    raise FileNotFoundError(f"codebooks: there is no folder {repo}.")
-                return Path(hf_hub_download(repo, file, subfolder=subfolder, **hub_arguments))
+                    raise FileNotFoundError(f"codebooks: there is no folder {name}.")
+                try:
+                    return Path(hf_hub_download(repo, file, subfolder=subfolder, **hub_arguments))
+                except HFValidationError as error:
+                    raise ValueError(
+                        f"codebooks: expected a folder or a Hub id such as user/name, but got "
+                        f"{repo!r}."
+                    ) from error
             path = folder / (subfolder or "") / file
             if not path.is_file():
                 raise FileNotFoundError(f"codebooks: there is no file {path}.")
@@ -263,7 +272,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             **arguments: others of `ModelMixin.save_pretrained`, such as `push_to_hub`.
 
         Raises:
-            ValueError: the arguments ask for other files than the one that `from_pretrained` reads.
+            ValueError: `save_directory` is empty, or the arguments ask for other files than the one
+                that `from_pretrained` reads.
             OSError: the folder cannot be made or written; the message says whether its earlier
                 content is intact.
         """
@@ -274,7 +284,9 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
                 )
         if not is_main_process:
             return
-        folder = Path(save_directory)
+        if not str(save_directory):
+            raise ValueError("save_directory must name a folder, but got ''.")
+        folder = Path(save_directory).expanduser()
         self.register_to_config(sha256=tensor_digest(self.state_dict()))
         with atomic_save(folder, self.config_name, "codebooks") as temporary:
             # A Hub repository gets the name of the folder.

@@ -139,7 +139,7 @@ class LayerState:
         config, device = self.config, hidden_states.device.type
         is_autocast = torch.is_autocast_enabled(device)
         return Workload(
-            batch_heads=next_power_of_two(hidden_states.shape[0] * self.num_heads),
+            batch_heads=next_power_of_two(int(hidden_states.shape[0]) * self.num_heads),
             head_dim=self.head_dim,
             num_parents=config.num_parents,
             num_refined=self.call.get().num_refined,

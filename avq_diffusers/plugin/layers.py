@@ -10,22 +10,29 @@ from torch import nn
 
 from avq_diffusers.config import is_within
 
+# Under these names, wrappers of modules inside a UNet hold what they wrap.
+_COMPILED = "_orig_mod"
+_WRAPPED = (_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 # Functions that return the pipeline or UNet that they are given.
 PipelineOrUNet = TypeVar("PipelineOrUNet", bound=DiffusionPipeline | nn.Module)
 
 
 def unet_of(pipe: DiffusionPipeline | nn.Module) -> UNet2DConditionModel:
-    """The UNet of a pipeline, or `pipe` if it is a UNet itself.
+    """The UNet of a pipeline, or that in `pipe` if it is a UNet itself, wrapped or not.
+
+    A compiled UNet stays in the wrapper of `torch.compile`.
 
     Raises:
-        TypeError: `pipe` has no UNet.
+        TypeError: `pipe` has no UNet, or several.
     """
     unet = pipe if isinstance(pipe, nn.Module) else getattr(pipe, "unet", None)
     if unet is None:
         raise TypeError(
             f"expected a pipeline with a unet or a UNet, but got {type(pipe).__name__}."
         )
-    return unet
+    owner = unwrapped(unet)
+    compiled = (x for x in unet.modules() if x._modules.get(_COMPILED) is owner)
+    return next(compiled, owner)
 
 
 def models_of(pipe: DiffusionPipeline | nn.Module) -> dict[str, ModelMixin]:
@@ -41,14 +48,30 @@ def models_of(pipe: DiffusionPipeline | nn.Module) -> dict[str, ModelMixin]:
         controlnet = getattr(pipe, "controlnet", None)
         several = {f"nets.{i}.": net for i, net in enumerate(getattr(controlnet, "nets", ()))}
         for name, model in (several or {"": controlnet}).items():
-            if hasattr(uncompiled(model), "down_blocks"):
-                models[f"controlnet.{name}"] = model
+            if isinstance(model, nn.Module):
+                models[f"controlnet.{name}"] = unwrapped(model)
     return models
 
 
-def uncompiled(unet: nn.Module) -> ModelMixin:
-    """The model inside `torch.compile`'s wrapper, whose name would enter the paths of modules."""
-    return getattr(unet, "_orig_mod", unet)
+def unwrapped(model: nn.Module) -> ModelMixin:
+    """The model that owns the blocks, inside wrappers such as those of PEFT, FSDP or a compiler.
+
+    Raises:
+        TypeError: no model in `model` has blocks, or several have.
+    """
+    owners = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, ModelMixin) and "down_blocks" in module._modules
+    }
+    if not owners:
+        raise TypeError(f"expected a UNet with down_blocks, but got {type(model).__name__}.")
+    if len(owners) > 1:
+        raise TypeError(
+            f"expected one UNet, but {type(model).__name__} holds {', '.join(owners)}; pass one "
+            f"of them."
+        )
+    return next(iter(owners.values()))
 
 
 @dataclass(frozen=True)
@@ -113,21 +136,23 @@ def select_layers(
         ValueError: a level has no self-attention, a name of `exact` matches no layer at these
             levels, no layer is left, or an override matches none.
     """
-    unet = uncompiled(unet)
-    if not isinstance(unet, nn.Module) or not hasattr(unet, "down_blocks"):
+    if not isinstance(unet, nn.Module):
         raise TypeError(f"expected a UNet with down_blocks, but got {type(unet).__name__}.")
+    unet = unwrapped(unet)
     layers = []
     for path, transformer in unet.named_modules():
         if not isinstance(transformer, Transformer2DModel):
             continue
-        for index, block in enumerate(transformer.transformer_blocks):
-            attn = block.attn1
+        for wrapped_name, attn in transformer.named_modules(prefix=path):
+            name = ".".join(part for part in wrapped_name.split(".") if part not in _WRAPPED)
+            if not isinstance(attn, Attention) or not name.endswith(".attn1"):
+                continue
             if attn.is_cross_attention:
                 continue
             layers.append(
                 SelfAttentionLayer(
-                    name=f"{path}.transformer_blocks.{index}.attn1",
-                    level=_level(unet, path),
+                    name=name,
+                    level=_level(unet, name),
                     num_heads=attn.heads,
                     head_dim=attn.inner_dim // attn.heads,
                     attn=attn,
@@ -161,13 +186,18 @@ def select_layers(
     return chosen
 
 
-def _level(unet: ModelMixin, path: str) -> int:
-    part, index = (path + ".0").split(".")[:2]
+def _level(unet: ModelMixin, name: str) -> int:
+    part, index = name.split(".")[:2]
     if part == "down_blocks":
         return int(index)
     if part == "up_blocks":
         return len(unet.up_blocks) - 1 - int(index)
-    return len(unet.down_blocks) - 1
+    if part == "mid_block":
+        return len(unet.down_blocks) - 1
+    raise TypeError(
+        f"expected self-attention in down_blocks, mid_block and up_blocks, but "
+        f"{type(unet).__name__} has {name}."
+    )
 
 
 def _join(values: Sequence[int]) -> str:

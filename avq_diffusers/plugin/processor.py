@@ -270,7 +270,7 @@ def install(
         raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")
     states = [LayerState(layer, source, backend, route) for layer in layers]
     for layer, state in zip(layers, states, strict=True):
-        weight = next(layer.attn.parameters())
+        weight = layer.transformer.norm.weight
         if weight.device.type != "meta":  # accelerate's offload keeps weights there between calls
             dtype = _dtype(layer.transformer)
             state.weights.move_to(weight.device, dtype)
@@ -337,8 +337,9 @@ def uninstall(unet: UNet2DConditionModel) -> None:
     has_adapter = getattr(unet, "encoder_hid_proj", None) is not None
     for module in unet.modules():
         forget_calls(module)
+        own = module.__dict__.keys() | module._modules.keys()  # wrappers pass on what is inside
         for name in ("_avq_hook", "_avq_scheduler"):  # of the grid; of `set_num_refined`
-            if hasattr(module, name):
+            if name in own:
                 getattr(module, name).remove()
                 delattr(module, name)
         previous = getattr(module, "_avq_previous", None)
@@ -347,7 +348,7 @@ def uninstall(unet: UNet2DConditionModel) -> None:
                 previous = AttnProcessor2_0()
             module.set_processor(previous)
         for name in ("_avq_previous", "_avq_optional", "_avq_custom", "_avq"):
-            if hasattr(module, name):
+            if name in own:
                 delattr(module, name)
 
 

@@ -1,9 +1,16 @@
 """One projection of a self-attention layer, with what distillation changed in it."""
 
+import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
+
+# While a layer holds a sum, no other thread may add to its weights.
+_SUMMED = threading.RLock()
 
 
 def project(
@@ -20,15 +27,46 @@ def project(
     if changes is None:
         return layer(hidden_states)
     weight_change, bias_change = changes[f"{name}.weight"], changes.get(f"{name}.bias")
-    if isinstance(layer, nn.Linear) and _is_plain(layer):
-        # Adding weights costs far less than a second product with the tokens.
+    if type(layer) is not nn.Linear or not _has_readable_weight(layer, weight_change):
+        # LoRA, quantized and offloaded layers: they must be called.
+        return _call_and_add(layer, hidden_states, weight_change, bias_change)
+    # Adding weights costs far less than a second product with the tokens.
+    if not _is_hooked(layer):
         bias = layer.bias if bias_change is None else layer.bias + bias_change
         return F.linear(hidden_states, layer.weight + weight_change, bias)
-    # LoRA, quantized and offloaded layers have no weight to read: they must be called.
-    return layer(hidden_states) + F.linear(hidden_states, weight_change, bias_change)
+    # Hooks and patches see the sum in the layer.
+    with nullcontext() if torch.compiler.is_compiling() else _SUMMED:
+        summed = {"weight": layer.weight + weight_change}
+        if bias_change is not None:
+            summed["bias"] = layer.bias + bias_change
+        return functional_call(layer, summed, (hidden_states,))
 
 
-def _is_plain(layer: nn.Linear) -> bool:
-    """Whether a call of the layer is one product with its weight."""
-    is_hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
-    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not is_hooked
+def _has_readable_weight(layer: nn.Linear, change: Tensor) -> bool:
+    weight = layer.weight
+    is_here = (weight.device, weight.dtype) == (change.device, change.dtype)
+    return type(weight) is nn.Parameter and is_here
+
+
+def _is_hooked(layer: nn.Linear) -> bool:
+    """Whether a call of the layer is more than one product with its weight."""
+    forward_hooks = layer._forward_pre_hooks or layer._forward_hooks
+    backward_hooks = layer._backward_pre_hooks or layer._backward_hooks
+    return bool(forward_hooks or backward_hooks or "forward" in layer.__dict__)
+
+
+def _call_and_add(
+    layer: nn.Module, hidden_states: Tensor, weight_change: Tensor, bias_change: Tensor | None
+) -> Tensor:
+    if not layer._forward_pre_hooks and not layer._forward_hooks:
+        return layer(hidden_states) + F.linear(hidden_states, weight_change, bias_change)
+    thread = threading.get_ident()
+
+    def add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        if threading.get_ident() != thread:
+            return None
+        return output + F.linear(inputs[0], weight_change, bias_change)
+
+    # After the layer's own pre-hooks, before its other hooks.
+    with layer.register_forward_hook(add, prepend=True):
+        return layer(hidden_states)

@@ -1,5 +1,6 @@
 """Run a pipeline over prompts to measure it, without images and progress bars."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ def checked_prompts(
 
     Raises:
         TypeError: `pipe` is not a pipeline with a UNet, `prompts` is not a sequence of strings, or
-            an argument is one that `run_prompts` sets.
+            an argument is one that `run_prompts` sets or that the pipeline does not take.
         ValueError: there is no prompt.
     """
     if getattr(pipe, "unet", None) is None:
@@ -28,6 +29,13 @@ def checked_prompts(
             raise TypeError(
                 f"{', '.join(RUN_ARGUMENTS)} are set for each prompt and cannot be passed on to "
                 f"the pipeline, but got {name}."
+            )
+    known = inspect.signature(pipe.__call__).parameters
+    for name in arguments:
+        # Pipelines take any name for the sake of old ones. A wrapper's signature tells nothing.
+        if "prompt" in known and name not in known:
+            raise TypeError(
+                f"{type(pipe).__name__} takes no argument {name}, only {', '.join(known)}."
             )
     if isinstance(prompts, str):
         raise TypeError("prompts must be a sequence of strings, but got one string.")

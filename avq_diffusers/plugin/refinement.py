@@ -10,7 +10,7 @@ from torch import nn
 
 from avq_diffusers.config import is_within
 from avq_diffusers.plugin.layer_state import LayerState, applied_states
-from avq_diffusers.plugin.layers import PipelineOrUNet, uncompiled, unet_of
+from avq_diffusers.plugin.layers import PipelineOrUNet, unet_of, unwrapped
 from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 
@@ -117,7 +117,7 @@ class _Scheduler:
     def install(cls, unet: nn.Module, schedules: dict[LayerState, Schedule]) -> None:
         """Replace an earlier one; without a layer that has several numbers, just remove it."""
         scheduled = {state: schedule for state, schedule in schedules.items() if len(schedule) > 1}
-        original = uncompiled(unet)
+        original = unwrapped(unet)
         if hasattr(original, "_avq_scheduler"):
             original._avq_scheduler.remove()
             del original._avq_scheduler
@@ -137,7 +137,7 @@ class _Scheduler:
 
 def schedules_of(pipe: DiffusionPipeline | nn.Module) -> dict[LayerState, Schedule]:
     """The schedules of `set_num_refined`, for layers with more than one number of parents."""
-    scheduler: _Scheduler | None = getattr(uncompiled(unet_of(pipe)), "_avq_scheduler", None)
+    scheduler: _Scheduler | None = getattr(unwrapped(unet_of(pipe)), "_avq_scheduler", None)
     return {} if scheduler is None else scheduler.schedules
 
 

@@ -1,6 +1,7 @@
 """Tensors in safetensors files: their checks, their digest, and how they are read."""
 
 import hashlib
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -70,6 +71,12 @@ def load_tensors(
     try:
         tensors = load_file(path)
     except SafetensorError as error:
+        unknown = re.search(r"unknown variant `(\w+)`", str(error))
+        if unknown:
+            raise ValueError(
+                f"{path} holds a tensor of the unknown dtype {unknown[1]}; expected floating point "
+                f"of 16 bits or more."
+            ) from error
         raise ValueError(f"{path} is not a complete safetensors file: {error}.") from error
     check_tensors(str(path), tensors, expected)
     if sha256 not in (None, tensor_digest(tensors)):

@@ -6,7 +6,6 @@ removes it.
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from avq_diffusers.files import sha256
-from distill.checkpointing.folders import remove_folder, replace_folder
+from distill.checkpointing.folders import remove_folder, remove_leftovers, replace_folder
 from distill.config_file import differing_keys, plain_values
 
+NAME = r"step-\d{8}"
 RUN_FILE = "run.json"
 RUN_KEYS = {"step": int, "config": dict, "sha256": dict}
 
@@ -59,7 +59,7 @@ class Checkpoint:
 def checkpoints(output: Path) -> list[Path]:
     """Return the folders of a run's complete checkpoints, oldest first."""
     found = output.glob("checkpoints/step-*")
-    return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name))
+    return sorted(path for path in found if re.fullmatch(NAME, path.name))
 
 
 def newest(output: Path) -> Checkpoint | None:
@@ -108,8 +108,7 @@ def save(
         OSError: the disk is full or not writable. Earlier checkpoints stay.
     """
     path = output / "checkpoints" / f"step-{step:08d}"
-    for leftover in path.parent.glob(".*-step-*"):
-        shutil.rmtree(leftover)
+    remove_leftovers(path.parent, NAME)
     with replace_folder(path) as folder:
         for name, group in tensors.items():
             contiguous = {key: value.detach().contiguous().cpu() for key, value in group.items()}

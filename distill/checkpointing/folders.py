@@ -1,6 +1,7 @@
 """Folders that appear complete, by a rename, after their content is on disk."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from avq_diffusers.files import TEMPORARY
+
+REMOVING = ".removing-"
 
 
 def sync(path: Path) -> None:
@@ -44,9 +47,22 @@ def replace_folder(path: Path) -> Iterator[Path]:
         raise OSError(f"{path} could not be written ({error.__cause__ or error}).") from error
 
 
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Delete what killed calls of `replace_folder` and `remove_folder` left in a folder.
+
+    Args:
+        folder: the folder that holds the others.
+        name: regular expression of the names of folders that they wrote or removed.
+    """
+    pattern = re.compile(f"({re.escape(TEMPORARY)}|{re.escape(REMOVING)}){name}")
+    for path in folder.glob(".*"):
+        if pattern.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
 def remove_folder(path: Path) -> None:
     """Delete a folder that at any moment is complete or gone."""
-    hidden = path.with_name(f".removing-{path.name}")
+    hidden = path.with_name(f"{REMOVING}{path.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden)

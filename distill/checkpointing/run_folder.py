@@ -6,8 +6,8 @@ from pathlib import Path
 
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
-from filelock import FileLock, Timeout
 
+from avq_diffusers import files
 from distill.checkpointing.checkpoint import checkpoints
 from distill.log import log_path
 
@@ -27,21 +27,9 @@ def locked(output: Path) -> Iterator[None]:
     if not state.is_main_process:
         yield
         return
-    lock = FileLock(output / ".lock")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=LOCK_SECONDS)
-    except Timeout as error:
-        raise OSError(
-            f"another run writes {output}; wait for its end, or choose another --output."
-        ) from error
-    except OSError as error:
-        raise OSError(f"{output} could not be written ({error}).") from error
-    try:
+    message = f"another run writes {output}; wait for its end, or choose another --output."
+    with files.locked(output, LOCK_SECONDS, message):
         yield
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
 
 
 def check_unused(output: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import yaml
 from tqdm import tqdm
 
 from eval.benchmarks.distillation import last_error
@@ -50,6 +51,37 @@ FIGURES = {
     "active_ratio": "active ratio",
     "capture": "capture",
 }
+
+
+def check_refined(config: Path, overrides: Sequence[str], numbers: Sequence[int]) -> None:
+    """Refuse numbers of refined parents that no run of this configuration can have.
+
+    What else is wrong with the configuration is left to `distill`.
+
+    Args:
+        config: YAML file of `distill`.
+        overrides: `--set` of `distill`.
+        numbers: numbers of refined parents to judge the runs by.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: all numbers are above the number of parents.
+    """
+    try:
+        sizes = yaml.safe_load(config.read_bytes())["avq"]
+        for key, _, value in (override.partition("=") for override in overrides):
+            if key.startswith("avq."):
+                sizes[key.removeprefix("avq.")] = yaml.safe_load(value)
+        layers = [{**sizes, **changed} for changed in ({}, *sizes["overrides"].values())]
+        most = min(x["num_parents"] if x["num_children"] else 0 for x in layers)
+        is_possible = most == 0 or min(numbers) <= most
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError):
+        return
+    if not is_possible:
+        raise ValueError(
+            f"{config} refines at most {most} parents, but --refined asks for "
+            f"{', '.join(map(str, numbers))}."
+        )
 
 
 def train_variants(

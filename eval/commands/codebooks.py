@@ -202,11 +202,18 @@ def ablate_command(
 
     Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000 --device cuda
     """
-    from eval.codebooks.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
+    from eval.codebooks.ablation import (
+        VARIANTS,
+        ablation_rows,
+        ablation_table,
+        check_refined,
+        train_variants,
+    )
     from eval.codebooks.layer_errors import elastic, measure_errors
     from eval.methods import prepare_methods
 
     numbers = numbers_of("--refined", refined)
+    check_refined(config, overrides, numbers)
     pipe = load_pipeline(model, device)
     trained = train_variants(
         config,

@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from avq_diffusers import AVQCodebooks
-from avq_diffusers.files import TEMPORARY, atomic_write
+from avq_diffusers.files import TEMPORARY, atomic_write, locked
 from avq_diffusers.plugin.prompts import quiet
 from eval.methods import Method, attention_method, calibrated, load_methods, parse_method
 from eval.quality.captions import Captions
@@ -47,6 +48,7 @@ MANIFEST_KEYS = ("command", "environment", "config", "row", "earlier_sessions")
 CAPTIONS = "captions.txt"
 IMAGES = "images"
 CODEBOOKS = "codebooks"
+LOCK_SECONDS = 1
 
 
 def generate_folder(
@@ -104,27 +106,30 @@ def generate_folder(
         "dtype": str(dtype).removeprefix("torch."),
     }
     check_folder(folder, config)
-    pipe = _load(model, dtype, device)
-    (loaded,) = load_methods(pipe, [method], levels=levels)
-    check_dilation(pipe, settings)
-    if state.is_main_process:
-        prepare = partial(calibrated, pipe, loaded, calibration_prompts)
-        _begin(folder, config, captions, prepare, command=command, device=device)
-    state.wait_for_everyone()
-    if _has_codebooks(folder):
-        codebooks = AVQCodebooks.from_pretrained(folder / CODEBOOKS).to(device)
-        loaded = replace(loaded, codebooks=codebooks, uncalibrated=None)
-    drawn = attention_method(pipe, loaded)
-    with quiet(pipe), dilation(pipe, settings), drawn, compilation(pipe, settings):
-        _fill(
-            folder,
-            pipe,
-            captions,
-            range(state.process_index, len(captions.texts), state.num_processes),
-            description=f"{method}, process {state.process_index + 1} of {state.num_processes}",
-            settings=replace(settings, batch_size=1) if device.type == "cpu" else settings,
-            is_shown=state.is_main_process,
-        )
+    message = f"another command writes {folder}; wait for its end, or launch both by accelerate."
+    alone = locked(folder, LOCK_SECONDS, message) if state.is_main_process else nullcontext()
+    with alone:
+        pipe = _load(model, dtype, device)
+        (loaded,) = load_methods(pipe, [method], levels=levels)
+        check_dilation(pipe, settings)
+        if state.is_main_process:
+            prepare = partial(calibrated, pipe, loaded, calibration_prompts)
+            _begin(folder, config, captions, prepare, command=command, device=device)
+        state.wait_for_everyone()
+        if _has_codebooks(folder):
+            codebooks = AVQCodebooks.from_pretrained(folder / CODEBOOKS).to(device)
+            loaded = replace(loaded, codebooks=codebooks, uncalibrated=None)
+        drawn = attention_method(pipe, loaded)
+        with quiet(pipe), dilation(pipe, settings), drawn, compilation(pipe, settings):
+            _fill(
+                folder,
+                pipe,
+                captions,
+                range(state.process_index, len(captions.texts), state.num_processes),
+                description=f"{method}, process {state.process_index + 1} of {state.num_processes}",
+                settings=replace(settings, batch_size=1) if device.type == "cpu" else settings,
+                is_shown=state.is_main_process,
+            )
     state.destroy_process_group()
 
 

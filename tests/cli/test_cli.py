@@ -38,13 +38,6 @@ PROMPT = "a red fox"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_pipe().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
 def codebooks(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("codebooks")
     random_codebooks(tiny_pipe().unet, CONFIG).save_pretrained(folder)
@@ -58,8 +51,8 @@ def avq(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["avq", *arguments])
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["avq", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit_:
             main()

@@ -9,11 +9,12 @@ from diffusers import (
     DDPMScheduler,
     IFPipeline,
     StableDiffusionInpaintPipeline,
+    StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
 )
 from safetensors.torch import load_file, save_file
 from single_file import save_single_file
-from tiny import draw, tiny_pipe, tiny_unet
+from tiny import draw, sdxl_pipe, tiny_pipe, tiny_unet
 
 from avq_diffusers.cli.loading import _single_file_class, load_pipeline
 
@@ -97,34 +98,51 @@ def test_a_folder_without_weights_is_not_said_to_lack_half_precision_files(tmp_p
     assert "fp16" not in str(error.value)
 
 
-@pytest.mark.parametrize("sample_size", [[16, 16], None])
-def test_a_model_of_no_one_size_is_refused(tmp_path, sample_size):
-    tiny_pipe(tiny_unet(sample_size=sample_size)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="must have one training size, but its UNet has sample"):
-        load_pipeline(str(tmp_path), "cpu")
-
-
-def test_a_model_of_pixels_is_refused(tmp_path):
+def pipeline_of_pixels():
     parts = dict.fromkeys(
         ("tokenizer", "text_encoder", "safety_checker", "feature_extractor", "watermarker")
     )
-    pipe = IFPipeline(
+    return IFPipeline(
         **parts, unet=tiny_unet(), scheduler=DDPMScheduler(), requires_safety_checker=False
     )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: tiny_pipe(tiny_unet(sample_size=[16, 16])),
+            "must have one training size, but its UNet has sample",
+        ),
+        (
+            lambda: tiny_pipe(tiny_unet(sample_size=None)),
+            "must have one training size, but its UNet has sample",
+        ),
+        (pipeline_of_pixels, "has no VAE, as Stable Diffusion has"),
+        (
+            lambda: tiny_pipe(tiny_unet(in_channels=9), StableDiffusionInpaintPipeline),
+            "its UNet takes 9 channels, and latents have 4",
+        ),
+    ],
+    ids=["two sizes", "no size", "pixels", "image needed"],
+)
+def test_other_models_are_refused(tmp_path, make, message):
+    """Catches a traceback at the first step, after minutes of calibration."""
+    make().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_pipeline(str(tmp_path), "cpu")
+
+
+def test_a_refiner_is_refused(tmp_path):
+    """Catches diffusers' words about the time embedding of SDXL's refiner."""
+    pipe = sdxl_pipe(cls=StableDiffusionXLImg2ImgPipeline)
+    pipe.register_modules(text_encoder=None, tokenizer=None)
     pipe.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has no VAE, as Stable Diffusion has"):
+    with pytest.raises(ValueError, match="has no text_encoder, like SDXL's refiner; name a model"):
         load_pipeline(str(tmp_path), "cpu")
 
 
 def test_a_list_is_no_model(tmp_path):
     (tmp_path / "model_index.json").write_text("[]")
     with pytest.raises(ValueError, match="could not be loaded"):
-        load_pipeline(str(tmp_path), "cpu")
-
-
-def test_a_model_that_needs_an_image_is_refused(tmp_path):
-    """Catches a traceback at the first step, after minutes of calibration."""
-    pipe = tiny_pipe(tiny_unet(in_channels=9), StableDiffusionInpaintPipeline)
-    pipe.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="its UNet takes 9 channels, and latents have 4"):
         load_pipeline(str(tmp_path), "cpu")

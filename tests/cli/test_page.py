@@ -292,13 +292,11 @@ def test_without_gradio_the_command_says_what_to_install(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> list[str]:
+def saved(model, tmp_path_factory) -> list[str]:
     """Options that name a tiny model and its codebooks."""
-    folder = tmp_path_factory.mktemp("saved")
-    pipe = tiny_pipe()
-    pipe.save_pretrained(folder / "model")
-    random_codebooks(pipe.unet, CONFIG).save_pretrained(folder / "codebooks")
-    return ["--model", str(folder / "model"), "--codebooks", str(folder / "codebooks")]
+    folder = tmp_path_factory.mktemp("codebooks")
+    random_codebooks(tiny_pipe().unet, CONFIG).save_pretrained(folder)
+    return ["--model", str(model), "--codebooks", str(folder)]
 
 
 @pytest.fixture

@@ -68,6 +68,26 @@ def test_unknown_and_missing_keys_are_named(tmp_path, change, message):
         load_config(path, DistillConfig, [])
 
 
+def test_all_problems_of_a_configuration_are_named_at_once(tmp_path):
+    values = yaml.safe_load(RUN_CONFIG.read_text())
+    del values["learning_rate"], values["data"]["workers"]
+    values["samples"]["every"] = 0
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ValueError, match="; ") as error:
+        load_config(path, DistillConfig, ["steps=abc", "avq.levels=[0, b]", "new=1"])
+    assert str(error.value).splitlines() == [str(error.value)]
+    for part in (
+        f"{path} has the unknown key new for DistillConfig; ",
+        f"{path} lacks the key learning_rate of DistillConfig; ",
+        f"{path} lacks the key data.workers of DataConfig",
+        "steps must be int, but got 'abc'",
+        "avq.levels[1] must be int, but got 'b'",
+        "samples: every must be at least 1 or null, but got 0",
+    ):
+        assert part in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -16,7 +16,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from diffusers import DDPMScheduler, StableDiffusionPipeline
+from diffusers import (
+    DDPMScheduler,
+    EDMEulerScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusionPipeline,
+)
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from safetensors.torch import load_file
@@ -47,14 +52,6 @@ from distill.data.batches import add_noise, sample_seed
 from distill.log import log_path, read_log, reduced_means
 from distill.objective import Objective
 from distill.preview import generate, student_in
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The folder of a tiny pipeline."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_pipe().save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -332,12 +329,18 @@ def test_two_and_two_steps_equal_four(finished, model, tmp_path):
         shutil.copytree(output / "checkpoints" / "step-00000002", output / "checkpoints" / name)
     with log_path(output).open("a") as file:
         file.write('{"step": 5, "lo')
+    # What a user may have put there.
+    mine = [
+        output / "checkpoints" / name for name in (".x-step-", ".my-step-00000002", ".writing-a")
+    ]
+    for path in mine:
+        path.mkdir()
     assert run(model, output, "--resume").exit_code == 0
     assert_same(final(output), final(finished))
     assert losses(output) == losses(finished)
     weights = "codebooks/diffusion_pytorch_model.safetensors"
     assert (output / weights).read_bytes() == (finished / weights).read_bytes()
-    assert not [path for path in output.rglob(".*")]
+    assert sorted(output.rglob(".*")) == sorted(mine)
 
 
 def test_resuming_a_finished_run_writes_its_result_again(finished, model, tmp_path):
@@ -515,15 +518,14 @@ def test_settings_reach_the_codebooks(model, tmp_path, monkeypatch):
     assert calls["update_codebooks"] == pytest.approx([0.5, 0.6, 0.7, 0.7])
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 4])
-def test_micro_batches_add_up_to_the_batch(model, tmp_path, micro_batch_size):
+def test_micro_batches_add_up_to_the_batch(model, tmp_path):
     """Catches a sum in place of a mean, a step per micro-batch, draws that depend on both, and
     gradients that are clipped before they are complete."""
     whole, output = tmp_path / "whole", tmp_path / "split"
     # Rounding would move a key between two codewords at equal distance; exact attention has none.
     settings = SPLIT | {"attention": "exact", "max_grad_norm": 1e-3}
     assert run(model, whole, **settings).exit_code == 0
-    settings |= {"micro_batch_size": micro_batch_size}
+    settings |= {"micro_batch_size": 1}
     assert run(model, output, **settings).exit_code == 0
     assert_close(final(output, 2), final(whole, 2))
     for one, two in zip(losses(output), losses(whole), strict=True):
@@ -538,16 +540,23 @@ from pathlib import Path
 import torch
 from distill.config import DistillConfig
 from distill.config_file import load_config
+from distill.data import cache
 from distill.loop import train
 from distill.run import prepare_run
 
+cache.SHARD = 2  # so that both processes build a part
 config, states, *settings = sys.argv[1:]
 output = Path(states) / "two"
 torch.set_num_threads(1)
 run = prepare_run(load_config(config, DistillConfig, settings), output, resume=False)
+run.accelerator.end_training = lambda: None  # it would part the processes
 train(run, "two")
 assert run.accelerator.num_processes == 2
-torch.save(run.objective.state_dict(), f"{states}/{run.accelerator.process_index}.pt")
+objective = run.objective
+trained = {name: value.clone() for name, value in objective.state_dict().items()}
+objective.reassign_dead(threshold=60.0, seed=5)
+state = {"trained": trained, "reassigned": objective.state_dict()}
+torch.save(state, f"{states}/{run.accelerator.process_index}.pt")
 """
 
 
@@ -561,10 +570,13 @@ def test_micro_batches_do_not_change_where_codebooks_start(model, tmp_path):
 
 
 def test_two_processes_are_one(model, tmp_path):
-    """Catches codebooks or gradients of each process's own, and samples seen twice or never."""
-    assert run(model, tmp_path / "one", **SPLIT).exit_code == 0
+    """Catches codebooks or gradients of each process's own, keys of each process's own in place of
+    dead codewords, samples seen twice or never, and a cache that lacks some."""
+    cached = {"data.cache": tmp_path / "cache of one"}
+    assert run(model, tmp_path / "one", **SPLIT, **cached).exit_code == 0
     (tmp_path / "rank.py").write_text(RANK)
-    pairs = pairwise(arguments(model, tmp_path / "two", **SPLIT))
+    settings = SPLIT | {"data.cache": tmp_path / "cache"}
+    pairs = pairwise(arguments(model, tmp_path / "two", **settings))
     settings = [value for option, value in pairs if option == "--set"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     subprocess.run(
@@ -575,8 +587,11 @@ def test_two_processes_are_one(model, tmp_path):
     )
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     one, two = (final(tmp_path / name, 2) for name in ("one", "two"))
-    assert_same({"": first}, {"": second})
-    assert_same({"": first}, {"": two["objective"]})
+    assert_same(first, second)
+    assert_same({"": first["trained"]}, {"": two["objective"]})
+    name = "layers.0.processor.quantizer.parent_codewords"
+    assert not torch.equal(first["reassigned"][name], first["trained"][name])
+    assert len(list((tmp_path / "cache").glob("shard-*"))) == 3
     assert_close(two, one)
     for mine, other in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
         assert mine == pytest.approx(other, rel=1e-4)
@@ -706,12 +721,6 @@ def test_changed_data_is_refused(model, tmp_path):
     assert "was trained on other data; images or captions have changed since." in error
 
 
-def test_a_checkpoint_of_another_configuration_is_refused(finished, model):
-    settings = {"avq__num_parents": 8, "seed": 1, "data__num_samples": 5, "log_every": 3}
-    error = refused(model, finished, "--resume", **settings)
-    assert "it differs in avq.num_parents, data.num_samples, seed." in error
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -760,6 +769,40 @@ def test_other_models_are_refused(model, tmp_path, unet, message):
     unet().save_pretrained(tmp_path / "model" / "unet")
     error = refused(tmp_path / "model", tmp_path / "run").splitlines()[-1]
     assert re.match(f"error: {message}", error)
+
+
+def test_a_model_without_text_encoder_is_refused(model, tmp_path):
+    """Catches diffusers' lists of expected parts, for SDXL's refiner and other pipelines."""
+    shutil.copytree(model, tmp_path / "model")
+    path = tmp_path / "model" / "model_index.json"
+    index = json.loads(path.read_text())
+    index |= {"_class_name": "StableDiffusionXLImg2ImgPipeline", "text_encoder": [None, None]}
+    del index["tokenizer"]
+    path.write_text(json.dumps(index))
+    error = refused(tmp_path / "model", tmp_path / "run").splitlines()[-1]
+    message = "error: base_model must be a Stable Diffusion 1.x or 2.x model, but .*model, a "
+    message += "StableDiffusionXLImg2ImgPipeline, has no text_encoder, tokenizer."
+    assert re.fullmatch(message, error)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "missing"),
+    [
+        (FlowMatchEulerDiscreteScheduler, "beta_start, beta_end, beta_schedule, prediction_type"),
+        (EDMEulerScheduler, "beta_start, beta_end, beta_schedule"),
+    ],
+)
+def test_schedulers_of_other_noise_are_refused(model, tmp_path, scheduler, missing):
+    """Catches a traceback, and training with the betas of another noise schedule."""
+    shutil.copytree(model, tmp_path / "model")
+    shutil.rmtree(tmp_path / "model" / "scheduler")
+    scheduler().save_pretrained(tmp_path / "model" / "scheduler")
+    path = tmp_path / "model" / "model_index.json"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps(index | {"scheduler": ["diffusers", scheduler.__name__]}))
+    error = refused(tmp_path / "model", tmp_path / "run").splitlines()[-1]
+    message = "error: base_model must have a noise schedule like Stable Diffusion's, but the "
+    assert re.fullmatch(f"{message}{scheduler.__name__} of .*model has no {missing}.", error)
 
 
 # Devices

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from peft import LoraConfig
 from tiny import CONFIG, small_unet, tiny_unet
 from tiny_training import make_batch, make_objective, perturb, unet_output
-from torch.nn.parallel import DistributedDataParallel
 
 from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, avq_attention, select_layers
 from avq_diffusers.attention.diagnostics import capture, commitment_loss, constraint_error
@@ -834,57 +833,6 @@ def test_training_lowers_the_losses():
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
         Objective(tiny_unet(), **{"config": CONFIG, **arguments})
-
-
-# Two processes
-
-
-def one_step(objective, model, batch, start):
-    """Gradients and state of one step that starts from codebooks of the batch `start`."""
-    objective.start_codebooks([start], samples_per_step=4)
-    model(**batch)["loss"].backward()
-    objective.update_codebooks(0.9)
-    state = {name: value.clone() for name, value in objective.state_dict().items()}
-    return gradients(objective), state
-
-
-def run_process(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
-    objective = perturb(Objective(tiny_unet(), CONFIG))
-    model = DistributedDataParallel(objective, broadcast_buffers=False)
-    half = part(make_batch(), 2 * rank, 2 * rank + 2)
-    # Process 1 starts from other keys, which do not count.
-    gradient, state = one_step(objective, model, half, make_batch(seed=7 + rank))
-    objective.reassign_dead(threshold=60.0, seed=5)
-    flat = Objective(tiny_unet(), FLAT, diveq=True)
-    flat.start_codebooks([make_batch(seed=7 + rank)], samples_per_step=4)
-    results = {
-        "gradients": gradient,
-        "state": state,
-        "reassigned": objective.state_dict(),
-        "flat": flat.state_dict(),
-    }
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.long
-def test_two_processes_are_one(tmp_path):
-    """Catches sums that are averaged or not reduced, and codebooks of each process's own keys."""
-    torch.multiprocessing.spawn(run_process, (str(tmp_path),), nprocs=2)
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for kind, tensors in results[0].items():
-        for name, value in tensors.items():
-            assert torch.equal(value, results[1][kind][name]), (kind, name)
-    objective = perturb(Objective(tiny_unet(), CONFIG))
-    gradient, state = one_step(objective, objective, make_batch(), make_batch(seed=7))
-    assert_close(results[0]["gradients"], gradient)
-    assert_close(results[0]["state"], state)
-    name = "layers.0.processor.quantizer.parent_codewords"
-    assert not torch.equal(results[0]["reassigned"][name], results[0]["state"][name])
 
 
 # Exact and LinFusion's attention

@@ -1,14 +1,12 @@
 """The paper's analyses: figures of heads and variants by hand, tables and plots of known rows."""
 
 import json
-import sys
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
 from eval_helpers import run_command, watched
-from matplotlib import colormaps
 from PIL import Image
 from tiny import CONFIG, draw, random_codebooks, tiny_pipe, tiny_unet
 
@@ -27,7 +25,7 @@ from avq_diffusers.codebook.assignment import assign
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
 from eval.codebooks import analyses, layer_errors
 from eval.methods import EXACT, Method, attention_method, prepare_methods
-from eval.store.plots import HeatMap, heat_maps
+from eval.store.plots import HeatMap
 
 TWELVE = AVQConfig(12, 2, 3, query_tile=16, levels=(0, 1))
 SCENES = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
@@ -49,13 +47,6 @@ def folder(tmp_path_factory):
     """A folder of M12P3C2 codebooks for levels 0 and 1 of the tiny model."""
     path = tmp_path_factory.mktemp("run") / "codebooks"
     random_codebooks(tiny_unet(), TWELVE).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny_pipe().save_pretrained(path)
     return path
 
 
@@ -275,17 +266,6 @@ def test_heads_table_and_maps():
     assert line.startswith("| M4 | up_blocks.1.attentions.0 | 1 |")
 
 
-def test_heat_maps_have_one_scale_of_colours(tmp_path):
-    """From 0 to 1 in all maps, whatever their values; rows may be shorter than others."""
-    maps = [HeatMap("a", ["x", "y"], [[0.25, 0.75], [0.5]]), HeatMap("b", ["x"], [[0.4]])]
-    heat_maps(tmp_path / "maps.png", maps, xlabel="head", label="capture")
-    shown = Image.open(tmp_path / "maps.png").convert("RGB")
-    pixels = {colour: count for count, colour in shown.getcolors(1 << 20)}
-    for value in (0.25, 0.75, 0.5, 0.4):
-        cell = colormaps["cividis"](value, bytes=True)[:3]
-        assert pixels.get(tuple(cell), 0) > 500, value  # the scale beside the maps has fewer
-
-
 def test_layers_are_in_the_order_in_which_they_run():
     """Fails for means over methods or levels, a layer that a method lacks, and the order of rows,
     of text or of the UNet's modules, whose middle is the last."""
@@ -382,36 +362,6 @@ def test_the_analyse_command(names, folder, model, tmp_path, monkeypatch, capsys
         assert Image.open(tmp_path / f"{name}_levels0.png").size[0] > 300
         assert (document["num_images"], document["num_timesteps"]) == (2, 1)
     assert sorted(x.stem for x in tmp_path.glob("*.json")) == sorted(f"{x}_levels0" for x in names)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["heads", "tails"], "analyses are heads, layers, utilisation, order, importance, but got"),
-        (
-            ["layers", "--methods", "exact"],
-            "the analysis layers needs methods with codebooks, but got 'exact'",
-        ),
-        (
-            ["layers", "order", "--methods", "FOLDER@P0"],
-            "the analysis order needs methods that refine parents, but got",
-        ),
-    ],
-)
-def test_the_analyse_command_refuses(
-    arguments, message, folder, model, tmp_path, monkeypatch, capsys
-):
-    """Nothing is measured for the analyses before the one that cannot be."""
-    from eval import __main__ as command
-
-    arguments = [text.replace("FOLDER", str(folder)) for text in arguments]
-    options = ["--model", str(model), "--output", str(tmp_path / "results")]
-    monkeypatch.setattr(sys, "argv", ["eval", "analyse", *arguments, *options])
-    with pytest.raises(SystemExit) as exit_:
-        command.main()
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "results").exists()
 
 
 def kernel_row(config, tokens=256, ms=1.0, heads=8, **facts):

@@ -2,7 +2,6 @@
 
 import json
 import math
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -322,20 +321,20 @@ def test_run_kernels_refuses_an_unknown_part(tmp_path):
         kernels.run_kernels(CPU, tmp_path, command="x", parts=["all"])
 
 
-def test_the_unet_is_sd15():
+@pytest.mark.parametrize(
+    ("config", "num_parameters", "heads"),
+    [
+        (SD15, 859_520_964, {0: (8, 40), 1: (8, 80), 2: (8, 160), 3: (8, 160)}),
+        (SDXL, 2_567_463_684, {1: (10, 64), 2: (20, 64)}),
+    ],
+    ids=["SD1.5", "SDXL"],
+)
+def test_the_unets_are_those_that_they_are_called(config, num_parameters, heads):
     with torch.device("meta"):
-        model = UNet2DConditionModel(**SD15)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 859_520_964
-    heads = {layer.level: (layer.num_heads, layer.head_dim) for layer in select_layers(model)}
-    assert heads == {0: (8, 40), 1: (8, 80), 2: (8, 160), 3: (8, 160)}
-
-
-def test_the_unet_is_sdxl():
-    with torch.device("meta"):
-        model = UNet2DConditionModel(**SDXL)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 2_567_463_684
-    heads = {layer.level: (layer.num_heads, layer.head_dim) for layer in select_layers(model)}
-    assert heads == {1: (10, 64), 2: (20, 64)}
+        model = UNet2DConditionModel(**config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+    layers = select_layers(model)
+    assert {layer.level: (layer.num_heads, layer.head_dim) for layer in layers} == heads
 
 
 def last(generator):
@@ -383,6 +382,8 @@ def test_the_methods_change_the_layers_they_name(steps):
     assert changed("limit") == changed("M4P2C2") == {0, 1}
     assert changed("M4P2C2@L0") == {0}
     assert changed("linfusion") == {0, 1, 2, 3}
+    levels = [step.timed_method(name).levels for name in ("tome", "tome@L01")]
+    assert levels == [(0,), (0, 1)]
     config = AVQConfig.parse("M4P2C2")
     assert steps.codebooks(config) is steps.codebooks(AVQConfig.parse("M4P2C2"))
 
@@ -404,65 +405,33 @@ def test_linfusion_is_the_same_network_every_time(steps):
         assert not torch.equal(processor.phi_q[-1].weight, processor.phi_k[-1].weight)
 
 
-def test_only_the_row_of_the_fastest_route_is_routed(steps):
-    """Fails where the row of AVQ is timed with some layers exact."""
-
-    def routes(name):
-        with steps.method(name):
-            return {layer.avq_state.route.route for layer in select_layers(steps.unet, (0, 1))}
-
-    assert routes("M4P2C2") == {"always"}
-    assert routes("M4P2C2/fastest") == {"fastest"}
-    assert step.method_label("M4P2C2@L0/fastest") == "AVQ 4/2/2, level 0, fastest route"
-
-
-def test_only_the_tuned_row_runs_changes_of_projections(steps):
-    """Fails where the time of tuned projections is that of the model's own, or in every row."""
-
-    def changed(name):
-        with steps.method(name):
-            states = [layer.avq_state for layer in select_layers(steps.unet, (0, 1))]
-        return {state.weights.projection_changes is not None for state in states}
-
-    for _ in range(2):
-        assert changed("M4P2C2/tuned") == {True}
-        assert changed("M4P2C2") == {False}
-    assert step.method_label("M4P2C2@L0/tuned") == "AVQ 4/2/2, level 0, tuned projections"
-
-
-def test_a_row_leaves_the_layers_exact_that_its_name_says(steps):
-    """Fails where they are replaced after all, and their time is not in the row's."""
-    with steps.method("M4P2C2-up_blocks.2.attentions.1"):
-        exact = [layer.name for layer in select_layers(steps.unet, (0, 1)) if not is_avq(layer)]
-    assert exact == ["up_blocks.2.attentions.1.transformer_blocks.0.attn1"]
-    label = step.method_label("M4P2C2-up_blocks.2.attentions.1")
-    assert label == "AVQ 4/2/2, up_blocks.2.attentions.1 exact"
-
-
-@pytest.mark.parametrize(("name", "levels"), [("tome", [0]), ("tome@L01", [0, 1])])
-def test_tome_merges_tokens_at_the_levels_of_its_row(steps, name, levels):
-    """Fails where it stays at its default, level 0."""
-    pytest.importorskip("tomesd")
-    seen = {}
-    with ExitStack() as stack:
-        stack.enter_context(steps.method(name))
-        for layer in select_layers(steps.unet):
-            handle = layer.attn.register_forward_pre_hook(
-                partial(note_tokens, seen, layer), with_kwargs=True
-            )
-            stack.callback(handle.remove)
-        steps.unet(*steps.inputs(64), return_dict=False)
-    merged = {level for level, tokens in seen.items() if tokens < 64 >> 2 * level}
-    assert sorted(merged) == levels
-
-
-def note_tokens(seen, layer, module, args, kwargs):
-    (hidden_states, *_) = args or (kwargs["hidden_states"],)
-    seen[layer.level] = hidden_states.shape[1]
-
-
-def is_avq(layer):
-    return layer.avq_state is not None
+@pytest.mark.parametrize(
+    ("name", "label", "route", "is_tuned"),
+    [
+        ("M4P2C2@L0/fastest", "AVQ 4/2/2, level 0, fastest route", "fastest", False),
+        ("M4P2C2@L0/tuned", "AVQ 4/2/2, level 0, tuned projections", "always", True),
+        ("M4P2C2", "AVQ 4/2/2", "always", False),
+        ("M4P2C2-up_blocks.2", "AVQ 4/2/2, up_blocks.2 exact", "always", False),
+    ],
+)
+def test_a_row_runs_what_its_label_says(steps, name, label, route, is_tuned):
+    """Fails where the row of AVQ is timed with some layers exact, with a row's changes of
+    projections, or without the layers that its name leaves exact."""
+    with steps.method(name):
+        states = {
+            layer.name: layer.avq_state
+            for layer in select_layers(steps.unet)
+            if layer.avq_state is not None
+        }
+        assert {state.route.route for state in states.values()} == {route}
+    changes = {state.weights.projection_changes is not None for state in states.values()}
+    assert changes == {is_tuned}
+    assert step.method_label(name) == label
+    levels = (0,) if "@L0" in name else step.LEVELS
+    expected = {layer.name for layer in select_layers(steps.unet, levels)}
+    exact = {layer for layer in expected if layer.startswith(f"{name.partition('-')[2]}.")}
+    assert states.keys() == expected - exact
+    assert bool(exact) == ("-" in name)
 
 
 def test_an_avq_row_that_runs_exact_attention_gets_no_time(steps, monkeypatch):
@@ -567,7 +536,7 @@ def test_run_unet_keeps_mini_sd_apart(tmp_path, monkeypatch):
 def test_run_unet_times_sdxl(tmp_path):
     """Fails where rows change other levels than those of SDXL, or its conditions are left out."""
     pytest.importorskip("tomesd")
-    methods = ("exact", "limit", "M4P2C2@L12", "M4P2C2@L1", "tome@L1", "tome@L12", "linfusion")
+    methods = ("exact", "limit", "M4P2C2@L12", "M4P2C2@L1", "tome@L1", "tome@L12")
     options = {"sizes": (128,), "methods": methods, "modes": ("eager",)}
     unet.run_unet(CPU, tmp_path, command="y", model="sdxl", **options)
     document = read(tmp_path / "bench_unet_sdxl_128_eager_cpu.json")
@@ -586,14 +555,8 @@ def test_run_unet_times_sdxl(tmp_path):
     ("arguments", "message"),
     [
         ({"model": "sd3"}, "--model must be one of sd15, sdxl, mini-sd, but got 'sd3'"),
-        (
-            {"methods": ["xformers"]},
-            "methods must be exact, .*, or configurations such as",
-        ),
-        (
-            {"methods": ["M4P2C2@0"]},
-            "methods must be exact, .*, or configurations such as",
-        ),
+        ({"methods": ["xformers"]}, "methods must be exact, .*, or configurations such as"),
+        ({"methods": ["M4P2C2@0"]}, "methods must be exact, .*, or configurations such as"),
         (
             {"methods": ["M4P2C2@L2"]},
             "the levels of SD1.5, random weights are 0, 1, but M4P2C2@L2 changes 2",

@@ -8,18 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from diffusers import StableDiffusionPipeline
-from eval_helpers import run_command, scenes_run
+from eval_helpers import run_command, scenes_run, score
 from PIL import Image
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
-from eval.benchmarks.kernels import plot_kernels
 from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
-from eval.codebooks.analyses import ANALYSES
-from eval.codebooks.layer_errors import KernelTimes, error_panels
-from eval.codebooks.training import training_rows
 from eval.commands.stored import draw
 from eval.methods import EXACT, NO_ATTENTION, TOME, attention_method, prepare_methods
 from eval.quality import scene_runs, scenes
@@ -42,20 +38,12 @@ from eval.store.plots import (
     panel_plot,
     point_plot,
 )
-from eval.store.report import Result, read_result, save_json
+from eval.store.report import Result, save_json
 
 
 @pytest.fixture(scope="module")
 def scorer():
     return Scorer(SCORER)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A folder of a model that was trained at 128."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_pipe().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -97,47 +85,43 @@ class TestScenes:
         assert f"| {avq['psnr_median']:.1f} ({avq['psnr_p10']:.1f}) |" in capsys.readouterr().out
 
     def test_rows_at_another_size(self, scorer, monkeypatch):
-        """Fails for real images of the usual size, boxes that do not scale, PSNR to the row
-        before, or `exact` in the place where it was named."""
+        """Fails for real images of the usual size, boxes that do not scale, other seeds than those
+        from the first on, PSNR to the row before, or `exact` in the place where it was named."""
         shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
         by_caption = {scene.caption: scene for scene in shown}
         drawn = []
 
         def paint(pipe, prompts, seeds, settings, *, description):
+            assert list(seeds) == [7, 8, 9]
             drawn.append(description)
             images = np.stack([render(by_caption[prompt], settings.size) for prompt in prompts])
             error = np.uint8(0 if description == EXACT else 3 * len(drawn))
             return np.where(images > 127, images - error, images + error)
 
         monkeypatch.setattr(scenes, "generate", paint)
+        settings = Sampling(size=320)
         methods = [NO_ATTENTION, EXACT, TOME]
-        pipe = tiny_pipe()
-
-        def score(methods):
-            return scenes.score_methods(
-                pipe,
-                methods,
-                shown,
-                shown,
-                scorer,
-                Sampling(size=320),
-                calibration_prompts=(),
-            )
-
-        rows = list(score(methods))
-        real, broken, *others = rows
-        assert drawn == [row["method"] for row in others] == [EXACT, NO_ATTENTION, TOME]
-        assert [real["fid"], others[0]["fid"]] == pytest.approx([0, 0], abs=1e-2)
-        assert real["copy_agreement"] > 0.99
+        rows = score(tiny_pipe(), methods, shown, scorer, settings, first_seed=7)
+        real, broken, exact, *others = rows
+        assert drawn == [row["method"] for row in rows[2:]] == [EXACT, NO_ATTENTION, TOME]
+        assert [real["fid"], exact["fid"]] == pytest.approx([0, 0], abs=1e-2)
+        assert broken["fid"] > 0.1
+        assert real["copy_agreement"] > 0.99 < exact["copy_agreement"]
         assert abs(broken["copy_agreement"]) < 0.2
-        assert others[0]["copy_agreement"] > 0.99
-        decibels = [row["psnr_median"] for row in others]
-        assert decibels == [None, *(pytest.approx(20 * np.log10(255 / x)) for x in (6, 9))]
-        assert others[0]["fid_to_exact"] is None
+        assert exact["clip_score"] == pytest.approx(real["clip_score"])
+        assert real["clip_score"] > 80
+        assert 0 < real["clip_score_sem"] < 2
+        assert real["num_images"] == 3
+        decibels = [20 * np.log10(255 / x) for x in (6, 9)]
+        assert [row["psnr_median"] for row in others] == pytest.approx(decibels)
+        assert exact["psnr_median"] is exact["fid_to_exact"] is None
         # The images of exact attention are the real ones here.
-        distances = [(row["fid"], row["fid_to_exact"]) for row in others[1:]]
-        assert all(real == pytest.approx(exact, rel=0.01) for real, exact in distances)
-        rows = list(score([TOME]))
+        for row in others:
+            assert row["fid"] == pytest.approx(row["fid_to_exact"], rel=0.01)
+        table = scenes.scenes_table(rows).splitlines()
+        assert len(table) == 2 + len(rows)
+        assert f"| {broken['fid']:.3f} ± {broken['fid_sem']:.3f} |" in table[3]
+        rows = score(tiny_pipe(), [TOME], shown, scorer, settings, first_seed=7)
         assert rows[2]["psnr_median"] is rows[2]["fid_to_exact"] is None
 
     def test_a_killed_run_goes_on(self, scorer, monkeypatch):
@@ -145,17 +129,8 @@ class TestScenes:
         shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
         settings = Sampling(num_inference_steps=1, size=128)
         methods = [NO_ATTENTION, EXACT, TOME]
-        score = partial(
-            scenes.score_methods,
-            tiny_pipe(),
-            methods,
-            shown,
-            shown,
-            scorer,
-            settings,
-            calibration_prompts=(),
-        )
-        rows = list(score())
+        again = partial(score, tiny_pipe(), methods, shown, scorer, settings)
+        rows = again()
         drawn = []
 
         def watched(*positional, description, **options):
@@ -165,9 +140,9 @@ class TestScenes:
         monkeypatch.setattr(scenes, "generate", watched)
         for number, expected in ((4, [EXACT, TOME]), (5, [])):
             finished = {row["method"]: row for row in rows[:number]}
-            again = list(score(finished=finished))
+            found = again(finished=finished)
             assert drawn == expected
-            for row, before in zip(again, rows, strict=True):
+            for row, before in zip(found, rows, strict=True):
                 for name in before.keys() - {"seconds_per_image"}:
                     assert row[name] == before[name]
             drawn.clear()
@@ -204,22 +179,13 @@ class TestScenes:
         settings = Sampling(num_inference_steps=1, size=128)
         pipe = tiny_pipe()
         random_codebooks(pipe.unet).save_pretrained(tmp_path)
-        score = partial(
-            scenes.score_methods,
-            pipe,
-            [str(tmp_path)],
-            shown,
-            shown,
-            scorer,
-            settings,
-            calibration_prompts=(),
-        )
-        rows = {row["method"]: row for row in score()}
+        again = partial(score, pipe, [str(tmp_path)], shown, scorer, settings)
+        rows = {row["method"]: row for row in again()}
         random_codebooks(pipe.unet, seed=1).save_pretrained(tmp_path)
-        *_, again = score(finished=rows)
-        assert again["sha256"] != rows[str(tmp_path)]["sha256"]
+        *_, row = again(finished=rows)
+        assert row["sha256"] != rows[str(tmp_path)]["sha256"]
         monkeypatch.setattr(scenes, "generate", lambda *_, **__: pytest.fail("drawn once more"))
-        assert [*score(finished={again["method"]: again})][-1] is again
+        assert again(finished={row["method"]: row})[-1] is row
 
     @pytest.mark.parametrize(
         ("protocol", "environment", "named"),
@@ -249,18 +215,8 @@ class TestScenes:
     def test_sizes_are_refused_before_the_work(self, options, message):
         pipe = tiny_pipe()
         pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
-        shown = [sample_scene(0)]
-        rows = scenes.score_methods(
-            pipe,
-            ["M4"],
-            shown,
-            shown,
-            None,
-            Sampling(**options),
-            calibration_prompts=["a"],
-        )
         with pytest.raises(ValueError, match=message):
-            next(rows)
+            score(pipe, ["M4"], [sample_scene(0)], None, Sampling(**options))
 
     def test_mini_sd_has_a_window_of_its_own(self):
         """Fails where SD1.5's 30 steps are taken, or mini-sd's for other models."""
@@ -289,11 +245,6 @@ class TestMerge:
         assert row["psnr_p10"] is row["psnr_p10_sem"] is None
         assert row["seconds_per_image"] == 0.5
         assert scenes.scenes_table([row]).endswith("| 33.0 ± 1.7 |")
-
-    @pytest.mark.parametrize("change", [{"size": 512}, {"scalecrafter": True}])
-    def test_sizes_are_not_mixed(self, change):
-        with pytest.raises(ValueError, match=r"and the same .*size, scalecrafter"):
-            scene_runs.merge_runs([scenes_run(0), scenes_run(1) | change])
 
 
 def quality_row(method, config=None, origin=None, levels=(0,), **figures):
@@ -546,67 +497,10 @@ class TestTable:
         assert plots[0] == plots[1] != plots[2]
 
 
-def error_row(method, config, effective):
-    figures = ("output_error", "feature_relative_mse", "forced_relative_mse", "capture")
-    facts = {"method": method, "config": config, "origin": "calibrated", "num_refined": 2}
-    facts |= {"effective_codewords": effective, "kernel_ms": 0.1 * effective}
-    facts["is_flat"] = config == "M4"
-    return {**facts, **dict.fromkeys(figures, 1 / effective)}
-
-
-KERNEL_ROWS = [
-    {"part": "sd15", "batch": 2, "heads": 8, "head_dim": 40, "dtype": "half", **row}
-    for row in ({"method": "a", "tokens": 64, "ms": 1.5}, {"method": "b", "tokens": 64, "ms": None})
-]
-ERROR_ROWS = [error_row("M8P2C2", "M8P2C2", 12), error_row("M4", "M4", 4)]
-UTILISATION_ROWS = [
-    {"is_flat": True, "origin": "x", "num_codewords": n, "active_ratio": 1 / n, "evenness": 0.5}
-    for n in (4, 8)
-]
 CURVES = {"run": {"step": [1, 2], "samples": [4, 8], "loss": [0.5, 0.25], "capture/a": [0.1, None]}}
-TIMES_OF_KERNELS = KernelTimes("B2", {"M4": 0.4})
 
 
 class TestDraw:
-    @pytest.mark.parametrize(
-        ("command", "content", "plot"),
-        [
-            (
-                "bench kernels --parts sd15",
-                {"rows": KERNEL_ROWS},
-                lambda path: plot_kernels(path, "sd15", KERNEL_ROWS),
-            ),
-            (
-                "errors",
-                {"rows": ERROR_ROWS, "kernel_times": None},
-                lambda path: panel_plot(path, error_panels(ERROR_ROWS)),
-            ),
-            (
-                "errors",
-                {"rows": ERROR_ROWS, "kernel_times": TIMES_OF_KERNELS._asdict()},
-                lambda path: panel_plot(path, error_panels(ERROR_ROWS, TIMES_OF_KERNELS)),
-            ),
-            (
-                "analyse heads utilisation",
-                {"rows": UTILISATION_ROWS, "analysis": "utilisation"},
-                lambda path: ANALYSES["utilisation"].plot(path, UTILISATION_ROWS),
-            ),
-            (
-                "training --runs run",
-                {"runs": CURVES},
-                lambda path: panel_plot(path, training_rows(CURVES)),
-            ),
-        ],
-    )
-    def test_the_plot_is_that_of_the_command(self, command, content, plot, tmp_path):
-        """Fails where JSON loses what the plot needs."""
-        plot(tmp_path / "expected.png")
-        path = tmp_path / "stored.json"
-        save_json(path, command=f"python -m eval {command}", device="cpu", **content)
-        draw(path)
-        expected = (tmp_path / "expected.png").read_bytes()
-        assert path.with_suffix(".png").read_bytes() == expected
-
     @pytest.mark.parametrize(("device", "modes"), [("cuda", MODES), ("cpu", MODES_WITHOUT_GRAPHS)])
     @pytest.mark.parametrize("stem", ["bench_unet", "bench_unet_mini"])
     def test_a_unet_plot_has_all_modes(self, stem, device, modes, tmp_path):
@@ -627,7 +521,6 @@ class TestDraw:
         ("text", "message"),
         [
             ("no JSON", "is not a result of python -m eval"),
-            ("[]", "is not a result of python -m eval"),
             ('{"rows": []}', "is not a result of python -m eval"),
             ('{"command": "python -m eval"}', "is not a result of python -m eval"),
             ('{"command": "python -m distill --config x"}', "is not a result of python -m eval"),
@@ -655,7 +548,7 @@ class TestDraw:
 
     def test_a_file_that_is_not_there(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"there is no file .*x\.json"):
-            read_result(tmp_path / "x.json")
+            draw(tmp_path / "x.json")
 
     def test_a_size_is_for_tables(self, tmp_path):
         path = tmp_path / "x.json"
@@ -734,26 +627,35 @@ def test_lines_are_drawn_where_their_numbers_are(figures):
 
 
 def test_error_bars_and_reference_are_drawn_where_their_numbers_are(figures):
-    """Catches bars of another length or direction, and a reference that lies elsewhere."""
+    """Catches bars of another length or direction, a reference that lies elsewhere, a grid that is
+    not filled, and a legend that lacks a label."""
     panels = [
         PointPanel("a", "x", [Point("m", 1, 20, 3)], reference=15),
-        PointPanel("b", "x", [Point("m", 2, 5)]),
+        PointPanel("b", "x", [Point("n", 2, 5)]),
     ]
-    point_plot(None, [panels])
-    first, second = figures[0].axes
-    point, _, (bar,) = first.containers[0]
-    assert point.get_xydata().tolist() == [[1, 20]]
-    assert [segment.tolist() for segment in bar.get_segments()] == [[[1, 17], [1, 23]]]
-    assert [line.get_ydata()[0] for line in first.lines if line.get_linestyle() == "--"] == [15]
-    assert not [line for line in second.lines if line.get_linestyle() == "--"]
+    point_plot(None, [panels, panels])
+    (figure,) = figures
+    for first, second in (figure.axes[:2], figure.axes[2:]):
+        point, _, (bar,) = first.containers[0]
+        assert point.get_xydata().tolist() == [[1, 20]]
+        assert [segment.tolist() for segment in bar.get_segments()] == [[[1, 17], [1, 23]]]
+        dashed = [line for line in first.lines if line.get_linestyle() == "--"]
+        assert [line.get_ydata()[0] for line in dashed] == [15]
+        assert second.containers[0][0].get_xydata().tolist() == [[2, 5]]
+        assert not [line for line in second.lines if line.get_linestyle() == "--"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["m", "n"]
 
 
 def test_numbers_of_a_heat_map_stand_in_their_cells(figures):
-    """Catches the colours of a short row that are those of other columns than its numbers."""
-    heat_maps(None, [HeatMap("a", ["x", "y"], [[0.25, 0.75], [0.5]])], xlabel="h", label="c")
-    (axes, _) = figures[0].axes
-    assert axes.images[0].get_array().tolist() == [[0.25, 0.75], [0.5, None]]
-    cells = {text.get_position(): text.get_text() for text in axes.texts}
+    """Catches the colours of a short row that are those of other columns than its numbers, and a
+    scale of colours for each map."""
+    maps = [HeatMap("a", ["x", "y"], [[0.25, 0.75], [0.5]]), HeatMap("b", ["x"], [[0.4]])]
+    heat_maps(None, maps, xlabel="h", label="c")
+    first, second, _ = figures[0].axes
+    assert first.images[0].get_array().tolist() == [[0.25, 0.75], [0.5, None]]
+    assert first.images[0].get_clim() == second.images[0].get_clim() == (0, 1)
+    cells = {text.get_position(): text.get_text() for text in first.texts}
     assert cells == {(0, 0): "0.25", (1, 0): "0.75", (0, 1): "0.50"}
 
 
@@ -770,15 +672,3 @@ def test_bars_and_guides_are_drawn_where_their_numbers_are(figures):
     (start, low), (end, high) = guide.get_xydata()
     assert high / low == pytest.approx(end / start)
     assert (start, end) == (1, 4)
-
-
-def test_points_are_drawn(tmp_path):
-    """Fails where the grid of panels is not filled, or the legend lacks a label."""
-    panel = PointPanel("title", "x", [Point("a", 1, 2, 0.1), Point("b", 2, 1)], reference=1.5)
-    point_plot(tmp_path / "x.png", [[panel, panel], [panel, panel]])
-    pixels = np.asarray(Image.open(tmp_path / "x.png").convert("RGB")).astype(int)
-    legend = pixels[-len(pixels) // 20 :]
-    halves = [half for row in np.array_split(pixels, 2) for half in np.array_split(row, 2, 1)]
-    for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
-        found = [(abs(part - colour).sum(-1) < 20).sum() for part in (*halves, legend)]
-        assert min(found) > 20

@@ -6,7 +6,6 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from tiny import tiny_pipe
 from tiny_training import RUN_CONFIG, TINY_RUN
 from typer.testing import CliRunner
 
@@ -19,14 +18,6 @@ from eval.codebooks import ablation
 from eval.codebooks.ablation import ablation_rows, ablation_table, train_variants
 
 SHARED = [f"--set={key}={value}" for key, value in TINY_RUN.items()]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The folder of a tiny pipeline."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_pipe().save_pretrained(path)
-    return path
 
 
 def test_ratios():
@@ -137,6 +128,12 @@ def test_finished_variants_are_kept_and_other_settings_refused(model, tmp_path):
     [
         (["--refined", "x"], "--refined must be numbers"),
         (["--refined", "-1"], "--refined must be numbers"),
+        (["--refined", "65,99"], "refines at most 64 parents, but --refined asks for 65, 99."),
+        (["--refined", "5", "--set", "avq.num_parents=4"], "refines at most 4 parents, but"),
+        (
+            ["--refined", "5", "--set", "avq.overrides={'0': {num_parents: 4}}"],
+            "refines at most 4 parents, but --refined asks for 5.",
+        ),
         (["--device", "tpu"], "--device tpu cannot be used"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--output", __file__], f"--output must be a folder, but {__file__} is a file."),

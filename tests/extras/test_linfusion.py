@@ -370,7 +370,6 @@ class TestRefusals:
             ({"_class_name": "AVQCodebooks"}, r"is not a config of LinFusion layers"),
             ({"format_version": 2}, r"version 1 are supported, but .*config\.json has version 2"),
             ({"layers": [{"name": "x"}]}, "must list layers with name, level, num_heads, head_dim"),
-            ({"layers": None}, "must list layers with name, level, num_heads, head_dim"),
             ({"layers": []}, "must list layers with name, level, num_heads, head_dim"),
         ],
     )
@@ -438,3 +437,15 @@ class TestRefusals:
         ):
             with pytest.raises(TypeError, match="expected a pipeline with a unet or a UNet, but"):
                 call()
+
+
+def test_the_layout_of_the_authors_is_refused(unet, tmp_path):
+    """In one sentence that says what is read, not by a file that it does not have."""
+    layers = [{"module_name": LAYER, "dim_n": 16, "heads": 2, "projection_mid_dim": None}]
+    config = {"_class_name": "LinFusion", "modules_list": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(
+        {"0.to_q.weight": torch.zeros(16, 16)}, tmp_path / "diffusion_pytorch_model.safetensors"
+    )
+    with pytest.raises(ValueError, match="in the layout of LinFusion's authors, which is not supp"):
+        load_linfusion(unet, tmp_path)

@@ -26,16 +26,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from peft import LoraConfig
-from tiny import (
-    draw,
-    quiet,
-    random_codebooks,
-    random_image,
-    sdxl_unet,
-    tiny_components,
-    tiny_pipe,
-    tiny_unet,
-)
+from tiny import draw, quiet, random_codebooks, random_image, sdxl_unet, tiny_pipe, tiny_unet
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -163,23 +154,17 @@ class TestConvolution:
         assert torch.equal(predict(unet, PLAIN, **latents), late)
         assert torch.equal(predict(remove_scalecrafter(pipe).unet, **latents), plain)
 
-    def test_sizes_with_odd_latents(self):
-        """Catches a level whose size is not that of the plain UNet: 18, 9, 5, 3."""
+    @pytest.mark.parametrize(
+        ("height", "width", "factor"), [(144, 160, 1.5), (128, 64, 2), (64, 128, 2)]
+    )
+    def test_other_sizes(self, height, width, factor):
+        """Catches a level whose size is not that of the plain UNet, 18, 9, 5, 3, and an image that
+        is refused unless both sides are larger than in training."""
         unet = small_unet().double()
-        config = ScaleCrafterConfig((1, 1.5), num_dilated_steps=30)
-        factors = by_level(1.5, 1.5, 1.5)
-        expected = predict(redilate(copy.deepcopy(unet), factors), height=18, width=20)
-        apply_scalecrafter(unet, 144, 160, config=config)
-        assert_equal_to_rounding(predict(unet, height=18, width=20), expected)
-
-    @pytest.mark.parametrize(("height", "width"), [(128, 64), (64, 128)])
-    def test_one_side_at_training_size(self, height, width):
-        """Catches an image that is refused unless both sides are larger."""
-        unet = small_unet().double()
-        config = ScaleCrafterConfig((1, 2), num_dilated_steps=30)
+        config = ScaleCrafterConfig((1, factor), num_dilated_steps=30)
         latents = {"height": height // 8, "width": width // 8}
-        plain = predict(unet, **latents)
-        expected = predict(redilate(copy.deepcopy(unet), by_level(2, 2, 2)), **latents)
+        plain, factors = predict(unet, **latents), by_level(factor, factor, factor)
+        expected = predict(redilate(copy.deepcopy(unet), factors), **latents)
         apply_scalecrafter(unet, height, width, config=config)
         assert_equal_to_rounding(predict(unet, **latents), expected)
         assert differ(expected, plain)
@@ -388,8 +373,10 @@ class TestApplyAndRemove:
             (ValueError, r"sample_size=\(8, 8\) in .* is not a training size",
              (tiny_unet(sample_size=(8, 8)), 128, 128)),
             (TypeError, "expected a pipeline with a unet or a UNet, but got str", ("sd", 128, 128)),
-            (TypeError, "expected a UNet with up_blocks, but got AutoencoderKL",
+            (TypeError, "expected a UNet with down_blocks, but got AutoencoderKL",
              (pipe.vae, 128, 128)),
+            (TypeError, "expected a UNet with up_blocks, but got ControlNetModel",
+             (ControlNetModel.from_unet(pipe.unet), 128, 128)),
         ):  # fmt: skip
             pipe_or_unet, height, width, config, training_size = (*arguments, None, None)[:5]
             for refuse in (check_size, apply_scalecrafter):
@@ -411,28 +398,30 @@ class TestApplyAndRemove:
             ({"dilations": (1, 1)}, "dilations must be above 1 at some level"),
             ({"damped_dilations": (0,)}, "damped_dilations must hold"),
             ({"num_dilated_steps": 51}, "num_dilated_steps must be at most 50, but got 51"),
+            ({"num_dilated_steps": 3.5}, r"num_dilated_steps must be an int, but got 3\.5"),
         ],
     )
     def test_config(self, fields, message):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             ScaleCrafterConfig(**{"dilations": (1, 2), "num_dilated_steps": 30} | fields)
 
-    def test_steps_are_whole(self):
-        with pytest.raises(TypeError, match=r"num_dilated_steps must be an int, but got 3\.5"):
-            ScaleCrafterConfig((1, 2), num_dilated_steps=3.5)
+
+SIZE_4X = {"height": 128, "width": 128}
 
 
-SIZE_4X = {"height": 256, "width": 256}
+def damped_pipe(cls=StableDiffusionPipeline, *, unet=(), **components):
+    """A pipeline whose UNet was trained, by its config, on images of 32 x 32."""
+    return tiny_pipe(tiny_unet(sample_size=4, **dict(unet)), cls, **components)
 
 
 class TestNoiseDampedGuidance:
     def test_by_hand(self):
         """Catches halves or networks that are swapped: weak(uncond) + w (strong - strong)."""
-        pipe = tiny_pipe(small_unet(layers_per_block=1))
+        pipe = damped_pipe(unet={"layers_per_block": 1})
         strong = {667: by_level(2, 2, 3), 334: by_level(2, 2, 2), 1: {}}
         weak = {667: by_level(1, 2, 3), 334: by_level(1, 2, 2), 1: {}}
         text, empty = pipe.encode_prompt("a red fox", "cpu", 1, True)
-        latents = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0))
+        latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
         scheduler = copy.deepcopy(pipe.scheduler)
         scheduler.set_timesteps(3)
         with torch.no_grad():
@@ -448,13 +437,13 @@ class TestNoiseDampedGuidance:
                 noise = weak_unet(expected, timestep, empty).sample
                 noise = noise + 7.5 * (conditional - unconditional)
                 expected = scheduler.step(noise, timestep, expected).prev_sample
-        apply_scalecrafter(pipe, 256, 256)
+        apply_scalecrafter(pipe, 128, 128)
         arguments = SIZE_4X | {"latents": latents, "num_inference_steps": 3}
         result = draw(pipe, guidance_scale=7.5, **arguments)
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
 
         undamped = ScaleCrafterConfig((1, 2, 3, 4), 35, progressive=True)
-        with scalecrafter(pipe, 256, 256, config=undamped):
+        with scalecrafter(pipe, 128, 128, config=undamped):
             assert differ(draw(pipe, guidance_scale=7.5, **arguments), expected)
             unguided = draw(pipe, guidance_scale=1.0, **arguments)
         assert torch.equal(draw(pipe, guidance_scale=1.0, **arguments), unguided)
@@ -480,13 +469,13 @@ class TestNoiseDampedGuidance:
 
     def test_tensors_of_both_halves(self):
         """Catches an input of a ControlNet that is not cut in half with the batch."""
-        controlnet = ControlNetModel.from_unet(small_unet())
+        controlnet = ControlNetModel.from_unet(tiny_unet(sample_size=4))
         nn.init.normal_(controlnet.controlnet_mid_block.weight)
-        image = random_image(256)
-        pipe = small_pipe(StableDiffusionControlNetPipeline, controlnet=controlnet)
+        image = random_image(128)
+        pipe = damped_pipe(StableDiffusionControlNetPipeline, controlnet=controlnet)
         arguments = SIZE_4X | {"image": image, "num_inference_steps": 2}
         plain = draw(pipe, **arguments)
-        apply_scalecrafter(pipe, 256, 256)
+        apply_scalecrafter(pipe, 128, 128)
         assert differ(draw(pipe, **arguments), plain)
         assert torch.equal(draw(remove_scalecrafter(pipe), **arguments), plain)
 
@@ -494,12 +483,12 @@ class TestNoiseDampedGuidance:
         """Catches a weak evaluation without them: the UNet takes them out of their list."""
         torch.manual_seed(4)
         adapter = T2IAdapter(channels=[16, 32, 64, 64], num_res_blocks=1, downscale_factor=8)
-        pipe = small_pipe(StableDiffusionAdapterPipeline, adapter=adapter.eval())
-        image = random_image(256)
+        pipe = damped_pipe(StableDiffusionAdapterPipeline, adapter=adapter.eval())
+        image = random_image(128)
 
         def dilated(damped_dilations=None):
             with scalecrafter(
-                pipe, 256, 256, config=ScaleCrafterConfig((1, 2), 50, False, damped_dilations)
+                pipe, 128, 128, config=ScaleCrafterConfig((1, 2), 50, False, damped_dilations)
             ):
                 return draw(pipe, image=image)
 
@@ -508,18 +497,18 @@ class TestNoiseDampedGuidance:
 
     def test_instruct_pix2pix(self):
         """Catches halves of its three parts (text, image, uncond), which broadcast silently."""
-        pipe = tiny_pipe(small_unet(in_channels=8), StableDiffusionInstructPix2PixPipeline)
-        image = random_image(256)
+        pipe = damped_pipe(StableDiffusionInstructPix2PixPipeline, unet={"in_channels": 8})
+        image = random_image(128)
         plain = draw(pipe, image=image)
         with pytest.raises(NotImplementedError, match=r"pairs \(uncond, text\), but StableDiff"):
-            apply_scalecrafter(pipe, 256, 256)
+            apply_scalecrafter(pipe, 128, 128)
         assert torch.equal(draw(pipe, image=image), plain)
-        with scalecrafter(pipe, 256, 256, config=ScaleCrafterConfig((1, 2), 30)):
+        with scalecrafter(pipe, 128, 128, config=ScaleCrafterConfig((1, 2), 30)):
             assert differ(draw(pipe, image=image), plain)
 
     def test_other_pipeline_draws(self):
         """Catches damping that is silently off, and images that are mixed as if guided."""
-        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        pipe = apply_scalecrafter(damped_pipe(), 128, 128)
         other = quiet(StableDiffusionPipeline.from_pipe(pipe))
         with pytest.raises(ValueError, match=r"has not run yet, .* apply it to the one that gen"):
             draw(other, **SIZE_4X)
@@ -533,7 +522,7 @@ class TestNoiseDampedGuidance:
 
     def test_copied_pipeline(self):
         """Catches a copy that asks the original whether it guides."""
-        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        pipe = apply_scalecrafter(damped_pipe(), 128, 128)
         copied = copy.deepcopy(pipe)
         expected = draw(pipe, **SIZE_4X)
         draw(pipe, guidance_scale=1.0, **SIZE_4X)
@@ -545,7 +534,7 @@ class TestNoiseDampedGuidance:
 
     def test_an_error_in_the_weak_evaluation(self):
         """Catches ScaleCrafter that stays off after it."""
-        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        pipe = apply_scalecrafter(damped_pipe(), 128, 128)
         expected, evaluations = draw(pipe, **SIZE_4X), []
 
         def fail_second(module, inputs):
@@ -560,53 +549,40 @@ class TestNoiseDampedGuidance:
         assert torch.equal(draw(pipe, **SIZE_4X), expected)
 
     def test_both_kinds_of_output(self):
-        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        pipe = apply_scalecrafter(damped_pipe(), 128, 128)
         draw(pipe, **SIZE_4X)  # says that it guides
-        pair = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0))
+        pair = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
         inputs = (pair.repeat(2, 1, 1, 1), DILATED, torch.ones(2, 5, 32))
         with torch.no_grad():
             (noise,) = pipe.unet(*inputs, return_dict=False)
             assert torch.equal(pipe.unet(*inputs).sample, noise)
 
     def test_nothing_is_kept(self):
-        """Catches inputs of a call, such as a ControlNet's, that stay in memory."""
-        pipe = apply_scalecrafter(small_pipe(), 256, 256)
-        text = torch.randn(2, 5, 32)
+        """Catches inputs of a call, such as a ControlNet's, that stay in memory, also when the UNet
+        has run out of it."""
+        pipe = apply_scalecrafter(damped_pipe(), 128, 128)
         draw(pipe, **SIZE_4X)
-        for timestep in (DILATED, PLAIN):
-            sample = torch.randn(1, 4, 32, 32).repeat(2, 1, 1, 1)
-            memory = weakref.ref(sample)
-            with torch.no_grad():
-                pipe.unet(sample, timestep, text)
-            del sample
-            assert memory() is None
-
-    def test_nothing_is_kept_after_an_error(self):
-        """Catches inputs that stay in memory when the UNet has run out of it."""
-        pipe = apply_scalecrafter(small_pipe(), 256, 256)
 
         def fail(module, inputs):
             raise torch.OutOfMemoryError
 
-        pipe.unet.mid_block.register_forward_pre_hook(fail)
-        sample = torch.randn(2, 4, 32, 32)
-        memory = weakref.ref(sample)
-        with suppress(torch.OutOfMemoryError):
-            pipe.unet(sample, DILATED, torch.randn(2, 5, 32))
-        del sample
-        assert memory() is None
+        for timestep in (DILATED, PLAIN, DILATED):
+            sample = torch.randn(1, 4, 16, 16).repeat(2, 1, 1, 1)
+            memory = weakref.ref(sample)
+            with torch.no_grad(), suppress(torch.OutOfMemoryError):
+                pipe.unet(sample, timestep, torch.randn(2, 5, 32))
+            del sample
+            assert memory() is None
+            if timestep == PLAIN:
+                pipe.unet.mid_block.register_forward_pre_hook(fail)
 
     def test_pag(self):
-        pipe = StableDiffusionPAGPipeline(
-            **tiny_components(small_unet()), requires_safety_checker=False
-        )
-        pipe.set_progress_bar_config(disable=True)
-        apply_scalecrafter(pipe, 256, 256)
+        pipe = apply_scalecrafter(damped_pipe(StableDiffusionPAGPipeline), 128, 128)
         with pytest.raises(NotImplementedError, match="perturbed-attention guidance"):
             draw(pipe, pag_scale=3.0, **SIZE_4X)
 
     def test_pipeline_is_gone(self):
-        pipe = apply_scalecrafter(small_pipe(), 256, 256)
+        pipe = apply_scalecrafter(damped_pipe(), 128, 128)
         other = StableDiffusionPipeline(**pipe.components, requires_safety_checker=False)
         del pipe
         with pytest.raises(RuntimeError, match="is gone; apply it to the one that generates"):
@@ -625,13 +601,9 @@ class TestBeside:
             layer.attn.register_forward_pre_hook(lambda _, args: (args[0][:, ::2], *args[1:]))
             layer.attn.register_forward_hook(lambda *call: call[2].repeat_interleave(2, dim=1))
 
-    def nothing(self, unet):
-        pass
-
-    @pytest.mark.parametrize("avq", [True, False])
     @pytest.mark.parametrize("scalecrafter_first", [True, False])
-    @pytest.mark.parametrize("other", ["nothing", "linfusion", "token_merging"])
-    def test_attention(self, avq, scalecrafter_first, other):
+    @pytest.mark.parametrize("other", ["linfusion", "token_merging"])
+    def test_attention(self, scalecrafter_first, other):
         """Catches one that undoes, or hides, another."""
         codebooks = random_codebooks(small_unet())
         unet, expected = small_unet(), redilate(small_unet(), by_level(2, 2, 2))
@@ -639,18 +611,16 @@ class TestBeside:
             apply_scalecrafter(unet, 128, 128)
         for one in (unet, expected):
             getattr(self, other)(one)
-            if avq:
-                apply_avq(one, codebooks)
+            apply_avq(one, codebooks)
         plain = predict(unet, PLAIN)
         if not scalecrafter_first:
             apply_scalecrafter(unet, 128, 128)
         assert torch.equal(predict(unet, PLAIN), plain)
         result, expected = predict(unet), predict(expected)
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-4 * float(expected.max()))
-        if avq:
-            assert {"AVQ"} <= kinds(unet)
-            with avq_disabled(unet):
-                assert differ(predict(unet), result)
+        assert {"AVQ"} <= kinds(unet)
+        with avq_disabled(unet):
+            assert differ(predict(unet), result)
         remove_scalecrafter(unet)
         assert differ(predict(unet), result)
         assert torch.equal(predict(unet, PLAIN), plain)
@@ -716,7 +686,11 @@ class TestBeside:
 
     @pytest.mark.parametrize(
         ("how", "fullgraph"),
-        [("module", True), ("module later", False), ("in place", False)],
+        [
+            ("module", True),
+            pytest.param("module later", False, marks=pytest.mark.long),
+            ("in place", False),
+        ],
     )
     def test_compile(self, how, fullgraph):
         """Catches graphs that multiply with the timesteps, or do not switch."""

@@ -16,7 +16,6 @@ from avq_diffusers import (
     AVQCodebooks,
     AVQConfig,
     apply_avq,
-    avq_disabled,
     remove_avq,
     select_layers,
     summary,
@@ -33,13 +32,12 @@ from avq_diffusers.mini import (
     TRAINING_SEEDS,
     VALIDATION_SEEDS,
     VOCABULARY,
-    corrupt,
     default_prompts,
     model_path,
     render,
     sample_scene,
 )
-from eval.quality.metrics import Scorer, clip_scores, picture_features, psnr
+from eval.quality.metrics import Scorer, psnr
 
 MEBIBYTE = 2**20
 NUM_TOKENS = {0: 4096, 1: 1024}
@@ -51,6 +49,22 @@ def mini():
     pipe = StableDiffusionPipeline.from_pretrained(MINI_SD)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+@pytest.fixture(scope="module")
+def exact(mini):
+    """The output of `noisy_step`, and the number of tokens of each layer in it."""
+    tokens = {}
+    handles = [
+        layer.attn.register_forward_pre_hook(
+            lambda module, inputs, name=layer.name: tokens.update({name: inputs[0].shape[1]})
+        )
+        for layer in select_layers(mini.unet, (0, 1))
+    ]
+    output = noisy_step(mini)
+    for handle in handles:
+        handle.remove()
+    return output, tokens
 
 
 @pytest.fixture(scope="module")
@@ -118,26 +132,14 @@ def test_it_loads_as_a_stock_pipeline(dtype):
     assert pipe.scheduler.config.prediction_type == "epsilon"
 
 
-def test_the_unet_has_the_topology_of_avq(mini):
+def test_the_unet_has_the_topology_of_avq(mini, exact):
     """Five self-attentions at levels 0 and 1 each, with SD1.5's head dims and token counts."""
     layers = select_layers(mini.unet, (0, 1))
     assert [layer.level for layer in layers].count(0) == 5
     assert [layer.level for layer in layers].count(1) == 5
     assert all(layer.head_dim == HEAD_DIMS[layer.level] for layer in layers)
-    seen = {}
-    handles = [
-        layer.attn.register_forward_pre_hook(
-            lambda module, inputs, name=layer.name: seen.update({name: inputs[0].shape[1]})
-        )
-        for layer in layers
-    ]
-    side = mini.unet.config.sample_size
-    assert side * mini.vae_scale_factor == 256
-    with torch.no_grad():
-        mini.unet(torch.zeros(1, 4, side, side), 10, torch.zeros(1, 77, 192))
-    for handle in handles:
-        handle.remove()
-    assert seen == {layer.name: NUM_TOKENS[layer.level] for layer in layers}
+    assert mini.unet.config.sample_size * mini.vae_scale_factor == 256
+    assert exact[1] == {layer.name: NUM_TOKENS[layer.level] for layer in layers}
 
 
 @pytest.mark.parametrize("folder", [Path(MINI_SD) / "tokenizer", SCORER], ids=["text", "scorer"])
@@ -155,10 +157,7 @@ def test_every_word_of_a_caption_is_one_token(folder):
 
 @pytest.mark.parametrize(
     ("folder", "levels", "exact"),
-    [
-        (MINI_CODEBOOKS, (0,), ()),
-        (MINI_CODEBOOKS_LEVEL1, (0, 1), ("up_blocks.1.attentions.1",)),
-    ],
+    [(MINI_CODEBOOKS, (0,), ()), (MINI_CODEBOOKS_LEVEL1, (0, 1), ("up_blocks.1.attentions.1",))],
 )
 def test_the_codebooks_fit_and_keep_the_constraint(mini, folder, levels, exact, recwarn):
     """Fails for codebooks of another model or run, or that training left with dead children."""
@@ -180,9 +179,9 @@ def test_the_codebooks_fit_and_keep_the_constraint(mini, folder, levels, exact, 
     assert not [warning for warning in recwarn if "average to their parent" in str(warning.message)]
 
 
-def test_the_codebooks_are_those_of_these_layers(mini, shipped):
+def test_the_codebooks_are_those_of_these_layers(mini, shipped, exact):
     """A UNet step stays close to the exact one; codebooks of swapped layers do not keep it so."""
-    exact = noisy_step(mini)
+    exact, _ = exact
     names = list(shipped.layer_specs)
     swapped = AVQCodebooks.from_codebooks(
         shipped.avq_config,
@@ -198,8 +197,6 @@ def test_the_codebooks_are_those_of_these_layers(mini, shipped):
         try:
             step = noisy_step(mini)
             assert sum(row.runs.startswith("AVQ") for row in summary(mini).rows) == 5
-            with avq_disabled(mini):
-                assert torch.equal(noisy_step(mini), exact)
         finally:
             remove_avq(mini)
         errors.append(((step - exact).norm() / exact.norm()).item())
@@ -211,10 +208,10 @@ def parts(codebook: Codebook) -> tuple[Tensor, Tensor]:
     return codebook.parents, codebook.children
 
 
-def test_the_unet_denoises_held_out_scenes_and_reads_the_caption(mini):
+def test_the_unet_denoises_held_out_scenes_and_reads_the_caption(mini, exact):
     """Fails for another noise schedule, an untrained UNet, or a text encoder of another UNet."""
     noise = torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
-    error = F.mse_loss(noisy_step(mini), noise)
+    error = F.mse_loss(exact[0], noise)
     assert error < 0.01  # zeros would reach 1
     other = scenes(1, first=99)[0].caption
     assert F.mse_loss(noisy_step(mini, caption=other), noise) > 10 * error
@@ -226,6 +223,7 @@ def test_seed_ranges_are_disjoint():
     for first, second in combinations(ranges, 2):
         assert max(first.start, second.start) >= min(first.stop, second.stop)
     assert min(map(len, ranges)) >= 1_000_000
+    assert len(TRAINING_SEEDS) == len(SCORER_SEEDS)  # `num_scenes` has one limit for both
 
 
 def test_default_prompts_are_validation_captions():
@@ -251,25 +249,10 @@ def test_the_scorer_retrieves_held_out_scenes(scorer):
         assert (direction.argmax(1) == torch.arange(64)).float().mean() >= 0.95
 
 
-@pytest.mark.long
-def test_broken_copies_lower_the_clip_score_slightly(scorer):
-    """Captions do not name the copies: the score falls, but stays far above a wrong caption's."""
-    shown = [scene for scene in scenes(48) if scene.background.kind != "plain"]
-    captions = [scene.caption for scene in shown]
-    images = np.stack([render(scene) for scene in shown])
-    whole = clip_scores(scorer, picture_features(scorer, images), captions)
-    images = np.stack([corrupt(scene, seed) for seed, scene in enumerate(shown)])
-    broken = picture_features(scorer, images)
-    scores = clip_scores(scorer, broken, captions)
-    wrong = clip_scores(scorer, broken, captions[1:] + captions[:1])
-    assert scores.mean() < whole.mean()
-    assert scores.mean() > 0.9 * whole.mean() > 2 * wrong.mean()
-
-
 @torch.no_grad()
 def test_the_vae_reconstructs_held_out_scenes(mini):
     """Fails for fp16 damage, a wrong scaling of images, or a decoder of another encoder."""
-    for scene in scenes(6):
+    for scene in scenes(2):
         image = pixels(render(scene)[None])
         latents = mini.vae.encode(image).latent_dist.mean
         copy = mini.vae.decode(latents).sample.clamp(-1, 1)

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 from hashlib import sha256
 from itertools import combinations, pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,13 +20,7 @@ from avq_diffusers.mini import (
     sample_scene,
     write_coco,
 )
-from avq_diffusers.mini.scenes import (
-    BACKGROUND_COLORS,
-    OBJECT_COLORS,
-    Background,
-    Cells,
-    Group,
-)
+from avq_diffusers.mini.scenes import BACKGROUND_COLORS, OBJECT_COLORS, Background, Cells, Group
 from avq_diffusers.mini.shapes import SHAPES, SIZES
 
 MOTIF = tuple(tuple((i * i + 3 * j + i * j) % 5 % 2 for j in range(6)) for i in range(6))
@@ -82,12 +75,8 @@ def has_copies(scene: Scene) -> bool:
 
 
 class TestSampling:
-    def test_seed_decides_everything(self, scenes):
-        assert scenes == [sample_scene(seed) for seed in range(len(scenes))]
-        assert len(set(scenes)) == len(scenes)
-
     def test_published_seeds_keep_their_scenes(self):
-        """Weights and data sets are tied to these scenes."""
+        """Weights and data sets are tied to these scenes. Catches any other source of chance."""
         assert [sample_scene(seed).caption for seed in (0, 1, 10**9)] == GOLDEN_CAPTIONS
         golden = [sample_scene(seed) for seed in range(20)]
         assert sha256(repr(golden).encode()).hexdigest() == GOLDEN_SCENES
@@ -299,7 +288,7 @@ class TestHidden:
         assert abs(len(both_ways) - len(symmetric) / 2) <= 0.15 * len(symmetric)
 
     def test_both_bits_show_inside_the_shape(self, scenes):
-        for group in (group for scene in scenes for group in scene.groups if group.motif):
+        for group in (group for scene in scenes[:100] for group in scene.groups if group.motif):
             single = replace(group, count=1)
             flat = replace(single, texture="plain", motif=None)
             images = [render(Scene((g,), "at the center", PLAIN)) for g in (single, flat)]
@@ -312,7 +301,7 @@ class TestHidden:
 class TestRender:
     def test_background_pixels(self, scenes):
         """Away from objects the image is the background's cells in two shades of its colour."""
-        for scene in scenes[:60]:
+        for scene in scenes[:25]:
             image = render(scene)
             assert image.shape == (IMAGE_SIZE, IMAGE_SIZE, 3)
             assert image.dtype == np.uint8
@@ -389,19 +378,21 @@ class TestRender:
 class TestCopyAgreement:
     @pytest.mark.parametrize("size", [64, 256, 320])
     def test_images_of_scenes_agree(self, scenes, size):
-        for scene in scenes[:150]:
+        for scene in scenes[:50]:
             agreement = copy_agreement(render(scene, size), scene)
             assert (agreement is not None) == has_copies(scene)
             assert agreement is None or 0.9999 < agreement <= 1
 
     def test_corrupted_images_do_not(self, scenes):
-        agreements = [copy_agreement(corrupt(scene, i), scene) for i, scene in enumerate(scenes)]
+        agreements = [
+            copy_agreement(corrupt(scene, i), scene) for i, scene in enumerate(scenes[:150])
+        ]
         agreements = [agreement for agreement in agreements if agreement is not None]
         assert abs(np.mean(agreements)) < 0.04
         assert np.percentile(agreements, 99) < 0.6
 
     def test_other_scenes_images_do_not(self, scenes):
-        agreements = [copy_agreement(render(b), a) for a, b in pairwise(scenes)]
+        agreements = [copy_agreement(render(b), a) for a, b in pairwise(scenes[:150])]
         agreements = [agreement for agreement in agreements if agreement is not None]
         assert np.mean(agreements) < 0.35
 
@@ -492,7 +483,7 @@ class TestCopyAgreement:
 class TestCorrupt:
     def test_named_content_stays(self, scenes):
         """Tones trade places; nothing else moves, and what is not hidden stays as it is."""
-        for scene in scenes[:60]:
+        for scene in scenes[:25]:
             truth, broken = render(scene), corrupt(scene, 3)
             changed = np.any(truth != broken, axis=-1)
             for group, boxes in zip(scene.groups, scene.boxes, strict=True):
@@ -556,20 +547,6 @@ class TestCoco:
             path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
         } == finished
         assert kept.stat().st_mtime_ns == written
-
-    def test_killed_while_writing(self, tmp_path, monkeypatch):
-        def fail(self: Image.Image, path: Path, **_: object) -> None:
-            Path(path).write_bytes(b"half an image")
-            raise OSError("No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Image.Image, "save", fail)
-            with pytest.raises(OSError, match="No space left"):
-                write_coco(tmp_path, 2, size=64)
-        assert not list(tmp_path.rglob("*.png"))
-        assert not list(tmp_path.rglob("*.json"))
-        write_coco(tmp_path, 2, size=64)
-        assert len(list((tmp_path / "images").iterdir())) == 2
 
     @pytest.mark.parametrize("change", [{"first_seed": 1}, {"size": 128}, {"num_images": 2}])
     @pytest.mark.parametrize("finished", [True, False])

@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from checks import differ, kinds
 from diffusers import (
+    AutoGuidance,
     LayerSkipConfig,
+    PerturbedAttentionGuidance,
+    SkipLayerGuidance,
+    StableDiffusionXLAutoBlocks,
 )
 from diffusers.hooks import HookRegistry, apply_layer_skip
 from diffusers.models.attention_dispatch import attention_backend
@@ -20,10 +24,10 @@ from diffusers.models.attention_processor import (
     SlicedAttnProcessor,
     XFormersAttnProcessor,
 )
-from tiny import predict, tiny_unet
+from tiny import predict, random_codebooks, sdxl_pipe, sdxl_unet, tiny_unet
 from torch.overrides import TorchFunctionMode
 
-from avq_diffusers import AVQCodebooks, AVQProcessor, apply_avq, remove_avq, summary
+from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, apply_avq, remove_avq, summary
 
 feature = pytest.mark.feature
 attention = F.scaled_dot_product_attention
@@ -276,3 +280,88 @@ class TestInterception:
         assert kinds(unet) == {"attention backend _native_math"}
         predict(unet)
         assert {row.runs for row in summary(unet).rows if row.config} == {"AVQ (torch backend)"}
+
+
+@feature("guiders of modular pipelines")
+class TestModularGuiders:
+    """They hook blocks for one of the calls of a step, after AVQ was applied."""
+
+    FQNS = ("down_blocks.1.attentions.0", "down_blocks.2.attentions.1", "up_blocks.0.attentions.1")
+
+    def skips(self, **what):
+        skipped = {"skip_attention": False, "skip_attention_scores": False, "skip_ff": False}
+        return [
+            LayerSkipConfig([0], f"{name}.transformer_blocks", **skipped | what)
+            for name in self.FQNS
+        ]
+
+    @pytest.fixture(params=["perturbed attention", "skipped layers", "auto guidance"])
+    def guider(self, request):
+        if request.param == "perturbed attention":
+            return PerturbedAttentionGuidance(
+                perturbed_guidance_config=self.skips(skip_attention_scores=True),
+                perturbed_guidance_start=0.0,
+                perturbed_guidance_stop=1.0,
+            )
+        if request.param == "skipped layers":
+            return SkipLayerGuidance(
+                skip_layer_config=self.skips(skip_attention=True),
+                skip_layer_guidance_start=0.0,
+                skip_layer_guidance_stop=1.0,
+            )
+        return AutoGuidance(auto_guidance_config=self.skips(skip_attention=True, dropout=1.0))
+
+    def predictions(self, guider, codebooks, inputs=()):
+        """Inputs and outputs of the UNet in each call, those of `inputs` if any, and the UNet."""
+        pipe = sdxl_pipe()
+        modular = StableDiffusionXLAutoBlocks().init_pipeline()
+        modular.update_components(
+            **{
+                name: getattr(pipe, name)
+                for name in ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+            },
+            unet=pipe.unet,
+            scheduler=pipe.scheduler,
+            force_zeros_for_empty_prompt=True,
+            requires_aesthetics_score=False,
+            guider=guider,
+        )
+        modular.set_progress_bar_config(disable=True)
+        apply_avq(modular, codebooks, route="always")
+        seen, outputs = [], []
+
+        def pre_forward(unet, args, kwargs):
+            seen.append(inputs[len(seen)] if inputs else (args, kwargs))
+            return seen[-1]
+
+        pipe.unet.register_forward_pre_hook(pre_forward, with_kwargs=True)
+        pipe.unet.register_forward_hook(lambda unet, args, output: outputs.append(output[0]))
+        modular(
+            prompt="a red fox",
+            height=128,
+            width=128,
+            num_inference_steps=3,  # guiders begin after the first and end before the last
+            output_type="latent",
+            generator=torch.Generator().manual_seed(0),
+        )
+        return seen, outputs, pipe.unet
+
+    def test_calls_that_it_changes(self, guider):
+        """They predict what they predict with AVQ on the other layers only."""
+        unet = sdxl_unet()
+        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16, levels=(1, 2)))
+        names = [f"{name}.transformer_blocks.0.attn1" for name in self.FQNS]
+        inputs, outputs, unet = self.predictions(guider, codebooks)
+        others = without(codebooks, unet, *names)
+        _, expected, _ = self.predictions(guider, others, inputs)
+        equal = [torch.equal(*pair) for pair in zip(outputs, expected, strict=True)]
+        # Without the hooks these layers run AVQ.
+        assert 1 <= sum(equal) <= len(equal) / 2
+        rows = {row.name: row for row in summary(unet).rows}
+        for name in names:
+            kinds = {"AVQ": len(equal) - sum(equal)}
+            if isinstance(guider, PerturbedAttentionGuidance):
+                kinds["AttentionScoreSkipFunctionMode is active"] = sum(equal)
+            assert rows[name].calls == kinds
+        for name in rows.keys() - set(names):
+            assert rows[name].calls == {"AVQ": len(equal)}

@@ -39,6 +39,8 @@ GROUPS = {
         *("FreeU", "DeepCache", "ToMe (merged layers run exact)"),
         "attention slicing (replaces AVQ: reported)",
         "xFormers (replaces AVQ: reported)",
+        "processors that share tokens (kept)",
+        "guiders of modular pipelines",
     ),
     "Memory": (
         *("model offload", "sequential offload", "group offload", "layerwise casting"),
@@ -51,6 +53,9 @@ GROUPS = {
         "torch.compile of the UNet (inductor)",
         "torch.compile of its blocks (inductor)",
         "CUDA graphs",
+    ),
+    "Wrapped UNets": (
+        *("PEFT model", "DistributedDataParallel", "FSDP", "nn.DataParallel", "torch.jit.trace"),
     ),
     "Models, tiny": (
         *("SD1.5", "inpainting model (9 channels)", "InstructPix2Pix", "LCM", "SD 2.x"),

@@ -23,6 +23,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import random_codebooks, tiny_unet
+from tiny_training import RUN_CONFIG
 from torch import nn
 
 from avq_diffusers import AVQCodebooks, CaptureProfile
@@ -47,7 +48,6 @@ from eval.quality.captions import read_captions
 from eval.quality.coco import MANIFEST, MANIFEST_KEYS, read_manifest
 from eval.store.report import read_result
 
-CONFIG = Path(__file__).parents[2] / "configs" / "mini_m64p16c8.yaml"
 READER_BYTES = 1 << 30  # that a reader may allocate for a file of a few kilobytes
 
 
@@ -137,7 +137,7 @@ def cache(folder: Path, file: str) -> Path:
 
 
 def whole_config() -> DistillConfig:
-    return load_config(CONFIG, DistillConfig, [])
+    return load_config(RUN_CONFIG, DistillConfig, [])
 
 
 def training_checkpoint(folder: Path, file: str) -> Path:
@@ -203,12 +203,12 @@ FORMATS = [
     of_text("result", "result.json", RESULT, read_result),
     of_text("kernel times", "kernels.json", RESULT, partial(read_kernel_times, num_tokens=64)),
     of_text("training log", LOG, lines(*TRAINING), lambda path: read_training(path.parent)),
-    of_text("distill config", "a.yaml", CONFIG.read_text(), read_config, ValueError, TypeError),
+    of_text("distill config", "a.yaml", RUN_CONFIG.read_text(), read_config, ValueError, TypeError),
     # JSON is YAML, and its values can be changed one by one.
     of_text(
         "config values",
         "a.json",
-        yaml.safe_load(CONFIG.read_text()),
+        yaml.safe_load(RUN_CONFIG.read_text()),
         read_config,
         *(ValueError, TypeError),
     ),
@@ -221,10 +221,7 @@ FORMATS = [
         for file in ("fingerprint.json", "shard-000000.safetensors")
     ),
     of_text(
-        "distill log",
-        log_path(Path()).name,
-        lines(*LOG_LINES),
-        lambda path: read_log(path.parent),
+        "distill log", log_path(Path()).name, lines(*LOG_LINES), lambda path: read_log(path.parent)
     ),
     Format(
         "break-even numbers", partial(text, file="routes.json", content=ROUTES), read_routes, ()

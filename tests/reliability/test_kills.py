@@ -18,40 +18,24 @@ from processes import Command
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny import tiny_pipe
+from tiny_training import RUN_CONFIG, TINY_RUN
 
 from avq_diffusers.mini import SCORER, TEST_SEEDS, write_coco
 
 pytestmark = pytest.mark.long
 
 KILLS = 4  # of each command
-SIZE = 64  # of images
+SIZE = TINY_RUN["image_size"]
 NUM_STEPS = 10
 FOLDER = "FOLDER"
 # What differs between two runs of one command.
 VOLATILE = ("command", "environment", "earlier_sessions", "samples_per_second")
-CONFIG = Path(__file__).parents[2] / "configs" / "mini_m64p16c8.yaml"
-SETTINGS = {
-    "image_size": SIZE,
-    "avq.num_parents": 4,
-    "avq.num_children": 2,
-    "avq.num_refined": 2,
-    "data.num_samples": 8,
-    "data.workers": 0,
-    "data.cache": "null",
-    "codebooks.start_images": 4,
-    "codebooks.decay_warmup_steps": 2,
+SETTINGS = TINY_RUN | {
     "steps": NUM_STEPS,
-    "batch_size": 4,
-    "micro_batch_size": 4,
-    "warmup_steps": 1,
-    "precision": "fp32",
-    "log_every": 1,
     "checkpoint_every": 1,
     "keep_checkpoints": 2,
     "samples.every": 5,
     "samples.prompts": "[a red star]",
-    "samples.num_inference_steps": 1,
-    "tracker": "null",
 }
 
 
@@ -108,7 +92,7 @@ def jobs(tmp_path_factory):
         ),
         "distillation": Job(
             "distill.__main__:app",
-            ("--config", str(CONFIG), "--output", FOLDER, *settings),
+            ("--config", str(RUN_CONFIG), "--output", FOLDER, *settings),
             place / "distillation",
             ("codebooks", f"checkpoints/step-{NUM_STEPS:08d}"),
             again=("--resume",),

@@ -64,7 +64,7 @@ def measured(pipe, codebooks, images: int, measure: Callable[[], int], **argumen
 
 def test_images_between_apply_and_remove_leave_nothing_behind(pipe, codebooks, only_new_objects):
     """Catches a hook, a state or a packed codebook that outlives `remove_avq`."""
-    assert len(set(measured(pipe, codebooks, 40, objects, **IMAGE)[1:])) == 1
+    assert len(set(measured(pipe, codebooks, 20, objects, **IMAGE)[1:])) == 1
 
 
 def test_a_leak_is_seen(pipe, codebooks, only_new_objects):
@@ -101,6 +101,6 @@ def test_pipelines_with_other_codebooks_in_threads(pipe, codebooks):
     alone = [call() for call in calls]
     assert not torch.equal(alone[0], draw(other))
     with ThreadPoolExecutor(len(calls)) as threads:
-        for _ in range(4):
+        for _ in range(2):
             together = threads.map(lambda call: call(), calls)
             assert all(map(torch.equal, together, alone))

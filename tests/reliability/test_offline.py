@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 from tiny import random_codebooks, tiny_pipe
+from tiny_training import ROOT, RUN_CONFIG
 from torch import nn
 
 from avq_diffusers import AVQCodebooks, CaptureProfile, apply_avq
@@ -16,8 +16,6 @@ from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.config_file import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "configs" / "mini_m64p16c8.yaml"
 ARGUMENTS = ("a red fox", "--steps", "1", "--seed", "3", "--device", "cpu")
 
 # Audit hooks see what Python and its libraries do, and cannot be taken back.
@@ -73,7 +71,7 @@ def test_the_core_needs_no_network_and_unpickles_nothing(tmp_path):
     pipe.save_pretrained(tmp_path / "model")
     random_codebooks(pipe.unet).save_pretrained(tmp_path / "codebooks")
     CaptureProfile({"layer": {1000: [(0.0, 0.5, 1.0)]}}).save(tmp_path / "profile.json")
-    config = load_config(CONFIG, DistillConfig, [])
+    config = load_config(RUN_CONFIG, DistillConfig, [])
     states = {"model": nn.Linear(2, 2).state_dict()}
     checkpoint.save(tmp_path / "run", 1, states, config=config, keep=1)
 

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from avq_diffusers.config import check_int
 from avq_diffusers.extras.scalecrafter.convolution import RedilatedConvolution
 from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig, at_level, usual_config
-from avq_diffusers.plugin.layers import PipelineOrUNet, uncompiled, unet_of
+from avq_diffusers.plugin.layers import PipelineOrUNet, unet_of, unwrapped
 from avq_diffusers.plugin.timesteps import Timesteps
 
 
@@ -75,7 +75,7 @@ def remove_scalecrafter(pipe: PipelineOrUNet) -> PipelineOrUNet:
     Raises:
         TypeError: `pipe` has no UNet.
     """
-    unet = uncompiled(unet_of(pipe))
+    unet = unwrapped(unet_of(pipe))
     if hasattr(unet, "_scalecrafter"):
         unet._scalecrafter.uninstall()
         del unet._scalecrafter
@@ -123,7 +123,7 @@ def scalecrafter(
     Raises:
         TypeError, ValueError, NotImplementedError: as `check_size`.
     """
-    earlier = getattr(uncompiled(unet_of(pipe)), "_scalecrafter", None)
+    earlier = getattr(unwrapped(unet_of(pipe)), "_scalecrafter", None)
     apply_scalecrafter(pipe, height, width, config=config, training_size=training_size)
     try:
         yield
@@ -152,7 +152,7 @@ class _ScaleCrafter:
         config: ScaleCrafterConfig | None,
         training_size: int | None,
     ) -> None:
-        unet = uncompiled(unet_of(pipe))
+        unet = unwrapped(unet_of(pipe))
         if not hasattr(unet, "up_blocks"):
             raise TypeError(f"expected a UNet with up_blocks, but got {type(unet).__name__}.")
         factor = getattr(pipe, "vae_scale_factor", 8)
@@ -203,7 +203,7 @@ class _ScaleCrafter:
         self.handles: list[RemovableHandle] = []
 
     def install(self, unet: nn.Module) -> None:
-        uncompiled(unet)._scalecrafter = self
+        unwrapped(unet)._scalecrafter = self
         self.handles = [unet.register_forward_pre_hook(self.pre_forward, with_kwargs=True)]
         if self.pipe is not None:
             self.handles.append(
