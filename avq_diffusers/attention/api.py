@@ -153,12 +153,12 @@ def attention_and_backend(
 
     dtype = torch.promote_types(query.dtype, torch.float32)
     if codebook is not None:
-        parents, children = parents.detach().to(dtype), children.detach().to(dtype)
+        parents, children = (x.detach().to(dtype) for x in (codebook.parents, codebook.children))
     if backend == "torch":
         return _attention(query, key, value, parents, children, **options), backend
     # Autocast would choose parents by half-precision products.
     with torch.autocast(query.device.type, enabled=False):
-        if backend == "dense":
+        if parents is not None and children is not None and backend == "dense":
             has_leaves = options["num_refined"] > 0
             quantized_key = _quantize(key, parents, children if has_leaves else children[:, :, :0])
             output = F.scaled_dot_product_attention(query, quantized_key, value, scale=scale)
@@ -336,14 +336,16 @@ def _kernel_attention(
         x if x.stride(-1) == 1 else x.transpose(1, 2).contiguous().transpose(1, 2)
         for x in (query, key, value)
     )
-    is_own = parents is None or children is None
+    stored = None
+    if parents is not None and children is not None:
+        stored = _packed_codewords(parents, children, scale, query.dtype)
     key_order = query_order if key.shape[2] == query.shape[2] else None
     # Triton launches on the current device.
     with torch.cuda.device_of(query):
         codes, means, log_counts = precompute(
             key,
             value,
-            None if is_own else _packed_codewords(parents, children, scale, query.dtype),
+            stored,
             _updated_parents(key, key_order, num_parents, num_updates) if num_updates else None,
             key_order,
             num_parents=num_parents,

@@ -28,6 +28,7 @@ the kernels, it may choose differently between parents of nearly equal importanc
 Shapes: as in `forward`, with L numbers per codeword that its keys read.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -242,7 +243,7 @@ def _query_gradients(
                 moments.sums.index_add_(0, seen, added)
 
 
-class _Moments:
+class _Moments(ABC):
     """What every codeword stores for its keys, over all tiles.
 
     sums: (H M0 (2 + C), L).
@@ -256,6 +257,21 @@ class _Moments:
         self.shape = table.counts.shape
         width = self.width(table.codewords.shape[-1], grad_key is not None, grad_value is not None)
         self.sums = table.codewords.new_zeros(self.shape.numel(), width)
+
+    @staticmethod
+    @abstractmethod
+    def width(head_dim: int, for_key: bool, for_value: bool) -> int:
+        """L, for the gradients that are needed."""
+
+    @abstractmethod
+    def of_tiles(
+        self, tiles: Tensor, grads: Tensor, weights: Tensor, grad_logits: Tensor, delta: Tensor
+    ) -> Tensor:
+        """What the codewords that tiles see store, (T, H, M0 + P C, L)."""
+
+    @abstractmethod
+    def write(self, leaf: Tensor, value: Tensor) -> None:
+        """Write the gradients of keys and values."""
 
     def of_leaves(self) -> Tensor:
         """(H M0 (1 + C), L) of the two codewords of the keys of each leaf."""

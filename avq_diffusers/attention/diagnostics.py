@@ -39,27 +39,17 @@ DEFAULTS: Options = {
 }
 
 
-class CodewordOptions(TypedDict, total=False):
-    """What decides about codewords, as in `avq_attention` and with its defaults."""
+class DiagnosticOptions(TypedDict, total=False):
+    """Options of `avq_attention`, with its defaults."""
 
     num_parents: int
     num_children: int
     codewords: str
     num_updates: int
-    query_order: Tensor | None
-
-
-class TileOptions(CodewordOptions, total=False):
-    """What also decides about the masses of query tiles, as in `avq_attention`."""
-
     query_tile: int
-    scale: float | None
-
-
-class ChoiceOptions(TileOptions, total=False):
-    """What also decides about the refined parents, as in `avq_attention`."""
-
+    query_order: Tensor | None
     importance_tile: int | None
+    scale: float | None
 
 
 @torch.no_grad()
@@ -68,7 +58,7 @@ def capture(
     key: Tensor,
     codebook: Codebook | None,
     num_refined: int,
-    **options: Unpack[ChoiceOptions],
+    **options: Unpack[DiagnosticOptions],
 ) -> Tensor:
     """Share of exact attention that falls on keys of refined parents (paper, Tab. elastic_p).
 
@@ -87,13 +77,12 @@ def capture(
         TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
     refined = refined_parents(query, key, codebook, num_refined, **options)
-    options.pop("importance_tile", None)
     return captured_share(attention_mass(query, key, codebook, **options), refined)
 
 
 @torch.no_grad()
 def capture_curve(
-    query: Tensor, key: Tensor, codebook: Codebook | None, **options: Unpack[ChoiceOptions]
+    query: Tensor, key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
 ) -> Tensor:
     """`capture` for every number of refined parents, at the cost of one.
 
@@ -111,7 +100,6 @@ def capture_curve(
     """
     choices = _checked(query, key, codebook, options)
     importance = _parent_importance(query, key, codebook, choices)
-    options.pop("importance_tile", None)
     mass = attention_mass(query, key, codebook, **options)
     ranking = importance.argsort(dim=-1, descending=True, stable=True)
     captured = mass.gather(-1, ranking).cpu().double().sum(dim=(0, 2)).cumsum(dim=-1)
@@ -133,7 +121,7 @@ def captured_share(mass: Tensor, refined: Tensor) -> Tensor:
 
 @torch.no_grad()
 def attention_mass(
-    query: Tensor, key: Tensor, codebook: Codebook | None, **options: Unpack[TileOptions]
+    query: Tensor, key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
 ) -> Tensor:
     """Exact attention of each query tile that falls on the keys of each parent.
 
@@ -170,7 +158,7 @@ def refined_parents(
     key: Tensor,
     codebook: Codebook | None,
     num_refined: int,
-    **options: Unpack[ChoiceOptions],
+    **options: Unpack[DiagnosticOptions],
 ) -> Tensor:
     """The parents that AVQ attention refines in each query tile.
 
@@ -186,12 +174,12 @@ def refined_parents(
     Raises:
         TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
-    choices = _checked(query, key, codebook, {"num_refined": num_refined, **options})
+    choices = _checked(query, key, codebook, options, num_refined)
     return reference.select(_parent_importance(query, key, codebook, choices), num_refined)
 
 
 def commitment_loss(
-    key: Tensor, codebook: Codebook | None, **options: Unpack[CodewordOptions]
+    key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
 ) -> Tensor:
     """Mean squared distance of the keys to what represents their leaves.
 
@@ -218,7 +206,7 @@ def commitment_loss(
 
 
 def quantization_error(
-    key: Tensor, codebook: Codebook | None, **options: Unpack[CodewordOptions]
+    key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
 ) -> Tensor:
     """`commitment_loss` in variances of the keys.
 
@@ -237,7 +225,7 @@ def quantization_error(
 
 
 def leaf_counts(
-    key: Tensor, codebook: Codebook | None, **options: Unpack[CodewordOptions]
+    key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
 ) -> Tensor:
     """Number of keys that each leaf takes.
 
@@ -307,10 +295,14 @@ def constraint_error(codebook: Codebook) -> Tensor:
 
 
 def _checked(
-    query: Tensor, key: Tensor, codebook: Codebook | None, options: ChoiceOptions
+    query: Tensor,
+    key: Tensor,
+    codebook: Codebook | None,
+    options: DiagnosticOptions,
+    num_refined: int = 0,
 ) -> Options:
     """All options of `avq_attention`, or its refusal. Keys stand in for the values."""
-    choices: Options = {**DEFAULTS, **options}
+    choices: Options = {**DEFAULTS, **options, "num_refined": num_refined}
     if isinstance(codebook, Codebook):
         choices["num_parents"] = codebook.num_parents
         choices["num_children"] = codebook.num_children
@@ -335,17 +327,22 @@ class _Quantized(NamedTuple):
 
 @torch.no_grad()
 def _quantized(key: Tensor, codebook: Codebook | None, choices: Options) -> _Quantized:
+    parents = children = None
     if codebook is None:
-        stored = None, None
         key = key.to(torch.promote_types(key.dtype, torch.float32))
     else:
         dtype = working_dtype(key, codebook)
-        stored = codebook.parents.to(dtype), codebook.children.to(dtype)
+        parents, children = codebook.parents.to(dtype), codebook.children.to(dtype)
         key = key.to(dtype)
-    sizes = {name: choices[name] for name in ("num_parents", "num_children", "num_updates")}
     with torch.autocast(key.device.type, enabled=False):
         parents, children, leaf = codewords_and_leaves(
-            key, *stored, choices["query_order"], **sizes
+            key,
+            parents,
+            children,
+            choices["query_order"],
+            num_parents=choices["num_parents"],
+            num_children=choices["num_children"],
+            num_updates=choices["num_updates"],
         )
         leaves = torch.cat([parents[:, :, None], children], dim=2)
         cell = leaf // leaves.shape[2]

@@ -75,7 +75,7 @@ def avq_attention(
     if codewords == "means":
         coarse, fine = _means(key, cell, parents), _means(key, leaf, leaves)
         parents = coarse.detach()
-        straight_through = 0
+        straight_through = torch.zeros_like(key)
     else:
         coarse, fine = parents.to(key.dtype), leaves.to(key.dtype)
         straight_through = key - key.detach()

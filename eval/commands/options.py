@@ -65,11 +65,12 @@ def calibration_prompts() -> list[str]:
 
 
 def load_pipeline(model: str, device: str, dtype: str = "float32") -> "StableDiffusionPipeline":
-    """A Stable Diffusion pipeline on a device."""
+    """A Stable Diffusion pipeline on a device, without progress bars of its own."""
     import torch
     from diffusers import StableDiffusionPipeline
 
     pipe = StableDiffusionPipeline.from_pretrained(model, dtype=getattr(torch, dtype))
+    pipe.set_progress_bar_config(disable=True)
     return pipe.to(device_of(device))
 
 

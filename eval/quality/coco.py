@@ -30,7 +30,6 @@ from tqdm import tqdm
 
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.files import TEMPORARY, atomic_write, locked
-from avq_diffusers.plugin.prompts import quiet
 from eval.methods import Method, attention_method, calibrated, load_methods, parse_method
 from eval.quality.captions import Captions
 from eval.quality.generation import (
@@ -120,7 +119,7 @@ def generate_folder(
             codebooks = AVQCodebooks.from_pretrained(folder / CODEBOOKS).to(device)
             loaded = replace(loaded, codebooks=codebooks, uncalibrated=None)
         drawn = attention_method(pipe, loaded)
-        with quiet(pipe), dilation(pipe, settings), drawn, compilation(pipe, settings):
+        with dilation(pipe, settings), drawn, compilation(pipe, settings):
             _fill(
                 folder,
                 pipe,
@@ -198,6 +197,7 @@ def _load(model: str, dtype: torch.dtype, device: torch.device) -> StableDiffusi
     pipe = StableDiffusionPipeline.from_pretrained(
         model, dtype=dtype, safety_checker=None, requires_safety_checker=False
     ).to(device)
+    pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = PNDMScheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)
     # Convolutions of half precision are fastest in this layout.
     for network in (pipe.unet, pipe.vae):

@@ -14,7 +14,6 @@ from avq_diffusers import scalecrafter
 from avq_diffusers.extras.scalecrafter.apply import check_size
 from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD
-from avq_diffusers.plugin.prompts import quiet
 
 # By side of the images: at twice its training size mini-sd is best with a longer window than
 # SD1.5's 30 steps.
@@ -67,7 +66,7 @@ def generate(
             f"and {len(seeds)} seeds."
         )
     images = None
-    with quiet(pipe), dilation(pipe, settings), compilation(pipe, settings):
+    with dilation(pipe, settings), compilation(pipe, settings):
         for start in tqdm(range(0, len(prompts), settings.batch_size), desc=description):
             chosen = slice(start, start + settings.batch_size)
             batch = generate_batch(pipe, prompts[chosen], seeds[chosen], settings)

@@ -213,7 +213,10 @@ def precompute(
         (*strides, num_keys, plan.chunk_keys, plan.num_chunks, plan.num_pieces),
         plan.aggregate,
     )
-    return codes if mean_keys is None else mean_keys, mean_values, log_counts
+    if mean_keys is not None:
+        codes = mean_keys
+    assert codes is not None
+    return codes, mean_values, log_counts
 
 
 class _Plan(NamedTuple):
