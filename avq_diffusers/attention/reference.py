@@ -96,9 +96,15 @@ def avq_attention(
 
 
 def spaced_keys(key: Tensor, num_parents: int, query_order: Tensor | None) -> Tensor:
-    """Keys evenly spaced in the query order, (B, H, M0, D).
+    """Keys evenly spaced in the query order, the parents of a call without a codebook.
 
-    Keys that are not the tokens of the queries are taken in their own order.
+    Args:
+        key: (B, H, S, D).
+        num_parents: M0.
+        query_order: (N,) permutation. Keys are taken in this order if N = S, else in their own.
+
+    Returns:
+        (B, H, M0, D).
     """
     num_keys = key.shape[2]
     place = torch.arange(num_parents, device=key.device) * num_keys // num_parents
@@ -108,9 +114,16 @@ def spaced_keys(key: Tensor, num_parents: int, query_order: Tensor | None) -> Te
 
 
 def cell_keys(key: Tensor, cell: Tensor, parents: Tensor, num_children: int) -> Tensor:
-    """For every parent, keys of its cell evenly spaced in the order of keys, (B, H, M0, C, D).
+    """For every parent, keys of its cell evenly spaced in the order of keys.
 
-    An empty cell has copies of its parent, which no key is closer to.
+    Args:
+        key: (B, H, S, D).
+        cell: (B, H, S) from `nearest`.
+        parents: (B, H, M0, D).
+        num_children: C.
+
+    Returns:
+        (B, H, M0, C, D). An empty cell has copies of its parent: no key is closer to them.
     """
     children = parents[:, :, :, None].repeat(1, 1, 1, num_children, 1)
     for b, h, p in torch.cartesian_prod(*map(torch.arange, parents.shape[:3])).tolist():
@@ -122,7 +135,15 @@ def cell_keys(key: Tensor, cell: Tensor, parents: Tensor, num_children: int) -> 
 
 
 def nearest(key: Tensor, parents: Tensor) -> Tensor:
-    """Nearest parent (..., H, M0, D) of each key, of equals the lower index; (B, H, S) int64."""
+    """Nearest parent of each key, of equal ones the lower index.
+
+    Args:
+        key: (B, H, S, D).
+        parents: (H, M0, D) or (B, H, M0, D).
+
+    Returns:
+        (B, H, S) int64 in [0, M0).
+    """
     distance = [_squared_distance(key, parents[..., p, None, :]) for p in range(parents.shape[-2])]
     return torch.stack(distance, dim=-1).argmin(dim=-1)
 
