@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline
 from platformdirs import user_cache_path
 from torch import nn
 
+from avq_diffusers.cli.images import usual_guidance
 from avq_diffusers.cli.options import first_line, usual_prompts
 from avq_diffusers.cli.request import DEFAULT_CONFIG, ModelRequest
 from avq_diffusers.config import AVQConfig
@@ -81,17 +82,9 @@ def load_codebooks(name: str) -> AVQCodebooks:
 def calibrate_model(
     pipe: DiffusionPipeline, model: ModelRequest, prompts: Sequence[str], **arguments: Any
 ) -> AVQCodebooks:
-    """Calibrate the codebooks of a request.
-
-    Args:
-        pipe: the loaded model.
-        model: its request.
-        prompts: to run.
-        **arguments: further arguments of `calibrate`.
-    """
-    if model.guidance_scale is not None:
-        arguments["guidance_scale"] = model.guidance_scale
-    return calibrate(pipe, prompts, _calibration_config(pipe, model), **arguments)
+    """Calibrate the codebooks of a request; further arguments go to `calibrate`."""
+    config, guidance_scale = _calibration_config(pipe, model), usual_guidance(pipe)
+    return calibrate(pipe, prompts, config, guidance_scale=guidance_scale, **arguments)
 
 
 def _calibration_config(pipe: DiffusionPipeline, model: ModelRequest) -> AVQConfig:
