@@ -1,12 +1,14 @@
-"""Atomic writes of files and folders, and errors that name the path."""
+"""Atomic writes, training logs, digests, and errors that name the path."""
 
 import hashlib
+import json
 import secrets
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -141,3 +143,27 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise OSError(f"{path} could not be written ({error}).") from error
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Read the complete lines of a training log, one JSON object with a `step` per line.
+
+    A missing log is empty. A kill may have cut the last line.
+
+    Raises:
+        ValueError: a line is not a JSON object with a step.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    read = []
+    for number, line in enumerate(lines, 1):
+        try:
+            read.append(json.loads(line))
+            valid = isinstance(read[-1]["step"], int)
+        except (KeyError, RecursionError, TypeError, ValueError):
+            valid = False
+        if not valid:
+            raise ValueError(
+                f"line {number} of {path} is not a JSON object with a step; delete that line to "
+                f"continue."
+            )
+    return read

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from avq_diffusers.files import atomic_write, naming
+from avq_diffusers.files import atomic_write, naming, read_log
 from distill.config import DistillConfig
 from distill.config_file import flatten, plain_values
 
@@ -19,10 +19,8 @@ PROJECT = "avq-distill"
 class LogFile:
     """The log on disk, one JSON object per line; `last` is the last line.
 
-    Args:
-        output: folder of the run, created if it does not exist.
-        step: completed steps. Lines of later steps and of the end (`final`) are dropped, since the
-            run writes them again.
+    Lines after `step` and lines of the end (`final`) are dropped, because the run writes them
+    again.
 
     Raises:
         ValueError: see `read_log`.
@@ -32,7 +30,7 @@ class LogFile:
     def __init__(self, output: Path, step: int) -> None:
         self.path = log_path(output)
         output.mkdir(parents=True, exist_ok=True)
-        lines = [x for x in read_log(output) if x["step"] <= step and "final" not in x]
+        lines = [x for x in read_log(self.path) if x["step"] <= step and "final" not in x]
         self.last: dict[str, Any] = lines[-1] if lines else {}
         with atomic_write(self.path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -47,13 +45,7 @@ class LogFile:
 class Log:
     """The log of a distillation run: a `LogFile` and the tracker. Only the main process writes.
 
-    Metrics per layer are mappings; the tracker gets them as `metric/layer`.
-
-    Args:
-        output: folder of the run.
-        config: configuration, which the tracker stores.
-        accelerator: accelerator with the tracker.
-        step: completed steps.
+    Metrics per layer are mappings. The tracker gets them as `metric/layer`.
     """
 
     def __init__(
@@ -79,13 +71,7 @@ class Log:
 def reduced_means(
     totals: dict[str, Tensor], count: int, step: int, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Return the means over `count` steps and all processes.
-
-    Args:
-        totals: sums over the steps of this process.
-        count: number of steps.
-        step: last of these steps.
-        accelerator: accelerator of the run.
+    """Return the means of `totals` over `count` steps up to `step` and over all processes.
 
     Raises:
         FloatingPointError: a mean is not finite.
@@ -106,29 +92,6 @@ def reduced_means(
 def log_path(output: Path) -> Path:
     """Return the log file of a run."""
     return output / "log.jsonl"
-
-
-def read_log(output: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a run's log; a kill may have cut the last one.
-
-    Raises:
-        ValueError: a line is not a JSON object with a step.
-    """
-    path = log_path(output)
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    read = []
-    for number, line in enumerate(lines, 1):
-        try:
-            read.append(json.loads(line))
-            valid = isinstance(read[-1]["step"], int)
-        except (KeyError, RecursionError, TypeError, ValueError):
-            valid = False
-        if not valid:
-            raise ValueError(
-                f"line {number} of {path} is not a JSON object with a step; delete that line to "
-                f"continue."
-            )
-    return read
 
 
 def _rounded(value: Any) -> Any:

@@ -22,11 +22,7 @@ from distill.run import Run
 
 
 def train(run: Run, config_name: str) -> None:
-    """Make the remaining steps and export the student.
-
-    Args:
-        run: what `prepare_run` returned.
-        config_name: name for the summary of the export.
+    """Make the remaining steps and export the student; `config_name` goes into its summary.
 
     Raises:
         FloatingPointError: a loss is not finite.

@@ -25,6 +25,7 @@ from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.ema import batch_statistics
 from avq_diffusers.codebook.kmeans import fit_codebook
+from distill.config import ObjectiveConfig
 from distill.quantizer import Quantizer
 from distill.student import AVQSelfAttention, make_student, tuned_parameters
 
@@ -41,21 +42,13 @@ class Objective(nn.Module):
         teacher: UNet, frozen and converted here. The student starts from copies of its replaced
             self-attentions and shares all other tensors.
         config: levels to replace, and the sizes of their codebooks.
+        settings: weights of the losses, and what is trained. With `diveq`, the names of the
+            codewords as parameters end in `_codewords`, and forward passes in training mode use
+            torch's global generators.
         attention: `"avq"`, `"linfusion"` for LinFusion's linear attention, or `"exact"` for the
             teacher's own. Only AVQ has codebooks.
-        full_spawning: refine all parents during training and ignore `config.num_refined`.
-        project_children: keep the mean of each parent's children at the parent.
-        diveq: train the codewords by gradients instead of EMA (paper, appendix "Alternative VQ
-            Training Methods"). Their parameter names end in `_codewords`. Forward passes in
-            training mode use torch's global generators.
-        lora_rank: train low-rank updates of this rank instead of the full projections.
-        noise_weight: weight of the noise loss.
-        output_weight: weight of the output loss.
-        feature_weight: weight of the feature loss.
-        commitment_weight: weight of the commitment loss.
         teacher_dtype: dtype of the teacher and of the student's frozen weights, with and without
-            autocast; None keeps the teacher's. Trained weights are float32 and are cast for each
-            product.
+            autocast. None keeps that of the teacher. The trained weights are float32.
 
     Raises:
         ValueError: `attention` is unknown, `teacher` has no self-attention at a level or for an
@@ -66,29 +59,15 @@ class Objective(nn.Module):
         self,
         teacher: UNet2DConditionModel,
         config: AVQConfig,
+        settings: ObjectiveConfig,
         *,
-        attention: str = "avq",
-        full_spawning: bool = True,
-        project_children: bool = True,
-        diveq: bool = False,
-        lora_rank: int | None = None,
-        noise_weight: float = 1.0,
-        output_weight: float = 0.5,
-        feature_weight: float = 0.5,
-        commitment_weight: float = 0.25,
-        teacher_dtype: torch.dtype | None = None,
+        attention: str,
+        teacher_dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         teacher.requires_grad_(False).eval()
         student = make_student(
-            teacher,
-            config,
-            attention=attention,
-            full_spawning=full_spawning,
-            project_children=project_children,
-            diveq=diveq,
-            lora_rank=lora_rank,
-            teacher_dtype=teacher_dtype,
+            teacher, config, settings, attention=attention, teacher_dtype=teacher_dtype
         )
         # nn.Module's own setattr would add every frozen weight to the state.
         object.__setattr__(self, "teacher", teacher)
@@ -99,10 +78,10 @@ class Objective(nn.Module):
         # The teacher's own weights may be rounded to `teacher_dtype`.
         self.original_projections = self.projections()
         self.weights = {
-            "noise": noise_weight,
-            "output": output_weight,
-            "feature": feature_weight,
-            "commitment": commitment_weight,
+            "noise": settings.noise_weight,
+            "output": settings.output_weight,
+            "feature": settings.feature_weight,
+            "commitment": settings.commitment_weight,
         }
 
     @property
@@ -192,17 +171,11 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def update_codebooks(self, decay: float) -> None:
-        """Update the codebooks from all keys since the last update.
+        """Update the codebooks from all keys since the last update, once after each optimizer step.
 
-        Call it once per optimizer step, after it. With DiVeQ the optimizer has moved the codewords,
-        and only their statistics follow.
-
-        Raises:
-            RuntimeError: there was no forward pass in training mode since then.
+        With DiVeQ the optimizer has moved the codewords, and only their statistics follow.
         """
         for quantizer in self.quantizers.values():
-            if quantizer.statistics is None:
-                raise RuntimeError("update_codebooks needs a training forward since the last one.")
             key_sums, counts = quantizer.statistics
             if dist.is_initialized():
                 dist.all_reduce(key_sums)
@@ -215,15 +188,9 @@ class Objective(nn.Module):
         """Move codewords with fewer than `threshold` keys per step to keys of the last batch.
 
         Call it right after `update_codebooks`, when no statistics of old codewords are pending.
-
-        Args:
-            threshold: EMA count below which a codeword is dead.
-            seed: seed that is equal on all processes and differs between steps.
-
-        Raises:
-            RuntimeError: there was no forward pass in training mode yet.
+        `seed` is equal on all processes and differs between steps.
         """
-        for processor in self._observed_processors().values():
+        for processor in self.processors.values():
             if dist.is_initialized():
                 dist.broadcast(processor.quantizer.kept_keys, src=0)
             processor.quantizer.reassign_dead(threshold=threshold, seed=seed)
@@ -233,13 +200,8 @@ class Objective(nn.Module):
 
         The metrics are `quantization_error`, `active_ratio` and, unless the codebook is flat,
         `capture` of `config.num_refined` parents on one image at the cost of exact attention.
-
-        Raises:
-            RuntimeError: there was no forward pass in training mode yet.
         """
-        return {
-            name: processor.diagnostics() for name, processor in self._observed_processors().items()
-        }
+        return {name: processor.diagnostics() for name, processor in self.processors.items()}
 
     @torch.no_grad()
     def codebooks(self) -> dict[str, Codebook]:
@@ -298,12 +260,6 @@ class Objective(nn.Module):
                     kept = torch.randperm(num_tokens[name], generator=generator)[:num_kept]
                     samples[name].append(heads[image][:, kept.to(heads.device)])
         return {name: (torch.cat(samples[name], dim=1), num_tokens[name]) for name in samples}
-
-    def _observed_processors(self) -> dict[str, AVQSelfAttention]:
-        processors = self.processors
-        if any(processor.quantizer.kept_keys is None for processor in processors.values()):
-            raise RuntimeError("this needs the keys of a training forward; run one first.")
-        return processors
 
 
 @contextmanager

@@ -8,12 +8,7 @@ from torch import Tensor, nn
 
 
 def make_optimizer(module: nn.Module, config: Any) -> torch.optim.AdamW:
-    """Create AdamW for the trainable parameters of a module.
-
-    Args:
-        module: module on its final device.
-        config: has `learning_rate`, `adam_betas` and `weight_decay`.
-    """
+    """Create AdamW for the trainable parameters of a module on its final device."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
         trained,

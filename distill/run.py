@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 
+from avq_diffusers.files import read_log
 from avq_diffusers.mini import model_path
 from distill.checkpointing import checkpoint
 from distill.checkpointing.run_folder import check_unused
@@ -25,7 +26,7 @@ from distill.data.batches import training_batches
 from distill.data.encoder import Encoder, module_digest
 from distill.data.sources import open_samples
 from distill.data.stream import EncodedSamples
-from distill.log import read_log
+from distill.log import log_path
 from distill.objective import Batch, Objective
 from distill.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 
@@ -118,7 +119,7 @@ def prepare_run(config: DistillConfig, output: Path, *, resume: bool) -> Run:
         checkpoint.check_config(found, config, free=FREE)
     elif not resume:
         check_unused(output)
-    read_log(output)  # raises for a damaged log before the long preparation
+    read_log(log_path(output))  # raises for a damaged log before the long preparation
 
     accelerator = make_accelerator(config, output)
     torch.manual_seed(config.seed)
@@ -134,9 +135,9 @@ def prepare_run(config: DistillConfig, output: Path, *, resume: bool) -> Run:
     objective = Objective(
         pipe.unet,
         config.avq,
+        config.objective,
         attention=config.attention,
         teacher_dtype=HALF[config.precision] if accelerator.device.type == "cuda" else None,
-        **asdict(config.objective),
     )
     if config.gradient_checkpointing:
         objective.student.enable_gradient_checkpointing()

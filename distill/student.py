@@ -17,6 +17,7 @@ from avq_diffusers import AVQConfig, avq_attention, select_layers
 from avq_diffusers.attention.diagnostics import capture
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.extras.linfusion import LinFusionProcessor
+from distill.config import ObjectiveConfig
 from distill.quantizer import Quantizer
 
 ATTENTIONS = ("avq", "linfusion", "exact")
@@ -60,9 +61,7 @@ class AVQSelfAttention(ExactSelfAttention):
         num_heads: H.
         head_dim: D.
         config: configuration of this layer, with its overrides resolved.
-        full_spawning: refine all parents and ignore `config.num_refined`.
-        constrain: see `Quantizer`.
-        diveq: see `Quantizer`.
+        settings: of the objective.
     """
 
     def __init__(
@@ -70,16 +69,19 @@ class AVQSelfAttention(ExactSelfAttention):
         num_heads: int,
         head_dim: int,
         config: AVQConfig,
-        *,
-        full_spawning: bool,
-        constrain: bool,
-        diveq: bool,
+        settings: ObjectiveConfig,
     ) -> None:
         super().__init__()
         self.config = config
-        self.full_spawning = full_spawning
+        self.full_spawning = settings.full_spawning
         self.key_norm = nn.LayerNorm(head_dim) if config.key_norm else nn.Identity()
-        self.quantizer = Quantizer(num_heads, head_dim, config, constrain=constrain, diveq=diveq)
+        self.quantizer = Quantizer(
+            num_heads,
+            head_dim,
+            config,
+            constrain=settings.project_children,
+            diveq=settings.diveq,
+        )
         self.query_order: Tensor | None = None
         # Arguments of `capture` for one image of the last batch.
         self.sample: dict[str, Tensor] = {}
@@ -139,12 +141,9 @@ class LinearSelfAttention(LinFusionProcessor):
 def make_student(
     teacher: UNet2DConditionModel,
     config: AVQConfig,
+    settings: ObjectiveConfig,
     *,
     attention: str,
-    full_spawning: bool,
-    project_children: bool,
-    diveq: bool,
-    lora_rank: int | None,
     teacher_dtype: torch.dtype | None,
 ) -> UNet2DConditionModel:
     """Convert the teacher to `teacher_dtype`; return a UNet that shares its frozen weights.
@@ -156,15 +155,16 @@ def make_student(
         raise ValueError(
             f"attention must be one of {', '.join(ATTENTIONS)}, but got {attention!r}."
         )
-    if diveq and not (attention == "avq" and full_spawning):
+    if settings.diveq and not (attention == "avq" and settings.full_spawning):
         raise ValueError(
             'diveq needs attention="avq" and full_spawning, where attention is a function of the '
             "codewords that has gradients."
         )
-    if lora_rank is not None and lora_rank < 1:
-        raise ValueError(f"lora_rank must be at least 1 or None, but got {lora_rank}.")
+    rank = settings.lora_rank
+    if rank is not None and rank < 1:
+        raise ValueError(f"lora_rank must be at least 1 or None, but got {rank}.")
     trained = {
-        id(layer.attn): _trainable(layer.attn, lora_rank)
+        id(layer.attn): _trainable(layer.attn, rank)
         for layer in select_layers(teacher, config.levels, config.exact, config.overrides)
     }
     nn.Module.to(teacher, dtype=teacher_dtype)  # diffusers' own `to` would warn
@@ -176,9 +176,7 @@ def make_student(
                 layer.num_heads,
                 layer.head_dim,
                 config.for_layer(layer.name, layer.level),
-                full_spawning=full_spawning,
-                constrain=project_children,
-                diveq=diveq,
+                settings,
             )
             layer.transformer.register_forward_pre_hook(processor.pre_forward)
         elif attention == "linfusion":

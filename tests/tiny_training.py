@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from tiny import CONFIG, tiny_unet
 
+from distill.config import ObjectiveConfig
 from distill.objective import Objective
 
 ROOT = Path(__file__).parents[1]
@@ -53,9 +54,18 @@ def make_batch(samples=4, seed=0, size=8):
     }
 
 
+def new_objective(teacher, config, *, attention="avq", teacher_dtype=None, **settings):
+    """An objective with the paper's settings but for these."""
+    weights = {"noise": 1.0, "output": 0.5, "feature": 0.5, "commitment": 0.25}
+    paper = {f"{name}_weight": weight for name, weight in weights.items()}
+    paper |= {"full_spawning": True, "project_children": True, "diveq": False, "lora_rank": None}
+    chosen = ObjectiveConfig(**{**paper, **settings})
+    return Objective(teacher, config, chosen, attention=attention, teacher_dtype=teacher_dtype)
+
+
 def make_objective(config=CONFIG, teacher=None, **arguments):
     """An objective whose codebooks have started."""
-    objective = Objective(tiny_unet() if teacher is None else teacher, config, **arguments)
+    objective = new_objective(tiny_unet() if teacher is None else teacher, config, **arguments)
     objective.start_codebooks([make_batch(seed=7)], samples_per_step=4)
     return objective
 

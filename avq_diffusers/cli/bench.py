@@ -31,13 +31,7 @@ THUMBNAIL = 256
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan of refined parents.
-
-    Attributes:
-        label: its name in tables and plots.
-        series: the choices of a series share a marker in the plot.
-        num_refined: for `set_num_refined`.
-    """
+    """A plan for `set_num_refined`. Choices of a series share a marker in the plot."""
 
     label: str
     series: str
@@ -46,14 +40,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class ChoiceResult:
-    """What a choice generates.
+    """One image per request by a choice, their median time and their median PSNR to exact ones.
 
-    Attributes:
-        label: of the choice.
-        series: of the choice.
-        images: one per request.
-        seconds: the median time of an image.
-        psnr: the median PSNR in dB to the exact images; infinite for equal ones.
+    The PSNR is in dB and infinite for equal images.
     """
 
     label: str
@@ -92,10 +81,8 @@ def bench_model(
 def refined_choices(pipe: DiffusionPipeline, numbers: Sequence[int] | None = None) -> list[Choice]:
     """Refine the same number of parents in all layers; layers with fewer refine all of theirs.
 
-    Args:
-        pipe: a pipeline with AVQ.
-        numbers: of refined parents; None takes none, a sixteenth, an eighth, a quarter, a half and
-            all of the parents. Flat codebooks refine none.
+    By default the numbers are none, a sixteenth, an eighth, a quarter, a half and all of the
+    parents.
 
     Raises:
         ValueError: the pipeline has no AVQ layer, or none that can refine so many parents.
@@ -128,13 +115,7 @@ def capture_choices(profile: CaptureProfile) -> list[Choice]:
 def run_choices(
     pipe: DiffusionPipeline, choices: Sequence[Choice], requests: Sequence[ImageRequest]
 ) -> Iterator[ChoiceResult]:
-    """Generate the images of exact attention, then those of every choice.
-
-    Args:
-        pipe: a pipeline with AVQ; it keeps the last choice.
-        choices: plans to run.
-        requests: images to generate by each of them.
-    """
+    """Generate the images of exact attention, then of every choice; the pipeline keeps the last."""
 
     def generate() -> tuple[list[Image.Image], float]:
         timed = [timed_image(pipe, request) for request in requests]

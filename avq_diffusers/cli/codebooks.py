@@ -6,6 +6,7 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
+from avq_diffusers.cli.images import usual_guidance
 from avq_diffusers.cli.options import first_line
 from avq_diffusers.cli.request import ModelRequest
 from avq_diffusers.config import AVQConfig
@@ -41,18 +42,10 @@ def load_codebooks(name: str) -> AVQCodebooks:
 def calibrate_model(
     pipe: DiffusionPipeline, model: ModelRequest, prompts: Sequence[str], **arguments: Any
 ) -> AVQCodebooks:
-    """Calibrate codebooks in the paper's form, of the sizes of a request.
-
-    Args:
-        pipe: the loaded model.
-        model: its request.
-        prompts: to run.
-        **arguments: further arguments of `calibrate`.
-    """
-    if model.guidance_scale is not None:
-        arguments["guidance_scale"] = model.guidance_scale
-    config = replace(_config_for(pipe, model), codewords="stored")
-    return calibrate(pipe, prompts, config, **arguments)
+    """Calibrate codebooks in the paper's form; further arguments go to `calibrate`."""
+    config, guidance_scale = _config_for(pipe, model), usual_guidance(pipe)
+    config = replace(config, codewords="stored")
+    return calibrate(pipe, prompts, config, guidance_scale=guidance_scale, **arguments)
 
 
 def _config_for(pipe: DiffusionPipeline, model: ModelRequest) -> AVQConfig:

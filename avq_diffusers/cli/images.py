@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import check_size, scalecrafter
+from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD
 from avq_diffusers.plugin.elastic import CaptureProfile, measure_capture
 from avq_diffusers.plugin.timesteps import are_training_timesteps
 
@@ -31,8 +33,15 @@ def training_size(pipe: DiffusionPipeline) -> int:
     return pipe.unet.config.sample_size * pipe.vae_scale_factor
 
 
+def usual_guidance(pipe: DiffusionPipeline) -> float:
+    """Return mini-sd's guidance scale, or the default of another pipeline."""
+    if pipe.name_or_path == MINI_SD:
+        return MINI_GUIDANCE_SCALE
+    return signature(type(pipe).__call__).parameters["guidance_scale"].default
+
+
 def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
-    """Fill in the model's own size, and refuse what the pipeline would refuse only at its end.
+    """Fill in the model's size and guidance scale; refuse what the pipeline would refuse too late.
 
     Raises:
         ValueError: there are too many steps, or ScaleCrafter has no settings for the size.
@@ -46,7 +55,8 @@ def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
         )
     if request.scalecrafter:
         check_size(pipe, height, width)
-    return replace(request, height=height, width=width)
+    scale = usual_guidance(pipe) if request.guidance_scale is None else request.guidance_scale
+    return replace(request, height=height, width=width, guidance_scale=scale)
 
 
 def dilation(pipe: DiffusionPipeline, request: ImageRequest) -> AbstractContextManager[None]:
@@ -60,14 +70,10 @@ def dilation(pipe: DiffusionPipeline, request: ImageRequest) -> AbstractContextM
 def timed_image(
     pipe: DiffusionPipeline, request: ImageRequest, after_step: Callable[..., Any] | None = None
 ) -> TimedImage:
-    """Generate an image and time it.
+    """Generate an image and time it, for a request of `fit_request` with its ScaleCrafter running.
 
-    On a GPU a run of one step comes first, which compiles and loads the kernels.
-
-    Args:
-        pipe: runs the request's ScaleCrafter already.
-        request: what `fit_request` returned.
-        after_step: the pipeline's `callback_on_step_end`.
+    On a GPU, a run of one step comes first. It compiles and loads the kernels. `after_step` is the
+    pipeline's `callback_on_step_end`.
     """
     arguments = _call_arguments(request)
     if after_step is not None:
@@ -104,13 +110,11 @@ def psnr(image: Image.Image, reference: Image.Image) -> float:
 
 
 def _call_arguments(request: ImageRequest) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
+    return {
         "prompt": request.prompt,
         "negative_prompt": request.negative_prompt,
         "height": request.height,
         "width": request.width,
         "num_inference_steps": request.steps,
+        "guidance_scale": request.guidance_scale,
     }
-    if request.guidance_scale is not None:
-        arguments["guidance_scale"] = request.guidance_scale
-    return arguments

@@ -140,9 +140,8 @@ def generate(
         raise ValueError(f"--capture chooses refined parents, but {chosen.config} has no children.")
     if num_refined is not None:
         chosen.check_refined([num_refined])
-    guidance = chosen.guidance_scale if guidance_scale is None else guidance_scale
     request = ImageRequest(
-        prompt, negative_prompt, height, width, steps, guidance, seed, scalecrafter=dilated
+        prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
     )
 
     from avq_diffusers.cli.generate import generate_image
@@ -187,9 +186,8 @@ def bench(
     numbers = None if refined is None else numbers_of("--refined", refined)
     chosen = ModelRequest.from_options(model, codebooks, config, levels, exact, device)
     chosen.check_refined(numbers or ())
-    guidance = chosen.guidance_scale if guidance_scale is None else guidance_scale
     request = ImageRequest(
-        prompt, negative_prompt, height, width, steps, guidance, seed, scalecrafter=dilated
+        prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
     )
 
     from avq_diffusers.cli.bench import bench_model
@@ -230,9 +228,7 @@ def app_command(
 
     pipe = load_pipeline(model, device)
     apply_avq(pipe, codeword_source(pipe, chosen), route="always")
-    page = build_page(
-        pipe, Path(model).name, usual_prompts(model), guidance_scale=chosen.guidance_scale
-    )
+    page = build_page(pipe, Path(model).name, usual_prompts(model))
     print(f"page: {serve(page, host=host, port=port, share=share)}", flush=True)
     page.block_thread()
 

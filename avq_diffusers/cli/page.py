@@ -1,6 +1,5 @@
 """The page of `avq app`: exact and AVQ images of one prompt, side by side. Needs gradio."""
 
-import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,14 @@ import gradio as gr
 import torch
 from diffusers import DiffusionPipeline
 
-from avq_diffusers.cli.images import TimedImage, dilation, psnr, timed_image, training_size
+from avq_diffusers.cli.images import (
+    TimedImage,
+    dilation,
+    psnr,
+    timed_image,
+    training_size,
+    usual_guidance,
+)
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.cli.sheet import DIFFERENCE_GAIN, difference
 from avq_diffusers.extras.scalecrafter.settings import SETTINGS
@@ -70,11 +76,8 @@ class SharedPipeline:
     ) -> tuple[TimedImage, Summary]:
         """Generate with AVQ attention, and report what ran in each layer.
 
-        Args:
-            request: what to generate.
-            num_refined: parents refined per query tile; layers with fewer refine all. At
-                `default_refined` each layer refines as many as when the pipeline was shared.
-            on_step: called after each denoising step.
+        Layers with fewer than `num_refined` parents refine all. At `default_refined` each layer
+        refines as many as when the pipeline was shared.
         """
         plan = {name: min(num_refined, most) for name, most in self.most.items()}
         with self.lock:
@@ -170,31 +173,18 @@ class _Events:
         return gr.Checkbox(interactive=True) if fits else gr.Checkbox(False, interactive=False)
 
 
-def build_page(
-    pipe: DiffusionPipeline,
-    model: str,
-    examples: Sequence[str],
-    *,
-    guidance_scale: float | None = None,
-) -> gr.Blocks:
-    """Lay out the page for a pipeline with AVQ.
+def build_page(pipe: DiffusionPipeline, model: str, examples: Sequence[str]) -> gr.Blocks:
+    """Lay out the page for a pipeline with AVQ; the prompt field begins with the first example.
 
     Visitors wait for one another. The page generates the exact image again only when something
     other than the number of refined parents has changed.
-
-    Args:
-        pipe: a pipeline with AVQ.
-        model: its name, to show.
-        examples: prompts to try; the prompt field begins with the first.
-        guidance_scale: that the page begins with; None takes the pipeline's default.
 
     Raises:
         ValueError: the pipeline has no AVQ layer.
     """
     shared = SharedPipeline(pipe)
     events = _Events(shared)
-    if guidance_scale is None:
-        guidance_scale = inspect.signature(type(pipe).__call__).parameters["guidance_scale"].default
+    guidance_scale = usual_guidance(pipe)
     side = training_size(pipe)
     first = side // SIZE_STEP * SIZE_STEP + SIZE_STEP
     sizes = [side, *range(first, LARGEST_SIDE * side + 1, SIZE_STEP)]
@@ -269,16 +259,9 @@ def build_page(
 
 
 def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
-    """Serve the page in threads of this process; `page.close()` ends it.
+    """Serve the page in threads of this process; return its address. `page.close()` ends it.
 
-    Args:
-        page: what `build_page` returned.
-        host: address to listen on.
-        port: port to listen on.
-        share: also publish the page through Gradio's servers.
-
-    Returns:
-        The address of the page.
+    With `share`, Gradio's servers publish it too.
 
     Raises:
         OSError: the port is taken.

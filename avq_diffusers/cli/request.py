@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from avq_diffusers.cli.options import numbers_of
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD
 
 DEFAULT_CONFIG = "M64P16C8"
 
@@ -54,11 +53,6 @@ class ModelRequest:
         )
         return cls(model, device, codebooks, avq_config, levels is not None)
 
-    @property
-    def guidance_scale(self) -> float | None:
-        """The guidance scale to generate with; None is the pipeline's default."""
-        return MINI_GUIDANCE_SCALE if self.name == MINI_SD else None
-
     def check_refined(self, numbers: Sequence[int]) -> None:
         """Refuse numbers of refined parents that `config` does not have.
 
@@ -75,18 +69,7 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """An image to generate.
-
-    Attributes:
-        prompt: what it shows.
-        negative_prompt: what it must not show.
-        height: in pixels; None takes the training size.
-        width: in pixels; None takes the training size.
-        steps: denoising steps.
-        guidance_scale: of classifier-free guidance; None takes the pipeline's default.
-        seed: of the noise.
-        scalecrafter: whether to dilate convolutions.
-    """
+    """An image to generate; None takes the training size or the pipeline's default."""
 
     prompt: str
     negative_prompt: str | None

@@ -5,7 +5,6 @@ from functools import cache
 
 import numpy as np
 
-from avq_diffusers.config import check_int
 from avq_diffusers.mini.layout import IMAGE_SIZE, Box
 from avq_diffusers.mini.scenes import (
     BACKGROUND_COLORS,
@@ -26,14 +25,7 @@ _BACKGROUND_SHADE = 0.16
 
 
 def render(scene: Scene, size: int = IMAGE_SIZE) -> np.ndarray:
-    """Render the image of a scene.
-
-    Args:
-        scene: what to render.
-        size: side of the image, a multiple of 64; the content scales with it.
-
-    Returns:
-        uint8 RGB, shape (size, size, 3).
+    """Render the image of a scene: uint8 RGB (size, size, 3). The content scales with the size.
 
     Raises:
         ValueError: `size` is not a positive multiple of 64.
@@ -46,7 +38,8 @@ def compose(
     scene: Scene, motifs: list[list[Cells | None]], grid: np.ndarray, size: int
 ) -> np.ndarray:
     """Render with these background cells; the objects of a group take its motifs in turn."""
-    check_image_size(size)
+    if size <= 0 or size % 64:
+        raise ValueError(f"size must be a multiple of 64, but got {size}.")
     tones = BACKGROUND_TONES[scene.background.color].astype(np.uint8)
     image = _enlarge(tones[grid], size // len(grid))
     for group, group_motifs, boxes in zip(scene.groups, motifs, scene.boxes, strict=True):
@@ -86,12 +79,6 @@ def crop(image: np.ndarray, box: Box) -> np.ndarray:
 
 def scaled(length: int, size: int) -> int:
     return length * size // IMAGE_SIZE
-
-
-def check_image_size(size: int) -> None:
-    check_int("size", size, 1)
-    if size % 64:
-        raise ValueError(f"size must be a multiple of 64, but got {size}.")
 
 
 def _paint_object(group: Group, motif: Cells | None, side: int) -> np.ndarray:

@@ -12,12 +12,9 @@ Neighbouring copies lie 4 modulo 8 pixels apart. They meet a grid of 8 pixels di
 coarser attention of a U-Net cannot copy them token by token.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
-import numpy as np
-
-from avq_diffusers.mini.layout import PLACEMENTS, Box, Members, fitting_members, layout
+from avq_diffusers.mini.layout import PLACEMENTS, Box, Members, layout
 from avq_diffusers.mini.shapes import SHAPES, SIZES
 
 COUNTS = ("one", "two", "three", "four", "five")
@@ -77,15 +74,6 @@ class Group:
     shape: str
     motif: Cells | None = None
 
-    def __post_init__(self) -> None:
-        if self.count not in range(1, len(COUNTS) + 1):
-            raise ValueError(f"count must be 1 to {len(COUNTS)}, but got {self.count}.")
-        _check_name("size", self.size, SIZES)
-        _check_name("color", self.color, OBJECT_COLORS)
-        _check_name("texture", self.texture, TEXTURES)
-        _check_name("shape", self.shape, SHAPES)
-        _check_cells("motif", self.motif, MOTIF_SHAPE if self.texture == "patterned" else None)
-
     @property
     def phrase(self) -> str:
         """The group in words, such as "two small green striped hearts"."""
@@ -109,11 +97,6 @@ class Background:
     color: str
     cells: Cells | None = None
 
-    def __post_init__(self) -> None:
-        _check_name("kind", self.kind, BACKGROUNDS)
-        _check_name("color", self.color, BACKGROUND_COLORS)
-        _check_cells("cells", self.cells, CELLS_SHAPE.get(self.kind))
-
 
 @dataclass(frozen=True)
 class Scene:
@@ -125,23 +108,11 @@ class Scene:
             `MANY_PLACEMENTS` for one group of several, and of `RELATIONS` for two groups: how the
             first lies to the second.
         background: what lies behind them.
-
-    Raises:
-        ValueError: the placement does not suit the groups, or the objects do not fit it.
     """
 
     groups: tuple[Group, ...]
     placement: str
     background: Background
-
-    def __post_init__(self) -> None:
-        if len(self.groups) not in (1, 2):
-            raise ValueError(f"groups must hold one or two groups, but got {len(self.groups)}.")
-        if self._members not in fitting_members(self.placement):
-            raise ValueError(
-                f"placement {self.placement!r} does not fit "
-                f"{' and '.join(group.phrase for group in self.groups)}."
-            )
 
     @property
     def caption(self) -> str:
@@ -168,19 +139,6 @@ class Scene:
     @property
     def _members(self) -> Members:
         return tuple((group.count, group.size) for group in self.groups)
-
-
-def _check_name(name: str, value: str, allowed: Collection[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, but got {value!r}.")
-
-
-def _check_cells(name: str, cells: Cells | None, shape: tuple[int, int] | None) -> None:
-    if shape is None:
-        if cells is not None:
-            raise ValueError(f"{name} must be None where nothing is hidden, but got cells.")
-    elif cells is None or np.shape(cells) != shape or not np.isin(cells, (0, 1)).all():
-        raise ValueError(f"{name} must be {shape[0]} x {shape[1]} cells of 0 and 1, got {cells}.")
 
 
 def _plural(shape: str) -> str:

@@ -25,12 +25,7 @@ RUN_KEYS = {"step": int, "config": dict, "sha256": dict}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint.
-
-    Args:
-        path: its folder.
-        run: content of `run.json`: step, configuration, digests and what else the run saved.
-    """
+    """A complete checkpoint: its folder, and the content of `run.json`."""
 
     path: Path
     run: Mapping[str, Any]
@@ -91,18 +86,9 @@ def save(
     keep: int,
     **run: Any,
 ) -> Path:
-    """Save a checkpoint and delete all but the newest `keep`.
+    """Save named tensors per file as the checkpoint of `step`; delete all but the newest `keep`.
 
-    Args:
-        output: folder of the run.
-        step: number of completed optimizer steps.
-        tensors: named tensors for each file name.
-        config: dataclass that a resumed run is checked against.
-        keep: number of checkpoints to keep.
-        **run: further JSON values for `run.json`.
-
-    Returns:
-        The folder of the checkpoint.
+    A resumed run is checked against `config`. Further values go to `run.json`.
 
     Raises:
         OSError: the disk is full or not writable. Earlier checkpoints stay.
@@ -126,11 +112,8 @@ def check_config(
 ) -> None:
     """Check that a run with this configuration may continue from a checkpoint.
 
-    Args:
-        found: the checkpoint.
-        config: dataclass of the resumed run.
-        free: fields and sections that may differ.
-        num_processes: number of processes; None where it does not change the result.
+    Fields and sections in `free` may differ. `num_processes` is None where it does not change the
+    result.
 
     Raises:
         ValueError: the configuration or the number of processes differs.

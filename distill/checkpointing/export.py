@@ -18,13 +18,8 @@ def export(
 ) -> None:
     """Save the student as `output / "codebooks"` or `output / "linfusion"`.
 
-    A student with exact attention is a control and is not exported.
-
-    Args:
-        output: folder of the run.
-        objective: trained objective.
-        config: configuration of the run.
-        training: summary for `config.json`; seed and package versions are added.
+    A student with exact attention is a control and is not exported. Seed and package versions are
+    added to `training`.
 
     Raises:
         OSError: the disk is full or not writable.

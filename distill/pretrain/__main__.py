@@ -118,8 +118,9 @@ def _prepare(config: PretrainConfig, output: Path, resume: bool) -> "Accelerator
     """Check that `output` is free or resumable, seed torch, and return the accelerator."""
     import torch
 
+    from avq_diffusers.files import read_log
     from distill.checkpointing.run_folder import check_unused
-    from distill.log import read_log
+    from distill.log import log_path
     from distill.pretrain.checkpoint import check_newest
     from distill.pretrain.loop import make_accelerator
 
@@ -132,7 +133,7 @@ def _prepare(config: PretrainConfig, output: Path, resume: bool) -> "Accelerator
     accelerator = make_accelerator()
     if resume:
         check_newest(output, config, accelerator.num_processes)
-    read_log(output)  # raises for a damaged log before scenes are rendered
+    read_log(log_path(output))  # raises for a damaged log before scenes are rendered
     torch.manual_seed(config.seed)
     return accelerator
 

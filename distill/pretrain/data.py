@@ -60,16 +60,10 @@ def render_chunks(
     corrupted: bool = False,
     progress: str | None = None,
 ) -> Iterator[Chunk]:
-    """Render scenes in order, one chunk ahead of the caller.
+    """Render scenes in order, one chunk ahead of the caller; 0 workers render in this process.
 
     The images of a chunk are valid until the next chunk. Close the iterator to stop early.
-
-    Args:
-        seeds: seeds of the scenes.
-        size: side of the images in pixels.
-        workers: number of rendering processes; 0 renders in this process.
-        corrupted: render copies that differ.
-        progress: label of the progress bar; None shows none.
+    `progress` is the label of the progress bar; None shows none.
 
     Raises:
         DataError: a rendering process was killed (while iterating).

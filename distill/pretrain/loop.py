@@ -103,13 +103,7 @@ def fit(
 ) -> None:
     """Train `task.model` and pass its moving average to `task.finish`.
 
-    Args:
-        task: model, batches and export.
-        config: configuration of the task.
-        output: folder for checkpoints, logs and results.
-        accelerator: accelerator of the run.
-        resume: continue from the newest checkpoint, if there is one.
-        started: `time.monotonic()` at the start of the process, for `max_minutes`.
+    `max_minutes` counts from `started`, a value of `time.monotonic()`.
 
     Raises:
         FloatingPointError: a loss is not finite.

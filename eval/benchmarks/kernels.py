@@ -22,7 +22,7 @@ from eval.benchmarks.contenders import DEFAULT_SDPA, Bench, Row
 from eval.benchmarks.inputs import Shape
 from eval.benchmarks.timing import Effort
 from eval.store.markdown import markdown_table, number
-from eval.store.plots import Line, log_log_plot
+from eval.store.plots import Line, Panel, panel_plot
 from eval.store.report import save_json
 
 HOT_SHARE = 0.3
@@ -222,26 +222,31 @@ def kernels_table(part: str, rows: Sequence[Row]) -> str:
 
 def plot_kernels(path: Path, part: str, rows: Sequence[Row]) -> None:
     """Plot the fitted lines of the scaling part, or the times of another part over N."""
+    panels: dict[tuple[str, str], list[Line]] = {}
     if part == "scaling":
-        panels: dict[str, list[Line]] = {"time over codebook size": [], "time over tokens": []}
         for line in slopes(rows):
-            title = f"time over {'codebook size' if line['against'] == 'codewords' else 'tokens'}"
+            xlabel = "effective codewords" if line["against"] == "codewords" else "tokens N"
             slope = f", slope {line['slope']:.2f}" if "slope" in line else ""
-            panels[title].append(Line(line["label"] + slope, line["x"], line["ms"]))
-        xlabels = ["effective codewords M0 + P C", "tokens N"]
+            lines = panels.setdefault((f"ms over {xlabel}", xlabel), [])
+            lines.append(Line(line["label"] + slope, line["x"], line["ms"]))
     else:
-        times: dict[str, dict[str, dict[int, float]]] = {}
+        times: dict[tuple[str, str], Row] = {}
         for row in rows:
-            title = f"B{row['batch']} H{row['heads']} D{row['head_dim']}, {row['dtype']}"
-            methods = times.setdefault(title, {})
+            title = f"ms, B{row['batch']} H{row['heads']} D{row['head_dim']}, {row['dtype']}"
             if row["ms"] is not None:
-                methods.setdefault(row["method"], {})[row["tokens"]] = row["ms"]
-        panels = {
-            title: [Line(name, list(ms), list(ms.values())) for name, ms in methods.items()]
-            for title, methods in times.items()
-        }
-        xlabels = ["tokens N"] * len(panels)
-    log_log_plot(path, panels, xlabels=xlabels, ylabel="time (ms)")
+                times.setdefault((title, row["method"]), {})[row["tokens"]] = row["ms"]
+        for (title, method), ms in times.items():
+            lines = panels.setdefault((title, "tokens N"), [])
+            lines.append(Line(method, list(ms), list(ms.values())))
+    panel_plot(
+        path,
+        [
+            [
+                Panel(title, xlabel, lines, xscale="log", yscale="log")
+                for (title, xlabel), lines in panels.items()
+            ]
+        ],
+    )
 
 
 def _paper_table(rows: Sequence[Row]) -> str:

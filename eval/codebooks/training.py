@@ -3,12 +3,12 @@
 A metric of layers is named `quantization_error/<layer>`, or is an object by layer.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from avq_diffusers.files import read_log
 from eval.store.plots import Line, Panel
 
 LOG = "log.jsonl"
@@ -20,36 +20,18 @@ LINEAR = ("active_ratio", "capture")
 Curves = dict[str, list[float | None]]
 
 
-def read_log(run: Path) -> list[dict[str, float]]:
-    """Read the log of a run: one mapping of names to numbers for each logged step.
-
-    Lines of one step are joined; a last line that a kill cut off is left out.
+def read_run(run: Path) -> list[dict[str, float]]:
+    """Read the log of a run: one mapping of names to numbers per step; lines of a step are joined.
 
     Raises:
-        ValueError: `run` has no log or an empty one, or a line of it is not a JSON object with a
-            step.
+        ValueError: the log is missing, empty or damaged.
     """
-    path = run / LOG
-    if not path.is_file():
-        raise ValueError(f"expected the folder of a training run, but there is no {path}.")
-    try:
-        *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text.") from None
-    steps: list[dict[str, float]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            figures = _flat(json.loads(line))
-            step = figures["step"]
-        except (ValueError, KeyError, RecursionError, AttributeError):
-            raise ValueError(f"line {number} of {path} is not a JSON object with a step.") from None
-        if steps and steps[-1]["step"] == step:
-            steps[-1].update(figures)
-        else:
-            steps.append(figures)
+    steps: dict[int, dict[str, float]] = {}
+    for line in read_log(run / LOG):
+        steps.setdefault(line["step"], {}).update(_flat(line))
     if not steps:
-        raise ValueError(f"{path} holds no step yet.")
-    return steps
+        raise ValueError(f"{run / LOG} is missing, or holds no step yet.")
+    return list(steps.values())
 
 
 def thin(steps: Sequence[Mapping[str, float]], num_points: int) -> Curves:

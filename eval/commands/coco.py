@@ -181,7 +181,9 @@ def coco_write_command(
         int,
         typer.Option(min=0, max=len(TEST_SEEDS) - 1, help="The first of mini-sd's test scenes."),
     ] = 0,
-    size: Annotated[int, typer.Option(help="Side of the images.")] = 256,
+    size: Annotated[
+        int, typer.Option(callback=multiple_of(64), help="Side of the images, a multiple of 64.")
+    ] = 256,
 ) -> None:
     """Write test scenes as a data set in COCO's format: images, annotations with captions.
 

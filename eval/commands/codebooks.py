@@ -256,9 +256,9 @@ def training_command(
 
     Example: python -m eval training --runs runs/m64p16c8,runs/m192
     """
-    from eval.codebooks.training import read_log, thin
+    from eval.codebooks.training import read_run, thin
 
-    curves = {run: thin(read_log(Path(run)), points) for run in runs.split(",")}
+    curves = {run: thin(read_run(Path(run)), points) for run in runs.split(",")}
     path = output / f"{name}.json"
     save_json(path, command=command_line(), device="cpu", runs=curves)
     draw(path)

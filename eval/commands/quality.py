@@ -122,7 +122,8 @@ def scenes_command(
 
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
     """
-    from eval.quality.generation import Sampling, usual_guidance
+    from avq_diffusers.cli.images import usual_guidance
+    from eval.quality.generation import Sampling
     from eval.quality.metrics import Scorer
     from eval.quality.scene_runs import finished_rows
     from eval.quality.scenes import scenes_table, score_methods
@@ -132,6 +133,7 @@ def scenes_command(
     name = result_name("scenes", numbers, None if size == IMAGE_SIZE else size, dilated)
     name += f"_seed{first_seed}" if first_seed else ""
     path = output / f"{name}.json"
+    pipe = load_pipeline(model, device, dtype)
     protocol = {
         "model": Path(model).name,
         "model_sha256": folder_digest(model, "model_index.json"),
@@ -141,7 +143,7 @@ def scenes_command(
         "batch": batch,
         "first_seed": first_seed,
         "num_inference_steps": steps,
-        "guidance_scale": usual_guidance(model),
+        "guidance_scale": usual_guidance(pipe),
         "dtype": f"torch.{dtype}",
         "size": size,
         "scalecrafter": dilated,
@@ -150,7 +152,6 @@ def scenes_command(
     finished = {}
     if resume and path.exists():
         finished = finished_rows(read_result(path).document, protocol, environment(device))
-    pipe = load_pipeline(model, device, dtype)
     rows = []
     for row in score_methods(
         pipe,

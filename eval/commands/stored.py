@@ -74,9 +74,9 @@ def _training(path: Path, document: Mapping[str, Any]) -> None:
 
 def _table(path: Path, document: Mapping[str, Any], size: int | None = None) -> None:
     from eval.quality.method_table import table_panels
-    from eval.store.plots import point_plot
+    from eval.store.plots import panel_plot
 
-    point_plot(path, table_panels(document, size))
+    panel_plot(path, table_panels(document, size))
 
 
 PLOTS: Mapping[str, Callable[..., None]] = {

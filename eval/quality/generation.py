@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from inspect import signature
 
 import numpy as np
 import torch
@@ -11,9 +10,10 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers import scalecrafter
+from avq_diffusers.cli.images import usual_guidance
 from avq_diffusers.extras.scalecrafter.apply import check_size
 from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
-from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD
+from avq_diffusers.mini import MINI_SD
 
 # By side of the images: at twice its training size mini-sd is best with a longer window than
 # SD1.5's 30 steps.
@@ -76,13 +76,6 @@ def generate(
     return images
 
 
-def usual_guidance(model: str) -> float:
-    """mini-sd's guidance scale, or for another model what its pipeline takes by itself."""
-    if model == MINI_SD:
-        return MINI_GUIDANCE_SCALE
-    return signature(StableDiffusionPipeline.__call__).parameters["guidance_scale"].default
-
-
 def dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> AbstractContextManager[None]:
     """ScaleCrafter if `settings` ask for it, with mini-sd's own or the authors' configuration.
 
@@ -140,7 +133,7 @@ def generate_batch(
     """
     guidance_scale = settings.guidance_scale
     if guidance_scale is None:
-        guidance_scale = usual_guidance(pipe.name_or_path)
+        guidance_scale = usual_guidance(pipe)
     images = pipe(
         list(prompts),
         height=settings.size,

@@ -24,7 +24,7 @@ from eval.methods import (
 from eval.quality.scene_runs import said_otherwise
 from eval.quality.scenes import HEADER, MAKING, MEASURED, PROTOCOL, figure_cells, row_key
 from eval.store.markdown import markdown_table, number
-from eval.store.plots import Point, PointPanel
+from eval.store.plots import Line, Panel
 from eval.store.report import Result, complete
 
 Row = dict[str, Any]
@@ -102,7 +102,7 @@ def quality_table(table: Mapping[str, Any]) -> str:
     )
 
 
-def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list[PointPanel]]:
+def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list[Panel]]:
     """The metrics in `PLOTTED` over the time of a UNet step, one row of panels per image size.
 
     `size` chooses the times, from their first column. By default it is the images' own size, or the
@@ -238,18 +238,16 @@ def _timed_facts(name: str) -> Row:
     return facts
 
 
-def _panel(
-    title: str, speed_title: str, rows: Sequence[Row], column: str, figure: str
-) -> PointPanel:
+def _panel(title: str, speed_title: str, rows: Sequence[Row], column: str, figure: str) -> Panel:
     points, reference = [], None
     for row, label in zip(rows, _labels(rows), strict=True):
         figures, x = row["quality"].get(column, {}), row["ms"].get(speed_title)
         y = figures.get(figure)
         if x is not None and y is not None:
-            points.append(Point(label, x, y, figures.get(f"{figure}_sem") or 0))
+            points.append(Line(label, [x], [y], [figures.get(f"{figure}_sem") or 0]))
             if row["method"] == EXACT:
                 reference = y
-    return PointPanel(title, f"UNet step, ms, at {speed_title}", points, reference)
+    return Panel(title, f"UNet step, ms, at {speed_title}", points, reference=reference)
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:

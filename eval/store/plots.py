@@ -17,11 +17,15 @@ MOST_MARKERS = 20
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a panel; `label` goes into the legend. Points whose y is None are left out."""
+    """One line of a panel; `label` goes into the legend. Points whose y is None are left out.
+
+    With `errors`, the points have error bars in y and no line.
+    """
 
     label: str
     x: Sequence[float]
     y: Sequence[float | None]
+    errors: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Panel:
     """Axes of a `panel_plot`; `faint` lines lie behind the others and have no legend.
 
     A logarithmic x axis has base 2. With `ticks`, the x axis shows these names at 0, 1, 2, ...
-    With `from_zero`, the y axis begins there, so that small differences look small.
+    With `from_zero`, the y axis begins there, so that small differences look small. A dashed line
+    marks the height of `reference`.
     """
 
     title: str
@@ -40,6 +45,7 @@ class Panel:
     yscale: str = "linear"
     ticks: Sequence[str] = ()
     from_zero: bool = False
+    reference: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,26 +57,6 @@ class HeatMap:
     values: Sequence[Sequence[float]]
 
 
-@dataclass(frozen=True)
-class Point:
-    """A point with an error bar in y; `label` goes into the legend."""
-
-    label: str
-    x: float
-    y: float
-    error: float = 0.0
-
-
-@dataclass(frozen=True)
-class PointPanel:
-    """Axes of a `point_plot`, with a dashed line at the height of `reference`."""
-
-    title: str
-    xlabel: str
-    points: Sequence[Point]
-    reference: float | None = None
-
-
 def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
     """Write rows of panels; a label has one colour and marker in all of them, and one legend."""
     from matplotlib.figure import Figure
@@ -80,7 +66,9 @@ def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
     labels = list(
         dict.fromkeys(line.label for row in rows for panel in row for line in panel.lines)
     )
-    figure = Figure(figsize=(4.2 * columns, 3.4 * len(rows) + 0.8), layout="constrained")
+    legend_columns = max(2, columns)
+    height = 3.4 * len(rows) + max(0.8, 0.25 * len(labels) / legend_columns)
+    figure = Figure(figsize=(4.2 * legend_columns, height), layout="constrained")
     grid = figure.subplots(len(rows), columns, squeeze=False)
     handles = {}
     for all_axes, row in zip(grid, rows, strict=True):
@@ -91,11 +79,18 @@ def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
                 axes.plot(*_points(line), alpha=0.25, linewidth=0.8, **_style(labels, line))
             for line in panel.lines:
                 marker = MARKERS[labels.index(line.label) % len(MARKERS)]
-                few = len(line.x) <= MOST_MARKERS
-                (handles[line.label],) = axes.plot(
-                    *_points(line), marker=marker if few else "", **_style(labels, line)
-                )
-            axes.set(yscale=panel.yscale, xlabel=panel.xlabel, title=panel.title)
+                style = _style(labels, line)
+                if line.errors:
+                    style |= {"linestyle": "", "capsize": 3}
+                    handles[line.label] = axes.errorbar(
+                        line.x, line.y, line.errors, marker=marker, **style
+                    )
+                else:
+                    marker = marker if len(line.x) <= MOST_MARKERS else ""
+                    (handles[line.label],) = axes.plot(*_points(line), marker=marker, **style)
+            if panel.reference is not None:
+                axes.axhline(panel.reference, linestyle="--", linewidth=0.8, color="#808080")
+            axes.set(yscale=panel.yscale, xlabel=fill(panel.xlabel, 42), title=panel.title)
             if panel.xscale == "log":
                 axes.set_xscale("log", base=2)
                 axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -107,7 +102,10 @@ def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
                 )
             axes.grid(alpha=0.3, which="both")
     figure.legend(
-        [handles[label] for label in labels], labels, loc="outside lower center", ncols=columns
+        [handles[label] for label in labels],
+        labels,
+        loc="outside lower center",
+        ncols=legend_columns,
     )
     _save(figure, path, dpi=110)
 
@@ -117,47 +115,12 @@ def _points(line: Line) -> tuple[list[float], list[float]]:
     return [x for x, _ in shown], [y for _, y in shown]
 
 
-def _style(labels: Sequence[str], line: Line) -> dict[str, str]:
+def _style(labels: Sequence[str], line: Line) -> dict[str, Any]:
     index = labels.index(line.label)
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
     }
-
-
-def point_plot(path: Path, rows: Sequence[Sequence[PointPanel]]) -> None:
-    """Write rows of equally many panels; looks and legend are as in `panel_plot`."""
-    from matplotlib.figure import Figure
-
-    labels = list(
-        dict.fromkeys(point.label for row in rows for panel in row for point in panel.points)
-    )
-    columns = len(rows[0])
-    height = 4 * len(rows) + 0.3 * len(labels) / columns
-    figure = Figure(figsize=(5.6 * columns, height), layout="constrained")
-    grid = figure.subplots(len(rows), columns, squeeze=False).flat
-    handles = {}
-    for axes, panel in zip(grid, (panel for row in rows for panel in row), strict=True):
-        for point in panel.points:
-            index = labels.index(point.label)
-            handles[point.label] = axes.errorbar(
-                point.x,
-                point.y,
-                point.error,
-                color=COLOURS[index % len(COLOURS)],
-                marker=MARKERS[index % len(MARKERS)],
-                linestyle="",
-                capsize=3,
-            )
-        if panel.reference is not None:
-            axes.axhline(panel.reference, linestyle="--", linewidth=0.8, color="#808080")
-        axes.margins(0.1)
-        axes.set(xlabel=panel.xlabel, title=panel.title)
-        axes.grid(alpha=0.3)
-    figure.legend(
-        [handles[label] for label in labels], labels, loc="outside lower center", ncols=columns
-    )
-    _save(figure, path)
 
 
 def heat_maps(path: Path, maps: Sequence[HeatMap], *, xlabel: str, label: str) -> None:
@@ -183,37 +146,6 @@ def heat_maps(path: Path, maps: Sequence[HeatMap], *, xlabel: str, label: str) -
         axes.set_title(fill(heat_map.title, 40), fontsize=8)
         axes.set_xlabel(xlabel)
     figure.colorbar(image, ax=figure.axes, label=label)
-    _save(figure, path)
-
-
-def log_log_plot(
-    path: Path, panels: Mapping[str, Sequence[Line]], *, xlabels: Sequence[str], ylabel: str
-) -> None:
-    """Write one log-log panel for each entry of `panels`, with a dashed guide of slope 1."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4 * len(panels), 4.8), layout="constrained")
-    columns = figure.subplots(1, len(panels), squeeze=False).flat
-    for axes, (title, lines), xlabel in zip(columns, panels.items(), xlabels, strict=True):
-        labels = [line.label for line in lines]
-        for index, line in enumerate(lines):
-            axes.plot(
-                line.x,
-                line.y,
-                marker=MARKERS[index % len(MARKERS)],
-                label=line.label,
-                **_style(labels, line),
-            )
-        if lines:
-            guide = min(lines, key=lambda line: min(line.y))
-            start, end = min(guide.x), max(guide.x)
-            low = 0.7 * min(guide.y)
-            axes.plot(
-                [start, end], [low, low * end / start], "--", color="#808080", label="slope 1"
-            )
-            axes.legend(fontsize=8)
-        axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel, title=title)
-        axes.grid(alpha=0.3, which="both")
     _save(figure, path)
 
 

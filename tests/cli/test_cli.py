@@ -410,7 +410,7 @@ def test_layers_with_fewer_parents_refine_all_of_theirs():
 def test_choices_run_beside_exact_images():
     """Catches exact images that AVQ made, a default without all parents, and another median."""
     pipe = tiny_pipe()
-    requests = [ImageRequest(PROMPT, None, 64, 64, 1, None, seed, False) for seed in (0, 1, 2)]
+    requests = [ImageRequest(PROMPT, None, 64, 64, 1, 7.5, seed, False) for seed in (0, 1, 2)]
     exact = [timed_image(pipe, request).image for request in requests]
     apply_avq(pipe, random_codebooks(pipe.unet), route="always")
     choices = bench.refined_choices(pipe)

@@ -41,6 +41,7 @@ from typer.testing import CliRunner
 import distill.run
 from avq_diffusers import AVQCodebooks, apply_avq, remove_avq
 from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
+from avq_diffusers.files import read_log
 from distill import loop
 from distill.__main__ import app
 from distill.checkpointing import checkpoint
@@ -49,7 +50,7 @@ from distill.checkpointing.run_folder import check_unused, locked
 from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.data.batches import add_noise, sample_seed
-from distill.log import log_path, read_log, reduced_means
+from distill.log import log_path, reduced_means
 from distill.objective import Objective
 from distill.preview import generate, student_in
 
@@ -93,7 +94,7 @@ def refused(*given, **settings):
 
 def losses(output):
     names = ("step", "samples", "loss", "noise", "output", "feature", "commitment", "grad_norm")
-    return [[line[name] for name in names if name in line] for line in read_log(output)]
+    return [[line[name] for name in names if name in line] for line in read_log(log_path(output))]
 
 
 def final(output, step=4):
@@ -183,7 +184,7 @@ def test_a_run_leaves_logs_checkpoints_sheets_and_codebooks(finished, model):
     assert list(finished.rglob("events.out.tfevents.*"))
 
     training = AVQCodebooks.from_pretrained(finished / "codebooks").config["training"]
-    last = read_log(finished)[-1]
+    last = read_log(log_path(finished))[-1]
     assert (training["steps"], training["samples"], training["seed"]) == (4, 16, 0)
     assert training["losses"]["feature"] == last["feature"]
     assert len(training["layers"]) == 10
@@ -196,7 +197,7 @@ def test_a_run_leaves_logs_checkpoints_sheets_and_codebooks(finished, model):
 
 def test_steps_are_optimizer_steps_and_samples_are_counted(finished):
     """Catches steps that count micro-batches, of which each step here has two."""
-    lines = read_log(finished)
+    lines = read_log(log_path(finished))
     assert [(line["step"], line["samples"]) for line in lines] == [(1, 4), (2, 8), (3, 12), (4, 16)]
     optimizer = final(finished)["optimizer"]
     counted = [value.item() for key, value in optimizer.items() if key.startswith("step/")]
@@ -208,7 +209,7 @@ def test_a_line_of_the_log_is_the_mean_since_the_one_before(finished, model, tmp
     clock = SimpleNamespace(monotonic=count().__next__)  # one second between two readings
     monkeypatch.setattr(loop, "time", clock)
     assert run(model, tmp_path, log_every=3, checkpoint_every="null").exit_code == 0
-    every, (third, fourth) = read_log(finished), read_log(tmp_path)
+    every, (third, fourth) = read_log(log_path(finished)), read_log(log_path(tmp_path))
     assert (third["step"], fourth["step"]) == (3, 4)
     for name in ("loss", "noise", "output", "feature", "commitment", "grad_norm"):
         one, two, three, four = (line[name] for line in every)
@@ -218,14 +219,15 @@ def test_a_line_of_the_log_is_the_mean_since_the_one_before(finished, model, tmp
 
 
 def test_the_log_has_figures_per_layer(finished):
-    line = read_log(finished)[-1]
+    line = read_log(log_path(finished))[-1]
     for name in ("quantization_error", "active_ratio", "capture"):
         assert len(line[name]) == 10
         assert all(value >= 0 for value in line[name].values())
     assert len(set(line["quantization_error"].values())) == 10
-    assert [round(line["decay"], 4) for line in read_log(finished)] == [0.9, 0.945, 0.99, 0.99]
+    lines = read_log(log_path(finished))
+    assert [round(line["decay"], 4) for line in lines] == [0.9, 0.945, 0.99, 0.99]
     # Linear warm-up of one step, then a cosine over three.
-    rates = [line["learning_rate"] for line in read_log(finished)]
+    rates = [line["learning_rate"] for line in lines]
     assert rates == pytest.approx([0, 1e-3, 0.75e-3, 0.25e-3], rel=1e-4)
     assert line["samples_per_second"] > 0
 

@@ -19,6 +19,7 @@ from tiny_training import CONFIGS, ROOT
 from transformers import CLIPModel, CLIPTokenizer
 from typer.testing import CliRunner
 
+from avq_diffusers.files import read_log
 from avq_diffusers.mini import (
     SCORER,
     TEST_SEEDS,
@@ -30,7 +31,7 @@ from avq_diffusers.mini import (
 )
 from distill.checkpointing import checkpoint
 from distill.config_file import load_config
-from distill.log import log_path, read_log
+from distill.log import log_path
 from distill.pretrain import data
 from distill.pretrain.__main__ import app
 from distill.pretrain.config import ScorerConfig, SDConfig, VAEConfig
@@ -180,7 +181,7 @@ def test_resuming_a_finished_run_writes_its_end_again(runs, tmp_path):
     """Catches final figures that stand twice in the log."""
     shutil.copytree(runs / "vae", tmp_path, dirs_exist_ok=True)
     assert run(arguments("vae", tmp_path, "--resume")).exit_code == 0
-    assert read_log(tmp_path) == read_log(runs / "vae")
+    assert read_log(log_path(tmp_path)) == read_log(log_path(runs / "vae"))
 
 
 def test_a_damaged_log_is_refused_before_scenes_are_rendered(runs, tmp_path):

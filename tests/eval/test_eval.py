@@ -1011,7 +1011,7 @@ def test_training_curves_are_means_over_equal_parts(tmp_path):
         {"step": 2, "capture": {"a.b": 0.9}},
         {"step": 3, "samples": 12, "loss": 1.0, "note": "text", "final": True},
     ]
-    steps = training.read_log(write_log(tmp_path / "run", lines, end='{"step": 4, "lo'))
+    steps = training.read_run(write_log(tmp_path / "run", lines, end='{"step": 4, "lo'))
     assert training.thin(steps, 2) == {
         "step": [1.5, 3],
         "samples": [6, 12],
@@ -1042,7 +1042,7 @@ def test_training_panels():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "expected the folder of a training run, but there is no "),
+        (None, "is missing, or holds no step yet"),
         ("", "holds no step yet"),
         ('{"step": 1}\n[1]\n', "line 2 of .* is not a JSON object with a step"),
         ('{"step": 1}\n{"loss": 1}\n', "line 2 of .* is not a JSON object with a step"),
@@ -1053,7 +1053,7 @@ def test_a_bad_log_is_refused(tmp_path, text, message):
     if text is not None:
         (tmp_path / "log.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
-        training.read_log(tmp_path)
+        training.read_run(tmp_path)
 
 
 def failed_command(monkeypatch, capsys, *arguments):

@@ -30,13 +30,9 @@ from eval.store.plots import (
     HeatMap,
     Line,
     Panel,
-    Point,
-    PointPanel,
     bar_plot,
     heat_maps,
-    log_log_plot,
     panel_plot,
-    point_plot,
 )
 from eval.store.report import Result, save_json
 
@@ -373,7 +369,7 @@ class TestTable:
     def test_panels(self, table):
         """Fails for a row without time or figure that is drawn, or labels that are the same."""
         (fid, clip, psnr), (fid_large, clip_large, _) = table_panels(table)
-        assert [(point.label, point.x, point.y) for point in fid.points] == [
+        assert [(line.label, *line.x, *line.y) for line in fid.lines] == [
             (EXACT, 10, 20),
             ("M64P16C8, calibrated", 7, 20),
             ("M64P16C8, distilled, level 0", 7.5, 21),
@@ -384,15 +380,15 @@ class TestTable:
             ("M4, calibrated", 5.25, 20),
             ("M64P16C8, distilled, level 0+1", 6.125, 22),
         ]
-        assert [point.error for point in fid.points] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0.5, 0.5, 0]
-        assert {point.error for point in clip.points} == {0}  # it has none; those are of FID
+        assert [line.errors[0] for line in fid.lines] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0.5, 0.5, 0]
+        assert {line.errors[0] for line in clip.lines} == {0}  # it has none; those are of FID
         assert (fid.reference, clip.reference, fid_large.reference) == (20, 90, 30)
-        assert [point.y for point in clip.points] == [90, 90, 89, 90, 90, 90, 90, 90]
-        assert [point.x for point in clip_large.points] == [10]
-        assert [(point.x, point.y) for point in psnr.points] == [(7.5, 40)]
+        assert [line.y[0] for line in clip.lines] == [90, 90, 89, 90, 90, 90, 90, 90]
+        assert [line.x[0] for line in clip_large.lines] == [10]
+        assert [(line.x, line.y) for line in psnr.lines] == [([7.5], [40])]
         assert psnr.reference is None
         fid, *_ = table_panels(table, 1024)[0]
-        assert [point.x for point in fid.points] == [40, 28, 29]
+        assert [line.x[0] for line in fid.lines] == [40, 28, 29]
 
     def test_panels_show_the_times_of_the_images_own_size(self):
         """Catches small images over the times of large ones, where the methods differ more."""
@@ -401,11 +397,11 @@ class TestTable:
         documents += [speed({"exact": milliseconds}, size=side) for side, milliseconds in times]
         table = build_table([result(document, f"{i}.json") for i, document in enumerate(documents)])
         rows = table_panels(table)
-        assert [fid.points[0].x for fid, *_ in rows] == [3, 10, 40]
+        assert [fid.lines[0].x[0] for fid, *_ in rows] == [3, 10, 40]
         assert [fid.xlabel for fid, *_ in rows] == [
             f"UNet step, ms, at {side}² (SD1.5; in a graph)" for side in (256, 512, 1024)
         ]
-        assert [fid.points[0].x for fid, *_ in table_panels(table, 512)] == [10, 10, 10]
+        assert [fid.lines[0].x[0] for fid, *_ in table_panels(table, 512)] == [10, 10, 10]
 
     def test_panels_of_a_size_that_is_not_there(self, table):
         with pytest.raises(ValueError, match=r"has 2 of scenes and times at the sizes \[512, 1024"):
@@ -630,10 +626,10 @@ def test_error_bars_and_reference_are_drawn_where_their_numbers_are(figures):
     """Catches bars of another length or direction, a reference that lies elsewhere, a grid that is
     not filled, and a legend that lacks a label."""
     panels = [
-        PointPanel("a", "x", [Point("m", 1, 20, 3)], reference=15),
-        PointPanel("b", "x", [Point("n", 2, 5)]),
+        Panel("a", "x", [Line("m", [1], [20], [3])], reference=15),
+        Panel("b", "x", [Line("n", [2], [5], [1])]),
     ]
-    point_plot(None, [panels, panels])
+    panel_plot(None, [panels, panels])
     (figure,) = figures
     for first, second in (figure.axes[:2], figure.axes[2:]):
         point, _, (bar,) = first.containers[0]
@@ -659,16 +655,10 @@ def test_numbers_of_a_heat_map_stand_in_their_cells(figures):
     assert cells == {(0, 0): "0.25", (1, 0): "0.75", (0, 1): "0.50"}
 
 
-def test_bars_and_guides_are_drawn_where_their_numbers_are(figures):
-    """Catches a bar beside another's name, and a guide of another slope than its own."""
+def test_bars_are_drawn_where_their_numbers_are(figures):
+    """Catches a bar beside another's name."""
     bar_plot(None, {"panel": {"long": 3.0, "short": 1.0}}, xlabel="x", title="t")
     (axes,) = figures[0].axes
     names = [label.get_text() for label in axes.get_yticklabels()]
     bars = [(bar.get_y() + bar.get_height() / 2, bar.get_width()) for bar in axes.patches]
     assert (names, bars) == (["long", "short"], [(0, 3), (1, 1)])
-    log_log_plot(None, {"panel": [Line("a", [1, 4], [2, 32])]}, xlabels=["x"], ylabel="y")
-    line, guide = figures[1].axes[0].lines
-    assert line.get_xydata().tolist() == [[1, 2], [4, 32]]
-    (start, low), (end, high) = guide.get_xydata()
-    assert high / low == pytest.approx(end / start)
-    assert (start, end) == (1, 4)

@@ -20,6 +20,7 @@ from avq_diffusers.mini import (
     sample_scene,
     write_coco,
 )
+from avq_diffusers.mini.layout import fitting_members
 from avq_diffusers.mini.scenes import BACKGROUND_COLORS, OBJECT_COLORS, Background, Cells, Group
 from avq_diffusers.mini.shapes import SHAPES, SIZES
 
@@ -96,11 +97,6 @@ class TestSampling:
                 assert np.linalg.norm(ground - OBJECT_COLORS[group.color]) > 70, scene.caption
             assert len({group.color for group in scene.groups}) == len(scene.groups)
             assert len({group.shape for group in scene.groups}) == len(scene.groups)
-
-    @pytest.mark.parametrize(("seed", "error"), [(-1, ValueError), (1.0, TypeError)])
-    def test_bad_seed(self, seed, error):
-        with pytest.raises(error, match=f"seed must be .*got {seed}"):
-            sample_scene(seed)
 
 
 class TestCaption:
@@ -228,47 +224,9 @@ class TestLayout:
             ((plain(2),), "somewhere"),
         ],
     )
-    def test_what_does_not_fit_is_refused(self, groups, placement):
-        with pytest.raises(ValueError, match=f"placement '{placement}' does not fit"):
-            Scene(groups, placement, PLAIN)
-
-    @pytest.mark.parametrize("groups", [(), (plain(1),) * 3])
-    def test_number_of_groups(self, groups):
-        with pytest.raises(ValueError, match=f"one or two groups, but got {len(groups)}"):
-            Scene(groups, "in a row", PLAIN)
-
-
-class TestAttributes:
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"count": 0}, "count must be 1 to 5, but got 0"),
-            ({"size": "huge"}, "size must be one of small, medium, large, but got 'huge'"),
-            ({"color": "navy"}, "color must be one of red, .*got 'navy'"),
-            ({"texture": "furry"}, "texture must be one of plain, .*got 'furry'"),
-            ({"shape": "blob"}, "shape must be one of circle, .*got 'blob'"),
-            ({"motif": None}, "motif must be 6 x 6 cells of 0 and 1"),
-            ({"motif": TILE}, "motif must be 6 x 6 cells of 0 and 1"),
-            ({"texture": "plain"}, "motif must be None"),
-        ],
-    )
-    def test_group(self, change, message):
-        with pytest.raises(ValueError, match=message):
-            replace(patterned(2), **change)
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (("wavy", "white"), "kind must be one of plain, tiled, mirrored, but got 'wavy'"),
-            (("plain", "red"), "color must be one of white, .*got 'red'"),
-            (("tiled", "white"), "cells must be 5 x 5"),
-            (("mirrored", "white", TILE), "cells must be 32 x 17"),
-            (("plain", "white", TILE), "cells must be None"),
-        ],
-    )
-    def test_background(self, arguments, message):
-        with pytest.raises(ValueError, match=message):
-            Background(*arguments)
+    def test_what_does_not_fit_is_not_drawn(self, groups, placement):
+        members = tuple((group.count, group.size) for group in groups)
+        assert members not in fitting_members(placement)
 
 
 class TestHidden:
@@ -465,20 +423,6 @@ class TestCopyAgreement:
             noisy = render(scene) + rng.normal(0, 3, (IMAGE_SIZE, IMAGE_SIZE, 3))
             assert copy_agreement(noisy.clip(0, 255).astype(np.uint8), scene) > 0.9
 
-    @pytest.mark.parametrize(
-        ("image", "error", "message"),
-        [
-            (np.zeros((256, 256, 3)), TypeError, "uint8 array, but got float64"),
-            ([[0]], TypeError, "uint8 array, but got list"),
-            (np.zeros((256, 256), np.uint8), ValueError, re.escape("but got (256, 256)")),
-            (np.zeros((256, 128, 3), np.uint8), ValueError, re.escape("but got (256, 128, 3)")),
-            (np.zeros((100, 100, 3), np.uint8), ValueError, "multiple of 64, but got 100"),
-        ],
-    )
-    def test_bad_image(self, image, error, message):
-        with pytest.raises(error, match=message):
-            copy_agreement(image, row(patterned(2)))
-
 
 class TestCorrupt:
     def test_named_content_stays(self, scenes):
@@ -512,8 +456,6 @@ class TestCorrupt:
         np.testing.assert_array_equal(corrupt(scene, 1), corrupt(scene, 1))
         assert np.any(corrupt(scene, 1) != corrupt(scene, 2))
         assert corrupt(scene, 1, 128).shape == (128, 128, 3)
-        with pytest.raises(ValueError, match="seed must be at least 0, but got -1"):
-            corrupt(scene, -1)
 
 
 class TestCoco:
@@ -533,48 +475,33 @@ class TestCoco:
             with Image.open(tmp_path / "images" / image["file_name"]) as image:
                 np.testing.assert_array_equal(np.asarray(image), render(scene, 64))
 
-    def test_restart_finishes_and_keeps_what_is_done(self, tmp_path):
+    def test_restart_finishes(self, tmp_path):
         write_coco(tmp_path, 4, size=64)
         paths = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
         finished = {path: path.read_bytes() for path in paths}
-        annotations, missing, truncated, kept = paths[0], paths[1], paths[2], paths[3]
+        annotations, missing, truncated = paths[:3]
         annotations.unlink()
         missing.unlink()
         truncated.write_bytes(finished[truncated][:60])
-        written = kept.stat().st_mtime_ns
         write_coco(tmp_path, 4, size=64)
         assert {
             path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
         } == finished
-        assert kept.stat().st_mtime_ns == written
 
-    @pytest.mark.parametrize("change", [{"first_seed": 1}, {"size": 128}, {"num_images": 2}])
-    @pytest.mark.parametrize("finished", [True, False])
-    def test_other_data_is_refused_and_kept(self, tmp_path, change, finished):
+    def test_other_data_is_refused_and_kept(self, tmp_path):
         write_coco(tmp_path, 3, size=64)
-        if not finished:
-            (tmp_path / "annotations" / "captions_scenes.json").unlink()
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        with pytest.raises(ValueError, match="folder must be empty or hold these scenes"):
-            write_coco(tmp_path, **{"num_images": 3, "size": 64} | change)
-        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        for change in ({"first_seed": 1}, {"size": 128}, {"num_images": 2}):
+            with pytest.raises(ValueError, match="folder must be empty or hold these scenes"):
+                write_coco(tmp_path, **{"num_images": 3, "size": 64} | change)
+        (tmp_path / "annotations" / "captions_scenes.json").unlink()
+        with pytest.raises(ValueError, match=r"folder must be empty .* has .*3\.png"):
+            write_coco(tmp_path, 2, size=64)
+        assert all(
+            path.read_bytes() == content for path, content in before.items() if path.exists()
+        )
 
-    @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
-        [
-            ({"num_images": 0}, ValueError, "num_images must be at least 1, but got 0"),
-            ({"num_images": 2.0}, TypeError, "num_images must be an int, but got 2.0"),
-            ({"first_seed": -1}, ValueError, "first_seed must be at least 0, but got -1"),
-            ({"size": 250}, ValueError, "size must be a multiple of 64, but got 250"),
-        ],
-    )
-    def test_bad_arguments_write_nothing(self, tmp_path, arguments, error, message):
-        folder = tmp_path / "scenes"
-        with pytest.raises(error, match=message):
-            write_coco(folder, **{"num_images": 1} | arguments)
-        assert not folder.exists()
-
-    def test_folder_is_a_file(self, tmp_path):
-        (tmp_path / "scenes").write_text("")
-        with pytest.raises(ValueError, match="folder must be a directory"):
-            write_coco(tmp_path / "scenes", 1)
+    def test_a_bad_size_writes_nothing(self, tmp_path):
+        with pytest.raises(ValueError, match="size must be a multiple of 64, but got 250"):
+            write_coco(tmp_path, 1, size=250)
+        assert not list(tmp_path.rglob("*.*"))

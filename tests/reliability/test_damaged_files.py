@@ -33,17 +33,17 @@ from avq_diffusers.extras.linfusion import (
     remove_linfusion,
     save_linfusion,
 )
+from avq_diffusers.files import read_log
 from avq_diffusers.plugin import routing
 from avq_diffusers.plugin.layers import select_layers
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.data.cache import open_cache
-from distill.log import log_path, read_log
+from distill.log import log_path
 from distill.optimizer import load_optimizer, optimizer_tensors
 from eval.codebooks.layer_errors import read_kernel_times
-from eval.codebooks.training import LOG
-from eval.codebooks.training import read_log as read_training
+from eval.codebooks.training import LOG, read_run
 from eval.quality.captions import read_captions
 from eval.quality.coco import MANIFEST, MANIFEST_KEYS, read_manifest
 from eval.store.report import read_result
@@ -202,7 +202,7 @@ FORMATS = [
     of_text("manifest", MANIFEST, MANIFEST_VALUES, lambda path: read_manifest(path.parent)),
     of_text("result", "result.json", RESULT, read_result),
     of_text("kernel times", "kernels.json", RESULT, partial(read_kernel_times, num_tokens=64)),
-    of_text("training log", LOG, lines(*TRAINING), lambda path: read_training(path.parent)),
+    of_text("training log", LOG, lines(*TRAINING), lambda path: read_run(path.parent)),
     of_text("distill config", "a.yaml", RUN_CONFIG.read_text(), read_config, ValueError, TypeError),
     # JSON is YAML, and its values can be changed one by one.
     of_text(
@@ -220,9 +220,7 @@ FORMATS = [
         Format(f"cache, {file}", partial(cache, file=file), read_cache)
         for file in ("fingerprint.json", "shard-000000.safetensors")
     ),
-    of_text(
-        "distill log", log_path(Path()).name, lines(*LOG_LINES), lambda path: read_log(path.parent)
-    ),
+    of_text("distill log", log_path(Path()).name, lines(*LOG_LINES), read_log),
     Format(
         "break-even numbers", partial(text, file="routes.json", content=ROUTES), read_routes, ()
     ),

@@ -74,7 +74,7 @@ def test_a_leak_is_seen(pipe, codebooks, only_new_objects):
     class Leaking:
         """The pipeline, which keeps a copy of the codebooks whenever the first seed comes."""
 
-        unet = pipe.unet
+        unet, config = pipe.unet, pipe.config
 
         def __call__(self, **arguments):
             if arguments["generator"].initial_seed() % 5 == 0:
