@@ -7,6 +7,7 @@ from typing import Any
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
+MOST_UPDATES = 100
 PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined")
 
 
@@ -26,7 +27,7 @@ class AVQConfig:
             that change the output most.
         codewords: what represents the keys of a leaf or cell: `"means"` is their mean in each call,
             `"stored"` the codeword of a codebook, the paper's form.
-        num_updates: Lloyd updates of the parents by the keys of each call.
+        num_updates: Lloyd updates of the parents by the keys of each call, at most 100.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator.
         key_norm: normalize keys with a learnable LayerNorm before they are quantized.
@@ -58,7 +59,7 @@ class AVQConfig:
         check_int("num_children", self.num_children, 0)
         check_int("num_refined", self.num_refined, 0)
         check_int("query_tile", self.query_tile, 1)
-        check_int("num_updates", self.num_updates, 0)
+        check_num_updates(self.num_updates)
         if self.codewords not in CODEWORDS:
             raise ValueError(
                 f"codewords must be one of {', '.join(CODEWORDS)}, but got {self.codewords!r}."
@@ -170,6 +171,18 @@ class AVQConfig:
 def is_within(layer: str, name: str) -> bool:
     """Whether `name` is the layer or a module that contains it."""
     return f"{layer}.".startswith(f"{name}.")
+
+
+def check_num_updates(num_updates: Any) -> None:
+    """Refuse what is no number of updates, or would take forever.
+
+    Raises:
+        TypeError: `num_updates` is not an int.
+        ValueError: it is negative, or above `MOST_UPDATES`.
+    """
+    check_int("num_updates", num_updates, 0)
+    if num_updates > MOST_UPDATES:
+        raise ValueError(f"num_updates must be at most {MOST_UPDATES}, but got {num_updates}.")
 
 
 def check_int(name: str, value: Any, minimum: int) -> None:

@@ -69,6 +69,16 @@ def test_parse_rejects_other_forms(text):
             "num_refined must be 0 when num_children is 0 (flat VQ), but got 4.",
         ),
         (
+            {"num_updates": 2**31},
+            ValueError,
+            "num_updates must be at most 100, but got 2147483648.",
+        ),
+        (
+            {"codewords": "own"},
+            ValueError,
+            "codewords must be one of means, stored, but got 'own'.",
+        ),
+        (
             {"query_order": "hilbert"},
             ValueError,
             "query_order must be one of gilbert, raster, random, but got 'hilbert'.",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.config import CODEWORDS, check_int
+from avq_diffusers.config import CODEWORDS, check_int, check_num_updates
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_SCALE = sys.float_info.max
@@ -118,7 +118,7 @@ def check_arguments(
     check_int("num_parents", num_parents, 1)
     check_int("num_children", num_children, 0)
     check_int("num_refined", num_refined, 0)
-    check_int("num_updates", num_updates, 0)
+    check_num_updates(num_updates)
     check_int("query_tile", query_tile, 1)
     if importance_tile is not None:
         check_int("importance_tile", importance_tile, 1)

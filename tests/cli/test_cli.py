@@ -24,8 +24,8 @@ from avq_diffusers import (
     select_layers,
     set_num_refined,
 )
-from avq_diffusers.cli import bench, inspection, options
-from avq_diffusers.cli import codebooks as cache
+from avq_diffusers.cli import bench, inspection
+from avq_diffusers.cli import codebooks as source
 from avq_diffusers.cli import generate as generation
 from avq_diffusers.cli.images import psnr, timed_image
 from avq_diffusers.cli.main import main
@@ -103,7 +103,7 @@ def test_generate_with_the_embedded_model(tmp_path):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert written(tmp_path) == ["avq.png", "avq_sheet.png"]  # mini-sd needs no calibration
+    assert written(tmp_path) == ["avq.png", "avq_sheet.png"]  # nothing is cached
     image, sheet = pixels(tmp_path / "avq.png"), pixels(tmp_path / "avq_sheet.png")
     assert image.shape == (64, 128, 3)
     assert sheet.shape[1] >= 3 * 128 + 4 * MARGIN
@@ -248,64 +248,16 @@ def test_scalecrafter_dilates_both_images(generate, codebooks):
     assert lefts(sheet, exact) < lefts(sheet, expected)
 
 
-def test_missing_codebooks_are_calibrated_once(avq, model, monkeypatch, tmp_path):
-    """Fails where the cache is not read, is shared by configurations, or is written elsewhere."""
-    monkeypatch.setattr(options, "CALIBRATION_PROMPTS", ("a lake",))
-    arguments = ["generate", PROMPT, "--model", model, "--steps", "1", "--config"]
-    code, first = avq(*arguments, "M4P2C2")
+def test_without_codebooks_nothing_is_calibrated_or_cached(avq, model, monkeypatch, tmp_path):
+    """Fails where sizes or levels are not those of the options, or a model needs a first step."""
+    monkeypatch.setattr(source, "calibrate", None)
+    arguments = ["--steps", "2", "--config", "M6P2C3", "--levels", "0,1"]
+    code, output = avq("generate", PROMPT, "--model", model, *arguments)
     assert code == 0
-    assert "calibratingonce" in first
-    image = Path("avq.png").read_bytes()
-    entries = list((tmp_path / "cache" / "avq-diffusers").iterdir())
-    assert [entry.name.split("-")[0] for entry in entries] == ["M4P2C2"]
-    assert set(written(entries[0])) == {"config.json", "diffusion_pytorch_model.safetensors"}
-
-    with monkeypatch.context() as forbidden:
-        forbidden.delattr(cache, "calibrate")
-        code, second = avq(*arguments, "M4P2C2")
-    assert code == 0
-    assert "fromthecache" in second
-    assert Path("avq.png").read_bytes() == image
-
-    assert "calibratingonce" in avq(*arguments, "M8")[1]
-    assert len(list((tmp_path / "cache" / "avq-diffusers").iterdir())) == 2
-
-
-def test_the_cache_knows_the_model_and_the_format(monkeypatch):
-    """Fails where a fine-tune, or a newer version, gets the codebooks of the other."""
-    pipe = tiny_pipe()
-    fingerprints = [cache._fingerprint(pipe, CONFIG)]
-    assert fingerprints[0] == cache._fingerprint(tiny_pipe(), CONFIG)
-    attn = pipe.unet.up_blocks[3].attentions[0].transformer_blocks[0].attn1
-    changed = (pipe.unet.mid_block.resnets[0].conv1, pipe.text_encoder.get_input_embeddings())
-    for weight in (attn.to_k.weight[0, 0], *(part.weight for part in changed)):
-        with torch.no_grad():
-            weight.mul_(1.01)
-        fingerprints.append(cache._fingerprint(pipe, CONFIG))
-    monkeypatch.setattr(cache, "FORMAT_VERSION", cache.FORMAT_VERSION + 1)
-    fingerprints.append(cache._fingerprint(pipe, CONFIG))
-    assert len(set(fingerprints)) == 5
-
-
-def test_a_damaged_cache_entry_says_what_to_do(avq, model, monkeypatch, tmp_path):
-    monkeypatch.setattr(options, "CALIBRATION_PROMPTS", ("a lake",))
-    arguments = ["generate", PROMPT, "--model", model, "--steps", "1", "--config", "M4P2C2"]
-    assert avq(*arguments)[0] == 0
-    (entry,) = (tmp_path / "cache" / "avq-diffusers").iterdir()
-    (entry / "config.json").unlink()
-    code, output = avq(*arguments)
-    assert code == 2
-    assert squeezed(f"Delete {entry} to calibrate again.") in output
-    shutil.rmtree(entry)
-    assert avq(*arguments)[0] == 0
-
-
-def test_a_cache_that_cannot_be_written_is_refused_before_the_work(avq, model, tmp_path):
-    (tmp_path / "cache").touch()
-    code, output = avq("generate", PROMPT, "--model", model, "--config", "M4P2C2")
-    assert code == 2
-    assert squeezed("cannot be written (Not a directory); make codebooks by avq") in output
-    assert squeezed("calibrating") not in output
+    assert output.count("M6P2C3") == 10
+    assert not (tmp_path / "cache" / "avq-diffusers").exists()
+    expected = make(apply_avq(tiny_pipe(), AVQConfig(6, 3, 2, levels=(0, 1))), steps=2)
+    assert np.array_equal(pixels("avq.png"), expected)
 
 
 def test_a_sheet_that_cannot_be_written_is_refused_before_the_work(generate):
