@@ -107,10 +107,10 @@ def generate_folder(
     check_folder(folder, config)
     message = f"another command writes {folder}; wait for its end, or launch both by accelerate."
     alone = locked(folder, LOCK_SECONDS, message) if state.is_main_process else nullcontext()
+    pipe = _load(model, dtype, device)
+    (loaded,) = load_methods(pipe, [method], levels=levels)
+    check_dilation(pipe, settings)
     with alone:
-        pipe = _load(model, dtype, device)
-        (loaded,) = load_methods(pipe, [method], levels=levels)
-        check_dilation(pipe, settings)
         if state.is_main_process:
             prepare = partial(calibrated, pipe, loaded, calibration_prompts)
             _begin(folder, config, captions, prepare, command=command, device=device)

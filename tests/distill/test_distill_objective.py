@@ -403,7 +403,15 @@ def test_capture():
         )
         side = math.isqrt(query.shape[2])
         order = query_order(side, side, "gilbert", query.device)
-        expected = capture(query, key, quantizer.codebook(), 2, query_tile=16, query_order=order)
+        expected = capture(
+            query,
+            key,
+            quantizer.codebook(),
+            2,
+            codewords="stored",
+            query_tile=16,
+            query_order=order,
+        )
         torch.testing.assert_close(figures[name]["capture"], expected)
     normed = perturb(make_objective(replace(CONFIG, key_norm=True)))
     normed(**make_batch())
@@ -477,9 +485,9 @@ def test_keys_are_assigned_once(monkeypatch):
         return assign_leaves(*arguments)
 
     monkeypatch.setattr("distill.quantizer.assign_leaves", counted)
-    for module in ("codebook.assignment", "codebook.ema", "attention.diagnostics"):
+    for module in ("codebook.assignment", "codebook.ema"):
         monkeypatch.setattr(f"avq_diffusers.{module}.assign_leaves", counted)
-    monkeypatch.setattr("avq_diffusers.attention.forward.nearest_leaves", None)
+    monkeypatch.setattr("avq_diffusers.attention.own_codewords.nearest_leaves", None)
     objective(**make_batch())["loss"].backward()
     objective.update_codebooks(0.9)
     assert len(calls) == len(objective.names)
@@ -624,7 +632,9 @@ def test_commitment_moves_keys_to_codewords_and_not_the_reverse():
     quantizer.start(Codebook(parents, parents[:, :, None].repeat(1, 1, 2, 1)), torch.ones(2, 4, 3))
     key = torch.ones(1, 2, 3, 4, requires_grad=True)
     loss = quantizer(key).commitment()
-    torch.testing.assert_close(loss, commitment_loss(key, quantizer.codebook()).mean() / 4)
+    torch.testing.assert_close(
+        loss, commitment_loss(key, quantizer.codebook(), codewords="stored").mean() / 4
+    )
     loss.backward()
     assert key.grad.any()
     assert quantizer.parent_codewords.grad is None
@@ -772,6 +782,7 @@ def test_export_is_the_student(full_spawning, key_norm, sizes):
         num_refined=8 if full_spawning else 3,
         query_tile=16,
         levels=(0, 1),
+        codewords="stored",
         key_norm=key_norm,
         **sizes,
     )

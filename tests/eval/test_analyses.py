@@ -124,7 +124,7 @@ def test_figures_of_heads_by_hand(monkeypatch):
         ("commitment_loss", commitment_loss),
         ("quantization_error", quantization_error),
     ):
-        everything = of(key, codebook).tolist()
+        everything = of(key, codebook, codewords="stored").tolist()
         assert heads[name] == pytest.approx(everything, rel=0.2)
         assert heads[name] != pytest.approx(everything, rel=1e-5)
 
@@ -173,7 +173,7 @@ def test_keys_are_a_sample_of_all_images_and_timesteps(monkeypatch):
         kept = torch.randperm(2 * 256, generator=torch.Generator().manual_seed(index))[:150]
         sample.append(keys[kept].unflatten(-1, (layer.num_heads, -1)).transpose(0, 1))
     codebook = method.codebooks.codebook(layer.name)
-    expected = quantization_error(torch.cat(sample, 1), codebook)
+    expected = quantization_error(torch.cat(sample, 1), codebook, codewords="stored")
     found = row["layers"][layer.name]["heads"]["quantization_error"]
     assert found == pytest.approx(expected.tolist(), rel=1e-5)
 

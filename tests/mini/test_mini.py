@@ -162,7 +162,7 @@ def test_every_word_of_a_caption_is_one_token(folder):
 def test_the_codebooks_fit_and_keep_the_constraint(mini, folder, levels, exact, recwarn):
     """Fails for codebooks of another model or run, or that training left with dead children."""
     shipped = AVQCodebooks.from_pretrained(folder)
-    assert shipped.avq_config == AVQConfig(levels=levels, exact=exact)
+    assert shipped.avq_config == AVQConfig(levels=levels, exact=exact, codewords="stored")
     assert shipped.config["base_model"] == "mini-sd"
     assert shipped.config["tuned"]
     training = shipped.config["training"]

@@ -171,7 +171,13 @@ class TestRoundTrip:
     def test_same_tensors_and_config(self, unet, tmp_path):
         """Catches names mangled on one side only, lost overrides and lost key norms."""
         config = AVQConfig(
-            4, 2, 2, levels=(0, 1), key_norm=True, overrides={"1": {"num_children": 3}}
+            4,
+            2,
+            2,
+            levels=(0, 1),
+            codewords="stored",
+            key_norm=True,
+            overrides={"1": {"num_children": 3}},
         )
         codebooks = random_codebooks(
             unet, config, base_model="tiny", calibration={"seed": 3, "layers": {LAYER: 0.5}}

@@ -202,6 +202,7 @@ class TestMeasure:
                             key,
                             codebook,
                             count,
+                            codewords="stored",
                             query_tile=16,
                             query_order=order,
                             importance_tile=config.importance_tile,
@@ -229,8 +230,8 @@ class TestMeasure:
                 assert count in (4, 8, 10)
                 reached = [
                     sum(
-                        capture(q, k, codebooks.codebook(name), n, query_tile=16, query_order=order,
-                                importance_tile=4).mean()
+                        capture(q, k, codebooks.codebook(name), n, codewords="stored",
+                                query_tile=16, query_order=order, importance_tile=4).mean()
                         for _, q, k, order in part
                     ) / len(part)
                     for n in (count, count - 2 if count == 10 else count - 4)
@@ -329,7 +330,7 @@ class TestMeasure:
             self.measure(pipe, num_inference_steps=1)
 
     def test_errors(self, pipe, codebooks):
-        with pytest.raises(ValueError, match=r"no AVQ layer; call apply_avq\(pipe, codebooks\)"):
+        with pytest.raises(ValueError, match=r"no AVQ layer; call apply_avq\(pipe\)"):
             measure_capture(pipe, [PROMPT])
         apply_avq(pipe, codebooks)
         with pytest.raises(TypeError, match="prompts must be a sequence of strings"):

@@ -194,7 +194,8 @@ def test_threads(prepare):
     for thread in threads:
         thread.join()
     assert len(outputs) == 20
-    assert all(torch.equal(output, expected) for output in outputs)
+    # Threads differ in how many cores share a sum.
+    assert all((output - expected).norm() < 1e-4 * expected.norm() for output in outputs)
 
 
 def test_compiled():

@@ -206,8 +206,8 @@ def test_two_that_measure_at_once_keep_both(cache_file, monkeypatch):
 def test_never_slower_from_a_break_even_on(monkeypatch):
     """Catches the first number of tokens at which AVQ wins, though it loses at a later one."""
     exact = dict(zip(TOKENS, (3.0, 1.0, 3.0, 3.0, 3.0, 3.0), strict=True))
-    case = lambda workload, num_tokens, device: (num_tokens,) * 4  # noqa: E731
-    monkeypatch.setattr(routing, "_random_case", case)
+    case = lambda workload, num_tokens, device: (num_tokens,) * 3  # noqa: E731
+    monkeypatch.setattr(routing, "_random_tokens", case)
     monkeypatch.setattr(routing, "avq_attention", lambda query, *others, **sizes: 2.0)
     attention = lambda query, key, value: exact[query]  # noqa: E731
     monkeypatch.setattr(routing.F, "scaled_dot_product_attention", attention)

@@ -163,7 +163,7 @@ def test_the_pipeline_is_left_as_it_was(pipe, codebooks, fails):
 
 
 def test_errors(pipe, codebooks):
-    with pytest.raises(ValueError, match=r"no AVQ layer; call apply_avq\(pipe, codebooks\)"):
+    with pytest.raises(ValueError, match=r"no AVQ layer; call apply_avq\(pipe\)"):
         measure_sensitivity(pipe, [PROMPT])
     apply_avq(pipe, codebooks)
     with pytest.raises(TypeError, match="prompts must be a sequence of strings"):
