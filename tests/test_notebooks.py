@@ -62,7 +62,13 @@ def assert_clean(shown):
     assert not {kind for cell in shown for kind in cell} & {"stderr", "error"}
 
 
-@pytest.mark.parametrize("name", REDUCED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name == "distil_your_own" else [])
+        for name in REDUCED
+    ],
+)
 def test_runs(name, tmp_path):
     """Catches a cell that raises or warns, and one that no longer shows what is stored."""
     executed = outputs(run(name, REDUCED[name].format(folder=str(tmp_path))))

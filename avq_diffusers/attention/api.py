@@ -130,7 +130,7 @@ def attention_and_backend(
         TypeError, ValueError, NotImplementedError: as `avq_attention`.
     """
     if isinstance(codebook, Codebook):
-        options["num_parents"] = int(codebook.num_parents)  # torch.jit.trace has tensors
+        options["num_parents"] = int(codebook.num_parents)  # torch.jit.trace has tensors here
         options["num_children"] = int(codebook.num_children)
     check_arguments(query, key, value, codebook, **options)
     for name, tensor in (("key", key), ("value", value)):

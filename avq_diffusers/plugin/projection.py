@@ -27,15 +27,18 @@ def project(
     if changes is None:
         return layer(hidden_states)
     weight_change, bias_change = changes[f"{name}.weight"], changes.get(f"{name}.bias")
-    if type(layer) is not nn.Linear or not _has_readable_weight(layer, weight_change):
-        # LoRA, quantized and offloaded layers: they must be called.
+    if type(layer) is not nn.Linear:  # LoRA and quantized layers must be called
         return _call_and_add(layer, hidden_states, weight_change, bias_change)
-    # Adding weights costs far less than a second product with the tokens.
     if not _is_hooked(layer):
+        if not _has_readable_weight(layer, weight_change):  # offloaded
+            return _call_and_add(layer, hidden_states, weight_change, bias_change)
+        # Adding weights costs far less than a second product with the tokens.
         bias = layer.bias if bias_change is None else layer.bias + bias_change
         return F.linear(hidden_states, layer.weight + weight_change, bias)
-    # Hooks and patches see the sum in the layer.
+    # Hooks and patches see the sum in the layer. Another thread may hold one there now.
     with nullcontext() if torch.compiler.is_compiling() else _SUMMED:
+        if not _has_readable_weight(layer, weight_change):
+            return _call_and_add(layer, hidden_states, weight_change, bias_change)
         summed = {"weight": layer.weight + weight_change}
         if bias_change is not None:
             summed["bias"] = layer.bias + bias_change

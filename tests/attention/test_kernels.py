@@ -117,7 +117,10 @@ def test_layouts(layout):
     check(query, key, value, codebook, num_refined=2, query_tile=32)
 
 
-@pytest.mark.parametrize("change", ["in place", "moved", "made in inference mode"])
+@pytest.mark.parametrize(
+    "change",
+    ["in place", "made in inference mode", pytest.param("moved", marks=pytest.mark.long)],
+)
 def test_a_changed_codebook_is_packed_again(change):
     query, key, value, codebook = on_device(dtype=FP32)
     if change == "made in inference mode":
@@ -206,7 +209,7 @@ def test_no_gpu_no_kernels(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("form", ["stored", "means", "own"])
+@pytest.mark.parametrize("form", [pytest.param("stored", marks=pytest.mark.long), "means", "own"])
 def test_it_is_a_well_behaved_operation(form):
     query, key, value, codebook = on_device(queries=20, dtype=FP32)
     order = torch.arange(20, device=DEVICE)

@@ -189,7 +189,9 @@ def test_pytorch_agrees_with_the_definition(shape, mode, dtype):
 # Triton's interpreter multiplies the bits of bfloat16 numbers as integers.
 @pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", ["40", *(pytest.param(shape, marks=pytest.mark.long) for shape in ("64", "80", "128"))]
+)
 def test_kernels_agree_with_the_definition(shape, mode, dtype):
     pytest.importorskip("triton")
     if "codebook" in mode and "updated" in mode:
@@ -280,7 +282,7 @@ def test_queries_may_change_places_within_their_tile(backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("num_updates", [0, 1])
+@pytest.mark.parametrize("num_updates", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_every_run_gives_the_same_bits(backend, num_updates):
     query, key, value = tokens(queries=200)
     options = {"num_refined": 2, "num_updates": num_updates, "backend": backend, **SIZES}

@@ -533,6 +533,7 @@ def test_run_unet_keeps_mini_sd_apart(tmp_path, monkeypatch):
     assert [row["method"] for row in rows] == list(unet.METHODS)
 
 
+@pytest.mark.long
 def test_run_unet_times_sdxl(tmp_path):
     """Fails where rows change other levels than those of SDXL, or its conditions are left out."""
     pytest.importorskip("tomesd")

@@ -302,7 +302,13 @@ class TestCompile:
         yield
         torch.compiler.reset()
 
-    @pytest.mark.parametrize("case", [two_sizes, enabled_between, schedule])
+    @pytest.mark.parametrize(
+        "case",
+        [
+            two_sizes,
+            *(pytest.param(x, marks=pytest.mark.long) for x in (enabled_between, schedule)),
+        ],
+    )
     def test_compiled_blocks(self, checkpointing, case):
         """Catches compiled code that reads the last call."""
         expected = gradients(with_avq(), case)

@@ -73,7 +73,9 @@ WRAPPERS = [
     ),
     pytest.param(sharded, id="FSDP2", marks=feature("FSDP")),
     pytest.param(Student, id="own"),
-    pytest.param(lambda x: torch.compile(x, backend="eager"), id="compiled"),
+    pytest.param(
+        lambda x: torch.compile(x, backend="eager"), id="compiled", marks=pytest.mark.long
+    ),
     pytest.param(
         lambda x: nn.parallel.DistributedDataParallel(torch.compile(x, backend="eager")),
         id="DDP of compiled",
