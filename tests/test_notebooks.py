@@ -65,7 +65,7 @@ def assert_clean(shown):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.long] if name == "distil_your_own" else [])
+        pytest.param(name, marks=[] if name == "quick_start" else [pytest.mark.long])
         for name in REDUCED
     ],
 )

@@ -243,7 +243,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name.startswith("m") else [])
+        for name in SHAPES
+    ],
+)
 def test_aggregates_match_oracle(name):
     shape, num_parents, num_children, dtype = SHAPES[name]
     problem = Problem(shape, num_parents, num_children, dtype).drop_unclear_keys()

@@ -119,7 +119,10 @@ def test_layouts(layout):
 
 @pytest.mark.parametrize(
     "change",
-    ["in place", "made in inference mode", pytest.param("moved", marks=pytest.mark.long)],
+    [
+        "in place",
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("made in inference mode", "moved")),
+    ],
 )
 def test_a_changed_codebook_is_packed_again(change):
     query, key, value, codebook = on_device(dtype=FP32)
@@ -209,7 +212,9 @@ def test_no_gpu_no_kernels(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("form", [pytest.param("stored", marks=pytest.mark.long), "means", "own"])
+@pytest.mark.parametrize(
+    "form", [*(pytest.param(x, marks=pytest.mark.long) for x in ("stored", "means")), "own"]
+)
 def test_it_is_a_well_behaved_operation(form):
     query, key, value, codebook = on_device(queries=20, dtype=FP32)
     order = torch.arange(20, device=DEVICE)

@@ -130,7 +130,7 @@ def test_figures_of_heads_by_hand(monkeypatch):
 
     query, key = query[:1], key[:1]
     order = query_order(16, 16, "random")
-    arguments = {"query_tile": 32, "query_order": order}
+    arguments = {"codewords": "stored", "query_tile": 32, "query_order": order}
     expected = capture(query, key, codebook, 2, importance_tile=2, **arguments)
     assert heads["capture"] == pytest.approx(expected.tolist(), rel=1e-4)
     assert heads["capture"][0] != pytest.approx(heads["capture"][1], rel=1e-3)

@@ -978,6 +978,7 @@ def write_row(folder, images, size):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.long
 def test_patch_fid_sees_detail_that_fid_does_not(tmp_path, monkeypatch):
     """Images that differ in pixel noise only, which shrinking averages away."""
     generator = np.random.default_rng(0)

@@ -344,7 +344,7 @@ class TestMeasure:
             with pytest.raises(ValueError, match=message):
                 measure_capture(pipe, **{"prompts": [PROMPT]} | arguments)
         apply_avq(pipe, random_codebooks(pipe.unet, AVQConfig.parse("M4")))
-        with pytest.raises(ValueError, match="codebooks are flat: without children, nothing"):
+        with pytest.raises(ValueError, match="AVQ is flat here: without children, nothing"):
             measure_capture(pipe, [PROMPT])
 
     def test_of_another_model(self, pipe, codebooks):

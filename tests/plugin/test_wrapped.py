@@ -79,10 +79,12 @@ WRAPPERS = [
     pytest.param(
         lambda x: nn.parallel.DistributedDataParallel(torch.compile(x, backend="eager")),
         id="DDP of compiled",
+        marks=pytest.mark.long,
     ),
     pytest.param(
         lambda x: torch.compile(nn.parallel.DistributedDataParallel(x), backend="eager"),
         id="compiled DDP",
+        marks=pytest.mark.long,
     ),
     pytest.param(
         lambda x: nn.parallel.DistributedDataParallel(get_peft_model(x, LORA)), id="DDP of PEFT"
