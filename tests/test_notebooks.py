@@ -39,7 +39,8 @@ def run(name, parameters):
     # The interpreter of kernels, which conftest.py chooses, is not what a person has.
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}})
-    client.execute(env=inherited | {"OMP_NUM_THREADS": "1"})
+    # `eval` and `distill` are those of the clone.
+    client.execute(env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
     return notebook
 
 

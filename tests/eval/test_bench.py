@@ -513,6 +513,7 @@ def test_mini_sd_is_itself_at_its_sizes():
     assert processors == {LinFusionProcessor}
 
 
+@pytest.mark.long
 def test_run_unet_keeps_mini_sd_apart(tmp_path, monkeypatch):
     """Fails for results in the files of SD1.5, a plot of these, or sizes of SD1.5."""
     (tmp_path / "bench_unet_64_eager_cpu.json").write_text("{}")

@@ -698,6 +698,7 @@ def test_scalecrafter_dilates_beyond_the_training_size(place):
     assert errors.endswith("it differs in scalecrafter.")
 
 
+@pytest.mark.long
 def test_a_compiled_row(place, exact, monkeypatch):
     """Catches an option that is recorded and not applied, and images of another noise."""
 
