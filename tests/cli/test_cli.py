@@ -315,7 +315,15 @@ def test_inspect_prints_and_plots(avq):
     assert written() == ["codebooks.png"]
 
 
-@pytest.mark.parametrize("size", [[], ["--height", "256", "--width", "256", "--scalecrafter"]])
+@pytest.mark.parametrize(
+    "size",
+    [
+        [],
+        pytest.param(
+            ["--height", "256", "--width", "256", "--scalecrafter"], marks=pytest.mark.long
+        ),
+    ],
+)
 def test_bench_generates_what_generate_does(avq, generate, model, codebooks, size):
     """Catches choices that run as one another, times without images, another exact one."""
     arguments = ("--model", model, "--codebooks", codebooks, "--steps", "2", *size)

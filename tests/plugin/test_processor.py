@@ -659,6 +659,7 @@ class TestCompile:
         torch.compiler.reset()
 
     @pytest.mark.feature("torch.compile of the UNet (one graph)")
+    @pytest.mark.long
     def test_whole_unet(self, unet, codebooks):
         """Catches graph breaks, and AVQ lost in the compiled code."""
         exact = predict(unet)
