@@ -2,7 +2,7 @@
 
 import typer
 
-from eval.commands import bench, coco, codebooks, quality
+from eval.commands import bench, coco, codebooks, keys, quality
 from eval.commands.options import run_app
 
 app = typer.Typer(
@@ -11,7 +11,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure AVQ attention: speed, likeness to exact attention, quality.",
 )
-for commands in (quality, codebooks):
+for commands in (quality, codebooks, keys):
     app.add_typer(commands.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(coco.app, name="coco")

@@ -3,12 +3,15 @@
 A name is a word, a configuration or a folder, with suffixes in this order:
 
     exact, value-projection, tome, fa2, limit, linfusion  (the last three in `bench unet` only)
+    pooled@E256             blocks of neighbours, 256 keys of the best exactly  (`keys` only)
     M64P16C8, M192          a configuration to calibrate
     runs/m64/codebooks      a folder of codebooks or of LinFusion layers
     @L01                    levels 0 and 1 instead of --levels (tome and configurations)
     -up_blocks.1            the layers of this block stay exact (configurations)
     @P8                     8 refined parents (configurations and codebooks)
     /fastest, /tuned        the default route, or changed projections (`bench unet` only)
+    /means                  mean keys in place of the codewords (`keys` only)
+    /own, /own1             the same, codewords from the call's own keys, updated once (`keys` only)
 """
 
 import json
@@ -42,11 +45,15 @@ from eval.store.report import folder_digest
 EXACT = "exact"
 NO_ATTENTION = "value-projection"
 TOME = "tome"
+POOLED = "pooled"
 FA2, LIMIT, LINFUSION = "fa2", "limit", "linfusion"
 WORDS = (EXACT, NO_ATTENTION, TOME, FA2, LIMIT, LINFUSION)
 LINFUSION_CONFIG = "LinFusion"  # as the `config` of a row
 WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
-CONFIG_FORM = re.compile(r"(.+?)(?:@L(\d+))?(?:-([^@/]+))?(?:@P(\d+))?(?:/(fastest|tuned))?")
+POOLED_FORM = re.compile(rf"{POOLED}@E(\d+)")
+CONFIG_FORM = re.compile(
+    r"(.+?)(?:@L(\d+))?(?:-([^@/]+))?(?:@P(\d+))?(?:/(?:(fastest|tuned|means)|own(\d*)))?"
+)
 FOLDER_FORM = re.compile(r"(.+?)(?:@P(\d+))?")
 COMPUTATION = ("query_tile", "query_order", "importance_tile", "key_norm")
 CALIBRATION_SEED = 1_000_000_000  # of its noise, which no image of a table shares
@@ -73,12 +80,14 @@ class MethodName:
     """A parsed name.
 
     Attributes:
-        source: one of `WORDS`, a configuration or a folder.
+        source: one of `WORDS`, `POOLED`, a configuration or a folder.
         config: the configuration with all suffixes applied; None for words and folders.
         levels: levels of tome's suffix.
         num_refined: refined parents of a folder's suffix.
         route: of AVQ; `"fastest"` leaves layers exact where that is faster.
         tuned: whether projections change, as in distilled codebooks.
+        own: whether the codewords come from the keys of each call.
+        exact_keys: of pooled blocks.
     """
 
     source: str
@@ -87,10 +96,18 @@ class MethodName:
     num_refined: int | None = None
     route: str = "always"
     tuned: bool = False
+    own: bool = False
+    exact_keys: int | None = None
 
     @property
     def is_folder(self) -> bool:
-        return self.config is None and self.source not in WORDS
+        return self.config is None and self.source not in (*WORDS, POOLED)
+
+    @property
+    def is_for_keys(self) -> bool:
+        """Whether no other command than `keys` runs it."""
+        has_means = self.config is not None and self.config.codewords == "means"
+        return has_means or self.source == POOLED
 
 
 def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
@@ -105,23 +122,27 @@ def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
         if digits and word != TOME:
             raise ValueError(f"methods: {word} is not at levels, but got {name!r}.")
         return MethodName(word, levels=_levels_of(digits))
+    if form := POOLED_FORM.fullmatch(name):
+        return MethodName(POOLED, exact_keys=int(form[1]))
     folder, refined = FOLDER_FORM.fullmatch(name).groups()
     if Path(name).is_dir():
         folder, refined = name, None
-    source, digits, exact, config_refined, way = CONFIG_FORM.fullmatch(name).groups()
+    source, digits, exact, config_refined, way, updates = CONFIG_FORM.fullmatch(name).groups()
+    is_own = updates is not None
     try:
         config = AVQConfig.parse(
             source,
             levels=_levels_of(digits) or levels,
             exact=(exact,) if exact else (),
-            codewords="stored",
+            codewords="means" if is_own or way == "means" else "stored",
+            num_updates=int(updates or 0),
         )
         if config_refined is not None:
             config = replace(config, num_refined=int(config_refined))
     except ValueError as error:
         if Path(folder).is_dir():
             return MethodName(folder, num_refined=None if refined is None else int(refined))
-        if any(sign in folder for sign in PATH_SIGNS):
+        if any(sign in source for sign in PATH_SIGNS):
             raise ValueError(f"methods: there is no folder {folder}.") from None
         raise ValueError(
             f"methods must be {', '.join(WORDS)}, folders of codebooks or of LinFusion layers, or "
@@ -134,7 +155,11 @@ def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
             "the folder."
         )
     return MethodName(
-        source, config, route=way if way == "fastest" else "always", tuned=way == "tuned"
+        source,
+        config,
+        route=way if way == "fastest" else "always",
+        tuned=way == "tuned",
+        own=is_own,
     )
 
 
@@ -373,6 +398,8 @@ def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> 
     parsed = parse_method(name, levels)
     if parsed.source in (FA2, LIMIT, LINFUSION) or parsed.tuned or parsed.route != "always":
         raise ValueError(f"methods: {name} can only be timed, by bench unet.")
+    if parsed.is_for_keys:
+        raise ValueError(f"methods: {name} can only be measured by keys.")
     if parsed.is_folder:
         return _load_folder(pipe, name, parsed.source, parsed.num_refined)
     if parsed.config is not None:

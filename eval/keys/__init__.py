@@ -1,0 +1,1 @@
+"""Attention methods on the queries, keys and values of real models."""

@@ -1,0 +1,320 @@
+"""Error of attention methods on the queries, keys and values of a model: `python -m eval keys`.
+
+columns       codewords and keys that a query meets
+error         |o - exact| / |exact| of a layer's output o, where all layers before are exact
+features_off  the same of the model's output, with the method in all layers of so many tokens
+ms            of one layer with everything that the method computes; on a GPU only
+
+Exact attention is computed in float32, of the same inputs. Errors are means over the tests of a
+subject, and then over layers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import isqrt
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.orders import query_order
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.codebook.kmeans import fit_codebook
+from eval.benchmarks.timing import Effort, time_in_turns
+from eval.keys.calls import Call, answered
+from eval.keys.pooled import BLOCK, pooled_attention, pooled_columns
+from eval.keys.subjects import Subject
+from eval.methods import EXACT, NO_ATTENTION, POOLED, MethodName, parse_method
+from eval.store.markdown import markdown_table, number
+from eval.store.plots import Line, Panel
+
+Row = dict[str, Any]
+Answer = Callable[[Call], Tensor]
+Sizes = tuple[int, int]  # parents and children
+Codebooks = Mapping[tuple[str, Sizes], Codebook]  # of layers
+
+MIN_TOKENS = 1024
+KEYS_PER_CALL, KEYS_PER_LAYER = 2048, 16384
+USUAL_COLUMNS = 192
+FIGURES = {"error": "error", "worst": "worst layer", "features_off": "features off"}
+
+
+def key_method(name: str) -> MethodName:
+    """Parse the name of a method that can be measured on keys.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    method = parse_method(name, levels=(0,))
+    if method.config is None:
+        is_known = method.source in (EXACT, NO_ATTENTION, POOLED)
+    else:
+        is_known = name.partition("/")[0] == method.source and not method.tuned
+        is_known &= method.route == "always"
+    if not is_known:
+        raise ValueError(
+            f"methods of keys are {EXACT}, {NO_ATTENTION}, {POOLED}@E256 and configurations such "
+            f"as M64P16C8, M64P16C8/means and M64P16C8/own, but got {name!r}."
+        )
+    if method.source == POOLED and method.exact_keys % BLOCK:
+        raise ValueError(f"{POOLED} has whole blocks of {BLOCK} keys, but got {name!r}.")
+    return method
+
+
+@torch.no_grad()
+def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOKENS) -> list[Row]:
+    """Measure methods in all self-attention layers of at least `min_tokens` tokens.
+
+    Args:
+        subject: a model and its passes.
+        names: of methods, see `key_method`.
+
+    Returns:
+        A row for each number of tokens and each method. `layers` has the error of each layer.
+
+    Raises:
+        ValueError: a name is no method, or the model has no such layer.
+    """
+    methods = {name: key_method(name) for name in names}
+    codebooks = _calibrated(subject, methods.values(), min_tokens)
+    answers = {
+        name: partial(_attend, method, subject.size, codebooks) for name, method in methods.items()
+    }
+    errors: dict[int, dict[str, dict[str, list[float]]]] = {}
+    first_calls: dict[int, dict[str, Call]] = {}
+
+    def observe(call: Call) -> Tensor:
+        exact = _exact(call)
+        layers = errors.setdefault(call.num_tokens, {}).setdefault(call.layer, {})
+        for name, answer in answers.items():
+            layers.setdefault(name, []).append(_distance(answer(call), exact))
+        if call.query.is_cuda:
+            first_calls.setdefault(call.num_tokens, {}).setdefault(call.layer, call)
+        return exact.to(call.query.dtype)
+
+    outputs = []
+    for test in tqdm(subject.tests, desc="layers"):
+        with answered(subject.model, observe, min_tokens=min_tokens):
+            outputs.append(test())
+    if not errors:
+        raise ValueError(
+            f"at {subject.size} pixels, the model has no self-attention of {min_tokens} tokens."
+        )
+
+    rows = []
+    for num_tokens, layers in errors.items():
+        calls = list(first_calls.get(num_tokens, {}).values())
+        times = _times(list(answers.values()), calls) if calls else [{}] * len(answers)
+        progress = tqdm(answers.items(), desc=f"features, N = {num_tokens}")
+        for (name, answer), timing in zip(progress, times, strict=True):
+            only = partial(_answer_of_length, answer, num_tokens)
+            with answered(subject.model, only, min_tokens=min_tokens):
+                off = [
+                    _distance(test(), output)
+                    for test, output in zip(subject.tests, outputs, strict=True)
+                ]
+            of_layers = {layer: mean(values[name]) for layer, values in layers.items()}
+            rows.append(
+                {
+                    "method": name,
+                    "scheme": _scheme(methods[name]),
+                    "size": subject.size,
+                    "tokens": num_tokens,
+                    "columns": _columns(methods[name], num_tokens),
+                    "error": mean(of_layers.values()),
+                    "worst": max(of_layers.values()),
+                    "features_off": mean(off),
+                    **timing,
+                    "layers": of_layers,
+                }
+            )
+    return rows
+
+
+def token_order(size: int, num_tokens: int, device: torch.device) -> Tensor:
+    """Gilbert order of the tokens of a square image.
+
+    The grid is the largest that divides `size` and has no more than `num_tokens` places. Tokens
+    before it, such as CLS, come first.
+    """
+    side = next(side for side in range(isqrt(num_tokens), 0, -1) if size % side == 0)
+    prefix = num_tokens - side**2
+    order = query_order(side, side, "gilbert", device) + prefix
+    return torch.cat([torch.arange(prefix, device=device, dtype=order.dtype), order])
+
+
+def keys_table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    figures = FIGURES | ({"ms": "ms"} if "ms" in rows[0] else {})
+    return markdown_table(
+        ["tokens", "method", "columns", *figures.values()],
+        (
+            [
+                str(row["tokens"]),
+                row["method"],
+                str(row["columns"]),
+                *(number(row[name], ".3g") for name in figures),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def keys_panels(rows: Sequence[Row]) -> list[list[Panel]]:
+    """A row of panels for each number of tokens: errors over columns and over time, and of layers.
+
+    A scheme is a line. In layers, its method of about 192 columns stands for it.
+    """
+    panels = []
+    for num_tokens in dict.fromkeys(row["tokens"] for row in rows):
+        schemes: dict[str, list[Row]] = {}
+        for row in sorted(rows, key=lambda row: row["columns"]):
+            if row["tokens"] == num_tokens and row["scheme"] not in (EXACT, NO_ATTENTION):
+                schemes.setdefault(row["scheme"], []).append(row)
+        title = f"N = {num_tokens}"
+        panels.append(
+            [
+                _panel(schemes, "columns", "error", f"error of a layer, {title}"),
+                _panel(schemes, "columns", "features_off", f"features off, {title}"),
+            ]
+        )
+        if "ms" in rows[0]:
+            panels[-1].append(_panel(schemes, "ms", "error", f"error of a layer, {title}"))
+        panels[-1].append(_layers_panel(schemes, title))
+    return panels
+
+
+def _panel(schemes: Mapping[str, Sequence[Row]], x: str, y: str, title: str) -> Panel:
+    lines = []
+    for label, rows in schemes.items():
+        rows = sorted(rows, key=lambda row: row[x])
+        lines.append(Line(label, [row[x] for row in rows], [row[y] for row in rows]))
+    return Panel(title, x, lines, xscale="log", yscale="log")
+
+
+def _layers_panel(schemes: Mapping[str, Sequence[Row]], title: str) -> Panel:
+    shown = {
+        label: min(rows, key=lambda row: abs(row["columns"] - USUAL_COLUMNS))
+        for label, rows in schemes.items()
+    }
+    names = list(next(iter(shown.values()))["layers"])
+    lines = [
+        Line(label, range(len(names)), list(row["layers"].values())) for label, row in shown.items()
+    ]
+    return Panel(f"error near {USUAL_COLUMNS} columns, {title}", "layer", lines, from_zero=True)
+
+
+def _scheme(method: MethodName) -> str:
+    """What a curve has in common: how codewords come about, but not how many they are."""
+    if method.config is None:
+        return "pooled blocks" if method.source == POOLED else method.source
+    kind = "AVQ" if method.config.num_children else "flat VQ"
+    if not method.own:
+        return f"{kind}, stored" + ", mean keys" * (method.config.codewords == "means")
+    updates = method.config.num_updates
+    return f"{kind}, own" + (f", {updates} update{'s' * (updates > 1)}" if updates else "")
+
+
+def _columns(method: MethodName, num_tokens: int) -> int:
+    if method.config is not None:
+        return method.config.effective_codewords
+    if method.source == POOLED:
+        return pooled_columns(num_tokens, method.exact_keys // BLOCK)
+    return num_tokens if method.source == EXACT else 0
+
+
+def _attend(method: MethodName, size: int, codebooks: Codebooks, call: Call) -> Tensor:
+    tensors = call.query, call.key, call.value
+    if method.source == NO_ATTENTION:
+        return call.value
+    if method.source == EXACT:
+        return F.scaled_dot_product_attention(*tensors, scale=call.scale)
+    order = token_order(size, call.num_tokens, call.key.device)
+    if method.source == POOLED:
+        num_exact = method.exact_keys // BLOCK
+        return pooled_attention(*tensors, num_exact=num_exact, query_order=order, scale=call.scale)
+    config = method.config
+    sizes = config.num_parents, config.num_children
+    return avq_attention(
+        *tensors,
+        None if method.own else codebooks[call.layer, sizes],
+        num_parents=config.num_parents,
+        num_children=config.num_children,
+        num_refined=config.num_refined,
+        codewords=config.codewords,
+        num_updates=config.num_updates,
+        query_tile=config.query_tile,
+        query_order=order,
+        scale=call.scale,
+    )
+
+
+def _answer_of_length(answer: Answer, num_tokens: int, call: Call) -> Tensor:
+    """The answer to calls of so many tokens, and exact attention for all others."""
+    if call.num_tokens == num_tokens:
+        return answer(call)
+    return _exact(call).to(call.query.dtype)
+
+
+def _exact(call: Call) -> Tensor:
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    tensors = (x.to(dtype) for x in (call.query, call.key, call.value))
+    return F.scaled_dot_product_attention(*tensors, scale=call.scale)
+
+
+def _distance(output: Tensor, exact: Tensor) -> float:
+    exact = exact.float()
+    return float((output.float() - exact).norm() / exact.norm())
+
+
+def _calibrated(subject: Subject, methods: Sequence[MethodName], min_tokens: int) -> Codebooks:
+    """Codebooks of all layers for the methods with stored codewords, from a sample of keys."""
+    sizes = dict.fromkeys(
+        (method.config.num_parents, method.config.num_children)
+        for method in methods
+        if method.config is not None and not method.own
+    )
+    if not sizes:
+        return {}
+    kept: dict[str, list[Tensor]] = {}
+
+    def keep(call: Call) -> Tensor:
+        pieces = kept.setdefault(call.layer, [])
+        key = call.key.float().movedim(1, 0).flatten(1, 2)
+        pieces.append(_sample(key, KEYS_PER_CALL, seed=len(pieces)))
+        return _exact(call).to(call.query.dtype)
+
+    for one in tqdm(subject.calibration, desc="calibration"):
+        with answered(subject.model, keep, min_tokens=min_tokens):
+            one()
+    keys = {
+        layer: _sample(torch.cat(pieces, dim=1), KEYS_PER_LAYER, seed=0)
+        for layer, pieces in kept.items()
+    }
+    pairs = [(layer, pair) for layer in keys for pair in sizes]
+    progress = tqdm(pairs, desc="codebooks")
+    return {(layer, pair): fit_codebook(keys[layer], *pair) for layer, pair in progress}
+
+
+def _sample(keys: Tensor, count: int, *, seed: int) -> Tensor:
+    """At most `count` random keys of (H, S, D)."""
+    chosen = torch.randperm(keys.shape[1], generator=torch.Generator().manual_seed(seed))[:count]
+    return keys[:, chosen.to(keys.device)]
+
+
+def _times(answers: Sequence[Answer], calls: Sequence[Call]) -> list[Row]:
+    """Time of each answer, mean over the layers of the first test."""
+
+    def runs(answer: Answer) -> Callable[[int], Tensor]:
+        return lambda index: answer(calls[index])
+
+    timings = time_in_turns(
+        [runs(answer) for answer in answers], len(calls), calls[0].query.device, Effort()
+    )
+    return [
+        {name: timing[name] for name in ("ms", "timer", "eager_ms", "spread")} for timing in timings
+    ]

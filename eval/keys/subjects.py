@@ -1,0 +1,119 @@
+"""Models to measure on, and their passes."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from eval.keys.photographs import PHOTOGRAPHS, photograph
+
+NUM_STEPS = 6
+MEASURED_CALLS = (1, 3, 5)  # of the denoiser, from 0
+
+Model = DiffusionPipeline | nn.Module
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model at one size of its images.
+
+    Attributes:
+        model: the network whose self-attention is measured.
+        size: side of the images.
+        tests: each runs the model once, on inputs of its own, and returns its output: the last
+            hidden states, or the predicted noise.
+        calibration: each runs the model on other images.
+    """
+
+    model: nn.Module
+    size: int
+    tests: Sequence[Callable[[], Tensor]]
+    calibration: Sequence[Callable[[], Any]]
+
+
+def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
+    """Load a pipeline of diffusers or a vision model of transformers, by folder or Hub id.
+
+    Raises:
+        OSError, ValueError: there is no such model.
+    """
+    try:
+        DiffusionPipeline.load_config(name)
+    except OSError:
+        model = AutoModel.from_pretrained(name, dtype=dtype)
+        return getattr(model, "vision_model", model).eval().to(device)
+    pipe = DiffusionPipeline.from_pretrained(name, dtype=dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def own_size(model: Model) -> int:
+    """Side of the images that the model was trained on."""
+    if not isinstance(model, DiffusionPipeline):
+        return model.config.image_size
+    latent_size = getattr(model, "default_sample_size", None)
+    return (latent_size or denoiser_of(model).config.sample_size) * model.vae_scale_factor
+
+
+def subject_of(model: Model, size: int, num_images: int, prompts: Sequence[str]) -> Subject:
+    """Prepare a model for images of one size.
+
+    A vision model sees photographs. A pipeline makes images of prompts in a few steps, and three
+    calls of its denoiser are the tests of an image.
+
+    Args:
+        num_images: how many photographs or prompts are tests; the rest are for calibration.
+        prompts: for a pipeline.
+    """
+    if isinstance(model, DiffusionPipeline):
+        images = [
+            partial(
+                model,
+                prompt,
+                height=size,
+                width=size,
+                num_inference_steps=NUM_STEPS,
+                generator=torch.Generator().manual_seed(seed),
+                output_type="latent",
+            )
+            for seed, prompt in enumerate(prompts)
+        ]
+        denoiser = denoiser_of(model)
+        tests = [one for image in images[:num_images] for one in _denoising(denoiser, image)]
+        return Subject(denoiser, size, tests, images[num_images:])
+    parameters = inspect.signature(model.forward).parameters
+    options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in parameters else {}
+    weight = next(model.parameters())
+    passes = [
+        partial(_output, model, pixel_values=photograph(name, size).to(weight), **options)
+        for name in PHOTOGRAPHS
+    ]
+    return Subject(model, size, passes[:num_images], passes[num_images:])
+
+
+def denoiser_of(pipe: DiffusionPipeline) -> nn.Module:
+    """The UNet or transformer of a pipeline."""
+    return pipe.components.get("unet") or pipe.components["transformer"]
+
+
+def _denoising(denoiser: nn.Module, image: Callable[[], Any]) -> list[Callable[[], Tensor]]:
+    """Make an image; the measured calls of its denoiser, to be repeated."""
+    calls = []
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(partial(_output, denoiser, *args, **kwargs))
+
+    with torch.no_grad(), denoiser.register_forward_pre_hook(record, with_kwargs=True):
+        image()
+    return [calls[index] for index in MEASURED_CALLS]
+
+
+@torch.no_grad()
+def _output(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    return model(*args, **kwargs)[0]

