@@ -8,12 +8,12 @@ from typing import Any
 QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
 MOST_UPDATES = 100
-PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined")
+PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined", "exact_keys")
 
 
 @dataclass(frozen=True)
 class AVQConfig:
-    """Configuration of AVQ attention, printed as in the paper: `M64P16C8`.
+    """Configuration of AVQ attention, printed as in the paper: `M64P16C8`, or `M64P16C8E256`.
 
     Args:
         num_parents: parent codewords per head, M0.
@@ -28,13 +28,16 @@ class AVQConfig:
         codewords: what represents the keys of a leaf or cell: `"means"` is their mean in each call,
             `"stored"` the codeword of a codebook, the paper's form.
         num_updates: Lloyd updates of the parents by the keys of each call, at most 100.
+        exact_keys: most keys that a query tile meets as themselves, those of its most important
+            leaves; as many as there are tokens is exact attention.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
-            Importance with Tiled Codewords"); None takes the exact denominator.
+            Importance with Tiled Codewords"); None takes the exact denominator. Not with
+            `exact_keys`.
         key_norm: normalize keys with a learnable LayerNorm before they are quantized.
-        overrides: other values of `num_parents`, `num_children` or `num_refined`. A key is a level
-            such as `"1"`, or the name of a layer or module such as `"up_blocks.3"`. Names win over
-            levels, and longer names over shorter ones. The mapping is copied. `apply_avq` refuses
-            a key that matches no layer.
+        overrides: other values of `num_parents`, `num_children`, `num_refined` or `exact_keys`. A
+            key is a level such as `"1"`, or the name of a layer or module such as `"up_blocks.3"`.
+            Names win over levels, and longer names over shorter ones. The mapping is copied.
+            `apply_avq` refuses a key that matches no layer.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -50,6 +53,7 @@ class AVQConfig:
     exact: tuple[str, ...] = ()
     codewords: str = "means"
     num_updates: int = 0
+    exact_keys: int = 0
     importance_tile: int | None = None
     key_norm: bool = False
     overrides: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
@@ -66,6 +70,7 @@ class AVQConfig:
             )
         if self.importance_tile is not None:
             check_int("importance_tile", self.importance_tile, 1)
+        check_exact_keys(self.exact_keys, self.importance_tile)
         if self.num_refined > self.num_parents:
             raise ValueError(
                 f"num_refined must be at most num_parents, but got {self.num_refined} > "
@@ -114,7 +119,8 @@ class AVQConfig:
         object.__setattr__(self, "overrides", copied)
 
     def __str__(self) -> str:
-        return f"M{self.num_parents}P{self.num_refined}C{self.num_children}"
+        exact_keys = f"E{self.exact_keys}" if self.exact_keys else ""
+        return f"M{self.num_parents}P{self.num_refined}C{self.num_children}{exact_keys}"
 
     @property
     def effective_codewords(self) -> int:
@@ -128,7 +134,11 @@ class AVQConfig:
 
     @classmethod
     def parse(cls, text: str, **other_fields: Any) -> "AVQConfig":
-        """Parse `"M64P16C8"` (AVQ) or `"M256"` (flat VQ); pass `other_fields` to the constructor.
+        """Parse `"M64P16C8"` (AVQ) or `"M256"` (flat VQ), each also with exact keys: `"M256E64"`.
+
+        Args:
+            text: the configuration string.
+            **other_fields: for the constructor.
 
         Raises:
             TypeError: `text` is not a string.
@@ -136,12 +146,14 @@ class AVQConfig:
         """
         if not isinstance(text, str):
             raise TypeError(f"expected a configuration such as 'M64P16C8', but got {text!r}.")
-        match = re.fullmatch(r"M(\d+)(?:P(\d+)C(\d+))?", text.strip(), re.IGNORECASE)
+        match = re.fullmatch(r"M(\d+)(?:P(\d+)C(\d+))?(?:E(\d+))?", text.strip(), re.IGNORECASE)
         if match is None:
             raise ValueError(
                 f"expected a configuration such as M64P16C8 or M256, but got {text!r}."
             )
-        num_parents, num_refined, num_children = (int(group or 0) for group in match.groups())
+        num_parents, num_refined, num_children = (int(group or 0) for group in match.groups()[:3])
+        if match[4] is not None:
+            other_fields = {"exact_keys": int(match[4])} | other_fields
         return cls(num_parents, num_children, num_refined, **other_fields)
 
     @classmethod
@@ -183,6 +195,21 @@ def check_num_updates(num_updates: Any) -> None:
     check_int("num_updates", num_updates, 0)
     if num_updates > MOST_UPDATES:
         raise ValueError(f"num_updates must be at most {MOST_UPDATES}, but got {num_updates}.")
+
+
+def check_exact_keys(exact_keys: Any, importance_tile: int | None) -> None:
+    """Refuse what is no number of exact keys, and tiled importance beside them.
+
+    Raises:
+        TypeError: `exact_keys` is not an int.
+        ValueError: it is negative, or positive with an `importance_tile`.
+    """
+    check_int("exact_keys", exact_keys, 0)
+    if exact_keys and importance_tile is not None:
+        raise ValueError(
+            f"exact_keys needs the exact importance: importance_tile must be None, but got "
+            f"{importance_tile}."
+        )
 
 
 def check_int(name: str, value: Any, minimum: int) -> None:

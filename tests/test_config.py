@@ -104,7 +104,8 @@ def test_parse_rejects_other_forms(text):
         (
             {"overrides": {"1": {"query_tile": 8}}},
             ValueError,
-            "overrides['1'] may set num_parents, num_children, num_refined, but got query_tile.",
+            "overrides['1'] may set num_parents, num_children, num_refined, exact_keys, but got "
+            "query_tile.",
         ),
         (
             {"overrides": {"1": {"num_refined": 65}}},

@@ -20,6 +20,10 @@ from avq_diffusers.codebook.codebook import Codebook
 
 BACKENDS = ("auto", "triton", "torch", "dense", "reference")
 
+# The operators take query, key, value and the sinks, then other tensors, then numbers.
+NUM_DIFFERENTIABLE = 5
+NUM_TENSORS = 8
+
 _HAS_TRITON = find_spec("triton") is not None
 _MIN_CAPABILITY = (8, 0)
 
@@ -35,6 +39,9 @@ def avq_attention(
     num_refined: int = 16,
     codewords: str = "means",
     num_updates: int = 0,
+    exact_keys: int = 0,
+    sink_key: Tensor | None = None,
+    sink_value: Tensor | None = None,
     query_tile: int = 128,
     query_order: Tensor | None = None,
     importance_tile: int | None = None,
@@ -44,7 +51,9 @@ def avq_attention(
     """Adaptive vector-quantized attention (paper, section Method).
 
     Every key goes to its nearest parent, and there to a child that is closer, or it stays. Its cell
-    represents it, or its leaf in query tiles that refine its parent.
+    represents it, or its leaf in query tiles that refine its parent. The keys of a tile's most
+    important leaves are exact keys: they take part as themselves, and so do sink keys. All of
+    them exact is exact attention.
 
     Without a codebook, the codewords are keys of this call: the parents are evenly spaced in
     `query_order`, the children in the cell of their parent.
@@ -54,14 +63,15 @@ def avq_attention(
     - `"triton"`: kernels for NVIDIA GPUs, of linear cost.
     - `"torch"`: PyTorch on any device, of linear cost.
     - `"dense"`: PyTorch's attention over the replaced keys, of quadratic cost. Works only if all
-      query tiles see the same keys (they refine no parent, or all) and codewords are stored.
+      query tiles see the same keys (they refine no parent, or all), codewords are stored, and
+      there are neither exact nor sink keys.
     - `"reference"`: the definition, slow.
     - `"auto"`: `"dense"` if a gradient is needed and this computes it faster, else `"triton"` if
       the kernels can run, else `"torch"`.
 
-    Every backend is differentiable once in query, key and value. Assignments and the choice of
-    parents are constants. Gradients of keys are exact for means and straight-through for stored
-    codewords; the codebook gets none.
+    Every backend is differentiable once in query, key, value and the sinks. Assignments and the
+    choice of parents and of exact keys are constants. Gradients of keys are exact for means and
+    straight-through for stored codewords; the codebook gets none.
 
     Args:
         query: (B, H, N, D) float16, bfloat16, float32 or float64. Any strides; a view of
@@ -74,12 +84,18 @@ def avq_attention(
         codewords: what represents the keys of a leaf or cell. `"means"` is their mean in this call;
             `"stored"` is the codeword, the paper's form, and needs a codebook.
         num_updates: Lloyd updates that move the parents to the means of their keys first.
+        exact_keys: most keys that a query tile meets as themselves. They are those of its most
+            important leaves: what a leaf represents counts by the attention that it receives.
+        sink_key, sink_value: (B, H, T, D), dtype and device of `query`, that every query meets as
+            themselves, such as the text tokens of a joint attention. They take no part in
+            codewords and importance.
         query_tile: consecutive queries of `query_order` that share one choice of parents.
         query_order: (N,) int32 or int64 permutation of the queries, from which tiles are cut. None
             is the order of `query`; the output always has that order. Not checked to be a
             permutation, because that would synchronize with the device.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
-            Importance with Tiled Codewords"); None takes the exact denominator.
+            Importance with Tiled Codewords"); None takes the exact denominator, which exact keys
+            need.
         scale: factor on the logits; None is 1 / sqrt(D).
         backend: `"auto"`, `"triton"`, `"torch"`, `"dense"` or `"reference"`.
 
@@ -102,6 +118,9 @@ def avq_attention(
         num_refined=num_refined,
         codewords=codewords,
         num_updates=num_updates,
+        exact_keys=exact_keys,
+        sink_key=sink_key,
+        sink_value=sink_value,
         query_tile=query_tile,
         query_order=query_order,
         importance_tile=importance_tile,
@@ -133,12 +152,14 @@ def attention_and_backend(
         options["num_parents"] = int(codebook.num_parents)  # torch.jit.trace has tensors here
         options["num_children"] = int(codebook.num_children)
     check_arguments(query, key, value, codebook, **options)
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
+    sinks = options["sink_key"], options["sink_value"]
+    names = ("key", "value", "sink_key", "sink_value")
+    for name, tensor in zip(names, (key, value, *sinks), strict=True):
+        if tensor is not None and tensor.dtype != query.dtype:
             raise TypeError(
                 f"{name} must have the dtype of query, {query.dtype}, but got {tensor.dtype}."
             )
-    _refuse_tangents(query, key, value)
+    _refuse_tangents(query, key, value, *sinks)
     backend = resolve_backend(backend, query, key, value, codebook, **options)
     scale = options["scale"]
     options["scale"] = scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -147,15 +168,18 @@ def attention_and_backend(
         parents, children = codebook.parents, codebook.children
     if backend == "triton":
         # A codebook that requires a gradient gets none.
-        with torch.set_grad_enabled(_needs_grad(query, key, value)):
-            output = _kernel_attention(query, key, value, parents, children, **options)
+        with torch.set_grad_enabled(_needs_grad(query, key, value, *sinks)):
+            output = _kernel_attention(
+                query, key, value, parents=parents, children=children, **options
+            )
         return output, backend
 
     dtype = torch.promote_types(query.dtype, torch.float32)
     if codebook is not None:
         parents, children = (x.detach().to(dtype) for x in (codebook.parents, codebook.children))
     if backend == "torch":
-        return _attention(query, key, value, parents, children, **options), backend
+        output = _attention(query, key, value, parents=parents, children=children, **options)
+        return output, backend
     # Autocast would choose parents by half-precision products.
     with torch.autocast(query.device.type, enabled=False):
         if parents is not None and children is not None and backend == "dense":
@@ -188,10 +212,15 @@ def resolve_backend(
     check_backend(backend)
     if backend in ("torch", "reference"):
         return backend
-    is_dense = options["codewords"] == "stored" and not options["num_updates"]
+    is_dense = options["codewords"] == "stored" and not (
+        options["num_updates"] or options["exact_keys"] or options["sink_key"] is not None
+    )
     if backend == "dense":
         if not is_dense:
-            raise ValueError('backend="dense" cannot run: it needs stored codewords, no updates.')
+            raise ValueError(
+                'backend="dense" cannot run: it needs stored codewords, no updates, exact keys or '
+                "sink keys."
+            )
         if 0 < options["num_refined"] < options["num_parents"]:
             raise ValueError(
                 f'backend="dense" cannot run: num_refined must be 0 or all '
@@ -232,16 +261,16 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
 
 
-def _refuse_tangents(*tensors: Tensor) -> None:
+def _refuse_tangents(*tensors: Tensor | None) -> None:
     """Custom operators drop tangents, so derivatives would be zero."""
     if torch.compiler.is_compiling():
         return
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("avq_attention has no forward-mode derivatives.")
 
 
-def _needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _kernel_obstacle(query: Tensor, has_codebook: bool, **options: Unpack[Options]) -> str | None:
@@ -260,6 +289,10 @@ def _kernel_obstacle(query: Tensor, has_codebook: bool, **options: Unpack[Option
     scale = options["scale"]
     if scale is not None and not scale > 0:
         return f"scale must be positive, but is {scale}"
+    if options["exact_keys"]:
+        return "exact keys are not in the kernels yet"
+    if options["sink_key"] is not None:
+        return "sink keys are not in the kernels yet"
     if options["num_updates"] and has_codebook:
         return "num_updates moves the parents of a codebook"
     return tables.unsupported(
@@ -277,6 +310,8 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sink_key: Tensor | None,
+    sink_value: Tensor | None,
     parents: Tensor | None,
     children: Tensor | None,
     query_order: Tensor | None,
@@ -285,6 +320,7 @@ def _attention(
     num_refined: int,
     codewords: str,
     num_updates: int,
+    exact_keys: int,
     query_tile: int,
     importance_tile: int | None,
     scale: float,
@@ -296,6 +332,8 @@ def _attention(
             query,
             key,
             value,
+            sink_key,
+            sink_value,
             parents,
             children,
             query_order,
@@ -304,6 +342,7 @@ def _attention(
             num_refined=num_refined,
             means=codewords == "means",
             num_updates=num_updates,
+            exact_keys=exact_keys,
             query_tile=query_tile,
             importance_tile=importance_tile,
             scale=scale,
@@ -315,6 +354,8 @@ def _kernel_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sink_key: Tensor | None,
+    sink_value: Tensor | None,
     parents: Tensor | None,
     children: Tensor | None,
     query_order: Tensor | None,
@@ -323,6 +364,7 @@ def _kernel_attention(
     num_refined: int,
     codewords: str,
     num_updates: int,
+    exact_keys: int,
     query_tile: int,
     importance_tile: int | None,
     scale: float,
@@ -399,6 +441,8 @@ def _attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sink_key: Tensor | None,
+    sink_value: Tensor | None,
     parents: Tensor | None,
     children: Tensor | None,
     query_order: Tensor | None,
@@ -407,6 +451,7 @@ def _attention_backward(
     num_refined: int,
     codewords: str,
     num_updates: int,
+    exact_keys: int,
     query_tile: int,
     importance_tile: int | None,
     scale: float,
@@ -419,6 +464,8 @@ def _attention_backward(
             query,
             key,
             value,
+            sink_key,
+            sink_value,
             None if parents is None else parents.to(dtype),
             None if children is None else children.to(dtype),
             query_order,
@@ -428,6 +475,7 @@ def _attention_backward(
             num_refined=num_refined,
             means=codewords == "means",
             num_updates=num_updates,
+            exact_keys=exact_keys,
             query_tile=query_tile,
             importance_tile=importance_tile,
             scale=scale,
@@ -435,20 +483,21 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> list[Tensor]:
-    inputs = zip((query, key, value), args[-1], strict=True)
+def _(grad_output: Tensor, *args: Any) -> list[Tensor]:
+    inputs = zip(args[:NUM_DIFFERENTIABLE], args[-1], strict=True)
     return [backward.empty_gradient(x) for x, needed in inputs if needed]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.numbers = inputs[6:]
+    ctx.save_for_backward(*inputs[:NUM_TENSORS])
+    ctx.numbers = inputs[NUM_TENSORS:]
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    needs_grad = ctx.needs_input_grad[:3]
+    needs_grad = ctx.needs_input_grad[:NUM_DIFFERENTIABLE]
     found = iter(_attention_backward(grad_output, *ctx.saved_tensors, *ctx.numbers, needs_grad))
-    return *(next(found) if needed else None for needed in needs_grad), *(None,) * 11
+    constants = len(ctx.needs_input_grad) - NUM_DIFFERENTIABLE
+    return *(next(found) if needed else None for needed in needs_grad), *(None,) * constants
 
 
 for _operation in (_attention, _kernel_attention):

@@ -105,6 +105,8 @@ def gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sink_key: Tensor | None,
+    sink_value: Tensor | None,
     parents: Tensor | None,
     children: Tensor | None,
     query_order: Tensor | None,
@@ -115,6 +117,7 @@ def gradients(
     num_refined: int,
     means: bool,
     num_updates: int,
+    exact_keys: int,
     query_tile: int,
     importance_tile: int | None,
     scale: float,
@@ -131,10 +134,12 @@ def gradients(
         The gradients that are needed: (B, H, N, D) or (B, H, S, D) views of (B, N, H, D) memory, in
         the dtype of their input.
     """
+    if exact_keys or sink_key is not None:
+        raise NotImplementedError("exact keys and sink keys are not in the PyTorch path yet.")
     batch, heads, _, head_dim = query.shape
     grads = [
         empty_gradient(x) if needed else None
-        for x, needed in zip((query, key, value), needs_grad, strict=True)
+        for x, needed in zip((query, key, value), needs_grad[:3], strict=True)
     ]
     grad_query, grad_key, grad_value = grads
     moments_of = _MeanMoments if means else _StraightThroughMoments

@@ -56,6 +56,8 @@ def avq_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sink_key: Tensor | None,
+    sink_value: Tensor | None,
     parents: Tensor | None,
     children: Tensor | None,
     query_order: Tensor | None,
@@ -65,6 +67,7 @@ def avq_attention(
     num_refined: int,
     means: bool,
     num_updates: int,
+    exact_keys: int,
     query_tile: int,
     importance_tile: int | None,
     scale: float,
@@ -89,6 +92,8 @@ def avq_attention(
     Returns:
         (B, H, N, D) view of (B, N, H, D) memory, in the order and dtype of `query`.
     """
+    if exact_keys or sink_key is not None:
+        raise NotImplementedError("exact keys and sink keys are not in the PyTorch path yet.")
     batch, heads, num_queries, head_dim = query.shape
     output = query.new_empty(batch, num_queries, heads, head_dim).transpose(1, 2)
     size = 1 if query.device.type == "cpu" else batch

@@ -23,6 +23,9 @@ def avq_attention(
     num_refined: int,
     codewords: str = "means",
     num_updates: int = 0,
+    exact_keys: int = 0,
+    sink_key: Tensor | None = None,
+    sink_value: Tensor | None = None,
     query_tile: int,
     query_order: Tensor | None = None,
     importance_tile: int | None = None,
@@ -30,8 +33,9 @@ def avq_attention(
 ) -> Tensor:
     """Softmax attention over keys replaced by codewords, refined where a query tile looks most.
 
-    Assignments and the choice of parents are constants of the gradient. Gradients of keys pass
-    through the means, or straight through the quantization if codewords represent themselves.
+    Assignments and the choice of parents and of exact keys are constants of the gradient. Gradients
+    of keys pass through the means, or straight through the quantization if codewords represent
+    themselves.
 
     Args:
         query: (B, H, N, D).
@@ -43,6 +47,8 @@ def avq_attention(
         codewords: `"means"` or `"stored"`: what replaces a key, the mean of the keys in its leaf
             or cell, or the codeword.
         num_updates: Lloyd updates of the parents by these keys.
+        exact_keys: most keys per query tile that take part as themselves.
+        sink_key, sink_value: (B, H, T, D) that always do, or None.
         query_tile: consecutive queries of `query_order` that share one choice of parents.
         query_order: (N,) integer permutation of the queries; None is their own order.
         importance_tile: parents per tile of the tiled importance; None is exact.
@@ -60,6 +66,7 @@ def avq_attention(
         parents = spaced_keys(fixed_key, num_parents, query_order)
     else:
         parents = parents.detach().expand(len(key), -1, -1, -1)
+    num_parents = parents.shape[2]
     for _ in range(num_updates):
         cell = nearest(fixed_key, parents)
         parents = torch.where(_counts(cell, parents) > 0, _means(fixed_key, cell, parents), parents)
@@ -67,19 +74,21 @@ def avq_attention(
         children = cell_keys(fixed_key, nearest(fixed_key, parents), parents, num_children)
     else:
         children = children.detach().expand(len(key), -1, -1, -1, -1)
+    num_children = children.shape[3]
     cell, leaf = assign(fixed_key, parents, children)
-    leaves = torch.cat([parents[:, :, :, None], children], dim=3)
-    leaf = cell * leaves.shape[3] + leaf
-    leaves = leaves.flatten(2, 3)
+    # Rows of leaves: what stays with each parent, then the children.
+    leaf = torch.where(leaf > 0, num_parents + cell * num_children + leaf - 1, cell)
+    leaves = torch.cat([parents, children.flatten(2, 3)], dim=2)
 
     if codewords == "means":
         coarse, fine = _means(key, cell, parents), _means(key, leaf, leaves)
-        parents = coarse.detach()
+        parents, leaves = coarse.detach(), fine.detach()
         straight_through = torch.zeros_like(key)
     else:
         coarse, fine = parents.to(key.dtype), leaves.to(key.dtype)
         straight_through = key - key.detach()
-    coarse_key, fine_key = _take(coarse, cell), _take(fine, leaf)
+    representatives = torch.cat([coarse, fine], dim=2)
+    rows = torch.cat([parents, leaves], dim=2)
     counts = _counts(cell, parents)[..., 0].to(parents.dtype)
 
     output = torch.empty_like(query)
@@ -87,10 +96,18 @@ def avq_attention(
         tile_query = query[:, :, tile]
         tile_importance = importance(tile_query, parents, counts, scale, importance_tile)
         refined = select(tile_importance, num_refined)
-        is_refined = refined.gather(-1, cell)[..., None]
-        quantized_key = torch.where(is_refined, fine_key, coarse_key) + straight_through
+        row = torch.where(refined.gather(-1, cell), num_parents + leaf, cell)
+        tile_key, tile_value = _take(representatives, row) + straight_through, value
+        if exact_keys > 0:
+            row_counts = _counts(row, rows)[..., 0]
+            mass = leaf_importance(tile_query, rows, row_counts, parents, counts, scale)
+            exact = select_exact(mass, row_counts, exact_keys)
+            tile_key = torch.where(exact.gather(-1, row)[..., None], key, tile_key)
+        if sink_key is not None and sink_value is not None:
+            tile_key = torch.cat([tile_key, sink_key], dim=2)
+            tile_value = torch.cat([value, sink_value], dim=2)
         output[:, :, tile] = F.scaled_dot_product_attention(
-            tile_query, quantized_key, value, scale=scale
+            tile_query, tile_key, tile_value, scale=scale
         )
     return output
 
@@ -205,6 +222,51 @@ def importance(
         mass = (log_mass[..., start:stop] - log_denominator[..., None]).exp().sum(dim=-2)
         importance[..., start:stop] = mass
     return importance.where(counts > 0, 0)
+
+
+@torch.no_grad()
+def leaf_importance(
+    tile_query: Tensor,
+    leaves: Tensor,
+    leaf_counts: Tensor,
+    parents: Tensor,
+    counts: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention mass that each leaf receives from the queries of one tile.
+
+    The softmax denominator is that of `importance`, over the parents: a cell that is not refined
+    has its parent's importance.
+
+    Args:
+        tile_query: (B, H, I, D), the queries of one tile.
+        leaves: (B, H, M, D), what represents them.
+        leaf_counts: (B, H, M), keys per leaf.
+        parents, counts, scale: as in `importance`.
+
+    Returns:
+        (B, H, M); 0 for leaves without keys.
+    """
+    tile_query = scale * tile_query.to(parents.dtype)
+    parent_mass = tile_query @ parents.mT + counts.log()[:, :, None]
+    mass = tile_query @ leaves.mT + leaf_counts.to(leaves.dtype).log()[:, :, None]
+    return (mass - parent_mass.logsumexp(-1, keepdim=True)).exp().sum(dim=-2)
+
+
+def select_exact(importance: Tensor, counts: Tensor, exact_keys: int) -> Tensor:
+    """Mark leaves by falling importance, as long as they have at most `exact_keys` keys together.
+
+    Of equally important leaves the lower index comes first.
+
+    Args:
+        importance, counts: (..., M).
+
+    Returns:
+        (..., M) bool.
+    """
+    ranking = importance.argsort(dim=-1, descending=True, stable=True)
+    is_exact = counts.gather(-1, ranking).cumsum(dim=-1) <= exact_keys
+    return torch.zeros_like(is_exact).scatter(-1, ranking, is_exact)
 
 
 def select(importance: Tensor, num_refined: int) -> Tensor:

@@ -10,20 +10,23 @@ import torch
 from torch import Tensor
 
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.config import CODEWORDS, check_int, check_num_updates
+from avq_diffusers.config import CODEWORDS, check_exact_keys, check_int, check_num_updates
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_SCALE = sys.float_info.max
 
 
 class Options(TypedDict):
-    """The arguments of `avq_attention` beside tensors and codebook."""
+    """The arguments of `avq_attention` beside query, key, value and codebook."""
 
     num_parents: int
     num_children: int
     num_refined: int
     codewords: str
     num_updates: int
+    exact_keys: int
+    sink_key: Tensor | None
+    sink_value: Tensor | None
     query_tile: int
     query_order: Tensor | None
     importance_tile: int | None
@@ -41,6 +44,9 @@ def check_arguments(
     num_refined: int,
     codewords: str,
     num_updates: int,
+    exact_keys: int,
+    sink_key: Tensor | None,
+    sink_value: Tensor | None,
     query_tile: int,
     query_order: Tensor | None,
     importance_tile: int | None,
@@ -52,13 +58,19 @@ def check_arguments(
         query: (B, H, N, D).
         key, value: (B, H, S, D).
         codebook: of H heads and head dim D, or None for codewords from the keys.
+        sink_key, sink_value: (B, H, T, D), or both None.
         query_order: (N,) or None.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes or devices do not agree, or a number is outside its range.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    if (sink_key is None) != (sink_value is None):
+        raise ValueError("sink_key and sink_value must be given together.")
+    keys = {"key": key, "value": value}
+    if sink_key is not None and sink_value is not None:
+        keys |= {"sink_key": sink_key, "sink_value": sink_value}
+    for name, tensor in {"query": query, **keys}.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}.")
         if tensor.ndim != 4:
@@ -74,7 +86,7 @@ def check_arguments(
             raise ValueError(f"{name} must not be empty, but got shape {tuple(tensor.shape)}.")
     if not (codebook is None or isinstance(codebook, Codebook)):
         raise TypeError(f"codebook must be a Codebook, but got {type(codebook).__name__}.")
-    devices = {"key": key.device, "value": value.device}
+    devices = {name: tensor.device for name, tensor in keys.items()}
     if codebook is not None:
         devices["codebook"] = codebook.parents.device
     if query_order is not None:
@@ -95,12 +107,13 @@ def check_arguments(
             )
     batch, heads, _, head_dim = query.shape
     shapes = [
-        ("key", "batch size", key.shape[0], batch),
-        ("value", "batch size", value.shape[0], batch),
-        ("key", "number of heads", key.shape[1], heads),
-        ("value", "number of heads", value.shape[1], heads),
-        ("key", "head dim", key.shape[3], head_dim),
-        ("value", "head dim", value.shape[3], head_dim),
+        (name, word, tensor.shape[dim], expected)
+        for dim, word, expected in (
+            (0, "batch size", batch),
+            (1, "number of heads", heads),
+            (3, "head dim", head_dim),
+        )
+        for name, tensor in keys.items()
     ]
     if codebook is not None:
         shapes += [
@@ -114,6 +127,11 @@ def check_arguments(
         raise ValueError(
             f"value must have as many tokens as key, {key.shape[2]}, but got {value.shape[2]}."
         )
+    if sink_key is not None and sink_value is not None and sink_value.shape != sink_key.shape:
+        raise ValueError(
+            f"sink_value must have as many tokens as sink_key, {sink_key.shape[2]}, but got "
+            f"{sink_value.shape[2]}."
+        )
 
     check_int("num_parents", num_parents, 1)
     check_int("num_children", num_children, 0)
@@ -122,6 +140,7 @@ def check_arguments(
     check_int("query_tile", query_tile, 1)
     if importance_tile is not None:
         check_int("importance_tile", importance_tile, 1)
+    check_exact_keys(exact_keys, importance_tile)
     if scale is not None and not isinstance(scale, int | float):
         raise TypeError(f"scale must be a number or None, but got {type(scale).__name__}.")
     if scale is not None and not abs(scale) <= LARGEST_SCALE:

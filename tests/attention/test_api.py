@@ -144,8 +144,8 @@ def test_auto_takes_the_dense_way_where_it_gets_gradients_faster(num_refined):
 )
 def test_the_dense_way_needs_stored_codewords(changes):
     arguments = {"codebook": CODEBOOK, "num_refined": 6, "backend": "dense"} | changes
-    message = r'^backend="dense" cannot run: it needs stored codewords, no updates\.$'
-    with pytest.raises(ValueError, match=message):
+    message = 'backend="dense" cannot run: it needs stored codewords, no updates, exact keys or sink keys.'
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         stored_attention(QUERY, KEY, VALUE, **arguments)
 
 
@@ -183,11 +183,12 @@ def custom_op_arguments(**options):
         "num_refined": 2,
         "codewords": "stored",
         "num_updates": 0,
+        "exact_keys": 0,
         "query_tile": 16,
         "importance_tile": 4,
         "scale": 0.3,
     }
-    return QUERY, KEY, VALUE, *(defaults | options).values()
+    return QUERY, KEY, VALUE, None, None, *(defaults | options).values()
 
 
 OWN = {"parents": None, "children": None, "codewords": "means"}
@@ -218,7 +219,8 @@ def test_opcheck(options, needs_grad):
 @pytest.mark.parametrize("needs_grad", [(True,) * 3, (False, True, False), (True, False, True)])
 @pytest.mark.parametrize("options", [{}, OWN], ids=["stored", "own"])
 def test_opcheck_of_the_gradients(needs_grad, options):
-    arguments = (torch.ones_like(QUERY), *custom_op_arguments(**options), needs_grad)
+    needed = (*needs_grad, False, False)
+    arguments = (torch.ones_like(QUERY), *custom_op_arguments(**options), needed)
     torch.library.opcheck(torch.ops.avq_diffusers.attention_backward, arguments)
 
 
