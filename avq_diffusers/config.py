@@ -207,7 +207,7 @@ def check_exact_keys(exact_keys: Any, importance_tile: int | None) -> None:
     check_int("exact_keys", exact_keys, 0)
     if exact_keys and importance_tile is not None:
         raise ValueError(
-            f"exact_keys needs the exact importance: importance_tile must be None, but got "
+            f"exact_keys needs exact importance: importance_tile must be None, but got "
             f"{importance_tile}."
         )
 

@@ -11,6 +11,13 @@ def test_parses_the_papers_notation(text):
     assert AVQConfig.parse(text) == AVQConfig(num_parents=64, num_children=8, num_refined=16)
 
 
+@pytest.mark.parametrize("text", ["M64P16C8E256", "M256P0C0E64"])
+def test_exact_keys_are_part_of_the_notation(text):
+    config = AVQConfig.parse(text)
+    assert config.exact_keys == int(text.split("E")[1])
+    assert str(config) == text
+
+
 def test_parses_flat_vq():
     config = AVQConfig.parse("M256")
     assert (config.num_parents, config.num_children, config.num_refined) == (256, 0, 0)
@@ -41,7 +48,9 @@ def test_prints_what_it_parses(text):
     assert str(AVQConfig.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "64/16/8", "M64P16", "M64C8P16", "M-1", "M64P16C8x", "M6.4"])
+@pytest.mark.parametrize(
+    "text", ["", "64/16/8", "M64P16", "E256", "M64P16C8E", "M64C8P16", "M-1", "M64P16C8x", "M6.4"]
+)
 def test_parse_rejects_other_forms(text):
     message = f"expected a configuration such as M64P16C8 or M256, but got {text!r}."
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -55,6 +64,12 @@ def test_parse_rejects_other_forms(text):
         ({"num_children": -1}, ValueError, "num_children must be at least 0, but got -1."),
         ({"num_refined": -1}, ValueError, "num_refined must be at least 0, but got -1."),
         ({"query_tile": 0}, ValueError, "query_tile must be at least 1, but got 0."),
+        ({"exact_keys": -1}, ValueError, "exact_keys must be at least 0, but got -1."),
+        (
+            {"exact_keys": 64, "importance_tile": 8},
+            ValueError,
+            "exact_keys needs exact importance: importance_tile must be None, but got 8.",
+        ),
         ({"importance_tile": 0}, ValueError, "importance_tile must be at least 1, but got 0."),
         ({"num_parents": 8.0}, TypeError, "num_parents must be an int, but got 8.0 (float)."),
         ({"query_tile": True}, TypeError, "query_tile must be an int, but got True (bool)."),
