@@ -151,27 +151,22 @@ def attention_and_backend(
     if isinstance(codebook, Codebook):
         options["num_parents"] = int(codebook.num_parents)  # torch.jit.trace has tensors here
         options["num_children"] = int(codebook.num_children)
-    check_arguments(query, key, value, codebook, **options)
+    backend = _settled_backend(backend, query, key, value, codebook, options)
     sinks = options["sink_key"], options["sink_value"]
-    names = ("key", "value", "sink_key", "sink_value")
-    for name, tensor in zip(names, (key, value, *sinks), strict=True):
-        if tensor is not None and tensor.dtype != query.dtype:
-            raise TypeError(
-                f"{name} must have the dtype of query, {query.dtype}, but got {tensor.dtype}."
-            )
     _refuse_tangents(query, key, value, *sinks)
-    backend = resolve_backend(backend, query, key, value, codebook, **options)
     scale = options["scale"]
     options["scale"] = scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     parents = children = None
     if codebook is not None:
         parents, children = codebook.parents, codebook.children
     if backend == "triton":
+        needs_grad = _needs_grad(query, key, value, *sinks)
+        operation = _kernel_attention
+        if not needs_grad and not _is_watched(query, key, value):
+            operation = _launch_kernels
         # A codebook that requires a gradient gets none.
-        with torch.set_grad_enabled(_needs_grad(query, key, value, *sinks)):
-            output = _kernel_attention(
-                query, key, value, parents=parents, children=children, **options
-            )
+        with torch.set_grad_enabled(needs_grad):
+            output = operation(query, key, value, parents=parents, children=children, **options)
         return output, backend
 
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -189,6 +184,67 @@ def attention_and_backend(
         else:
             output = reference.avq_attention(query, key, value, parents, children, **options)
     return output.transpose(1, 2).contiguous().transpose(1, 2), backend
+
+
+# The backends of calls on a GPU whose arguments have been checked, by all that was checked.
+_settled: dict[tuple[object, ...], str] = {}
+_MOST_SETTLED = 512
+
+
+def _settled_backend(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    codebook: Codebook | None,
+    options: Options,
+) -> str:
+    """Check the arguments and choose the backend: on a GPU once for all calls that look alike."""
+    looks = None
+    if isinstance(query, Tensor) and query.is_cuda and not torch.compiler.is_compiling():
+        arguments = (query, key, value, codebook, backend, *options.values())
+        looks = (torch.is_grad_enabled(), *options, *map(_look, arguments))
+        try:
+            found = _settled.get(looks)
+        except TypeError:  # an argument of a wrong type that has no hash
+            looks = found = None
+        if found is not None:
+            return found
+    check_arguments(query, key, value, codebook, **options)
+    sinks = options["sink_key"], options["sink_value"]
+    names = ("key", "value", "sink_key", "sink_value")
+    for name, tensor in zip(names, (key, value, *sinks), strict=True):
+        if tensor is not None and tensor.dtype != query.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of query, {query.dtype}, but got {tensor.dtype}."
+            )
+    backend = resolve_backend(backend, query, key, value, codebook, **options)
+    if looks is not None:
+        if len(_settled) >= _MOST_SETTLED:
+            _settled.clear()
+        _settled[looks] = backend
+    return backend
+
+
+def _look(argument: object) -> tuple[object, ...]:
+    """All of an argument that checks and backends depend on."""
+    if isinstance(argument, Tensor):
+        layout = argument.shape, argument.stride()
+        return *layout, argument.dtype, argument.device, argument.requires_grad
+    if isinstance(argument, Codebook):
+        return argument.parents.shape, argument.parents.device
+    return type(argument), argument
+
+
+def _is_watched(*tensors: Tensor) -> bool:
+    """Whether a compiler, a trace, a mode or a kind of tensor must see an operation."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.maybe_current_level() is not None
+        or any(type(tensor) is not Tensor for tensor in tensors)
+    )
 
 
 def resolve_backend(
@@ -349,8 +405,7 @@ def _attention(
         )
 
 
-@torch.library.custom_op("avq_diffusers::kernel_attention", mutates_args=())
-def _kernel_attention(
+def _launch_kernels(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -407,6 +462,11 @@ def _kernel_attention(
             query_order=query_order,
             importance_tile=importance_tile,
         )
+
+
+_kernel_attention = torch.library.custom_op(
+    "avq_diffusers::kernel_attention", _launch_kernels, mutates_args=()
+)
 
 
 def _updated_parents(

@@ -459,16 +459,6 @@ def test_kernels_compile_to_what_was_meant(problems):
         assert result["products"] > 0, result
 
 
-class Recorder:
-    """Stands in for a kernel and keeps the arguments of its launch."""
-
-    def __getitem__(self, grid):
-        return self
-
-    def __call__(self, *arguments, **constants):
-        self.arguments, self.constants = arguments, constants
-
-
 def compile_launches(capability: int, head_dim: int, form: str) -> list[dict]:
     """Compile both kernels exactly as `precompute` launches them."""
     from compile_only import compile_for
@@ -479,26 +469,27 @@ def compile_launches(capability: int, head_dim: int, form: str) -> list[dict]:
         torch.int32: "*i32",
         torch.int64: "*i64",
     }
-    compiled = {"sort": kernels.sort_kernel, "aggregate": kernels.aggregate_kernel}
-    kernels.sort_kernel, kernels.aggregate_kernel = recorders = Recorder(), Recorder()
+    launches = []
+    kernels.Launch.__call__ = lambda launch, *pointers: launches.append(launch)
     order = torch.arange(4096) if form == "own" else None
     Problem((1, 2, 4096, head_dim), 64, 8).run_form(
         means=form != "stored", own=form == "own", key_order=order
     )
-    kernels.sort_kernel, kernels.aggregate_kernel = compiled.values()
     results = []
-    for (name, kernel), recorder in zip(compiled.items(), recorders, strict=True):
-        arguments = dict(zip(kernel.arg_names, recorder.arguments, strict=False))
+    for name, launch in zip(("sort", "aggregate"), launches, strict=True):
+        arguments = dict(
+            zip(launch.kernel.arg_names, (*launch.dtypes, *launch.numbers), strict=False)
+        )
         signature = {
-            argument: kinds[given.dtype] if isinstance(given, Tensor) else "i32"
+            argument: kinds.get(given, "i32")
             for argument, given in arguments.items()
             if given is not None
         }
-        constants = dict.fromkeys(arguments.keys() - signature.keys()) | dict(recorder.constants)
+        constants = dict.fromkeys(arguments.keys() - signature.keys()) | dict(launch.constants)
         options = {
             option: constants.pop(option, None) for option in ("num_warps", "num_stages", "maxnreg")
         }
-        info = compile_for(kernel, signature, constants, capability=capability, **options)
+        info = compile_for(launch.kernel, signature, constants, capability=capability, **options)
         results.append(
             {
                 "kernel": f"{name}, {form}, D = {head_dim}, sm_{capability}",

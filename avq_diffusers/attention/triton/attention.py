@@ -26,7 +26,8 @@ all its keys, and columns of `means` from D on hold the share of those that stay
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from avq_diffusers.attention.triton.codewords import mean_columns, padded_sizes
-from avq_diffusers.attention.triton.launch import launch
+from avq_diffusers.attention.triton.launch import MOST_PLANS, Launch, aligned, pointer
 from avq_diffusers.attention.triton.selection import rank_of, tiled_importance
 from avq_diffusers.attention.triton.softmax import (
     LOG_ZERO,
@@ -438,38 +439,84 @@ def attend(
     Returns:
         (B, H, N, D) view of new (B, N, H, D) memory, dtype of `query`.
     """
-    batch, heads, num_queries, head_dim = query.shape
     # The kernel promises the compiler rows of 16 bytes.
     if any(stride % 8 for stride in query.stride()[:3]) or query.data_ptr() % 16:
         query = query.transpose(1, 2).contiguous().transpose(1, 2)
-    output = query.new_empty(batch, num_queries, heads, head_dim)
+    if query_order is not None:
+        query_order = aligned(query_order)
+    plan = _plan(
+        query.device,
+        query.shape,
+        query.stride(),
+        query.dtype,
+        num_parents,
+        num_children,
+        num_refined,
+        query_tile,
+        None if query_order is None else query_order.dtype,
+        importance_tile,
+        codes.ndim == 4,
+        tiling,
+    )
+    output = query.new_empty(plan.output)
+    refined = query.new_empty(plan.refined, dtype=torch.int32)
+    tensors = (query, query_order, codes, means, log_counts, refined, output)
+    plan.attend(*(pointer(tensor) for tensor in tensors))
+    return output.transpose(1, 2)
+
+
+class _Plan(NamedTuple):
+    """What the problem size decides about a call; `output` and `refined` are shapes."""
+
+    output: tuple[int, ...]
+    refined: tuple[int, ...]
+    attend: Launch
+
+
+@lru_cache(MOST_PLANS)
+def _plan(
+    device: torch.device,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    num_parents: int,
+    num_children: int,
+    num_refined: int,
+    query_tile: int,
+    order_dtype: torch.dtype | None,
+    importance_tile: int | None,
+    means: bool,
+    tiling: AttentionTiling | None,
+) -> _Plan:
+    batch, heads, num_queries, head_dim = shape
     num_tiles = -(-num_queries // query_tile)
-    refined = query.new_empty((batch, heads, num_tiles, num_refined), dtype=torch.int32)
     constants = launch_constants(
         heads=heads,
         head_dim=head_dim,
-        query_stride=query.stride(2),
+        query_stride=strides[2],
         num_parents=num_parents,
         num_children=num_children,
         num_refined=num_refined,
         query_tile=query_tile,
         importance_tile=importance_tile,
-        dtype=query.dtype,
-        means=codes.ndim == 4,
-        capability=_capability(query.device),
+        dtype=dtype,
+        means=means,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         tiling=tiling,
     )
-    launch(
-        _attention_kernel,
-        (heads * num_tiles, batch, 1),
-        (query, query_order, codes, means, log_counts, refined, output),
-        (num_queries, query.stride(0), query.stride(1)),
-        constants,
+    return _Plan(
+        output=(batch, num_queries, heads, head_dim),
+        refined=(batch, heads, num_tiles, num_refined),
+        attend=Launch(
+            _attention_kernel,
+            (heads * num_tiles, batch, 1),
+            (dtype, order_dtype, dtype, dtype, torch.float32, torch.int32, dtype),
+            (num_queries, *strides[:2]),
+            constants,
+        ),
     )
-    return output.transpose(1, 2)
 
 
-@cache
 def launch_constants(
     *,
     heads: int,
@@ -538,8 +585,3 @@ def launch_constants(
 def _padded(length: int) -> int:
     """The size of a block that holds `length`: a power of two that tensor cores accept."""
     return max(16, triton.next_power_of_2(length))
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

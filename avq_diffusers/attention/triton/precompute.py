@@ -19,7 +19,7 @@ L leaves of a parent (0 stays, c + 1 is child c) and padding, T chunks.
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,13 @@ from torch import Tensor
 
 from avq_diffusers.attention.triton.aggregate import aggregate_kernel
 from avq_diffusers.attention.triton.codewords import StoredCodes, mean_columns, padded_sizes
-from avq_diffusers.attention.triton.launch import launch
+from avq_diffusers.attention.triton.launch import (
+    MOST_PLANS,
+    Launch,
+    Workspace,
+    aligned,
+    pointer,
+)
 from avq_diffusers.attention.triton.sort import sort_kernel
 
 
@@ -151,122 +157,126 @@ def precompute(
             divisor. A row without keys is 0.
         log_counts: float32, log2 of the number of keys of every row of `codes`.
     """
-    batch, num_heads, num_keys, head_dim = key.shape
-    strides = (*key.stride()[:3], *value.stride()[:3])
-    # A stride times a constant lets the compiler prove that rows of 16 bytes are aligned.
-    align = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    strides = [stride // align for stride in strides]
+    key, value = aligned(key), aligned(value)
+    if key_order is not None:
+        key_order = aligned(key_order)
     plan = _plan(
-        batch * num_heads,
-        num_keys,
-        head_dim,
+        key.device,
+        key.shape,
+        key.stride(),
+        value.stride(),
+        key.dtype,
+        stored is not None,
+        parents is not None,
+        None if key_order is None else key_order.dtype,
         num_parents,
         num_children,
-        key.dtype,
-        align,
         means,
         scale,
         tiling,
     )
+    _memory, parts = plan.workspace.allocate(key.device)
+    rank, order, count, start, ticket, piece_counts, piece_sums, own_centre = parts
+    code = bias = None
+    centre = own_centre
+    if stored is not None:
+        code, bias, centre = (pointer(x) for x in stored)
+    mean_keys = key.new_empty(plan.mean_keys) if means else None
+    mean_values = key.new_empty(plan.mean_values)
+    log_counts = key.new_empty(plan.log_counts, dtype=torch.float32)
 
-    heads = (batch, num_heads)
-    rank, order, count, start, ticket, piece_counts = (
-        key.new_empty(heads + shape, dtype=torch.int32) for shape in plan.integers
+    keys = pointer(key)
+    made_of = (pointer(key_order), pointer(parents), code, bias, centre)
+    plan.sort(keys, *made_of, rank, order, count, start, ticket)
+    plan.aggregate(
+        keys,
+        pointer(value),
+        *made_of,
+        order,
+        start,
+        ticket,
+        piece_sums,
+        piece_counts,
+        pointer(mean_keys),
+        pointer(mean_values),
+        pointer(log_counts),
     )
-    piece_sums = key.new_empty(heads + plan.piece_sums, dtype=torch.float32)
-    if stored is None:
-        codes = bias = None
-        centre = key.new_empty(heads + plan.piece_sums[-1:], dtype=torch.float32)
-    else:
-        codes, bias, centre = stored
-    mean_keys = key.new_empty(heads + plan.mean_keys) if means else None
-    mean_values = key.new_empty(heads + plan.means)
-    log_counts = key.new_empty(heads + plan.log_counts, dtype=torch.float32)
-
-    launch(
-        sort_kernel,
-        (num_heads, batch, plan.num_chunks),
-        (key, key_order, parents, codes, bias, centre, rank, order, count, start, ticket),
-        (*strides[:3], num_keys, plan.chunk_keys),
-        plan.sort,
-    )
-    launch(
-        aggregate_kernel,
-        (num_heads, batch, plan.num_pieces),
-        (
-            key,
-            value,
-            key_order,
-            parents,
-            codes,
-            bias,
-            centre,
-            order,
-            start,
-            ticket,
-            piece_sums,
-            piece_counts,
-            mean_keys,
-            mean_values,
-            log_counts,
-        ),
-        (*strides, num_keys, plan.chunk_keys, plan.num_chunks, plan.num_pieces),
-        plan.aggregate,
-    )
-    if mean_keys is not None:
-        codes = mean_keys
+    codes = mean_keys if stored is None or means else stored.codes
     assert codes is not None
     return codes, mean_values, log_counts
 
 
 class _Plan(NamedTuple):
-    """What the problem size decides about the launches.
+    """What the problem size decides about a call.
 
-    num_chunks, chunk_keys: chunks that hold keys, and keys of each but the last.
-    num_pieces: most pieces that keys of one head can be cut into.
-    integers, piece_sums, mean_keys, means, log_counts: shapes of outputs and workspaces of a head.
-    sort, aggregate: constants and options of the kernels.
+    mean_keys, mean_values, log_counts: shapes of the outputs.
     """
 
-    num_chunks: int
-    chunk_keys: int
-    num_pieces: int
-    integers: tuple[tuple[int, ...], ...]
-    piece_sums: tuple[int, ...]
+    workspace: Workspace
     mean_keys: tuple[int, ...]
-    means: tuple[int, ...]
+    mean_values: tuple[int, ...]
     log_counts: tuple[int, ...]
-    sort: dict[str, object]
-    aggregate: dict[str, object]
+    sort: Launch
+    aggregate: Launch
 
 
-@cache
+@lru_cache(MOST_PLANS)
 def _plan(
-    num_heads: int,
-    num_keys: int,
-    head_dim: int,
+    device: torch.device,
+    shape: torch.Size,
+    key_strides: tuple[int, ...],
+    value_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    is_stored: bool,
+    has_parents: bool,
+    order_dtype: torch.dtype | None,
     num_parents: int,
     num_children: int,
-    dtype: torch.dtype,
-    align: int,
     means: bool,
     scale: float,
     tiling: PrecomputeTiling | None,
 ) -> _Plan:
+    batch, num_heads, num_keys, head_dim = shape
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
     tiling = tiling or default_tiling(
-        num_heads, num_keys, padded_dim, num_parents, num_children, dtype, means
+        batch * num_heads, num_keys, padded_dim, num_parents, num_children, dtype, means
     )
     code_rows = parent_rows + num_parents * child_rows
     leaf_rows = max(16, 2 * child_rows)
     # Products and strips both divide a chunk.
     tile_keys = max(tiling.sort_keys, 32 * tiling.sort_warps)
     chunk_keys = -(-num_keys // (tile_keys * tiling.num_chunks)) * tile_keys
+    num_chunks = -(-num_keys // chunk_keys)
+    # The most that the keys of one head can be cut into.
     num_pieces = parent_rows + num_keys // tiling.piece_keys
     sort_parents = min(tiling.sort_parents, parent_rows)
     resident_rows = parent_rows + tiling.sort_stages * tiling.sort_keys
     resident_bytes = resident_rows * padded_dim * (4 if dtype == torch.float32 else 2)
-    sizes = {
+    # A stride times a constant lets the compiler prove that rows of 16 bytes are aligned.
+    strides = (*key_strides[:3], *value_strides[:3])
+    align = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    strides = tuple(stride // align for stride in strides)
+
+    heads = (batch, num_heads)
+    int32, float32 = torch.int32, torch.float32
+    workspace = {
+        "rank": ((*heads, tiling.num_chunks, chunk_keys), int32),
+        "order": ((*heads, num_keys), int32),
+        "count": ((*heads, tiling.num_chunks, tiling.sort_warps, parent_rows), int32),
+        "start": ((*heads, parent_rows + 1, tiling.num_chunks), int32),
+        "ticket": ((*heads, parent_rows), int32),
+        "piece_counts": ((*heads, num_pieces, leaf_rows), int32),
+        "piece_sums": ((*heads, num_pieces, leaf_rows * (1 + means), padded_dim), float32),
+        "centre": (() if is_stored else (*heads, padded_dim), float32),
+    }
+    made_of = (
+        order_dtype,
+        dtype if has_parents else None,
+        dtype if is_stored else None,
+        float32 if is_stored else None,
+        float32,
+    )
+    constants = {
         "CODE_ROWS": code_rows,
         "NUM_PARENTS": num_parents,
         "HEAD_DIM": head_dim,
@@ -276,42 +286,46 @@ def _plan(
         "ALIGN": align,
     }
     return _Plan(
-        num_chunks=-(-num_keys // chunk_keys),
-        chunk_keys=chunk_keys,
-        num_pieces=num_pieces,
-        integers=(
-            (tiling.num_chunks, chunk_keys),
-            (num_keys,),
-            (tiling.num_chunks, tiling.sort_warps, parent_rows),
-            (parent_rows + 1, tiling.num_chunks),
-            (parent_rows,),
-            (num_pieces, leaf_rows),
+        workspace=Workspace(*zip(*workspace.values(), strict=True)),
+        mean_keys=(*heads, parent_rows + code_rows, padded_dim),
+        mean_values=(*heads, parent_rows + code_rows, mean_columns(head_dim)),
+        log_counts=(*heads, parent_rows * means + code_rows),
+        sort=Launch(
+            sort_kernel,
+            (num_heads, batch, num_chunks),
+            (dtype, *made_of, *[int32] * 5),
+            (*strides[:3], num_keys, chunk_keys),
+            {
+                **constants,
+                "KEYS": tiling.sort_keys,
+                "PARENTS": sort_parents,
+                "STRIPS": tiling.sort_warps,
+                "RESIDENT": sort_parents == parent_rows or resident_bytes <= tiling.sort_shared,
+                "num_warps": tiling.sort_warps,
+                "num_stages": tiling.sort_stages,
+            },
         ),
-        piece_sums=(num_pieces, leaf_rows * (1 + means), padded_dim),
-        mean_keys=(parent_rows + code_rows, padded_dim),
-        means=(parent_rows + code_rows, mean_columns(head_dim)),
-        log_counts=(parent_rows * means + code_rows,),
-        sort={
-            **sizes,
-            "KEYS": tiling.sort_keys,
-            "PARENTS": sort_parents,
-            "STRIPS": tiling.sort_warps,
-            "RESIDENT": sort_parents == parent_rows or resident_bytes <= tiling.sort_shared,
-            "num_warps": tiling.sort_warps,
-            "num_stages": tiling.sort_stages,
-        },
-        aggregate={
-            **sizes,
-            "FACTOR": scale * math.log2(math.e),
-            "NUM_CHILDREN": num_children,
-            "MEAN_COLUMNS": mean_columns(head_dim),
-            "CHILD_ROWS": child_rows,
-            "LEAF_ROWS": leaf_rows,
-            "LOG2_CHUNKS": tiling.num_chunks.bit_length() - 1,
-            "PIECE": tiling.piece_keys,
-            "KEYS": tiling.leaf_keys,
-            "num_warps": tiling.leaf_warps,
-            "num_stages": tiling.leaf_stages,
-            "maxnreg": tiling.leaf_registers,
-        },
+        aggregate=Launch(
+            aggregate_kernel,
+            (num_heads, batch, num_pieces),
+            (
+                *(dtype, dtype, *made_of, int32, int32, int32, float32, int32),
+                *(dtype if means else None, dtype, float32),
+            ),
+            (*strides, num_keys, chunk_keys, num_chunks, num_pieces),
+            {
+                **constants,
+                "FACTOR": scale * math.log2(math.e),
+                "NUM_CHILDREN": num_children,
+                "MEAN_COLUMNS": mean_columns(head_dim),
+                "CHILD_ROWS": child_rows,
+                "LEAF_ROWS": leaf_rows,
+                "LOG2_CHUNKS": tiling.num_chunks.bit_length() - 1,
+                "PIECE": tiling.piece_keys,
+                "KEYS": tiling.leaf_keys,
+                "num_warps": tiling.leaf_warps,
+                "num_stages": tiling.leaf_stages,
+                "maxnreg": tiling.leaf_registers,
+            },
+        ),
     )
