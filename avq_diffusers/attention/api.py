@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Unpack
 
@@ -161,7 +161,7 @@ def attention_and_backend(
         parents, children = codebook.parents, codebook.children
     if backend == "triton":
         needs_grad = _needs_grad(query, key, value, *sinks)
-        operation = _kernel_attention
+        operation: Callable[..., Tensor] = _kernel_attention
         if not needs_grad and not _is_watched(query, key, value):
             operation = _launch_kernels
         # A codebook that requires a gradient gets none.
@@ -240,7 +240,7 @@ def _is_watched(*tensors: Tensor) -> bool:
     """Whether a compiler, a trace, a mode or a kind of tensor must see an operation."""
     return (
         torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
         or any(type(tensor) is not Tensor for tensor in tensors)
