@@ -1,7 +1,9 @@
 """Shared fixtures: fresh tiny models per test; tests marked `gpu` skip without a CUDA device."""
 
+import gc
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -16,6 +18,23 @@ from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # on tiny tensors, threads that wait for each other are 100x slower
+    if not torch.cuda.is_available():
+        patch_triton_once()
+
+
+def patch_triton_once() -> None:
+    """Leave the interpreter's operations in place; it looks for them at every jitted call."""
+    from triton.runtime import interpreter
+
+    patch, modules = interpreter._patch_lang, set()
+
+    def patch_once(function):
+        if function.__module__ not in modules:
+            modules.add(function.__module__)
+            patch(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,6 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the libraries' half a million objects, else searched again in every collection
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture
