@@ -22,8 +22,10 @@ section Method):
 This is affine in v_j. So every codeword stores the moments sum_i w_ia / n_a [1, s q_i] [dy_i,
 delta_i]^T, at O(N M D^2), and its keys read them.
 
-The choice of parents is a constant. The code of `forward` makes it again. After a forward pass by
-the kernels, it may choose differently between parents of nearly equal importance.
+Exact keys and sink keys are means of one key: they store the first two sums themselves.
+
+The choice of parents and of exact keys is a constant. The code of `forward` makes it again. After a
+forward pass by the kernels, it may choose differently between parents of nearly equal importance.
 
 Shapes: as in `forward`, with L numbers per codeword that its keys read.
 """
@@ -126,7 +128,7 @@ def gradients(
 
     Args:
         grad_output: (B, H, N, D).
-        needs_grad: for query, key and value.
+        needs_grad: for query, key, value and the sinks.
 
         The other arguments are those of `forward.avq_attention`.
 
@@ -134,24 +136,27 @@ def gradients(
         The gradients that are needed: (B, H, N, D) or (B, H, S, D) views of (B, N, H, D) memory, in
         the dtype of their input.
     """
-    if exact_keys or sink_key is not None:
-        raise NotImplementedError("exact keys and sink keys are not in the PyTorch path yet.")
     batch, heads, _, head_dim = query.shape
+    inputs = query, key, value, sink_key, sink_value
     grads = [
-        empty_gradient(x) if needed else None
-        for x, needed in zip((query, key, value), needs_grad[:3], strict=True)
+        empty_gradient(x) if needed and x is not None else None
+        for x, needed in zip(inputs, needs_grad, strict=True)
     ]
-    grad_query, grad_key, grad_value = grads
+    grad_query, grad_key, grad_value, grad_sink_key, grad_sink_value = grads
     moments_of = _MeanMoments if means else _StraightThroughMoments
     width = moments_of.width(head_dim, grad_key is not None, grad_value is not None)
 
     table_elements = heads * num_parents * (2 + num_children) * max(1, width)
+    if exact_keys:
+        table_elements += heads * key.shape[2] * 2 * head_dim
     size = min(batch, chunk_length(query.device, table_elements, ELEMENTS))
     for start in range(0, batch, size):
         part = slice(start, min(start + size, batch))
-        leaf, table = forward.leaves_and_table(
+        summary = forward.summarize(
             key[part],
             value[part],
+            None if sink_key is None else sink_key[part],
+            None if sink_value is None else sink_value[part],
             parents,
             children,
             query_order,
@@ -159,25 +164,39 @@ def gradients(
             num_children=num_children,
             means=means,
             num_updates=num_updates,
+            exact_keys=exact_keys,
         )
+        of_exact = of_sinks = None
+        if summary.exact is not None:
+            of_exact = _KeySums(summary.exact.keys, grad_key is not None, grad_value is not None)
+        if summary.sinks is not None:
+            of_sinks = _KeySums(
+                summary.sinks.keys, grad_sink_key is not None, grad_sink_value is not None
+            )
         moments = moments_of(
-            table,
+            summary.table,
+            of_exact,
             None if grad_key is None else grad_key[part],
             None if grad_value is None else grad_value[part],
         )
         _query_gradients(
             grad_output[part].flatten(0, 1),
             query[part].flatten(0, 1),
-            table,
+            summary,
             None if grad_query is None else grad_query[part],
             moments,
+            of_sinks,
             query_order,
             num_refined=num_refined,
             query_tile=query_tile,
             importance_tile=importance_tile,
             scale=scale,
         )
-        moments.write(leaf, value[part].flatten(0, 1))
+        moments.write(summary.leaf, value[part].flatten(0, 1))
+        if of_sinks is not None:
+            for grad, sums in ((grad_sink_value, of_sinks.values), (grad_sink_key, of_sinks.keys)):
+                if grad is not None:
+                    grad[part].copy_(sums.view(grad[part].shape))
     return [grad for grad in grads if grad is not None]
 
 
@@ -190,9 +209,10 @@ def empty_gradient(tokens: Tensor) -> Tensor:
 def _query_gradients(
     grad_output: Tensor,
     query: Tensor,
-    table: CodewordTable,
+    summary: forward.Summary,
     grad_query: Tensor | None,
     moments: "_Moments",
+    of_sinks: "_KeySums | None",
     query_order: Tensor | None,
     *,
     num_refined: int,
@@ -200,23 +220,26 @@ def _query_gradients(
     importance_tile: int | None,
     scale: float,
 ) -> None:
-    """Write the gradients (B, H / B, N, D) of the queries and add up the moments."""
+    """Write the gradients (B, H / B, N, D) of the queries and add up those of keys."""
+    table = summary.table
     heads, num_queries, head_dim = query.shape
     num_parents, per_cell = table.counts.shape[1:]
     dtype = table.codewords.dtype
     query_tile = min(query_tile, num_queries)
 
     num_visible = num_parents + num_refined * (per_cell - 2)
+    num_columns = num_visible + summary.num_single
     moment_elements = (num_visible + query_tile) * moments.sums.shape[-1]
-    tile_elements = moment_elements + 4 * num_visible * query_tile + 2 * num_visible * head_dim
+    moment_elements += summary.num_single * 2 * head_dim
+    tile_elements = moment_elements + 4 * num_columns * query_tile + 2 * num_columns * head_dim
     chunk = query_tile * chunk_length(query.device, heads * tile_elements, ELEMENTS)
     for start in range(0, num_queries, chunk):
         stop = min(start + chunk, num_queries)
         order = slice(start, stop) if query_order is None else query_order[start:stop].long()
         tiles = forward.cut_tiles(query, order, query_tile, dtype)
-        visible = forward.visible_codewords(
+        columns = forward.columns_of(
             tiles,
-            table,
+            summary,
             num_queries=stop - start,
             num_refined=num_refined,
             importance_tile=importance_tile,
@@ -225,38 +248,99 @@ def _query_gradients(
         tiles = scale * tiles.transpose(0, 1)
         grads = forward.cut_tiles(grad_output, order, query_tile, dtype).transpose(0, 1)
 
-        # (T, H, M0 + P C, ...)
-        codewords = forward.gather_rows(table.codewords, visible)
-        value_means = forward.gather_rows(table.value_means, visible)
-        log_counts = forward.gather_rows(table.log_counts, visible)
-        counts = forward.gather_rows(table.counts, visible)
-
-        # (T, H, I, M0 + P C)
-        logits = tiles @ codewords.mT + log_counts[..., None, :]
+        # (T, H, I, K)
+        logits = tiles @ columns.keys.mT + columns.log_counts[..., None, :]
         weights = logits.softmax(dim=-1)
-        products = grads @ value_means.mT
+        products = grads @ columns.values.mT
         delta = (weights * products).sum(dim=-1, keepdim=True)
         if grad_query is not None:
             grad_logits = weights * (products - delta)
-            grad_tiles = scale * grad_logits @ codewords
+            grad_tiles = scale * grad_logits @ columns.keys
             forward.write_tiles(grad_query, grad_tiles.transpose(0, 1), order)
+        of_codewords, of_exact = slice(num_visible), moments.of_exact
         if moments.sums.shape[-1]:
-            weights /= counts.clamp(min=1)[..., None, :]
-            tile_moments = moments.of_tiles(tiles, grads, weights, products, delta)
-            # A tile sees no codeword twice, so no two rows of an addition collide.
-            for seen, added in zip(visible.flatten(1), tile_moments.flatten(1, 2), strict=True):
-                moments.sums.index_add_(0, seen, added)
+            counts = forward.gather_rows(table.counts, columns.visible).clamp(min=1)
+            of_key = weights[..., of_codewords] / counts[..., None, :]
+            found = moments.of_tiles(tiles, grads, of_key, products[..., of_codewords], delta)
+            _add_rows(moments.sums, columns.visible, found)
+        if of_exact is not None and columns.exact is not None and of_exact.sums.shape[-1]:
+            part = slice(num_visible, num_visible + columns.exact.shape[-1])
+            found = of_exact.of_tiles(tiles, grads, weights[..., part], products[..., part], delta)
+            _add_rows(of_exact.sums, columns.exact, found)
+        if of_sinks is not None and of_sinks.sums.shape[-1]:
+            part = slice(num_columns - of_sinks.sums.shape[1], num_columns)
+            found = of_sinks.of_tiles(tiles, grads, weights[..., part], products[..., part], delta)
+            of_sinks.sums += found.sum(dim=0)
+
+
+def _add_rows(sums: Tensor, rows: Tensor, found: Tensor) -> None:
+    """Add what tiles (T, H, K, L) found to rows (T, H, K) of the sums (all rows, L).
+
+    A tile has no row twice but where it adds 0, so the order of additions is fixed.
+    """
+    for tile_rows, added in zip(rows.flatten(1), found.flatten(1, 2), strict=True):
+        sums.index_add_(0, tile_rows, added)
+
+
+def _mean_gradients(
+    tiles: Tensor,
+    grads: Tensor,
+    weights: Tensor,
+    products: Tensor,
+    delta: Tensor,
+    *,
+    for_key: bool,
+    for_value: bool,
+) -> Tensor:
+    """Of the values, then of the keys of columns (T, H, K), as far as needed."""
+    of_values = [weights.mT @ grads] if for_value else []
+    of_keys = [(weights * (products - delta)).mT @ tiles] if for_key else []
+    return torch.cat(of_values + of_keys, dim=-1)
+
+
+class _KeySums:
+    """Gradients of keys that tiles meet as themselves.
+
+    sums: (..., L), for values, then for keys, D each where needed.
+    """
+
+    def __init__(self, keys: Tensor, for_key: bool, for_value: bool) -> None:
+        self.for_key, self.for_value = for_key, for_value
+        self.head_dim = keys.shape[-1]
+        self.sums = keys.new_zeros(*keys.shape[:-1], (for_key + for_value) * self.head_dim)
+
+    @property
+    def values(self) -> Tensor:
+        return self.sums[..., : self.head_dim]
+
+    @property
+    def keys(self) -> Tensor:
+        return self.sums[..., -self.head_dim :]
+
+    def of_tiles(
+        self, tiles: Tensor, grads: Tensor, weights: Tensor, products: Tensor, delta: Tensor
+    ) -> Tensor:
+        """What the keys of tiles get, (T, H, K, L)."""
+        return _mean_gradients(
+            tiles, grads, weights, products, delta, for_key=self.for_key, for_value=self.for_value
+        )
 
 
 class _Moments(ABC):
     """What every codeword stores for its keys, over all tiles.
 
     sums: (H M0 (2 + C), L).
+    of_exact: what keys add to it where they are exact.
     """
 
     def __init__(
-        self, table: CodewordTable, grad_key: Tensor | None, grad_value: Tensor | None
+        self,
+        table: CodewordTable,
+        of_exact: _KeySums | None,
+        grad_key: Tensor | None,
+        grad_value: Tensor | None,
     ) -> None:
+        self.of_exact = of_exact
         self.grad_key = grad_key
         self.grad_value = grad_value
         self.shape = table.counts.shape
@@ -272,7 +356,7 @@ class _Moments(ABC):
     def of_tiles(
         self, tiles: Tensor, grads: Tensor, weights: Tensor, grad_logits: Tensor, delta: Tensor
     ) -> Tensor:
-        """What the codewords that tiles see store, (T, H, M0 + P C, L)."""
+        """What the codewords that tiles see store, (T, H, V, L)."""
 
     @abstractmethod
     def write(self, leaf: Tensor, value: Tensor) -> None:
@@ -292,6 +376,16 @@ class _Moments(ABC):
             part = slice(start, start + chunk)
             yield part, leaf[:, part].flatten()
 
+    def put(self, grad: Tensor, part: slice, of_leaves: Tensor) -> None:
+        """Write a slice of a gradient: that through the leaves, of shape (H keys, D), and that of
+        exact keys."""
+        target = grad[:, :, part]
+        if self.of_exact is not None:
+            sums = self.of_exact.keys if grad is self.grad_key else self.of_exact.values
+            of_exact = sums.unflatten(0, (-1, self.shape[0]))[part].transpose(0, 1)
+            of_leaves = of_leaves.view(of_exact.shape) + of_exact
+        target.copy_(of_leaves.view(target.shape))
+
 
 class _MeanMoments(_Moments):
     """Gradients of mean values and mean keys: L = D for each that is needed."""
@@ -303,11 +397,15 @@ class _MeanMoments(_Moments):
     def of_tiles(
         self, tiles: Tensor, grads: Tensor, weights: Tensor, products: Tensor, delta: Tensor
     ) -> Tensor:
-        of_values = [] if self.grad_value is None else [weights.mT @ grads]
-        of_keys = []
-        if self.grad_key is not None:
-            of_keys = [(weights * (products - delta)).mT @ tiles]
-        return torch.cat(of_values + of_keys, dim=-1)
+        return _mean_gradients(
+            tiles,
+            grads,
+            weights,
+            products,
+            delta,
+            for_key=self.grad_key is not None,
+            for_value=self.grad_value is not None,
+        )
 
     def write(self, leaf: Tensor, value: Tensor) -> None:
         targets = [grad for grad in (self.grad_value, self.grad_key) if grad is not None]
@@ -316,8 +414,7 @@ class _MeanMoments(_Moments):
         columns = self.of_leaves().chunk(len(targets), dim=-1)
         for part, rows in self.pieces(leaf):
             for grad, of_leaves in zip(targets, columns, strict=True):
-                target = grad[:, :, part]
-                target.copy_(of_leaves.index_select(0, rows).view(target.shape))
+                self.put(grad, part, of_leaves.index_select(0, rows))
 
 
 class _StraightThroughMoments(_Moments):
@@ -344,10 +441,8 @@ class _StraightThroughMoments(_Moments):
         moments = self.of_leaves().unflatten(-1, (-1, 1 + head_dim))
         for part, rows in self.pieces(leaf):
             if self.grad_value is not None:
-                target = self.grad_value[:, :, part]
-                target.copy_(moments[:, 0, :-1].index_select(0, rows).view(target.shape))
+                self.put(self.grad_value, part, moments[:, 0, :-1].index_select(0, rows))
             if self.grad_key is not None:
-                target = self.grad_key[:, :, part]
                 values = F.pad(value[:, part].to(moments.dtype), (0, 1), value=-1)
                 matrices = moments[:, -head_dim:].index_select(0, rows)
-                target.copy_((matrices @ values.reshape(-1, 1 + head_dim, 1)).view(target.shape))
+                self.put(self.grad_key, part, matrices @ values.reshape(-1, 1 + head_dim, 1))

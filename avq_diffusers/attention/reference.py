@@ -100,8 +100,10 @@ def avq_attention(
         tile_key, tile_value = _take(representatives, row) + straight_through, value
         if exact_keys > 0:
             row_counts = _counts(row, rows)[..., 0]
-            mass = leaf_importance(tile_query, rows, row_counts, parents, counts, scale)
-            exact = select_exact(mass, row_counts, exact_keys)
+            distance = _squared_distance(fixed_key, _take(rows, row))[..., None]
+            spread = _means(distance, row, rows)[..., 0]
+            gain = exact_gain(tile_query, rows, spread, parents, counts, scale)
+            exact = select_exact(gain, row_counts, exact_keys)
             tile_key = torch.where(exact.gather(-1, row)[..., None], key, tile_key)
         if sink_key is not None and sink_value is not None:
             tile_key = torch.cat([tile_key, sink_key], dim=2)
@@ -225,46 +227,46 @@ def importance(
 
 
 @torch.no_grad()
-def leaf_importance(
+def exact_gain(
     tile_query: Tensor,
     leaves: Tensor,
-    leaf_counts: Tensor,
+    spread: Tensor,
     parents: Tensor,
     counts: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attention mass that each leaf receives from the queries of one tile.
+    """What a query tile gains from each key of a leaf or cell that it meets exactly.
 
-    The softmax denominator is that of `importance`, over the parents: a cell that is not refined
-    has its parent's importance.
+    The gain is the attention mass that one key receives from the tile's queries, times the squared
+    spread of its leaf. The softmax denominator is that of `importance`, over the parents.
 
     Args:
         tile_query: (B, H, I, D), the queries of one tile.
-        leaves: (B, H, M, D), what represents them.
-        leaf_counts: (B, H, M), keys per leaf.
+        leaves: (B, H, M, D), what represents leaves and cells.
+        spread: (B, H, M), mean squared distance of their keys to it; 0 without keys.
         parents, counts, scale: as in `importance`.
 
     Returns:
-        (B, H, M); 0 for leaves without keys.
+        (B, H, M).
     """
     tile_query = scale * tile_query.to(parents.dtype)
     parent_mass = tile_query @ parents.mT + counts.log()[:, :, None]
-    mass = tile_query @ leaves.mT + leaf_counts.to(leaves.dtype).log()[:, :, None]
-    return (mass - parent_mass.logsumexp(-1, keepdim=True)).exp().sum(dim=-2)
+    share = tile_query @ leaves.mT - parent_mass.logsumexp(-1, keepdim=True)
+    return (share + 2 * spread.to(share.dtype).log()[:, :, None]).exp().sum(dim=-2)
 
 
-def select_exact(importance: Tensor, counts: Tensor, exact_keys: int) -> Tensor:
-    """Mark leaves by falling importance, as long as they have at most `exact_keys` keys together.
+def select_exact(gain: Tensor, counts: Tensor, exact_keys: int) -> Tensor:
+    """Mark leaves by falling gain, as long as they have at most `exact_keys` keys together.
 
-    Of equally important leaves the lower index comes first.
+    Of equal leaves the lower index comes first.
 
     Args:
-        importance, counts: (..., M).
+        gain, counts: (..., M).
 
     Returns:
         (..., M) bool.
     """
-    ranking = importance.argsort(dim=-1, descending=True, stable=True)
+    ranking = gain.argsort(dim=-1, descending=True, stable=True)
     is_exact = counts.gather(-1, ranking).cumsum(dim=-1) <= exact_keys
     return torch.zeros_like(is_exact).scatter(-1, ranking, is_exact)
 

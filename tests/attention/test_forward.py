@@ -145,7 +145,8 @@ def test_every_key_is_counted_once():
     parent, leaf = reference.assign(key, codebook.parents, codebook.children)
     for b in range(2):
         found = nearest_leaves(key[b], codebook.parents, codebook.children)
-        counts, value_sums = forward.aggregate(found, value[b], 6, 4, torch.float64)
+        leaves = forward.sort_leaves(found, 6, 4)
+        counts, value_sums = forward.aggregate(leaves, value[b], torch.float64)
         assert counts.shape == (2, 6, 4)
         assert (counts.sum(dim=(1, 2)) == 77).all()
         torch.testing.assert_close(value_sums.sum(dim=(1, 2)), value[b].sum(dim=1))
