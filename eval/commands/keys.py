@@ -11,6 +11,7 @@ from eval.commands.options import Device, Output, command_line
 from eval.commands.stored import draw
 from eval.store.report import RESULTS, save_json
 
+SMALLEST = 64
 VIT = "vit"
 VIT_FOLDER = RESULTS / VIT
 METHODS = (
@@ -73,6 +74,8 @@ def keys_command(
     for name in names:
         key_method(name)
     sides = None if sizes is None else numbers_of("--sizes", sizes)
+    if sides and min(sides) < SMALLEST:
+        raise ValueError(f"--sizes must be at least {SMALLEST}, but got {min(sides)}.")
     chosen = device_of(device)
     if download:
         from eval.keys.vit import download_vit

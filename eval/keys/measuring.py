@@ -10,7 +10,7 @@ subject, and then over layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from math import isqrt
 from statistics import mean
 from typing import Any
@@ -135,11 +135,12 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
     return rows
 
 
+@cache
 def token_order(size: int, num_tokens: int, device: torch.device) -> Tensor:
-    """Gilbert order of the tokens of a square image.
+    """Gilbert order of the tokens of a square image, a cached tensor.
 
-    The grid is the largest that divides `size` and has no more than `num_tokens` places. Tokens
-    before it, such as CLS, come first.
+    The side of the grid is the largest divisor of `size` that leaves no grid of more than
+    `num_tokens` places. Tokens before the grid, such as CLS, come first.
     """
     side = next(side for side in range(isqrt(num_tokens), 0, -1) if size % side == 0)
     prefix = num_tokens - side**2

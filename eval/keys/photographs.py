@@ -25,7 +25,7 @@ def photograph(name: str, size: int) -> Tensor:
     """The square centre of a photograph, resized: (1, 3, size, size), normalized as for ImageNet.
 
     Raises:
-        ImportError: a package is missing.
+        ImportError: scikit-image or scikit-learn is missing.
     """
     image = Image.fromarray(_read(name)).convert("RGB")
     side = min(image.size)
@@ -37,11 +37,14 @@ def photograph(name: str, size: int) -> Tensor:
 
 
 def _read(name: str) -> np.ndarray:
-    if name.endswith(".jpg"):
+    try:
+        import skimage.data
         from sklearn.datasets import load_sample_image
-
+    except ImportError as error:
+        raise ImportError(
+            f"photographs need the extra keys: pip install -e '.[keys]' ({error})."
+        ) from error
+    if name.endswith(".jpg"):
         return load_sample_image(name)
-    import skimage.data
-
     found = getattr(skimage.data, name)()
     return found[0] if isinstance(found, tuple) else found  # a stereo pair

