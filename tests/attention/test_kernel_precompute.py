@@ -257,7 +257,7 @@ def test_aggregates_match_oracle(name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", [0.0, 1000.0])
+@pytest.mark.parametrize("offset", [pytest.param(0.0, marks=pytest.mark.long), 1000.0])
 def test_chosen_leaf_is_nearest_up_to_rounding(dtype, offset):
     """Values that name their key show where each key went."""
     problem = Problem((6, 2, 40, 40), 12, 8, dtype, offset=offset)
@@ -432,7 +432,7 @@ def test_packing_rounds_once():
 @pytest.mark.parametrize(
     "problems",
     [
-        pytest.param([(90, 40, "own"), (90, 64, "stored"), (86, 80, "own")], id="some"),
+        pytest.param([(90, 64, "stored"), (86, 80, "own")], id="some"),
         pytest.param(
             [
                 *product((86, 90), (40, 64, 80, 128), ("stored", "means", "own")),

@@ -1,9 +1,9 @@
 """Distillation end to end with a tiny pipeline, killed and shared out, and its parts by hand."""
 
 import json
-import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -24,6 +24,7 @@ from diffusers import (
 )
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
+from processes import Command
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import draw, sdxl_unet, tiny_pipe, tiny_unet
@@ -293,8 +294,12 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"precision": "bf16", "gradient_checkpointing": "true"},
-        {"objective__diveq": "true", "codebooks__dead_threshold": "null"},
+        {
+            "precision": "bf16",
+            "gradient_checkpointing": "true",
+            "objective__diveq": "true",
+            "codebooks__dead_threshold": "null",
+        },
         {"objective__lora_rank": 2, "avq__key_norm": "true", "objective__full_spawning": "false"},
         {"avq__num_children": 0, "avq__num_refined": 0, "data__cache": "CACHE"},
     ],
@@ -536,32 +541,6 @@ def test_micro_batches_add_up_to_the_batch(model, tmp_path):
         assert_close(final(whole, 1), final(whole, 2))
 
 
-RANK = """
-import sys
-from pathlib import Path
-import torch
-from distill.config import DistillConfig
-from distill.config_file import load_config
-from distill.data import cache
-from distill.loop import train
-from distill.run import prepare_run
-
-cache.SHARD = 2  # so that both processes build a part
-config, states, *settings = sys.argv[1:]
-output = Path(states) / "two"
-torch.set_num_threads(1)
-run = prepare_run(load_config(config, DistillConfig, settings), output, resume=False)
-run.accelerator.end_training = lambda: None  # it would part the processes
-train(run, "two")
-assert run.accelerator.num_processes == 2
-objective = run.objective
-trained = {name: value.clone() for name, value in objective.state_dict().items()}
-objective.reassign_dead(threshold=60.0, seed=5)
-state = {"trained": trained, "reassigned": objective.state_dict()}
-torch.save(state, f"{states}/{run.accelerator.process_index}.pt")
-"""
-
-
 def test_micro_batches_do_not_change_where_codebooks_start(model, tmp_path):
     """Catches draws per micro-batch, and more pictures than the configuration says."""
     for size in (1, 2):
@@ -576,17 +555,18 @@ def test_two_processes_are_one(model, tmp_path):
     dead codewords, samples seen twice or never, and a cache that lacks some."""
     cached = {"data.cache": tmp_path / "cache of one"}
     assert run(model, tmp_path / "one", **SPLIT, **cached).exit_code == 0
-    (tmp_path / "rank.py").write_text(RANK)
     settings = SPLIT | {"data.cache": tmp_path / "cache"}
     pairs = pairwise(arguments(model, tmp_path / "two", **settings))
     settings = [value for option, value in pairs if option == "--set"]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    subprocess.run(
-        [sys.executable, *launch, tmp_path / "rank.py", RUN_CONFIG, tmp_path, *settings],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
-        check=True,
-    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = [
+        Command("rank:main", [str(x) for x in (rank, port, RUN_CONFIG, tmp_path, *settings)])
+        for rank in range(2)
+    ]
+    for process in processes:
+        code, printed = process.finish()
+        assert code == 0, printed
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     one, two = (final(tmp_path / name, 2) for name in ("one", "two"))
     assert_same(first, second)

@@ -481,6 +481,7 @@ def test_run_unet_writes_rows_and_plots(tmp_path, monkeypatch, capsys):
         "save_json",
         lambda path, **content: (saved.append(len(content["rows"])), save(path, **content)),
     )
+    monkeypatch.setattr(unet, "bench_unet", partial(unet.bench_unet, window_ms=1))
     options = {"sizes": (64,), "methods": ("exact", "limit"), "modes": ("eager",)}
     unet.run_unet(CPU, tmp_path, command="y", **options)
     assert saved == [1, 2, 2]

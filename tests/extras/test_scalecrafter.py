@@ -689,7 +689,7 @@ class TestBeside:
         [
             ("module", True),
             pytest.param("module later", False, marks=pytest.mark.long),
-            ("in place", False),
+            pytest.param("in place", False, marks=pytest.mark.long),
         ],
     )
     def test_compile(self, how, fullgraph):

@@ -587,7 +587,7 @@ class TestSchedule:
             thread.submit(output, late).result()
         assert {count for _, count in seen} == {3, 4}
 
-    @pytest.mark.parametrize("compiled_first", [True, False])
+    @pytest.mark.parametrize("compiled_first", [True, pytest.param(False, marks=pytest.mark.long)])
     def test_compile(self, compiled_first):
         """Catches compiled code that keeps the first number, and a graph for every timestep."""
         unet = small_unet()

@@ -673,7 +673,9 @@ class TestCompile:
         assert counter.frame_count == 1
         assert calls(unet) == {"AVQ": 10}  # compiled calls are not counted
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize(
+        "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.float64]
+    )
     def test_tuned(self, dtype):
         """Catches graph breaks, also where changes are cast in the compiled code."""
         unet, config = small_unet(), AVQConfig(4, 2, 2)
@@ -712,7 +714,9 @@ class TestCompile:
             torch.testing.assert_close(first, unet(*inputs).sample)
         assert counter.frame_count == 1
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize(
+        "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.float64]
+    )
     def test_export(self, dtype):
         """Catches fake tensors that stay in the layers, where nothing was in its place before."""
         unet, config = small_unet(), AVQConfig(4, 2, 2)
@@ -744,7 +748,7 @@ class TestCompile:
         torch.testing.assert_close(predict(compiled), exact)
 
     @pytest.mark.feature("torch.compile of its blocks (one graph)")
-    @pytest.mark.parametrize("tuned", [False, True])
+    @pytest.mark.parametrize("tuned", [pytest.param(False, marks=pytest.mark.long), True])
     def test_repeated_blocks(self, unet, tuned):
         """Catches a guard per layer or per resolution: the recompile limit is near."""
 
