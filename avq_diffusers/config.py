@@ -119,8 +119,9 @@ class AVQConfig:
         object.__setattr__(self, "overrides", copied)
 
     def __str__(self) -> str:
-        exact_keys = f"E{self.exact_keys}" if self.exact_keys else ""
-        return f"M{self.num_parents}P{self.num_refined}C{self.num_children}{exact_keys}"
+        return configuration_string(
+            self.num_parents, self.num_refined, self.num_children, self.exact_keys
+        )
 
     @property
     def effective_codewords(self) -> int:
@@ -178,6 +179,14 @@ class AVQConfig:
 
     def _with(self, values: Mapping[str, Any]) -> "AVQConfig":
         return replace(self, overrides={}, **values)
+
+
+def configuration_string(
+    num_parents: int, num_refined: int | str, num_children: int, exact_keys: int
+) -> str:
+    """The paper's notation, `M64P16C8`, with `E256` where there are exact keys."""
+    exact = f"E{exact_keys}" if exact_keys else ""
+    return f"M{num_parents}P{num_refined}C{num_children}{exact}"
 
 
 def is_within(layer: str, name: str) -> bool:

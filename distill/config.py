@@ -26,7 +26,8 @@ class ObjectiveConfig:
         output_weight: weight of the distance to the teacher's prediction.
         feature_weight: weight of the distance to the teacher's attention outputs.
         commitment_weight: weight of the commitment loss, `commitment_loss` / head dim.
-        full_spawning: refine all parents during training and ignore `avq.num_refined`.
+        full_spawning: refine all parents during training and ignore `avq.num_refined` and
+            `avq.exact_keys`.
         project_children: keep the mean of each parent's children at the parent.
         diveq: train the codewords by gradients instead of EMA.
         lora_rank: train low-rank updates of this rank instead of the full projections.

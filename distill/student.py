@@ -109,6 +109,7 @@ class AVQSelfAttention(ExactSelfAttention):
             self.quantizer.codebook(),
             num_refined=self.config.num_refined,
             codewords="stored",
+            exact_keys=self.config.exact_keys,
             query_tile=self.config.query_tile,
             query_order=self.query_order,
             importance_tile=self.config.importance_tile,

@@ -27,6 +27,7 @@ KEY_TIE, PARENT_TIE = 1e-4, 1e-3
 ROUNDING = 1e-9
 # Float64 against the definition in float64.
 EXACT = 1e-10
+SINKS = ("sink_key", "sink_value")
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ def draw_problem(rng: Random, *, kernels: bool, device: torch.device, most: int 
     if dtype == torch.float64:
         # An estimate from few parents makes near-ties that only float64 tells apart.
         options["importance_tile"] = rng.choice((None, rng.randint(1, 70)))
+    if not kernels:
+        is_tiled = options.get("importance_tile") is not None
+        options["exact_keys"] = 0 if is_tiled else rng.choice((0, 0, rng.randint(1, num_keys)))
     sizes = (heads, num_parents, num_children, head_dim)
     while True:
         key, codebook = _keys_and_codebook(kind, batch, num_keys, sizes, dtype, generator)
@@ -114,6 +118,13 @@ def draw_problem(rng: Random, *, kernels: bool, device: torch.device, most: int 
     query = rng.choice((0.3, 1.0, 4.0)) * query
     value = normal(batch, heads, num_keys, head_dim)
     query, key, value = (_strided(rng, x.to(device, dtype)) for x in (query, key, value))
+    if not kernels and rng.random() < 0.3:
+        shape = batch, heads, rng.randint(1, 40), head_dim
+        # Among the keys, so that neither side takes all attention.
+        place = torch.randint(num_keys, (shape[2],), generator=generator)
+        sinks = key[:, :, place.to(device)] + normal(*shape).to(device, dtype), normal(*shape)
+        sinks = (_strided(rng, x.to(device, dtype)) for x in sinks)
+        options |= dict(zip(("sink_key", "sink_value"), sinks, strict=True))
     return Problem(query, key, value, None if is_own else codebook.to(device), options)
 
 
@@ -180,8 +191,9 @@ def error_over_budget(problem: Problem, backend: str) -> float:
     if not found.is_clear.all():
         return 0.0
     wide = [x.double() for x in (query, key, value)]
+    sinks = {name: options[name].double() for name in SINKS if name in options}
     expected = reference.avq_attention(
-        *wide, found.parents, found.children, **options | {"num_updates": 0}
+        *wide, found.parents, found.children, **options | {"num_updates": 0} | sinks
     )
     if query.dtype == torch.float64:
         return _relative_error(output, expected) / EXACT
@@ -189,19 +201,25 @@ def error_over_budget(problem: Problem, backend: str) -> float:
     if not clear.any():
         return 0.0
     scale = options["scale"] or query.shape[-1] ** -0.5
+    for i, name in enumerate(SINKS, start=1):
+        if name in options:
+            wide[i] = torch.cat([wide[i], sinks[name]], dim=2)
     exact = F.scaled_dot_product_attention(*wide, scale=scale)
-    attention = F.scaled_dot_product_attention(query, key, value, scale=scale)
+    attention = F.scaled_dot_product_attention(*(x.to(query.dtype) for x in wide), scale=scale)
     rounding = torch.finfo(query.dtype).eps + 2 * torch.finfo(torch.float32).eps
     allowed = 2 * _relative_error(attention, exact) + rounding
     return _relative_error(output[clear], expected[clear]) / allowed
 
 
 def gradient_over_budget(problem: Problem) -> float:
-    """The same of the gradients of a float64 problem in query, key and value, backend "torch"."""
+    """The same of the gradients of a float64 problem in all tokens, backend "torch"."""
     gradients = []
     for backend in ("torch", "reference"):
-        tensors = [x.clone().requires_grad_() for x in (problem.query, problem.key, problem.value)]
-        output = avq_attention(*tensors, problem.codebook, backend=backend, **problem.options)
+        tokens = [problem.query, problem.key, problem.value]
+        names = [name for name in SINKS if name in problem.options]
+        tensors = [x.clone().requires_grad_() for x in tokens + [problem.options[n] for n in names]]
+        options = problem.options | dict(zip(names, tensors[3:], strict=True))
+        output = avq_attention(*tensors[:3], problem.codebook, backend=backend, **options)
         weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
         gradients.append(torch.autograd.grad((output * weights.view_as(output)).sum(), tensors))
     # A gradient of zero, as with one key, leaves roundings: they count against all gradients.
@@ -254,28 +272,61 @@ def _is_clear(distance: Tensor, key: Tensor, *, may_be_equal: bool = False) -> T
 
 
 def clear_queries(problem: Problem, codewords: Codewords) -> Tensor:
-    """(B, H, N) queries of tiles whose last refined parent beats the next one clearly."""
-    options, query = problem.options, problem.query.double()
+    """(B, H, N) queries of tiles whose choices of parents and of exact keys are clear.
+
+    The last refined parent beats the next one, and so do the last leaf that is exact and the first
+    one that is not.
+    """
+    options, query, key = problem.options, problem.query.double(), problem.key.double()
     clear = torch.ones(query.shape[:3], dtype=torch.bool, device=query.device)
     num_refined, num_parents = options["num_refined"], options["num_parents"]
-    if not 0 < num_refined < num_parents:
+    exact_keys = options.get("exact_keys", 0)
+    if not (0 < num_refined < num_parents or exact_keys):
         return clear
-    key = problem.key.double()
-    one_hot = F.one_hot(reference.nearest(key, codewords.parents), num_parents).double()
-    counts = one_hot.sum(-2)
-    parents = codewords.parents
+    cell, leaf = reference.assign(key, codewords.parents, codewords.children)
+    num_children = codewords.children.shape[3]
+    leaf = torch.where(
+        leaf > 0, num_parents * 2 + cell * num_children + leaf - 1, num_parents + cell
+    )
+    rows = codewords.parents, codewords.parents, codewords.children.flatten(2, 3)
+    rows = torch.cat(rows, dim=2)
     if options["codewords"] == "means":
-        parents = one_hot.mT @ key / counts.clamp(min=1)[..., None]
-    logits = (options["scale"] or query.shape[-1] ** -0.5) * query @ parents.mT
-    share = (logits + counts.log()[:, :, None]).softmax(-1)
+        for index in (cell, leaf):
+            one_hot = F.one_hot(index, rows.shape[2]).double()
+            sums, members = one_hot.mT @ key, one_hot.sum(-2)[..., None]
+            rows = torch.where(members > 0, sums / members.clamp(min=1), rows)
+    parents = rows[:, :, :num_parents]
+    counts = F.one_hot(cell, num_parents).double().sum(-2)
+    scale = options["scale"] or query.shape[-1] ** -0.5
     order = options.get("query_order")
     order = torch.arange(query.shape[2], device=query.device) if order is None else order
     for tile in order.split(options["query_tile"]):
-        importance = share[:, :, tile].sum(-2).sort(-1, descending=True).values
-        last, following = importance[..., num_refined - 1], importance[..., num_refined]
-        is_clear = (last - following > PARENT_TIE * last) | (following == 0)
+        importance = reference.importance(query[:, :, tile], parents, counts, scale)
+        is_clear = torch.ones_like(counts[..., 0], dtype=torch.bool)
+        if 0 < num_refined < num_parents:
+            ranked = importance.sort(-1, descending=True).values
+            is_clear = _beats(ranked[..., num_refined - 1], ranked[..., num_refined])
+        if exact_keys:
+            refined = reference.select(importance, num_refined)
+            row = F.one_hot(
+                torch.where(refined.gather(-1, cell), leaf, cell), rows.shape[2]
+            ).double()
+            members = row.sum(-2)
+            distance = (key - row @ rows).square().sum(-1, keepdim=True)
+            spread = (row.mT @ distance)[..., 0] / members.clamp(min=1)
+            gain = reference.exact_gain(query[:, :, tile], rows, spread, parents, counts, scale)
+            gain, ranking = gain.sort(dim=-1, descending=True, stable=True)
+            num_exact = (members.gather(-1, ranking).cumsum(-1) <= exact_keys).sum(-1, keepdim=True)
+            gain = F.pad(gain, (1, 2))  # nothing comes before the first, nor after the last
+            gain[..., 0] = 2 * gain[..., 1]
+            last, following, third = (gain.gather(-1, num_exact + i)[..., 0] for i in range(3))
+            is_clear &= _beats(last, following) & _beats(following, third)
         clear[:, :, tile] = is_clear[..., None]
     return clear
+
+
+def _beats(value: Tensor, other: Tensor) -> Tensor:
+    return (value - other > PARENT_TIE * value) | (other == 0)
 
 
 def _keys_and_codebook(

@@ -146,6 +146,7 @@ class LayerState:
             num_children=config.num_children,
             query_tile=config.query_tile,
             dtype=torch.get_autocast_dtype(device) if is_autocast else hidden_states.dtype,
+            exact_keys=config.exact_keys,
         )
 
     def count(self, call: str) -> None:

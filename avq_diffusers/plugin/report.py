@@ -7,6 +7,7 @@ from diffusers import DiffusionPipeline
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
+from avq_diffusers.config import configuration_string
 from avq_diffusers.plugin.layer_state import LayerState
 from avq_diffusers.plugin.layers import SelfAttentionLayer, models_of, select_layers
 from avq_diffusers.plugin.processor import AVQ_CALL, AVQProcessor, custom_processor
@@ -94,7 +95,9 @@ def _report(
     if state is not None:
         sizes, order = state.config, state.call.get().query_order
         refined = "-".join(map(str, schedules.get(state, {0: state.num_refined}).values()))
-        config = f"M{sizes.num_parents}P{refined}C{sizes.num_children}"
+        config = configuration_string(
+            sizes.num_parents, refined, sizes.num_children, sizes.exact_keys
+        )
         num_tokens = None if order is None else len(order)
         calls = dict(state.calls)
     return LayerReport(

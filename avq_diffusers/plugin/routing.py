@@ -21,6 +21,7 @@ from platformdirs import user_cache_path
 from torch import Tensor
 
 from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.config import configuration_string
 from avq_diffusers.files import atomic_write
 
 ROUTES = ("fastest", "always")
@@ -50,6 +51,7 @@ class Workload:
         num_parents, num_refined, num_children: codebook sizes.
         query_tile: queries per tile.
         dtype: of the activations.
+        exact_keys: most exact keys per tile.
     """
 
     batch_heads: int
@@ -59,14 +61,15 @@ class Workload:
     num_children: int
     query_tile: int
     dtype: torch.dtype
+    exact_keys: int = 0
 
     def key(self, device: torch.device) -> str:
         """The name of the entry in `routes.json`."""
-        codebook = f"M{self.num_parents}P{self.num_refined}C{self.num_children}"
+        sizes = self.num_parents, self.num_refined, self.num_children, self.exact_keys
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"{torch.cuda.get_device_name(device)}, {dtype}, {self.batch_heads} rows, "
-            f"D{self.head_dim}, {codebook}, tiles of {self.query_tile}"
+            f"D{self.head_dim}, {configuration_string(*sizes)}, tiles of {self.query_tile}"
         )
 
 
@@ -147,7 +150,7 @@ def measure_break_even(workload: Workload, device: torch.device) -> BreakEven:
             num_parents=workload.num_parents,
             num_children=workload.num_children,
             num_refined=workload.num_refined,
-            codewords="stored",
+            exact_keys=workload.exact_keys,
             query_tile=workload.query_tile,
         )
         exact = partial(F.scaled_dot_product_attention, query, key, value)

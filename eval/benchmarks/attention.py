@@ -52,6 +52,7 @@ def bench_attention(
                 codebook,
                 num_refined=config.num_refined,
                 codewords="stored",
+                exact_keys=config.exact_keys,
                 query_tile=config.query_tile,
                 query_order=order,
             )

@@ -112,6 +112,7 @@ class Bench:
             codebook=codebook,
             num_refined=config.num_refined,
             codewords="stored",
+            exact_keys=config.exact_keys,
             query_tile=config.query_tile,
             query_order=order,
         )

@@ -222,7 +222,7 @@ def _scheme(method: MethodName) -> str:
 
 def _columns(method: MethodName, num_tokens: int) -> int:
     if method.config is not None:
-        return method.config.effective_codewords
+        return min(method.config.effective_codewords + method.config.exact_keys, num_tokens)
     if method.source == POOLED:
         return pooled_columns(num_tokens, method.exact_keys // BLOCK)
     return num_tokens if method.source == EXACT else 0
@@ -248,6 +248,7 @@ def _attend(method: MethodName, size: int, codebooks: Codebooks, call: Call) -> 
         num_refined=config.num_refined,
         codewords=config.codewords,
         num_updates=config.num_updates,
+        exact_keys=config.exact_keys,
         query_tile=config.query_tile,
         query_order=order,
         scale=call.scale,

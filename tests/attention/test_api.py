@@ -203,7 +203,7 @@ def test_dtypes_of_inputs_and_codebook_may_differ(backend, dtype, codebook_dtype
     assert relative_error(output, expected) < 4 * torch.finfo(dtype).eps
 
 
-def custom_op_arguments(**options):
+def custom_op_arguments(*, sinks=False, **options):
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
     defaults = {
         "parents": CODEBOOK.parents,
@@ -219,10 +219,13 @@ def custom_op_arguments(**options):
         "importance_tile": 4,
         "scale": 0.3,
     }
-    return QUERY, KEY, VALUE, None, None, *(defaults | options).values()
+    sinks = (KEY[:, :, :7] + 1, VALUE[:, :, :7]) if sinks else (None, None)
+    return QUERY, KEY, VALUE, *sinks, *(defaults | options).values()
 
 
 OWN = {"parents": None, "children": None, "codewords": "means"}
+# Keys that take part as themselves.
+SINGLE = {"exact_keys": 20, "importance_tile": None, "sinks": True}
 
 
 @pytest.mark.parametrize(
@@ -234,23 +237,25 @@ OWN = {"parents": None, "children": None, "codewords": "means"}
         OWN,
         OWN | {"num_updates": 1},
         {"codewords": "means"},
+        OWN | SINGLE,
+        SINGLE,
     ],
     ids=str,
 )
-@pytest.mark.parametrize("needs_grad", [(False,) * 3, (True,) * 3, (False, True, False)])
+@pytest.mark.parametrize("needs_grad", [(False,) * 5, (True,) * 5, (False, True) * 2 + (False,)])
 def test_opcheck(options, needs_grad):
     arguments = custom_op_arguments(**options)
     tokens = [
-        x.detach().requires_grad_(needed)
-        for x, needed in zip(arguments[:3], needs_grad, strict=True)
+        None if x is None else x.detach().requires_grad_(needed)
+        for x, needed in zip(arguments[:5], needs_grad, strict=True)
     ]
-    torch.library.opcheck(torch.ops.avq_diffusers.attention, (*tokens, *arguments[3:]))
+    torch.library.opcheck(torch.ops.avq_diffusers.attention, (*tokens, *arguments[5:]))
 
 
 @pytest.mark.parametrize("needs_grad", [(True,) * 3, (False, True, False), (True, False, True)])
-@pytest.mark.parametrize("options", [{}, OWN], ids=["stored", "own"])
+@pytest.mark.parametrize("options", [{}, OWN, SINGLE], ids=["stored", "own", "single"])
 def test_opcheck_of_the_gradients(needs_grad, options):
-    needed = (*needs_grad, False, False)
+    needed = (*needs_grad, *needs_grad[1:]) if options == SINGLE else (*needs_grad, False, False)
     arguments = (torch.ones_like(QUERY), *custom_op_arguments(**options), needed)
     torch.library.opcheck(torch.ops.avq_diffusers.attention_backward, arguments)
 

@@ -11,7 +11,7 @@ import torch
 from cases import make_case
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from problems import codewords_of, draw_problem, error_over_budget, gradient_over_budget
+from problems import SINKS, codewords_of, draw_problem, error_over_budget, gradient_over_budget
 
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.codebook.codebook import Codebook
@@ -39,7 +39,8 @@ def test_gradients_are_those_of_the_definition(rng):
     wide = {name: getattr(problem, name).double() for name in TENSORS}
     if problem.codebook is not None:
         wide["codebook"] = problem.codebook.to(dtype=torch.float64)
-    problem = replace(problem, **wide)
+    sinks = {name: problem.options[name].double() for name in SINKS if name in problem.options}
+    problem = replace(problem, **wide, options=problem.options | sinks)
     assume(codewords_of(problem, "torch").is_clear.all())
     assert gradient_over_budget(problem) <= 1, problem
 
@@ -63,6 +64,7 @@ SPOILED = {
     "heads mixed": lambda x: x | {"value": x["value"].roll(1, dims=1)},
     "children ignored": lambda x: x | {"num_refined": 0},
     "one update more": lambda x: x | {"num_updates": x["num_updates"] + 1},
+    "no exact keys": lambda x: x | {"exact_keys": 0},
 }
 
 
@@ -81,6 +83,8 @@ def test_wrong_results_are_beyond_the_budget(spoiled, choosing, monkeypatch):
         return avq_attention(codebook=codebook, backend=backend, **arguments)
 
     monkeypatch.setattr(problems, "avq_attention", wrong)
+    if spoiled == "no exact keys":
+        choosing = [problem for problem in choosing if problem.options["exact_keys"]]
     errors = [error_over_budget(problem, "torch") for problem in choosing]
     assert sum(error > 1 for error in errors) > len(errors) / 3
 
@@ -128,14 +132,14 @@ def codebooks(draw):
 
 
 CHANGES = {
-    **{name: st.one_of(tensors(), THINGS) for name in (*TENSORS, "query_order")},
+    **{name: st.one_of(tensors(), THINGS) for name in (*TENSORS, *SINKS, "query_order")},
     "codebook": st.one_of(codebooks(), THINGS),
     "backend": st.sampled_from(["auto", "torch", "dense", "triton", "flash", ""]),
     **{
         name: st.one_of(INTEGERS, THINGS)
         for name in (
             *("num_parents", "num_children", "num_refined", "num_updates"),
-            *("query_tile", "importance_tile", "scale"),
+            *("query_tile", "importance_tile", "scale", "exact_keys"),
         )
     },
     "codewords": st.one_of(st.sampled_from(["means", "stored"]), THINGS),

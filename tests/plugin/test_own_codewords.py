@@ -66,6 +66,18 @@ def test_as_many_parents_as_tokens_is_exact_attention():
     assert differ(predict(unet), exact)
 
 
+def test_as_many_exact_keys_as_tokens_is_exact_attention():
+    """Catches exact keys that do not reach the layers, or not by their overrides."""
+    unet = tiny_unet()
+    exact = predict(unet)
+    overrides = {"1": {"exact_keys": 256}}
+    apply_avq(unet, AVQConfig(4, 2, 2, query_tile=16, levels=(1,), overrides=overrides))
+    assert (predict(unet) - exact).norm() < 1e-5 * exact.norm()
+    assert {row.config for row in summary(unet).rows} == {"M4P2C2E256", ""}
+    apply_avq(unet, AVQConfig(4, 2, 2, query_tile=16, levels=(1,)))
+    assert differ(predict(unet), exact)
+
+
 def test_it_is_undone_and_switched_off():
     pipe = tiny_pipe()
     exact = draw(pipe)

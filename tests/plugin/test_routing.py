@@ -219,6 +219,22 @@ def test_never_slower_from_a_break_even_on(monkeypatch):
     assert measure_break_even(WORKLOAD, cpu) == BreakEven(NEVER, NEVER)
 
 
+def test_what_is_measured_can_run(monkeypatch):
+    """Catches a mistake in the arguments of the operation, which other tests replace."""
+    workload = Workload(2, 8, 4, 2, 3, 16, torch.float32, exact_keys=20)
+    monkeypatch.setattr(routing, "TOKENS", (48,))
+    for name in ("_eager_milliseconds", "_compiled_milliseconds"):
+        monkeypatch.setattr(routing, name, lambda call: call().numel())
+    assert measure_break_even(workload, torch.device("cpu")) == BreakEven(48, 48)
+
+
+def test_exact_keys_have_a_break_even_of_their_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    with_keys = replace(WORKLOAD, exact_keys=256)
+    keys = [workload.key(torch.device("cuda")) for workload in (WORKLOAD, with_keys)]
+    assert [key.split(", ")[4] for key in keys] == ["M64P16C8", "M64P16C8E256"]
+
+
 def test_the_workload_of_a_call(unet, codebooks):
     """Catches heads or the batch left out of what decides."""
     apply_avq(unet, codebooks)
