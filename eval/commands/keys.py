@@ -18,7 +18,8 @@ METHODS = (
     "exact,value-projection,M192,M384,M64P16C8,M128P32C8,M192/means,M384/means,M64P16C8/means,"
     "M128P32C8/means,M192/own,M384/own,M768/own,M192/own1,M384/own1,M64P16C8/own,M64P32C8/own,"
     "M128P32C8/own,M256P64C8/own,M64P16C8/own1,M64P32C8/own1,M128P32C8/own1,M256P64C8/own1,"
-    "M64P16C8/own2,M128P32C8/own2,pooled@E0,pooled@E128,pooled@E256,pooled@E512"
+    "M64P16C8/own2,M128P32C8/own2,M64P16C8E256/own,M128P32C8E256/own,M64P32C8E512/own,"
+    "pooled@E0,pooled@E128,pooled@E256,pooled@E512"
 )
 
 app = typer.Typer()
@@ -31,7 +32,8 @@ def keys_command(
         typer.Option(
             help="Comma-separated: configurations of stored codewords (M64P16C8, M192), with mean "
             "keys (M64P16C8/means), or of the call's own keys with Lloyd updates or without "
-            "(M64P16C8/own, M64P16C8/own1); pooled@E256, exact, value-projection."
+            "(M64P16C8/own, M64P16C8/own1), any of them with exact keys (M64P16C8E256/own); "
+            "pooled@E256, exact, value-projection."
         ),
     ] = METHODS,
     model: Annotated[

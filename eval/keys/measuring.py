@@ -1,6 +1,6 @@
 """Error of attention methods on the queries, keys and values of a model: `python -m eval keys`.
 
-columns       codewords and keys that a query meets
+columns       codewords and keys that a query meets, at most
 error         |o - exact| / |exact| of a layer's output o, where all layers before are exact
 features_off  the same of the model's output, with the method in all layers of so many tokens
 ms            of one layer with everything that the method computes; on a GPU only
@@ -213,11 +213,15 @@ def _scheme(method: MethodName) -> str:
     """What a curve has in common: how codewords come about, but not how many they are."""
     if method.config is None:
         return "pooled blocks" if method.source == POOLED else method.source
-    kind = "AVQ" if method.config.num_children else "flat VQ"
-    if not method.own:
-        return f"{kind}, stored" + ", mean keys" * (method.config.codewords == "means")
-    updates = method.config.num_updates
-    return f"{kind}, own" + (f", {updates} update{'s' * (updates > 1)}" if updates else "")
+    config = method.config
+    parts = ["AVQ" if config.num_children else "flat VQ", "own" if method.own else "stored"]
+    if not method.own and config.codewords == "means":
+        parts.append("mean keys")
+    if config.num_updates:
+        parts.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
+    if config.exact_keys:
+        parts.append("exact keys")
+    return ", ".join(parts)
 
 
 def _columns(method: MethodName, num_tokens: int) -> int:

@@ -155,19 +155,18 @@ def test_other_calls_are_not_answered():
 
 
 def test_errors_on_a_tiny_vit():
-    """A codeword for every key is exact, own or stored. Catches codebooks of other layers, an order
-    of other tokens, and errors over the wrong norm."""
-    rows = measure(
-        subject(), ["exact", "M17/own", "M51", "M51/means", "M8", "value-projection"], min_tokens=9
-    )
-    exact, own, stored, means, coarse, control = rows
+    """A codeword for every key is exact, own or stored, and so is every key itself. Catches
+    codebooks of other layers and an order of other tokens."""
+    fine = ["M17/own", "M8E17/own", "M51", "M51/means"]
+    rows = measure(subject(), ["exact", *fine, "M8", "value-projection"], min_tokens=9)
+    exact, *fine, coarse, control = rows
     assert exact["error"] == exact["features_off"] == 0
-    for row in (own, stored, means):
+    for row in fine:
         assert row["worst"] < 1e-5
         assert row["features_off"] < 1e-5
     assert 0.01 < coarse["error"] < control["error"]
     assert coarse["features_off"] > 0.01
-    assert [row["columns"] for row in rows] == [17, 17, 51, 51, 8, 0]
+    assert [row["columns"] for row in rows] == [17, 17, 17, 17, 17, 8, 0]
     assert {row["tokens"] for row in rows} == {17}
 
 
