@@ -315,8 +315,7 @@ def load_methods(
         if method.uncalibrated is not None:
             select_layers(pipe.unet, method.levels, method.uncalibrated.exact)
         if method.codebooks is not None:
-            with attention_method(pipe, method):
-                pass
+            _check_codebooks(pipe, method.codebooks, method.num_refined)
     return methods
 
 
@@ -432,6 +431,17 @@ def _load_folder(
     remove_linfusion(pipe)
     levels = tuple(sorted({layer.level for layer in layers}))
     return Method(name, levels, linfusion=processors, sha256=digest)
+
+
+def _check_codebooks(
+    pipe: StableDiffusionPipeline, codebooks: AVQCodebooks, num_refined: int | None
+) -> None:
+    for layer in codebooks.layers_of(pipe.unet):
+        most = codebooks.layer_config(layer.name).most_refined
+        if num_refined is not None and num_refined > most:
+            raise ValueError(
+                f"num_refined must be between 0 and {most} in {layer.name}, but got {num_refined}."
+            )
 
 
 def _has_linfusion(folder: str) -> bool:

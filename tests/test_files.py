@@ -117,13 +117,13 @@ def test_a_kill_leaves_a_marked_file_that_the_next_write_goes_over(path):
 @pytest.mark.parametrize("shared", [False, True])
 def test_writers_know_the_format_by_the_name(tmp_path, shared):
     """Catches a mark at the end of the name, and another folder, maybe on another disk."""
-    path = tmp_path / "picture.png"
+    path = tmp_path / "image.png"
     with atomic_write(path, shared=shared) as temporary:
         assert temporary.parent == tmp_path
         assert temporary.name.startswith(TEMPORARY)
         Image.new("RGB", (8, 8)).save(temporary)
-    with Image.open(path) as picture:
-        assert picture.format == "PNG"
+    with Image.open(path) as image:
+        assert image.format == "PNG"
 
 
 def test_two_that_share_a_file_do_not_share_the_temporary_one(path):

@@ -91,7 +91,7 @@ def test_stored_outputs(name):
 
 
 def test_folder():
-    """Catches a notebook that no test runs, and pictures that make every clone slow."""
+    """Catches a notebook that no test runs, and images that make every clone slow."""
     stored = list(FOLDER.glob("*.ipynb"))
     assert {path.stem for path in stored} == set(REDUCED)
     assert sum(path.stat().st_size for path in stored) <= MOST_BYTES

@@ -37,13 +37,13 @@ def query_order(
     Raises:
         ValueError: `height` or `width` is below 1, or `kind` is unknown.
     """
-    if isinstance(height, Tensor):
-        height, width = int(height), int(width)  # as sizes in torch.jit.trace
     if height < 1 or width < 1:
         raise ValueError(f"height and width must be at least 1, but got {height} x {width}.")
     if kind not in QUERY_ORDERS:
         raise ValueError(f"kind must be one of {', '.join(QUERY_ORDERS)}, but got {kind!r}.")
     device = torch.empty(0, device=device).device
+    if isinstance(height, Tensor):  # as sizes in torch.jit.trace
+        return _traced_order_op(height, width, kind, seed).to(device)
     if torch.compiler.is_compiling():
         return _query_order_op(height, width, kind, device, seed)
     return _cached_order(height, width, kind, device, seed)
@@ -57,6 +57,11 @@ def _query_order_op(height: int, width: int, kind: str, device: torch.device, se
 @_query_order_op.register_fake
 def _(height: int, width: int, kind: str, device: torch.device, seed: int) -> Tensor:
     return torch.empty(height * width, dtype=torch.int32, device=device)
+
+
+@torch.library.custom_op("avq_diffusers::traced_query_order", mutates_args=())
+def _traced_order_op(height: Tensor, width: Tensor, kind: str, seed: int) -> Tensor:
+    return _cached_order(int(height), int(width), kind, torch.device("cpu"), seed).clone()
 
 
 @lru_cache(maxsize=64)

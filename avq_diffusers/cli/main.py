@@ -168,7 +168,7 @@ def bench(
         str | None,
         typer.Option(help="Numbers of refined parents, as 0,4,16; by default from none to all."),
     ] = None,
-    pictures: Annotated[
+    images: Annotated[
         int, typer.Option(min=1, help="Images per choice; their medians are shown.")
     ] = 1,
     device: Device = None,
@@ -192,7 +192,7 @@ def bench(
 
     from avq_diffusers.cli.bench import bench_model
 
-    bench_model(chosen, request, out, numbers=numbers, num_images=pictures)
+    bench_model(chosen, request, out, numbers=numbers, num_images=images)
 
 
 @app.command("app")

@@ -35,6 +35,11 @@ class LayerWeights:
         self.stored_norm = self.key_norm = key_norm
         self.stored_changes = self.projection_changes = projection_changes
 
+    @property
+    def are_stored(self) -> bool:
+        """Whether there are tensors that must lie on the device of a call."""
+        return self.stored_codebook is not None
+
     def project_heads(self, attn: Attention, name: str, hidden_states: Tensor) -> Tensor:
         """Project tokens to the queries, keys or values that AVQ sees.
 

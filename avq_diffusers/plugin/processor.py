@@ -375,6 +375,11 @@ class _PreForward:
             state = getattr(block.attn1, "_avq", None)
             if state is None:
                 continue
+            if getattr(transformer, "_is_replica", False) and state.weights.are_stored:
+                raise NotImplementedError(
+                    "nn.DataParallel runs one layer on several devices at once, but its codebook "
+                    "is on one; use DistributedDataParallel, or AVQ without codebooks."
+                )
             state.enter(hidden_states, _dtype(transformer), _interception(block.attn1))
             processor = block.attn1.processor
             if not isinstance(processor, AVQProcessor) and not torch.compiler.is_compiling():

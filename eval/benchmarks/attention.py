@@ -15,7 +15,7 @@ from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.store.markdown import markdown_table, number
 
-FIGURES = ("num_tokens", "exact_ms", "exact_spread", "avq_ms", "avq_spread", "ratio")
+METRICS = ("num_tokens", "exact_ms", "exact_spread", "avq_ms", "avq_spread", "ratio")
 EFFORT = Effort(rounds=9, block_ms=300)
 
 
@@ -61,7 +61,7 @@ def bench_attention(
             return F.scaled_dot_product_attention(*inputs)
 
         runs = [avq, exact] if num_tokens <= max_exact_tokens else [avq]
-        row: dict[str, Any] = dict.fromkeys(FIGURES) | {"num_tokens": num_tokens}
+        row: dict[str, Any] = dict.fromkeys(METRICS) | {"num_tokens": num_tokens}
         timings = time_in_turns(runs, 1, device, effort)
         for name, timing in zip(("avq", "exact"), timings, strict=False):
             row |= {f"{name}_ms": timing["ms"], f"{name}_spread": timing["spread"]}

@@ -44,7 +44,7 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
 }
 # What two files must share if their runs are to stand in one table.
 PROTOCOL = ("config", "overrides", "num_images", "num_timesteps")
-FIGURES = {
+METRICS = {
     "output_error": "output error",
     "feature_relative_mse": "feature, relative MSE",
     "quantization_error": "quantization error",
@@ -131,7 +131,7 @@ def ablation_rows(errors: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
     rows = []
     for row in errors:
         variant, _, seed = names[row["method"]].rpartition(", seed ")
-        figures = {figure: row[figure] for figure in FIGURES}
+        figures = {figure: row[figure] for figure in METRICS}
         rows.append({"variant": variant, "seed": int(seed), "config": row["config"], **figures})
     return rows
 
@@ -172,11 +172,11 @@ def ablation_table(rows: Sequence[Row]) -> str:
         return [error / base[key] for key, error in keys if key in base]
 
     return markdown_table(
-        ["variant", "config", "seeds", f"error / {BASE}, same seed", *FIGURES.values()],
+        ["variant", "config", "seeds", f"error / {BASE}, same seed", *METRICS.values()],
         (
             [
                 *(variant, config, str(len(runs)), _over_seeds(over_base(runs))),
-                *(_over_seeds([run[name] for run in runs]) for name in FIGURES),
+                *(_over_seeds([run[name] for run in runs]) for name in METRICS),
             ]
             for (variant, config), runs in groups.items()
         ),

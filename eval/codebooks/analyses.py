@@ -34,23 +34,23 @@ QUERY_TILES = (16, 32, 64, 128, 256, 512)
 IMPORTANCE_TILES = (8, 16, 32, 64, 128)
 PARTS = ("down_blocks", "mid_block", "up_blocks")  # of a UNet, as it runs them
 
-LAYER_FIGURES = {
+LAYER_METRICS = {
     "commitment_loss": "commitment loss",
     "quantization_error": "quantization error",
     "feature_relative_mse": "feature, relative MSE",
     "output_error_alone": "output error, replaced alone",
 }
-UTILISATION_FIGURES = {
+UTILISATION_METRICS = {
     "active_ratio": "active ratio",
     "perplexity": "perplexity",
     "evenness": "perplexity / codewords",
 }
-ORDER_FIGURES = {
+ORDER_METRICS = {
     "output_error": "output error",
     "feature_relative_mse": "feature, relative MSE",
     "capture": "capture",
 }
-IMPORTANCE_FIGURES = {
+IMPORTANCE_METRICS = {
     "overlap": "refined as by exact importance",
     "capture": "capture",
     "best_capture": "best capture",
@@ -168,12 +168,12 @@ def layers_table(rows: Sequence[Row]) -> str:
     groups = {label: [name] for label, name in zip(_labels(layers), layers, strict=True)}
     for level in sorted(set(layers.values())):
         groups[f"mean of level {level}"] = [name for name in layers if layers[name] == level]
-    header = [f"{title}, {row_label(row)}" for title in LAYER_FIGURES.values() for row in rows]
+    header = [f"{title}, {row_label(row)}" for title in LAYER_METRICS.values() for row in rows]
 
     def cells(names: Sequence[str]) -> list[str]:
         found = [
             [row["layers"][name][figure] for name in names if name in row["layers"]]
-            for figure in LAYER_FIGURES
+            for figure in LAYER_METRICS
             for row in rows
         ]
         return [number(mean(values) if values else None, ".3g") for values in found]
@@ -202,13 +202,13 @@ def layers_panels(rows: Sequence[Row]) -> list[Panel]:
             ticks=_labels(layers),
             from_zero=True,
         )
-        for figure, title in LAYER_FIGURES.items()
+        for figure, title in LAYER_METRICS.items()
     ]
 
 
 def utilisation_table(rows: Sequence[Row]) -> str:
     """How many codewords are in use, means over heads and layers."""
-    return _table(rows, {"num_codewords": "codewords"}, UTILISATION_FIGURES)
+    return _table(rows, {"num_codewords": "codewords"}, UTILISATION_METRICS)
 
 
 def utilisation_panels(rows: Sequence[Row]) -> list[Panel]:
@@ -217,7 +217,7 @@ def utilisation_panels(rows: Sequence[Row]) -> list[Panel]:
     def kind(row: Row) -> str:
         return f"{'flat VQ' if row['is_flat'] else 'AVQ'}, {row['origin']}"
 
-    figures = {name: UTILISATION_FIGURES[name] for name in ("active_ratio", "evenness")}
+    figures = {name: UTILISATION_METRICS[name] for name in ("active_ratio", "evenness")}
     return _panels(rows, figures, kind, itemgetter("num_codewords"), "codewords, M0 (1 + C)")
 
 
@@ -231,7 +231,7 @@ def order_variants(method: Method) -> list[Fields]:
 def order_table(rows: Sequence[Row]) -> str:
     """A row for each query order and size of query tile."""
     fields = {"query_order": "query order", "query_tile": "query tile"}
-    return _table(rows, fields, ORDER_FIGURES)
+    return _table(rows, fields, ORDER_METRICS)
 
 
 def order_panels(rows: Sequence[Row]) -> list[Panel]:
@@ -240,7 +240,7 @@ def order_panels(rows: Sequence[Row]) -> list[Panel]:
     def order(row: Row) -> str:
         return f"{row_label(row)}, {row['query_order']}"
 
-    return _panels(rows, ORDER_FIGURES, order, itemgetter("query_tile"), "query tile")
+    return _panels(rows, ORDER_METRICS, order, itemgetter("query_tile"), "query tile")
 
 
 def importance_variants(method: Method) -> list[Fields]:
@@ -252,7 +252,7 @@ def importance_variants(method: Method) -> list[Fields]:
 
 def importance_table(rows: Sequence[Row]) -> str:
     """A row for each importance tile."""
-    return _table(rows, {"importance_tile": "importance tile"}, IMPORTANCE_FIGURES)
+    return _table(rows, {"importance_tile": "importance tile"}, IMPORTANCE_METRICS)
 
 
 def importance_panels(rows: Sequence[Row]) -> list[Panel]:
@@ -262,7 +262,7 @@ def importance_panels(rows: Sequence[Row]) -> list[Panel]:
         return row["importance_tile"] or row["num_parents"]
 
     xlabel = "importance tile (the largest: exact)"
-    overlap, capture, best, error = _panels(rows, IMPORTANCE_FIGURES, row_label, tile, xlabel)
+    overlap, capture, best, error = _panels(rows, IMPORTANCE_METRICS, row_label, tile, xlabel)
     capture = replace(capture, title="capture; faint: of the best choice", faint=best.lines)
     return [overlap, capture, error]
 

@@ -61,7 +61,7 @@ UNetInputs = tuple[Tensor, Tensor, Tensor]
 Call = tuple[Tensor, Tensor]  # input and output
 
 KEYS_PER_LAYER = 32768
-FIGURES = {
+METRICS = {
     "output_error": "output error",
     "feature_mse": "feature MSE",
     "feature_relative_mse": "feature, relative MSE",
@@ -71,10 +71,10 @@ FIGURES = {
     "capture": "capture",
 }
 KERNEL_TIME = "kernel_ms"
-KERNEL_FIGURES = {KERNEL_TIME: "kernel, ms"}
-FEATURE_FIGURES = ("feature_mse", "feature_relative_mse", "forced_relative_mse")
+KERNEL_METRICS = {KERNEL_TIME: "kernel, ms"}
+FEATURE_METRICS = ("feature_mse", "feature_relative_mse", "forced_relative_mse")
 SIZES = ("num_parents", "num_codewords", "num_refined")
-CODEBOOK_FIGURES = (
+CODEBOOK_METRICS = (
     "commitment_loss",
     "quantization_error",
     "active_ratio",
@@ -218,7 +218,7 @@ def add_kernel_times(rows: Sequence[Row], times: KernelTimes) -> None:
 
 def errors_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, with means over layers."""
-    figures = FIGURES | (KERNEL_FIGURES if KERNEL_TIME in rows[0] else {})
+    figures = METRICS | (KERNEL_METRICS if KERNEL_TIME in rows[0] else {})
     return markdown_table(
         ["method", "effective codewords", *figures.values()],
         ([*method_cells(row), *(number(row[name], ".3g") for name in figures)] for row in rows),
@@ -265,7 +265,7 @@ def _panels(
     }
     return [
         Panel(
-            (FIGURES | KERNEL_FIGURES)[figure],
+            (METRICS | KERNEL_METRICS)[figure],
             xlabel,
             [
                 Line(label, [row[axis] for row in group], [row[figure] for row in group])
@@ -337,7 +337,7 @@ class _Totals:
             name: mean(figures[name] for figures in layers.values())
             if all(name in figures for figures in layers.values())
             else None
-            for name in (*FEATURE_FIGURES, *SIZES, *CODEBOOK_FIGURES)
+            for name in (*FEATURE_METRICS, *SIZES, *CODEBOOK_METRICS)
         }
         errors = self.outputs.values()
         relative = sum(error.error for error in errors) / sum(error.expected for error in errors)

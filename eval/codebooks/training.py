@@ -14,7 +14,7 @@ from eval.store.plots import Line, Panel
 LOG = "log.jsonl"
 AXES = {"step": "optimizer steps", "samples": "samples"}
 LOSSES = ("loss", "noise", "output", "feature", "commitment")
-LAYER_FIGURES = ("quantization_error", "active_ratio", "capture")
+LAYER_METRICS = ("quantization_error", "active_ratio", "capture")
 LINEAR = ("active_ratio", "capture")
 
 Curves = dict[str, list[float | None]]
@@ -47,7 +47,7 @@ def training_rows(curves: Mapping[str, Curves]) -> list[list[Panel]]:
     names = {name for run in curves.values() for name in run}
     losses = [name for name in LOSSES if name in names]
     layer_figures = [
-        figure for figure in LAYER_FIGURES if any(name.startswith(f"{figure}/") for name in names)
+        figure for figure in LAYER_METRICS if any(name.startswith(f"{figure}/") for name in names)
     ]
     axis = "samples" if all("samples" in run for run in curves.values()) else "step"
     return [

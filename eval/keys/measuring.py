@@ -40,7 +40,7 @@ Codebooks = Mapping[tuple[str, Sizes], Codebook]  # of layers
 MIN_TOKENS = 1024
 KEYS_PER_CALL, KEYS_PER_LAYER = 2048, 16384
 USUAL_COLUMNS = 192
-FIGURES = {"error": "error", "worst": "worst layer", "features_off": "features off"}
+METRICS = {"error": "error", "worst": "worst layer", "features_off": "features off"}
 
 
 def key_method(name: str) -> MethodName:
@@ -150,7 +150,7 @@ def token_order(size: int, num_tokens: int, device: torch.device) -> Tensor:
 
 def keys_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    figures = FIGURES | ({"ms": "ms"} if "ms" in rows[0] else {})
+    figures = METRICS | ({"ms": "ms"} if "ms" in rows[0] else {})
     return markdown_table(
         ["tokens", "method", "columns", *figures.values()],
         (

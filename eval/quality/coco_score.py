@@ -42,7 +42,7 @@ from eval.quality.protocol import (
 from eval.store.markdown import markdown_table, number
 from eval.store.report import folder_digest
 
-PICTURE_ENDINGS = (".jpeg", ".jpg", ".png")
+IMAGE_ENDINGS = (".jpeg", ".jpg", ".png")
 # Of the two resizes of the protocol.
 FID_FILTER, INCEPTION_FILTER = Image.Resampling.LANCZOS, Image.Resampling.BICUBIC
 # What may differ between the rows of one table.
@@ -149,7 +149,7 @@ def real_images(folder: Path) -> list[Path]:
     found = sorted(
         path
         for path in folder.rglob("[!.]*")  # not the hidden files that some systems add
-        if path.suffix.lower() in PICTURE_ENDINGS
+        if path.suffix.lower() in IMAGE_ENDINGS
     )
     if not found:
         raise FileNotFoundError(

@@ -67,7 +67,7 @@ def compare(
         rows.append(
             {
                 **method.facts(),
-                **psnr_figures(decibels),
+                **psnr_metrics(decibels),
                 "ssim_median": median(similarity.tolist()),
                 "psnr": decibels.tolist(),
                 "ssim": similarity.tolist(),
@@ -76,7 +76,7 @@ def compare(
     return rows, images
 
 
-def psnr_figures(decibels: np.ndarray) -> dict[str, float]:
+def psnr_metrics(decibels: np.ndarray) -> dict[str, float]:
     """Median and 10th percentile of the PSNR of images (n,)."""
     return {
         "psnr_median": median(decibels.tolist()),

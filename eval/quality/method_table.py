@@ -22,7 +22,7 @@ from eval.methods import (
     short_name,
 )
 from eval.quality.scene_runs import said_otherwise
-from eval.quality.scenes import HEADER, MAKING, MEASURED, PROTOCOL, figure_cells, row_key
+from eval.quality.scenes import HEADER, MAKING, MEASURED, PROTOCOL, metric_cells, row_key
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel
 from eval.store.report import Result, complete
@@ -93,7 +93,7 @@ def quality_table(table: Mapping[str, Any]) -> str:
                 *(
                     cell
                     for title in quality
-                    for cell in figure_cells(row["quality"].get(title, {}))
+                    for cell in metric_cells(row["quality"].get(title, {}))
                 ),
                 *(number(row["ms"].get(title)) for title in speed),
             ]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eval.quality.compare import psnr_figures
+from eval.quality.compare import psnr_metrics
 from eval.quality.frechet import Gaussian, fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.protocol import JACKKNIFE_BLOCKS
 
@@ -46,7 +46,7 @@ def likeness(sample: Sample, exact: Gaussian | None) -> dict[str, float | None]:
     if exact is None or not len(sample.psnr):
         return dict.fromkeys(LIKENESS)
     distance = frechet_distance(exact, fit_gaussian(sample.features))
-    return {"fid_to_exact": distance, **psnr_figures(sample.psnr.numpy())}
+    return {"fid_to_exact": distance, **psnr_metrics(sample.psnr.numpy())}
 
 
 def _standard_error(values: Tensor) -> float:

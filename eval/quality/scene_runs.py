@@ -10,10 +10,10 @@ import numpy as np
 from eval.methods import EXACT
 from eval.quality.scenes import (
     BROKEN,
-    FIGURES,
     LESS_EXACT,
     MAKING,
     MEASURED,
+    METRICS,
     PROTOCOL,
     REAL,
     row_key,
@@ -118,7 +118,7 @@ def _less_exact(row: Mapping[str, Any], exact: Mapping[str, Any] | None) -> dict
 def _over_runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Means and standard errors of each metric, None where a run has none."""
     figures = {}
-    for name in (*FIGURES, *LESS_EXACT.values()):
+    for name in (*METRICS, *LESS_EXACT.values()):
         values = [row.get(name) for row in rows]
         known = None not in values
         figures[name] = mean(values) if known else None

@@ -25,10 +25,10 @@ from eval.quality.metrics import Scorer, clip_scores, copy_agreements, image_fea
 from eval.quality.samples import LIKENESS, Sample, figures, likeness
 from eval.store.markdown import markdown_table, number
 
-FIGURES = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_image")
+METRICS = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_image")
 # What `merge` adds: a figure less that of exact attention's images of equal noise.
 LESS_EXACT = {name: f"{name}_less_exact" for name in ("fid", "clip_score", "copy_agreement")}
-MEASURED = {f"{name}{end}" for name in (*FIGURES, *LESS_EXACT.values()) for end in ("", "_sem")}
+MEASURED = {f"{name}{end}" for name in (*METRICS, *LESS_EXACT.values()) for end in ("", "_sem")}
 PROTOCOL = ("num_inference_steps", "dtype", "size", "scalecrafter")
 # Older files lack some of these; what a file does not say is not compared.
 MAKING = ("model", "model_sha256", "scorer", "scorer_sha256", "guidance_scale")
@@ -145,7 +145,7 @@ def scenes_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table."""
     return markdown_table(
         ["method", "effective codewords", "levels", *HEADER],
-        ([*_row_cells(row), *figure_cells(row)] for row in rows),
+        ([*_row_cells(row), *metric_cells(row)] for row in rows),
     )
 
 
@@ -167,7 +167,7 @@ def differences_table(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def figure_cells(row: Mapping[str, Any]) -> list[str]:
+def metric_cells(row: Mapping[str, Any]) -> list[str]:
     """The cells of a row under `HEADER`; ± is one standard error."""
     median = _with_error(row, "psnr_median", ".1f")
     if row.get("psnr_p10") is not None:

@@ -327,7 +327,7 @@ def test_inspect_prints_and_plots(avq):
 def test_bench_generates_what_generate_does(avq, generate, model, codebooks, size):
     """Catches choices that run as one another, times without images, another exact one."""
     arguments = ("--model", model, "--codebooks", codebooks, "--steps", "2", *size)
-    code, output = avq("bench", PROMPT, *arguments, "--refined", "0,4", "--pictures", "2")
+    code, output = avq("bench", PROMPT, *arguments, "--refined", "0,4", "--images", "2")
     assert code == 0
     assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
     assert "plot:avq_bench.pngsheet:avq_bench_sheet.png" in output

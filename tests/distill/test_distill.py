@@ -164,7 +164,7 @@ def test_a_sheet_leaves_the_teacher_exact():
     assert torch.equal(unet_output(pipe.unet, make_batch()), exact)
 
 
-def test_pictures_of_a_sheet_have_their_own_noise():
+def test_images_of_a_sheet_have_their_own_noise():
     first, second = generate(tiny_pipe(), tiny_config("samples.prompts=[a fox, a fox]"))
     assert first.tobytes() != second.tobytes()
 
@@ -426,10 +426,10 @@ SPLIT = {"steps": 2, "checkpoint_every": 1, "codebooks.dead_threshold": "null"}
 @pytest.mark.parametrize(
     ("attention", "code"), [("avq", 2), ("linfusion", 1)], ids=["before k-means", "in training"]
 )
-def test_broken_pictures_end_with_one_sentence(model, tmp_path, attention, code):
-    """Catches a traceback from either of the two places that read pictures first."""
+def test_broken_images_end_with_one_sentence(model, tmp_path, attention, code):
+    """Catches a traceback from either of the two places that read images first."""
     for name in "abcdef":
-        (tmp_path / f"{name}.png").write_text("no picture")
+        (tmp_path / f"{name}.png").write_text("no image")
         (tmp_path / f"{name}.txt").write_text("a fox")
     data = {"data__source": "folder", "data__path": tmp_path, "data__num_samples": "null"}
     result = run(model, tmp_path / "run", attention=attention, **data)
@@ -542,7 +542,7 @@ def test_micro_batches_add_up_to_the_batch(model, tmp_path):
 
 
 def test_micro_batches_do_not_change_where_codebooks_start(model, tmp_path):
-    """Catches draws per micro-batch, and more pictures than the configuration says."""
+    """Catches draws per micro-batch, and more images than the configuration says."""
     for size in (1, 2):
         settings = {"codebooks.start_images": 3, "micro_batch_size": size}
         assert run(model, tmp_path / str(size), steps=1, **settings).exit_code == 0
@@ -688,17 +688,17 @@ def test_another_base_model_under_the_same_name_is_refused(finished, model, tmp_
 
 
 def test_changed_data_is_refused(model, tmp_path):
-    """Catches pictures that come twice or never: their order depends on how many there are."""
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
+    """Catches images that come twice or never: their order depends on how many there are."""
+    images = tmp_path / "images"
+    images.mkdir()
     for index in range(6):
-        Image.new("RGB", (64, 64), (40 * index, 0, 0)).save(pictures / f"{index}.png")
-        (pictures / f"{index}.txt").write_text(f"picture {index}")
-    data = {"source": "folder", "path": pictures, "num_samples": "null"}
+        Image.new("RGB", (64, 64), (40 * index, 0, 0)).save(images / f"{index}.png")
+        (images / f"{index}.txt").write_text(f"image {index}")
+    data = {"source": "folder", "path": images, "num_samples": "null"}
     settings = {f"data__{name}": value for name, value in data.items()} | {"steps": 1}
     result = run(model, tmp_path / "run", **settings)
     assert result.exit_code == 0, result.stderr
-    (pictures / "5.png").unlink()
+    (images / "5.png").unlink()
     error = refused(model, tmp_path / "run", "--resume", **settings)
     assert "was trained on other data; images or captions have changed since." in error
 

@@ -189,8 +189,8 @@ def assert_same(found, expected):
         "webdataset json",
     ],
 )
-def test_sources_give_pictures_with_their_captions(kind, tmp_path):
-    """Catches rows out of step with captions, lost rows and pictures of another preprocessing."""
+def test_sources_give_images_with_their_captions(kind, tmp_path):
+    """Catches rows out of step with captions, lost rows and images of another preprocessing."""
     config = source(kind, tmp_path)
     by_path = [1, 0, 3, 4, 2]  # a, b, deeper [1]/d, e, test_c
     order = by_path if kind == "folder" else range(5)
@@ -203,8 +203,8 @@ def test_sources_give_pictures_with_their_captions(kind, tmp_path):
     assert [sample["caption"] for sample in first] == [CAPTIONS[i] for i in order[:2]]
 
 
-def test_files_of_the_system_are_no_pictures(tmp_path):
-    """Catches macOS's `._name.png` beside every picture of a copied folder."""
+def test_files_of_the_system_are_no_images(tmp_path):
+    """Catches macOS's `._name.png` beside every image of a copied folder."""
     config = source("folder", tmp_path)
     first = next((tmp_path / "data").rglob("*.png"))
     first.with_name(f"._{first.name}").write_bytes(b"of the system")
@@ -443,7 +443,7 @@ def test_columns_of_metadata_that_nobody_needs_may_hold_anything(ending, tmp_pat
     assert [sample["caption"] for sample in open_samples(config, SIZE)] == list(CAPTIONS)
 
 
-def test_endings_are_of_pictures_that_pillow_decodes():
+def test_endings_are_of_images_that_pillow_decodes():
     """Catches files of data, video and drawings, whose every sample would be a broken one."""
     endings = image_extensions()
     assert endings >= {".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".gif", ".tiff"}
@@ -456,7 +456,7 @@ def test_endings_are_of_pictures_that_pillow_decodes():
 @pytest.mark.parametrize(
     ("values", "kind"), [([1, 2], "int64"), ([["a"], ["b"]], "List"), ([0.5, 1.0], "float64")]
 )
-def test_an_image_column_without_pictures_is_refused(tmp_path, values, kind):
+def test_an_image_column_without_images_is_refused(tmp_path, values, kind):
     """Catches the errors of pyarrow and datasets, each of another type."""
     (tmp_path / "data").mkdir()
     rows = datasets.Dataset.from_dict({"picture": values, "text": ["a", "b"]})
@@ -475,7 +475,7 @@ def test_an_image_column_without_pictures_is_refused(tmp_path, values, kind):
         open_samples(config, SIZE)
 
 
-def test_a_picture_without_caption_is_named(tmp_path):
+def test_an_image_without_caption_is_named(tmp_path):
     config = source("folder", tmp_path)
     (tmp_path / "data" / "e.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"1 of 5 images have no caption .*e\.txt"):
@@ -547,7 +547,7 @@ def test_pictures_become_rgb(picture, expected):
 
 
 def test_numbers_of_more_than_16_bits():
-    """Catches pictures that are clipped to white or black without a word."""
+    """Catches images that are clipped to white or black without a word."""
     file = BytesIO(b"P5 2 2 65535\n" + np.full(4, 0x4080, ">u2").tobytes())
     assert read_rgb(file).getpixel((1, 1)) == (64, 64, 64)
     for mode in ("I", "F"):
@@ -557,7 +557,7 @@ def test_numbers_of_more_than_16_bits():
             read_rgb(file)
 
 
-def test_pictures_are_upright_and_palettes_transparent():
+def test_images_are_upright_and_palettes_transparent():
     palette = Image.new("P", (2, 2), 0)
     palette.putpalette([10, 20, 30])
     file = BytesIO()
@@ -577,7 +577,7 @@ def test_pictures_are_upright_and_palettes_transparent():
 # Broken samples
 
 
-def test_a_broken_picture_is_named_replaced_and_counted(tmp_path):
+def test_a_broken_image_is_named_replaced_and_counted(tmp_path):
     config = source("folder jsonl", tmp_path)
     whole = make_stream(config, batch_size=5, seed=3)
     encoded = take(whole, 1)
@@ -802,7 +802,7 @@ def test_cache_equals_no_cache(tmp_path):
     assert_same(resumed, {name: value[15:] for name, value in found.items()})
 
 
-def test_cache_holds_the_replacement_of_a_broken_picture(tmp_path):
+def test_cache_holds_the_replacement_of_a_broken_image(tmp_path):
     config = source("folder", tmp_path)
     (tmp_path / "data" / "a.png").write_text("no picture")
     cached = replace(config, cache=str(tmp_path / "cache"))

@@ -19,7 +19,7 @@ from avq_diffusers.codebook.kmeans import fit_codebook
 from distill.quantizer import Quantizer
 
 FLAT = AVQConfig(num_parents=4, num_children=0, num_refined=0, query_tile=16)
-# One codeword per key of one 8 x 8 picture: 64 keys at level 0, 16 at level 1.
+# One codeword per key of one 8 x 8 image: 64 keys at level 0, 16 at level 1.
 EXACT = AVQConfig(
     num_parents=64,
     num_children=2,
@@ -449,7 +449,7 @@ def test_diagnostics():
 
 
 def test_kept_keys_are_bounded(monkeypatch):
-    """Catches a sample of one column of the grid, or of one picture."""
+    """Catches a sample of one column of the grid, or of one image."""
     monkeypatch.setattr("distill.quantizer.KEPT_KEYS", 32)
     objective = make_objective()
     key = torch.zeros(4, 2, 64, 8)

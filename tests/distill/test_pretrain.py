@@ -369,7 +369,7 @@ def test_shards_are_equal_and_disjoint():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("corrupted", [False, True])
-def test_pictures_arrive_in_order(monkeypatch, workers, corrupted):
+def test_images_arrive_in_order(monkeypatch, workers, corrupted):
     # Five chunks in two alternating buffers: a chunk overwritten too early would differ.
     monkeypatch.setattr(data, "CHUNK", 5)
     monkeypatch.setattr(data, "TASK", 2)
@@ -421,7 +421,7 @@ def test_nothing_more_is_rendered_once_a_chunk_failed(monkeypatch):
 
 
 def test_no_rendering_process_outlives_a_killed_command():
-    """Catches processes that wait for tasks for ever and hold the memory of their pictures."""
+    """Catches processes that wait for tasks for ever and hold the memory of their images."""
     code = """
 import multiprocessing, os, signal
 from distill.pretrain import data
@@ -507,7 +507,7 @@ def test_layered_noise_has_unit_variance_and_coarse_layers():
     white, layered = sample(0.0), sample(0.5)
     assert layered.var().item() == pytest.approx(1, abs=0.05)
     assert white.mean((2, 3)).var().item() == pytest.approx(1 / 256, rel=0.1)
-    # Per layer of c x c cells the picture's mean gets strength^2 / c^2; the sum is normalized.
+    # Per layer of c x c cells the image's mean gets strength^2 / c^2; the sum is normalized.
     layers = 0.25 * (1 + 1 / 4 + 1 / 16 + 1 / 64)
     expected = (1 / 256 + layers) / (1 + 4 * 0.25)
     assert layered.mean((2, 3)).var().item() == pytest.approx(expected, rel=0.1)
@@ -538,19 +538,19 @@ def test_normalized_latents_leave_the_reconstruction():
     vae = build_vae(make_config())
     seeds = range(8)
     device = torch.device("cpu")
-    pictures = data.load_images(seeds, size=64, workers=0, device=device).images
-    before = reconstruct(vae, pictures)
-    mean, std = latent_statistics(vae, pictures)
+    images = data.load_images(seeds, size=64, workers=0, device=device).images
+    before = reconstruct(vae, images)
+    mean, std = latent_statistics(vae, images)
     assert (mean.abs() > 0.01).any()
-    logvar = vae.encode(data.to_float(pictures)).latent_dist.logvar
+    logvar = vae.encode(data.to_float(images)).latent_dist.logvar
 
     normalize_latents(vae, mean, std)
 
-    torch.testing.assert_close(reconstruct(vae, pictures), before, rtol=1e-3, atol=1e-4)
-    mean, scaled = latent_statistics(vae, pictures)
+    torch.testing.assert_close(reconstruct(vae, images), before, rtol=1e-3, atol=1e-4)
+    mean, scaled = latent_statistics(vae, images)
     torch.testing.assert_close(mean, torch.zeros(4), rtol=0, atol=1e-4)
     torch.testing.assert_close(scaled, torch.ones(4), rtol=1e-3, atol=0)
-    shift = vae.encode(data.to_float(pictures)).latent_dist.logvar - logvar
+    shift = vae.encode(data.to_float(images)).latent_dist.logvar - logvar
     torch.testing.assert_close(shift, (-2 * std.log()).view(1, 4, 1, 1).expand_as(shift))
 
 
@@ -567,12 +567,12 @@ def test_the_export_is_a_plain_pipeline(weights):
     assert (scheduler.clip_sample, scheduler.set_alpha_to_one) == (False, False)
     assert pipeline.text_encoder.config.eos_token_id == pipeline.tokenizer.eos_token_id
 
-    def picture(prompt):
+    def image(prompt):
         generator = torch.Generator().manual_seed(0)
         call = {"num_inference_steps": 2, "generator": generator, "output_type": "np"}
         return pipeline(prompt, height=64, width=64, **call).images
 
-    first, second = (picture(prompt) for prompt in default_prompts(2))
+    first, second = (image(prompt) for prompt in default_prompts(2))
     assert first.shape == (1, 64, 64, 3)
     assert np.isfinite(first).all()
     assert not np.array_equal(first, second)

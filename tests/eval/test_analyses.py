@@ -269,7 +269,7 @@ def test_heads_table_and_maps():
 def test_layers_are_in_the_order_in_which_they_run():
     """Fails for means over methods or levels, a layer that a method lacks, and the order of rows,
     of text or of the UNet's modules, whose middle is the last."""
-    figures = {name: dict.fromkeys(analyses.LAYER_FIGURES, float(name)) for name in range(1, 7)}
+    figures = {name: dict.fromkeys(analyses.LAYER_METRICS, float(name)) for name in range(1, 7)}
     first = {
         "down_blocks.1": layer(1, **figures[2]),
         "up_blocks.2": layer(1, **figures[1]),
@@ -300,7 +300,7 @@ def test_layers_are_in_the_order_in_which_they_run():
 
 
 def variant(method, **figures):
-    names = (*analyses.ORDER_FIGURES, *analyses.IMPORTANCE_FIGURES, *analyses.UTILISATION_FIGURES)
+    names = (*analyses.ORDER_METRICS, *analyses.IMPORTANCE_METRICS, *analyses.UTILISATION_METRICS)
     known = dict.fromkeys(names, 0.5)
     return {"method": method, "config": method, "origin": "calibrated", **known, **figures}
 
@@ -397,7 +397,7 @@ def test_errors_over_milliseconds_and_refined_parents():
     """Fails for a method without a time that gets one, or flat VQ among the elastic codebooks."""
 
     def row(method, config, effective, refined):
-        figures = dict.fromkeys([*layer_errors.FIGURES, "capture"], 1 / effective)
+        figures = dict.fromkeys([*layer_errors.METRICS, "capture"], 1 / effective)
         facts = {"method": method, "config": config, "origin": "calibrated"}
         facts["is_flat"] = method == "M9"
         return {**facts, "effective_codewords": effective, "num_refined": refined, **figures}

@@ -535,7 +535,7 @@ def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
 def test_the_tenth_percentile_is_one_of_the_images():
     """Catches the best tenth, the worst image, and what lies between two images."""
     decibels = np.random.default_rng(0).permutation([*np.arange(30.0, 49), np.inf])
-    assert compare.psnr_figures(decibels) == {"psnr_median": 39.5, "psnr_p10": 31}
+    assert compare.psnr_metrics(decibels) == {"psnr_median": 39.5, "psnr_p10": 31}
 
 
 def test_compare_shows_what_scalecrafter_does():

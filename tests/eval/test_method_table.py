@@ -269,7 +269,7 @@ def result(document, name="a.json"):
     return Result(SimpleNamespace(name=name, __str__=lambda self: name), kind, document)
 
 
-FIGURES = {"fid": 20.0, "fid_sem": 0.5, "clip_score": 90.0, "copy_agreement": 0.75}
+METRICS = {"fid": 20.0, "fid_sem": 0.5, "clip_score": 90.0, "copy_agreement": 0.75}
 FOLDER = "runs/m64/codebooks"
 BUT_ONE = "runs/but-one/codebooks"
 SMALL, LARGE = "256²", "512², ScaleCrafter"
@@ -280,18 +280,18 @@ TIMES = "512² (SD1.5; in a graph)"
 def table():
     distilled = (FOLDER, "M64P16C8", "distilled")
     small = [
-        {"method": scenes.REAL, "num_images": 5, **FIGURES},
-        quality_row(EXACT, **FIGURES),
-        quality_row("M64P16C8", "M64P16C8", "calibrated", **FIGURES),
+        {"method": scenes.REAL, "num_images": 5, **METRICS},
+        quality_row(EXACT, **METRICS),
+        quality_row("M64P16C8", "M64P16C8", "calibrated", **METRICS),
         quality_row(*distilled, fid=21.0, clip_score=89.0, psnr_median=40.0),
-        quality_row(f"{FOLDER}@P8", "M64P8C8", "distilled", **FIGURES),
-        quality_row("tome", **FIGURES),
-        quality_row("tome", levels=(0, 1), **FIGURES),
-        quality_row(BUT_ONE, "M64P16C8, up_blocks.1 exact", "calibrated", (0, 1), **FIGURES),
-        quality_row("value-projection", **FIGURES),
-        quality_row("runs/linear", "LinFusion", "distilled", (0, 1, 2), **FIGURES),
-        quality_row("runs/linear-01", "LinFusion", "distilled", (0, 1), **FIGURES),
-        quality_row("M4", "M4", "calibrated", **FIGURES),
+        quality_row(f"{FOLDER}@P8", "M64P8C8", "distilled", **METRICS),
+        quality_row("tome", **METRICS),
+        quality_row("tome", levels=(0, 1), **METRICS),
+        quality_row(BUT_ONE, "M64P16C8, up_blocks.1 exact", "calibrated", (0, 1), **METRICS),
+        quality_row("value-projection", **METRICS),
+        quality_row("runs/linear", "LinFusion", "distilled", (0, 1, 2), **METRICS),
+        quality_row("runs/linear-01", "LinFusion", "distilled", (0, 1), **METRICS),
+        quality_row("M4", "M4", "calibrated", **METRICS),
     ]
     both = [quality_row(EXACT, levels=(0, 1), fid=99.0), quality_row(*distilled, (0, 1), fid=22.0)]
     large = [quality_row(EXACT, fid=30.0, clip_score=80.0), quality_row(*distilled, fid=31.0)]
@@ -341,7 +341,7 @@ class TestTable:
     def test_quality_stands_by_size(self, table):
         """Fails where a size overwrites another, or a later file a row that is there."""
         rows = {(row["method"], *row["levels"]): row["quality"] for row in table["rows"]}
-        assert rows[EXACT,][SMALL] == FIGURES
+        assert rows[EXACT,][SMALL] == METRICS
         assert {size: figures["fid"] for size, figures in rows[EXACT,].items()} == {
             SMALL: 20,
             LARGE: 30,
@@ -392,7 +392,7 @@ class TestTable:
 
     def test_panels_show_the_times_of_the_images_own_size(self):
         """Catches small images over the times of large ones, where the methods differ more."""
-        documents = [quality([quality_row(EXACT, **FIGURES)], size=side) for side in (256, 512, 64)]
+        documents = [quality([quality_row(EXACT, **METRICS)], size=side) for side in (256, 512, 64)]
         times = ((1024, 40.0), (512, 10.0), (256, 3.0))
         documents += [speed({"exact": milliseconds}, size=side) for side, milliseconds in times]
         table = build_table([result(document, f"{i}.json") for i, document in enumerate(documents)])
@@ -478,7 +478,7 @@ class TestTable:
 
     def test_the_commands(self, tmp_path, monkeypatch, capsys):
         """From files to table.json, and from that to its plot at a size."""
-        documents = {"a": quality([quality_row(EXACT, **FIGURES)]), "b": speed({"exact": 10.0})}
+        documents = {"a": quality([quality_row(EXACT, **METRICS)]), "b": speed({"exact": 10.0})}
         documents["c"] = speed({"exact": 40.0}, size=1024)
         files = [tmp_path / f"{name}.json" for name in documents]
         for file, document in zip(files, documents.values(), strict=True):

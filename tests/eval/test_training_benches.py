@@ -204,7 +204,7 @@ def test_unknown_variants_and_failed_runs_are_refused(tmp_path):
 
 def test_ablation_table_by_hand():
     """Catches a mean over variants, a wrong error, one of a single seed, and another base."""
-    shared = {**dict.fromkeys(ablation.FIGURES, 0.5), "config": "M256", "capture": None}
+    shared = {**dict.fromkeys(ablation.METRICS, 0.5), "config": "M256", "capture": None}
     errors = [
         {"method": "a", **shared, "output_error": 0.1},
         {"method": "b", **shared, "output_error": 0.3},
@@ -234,7 +234,7 @@ def test_ablation_table_by_hand():
 def test_a_run_is_measured_by_the_base_at_its_own_configuration():
     """One run is judged at several numbers of refined parents: catches the last of them as the
     measure for all, and a measure where there is none."""
-    figures = {**dict.fromkeys(ablation.FIGURES, 0.5), "seed": 0}
+    figures = {**dict.fromkeys(ablation.METRICS, 0.5), "seed": 0}
     cases = [("base", "M4P4C2", 0.1), ("base", "M4P1C2", 0.2), ("DiVeQ", "M4P4C2", 0.3)]
     cases += [("DiVeQ", "M4P1C2", 0.4), ("DiVeQ", "M4P0C2", 0.4)]
     rows = [
@@ -247,7 +247,7 @@ def test_a_run_is_measured_by_the_base_at_its_own_configuration():
 
 def ablation_file(folder: Path, seed: int, **changed) -> Path:
     row = {"variant": "base", "seed": seed, "config": "M4P2C2"}
-    row |= dict.fromkeys(ablation.FIGURES, 0.1 * (seed + 1))
+    row |= dict.fromkeys(ablation.METRICS, 0.1 * (seed + 1))
     document = {"command": "python -m eval ablate", "environment": {"seed": seed}}
     document |= dict.fromkeys(ablation.PROTOCOL, 8)
     document |= {"rows": [{**row, "variant": "DiVeQ"}, row], **changed}

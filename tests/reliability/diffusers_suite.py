@@ -15,7 +15,7 @@ Assignment, refinement and attention over codewords all run, and the result is e
 to rounding. So a test that fails shows something that AVQ broke, not the error of quantized keys.
 Three things differ from a user's `apply_avq`:
 
-- `avq_attention` gets those codebooks in place of the installed ones.
+- `attention_and_backend` gets those codebooks in place of the installed ones.
 - `set_default_attn_processor` refuses foreign processors, so a user calls `remove_avq` first. The
   plugin does so, and applies AVQ again.
 - `from_pretrained` applies AVQ once the weights are there.
@@ -34,7 +34,7 @@ import transformers
 from torch import Tensor, nn
 
 from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, apply_avq, remove_avq
-from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.api import attention_and_backend
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.mini import MINI_SD
 from avq_diffusers.plugin.layers import select_layers
@@ -60,7 +60,7 @@ def pytest_configure(config) -> None:
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         stand_in_for_hub()
     if config.getoption("--avq"):
-        inspect.getmodule(AVQProcessor).avq_attention = every_key_attention
+        inspect.getmodule(AVQProcessor).attention_and_backend = every_key_attention
         for name in UNETS:
             apply_when_built(getattr(diffusers, name))
 
@@ -91,8 +91,10 @@ def stand_in_for_hub() -> None:
     replace(transformers.CLIPTextModelWithProjection, text_encoder)
 
 
-def every_key_attention(query: Tensor, key: Tensor, value: Tensor, codebook, **arguments) -> Tensor:
-    """`avq_attention` where each element of the batch has a codebook of all its keys.
+def every_key_attention(
+    query: Tensor, key: Tensor, value: Tensor, codebook, **arguments
+) -> tuple[Tensor, str]:
+    """`attention_and_backend` where each element of the batch has a codebook of all its keys.
 
     A codebook has one set of codewords per head, so the batch becomes heads of a single element.
     """
@@ -101,7 +103,8 @@ def every_key_attention(query: Tensor, key: Tensor, value: Tensor, codebook, **a
     parents = key[0].detach().to(torch.promote_types(key.dtype, torch.float32))
     every_key = Codebook(parents, parents[:, :, None], check_finite=False)
     arguments |= {"num_refined": min(NUM_REFINED, every_key.num_parents), "backend": "auto"}
-    return avq_attention(query, key, value, every_key, **arguments)[0].unflatten(0, (batch, -1))
+    output, backend = attention_and_backend(query, key, value, every_key, **arguments)
+    return output[0].unflatten(0, (batch, -1)), backend
 
 
 def apply(unet: nn.Module) -> None:
