@@ -28,8 +28,8 @@ class AVQConfig:
         codewords: what represents the keys of a leaf or cell: `"means"` is their mean in each call,
             `"stored"` the codeword of a codebook, the paper's form.
         num_updates: Lloyd updates of the parents by the keys of each call, at most 100.
-        exact_keys: most keys that a query tile meets as themselves, those of its most important
-            leaves; as many as there are tokens is exact attention.
+        exact_keys: most keys that a query tile meets as themselves, those of the leaves where it
+            gains most; as many as there are tokens is exact attention.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator. Not with
             `exact_keys`.

@@ -51,9 +51,9 @@ def avq_attention(
     """Adaptive vector-quantized attention (paper, section Method).
 
     Every key goes to its nearest parent, and there to a child that is closer, or it stays. Its cell
-    represents it, or its leaf in query tiles that refine its parent. The keys of a tile's most
-    important leaves are exact keys: they take part as themselves, and so do sink keys. All of
-    them exact is exact attention.
+    represents it, or its leaf in query tiles that refine its parent. Exact keys, those of the leaves
+    where a tile gains most, take part as themselves, and so do sink keys. With as many exact keys
+    as keys, this is exact attention.
 
     Without a codebook, the codewords are keys of this call: the parents are evenly spaced in
     `query_order`, the children in the cell of their parent.
@@ -84,8 +84,9 @@ def avq_attention(
         codewords: what represents the keys of a leaf or cell. `"means"` is their mean in this call;
             `"stored"` is the codeword, the paper's form, and needs a codebook.
         num_updates: Lloyd updates that move the parents to the means of their keys first.
-        exact_keys: most keys that a query tile meets as themselves. They are those of its most
-            important leaves: what a leaf represents counts by the attention that it receives.
+        exact_keys: most keys that a query tile meets as themselves. Leaves, and cells that the tile
+            does not refine, are taken by the gain of each of their keys: the attention that it
+            receives times the squared spread of the keys around what represents them.
         sink_key, sink_value: (B, H, T, D), dtype and device of `query`, that every query meets as
             themselves, such as the text tokens of a joint attention. They take no part in
             codewords and importance.
