@@ -522,8 +522,8 @@ class TestDraw:
             ('{"command": "python -m distill --config x"}', "is not a result of python -m eval"),
             (
                 '{"command": "python -m eval scenes --x"}',
-                "plots are those of bench kernels, bench unet, errors, analyse, training, table, "
-                "but .* is a result of scenes",
+                "plots are those of bench kernels, bench unet, errors, analyse, keys, training, "
+                "table, but .* is a result of scenes",
             ),
             ('{"command": "python -m eval coco score x"}', "is a result of coco score"),
         ],
