@@ -84,6 +84,60 @@ def capture(
 
 
 @torch.no_grad()
+def exact_capture(
+    query: Tensor,
+    key: Tensor,
+    codebook: Codebook | None,
+    num_refined: int,
+    exact_keys: int,
+    **options: Unpack[DiagnosticOptions],
+) -> Tensor:
+    """Share of exact attention that falls on the exact keys of query tiles.
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, H, S, D).
+        codebook: of H heads and head dim D, or None for codewords from the keys.
+        num_refined, exact_keys, **options: as in `avq_attention`.
+
+    Returns:
+        (H,) in [0, 1], mean over batch and queries.
+
+    Raises:
+        TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
+    """
+    choices = _checked(query, key, codebook, options, num_refined, exact_keys)
+    found = _quantized(key, codebook, choices)
+    refined = reference.select(_parent_importance(query, key, codebook, choices), num_refined)
+    query, key, scale = _at_least_fp32(query, key, choices["scale"])
+    rows = torch.cat([found.parents, found.leaves], dim=2).to(query.dtype)
+    num_parents = found.parents.shape[2]
+    parents = rows[:, :, :num_parents]
+    cell, leaf = found.cell, num_parents + found.leaf
+    counts = query.new_zeros(rows.shape[:3])
+    spread = query.new_zeros(rows.shape[:3])
+    for row in (cell, leaf):
+        codeword = rows.gather(2, row[..., None].expand_as(key))
+        counts.scatter_add_(-1, row, counts.new_ones(()).expand_as(row))
+        spread.scatter_add_(-1, row, (key - codeword).square().sum(dim=-1))
+    spread /= counts.clamp(min=1)
+
+    captured: list[Tensor] = []
+    for tiles in _query_tiles(query, choices, row_elements=key.shape[2] + rows.shape[2]):
+        for tile in tiles.unbind(dim=2):
+            row = torch.where(refined[:, :, len(captured)].gather(-1, cell), leaf, cell)
+            members = torch.zeros_like(counts)
+            members.scatter_add_(-1, row, members.new_ones(()).expand_as(row))
+            gain = reference.exact_gain(
+                tile, rows, spread.where(members > 0, 0), parents, counts[..., :num_parents], scale
+            )
+            is_exact = reference.select_exact(gain, members, exact_keys).gather(-1, row)
+            attention = (scale * tile @ key.mT).softmax(dim=-1)
+            captured.append((attention * is_exact[:, :, None]).sum(dim=(0, 2, 3)))
+    return torch.stack(captured).sum(dim=0) / (len(query) * query.shape[2])
+
+
+@torch.no_grad()
 def capture_curve(
     query: Tensor, key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
 ) -> Tensor:
@@ -303,9 +357,15 @@ def _checked(
     codebook: Codebook | None,
     options: DiagnosticOptions,
     num_refined: int = 0,
+    exact_keys: int = 0,
 ) -> Options:
     """All options of `avq_attention`, or its refusal. Keys stand in for the values."""
-    choices: Options = {**DEFAULTS, **options, "num_refined": num_refined}
+    choices: Options = {
+        **DEFAULTS,
+        **options,
+        "num_refined": num_refined,
+        "exact_keys": exact_keys,
+    }
     if isinstance(codebook, Codebook):
         choices["num_parents"] = codebook.num_parents
         choices["num_children"] = codebook.num_children

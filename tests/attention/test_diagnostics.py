@@ -82,6 +82,34 @@ def test_capture_of_all_parents_is_one_and_of_none_is_zero():
     assert (rising.diff(dim=0) > 0).all()
 
 
+def test_exact_capture_is_the_attention_on_keys_that_are_exact():
+    """Two cells of 3 and 5 keys; queries look at the first in one tile, at the second in the other.
+
+    Catches keys of other tiles, cells beside refined ones, and a budget that is passed.
+    """
+    key = torch.tensor([[-4.0, 1], [-4, -1], [-4, 0], [4, 1], [4, -1], [4, 0], [4.5, 0], [3.5, 0]])
+    query = torch.tensor([[-0.3, 1], [-0.2, 0.5], [0.3, 1]])
+    mass = (query @ key.T).softmax(-1)
+    codebook = Codebook(torch.tensor([[[-4.0, 0], [4, 0]]]), torch.full((1, 2, 1, 2), 99.0))
+    for num_refined in (0, 1, 2):
+        for exact_keys, expected in (
+            (2, 0),
+            (4, mass[:2, :3].sum() / 3),
+            (5, (mass[:2, :3].sum() + mass[2, 3:].sum()) / 3),
+            (8, 1),
+        ):
+            captured = diagnostics.exact_capture(
+                query[None, None],
+                key[None, None],
+                codebook,
+                num_refined,
+                exact_keys,
+                query_tile=2,
+                scale=1.0,
+            )
+            torch.testing.assert_close(captured, torch.as_tensor([expected]).float())
+
+
 def test_attention_mass_by_hand():
     """Fails for a tile of the wrong queries, an average over them, or keys that count once."""
     key = torch.tensor([[[0.0, 3.0], [10.0, 2.0], [10.0, -2.0]]])[None]
