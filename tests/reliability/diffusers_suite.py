@@ -22,7 +22,6 @@ Three things differ from a user's `apply_avq`:
 """
 
 import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, apply_avq, remo
 from avq_diffusers.attention.api import attention_and_backend
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.mini import MINI_SD
+from avq_diffusers.plugin import processor
 from avq_diffusers.plugin.layers import select_layers
 
 UNETS = ("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel")
@@ -60,7 +60,8 @@ def pytest_configure(config) -> None:
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         stand_in_for_hub()
     if config.getoption("--avq"):
-        inspect.getmodule(AVQProcessor).attention_and_backend = every_key_attention
+        assert processor.attention_and_backend is attention_and_backend
+        processor.attention_and_backend = every_key_attention
         for name in UNETS:
             apply_when_built(getattr(diffusers, name))
 
