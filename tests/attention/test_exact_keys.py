@@ -183,6 +183,21 @@ def test_the_keys_that_gain_most_are_exact(backend, dtype, left, query, exact_ke
 
 
 @pytest.mark.parametrize(("backend", "dtype"), WIDEST)
+def test_of_equal_leaves_that_of_the_lower_parent_is_exact(backend, dtype):
+    """Catches leaves in the order of their parents' importance: the second parent has more."""
+    keys = [[-4, 9], [-4, 7], [-4, 0], [4, 9], [4, 7], [4, 0], [4, 0], [4, 0]]
+    query, key, value, codebook = two_cells(keys, [0, 0.1], dtype)
+    up = F.pad(torch.tensor([[0.0, 8]]), (0, 6)).to(codebook.parents)
+    codebook = Codebook(codebook.parents, (codebook.parents + up)[:, :, None])
+    options = {"num_refined": 2, "exact_keys": 2, "scale": 1.0, "backend": backend}
+    output = avq_attention(query, key, value, codebook, **options)
+    seen = key.double().clone()
+    seen[:, :, 3:5] = seen[:, :, 3:5].mean(dim=2, keepdim=True)
+    expected = F.scaled_dot_product_attention(query.double(), seen, value.double(), scale=1.0)
+    assert relative_error(output, expected) <= allowed(query, key, value)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), WIDEST)
 def test_exact_keys_of_refined_parents_are_those_of_leaves(backend, dtype):
     """Catches leaves whose keys are taken from elsewhere in the sorted cell."""
     query, key, value, codebook = make_case(batch=1, heads=1, queries=16, keys=90, dtype=dtype)
@@ -314,12 +329,15 @@ def test_same_bits_on_every_run(dtype):
 
 
 def test_chunks_do_not_change_the_result(monkeypatch):
-    tokens = [x.detach().requires_grad_() for x in make_case(batch=3, queries=100)[:3]]
+    query, key, value, _ = make_case(batch=3, queries=100)
+    tokens = query, key, value, key[:, :, :11] + 1, 1 - value[:, :, :11]
+    tokens = [x.detach().requires_grad_() for x in tokens]
     options = {"num_parents": 6, "num_children": 3, "num_refined": 2, "query_tile": 16}
+    options |= {"exact_keys": 40, "sink_key": tokens[3], "sink_value": tokens[4]}
     found = []
     for elements in (1 << 10, 1 << 22):
         monkeypatch.setattr(assignment, "ELEMENTS_CPU", elements)
-        output = avq_attention(*tokens, exact_keys=40, **options)
+        output = avq_attention(*tokens[:3], **options)
         found.append([output.detach(), *torch.autograd.grad(output.square().sum(), tokens)])
     assert max(relative_error(*pair) for pair in zip(*found, strict=True)) < 1e-13
 
