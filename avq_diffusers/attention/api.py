@@ -26,6 +26,7 @@ NUM_TENSORS = 8
 
 _HAS_TRITON = find_spec("triton") is not None
 _MIN_CAPABILITY = (8, 0)
+MOST_VISIBLE = 1024  # codewords that a tile of the kernels sorts
 
 
 def avq_attention(
@@ -346,10 +347,12 @@ def _kernel_obstacle(query: Tensor, has_codebook: bool, **options: Unpack[Option
     scale = options["scale"]
     if scale is not None and not scale > 0:
         return f"scale must be positive, but is {scale}"
-    if options["exact_keys"]:
-        return "exact keys are not in the kernels yet"
-    if options["sink_key"] is not None:
-        return "sink keys are not in the kernels yet"
+    is_exact, has_sinks = options["exact_keys"] > 0, options["sink_key"] is not None
+    if (is_exact or has_sinks) and options["codewords"] == "stored":
+        return 'exact and sink keys need codewords="means"'
+    visible = options["num_parents"] + options["num_refined"] * options["num_children"]
+    if is_exact and visible > MOST_VISIBLE:
+        return f"tiles with exact keys may see {MOST_VISIBLE} codewords, but see {visible}"
     if options["num_updates"] and has_codebook:
         return "num_updates moves the parents of a codebook"
     return tables.unsupported(
@@ -425,22 +428,18 @@ def _launch_kernels(
     importance_tile: int | None,
     scale: float,
 ) -> Tensor:
-    from avq_diffusers.attention.triton.attention import attend
+    from avq_diffusers.attention.triton.attention import ExactKeys, SinkKeys, attend
     from avq_diffusers.attention.triton.precompute import precompute
 
     _check_traced_order(query, query_order)
-    # The kernels need a last stride of 1.
-    query, key, value = (
-        x if x.stride(-1) == 1 else x.transpose(1, 2).contiguous().transpose(1, 2)
-        for x in (query, key, value)
-    )
+    query, key, value = (_unit_stride(x) for x in (query, key, value))
     stored = None
     if parents is not None and children is not None:
         stored = _packed_codewords(parents, children, scale, query.dtype)
     key_order = query_order if key.shape[2] == query.shape[2] else None
     # Triton launches on the current device.
     with torch.cuda.device_of(query):
-        codes, means, log_counts = precompute(
+        aggregates = precompute(
             key,
             value,
             stored,
@@ -449,20 +448,36 @@ def _launch_kernels(
             num_parents=num_parents,
             num_children=num_children,
             means=codewords == "means",
+            exact=exact_keys > 0,
             scale=scale,
         )
+        centre, leaves = aggregates.centre, aggregates.leaves
+        exact = sinks = None
+        if leaves is not None:
+            exact = ExactKeys(key, value, centre, leaves, exact_keys, scale)
+        if sink_key is not None and sink_value is not None:
+            sinks = SinkKeys(_unit_stride(sink_key), _unit_stride(sink_value), centre, scale)
         return attend(
             query,
-            codes,
-            means,
-            log_counts,
+            aggregates.codes,
+            aggregates.mean_values,
+            aggregates.log_counts,
             num_parents=num_parents,
             num_children=num_children,
             num_refined=num_refined,
             query_tile=query_tile,
             query_order=query_order,
             importance_tile=importance_tile,
+            exact=exact,
+            sinks=sinks,
         )
+
+
+def _unit_stride(tokens: Tensor) -> Tensor:
+    """The kernels need a last stride of 1."""
+    if tokens.stride(-1) == 1:
+        return tokens
+    return tokens.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 _kernel_attention = torch.library.custom_op(

@@ -212,7 +212,7 @@ def kernel_stages(
     sizes = {"num_parents": config.num_parents, "num_children": config.num_children}
     scale = codebook.head_dim**-0.5
 
-    def aggregate(index: int) -> tuple[Tensor, Tensor, Tensor]:
+    def aggregate(index: int) -> precompute.Aggregates:
         _, key, value = sets[index]
         return precompute.precompute(
             key, value, stored, None, None, **sizes, means=False, scale=scale
@@ -224,7 +224,7 @@ def kernel_stages(
     def attend(index: int) -> Tensor:
         return attention.attend(
             sets[index][0],
-            *aggregates(index),
+            *aggregates(index)[:3],
             **sizes,
             num_refined=config.num_refined,
             query_tile=config.query_tile,

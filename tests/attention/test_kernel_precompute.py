@@ -103,7 +103,7 @@ class Problem:
             means=means,
             scale=self.scale,
             tiling=tiling,
-        )
+        )[:3]
 
     def counts(self, log_counts: Tensor) -> tuple[Tensor, Tensor]:
         """Keys of the parents (B, H, M0) and of the leaves (B, H, M0, 1 + C)."""

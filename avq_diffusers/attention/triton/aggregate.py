@@ -6,6 +6,7 @@ Shapes: as in `precompute`.
 import triton
 import triton.language as tl
 
+from avq_diffusers.attention.triton.pieces import cell_of, first_extra_piece, parent_of, place_of
 from avq_diffusers.attention.triton.rows import (
     bias_of,
     first_maximum,
@@ -16,41 +17,14 @@ from avq_diffusers.attention.triton.rows import (
 
 
 @triton.jit
-def _extra_pieces(
-    start_ptr, num_chunks, PIECE: tl.constexpr, PARENT_ROWS: tl.constexpr, NUM_CHUNKS: tl.constexpr
-):
-    """(MP) pieces of each parent after its first."""
-    MOST: tl.constexpr = 2048 // PARENT_ROWS
-    CHUNKS: tl.constexpr = NUM_CHUNKS if NUM_CHUNKS < MOST else MOST
-    num_keys = tl.zeros([PARENT_ROWS], tl.int32)
-    for first_chunk in tl.range(0, num_chunks, CHUNKS):
-        chunks = first_chunk + tl.arange(0, CHUNKS)
-        offsets = tl.arange(0, PARENT_ROWS)[:, None] * NUM_CHUNKS + chunks[None, :]
-        is_chunk = (chunks < num_chunks)[None, :]
-        starts = tl.load(start_ptr + offsets, mask=is_chunk, other=0)
-        stops = tl.load(start_ptr + offsets + NUM_CHUNKS, mask=is_chunk, other=0)
-        num_keys += tl.sum(stops - starts, axis=1)
-    return tl.maximum(num_keys - 1, 0) // PIECE
-
-
-@triton.jit
-def _place(rank, earlier, shift, NUM_CHUNKS: tl.constexpr, LOG2_CHUNKS: tl.constexpr):
-    """Where the keys of these ranks in their cell are in `order`."""
-    # The chunk of a key is the last one that starts at or before its rank.
-    chunk = tl.zeros_like(rank)
-    for bit in tl.static_range(LOG2_CHUNKS):
-        later = chunk + (NUM_CHUNKS >> (bit + 1))
-        chunk = tl.where(tl.gather(earlier, later, axis=0) <= rank, later, chunk)
-    return rank + tl.gather(shift, chunk, axis=0)
-
-
-@triton.jit
 def _store_aggregates(
     mean_keys,
     means_ptr,
     log_counts_ptr,
+    weight_ptr,
     sums,
     key_sums,
+    squares,
     counts,
     parent,
     NUM_PARENTS: tl.constexpr,
@@ -86,7 +60,9 @@ def _store_aggregates(
         MEAN_COLUMNS,
     )
     if MEANS:
-        _store_mean_keys(mean_keys, rows, key_sums, counts, is_row, FACTOR, PADDED_DIM)
+        _store_mean_keys(
+            mean_keys, weight_ptr, rows, key_sums, squares, counts, is_row, FACTOR, PADDED_DIM
+        )
         tl.store(log_counts_ptr + rows, _log2(counts), mask=is_row)
     else:
         is_child = (leaves > 0) & is_row
@@ -102,7 +78,10 @@ def _store_aggregates(
     if MEANS:
         key_sums = tl.sum(key_sums, axis=0)[None, :]
         counts = count + tl.zeros_like(row)
-        _store_mean_keys(mean_keys, row, key_sums, counts, ones > 0, FACTOR, PADDED_DIM)
+        squares = tl.sum(squares, axis=0) + tl.zeros_like(ones)
+        _store_mean_keys(
+            mean_keys, weight_ptr, row, key_sums, squares, counts, ones > 0, FACTOR, PADDED_DIM
+        )
     tl.store(log_counts_ptr + parent, _log2(count))
 
 
@@ -130,14 +109,30 @@ def _store_means(
 
 @triton.jit
 def _store_mean_keys(
-    mean_keys, rows, key_sums, counts, is_row, FACTOR: tl.constexpr, PADDED_DIM: tl.constexpr
+    mean_keys,
+    weight_ptr,
+    rows,
+    key_sums,
+    squares,
+    counts,
+    is_row,
+    FACTOR: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
 ):
-    """Write mean keys around the centre, times the factor of the logits; 0 without keys."""
+    """Write mean keys around the centre, times the factor of the logits; 0 without keys.
+
+    And what a key of the row weighs in the choice of exact keys: the squared spread of its keys.
+    """
     mean_keys_ptr, centre = mean_keys
-    means = key_sums * (1.0 / tl.maximum(counts, 1))[:, None] - centre[None, :]
+    inverse = 1.0 / tl.maximum(counts, 1)
+    means = key_sums * inverse[:, None] - centre[None, :]
     codes = tl.where((counts > 0)[:, None], means * FACTOR, 0.0)
     pointers = mean_keys_ptr + rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
     tl.store(pointers, codes.to(mean_keys_ptr.dtype.element_ty), mask=is_row[:, None])
+    if weight_ptr is not None:
+        spread = squares * inverse * (FACTOR * FACTOR) - tl.sum(codes * codes, axis=1)
+        spread = tl.maximum(spread, 0.0)
+        tl.store(weight_ptr + rows, spread * spread * inverse, mask=is_row)
 
 
 @triton.jit
@@ -173,9 +168,12 @@ def aggregate_kernel(
     ticket_ptr,
     piece_sums_ptr,
     piece_counts_ptr,
+    piece_squares_ptr,
+    leaf_ptr,
     mean_keys_ptr,
     means_ptr,
     log_counts_ptr,
+    weight_ptr,
     key_stride_batch,
     key_stride_head,
     key_stride_token,
@@ -204,11 +202,12 @@ def aggregate_kernel(
 ):
     """Choose a leaf for the keys of one piece of one parent, count them and add up their values.
 
-    Pieces 0 to MP - 1 are the first piece of every parent, empty or not. The other pieces follow in
-    the order of the parents.
-
     piece_sums: (B, H, num_pieces, L, DP) float32, only for parents of several pieces.
     piece_counts: (B, H, num_pieces, L) int32.
+    piece_squares: (B, H, num_pieces, L) float32, or None without exact keys, as the next two.
+    leaf: (B, H, S) int32, the leaf in its cell of every key, in the order of cells.
+    weight: (B, H, 2 MP + M0 CP) float32, what a key of a row weighs in the choice of exact keys,
+        divided by the number of keys.
     """
     head = tl.program_id(0)
     batch = tl.program_id(1)
@@ -220,6 +219,7 @@ def aggregate_kernel(
         batch.to(tl.int64) * value_stride_batch + head.to(tl.int64) * value_stride_head
     ) * ALIGN
     MEANS: tl.constexpr = mean_keys_ptr is not None
+    EXACT: tl.constexpr = leaf_ptr is not None
     dtype = key_ptr.dtype.element_ty
     centre_head = batch_head
     if codes_ptr is not None:
@@ -240,29 +240,17 @@ def aggregate_kernel(
     PIECE_ROWS: tl.constexpr = 2 * LEAF_ROWS if MEANS else LEAF_ROWS
     piece_sums_ptr += batch_head * num_pieces * PIECE_ROWS * PADDED_DIM
     piece_counts_ptr += batch_head * num_pieces * LEAF_ROWS
+    if EXACT:
+        piece_squares_ptr += batch_head * num_pieces * LEAF_ROWS
+        leaf_ptr += batch_head * num_keys
+        weight_ptr += batch_head * (PARENT_ROWS + CODE_ROWS)
     means_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * MEAN_COLUMNS
     log_counts_ptr += batch_head * (CODE_ROWS + PARENT_ROWS if MEANS else CODE_ROWS)
 
-    parent = piece
-    part = 0
-    if piece >= PARENT_ROWS:
-        extra = _extra_pieces(start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
-        stop_piece = PARENT_ROWS + tl.cumsum(extra, axis=0)
-        parent = tl.sum((stop_piece <= piece).to(tl.int32), axis=0)
-        if parent >= PARENT_ROWS:
-            return
-        part = (
-            1 + piece - tl.sum(tl.where(tl.arange(0, PARENT_ROWS) == parent, stop_piece - extra, 0))
-        )
-
-    # (NUM_CHUNKS) where the parent's keys are in each chunk, and how many come in earlier chunks.
-    chunks = tl.arange(0, NUM_CHUNKS)
-    is_chunk = chunks < num_chunks
-    starts = tl.load(start_ptr + parent * NUM_CHUNKS + chunks, mask=is_chunk, other=0)
-    stops = tl.load(start_ptr + (parent + 1) * NUM_CHUNKS + chunks, mask=is_chunk, other=0)
-    total = tl.sum(stops - starts, axis=0)
-    earlier = tl.cumsum(stops - starts, axis=0) - (stops - starts)
-    shift = chunks * chunk_keys + starts - earlier
+    parent, part = parent_of(piece, start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
+    if parent >= PARENT_ROWS:
+        return
+    first, total, earlier, shift = cell_of(parent, start_ptr, num_chunks, chunk_keys, NUM_CHUNKS)
 
     leaves = tl.arange(0, LEAF_ROWS)
     if NUM_CHILDREN > 0 and codes_ptr is None:
@@ -270,7 +258,7 @@ def aggregate_kernel(
         rank = tl.maximum(leaves - 1, 0).to(tl.int64) * total // NUM_CHILDREN
         rank = tl.minimum(rank.to(tl.int32), tl.maximum(total - 1, 0))
         is_code = (leaves <= NUM_CHILDREN) & (total > 0)
-        place = _place(rank, earlier, shift, NUM_CHUNKS, LOG2_CHUNKS)
+        place = place_of(rank, earlier, shift, NUM_CHUNKS, LOG2_CHUNKS)
         child_keys = tl.load(order_ptr + place, mask=is_code, other=0)
         codes = load_rows(
             key_ptr,
@@ -310,13 +298,14 @@ def aggregate_kernel(
     sums = tl.zeros([LEAF_ROWS, PADDED_DIM], tl.float32)
     key_sums = sums
     chosen_counts = tl.zeros([LEAF_ROWS, KEYS], tl.int32)
+    chosen_squares = tl.zeros([LEAF_ROWS, KEYS], tl.float32)
     stop = tl.minimum((part + 1) * PIECE, total)
     for tile in tl.range(part * PIECE, stop, KEYS):
         # (KEYS)
         position = tile + tl.arange(0, KEYS)
         is_key = position < stop
-        position = _place(position, earlier, shift, NUM_CHUNKS, LOG2_CHUNKS)
-        keys = tl.load(order_ptr + position, mask=is_key, other=0)
+        key_place = place_of(position, earlier, shift, NUM_CHUNKS, LOG2_CHUNKS)
+        keys = tl.load(order_ptr + key_place, mask=is_key, other=0)
 
         # (KEYS, DP)
         value = load_rows(value_ptr, keys, value_stride_token, is_key, HEAD_DIM, PADDED_DIM, ALIGN)
@@ -338,15 +327,26 @@ def aggregate_kernel(
         sums += product(chosen, value)
         if MEANS:
             key_sums += product(chosen, key)
+        if EXACT:
+            centred = key.to(tl.float32) - centre[None, :]
+            distance = tl.sum(centred * centred, axis=1)
+            chosen_squares += tl.where(is_chosen, distance[None, :], 0.0)
+            leaf = tl.sum(tl.where(is_chosen, leaves[:, None], 0), axis=0)
+            tl.store(leaf_ptr + first + position, leaf, mask=is_key)
     counts = tl.sum(chosen_counts, axis=1)
+    squares = tl.sum(chosen_squares, axis=1)
+    if EXACT:
+        tl.store(piece_counts_ptr + piece * LEAF_ROWS + leaves, counts)
 
     if total <= PIECE:
         _store_aggregates(
             mean_keys,
             means_ptr,
             log_counts_ptr,
+            weight_ptr,
             sums,
             key_sums,
+            squares,
             counts,
             parent,
             NUM_PARENTS,
@@ -365,31 +365,39 @@ def aggregate_kernel(
         tl.store(piece_sums_ptr + piece * (PIECE_ROWS * PADDED_DIM) + offsets, sums)
         if MEANS:
             tl.store(piece_keys_ptr + piece * (PIECE_ROWS * PADDED_DIM) + offsets, key_sums)
-        tl.store(piece_counts_ptr + piece * LEAF_ROWS + leaves, counts)
+        if EXACT:
+            tl.store(piece_squares_ptr + piece * LEAF_ROWS + leaves, squares)
+        else:
+            tl.store(piece_counts_ptr + piece * LEAF_ROWS + leaves, counts)
         # All threads have stored before one of them says so.
         tl.debug_barrier()
         num_parts = tl.cdiv(total, PIECE)
         if tl.atomic_add(ticket_ptr + parent, 1) == num_parts - 1:
-            extra = _extra_pieces(start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
-            first_extra = PARENT_ROWS + tl.sum(
-                tl.where(tl.arange(0, PARENT_ROWS) < parent, extra, 0), axis=0
+            first_extra = first_extra_piece(
+                parent, start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS
             )
             sums = tl.load(piece_sums_ptr + parent * (PIECE_ROWS * PADDED_DIM) + offsets)
             if MEANS:
                 key_sums = tl.load(piece_keys_ptr + parent * (PIECE_ROWS * PADDED_DIM) + offsets)
             counts = tl.load(piece_counts_ptr + parent * LEAF_ROWS + leaves)
+            if EXACT:
+                squares = tl.load(piece_squares_ptr + parent * LEAF_ROWS + leaves)
             for other in tl.range(first_extra, first_extra + num_parts - 1):
                 other_rows = other * (PIECE_ROWS * PADDED_DIM) + offsets
                 sums += tl.load(piece_sums_ptr + other_rows)
                 if MEANS:
                     key_sums += tl.load(piece_keys_ptr + other_rows)
                 counts += tl.load(piece_counts_ptr + other * LEAF_ROWS + leaves)
+                if EXACT:
+                    squares += tl.load(piece_squares_ptr + other * LEAF_ROWS + leaves)
             _store_aggregates(
                 mean_keys,
                 means_ptr,
                 log_counts_ptr,
+                weight_ptr,
                 sums,
                 key_sums,
+                squares,
                 counts,
                 parent,
                 NUM_PARENTS,

@@ -25,9 +25,10 @@ the same rows. Stored codewords need no rows for the keys that stay: a refined p
 all its keys, and columns of `means` from D on hold the share of those that stay.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,7 +36,15 @@ import triton.language as tl
 from torch import Tensor
 
 from avq_diffusers.attention.triton.codewords import mean_columns, padded_sizes
-from avq_diffusers.attention.triton.launch import MOST_PLANS, Launch, aligned, pointer
+from avq_diffusers.attention.triton.exact import (
+    Exact,
+    Sinks,
+    attend_exact,
+    attend_sinks,
+    choose_columns,
+)
+from avq_diffusers.attention.triton.launch import MOST_PLANS, Launch, Workspace, aligned, pointer
+from avq_diffusers.attention.triton.precompute import Leaves
 from avq_diffusers.attention.triton.selection import rank_of, tiled_importance
 from avq_diffusers.attention.triton.softmax import (
     LOG_ZERO,
@@ -70,11 +79,13 @@ def _attend_parents(query, tables, softmax, sizes, BLOCK_M: tl.constexpr, RUNNIN
             mean_rows += sizes.PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
         elif sizes.NUM_REFINED > 0:
             mean_rows += sizes.PARENT_ROWS
+        valid = tl.full([BLOCK_M], True, tl.int1)
+        if sizes.EXACT:
+            valid = tl.load(tables.is_exact + rows) == 0
         if sizes.MEANS:
             rows = mean_rows
-        every = tl.full([BLOCK_M], True, tl.int1)
         softmax = attend_rows(
-            query, tables, rows, mean_rows, every, softmax, sizes, sizes.MEANS, RUNNING
+            query, tables, rows, mean_rows, valid, softmax, sizes, sizes.MEANS, RUNNING
         )
     return softmax
 
@@ -89,7 +100,10 @@ def _attend_stays(query, tables, softmax, sizes, RUNNING: tl.constexpr):
             valid = tl.full([BLOCK], True, tl.int1)
         else:
             valid = place < sizes.NUM_REFINED
-        rows = sizes.PARENT_ROWS + tl.load(tables.refined + place, mask=valid, other=0)
+        parent = tl.load(tables.refined + place, mask=valid, other=0)
+        if sizes.EXACT:
+            valid &= tl.load(tables.is_exact + parent) == 0
+        rows = sizes.PARENT_ROWS + parent
         softmax = attend_rows(query, tables, rows, rows, valid, softmax, sizes, True, RUNNING)
     return softmax
 
@@ -108,6 +122,9 @@ def _attend_children(query, tables, softmax, sizes, BLOCK_P: tl.constexpr, RUNNI
             valid = parent < sizes.NUM_REFINED
         if sizes.SELECTS:
             parent = tl.load(tables.refined + parent, mask=valid, other=0)
+        if sizes.EXACT:
+            column = sizes.PARENT_ROWS + start * CHILD_ROWS + child
+            valid &= tl.load(tables.is_exact + column, mask=valid, other=1) == 0
         rows = parent * CHILD_ROWS + child % CHILD_ROWS
         # Lets a thread load the log_counts of neighbouring children at once.
         rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
@@ -130,6 +147,8 @@ def _attend_tile(
     query,
     valid_query,
     tables,
+    exact,
+    sinks,
     sizes,
     IMPORTANCE_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -138,16 +157,17 @@ def _attend_tile(
     AGAIN_M: tl.constexpr,
     AGAIN_P: tl.constexpr,
 ):
-    """Numerator and sum of weights (BLOCK_N,) over all codewords that a tile of queries sees.
+    """Numerator and sum of weights (BLOCK_N,) over all that a tile of queries sees.
 
     Stores the parents to refine, chosen by their importance. A tile that overflows is computed
     again with a running maximum, in blocks of AGAIN_M and AGAIN_P parents.
     """
     BLOCK_N: tl.constexpr = valid_query.shape[0]
     PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
-    EXACT: tl.constexpr = IMPORTANCE_TILE >= sizes.NUM_PARENTS
-    ONE_BLOCK: tl.constexpr = sizes.SELECTS and EXACT and BLOCK_M == PARENT_ROWS
+    WHOLE: tl.constexpr = IMPORTANCE_TILE >= sizes.NUM_PARENTS
+    ONE_BLOCK: tl.constexpr = sizes.SELECTS and WHOLE and BLOCK_M == PARENT_ROWS
     parents = tl.arange(0, PARENT_ROWS)
+    chosen = None
 
     if ONE_BLOCK:
         is_parent = parents < sizes.NUM_PARENTS
@@ -157,13 +177,12 @@ def _attend_tile(
         logits = logits_of(query, codes, tl.load(tables.log_counts + parents)[None, :])
         running_max = tl.max(logits, axis=1)
         weights = tl.exp2(logits - running_max[:, None])
-        inverse = tl.where(valid_query, 1.0 / tl.sum(weights, axis=1), 0.0)
+        total = tl.sum(weights, axis=1)
+        inverse = tl.where(valid_query, 1.0 / total, 0.0)
 
         # (PARENT_ROWS)
         importance = tl.sum(weights * inverse[:, None], axis=0)
-        rank = rank_of(importance, PARENT_ROWS)
-        tl.store(tables.refined + rank, parents, mask=rank < sizes.NUM_REFINED)
-        is_refined = rank < sizes.NUM_REFINED
+        is_refined = _refine(importance, tables, sizes)
         if sizes.MEANS:
             mean_rows = parents
             shares = tl.full([PARENT_ROWS, 8], 1.0, tl.float32).to(tables.means.dtype.element_ty)
@@ -172,6 +191,13 @@ def _attend_tile(
             mean_rows = parents + tl.where(is_refined, PARENT_ROWS, 0)
             shares = load_shares(tables, mean_rows, is_parent, sizes)
             is_kept = tl.max(shares, axis=1) > 0
+        if sizes.EXACT:
+            log_denominator = tl.where(valid_query, running_max + tl.log2(total), float("inf"))
+            tl.debug_barrier()
+            chosen = choose_columns(
+                query, log_denominator, importance, is_refined, tables, exact, sizes
+            )
+            is_kept &= tl.load(tables.is_exact + parents) == 0
         means = load_means(tables, mean_rows, is_parent, sizes)
         if RUNNING:
             weights, running_max = leave_out(weights, running_max, is_kept)
@@ -184,20 +210,25 @@ def _attend_tile(
         if sizes.MEANS:
             softmax = _attend_stays(query, tables, softmax, sizes, RUNNING)
     else:
-        if sizes.SELECTS:
-            importance, running_max = tiled_importance(
+        if sizes.SELECTS or sizes.EXACT:
+            importance, running_max, log_denominator = tiled_importance(
                 query,
                 valid_query,
                 tables,
                 sizes,
-                BLOCK_M if EXACT else IMPORTANCE_TILE,
-                EXACT,
+                BLOCK_M if WHOLE else IMPORTANCE_TILE,
+                WHOLE,
                 BLOCK_M,
             )
-            rank = rank_of(importance, PARENT_ROWS)
-            tl.store(tables.refined + rank, parents, mask=rank < sizes.NUM_REFINED)
+            is_refined = parents < (sizes.NUM_PARENTS if sizes.NUM_REFINED > 0 else 0)
+            if sizes.SELECTS:
+                is_refined = _refine(importance, tables, sizes)
             # The loops read what other threads of this program wrote.
             tl.debug_barrier()
+            if sizes.EXACT:
+                chosen = choose_columns(
+                    query, log_denominator, importance, is_refined, tables, exact, sizes
+                )
         elif not RUNNING:
             rows = tl.arange(0, BLOCK_M)
             every = tl.full([BLOCK_M], True, tl.int1)
@@ -211,6 +242,10 @@ def _attend_tile(
 
     if sizes.NUM_REFINED > 0:
         softmax = _attend_children(query, tables, softmax, sizes, BLOCK_P, RUNNING)
+    if sizes.EXACT:
+        softmax = attend_exact(query, exact, chosen, softmax, sizes, RUNNING)
+    if sizes.SINKS:
+        softmax = attend_sinks(query, sinks, softmax, sizes, RUNNING)
 
     total = total_weight(softmax, sizes)
     if not RUNNING:
@@ -221,8 +256,25 @@ def _attend_tile(
             softmax = _attend_parents(query, tables, softmax, sizes, AGAIN_M, True)
             if sizes.NUM_REFINED > 0:
                 softmax = _attend_children(query, tables, softmax, sizes, AGAIN_P, True)
+            if sizes.EXACT:
+                softmax = attend_exact(query, exact, chosen, softmax, sizes, True)
+            if sizes.SINKS:
+                softmax = attend_sinks(query, sinks, softmax, sizes, True)
             total = total_weight(softmax, sizes)
     return softmax.numerator, total
+
+
+@triton.jit
+def _refine(importance, tables, sizes):
+    """Store the parents to refine; return which they are, (PARENT_ROWS,)."""
+    parents = tl.arange(0, sizes.PARENT_ROWS)
+    rank = rank_of(importance, sizes.PARENT_ROWS)
+    is_refined = rank < sizes.NUM_REFINED
+    place = rank
+    if sizes.EXACT:  # columns are in the order of parents
+        place = tl.cumsum(is_refined.to(tl.int32), axis=0) - 1
+    tl.store(tables.refined + place, parents, mask=is_refined)
+    return is_refined
 
 
 @triton.jit
@@ -249,7 +301,28 @@ def _store_output(row_pointers, first, valid, output, HEAD_DIM: tl.constexpr):
     tl.store(row_pointers + column[None, :], output, mask=is_number)
 
 
-@triton.jit(do_not_specialize=["num_queries", "query_stride_batch", "query_stride_head"])
+@triton.jit(
+    do_not_specialize=[
+        "num_queries",
+        "query_stride_batch",
+        "query_stride_head",
+        "num_keys",
+        "exact_keys",
+        "key_stride_batch",
+        "key_stride_head",
+        "key_stride_token",
+        "value_stride_batch",
+        "value_stride_head",
+        "value_stride_token",
+        "num_sinks",
+        "sink_key_stride_batch",
+        "sink_key_stride_head",
+        "sink_key_stride_token",
+        "sink_value_stride_batch",
+        "sink_value_stride_head",
+        "sink_value_stride_token",
+    ]
+)
 def _attention_kernel(
     query_ptr,
     query_order_ptr,
@@ -258,9 +331,36 @@ def _attention_kernel(
     log_counts_ptr,
     refined_ptr,
     output_ptr,
+    key_ptr,
+    value_ptr,
+    sink_key_ptr,
+    sink_value_ptr,
+    centre_ptr,
+    leaf_order_ptr,
+    row_start_ptr,
+    row_count_ptr,
+    row_weight_ptr,
+    score_ptr,
+    row_ptr,
+    is_exact_ptr,
     num_queries,
     query_stride_batch,
     query_stride_head,
+    num_keys,
+    exact_keys,
+    key_stride_batch,
+    key_stride_head,
+    key_stride_token,
+    value_stride_batch,
+    value_stride_head,
+    value_stride_token,
+    num_sinks,
+    sink_key_stride_batch,
+    sink_key_stride_head,
+    sink_key_stride_token,
+    sink_value_stride_batch,
+    sink_value_stride_head,
+    sink_value_stride_token,
     QUERY_STRIDE_TOKEN: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -282,6 +382,12 @@ def _attention_kernel(
     AGAIN_M: tl.constexpr,
     AGAIN_P: tl.constexpr,
     MEANS: tl.constexpr,
+    OWN_CENTRE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    VISIBLE: tl.constexpr,
+    LOG2_VISIBLE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     num_tiles = tl.num_programs(0) // HEADS
     # Heads first: the rows of neighbouring heads share cache lines.
@@ -314,11 +420,55 @@ def _attention_kernel(
     SELECTS: tl.constexpr = NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS
     if SELECTS:
         refined_ptr += ((batch * HEADS + head) * num_tiles + tile) * NUM_REFINED
+    EXACT: tl.constexpr = score_ptr is not None
+    SINKS: tl.constexpr = sink_key_ptr is not None
+    exact = None
+    sinks = None
+    if EXACT or SINKS:
+        centre_ptr += (batch * HEADS + head if OWN_CENTRE else head) * PADDED_DIM
+    if EXACT:
+        key_ptr += (batch * key_stride_batch + head.to(tl.int64) * key_stride_head) * ALIGN
+        value_ptr += (batch * value_stride_batch + head.to(tl.int64) * value_stride_head) * ALIGN
+        table = (batch * HEADS + head) * MEAN_ROWS
+        columns = ((batch * HEADS + head) * num_tiles + tile) * VISIBLE
+        is_exact_ptr += columns
+        exact = Exact(
+            key_ptr,
+            value_ptr,
+            key_stride_token.to(tl.int64) * ALIGN,
+            value_stride_token.to(tl.int64) * ALIGN,
+            centre_ptr,
+            exact_keys,
+            leaf_order_ptr + (batch * HEADS + head) * num_keys,
+            row_start_ptr + table,
+            row_count_ptr + table,
+            row_weight_ptr + table,
+            score_ptr + columns,
+            row_ptr + columns,
+            is_exact_ptr,
+        )
+    if SINKS:
+        sink_key_ptr += (
+            batch * sink_key_stride_batch + head.to(tl.int64) * sink_key_stride_head
+        ) * ALIGN
+        sink_value_ptr += (
+            batch * sink_value_stride_batch + head.to(tl.int64) * sink_value_stride_head
+        ) * ALIGN
+        sinks = Sinks(
+            sink_key_ptr,
+            sink_value_ptr,
+            sink_key_stride_token.to(tl.int64) * ALIGN,
+            sink_value_stride_token.to(tl.int64) * ALIGN,
+            centre_ptr,
+            num_sinks,
+        )
     # Assigned to a variable, sizes would no longer be constants.
     numerator, total = _attend_tile(
         query,
         valid_query,
-        Tables(codes_ptr, means_ptr, log_counts_ptr, refined_ptr),
+        Tables(codes_ptr, means_ptr, log_counts_ptr, refined_ptr, is_exact_ptr),
+        exact,
+        sinks,
         Sizes(
             HEAD_DIM,
             NUM_PARENTS,
@@ -332,6 +482,12 @@ def _attention_kernel(
             MEAN_COLUMNS,
             SELECTS,
             MEANS,
+            EXACT,
+            SINKS,
+            VISIBLE,
+            LOG2_VISIBLE,
+            BLOCK_K,
+            FACTOR,
         ),
         IMPORTANCE_TILE,
         BLOCK_M,
@@ -409,6 +565,32 @@ def default_tiling(
     return tiling
 
 
+class ExactKeys(NamedTuple):
+    """Keys that may attend as themselves.
+
+    key, value: (B, H, S, D), dtype of the queries, last stride 1.
+    centre, leaves: as `precompute` gives them.
+    budget: most exact keys of a tile.
+    scale: factor on the logits.
+    """
+
+    key: Tensor
+    value: Tensor
+    centre: Tensor
+    leaves: Leaves
+    budget: int
+    scale: float
+
+
+class SinkKeys(NamedTuple):
+    """Keys that every query meets; fields as those of `ExactKeys`, (B, H, T, D)."""
+
+    key: Tensor
+    value: Tensor
+    centre: Tensor
+    scale: float
+
+
 def attend(
     query: Tensor,
     codes: Tensor,
@@ -421,9 +603,11 @@ def attend(
     query_tile: int,
     query_order: Tensor | None,
     importance_tile: int | None,
+    exact: ExactKeys | None = None,
+    sinks: SinkKeys | None = None,
     tiling: AttentionTiling | None = None,
 ) -> Tensor:
-    """Attend to the codewords that each query tile sees.
+    """Attend to the codewords that each query tile sees, and to keys.
 
     Args:
         query: (B, H, N, D) float16, bfloat16 or float32; any strides with a last one of 1.
@@ -434,6 +618,8 @@ def attend(
         query_tile: consecutive queries of `query_order` that share one choice of parents.
         query_order: (N,) int32 or int64 permutation of the queries; None is their own order.
         importance_tile: parents per tile of the tiled importance; None is exact.
+        exact: keys that take the place of their codewords; needs codes of mean keys.
+        sinks: keys that every query meets; needs codes of mean keys.
         tiling: None takes `default_tiling`.
 
     Returns:
@@ -444,6 +630,13 @@ def attend(
         query = query.transpose(1, 2).contiguous().transpose(1, 2)
     if query_order is not None:
         query_order = aligned(query_order)
+    key = value = sink_key = sink_value = centre = None
+    order = row_start = row_count = row_weight = None
+    if exact is not None:
+        key, value, centre = aligned(exact.key), aligned(exact.value), exact.centre
+        order, row_start, row_count, row_weight = exact.leaves
+    if sinks is not None:
+        sink_key, sink_value, centre = aligned(sinks.key), aligned(sinks.value), sinks.centre
     plan = _plan(
         query.device,
         query.shape,
@@ -456,20 +649,41 @@ def attend(
         None if query_order is None else query_order.dtype,
         importance_tile,
         codes.ndim == 4,
+        centre is not None and centre.ndim == 3,
+        None if exact is None else _Extra.of(exact.key, exact.value, exact.budget, exact.scale),
+        None if sinks is None else _Extra.of(sinks.key, sinks.value, 0, sinks.scale),
         tiling,
     )
     output = query.new_empty(plan.output)
-    refined = query.new_empty(plan.refined, dtype=torch.int32)
-    tensors = (query, query_order, codes, means, log_counts, refined, output)
-    plan.attend(*(pointer(tensor) for tensor in tensors))
+    _memory, (refined, score, row, is_exact) = plan.workspace.allocate(query.device)
+    plan.attend(
+        *(pointer(x) for x in (query, query_order, codes, means, log_counts)),
+        refined,
+        *(pointer(x) for x in (output, key, value, sink_key, sink_value, centre)),
+        *(pointer(x) for x in (order, row_start, row_count, row_weight)),
+        *((None, None, None) if exact is None else (score, row, is_exact)),
+    )
     return output.transpose(1, 2)
 
 
+class _Extra(NamedTuple):
+    """What a launch depends on of keys that attend as themselves."""
+
+    number: int
+    strides: tuple[int, ...]
+    budget: int
+    scale: float
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor, budget: int, scale: float) -> "_Extra":
+        return cls(key.shape[2], (*key.stride()[:3], *value.stride()[:3]), budget, scale)
+
+
 class _Plan(NamedTuple):
-    """What the problem size decides about a call; `output` and `refined` are shapes."""
+    """What the problem size decides about a call; `output` is a shape."""
 
     output: tuple[int, ...]
-    refined: tuple[int, ...]
+    workspace: Workspace
     attend: Launch
 
 
@@ -486,10 +700,15 @@ def _plan(
     order_dtype: torch.dtype | None,
     importance_tile: int | None,
     means: bool,
+    own_centre: bool,
+    exact: _Extra | None,
+    sinks: _Extra | None,
     tiling: AttentionTiling | None,
 ) -> _Plan:
     batch, heads, num_queries, head_dim = shape
     num_tiles = -(-num_queries // query_tile)
+    extras = [extra for extra in (exact, sinks) if extra is not None]
+    align = 8 if all(stride % 8 == 0 for extra in extras for stride in extra.strides) else 1
     constants = launch_constants(
         heads=heads,
         head_dim=head_dim,
@@ -503,15 +722,39 @@ def _plan(
         means=means,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         tiling=tiling,
+        own_centre=own_centre,
+        exact=exact is not None,
+        scale=extras[0].scale if extras else 0.0,
+        align=align,
     )
+    tiles = (batch, heads, num_tiles)
+    columns = (*tiles, constants["VISIBLE"]) if exact else ()
+    int32, float32 = torch.int32, torch.float32
+    if exact is None:
+        keys, tables, numbers = (None, None), (None,) * 7, (0,) * 8
+    else:
+        keys = (dtype, dtype)
+        tables = (int32, int32, int32, float32, float32, int32, torch.int8)
+        numbers = (exact.number, exact.budget, *(stride // align for stride in exact.strides))
+    if sinks is None:
+        numbers += (0,) * 7
+    else:
+        numbers += (sinks.number, *(stride // align for stride in sinks.strides))
     return _Plan(
         output=(batch, num_queries, heads, head_dim),
-        refined=(batch, heads, num_tiles, num_refined),
+        workspace=Workspace(
+            [(*tiles, num_refined), columns, columns, columns], [int32, float32, int32, torch.int8]
+        ),
         attend=Launch(
             _attention_kernel,
             (heads * num_tiles, batch, 1),
-            (dtype, order_dtype, dtype, dtype, torch.float32, torch.int32, dtype),
-            (num_queries, *strides[:2]),
+            (
+                *(dtype, order_dtype, dtype, dtype, float32, int32, dtype, *keys),
+                *((None, None) if sinks is None else (dtype, dtype)),
+                float32 if extras else None,
+                *tables,
+            ),
+            (num_queries, *strides[:2], *numbers),
             constants,
         ),
     )
@@ -531,8 +774,19 @@ def launch_constants(
     means: bool,
     capability: tuple[int, int],
     tiling: AttentionTiling | None,
-) -> dict[str, object]:
-    """Compile-time arguments of the kernel, with the options of its launch."""
+    own_centre: bool = False,
+    exact: bool = False,
+    scale: float = 0.0,
+    align: int = 8,
+) -> dict[str, Any]:
+    """Compile-time arguments of the kernel, with the options of its launch.
+
+    Args:
+        own_centre: every batch element has its own centre.
+        exact: with exact keys.
+        scale: of exact or sink keys.
+        align: divisor of the strides of keys.
+    """
     num_refined = num_refined if num_children else 0
     if tiling is None:
         tiling = default_tiling(
@@ -546,6 +800,9 @@ def launch_constants(
         )
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
     selects = 0 < num_refined < num_parents
+    if scale:  # needs more registers than what makes room for more programs
+        tiling = replace(tiling, max_registers=None)
+    visible = triton.next_power_of_2(parent_rows + num_refined * child_rows) if exact else 0
     tile = min(importance_tile or num_parents, num_parents) if selects else num_parents
     parent_block = min(tiling.parent_block, parent_rows) if tile == num_parents else _padded(tile)
     # Blocks of the second pass, small enough to take no registers from the first.
@@ -576,6 +833,12 @@ def launch_constants(
         "AGAIN_M": again[0],
         "AGAIN_P": again[1],
         "MEANS": means,
+        "OWN_CENTRE": own_centre,
+        "FACTOR": scale * math.log2(math.e),
+        "VISIBLE": visible,
+        "LOG2_VISIBLE": max(0, visible.bit_length() - 1),
+        "BLOCK_K": 32 if dtype == torch.float32 or capability < (9, 0) else 64,
+        "ALIGN": align,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
         "maxnreg": tiling.max_registers,

@@ -1,11 +1,12 @@
 """Precompute: assign every key, then average keys and values of every codeword.
 
 A key goes to its nearest parent, then to a child of it that is strictly closer, or stays with the
-parent (paper, Algorithm 1). Two launches:
+parent (paper, Algorithm 1). Two or three launches:
 
     sort        finds the parents of a chunk of keys and sorts the chunk by them, stably.
     aggregate   gathers the keys of one parent from all chunks and finds their leaves by a small
                 matrix product. A product with the one-hot choice adds up their keys and values.
+    leaf order  puts the keys of a cell in the order of its leaves, if queries meet keys themselves.
 
 The parents are stored codewords, or keys that are evenly spaced in the query order. The children
 are stored too, or keys of the cell. They are read where they are: no launch makes codewords.
@@ -34,6 +35,7 @@ from avq_diffusers.attention.triton.launch import (
     aligned,
     pointer,
 )
+from avq_diffusers.attention.triton.leaf_order import leaf_order_kernel
 from avq_diffusers.attention.triton.sort import sort_kernel
 
 
@@ -123,6 +125,44 @@ def _clamped_power_of_2(number: int, least: int, most: int) -> int:
     return min(most, max(least, 1 << (max(number, 1).bit_length() - 1)))
 
 
+class Leaves(NamedTuple):
+    """Where the keys of every row of `Aggregates.mean_values` are.
+
+    order: (B, H, S) int32, indices of keys by cell, in a cell by leaf.
+    row_start, row_count: (B, H, 2 MP + M0 CP) int32, where the keys of a row are in `order`, and
+        how many.
+    row_weight: (B, H, 2 MP + M0 CP) float32, what the attention to a row weighs in the choice of
+        exact keys: the squared spread of its keys, divided by their number.
+    """
+
+    order: Tensor
+    row_start: Tensor
+    row_count: Tensor
+    row_weight: Tensor
+
+
+class Aggregates(NamedTuple):
+    """What represents the keys.
+
+    codes: stored ones, or with `means` mean keys (B, H, 2 MP + M0 CP, DP) around `centre`, times
+        scale log2(e).
+    mean_values: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `mean_columns`. Row p averages the
+        values of all keys of parent p, row 2 MP + p CP + c those of its child c, and row MP + p
+        those that stay with p. Without `means`, the divisor of the latter is the number of all keys
+        of p. Columns from D on are the number of keys of the row divided by the divisor. A row
+        without keys is 0.
+    log_counts: float32, log2 of the number of keys of every row of `codes`.
+    centre: (H, DP) or without stored codewords (B, H, DP) float32.
+    leaves: of exact keys, or None.
+    """
+
+    codes: Tensor
+    mean_values: Tensor
+    log_counts: Tensor
+    centre: Tensor
+    leaves: Leaves | None
+
+
 def precompute(
     key: Tensor,
     value: Tensor,
@@ -133,10 +173,11 @@ def precompute(
     num_parents: int,
     num_children: int,
     means: bool,
+    exact: bool = False,
     scale: float,
     tiling: PrecomputeTiling | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Assign the keys; return code, mean value and log2 count of every codeword.
+) -> Aggregates:
+    """Assign the keys and summarize those of every codeword.
 
     Args:
         key, value: (B, H, S, D) float16, bfloat16 or float32, last stride 1.
@@ -144,18 +185,9 @@ def precompute(
         parents: (B, H, M0, D) in place of keys, dtype of `key`, contiguous; or None.
         key_order: (S,) permutation in which parents are evenly spaced; None is the order of keys.
         means: the mean of its keys represents a leaf, else the stored codeword.
+        exact: queries will meet keys themselves; needs `means`.
         scale: factor on the logits.
         tiling: None takes `default_tiling`.
-
-    Returns:
-        codes: those of `stored`, or for `means` mean keys (B, H, 2 MP + M0 CP, DP) around one
-            vector per head, times scale log2(e).
-        mean_values: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `mean_columns`. Row p averages
-            the values of all keys of parent p, row 2 MP + p CP + c those of its child c, and row
-            MP + p those that stay with p. Without `means`, the divisor of the latter is the number
-            of all keys of p. Columns from D on are the number of keys of the row divided by the
-            divisor. A row without keys is 0.
-        log_counts: float32, log2 of the number of keys of every row of `codes`.
     """
     key, value = aligned(key), aligned(value)
     if key_order is not None:
@@ -172,21 +204,31 @@ def precompute(
         num_parents,
         num_children,
         means,
+        exact,
         scale,
         tiling,
     )
     _memory, parts = plan.workspace.allocate(key.device)
-    rank, order, count, start, ticket, piece_counts, piece_sums, own_centre = parts
-    code = bias = None
-    centre = own_centre
-    if stored is not None:
-        code, bias, centre = (pointer(x) for x in stored)
+    rank, order, count, start, ticket, piece_counts, piece_sums, piece_squares, leaf = parts
+    if stored is None:
+        code = bias = None
+        centre = key.new_empty(plan.centre, dtype=torch.float32)
+    else:
+        code, bias, centre = stored
     mean_keys = key.new_empty(plan.mean_keys) if means else None
     mean_values = key.new_empty(plan.mean_values)
     log_counts = key.new_empty(plan.log_counts, dtype=torch.float32)
+    leaves = None
+    if exact:
+        leaves = Leaves(
+            order=key.new_empty(key.shape[:3], dtype=torch.int32),
+            row_start=key.new_empty(plan.log_counts, dtype=torch.int32),
+            row_count=key.new_empty(plan.log_counts, dtype=torch.int32),
+            row_weight=key.new_empty(plan.log_counts, dtype=torch.float32),
+        )
 
     keys = pointer(key)
-    made_of = (pointer(key_order), pointer(parents), code, bias, centre)
+    made_of = tuple(pointer(x) for x in (key_order, parents, code, bias, centre))
     plan.sort(keys, *made_of, rank, order, count, start, ticket)
     plan.aggregate(
         keys,
@@ -197,27 +239,35 @@ def precompute(
         ticket,
         piece_sums,
         piece_counts,
+        piece_squares if exact else None,
+        leaf if exact else None,
         pointer(mean_keys),
         pointer(mean_values),
         pointer(log_counts),
+        None if leaves is None else pointer(leaves.row_weight),
     )
+    if leaves is not None:
+        outputs = (leaves.order, leaves.row_start, leaves.row_count)
+        plan.leaf_order(order, start, leaf, piece_counts, *(pointer(x) for x in outputs))
     codes = mean_keys if stored is None or means else stored.codes
     assert codes is not None
-    return codes, mean_values, log_counts
+    return Aggregates(codes, mean_values, log_counts, centre, leaves)
 
 
 class _Plan(NamedTuple):
     """What the problem size decides about a call.
 
-    mean_keys, mean_values, log_counts: shapes of the outputs.
+    centre, mean_keys, mean_values, log_counts: shapes of the outputs.
     """
 
     workspace: Workspace
+    centre: tuple[int, ...]
     mean_keys: tuple[int, ...]
     mean_values: tuple[int, ...]
     log_counts: tuple[int, ...]
     sort: Launch
     aggregate: Launch
+    leaf_order: Launch
 
 
 @lru_cache(MOST_PLANS)
@@ -233,6 +283,7 @@ def _plan(
     num_parents: int,
     num_children: int,
     means: bool,
+    exact: bool,
     scale: float,
     tiling: PrecomputeTiling | None,
 ) -> _Plan:
@@ -241,6 +292,8 @@ def _plan(
     tiling = tiling or default_tiling(
         batch * num_heads, num_keys, padded_dim, num_parents, num_children, dtype, means
     )
+    if exact:  # its sums would spill
+        tiling = replace(tiling, leaf_registers=None)
     code_rows = parent_rows + num_parents * child_rows
     leaf_rows = max(16, 2 * child_rows)
     # Products and strips both divide a chunk.
@@ -267,7 +320,8 @@ def _plan(
         "ticket": ((*heads, parent_rows), int32),
         "piece_counts": ((*heads, num_pieces, leaf_rows), int32),
         "piece_sums": ((*heads, num_pieces, leaf_rows * (1 + means), padded_dim), float32),
-        "centre": (() if is_stored else (*heads, padded_dim), float32),
+        "piece_squares": ((*heads, num_pieces, leaf_rows) if exact else (), float32),
+        "leaf": ((*heads, num_keys) if exact else (), int32),
     }
     made_of = (
         order_dtype,
@@ -287,6 +341,7 @@ def _plan(
     }
     return _Plan(
         workspace=Workspace(*zip(*workspace.values(), strict=True)),
+        centre=(*heads, padded_dim),
         mean_keys=(*heads, parent_rows + code_rows, padded_dim),
         mean_values=(*heads, parent_rows + code_rows, mean_columns(head_dim)),
         log_counts=(*heads, parent_rows * means + code_rows),
@@ -310,7 +365,8 @@ def _plan(
             (num_heads, batch, num_pieces),
             (
                 *(dtype, dtype, *made_of, int32, int32, int32, float32, int32),
-                *(dtype if means else None, dtype, float32),
+                *((float32, int32) if exact else (None, None)),
+                *(dtype if means else None, dtype, float32, float32 if exact else None),
             ),
             (*strides, num_keys, chunk_keys, num_chunks, num_pieces),
             {
@@ -326,6 +382,23 @@ def _plan(
                 "num_warps": tiling.leaf_warps,
                 "num_stages": tiling.leaf_stages,
                 "maxnreg": tiling.leaf_registers,
+            },
+        ),
+        leaf_order=Launch(
+            leaf_order_kernel,
+            (num_heads, batch, num_pieces),
+            (int32,) * 7,
+            (num_keys, chunk_keys, num_chunks, num_pieces),
+            {
+                "NUM_PARENTS": num_parents,
+                "PARENT_ROWS": parent_rows,
+                "CHILD_ROWS": child_rows,
+                "LEAF_ROWS": leaf_rows,
+                "NUM_CHUNKS": tiling.num_chunks,
+                "LOG2_CHUNKS": tiling.num_chunks.bit_length() - 1,
+                "PIECE": tiling.piece_keys,
+                "KEYS": 64,
+                "num_warps": 1,
             },
         ),
     )

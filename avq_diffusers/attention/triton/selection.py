@@ -16,13 +16,18 @@ def tiled_importance(
     tables,
     sizes,
     TILE: tl.constexpr,
-    EXACT: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Importance of all parents (PARENT_ROWS,) in tiles of TILE parents, and largest logits.
+    """Importance of all parents (PARENT_ROWS,) in tiles of TILE parents.
 
-    Unless EXACT, a denominator covers the parents up to the end of the tile and is extrapolated
+    Unless WHOLE, a denominator covers the parents up to the end of the tile and is extrapolated
     from the keys seen so far to all keys.
+
+    Returns:
+        importance: (PARENT_ROWS,).
+        running_max: (BLOCK_N,) largest logits.
+        log_denominator: (BLOCK_N,), infinite for rows without a query.
     """
     NUM_PARENTS: tl.constexpr = sizes.NUM_PARENTS
     PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
@@ -34,7 +39,7 @@ def tiled_importance(
     denominator = tl.zeros([BLOCK_N], tl.float32)
     importance = tl.zeros([PARENT_ROWS], tl.float32)
 
-    if EXACT:
+    if WHOLE:
         for start in tl.range(0, NUM_PARENTS, TILE):
             rows = start + tl.arange(0, BLOCK_M)
             valid = (rows < start + TILE) & (rows < NUM_PARENTS)
@@ -52,7 +57,7 @@ def tiled_importance(
         codes = load_codes(tables, rows, valid, sizes)
         log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
         logits = logits_of(query, codes, log_counts[None, :])
-        if EXACT:
+        if WHOLE:
             weights = tl.exp2(logits - running_max[:, None])
             share = 1.0
         else:
@@ -69,7 +74,8 @@ def tiled_importance(
         importance += tl.sum(
             tl.where(parents[:, None] == rows[None, :], mass[None, :], 0.0), axis=1
         )
-    return importance, running_max
+    log_denominator = tl.where(valid_query, running_max + tl.log2(denominator), float("inf"))
+    return importance, running_max, log_denominator
 
 
 @triton.jit

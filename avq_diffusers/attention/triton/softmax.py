@@ -15,12 +15,13 @@ LEAST_WEIGHT = tl.constexpr(2.0**-120)
 
 
 class Tables(NamedTuple):
-    """Pointers to the codewords of a head and to the parents that a tile refines."""
+    """Pointers to the codewords of a head, and of a tile to refined parents and exact columns."""
 
     codes: tl.tensor
     means: tl.tensor
     log_counts: tl.tensor
     refined: tl.tensor
+    is_exact: tl.tensor
 
 
 class Sizes(NamedTuple):
@@ -28,6 +29,10 @@ class Sizes(NamedTuple):
 
     BLOCK_D, REST_D: columns of the one or two blocks that a row is cut into.
     SELECTS: tiles refine some of the parents, neither all nor none.
+    EXACT, SINKS: keys of some columns, or sink keys, attend as themselves.
+    VISIBLE: columns that a tile may see, a power of two.
+    BLOCK_K: keys that attend as themselves at once.
+    FACTOR: on the logits, with log2(e).
     """
 
     HEAD_DIM: tl.constexpr
@@ -42,6 +47,12 @@ class Sizes(NamedTuple):
     MEAN_COLUMNS: tl.constexpr
     SELECTS: tl.constexpr
     MEANS: tl.constexpr
+    EXACT: tl.constexpr
+    SINKS: tl.constexpr
+    VISIBLE: tl.constexpr
+    LOG2_VISIBLE: tl.constexpr
+    BLOCK_K: tl.constexpr
+    FACTOR: tl.constexpr
 
 
 class Softmax(NamedTuple):
@@ -177,16 +188,19 @@ def attend_rows(
         if RUNNING:
             log_counts = tl.where(tl.max(shares, axis=1) > 0, log_counts, float("-inf"))
 
+    return add_rows(query, codes, log_counts, means, shares, softmax, sizes, RUNNING)
+
+
+@triton.jit
+def add_rows(query, codes, bias, means, shares, softmax, sizes, RUNNING: tl.constexpr):
+    """Add codes with a bias (rows) and their values to a softmax."""
     # (BLOCK_N, rows)
     if RUNNING:
-        logits = logits_of(query, codes, log_counts[None, :])
+        logits = logits_of(query, codes, bias[None, :])
         softmax = _rescale(softmax, tl.maximum(softmax.running_max, tl.max(logits, axis=1)))
         weights = tl.exp2(logits - softmax.running_max[:, None])
     else:
-        weights = tl.exp2(
-            logits_of(query, codes, log_counts[None, :] - softmax.running_max[:, None])
-        )
-
+        weights = tl.exp2(logits_of(query, codes, bias[None, :] - softmax.running_max[:, None]))
     return accumulate(softmax, weights, means, shares, sizes)
 
 
