@@ -40,6 +40,17 @@ FORMS = {
     "stored": ({"codewords": "stored"}, True),
 }
 
+
+def in_forms(cases: list) -> list:
+    """Each case in each form; the kernels have no exact keys of stored codewords."""
+    return [
+        pytest.param(*case.values, form, id=f"{case.id} {form}", marks=case.marks)
+        for case in cases
+        for form in FORMS
+        if (case.values[0], form) != ("triton", "stored")
+    ]
+
+
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
 
@@ -47,6 +58,14 @@ pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 def small_chunks(monkeypatch):
     """Several chunks, the last one partial, already at the sizes of these tests."""
     monkeypatch.setattr(assignment, "ELEMENTS_CPU", 1 << 13)
+
+
+def attend(*inputs: Tensor | Codebook | None, backend: str, **options: object) -> Tensor:
+    """`avq_attention` where the backend runs, which is a GPU for kernels if there is one."""
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    moved = [None if x is None else x.to(device) for x in inputs]
+    options = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in options.items()}
+    return avq_attention(*moved, backend=backend, **options).cpu()
 
 
 def allowed(query: Tensor, key: Tensor, value: Tensor) -> float:
@@ -57,15 +76,14 @@ def allowed(query: Tensor, key: Tensor, value: Tensor) -> float:
     return 1e-13 if query.dtype == FP64 else 2 * error + rounding
 
 
-@pytest.mark.parametrize(("backend", "dtype"), ALL)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("backend", "dtype", "form"), in_forms(ALL))
 @pytest.mark.parametrize("num_refined", [0, 2, 6])
 def test_as_many_exact_keys_as_keys_is_exact_attention(backend, dtype, form, num_refined):
-    query, key, value, codebook = make_case(dtype=dtype, keys=70)
+    query, key, value, codebook = make_case(dtype=dtype, batch=1, queries=40, keys=70)
     options, has_codebook = FORMS[form]
     exact = F.scaled_dot_product_attention(*(x.double() for x in (query, key, value)))
-    for exact_keys in (70, 1000):
-        output = avq_attention(
+    for exact_keys in (70,) if backend == "triton" else (70, 1000):
+        output = attend(
             query,
             key,
             value,
@@ -79,14 +97,13 @@ def test_as_many_exact_keys_as_keys_is_exact_attention(backend, dtype, form, num
         assert relative_error(output, exact) <= allowed(query, key, value)
 
 
-@pytest.mark.parametrize(("backend", "dtype"), WIDEST)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("backend", "dtype", "form"), in_forms(WIDEST))
 def test_sinks_are_keys_that_attend_exactly(backend, dtype, form):
     """Every key is exact, so sinks are more keys; elsewhere they change no codeword."""
     query, key, value, codebook = make_case(dtype=dtype)
     options, has_codebook = FORMS[form]
     sinks = {"sink_key": key[:, :, 20:33] + 1, "sink_value": 1 - value[:, :, 20:33]}
-    output = avq_attention(
+    output = attend(
         query,
         key,
         value,
@@ -112,10 +129,10 @@ def test_sinks_share_the_softmax_with_codewords(backend, dtype, num_refined):
     options = {"num_refined": num_refined, "query_tile": 16, "backend": backend}
     ones, zeros = torch.ones_like(value), torch.zeros_like(value[:, :, :5])
     sinks = {"sink_key": key[:, :, :5], "sink_value": zeros}
-    alone = avq_attention(query, key, value, codebook, **options)
-    share = avq_attention(query, key, ones, codebook, **options, **sinks)
+    alone = attend(query, key, value, codebook, **options)
+    share = attend(query, key, ones, codebook, **options, **sinks)
     assert 0.01 < share.min() < share.max() < 1
-    output = avq_attention(query, key, value, codebook, **options, **sinks)
+    output = attend(query, key, value, codebook, **options, **sinks)
     assert relative_error(output, (share * alone).double()) <= allowed(query, key, value)
 
 
@@ -125,8 +142,8 @@ def test_a_budget_below_every_leaf_changes_nothing(backend, dtype):
     # Every leaf that has keys has each of them twice.
     key, value = (torch.cat([x, x + 0.01], dim=2) for x in (key, value))
     options = {"num_refined": 2, "query_tile": 16, "backend": backend}
-    output = avq_attention(query, key, value, codebook, **options, exact_keys=1)
-    expected = avq_attention(query, key, value, codebook, **options)
+    output = attend(query, key, value, codebook, **options, exact_keys=1)
+    expected = attend(query, key, value, codebook, **options)
     assert relative_error(output, expected.double()) <= allowed(query, key, value)
 
 
@@ -168,7 +185,7 @@ WIDE = [[-4, 2], [-4, -2], [-4, 0]]
 def test_the_keys_that_gain_most_are_exact(backend, dtype, left, query, exact_keys, exact):
     right = [[4, 1], [4, -1]] if len(left) == 2 else MANY
     query, key, value, codebook = two_cells(left + right, query, dtype)
-    output = avq_attention(
+    output = attend(
         query,
         key,
         value,
@@ -224,7 +241,7 @@ def test_exact_keys_of_refined_parents_are_those_of_leaves(backend, dtype):
             chosen = rows[0, 0, :, order[:count]].sum(1) > 0
             seen = torch.where(chosen[:, None], wide[1], rows @ means)
             expected = F.scaled_dot_product_attention(one, seen, wide[2])
-            output = avq_attention(
+            output = attend(
                 query[:, :, index : index + 1],
                 key,
                 value,
