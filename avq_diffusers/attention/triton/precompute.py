@@ -105,7 +105,9 @@ def default_tiling(
         tiling = replace(tiling, leaf_registers=160, piece_keys=min(tiling.piece_keys, 1024))
     elif means:
         # Sums of keys and values in one warp spill.
-        tiling = replace(tiling, leaf_warps=2)
+        tiling = replace(
+            tiling, leaf_keys=64, leaf_warps=2, piece_keys=min(tiling.piece_keys, 1024)
+        )
     if dtype == torch.float32:
         tiling = replace(
             tiling,
