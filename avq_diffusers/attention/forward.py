@@ -440,7 +440,8 @@ def columns_of(
         rows = exact_rows.flatten()
         for_keys = [x.index_select(0, rows).unflatten(0, exact_rows.shape) for x in exact[1:3]]
         keys, values = (torch.cat(x, dim=2) for x in zip((keys, values), for_keys, strict=True))
-        log_counts = torch.cat([log_counts, torch.where(is_key, 0, LOG_ZERO)], dim=2)
+        of_keys = log_counts.new_zeros(is_key.shape).masked_fill_(~is_key, LOG_ZERO)
+        log_counts = torch.cat([log_counts, of_keys], dim=2)
     if summary.sinks is not None:
         keys, values, log_counts = _with_sinks(summary.sinks, keys, values, log_counts)
     return Columns(visible, exact_rows, keys, values, log_counts)

@@ -293,7 +293,8 @@ class TestCuda:
     def test_the_host_never_waits(self):
         query, key, value, codebook = self.on_cuda(torch.float16)
         order = torch.randperm(1000, generator=torch.Generator().manual_seed(1)).cuda()
-        options = {"num_refined": 16, "query_order": order, "backend": "torch"}
+        options = {"num_refined": 16, "exact_keys": 64, "query_order": order, "backend": "torch"}
+        options |= {"sink_key": key[:, :, :9], "sink_value": value[:, :, :9]}
         stored_attention(query, key, value, codebook, **options)
         torch.cuda.set_sync_debug_mode("error")
         try:
