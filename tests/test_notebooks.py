@@ -36,11 +36,12 @@ def run(name, parameters):
     notebook = read(name)
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
     cell.source += f"\n{parameters}"
-    # The interpreter of kernels, which conftest.py chooses, is not what a person has.
-    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # A person has neither the interpreter of kernels, which conftest.py chooses, nor this path.
+    inherited = os.environ.copy()
+    for name in ("TRITON_INTERPRET", "PYTHONPATH"):
+        inherited.pop(name, None)
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}})
-    # `eval` and `distill` are those of the clone.
-    client.execute(env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    client.execute(env=inherited | {"OMP_NUM_THREADS": "1"})
     return notebook
 
 
