@@ -157,18 +157,19 @@ def attention_and_backend(
     sinks = options["sink_key"], options["sink_value"]
     _refuse_tangents(query, key, value, *sinks)
     scale = options["scale"]
-    options["scale"] = scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    options["scale"] = scale
     parents = children = None
     if codebook is not None:
         parents, children = codebook.parents, codebook.children
     if backend == "triton":
         needs_grad = _needs_grad(query, key, value, *sinks)
-        operation: Callable[..., Tensor] = _kernel_attention
+        attend: Callable[..., Tensor] = _kernel_attention
         if not needs_grad and not _is_watched(query, key, value):
-            operation = _launch_kernels
+            attend = _launch_kernels
         # A codebook that requires a gradient gets none.
         with torch.set_grad_enabled(needs_grad):
-            output = operation(query, key, value, parents=parents, children=children, **options)
+            output = attend(query, key, value, parents=parents, children=children, **options)
         return output, backend
 
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -321,7 +322,7 @@ def check_backend(backend: str) -> None:
 
 def _refuse_tangents(*tensors: Tensor | None) -> None:
     """Custom operators drop tangents, so derivatives would be zero."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("avq_attention has no forward-mode derivatives.")
@@ -428,56 +429,36 @@ def _launch_kernels(
     importance_tile: int | None,
     scale: float,
 ) -> Tensor:
-    from avq_diffusers.attention.triton.attention import ExactKeys, SinkKeys, attend
-    from avq_diffusers.attention.triton.precompute import precompute
+    from avq_diffusers.attention.triton.call import kernel_attention
 
     _check_traced_order(query, query_order)
-    query, key, value = (_unit_stride(x) for x in (query, key, value))
     stored = None
     if parents is not None and children is not None:
         stored = _packed_codewords(parents, children, scale, query.dtype)
-    key_order = query_order if key.shape[2] == query.shape[2] else None
+        parents = None
+    elif num_updates:
+        key_order = query_order if key.shape[2] == query.shape[2] else None
+        parents = _updated_parents(key, key_order, num_parents, num_updates)
     # Triton launches on the current device.
     with torch.cuda.device_of(query):
-        aggregates = precompute(
+        return kernel_attention(
+            query,
             key,
             value,
+            sink_key,
+            sink_value,
             stored,
-            _updated_parents(key, key_order, num_parents, num_updates) if num_updates else None,
-            key_order,
-            num_parents=num_parents,
-            num_children=num_children,
-            means=codewords == "means",
-            exact=exact_keys > 0,
-            scale=scale,
-        )
-        centre, leaves = aggregates.centre, aggregates.leaves
-        exact = sinks = None
-        if leaves is not None:
-            exact = ExactKeys(key, value, centre, leaves, exact_keys, scale)
-        if sink_key is not None and sink_value is not None:
-            sinks = SinkKeys(_unit_stride(sink_key), _unit_stride(sink_value), centre, scale)
-        return attend(
-            query,
-            aggregates.codes,
-            aggregates.mean_values,
-            aggregates.log_counts,
+            parents,
+            query_order,
             num_parents=num_parents,
             num_children=num_children,
             num_refined=num_refined,
+            means=codewords == "means",
+            exact_keys=exact_keys,
             query_tile=query_tile,
-            query_order=query_order,
             importance_tile=importance_tile,
-            exact=exact,
-            sinks=sinks,
+            scale=scale,
         )
-
-
-def _unit_stride(tokens: Tensor) -> Tensor:
-    """The kernels need a last stride of 1."""
-    if tokens.stride(-1) == 1:
-        return tokens
-    return tokens.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 _kernel_attention = torch.library.custom_op(

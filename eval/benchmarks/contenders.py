@@ -224,7 +224,7 @@ def kernel_stages(
     def attend(index: int) -> Tensor:
         return attention.attend(
             sets[index][0],
-            *aggregates(index)[:3],
+            *aggregates(index),
             **sizes,
             num_refined=config.num_refined,
             query_tile=config.query_tile,

@@ -217,7 +217,7 @@ def test_of_equal_leaves_that_of_the_lower_parent_is_exact(backend, dtype, reque
     up = F.pad(torch.tensor([[0.0, 8]]), (0, 6)).to(codebook.parents)
     codebook = Codebook(codebook.parents, (codebook.parents + up)[:, :, None])
     options = {"num_refined": 2, "exact_keys": 2, "scale": 1.0, "backend": backend}
-    output = avq_attention(query, key, value, codebook, **options)
+    output = attend(query, key, value, codebook, **options)
     seen = key.double().clone()
     seen[:, :, 3:5] = seen[:, :, 3:5].mean(dim=2, keepdim=True)
     expected = F.scaled_dot_product_attention(query.double(), seen, value.double(), scale=1.0)

@@ -103,7 +103,7 @@ class Problem:
             means=means,
             scale=self.scale,
             tiling=tiling,
-        )[:3]
+        )
 
     def counts(self, log_counts: Tensor) -> tuple[Tensor, Tensor]:
         """Keys of the parents (B, H, M0) and of the leaves (B, H, M0, 1 + C)."""
@@ -469,11 +469,21 @@ def compile_launches(capability: int, head_dim: int, form: str) -> list[dict]:
         torch.int32: "*i32",
         torch.int64: "*i64",
     }
-    launches = []
-    kernels.Launch.__call__ = lambda launch, *pointers: launches.append(launch)
-    order = torch.arange(4096) if form == "own" else None
-    Problem((1, 2, 4096, head_dim), 64, 8).run_form(
-        means=form != "stored", own=form == "own", key_order=order
+    own = form == "own"
+    strides = (4096 * 2 * head_dim, head_dim, 2 * head_dim, 1)
+    _, launches = kernels.precompute_launches(
+        (1, 2, 4096, head_dim),
+        strides,
+        strides,
+        torch.float16,
+        is_stored=not own,
+        has_parents=False,
+        order_dtype=torch.int64 if own else None,
+        num_parents=64,
+        num_children=8,
+        means=form != "stored",
+        exact=False,
+        scale=0.1,
     )
     results = []
     for name, launch in zip(("sort", "aggregate"), launches, strict=True):

@@ -21,7 +21,7 @@ def _store_aggregates(
     mean_keys,
     means_ptr,
     log_counts_ptr,
-    weight_ptr,
+    row_weight_ptr,
     sums,
     key_sums,
     squares,
@@ -61,7 +61,7 @@ def _store_aggregates(
     )
     if MEANS:
         _store_mean_keys(
-            mean_keys, weight_ptr, rows, key_sums, squares, counts, is_row, FACTOR, PADDED_DIM
+            mean_keys, row_weight_ptr, rows, key_sums, squares, counts, is_row, FACTOR, PADDED_DIM
         )
         tl.store(log_counts_ptr + rows, _log2(counts), mask=is_row)
     else:
@@ -80,7 +80,7 @@ def _store_aggregates(
         counts = count + tl.zeros_like(row)
         squares = tl.sum(squares, axis=0) + tl.zeros_like(ones)
         _store_mean_keys(
-            mean_keys, weight_ptr, row, key_sums, squares, counts, ones > 0, FACTOR, PADDED_DIM
+            mean_keys, row_weight_ptr, row, key_sums, squares, counts, ones > 0, FACTOR, PADDED_DIM
         )
     tl.store(log_counts_ptr + parent, _log2(count))
 
@@ -110,7 +110,7 @@ def _store_means(
 @triton.jit
 def _store_mean_keys(
     mean_keys,
-    weight_ptr,
+    row_weight_ptr,
     rows,
     key_sums,
     squares,
@@ -123,16 +123,15 @@ def _store_mean_keys(
 
     And what a key of the row weighs in the choice of exact keys: the squared spread of its keys.
     """
-    mean_keys_ptr, centre = mean_keys
+    codes_ptr, centre = mean_keys
     inverse = 1.0 / tl.maximum(counts, 1)
     means = key_sums * inverse[:, None] - centre[None, :]
     codes = tl.where((counts > 0)[:, None], means * FACTOR, 0.0)
-    pointers = mean_keys_ptr + rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
-    tl.store(pointers, codes.to(mean_keys_ptr.dtype.element_ty), mask=is_row[:, None])
-    if weight_ptr is not None:
-        spread = squares * inverse * (FACTOR * FACTOR) - tl.sum(codes * codes, axis=1)
-        spread = tl.maximum(spread, 0.0)
-        tl.store(weight_ptr + rows, spread * spread * inverse, mask=is_row)
+    pointers = codes_ptr + rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
+    tl.store(pointers, codes.to(codes_ptr.dtype.element_ty), mask=is_row[:, None])
+    if row_weight_ptr is not None:
+        spread = tl.maximum(squares * inverse - tl.sum(means * means, axis=1), 0.0)
+        tl.store(row_weight_ptr + rows, spread * spread * inverse, mask=is_row)
 
 
 @triton.jit
@@ -160,7 +159,7 @@ def aggregate_kernel(
     value_ptr,
     key_order_ptr,
     parents_ptr,
-    codes_ptr,
+    stored_codes_ptr,
     bias_ptr,
     centre_ptr,
     order_ptr,
@@ -170,10 +169,10 @@ def aggregate_kernel(
     piece_counts_ptr,
     piece_squares_ptr,
     leaf_ptr,
-    mean_keys_ptr,
+    codes_ptr,
     means_ptr,
     log_counts_ptr,
-    weight_ptr,
+    row_weight_ptr,
     key_stride_batch,
     key_stride_head,
     key_stride_token,
@@ -206,8 +205,7 @@ def aggregate_kernel(
     piece_counts: (B, H, num_pieces, L) int32.
     piece_squares: (B, H, num_pieces, L) float32, or None without exact keys, as the next two.
     leaf: (B, H, S) int32, the leaf in its cell of every key, in the order of cells.
-    weight: (B, H, 2 MP + M0 CP) float32, what a key of a row weighs in the choice of exact keys,
-        divided by the number of keys.
+    row_weight: (B, H, 2 MP + M0 CP) float32, what a row weighs in the choice of exact keys.
     """
     head = tl.program_id(0)
     batch = tl.program_id(1)
@@ -218,22 +216,22 @@ def aggregate_kernel(
     value_ptr += (
         batch.to(tl.int64) * value_stride_batch + head.to(tl.int64) * value_stride_head
     ) * ALIGN
-    MEANS: tl.constexpr = mean_keys_ptr is not None
+    MEANS: tl.constexpr = codes_ptr is not None
     EXACT: tl.constexpr = leaf_ptr is not None
     dtype = key_ptr.dtype.element_ty
     centre_head = batch_head
-    if codes_ptr is not None:
-        codes_ptr += head * CODE_ROWS * PADDED_DIM
+    if stored_codes_ptr is not None:
+        stored_codes_ptr += head * CODE_ROWS * PADDED_DIM
         bias_ptr += head * CODE_ROWS
-        dtype = codes_ptr.dtype.element_ty
+        dtype = stored_codes_ptr.dtype.element_ty
         centre_head = head.to(tl.int64)
     if parents_ptr is not None:
         parents_ptr += batch_head * NUM_PARENTS * HEAD_DIM
     mean_keys = None
     if MEANS:
         centre = tl.load(centre_ptr + centre_head * PADDED_DIM + tl.arange(0, PADDED_DIM))
-        mean_keys_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * PADDED_DIM
-        mean_keys = (mean_keys_ptr, centre)
+        codes_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * PADDED_DIM
+        mean_keys = (codes_ptr, centre)
     order_ptr += batch_head * num_keys
     start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS
     ticket_ptr += batch_head * PARENT_ROWS
@@ -243,7 +241,7 @@ def aggregate_kernel(
     if EXACT:
         piece_squares_ptr += batch_head * num_pieces * LEAF_ROWS
         leaf_ptr += batch_head * num_keys
-        weight_ptr += batch_head * (PARENT_ROWS + CODE_ROWS)
+        row_weight_ptr += batch_head * (PARENT_ROWS + CODE_ROWS)
     means_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * MEAN_COLUMNS
     log_counts_ptr += batch_head * (CODE_ROWS + PARENT_ROWS if MEANS else CODE_ROWS)
 
@@ -253,7 +251,7 @@ def aggregate_kernel(
     first, total, earlier, shift = cell_of(parent, start_ptr, num_chunks, chunk_keys, NUM_CHUNKS)
 
     leaves = tl.arange(0, LEAF_ROWS)
-    if NUM_CHILDREN > 0 and codes_ptr is None:
+    if NUM_CHILDREN > 0 and stored_codes_ptr is None:
         # (L, DP) The parent, then keys of the cell that are evenly spaced in the order of keys.
         rank = tl.maximum(leaves - 1, 0).to(tl.int64) * total // NUM_CHILDREN
         rank = tl.minimum(rank.to(tl.int32), tl.maximum(total - 1, 0))
@@ -289,7 +287,7 @@ def aggregate_kernel(
         code_rows = tl.where(leaves == 0, parent, PARENT_ROWS + parent * CHILD_ROWS + leaves - 1)
         is_code = leaves <= tl.where(parent < NUM_PARENTS, NUM_CHILDREN, 0)
         codes = tl.load(
-            codes_ptr + code_rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :],
+            stored_codes_ptr + code_rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :],
             mask=is_code[:, None],
             other=0.0,
         )
@@ -343,7 +341,7 @@ def aggregate_kernel(
             mean_keys,
             means_ptr,
             log_counts_ptr,
-            weight_ptr,
+            row_weight_ptr,
             sums,
             key_sums,
             squares,
@@ -394,7 +392,7 @@ def aggregate_kernel(
                 mean_keys,
                 means_ptr,
                 log_counts_ptr,
-                weight_ptr,
+                row_weight_ptr,
                 sums,
                 key_sums,
                 squares,

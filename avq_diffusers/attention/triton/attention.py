@@ -26,8 +26,9 @@ all its keys, and columns of `means` from D on hold the share of those that stay
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +44,7 @@ from avq_diffusers.attention.triton.exact import (
     attend_sinks,
     choose_columns,
 )
-from avq_diffusers.attention.triton.launch import MOST_PLANS, Launch, Workspace, aligned, pointer
-from avq_diffusers.attention.triton.precompute import Leaves
+from avq_diffusers.attention.triton.launch import STRIDES, Launch, Part, Plan, pointer
 from avq_diffusers.attention.triton.selection import rank_of, tiled_importance
 from avq_diffusers.attention.triton.softmax import (
     LOG_ZERO,
@@ -565,32 +565,6 @@ def default_tiling(
     return tiling
 
 
-class ExactKeys(NamedTuple):
-    """Keys that may attend as themselves.
-
-    key, value: (B, H, S, D), dtype of the queries, last stride 1.
-    centre, leaves: as `precompute` gives them.
-    budget: most exact keys of a tile.
-    scale: factor on the logits.
-    """
-
-    key: Tensor
-    value: Tensor
-    centre: Tensor
-    leaves: Leaves
-    budget: int
-    scale: float
-
-
-class SinkKeys(NamedTuple):
-    """Keys that every query meets; fields as those of `ExactKeys`, (B, H, T, D)."""
-
-    key: Tensor
-    value: Tensor
-    centre: Tensor
-    scale: float
-
-
 def attend(
     query: Tensor,
     codes: Tensor,
@@ -603,14 +577,13 @@ def attend(
     query_tile: int,
     query_order: Tensor | None,
     importance_tile: int | None,
-    exact: ExactKeys | None = None,
-    sinks: SinkKeys | None = None,
     tiling: AttentionTiling | None = None,
 ) -> Tensor:
-    """Attend to the codewords that each query tile sees, and to keys.
+    """Attend to the codewords that each query tile sees.
 
     Args:
-        query: (B, H, N, D) float16, bfloat16 or float32; any strides with a last one of 1.
+        query: (B, H, N, D) float16, bfloat16 or float32, as `kernel_layout` gives them with strides
+            that are multiples of 8.
         codes, means, log_counts: as `precompute` gives them, in the dtype of `query`.
         num_parents: M0.
         num_children: C.
@@ -618,97 +591,88 @@ def attend(
         query_tile: consecutive queries of `query_order` that share one choice of parents.
         query_order: (N,) int32 or int64 permutation of the queries; None is their own order.
         importance_tile: parents per tile of the tiled importance; None is exact.
-        exact: keys that take the place of their codewords; needs codes of mean keys.
-        sinks: keys that every query meets; needs codes of mean keys.
         tiling: None takes `default_tiling`.
 
     Returns:
         (B, H, N, D) view of new (B, N, H, D) memory, dtype of `query`.
     """
-    # The kernel promises the compiler rows of 16 bytes.
-    if any(stride % 8 for stride in query.stride()[:3]) or query.data_ptr() % 16:
-        query = query.transpose(1, 2).contiguous().transpose(1, 2)
-    if query_order is not None:
-        query_order = aligned(query_order)
-    key = value = sink_key = sink_value = centre = None
-    order = row_start = row_count = row_weight = None
-    if exact is not None:
-        key, value, centre = aligned(exact.key), aligned(exact.value), exact.centre
-        order, row_start, row_count, row_weight = exact.leaves
-    if sinks is not None:
-        sink_key, sink_value, centre = aligned(sinks.key), aligned(sinks.value), sinks.centre
-    plan = _plan(
-        query.device,
+    batch, heads, num_queries, head_dim = query.shape
+    parts, launch = attention_launch(
         query.shape,
         query.stride(),
         query.dtype,
-        num_parents,
-        num_children,
-        num_refined,
-        query_tile,
-        None if query_order is None else query_order.dtype,
-        importance_tile,
-        codes.ndim == 4,
-        centre is not None and centre.ndim == 3,
-        None if exact is None else _Extra.of(exact.key, exact.value, exact.budget, exact.scale),
-        None if sinks is None else _Extra.of(sinks.key, sinks.value, 0, sinks.scale),
-        tiling,
+        capability_of(query.device),
+        order_dtype=None if query_order is None else query_order.dtype,
+        num_parents=num_parents,
+        num_children=num_children,
+        num_refined=num_refined,
+        query_tile=query_tile,
+        importance_tile=importance_tile,
+        means=codes.ndim == 4,
+        tiling=tiling,
     )
-    output = query.new_empty(plan.output)
-    _memory, (refined, score, row, is_exact) = plan.workspace.allocate(query.device)
-    plan.attend(
-        *(pointer(x) for x in (query, query_order, codes, means, log_counts)),
-        refined,
-        *(pointer(x) for x in (output, key, value, sink_key, sink_value, centre)),
-        *(pointer(x) for x in (order, row_start, row_count, row_weight)),
-        *((None, None, None) if exact is None else (score, row, is_exact)),
-    )
+    output = query.new_empty((batch, num_queries, heads, head_dim))
+    tensors = {
+        "query": query,
+        "query_order": query_order,
+        "codes": codes,
+        "means": means,
+        "log_counts": log_counts,
+        "output": output,
+    }
+    inputs = {name: pointer(tensor) for name, tensor in tensors.items()}
+    Plan(parts, [launch]).run(inputs, query.device)
     return output.transpose(1, 2)
 
 
-class _Extra(NamedTuple):
-    """What a launch depends on of keys that attend as themselves."""
+class TokenLayout(NamedTuple):
+    """How many keys there are in a head, and the strides of keys and values."""
 
     number: int
     strides: tuple[int, ...]
-    budget: int
-    scale: float
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor, budget: int, scale: float) -> "_Extra":
-        return cls(key.shape[2], (*key.stride()[:3], *value.stride()[:3]), budget, scale)
+    def of(cls, key: Tensor, value: Tensor) -> "TokenLayout":
+        return cls(key.shape[2], (*key.stride()[:3], *value.stride()[:3]))
 
 
-class _Plan(NamedTuple):
-    """What the problem size decides about a call; `output` is a shape."""
-
-    output: tuple[int, ...]
-    workspace: Workspace
-    attend: Launch
-
-
-@lru_cache(MOST_PLANS)
-def _plan(
-    device: torch.device,
-    shape: torch.Size,
-    strides: tuple[int, ...],
+def attention_launch(
+    shape: Sequence[int],
+    strides: Sequence[int],
     dtype: torch.dtype,
+    capability: tuple[int, int],
+    *,
+    order_dtype: torch.dtype | None,
     num_parents: int,
     num_children: int,
     num_refined: int,
     query_tile: int,
-    order_dtype: torch.dtype | None,
     importance_tile: int | None,
     means: bool,
-    own_centre: bool,
-    exact: _Extra | None,
-    sinks: _Extra | None,
-    tiling: AttentionTiling | None,
-) -> _Plan:
+    tiling: AttentionTiling | None = None,
+    exact: TokenLayout | None = None,
+    exact_keys: int = 0,
+    sinks: TokenLayout | None = None,
+    own_centre: bool = False,
+    scale: float = 0.0,
+) -> tuple[dict[str, Part], Launch]:
+    """The memory and the launch of `attend`, which may also meet keys.
+
+    Then the launch takes `key`, `value` and what `precompute_launches` leaves of exact keys, or
+    `sink_key` and `sink_value`, and `centre` for both. They need codes of mean keys.
+
+    Args:
+        shape, strides: of the queries.
+        exact: keys of which the best `exact_keys` of a tile take the place of their codewords.
+        sinks: keys that every query meets.
+        own_centre: every batch element has its own centre.
+        scale: factor on the logits of keys.
+    """
     batch, heads, num_queries, head_dim = shape
-    num_tiles = -(-num_queries // query_tile)
-    extras = [extra for extra in (exact, sinks) if extra is not None]
-    align = 8 if all(stride % 8 == 0 for extra in extras for stride in extra.strides) else 1
+    tiles = (batch, heads, -(-num_queries // query_tile))
+    layouts = {"": exact, "sink_": sinks}
+    extra = [stride for layout in layouts.values() if layout for stride in layout.strides]
+    align = 8 if all(stride % 8 == 0 for stride in extra) else 1
     constants = launch_constants(
         heads=heads,
         head_dim=head_dim,
@@ -720,44 +684,45 @@ def _plan(
         importance_tile=importance_tile,
         dtype=dtype,
         means=means,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        capability=capability,
         tiling=tiling,
         own_centre=own_centre,
         exact=exact is not None,
-        scale=extras[0].scale if extras else 0.0,
+        scale=scale,
         align=align,
     )
-    tiles = (batch, heads, num_tiles)
-    columns = (*tiles, constants["VISIBLE"]) if exact else ()
+    numbers = {
+        "num_queries": num_queries,
+        "query_stride_batch": strides[0],
+        "query_stride_head": strides[1],
+        "exact_keys": exact_keys,
+    }
     int32, float32 = torch.int32, torch.float32
-    if exact is None:
-        keys, tables, numbers = (None, None), (None,) * 7, (0,) * 8
-    else:
-        keys = (dtype, dtype)
-        tables = (int32, int32, int32, float32, float32, int32, torch.int8)
-        numbers = (exact.number, exact.budget, *(stride // align for stride in exact.strides))
-    if sinks is None:
-        numbers += (0,) * 7
-    else:
-        numbers += (sinks.number, *(stride // align for stride in sinks.strides))
-    return _Plan(
-        output=(batch, num_queries, heads, head_dim),
-        workspace=Workspace(
-            [(*tiles, num_refined), columns, columns, columns], [int32, float32, int32, torch.int8]
-        ),
-        attend=Launch(
-            _attention_kernel,
-            (heads * num_tiles, batch, 1),
-            (
-                *(dtype, order_dtype, dtype, dtype, float32, int32, dtype, *keys),
-                *((None, None) if sinks is None else (dtype, dtype)),
-                float32 if extras else None,
-                *tables,
-            ),
-            (num_queries, *strides[:2], *numbers),
-            constants,
-        ),
-    )
+    parts = {"refined": Part((*tiles, num_refined), int32)}
+    names = {"query": dtype, "codes": dtype, "means": dtype, "log_counts": float32, "output": dtype}
+    if order_dtype is not None:
+        names["query_order"] = order_dtype
+    if extra:
+        names["centre"] = float32
+    for prefix, layout in layouts.items():
+        number, key_strides = layout or TokenLayout(0, (0,) * 6)
+        numbers["num_sinks" if prefix else "num_keys"] = number
+        each = [f"{prefix}{name}_stride_{axis}" for name in ("key", "value") for axis in STRIDES]
+        numbers |= {x: stride // align for x, stride in zip(each, key_strides, strict=True)}
+        if layout is not None:
+            names |= {f"{prefix}key": dtype, f"{prefix}value": dtype}
+    if exact is not None:
+        columns = (*tiles, constants["VISIBLE"])
+        parts |= {
+            "score": Part(columns, float32),
+            "row": Part(columns, int32),
+            "is_exact": Part(columns, torch.int8),
+        }
+        names |= {"leaf_order": int32, "row_start": int32, "row_count": int32}
+        names["row_weight"] = float32
+    names |= {name: part.dtype for name, part in parts.items()}
+    grid = (heads * tiles[2], batch, 1)
+    return parts, Launch(_attention_kernel, grid, names, numbers, constants)
 
 
 def launch_constants(
@@ -848,3 +813,9 @@ def launch_constants(
 def _padded(length: int) -> int:
     """The size of a block that holds `length`: a power of two that tensor cores accept."""
     return max(16, triton.next_power_of_2(length))
+
+
+@cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability, (0, 0) of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

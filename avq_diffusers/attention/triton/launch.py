@@ -1,8 +1,11 @@
-"""Launches at little cost for the host: a call looks up what its launches need."""
+"""Launches at little cost for the host: what depends on the problem size is computed once.
+
+Arguments go by the names that the kernels give them: pointer `key_ptr` is the address of `key`.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,13 +13,23 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-# Different problem sizes whose launches are kept.
+# Problem sizes whose launches are kept.
 MOST_PLANS = 512
+
+# Axes of tokens (B, H, N, D) whose strides kernels take.
+STRIDES = ("batch", "head", "token")
 
 # What a kernel takes for a pointer: an address, or a tensor if it is interpreted.
 Pointer = int | Tensor | None
 
 _INTERPRETED = knobs.runtime.interpret
+
+
+class Part(NamedTuple):
+    """A tensor in the memory of a call."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
 
 
 class Launch:
@@ -27,82 +40,103 @@ class Launch:
     Args:
         kernel: takes pointers, then numbers on whose values it is not specialized, then constants.
         grid: programs along each axis.
-        dtypes: of what the pointers point to, aligned to 16 bytes; None where they are None.
+        dtypes: of what pointers point to, aligned to 16 bytes; a pointer without one is None.
         numbers: integers.
-        constants: and options of the launch.
+        constants: and options of the launch; a kernel takes those that it names.
     """
 
     def __init__(
         self,
         kernel: triton.JITFunction,
         grid: tuple[int, int, int],
-        dtypes: Sequence[torch.dtype | None],
-        numbers: Sequence[int],
-        constants: Mapping[str, object],
+        dtypes: Mapping[str, torch.dtype],
+        numbers: Mapping[str, int],
+        constants: Mapping[str, Any],
     ) -> None:
+        names = kernel.arg_names
         self.kernel = kernel
         self.grid = grid
-        self.dtypes = dtypes
-        self.numbers = numbers
-        self.constants = constants
-        self._values: tuple[object, ...] = ()
+        pointers = [name[:-4] for name in names if name.endswith("_ptr")]
+        self.pointers = tuple(name if name in dtypes else "" for name in pointers)
+        self.dtypes = tuple(dtypes.get(name) for name in pointers)
+        self.numbers = tuple(numbers[name] for name in names if name in numbers)
+        options = ("num_warps", "num_stages", "maxnreg")
+        self.constants = {x: constants[x] for x in (*names, *options) if x in constants}
+        self._values = (*self.numbers, *(constants[x] for x in names if x in constants))
         self._compiled: Any = None
 
-    def __call__(self, *pointers: Pointer) -> None:
-        """Launch on the current device and stream."""
+    def __call__(self, pointers: Mapping[str, Pointer], stream: int) -> None:
+        """Launch on a stream of the current device."""
+        found = map(pointers.get, self.pointers)
         if _INTERPRETED:
-            self.kernel[self.grid](*pointers, *self.numbers, **self.constants)
+            self.kernel[self.grid](*found, *self.numbers, **self.constants)
             return
-        if self._compiled is None:
-            self._compile()
-        compiled, hooks = self._compiled, knobs.runtime
-        stream = driver.active.get_current_stream(driver.active.get_current_device())
-        arguments = (*pointers, *self._values)
+        compiled = self._compiled
+        if compiled is None:
+            types = (*self.dtypes, *self.numbers)
+            compiled = self.kernel.warmup(*types, grid=self.grid, **self.constants)
+            self._compiled = compiled
+        arguments = (*found, *self._values)
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        metadata = None
+        if enter is not None:
+            metadata = compiled.launch_metadata(self.grid, stream, *arguments)
         compiled.run(  # reading `run` loads the code
             *self.grid,
             stream,
             compiled.function,
             compiled.packed_metadata,
-            compiled.launch_metadata(self.grid, stream, *arguments),
-            hooks.launch_enter_hook,
-            hooks.launch_exit_hook,
+            metadata,
+            enter,
+            leave,
             *arguments,
         )
 
-    def _compile(self) -> None:
-        arguments = (*self.dtypes, *self.numbers)
-        names = self.kernel.arg_names[len(arguments) :]
-        self._values = (*self.numbers, *(self.constants[name] for name in names))
-        self._compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.constants)
 
-
-class Workspace:
-    """Memory that only a call needs, allocated at once.
+class Plan:
+    """Launches one after another, and the memory that they need, in one allocation.
 
     Args:
-        shapes: of its parts.
-        dtypes: of its parts.
+        parts: of the memory.
+        launches: in their order.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
-        self.shapes = shapes
-        self.dtypes = dtypes
-        self._starts = [0]
-        for shape, dtype in zip(shapes, dtypes, strict=True):
-            size = prod(shape) * dtype.itemsize
-            self._starts.append(self._starts[-1] + -(-size // 16) * 16)
+    def __init__(self, parts: Mapping[str, Part], launches: Sequence[Launch]) -> None:
+        self.parts = parts
+        self.launches = launches
+        self._starts = {}
+        self._size = 0
+        for name, part in parts.items():
+            self._starts[name] = self._size
+            self._size += -(-prod(part.shape) * part.dtype.itemsize // 16) * 16
 
-    def allocate(self, device: torch.device) -> tuple[Tensor, list[Pointer]]:
-        """The memory, to be kept until the last launch, and pointers to its parts."""
-        memory = torch.empty(self._starts[-1], dtype=torch.uint8, device=device)
+    def run(self, inputs: Mapping[str, Pointer], device: torch.device) -> Tensor:
+        """Launch on the current stream; return the memory.
+
+        Args:
+            inputs: pointers to what is not in the memory.
+            device: the current one.
+        """
+        memory = torch.empty(self._size, dtype=torch.uint8, device=device)
+        stream = 0
+        pointers: dict[str, Pointer]
         if _INTERPRETED:
-            parts = zip(self._starts, self.shapes, self.dtypes, strict=False)
-            return memory, [
-                memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-                for start, shape, dtype in parts
-            ]
-        first = memory.data_ptr()
-        return memory, [first + start for start in self._starts[:-1]]
+            pointers = {name: self.part(memory, name) for name in self.parts}
+        else:
+            stream = driver.active.get_current_stream(device.index)
+            first = memory.data_ptr()
+            pointers = {name: first + start for name, start in self._starts.items()}
+        pointers.update(inputs)
+        for launch in self.launches:
+            launch(pointers, stream)
+        return memory
+
+    def part(self, memory: Tensor, name: str) -> Tensor:
+        """A part of the memory as a tensor."""
+        shape, dtype = self.parts[name]
+        start = self._starts[name]
+        flat = memory[start : start + prod(shape) * dtype.itemsize].view(dtype)
+        return flat.view(tuple(shape))
 
 
 def pointer(tensor: Tensor | None) -> Pointer:
@@ -110,6 +144,13 @@ def pointer(tensor: Tensor | None) -> Pointer:
     return tensor if tensor is None or _INTERPRETED else tensor.data_ptr()
 
 
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, copied if its address is not a multiple of 16 bytes."""
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+def kernel_layout(tensor: Tensor, multiple: int = 1) -> Tensor:
+    """The tensor (B, H, N, D) if kernels can read it, else a copy.
+
+    They need a last stride of 1, an address that is a multiple of 16 bytes, and other strides that
+    are multiples of `multiple`.
+    """
+    *strides, last = tensor.stride()
+    if last == 1 and tensor.data_ptr() % 16 == 0 and not any(x % multiple for x in strides):
+        return tensor
+    return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)

@@ -19,8 +19,8 @@ L leaves of a parent (0 stays, c + 1 is child c) and padding, T chunks.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,13 +28,7 @@ from torch import Tensor
 
 from avq_diffusers.attention.triton.aggregate import aggregate_kernel
 from avq_diffusers.attention.triton.codewords import StoredCodes, mean_columns, padded_sizes
-from avq_diffusers.attention.triton.launch import (
-    MOST_PLANS,
-    Launch,
-    Workspace,
-    aligned,
-    pointer,
-)
+from avq_diffusers.attention.triton.launch import STRIDES, Launch, Part, Plan, Pointer, pointer
 from avq_diffusers.attention.triton.leaf_order import leaf_order_kernel
 from avq_diffusers.attention.triton.sort import sort_kernel
 
@@ -127,42 +121,22 @@ def _clamped_power_of_2(number: int, least: int, most: int) -> int:
     return min(most, max(least, 1 << (max(number, 1).bit_length() - 1)))
 
 
-class Leaves(NamedTuple):
-    """Where the keys of every row of `Aggregates.mean_values` are.
-
-    order: (B, H, S) int32, indices of keys by cell, in a cell by leaf.
-    row_start, row_count: (B, H, 2 MP + M0 CP) int32, where the keys of a row are in `order`, and
-        how many.
-    row_weight: (B, H, 2 MP + M0 CP) float32, what the attention to a row weighs in the choice of
-        exact keys: the squared spread of its keys, divided by their number.
-    """
-
-    order: Tensor
-    row_start: Tensor
-    row_count: Tensor
-    row_weight: Tensor
-
-
 class Aggregates(NamedTuple):
     """What represents the keys.
 
     codes: stored ones, or with `means` mean keys (B, H, 2 MP + M0 CP, DP) around `centre`, times
         scale log2(e).
-    mean_values: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `mean_columns`. Row p averages the
-        values of all keys of parent p, row 2 MP + p CP + c those of its child c, and row MP + p
-        those that stay with p. Without `means`, the divisor of the latter is the number of all keys
-        of p. Columns from D on are the number of keys of the row divided by the divisor. A row
-        without keys is 0.
+    means: (B, H, 2 MP + M0 CP, DV) mean values, dtype of `codes`; DV = `mean_columns`. Row p
+        averages the values of all keys of parent p, row 2 MP + p CP + c those of its child c, and
+        row MP + p those that stay with p. Without `means`, the divisor of the latter is the number
+        of all keys of p. Columns from D on are the number of keys of the row divided by the
+        divisor. A row without keys is 0.
     log_counts: float32, log2 of the number of keys of every row of `codes`.
-    centre: (H, DP) or without stored codewords (B, H, DP) float32.
-    leaves: of exact keys, or None.
     """
 
     codes: Tensor
-    mean_values: Tensor
+    means: Tensor
     log_counts: Tensor
-    centre: Tensor
-    leaves: Leaves | None
 
 
 def precompute(
@@ -175,110 +149,58 @@ def precompute(
     num_parents: int,
     num_children: int,
     means: bool,
-    exact: bool = False,
     scale: float,
     tiling: PrecomputeTiling | None = None,
 ) -> Aggregates:
     """Assign the keys and summarize those of every codeword.
 
     Args:
-        key, value: (B, H, S, D) float16, bfloat16 or float32, last stride 1.
+        key, value: (B, H, S, D) float16, bfloat16 or float32, as `kernel_layout` gives them.
         stored: codewords as `codewords.pack` gives them; None takes keys.
         parents: (B, H, M0, D) in place of keys, dtype of `key`, contiguous; or None.
         key_order: (S,) permutation in which parents are evenly spaced; None is the order of keys.
         means: the mean of its keys represents a leaf, else the stored codeword.
-        exact: queries will meet keys themselves; needs `means`.
         scale: factor on the logits.
         tiling: None takes `default_tiling`.
     """
-    key, value = aligned(key), aligned(value)
-    if key_order is not None:
-        key_order = aligned(key_order)
-    plan = _plan(
-        key.device,
-        key.shape,
-        key.stride(),
-        value.stride(),
-        key.dtype,
-        stored is not None,
-        parents is not None,
-        None if key_order is None else key_order.dtype,
-        num_parents,
-        num_children,
-        means,
-        exact,
-        scale,
-        tiling,
-    )
-    _memory, parts = plan.workspace.allocate(key.device)
-    rank, order, count, start, ticket, piece_counts, piece_sums, piece_squares, leaf = parts
-    if stored is None:
-        code = bias = None
-        centre = key.new_empty(plan.centre, dtype=torch.float32)
-    else:
-        code, bias, centre = stored
-    mean_keys = key.new_empty(plan.mean_keys) if means else None
-    mean_values = key.new_empty(plan.mean_values)
-    log_counts = key.new_empty(plan.log_counts, dtype=torch.float32)
-    leaves = None
-    if exact:
-        leaves = Leaves(
-            order=key.new_empty(key.shape[:3], dtype=torch.int32),
-            row_start=key.new_empty(plan.log_counts, dtype=torch.int32),
-            row_count=key.new_empty(plan.log_counts, dtype=torch.int32),
-            row_weight=key.new_empty(plan.log_counts, dtype=torch.float32),
+    plan = Plan(
+        *precompute_launches(
+            key.shape,
+            key.stride(),
+            value.stride(),
+            key.dtype,
+            is_stored=stored is not None,
+            has_parents=parents is not None,
+            order_dtype=None if key_order is None else key_order.dtype,
+            num_parents=num_parents,
+            num_children=num_children,
+            means=means,
+            exact=False,
+            scale=scale,
+            tiling=tiling,
         )
-
-    keys = pointer(key)
-    made_of = tuple(pointer(x) for x in (key_order, parents, code, bias, centre))
-    plan.sort(keys, *made_of, rank, order, count, start, ticket)
-    plan.aggregate(
-        keys,
-        pointer(value),
-        *made_of,
-        order,
-        start,
-        ticket,
-        piece_sums,
-        piece_counts,
-        piece_squares if exact else None,
-        leaf if exact else None,
-        pointer(mean_keys),
-        pointer(mean_values),
-        pointer(log_counts),
-        None if leaves is None else pointer(leaves.row_weight),
     )
-    if leaves is not None:
-        outputs = (leaves.order, leaves.row_start, leaves.row_count)
-        plan.leaf_order(order, start, leaf, piece_counts, *(pointer(x) for x in outputs))
-    codes = mean_keys if stored is None or means else stored.codes
-    assert codes is not None
-    return Aggregates(codes, mean_values, log_counts, centre, leaves)
+    tensors = {"key": key, "value": value, "key_order": key_order, "parents": parents}
+    inputs = {name: pointer(x) for name, x in tensors.items()} | stored_pointers(stored)
+    memory = plan.run(inputs, key.device)
+    codes = plan.part(memory, "codes") if stored is None or means else stored.codes
+    return Aggregates(codes, plan.part(memory, "means"), plan.part(memory, "log_counts"))
 
 
-class _Plan(NamedTuple):
-    """What the problem size decides about a call.
-
-    centre, mean_keys, mean_values, log_counts: shapes of the outputs.
-    """
-
-    workspace: Workspace
-    centre: tuple[int, ...]
-    mean_keys: tuple[int, ...]
-    mean_values: tuple[int, ...]
-    log_counts: tuple[int, ...]
-    sort: Launch
-    aggregate: Launch
-    leaf_order: Launch
+def stored_pointers(stored: StoredCodes | None) -> dict[str, Pointer]:
+    """What the kernels take for stored codewords."""
+    if stored is None:
+        return {}
+    codes, bias, centre = (pointer(x) for x in stored)
+    return {"stored_codes": codes, "bias": bias, "centre": centre}
 
 
-@lru_cache(MOST_PLANS)
-def _plan(
-    device: torch.device,
-    shape: torch.Size,
-    key_strides: tuple[int, ...],
-    value_strides: tuple[int, ...],
+def precompute_launches(
+    shape: Sequence[int],
+    key_strides: Sequence[int],
+    value_strides: Sequence[int],
     dtype: torch.dtype,
+    *,
     is_stored: bool,
     has_parents: bool,
     order_dtype: torch.dtype | None,
@@ -287,8 +209,23 @@ def _plan(
     means: bool,
     exact: bool,
     scale: float,
-    tiling: PrecomputeTiling | None,
-) -> _Plan:
+    tiling: PrecomputeTiling | None = None,
+) -> tuple[dict[str, Part], list[Launch]]:
+    """The memory of a call and its launches, which take what `precompute` takes.
+
+    Besides `Aggregates`, the memory has what is needed if queries will meet keys (`exact`, which
+    needs `means`):
+
+    - `centre`, (B, H, DP) float32, unless codewords are stored;
+    - `leaf_order`, (B, H, S) int32, indices of keys by cell, in a cell by leaf;
+    - `row_start` and `row_count`, (B, H, 2 MP + M0 CP) int32, where the keys of every row of
+      `means` are in this order, and how many;
+    - `row_weight`, (B, H, 2 MP + M0 CP) float32, what the attention to a row weighs in the choice
+      of exact keys: the squared spread of its keys, divided by their number.
+
+    Args:
+        shape: of the keys.
+    """
     batch, num_heads, num_keys, head_dim = shape
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
     tiling = tiling or default_tiling(
@@ -308,99 +245,87 @@ def _plan(
     resident_rows = parent_rows + tiling.sort_stages * tiling.sort_keys
     resident_bytes = resident_rows * padded_dim * (4 if dtype == torch.float32 else 2)
     # A stride times a constant lets the compiler prove that rows of 16 bytes are aligned.
-    strides = (*key_strides[:3], *value_strides[:3])
+    strides = [*key_strides[:3], *value_strides[:3]]
     align = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    strides = tuple(stride // align for stride in strides)
+    names = [f"{name}_stride_{axis}" for name in ("key", "value") for axis in STRIDES]
 
     heads = (batch, num_heads)
     int32, float32 = torch.int32, torch.float32
-    workspace = {
-        "rank": ((*heads, tiling.num_chunks, chunk_keys), int32),
-        "order": ((*heads, num_keys), int32),
-        "count": ((*heads, tiling.num_chunks, tiling.sort_warps, parent_rows), int32),
-        "start": ((*heads, parent_rows + 1, tiling.num_chunks), int32),
-        "ticket": ((*heads, parent_rows), int32),
-        "piece_counts": ((*heads, num_pieces, leaf_rows), int32),
-        "piece_sums": ((*heads, num_pieces, leaf_rows * (1 + means), padded_dim), float32),
-        "piece_squares": ((*heads, num_pieces, leaf_rows) if exact else (), float32),
-        "leaf": ((*heads, num_keys) if exact else (), int32),
+    parts = {
+        "rank": Part((*heads, tiling.num_chunks, chunk_keys), int32),
+        "order": Part((*heads, num_keys), int32),
+        "count": Part((*heads, tiling.num_chunks, tiling.sort_warps, parent_rows), int32),
+        "start": Part((*heads, parent_rows + 1, tiling.num_chunks), int32),
+        "ticket": Part((*heads, parent_rows), int32),
+        "piece_counts": Part((*heads, num_pieces, leaf_rows), int32),
+        "piece_sums": Part((*heads, num_pieces, leaf_rows * (1 + means), padded_dim), float32),
+        "means": Part((*heads, parent_rows + code_rows, mean_columns(head_dim)), dtype),
+        "log_counts": Part((*heads, parent_rows * means + code_rows), float32),
     }
-    made_of = (
-        order_dtype,
-        dtype if has_parents else None,
-        dtype if is_stored else None,
-        float32 if is_stored else None,
-        float32,
-    )
+    if not is_stored:
+        parts["centre"] = Part((*heads, padded_dim), float32)
+    if means:
+        parts["codes"] = Part((*heads, parent_rows + code_rows, padded_dim), dtype)
+    if exact:
+        rows = (*heads, parent_rows + code_rows)
+        parts |= {
+            "piece_squares": Part((*heads, num_pieces, leaf_rows), float32),
+            "leaf": Part((*heads, num_keys), int32),
+            "leaf_order": Part((*heads, num_keys), int32),
+            "row_start": Part(rows, int32),
+            "row_count": Part(rows, int32),
+            "row_weight": Part(rows, float32),
+        }
+    dtypes = {name: part.dtype for name, part in parts.items()} | {"key": dtype, "value": dtype}
+    if is_stored:
+        dtypes |= {"stored_codes": dtype, "bias": float32, "centre": float32}
+    if has_parents:
+        dtypes["parents"] = dtype
+    if order_dtype is not None:
+        dtypes["key_order"] = order_dtype
+    numbers = {
+        "num_keys": num_keys,
+        "chunk_keys": chunk_keys,
+        "num_chunks": num_chunks,
+        "num_pieces": num_pieces,
+        **{name: stride // align for name, stride in zip(names, strides, strict=True)},
+    }
     constants = {
         "CODE_ROWS": code_rows,
         "NUM_PARENTS": num_parents,
+        "NUM_CHILDREN": num_children,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": padded_dim,
+        "MEAN_COLUMNS": mean_columns(head_dim),
         "PARENT_ROWS": parent_rows,
+        "CHILD_ROWS": child_rows,
+        "LEAF_ROWS": leaf_rows,
         "NUM_CHUNKS": tiling.num_chunks,
+        "LOG2_CHUNKS": tiling.num_chunks.bit_length() - 1,
+        "PIECE": tiling.piece_keys,
         "ALIGN": align,
+        "FACTOR": scale * math.log2(math.e),
     }
-    return _Plan(
-        workspace=Workspace(*zip(*workspace.values(), strict=True)),
-        centre=(*heads, padded_dim),
-        mean_keys=(*heads, parent_rows + code_rows, padded_dim),
-        mean_values=(*heads, parent_rows + code_rows, mean_columns(head_dim)),
-        log_counts=(*heads, parent_rows * means + code_rows),
-        sort=Launch(
-            sort_kernel,
-            (num_heads, batch, num_chunks),
-            (dtype, *made_of, *[int32] * 5),
-            (*strides[:3], num_keys, chunk_keys),
-            {
-                **constants,
-                "KEYS": tiling.sort_keys,
-                "PARENTS": sort_parents,
-                "STRIPS": tiling.sort_warps,
-                "RESIDENT": sort_parents == parent_rows or resident_bytes <= tiling.sort_shared,
-                "num_warps": tiling.sort_warps,
-                "num_stages": tiling.sort_stages,
-            },
-        ),
-        aggregate=Launch(
-            aggregate_kernel,
-            (num_heads, batch, num_pieces),
-            (
-                *(dtype, dtype, *made_of, int32, int32, int32, float32, int32),
-                *((float32, int32) if exact else (None, None)),
-                *(dtype if means else None, dtype, float32, float32 if exact else None),
-            ),
-            (*strides, num_keys, chunk_keys, num_chunks, num_pieces),
-            {
-                **constants,
-                "FACTOR": scale * math.log2(math.e),
-                "NUM_CHILDREN": num_children,
-                "MEAN_COLUMNS": mean_columns(head_dim),
-                "CHILD_ROWS": child_rows,
-                "LEAF_ROWS": leaf_rows,
-                "LOG2_CHUNKS": tiling.num_chunks.bit_length() - 1,
-                "PIECE": tiling.piece_keys,
-                "KEYS": tiling.leaf_keys,
-                "num_warps": tiling.leaf_warps,
-                "num_stages": tiling.leaf_stages,
-                "maxnreg": tiling.leaf_registers,
-            },
-        ),
-        leaf_order=Launch(
-            leaf_order_kernel,
-            (num_heads, batch, num_pieces),
-            (int32,) * 7,
-            (num_keys, chunk_keys, num_chunks, num_pieces),
-            {
-                "NUM_PARENTS": num_parents,
-                "PARENT_ROWS": parent_rows,
-                "CHILD_ROWS": child_rows,
-                "LEAF_ROWS": leaf_rows,
-                "NUM_CHUNKS": tiling.num_chunks,
-                "LOG2_CHUNKS": tiling.num_chunks.bit_length() - 1,
-                "PIECE": tiling.piece_keys,
-                "KEYS": 64,
-                "num_warps": 1,
-            },
-        ),
-    )
+    sort = {
+        "KEYS": tiling.sort_keys,
+        "PARENTS": sort_parents,
+        "STRIPS": tiling.sort_warps,
+        "RESIDENT": sort_parents == parent_rows or resident_bytes <= tiling.sort_shared,
+        "num_warps": tiling.sort_warps,
+        "num_stages": tiling.sort_stages,
+    }
+    aggregate = {
+        "KEYS": tiling.leaf_keys,
+        "num_warps": tiling.leaf_warps,
+        "num_stages": tiling.leaf_stages,
+        "maxnreg": tiling.leaf_registers,
+    }
+    pieces = (num_heads, batch, num_pieces)
+    launches = [
+        Launch(sort_kernel, (num_heads, batch, num_chunks), dtypes, numbers, constants | sort),
+        Launch(aggregate_kernel, pieces, dtypes, numbers, constants | aggregate),
+    ]
+    if exact:
+        leaf_order = {"KEYS": 64, "num_warps": 1}
+        launches.append(Launch(leaf_order_kernel, pieces, dtypes, numbers, constants | leaf_order))
+    return parts, launches

@@ -35,7 +35,7 @@ def _load_parents(
     key_ptr,
     key_order_ptr,
     parents_ptr,
-    codes_ptr,
+    stored_codes_ptr,
     bias_ptr,
     parents,
     stride,
@@ -46,9 +46,9 @@ def _load_parents(
     ALIGN: tl.constexpr,
 ):
     """Codes and biases of some parents."""
-    if codes_ptr is not None:
+    if stored_codes_ptr is not None:
         columns = tl.arange(0, PADDED_DIM)
-        codes = tl.load(codes_ptr + parents[:, None] * PADDED_DIM + columns[None, :])
+        codes = tl.load(stored_codes_ptr + parents[:, None] * PADDED_DIM + columns[None, :])
         bias = tl.load(bias_ptr + parents)
     else:
         is_parent = parents < NUM_PARENTS
@@ -82,7 +82,7 @@ def sort_kernel(
     key_ptr,
     key_order_ptr,
     parents_ptr,
-    codes_ptr,
+    stored_codes_ptr,
     bias_ptr,
     centre_ptr,
     rank_ptr,
@@ -134,10 +134,10 @@ def sort_kernel(
     head_ptr = key_ptr + head_start * ALIGN
     key_ptr = head_ptr + first * key_stride_token
     dtype = key_ptr.dtype.element_ty
-    if codes_ptr is not None:
-        codes_ptr += head * CODE_ROWS * PADDED_DIM
+    if stored_codes_ptr is not None:
+        stored_codes_ptr += head * CODE_ROWS * PADDED_DIM
         bias_ptr += head * CODE_ROWS
-        dtype = codes_ptr.dtype.element_ty
+        dtype = stored_codes_ptr.dtype.element_ty
     if parents_ptr is not None:
         parents_ptr += batch_head * NUM_PARENTS * HEAD_DIM
     rank_ptr += batch_chunk * chunk_keys
@@ -155,7 +155,7 @@ def sort_kernel(
                 head_ptr,
                 key_order_ptr,
                 parents_ptr,
-                codes_ptr,
+                stored_codes_ptr,
                 bias_ptr,
                 first_parent + parents,
                 key_stride_token // ALIGN,
@@ -167,7 +167,7 @@ def sort_kernel(
             )
             codes += (tile_codes,)
             biases += (tile_bias,)
-    if codes_ptr is None:
+    if stored_codes_ptr is None:
         is_first = chunk == 0
         if is_first:
             # (DP) The mean of the parents.
@@ -181,7 +181,7 @@ def sort_kernel(
                         head_ptr,
                         key_order_ptr,
                         parents_ptr,
-                        codes_ptr,
+                        stored_codes_ptr,
                         bias_ptr,
                         first_parent + parents,
                         key_stride_token // ALIGN,
@@ -227,7 +227,7 @@ def sort_kernel(
                         head_ptr,
                         key_order_ptr,
                         parents_ptr,
-                        codes_ptr,
+                        stored_codes_ptr,
                         bias_ptr,
                         first_parent + parents,
                         key_stride_token // ALIGN,
