@@ -207,11 +207,8 @@ def test_the_keys_that_gain_most_are_exact(backend, dtype, left, query, exact_ke
 
 
 @pytest.mark.parametrize(("backend", "dtype"), WIDEST)
-def test_of_equal_leaves_that_of_the_lower_parent_is_exact(backend, dtype, request):
+def test_of_equal_leaves_that_of_the_lower_parent_is_exact(backend, dtype):
     """Catches leaves in the order of their parents' importance: the second parent has more."""
-    if backend == "triton":
-        reason = "the kernels take equal children by falling importance of their parents"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     keys = [[-4, 9], [-4, 7], [-4, 0], [4, 9], [4, 7], [4, 0], [4, 0], [4, 0]]
     query, key, value, codebook = two_cells(keys, [0, 0.1], dtype)
     up = F.pad(torch.tensor([[0.0, 8]]), (0, 6)).to(codebook.parents)

@@ -109,14 +109,17 @@ def choose_columns(query, log_denominator, importance, is_refined, tables, exact
     tl.debug_barrier()
 
     # (VISIBLE) A score is not negative: its bits order like integers, and the column breaks ties.
+    # Scores of half-precision inputs are not as exact as the bits that make room for the column.
     column = tl.arange(0, VISIBLE)
     is_column = column < PARENT_ROWS + NUM_REFINED * CHILD_ROWS
     score = tl.load(exact.score + column, mask=is_column, other=0.0)
-    key = score.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    key = tl.where(is_column, key | (VISIBLE - 1 - column), -1)
-    key = tl.sort(key, descending=True)
-    is_column = key >= 0
-    column = VISIBLE - 1 - (key & (VISIBLE - 1)).to(tl.int32)
+    rank_key = score.to(tl.int32, bitcast=True)
+    if query[0].dtype == tl.float32:
+        rank_key = rank_key.to(tl.int64) << 32
+    rank_key = rank_key & -VISIBLE | (VISIBLE - 1 - column)
+    rank_key = tl.sort(tl.where(is_column, rank_key, -1), descending=True)
+    is_column = rank_key >= 0
+    column = VISIBLE - 1 - (rank_key & (VISIBLE - 1)).to(tl.int32)
     row = tl.load(exact.row + column, mask=is_column, other=0)
     count = tl.load(exact.row_count + row, mask=is_column, other=0)
     stop = tl.cumsum(count, axis=0)
