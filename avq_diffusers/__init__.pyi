@@ -5,6 +5,7 @@ from .plugin.apply import apply_avq, avq_disabled, remove_avq
 from .plugin.calibration import calibrate
 from .plugin.codebooks import AVQCodebooks
 from .plugin.elastic import CaptureProfile, measure_capture
+from .plugin.error_profile import ErrorProfile, measure_error
 from .plugin.layers import select_layers
 from .plugin.pipeline import AVQStableDiffusionPipeline
 from .plugin.processor import AVQProcessor
@@ -18,11 +19,13 @@ __all__ = [
     "AVQProcessor",
     "AVQStableDiffusionPipeline",
     "CaptureProfile",
+    "ErrorProfile",
     "apply_avq",
     "avq_attention",
     "avq_disabled",
     "calibrate",
     "measure_capture",
+    "measure_error",
     "measure_sensitivity",
     "remove_avq",
     "scalecrafter",

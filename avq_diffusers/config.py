@@ -3,12 +3,29 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
 MOST_UPDATES = 100
 PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined", "exact_keys")
+
+
+class Sizes(NamedTuple):
+    """The sizes of AVQ in a call; `str()` is the configuration string."""
+
+    num_parents: int
+    num_refined: int
+    num_children: int
+    exact_keys: int
+
+    def __str__(self) -> str:
+        return configuration_string(*self)
+
+    @property
+    def columns(self) -> int:
+        """M0 + P C + E, the most codewords and keys that a query meets."""
+        return self.num_parents + self.num_refined * self.num_children + self.exact_keys
 
 
 @dataclass(frozen=True)
@@ -119,9 +136,12 @@ class AVQConfig:
         object.__setattr__(self, "overrides", copied)
 
     def __str__(self) -> str:
-        return configuration_string(
-            self.num_parents, self.num_refined, self.num_children, self.exact_keys
-        )
+        return str(self.sizes)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Parents, refined parents, children and exact keys."""
+        return Sizes(self.num_parents, self.num_refined, self.num_children, self.exact_keys)
 
     @property
     def effective_codewords(self) -> int:

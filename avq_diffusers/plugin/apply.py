@@ -4,24 +4,31 @@ Every function takes a pipeline with a `unet`, or the UNet itself, compiled or n
 passed as itself. `remove_avq`, `avq_disabled` and `summary` of a pipeline include its ControlNets.
 """
 
-import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from diffusers import DiffusionPipeline
 from torch import nn
 
 from avq_diffusers.plugin.codebooks import AVQCodebooks
+from avq_diffusers.plugin.error_profile import ErrorProfile, checked_tolerance, measure_error
 from avq_diffusers.plugin.layer_state import (
     AVQSource,
-    LayerState,
     check_source,
     default_source,
+    disabled,
     states_of,
 )
-from avq_diffusers.plugin.layers import PipelineOrUNet, models_of, unet_of, unwrapped
+from avq_diffusers.plugin.layers import (
+    PipelineOrUNet,
+    models_of,
+    select_layers,
+    unet_of,
+    unwrapped,
+)
 from avq_diffusers.plugin.processor import (
     AVQProcessor,
     custom_processor,
@@ -29,20 +36,25 @@ from avq_diffusers.plugin.processor import (
     remember_processor,
     uninstall,
 )
-
-_DISABLING = threading.Lock()
+from avq_diffusers.plugin.refinement import set_sizes
 
 
 def apply_avq(
     pipe: PipelineOrUNet,
-    source: AVQSource | None = None,
+    source: AVQSource | ErrorProfile | None = None,
     *,
+    tolerance: float | None = None,
+    prompt: str | Sequence[str] | None = None,
     backend: str = "auto",
     route: str = "fastest",
+    **measurement: Any,
 ) -> PipelineOrUNet:
     """Run self-attention layers with AVQ.
 
     Without codebooks, the codewords are keys of each call: nothing is calibrated or stored.
+
+    With a tolerance, each layer gets the cheapest sizes whose error is within it, or exact
+    attention. `measure_error` measures that first, in some steps on `prompt`.
 
     An earlier AVQ is removed first. The processors of all other layers stay. The present processor
     of a chosen layer serves the calls that AVQ does not: those with attention masks or merged
@@ -66,21 +78,38 @@ def apply_avq(
     Args:
         pipe: a pipeline with a `unet`, or the UNet.
         source: `AVQCodebooks` made for that UNet, or an `AVQConfig` of sizes and levels. None is
-            M64P16C8 at the finest level with self-attention.
+            M64P16C8 at the finest level with self-attention. Or the `ErrorProfile` of an earlier
+            measurement, which needs a tolerance.
+        tolerance: the largest relative error of a layer's attention, such as 0.1.
+        prompt: one or several to measure on, which a tolerance without profile needs.
         backend: as for `avq_attention`.
         route: `"fastest"` runs exact attention if that is faster on this GPU for the number of
             tokens. It looks this up in a table of the package, or measures a new shape in about a
             second and keeps the result in the user's cache folder. `"always"` runs AVQ.
+        **measurement: further arguments of `measure_error`, such as `height=1024, width=1024`.
 
     Returns:
         `pipe`.
 
     Raises:
-        TypeError: `pipe` has no UNet, or `source` is something else.
-        ValueError: the codebooks belong to another model, backend or route are unknown, or the
-            UNet has LinFusion layers.
+        TypeError: `pipe` has no UNet, `source` or `tolerance` is something else, a tolerance lacks
+            what it is measured on, or there are arguments of a measurement without one.
+        ValueError: codebooks or profile belong to another model, backend or route are unknown, the
+            UNet has LinFusion layers, or the tolerance is not above 0.
     """
     unet = unet_of(pipe)
+    if tolerance is not None or isinstance(source, ErrorProfile):
+        tolerance = checked_tolerance(tolerance)
+        if not isinstance(source, ErrorProfile):
+            source = _measured(pipe, source, prompt, measurement)
+        elif prompt is not None or measurement:
+            raise TypeError("an ErrorProfile is measured already; drop prompt and other arguments.")
+        return _apply_within(pipe, source, tolerance, backend, route)
+    if prompt is not None or measurement:
+        raise TypeError(
+            f"{', '.join(['prompt'] * (prompt is not None) + [*measurement])} belong to the "
+            f"measurement of a tolerance; pass tolerance=0.1, or drop them."
+        )
     check_source(source)
     source = default_source(unet) if source is None else source
     if isinstance(source, AVQCodebooks):
@@ -90,6 +119,44 @@ def apply_avq(
         if custom_processor(layer.attn) is None:
             remember_processor(layer.attn, layer.attn.processor)
             layer.attn.set_processor(processor)
+    return pipe
+
+
+def _measured(
+    pipe: DiffusionPipeline | nn.Module,
+    source: AVQSource | None,
+    prompt: str | Sequence[str] | None,
+    measurement: dict[str, Any],
+) -> ErrorProfile:
+    check_source(source)
+    if isinstance(source, AVQCodebooks):
+        raise ValueError(
+            "a tolerance chooses sizes of AVQ with codewords of each call; apply it without "
+            "codebooks."
+        )
+    if prompt is None:
+        raise TypeError("a tolerance is measured on a prompt; pass prompt, or an ErrorProfile.")
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    return measure_error(pipe, prompts, source, **measurement)
+
+
+def _apply_within(
+    pipe: PipelineOrUNet, profile: ErrorProfile, tolerance: float, backend: str, route: str
+) -> PipelineOrUNet:
+    config = profile.config
+    profile.check_model(select_layers(unet_of(pipe), config.levels, config.exact))
+    plan = profile.within(tolerance)
+    apply_avq(pipe, config, backend=backend, route=route)
+    choices = {state: plan[layer.name] for layer, state in states_of(pipe).items()}
+    set_sizes(
+        pipe,
+        {
+            state: {start: choice.sizes for start, choice in parts.items()}
+            for state, parts in choices.items()
+        },
+    )
+    for state, parts in choices.items():
+        state.errors = tuple(choice.error for choice in parts.values())
     return pipe
 
 
@@ -140,16 +207,5 @@ def avq_disabled(pipe: DiffusionPipeline | nn.Module) -> Iterator[None]:
         TypeError: `pipe` has no UNet.
     """
     states = [state for model in models_of(pipe).values() for state in states_of(model).values()]
-    _disable(states, 1)
-    try:
+    with disabled(states):
         yield
-    finally:
-        _disable(states, -1)
-
-
-def _disable(states: Iterable[LayerState], change: int) -> None:
-    """Open or close a block of `avq_disabled`."""
-    with _DISABLING:
-        for state in states:
-            state.num_disabling += change
-            state.enabled = state.num_disabling == 0

@@ -6,27 +6,24 @@ gives its capture for every number of refined parents.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from diffusers import DiffusionPipeline
-from diffusers.models.attention_processor import Attention
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from avq_diffusers.attention.diagnostics import capture_curve
-from avq_diffusers.config import check_int
 from avq_diffusers.files import atomic_write
 from avq_diffusers.plugin.apply import avq_disabled
 from avq_diffusers.plugin.layer_state import LayerState, applied_states
 from avq_diffusers.plugin.layers import SelfAttentionLayer, unet_of
+from avq_diffusers.plugin.probe import Probe, check_probe
 from avq_diffusers.plugin.prompts import checked_prompts, run_prompts
-from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
+from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS
 
 # The kernels compute children in blocks of 4 or 8 parents, and are compiled for each number.
 PARENT_STEP = 4
@@ -168,10 +165,7 @@ def measure_capture(
         RuntimeError: a layer did not run, as in a compiled UNet.
     """
     prompts = checked_prompts(pipe, prompts, pipe_arguments)
-    for name, number in (("num_inference_steps", num_inference_steps), ("parts", parts)):
-        check_int(name, number, 1)
-        if number > NUM_TRAIN_TIMESTEPS:
-            raise ValueError(f"{name} must be at most {NUM_TRAIN_TIMESTEPS}, but got {number}.")
+    check_probe(num_inference_steps, parts)
     layers = {
         layer: state for layer, state in applied_states(pipe).items() if state.config.num_children
     }
@@ -179,54 +173,35 @@ def measure_capture(
         raise ValueError("AVQ is flat here: without children, nothing can be refined.")
 
     bar = tqdm(total=len(prompts) * num_inference_steps, desc="capture", disable=not progress)
-    measurement = _Measurement(parts, bar)
-    with bar, avq_disabled(pipe), measurement.watch(unet_of(pipe), layers):
+    captures = _Captures(layers, parts, bar)
+    with bar, avq_disabled(pipe), captures.watch(unet_of(pipe), layers):
         run_prompts(pipe, prompts, num_inference_steps, seed, pipe_arguments)
-    return CaptureProfile({layer.name: measurement.curves(layer.name) for layer in layers})
+    return CaptureProfile(
+        {
+            layer.name: {
+                start: tuple(map(tuple, mean.tolist()))
+                for start, mean in captures.means(layer.name).items()
+            }
+            for layer in layers
+        }
+    )
 
 
-class _Measurement:
-    """The curves of a UNet's layers while it runs, summed over the calls in each part."""
+class _Captures(Probe):
+    """The capture curve of each layer."""
 
-    def __init__(self, parts: int, bar: tqdm) -> None:
-        starts = [NUM_TRAIN_TIMESTEPS * (parts - part) // parts for part in range(parts)]
-        self.starts = {start: start for start in starts}
-        self.start = NUM_TRAIN_TIMESTEPS
-        self.timesteps = Timesteps()
-        self.bar = bar
-        self.depth = 0  # calls of the UNet under way
-        self.sums: dict[tuple[str, int], Tensor] = {}
+    def __init__(self, states: Mapping[SelfAttentionLayer, LayerState], parts: int, bar: tqdm):
+        super().__init__(parts, bar)
+        self.states = states
 
-    @contextmanager
-    def watch(
-        self, unet: nn.Module, layers: Mapping[SelfAttentionLayer, LayerState]
-    ) -> Iterator[None]:
-        with ExitStack() as hooks:
-            hooks.enter_context(unet.register_forward_pre_hook(self.enter, with_kwargs=True))
-            hooks.enter_context(unet.register_forward_hook(self.leave, always_call=True))
-            for layer, state in layers.items():
-                see_layer = partial(self.see_layer, layer.name, state)
-                hooks.enter_context(layer.attn.register_forward_pre_hook(see_layer))
-            yield
-
-    def enter(self, unet: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.depth += 1
-        if self.depth == 1:
-            timestep = self.timesteps.of_call(args, kwargs) if len(self.starts) > 1 else None
-            if timestep is not None:
-                self.start = at_timestep(self.starts, timestep)
-            self.bar.update()
-
-    def leave(self, unet: nn.Module, args: tuple, output: Any) -> None:
-        self.depth -= 1
-
-    def see_layer(self, name: str, state: LayerState, attn: Attention, args: tuple) -> None:
-        hidden_states = args[0][-1:]
-        if self.depth > 1 or not state.is_on_grid(hidden_states):
-            return
-        curve = capture_curve(
-            state.weights.project_heads(attn, "to_q", hidden_states),
-            state.weights.project_heads(attn, "to_k", hidden_states),
+    def measure(self, layer: SelfAttentionLayer, hidden_states: Tensor) -> Tensor | None:
+        state = self.states[layer]
+        if not state.is_on_grid(hidden_states):
+            return None
+        last_image = hidden_states[-1:]
+        return capture_curve(
+            state.weights.project_heads(layer.attn, "to_q", last_image),
+            state.weights.project_heads(layer.attn, "to_k", last_image),
             state.weights.codebook,
             num_parents=state.config.num_parents,
             num_children=state.config.num_children,
@@ -236,22 +211,6 @@ class _Measurement:
             query_order=state.present_call().query_order,
             importance_tile=state.config.importance_tile,
         )
-        self.sums[name, self.start] = self.sums.get((name, self.start), 0) + curve
-
-    def curves(self, name: str) -> dict[int, tuple[Curve, ...]]:
-        """The mean curves of a layer, by the start of each part that had a call."""
-        sums = {
-            start: self.sums[name, start] for start in self.starts if (name, start) in self.sums
-        }
-        if not sums:
-            raise RuntimeError(
-                f"{name} did not run on its grid of tokens; measure before compiling and without "
-                "merging tokens."
-            )
-        # The first part that had a call also covers the parts before it.
-        starts = [NUM_TRAIN_TIMESTEPS, *list(sums)[1:]]
-        means = ((total / total[:, -1:]).tolist() for total in sums.values())
-        return {start: tuple(map(tuple, mean)) for start, mean in zip(starts, means, strict=True)}
 
 
 def _are_captures(heads: Sequence[Curve]) -> bool:

@@ -1,7 +1,8 @@
 """What one self-attention layer needs to run AVQ, and what it did so far."""
 
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,7 +11,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.config import AVQConfig
+from avq_diffusers.config import AVQConfig, Sizes
 from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layer_weights import LayerWeights
 from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers, unet_of
@@ -18,6 +19,7 @@ from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.routing import LayerRoute, Workload, next_power_of_two
 
 NO_BACKWARD = -1
+_DISABLING = threading.Lock()
 
 # Codewords from the keys of each call, or stored ones.
 AVQSource: TypeAlias = AVQConfig | AVQCodebooks
@@ -28,14 +30,14 @@ class Call(NamedTuple):
 
     Attributes:
         query_order: the query order (N,) of the grid.
-        num_refined: the refined parents per query tile.
+        sizes: of AVQ.
         exact_because: why the layer runs exact attention whatever its tokens, None if nothing was
             switched.
         backward: the backward pass that recomputes the call; `NO_BACKWARD` outside.
     """
 
     query_order: Tensor | None
-    num_refined: int
+    sizes: Sizes
     exact_because: str | None
     backward: int
 
@@ -47,7 +49,8 @@ class LayerState:
         config: sizes and tiles of this layer.
         weights: codebook, key norm and projection changes.
         route: from how many tokens on AVQ runs.
-        refined: the number of refined parents of the next call.
+        sizes: of the next call; None runs exact attention.
+        errors: measured with the sizes of each part of the denoising; empty if they were not.
         enabled: whether the next call runs AVQ; False inside `avq_disabled`.
         call: how the layer runs in the present call.
         calls: how many calls of each kind there were so far, by "AVQ" or the reason for exact
@@ -69,10 +72,11 @@ class LayerState:
         self.backend = backend
         self.num_heads = layer.num_heads
         self.head_dim = layer.head_dim
-        self.refined = PerThread(self.config.num_refined)
+        self.sizes: PerThread[Sizes | None] = PerThread(self.config.sizes)
+        self.errors: tuple[float, ...] = ()
         self.enabled = True
         self.num_disabling = 0  # open blocks of `avq_disabled`
-        self.call = PerThread(Call(None, self.config.num_refined, None, NO_BACKWARD))
+        self.call = PerThread(Call(None, self.config.sizes, None, NO_BACKWARD))
         self.calls: Counter[str] = Counter()
         self.last_call: str | None = None
         self.last_backend: str | None = None
@@ -83,8 +87,8 @@ class LayerState:
 
     @property
     def num_refined(self) -> int:
-        """The refined parents per query tile in this thread's next call."""
-        return self.refined.get()
+        """The refined parents per query tile in this thread's next AVQ call."""
+        return (self.sizes.get() or self.config.sizes).num_refined
 
     def enter(self, hidden_states: Tensor, dtype: torch.dtype, interception: str | None) -> None:
         """Begin a call for the tokens of `hidden_states` (B, C, h, w), on their device.
@@ -98,10 +102,13 @@ class LayerState:
         device = hidden_states.device
         # A tensor, not (h, w): torch.compile would guard every block on the two integers.
         order = query_order(height, width, self.config.query_order, device)
-        exact_because = interception if self.enabled else "disabled"
-        self.call.set(Call(order, self.num_refined, exact_because, _backward()))
+        sizes = self.sizes.get()
+        exact_because = interception if sizes is not None else "scheduled"
+        if not self.enabled:
+            exact_because = "disabled"
+        self.call.set(Call(order, sizes or self.config.sizes, exact_because, _backward()))
         self.weights.move_to(device, dtype)
-        if not torch.compiler.is_compiling():
+        if sizes is not None and not torch.compiler.is_compiling():
             self.route.learn(self.workload(hidden_states), device, measure=True)
 
     @contextmanager
@@ -136,17 +143,14 @@ class LayerState:
 
     def workload(self, hidden_states: Tensor) -> Workload:
         """What decides between AVQ and exact attention, for this batch and dtype."""
-        config, device = self.config, hidden_states.device.type
+        device = hidden_states.device.type
         is_autocast = torch.is_autocast_enabled(device)
         return Workload(
             batch_heads=next_power_of_two(int(hidden_states.shape[0]) * self.num_heads),
             head_dim=self.head_dim,
-            num_parents=config.num_parents,
-            num_refined=self.call.get().num_refined,
-            num_children=config.num_children,
-            query_tile=config.query_tile,
+            sizes=self.call.get().sizes,
+            query_tile=self.config.query_tile,
             dtype=torch.get_autocast_dtype(device) if is_autocast else hidden_states.dtype,
-            exact_keys=config.exact_keys,
         )
 
     def count(self, call: str) -> None:
@@ -187,6 +191,25 @@ def applied_states(pipe: DiffusionPipeline | nn.Module) -> dict[SelfAttentionLay
     if not states:
         raise ValueError("this UNet has no AVQ layer; call apply_avq(pipe) first.")
     return states
+
+
+@contextmanager
+def disabled(states: Iterable[LayerState]) -> Iterator[None]:
+    """Run exact attention in these layers inside the `with` block."""
+    states = list(states)
+    _disable(states, 1)
+    try:
+        yield
+    finally:
+        _disable(states, -1)
+
+
+def _disable(states: Iterable[LayerState], change: int) -> None:
+    """Open or close a block of `disabled`."""
+    with _DISABLING:
+        for state in states:
+            state.num_disabling += change
+            state.enabled = state.num_disabling == 0
 
 
 def _backward() -> int:

@@ -39,6 +39,8 @@ def checked_prompts(
             )
     if isinstance(prompts, str):
         raise TypeError("prompts must be a sequence of strings, but got one string.")
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a sequence of strings, but got {prompts!r}.")
     prompts = list(prompts)
     for prompt in prompts:
         if not isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""How many parents each layer refines: a number, a schedule over timesteps, or a plan by layer."""
+"""What each layer runs: refined parents or exact attention, by timestep and by layer."""
 
 from collections.abc import Mapping
 from itertools import groupby
@@ -8,19 +8,22 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from avq_diffusers.config import is_within
+from avq_diffusers.config import Sizes, is_within
 from avq_diffusers.plugin.layer_state import LayerState, applied_states
 from avq_diffusers.plugin.layers import PipelineOrUNet, unet_of, unwrapped
 from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 
-# Numbers of parents by the training timestep from which they hold, downwards.
-Schedule = Mapping[int, int]
+EXACT = "exact"
+# Numbers of parents, or `EXACT`, by the training timestep from which they hold, downwards.
+Schedule = Mapping[int, int | str]
+# The same with all sizes; None is exact attention.
+SizeSchedule = Mapping[int, Sizes | None]
 
 
 def set_num_refined(
     pipe: PipelineOrUNet,
-    num_refined: int | Schedule | Mapping[str, int | Schedule],
+    num_refined: int | str | Schedule | Mapping[str, int | str | Schedule],
     *,
     level: int | None = None,
     layer: str | None = None,
@@ -43,10 +46,11 @@ def set_num_refined(
         num_refined: between 0 and the number of parents of every layer concerned. Or a schedule in
             training timesteps, which fall from 1000 to 0: `{1000: 8, 400: 16}` refines 8 parents
             from timestep 1000 down and 16 from 400 down. The UNet then refuses samplers with other
-            timesteps, such as EDM's and IPNDM. Or a plan, such as `CaptureProfile.at_least` makes:
-            numbers or schedules by the name of a layer, or of a module for all its layers. Longer
-            names win over shorter ones. Layers without an entry stay as they are; an entry without
-            a layer is refused.
+            timesteps, such as EDM's and IPNDM. `"exact"` in place of a number is exact attention:
+            `{1000: "exact", 900: 16, 100: "exact"}` for the first and last steps. Or a plan, such
+            as `CaptureProfile.at_least` makes: numbers or schedules by the name of a layer, or of a
+            module for all its layers. Longer names win over shorter ones. Layers without an entry
+            stay as they are; an entry without a layer is refused.
         level: change only the layers of this UNet level.
         layer: change only the layer of this name, or the layers in this module, such as
             `"up_blocks.3"`.
@@ -82,18 +86,28 @@ def set_num_refined(
         most = state.config.most_refined
         for schedule in (plan[name] for name in plan if is_within(found.name, name)):
             for count in schedule.values():
-                if not 0 <= count <= most:
+                if count is not None and not 0 <= count <= most:
                     raise ValueError(
                         f"num_refined must be between 0 and {most} in {found.name}, but got "
                         f"{count}."
                     )
-            schedules[state] = schedule
+            schedules[state] = {
+                start: None if count is None else state.config.sizes._replace(num_refined=count)
+                for start, count in schedule.items()
+            }
+    set_sizes(pipe, schedules)
+    return pipe
 
+
+def set_sizes(
+    pipe: DiffusionPipeline | nn.Module, schedules: Mapping[LayerState, SizeSchedule]
+) -> None:
+    """Set the sizes of layers by timestep; others stay as they are."""
     for state, schedule in schedules.items():
         # A new one: threads hold values of the earlier schedule.
-        state.refined = PerThread(schedule[NUM_TRAIN_TIMESTEPS])
-    _Scheduler.install(unet_of(pipe), schedules_of(pipe) | schedules)
-    return pipe
+        state.sizes = PerThread(schedule[NUM_TRAIN_TIMESTEPS])
+        state.errors = ()
+    _Scheduler.install(unet_of(pipe), {**schedules_of(pipe), **schedules})
 
 
 def refinable_parents(pipe: DiffusionPipeline | nn.Module) -> dict[str, int]:
@@ -108,14 +122,14 @@ def refinable_parents(pipe: DiffusionPipeline | nn.Module) -> dict[str, int]:
 class _Scheduler:
     """The hook that sets the scheduled layers to the timestep of each UNet call."""
 
-    def __init__(self, unet: nn.Module, schedules: dict[LayerState, Schedule]) -> None:
+    def __init__(self, unet: nn.Module, schedules: dict[LayerState, SizeSchedule]) -> None:
         self.schedules = schedules
         self.timesteps = Timesteps()
         self.handle = unet.register_forward_pre_hook(self.pre_forward, with_kwargs=True)
 
     @classmethod
-    def install(cls, unet: nn.Module, schedules: dict[LayerState, Schedule]) -> None:
-        """Replace an earlier one; without a layer that has several numbers, just remove it."""
+    def install(cls, unet: nn.Module, schedules: dict[LayerState, SizeSchedule]) -> None:
+        """Replace an earlier one; without a layer that has several sizes, just remove it."""
         scheduled = {state: schedule for state, schedule in schedules.items() if len(schedule) > 1}
         original = unwrapped(unet)
         if hasattr(original, "_avq_scheduler"):
@@ -132,22 +146,25 @@ class _Scheduler:
         timestep = self.timesteps.of_call(args, kwargs)
         if timestep is not None:
             for state, schedule in self.schedules.items():
-                state.refined.set(at_timestep(schedule, timestep))
+                state.sizes.set(at_timestep(schedule, timestep))
 
 
-def schedules_of(pipe: DiffusionPipeline | nn.Module) -> dict[LayerState, Schedule]:
-    """The schedules of `set_num_refined`, for layers with more than one number of parents."""
+def schedules_of(pipe: DiffusionPipeline | nn.Module) -> dict[LayerState, SizeSchedule]:
+    """The schedules of the layers whose sizes change while an image is generated."""
     scheduler: _Scheduler | None = getattr(unwrapped(unet_of(pipe)), "_avq_scheduler", None)
     return {} if scheduler is None else scheduler.schedules
 
 
-def _schedule(num_refined: int | Schedule) -> Schedule:
-    """A schedule from 1000 down, without entries that repeat the one before."""
+def _schedule(num_refined: int | str | Schedule) -> dict[int, int | None]:
+    """A schedule from 1000 down, without entries that repeat the one before; None is exact."""
     if not isinstance(num_refined, Mapping):
         num_refined = {NUM_TRAIN_TIMESTEPS: num_refined}
     for count in num_refined.values():
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"num_refined must be an int, but got {type(count).__name__}.")
+        if count != EXACT and (not isinstance(count, int) or isinstance(count, bool)):
+            raise TypeError(
+                f"num_refined must be an int, but got {type(count).__name__}; only 'exact' may "
+                f"take the place of a number."
+            )
     for timestep in num_refined:
         if not isinstance(timestep, int):
             raise TypeError(
@@ -158,5 +175,9 @@ def _schedule(num_refined: int | Schedule) -> Schedule:
             f"a schedule must begin at timestep {NUM_TRAIN_TIMESTEPS} and have none below 0, such "
             f"as {{1000: 8, 400: 16}}, but got {dict(num_refined)}."
         )
-    parts = groupby(sorted(num_refined, reverse=True), key=num_refined.__getitem__)
+    counts = {
+        timestep: count if isinstance(count, int) else None
+        for timestep, count in num_refined.items()
+    }
+    parts = groupby(sorted(counts, reverse=True), key=counts.__getitem__)
     return {next(timesteps): count for count, timesteps in parts}

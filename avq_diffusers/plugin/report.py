@@ -1,17 +1,17 @@
 """`summary`: what each self-attention layer runs, and why."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from diffusers import DiffusionPipeline
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from avq_diffusers.config import configuration_string
+from avq_diffusers.config import Sizes, configuration_string
 from avq_diffusers.plugin.layer_state import LayerState
 from avq_diffusers.plugin.layers import SelfAttentionLayer, models_of, select_layers
 from avq_diffusers.plugin.processor import AVQ_CALL, AVQProcessor, custom_processor
-from avq_diffusers.plugin.refinement import Schedule, schedules_of
+from avq_diffusers.plugin.refinement import EXACT, SizeSchedule, schedules_of
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,10 @@ class LayerReport:
         level: UNet level.
         num_heads: heads.
         head_dim: head dim.
-        config: such as M64P16C8, or M64P8-16C8 with a schedule from 8 to 16 refined parents; empty
-            without AVQ.
+        config: such as M64P16C8, M64P8-16C8 with a schedule from 8 to 16 refined parents, or
+            "M64P8C8, exact" with one that ends exact; empty without AVQ.
+        error: the largest that `measure_error` measured with this configuration; None if it was
+            not measured.
         runs: what the last call did, or the next one will: AVQ with its backend and tuned
             projections if any, exact attention and why, or the attention of another processor.
         num_tokens: in the last grid; None before the first call.
@@ -36,6 +38,7 @@ class LayerReport:
     num_heads: int
     head_dim: int
     config: str
+    error: float | None
     runs: str
     num_tokens: int | None
     calls: dict[str, int]
@@ -49,13 +52,16 @@ class Summary:
 
     def cells(self) -> list[list[str]]:
         """The rows of the table, header first."""
-        header = ["layer", "level", "heads", "config", "runs", "tokens", "calls"]
+        is_measured = any(row.error is not None for row in self.rows)
+        error = ["error"] if is_measured else []
+        header = ["layer", "level", "heads", "config", *error, "runs", "tokens", "calls"]
         return [header] + [
             [
                 row.name,
                 str(row.level),
                 f"{row.num_heads}x{row.head_dim}",
                 row.config or "-",
+                *(["-" if row.error is None else f"{row.error:.3f}"] if is_measured else []),
                 row.runs,
                 "-" if row.num_tokens is None else str(row.num_tokens),
                 ", ".join(f"{kind}: {count}" for kind, count in row.calls.items()) or "-",
@@ -88,16 +94,14 @@ def summary(pipe: DiffusionPipeline | nn.Module) -> Summary:
 
 
 def _report(
-    name: str, layer: SelfAttentionLayer, schedules: Mapping[LayerState, Schedule]
+    name: str, layer: SelfAttentionLayer, schedules: Mapping[LayerState, SizeSchedule]
 ) -> LayerReport:
     state: LayerState | None = layer.avq_state
-    config, num_tokens, calls = "", None, {}
+    config, error, num_tokens, calls = "", None, None, {}
     if state is not None:
-        sizes, order = state.config, state.call.get().query_order
-        refined = "-".join(map(str, schedules.get(state, {0: state.num_refined}).values()))
-        config = configuration_string(
-            sizes.num_parents, refined, sizes.num_children, sizes.exact_keys
-        )
+        order = state.call.get().query_order
+        config = _config([*schedules.get(state, {0: state.sizes.get()}).values()])
+        error = max(state.errors, default=None)
         num_tokens = None if order is None else len(order)
         calls = dict(state.calls)
     return LayerReport(
@@ -106,10 +110,20 @@ def _report(
         layer.num_heads,
         layer.head_dim,
         config,
+        error,
         _runs(layer.attn, state),
         num_tokens,
         calls,
     )
+
+
+def _config(schedule: Sequence[Sizes | None]) -> str:
+    avq = [sizes for sizes in schedule if sizes is not None]
+    if len(avq) < len(schedule) or len({sizes._replace(num_refined=0) for sizes in avq}) > 1:
+        return ", ".join(EXACT if sizes is None else str(sizes) for sizes in schedule)
+    parents, _, children, exact_keys = avq[0]
+    refined = "-".join(str(sizes.num_refined) for sizes in avq)
+    return configuration_string(parents, refined, children, exact_keys)
 
 
 def _runs(attn: Attention, state: LayerState | None) -> str:

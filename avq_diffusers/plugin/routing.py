@@ -4,15 +4,16 @@ AVQ costs O(N) with a larger constant than the O(N^2) of exact attention, so eac
 number of tokens from which AVQ is faster. There are two: one for eager calls, whose launches cost
 the host time, and a lower one for compiled code, timed in a CUDA graph. `routes.json` holds the
 numbers that were measured for the package. Others are measured at the first call and kept in the
-user's cache folder.
+user's cache folder, as are the costs among which a tolerance chooses.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from platformdirs import user_cache_path
 from torch import Tensor
 
 from avq_diffusers.attention.api import avq_attention
-from avq_diffusers.config import configuration_string
+from avq_diffusers.config import Sizes
 from avq_diffusers.files import atomic_write
 
 ROUTES = ("fastest", "always")
@@ -48,28 +49,23 @@ class Workload:
     Attributes:
         batch_heads: batch times heads, rounded up by `next_power_of_two`.
         head_dim: D.
-        num_parents, num_refined, num_children: codebook sizes.
+        sizes: parents, refined parents, children and exact keys.
         query_tile: queries per tile.
         dtype: of the activations.
-        exact_keys: most exact keys per tile.
     """
 
     batch_heads: int
     head_dim: int
-    num_parents: int
-    num_refined: int
-    num_children: int
+    sizes: Sizes
     query_tile: int
     dtype: torch.dtype
-    exact_keys: int = 0
 
     def key(self, device: torch.device) -> str:
         """The name of the entry in `routes.json`."""
-        sizes = self.num_parents, self.num_refined, self.num_children, self.exact_keys
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"{torch.cuda.get_device_name(device)}, {dtype}, {self.batch_heads} rows, "
-            f"D{self.head_dim}, {configuration_string(*sizes)}, tiles of {self.query_tile}"
+            f"D{self.head_dim}, {self.sizes}, tiles of {self.query_tile}"
         )
 
 
@@ -131,7 +127,7 @@ def break_even(workload: Workload, device: torch.device) -> BreakEven:
         return known
     measured = measure_break_even(workload, device)
     _table()[workload.key(device)] = measured._asdict()
-    _keep(workload.key(device), measured)
+    _keep(workload.key(device), measured._asdict())
     return measured
 
 
@@ -141,19 +137,7 @@ def measure_break_even(workload: Workload, device: torch.device) -> BreakEven:
     least = {"eager": NEVER, "compiled": NEVER}
     timers = {"eager": _eager_milliseconds, "compiled": _compiled_milliseconds}
     for num_tokens in reversed(TOKENS):
-        query, key, value = _random_tokens(workload, num_tokens, device)
-        avq = partial(
-            avq_attention,
-            query,
-            key,
-            value,
-            num_parents=workload.num_parents,
-            num_children=workload.num_children,
-            num_refined=workload.num_refined,
-            exact_keys=workload.exact_keys,
-            query_tile=workload.query_tile,
-        )
-        exact = partial(F.scaled_dot_product_attention, query, key, value)
+        avq, exact = _both_attentions(workload, num_tokens, device)
         # Events and graphs belong to the current GPU.
         with torch.accelerator.device_index(device.index):
             for name in list(timers):
@@ -162,6 +146,46 @@ def measure_break_even(workload: Workload, device: torch.device) -> BreakEven:
                 else:
                     least[name] = num_tokens
     return BreakEven(**least)
+
+
+def relative_cost(workload: Workload, num_tokens: int, device: torch.device) -> float:
+    """The cost of AVQ, that of exact attention being 1.
+
+    On a GPU the time in CUDA graphs, measured once and kept. On other devices the columns that a
+    query meets, over the number of tokens.
+    """
+    if device.type != "cuda":
+        return workload.sizes.columns / num_tokens
+    key = f"{workload.key(device)}, {num_tokens} tokens"
+    table = _table()
+    if key not in table:
+        table[key] = measure_cost(workload, num_tokens, device)
+        _keep(key, table[key])
+    return table[key]
+
+
+@torch.no_grad()
+def measure_cost(workload: Workload, num_tokens: int, device: torch.device) -> float:
+    """The time of AVQ over that of exact attention, of calls in CUDA graphs."""
+    avq, exact = _both_attentions(workload, num_tokens, device)
+    with torch.accelerator.device_index(device.index):
+        return _compiled_milliseconds(avq) / _compiled_milliseconds(exact)
+
+
+def _both_attentions(
+    workload: Workload, num_tokens: int, device: torch.device
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """AVQ and exact attention of the same random tokens."""
+    query, key, value = _random_tokens(workload, num_tokens, device)
+    avq = partial(
+        avq_attention,
+        query,
+        key,
+        value,
+        **workload.sizes._asdict(),
+        query_tile=workload.query_tile,
+    )
+    return avq, partial(F.scaled_dot_product_attention, query, key, value)
 
 
 def _random_tokens(
@@ -211,7 +235,7 @@ def _milliseconds(calls: Callable[[], None]) -> float:
 
 
 @cache
-def _table() -> dict[str, dict[str, int]]:
+def _table() -> dict[str, Any]:
     return {**_read(_SHIPPED), **_read(_cache_file())}
 
 
@@ -219,7 +243,7 @@ def _cache_file() -> Path:
     return user_cache_path("avq-diffusers") / "routes.json"
 
 
-def _read(path: Path) -> dict[str, dict[str, int]]:
+def _read(path: Path) -> dict[str, Any]:
     """The valid entries of a table; what a broken cache lacks is measured again."""
     try:
         table = json.loads(path.read_text())
@@ -231,6 +255,9 @@ def _read(path: Path) -> dict[str, dict[str, int]]:
 
 
 def _is_valid(entry: object) -> bool:
+    """Whether an entry is a cost or a break-even."""
+    if isinstance(entry, float):
+        return 0 < entry < math.inf
     return (
         isinstance(entry, dict)
         and entry.keys() == set(BreakEven._fields)
@@ -238,12 +265,12 @@ def _is_valid(entry: object) -> bool:
     )
 
 
-def _keep(key: str, measured: BreakEven) -> None:
+def _keep(key: str, entry: Any) -> None:
     path = _cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")), atomic_write(path) as temporary:
-            table = {**_read(path), key: measured._asdict()}
+            table = {**_read(path), key: entry}
             temporary.write_text(json.dumps(table, indent=1) + "\n")
     except OSError:  # not writable: the next process measures again
         return

@@ -7,15 +7,16 @@ refused: EDM's with the logarithm of the noise, IPNDM with a fraction of the way
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 NUM_TRAIN_TIMESTEPS = 1000
+Value = TypeVar("Value")
 
 
-def at_timestep(schedule: Mapping[int, int], timestep: float) -> int:
+def at_timestep(schedule: Mapping[int, Value], timestep: float) -> Value:
     """The value of a schedule such as {1000: 8, 400: 16}: 8 from 1000 down, 16 from 400 down."""
     starts = (start for start in schedule if start >= timestep)
     return schedule[min(starts, default=NUM_TRAIN_TIMESTEPS)]
@@ -52,8 +53,8 @@ class Timesteps(threading.local):
             values = set(timestep.flatten().tolist())
             if len(values) != 1:
                 raise ValueError(
-                    "ScaleCrafter and schedules of refined parents take one timestep for the whole "
-                    f"batch, but got {sorted(values)}."
+                    "ScaleCrafter and schedules take one timestep for the whole batch, but got "
+                    f"{sorted(values)}."
                 )
             return values.pop()
         # Pipelines iterate over the scheduler's tensor of timesteps: each one is a view of it.
@@ -79,7 +80,7 @@ def _training_timesteps(table: Tensor) -> list[float]:
     values = table.tolist()
     if not are_training_timesteps(values):
         raise ValueError(
-            "ScaleCrafter, schedules of refined parents and measure_capture with several parts "
+            "ScaleCrafter, schedules, and measure_capture and measure_error with several parts "
             "need a sampler whose timesteps fall from 1000 to 0, but got one with "
             f"{max(values):.3g} to {min(values):.3g}."
         )

@@ -11,7 +11,7 @@ import torch
 from tiny import predict, random_codebooks, small_unet
 from torch._subclasses import FakeTensorMode
 
-from avq_diffusers.config import AVQConfig
+from avq_diffusers.config import AVQConfig, Sizes
 from avq_diffusers.plugin import routing
 from avq_diffusers.plugin.apply import apply_avq
 from avq_diffusers.plugin.layers import select_layers
@@ -27,7 +27,7 @@ from avq_diffusers.plugin.routing import (
     next_power_of_two,
 )
 
-WORKLOAD = Workload(16, 40, 64, 16, 8, 128, torch.float16)
+WORKLOAD = Workload(16, 40, Sizes(64, 16, 8, 0), 128, torch.float16)
 FOUND = BreakEven(eager=2048, compiled=512)
 KEY = "GPU X, float16, 16 rows, D40, M64P16C8, tiles of 128"
 
@@ -199,7 +199,7 @@ def test_two_that_measure_at_once_keep_both(cache_file, monkeypatch):
 
     monkeypatch.setattr(routing, "_read", slow_read)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(routing._keep, ["one", "two"], [FOUND, FOUND]))
+        list(pool.map(routing._keep, ["one", "two"], [FOUND._asdict()] * 2))
     assert json.loads(cache_file.read_text()).keys() == {"one", "two"}
 
 
@@ -221,7 +221,7 @@ def test_never_slower_from_a_break_even_on(monkeypatch):
 
 def test_what_is_measured_can_run(monkeypatch):
     """Catches a mistake in the arguments of the operation, which other tests replace."""
-    workload = Workload(2, 8, 4, 2, 3, 16, torch.float32, exact_keys=20)
+    workload = Workload(2, 8, Sizes(4, 2, 3, 20), 16, torch.float32)
     monkeypatch.setattr(routing, "TOKENS", (48,))
     for name in ("_eager_milliseconds", "_compiled_milliseconds"):
         monkeypatch.setattr(routing, name, lambda call: call().numel())
@@ -230,7 +230,7 @@ def test_what_is_measured_can_run(monkeypatch):
 
 def test_exact_keys_have_a_break_even_of_their_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    with_keys = replace(WORKLOAD, exact_keys=256)
+    with_keys = replace(WORKLOAD, sizes=Sizes(64, 16, 8, 256))
     keys = [workload.key(torch.device("cuda")) for workload in (WORKLOAD, with_keys)]
     assert [key.split(", ")[4] for key in keys] == ["M64P16C8", "M64P16C8E256"]
 
@@ -240,7 +240,7 @@ def test_the_workload_of_a_call(unet, codebooks):
     apply_avq(unet, codebooks)
     layer = select_layers(unet, (0,))[0]
     workload = layer.avq_state.workload(torch.empty(3, 1, 1))
-    assert workload == Workload(8, 8, 4, 2, 2, 16, torch.float32)
+    assert workload == Workload(8, 8, Sizes(4, 2, 2, 0), 16, torch.float32)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])

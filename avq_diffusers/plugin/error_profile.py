@@ -1,0 +1,403 @@
+"""One dial from fast to exact: the error of each layer along a ladder of sizes.
+
+A few denoising steps give the error of every rung in every layer. For a tolerance, each layer then
+runs the cheapest rung that holds it, or exact attention.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.orders import query_order
+from avq_diffusers.config import AVQConfig, Sizes
+from avq_diffusers.files import atomic_write
+from avq_diffusers.plugin.layer_state import default_source, disabled, states_of
+from avq_diffusers.plugin.layer_weights import LayerWeights
+from avq_diffusers.plugin.layers import (
+    LayerSpec,
+    SelfAttentionLayer,
+    models_of,
+    select_layers,
+    unet_of,
+)
+from avq_diffusers.plugin.probe import Probe, check_probe
+from avq_diffusers.plugin.prompts import checked_prompts, run_prompts
+from avq_diffusers.plugin.refinement import EXACT
+from avq_diffusers.plugin.routing import Workload, next_power_of_two, relative_cost
+from avq_diffusers.plugin.tensor_files import check_names
+from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS
+
+# From fast to exact. On real keys more parents and refined parents pay first, then exact keys.
+LADDER = (
+    "M32P4C8",
+    "M64P4C8",
+    "M64P8C8",
+    "M64P16C8",
+    "M64P32C8",
+    "M128P32C8",
+    "M64P16C8E256",
+    "M128P32C8E256",
+    "M64P32C8E1024",
+)
+SHOWN_TOLERANCES = (0.05, 0.1, 0.2)
+
+
+class Choice(NamedTuple):
+    """What a layer runs in a part of the denoising.
+
+    Attributes:
+        sizes: of AVQ; None is exact attention.
+        error: the measured one.
+    """
+
+    sizes: Sizes | None
+    error: float
+
+    def __str__(self) -> str:
+        return EXACT if self.sizes is None else str(self.sizes)
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """The errors and costs of a layer, by configuration string.
+
+    Attributes:
+        layer: name, level and head shape.
+        costs: the time of AVQ over that of exact attention, or on a CPU the columns that a query
+            meets over the number of tokens.
+        errors: by the training timestep at which a part of the denoising begins, then by
+            configuration string.
+    """
+
+    layer: LayerSpec
+    costs: Mapping[str, float]
+    errors: Mapping[int, Mapping[str, float]]
+
+    def __post_init__(self) -> None:
+        if max(self.errors, default=None) != NUM_TRAIN_TIMESTEPS:
+            raise ValueError(
+                f"errors of {self.layer.name} must begin at timestep {NUM_TRAIN_TIMESTEPS}."
+            )
+        for errors in self.errors.values():
+            if errors.keys() != self.costs.keys():
+                raise ValueError(f"errors and costs of {self.layer.name} have different sizes.")
+            if not all(0 <= x < math.inf for x in (*errors.values(), *self.costs.values())):
+                raise ValueError(f"errors and costs of {self.layer.name} must be finite.")
+
+    def within(self, tolerance: float) -> dict[int, Choice]:
+        """The cheapest choice in each part; equal ones in a row are one."""
+        choices = {
+            start: self._cheapest(errors, tolerance) for start, errors in self.errors.items()
+        }
+        runs = (list(run) for _, run in groupby(choices, key=lambda start: choices[start].sizes))
+        return {run[0]: max(map(choices.__getitem__, run), key=_error_of) for run in runs}
+
+    def _cheapest(self, errors: Mapping[str, float], tolerance: float) -> Choice:
+        held = [x for x, error in errors.items() if error <= tolerance and self.costs[x] < 1]
+        if not held:
+            return Choice(None, 0.0)
+        cheapest = min(held, key=self.costs.__getitem__)
+        return Choice(AVQConfig.parse(cheapest).sizes, errors[cheapest])
+
+
+@dataclass(frozen=True)
+class ErrorProfile:
+    """The error of every layer of a pipeline along the ladder of sizes, for `apply_avq`.
+
+    `str()` is a table of what `within` chooses for some tolerances.
+
+    Attributes:
+        config: levels, tiles and updates that the errors were measured with.
+        layers: errors and costs.
+
+    Raises:
+        ValueError: there is no layer, or a layer lacks errors or costs.
+    """
+
+    config: AVQConfig = field(repr=False)
+    layers: tuple[LayerErrors, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("an error profile must have a layer.")
+
+    def within(self, tolerance: float) -> dict[str, dict[int, Choice]]:
+        """The cheapest sizes whose measured error is within a tolerance.
+
+        Args:
+            tolerance: the largest relative error of a layer's attention; above 0.
+
+        Returns:
+            By layer name, then by the timestep from which on the choice holds.
+
+        Raises:
+            TypeError: `tolerance` is not a number.
+            ValueError: it is not above 0, or not finite.
+        """
+        checked_tolerance(tolerance)
+        return {one.layer.name: one.within(tolerance) for one in self.layers}
+
+    def check_model(self, layers: Sequence[LayerSpec]) -> None:
+        """Refuse a model that has other layers than these.
+
+        Raises:
+            ValueError: a layer is missing, unexpected or of another head shape.
+        """
+        own = {one.layer.name: one.layer for one in self.layers}
+        check_names("error profile of another model", own, [layer.name for layer in layers])
+        for layer in layers:
+            measured = own[layer.name]
+            if (layer.num_heads, layer.head_dim) != (measured.num_heads, measured.head_dim):
+                raise ValueError(
+                    f"error profile of another model: {layer.name} has {layer.num_heads} heads of "
+                    f"dim {layer.head_dim}, but was measured with {measured.num_heads} of dim "
+                    f"{measured.head_dim}."
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file, in one step.
+
+        Raises:
+            OSError: the disk is full or not writable.
+        """
+        document = {
+            "config": asdict(self.config),
+            "layers": [
+                {"layer": one.layer.stored, "costs": one.costs, "errors": one.errors}
+                for one in self.layers
+            ],
+        }
+        with atomic_write(Path(path)) as temporary:
+            temporary.write_text(json.dumps(document, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ErrorProfile":
+        """Read a file that `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it holds something else.
+        """
+        try:
+            document = json.loads(Path(path).read_text())
+            return cls(
+                AVQConfig.from_dict(document["config"]), tuple(map(_read, document["layers"]))
+            )
+        except (
+            AttributeError,
+            KeyError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise ValueError(f"{path} is not a saved ErrorProfile: {error!r}.") from error
+
+    def __str__(self) -> str:
+        plans = [self.within(tolerance) for tolerance in SHOWN_TOLERANCES]
+        cells = [["layer", *map(str, SHOWN_TOLERANCES)]] + [
+            [
+                one.layer.name,
+                *(", ".join(map(str, plan[one.layer.name].values())) for plan in plans),
+            ]
+            for one in self.layers
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+
+
+def checked_tolerance(tolerance: Any) -> float:
+    """Return a tolerance.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not above 0, or not finite.
+    """
+    if not isinstance(tolerance, int | float) or isinstance(tolerance, bool):
+        raise TypeError(f"tolerance must be a number such as 0.1, but got {tolerance!r}.")
+    if not 0 < tolerance < math.inf:
+        raise ValueError(f"tolerance must be above 0 and finite, but got {tolerance}.")
+    return tolerance
+
+
+@torch.no_grad()
+def measure_error(
+    pipe: DiffusionPipeline,
+    prompts: Sequence[str],
+    config: AVQConfig | None = None,
+    *,
+    num_inference_steps: int = 6,
+    parts: int = 3,
+    seed: int = 0,
+    progress: bool = True,
+    **pipe_arguments: Any,
+) -> ErrorProfile:
+    """Measure the error of AVQ with several sizes in every layer, while the pipeline runs exact.
+
+    The error is |avq - exact| / |exact| of the attention of all heads before the output projection,
+    the mean over the calls. It holds for images of the size that was measured. AVQ need not be
+    applied, and stays as it is.
+
+    Args:
+        pipe: a Stable Diffusion pipeline.
+        prompts: one or a handful, such as the pipeline will see; number i runs with seed
+            `seed + i`.
+        config: levels, exact layers, tiles and updates; its sizes join those that are measured.
+            None is the finest level with self-attention.
+        num_inference_steps: denoising steps of each run.
+        parts: how many equal parts of the training timesteps may get sizes of their own. A part
+            without a denoising step takes the sizes of the part before.
+        seed: of the noise.
+        progress: show a progress bar.
+        **pipe_arguments: further arguments of the pipeline's call, such as `height` or `image`.
+
+    Returns:
+        A profile for `apply_avq(pipe, profile, tolerance=0.1)`.
+
+    Raises:
+        TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, an argument has
+            the wrong type, or is prompt, generator or output_type.
+        ValueError: there is no prompt, no step, no part or no layer, `config` has overrides, stored
+            codewords, a key norm or tiled importance, attention has NaN or infinity, or there are
+            several parts for a sampler without training timesteps, such as EDM's.
+        RuntimeError: a layer did not run, as in a compiled UNet.
+    """
+    prompts = checked_prompts(pipe, prompts, pipe_arguments)
+    check_probe(num_inference_steps, parts)
+    unet = unet_of(pipe)
+    config = default_source(unet) if config is None else config
+    _check_config(config)
+    layers = select_layers(unet, config.levels, config.exact)
+    if any(layer.has_linfusion for layer in layers):
+        raise ValueError("this UNet has LinFusion layers; call remove_linfusion(pipe) first.")
+    states = [state for model in models_of(pipe).values() for state in states_of(model).values()]
+    bar = tqdm(total=len(prompts) * num_inference_steps, desc="error", disable=not progress)
+    errors = _Errors(config, parts, bar)
+    with bar, disabled(states), errors.watch(unet, layers):
+        run_prompts(pipe, prompts, num_inference_steps, seed, pipe_arguments)
+    return ErrorProfile(config, tuple(errors.of_layer(layer) for layer in layers))
+
+
+class _Errors(Probe):
+    """The errors of each layer along the ladder."""
+
+    def __init__(self, config: AVQConfig, parts: int, bar: tqdm) -> None:
+        super().__init__(parts, bar)
+        self.config = config
+        self.grids: dict[nn.Module, tuple[int, int]] = {}
+        self.costs: dict[str, dict[str, float]] = {}
+
+    @contextmanager
+    def watch(self, unet: nn.Module, layers: Collection[SelfAttentionLayer]) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for transformer in {layer.transformer for layer in layers}:
+                see_grid = transformer.register_forward_pre_hook(self.see_grid, with_kwargs=True)
+                hooks.enter_context(see_grid)
+            hooks.enter_context(super().watch(unet, layers))
+            yield
+
+    def see_grid(self, transformer: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        self.grids[transformer] = hidden_states.shape[-2:]
+
+    def measure(self, layer: SelfAttentionLayer, hidden_states: Tensor) -> Tensor | None:
+        height, width = self.grids[layer.transformer]
+        if hidden_states.shape[1] != height * width:
+            return None
+        query, key, value = (
+            LayerWeights().project_heads(layer.attn, name, hidden_states)
+            for name in ("to_q", "to_k", "to_v")
+        )
+        exact = F.scaled_dot_product_attention(query, key, value)
+        if not exact.isfinite().all():
+            raise ValueError(
+                f"the attention of {layer.name} gives NaN or infinity; measure a model and dtype "
+                f"that generate finite images."
+            )
+        if layer.name not in self.costs:
+            self.costs[layer.name] = self.measure_costs(layer, key)
+        avq = partial(
+            avq_attention,
+            query,
+            key,
+            value,
+            num_updates=self.config.num_updates,
+            query_tile=self.config.query_tile,
+            query_order=query_order(height, width, self.config.query_order, key.device),
+        )
+        errors = [
+            _relative_error(avq(**AVQConfig.parse(sizes).sizes._asdict()), exact)
+            for sizes in self.costs[layer.name]
+        ]
+        return torch.tensor(errors, dtype=torch.float64)
+
+    def measure_costs(self, layer: SelfAttentionLayer, key: Tensor) -> dict[str, float]:
+        """The costs of the rungs that meet fewer columns than there are tokens."""
+        batch, _, num_tokens, _ = key.shape
+        costs = {}
+        for sizes in dict.fromkeys([*LADDER, str(self.config)]):
+            workload = Workload(
+                next_power_of_two(batch * layer.num_heads),
+                layer.head_dim,
+                AVQConfig.parse(sizes).sizes,
+                self.config.query_tile,
+                key.dtype,
+            )
+            if workload.sizes.columns < num_tokens:
+                costs[sizes] = relative_cost(workload, num_tokens, key.device)
+        return costs
+
+    def of_layer(self, layer: SelfAttentionLayer) -> LayerErrors:
+        means = self.means(layer.name)
+        costs = self.costs[layer.name]
+        errors = {
+            start: dict(zip(costs, mean.tolist(), strict=True)) for start, mean in means.items()
+        }
+        return LayerErrors(LayerSpec(**layer.stored), costs, errors)
+
+
+def _error_of(choice: Choice) -> float:
+    return choice.error
+
+
+def _relative_error(output: Tensor, exact: Tensor) -> float:
+    exact = exact.float()
+    return float((output.float() - exact).norm() / exact.norm())
+
+
+def _check_config(config: AVQConfig) -> None:
+    if not isinstance(config, AVQConfig):
+        raise TypeError(f"config must be an AVQConfig, but got {config!r}.")
+    for name, refused in (
+        ("overrides", config.overrides),
+        ('codewords="stored"', config.codewords == "stored"),
+        ("key_norm", config.key_norm),
+        ("importance_tile", config.importance_tile is not None),
+    ):
+        if refused:
+            raise ValueError(
+                f"a tolerance chooses sizes of AVQ with codewords of each call; drop {name}."
+            )
+
+
+def _read(stored: Mapping[str, Any]) -> LayerErrors:
+    for sizes in stored["costs"]:
+        AVQConfig.parse(sizes)
+    return LayerErrors(
+        LayerSpec(**stored["layer"]),
+        stored["costs"],
+        {int(start): errors for start, errors in stored["errors"].items()},
+    )
