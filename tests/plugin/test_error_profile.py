@@ -25,6 +25,12 @@ CONFIG = AVQConfig(8, 2, 4, query_tile=16, levels=(0, 1))
 COARSE, MIDDLE, FINE = "M4P0C0", "M8P4C2", "M8P8C4E16"
 SIZE = {"height": 128, "width": 128, "progress": False}
 SPEC = LayerSpec("a", 0, 2, 8)
+COSTS = {"M8P4C2": 0.5, "M4P0C0": 0.2, "M8P8C4E16": 0.9}
+STORED = {
+    "layer": SPEC.stored,
+    "costs": {"M4P0C0": 0.5},
+    "errors": {"1000": {"M4P0C0": 0.1}, "500": {"M4P0C0": 1 / 3}},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +93,7 @@ class TestMeasure:
 
     def test_sizes_that_cost_as_much_as_exact_are_left_out(self, pipe, monkeypatch):
         """Catches E256 measured, and chosen, for 64 tokens."""
-        monkeypatch.setattr(error_profile, "LADDER", (COARSE, "M8E56", "M8E55"))
+        monkeypatch.setattr(error_profile, "LADDER", (COARSE, "M8P0C0E56", "M8P0C0E55"))
         costs = {one.layer.level: set(one.costs) for one in measure(pipe).layers}
         assert costs[1] == {COARSE, MIDDLE, "M8P0C0E55"}
         assert costs[0] == {COARSE, MIDDLE, "M8P0C0E55", "M8P0C0E56"}
@@ -135,8 +141,6 @@ class TestMeasure:
 
 
 class TestWithin:
-    COSTS = {"M8P4C2": 0.5, "M4P0C0": 0.2, "M8P8C4E16": 0.9}
-
     def choose(self, *errors, tolerance=0.1, costs=COSTS):
         starts = (1000, 600, 300)[: len(errors)]
         parts = {
@@ -188,7 +192,7 @@ class TestWithin:
         layer = LayerErrors(SPEC, {"M4P0C0": 0.5}, {1000: {"M4P0C0": 0.1}, 500: {"M4P0C0": 0.2}})
         header, row = str(ErrorProfile(AVQConfig(), (layer,))).splitlines()
         assert header.split() == ["layer", "0.05", "0.1", "0.2"]
-        assert row.split("  ") == ["a    ", "exact", "M4P0C0, exact", "M4P0C0"]
+        assert row.split() == ["a", "exact", "M4P0C0,", "exact", "M4P0C0"]
 
 
 class TestApply:
@@ -274,7 +278,7 @@ class TestApply:
 
     def test_profiles(self, pipe):
         profile = profile_of(pipe, {1000: FINE})
-        with pytest.raises(TypeError, match="tolerance must be a number such as 0.1, but got None"):
+        with pytest.raises(TypeError, match=r"tolerance must be a number .* got None"):
             apply_avq(pipe, profile)
         with pytest.raises(TypeError, match="an ErrorProfile is measured already; drop prompt"):
             apply_avq(pipe, profile, tolerance=0.1, prompt=PROMPT)
@@ -285,17 +289,11 @@ class TestApply:
         message = f"error profile of another model: {LAYER} has 4 heads of dim 4, but was measured"
         with pytest.raises(ValueError, match=message):
             apply_avq(tiny_pipe(tiny_unet(attention_head_dim=4)), profile, tolerance=0.1)
-        with pytest.raises(ValueError, match="error profile of another model: .* is unexpected"):
+        with pytest.raises(ValueError, match=r"error profile of another model: .* is unexpected"):
             apply_avq(tiny_pipe(tiny_unet(layers_per_block=1)), profile, tolerance=0.1)
 
 
 class TestFile:
-    LAYER = {
-        "layer": SPEC.stored,
-        "costs": {"M4P0C0": 0.5},
-        "errors": {"1000": {"M4P0C0": 0.1}, "500": {"M4P0C0": 1 / 3}},
-    }
-
     def test_round_trip(self, pipe, tmp_path):
         profile = measure(pipe, num_inference_steps=2)
         profile.save(tmp_path / "profile.json")
@@ -318,20 +316,20 @@ class TestFile:
             {"layers": []},
             {"layers": 3},
             {"config": {"num_parent": 3}},
-            {"layers": [LAYER | {"layer": {"name": "a"}}]},
-            {"layers": [LAYER | {"costs": {"M4": 0.5}}]},
-            {"layers": [LAYER | {"costs": {"M4P0C0": "cheap"}}]},
-            {"layers": [LAYER | {"costs": {"exact": 1.0}, "errors": {"1000": {"exact": 0.0}}}]},
-            {"layers": [LAYER | {"errors": {}}]},
-            {"layers": [LAYER | {"errors": {"500": {"M4P0C0": 0.1}}}]},
-            {"layers": [LAYER | {"errors": {"1000": {"M4P0C0": math.nan}}}]},
-            {"layers": [LAYER | {"errors": {"1000": {"M4P0C0": -0.1}}}]},
-            {"layers": [LAYER | {"errors": {"1000": [0.1]}}]},
+            {"layers": [STORED | {"layer": {"name": "a"}}]},
+            {"layers": [STORED | {"costs": {"M4": 0.5}}]},
+            {"layers": [STORED | {"costs": {"M4P0C0": "cheap"}}]},
+            {"layers": [STORED | {"costs": {"exact": 1.0}, "errors": {"1000": {"exact": 0.0}}}]},
+            {"layers": [STORED | {"errors": {}}]},
+            {"layers": [STORED | {"errors": {"500": {"M4P0C0": 0.1}}}]},
+            {"layers": [STORED | {"errors": {"1000": {"M4P0C0": math.nan}}}]},
+            {"layers": [STORED | {"errors": {"1000": {"M4P0C0": -0.1}}}]},
+            {"layers": [STORED | {"errors": {"1000": [0.1]}}]},
         ],
     )
     def test_other_files(self, tmp_path, change):
         path = tmp_path / "other.json"
-        good = {"config": {}, "layers": [self.LAYER]}
+        good = {"config": {}, "layers": [STORED]}
         path.write_text(json.dumps(good))
         assert ErrorProfile.load(path).within(0.2)["a"][1000] == Choice(Sizes(4, 0, 0, 0), 0.1)
         path.write_text(json.dumps(good | change))
