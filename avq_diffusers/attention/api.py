@@ -2,7 +2,8 @@
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Unpack
 
@@ -164,13 +165,12 @@ def attention_and_backend(
         parents, children = codebook.parents, codebook.children
     if backend == "triton":
         needs_grad = _needs_grad(query, key, value, *sinks)
-        attend: Callable[..., Tensor] = _kernel_attention
+        arguments: dict[str, Any] = {"parents": parents, "children": children, **options}
         if not needs_grad and not _is_watched(query, key, value):
-            attend = _launch_kernels
+            return _launch_kernels(query, key, value, **arguments), backend
         # A codebook that requires a gradient gets none.
         with torch.set_grad_enabled(needs_grad):
-            output = attend(query, key, value, parents=parents, children=children, **options)
-        return output, backend
+            return _kernel_attention(query, key, value, **arguments), backend
 
     dtype = torch.promote_types(query.dtype, torch.float32)
     if codebook is not None:
@@ -205,8 +205,18 @@ def _settled_backend(
     """Check the arguments and choose the backend: on a GPU once for all calls that look alike."""
     looks = None
     if isinstance(query, Tensor) and query.is_cuda and not torch.compiler.is_compiling():
-        arguments = (query, key, value, codebook, backend, *options.values())
-        looks = (torch.is_grad_enabled(), *options, *map(_look, arguments))
+        tensors = (query, key, value, options["query_order"], codebook)
+        sinks = (options["sink_key"], options["sink_value"])
+        numbers = [x for x in options.values() if not isinstance(x, Tensor)]
+        looks = (
+            torch.is_grad_enabled(),
+            backend,
+            *options,
+            *map(_look, tensors),
+            *(map(_look, sinks) if sinks != (None, None) else ()),
+            *numbers,
+            *map(type, numbers),
+        )
         try:
             found = _settled.get(looks)
         except TypeError:  # an argument of a wrong type that has no hash
@@ -229,14 +239,14 @@ def _settled_backend(
     return backend
 
 
-def _look(argument: object) -> tuple[object, ...]:
-    """All of an argument that checks and backends depend on."""
+def _look(argument: object) -> object:
+    """All of a tensor or codebook that checks and backends depend on."""
     if isinstance(argument, Tensor):
         layout = argument.shape, argument.stride()
         return *layout, argument.dtype, argument.device, argument.requires_grad
     if isinstance(argument, Codebook):
         return argument.parents.shape, argument.parents.device
-    return type(argument), argument
+    return type(argument)
 
 
 def _is_watched(*tensors: Tensor) -> bool:
@@ -440,7 +450,8 @@ def _launch_kernels(
         key_order = query_order if key.shape[2] == query.shape[2] else None
         parents = _updated_parents(key, key_order, num_parents, num_updates)
     # Triton launches on the current device.
-    with torch.cuda.device_of(query):
+    is_current = not query.is_cuda or query.device.index == torch.cuda.current_device()
+    with nullcontext() if is_current else torch.cuda.device_of(query):
         return kernel_attention(
             query,
             key,

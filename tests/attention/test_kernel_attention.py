@@ -149,7 +149,7 @@ class Case:
         if arguments["query_order"] is not None:
             arguments["query_order"] = arguments["query_order"].to(DEVICE)
         query, *tables = (x.to(DEVICE) for x in (self.query, *self.packed()))
-        return attend(query, *tables, **arguments).to(self.query.dtype).cpu()
+        return attend(query, *tables, None, **arguments).to(self.query.dtype).cpu()
 
     def default_tiling(self, capability: tuple[int, int]) -> AttentionTiling:
         return default_tiling(
@@ -399,7 +399,7 @@ def test_output_does_not_depend_on_the_rest_of_the_batch():
         "importance_tile": None,
     }
 
-    alone = attend(query[1:2], codes, means[1:2], log_counts[1:2], **arguments)
+    alone = attend(query[1:2], codes, means[1:2], log_counts[1:2], None, **arguments)
 
     assert torch.equal(alone.cpu(), case.attend()[1:2])
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from avq_diffusers.attention.triton import precompute as kernels
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes
-from avq_diffusers.attention.triton.precompute import default_tiling, precompute
+from avq_diffusers.attention.triton.precompute import Aggregates, default_tiling, precompute
 from avq_diffusers.codebook.assignment import centre_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,11 +76,11 @@ class Problem:
 
     def run(self, key=None, value=None, **changes) -> tuple[Tensor, Tensor]:
         """Mean values and log counts in the stored form."""
-        return self.run_form(key, value, means=False, **changes)[1:]
+        return self.run_form(key, value, means=False, **changes)[1:3]
 
     def run_form(
         self, key=None, value=None, *, means, own=False, parents=None, key_order=None, **changes
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Aggregates:
         key = self.key if key is None else key
         tiling = default_tiling(
             key.shape[:2].numel(),

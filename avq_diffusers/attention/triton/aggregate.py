@@ -21,6 +21,7 @@ def _store_aggregates(
     mean_keys,
     means_ptr,
     log_counts_ptr,
+    spread_ptr,
     row_weight_ptr,
     sums,
     key_sums,
@@ -60,9 +61,12 @@ def _store_aggregates(
         MEAN_COLUMNS,
     )
     if MEANS:
-        _store_mean_keys(
-            mean_keys, row_weight_ptr, rows, key_sums, squares, counts, is_row, FACTOR, PADDED_DIM
+        spread = _store_mean_keys(
+            mean_keys, rows, key_sums, squares, counts, is_row, FACTOR, PADDED_DIM
         )
+        if row_weight_ptr is not None:
+            weight = spread * spread / tl.maximum(counts, 1)
+            tl.store(row_weight_ptr + rows, weight, mask=is_row)
         tl.store(log_counts_ptr + rows, _log2(counts), mask=is_row)
     else:
         is_child = (leaves > 0) & is_row
@@ -79,9 +83,12 @@ def _store_aggregates(
         key_sums = tl.sum(key_sums, axis=0)[None, :]
         counts = count + tl.zeros_like(row)
         squares = tl.sum(squares, axis=0) + tl.zeros_like(ones)
-        _store_mean_keys(
-            mean_keys, row_weight_ptr, row, key_sums, squares, counts, ones > 0, FACTOR, PADDED_DIM
+        spread = _store_mean_keys(
+            mean_keys, row, key_sums, squares, counts, ones > 0, FACTOR, PADDED_DIM
         )
+        tl.store(spread_ptr + row, spread)
+        if row_weight_ptr is not None:
+            tl.store(row_weight_ptr + row, spread * spread / tl.maximum(counts, 1))
     tl.store(log_counts_ptr + parent, _log2(count))
 
 
@@ -110,7 +117,6 @@ def _store_means(
 @triton.jit
 def _store_mean_keys(
     mean_keys,
-    row_weight_ptr,
     rows,
     key_sums,
     squares,
@@ -121,17 +127,37 @@ def _store_mean_keys(
 ):
     """Write mean keys around the centre, times the factor of the logits; 0 without keys.
 
-    And what a key of the row weighs in the choice of exact keys: the squared spread of its keys.
+    Returns the spreads of the rows, the mean squared distances of their keys from the mean.
     """
     codes_ptr, centre = mean_keys
     inverse = 1.0 / tl.maximum(counts, 1)
-    means = key_sums * inverse[:, None] - centre[None, :]
-    codes = tl.where((counts > 0)[:, None], means * FACTOR, 0.0)
+    means = key_sums * inverse[:, None]
+    codes = tl.where((counts > 0)[:, None], (means - centre[None, :]) * FACTOR, 0.0)
     pointers = codes_ptr + rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
     tl.store(pointers, codes.to(codes_ptr.dtype.element_ty), mask=is_row[:, None])
-    if row_weight_ptr is not None:
-        spread = tl.maximum(squares * inverse - tl.sum(means * means, axis=1), 0.0)
-        tl.store(row_weight_ptr + rows, spread * spread * inverse, mask=is_row)
+    return tl.maximum(squares * inverse - tl.sum(means * means, axis=1), 0.0)
+
+
+@triton.jit
+def _sum_squares(
+    square_ptr,
+    order_ptr,
+    start,
+    stop,
+    earlier,
+    shift,
+    NUM_CHUNKS: tl.constexpr,
+    LOG2_CHUNKS: tl.constexpr,
+):
+    """Sum of the squared lengths of the keys of these ranks in a cell."""
+    BLOCK: tl.constexpr = 256
+    squares = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(start, stop, BLOCK):
+        rank = first + tl.arange(0, BLOCK)
+        place = place_of(rank, earlier, shift, NUM_CHUNKS, LOG2_CHUNKS)
+        keys = tl.load(order_ptr + place, mask=rank < stop, other=0)
+        squares += tl.load(square_ptr + keys, mask=rank < stop, other=0.0)
+    return tl.sum(squares, axis=0)
 
 
 @triton.jit
@@ -162,6 +188,7 @@ def aggregate_kernel(
     stored_codes_ptr,
     bias_ptr,
     centre_ptr,
+    square_ptr,
     order_ptr,
     start_ptr,
     ticket_ptr,
@@ -172,6 +199,7 @@ def aggregate_kernel(
     codes_ptr,
     means_ptr,
     log_counts_ptr,
+    spread_ptr,
     row_weight_ptr,
     key_stride_batch,
     key_stride_head,
@@ -203,8 +231,11 @@ def aggregate_kernel(
 
     piece_sums: (B, H, num_pieces, L, DP) float32, only for parents of several pieces.
     piece_counts: (B, H, num_pieces, L) int32.
-    piece_squares: (B, H, num_pieces, L) float32, or None without exact keys, as the next two.
-    leaf: (B, H, S) int32, the leaf in its cell of every key, in the order of cells.
+    square: (B, H, S) float32, squared length of every key, or None without MEANS, as the next two.
+    piece_squares: (B, H, num_pieces, L) float32; all of a cell is in leaf 0 without exact keys.
+    spread: (B, H, MP) float32, mean squared distance of the keys of a parent from their mean.
+    leaf: (B, H, S) int32, the leaf in its cell of every key, in the order of cells; None without
+        exact keys, as the next one.
     row_weight: (B, H, 2 MP + M0 CP) float32, what a row weighs in the choice of exact keys.
     """
     head = tl.program_id(0)
@@ -238,8 +269,11 @@ def aggregate_kernel(
     PIECE_ROWS: tl.constexpr = 2 * LEAF_ROWS if MEANS else LEAF_ROWS
     piece_sums_ptr += batch_head * num_pieces * PIECE_ROWS * PADDED_DIM
     piece_counts_ptr += batch_head * num_pieces * LEAF_ROWS
-    if EXACT:
+    if MEANS:
+        square_ptr += batch_head * num_keys
         piece_squares_ptr += batch_head * num_pieces * LEAF_ROWS
+        spread_ptr += batch_head * PARENT_ROWS
+    if EXACT:
         leaf_ptr += batch_head * num_keys
         row_weight_ptr += batch_head * (PARENT_ROWS + CODE_ROWS)
     means_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * MEAN_COLUMNS
@@ -293,11 +327,19 @@ def aggregate_kernel(
         )
         bias = tl.load(bias_ptr + code_rows, mask=is_code, other=float("-inf"))
 
+    stop = tl.minimum((part + 1) * PIECE, total)
+    squares = None
+    if MEANS and not EXACT:
+        # A loop of its own: the next one has no register to spare.
+        cell_squares = _sum_squares(
+            square_ptr, order_ptr, part * PIECE, stop, earlier, shift, NUM_CHUNKS, LOG2_CHUNKS
+        )
+        squares = tl.where(leaves == 0, cell_squares, 0.0)
+
     sums = tl.zeros([LEAF_ROWS, PADDED_DIM], tl.float32)
     key_sums = sums
     chosen_counts = tl.zeros([LEAF_ROWS, KEYS], tl.int32)
-    chosen_squares = tl.zeros([LEAF_ROWS, KEYS], tl.float32)
-    stop = tl.minimum((part + 1) * PIECE, total)
+    leaf_squares = tl.zeros([LEAF_ROWS, KEYS], tl.float32)
     for tile in tl.range(part * PIECE, stop, KEYS):
         # (KEYS)
         position = tile + tl.arange(0, KEYS)
@@ -325,15 +367,14 @@ def aggregate_kernel(
         sums += product(chosen, value)
         if MEANS:
             key_sums += product(chosen, key)
-        if EXACT:
-            centred = key.to(tl.float32) - centre[None, :]
-            distance = tl.sum(centred * centred, axis=1)
-            chosen_squares += tl.where(is_chosen, distance[None, :], 0.0)
-            leaf = tl.sum(tl.where(is_chosen, leaves[:, None], 0), axis=0)
-            tl.store(leaf_ptr + first + position, leaf, mask=is_key)
+            if EXACT:
+                square = tl.load(square_ptr + keys, mask=is_key, other=0.0)
+                leaf_squares += tl.where(is_chosen, square[None, :], 0.0)
+                leaf = tl.sum(tl.where(is_chosen, leaves[:, None], 0), axis=0)
+                tl.store(leaf_ptr + first + position, leaf, mask=is_key)
     counts = tl.sum(chosen_counts, axis=1)
-    squares = tl.sum(chosen_squares, axis=1)
     if EXACT:
+        squares = tl.sum(leaf_squares, axis=1)
         tl.store(piece_counts_ptr + piece * LEAF_ROWS + leaves, counts)
 
     if total <= PIECE:
@@ -341,6 +382,7 @@ def aggregate_kernel(
             mean_keys,
             means_ptr,
             log_counts_ptr,
+            spread_ptr,
             row_weight_ptr,
             sums,
             key_sums,
@@ -363,10 +405,9 @@ def aggregate_kernel(
         tl.store(piece_sums_ptr + piece * (PIECE_ROWS * PADDED_DIM) + offsets, sums)
         if MEANS:
             tl.store(piece_keys_ptr + piece * (PIECE_ROWS * PADDED_DIM) + offsets, key_sums)
-        if EXACT:
+        tl.store(piece_counts_ptr + piece * LEAF_ROWS + leaves, counts)
+        if MEANS:
             tl.store(piece_squares_ptr + piece * LEAF_ROWS + leaves, squares)
-        else:
-            tl.store(piece_counts_ptr + piece * LEAF_ROWS + leaves, counts)
         # All threads have stored before one of them says so.
         tl.debug_barrier()
         num_parts = tl.cdiv(total, PIECE)
@@ -378,7 +419,7 @@ def aggregate_kernel(
             if MEANS:
                 key_sums = tl.load(piece_keys_ptr + parent * (PIECE_ROWS * PADDED_DIM) + offsets)
             counts = tl.load(piece_counts_ptr + parent * LEAF_ROWS + leaves)
-            if EXACT:
+            if MEANS:
                 squares = tl.load(piece_squares_ptr + parent * LEAF_ROWS + leaves)
             for other in tl.range(first_extra, first_extra + num_parts - 1):
                 other_rows = other * (PIECE_ROWS * PADDED_DIM) + offsets
@@ -386,12 +427,13 @@ def aggregate_kernel(
                 if MEANS:
                     key_sums += tl.load(piece_keys_ptr + other_rows)
                 counts += tl.load(piece_counts_ptr + other * LEAF_ROWS + leaves)
-                if EXACT:
+                if MEANS:
                     squares += tl.load(piece_squares_ptr + other * LEAF_ROWS + leaves)
             _store_aggregates(
                 mean_keys,
                 means_ptr,
                 log_counts_ptr,
+                spread_ptr,
                 row_weight_ptr,
                 sums,
                 key_sums,

@@ -44,7 +44,14 @@ from avq_diffusers.attention.triton.exact import (
     attend_sinks,
     choose_columns,
 )
-from avq_diffusers.attention.triton.launch import STRIDES, Launch, Part, Plan, pointer
+from avq_diffusers.attention.triton.launch import (
+    STRIDES,
+    Launch,
+    Part,
+    Plan,
+    kernel_layout,
+    pointer,
+)
 from avq_diffusers.attention.triton.selection import rank_of, tiled_importance
 from avq_diffusers.attention.triton.softmax import (
     LOG_ZERO,
@@ -266,8 +273,13 @@ def _attend_tile(
 
 @triton.jit
 def _refine(importance, tables, sizes):
-    """Store the parents to refine; return which they are, (PARENT_ROWS,)."""
+    """Store the parents to refine; return which they are, (PARENT_ROWS,).
+
+    They are those of largest importance, times their spread if means represent their keys.
+    """
     parents = tl.arange(0, sizes.PARENT_ROWS)
+    if sizes.MEANS:
+        importance *= tl.load(tables.spread + parents)
     rank = rank_of(importance, sizes.PARENT_ROWS)
     is_refined = rank < sizes.NUM_REFINED
     place = rank
@@ -329,6 +341,7 @@ def _attention_kernel(
     codes_ptr,
     means_ptr,
     log_counts_ptr,
+    spread_ptr,
     refined_ptr,
     output_ptr,
     key_ptr,
@@ -403,6 +416,8 @@ def _attention_kernel(
     codes_ptr += code_head * (CODE_ROWS * PADDED_DIM)
     means_ptr += (batch * HEADS + head) * (MEAN_ROWS * MEAN_COLUMNS)
     log_counts_ptr += (batch * HEADS + head) * CODE_ROWS
+    if MEANS:
+        spread_ptr += (batch * HEADS + head) * PARENT_ROWS
     output_ptr += batch * num_queries * (HEADS * HEAD_DIM) + head * HEAD_DIM
 
     row = tl.arange(0, BLOCK_N)
@@ -466,7 +481,7 @@ def _attention_kernel(
     numerator, total = _attend_tile(
         query,
         valid_query,
-        Tables(codes_ptr, means_ptr, log_counts_ptr, refined_ptr, is_exact_ptr),
+        Tables(codes_ptr, means_ptr, log_counts_ptr, spread_ptr, refined_ptr, is_exact_ptr),
         exact,
         sinks,
         Sizes(
@@ -570,6 +585,7 @@ def attend(
     codes: Tensor,
     means: Tensor,
     log_counts: Tensor,
+    spread: Tensor | None,
     *,
     num_parents: int,
     num_children: int,
@@ -582,9 +598,8 @@ def attend(
     """Attend to the codewords that each query tile sees.
 
     Args:
-        query: (B, H, N, D) float16, bfloat16 or float32, as `kernel_layout` gives them with strides
-            that are multiples of 8.
-        codes, means, log_counts: as `precompute` gives them, in the dtype of `query`.
+        query: (B, H, N, D) float16, bfloat16 or float32.
+        codes, means, log_counts, spread: as `precompute` gives them for the dtype of `query`.
         num_parents: M0.
         num_children: C.
         num_refined: P; 0 is flat VQ-attention.
@@ -596,6 +611,7 @@ def attend(
     Returns:
         (B, H, N, D) view of new (B, N, H, D) memory, dtype of `query`.
     """
+    query = kernel_layout(query, 8)
     batch, heads, num_queries, head_dim = query.shape
     parts, launch = attention_launch(
         query.shape,
@@ -608,7 +624,7 @@ def attend(
         num_refined=num_refined,
         query_tile=query_tile,
         importance_tile=importance_tile,
-        means=codes.ndim == 4,
+        means=spread is not None,
         tiling=tiling,
     )
     output = query.new_empty((batch, num_queries, heads, head_dim))
@@ -618,6 +634,7 @@ def attend(
         "codes": codes,
         "means": means,
         "log_counts": log_counts,
+        "spread": spread,
         "output": output,
     }
     inputs = {name: pointer(tensor) for name, tensor in tensors.items()}
@@ -702,6 +719,8 @@ def attention_launch(
     names = {"query": dtype, "codes": dtype, "means": dtype, "log_counts": float32, "output": dtype}
     if order_dtype is not None:
         names["query_order"] = order_dtype
+    if means:
+        names["spread"] = float32
     if extra:
         names["centre"] = float32
     for prefix, layout in layouts.items():
@@ -765,8 +784,8 @@ def launch_constants(
         )
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
     selects = 0 < num_refined < num_parents
-    if scale:  # needs more registers than what makes room for more programs
-        tiling = replace(tiling, max_registers=None)
+    if scale and tiling.max_registers:  # keys need more, and three programs still fit
+        tiling = replace(tiling, max_registers=168)
     visible = triton.next_power_of_2(parent_rows + num_refined * child_rows) if exact else 0
     tile = min(importance_tile or num_parents, num_parents) if selects else num_parents
     parent_block = min(tiling.parent_block, parent_rows) if tile == num_parents else _padded(tile)

@@ -77,18 +77,20 @@ class Launch:
             compiled = self.kernel.warmup(*types, grid=self.grid, **self.constants)
             self._compiled = compiled
         arguments = (*found, *self._values)
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        hooks: tuple[Any, Any] = None, None
         metadata = None
-        if enter is not None:
+        runtime = knobs.runtime
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
             metadata = compiled.launch_metadata(self.grid, stream, *arguments)
-        compiled.run(  # reading `run` loads the code
+        # Reading `run` loads the code.
+        compiled.run(
             *self.grid,
             stream,
             compiled.function,
             compiled.packed_metadata,
             metadata,
-            enter,
-            leave,
+            *hooks,
             *arguments,
         )
 
@@ -148,9 +150,9 @@ def kernel_layout(tensor: Tensor, multiple: int = 1) -> Tensor:
     """The tensor (B, H, N, D) if kernels can read it, else a copy.
 
     They need a last stride of 1, an address that is a multiple of 16 bytes, and other strides that
-    are multiples of `multiple`.
+    are multiples of `multiple`, a power of two.
     """
-    *strides, last = tensor.stride()
-    if last == 1 and tensor.data_ptr() % 16 == 0 and not any(x % multiple for x in strides):
+    batch, head, token, last = tensor.stride()
+    if last == 1 and tensor.data_ptr() % 16 == 0 and (batch | head | token) % multiple == 0:
         return tensor
     return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)

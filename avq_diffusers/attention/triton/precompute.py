@@ -28,7 +28,15 @@ from torch import Tensor
 
 from avq_diffusers.attention.triton.aggregate import aggregate_kernel
 from avq_diffusers.attention.triton.codewords import StoredCodes, mean_columns, padded_sizes
-from avq_diffusers.attention.triton.launch import STRIDES, Launch, Part, Plan, Pointer, pointer
+from avq_diffusers.attention.triton.launch import (
+    STRIDES,
+    Launch,
+    Part,
+    Plan,
+    Pointer,
+    kernel_layout,
+    pointer,
+)
 from avq_diffusers.attention.triton.leaf_order import leaf_order_kernel
 from avq_diffusers.attention.triton.sort import sort_kernel
 
@@ -96,7 +104,7 @@ def default_tiling(
         tiling = replace(tiling, leaf_keys=64, leaf_warps=4)
     elif means and padded_dim <= 64:
         # As many as fit without a spill: more programs share a multiprocessor.
-        tiling = replace(tiling, leaf_registers=160, piece_keys=min(tiling.piece_keys, 1024))
+        tiling = replace(tiling, leaf_registers=168, piece_keys=min(tiling.piece_keys, 1024))
     elif means:
         # Sums of keys and values in one warp spill.
         tiling = replace(
@@ -132,11 +140,14 @@ class Aggregates(NamedTuple):
         of all keys of p. Columns from D on are the number of keys of the row divided by the
         divisor. A row without keys is 0.
     log_counts: float32, log2 of the number of keys of every row of `codes`.
+    spread: (B, H, MP) float32, mean squared distance of the keys of a parent from their mean; None
+        without `means`.
     """
 
     codes: Tensor
     means: Tensor
     log_counts: Tensor
+    spread: Tensor | None
 
 
 def precompute(
@@ -155,7 +166,7 @@ def precompute(
     """Assign the keys and summarize those of every codeword.
 
     Args:
-        key, value: (B, H, S, D) float16, bfloat16 or float32, as `kernel_layout` gives them.
+        key, value: (B, H, S, D) float16, bfloat16 or float32.
         stored: codewords as `codewords.pack` gives them; None takes keys.
         parents: (B, H, M0, D) in place of keys, dtype of `key`, contiguous; or None.
         key_order: (S,) permutation in which parents are evenly spaced; None is the order of keys.
@@ -163,6 +174,7 @@ def precompute(
         scale: factor on the logits.
         tiling: None takes `default_tiling`.
     """
+    key, value = kernel_layout(key), kernel_layout(value)
     plan = Plan(
         *precompute_launches(
             key.shape,
@@ -184,7 +196,8 @@ def precompute(
     inputs = {name: pointer(x) for name, x in tensors.items()} | stored_pointers(stored)
     memory = plan.run(inputs, key.device)
     codes = plan.part(memory, "codes") if stored is None or means else stored.codes
-    return Aggregates(codes, plan.part(memory, "means"), plan.part(memory, "log_counts"))
+    spread = plan.part(memory, "spread") if means else None
+    return Aggregates(codes, plan.part(memory, "means"), plan.part(memory, "log_counts"), spread)
 
 
 def stored_pointers(stored: StoredCodes | None) -> dict[str, Pointer]:
@@ -265,11 +278,15 @@ def precompute_launches(
     if not is_stored:
         parts["centre"] = Part((*heads, padded_dim), float32)
     if means:
-        parts["codes"] = Part((*heads, parent_rows + code_rows, padded_dim), dtype)
+        parts |= {
+            "codes": Part((*heads, parent_rows + code_rows, padded_dim), dtype),
+            "square": Part((*heads, num_keys), float32),
+            "piece_squares": Part((*heads, num_pieces, leaf_rows), float32),
+            "spread": Part((*heads, parent_rows), float32),
+        }
     if exact:
         rows = (*heads, parent_rows + code_rows)
         parts |= {
-            "piece_squares": Part((*heads, num_pieces, leaf_rows), float32),
             "leaf": Part((*heads, num_keys), int32),
             "leaf_order": Part((*heads, num_keys), int32),
             "row_start": Part(rows, int32),

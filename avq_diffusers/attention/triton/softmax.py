@@ -20,6 +20,7 @@ class Tables(NamedTuple):
     codes: tl.tensor
     means: tl.tensor
     log_counts: tl.tensor
+    spread: tl.tensor
     refined: tl.tensor
     is_exact: tl.tensor
 

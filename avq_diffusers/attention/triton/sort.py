@@ -85,6 +85,7 @@ def sort_kernel(
     stored_codes_ptr,
     bias_ptr,
     centre_ptr,
+    square_ptr,
     rank_ptr,
     order_ptr,
     count_ptr,
@@ -113,6 +114,7 @@ def sort_kernel(
     write the order. A chunk is ranked in STRIPS runs of keys, 32 keys of each run at a time.
 
     centre: (B, H, DP) float32, the mean of the parents, unless they are stored.
+    square: (B, H, S) float32, squared length of every key; None if nobody needs it.
     rank: (B, H, NUM_CHUNKS, chunk_keys) int32 workspace: first the parent, then rank and parent.
     order: (B, H, S) int32, key indices sorted within each chunk.
     count: (B, H, NUM_CHUNKS, STRIPS, MP) int32 workspace: first the number of ranked keys of a
@@ -142,6 +144,8 @@ def sort_kernel(
         parents_ptr += batch_head * NUM_PARENTS * HEAD_DIM
     rank_ptr += batch_chunk * chunk_keys
     order_ptr += batch_head * num_keys + first
+    if square_ptr is not None:
+        square_ptr += batch_head * num_keys + first
     count_ptr += batch_chunk * STRIPS * PARENT_ROWS
     start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS + chunk
 
@@ -207,6 +211,9 @@ def sort_kernel(
             mask=is_key[:, None] & (columns < HEAD_DIM)[None, :],
             other=0.0,
         ).to(dtype)
+        if square_ptr is not None:
+            wide = key.to(tl.float32)
+            tl.store(square_ptr + tile + rows, tl.sum(wide * wide, axis=1), mask=is_key)
 
         # (KEYS, 8)
         if PARENT_ROWS == PARENTS:
