@@ -244,8 +244,8 @@ def precompute_launches(
     tiling = tiling or default_tiling(
         batch * num_heads, num_keys, padded_dim, num_parents, num_children, dtype, means
     )
-    if exact:  # its sums would spill
-        tiling = replace(tiling, leaf_registers=None)
+    if exact and tiling.leaf_registers:  # its sums would spill
+        tiling = replace(tiling, leaf_registers=None, leaf_keys=64, leaf_warps=2)
     code_rows = parent_rows + num_parents * child_rows
     leaf_rows = max(16, 2 * child_rows)
     # Products and strips both divide a chunk.
