@@ -10,8 +10,8 @@ A name is a word, a configuration or a folder, with suffixes in this order:
     -up_blocks.1            the layers of this block stay exact (configurations)
     @P8                     8 refined parents (configurations and codebooks)
     /fastest, /tuned        the default route, or changed projections (`bench unet` only)
-    /means                  mean keys in place of the codewords (`keys` only)
-    /own, /own1             the same, codewords from the call's own keys, updated once (`keys` only)
+    /means                  mean keys in place of the codewords
+    /own, /own1             the same, codewords from the call's own keys, updated once
 """
 
 import json
@@ -55,7 +55,7 @@ CONFIG_FORM = re.compile(
     r"(.+?)(?:@L(\d+))?(?:-([^@/]+))?(?:@P(\d+))?(?:/(?:(fastest|tuned|means)|own(\d*)))?"
 )
 FOLDER_FORM = re.compile(r"(.+?)(?:@P(\d+))?")
-COMPUTATION = ("query_tile", "query_order", "importance_tile", "key_norm")
+COMPUTATION = ("num_updates", "query_tile", "query_order", "importance_tile", "key_norm")
 CALIBRATION_SEED = 1_000_000_000  # of its noise, which no image of a table shares
 PATH_SIGNS = "/\\."  # no configuration has one
 
@@ -102,12 +102,6 @@ class MethodName:
     @property
     def is_folder(self) -> bool:
         return self.config is None and self.source not in (*WORDS, POOLED)
-
-    @property
-    def is_for_keys(self) -> bool:
-        """Whether no other command than `keys` runs it."""
-        has_means = self.config is not None and self.config.codewords == "means"
-        return has_means or self.source == POOLED
 
 
 def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
@@ -175,6 +169,7 @@ class Method:
         name: see `parse_method`.
         levels: UNet levels that change.
         codebooks: calibrated or loaded ones; None for methods without.
+        own: sizes of the codewords that come from the keys of each call; None for other methods.
         num_refined: parents refined per query tile, instead of the codebooks' own number.
         linfusion: processors of LinFusion layers by layer name.
         sha256: digest of the folder that the method was loaded from.
@@ -184,17 +179,20 @@ class Method:
     name: str
     levels: tuple[int, ...]
     codebooks: AVQCodebooks | None = None
+    own: AVQConfig | None = None
     num_refined: int | None = None
     linfusion: Mapping[str, LinFusionProcessor] | None = None
     sha256: str | None = None
     uncalibrated: AVQConfig | None = None
 
     def with_fields(self, **fields: Any) -> "Method":
-        """Replace fields of the codebooks' `AVQConfig` that change no codeword. Weights are shared.
+        """Replace fields of the `AVQConfig` that change no stored codeword. Weights are shared.
 
         Raises:
             TypeError, ValueError: a field does not take such a value.
         """
+        if self.own is not None:
+            return replace(self, own=replace(self.own, **fields))
         config = {**self.codebooks.config, "avq": {**self.codebooks.config["avq"], **fields}}
         codebooks = AVQCodebooks.from_config(config)
         codebooks.load_state_dict(self.codebooks.state_dict(), assign=True)
@@ -202,10 +200,16 @@ class Method:
 
     @property
     def layer_configs(self) -> list[AVQConfig]:
-        """The configuration of every layer with `num_refined` applied; empty without codebooks."""
-        if self.codebooks is None:
+        """The configurations of the layers with `num_refined` applied.
+
+        One for each layer of codebooks, one for all layers of own codewords, none otherwise.
+        """
+        if self.own is not None:
+            configs = [self.own]
+        elif self.codebooks is not None:
+            configs = [self.codebooks.layer_config(name) for name in self.codebooks.layer_specs]
+        else:
             return []
-        configs = [self.codebooks.layer_config(name) for name in self.codebooks.layer_specs]
         if self.num_refined is None:
             return configs
         return [replace(config, num_refined=self.num_refined) for config in configs]
@@ -221,9 +225,11 @@ class Method:
 
     @property
     def origin(self) -> str | None:
-        """`"distilled"` or `"calibrated"`; None where nothing is learned."""
+        """`"distilled"`, `"calibrated"` or `"own"`; None without codewords and LinFusion."""
         if self.linfusion is not None:
             return "distilled"
+        if self.own is not None:
+            return "own"
         if self.codebooks is None:
             return None
         return "calibrated" if self.codebooks.config["training"] is None else "distilled"
@@ -231,16 +237,16 @@ class Method:
     def facts(self) -> dict[str, Any]:
         """The method's fields in a row.
 
-        `config` is that of the codebooks, with the layers that they keep exact, or `"LinFusion"`.
-        Effective codewords, M0 + P C, are what a query attends to, the paper's cost; they are
-        averaged over layers.
+        `config` says the sizes and form of the codewords and the layers that stay exact, or
+        `"LinFusion"`. Effective codewords, M0 + P C, are what a query attends to, the paper's cost;
+        they are averaged over layers.
         """
         configs = self.layer_configs
-        labels = dict.fromkeys(map(short_name, configs))
-        if self.linfusion is not None:
-            labels = [LINFUSION_CONFIG]
-        elif self.codebooks is not None:
-            labels = [*labels, *exact_labels(self.codebooks.avq_config)]
+        labels = [LINFUSION_CONFIG] if self.linfusion is not None else []
+        if configs:
+            is_own = self.own is not None
+            labels += dict.fromkeys(config_label(config, own=is_own) for config in configs)
+            labels += exact_labels(self.own or self.codebooks.avq_config)
         effective = [config.effective_codewords for config in configs]
         return {
             "method": self.name,
@@ -252,16 +258,34 @@ class Method:
         }
 
 
-def short_name(config: AVQConfig) -> str:
-    """As `str(config)`, but M64 for flat VQ."""
-    return str(config) if config.num_children else f"M{config.num_parents}"
+def config_label(config: AVQConfig, *, own: bool = False) -> str:
+    """Sizes and form of the codewords: `M64P16C8`, `M64`, `M64/means`, `M64P16C8/own1`."""
+    sizes = str(config).replace("P0C0", "")
+    if own:
+        return f"{sizes}/own{config.num_updates or ''}"
+    return f"{sizes}/means" if config.codewords == "means" else sizes
 
 
-def method_name(config: AVQConfig) -> str:
-    """`AVQ 64/16/8` or `VQ 256`, as in the paper's table."""
-    if config.num_children == 0:
-        return f"VQ {config.num_parents}"
-    return f"AVQ {config.num_parents}/{config.num_refined}/{config.num_children}"
+def codewords_form(label: str) -> str:
+    """The form of the codewords in a `config_label`: `/own1`, `/means` or nothing."""
+    found = re.search(r"/(own\d*|means)", label)
+    return found[0] if found else ""
+
+
+def method_name(config: AVQConfig, *, own: bool = False) -> str:
+    """`AVQ 64/16/8` or `VQ 256`, as in the paper's table, with what the paper does not have."""
+    if config.num_children:
+        name = f"AVQ {config.num_parents}/{config.num_refined}/{config.num_children}"
+    else:
+        name = f"VQ {config.num_parents}"
+    forms = [f"{config.exact_keys} exact keys"] if config.exact_keys else []
+    if own:
+        forms.append("own codewords")
+        if config.num_updates:
+            forms.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
+    elif config.codewords == "means":
+        forms.append("mean keys")
+    return ", ".join([name, *forms])
 
 
 def exact_labels(config: AVQConfig) -> list[str]:
@@ -312,8 +336,8 @@ def load_methods(
     select_layers(pipe.unet, levels)
     methods = [_load(pipe, name, levels) for name in names]
     for method in methods:
-        if method.uncalibrated is not None:
-            select_layers(pipe.unet, method.levels, method.uncalibrated.exact)
+        if config := method.own or method.uncalibrated:
+            select_layers(pipe.unet, method.levels, config.exact)
         if method.codebooks is not None:
             _check_codebooks(pipe, method.codebooks, method.num_refined)
     return methods
@@ -355,7 +379,7 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
             yield
     else:
         try:
-            apply_avq(pipe, method.codebooks, route="always")
+            apply_avq(pipe, method.own or method.codebooks, route="always")
             if method.num_refined is not None:
                 set_num_refined(pipe, method.num_refined)
             yield
@@ -397,10 +421,12 @@ def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> 
     parsed = parse_method(name, levels)
     if parsed.source in (FA2, LIMIT, LINFUSION) or parsed.tuned or parsed.route != "always":
         raise ValueError(f"methods: {name} can only be timed, by bench unet.")
-    if parsed.is_for_keys:
+    if parsed.source == POOLED:
         raise ValueError(f"methods: {name} can only be measured by keys.")
     if parsed.is_folder:
         return _load_folder(pipe, name, parsed.source, parsed.num_refined)
+    if parsed.own:
+        return Method(name, parsed.config.levels, own=parsed.config)
     if parsed.config is not None:
         return Method(name, parsed.config.levels, uncalibrated=parsed.config)
     if parsed.source != TOME:
@@ -422,7 +448,7 @@ def _load_folder(
     if not _has_linfusion(folder):
         codebooks = AVQCodebooks.from_pretrained(folder)
         levels = codebooks.avq_config.levels
-        return Method(name, levels, codebooks, num_refined, sha256=digest)
+        return Method(name, levels, codebooks, num_refined=num_refined, sha256=digest)
     if num_refined is not None:
         raise ValueError(f"LinFusion layers refine no parents, but got {name!r}.")
     load_linfusion(pipe, folder)

@@ -175,8 +175,8 @@ def error_over_budget(problem: Problem, backend: str) -> float:
 
     The definition runs in float64 on the same rounded inputs, and on the codewords as the backend
     rounds them. Allowed is twice the error of PyTorch's exact attention in the same dtype, and
-    roundings of the result and of float32. Query tiles whose last refined parent is nearly as
-    important as the next one are left out, and so is a problem where roundings may decide which
+    roundings of the result and of float32. Query tiles whose last refined parent has nearly the
+    score of the next one are left out, and so is a problem where roundings may decide which
     codeword a key takes.
 
     Raises:
@@ -300,20 +300,20 @@ def clear_queries(problem: Problem, codewords: Codewords) -> Tensor:
     scale = options["scale"] or query.shape[-1] ** -0.5
     order = options.get("query_order")
     order = torch.arange(query.shape[2], device=query.device) if order is None else order
+    cell_spread = reference.spread(key, cell, parents)
     for tile in order.split(options["query_tile"]):
-        importance = reference.importance(query[:, :, tile], parents, counts, scale)
+        score = reference.importance(query[:, :, tile], parents, counts, scale)
+        if options["codewords"] == "means":
+            score = score * cell_spread
         is_clear = torch.ones_like(counts[..., 0], dtype=torch.bool)
         if 0 < num_refined < num_parents:
-            ranked = importance.sort(-1, descending=True).values
+            ranked = score.sort(-1, descending=True).values
             is_clear = _beats(ranked[..., num_refined - 1], ranked[..., num_refined])
         if exact_keys:
-            refined = reference.select(importance, num_refined)
-            row = F.one_hot(
-                torch.where(refined.gather(-1, cell), leaf, cell), rows.shape[2]
-            ).double()
-            members = row.sum(-2)
-            distance = (key - row @ rows).square().sum(-1, keepdim=True)
-            spread = (row.mT @ distance)[..., 0] / members.clamp(min=1)
+            refined = reference.select(score, num_refined)
+            row = torch.where(refined.gather(-1, cell), leaf, cell)
+            members = F.one_hot(row, rows.shape[2]).sum(-2)
+            spread = reference.spread(key, row, rows)
             gain = reference.exact_gain(query[:, :, tile], rows, spread, parents, counts, scale)
             gain, ranking = gain.sort(dim=-1, descending=True, stable=True)
             num_exact = (members.gather(-1, ranking).cumsum(-1) <= exact_keys).sum(-1, keepdim=True)

@@ -53,9 +53,11 @@ def avq_attention(
     """Adaptive vector-quantized attention (paper, section Method).
 
     Every key goes to its nearest parent, and there to a child that is closer, or it stays. Its cell
-    represents it, or its leaf in query tiles that refine its parent. Exact keys, those of the
-    leaves where a tile gains most, take part as themselves, and so do sink keys. With as many exact
-    keys as keys, this is exact attention.
+    represents it, or its leaf in query tiles that refine its parent. A tile refines the parents of
+    largest importance, the attention that its queries pay to the cell; with means, of largest
+    importance times spread, the mean squared distance of the cell's keys to their mean. Exact keys,
+    those of the leaves where a tile gains most, take part as themselves, and so do sink keys. With
+    as many exact keys as keys, this is exact attention.
 
     Without a codebook, the codewords are keys of this call: the parents are evenly spaced in
     `query_order`, the children in the cell of their parent.

@@ -108,28 +108,26 @@ def exact_capture(
     """
     choices = _checked(query, key, codebook, options, num_refined, exact_keys)
     found = _quantized(key, codebook, choices)
-    refined = reference.select(_parent_importance(query, key, codebook, choices), num_refined)
+    refined = reference.select(_parent_scores(query, key, codebook, choices), num_refined)
     query, key, scale = _at_least_fp32(query, key, choices["scale"])
     rows = torch.cat([found.parents, found.leaves], dim=2).to(query.dtype)
     num_parents = found.parents.shape[2]
     parents = rows[:, :, :num_parents]
     cell, leaf = found.cell, num_parents + found.leaf
-    counts = query.new_zeros(rows.shape[:3])
-    spread = query.new_zeros(rows.shape[:3])
-    for row in (cell, leaf):
-        codeword = rows.gather(2, row[..., None].expand_as(key))
-        counts.scatter_add_(-1, row, counts.new_ones(()).expand_as(row))
-        spread.scatter_add_(-1, row, (key - codeword).square().sum(dim=-1))
-    spread /= counts.clamp(min=1)
+    (cell_spread, counts), (leaf_spread, _) = (
+        _spread_and_counts(key, index, codewords)
+        for index, codewords in ((cell, parents), (found.leaf, rows[:, :, num_parents:]))
+    )
+    spread = torch.cat([cell_spread, leaf_spread], dim=2)
 
     captured: list[Tensor] = []
     for tiles in _query_tiles(query, choices, row_elements=key.shape[2] + rows.shape[2]):
         for tile in tiles.unbind(dim=2):
             row = torch.where(refined[:, :, len(captured)].gather(-1, cell), leaf, cell)
-            members = torch.zeros_like(counts)
+            members = torch.zeros_like(spread)
             members.scatter_add_(-1, row, members.new_ones(()).expand_as(row))
             gain = reference.exact_gain(
-                tile, rows, spread.where(members > 0, 0), parents, counts[..., :num_parents], scale
+                tile, rows, spread.where(members > 0, 0), parents, counts, scale
             )
             is_exact = reference.select_exact(gain, members, exact_keys).gather(-1, row)
             attention = (scale * tile @ key.mT).softmax(dim=-1)
@@ -156,9 +154,9 @@ def capture_curve(
         TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
     choices = _checked(query, key, codebook, options)
-    importance = _parent_importance(query, key, codebook, choices)
+    score = _parent_scores(query, key, codebook, choices)
     mass = attention_mass(query, key, codebook, **options)
-    ranking = importance.argsort(dim=-1, descending=True, stable=True)
+    ranking = score.argsort(dim=-1, descending=True, stable=True)
     captured = mass.gather(-1, ranking).cpu().double().sum(dim=(0, 2)).cumsum(dim=-1)
     return F.pad(captured / captured[:, -1:], (1, 0))
 
@@ -232,7 +230,7 @@ def refined_parents(
         TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
     choices = _checked(query, key, codebook, options, num_refined)
-    return reference.select(_parent_importance(query, key, codebook, choices), num_refined)
+    return reference.select(_parent_scores(query, key, codebook, choices), num_refined)
 
 
 def commitment_loss(
@@ -421,15 +419,14 @@ def _quantized(key: Tensor, codebook: Codebook | None, choices: Options) -> _Qua
     return _Quantized(*(x.unflatten(0, key.shape[:2]) for x in (cell, leaf, parents, leaves)))
 
 
-def _parent_importance(
+def _parent_scores(
     query: Tensor, key: Tensor, codebook: Codebook | None, choices: Options
 ) -> Tensor:
-    """(B, H, T, M0)."""
+    """What refined parents are chosen by, (B, H, T, M0)."""
     found = _quantized(key, codebook, choices)
-    query, _, scale = _at_least_fp32(query, key, choices["scale"])
+    query, key, scale = _at_least_fp32(query, key, choices["scale"])
     parents = found.parents.to(query.dtype)
-    counts = query.new_zeros(parents.shape[:3])
-    counts.scatter_add_(-1, found.cell, counts.new_ones(found.cell.shape))
+    spread, counts = _spread_and_counts(key, found.cell, parents)
     importances = []
     for tiles in _query_tiles(query, choices, row_elements=parents.shape[2]):
         num_tiles = tiles.shape[2]
@@ -441,7 +438,17 @@ def _parent_importance(
             choices["importance_tile"],
         )
         importances.append(importance.unflatten(0, (-1, len(query))).movedim(0, 2))
-    return torch.cat(importances, dim=-2)
+    score = torch.cat(importances, dim=-2)
+    return score * spread[:, :, None] if choices["codewords"] == "means" else score
+
+
+def _spread_and_counts(key: Tensor, index: Tensor, codewords: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.spread` and the number of keys of each codeword, (B, H, M), in memory O(S D)."""
+    distance = key - codewords.gather(2, index[..., None].expand_as(key))
+    distance = distance.square().sum(dim=-1, keepdim=True).flatten(0, 1)
+    sums, counts = leaf_sums(distance, index.flatten(0, 1), codewords.shape[2])
+    spread = sums[..., 0] / counts.clamp(min=1)
+    return spread.view(codewords.shape[:3]), counts.view(codewords.shape[:3])
 
 
 def _batched(key: Tensor) -> Tensor:

@@ -5,10 +5,11 @@ tile attends to all parents and to the children of the parents that it refines:
 
     y = sum_a n_a exp(s q.c_a) mean_a / sum_a n_a exp(s q.c_a)
 
-A refined parent stands only for the keys that stay with it, so the result is exact for any
-codebook. Exact keys and sink keys are more columns, of one key each; a leaf whose keys are exact
-stands for none. There are no atomics and no data-dependent shapes: every run gives the same bits,
-and the host never waits for the device. Half precision is computed in float32.
+A tile refines the parents of largest importance, or of largest importance times spread if means
+represent the keys. A refined parent stands only for the keys that stay with it, so the result is
+exact for any codebook. Exact keys and sink keys are more columns, of one key each; a leaf whose
+keys are exact stands for none. There are no atomics and no data-dependent shapes: every run gives
+the same bits, and the host never waits for the device. Half precision is computed in float32.
 
 A CPU computes one batch element after another, to stay in cache. Other devices compute all elements
 at once, to save launches.
@@ -47,6 +48,8 @@ class CodewordTable(NamedTuple):
         value_means: (H, M0, 2 + C, D).
         counts: (H, M0, 2 + C) int64.
         log_counts: (H, M0, 2 + C), at least `LOG_ZERO`.
+        spreads: (H, M0), mean squared distance of the keys of a cell to their mean; None if
+            codewords represent the keys, where it takes no part.
     """
 
     centre: Tensor
@@ -54,6 +57,7 @@ class CodewordTable(NamedTuple):
     value_means: Tensor
     counts: Tensor
     log_counts: Tensor
+    spreads: Tensor | None
 
 
 class ExactKeys(NamedTuple):
@@ -229,7 +233,8 @@ def summarize(
 
     # A shift of all keys by one vector changes no softmax, and small codewords round less.
     centre = centre_of(parents)
-    features = torch.cat([value, key - centre], dim=-1) if means else value
+    key = key - centre
+    features = torch.cat([value, key], dim=-1) if means else value
     leaves = sort_leaves(leaf, num_parents, 1 + num_children)
     counts, sums = aggregate(leaves, features, dtype)
     sums = torch.cat([sums.sum(dim=2, keepdim=True), sums], dim=2)
@@ -242,46 +247,69 @@ def summarize(
         parents, children = parents - centre, children - centre[:, None]
         codewords = torch.cat([parents[:, :, None].expand(-1, -1, 2, -1), children], dim=2)
     log_counts = counts.to(dtype).log().clamp(min=LOG_ZERO)
-    table = CodewordTable(centre, codewords, averages[..., :head_dim], counts, log_counts)
+    spreads = None
+    if means or exact_keys:
+        spreads = _spreads(key, leaf, leaves, codewords, counts, of_leaves=exact_keys > 0)
+    table = CodewordTable(
+        centre,
+        codewords,
+        averages[..., :head_dim],
+        counts,
+        log_counts,
+        spreads[..., 0] if means and spreads is not None else None,
+    )
 
     exact = sinks = None
-    if exact_keys:
-        exact = _exact_keys(leaf, leaves, table, key, value, exact_keys)
+    if exact_keys and spreads is not None:
+        exact = _exact_keys(key, value.to(dtype), leaves, spreads, exact_keys)
     if sink_key is not None and sink_value is not None:
         sinks = Sinks(sink_key.flatten(0, 1) - centre, sink_value.flatten(0, 1).to(dtype))
     return Summary(leaf, table, exact, sinks)
 
 
-def _exact_keys(
+def _spreads(
+    key: Tensor,
     leaf: Tensor,
     leaves: "SortedLeaves",
-    table: CodewordTable,
-    key: Tensor,
-    value: Tensor,
-    exact_keys: int,
-) -> ExactKeys:
-    """The keys (H, S, D) and values of all leaves, and the spread of each codeword's keys."""
-    num_keys, head_dim = key.shape[1:]
-    num_parents, per_cell = table.counts.shape[1:]
-    key = key - table.centre
-    # Of a key, the rows of its cell and of its leaf.
+    codewords: Tensor,
+    counts: Tensor,
+    *,
+    of_leaves: bool,
+) -> Tensor:
+    """Mean squared distance of the keys (H, S, D) of each cell to what represents it, (H, M0, 1).
+
+    Args:
+        of_leaves: also of the keys of each leaf, (H, M0, 2 + C) together.
+    """
+    num_parents, per_cell = counts.shape[1:]
     cell = leaf // (per_cell - 1)
+    rows = [cell * per_cell]
+    if of_leaves:
+        rows.append(leaf + cell + 1)
+    # Moments about the centre would cancel where a cell is small and far from it.
     distances = []
-    for row in (cell * per_cell, leaf + cell + 1):
+    for row in rows:
         row = across_heads(row, num_parents * per_cell)
-        codeword = table.codewords.flatten(0, 2).index_select(0, row.flatten())
-        distances.append((key - codeword.view_as(key)).square().sum(dim=-1))
+        codeword = codewords.flatten(0, 2).index_select(0, row.flatten())
+        distances.append(codeword.view_as(key).sub_(key).square_().sum(dim=-1))
     _, sums = aggregate(leaves, torch.stack(distances, dim=-1), key.dtype)
-    sums = torch.cat([sums[..., :1].sum(dim=2), sums[..., 1]], dim=2)
-    spread = sums / table.counts.clamp(min=1)
-    starts = leaves.edges[:-1].view(-1, num_parents, per_cell - 1)
+    sums = torch.cat([sums[..., :1].sum(dim=2), *sums[..., 1:].unbind(dim=-1)], dim=2)
+    return sums / counts[..., : sums.shape[2]].clamp(min=1)
+
+
+def _exact_keys(
+    key: Tensor, value: Tensor, leaves: "SortedLeaves", spreads: Tensor, exact_keys: int
+) -> ExactKeys:
+    """The keys (H, S, D) and values of all leaves, weighted by their spreads (H, M0, 2 + C)."""
+    num_keys, head_dim = key.shape[1:]
+    starts = leaves.edges[:-1].view(leaves.shape)
     return ExactKeys(
         min(exact_keys, num_keys),
         key.transpose(0, 1).reshape(-1, head_dim),
-        value.transpose(0, 1).reshape(-1, head_dim).to(key.dtype),
+        value.transpose(0, 1).reshape(-1, head_dim),
         leaves.rows,
         torch.cat([starts[..., :1], starts], dim=-1),
-        (2 * spread.log()).clamp(min=LOG_ZERO),
+        (2 * spreads.log()).clamp(min=LOG_ZERO),
     )
 
 
@@ -418,8 +446,10 @@ def columns_of(
     log_denominator = None if exact is None else log_mass.logsumexp(dim=-1, keepdim=True)
     mass = _mass(log_mass, table.counts[..., 0], importance_tile)
     mass[:, num_queries:] = 0
-    importance = mass.unflatten(1, tiles.shape[1:3]).sum(dim=2)
-    visible = _visible_codewords(importance, table, num_refined, in_order=exact is not None)
+    score = mass.unflatten(1, tiles.shape[1:3]).sum(dim=2)
+    if table.spreads is not None:
+        score = score * table.spreads[:, None]
+    visible = _visible_codewords(score, table, num_refined, in_order=exact is not None)
     keys = gather_rows(table.codewords, visible)
     values = gather_rows(table.value_means, visible)
     log_counts = gather_rows(table.log_counts, visible)
@@ -448,11 +478,12 @@ def columns_of(
 
 
 def _visible_codewords(
-    importance: Tensor, table: CodewordTable, num_refined: int, *, in_order: bool
+    score: Tensor, table: CodewordTable, num_refined: int, *, in_order: bool
 ) -> Tensor:
-    """Choose the parents (H, T, M0) that each tile refines; return the codewords that it sees.
+    """Choose the parents that each tile refines; return the codewords that it sees.
 
     Args:
+        score: (H, T, M0) of parents.
         in_order: as in the definition: cells, what stays with refined parents, their children.
 
     Returns:
@@ -460,16 +491,16 @@ def _visible_codewords(
     """
     num_parents, per_cell = table.counts.shape[1:]
     # topk leaves the order of equal values open.
-    ranking = importance.sort(dim=-1, descending=True, stable=True).indices
+    ranking = score.sort(dim=-1, descending=True, stable=True).indices
     refined = ranking[..., :num_refined]
 
     is_refined = torch.zeros_like(ranking).scatter_(-1, refined, 1)
-    cell = torch.arange(num_parents, device=importance.device).expand_as(ranking)
+    cell = torch.arange(num_parents, device=score.device).expand_as(ranking)
     if in_order:
         is_refined, cell = is_refined.sort(dim=-1, stable=True)
         refined = cell[..., num_parents - num_refined :]
     parent_rows = cell * per_cell + is_refined
-    child_row = torch.arange(2, per_cell, device=importance.device)
+    child_row = torch.arange(2, per_cell, device=score.device)
     child_rows = (refined[..., None] * per_cell + child_row).flatten(-2)
     rows = torch.cat([parent_rows, child_rows], dim=-1).transpose(0, 1)
     return across_heads(rows, num_parents * per_cell)

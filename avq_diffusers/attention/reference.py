@@ -31,7 +31,10 @@ def avq_attention(
     importance_tile: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention over keys replaced by codewords, refined where a query tile looks most.
+    """Softmax attention over keys replaced by codewords, refined where a query tile gains most.
+
+    A query tile refines the parents of largest importance; if means represent the keys, those of
+    largest importance times spread.
 
     Assignments and the choice of parents and of exact keys are constants of the gradient. Gradients
     of keys pass through the means, or straight through the quantization if codewords represent
@@ -90,19 +93,21 @@ def avq_attention(
     representatives = torch.cat([coarse, fine], dim=2)
     rows = torch.cat([parents, leaves], dim=2)
     counts = _counts(cell, parents)[..., 0].to(parents.dtype)
+    cell_spread = spread(fixed_key, cell, parents)
 
     output = torch.empty_like(query)
     for tile in order.split(query_tile):
         tile_query = query[:, :, tile]
-        tile_importance = importance(tile_query, parents, counts, scale, importance_tile)
-        refined = select(tile_importance, num_refined)
+        score = importance(tile_query, parents, counts, scale, importance_tile)
+        if codewords == "means":
+            score = score * cell_spread
+        refined = select(score, num_refined)
         row = torch.where(refined.gather(-1, cell), num_parents + leaf, cell)
         tile_key, tile_value = _take(representatives, row) + straight_through, value
         if exact_keys > 0:
             row_counts = _counts(row, rows)[..., 0]
-            distance = _squared_distance(fixed_key, _take(rows, row))[..., None]
-            spread = _means(distance, row, rows)[..., 0]
-            gain = exact_gain(tile_query, rows, spread, parents, counts, scale)
+            row_spread = spread(fixed_key, row, rows)
+            gain = exact_gain(tile_query, rows, row_spread, parents, counts, scale)
             exact = select_exact(gain, row_counts, exact_keys)
             tile_key = torch.where(exact.gather(-1, row)[..., None], key, tile_key)
         if sink_key is not None and sink_value is not None:
@@ -226,6 +231,21 @@ def importance(
     return importance.where(counts > 0, 0)
 
 
+def spread(key: Tensor, index: Tensor, codewords: Tensor) -> Tensor:
+    """Mean squared distance of the keys of each codeword to it.
+
+    Args:
+        key: (B, H, S, D).
+        index: (B, H, S) int64 in [0, M), the codeword of each key.
+        codewords: (B, H, M, D).
+
+    Returns:
+        (B, H, M); 0 without keys.
+    """
+    distance = _squared_distance(key, _take(codewords, index))
+    return _means(distance[..., None], index, codewords)[..., 0]
+
+
 @torch.no_grad()
 def exact_gain(
     tile_query: Tensor,
@@ -243,7 +263,7 @@ def exact_gain(
     Args:
         tile_query: (B, H, I, D), the queries of one tile.
         leaves: (B, H, M, D), what represents leaves and cells.
-        spread: (B, H, M), mean squared distance of their keys to it; 0 without keys.
+        spread: (B, H, M) of their keys.
         parents, counts, scale: as in `importance`.
 
     Returns:
@@ -271,17 +291,17 @@ def select_exact(gain: Tensor, counts: Tensor, exact_keys: int) -> Tensor:
     return torch.zeros_like(is_exact).scatter(-1, ranking, is_exact)
 
 
-def select(importance: Tensor, num_refined: int) -> Tensor:
-    """Mark the `num_refined` parents of largest importance. Of equal parents the lower index wins.
+def select(score: Tensor, num_refined: int) -> Tensor:
+    """Mark the `num_refined` parents of largest score. Of equal parents the lower index wins.
 
     Args:
-        importance: (..., M0).
+        score: (..., M0), importance or importance times spread.
 
     Returns:
         (..., M0) bool.
     """
-    ranking = importance.argsort(dim=-1, descending=True, stable=True)
-    refined = torch.zeros_like(importance, dtype=torch.bool)
+    ranking = score.argsort(dim=-1, descending=True, stable=True)
+    refined = torch.zeros_like(score, dtype=torch.bool)
     return refined.scatter(-1, ranking[..., :num_refined], True)
 
 

@@ -14,14 +14,23 @@ from rich.console import Console
 from rich.table import Table
 
 from avq_diffusers.cli.codebooks import codeword_source
-from avq_diffusers.cli.images import dilation, fit_request, image_capture, psnr, timed_image
+from avq_diffusers.cli.images import (
+    dilation,
+    fit_request,
+    image_capture,
+    image_error,
+    psnr,
+    timed_image,
+)
 from avq_diffusers.cli.loading import load_pipeline
 from avq_diffusers.cli.output import save_image, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.cli.sheet import image_sheet
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.files import atomic_write
 from avq_diffusers.plugin.apply import apply_avq, avq_disabled
 from avq_diffusers.plugin.elastic import SHOWN_TARGETS, CaptureProfile
+from avq_diffusers.plugin.error_profile import ErrorProfile, set_tolerance
 from avq_diffusers.plugin.refinement import refinable_parents, set_num_refined
 
 EXACT = "exact"
@@ -36,6 +45,24 @@ class Choice:
     label: str
     series: str
     num_refined: Mapping[str, Any]
+
+    def set(self, pipe: DiffusionPipeline) -> None:
+        """Let the AVQ layers run it."""
+        set_num_refined(pipe, self.num_refined)
+
+
+@dataclass(frozen=True)
+class ToleranceChoice:
+    """The sizes within a tolerance, another kind of `Choice`."""
+
+    label: str
+    series: str
+    profile: ErrorProfile
+    tolerance: float
+
+    def set(self, pipe: DiffusionPipeline) -> None:
+        """Let the AVQ layers run them."""
+        set_tolerance(pipe, self.profile, self.tolerance)
 
 
 @dataclass(frozen=True)
@@ -58,18 +85,24 @@ def bench_model(
     out: Path,
     *,
     numbers: Sequence[int] | None,
+    tolerances: Sequence[float],
     num_images: int,
 ) -> None:
     """Print a table, plot it to `out`, and write the sheet of images beside it."""
     pipe = load_pipeline(model.name, model.device)
     request = fit_request(pipe, request)
-    apply_avq(pipe, codeword_source(pipe, model), route="always")
-    choices = refined_choices(pipe, numbers)
+    source = codeword_source(pipe, model)
+    apply_avq(pipe, source, route="always")
+    choices: list[Choice | ToleranceChoice] = [*refined_choices(pipe, numbers)]
     requests = [replace(request, seed=request.seed + index) for index in range(num_images)]
     with dilation(pipe, request):
         if any(refinable_parents(pipe).values()):
             print("measuring which parents get the attention")
             choices += capture_choices(image_capture(pipe, request))
+        if tolerances:
+            assert isinstance(source, AVQConfig)
+            print("measuring the errors of several sizes")
+            choices += tolerance_choices(image_error(pipe, source, request), tolerances)
         results = list(run_choices(pipe, choices, requests))
     Console().print(bench_table(results))
     size = f"{request.width}x{request.height}"
@@ -112,8 +145,18 @@ def capture_choices(profile: CaptureProfile) -> list[Choice]:
     ]
 
 
+def tolerance_choices(profile: ErrorProfile, tolerances: Sequence[float]) -> list[ToleranceChoice]:
+    """Run the cheapest sizes, by layer and timestep, whose error is within a tolerance."""
+    return [
+        ToleranceChoice(f"{tolerance:g} tolerance", "tolerance", profile, tolerance)
+        for tolerance in tolerances
+    ]
+
+
 def run_choices(
-    pipe: DiffusionPipeline, choices: Sequence[Choice], requests: Sequence[ImageRequest]
+    pipe: DiffusionPipeline,
+    choices: Sequence[Choice | ToleranceChoice],
+    requests: Sequence[ImageRequest],
 ) -> Iterator[ChoiceResult]:
     """Generate the images of exact attention, then of every choice; the pipeline keeps the last."""
 
@@ -125,7 +168,7 @@ def run_choices(
         exact, seconds = generate()
     yield ChoiceResult(EXACT, EXACT, exact, seconds, math.inf)
     for choice in choices:
-        set_num_refined(pipe, choice.num_refined)
+        choice.set(pipe)
         images, seconds = generate()
         likeness = median(map(psnr, images, exact))
         yield ChoiceResult(choice.label, choice.series, images, seconds, likeness)
@@ -171,7 +214,7 @@ def plot_bench(results: Sequence[ChoiceResult], title: str, path: Path) -> None:
     axes = figure.subplots()
     axes.axvline(results[0].seconds, color="black", linestyle="--", label=EXACT)
     series = dict.fromkeys(result.series for result in results[1:])
-    for name, marker in zip(series, "os", strict=False):
+    for name, marker in zip(series, "os^", strict=False):
         shown = [x for x in results if x.series == name and math.isfinite(x.psnr)]
         axes.plot([x.seconds for x in shown], [x.psnr for x in shown], marker, label=name)
         for result in shown:

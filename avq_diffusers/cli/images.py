@@ -13,12 +13,15 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from avq_diffusers.cli.request import ImageRequest
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.extras.scalecrafter.apply import check_size, scalecrafter
 from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD
 from avq_diffusers.plugin.elastic import CaptureProfile, measure_capture
+from avq_diffusers.plugin.error_profile import ErrorProfile, measure_error
 from avq_diffusers.plugin.timesteps import are_training_timesteps
 
 CAPTURE_STEPS = 8
+ERROR_STEPS = 6
 
 
 class TimedImage(NamedTuple):
@@ -91,12 +94,14 @@ def image_capture(pipe: DiffusionPipeline, request: ImageRequest) -> CaptureProf
 
     It changes slowly from step to step, so `CAPTURE_STEPS` steps are enough.
     """
-    arguments = _call_arguments(request)
-    steps = arguments["num_inference_steps"] = min(request.steps, CAPTURE_STEPS)
-    pipe.scheduler.set_timesteps(steps)
-    if not are_training_timesteps(pipe.scheduler.timesteps.tolist()):
-        arguments["parts"] = 1
-    return measure_capture(pipe, [arguments.pop("prompt")], seed=request.seed, **arguments)
+    arguments = _probe_arguments(pipe, request, CAPTURE_STEPS)
+    return measure_capture(pipe, [request.prompt], **arguments)
+
+
+def image_error(pipe: DiffusionPipeline, config: AVQConfig, request: ImageRequest) -> ErrorProfile:
+    """Measure the error of AVQ with several sizes on one image, in at most `ERROR_STEPS` steps."""
+    arguments = _probe_arguments(pipe, request, ERROR_STEPS)
+    return measure_error(pipe, [request.prompt], config, **arguments)
 
 
 def psnr(image: Image.Image, reference: Image.Image) -> float:
@@ -107,6 +112,18 @@ def psnr(image: Image.Image, reference: Image.Image) -> float:
     error = np.asarray(image, np.float64) - np.asarray(reference, np.float64)
     mean_square = (error**2).mean()
     return float("inf") if mean_square == 0 else float(10 * np.log10(255.0**2 / mean_square))
+
+
+def _probe_arguments(
+    pipe: DiffusionPipeline, request: ImageRequest, most_steps: int
+) -> dict[str, Any]:
+    arguments = _call_arguments(request)
+    del arguments["prompt"]
+    steps = arguments["num_inference_steps"] = min(request.steps, most_steps)
+    pipe.scheduler.set_timesteps(steps)
+    if not are_training_timesteps(pipe.scheduler.timesteps.tolist()):
+        arguments["parts"] = 1
+    return {**arguments, "seed": request.seed}
 
 
 def _call_arguments(request: ImageRequest) -> dict[str, Any]:

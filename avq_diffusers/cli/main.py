@@ -14,11 +14,13 @@ import typer
 from avq_diffusers.cli.options import (
     LARGEST_SEED,
     Dilated,
+    check_positive,
     finite,
     folder_to_write,
     multiple_of,
     numbers_of,
     read_prompts,
+    tolerances_of,
     usual_prompts,
 )
 from avq_diffusers.cli.output import check_image_path, sheet_path
@@ -121,6 +123,13 @@ def generate(
             "such as 0.9; measured on this prompt."
         ),
     ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="The cheapest sizes, by layer and timestep, whose attention has at most this "
+            "relative error, such as 0.1; measured on this prompt."
+        ),
+    ] = None,
     device: Device = None,
     out: Annotated[Path, typer.Option(help="The AVQ image; the sheet lies beside it.")] = Path(
         "avq.png"
@@ -131,11 +140,16 @@ def generate(
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
     check_image_path(out, sheet_path(out))
-    if capture is not None and num_refined is not None:
-        raise ValueError("--num-refined and --capture exclude each other; drop one of them.")
+    dials = {"--num-refined": num_refined, "--capture": capture, "--tolerance": tolerance}
+    turned = [option for option, value in dials.items() if value is not None]
+    if len(turned) > 1:
+        raise ValueError(f"{' and '.join(turned)} exclude each other; drop one of them.")
     if capture is not None and not 0 < capture <= 1:
         raise ValueError(f"--capture must be above 0 and at most 1, but got {capture}.")
     chosen = ModelRequest.from_options(model, codebooks, config, levels, exact, device)
+    if tolerance is not None:
+        check_positive("--tolerance", tolerance)
+        chosen.check_tolerance()
     if capture is not None and codebooks is None and not chosen.config.most_refined:
         raise ValueError(f"--capture chooses refined parents, but {chosen.config} has no children.")
     if num_refined is not None:
@@ -146,7 +160,9 @@ def generate(
 
     from avq_diffusers.cli.generate import generate_image
 
-    generate_image(chosen, request, out, num_refined=num_refined, capture=capture)
+    generate_image(
+        chosen, request, out, num_refined=num_refined, capture=capture, tolerance=tolerance
+    )
 
 
 @app.command()
@@ -168,6 +184,13 @@ def bench(
         str | None,
         typer.Option(help="Numbers of refined parents, as 0,4,16; by default from none to all."),
     ] = None,
+    tolerance: Annotated[
+        str | None,
+        typer.Option(
+            help="Also rows with the cheapest sizes whose attention has at most these relative "
+            "errors, as 0.05,0.1,0.2."
+        ),
+    ] = None,
     images: Annotated[
         int, typer.Option(min=1, help="Images per choice; their medians are shown.")
     ] = 1,
@@ -186,13 +209,16 @@ def bench(
     numbers = None if refined is None else numbers_of("--refined", refined)
     chosen = ModelRequest.from_options(model, codebooks, config, levels, exact, device)
     chosen.check_refined(numbers or ())
+    tolerances = () if tolerance is None else tolerances_of("--tolerance", tolerance)
+    if tolerances:
+        chosen.check_tolerance()
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
     )
 
     from avq_diffusers.cli.bench import bench_model
 
-    bench_model(chosen, request, out, numbers=numbers, num_images=images)
+    bench_model(chosen, request, out, numbers=numbers, tolerances=tolerances, num_images=images)
 
 
 @app.command("app")
@@ -227,8 +253,9 @@ def app_command(
     from avq_diffusers.plugin.apply import apply_avq
 
     pipe = load_pipeline(model, device)
-    apply_avq(pipe, codeword_source(pipe, chosen), route="always")
-    page = build_page(pipe, Path(model).name, usual_prompts(model))
+    source = codeword_source(pipe, chosen)
+    apply_avq(pipe, source, route="always")
+    page = build_page(pipe, Path(model).name, usual_prompts(model), source)
     print(f"page: {serve(page, host=host, port=port, share=share)}", flush=True)
     page.block_thread()
 

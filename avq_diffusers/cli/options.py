@@ -46,6 +46,25 @@ def numbers_of(option: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
+def tolerances_of(option: str, text: str) -> tuple[float, ...]:
+    """Read a comma-separated list of tolerances; errors name `option`."""
+    try:
+        tolerances = tuple(map(float, text.split(",")))
+    except ValueError as error:
+        raise ValueError(
+            f"{option} must be numbers such as 0.1 or 0.05,0.1, but got {text!r}."
+        ) from error
+    for tolerance in tolerances:
+        check_positive(option, tolerance)
+    return tolerances
+
+
+def check_positive(option: str, value: float) -> None:
+    """Refuse a number that is not above 0 and finite; errors name `option`."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{option} must be above 0 and finite, but got {value}.")
+
+
 def usual_prompts(model: str) -> list[str]:
     """Return the prompts to calibrate a model on when the user gives none."""
     return default_prompts() if model == MINI_SD else list(CALIBRATION_PROMPTS)

@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline
 from avq_diffusers.cli.images import (
     TimedImage,
     dilation,
+    image_error,
     psnr,
     timed_image,
     training_size,
@@ -20,9 +21,16 @@ from avq_diffusers.cli.images import (
 )
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.cli.sheet import DIFFERENCE_GAIN, difference
+from avq_diffusers.config import AVQConfig
 from avq_diffusers.extras.scalecrafter.settings import SETTINGS
 from avq_diffusers.plugin.apply import avq_disabled
-from avq_diffusers.plugin.layer_state import applied_states
+from avq_diffusers.plugin.error_profile import (
+    SHOWN_TOLERANCES,
+    WITHOUT_CODEBOOKS,
+    ErrorProfile,
+    set_tolerance,
+)
+from avq_diffusers.plugin.layer_state import AVQSource, applied_states
 from avq_diffusers.plugin.prompts import lacks_memory
 from avq_diffusers.plugin.refinement import refinable_parents, set_num_refined
 from avq_diffusers.plugin.report import Summary, summary
@@ -34,6 +42,7 @@ LARGEST_SIDE = 4  # times that of training
 CACHE_SECONDS = 3600  # how long gradio keeps the files of images that it has shown
 
 IMAGE_HEIGHT = 280  # pixels on the page
+NO_TOLERANCE = "none"
 EXACT, AVQ, DIFFERENCE = "**Exact**", "**AVQ**", "**Difference**"
 
 CSS = """
@@ -52,14 +61,20 @@ OnStep = Callable[[int], None]
 class SharedPipeline:
     """A pipeline with AVQ that generates one image at a time, from any thread.
 
+    Args:
+        pipe: the pipeline.
+        source: what AVQ was applied with; only a configuration allows tolerances.
+
     Attributes:
         default_refined: refined parents per query tile when it was shared; the largest number
             where layers differ.
         most_refined: parents of the largest codebook; 0 for flat codebooks.
     """
 
-    def __init__(self, pipe: DiffusionPipeline) -> None:
+    def __init__(self, pipe: DiffusionPipeline, source: AVQSource | None = None) -> None:
         self.pipe = pipe
+        self.config = source if isinstance(source, AVQConfig) else None
+        self.profile: tuple[ImageRequest, ErrorProfile] | None = None  # the last one measured
         self.lock = Lock()
         self.own = {layer.name: state.num_refined for layer, state in applied_states(pipe).items()}
         self.most = refinable_parents(pipe)
@@ -72,19 +87,36 @@ class SharedPipeline:
             return self._generate(request, on_step)
 
     def generate_avq(
-        self, request: ImageRequest, num_refined: int, on_step: OnStep
+        self,
+        request: ImageRequest,
+        num_refined: int,
+        on_step: OnStep,
+        tolerance: float | None = None,
     ) -> tuple[TimedImage, Summary]:
         """Generate with AVQ attention, and report what ran in each layer.
 
         Layers with fewer than `num_refined` parents refine all. At `default_refined` each layer
-        refines as many as when the pipeline was shared.
+        refines as many as when the pipeline was shared. A tolerance, measured on the image,
+        replaces `num_refined`.
         """
         plan = {name: min(num_refined, most) for name, most in self.most.items()}
         with self.lock:
-            set_num_refined(self.pipe, self.own if num_refined == self.default_refined else plan)
+            if tolerance is None:
+                own = num_refined == self.default_refined
+                set_num_refined(self.pipe, self.own if own else plan)
+            else:
+                set_tolerance(self.pipe, self._profile_of(request), tolerance)
             for state in applied_states(self.pipe).values():
                 state.calls.clear()
             return self._generate(request, on_step), summary(self.pipe)
+
+    def _profile_of(self, request: ImageRequest) -> ErrorProfile:
+        if self.config is None:
+            raise ValueError(WITHOUT_CODEBOOKS)
+        if self.profile is None or self.profile[0] != request:
+            with dilation(self.pipe, request):
+                self.profile = request, image_error(self.pipe, self.config, request)
+        return self.profile[1]
 
     def _generate(self, request: ImageRequest, on_step: OnStep) -> TimedImage:
         def after_step(
@@ -146,6 +178,7 @@ class _Events:
         self,
         shown: ShownImage | None,
         num_refined: int,
+        tolerance: str,
         progress: gr.Progress = gr.Progress(),  # noqa: B008
     ) -> list:
         """The AVQ image, its difference from the exact one, and what ran in each layer."""
@@ -154,7 +187,10 @@ class _Events:
         steps, exact = shown.request.steps, shown.exact.image
         with _shown_errors():
             avq, report = self.pipeline.generate_avq(
-                shown.request, num_refined, lambda step: progress((step, steps), "AVQ")
+                shown.request,
+                num_refined,
+                lambda step: progress((step, steps), "AVQ"),
+                None if tolerance == NO_TOLERANCE else float(tolerance),
             )
         return [
             f"{AVQ}, {avq.seconds:.1f} s",
@@ -173,8 +209,12 @@ class _Events:
         return gr.Checkbox(interactive=True) if fits else gr.Checkbox(False, interactive=False)
 
 
-def build_page(pipe: DiffusionPipeline, model: str, examples: Sequence[str]) -> gr.Blocks:
+def build_page(
+    pipe: DiffusionPipeline, model: str, examples: Sequence[str], source: AVQSource | None = None
+) -> gr.Blocks:
     """Lay out the page for a pipeline with AVQ; the prompt field begins with the first example.
+
+    It offers tolerances if `source`, what AVQ was applied with, is a configuration.
 
     Visitors wait for one another. The page generates the exact image again only when something
     other than the number of refined parents has changed.
@@ -182,7 +222,7 @@ def build_page(pipe: DiffusionPipeline, model: str, examples: Sequence[str]) -> 
     Raises:
         ValueError: the pipeline has no AVQ layer.
     """
-    shared = SharedPipeline(pipe)
+    shared = SharedPipeline(pipe, source)
     events = _Events(shared)
     guidance_scale = usual_guidance(pipe)
     side = training_size(pipe)
@@ -226,18 +266,28 @@ def build_page(pipe: DiffusionPipeline, model: str, examples: Sequence[str]) -> 
                     interactive=shared.most_refined > 0,
                     elem_id="refined",
                 )
+                tolerance = gr.Radio(
+                    [NO_TOLERANCE, *map(str, SHOWN_TOLERANCES)],
+                    value=NO_TOLERANCE,
+                    label="Tolerance",
+                    info="Largest relative error of a layer's attention, measured on this image; "
+                    "replaces the refined parents.",
+                    visible=shared.config is not None,
+                    elem_id="tolerance",
+                )
                 report = gr.Markdown(elem_id="report")
         gr.Examples([[example] for example in examples], prompt, label="Prompts to try")
 
         avq_results = [avq_title, avq, difference_title, differing, report]
         refine = {
             "fn": events.generate_avq,
-            "inputs": [shown, num_refined],
+            "inputs": [shown, num_refined, tolerance],
             "outputs": avq_results,
             "show_progress_on": avq,
             "concurrency_id": "pipeline",
         }
         num_refined.release(**refine)
+        tolerance.input(**refine, api_visibility="private")
         button.click(
             events.generate_exact,
             [shown, prompt, negative_prompt, width, height, seed, steps, guidance, dilated],

@@ -53,6 +53,15 @@ class ModelRequest:
         )
         return cls(model, device, codebooks, avq_config, levels is not None)
 
+    def check_tolerance(self) -> None:
+        """Refuse codebooks, whose sizes are fixed.
+
+        Raises:
+            ValueError: there are codebooks.
+        """
+        if self.codebooks is not None:
+            raise ValueError("--tolerance and --codebooks exclude each other; drop one of them.")
+
     def check_refined(self, numbers: Sequence[int]) -> None:
         """Refuse numbers of refined parents that `config` does not have.
 

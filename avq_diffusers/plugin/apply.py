@@ -14,7 +14,13 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from avq_diffusers.plugin.codebooks import AVQCodebooks
-from avq_diffusers.plugin.error_profile import ErrorProfile, checked_tolerance, measure_error
+from avq_diffusers.plugin.error_profile import (
+    WITHOUT_CODEBOOKS,
+    ErrorProfile,
+    checked_tolerance,
+    measure_error,
+    set_tolerance,
+)
 from avq_diffusers.plugin.layer_state import (
     AVQSource,
     check_source,
@@ -36,7 +42,6 @@ from avq_diffusers.plugin.processor import (
     remember_processor,
     uninstall,
 )
-from avq_diffusers.plugin.refinement import set_sizes
 
 
 def apply_avq(
@@ -130,10 +135,7 @@ def _measured(
 ) -> ErrorProfile:
     check_source(source)
     if isinstance(source, AVQCodebooks):
-        raise ValueError(
-            "a tolerance chooses sizes of AVQ with codewords of each call; apply it without "
-            "codebooks."
-        )
+        raise ValueError(WITHOUT_CODEBOOKS)
     if prompt is None:
         raise TypeError("a tolerance is measured on a prompt; pass prompt, or an ErrorProfile.")
     prompts = [prompt] if isinstance(prompt, str) else prompt
@@ -144,19 +146,9 @@ def _apply_within(
     pipe: PipelineOrUNet, profile: ErrorProfile, tolerance: float, backend: str, route: str
 ) -> PipelineOrUNet:
     config = profile.config
-    profile.check_model(select_layers(unet_of(pipe), config.levels, config.exact))
-    plan = profile.within(tolerance)
+    profile.check_layers(select_layers(unet_of(pipe), config.levels, config.exact))
     apply_avq(pipe, config, backend=backend, route=route)
-    choices = {state: plan[layer.name] for layer, state in states_of(pipe).items()}
-    set_sizes(
-        pipe,
-        {
-            state: {start: choice.sizes for start, choice in parts.items()}
-            for state, parts in choices.items()
-        },
-    )
-    for state, parts in choices.items():
-        state.errors = tuple(choice.error for choice in parts.values())
+    set_tolerance(pipe, profile, tolerance)
     return pipe
 
 

@@ -24,7 +24,7 @@ from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import AVQConfig, Sizes
 from avq_diffusers.files import atomic_write
-from avq_diffusers.plugin.layer_state import default_source, disabled, states_of
+from avq_diffusers.plugin.layer_state import applied_states, default_source, disabled, states_of
 from avq_diffusers.plugin.layer_weights import LayerWeights
 from avq_diffusers.plugin.layers import (
     LayerSpec,
@@ -35,7 +35,7 @@ from avq_diffusers.plugin.layers import (
 )
 from avq_diffusers.plugin.probe import Probe, check_probe
 from avq_diffusers.plugin.prompts import checked_prompts, run_prompts
-from avq_diffusers.plugin.refinement import EXACT
+from avq_diffusers.plugin.refinement import EXACT, set_sizes
 from avq_diffusers.plugin.routing import Workload, next_power_of_two, relative_cost
 from avq_diffusers.plugin.tensor_files import check_names
 from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS
@@ -53,6 +53,9 @@ LADDER = (
     "M64P32C8E1024",
 )
 SHOWN_TOLERANCES = (0.05, 0.1, 0.2)
+WITHOUT_CODEBOOKS = (
+    "a tolerance chooses sizes of AVQ with codewords of each call; apply it without codebooks."
+)
 
 
 class Choice(NamedTuple):
@@ -150,8 +153,8 @@ class ErrorProfile:
         checked_tolerance(tolerance)
         return {one.layer.name: one.within(tolerance) for one in self.layers}
 
-    def check_model(self, layers: Sequence[LayerSpec]) -> None:
-        """Refuse a model that has other layers than these.
+    def check_layers(self, layers: Sequence[LayerSpec]) -> None:
+        """Refuse other layers than those that were measured.
 
         Raises:
             ValueError: a layer is missing, unexpected or of another head shape.
@@ -217,6 +220,32 @@ class ErrorProfile:
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+
+
+def set_tolerance(
+    pipe: DiffusionPipeline | nn.Module, profile: ErrorProfile, tolerance: float
+) -> None:
+    """Set the sizes of a pipeline with AVQ, without codebooks, to those within a tolerance.
+
+    Raises:
+        TypeError: `tolerance` is not a number.
+        ValueError: it is not above 0, the profile is of other layers, or AVQ has codebooks.
+    """
+    plan = profile.within(tolerance)
+    states = applied_states(pipe)
+    profile.check_layers([*states])
+    if any(state.weights.are_stored for state in states.values()):
+        raise ValueError(WITHOUT_CODEBOOKS)
+    choices = {state: plan[layer.name] for layer, state in states.items()}
+    set_sizes(
+        pipe,
+        {
+            state: {start: choice.sizes for start, choice in parts.items()}
+            for state, parts in choices.items()
+        },
+    )
+    for state, parts in choices.items():
+        state.errors = tuple(choice.error for choice in parts.values())
 
 
 def checked_tolerance(tolerance: Any) -> float:

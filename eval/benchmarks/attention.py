@@ -1,6 +1,7 @@
 """Time AVQ attention against exact attention: `python -m eval bench attention`."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -11,11 +12,22 @@ from tqdm import tqdm
 
 from avq_diffusers import AVQConfig, avq_attention
 from avq_diffusers.attention.orders import query_order
+from avq_diffusers.codebook.codebook import Codebook
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.store.markdown import markdown_table, number
 
-METRICS = ("num_tokens", "exact_ms", "exact_spread", "avq_ms", "avq_spread", "ratio")
+METRICS = (
+    "num_tokens",
+    "exact_ms",
+    "exact_spread",
+    "avq_ms",
+    "avq_spread",
+    "ratio",
+    "own_ms",
+    "own_spread",
+    "own_over_stored",
+)
 EFFORT = Effort(rounds=9, block_ms=300)
 
 
@@ -32,10 +44,11 @@ def bench_attention(
     effort: Effort = EFFORT,
     max_exact_tokens: int = 16384,
 ) -> list[dict[str, Any]]:
-    """Time AVQ (precompute included) and SDPA in turns.
+    """Time AVQ of stored and of own codewords (precompute included) and SDPA in turns.
 
-    Queries follow a square grid where N is a square. A row has median times; `ratio` is exact over
-    AVQ time, and a spread is the range of the times over their median.
+    Queries follow a square grid where N is a square. A row has median times: `avq_ms` with stored
+    codewords, `own_ms` with those of the call's keys. `ratio` is exact over stored AVQ time, and a
+    spread is the range of the times over their median.
     """
     source = KeySource(num_heads, head_dim, device)
     codebook = source.codebook(config)
@@ -46,12 +59,14 @@ def bench_attention(
         grid = (side, side) if side * side == num_tokens else (1, num_tokens)
         order = query_order(*grid, config.query_order, device)
 
-        def avq(_: int, inputs=inputs, order=order) -> Tensor:
+        def avq(codebook: Codebook | None, _: int, inputs=inputs, order=order) -> Tensor:
             return avq_attention(
                 *inputs,
                 codebook,
+                num_parents=config.num_parents,
+                num_children=config.num_children,
                 num_refined=config.num_refined,
-                codewords="stored",
+                codewords="means" if codebook is None else "stored",
                 exact_keys=config.exact_keys,
                 query_tile=config.query_tile,
                 query_order=order,
@@ -60,13 +75,16 @@ def bench_attention(
         def exact(_: int, inputs=inputs) -> Tensor:
             return F.scaled_dot_product_attention(*inputs)
 
-        runs = [avq, exact] if num_tokens <= max_exact_tokens else [avq]
+        runs = {"avq": partial(avq, codebook), "own": partial(avq, None)}
+        if num_tokens <= max_exact_tokens:
+            runs["exact"] = exact
         row: dict[str, Any] = dict.fromkeys(METRICS) | {"num_tokens": num_tokens}
-        timings = time_in_turns(runs, 1, device, effort)
-        for name, timing in zip(("avq", "exact"), timings, strict=False):
+        timings = time_in_turns(list(runs.values()), 1, device, effort)
+        for name, timing in zip(runs, timings, strict=True):
             row |= {f"{name}_ms": timing["ms"], f"{name}_spread": timing["spread"]}
         if row["exact_ms"] is not None:
             row["ratio"] = row["exact_ms"] / row["avq_ms"]
+        row["own_over_stored"] = row["own_ms"] / row["avq_ms"]
         rows.append(row)
     return rows
 
@@ -74,14 +92,16 @@ def bench_attention(
 def attention_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
     return markdown_table(
-        ["N", "exact ms", "AVQ ms", "exact / AVQ", "spread"],
+        ["N", "exact ms", "AVQ ms", "exact / AVQ", "own ms", "own / stored", "spread"],
         (
             [
                 str(row["num_tokens"]),
                 number(row["exact_ms"], ".1f"),
                 number(row["avq_ms"], ".1f"),
                 number(row["ratio"], ".1f"),
-                f"{number(row['exact_spread'], '.0%')}, {number(row['avq_spread'], '.0%')}",
+                number(row["own_ms"], ".1f"),
+                number(row["own_over_stored"], ".2f"),
+                ", ".join(number(row[f"{name}_spread"], ".0%") for name in ("exact", "avq", "own")),
             ]
             for row in rows
         ),

@@ -6,7 +6,7 @@ backend. A contender with wrong output gets no time.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from avq_diffusers.attention.triton import codewords as tables
 from avq_diffusers.codebook.codebook import Codebook
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
-from eval.methods import method_name
+from eval.methods import config_label, method_name
 
 Row = dict[str, Any]
 InputSets = Sequence[tuple[Tensor, Tensor, Tensor]]
@@ -41,6 +41,7 @@ class Contender:
         run: attends on input set i and returns (B, H, N, D).
         expected: returns the right output for the first set, or for its first queries only.
         facts: further fields of the row.
+        stored: name of the row of stored codewords that this one is compared to, if any.
         stages: parts of `run` to time as well, by field of the row.
     """
 
@@ -48,6 +49,7 @@ class Contender:
     run: Callable[[int], Tensor]
     expected: Callable[[], Tensor]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    stored: str | None = None
     stages: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
 
 
@@ -103,15 +105,27 @@ class Bench:
         ]
 
     def avq(
-        self, shape: Shape, sets: InputSets, config: AVQConfig, order: Tensor | None = None
+        self,
+        shape: Shape,
+        sets: InputSets,
+        config: AVQConfig,
+        order: Tensor | None = None,
+        *,
+        own: bool = False,
     ) -> Contender:
-        """The operation, and its two stages where it has kernels."""
-        codebook = self.source(shape).codebook(config)
+        """The operation, and its two stages where it has kernels.
+
+        Codewords are stored ones, or with `own` from the keys of the call.
+        """
+        codebook = None if own else self.source(shape).codebook(config)
         attend = partial(
             avq_attention,
             codebook=codebook,
+            num_parents=config.num_parents,
+            num_children=config.num_children,
             num_refined=config.num_refined,
-            codewords="stored",
+            codewords=config.codewords,
+            num_updates=config.num_updates,
             exact_keys=config.exact_keys,
             query_tile=config.query_tile,
             query_order=order,
@@ -125,10 +139,14 @@ class Bench:
             return attend(*sets[index], backend=self.backend)
 
         return Contender(
-            method_name(config),
+            method_name(config, own=own),
             run,
             expected,
-            {"config": str(config), "effective_codewords": config.effective_codewords},
+            {
+                "config": config_label(config, own=own),
+                "effective_codewords": config.effective_codewords,
+            },
+            method_name(replace(config, codewords="stored", num_updates=0)) if own else None,
             kernel_stages(sets, config, codebook, order) if self.cuda else {},
         )
 
@@ -193,6 +211,10 @@ class Bench:
         timings = time_in_turns([run for *_, run in timed], num_sets, self.device, self.effort)
         for (row, name, _), timing in zip(timed, timings, strict=True):
             row.update(timing if name == "ms" else {name: timing["ms"]})
+        times = {row["method"]: row["ms"] for row in rows}
+        for row, contender in zip(rows, contenders, strict=True):
+            if row["ms"] and times.get(contender.stored):
+                row["over_stored"] = row["ms"] / times[contender.stored]
         return rows
 
 
@@ -203,19 +225,26 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 
 
 def kernel_stages(
-    sets: InputSets, config: AVQConfig, codebook: Codebook, order: Tensor | None
+    sets: InputSets, config: AVQConfig, codebook: Codebook | None, order: Tensor | None
 ) -> dict[str, Callable[[int], Any]]:
-    """The two kernel stages apart, on the codewords that the operation packs."""
+    """The two kernel stages apart, on the codewords that the operation packs or on own ones."""
     from avq_diffusers.attention.triton import attention, precompute
 
-    stored = _packed(codebook, sets[0][0].dtype)
+    query = sets[0][0]
+    stored = None if codebook is None else _packed(codebook, query.dtype)
     sizes = {"num_parents": config.num_parents, "num_children": config.num_children}
-    scale = codebook.head_dim**-0.5
 
     def aggregate(index: int) -> precompute.Aggregates:
         _, key, value = sets[index]
         return precompute.precompute(
-            key, value, stored, None, None, **sizes, means=False, scale=scale
+            key,
+            value,
+            stored,
+            None,
+            order if stored is None else None,
+            **sizes,
+            means=config.codewords == "means",
+            scale=query.shape[-1] ** -0.5,
         )
 
     # Filled by the calls before the graph is captured, which reads what they leave here.

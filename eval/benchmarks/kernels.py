@@ -1,7 +1,8 @@
 """Time the operation against exact and unfused attention: `python -m eval bench kernels`.
 
 There are three parts: the paper's table (B4 H12 D64), SD1.5's shapes, and scaling with codebook
-size and N. SD1.5's shapes run with evenly spread keys, and with 30 % of the keys equal to one.
+size and N. SD1.5's shapes run with evenly spread keys, and with 30 % of the keys equal to one. A
+row of own codewords has its time over that of stored ones of the same sizes on the same keys.
 
 The rows of one size are timed in turns in one process, by CUDA graphs where possible. They run over
 enough input sets to overflow the L2 cache. SD1.5's shapes also run over one set: it stays in the
@@ -16,16 +17,17 @@ from statistics import linear_regression
 
 import torch
 
-from avq_diffusers import AVQConfig
 from avq_diffusers.attention.orders import query_order
 from eval.benchmarks.contenders import DEFAULT_SDPA, Bench, Row
 from eval.benchmarks.inputs import Shape
 from eval.benchmarks.timing import Effort
+from eval.methods import MethodName, parse_method
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel, panel_plot
 from eval.store.report import save_json
 
 HOT_SHARE = 0.3
+SKEWED = ", skewed keys"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,15 @@ ADAPTIVE_SIZES = ("M32P8C8", "M64P8C8", "M64P16C8", "M128P16C8", "M128P32C8")
 
 FULL = Suite(
     table_shapes=_paper_shapes(1024, 4096, 16384, 65536),
-    table_configs=("M256", "M512", "M64P8C8", "M64P16C8", "M128P8C8", "M128P16C8"),
+    table_configs=(
+        "M256",
+        "M512",
+        "M64P8C8",
+        "M64P16C8",
+        "M64P16C8/own",
+        "M128P8C8",
+        "M128P16C8",
+    ),
     sd15_shapes=(
         *(Shape(2, 8, num_tokens, 40) for num_tokens in (4096, 16384, 65536)),
         *(Shape(2, 8, num_tokens, 80) for num_tokens in (4096, 16384)),
@@ -66,7 +76,7 @@ FULL = Suite(
 )
 TINY = Suite(
     table_shapes=(Shape(1, 2, 64, 16), Shape(1, 2, 150, 16)),
-    table_configs=("M8", "M4P2C2"),
+    table_configs=("M8", "M4P2C2", "M4P2C2/own"),
     sd15_shapes=(Shape(2, 2, 64, 40),),
     sd15_config="M4P2C2",
     codebook_shapes=(Shape(1, 2, 64, 16),),
@@ -77,38 +87,46 @@ TINY = Suite(
 )
 
 
+def _method(text: str) -> MethodName:
+    return parse_method(text, (0,))
+
+
 def table_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
     """The paper's Tab. speed_scaling, one list of rows per N."""
     for shape in suite.table_shapes:
         torch.compiler.reset()  # the unfused baseline is compiled for every size
         sets = bench.input_sets(shape)
         contenders = bench.exact(sets)
-        for config in map(AVQConfig.parse, suite.table_configs):
-            fused = bench.avq(shape, sets, config)
+        for method in map(_method, suite.table_configs):
+            fused = bench.avq(shape, sets, method.config, own=method.own)
             contenders.append(fused)
-            if not config.num_children:
-                contenders += bench.unfused(shape, sets, config, fused.expected)
+            if not method.config.num_children:
+                contenders += bench.unfused(shape, sets, method.config, fused.expected)
         yield bench.rows(shape, contenders, len(sets))
 
 
 def sd15_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
-    """SD1.5's self-attention in Gilbert order, with even and skewed keys."""
-    config = AVQConfig.parse(suite.sd15_config)
+    """SD1.5's self-attention in Gilbert order, stored and own codewords, even and skewed keys."""
+    config = _method(suite.sd15_config).config
+    forms = config, replace(config, codewords="means")
     for shape in suite.sd15_shapes:
         side = math.isqrt(shape.num_tokens)
         order = query_order(side, side, config.query_order, bench.device)
         sets = bench.input_sets(shape)
-        uniform = bench.avq(shape, sets, config, order)
-        skewed = bench.avq(shape, bench.input_sets(shape, HOT_SHARE), config, order)
-        contenders = [
-            *bench.exact(sets),
-            replace(uniform, facts={**uniform.facts, "keys": "uniform"}),
-            replace(
-                skewed,
-                name=f"{skewed.name}, skewed keys",
-                facts={**skewed.facts, "keys": "skewed"},
-            ),
-        ]
+        hot = bench.input_sets(shape, HOT_SHARE)
+        contenders = bench.exact(sets)
+        for form, own in zip(forms, (False, True), strict=True):
+            uniform = bench.avq(shape, sets, form, order, own=own)
+            skewed = bench.avq(shape, hot, form, order, own=own)
+            contenders += [
+                replace(uniform, facts={**uniform.facts, "keys": "uniform"}),
+                replace(
+                    skewed,
+                    name=f"{skewed.name}{SKEWED}",
+                    facts={**skewed.facts, "keys": "skewed"},
+                    stored=skewed.stored and f"{skewed.stored}{SKEWED}",
+                ),
+            ]
         rows = bench.rows(shape, contenders, len(sets))
         cached = bench.rows(shape, [replace(one, stages={}) for one in contenders], 1)
         for row, one in zip(rows, cached, strict=True):
@@ -124,7 +142,7 @@ def scaling_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
     ):
         for shape in shapes:
             sets = bench.input_sets(shape)
-            contenders = [bench.avq(shape, sets, AVQConfig.parse(text)) for text in configs]
+            contenders = [bench.avq(shape, sets, _method(text).config) for text in configs]
             rows = bench.rows(shape, contenders, len(sets))
             yield [{"against": against, **row} for row in rows]
 
@@ -251,16 +269,20 @@ def plot_kernels(path: Path, part: str, rows: Sequence[Row]) -> None:
 
 def _paper_table(rows: Sequence[Row]) -> str:
     tokens = sorted({row["tokens"] for row in rows})
-    times = {(row["method"], row["tokens"]): row["ms"] for row in rows}
+    found = {(row["method"], row["tokens"]): row for row in rows}
 
     def cell(method: str, num_tokens: int) -> str:
-        ms, exact = times.get((method, num_tokens)), times.get((DEFAULT_SDPA, num_tokens))
-        return number(ms) + (f" ({exact / ms:.3g}x)" if ms and exact else "")
+        row, exact = (found.get((name, num_tokens), {}) for name in (method, DEFAULT_SDPA))
+        ms, exact_ms = row.get("ms"), exact.get("ms")
+        notes = [f"{exact_ms / ms:.3g}x"] if ms and exact_ms else []
+        if "over_stored" in row:
+            notes.append(f"{row['over_stored']:.3f} of stored")
+        return number(ms) + (f" ({', '.join(notes)})" if notes else "")
 
     first = rows[0]
     title = (
         f"B{first['batch']} H{first['heads']} D{first['head_dim']}, {first['dtype']}: ms, and how "
-        f"many times faster than {DEFAULT_SDPA}"
+        f"many times faster than {DEFAULT_SDPA}; time of own over stored codewords"
     )
     table = markdown_table(
         ["method", *(f"N = {n}" for n in tokens)],
@@ -275,12 +297,13 @@ def _paper_table(rows: Sequence[Row]) -> str:
 def _stage_table(rows: Sequence[Row]) -> str:
     fields = ("ms", "precompute_ms", "attention_ms", "eager_ms", "cached_ms")
     return markdown_table(
-        ["shape", "method", *(name.replace("_", " ") for name in fields)],
+        ["shape", "method", *(name.replace("_", " ") for name in fields), "own / stored"],
         (
             [
                 str(Shape(row["batch"], row["heads"], row["tokens"], row["head_dim"])),
                 row["method"],
                 *(number(row.get(name)) for name in fields),
+                number(row.get("over_stored"), ".3f"),
             ]
             for row in rows
         ),

@@ -29,6 +29,7 @@ from eval.methods import (
     LIMIT,
     LINFUSION,
     NO_ATTENTION,
+    POOLED,
     TOME,
     MethodName,
     ValueProjectionProcessor,
@@ -84,7 +85,7 @@ def timed_method(name: str) -> MethodName:
     method = parse_method(name, LEVELS)
     if method.is_folder or method.source == NO_ATTENTION:
         raise ValueError(f"methods: bench unet has random codebooks and no {name}.")
-    if method.is_for_keys:
+    if method.source == POOLED:
         raise ValueError(f"methods: {name} can only be measured by keys.")
     return replace(method, levels=method.levels or TOME_LEVELS) if method.source == TOME else method
 
@@ -100,7 +101,8 @@ def method_label(name: str) -> str:
     ways = ["fastest route"] * (method.route == "fastest")
     ways += ["tuned projections"] * method.tuned
     levels = _level_labels(config.levels, LEVELS)
-    return ", ".join([method_name(config), *levels, *exact_labels(config), *ways])
+    name_of_sizes = method_name(config, own=method.own)
+    return ", ".join([name_of_sizes, *levels, *exact_labels(config), *ways])
 
 
 def _level_labels(levels: tuple[int, ...], usual: tuple[int, ...]) -> list[str]:
@@ -195,8 +197,10 @@ class StepBench:
                 stack.enter_context(merged_tokens(self.unet, method.levels))
             elif method.config is not None:
                 backend = self.oracle if oracle else self.backend
-                codebooks = self.codebooks(method.config, tuned=method.tuned)
-                apply_avq(self.unet, codebooks, backend=backend, route=method.route)
+                source = method.config
+                if not method.own:
+                    source = self.codebooks(method.config, tuned=method.tuned)
+                apply_avq(self.unet, source, backend=backend, route=method.route)
                 stack.callback(remove_avq, self.unet)
             yield
 
@@ -378,6 +382,6 @@ class Step:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         tensors = list(self.bench.unet.parameters())
-        if self.method.config is not None:
+        if self.method.config is not None and not self.method.own:
             tensors += self.bench.codebooks(self.method.config).parameters()
         return (peak + sum(tensor.nbytes for tensor in tensors)) / 2**20

@@ -1,7 +1,7 @@
 """Time one denoising step of a UNet, batch 2: `python -m eval bench unet`.
 
-SD1.5 and SDXL have random weights, so nothing is downloaded; mini-sd has its own. The codebooks are
-k-means of the UNet's own keys. LinFusion runs as published, in every self-attention (arXiv
+SD1.5 and SDXL have random weights, so nothing is downloaded; mini-sd has its own. Codebooks are
+k-means of the UNet's keys. LinFusion runs as published, in every self-attention (arXiv
 2409.02097), with random weights.
 
 The limit is the fastest attention possible: at the two highest resolutions it keeps the projections
@@ -48,6 +48,7 @@ from eval.store.report import save_json
 METHODS = (
     EXACT,
     LIMIT,
+    "M64P16C8/own",
     "M64P16C8",
     "M64P16C8/fastest",
     "M64P16C8/tuned",
@@ -65,6 +66,7 @@ SDXL_LEVELS = (1, 2)
 SDXL_METHODS = (
     EXACT,
     LIMIT,
+    "M64P16C8@L12/own",
     "M64P16C8@L12",
     "M64P16C8@L1",
     "M64P16C8@L12/fastest",

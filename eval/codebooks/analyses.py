@@ -25,7 +25,7 @@ from diffusers import StableDiffusionPipeline
 from avq_diffusers import measure_sensitivity
 from avq_diffusers.mini import Scene
 from eval.codebooks.layer_errors import Row, measure_errors
-from eval.methods import Method, attention_method, row_label
+from eval.methods import Method, attention_method, codewords_form, row_label
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import HeatMap, Line, Panel, heat_maps, panel_plot
 
@@ -85,13 +85,13 @@ def check_methods(name: str, methods: Sequence[Method]) -> None:
     """Refuse methods that an analysis cannot use.
 
     Raises:
-        ValueError: a method has no codebooks, or refines no parents where the analysis needs it.
+        ValueError: a method has no codewords, or refines no parents where the analysis needs it.
     """
     for method in methods:
         configs = method.layer_configs
         if not configs:
             raise ValueError(
-                f"the analysis {name} needs methods with codebooks, but got {method.name!r}."
+                f"the analysis {name} needs methods with codewords, but got {method.name!r}."
             )
         if ANALYSES[name].refines and not all(config.num_refined for config in configs):
             raise ValueError(
@@ -215,7 +215,8 @@ def utilisation_panels(rows: Sequence[Row]) -> list[Panel]:
     """Share and evenness of use over the number of codewords."""
 
     def kind(row: Row) -> str:
-        return f"{'flat VQ' if row['is_flat'] else 'AVQ'}, {row['origin']}"
+        kind = "flat VQ" if row["is_flat"] else "AVQ"
+        return f"{kind}{codewords_form(row['config'])}, {row['origin']}"
 
     figures = {name: UTILISATION_METRICS[name] for name in ("active_ratio", "evenness")}
     return _panels(rows, figures, kind, itemgetter("num_codewords"), "codewords, M0 (1 + C)")

@@ -9,8 +9,9 @@ output_error          |s - t| / |t| of the predicted noise; `output_error_at` ha
 
 Of the student's keys at all timesteps:
 
-commitment_loss, quantization_error  distance to the leaf, on a sample of them
-active_ratio, perplexity             how many codewords are in use
+commitment_loss, quantization_error  distance to what represents the leaf; with stored codewords of
+                                     a sample of the keys, else of each call
+active_ratio, perplexity             how many codewords are in use; own ones in each image
 evenness                             perplexity / codewords: 1 where all are in equal use
 
 Of the student's attention in the first image at all timesteps:
@@ -19,7 +20,7 @@ capture          share on keys of refined parents
 best_capture     the same if the parents of most exact attention were refined
 overlap          share of refined parents that exact importance refines as well
 
-The figures of a codebook are known for each head; a layer's are the means over its heads.
+The figures of codewords are known for each head; a layer's are the means over its heads.
 """
 
 import json
@@ -51,8 +52,9 @@ from avq_diffusers.attention.diagnostics import (
     refined_parents,
 )
 from avq_diffusers.attention.orders import query_order
+from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.mini import Scene, render
-from eval.methods import Method, attention_method, method_cells, short_name
+from eval.methods import Method, attention_method, codewords_form, config_label, method_cells
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel
 
@@ -89,9 +91,9 @@ ELASTIC = ("output_error", "feature_relative_mse", "capture")
 
 
 def elastic(methods: Iterable[Method], numbers: Sequence[int]) -> list[Method]:
-    """Repeat two-level codebooks once for each possible number of refined parents.
+    """Repeat two-level codewords once for each possible number of refined parents.
 
-    Methods without codebooks, with flat ones or with a number of their own stay as they are.
+    Methods without codewords, with flat ones or with a fixed number stay as they are.
 
     Raises:
         ValueError: codebooks allow none of the numbers.
@@ -123,7 +125,7 @@ def measure_errors(
 ) -> list[Row]:
     """Measure one row per method; its `layers` holds the metrics of each layer, by head in `heads`.
 
-    `is_flat` says whether the codebooks are flat, and is None without codebooks. All images of a
+    `is_flat` says whether the codewords are flat, and is None without codewords. All images of a
     timestep run in one batch.
 
     Args:
@@ -198,9 +200,7 @@ def read_kernel_times(path: Path, num_tokens: int) -> KernelTimes:
                 shape = f"B{row['batch']} H{row['heads']} N{num_tokens} D{row['head_dim']}"
                 rows.setdefault(f"{shape}, {document['environment']['device']}", []).append(row)
         times = [
-            KernelTimes(
-                shape, {short_name(AVQConfig.parse(row["config"])): row["ms"] for row in group}
-            )
+            KernelTimes(shape, {_timed_label(row["config"]): row["ms"] for row in group})
             for shape, group in rows.items()
         ]
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
@@ -208,6 +208,12 @@ def read_kernel_times(path: Path, num_tokens: int) -> KernelTimes:
     if not times:
         raise ValueError(f"{path} has no times of AVQ attention with {num_tokens} tokens.")
     return times[0]
+
+
+def _timed_label(config: str) -> str:
+    """As rows of errors say it; flat VQ was `M64P0C0` once."""
+    sizes, slash, form = config.partition("/")
+    return config_label(AVQConfig.parse(sizes, codewords="stored")) + slash + form
 
 
 def add_kernel_times(rows: Sequence[Row], times: KernelTimes) -> None:
@@ -238,7 +244,8 @@ def error_panels(rows: Sequence[Row], times: KernelTimes | None = None) -> list[
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row["effective_codewords"] is not None:
-            label = f"{'flat VQ' if row['is_flat'] else row['method']}, {row['origin']}"
+            flat = f"flat VQ{codewords_form(row['config'])}"
+            label = f"{flat if row['is_flat'] else row['method']}, {row['origin']}"
             groups.setdefault(label, []).append(row)
     two_level = {label: group for label, group in groups.items() if not group[0]["is_flat"]}
     codewords = "effective codewords, M0 + P C"
@@ -306,13 +313,15 @@ class _Totals:
     def __init__(self, pipe: StableDiffusionPipeline, method: Method) -> None:
         self.method = method
         self.outputs: dict[int, _SquaredError] = {}
-        if method.codebooks is None:
-            layers = select_layers(pipe.unet, method.levels)
-        else:
+        configs = method.layer_configs or [None]
+        if method.codebooks is not None:
             layers = method.codebooks.layers_of(pipe.unet)
-        configs = method.layer_configs or [None] * len(layers)
+        else:
+            exact = () if method.own is None else method.own.exact
+            layers = select_layers(pipe.unet, method.levels, exact)
+            configs *= len(layers)
         self.layers = {
-            layer.name: _LayerTotals(layer.name, layer.level, layer.attn, method, config)
+            layer.name: _LayerTotals(layer, method, config)
             for layer, config in zip(layers, configs, strict=True)
         }
 
@@ -357,50 +366,58 @@ class _Totals:
 class _LayerTotals:
     """One layer's part of a row."""
 
-    def __init__(
-        self, name: str, level: int, attn: Attention, method: Method, config: AVQConfig | None
-    ) -> None:
-        self.level = level
-        self.attn = attn
+    def __init__(self, layer: Any, method: Method, config: AVQConfig | None) -> None:
+        self.layer = layer
         self.config = config
         self.feature = _SquaredError()
         self.forced = _SquaredError()
         self.keys: list[Tensor] = []
+        self.losses: list[dict[str, Tensor]] = []
         self.counts: list[Tensor] = []
         self.captures: list[dict[str, Tensor]] = []
-        if config is not None:
-            self.codebook = method.codebooks.codebook(name)
-            self.weights = method.codebooks.layer_weights(name)
+        self.codebook = None
+        if method.codebooks is not None:
+            self.codebook = method.codebooks.codebook(layer.name)
 
     def add(self, student: Call, teacher: Call, latent_size: torch.Size, num_keys: int) -> None:
         hidden_states, output = student
         teacher_hidden_states, expected = teacher
         self.feature.add(output, expected)
-        self.forced.add(self.attn(teacher_hidden_states), expected)
-        if self.config is None:
+        attn, config = self.layer.attn, self.config
+        self.forced.add(attn(teacher_hidden_states), expected)
+        if config is None:
             return
-        key = self.weights.project_heads(self.attn, "to_k", hidden_states)
-        flat_key = key.movedim(1, 0).flatten(1, 2)
-        generator = torch.Generator().manual_seed(len(self.keys))
-        kept = torch.randperm(flat_key.shape[1], generator=generator)[:num_keys]
-        self.keys.append(flat_key[:, kept.to(key.device)])
-        self.counts.append(leaf_counts(key, self.codebook))
-        order = query_order(
-            *(length >> self.level for length in latent_size), self.config.query_order, key.device
-        )
-        query = self.weights.project_heads(self.attn, "to_q", hidden_states[:1])
-        self.captures.append(self._capture_figures(query, key[:1], order))
-
-    def _capture_figures(self, query: Tensor, key: Tensor, order: Tensor) -> dict[str, Tensor]:
-        """How good the choice of refined parents is, each (H,)."""
-        tiles = {
-            "codewords": "stored",
-            "query_tile": self.config.query_tile,
-            "query_order": order,
+        weights = self.layer.avq_state.weights
+        key = weights.project_heads(attn, "to_k", hidden_states)
+        grid = (length >> self.layer.level for length in latent_size)
+        options = {
+            "num_parents": config.num_parents,
+            "num_children": config.num_children,
+            "codewords": config.codewords,
+            "num_updates": config.num_updates,
+            "query_tile": config.query_tile,
+            "query_order": query_order(*grid, config.query_order, key.device),
         }
+        if config.codewords == "stored":
+            flat_key = key.movedim(1, 0).flatten(1, 2)
+            generator = torch.Generator().manual_seed(len(self.keys))
+            kept = torch.randperm(flat_key.shape[1], generator=generator)[:num_keys]
+            self.keys.append(flat_key[:, kept.to(key.device)])
+        else:
+            self.losses.append(_losses(key, self.codebook, **options))
+        is_own = self.codebook is None
+        images = key.split(1) if is_own else [key]
+        self.counts += [leaf_counts(image, self.codebook, **options) for image in images]
+        query = weights.project_heads(attn, "to_q", hidden_states[:1])
+        self.captures.append(self._capture_figures(query, key[:1], options))
+
+    def _capture_figures(
+        self, query: Tensor, key: Tensor, options: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """How good the choice of refined parents is, each (H,)."""
         inputs = (query, key, self.codebook)
-        choose = partial(refined_parents, *inputs, self.config.num_refined, **tiles)
-        mass = attention_mass(*inputs, **tiles)
+        choose = partial(refined_parents, *inputs, self.config.num_refined, **options)
+        mass = attention_mass(*inputs, **options)
         best = torch.zeros_like(mass, dtype=torch.bool)
         best.scatter_(-1, mass.topk(self.config.num_refined).indices, True)
         refined = choose(importance_tile=self.config.importance_tile)
@@ -413,32 +430,47 @@ class _LayerTotals:
 
     def figures(self) -> dict[str, Any]:
         figures = {
-            "level": self.level,
+            "level": self.layer.level,
             "feature_mse": self.feature.mse,
             "feature_relative_mse": self.feature.relative_mse,
             "forced_relative_mse": self.forced.relative_mse,
         }
-        if self.config is None:
+        config = self.config
+        if config is None:
             return figures
-        keys, counts = torch.cat(self.keys, dim=1), sum(self.counts)
+        counts = torch.stack(self.counts)
+        if self.codebook is not None:
+            counts = counts.sum(dim=0, keepdim=True)
+        losses = self.losses
+        if self.keys:
+            losses = [_losses(torch.cat(self.keys, dim=1), self.codebook, codewords="stored")]
+        num_codewords = config.num_parents * (1 + config.num_children)
         heads = {
-            "commitment_loss": commitment_loss(keys, self.codebook, codewords="stored"),
-            "quantization_error": quantization_error(keys, self.codebook, codewords="stored"),
-            "active_ratio": active_ratio(counts),
-            "perplexity": perplexity(counts),
-            "evenness": perplexity(counts) / self.codebook.num_codewords,
-            **{
-                name: torch.stack([step[name] for step in self.captures]).mean(dim=0)
-                for name in self.captures[0]
-            },
+            **_means(losses),
+            "active_ratio": active_ratio(counts).mean(dim=0),
+            "perplexity": perplexity(counts).mean(dim=0),
+            "evenness": perplexity(counts).mean(dim=0) / num_codewords,
+            **_means(self.captures),
         }
         return figures | {
-            "num_parents": self.codebook.num_parents,
-            "num_codewords": self.codebook.num_codewords,
-            "num_refined": self.config.num_refined,
+            "num_parents": config.num_parents,
+            "num_codewords": num_codewords,
+            "num_refined": config.num_refined,
             **{name: values.mean().item() for name, values in heads.items()},
             "heads": {name: values.tolist() for name, values in heads.items()},
         }
+
+
+def _losses(key: Tensor, codebook: Codebook | None, **options: Any) -> dict[str, Tensor]:
+    """How far keys are from what represents them, each (H,)."""
+    return {
+        "commitment_loss": commitment_loss(key, codebook, **options),
+        "quantization_error": quantization_error(key, codebook, **options),
+    }
+
+
+def _means(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([step[name] for step in steps]).mean(dim=0) for name in steps[0]}
 
 
 @contextmanager

@@ -27,6 +27,8 @@ def bench_attention_command(
 ) -> None:
     """Time AVQ attention (precompute included) against scaled_dot_product_attention.
 
+    Codewords are stored ones and, beside them, those of the call's own keys.
+
     Example: python -m eval bench attention --device cpu
     """
     import torch
@@ -68,6 +70,8 @@ def bench_kernels_command(
 ) -> None:
     """Time the kernels: the paper's speed table, SD1.5's shapes, and how time scales.
 
+    The first two also have rows of codewords from the call's own keys.
+
     Example: python -m eval bench kernels --device cuda --parts table,sd15
     """
     from eval.benchmarks.kernels import run_kernels
@@ -92,7 +96,8 @@ def bench_unet_command(
         str,
         typer.Option(
             help="Comma-separated, the most important first: exact, fa2, limit, tome, "
-            "tome@L01 (levels 0 and 1), linfusion, M64P16C8, M64P16C8@L0 (level 0 only), "
+            "tome@L01 (levels 0 and 1), linfusion, M64P16C8, M64P16C8/own (codewords from the "
+            "call's own keys), M64P16C8/means (mean keys), M64P16C8@L0 (level 0 only), "
             "for sdxl M64P16C8@L12 (levels 1 and 2), "
             "M64P16C8-up_blocks.2 (that block exact), M64P16C8/fastest (default route), "
             "M64P16C8/tuned (with changes of projections)."

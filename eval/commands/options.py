@@ -24,9 +24,10 @@ Methods = Annotated[
     str,
     typer.Option(
         help="Comma-separated: exact, value-projection, tome, configurations to calibrate such as "
-        "M64P16C8, M192 or, with a block or layer that stays exact, M64P16C8-up_blocks.1, folders "
-        "of codebooks (these two also with another number of refined parents, as "
-        "runs/m64/codebooks@P8) or of LinFusion layers."
+        "M64P16C8, M192, M64P16C8/means (mean keys) or, with a block or layer that stays exact, "
+        "M64P16C8-up_blocks.1, of the call's own keys, with Lloyd updates or without "
+        "(M64P16C8/own, M64P16C8/own1), folders of codebooks (all of these also with another "
+        "number of refined parents, as runs/m64/codebooks@P8) or of LinFusion layers."
     ),
 ]
 Levels = Annotated[

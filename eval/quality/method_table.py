@@ -17,9 +17,9 @@ from eval.methods import (
     LINFUSION,
     LINFUSION_CONFIG,
     TOME,
+    config_label,
     exact_labels,
     method_cells,
-    short_name,
 )
 from eval.quality.scene_runs import said_otherwise
 from eval.quality.scenes import HEADER, MAKING, MEASURED, PROTOCOL, metric_cells, row_key
@@ -226,7 +226,8 @@ def _timed_variant(name: str) -> Variant:
     if method.route != "always":
         return name, config.levels
     tuned = [TUNED] if method.tuned else []
-    return ", ".join([short_name(config), *exact_labels(config), *tuned]), config.levels
+    label = config_label(config, own=method.own)
+    return ", ".join([label, *exact_labels(config), *tuned]), config.levels
 
 
 def _timed_facts(name: str) -> Row:

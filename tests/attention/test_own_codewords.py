@@ -3,6 +3,9 @@
 Backends take the definition's choices. What a wrong implementation would do is said at each test.
 """
 
+import math
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -87,6 +90,113 @@ def test_eight_keys_by_hand(backend, num_updates, fine):
         backend=backend,
     )
     torch.testing.assert_close(output[0, 0].cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+def narrow_and_wide() -> tuple[Tensor, Tensor, Tensor, Codebook]:
+    """Two query tiles of one query for which importance times spread chooses differently.
+
+    Eight keys of mean 10 and spread 1/32, then four of mean 1/4 and spread 131/16. The first query
+    gives the narrow cell 200 times the attention, less than the ratio of 262 between the spreads.
+    The second gives it 694 times.
+    """
+    numbers = [10, 10.25, 9.75, 10, 10, 10.25, 9.75, 10, 0, 4, -4, 1]
+    key, query = (
+        F.pad(torch.tensor(x)[None, None, :, None], (0, 15)).to(DEVICE)
+        for x in (numbers, [0.472, 0.6])
+    )
+    value = F.pad(torch.eye(12), (0, 4))[None, None].to(DEVICE)
+    parents, children = torch.zeros(1, 2, 16), torch.zeros(1, 2, 2, 16)
+    parents[0, :, 0] = torch.tensor([10.0, 0])
+    children[0, :, :, 0] = torch.tensor([[10.25, 9.75], [4, -4]])
+    return query, key, value, Codebook(parents, children).to(DEVICE)
+
+
+FOLLOWS = pytest.mark.xfail(strict=True, reason="the kernels choose by importance alone")
+
+
+@pytest.mark.parametrize(
+    ("backend", "codewords", "importance_tile"),
+    [
+        *product(("reference", "torch"), ("means", "stored"), (None, 1)),
+        ("triton", "stored", None),
+        pytest.param("triton", "means", None, marks=FOLLOWS),
+        pytest.param("triton", "means", 1, marks=FOLLOWS),
+    ],
+)
+def test_parents_of_largest_importance_times_spread_are_refined(
+    backend, codewords, importance_tile
+):
+    """Catches importance alone, spread alone, and a spread that is a sum over keys or a root; and
+    spread that counts in the stored form."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    query, key, value, codebook = narrow_and_wide()
+    fine = key[0, 0, :, 0].cpu()
+    coarse = torch.tensor([10.0] * 8 + [0.25] * 4)
+    fine[[8, 11]] = 0.5
+    refined = [1, 0]
+    if codewords == "stored":
+        coarse[8:] = fine[[8, 11]] = 0
+        refined = [0, 0]
+    cell = torch.tensor([0] * 8 + [1] * 4)
+    output = avq_attention(
+        query,
+        key,
+        value,
+        codebook,
+        num_refined=1,
+        codewords=codewords,
+        query_tile=1,
+        importance_tile=importance_tile,
+        scale=1.0,
+        backend=backend,
+    )
+    for i, chosen in enumerate(refined):
+        seen = torch.where(cell == chosen, fine, coarse)
+        expected = (query[0, 0, i, 0].cpu() * seen).softmax(dim=-1)
+        torch.testing.assert_close(output[0, 0, i, :12].cpu(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_the_spread_of_a_small_cell_that_is_far_from_the_others(backend):
+    """Catches a difference of second moments, which is 0 for all three cells in float32."""
+    key = torch.tensor([[-1000.0, 0.0625], [0, 0.0625], [1000, 0.125]]).repeat_interleave(2, dim=0)
+    key[::2, 1] *= -1
+    codebook = Codebook(key.view(1, 3, 2, 2).mean(2), key.view(1, 3, 2, 2))
+    query, value = torch.tensor([[0.0, 4.0]]), torch.tensor([[0, 1], [0, 1], [0, 1]]).float()
+    value = value.view(6, 1).expand(-1, 2)
+    tensors = (x[None, None].to(DEVICE) for x in (query, key, value))
+    options = {"num_refined": 1, "scale": 1.0, "backend": backend}
+    output = avq_attention(*tensors, codebook.to(DEVICE), **options)
+    weights = torch.tensor([1.0, 1, 1, 1, math.exp(-0.5), math.exp(0.5)])
+    expected = (weights @ value / weights.sum()).view(1, 1, 1, 2)
+    torch.testing.assert_close(output.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_choose_parents_as_attention_does():
+    """Catches metrics of parents that are chosen by importance alone."""
+    query, key, _, codebook = narrow_and_wide()
+    options = {"query_tile": 1, "scale": 1.0}
+    for codewords, expected in (("means", [[0, 1], [1, 0]]), ("stored", [[1, 0], [1, 0]])):
+        refined = diagnostics.refined_parents(
+            query, key, codebook, 1, codewords=codewords, **options
+        )
+        assert refined[0, 0].int().tolist() == expected
+    first = query[:, :, :1]
+    attention = (first @ key.mT).softmax(dim=-1)[0, 0, 0]
+    curve = diagnostics.capture_curve(first, key, codebook, **options)
+    torch.testing.assert_close(curve[0, 1].float(), attention[8:].sum().cpu())
+    # The narrow cell as a whole; of a refined one, all leaves would be as good as the keys.
+    captured = diagnostics.exact_capture(first, key, codebook, 1, 8, **options)
+    torch.testing.assert_close(captured, attention[:8].sum()[None])
+
+
+def test_of_cells_without_spread_the_first_is_refined():
+    """Catches NaN, and a choice by importance where every choice is exact."""
+    numbers = torch.tensor([1.0, 1.0, 9.0, 9.0])
+    key = numbers[None, None, :, None].expand(-1, -1, -1, 2)
+    refined = diagnostics.refined_parents(key, key, None, 1, num_parents=2, num_children=2)
+    assert refined.tolist() == [[[[True, False]]]]
 
 
 def test_cells_with_fewer_keys_than_children_are_exact(backend):
@@ -188,7 +298,15 @@ def test_pytorch_agrees_with_the_definition(shape, mode, dtype):
 
 # Triton's interpreter multiplies the bits of bfloat16 numbers as integers.
 @pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)], ids=str)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=FOLLOWS)
+        if mode in ("own", "own, updated once", "own, updated twice")
+        else mode
+        for mode in MODES
+    ],
+)
 @pytest.mark.parametrize(
     "shape", ["40", *(pytest.param(shape, marks=pytest.mark.long) for shape in ("64", "80", "128"))]
 )

@@ -23,6 +23,7 @@ from avq_diffusers import (
     scalecrafter,
     select_layers,
     set_num_refined,
+    summary,
 )
 from avq_diffusers.cli import bench, inspection
 from avq_diffusers.cli import codebooks as source
@@ -33,6 +34,7 @@ from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.cli.sheet import MARGIN
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
+from avq_diffusers.plugin import error_profile
 
 PROMPT = "a red fox"
 
@@ -61,6 +63,12 @@ def avq(monkeypatch, capsys, tmp_path):
         return exit_.value.code or 0, squeezed(captured.out + "\n".join(errors))
 
     return run
+
+
+@pytest.fixture
+def ladder(monkeypatch) -> None:
+    """A short one, for tiny models."""
+    monkeypatch.setattr(error_profile, "LADDER", ("M4P0C0", "M8P8C4E16"))
 
 
 @pytest.fixture
@@ -219,6 +227,23 @@ def test_capture_is_honoured(avq, model, tmp_path):
         assert f"M12{refined}C2" in output
 
 
+def test_tolerance_is_honoured(avq, model, ladder):
+    """Fails where the choice is not applied, or is measured on another image."""
+    arguments = ["--model", model, "--steps", "2", "--seed", "3", "--levels", "0,1"]
+    code, output = avq("generate", PROMPT, *arguments, "--config", "M8P4C2", "--tolerance", "0.3")
+    assert code == 0
+    assert "anerrorofatmost0.3" in output
+    pipe = tiny_pipe()
+    config = AVQConfig(8, 2, 4, levels=(0, 1))
+    sizes = {"num_inference_steps": 2, "height": 128, "width": 128, "progress": False}
+    apply_avq(pipe, config, tolerance=0.3, prompt=PROMPT, seed=3, **sizes)
+    shown = {row.config for row in summary(pipe).rows}
+    assert len(shown) > 2
+    for choice in shown:
+        assert squeezed(choice) in output
+    assert np.array_equal(pixels("avq.png"), make(pipe, seed=3))
+
+
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
@@ -356,6 +381,18 @@ def test_bench_of_a_sampler_without_training_timesteps(avq, codebooks, tmp_path)
     assert squeezed("95% capture") in output
 
 
+def test_bench_of_tolerances(avq, model, ladder):
+    """Catches rows in place of those of refined parents, and one tolerance for all."""
+    arguments = ("--model", model, "--steps", "2", "--config", "M8P4C2", "--refined", "4")
+    code, output = avq("bench", PROMPT, *arguments, "--tolerance", "0.00001,0.9")
+    assert code == 0
+    labels = ["4 refined", "95% capture", "1e-05 tolerance", "0.9 tolerance"]
+    rows = [output.index(squeezed(label)) for label in labels]
+    assert rows == sorted(rows)
+    assert output[rows[2] : rows[3]].endswith("inf")
+    assert "inf" not in output[rows[3] :]
+
+
 def test_layers_with_fewer_parents_refine_all_of_theirs():
     """Catches a choice that some layers refuse."""
     pipe = tiny_pipe()
@@ -479,6 +516,14 @@ def test_principal_axes_keep_the_distances_of_codewords_in_a_plane():
         ("generate --capture 90", "--capture must be above 0 and at most 1, but got 90"),
         ("generate --capture 0.9 --num-refined 8", "exclude each other; drop one of them"),
         ("generate --capture 0.9 --config M4", "chooses refined parents, but M4P0C0 has no"),
+        ("generate --tolerance 0", "--tolerance must be above 0 and finite, but got 0"),
+        ("generate --tolerance nan", "--tolerance must be above 0 and finite, but got nan"),
+        ("generate --tolerance much", "Invalid value for '--tolerance'"),
+        ("generate --tolerance 0.1 --num-refined 8", "--num-refined and --tolerance exclude each"),
+        ("generate --tolerance 0.1 --codebooks CODEBOOKS", "exclude each other; drop one of them"),
+        ("bench --tolerance 0.1,", "--tolerance must be numbers such as 0.1 or 0.05,0.1, but got"),
+        ("bench --tolerance 0.1,-1", "--tolerance must be above 0 and finite, but got -1.0"),
+        ("bench --tolerance 0.1 --codebooks CODEBOOKS", "exclude each other; drop one of them"),
         ("generate --exact nowhere", "but got 'nowhere'; one of them is down_blocks.0.att"),
         ("generate --config M4P2C2 --num-refined 5", "M4P2C2 can refine 0 to 4 parents, but got 5"),
         ("generate --config M4 --num-refined 1", "M4P0C0 can refine 0 to 0 parents, but got 1"),

@@ -21,6 +21,7 @@ from tiny import CONFIG, random_codebooks, tiny_pipe
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, scalecrafter, set_num_refined
 from avq_diffusers.cli import main as cli
 from avq_diffusers.cli.sheet import difference
+from avq_diffusers.plugin import error_profile
 from avq_diffusers.plugin.layer_state import applied_states
 
 PROMPT = "a *red* fox"  # no emphasis, to the page
@@ -192,6 +193,36 @@ def test_layers_with_other_numbers_of_parents(site):
     _, report = shared.generate_avq(request, 4, steps.append)
     assert {row.config for row in report.rows} == {"M4P4C2", "M3P3C2", ""}
     assert steps == [1, 1]
+
+
+def test_a_tolerance_replaces_the_refined_parents(monkeypatch):
+    """Fails where it is measured anew for each image, on another one, or stays for the next."""
+    pytest.importorskip("gradio", reason="needs avq-diffusers[app]")
+    from avq_diffusers.cli import page
+    from avq_diffusers.cli.request import ImageRequest
+
+    monkeypatch.setattr(error_profile, "LADDER", ("M4P0C0", "M8P8C4E16"))
+    config = AVQConfig(8, 2, 4, query_tile=16)
+    pipe = apply_avq(tiny_pipe(), config, route="always")
+    shared = page.SharedPipeline(pipe, config)
+    runs, steps = [], []
+    pipe.unet.register_forward_pre_hook(lambda *_: runs.append(1))
+    requests = [ImageRequest(PROMPT, None, SIDE, SIDE, 1, 7.5, seed, False) for seed in (0, 1)]
+    images = {
+        (tolerance, seed): shared.generate_avq(requests[seed], 4, steps.append, tolerance)[0].image
+        for seed in (0, 1)
+        for tolerance in (0.00001, 0.9, None)
+    }
+    assert len(runs) == 2 * (3 + 1)  # one step of measurement for each image
+    reference = tiny_pipe()
+    for seed in (0, 1):
+        assert np.array_equal(images[0.00001, seed], generate(reference, seed=seed))
+    apply_avq(reference, config)
+    assert np.array_equal(images[None, 1], generate(reference, seed=1))
+    apply_avq(reference, AVQConfig(4, 0, 0, query_tile=16))
+    assert np.array_equal(images[0.9, 1], generate(reference, seed=1))
+    with pytest.raises(ValueError, match="apply it without codebooks"):
+        page.SharedPipeline(with_avq()).generate_avq(requests[0], 2, steps.append, 0.1)
 
 
 @pytest.mark.parametrize(("height", "width"), [(2, 2), (2, 4)])

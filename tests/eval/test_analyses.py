@@ -371,7 +371,8 @@ def kernel_row(config, tokens=256, ms=1.0, heads=8, **facts):
 
 
 def test_kernel_times_are_those_of_one_shape(tmp_path):
-    """Fails for times of other tokens or heads, skewed keys, or a flat codebook's other name."""
+    """Fails for times of other tokens or heads, skewed keys or own codewords, or a flat codebook's
+    other name."""
     path = tmp_path / "times.json"
     rows = [
         {"method": "default SDPA", "tokens": 256, "ms": 9.0},
@@ -380,11 +381,12 @@ def test_kernel_times_are_those_of_one_shape(tmp_path):
         kernel_row("M64P8C8", ms=3.0, keys="skewed"),
         kernel_row("M64P8C8", ms=4.0, heads=4),
         kernel_row("M64P0C0", ms=1.5, keys="uniform"),
+        kernel_row("M64P8C8/own", ms=1.25),
     ]
     path.write_text(json.dumps({"environment": {"device": "GPU"}, "rows": rows}))
     shape, times = layer_errors.read_kernel_times(path, 256)
     assert shape == "B2 H8 N256 D40, GPU"
-    assert times == {"M64P8C8": 2.0, "M64": 1.5}
+    assert times == {"M64P8C8": 2.0, "M64": 1.5, "M64P8C8/own": 1.25}
     with pytest.raises(ValueError, match="has no times of AVQ attention with 64 tokens"):
         layer_errors.read_kernel_times(path, 64)
     for text in ("nonsense", "[]", '{"rows": [{"config": "M4"}]}'):

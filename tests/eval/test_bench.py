@@ -23,6 +23,7 @@ from eval.benchmarks.contenders import Bench, Contender, relative_error
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.benchmarks.unet_configs import SD15, SDXL
+from eval.methods import parse_method
 
 CPU = torch.device("cpu")
 FAST = Effort(rounds=2, block_ms=0.1, eager_rounds=2)
@@ -75,7 +76,7 @@ def test_fit_slope_is_least_squares():
 
 
 def scaling_row(against, config, tokens, ms, **more):
-    chosen = AVQConfig.parse(config)
+    chosen = AVQConfig.parse(config, codewords="stored")
     return {
         "part": "scaling",
         "against": against,
@@ -154,6 +155,7 @@ def test_bench_attention_rows():
     small, large = rows
     assert (small["num_tokens"], large["num_tokens"]) == (64, 90)
     assert 0 < small["exact_ms"] < small["avq_ms"] < 1000
+    assert small["own_over_stored"] == pytest.approx(small["own_ms"] / small["avq_ms"])
     assert small["ratio"] == pytest.approx(small["exact_ms"] / small["avq_ms"])
     assert large["exact_ms"] is None
     assert large["ratio"] is None
@@ -184,10 +186,12 @@ def test_time_in_turns_runs_every_set_and_divides():
 
 
 def every_contender(bench, shape, sets, flat, adaptive):
-    flat, adaptive = AVQConfig.parse(flat), AVQConfig.parse(adaptive)
+    flat, adaptive = (AVQConfig.parse(text, codewords="stored") for text in (flat, adaptive))
     fused = bench.avq(shape, sets, flat)
     unfused = bench.unfused(shape, sets, flat, fused.expected)
-    return [*bench.exact(sets), fused, *unfused, bench.avq(shape, sets, adaptive)]
+    stored = bench.avq(shape, sets, adaptive)
+    own = bench.avq(shape, sets, replace(adaptive, codewords="means"), own=True)
+    return [*bench.exact(sets), fused, *unfused, stored, own]
 
 
 def test_every_contender_is_what_it_is_called(bench):
@@ -196,7 +200,7 @@ def test_every_contender_is_what_it_is_called(bench):
     rivals = every_contender(bench, SHAPE, sets, "M8", "M8P2C4")
     rows = bench.rows(SHAPE, rivals, len(sets))
     names = ["default SDPA", "FA2", "cuDNN", "VQ 8", "unfused VQ 8 (one-hot)"]
-    names += ["unfused VQ 8 (scatter)", "AVQ 8/2/4"]
+    names += ["unfused VQ 8 (scatter)", "AVQ 8/2/4", "AVQ 8/2/4, own codewords"]
     assert [row["method"] for row in rows] == names
     timed = {row["method"]: row for row in rows if row["ms"] is not None}
     assert list(timed) == [name for name in names if name not in ("FA2", "cuDNN")]
@@ -206,13 +210,18 @@ def test_every_contender_is_what_it_is_called(bench):
         assert row["spread"] >= 0
     assert rows[1]["note"] == "FA2 needs a CUDA device"
     assert "not compiled" in timed["unfused VQ 8 (scatter)"]["note"]
-    assert timed["AVQ 8/2/4"]["effective_codewords"] == 16
+    stored, own = timed["AVQ 8/2/4"], timed["AVQ 8/2/4, own codewords"]
+    assert stored["effective_codewords"] == own["effective_codewords"] == 16
+    assert (stored["config"], own["config"]) == ("M8P2C4", "M8P2C4/own")
+    assert own["over_stored"] == pytest.approx(own["ms"] / stored["ms"])
+    assert "over_stored" not in stored
 
     by_name = {rival.name: rival for rival in rivals}
     for name, other in (
         ("AVQ 8/2/4", "VQ 8"),
         ("default SDPA", "AVQ 8/2/4"),
         ("VQ 8", "default SDPA"),
+        ("AVQ 8/2/4, own codewords", "AVQ 8/2/4"),
     ):
         impostor = Contender(name, by_name[other].run, by_name[name].expected)
         (row,) = bench.rows(SHAPE, [impostor], len(sets))
@@ -220,16 +229,19 @@ def test_every_contender_is_what_it_is_called(bench):
         assert row["note"].startswith("wrong output: relative error")
 
 
-@pytest.mark.parametrize("text", ["M8P2C4", "M32"])
+@pytest.mark.parametrize("text", ["M8P2C4", "M32", "M8P2C4/own"])
 def test_the_stages_of_the_kernels_are_the_operation(bench, text):
     """In Triton's interpreter; fails for stages, or a packing of the baseline, that miss a row."""
     pytest.importorskip("triton")
     shape = Shape(1, 2, 70, 16)
     sets = bench.input_sets(shape)
-    config = AVQConfig.parse(text)
-    codebook = bench.source(shape).codebook(config)
-    expected = bench.avq(shape, sets, config).expected()
-    stages = contenders.kernel_stages(sets, config, codebook, None)
+    method = parse_method(text, (0,))
+    config = method.config
+    codebook = None if method.own else bench.source(shape).codebook(config)
+    order = torch.arange(shape.num_tokens).flip(0) if method.own else None
+    bench.backend = "triton"
+    expected = bench.avq(shape, sets, config, order, own=method.own).run(0)
+    stages = contenders.kernel_stages(sets, config, codebook, order)
     assert list(stages) == ["precompute_ms", "attention_ms"]
     assert relative_error(stages["attention_ms"](0), expected) < 1e-5
     if not config.num_children:
@@ -280,12 +292,19 @@ def test_run_kernels_writes_rows_fits_and_plots(tmp_path, capsys):
     )
     assert table["command"] == "x"
     assert table["environment"]["torch"] == version("torch")
-    assert [row["tokens"] for row in table["rows"]] == [64] * 7 + [150] * 7
+    assert [row["tokens"] for row in table["rows"]] == [64] * 8 + [150] * 8
     assert all(row["error"] < 1e-4 for row in table["rows"] if row["ms"] is not None)
 
-    keys = {row["keys"]: row for row in sd15["rows"] if "keys" in row}
-    assert keys["skewed"]["method"] == "AVQ 4/2/2, skewed keys"
-    assert keys["uniform"]["ms"] > 0 < keys["skewed"]["ms"]
+    *stored, own, skewed = (row for row in sd15["rows"] if "keys" in row)
+    assert [row["keys"] for row in (*stored, own, skewed)] == ["uniform", "skewed"] * 2
+    assert stored[1]["method"] == "AVQ 4/2/2, skewed keys"
+    assert skewed["method"] == "AVQ 4/2/2, own codewords, skewed keys"
+    assert stored[0]["ms"] > 0 < stored[1]["ms"]
+    assert own["over_stored"] == pytest.approx(own["ms"] / stored[0]["ms"])
+    assert skewed["over_stored"] == pytest.approx(skewed["ms"] / stored[1]["ms"])
+    assert f"| {own['over_stored']:.3f} |" in kernels.kernels_table("sd15", sd15["rows"])
+    (ratio, _) = (row["over_stored"] for row in table["rows"] if "over_stored" in row)
+    assert f", {ratio:.3f} of stored)" in kernels.kernels_table("table", table["rows"])
 
     labels = [line["label"] for line in scaling["slopes"]]
     assert labels == ["VQ, N = 64", "AVQ, N = 64", "AVQ 4/2/2"]
@@ -344,14 +363,14 @@ def last(generator):
 
 def test_unet_rows(steps):
     """Fails for a method that leaves the UNet changed, that does nothing, or ratios upside down."""
-    methods = ("exact", "limit", "M4P2C2", "M4P2C2@L0", "M5@L0", "linfusion", "fa2")
+    methods = ("exact", "limit", "M4P2C2", "M4P2C2@L0", "M5@L0", "M4P2C2/own", "linfusion", "fa2")
     rows = last(unet.bench_unet(steps, 64, "graph", methods=methods))
     assert [(row["ms"], row["note"]) for row in rows] == [
         (None, "CUDA graphs need a CUDA device")
     ] * len(methods)
     rows = last(unet.bench_unet(steps, 64, "eager", methods=methods, window_ms=1))
     assert [(row["mode"], row["method"]) for row in rows] == [("eager", name) for name in methods]
-    sdpa, limit, adaptive, level_0, flat, linfusion, fa2 = rows
+    sdpa, limit, adaptive, level_0, flat, own, linfusion, fa2 = rows
     for row in rows[:-1]:
         assert row["error"] < 1e-5
         assert row["steps"] == 5
@@ -361,8 +380,10 @@ def test_unet_rows(steps):
     assert 0.01 < level_0["difference_from_sdpa"] != adaptive["difference_from_sdpa"]
     assert limit["difference_from_sdpa"] > 0.1
     assert linfusion["difference_from_sdpa"] > 0.1
-    labels = [row["label"] for row in (level_0, flat, linfusion)]
-    assert labels == ["AVQ 4/2/2, level 0", "VQ 5, level 0", "LinFusion"]
+    assert 0.01 < own["difference_from_sdpa"] != adaptive["difference_from_sdpa"]
+    labels = [row["label"] for row in (level_0, flat, own, linfusion)]
+    own_label = "AVQ 4/2/2, own codewords"
+    assert labels == ["AVQ 4/2/2, level 0", "VQ 5, level 0", own_label, "LinFusion"]
     assert (fa2["ms"], fa2["note"]) == (None, "FA2 needs a CUDA device")
     for layer in select_layers(steps.unet):
         assert type(layer.attn.processor) is AttnProcessor2_0
@@ -412,6 +433,9 @@ def test_linfusion_is_the_same_network_every_time(steps):
         ("M4P2C2@L0/tuned", "AVQ 4/2/2, level 0, tuned projections", "always", True),
         ("M4P2C2", "AVQ 4/2/2", "always", False),
         ("M4P2C2-up_blocks.2", "AVQ 4/2/2, up_blocks.2 exact", "always", False),
+        ("M4P2C2@L0/own2", "AVQ 4/2/2, own codewords, 2 updates, level 0", "always", False),
+        ("M4P2C2E8/own", "AVQ 4/2/2, 8 exact keys, own codewords", "always", False),
+        ("M5/means", "VQ 5, mean keys", "always", False),
     ],
 )
 def test_a_row_runs_what_its_label_says(steps, name, label, route, is_tuned):
@@ -424,6 +448,9 @@ def test_a_row_runs_what_its_label_says(steps, name, label, route, is_tuned):
             if layer.avq_state is not None
         }
         assert {state.route.route for state in states.values()} == {route}
+    config = step.timed_method(name).config
+    assert {replace(s.config, levels=config.levels) for s in states.values()} == {config}
+    assert {s.weights.codebook is None for s in states.values()} == {"/own" in name}
     changes = {state.weights.projection_changes is not None for state in states.values()}
     assert changes == {is_tuned}
     assert step.method_label(name) == label
@@ -464,7 +491,7 @@ def test_a_step_of_nan_gets_no_time(steps):
 def test_compiled_step():
     """Dynamo takes the step; the back end that generates code is left to the GPU run."""
     steps = tiny_steps(layers_per_block=1)
-    methods = ("M4P2C2", "limit", "linfusion")
+    methods = ("M4P2C2", "limit", "linfusion", "M4P2C2/own")
     rows = last(unet.bench_unet(steps, 64, "compile", methods=methods, window_ms=1))
     for row in rows:
         assert row["error"] < 1e-5
@@ -560,6 +587,7 @@ def test_run_unet_times_sdxl(tmp_path):
         ({"model": "sd3"}, "--model must be one of sd15, sdxl, mini-sd, but got 'sd3'"),
         ({"methods": ["xformers"]}, "methods must be exact, .*, or configurations such as"),
         ({"methods": ["M4P2C2@0"]}, "methods must be exact, .*, or configurations such as"),
+        ({"methods": ["pooled@E64"]}, "pooled@E64 can only be measured by keys"),
         (
             {"methods": ["M4P2C2@L2"]},
             "the levels of SD1.5, random weights are 0, 1, but M4P2C2@L2 changes 2",

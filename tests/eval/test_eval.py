@@ -30,6 +30,7 @@ from avq_diffusers import (
 from avq_diffusers.attention.diagnostics import (
     active_ratio,
     capture,
+    commitment_loss,
     leaf_counts,
     quantization_error,
 )
@@ -262,7 +263,9 @@ def linfusion(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", [EXACT, NO_ATTENTION, TOME, "M4P2C2", "DISTILLED", "LINFUSION"])
+@pytest.mark.parametrize(
+    "name", [EXACT, NO_ATTENTION, TOME, "M4P2C2", "M4P2C2/own", "DISTILLED", "LINFUSION"]
+)
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 def test_attention_method_puts_everything_back(name, fails, distilled, linfusion):
     """Fails for processors of another class or order, hooks that stay, or a missing finally."""
@@ -280,6 +283,41 @@ def test_attention_method_puts_everything_back(name, fails, distilled, linfusion
     after = pipe.unet.attn_processors
     assert all(after[name] is processor for name, processor in before.items())
     assert torch.equal(draw(pipe), exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("M4P2C2/own", AVQConfig(4, 2, 2)),
+        ("M4P2C2E8@L01/own1", AVQConfig(4, 2, 2, levels=(0, 1), exact_keys=8, num_updates=1)),
+        ("M4P1C2-up_blocks@P3/own", AVQConfig(4, 2, 3, exact=("up_blocks",))),
+    ],
+)
+def test_own_codewords_are_those_of_apply_avq(name, config):
+    """Fails for codebooks, another configuration, a suffix that is lost, or a faster route."""
+    pipe = tiny_pipe()
+    (method,) = prepare(pipe, name)
+    assert (method.own, method.codebooks) == (config, None)
+    with attention_method(pipe, method):
+        drawn = draw(pipe)
+    assert torch.equal(drawn, draw(apply_avq(pipe, config, route="always")))
+
+
+def test_means_are_the_stored_codewords_with_mean_keys():
+    pipe = tiny_pipe()
+    (means,) = prepare(pipe, "M4P2C2/means")
+    assert means.codebooks.avq_config == AVQConfig(4, 2, 2, codewords="means")
+    assert (means.origin, means.facts()["config"]) == ("calibrated", "M4P2C2/means")
+    drawn = []
+    for method in (means, means.with_fields(codewords="stored")):
+        with attention_method(pipe, method):
+            drawn.append(draw(pipe))
+    assert not torch.equal(*drawn)
+
+
+def test_pooled_blocks_are_for_keys():
+    with pytest.raises(ValueError, match="pooled@E64 can only be measured by keys"):
+        prepare(tiny_pipe(), "pooled@E64")
 
 
 def test_methods_change_their_levels_only(distilled):
@@ -416,9 +454,17 @@ def test_what_rows_say_of_their_methods(linfusion):
     assert [method.origin for method in methods] == origins
     assert methods[-1].facts()["effective_codewords"] is None
     assert methods[-1].facts()["levels"] == [1]
-    (method,) = prepare(tiny_pipe(), "M4P2C2-up_blocks@P1")
+    method, own = prepare(tiny_pipe(), "M4P2C2-up_blocks@P1", "M4P2C2-up_blocks@P1/own1")
     assert method.facts()["config"] == "M4P1C2, up_blocks exact"
     assert all("up_blocks" not in name for name in method.codebooks.layer_specs)
+    assert own.facts() == {
+        "method": own.name,
+        "config": "M4P1C2/own1, up_blocks exact",
+        "origin": "own",
+        "sha256": None,
+        "levels": [0],
+        "effective_codewords": 6,
+    }
 
 
 @pytest.fixture
@@ -939,6 +985,41 @@ def test_errors_are_those_of_layers_that_are_not_exact():
     assert row["config"] == "M4P2C2, up_blocks exact"
 
 
+def test_errors_of_own_codewords_by_hand():
+    """Fails for figures of stored codewords, keys of all steps or images together, another order,
+    or layers that stay exact; elastic numbers and other fields apply to own codewords too."""
+    pipe = tiny_pipe()
+    config = AVQConfig(6, 2, 2, query_tile=16, exact=("up_blocks",), num_updates=1)
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+    own = Method("x", (0,), own=replace(config, query_order="raster"))
+    _, three = layer_errors.elastic([own.with_fields(query_order="gilbert")], (1, 3))
+    (row,) = layer_errors.measure_errors(pipe, [three], shown, num_timesteps=2)
+    assert (row["config"], row["is_flat"]) == ("M6P3C2/own1, up_blocks exact", False)
+    (layer, *_), names = zip(*[(x, x.name) for x in select_layers(pipe.unet, (0,))], strict=True)
+    assert list(row["layers"]) == [name for name in names if not name.startswith("up_blocks.")]
+
+    batches = list(layer_errors.noised_scenes(pipe, shown, 2))
+    apply_avq(pipe, replace(config, num_refined=3), route="always")
+    options = {"num_parents": 6, "num_children": 2, "num_updates": 1, "query_tile": 16}
+    options["query_order"] = query_order(16, 16)
+    found = {"capture": [], "quantization_error": [], "active_ratio": [], "commitment_loss": []}
+    for inputs in batches:
+        _, calls = watched(pipe, inputs)
+        query, key = (
+            project(calls[layer.name][0]).unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+            for project in (layer.attn.to_q, layer.attn.to_k)
+        )
+        found["capture"].append(capture(query[:1], key[:1], None, 3, **options).mean())
+        found["quantization_error"].append(quantization_error(key, None, **options).mean())
+        found["commitment_loss"].append(commitment_loss(key, None, **options).mean())
+        for image in key.split(1):
+            ratio = active_ratio(leaf_counts(image, None, **options))
+            found["active_ratio"].append(ratio.mean())
+    for name, values in found.items():
+        expected = float(torch.stack(values).mean())
+        assert row["layers"][layer.name][name] == pytest.approx(expected, rel=1e-4)
+
+
 def test_errors_of_methods_without_codebooks(linfusion):
     """Exact has none, the controls have; all figures of codebooks are missing."""
     pipe = tiny_pipe()
@@ -1206,7 +1287,7 @@ def test_save_json_keeps_the_old_file_when_it_fails(tmp_path):
         ("errors --methods exact,tome", "but layers of tome see merged tokens"),
         ("bench attention --device abacus", "--device abacus cannot be used"),
         ("analyse heads tails", "analyses are heads, layers, utilisation, order, importance, but"),
-        ("analyse layers --methods exact", "needs methods with codebooks, but got 'exact'"),
+        ("analyse layers --methods exact", "needs methods with codewords, but got 'exact'"),
         (
             f"analyse layers order --methods {MINI_CODEBOOKS}@P0",
             "the analysis order needs methods that refine parents, but got",

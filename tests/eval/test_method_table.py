@@ -292,12 +292,14 @@ def table():
         quality_row("runs/linear", "LinFusion", "distilled", (0, 1, 2), **METRICS),
         quality_row("runs/linear-01", "LinFusion", "distilled", (0, 1), **METRICS),
         quality_row("M4", "M4", "calibrated", **METRICS),
+        quality_row("M64P16C8/own", "M64P16C8/own", "own", **METRICS),
     ]
     both = [quality_row(EXACT, levels=(0, 1), fid=99.0), quality_row(*distilled, (0, 1), fid=22.0)]
     large = [quality_row(EXACT, fid=30.0, clip_score=80.0), quality_row(*distilled, fid=31.0)]
     timed = {"exact": 10.0, "limit": 5.0, "M64P16C8": 6.0, "M64P16C8@L0": 7.0, "tome": 8.0}
     timed |= {"M64P16C8/fastest": 6.5, "M64P8C8@L0/tuned": None, "M4": 5.5, "M4@L0": 5.25}
     timed |= {"linfusion": 9.0, "tome@L01": 8.5, "M64P16C8-up_blocks.1": 6.25}
+    timed |= {"M64P16C8@L0/own": 6.75, "M64P16C8@L0/own1": 6.875}
     timed |= {"M64P16C8/tuned": 6.125, "M64P16C8@L0/tuned": 7.5, "M4@L0/tuned": 5.375}
     documents = [
         speed(timed),
@@ -312,7 +314,8 @@ def table():
 
 class TestTable:
     def test_times_belong_to_what_runs(self, table):
-        """Fails for a join by name: of folders, levels, the default route, exact, projections."""
+        """Fails for a join by name: of folders, levels, the default route, exact, projections, own
+        codewords."""
         times = {(row["method"], *row["levels"]): row["ms"].get(TIMES) for row in table["rows"]}
         assert times == {
             (scenes.REAL,): None,
@@ -327,6 +330,8 @@ class TestTable:
             ("runs/linear", 0, 1, 2): 9,
             ("runs/linear-01", 0, 1): None,  # not in every self-attention, which was timed
             ("M4", 0): 5.25,
+            ("M64P16C8/own", 0): 6.75,
+            ("AVQ 64/16/8, own codewords, 1 update, level 0", 0): 6.875,
             (FOLDER, 0, 1): 6.125,
             ("limit",): 5,
             ("AVQ 64/16/8", 0, 1): 6,
@@ -378,12 +383,13 @@ class TestTable:
             ("M64P16C8, up_blocks.1 exact, calibrated", 6.25, 20),
             ("LinFusion, distilled, level 0+1+2", 9, 20),
             ("M4, calibrated", 5.25, 20),
+            ("M64P16C8/own, own", 6.75, 20),
             ("M64P16C8, distilled, level 0+1", 6.125, 22),
         ]
-        assert [line.errors[0] for line in fid.lines] == [0.5, 0.5, 0, 0.5, 0.5, 0.5, 0.5, 0.5, 0]
+        assert [line.errors[0] for line in fid.lines] == [0.5, 0.5, 0, *[0.5] * 6, 0]
         assert {line.errors[0] for line in clip.lines} == {0}  # it has none; those are of FID
         assert (fid.reference, clip.reference, fid_large.reference) == (20, 90, 30)
-        assert [line.y[0] for line in clip.lines] == [90, 90, 89, 90, 90, 90, 90, 90]
+        assert [line.y[0] for line in clip.lines] == [90, 90, 89, *[90] * 6]
         assert [line.x[0] for line in clip_large.lines] == [10]
         assert [(line.x, line.y) for line in psnr.lines] == [([7.5], [40])]
         assert psnr.reference is None
