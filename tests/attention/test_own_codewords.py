@@ -111,16 +111,13 @@ def narrow_and_wide() -> tuple[Tensor, Tensor, Tensor, Codebook]:
     return query, key, value, Codebook(parents, children).to(DEVICE)
 
 
-FOLLOWS = pytest.mark.xfail(strict=True, reason="the kernels choose by importance alone")
-
-
 @pytest.mark.parametrize(
     ("backend", "codewords", "importance_tile"),
     [
         *product(("reference", "torch"), ("means", "stored"), (None, 1)),
         ("triton", "stored", None),
-        pytest.param("triton", "means", None, marks=FOLLOWS),
-        pytest.param("triton", "means", 1, marks=FOLLOWS),
+        ("triton", "means", None),
+        ("triton", "means", 1),
     ],
 )
 def test_parents_of_largest_importance_times_spread_are_refined(
@@ -298,15 +295,7 @@ def test_pytorch_agrees_with_the_definition(shape, mode, dtype):
 
 # Triton's interpreter multiplies the bits of bfloat16 numbers as integers.
 @pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)], ids=str)
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(mode, marks=FOLLOWS)
-        if mode in ("own", "own, updated once", "own, updated twice")
-        else mode
-        for mode in MODES
-    ],
-)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "shape", ["40", *(pytest.param(shape, marks=pytest.mark.long) for shape in ("64", "80", "128"))]
 )
