@@ -51,7 +51,7 @@ def apply_avq(
     tolerance: float | None = None,
     prompt: str | Sequence[str] | None = None,
     backend: str = "auto",
-    route: str = "fastest",
+    route: str | int = "fastest",
     **measurement: Any,
 ) -> PipelineOrUNet:
     """Run self-attention layers with AVQ.
@@ -90,7 +90,8 @@ def apply_avq(
         backend: as for `avq_attention`.
         route: `"fastest"` runs exact attention if that is faster on this GPU for the number of
             tokens. It looks this up in a table of the package, or measures a new shape in about a
-            second and keeps the result in the user's cache folder. `"always"` runs AVQ.
+            second and keeps the result in the user's cache folder. `"always"` runs AVQ. A
+            number runs AVQ from that many tokens on.
         **measurement: further arguments of `measure_error`, such as `height=1024, width=1024`.
 
     Returns:
@@ -143,7 +144,7 @@ def _measured(
 
 
 def _apply_within(
-    pipe: PipelineOrUNet, profile: ErrorProfile, tolerance: float, backend: str, route: str
+    pipe: PipelineOrUNet, profile: ErrorProfile, tolerance: float, backend: str, route: str | int
 ) -> PipelineOrUNet:
     config = profile.config
     profile.check_layers(select_layers(unet_of(pipe), config.levels, config.exact))

@@ -60,7 +60,7 @@ class LayerState:
     """
 
     def __init__(
-        self, layer: SelfAttentionLayer, source: AVQSource, backend: str, route: str
+        self, layer: SelfAttentionLayer, source: AVQSource, backend: str, route: str | int
     ) -> None:
         if isinstance(source, AVQConfig):
             self.config = source.for_layer(layer.name, layer.level)

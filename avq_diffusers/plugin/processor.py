@@ -88,7 +88,7 @@ class AVQProcessor(AttnProcessor2_0):
         unet: UNet2DConditionModel | None = None,
         *,
         backend: str = "auto",
-        route: str = "fastest",
+        route: str | int = "fastest",
     ) -> None:
         super().__init__()
         check_backend(backend)
@@ -190,6 +190,8 @@ def _exact_because(
     if attn.residual_connection:
         return "residual connection"
     route = state.route
+    if isinstance(route.route, int) and hidden_states.shape[1] < route.route:
+        return "few tokens"
     if route.break_even and hidden_states.shape[1] < route.least_tokens(
         state.workload(hidden_states)
     ):
@@ -252,7 +254,7 @@ def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor
 
 
 def install(
-    unet: UNet2DConditionModel, source: AVQSource, backend: str, route: str
+    unet: UNet2DConditionModel, source: AVQSource, backend: str, route: str | int
 ) -> list[SelfAttentionLayer]:
     """Give the layers of `source` their state and their grid hook; leave their processors."""
     check_backend(backend)

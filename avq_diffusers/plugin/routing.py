@@ -22,7 +22,7 @@ from platformdirs import user_cache_path
 from torch import Tensor
 
 from avq_diffusers.attention.api import avq_attention
-from avq_diffusers.config import Sizes
+from avq_diffusers.config import Sizes, check_int
 from avq_diffusers.files import atomic_write
 
 ROUTES = ("fastest", "always")
@@ -32,14 +32,18 @@ _SHIPPED = Path(__file__).with_name("routes.json")
 _ROUNDS, _CALLS = 3, 10
 
 
-def check_route(route: str) -> None:
+def check_route(route: str | int) -> None:
     """Refuse an unknown route.
 
     Raises:
-        ValueError: `route` is none of `ROUTES`.
+        ValueError: `route` is neither of `ROUTES` nor a number of tokens.
     """
-    if route not in ROUTES:
-        raise ValueError(f"route must be one of {', '.join(ROUTES)}, but got {route!r}.")
+    if isinstance(route, int) and not isinstance(route, bool):
+        check_int("route", route, 0)
+    elif route not in ROUTES:
+        raise ValueError(
+            f"route must be {', '.join(ROUTES)} or a number of tokens, but got {route!r}."
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class BreakEven(NamedTuple):
 class LayerRoute:
     """The choice between AVQ and exact attention in one layer, by the workload of each call."""
 
-    def __init__(self, route: str) -> None:
+    def __init__(self, route: str | int) -> None:
         self.route = route
         self.break_even: dict[Workload, BreakEven] = {}
 
@@ -96,7 +100,7 @@ class LayerRoute:
             device: that it runs on; on other devices than GPUs AVQ always runs.
             measure: measure what nobody has measured, unless a CUDA graph is being captured.
         """
-        if self.route == "always" or device.type != "cuda" or workload in self.break_even:
+        if self.route != "fastest" or device.type != "cuda" or workload in self.break_even:
             return
         may_measure = measure and not torch.cuda.is_current_stream_capturing()
         found = (break_even if may_measure else known_break_even)(workload, device)

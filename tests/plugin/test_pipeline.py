@@ -725,7 +725,7 @@ class TestOwnersLine:
 
     def test_route_and_backend(self, pipe, codebooks):
         """Catches choices that only `apply_avq` takes."""
-        with pytest.raises(ValueError, match="route must be one of fastest, always, but got 'nev"):
+        with pytest.raises(ValueError, match=r"route must be fastest, .*, but got 'nev"):
             AVQProcessor(codebooks, route="never")
         with pytest.raises(ValueError, match=r"backend must be one of auto, .*but got 'fast'"):
             AVQProcessor(codebooks, backend="fast")

@@ -157,9 +157,23 @@ class TestLearning:
         assert not measured
 
 
-def test_unknown_routes_are_refused(unet, codebooks):
-    with pytest.raises(ValueError, match="route must be one of fastest, always, but got 'quick'"):
-        apply_avq(unet, codebooks, route="quick")
+@pytest.mark.parametrize("route", ["quick", True, 4096.0, None])
+def test_unknown_routes_are_refused(unet, codebooks, route):
+    message = f"route must be fastest, always or a number of tokens, but got {route!r}"
+    with pytest.raises(ValueError, match=message):
+        apply_avq(unet, codebooks, route=route)
+    with pytest.raises(ValueError, match="route must be at least 0, but got -1"):
+        apply_avq(unet, codebooks, route=-1)
+
+
+def test_layers_with_few_tokens_run_exact(unet, codebooks):
+    """Catches a layer of just as many tokens that runs exact, and one of fewer that does not."""
+    for route, level_1 in ((257, "few tokens"), (256, "few tokens"), (64, None)):
+        predict(apply_avq(unet, codebooks, route=route), batch=2)
+        runs = {row.level: row.runs for row in summary(unet).rows if row.config}
+        avq = "AVQ (torch backend)"
+        assert runs[0] == ("exact: few tokens" if route > 256 else avq)
+        assert runs[1] == (f"exact: {level_1}" if level_1 else avq)
 
 
 def test_a_measurement_is_made_once_and_kept(cache_file, measured):

@@ -35,7 +35,7 @@ class Sinks(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """Pointers to keys and values of a head, to its `Leaves`, and to the columns of a tile.
+    """Pointers to keys and values of a head, to where its leaves are, and to the columns of a tile.
 
     budget: most exact keys of a tile.
     score, row, is_exact: of every column of the tile.
