@@ -312,6 +312,7 @@ def flat_kernel(
             codes,
             F.pad(means, (0, 0, 0, codes.shape[1] + padding)),
             F.pad(counts.log2(), (0, padding), value=-math.inf),
+            None,
             num_parents=config.num_parents,
             num_children=0,
             num_refined=0,
