@@ -207,15 +207,14 @@ def _settled_backend(
     """Check the arguments and choose the backend: on a GPU once for all calls that look alike."""
     looks = None
     if isinstance(query, Tensor) and query.is_cuda and not torch.compiler.is_compiling():
-        tensors = (query, key, value, options["query_order"], codebook)
-        sinks = (options["sink_key"], options["sink_value"])
+        sinks = options["sink_key"], options["sink_value"]
+        tensors = (query, key, value, *sinks, options["query_order"], codebook)
         numbers = [x for x in options.values() if not isinstance(x, Tensor)]
         looks = (
             torch.is_grad_enabled(),
             backend,
             *options,
             *map(_look, tensors),
-            *(map(_look, sinks) if sinks != (None, None) else ()),
             *numbers,
             *map(type, numbers),
         )

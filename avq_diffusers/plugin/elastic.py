@@ -21,7 +21,7 @@ from avq_diffusers.files import atomic_write
 from avq_diffusers.plugin.apply import avq_disabled
 from avq_diffusers.plugin.layer_state import LayerState, applied_states
 from avq_diffusers.plugin.layers import SelfAttentionLayer, unet_of
-from avq_diffusers.plugin.probe import Probe, check_probe
+from avq_diffusers.plugin.probe import Probe, check_probe, load_profile
 from avq_diffusers.plugin.prompts import checked_prompts, run_prompts
 from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS
 
@@ -95,9 +95,10 @@ class CaptureProfile:
             OSError: the file cannot be read.
             ValueError: it holds something else.
         """
-        try:
-            document = json.loads(Path(path).read_text())
-            return cls(
+        return load_profile(
+            cls,
+            path,
+            lambda document: cls(
                 {
                     name: {
                         int(start): tuple(tuple(map(float, curve)) for curve in heads)
@@ -105,16 +106,8 @@ class CaptureProfile:
                     }
                     for name, parts in document["curves"].items()
                 }
-            )
-        except (
-            AttributeError,
-            KeyError,
-            OverflowError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
-            raise ValueError(f"{path} is not a saved CaptureProfile: {error!r}.") from error
+            ),
+        )
 
     def __str__(self) -> str:
         plans = [self.at_least(target) for target in SHOWN_TARGETS]

@@ -33,7 +33,7 @@ from avq_diffusers.plugin.layers import (
     select_layers,
     unet_of,
 )
-from avq_diffusers.plugin.probe import Probe, check_probe
+from avq_diffusers.plugin.probe import Probe, check_probe, load_profile
 from avq_diffusers.plugin.prompts import checked_prompts, run_prompts
 from avq_diffusers.plugin.refinement import EXACT, set_sizes
 from avq_diffusers.plugin.routing import Workload, next_power_of_two, relative_cost
@@ -194,20 +194,13 @@ class ErrorProfile:
             OSError: the file cannot be read.
             ValueError: it holds something else.
         """
-        try:
-            document = json.loads(Path(path).read_text())
-            return cls(
+        return load_profile(
+            cls,
+            path,
+            lambda document: cls(
                 AVQConfig.from_dict(document["config"]), tuple(map(_read, document["layers"]))
-            )
-        except (
-            AttributeError,
-            KeyError,
-            OverflowError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
-            raise ValueError(f"{path} is not a saved ErrorProfile: {error!r}.") from error
+            ),
+        )
 
     def __str__(self) -> str:
         plans = [self.within(tolerance) for tolerance in SHOWN_TOLERANCES]

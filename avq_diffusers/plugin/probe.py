@@ -1,11 +1,13 @@
 """Measure the layers of a UNet while it runs, by the part of the denoising."""
 
+import json
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from tqdm import tqdm
 from avq_diffusers.config import check_int
 from avq_diffusers.plugin.layers import SelfAttentionLayer
 from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
+
+Profile = TypeVar("Profile")
 
 
 def check_probe(num_inference_steps: int, parts: int) -> None:
@@ -27,6 +31,31 @@ def check_probe(num_inference_steps: int, parts: int) -> None:
         check_int(name, number, 1)
         if number > NUM_TRAIN_TIMESTEPS:
             raise ValueError(f"{name} must be at most {NUM_TRAIN_TIMESTEPS}, but got {number}.")
+
+
+def load_profile(kind: type[Profile], path: str | Path, build: Callable[[Any], Profile]) -> Profile:
+    """Read a profile that was saved as JSON.
+
+    Args:
+        kind: class of the profile.
+        path: of the file.
+        build: makes the profile of the document.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    try:
+        return build(json.loads(Path(path).read_text()))
+    except (
+        AttributeError,
+        KeyError,
+        OverflowError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ValueError(f"{path} is not a saved {kind.__name__}: {error!r}.") from error
 
 
 class Probe(ABC):

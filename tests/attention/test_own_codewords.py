@@ -154,6 +154,17 @@ def test_parents_of_largest_importance_times_spread_are_refined(
         torch.testing.assert_close(output[0, 0, i, :12].cpu(), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_the_spread_does_not_see_what_all_keys_share(backend):
+    """Catches second moments of the keys themselves: 1 is the last digit of their squares here."""
+    query, key, value, codebook = narrow_and_wide()
+    shift = 4096 * torch.eye(16, device=DEVICE)[15]
+    moved = Codebook(codebook.parents + shift, codebook.children + shift)
+    options = {"num_refined": 1, "query_tile": 1, "scale": 1.0, "backend": backend}
+    output = avq_attention(query, key, value, codebook, **options)
+    shifted = avq_attention(query, key + shift, value, moved, **options)
+    torch.testing.assert_close(shifted, output, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_the_spread_of_a_small_cell_that_is_far_from_the_others(backend):
     """Catches a difference of second moments, which is 0 for all three cells in float32."""

@@ -75,7 +75,9 @@ class TestMeasure:
             error = (avq - exact).square().sum().sqrt() / exact.square().sum().sqrt()
             calls.setdefault(name, []).append((timestep[-1], len(key), float(error)))
 
-        see_timestep = lambda unet, args, kwargs: timestep.append(float(args[1]))  # noqa: E731
+        def see_timestep(unet, args, kwargs):
+            timestep.append(float(args[1]))
+
         pipe.unet.register_forward_pre_hook(see_timestep, with_kwargs=True)
         for layer in select_layers(pipe.unet, (0, 1)):
             hook = partial(see_layer, layer.name, 16 >> layer.level)

@@ -11,6 +11,7 @@ from avq_diffusers.attention.triton.rows import (
     bias_of,
     first_maximum,
     load_rows,
+    origin_of,
     parent_rows,
     product,
 )
@@ -37,6 +38,7 @@ def _store_aggregates(
     LEAF_ROWS: tl.constexpr,
     MEANS: tl.constexpr,
     FACTOR: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """Write the rows of one parent: for all its keys, for those that stay, for its children."""
     leaves = tl.arange(0, LEAF_ROWS)
@@ -62,7 +64,7 @@ def _store_aggregates(
     )
     if MEANS:
         spread = _store_mean_keys(
-            mean_keys, rows, key_sums, squares, counts, is_row, FACTOR, PADDED_DIM
+            mean_keys, rows, key_sums, squares, counts, is_row, FACTOR, HEAD_DIM, PADDED_DIM, ALIGN
         )
         if row_weight_ptr is not None:
             weight = spread * spread / tl.maximum(counts, 1)
@@ -84,7 +86,7 @@ def _store_aggregates(
         counts = count + tl.zeros_like(row)
         squares = tl.sum(squares, axis=0) + tl.zeros_like(ones)
         spread = _store_mean_keys(
-            mean_keys, row, key_sums, squares, counts, ones > 0, FACTOR, PADDED_DIM
+            mean_keys, row, key_sums, squares, counts, ones > 0, FACTOR, HEAD_DIM, PADDED_DIM, ALIGN
         )
         tl.store(spread_ptr + row, spread)
         if row_weight_ptr is not None:
@@ -123,19 +125,23 @@ def _store_mean_keys(
     counts,
     is_row,
     FACTOR: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """Write mean keys around the centre, times the factor of the logits; 0 without keys.
 
     Returns the spreads of the rows, the mean squared distances of their keys from the mean.
     """
-    codes_ptr, centre = mean_keys
+    codes_ptr, centre, key_ptr, num_keys, stride = mean_keys
     inverse = 1.0 / tl.maximum(counts, 1)
     means = key_sums * inverse[:, None]
     codes = tl.where((counts > 0)[:, None], (means - centre[None, :]) * FACTOR, 0.0)
     pointers = codes_ptr + rows[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
     tl.store(pointers, codes.to(codes_ptr.dtype.element_ty), mask=is_row[:, None])
-    return tl.maximum(squares * inverse - tl.sum(means * means, axis=1), 0.0)
+    origin = origin_of(key_ptr, num_keys, stride, HEAD_DIM, PADDED_DIM, ALIGN)
+    offsets = means - origin[None, :]
+    return tl.maximum(squares * inverse - tl.sum(offsets * offsets, axis=1), 0.0)
 
 
 @triton.jit
@@ -149,7 +155,7 @@ def _sum_squares(
     NUM_CHUNKS: tl.constexpr,
     LOG2_CHUNKS: tl.constexpr,
 ):
-    """Sum of the squared lengths of the keys of these ranks in a cell."""
+    """Sum of the squared distances of the keys of these ranks in a cell."""
     BLOCK: tl.constexpr = 256
     squares = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(start, stop, BLOCK):
@@ -231,7 +237,7 @@ def aggregate_kernel(
 
     piece_sums: (B, H, num_pieces, L, DP) float32, only for parents of several pieces.
     piece_counts: (B, H, num_pieces, L) int32.
-    square: (B, H, S) float32, squared length of every key, or None without MEANS, as the next two.
+    square: (B, H, S) float32, as the sort writes it, or None without MEANS, as the next two.
     piece_squares: (B, H, num_pieces, L) float32; all of a cell is in leaf 0 without exact keys.
     spread: (B, H, MP) float32, mean squared distance of the keys of a parent from their mean.
     leaf: (B, H, S) int32, the leaf in its cell of every key, in the order of cells; None without
@@ -262,7 +268,7 @@ def aggregate_kernel(
     if MEANS:
         centre = tl.load(centre_ptr + centre_head * PADDED_DIM + tl.arange(0, PADDED_DIM))
         codes_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * PADDED_DIM
-        mean_keys = (codes_ptr, centre)
+        mean_keys = (codes_ptr, centre, key_ptr, num_keys, key_stride_token)
     order_ptr += batch_head * num_keys
     start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS
     ticket_ptr += batch_head * PARENT_ROWS
@@ -328,14 +334,6 @@ def aggregate_kernel(
         bias = tl.load(bias_ptr + code_rows, mask=is_code, other=float("-inf"))
 
     stop = tl.minimum((part + 1) * PIECE, total)
-    squares = None
-    if MEANS and not EXACT:
-        # A loop of its own: the next one has no register to spare.
-        cell_squares = _sum_squares(
-            square_ptr, order_ptr, part * PIECE, stop, earlier, shift, NUM_CHUNKS, LOG2_CHUNKS
-        )
-        squares = tl.where(leaves == 0, cell_squares, 0.0)
-
     sums = tl.zeros([LEAF_ROWS, PADDED_DIM], tl.float32)
     key_sums = sums
     chosen_counts = tl.zeros([LEAF_ROWS, KEYS], tl.int32)
@@ -373,9 +371,16 @@ def aggregate_kernel(
                 leaf = tl.sum(tl.where(is_chosen, leaves[:, None], 0), axis=0)
                 tl.store(leaf_ptr + first + position, leaf, mask=is_key)
     counts = tl.sum(chosen_counts, axis=1)
+    squares = None
     if EXACT:
         squares = tl.sum(leaf_squares, axis=1)
         tl.store(piece_counts_ptr + piece * LEAF_ROWS + leaves, counts)
+    elif MEANS:
+        # A loop of its own: the one above has no register to spare.
+        cell_squares = _sum_squares(
+            square_ptr, order_ptr, part * PIECE, stop, earlier, shift, NUM_CHUNKS, LOG2_CHUNKS
+        )
+        squares = tl.where(leaves == 0, cell_squares, 0.0)
 
     if total <= PIECE:
         _store_aggregates(
@@ -398,6 +403,7 @@ def aggregate_kernel(
             LEAF_ROWS,
             MEANS,
             FACTOR,
+            ALIGN,
         )
     else:
         offsets = leaves[:, None] * PADDED_DIM + tl.arange(0, PADDED_DIM)[None, :]
@@ -449,4 +455,5 @@ def aggregate_kernel(
                 LEAF_ROWS,
                 MEANS,
                 FACTOR,
+                ALIGN,
             )

@@ -71,3 +71,19 @@ def parent_rows(
             place = tl.load(key_order_ptr + place).to(tl.int32)
         rows = load_rows(key_ptr, place, stride, is_parent, HEAD_DIM, PADDED_DIM, ALIGN)
     return rows
+
+
+@triton.jit
+def origin_of(
+    key_ptr,
+    num_keys,
+    stride,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """(DP) A key of the head, in float32: distances from it do not see what all keys share."""
+    # Sixteen copies, because a single row has no wide loads.
+    rows = num_keys // 2 + tl.zeros([16], tl.int32)
+    block = load_rows(key_ptr, rows, stride, rows >= 0, HEAD_DIM, PADDED_DIM, ALIGN)
+    return tl.max(block.to(tl.float32), axis=0)

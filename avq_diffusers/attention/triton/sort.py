@@ -6,7 +6,13 @@ Shapes: as in `precompute`.
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.rows import bias_of, first_maximum, parent_rows, product
+from avq_diffusers.attention.triton.rows import (
+    bias_of,
+    first_maximum,
+    origin_of,
+    parent_rows,
+    product,
+)
 
 
 @triton.jit
@@ -114,7 +120,7 @@ def sort_kernel(
     write the order. A chunk is ranked in STRIPS runs of keys, 32 keys of each run at a time.
 
     centre: (B, H, DP) float32, the mean of the parents, unless they are stored.
-    square: (B, H, S) float32, squared length of every key; None if nobody needs it.
+    square: (B, H, S) float32, squared distance of every key from `origin_of`, or None.
     rank: (B, H, NUM_CHUNKS, chunk_keys) int32 workspace: first the parent, then rank and parent.
     order: (B, H, S) int32, key indices sorted within each chunk.
     count: (B, H, NUM_CHUNKS, STRIPS, MP) int32 workspace: first the number of ranked keys of a
@@ -146,6 +152,9 @@ def sort_kernel(
     order_ptr += batch_head * num_keys + first
     if square_ptr is not None:
         square_ptr += batch_head * num_keys + first
+        origin = origin_of(
+            head_ptr, num_keys, key_stride_token // ALIGN, HEAD_DIM, PADDED_DIM, ALIGN
+        )
     count_ptr += batch_chunk * STRIPS * PARENT_ROWS
     start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS + chunk
 
@@ -212,8 +221,9 @@ def sort_kernel(
             other=0.0,
         ).to(dtype)
         if square_ptr is not None:
-            wide = key.to(tl.float32)
-            tl.store(square_ptr + tile + rows, tl.sum(wide * wide, axis=1), mask=is_key)
+            distance = key.to(tl.float32) - origin[None, :]
+            square = tl.sum(distance * distance, axis=1)
+            tl.store(square_ptr + tile + rows, square, mask=is_key)
 
         # (KEYS, 8)
         if PARENT_ROWS == PARENTS:
