@@ -172,8 +172,8 @@ def measure_capture(
     return CaptureProfile(
         {
             layer.name: {
-                start: tuple(map(tuple, mean.tolist()))
-                for start, mean in captures.means(layer.name).items()
+                start: tuple(map(tuple, values.mean(0).tolist()))
+                for start, values in captures.values_of(layer.name).items()
             }
             for layer in layers
         }

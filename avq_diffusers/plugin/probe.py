@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -59,7 +60,7 @@ def load_profile(kind: type[Profile], path: str | Path, build: Callable[[Any], P
 
 
 class Probe(ABC):
-    """Tensors measured in each layer, averaged over its calls in each part of the denoising.
+    """Tensors measured in each layer, in its calls in each part of the denoising.
 
     Second evaluations of noise-damped ScaleCrafter, inside a call of the UNet, do not count.
 
@@ -108,8 +109,8 @@ class Probe(ABC):
         if value is not None:
             self.values[layer.name][self.start].append(value)
 
-    def means(self, name: str) -> dict[int, Tensor]:
-        """The means of a layer, by the start of each part that had a call.
+    def values_of(self, name: str) -> dict[int, Tensor]:
+        """The values (calls, ...) of a layer, by the start of each part that had a call.
 
         The first part that had a call also covers the parts before it.
 
@@ -124,7 +125,4 @@ class Probe(ABC):
             )
         parts = [measured[start] for start in self.starts if start in measured]
         starts = [NUM_TRAIN_TIMESTEPS, *sorted(measured, reverse=True)[1:]]
-        return {
-            start: sum(values[1:], values[0]) / len(values)
-            for start, values in zip(starts, parts, strict=True)
-        }
+        return {start: torch.stack(values) for start, values in zip(starts, parts, strict=True)}

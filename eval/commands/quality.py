@@ -1,4 +1,4 @@
-"""Likeness and quality: `compare`, `scenes`, `merge`, `table`, and every stored `plot`."""
+"""Likeness and quality: `compare`, `tolerance`, `scenes`, `merge`, `table`, `plot`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from avq_diffusers.cli.options import LARGEST_SEED, Dilated, device_of, numbers_of
+from avq_diffusers.cli.options import LARGEST_SEED, Dilated, device_of, numbers_of, tolerances_of
 from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
 from eval.commands.options import (
     Compiled,
@@ -86,6 +86,56 @@ def compare_command(
         rows=rows,
     )
     compare_sheet(output / f"{name}.webp", images, chosen)
+
+
+@app.command("tolerance")
+def tolerance_command(
+    tolerances: Annotated[
+        str, typer.Option(help="Comma-separated, such as 0.05,0.1.")
+    ] = "0.05,0.1,0.2",
+    model: Model = "mini-sd",
+    probed: Annotated[int, typer.Option(min=1, help="Prompts that are probed.")] = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts that are not.")] = 12,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of the images.")] = 25,
+    levels: Levels = "0,1",
+    size: Size = None,
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """Whether a tolerance holds on prompts that were not probed.
+
+    Layers that are faster in exact attention on the device run exact.
+
+    Example: python -m eval tolerance --device cuda
+    """
+    from avq_diffusers import AVQConfig
+    from avq_diffusers.cli.images import usual_guidance
+    from eval.quality.generation import Sampling
+    from eval.quality.tolerance import measure_tolerances, tolerance_table
+
+    numbers = numbers_of("--levels", levels)
+    limits = tolerances_of("--tolerances", tolerances)
+    pipe = load_pipeline(model, device)
+    chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
+    rows = measure_tolerances(
+        pipe,
+        limits,
+        AVQConfig(levels=numbers),
+        calibration_prompts()[:probed],
+        chosen,
+        Sampling(num_inference_steps=steps, size=size, guidance_scale=usual_guidance(pipe)),
+    )
+    print(tolerance_table(rows))
+    save_json(
+        output / f"{result_name('tolerance', numbers, size)}.json",
+        command=command_line(),
+        device=device,
+        num_probed=probed,
+        num_prompts=prompts,
+        num_inference_steps=steps,
+        size=size,
+        rows=rows,
+    )
 
 
 @app.command("scenes")

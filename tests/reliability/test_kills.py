@@ -118,6 +118,14 @@ def jobs(tmp_path_factory):
             place / "scoring",
             ("cache",),
         ),
+        "probing": Job(
+            "eval.__main__:main",
+            (
+                *("tolerance", *method, "--probed", "1", "--prompts", "1", "--steps", "2"),
+                *("--tolerances", "0.1,0.2", "--output", FOLDER),
+            ),
+            place / "probing",
+        ),
     }
 
 
@@ -134,7 +142,9 @@ def seconds(jobs):
     return {kind: run(job) for kind, job in jobs.items()}
 
 
-KINDS = pytest.mark.parametrize("kind", ["calibration", "distillation", "generation", "scoring"])
+KINDS = pytest.mark.parametrize(
+    "kind", ["calibration", "distillation", "generation", "scoring", "probing"]
+)
 
 
 @KINDS
