@@ -101,7 +101,7 @@ def tolerance_table(rows: Sequence[Row]) -> str:
         f"parts {over}",
         f"prompts {over}, %",
     ]
-    columns += ["PSNR dB, median", "PSNR dB, p10"]
+    columns += [f"prompts {over}, %", "PSNR dB, median", "PSNR dB, p10"]
     return markdown_table(
         columns,
         (
