@@ -12,7 +12,7 @@ import socket, sys, warnings
 for name in ("triton", "torchvision", "matplotlib"):
     sys.modules[name] = None
 
-import torch, torch._dynamo
+import torch, torch._dynamo, transformers
 from diffusers import StableDiffusionPipeline  # transformers says here that it lacks torchvision
 
 def refuse(*args, **kwargs):
@@ -38,9 +38,11 @@ mark()
 import avq_diffusers
 for name in avq_diffusers.__all__:
     getattr(avq_diffusers, name)
+import avq_diffusers.vision
 mark()
 assert flags() == before
 assert not torch.cuda.is_initialized()
+assert "avq" not in transformers.AttentionInterface().valid_keys()
 """
 
 

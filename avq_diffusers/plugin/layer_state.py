@@ -14,10 +14,11 @@ from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import AVQConfig, Sizes
 from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layer_weights import LayerWeights
-from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers, unet_of
+from avq_diffusers.plugin.layers import LayerSpec, SelfAttentionLayer, select_layers, unet_of
 from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.routing import LayerRoute, Workload, next_power_of_two
 
+AVQ_CALL = "AVQ"
 NO_BACKWARD = -1
 _DISABLING = threading.Lock()
 
@@ -59,9 +60,7 @@ class LayerState:
         last_backend: that ran the last AVQ call.
     """
 
-    def __init__(
-        self, layer: SelfAttentionLayer, source: AVQSource, backend: str, route: str | int
-    ) -> None:
+    def __init__(self, layer: LayerSpec, source: AVQSource, backend: str, route: str | int) -> None:
         if isinstance(source, AVQConfig):
             self.config = source.for_layer(layer.name, layer.level)
             self.weights = LayerWeights()
@@ -131,8 +130,8 @@ class LayerState:
         if _backward() not in (NO_BACKWARD, call.backward):
             raise RuntimeError(
                 "a layer with AVQ is recomputed with the call it ran in, but a checkpoint around "
-                "the layer or its block does not keep that; use "
-                "unet.enable_gradient_checkpointing(), which does."
+                "the layer or its block does not keep that; use the model's own gradient "
+                "checkpointing, which does."
             )
         return call
 
@@ -156,6 +155,24 @@ class LayerState:
     def count(self, call: str) -> None:
         self.calls[call] += 1
         self.last_call = call
+
+
+def refuse_without_codebooks(source: AVQSource) -> None:
+    """Refuse a configuration of what only codebooks hold.
+
+    Raises:
+        ValueError: `source` is a configuration of stored codewords or of a key norm.
+    """
+    if not isinstance(source, AVQConfig):
+        return
+    for name, needs in (
+        ('codewords="stored"', source.codewords == "stored"),
+        ("key_norm", source.key_norm),
+    ):
+        if needs:
+            raise ValueError(
+                f"{name} needs codebooks, which calibrate(pipe, prompts, config) makes."
+            )
 
 
 def check_source(source: AVQSource | None) -> None:

@@ -38,12 +38,18 @@ from torch.overrides import _get_current_function_mode_stack
 from avq_diffusers.attention.api import attention_and_backend, check_backend
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.checkpointing import forget_calls, keep_calls
-from avq_diffusers.plugin.layer_state import AVQSource, LayerState, check_source, default_source
+from avq_diffusers.plugin.layer_state import (
+    AVQ_CALL,
+    AVQSource,
+    LayerState,
+    check_source,
+    default_source,
+    refuse_without_codebooks,
+)
 from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers
 from avq_diffusers.plugin.projection import project
 from avq_diffusers.plugin.routing import check_route
 
-AVQ_CALL = "AVQ"
 IP_ADAPTERS = (IPAdapterAttnProcessor, IPAdapterAttnProcessor2_0, IPAdapterXFormersAttnProcessor)
 # Their self-attention is exact attention. A class derived from one may do something else.
 PLAIN_PROCESSORS = (
@@ -259,15 +265,8 @@ def install(
     """Give the layers of `source` their state and their grid hook; leave their processors."""
     check_backend(backend)
     check_route(route)
+    refuse_without_codebooks(source)
     if isinstance(source, AVQConfig):
-        for name, needs in (
-            ('codewords="stored"', source.codewords == "stored"),
-            ("key_norm", source.key_norm),
-        ):
-            if needs:
-                raise ValueError(
-                    f"{name} needs codebooks, which calibrate(pipe, prompts, config) makes."
-                )
         layers = select_layers(unet, source.levels, source.exact, source.overrides)
     else:
         layers = source.layers_of(unet)

@@ -10,7 +10,7 @@ from torch import nn
 
 from avq_diffusers.config import Sizes, is_within
 from avq_diffusers.plugin.layer_state import LayerState, applied_states
-from avq_diffusers.plugin.layers import PipelineOrUNet, unet_of, unwrapped
+from avq_diffusers.plugin.layers import Layer, PipelineOrUNet, unet_of, unwrapped
 from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 
@@ -63,7 +63,26 @@ def set_num_refined(
         ValueError: no AVQ layer matches, a plan's entry names none of the matching layers, a layer
             cannot refine that many parents, or a schedule does not begin at timestep 1000.
     """
-    states = applied_states(pipe)
+    set_sizes(pipe, planned_sizes(applied_states(pipe), num_refined, level=level, layer=layer))
+    return pipe
+
+
+def planned_sizes(
+    states: Mapping[Layer, LayerState],
+    num_refined: int | str | Schedule | Mapping[str, int | str | Schedule],
+    *,
+    level: int | None,
+    layer: str | None,
+) -> dict[LayerState, SizeSchedule]:
+    """The sizes that `set_num_refined` gives to layers.
+
+    Args:
+        states: of the layers with AVQ, at least one.
+        num_refined, level, layer: as `set_num_refined`.
+
+    Raises:
+        TypeError, ValueError: as `set_num_refined`.
+    """
     names = ", ".join(found.name for found in states)
     chosen = {
         found: state
@@ -81,7 +100,7 @@ def set_num_refined(
         if not any(is_within(found.name, name) for found in chosen):
             names = ", ".join(found.name for found in chosen)
             raise ValueError(f"no AVQ layer is {name!r} or in it; the chosen layers are {names}.")
-    schedules = {}
+    schedules: dict[LayerState, SizeSchedule] = {}
     for found, state in chosen.items():
         most = state.config.most_refined
         for schedule in (plan[name] for name in plan if is_within(found.name, name)):
@@ -95,8 +114,7 @@ def set_num_refined(
                 start: None if count is None else state.config.sizes._replace(num_refined=count)
                 for start, count in schedule.items()
             }
-    set_sizes(pipe, schedules)
-    return pipe
+    return schedules
 
 
 def set_sizes(
