@@ -54,6 +54,8 @@ def apply_avq(
 
     Models that share a config do not share AVQ. Text towers stay as they are.
 
+    Compiled ViT and DeiT of transformers 5.17 give their attention a mask, and so stay exact.
+
     Args:
         model: ViT, DeiT, DINOv2, DINOv3, DPT, CLIP, SigLIP or others of their kind, with any head;
             or a module that holds one, such as a compiled model.

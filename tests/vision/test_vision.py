@@ -202,8 +202,7 @@ def test_threads_have_their_own_grids():
 
 
 def test_compiled_in_one_graph():
-    model = apply_avq(choosing(lambda: ViTModel(ViTConfig(**WIDE | {"num_hidden_layers": 1}))))
-    apply_avq(model, COARSE)
+    model = apply_avq(tiny_vision("dinov2"), COARSE)
     avq = features(model)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
