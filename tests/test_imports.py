@@ -14,6 +14,7 @@ for name in ("triton", "torchvision", "matplotlib"):
 
 import torch, torch._dynamo, transformers
 from diffusers import StableDiffusionPipeline  # transformers says here that it lacks torchvision
+from diffusers.models import attention_dispatch
 
 def refuse(*args, **kwargs):
     raise RuntimeError("the import opened a connection")
@@ -34,6 +35,7 @@ def mark():
 
 socket.socket.connect = refuse
 before = flags()
+backends = attention_dispatch._AttentionBackendRegistry.list_backends()
 mark()
 import avq_diffusers
 for name in avq_diffusers.__all__:
@@ -42,6 +44,7 @@ import avq_diffusers.vision
 mark()
 assert flags() == before
 assert not torch.cuda.is_initialized()
+assert attention_dispatch._AttentionBackendRegistry.list_backends() == backends
 assert "avq" not in transformers.AttentionInterface().valid_keys()
 """
 

@@ -2,14 +2,16 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
+from avq_diffusers.attention.api import attention_and_backend
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import AVQConfig, Sizes
 from avq_diffusers.plugin.codebooks import AVQCodebooks
@@ -89,20 +91,30 @@ class LayerState:
         """The refined parents per query tile in this thread's next AVQ call."""
         return (self.sizes.get() or self.config.sizes).num_refined
 
-    def enter(self, hidden_states: Tensor, dtype: torch.dtype, interception: str | None) -> None:
-        """Begin a call for the tokens of `hidden_states` (B, C, h, w), on their device.
+    def enter(
+        self,
+        hidden_states: Tensor,
+        grid: Sequence[int] | None,
+        dtype: torch.dtype,
+        exact_because: str | None,
+    ) -> None:
+        """Begin a call for the tokens of a grid, on the device of `hidden_states`.
 
         Args:
-            hidden_states: of the transformer.
-            dtype: the UNet's own; autocast does not change it.
-            interception: what acts on the scores of exact attention, if anything.
+            hidden_states: of the transformer, batch first.
+            grid: height and width of the grid, after the frames of a video; None without a grid.
+            dtype: the model's own; autocast does not change it.
+            exact_because: why the layer runs exact attention, such as what acts on its scores.
         """
-        height, width = hidden_states.shape[-2:]
         device = hidden_states.device
-        # A tensor, not (h, w): torch.compile would guard every block on the two integers.
-        order = query_order(height, width, self.config.query_order, device)
+        order = None
+        if grid is not None:
+            # A tensor, not (h, w): torch.compile would guard every block on the two integers.
+            *frames, height, width = grid
+            order = query_order(height, width, self.config.query_order, device, frames=prod(frames))
         sizes = self.sizes.get()
-        exact_because = interception if sizes is not None else "scheduled"
+        if sizes is None:
+            exact_because = "scheduled"
         if not self.enabled:
             exact_because = "disabled"
         self.call.set(Call(order, sizes or self.config.sizes, exact_because, _backward()))
@@ -140,6 +152,20 @@ class LayerState:
         order = self.present_call().query_order
         return order is not None and hidden_states.shape[1] == order.shape[0]
 
+    def routed_because(self, num_tokens: int, hidden_states: Tensor) -> str | None:
+        """Why exact attention is the better one for that many tokens; None if AVQ is.
+
+        Args:
+            num_tokens: of the grid.
+            hidden_states: batch first, in the dtype of the attention.
+        """
+        route = self.route
+        if isinstance(route.route, int) and num_tokens < route.route:
+            return "few tokens"
+        if route.break_even and num_tokens < route.least_tokens(self.workload(hidden_states)):
+            return "faster"
+        return None
+
     def workload(self, hidden_states: Tensor) -> Workload:
         """What decides between AVQ and exact attention, for this batch and dtype."""
         device = hidden_states.device.type
@@ -151,6 +177,57 @@ class LayerState:
             query_tile=self.config.query_tile,
             dtype=torch.get_autocast_dtype(device) if is_autocast else hidden_states.dtype,
         )
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sink_key: Tensor | None = None,
+        sink_value: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """AVQ attention of the grid's tokens in the present call, as `avq_attention`.
+
+        Args:
+            query, key, value: (B, H, N, D).
+            sink_key, sink_value: (B, H, T, D), or None.
+            scale: factor on the logits; None is 1 / sqrt(D).
+
+        Returns:
+            (B, H, N, D) view of (B, N, H, D) memory.
+
+        Raises:
+            NotImplementedError: ONNX exports the model.
+        """
+        if torch.onnx.is_in_onnx_export():
+            raise NotImplementedError(
+                "ONNX has no operations for AVQ; call remove_avq(pipe) to export exact attention."
+            )
+        config, call = self.config, self.present_call()
+        output, backend = attention_and_backend(
+            query,
+            key,
+            value,
+            self.weights.codebook,
+            num_parents=call.sizes.num_parents,
+            num_children=call.sizes.num_children,
+            num_refined=call.sizes.num_refined,
+            codewords=config.codewords,
+            num_updates=config.num_updates,
+            exact_keys=call.sizes.exact_keys,
+            sink_key=sink_key,
+            sink_value=sink_value,
+            query_tile=config.query_tile,
+            query_order=call.query_order,
+            importance_tile=config.importance_tile,
+            scale=scale,
+            backend=self.backend,
+        )
+        if not torch.compiler.is_compiling():
+            self.last_backend = backend
+        return output
 
     def count(self, call: str) -> None:
         self.calls[call] += 1

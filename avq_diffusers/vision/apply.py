@@ -209,6 +209,6 @@ class _Grid:
 
     def __call__(self, projection: nn.Module, inputs: tuple[Any, ...], patches: Tensor) -> None:
         for layer in self.layers:
-            layer.avq_state.enter(patches, patches.dtype, None)
+            layer.avq_state.enter(patches, patches.shape[-2:], patches.dtype, None)
             if layer.block is not None:
                 keep_calls(layer.block, layer.attn)

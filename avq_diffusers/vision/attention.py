@@ -15,7 +15,6 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from avq_diffusers.attention.api import attention_and_backend
 from avq_diffusers.plugin.layer_state import AVQ_CALL, LayerState
 from avq_diffusers.vision.layers import forward_of
 
@@ -99,44 +98,26 @@ def _exact_because(
     registers = getattr(module.config, "num_register_tokens", 0)
     if not num_patches or not 0 <= num_sinks <= CLS_AND_DISTILLATION + registers:
         return "tokens are not the grid"
-    route = state.route
-    if isinstance(route.route, int) and num_patches < route.route:
-        return "few tokens"
-    if route.break_even and num_patches < route.least_tokens(state.workload(query)):
-        return "faster"
-    return None
+    return state.routed_because(num_patches, query)
 
 
 def _attend(
     state: LayerState, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 ) -> Tensor:
     """(B, N, H, D)."""
-    config, call = state.config, state.present_call()
-    assert call.query_order is not None
+    order = state.present_call().query_order
+    assert order is not None
     # Rotated queries and keys may be wider than the values.
     query, key = query.to(value.dtype), state.weights.normed(key).to(value.dtype)
-    sinks = query.shape[2] - call.query_order.shape[0]
-    output, backend = attention_and_backend(
+    sinks = query.shape[2] - order.shape[0]
+    output = state.attend(
         query[:, :, sinks:],
         key[:, :, sinks:],
         value[:, :, sinks:],
-        state.weights.codebook,
-        num_parents=call.sizes.num_parents,
-        num_children=call.sizes.num_children,
-        num_refined=call.sizes.num_refined,
-        codewords=config.codewords,
-        num_updates=config.num_updates,
-        exact_keys=call.sizes.exact_keys,
         sink_key=key[:, :, :sinks] if sinks else None,
         sink_value=value[:, :, :sinks] if sinks else None,
-        query_tile=config.query_tile,
-        query_order=call.query_order,
-        importance_tile=config.importance_tile,
         scale=scaling,
-        backend=state.backend,
     )
-    if not torch.compiler.is_compiling():
-        state.last_backend = backend
     output = output.transpose(1, 2)
     if not sinks:
         return output

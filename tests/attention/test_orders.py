@@ -130,7 +130,7 @@ def test_op_passes_opcheck():
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
 def test_a_tensor_cached_inside_a_mode_works_outside_it(mode, empty_cache):
     with mode():
-        _cached_order(4, 4, "gilbert", torch.device("cpu"), 0)
+        _cached_order(4, 4, "gilbert", torch.device("cpu"), 0, 1)
     order = query_order(4, 4)
     assert type(order) is torch.Tensor
     values = torch.randn(16, requires_grad=True)

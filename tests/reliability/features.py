@@ -61,6 +61,16 @@ GROUPS = {
         *("SD1.5", "inpainting model (9 channels)", "InstructPix2Pix", "LCM", "SD 2.x"),
         *("SDXL base", "SDXL refiner"),
     ),
+    "Transformers, tiny": (
+        *(
+            "SD3",
+            "ControlNet of SD3",
+            "skip-layer guidance of SD3",
+            "gradient checkpointing of SD3",
+        ),
+        *("blocks of SD3 compiled one by one", "other processors of SD3 (kept)"),
+        "fused projections of SD3 (replace AVQ: reported)",
+    ),
     "UNets at full size, random weights": (
         *("SD1.5 at full size", "SD 2.1 at full size"),
         *("SDXL base at full size", "SDXL refiner at full size"),

@@ -34,6 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
+from avq_diffusers.plugin import layer_state
 from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.vision import (
     apply_avq,
@@ -64,8 +65,8 @@ def seen(monkeypatch):
         found.append({"query": query, "key": key, "value": value, "codebook": codebook, **options})
         return original(query, key, value, codebook, **options)
 
-    original = attention.attention_and_backend
-    monkeypatch.setattr(attention, "attention_and_backend", record)
+    original = layer_state.attention_and_backend
+    monkeypatch.setattr(layer_state, "attention_and_backend", record)
     return found
 
 
@@ -93,12 +94,12 @@ def test_every_key_is_exact_and_nothing_stays(family):
 def test_without_sinks_it_is_not_exact(monkeypatch):
     """The control of the test above: it sees whether patches meet CLS."""
     model = tiny_vision()
-    exact, original = features(model), attention.attention_and_backend
+    exact, original = features(model), layer_state.attention_and_backend
 
     def without_sinks(*tensors, **options):
         return original(*tensors, **options | {"sink_key": None, "sink_value": None})
 
-    monkeypatch.setattr(attention, "attention_and_backend", without_sinks)
+    monkeypatch.setattr(layer_state, "attention_and_backend", without_sinks)
     assert differ(features(apply_avq(model, EVERY_KEY)), exact)
 
 
