@@ -2,7 +2,8 @@
 
 A name is a word, a configuration or a folder, with suffixes in this order:
 
-    exact, value-projection, tome, fa2, limit, linfusion  (the last three in `bench unet` only)
+    exact, value-projection, tome
+    fa2, cudnn, limit, linfusion  (in `bench unet` and `bench transformer` only)
     pooled@E256             blocks of neighbours, 256 keys of the best exactly  (`keys` only)
     M64P16C8, M192          a configuration to calibrate
     runs/m64/codebooks      a folder of codebooks or of LinFusion layers
@@ -46,8 +47,8 @@ EXACT = "exact"
 NO_ATTENTION = "value-projection"
 TOME = "tome"
 POOLED = "pooled"
-FA2, LIMIT, LINFUSION = "fa2", "limit", "linfusion"
-WORDS = (EXACT, NO_ATTENTION, TOME, FA2, LIMIT, LINFUSION)
+FA2, CUDNN, LIMIT, LINFUSION = "fa2", "cudnn", "limit", "linfusion"
+WORDS = (EXACT, NO_ATTENTION, TOME, FA2, CUDNN, LIMIT, LINFUSION)
 LINFUSION_CONFIG = "LinFusion"  # as the `config` of a row
 WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
 POOLED_FORM = re.compile(rf"{POOLED}@E(\d+)")
@@ -419,7 +420,7 @@ def _processors(pipe: StableDiffusionPipeline, processors: Mapping[str, Any]) ->
 
 def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> Method:
     parsed = parse_method(name, levels)
-    if parsed.source in (FA2, LIMIT, LINFUSION) or parsed.tuned or parsed.route != "always":
+    if parsed.source in (FA2, CUDNN, LIMIT, LINFUSION) or parsed.tuned or parsed.route != "always":
         raise ValueError(f"methods: {name} can only be timed, by bench unet.")
     if parsed.source == POOLED:
         raise ValueError(f"methods: {name} can only be measured by keys.")
