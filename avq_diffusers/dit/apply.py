@@ -14,8 +14,8 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.dit.dispatch import (
     AVQ_BACKEND,
     DispatchedState,
+    forget_layer,
     register_backend,
-    unwatch,
     watch,
 )
 from avq_diffusers.dit.grids import Family
@@ -98,14 +98,16 @@ def _install(
                 previous_backend=None if previous is AVQ_BACKEND else previous,
             )
             layer.attn._avq_previous = processor
-            watch(layer.attn)
-    dispatched = [layer.attn.processor for layer in layers if not layer.is_joint]
-    for processor in dispatched:
-        processor._attention_backend = AVQ_BACKEND
-    if dispatched:
-        register_backend()
+    for layer in layers:
+        if not layer.is_joint:
+            layer.attn.processor._attention_backend = AVQ_BACKEND
+            register_backend()
+    watch(model)
     pre_forward = _PreForward(model, layers, family)
-    model._avq_hook = model.register_forward_pre_hook(pre_forward, with_kwargs=True)
+    vars(model)["_avq_hooks"] = (
+        model.register_forward_pre_hook(pre_forward, with_kwargs=True),
+        model.register_forward_hook(forget_layer, always_call=True),
+    )
     pre_forward.warn_of_others(stacklevel=4)  # of `apply_avq`
 
 
@@ -145,18 +147,16 @@ def _uninstall(model: ModelMixin) -> None:
     for module in model.modules():
         own = vars(module)
         forget_calls(module)
-        if "_avq_hook" in own:
-            module._avq_hook.remove()
-            del module._avq_hook
+        for hook in own.get("_avq_hooks", ()):
+            hook.remove()
         state = own.get("_avq")
         previous = own.get("_avq_previous")
         if isinstance(state, DispatchedState):
-            unwatch(module)
             if previous._attention_backend is AVQ_BACKEND:
                 _restore_backend(previous, state)
         elif isinstance(getattr(module, "processor", None), AVQJointProcessor):
             module.set_processor(previous or JointAttnProcessor2_0())
-        for name in ("_avq", "_avq_previous"):
+        for name in ("_avq", "_avq_previous", "_avq_hooks"):
             if name in own:
                 delattr(module, name)
 

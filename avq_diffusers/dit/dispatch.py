@@ -1,6 +1,6 @@
 """A backend of diffusers' attention dispatch that runs AVQ in the layers that carry it.
 
-Backends see tensors only. A hook on each layer says whose call it is, so one backend serves all.
+Backends see tensors only. A hook before each layer says whose call it is, so one serves all layers.
 It is registered when AVQ is first applied, stands on the processors of the chosen layers only, and
 leaves the process's default alone.
 """
@@ -58,26 +58,21 @@ def register_backend() -> None:
         _AttentionBackendRegistry.register(AVQ_BACKEND)(_avq_attention)
 
 
-def watch(attn: Any) -> None:
-    """Make calls of a layer known while they run."""
-    attn._avq_hooks = (
-        attn.register_forward_pre_hook(_begin),
-        attn.register_forward_hook(_end, always_call=True),
-    )
-
-
-def unwatch(attn: Any) -> None:
-    """Undo `watch`."""
-    for hook in attn._avq_hooks:
-        hook.remove()
-    del attn._avq_hooks
+def watch(model: nn.Module) -> None:
+    """Make the calls of the layers known whose processors carry the backend."""
+    for attn in model.modules():
+        processor = getattr(attn, "processor", None)
+        if getattr(processor, "_attention_backend", None) is AVQ_BACKEND:
+            # No hook after the call: compiled code would have a graph for each.
+            vars(attn)["_avq_hooks"] = (attn.register_forward_pre_hook(_begin),)
 
 
 def _begin(attn: Any, args: Any) -> None:
-    _present.set(attn._avq)
+    _present.set(getattr(attn, "_avq", None))
 
 
-def _end(attn: nn.Module, args: Any, output: Any) -> None:
+def forget_layer(model: nn.Module, args: Any, output: Any) -> None:
+    """The hook that ends the calls of a model's layers."""
     _present.set(None)
 
 

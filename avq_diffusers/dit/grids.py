@@ -66,6 +66,12 @@ def _shapes(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Grid:
     return tuple(image[0])
 
 
+def _first_latents(arguments: Mapping[str, Any]) -> Tensor:
+    batch = arguments["x"]
+    latents = batch[0][-1] if isinstance(batch[0], list) else batch[0]
+    return latents.expand(len(batch), *latents.shape)
+
+
 def _list_of_latents(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Grid:
     """Z-Image: a list of latents (C, f, h, w)."""
     latents = arguments["x"]
@@ -108,7 +114,7 @@ FAMILIES = (
     Family(
         frozenset({"x", "cap_feats"}),
         _list_of_latents,
-        lambda arguments: arguments["x"][0].expand(len(arguments["x"]), -1, -1, -1, -1),
+        _first_latents,
         text_first=False,
         parts=("noise_refiner", "layers"),
     ),
