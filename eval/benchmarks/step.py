@@ -172,8 +172,7 @@ class NetworkBench(Protocol):
 
 def layer_states(network: nn.Module) -> list[Any]:
     """What AVQ keeps at the layers of a network."""
-    states = (getattr(module, "avq_state", None) for module in network.modules())
-    return [state for state in states if state is not None]
+    return [state for module in network.modules() if (state := vars(module).get("_avq"))]
 
 
 def route_as_compiled(network: nn.Module) -> None:

@@ -241,7 +241,7 @@ class TransformerBench:
             elif method.source == LIMIT:
                 stack.enter_context(values_passed_on())
             elif method.config is not None:
-                config = replace(method.config, codewords="means")
+                config = replace(method.config, codewords="means", levels=(0,))
                 backend = self.oracle if oracle else self.backend
                 apply_avq(self.network, config, backend=backend, route=method.route)
                 stack.callback(remove_avq, self.network)

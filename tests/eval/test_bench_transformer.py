@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from eval_helpers import run_command
 
 from eval.benchmarks import transformer
-from eval.benchmarks.step import timed_method
+from eval.benchmarks.step import layer_states, timed_method
 from eval.benchmarks.step_rows import step_rows
 from eval.benchmarks.transformer import MODELS, TransformerBench, tiny_model, values_passed_on
 
 CPU = torch.device("cpu")
-SIDE = {"sd35-medium": 64, "sd35-large": 64, "flux": 64, "wan": 480}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -53,11 +52,18 @@ def test_the_configurations_are_those_of_the_models(name, blocks, billions, atte
 
 
 def test_rows_of_a_transformer(bench):
-    """Fails for a limit that attends, ratios upside down, and times that are not multiplied."""
+    """Fails for a limit that attends, AVQ that does not run or stays, ratios upside down, and times
+    that are not multiplied."""
     side = side_of(bench)
-    *_, rows = step_rows(bench, side, "eager", methods=("exact", "limit", "cudnn"), window_ms=1)
-    exact, limit, cudnn = (transformer.in_all_blocks(row, bench.times, rows) for row in rows)
+    methods = ("exact", "limit", "cudnn", "M4P2C2/own", "M4P2C2E8/own", "M4P2C2/fastest")
+    *_, rows = step_rows(bench, side, "eager", methods=methods, window_ms=1)
+    assert layer_states(bench.network) == []
+    exact, limit, cudnn, *avq = (transformer.in_all_blocks(row, bench.times, rows) for row in rows)
     assert exact["error"] == limit["error"] == 0
+    own, exact_keys, fastest = avq
+    assert [row["error"] < 1e-5 for row in avq] == [True] * 3
+    assert 1e-3 < own["difference_from_sdpa"] != exact_keys["difference_from_sdpa"] > 1e-3
+    assert fastest["ms"] > 0
     assert limit["difference_from_sdpa"] > 0.01
     assert limit["share_of_limit"] == 1
     assert exact["ms"] == bench.times * rows[0]["ms"]
@@ -78,6 +84,17 @@ def test_a_part_is_of_the_same_network(bench):
     ]
     assert kinds[0] == kinds[1]
     assert whole.times == 1
+
+
+@torch.no_grad()
+def test_every_layer_of_the_image_runs_by_avq(bench):
+    """Fails for AVQ that hands its calls over, whose time is that of exact attention."""
+    inputs = bench.inputs(side_of(bench))
+    with bench.method("M4P2C2/own"):
+        bench.predict(*inputs)
+        states = layer_states(bench.network)
+        assert states
+        assert {tuple(state.calls) for state in states} == {("AVQ",)}
 
 
 def test_the_limit_leaves_cross_attention_and_restores():
