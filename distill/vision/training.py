@@ -1,7 +1,9 @@
 """Fine-tuning by transformers' `Trainer`."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,13 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from avq_diffusers.codebook.ema import ema_decay
+from avq_diffusers.files import atomic_write
+from distill.config_file import differing_keys, plain_values
 from distill.vision.attention import (
     learned_codebooks,
     remove_attention,
@@ -35,6 +40,8 @@ from distill.vision.models import at_size_of, load_classifier, load_segmenter
 from distill.vision.stored import StoredAttention
 
 METRICS = {"classification": "top1", "segmentation": "miou"}
+CONFIG_FILE = "config.json"
+FREE = ("log_every", "keep_checkpoints", "data.workers", "data.preload")  # a resumed run may differ
 HEADS = ("classifier", "head", "neck", "auxiliary_head")
 
 
@@ -262,11 +269,17 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
     `output` gets `model` and, for stored codewords, `codebooks`, for `apply_avq`. A baseline's own
     weights are part of `model`.
 
+    Args:
+        config: of the run.
+        output: folder of the run.
+        resume: continue from the newest checkpoint, if there is one.
+
     Raises:
-        OSError, ValueError: data or model cannot be read, or do not fit together.
+        OSError, ValueError: data or model cannot be read, or do not fit together; the folder holds
+            a run, and `resume` is False or the run has other settings.
         FloatingPointError: the loss is not finite.
     """
-    found = get_last_checkpoint(str(output)) if resume and output.is_dir() else None
+    found = _claim(output, config, resume=resume)
     training, classes = open_images(config, "training")
     validation, _ = open_images(config, "validation")
     torch.manual_seed(config.seed)
@@ -284,7 +297,7 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
             images_per_step=config.batch_size,
             seed=config.seed,
         )
-    trainer.train(resume_from_checkpoint=found)
+    trainer.train(resume_from_checkpoint=None if found is None else str(found))
     scores = trainer.evaluate()
     if trainer.is_world_process_zero():
         if layers:
@@ -294,6 +307,34 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
         model.save_pretrained(output / "model")
     trainer.save_metrics("eval", scores)
     return scores
+
+
+def newest_checkpoint(output: Path) -> Path | None:
+    """The newest complete checkpoint: a kill can leave one without its last file."""
+    states = output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+    steps = {}
+    for path in states:
+        with suppress(ValueError, KeyError):
+            steps[json.loads(path.read_text())["global_step"]] = path.parent
+    return steps[max(steps)] if steps else None
+
+
+def _claim(output: Path, config: VisionConfig, *, resume: bool) -> Path | None:
+    """Take the folder for a run of this configuration; return the checkpoint to go on from."""
+    path = output / CONFIG_FILE
+    if path.is_file():
+        if not resume:
+            raise ValueError(f"{output} holds a run: add --resume or choose another --output.")
+        saved = json.loads(path.read_text())
+        if differing := differing_keys(config, saved, ignored=FREE):
+            raise ValueError(
+                f"{output} holds a run with other settings ({', '.join(differing)}); choose "
+                "another --output."
+            )
+    else:
+        with atomic_write(path) as temporary:
+            temporary.write_text(json.dumps(plain_values(config), indent=2) + "\n")
+    return newest_checkpoint(output)
 
 
 def first_images(training: Prepared, count: int, config: VisionConfig) -> list[Tensor]:

