@@ -54,7 +54,9 @@ from eval.store.report import save_json
 # The ones a ratio needs first, so that a run that is cut off has them.
 METHODS = (CUDNN, "M64P16C8/own", LIMIT, "M64P16C8E256/own", EXACT)
 # Untrained keys and queries make attention an average; this factor of their norm makes it choose.
-SHARPNESS = 3
+SHARPNESS = 2
+# Untrained modulations leave blocks out, almost; one more lets them act on the output.
+MODULATIONS = ("linear.bias", "scale_shift_table")
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,8 @@ class TransformerBench:
             parameter.data = parameter.to(self.dtype)
             if name.endswith("norm_q.weight"):
                 parameter.mul_(SHARPNESS)
+            elif name.endswith(MODULATIONS):
+                parameter.add_(1)
         self.generator = torch.Generator(device).manual_seed(0)
         self._names: tuple[str, ...] = ()
         self._fixed: dict[str, Tensor] = {}

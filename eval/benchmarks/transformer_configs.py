@@ -70,8 +70,8 @@ def flux_inputs(config: Mapping[str, Any], side: int, batch: int, normal: Normal
     rows, columns = torch.meshgrid(*[torch.arange(lines, device=ones.device)] * 2, indexing="ij")
     image = torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1)
     fixed = {
-        "timestep": 0.15 * ones,
-        "guidance": 3.5 * ones,
+        "timestep": 0.125 * ones,
+        "guidance": 4 * ones,
         "img_ids": image.to(ones.dtype),
         "txt_ids": ones.new_zeros(FLUX_TEXT, 3),
     }
