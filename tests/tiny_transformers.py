@@ -2,16 +2,22 @@
 
 import torch
 from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
     Flux2Transformer2DModel,
+    FluxPipeline,
     FluxTransformer2DModel,
     HunyuanVideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
     WanTransformer3DModel,
     ZImageTransformer2DModel,
 )
+from tiny import quiet, sdxl_text_encoder, tiny_tokenizer
 from torch import Tensor
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 from avq_diffusers import AVQConfig
 
@@ -246,3 +252,68 @@ def predict(model, height: int = 8, width: int = 12, batch: int = 2, **overrides
     with torch.no_grad():
         output = model(**inputs(model, height, width, batch=batch) | overrides, return_dict=False)
     return torch.stack(output[0]) if isinstance(output[0], list) else output[0]
+
+
+def tiny_vae(latent_channels: int = 4) -> AutoencoderKL:
+    """Scales by 2."""
+    torch.manual_seed(1)
+    return AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+        latent_channels=latent_channels,
+        shift_factor=0.1,
+    ).eval()
+
+
+def t5_encoder() -> T5EncoderModel:
+    torch.manual_seed(2)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return T5EncoderModel(T5Config(vocab_size=len(tiny_tokenizer()), **sizes)).eval()
+
+
+def sd3_pipe(cls=StableDiffusion3Pipeline, **components):
+    """SD3's pipeline with its three text encoders."""
+    tokenizer = tiny_tokenizer()
+    components = {
+        "transformer": sd3_transformer(),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "vae": tiny_vae(),
+        "text_encoder": sdxl_text_encoder(CLIPTextModelWithProjection, 16),
+        "tokenizer": tokenizer,
+        "text_encoder_2": sdxl_text_encoder(CLIPTextModelWithProjection, 16),
+        "tokenizer_2": tokenizer,
+        "text_encoder_3": t5_encoder(),
+        "tokenizer_3": tokenizer,
+        **components,
+    }
+    return quiet(cls(**components))
+
+
+def flux_pipe(cls=FluxPipeline, **components):
+    tokenizer = tiny_tokenizer()
+    components = {
+        "transformer": flux_transformer(in_channels=16),
+        "scheduler": FlowMatchEulerDiscreteScheduler(),
+        "vae": tiny_vae(),
+        "text_encoder": sdxl_text_encoder(CLIPTextModel, 64),
+        "tokenizer": tokenizer,
+        "text_encoder_2": t5_encoder(),
+        "tokenizer_2": tokenizer,
+        **components,
+    }
+    return quiet(cls(**components))
+
+
+def draw(pipe, **arguments) -> Tensor:
+    """The latents of a two-step image of 8 x 12 tokens."""
+    defaults = {
+        "height": 32,
+        "width": 48,
+        "num_inference_steps": 2,
+        "max_sequence_length": 8,
+        "output_type": "latent",
+    }
+    generator = torch.Generator().manual_seed(0)
+    return pipe("a red fox", generator=generator, **defaults | arguments).images
