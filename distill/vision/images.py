@@ -4,7 +4,7 @@ Every image becomes RGB, whatever its mode. Label maps keep their labels: they a
 nearest one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from distill.exceptions import DataError
 from distill.vision.config import DataConfig, VisionConfig
@@ -137,7 +137,7 @@ class Prepared(Dataset):
     """Samples as the model takes them: `pixels`, uint8 (3, S, S), and `labels`.
 
     `labels` is a class, or (S, S) int64 in which 255 is ignored. Random pieces and flips depend on
-    seed, epoch and index only, so a resumed run sees the same ones.
+    seed, `epoch` and index only, so a resumed run sees the same ones.
 
     Args:
         samples: images and labels.
@@ -153,10 +153,6 @@ class Prepared(Dataset):
         self.augment = config.augment if training else "none"
         self.epoch = 0
         self.kept: list[tuple[Tensor, Any]] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by the data loader before each pass."""
-        self.epoch = epoch
 
     def preload(self, threads: int) -> None:
         """Read all images now."""
@@ -202,6 +198,20 @@ class Prepared(Dataset):
                 f"{labels.max()}."
             )
         return torch.from_numpy((labels - 1).astype(np.uint8)).long()  # 0 wraps to 255
+
+
+class Shuffled(Sampler[int]):
+    """All indices of the images, in an order that depends on their seed and epoch only."""
+
+    def __init__(self, images: Prepared) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __iter__(self) -> Iterator[int]:
+        rng = np.random.default_rng((self.images.seed, self.images.epoch))
+        return iter(rng.permutation(len(self.images)).tolist())
 
 
 class Collator:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
@@ -34,19 +35,19 @@ from distill.vision.attention import (
     start_codebooks,
 )
 from distill.vision.config import CodebookConfig, VisionConfig, parse_attention
-from distill.vision.images import IGNORED, Collator, Prepared, open_images
+from distill.vision.images import IGNORED, Collator, Prepared, Shuffled, open_images
 from distill.vision.layers import CHILD
 from distill.vision.models import at_size_of, load_classifier, load_segmenter
 from distill.vision.stored import StoredAttention
 
 METRICS = {"classification": "top1", "segmentation": "miou"}
-CONFIG_FILE = "config.json"
+CONFIG_FILE, WEIGHTS = "config.json", "model.safetensors"
 FREE = ("log_every", "keep_checkpoints", "data.workers", "data.preload")  # a resumed run may differ
 HEADS = ("classifier", "head", "neck", "auxiliary_head")
 
 
 class VisionTrainer(Trainer):
-    """A `Trainer` that adds the commitment loss, and gives the head a learning rate of its own.
+    """A `Trainer` that adds the commitment loss. The head has a learning rate of its own.
 
     Args:
         layers: those with codebooks that learn.
@@ -75,6 +76,24 @@ class VisionTrainer(Trainer):
             commitment = torch.stack([layer.commitment for layer in self.layers]).mean()
             loss = loss + self.config.codebooks.commitment_weight * commitment
         return (loss, outputs) if return_outputs else loss
+
+    # Trainer's own checkpoints have the names of older versions of transformers; it reads them
+    # without those names, so a resumed model would lose its attention weights.
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.model, str(folder / WEIGHTS))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        load_model(self.model, Path(resume_from_checkpoint) / WEIGHTS)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _get_train_sampler(self, train_dataset: Prepared | None = None) -> Shuffled:
+        return Shuffled(self.train_dataset)
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
         config = self.config
@@ -117,6 +136,16 @@ class UpdateCodebooks(TrainerCallback):
             layer.update(decay)
             if is_due:
                 layer.reassign_dead(threshold=settings.dead_threshold, seed=args.seed + step)
+
+
+class SetEpoch(TrainerCallback):
+    """Tells the images their epoch; the data loader of a resumed epoch would say 0."""
+
+    def __init__(self, images: Prepared) -> None:
+        self.images = images
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self.images.epoch = int(state.epoch + 1e-6)
 
 
 class StopOnNonFiniteLoss(TrainerCallback):
@@ -213,7 +242,7 @@ def make_trainer(
             f"there must be at least batch_size = {config.batch_size} training images, but got "
             f"{len(training)}."
         )
-    callbacks: list[TrainerCallback] = [StopOnNonFiniteLoss()]
+    callbacks: list[TrainerCallback] = [SetEpoch(training), StopOnNonFiniteLoss()]
     if layers:
         callbacks.append(UpdateCodebooks(layers, config.codebooks))
     trainer = VisionTrainer(

@@ -86,7 +86,7 @@ def test_flips_move_labels_with_pixels_and_repeat(ade):
     prepared = Prepared(LabelMaps(ade, "training"), DATA, training=True, seed=3)
     flipped = set()
     for epoch in range(8):
-        prepared.set_epoch(epoch)
+        prepared.epoch = epoch
         for index in range(2):
             first, again = prepared[index], prepared[index]
             assert torch.equal(first["pixels"], again["pixels"])

@@ -94,7 +94,9 @@ def settings(place, task="classification", **changes):
 def test_every_config_is_complete(path):
     config = load_config(path, VisionConfig, [])
     parse_attention(config.attention)
-    assert f"scenes_{config.task}" in path.stem or "/" in config.model
+    is_the_paper = path.stem.startswith(("ade20k_", "imagenet_"))
+    assert is_the_paper == (config.precision == "fp16")
+    assert (config.learning_rate == 1e-5) == is_the_paper
 
 
 def test_the_loss_falls_and_the_score_rises(place, tmp_path):
@@ -211,6 +213,31 @@ def weights(output):
         *(output / "codebooks").glob("*.safetensors"),
     )
     return [load_file(path) for path in folders]
+
+
+@pytest.mark.parametrize("attention", ["exact", "M4P2C2"])
+def test_a_resumed_run_ends_in_the_same_weights(place, tmp_path, attention):
+    """Catches Trainer's own reader of checkpoints, and images of another epoch after it."""
+    config = settings(place, attention=attention, max_steps=7, evaluate_every=5)
+    fine_tune(config, tmp_path, resume=False)
+    expected = weights(tmp_path)
+    checkpoint = newest_checkpoint(tmp_path)
+    assert checkpoint.name == "checkpoint-5"  # in the middle of the second epoch
+    fine_tune(config, tmp_path, resume=True)
+    for whole, resumed in zip(expected, weights(tmp_path), strict=True):
+        assert whole.keys() == resumed.keys()
+        for name, tensor in whole.items():
+            torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_the_best_checkpoint_is_kept(place, tmp_path):
+    rate = {"learning_rate": 0.02, "head_learning_rate": 0.02}
+    config = settings(place, max_steps=8, evaluate_every=1, best="true", keep_checkpoints=1, **rate)
+    scores = fine_tune(config, tmp_path, resume=False)
+    logs = json.loads((newest_checkpoint(tmp_path) / "trainer_state.json").read_text())
+    found = [log["eval_top1"] for log in logs["log_history"] if "eval_top1" in log]
+    assert scores["eval_top1"] == max(found)
+    assert len(set(found)) > 1
 
 
 @pytest.mark.long
