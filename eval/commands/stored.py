@@ -93,6 +93,13 @@ def _table(path: Path, document: Mapping[str, Any], size: int | None = None) -> 
     panel_plot(path, table_panels(document, size))
 
 
+def _vision_table(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.store.plots import panel_plot
+    from eval.vision.fine_tuned import fine_tuned_panels
+
+    panel_plot(path, fine_tuned_panels(document))
+
+
 PLOTS: Mapping[str, Callable[..., None]] = {
     "bench kernels": _kernels,
     "bench unet": _unet,
@@ -102,4 +109,5 @@ PLOTS: Mapping[str, Callable[..., None]] = {
     "vision features": _features,
     "training": _training,
     "table": _table,
+    "vision table": _vision_table,
 }

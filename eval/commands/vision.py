@@ -140,3 +140,32 @@ def features(
         raise ValueError(f"--minutes {minutes} leave no time for a method.")
     print(features_table(rows))
     draw(path)
+
+
+@app.command()
+def table(
+    rows: Annotated[Path, typer.Argument(help="rows.jsonl of python -m distill.vision compare.")],
+    output: Output = RESULTS,
+) -> None:
+    """Scores of fine-tuned models by attention, with kernel times, from a comparison's rows.
+
+    Example: python -m eval vision table runs/scenes_segmentation/rows.jsonl
+    """
+    from eval.vision.fine_tuned import (
+        differences,
+        elastic_table,
+        fine_tuned_table,
+        layers_table,
+        read_rows,
+    )
+
+    result = read_rows(rows)
+    found = differences(result)
+    for text in (fine_tuned_table(result), elastic_table(result), layers_table(result)):
+        if text:
+            print(text, end="\n\n")
+    for pair in found:
+        print(f"{pair['avq']} minus {pair['flat']}: {pair['difference']:.2f} ± {pair['error']:.2f}")
+    path = output / f"vision_{rows.resolve().parent.name}.json"
+    save_json(path, command=command_line(), device="cpu", **result, differences=found)
+    draw(path)
