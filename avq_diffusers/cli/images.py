@@ -16,7 +16,7 @@ from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.dit.layers import is_transformer
 from avq_diffusers.extras.scalecrafter.apply import check_size, scalecrafter
-from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD
+from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD, is_mini_sd3
 from avq_diffusers.plugin.elastic import CaptureProfile, measure_capture
 from avq_diffusers.plugin.error_profile import ErrorProfile, measure_error
 from avq_diffusers.plugin.timesteps import are_training_timesteps
@@ -41,8 +41,8 @@ def training_size(pipe: DiffusionPipeline) -> int:
 
 
 def usual_guidance(pipe: DiffusionPipeline) -> float:
-    """Return mini-sd's guidance scale, or the default of another pipeline."""
-    if pipe.name_or_path == MINI_SD:
+    """Return the guidance scale of mini-sd and mini-sd3, or the default of another pipeline."""
+    if pipe.name_or_path == MINI_SD or is_mini_sd3(pipe.name_or_path):
         return MINI_GUIDANCE_SCALE
     return _parameters(pipe)["guidance_scale"].default
 

@@ -12,8 +12,10 @@ from diffusers import DiffusionPipeline
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
+from avq_diffusers.cli.mini_sd3 import load_mini_sd3
 from avq_diffusers.cli.options import device_of, first_line
 from avq_diffusers.dit.layers import is_transformer
+from avq_diffusers.mini import is_mini_sd3
 from avq_diffusers.plugin.layers import unet_of
 
 
@@ -78,6 +80,8 @@ def _check_unet(pipe: DiffusionPipeline, model: str) -> None:
 def _folder(model: str, is_half: bool) -> DiffusionPipeline:
     from diffusers import AutoPipelineForText2Image
 
+    if is_mini_sd3(model):
+        return load_mini_sd3(model, torch.float16 if is_half else torch.float32)
     parts = dict(DiffusionPipeline.load_config(model))
     dtype = torch.float32
     if is_half:

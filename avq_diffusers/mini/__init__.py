@@ -29,6 +29,7 @@ __all__ = [
     "copy_agreement",
     "corrupt",
     "default_prompts",
+    "is_mini_sd3",
     "model_path",
     "render",
     "sample_scene",
@@ -52,6 +53,11 @@ TEST_SEEDS = range(30_000_000, 40_000_000)  # published results
 def model_path(name: str) -> str:
     """Return the folder of `"mini-sd"` or `"mini-sd3"`, and any other name unchanged."""
     return {"mini-sd": MINI_SD, "mini-sd3": MINI_SD3}.get(name, name)
+
+
+def is_mini_sd3(folder: str | Path) -> bool:
+    """Whether a folder is mini-sd3 or a result of its training: a transformer without a VAE."""
+    return (Path(folder) / "transformer").is_dir() and not (Path(folder) / "vae").exists()
 
 
 def default_prompts(count: int = 8) -> list[str]:
