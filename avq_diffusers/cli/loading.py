@@ -12,7 +12,6 @@ from diffusers import DiffusionPipeline
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from avq_diffusers.cli.mini_sd3 import load_mini_sd3
 from avq_diffusers.cli.options import device_of, first_line
 from avq_diffusers.dit.layers import is_transformer
 from avq_diffusers.mini import is_mini_sd3
@@ -81,6 +80,8 @@ def _folder(model: str, is_half: bool) -> DiffusionPipeline:
     from diffusers import AutoPipelineForText2Image
 
     if is_mini_sd3(model):
+        from avq_diffusers.cli.mini_sd3 import load_mini_sd3
+
         return load_mini_sd3(model, torch.float16 if is_half else torch.float32)
     parts = dict(DiffusionPipeline.load_config(model))
     dtype = torch.float32

@@ -4,13 +4,12 @@ import json
 
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from eval_helpers import run_command
+from tiny_mini_sd3 import save_tiny_mini_sd3
 
 from avq_diffusers.cli.images import usual_guidance
-from avq_diffusers.cli.mini_sd3 import load_mini_sd3, shared_parts
-from distill.pretrain.export import make_sd3_pipeline, save_sd3
+from avq_diffusers.cli.mini_sd3 import load_mini_sd3
 from eval.methods import (
     ValueJointProcessor,
     attention_method,
@@ -21,26 +20,8 @@ from eval.quality.generation import Sampling, check_dilation
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    transformer = SD3Transformer2DModel(
-        sample_size=16,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=384,
-        caption_projection_dim=32,
-        pooled_projection_dim=384,
-        pos_embed_max_size=16,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
-    )
-    for name, parameter in transformer.named_parameters():
-        if name.endswith("linear.bias"):  # gates that let attention act
-            parameter.data.add_(1)
     path = tmp_path_factory.mktemp("mini") / "mini-sd3"
-    save_sd3(make_sd3_pipeline(transformer, shared_parts(), 3.0), path)
+    save_tiny_mini_sd3(path)
     return path
 
 
