@@ -58,7 +58,7 @@ class BoxAttention(TokenAttention):
         return self._mask_function()(batch, head, query, key)
 
     def _mask_function(self) -> Any:
-        top, left, bottom, right = self.boxes.unbind(dim=1)
+        top, left, bottom, right = (x.contiguous() for x in self.boxes.unbind(dim=1))
         row, column = self.row, self.column
 
         def sees(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from avq_diffusers import AVQConfig, avq_attention
 from avq_diffusers.attention.orders import query_order
+from avq_diffusers.cli.options import first_line
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.files import read_log
 from avq_diffusers.vision import select_layers, set_num_refined
@@ -87,6 +88,8 @@ def compare(
         elastic: numbers of refined parents at which the runs of the first seed are scored too.
         seconds: no run starts that would end later.
 
+    An attention that fails has a row that says why, and is left out from then on.
+
     Raises:
         ValueError: a name is no attention, or the data are not as `DataConfig` says.
         OSError: the model cannot be read.
@@ -102,12 +105,17 @@ def compare(
             rows = read_log(output / ROWS)
             if any((row["name"], row["seed"]) == (name, seed) for row in rows):
                 continue
+            if any(row["name"] == name and "failed" in row for row in rows):
+                continue
             if time.monotonic() + part.longest.get(steps_of_run, 0) > part.deadline:
                 print(f"{name}, seed {seed}: no time left")
                 continue
             begin = time.monotonic()
             curve = elastic if seeds and seed == seeds[0] else ()
-            row = _run(part, sizes[name], steps_of_run, seed, curve)
+            try:
+                row = _run(part, sizes[name], steps_of_run, seed, curve)
+            except RuntimeError as error:  # a kernel that does not compile, or memory
+                row = {"attention": sizes[name], "step": 0, "failed": first_line(error)}
             taken = time.monotonic() - begin
             part.longest[steps_of_run] = max(taken, part.longest.get(steps_of_run, 0))
             _write(output, {"name": name, "seed": seed, **row, "seconds": round(taken, 2)})
@@ -170,30 +178,32 @@ def _run(part: Comparison, name: str, steps: int, seed: int | None, elastic: Seq
         trainer = make_trainer(
             config, part.model, layers, part.training, part.validation, part.output, quiet=True
         )
-        part.training.seed = config.seed
-        if steps:
-            trainer.train()
-        metric = f"eval_{METRICS[config.task]}"
-        row: Row = {
-            "attention": name,
-            "step": steps,
-            "metric": METRICS[config.task],
-            "score": trainer.evaluate()[metric],
-            "tokens": part.timed[0].key.shape[2],
-            "ms": None if steps else kernel_ms(part.model, part.timed[0]),
-        }
-        if steps and layers:
-            row["layers"] = [
-                {name: [round(float(x), 4) for x in value] for name, value in found.items()}
-                for found in (layer.diagnostics() for layer in layers)
-            ]
-        if attention.avq is not None and attention.avq.num_children:
-            row["elastic"] = {}
-            for num_refined in elastic:
-                if num_refined <= attention.avq.num_parents:
-                    _refine(part.model, attention, layers, num_refined)
-                    row["elastic"][num_refined] = trainer.evaluate()[metric]
-        _unwrap(trainer)
+        try:
+            part.training.seed = config.seed
+            if steps:
+                trainer.train()
+            metric = f"eval_{METRICS[config.task]}"
+            row: Row = {
+                "attention": name,
+                "step": steps,
+                "metric": METRICS[config.task],
+                "score": trainer.evaluate()[metric],
+                "tokens": part.timed[0].key.shape[2],
+                "ms": None if steps else kernel_ms(part.model, part.timed[0]),
+            }
+            if steps and layers:
+                row["layers"] = [
+                    {name: [round(float(x), 4) for x in value] for name, value in found.items()}
+                    for found in (layer.diagnostics() for layer in layers)
+                ]
+            if attention.avq is not None and attention.avq.num_children:
+                row["elastic"] = {}
+                for num_refined in elastic:
+                    if num_refined <= attention.avq.num_parents:
+                        _refine(part.model, attention, layers, num_refined)
+                        row["elastic"][num_refined] = trainer.evaluate()[metric]
+        finally:
+            _unwrap(trainer)
     return row
 
 

@@ -29,7 +29,7 @@ def read_rows(path: Path) -> Result:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}.")
-    lines = read_log(path)
+    lines = [line for line in read_log(path) if "failed" not in line]
     with complete(path):
         names = dict.fromkeys(line["name"] for line in lines)
         if TEACHER not in names or len(names) == 1:

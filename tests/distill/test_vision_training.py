@@ -326,6 +326,19 @@ def test_a_comparison_goes_on_and_starts_each_attention_from_the_teacher(place, 
     assert all(row["ms"] > 0 for (_, seed), row in found.items() if seed is None)
 
 
+def test_an_attention_that_fails_is_named_and_left_out(place, tmp_path, monkeypatch):
+    def fails(*inputs):
+        raise RuntimeError("no kernel for this GPU\nat line 3")
+
+    monkeypatch.setattr("distill.vision.baselines.Performer.attend", fails)
+    config, names = settings(place, max_steps=1), ["performer", "exact"]
+    compare(config, names, tmp_path, steps=1, seeds=[0], elastic=[], seconds=1e9)
+    teacher, performer, untrained, trained = rows_of(tmp_path)
+    assert performer["failed"] == "no kernel for this GPU"
+    assert untrained["score"] == teacher["score"]
+    assert (trained["name"], trained["seed"]) == ("exact", 0)
+
+
 def test_a_comparison_keeps_to_its_time(place, tmp_path, capsys):
     config = settings(place, max_steps=1)
     compare(config, ["exact"], tmp_path, steps=1, seeds=[0], elastic=[], seconds=0)
