@@ -98,7 +98,11 @@ def _install(
                 previous_backend=None if previous is AVQ_BACKEND else previous,
             )
             layer.attn._avq_previous = processor
+    # For a transformer that is compiled before its first call: one image with guidance.
+    guided_image = torch.empty(2, 1, 1, dtype=model.dtype, device=model.device)
     for layer in layers:
+        state: LayerState = layer.attn._avq
+        state.route.learn(state.workload(guided_image), model.device, measure=False)
         if not layer.is_joint:
             layer.attn.processor._attention_backend = AVQ_BACKEND
             register_backend()
@@ -182,6 +186,8 @@ def other_attention(layer: TransformerLayer) -> str | None:
 class _PreForward:
     """Begins the calls of a transformer's layers, and watches their processors.
 
+    It stays out of compiled code, which cannot read positions from the device.
+
     Args:
         model: the transformer.
         layers: those that AVQ is applied to.
@@ -196,6 +202,7 @@ class _PreForward:
         self.parameters = parameters_of(model)
         self.said: set[str] = set()
 
+    @torch.compiler.disable
     def __call__(self, model: ModelMixin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         found = self.family.read(model.config, arguments)
@@ -208,7 +215,7 @@ class _PreForward:
         for layer in self.layers:
             state: LayerState = layer.attn._avq
             state.enter(hidden_states, grid, hidden_states.dtype, reason)
-            if not torch.compiler.is_compiling() and (other := other_attention(layer)):
+            if other := other_attention(layer):
                 state.count(other)
                 self.warn_of_others()
 

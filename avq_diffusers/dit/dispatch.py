@@ -25,7 +25,7 @@ class DispatchedState(LayerState):
     """The AVQ of a layer on the attention dispatch.
 
     Attributes:
-        text_first: whether text tokens come before those of the grid.
+        text_first: whether text tokens come before those of the grid; None if there are none.
         previous_backend: of the layer, which serves the calls that AVQ does not.
     """
 
@@ -36,7 +36,7 @@ class DispatchedState(LayerState):
         backend: str,
         route: str | int,
         *,
-        text_first: bool,
+        text_first: bool | None,
         previous_backend: AttentionBackendName | None,
     ) -> None:
         super().__init__(layer, source, backend, route)
@@ -131,9 +131,10 @@ def _exact_because(
         return "other keys than queries"
     if query.shape[2] != key.shape[2] or not is_plain:
         return "causal, grouped or dropped keys"
-    if call.query_order is None or query.shape[1] < call.query_order.shape[0]:
+    num_text = -1 if call.query_order is None else query.shape[1] - call.query_order.shape[0]
+    if num_text < 0 or (num_text > 0 and state.text_first is None):
         return "tokens are not the grid"
-    return state.routed_because(call.query_order.shape[0], query)
+    return state.routed_because(query.shape[1] - num_text, query)
 
 
 def _joint_attention(

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -21,14 +20,14 @@ class Family:
         arguments: of `forward`, by which the family is known.
         read: the grid, of the model's config and these arguments.
         hidden_states: a tensor of the batch, of the same arguments.
-        text_first: whether text tokens come before the grid's.
+        text_first: whether text tokens come before the grid's; None if they do not attend with it.
         parts: modules of the model whose attention sees the grid; empty for all.
     """
 
     arguments: frozenset[str]
     read: Callable[[Mapping[str, Any], Mapping[str, Any]], Grid]
     hidden_states: Callable[[Mapping[str, Any]], Tensor]
-    text_first: bool
+    text_first: bool | None
     parts: tuple[str, ...] = ()
 
 
@@ -60,10 +59,10 @@ def _numbers(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Grid:
 def _shapes(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Grid:
     """Qwen-Image: (frames, height, width) of the image and of all references."""
     shapes = arguments["img_shapes"]
-    images = {tuple(x) if isinstance(x[0], list | tuple) else (x,) for x in shapes}
-    if len(images) > 1 or len(image := images.pop()) > 1:
+    images = [x if isinstance(x[0], list | tuple) else [x] for x in shapes]
+    if len(images[0]) > 1 or any(image != images[0] for image in images):
         return SEVERAL
-    return tuple(image[0])
+    return tuple(images[0][0])
 
 
 def _first_latents(arguments: Mapping[str, Any]) -> Tensor:
@@ -86,7 +85,6 @@ def _list_of_latents(config: Mapping[str, Any], arguments: Mapping[str, Any]) ->
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-@torch.compiler.disable
 def _position_ids(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Grid:
     """Flux: positions (N, 3 or 4) of tokens in frame, height and width, references last."""
     ids = arguments["img_ids"]
@@ -118,13 +116,11 @@ FAMILIES = (
         text_first=False,
         parts=("noise_refiner", "layers"),
     ),
-    Family(
-        frozenset({"num_frames", "height", "width"}), _numbers, _hidden_states, text_first=False
-    ),
+    Family(frozenset({"num_frames", "height", "width"}), _numbers, _hidden_states, text_first=None),
     Family(
         frozenset({"hidden_states", "encoder_hidden_states"}),
         _latents,
         _hidden_states,
-        text_first=False,
+        text_first=None,
     ),
 )

@@ -220,7 +220,8 @@ class LayerState:
             sink_key=sink_key,
             sink_value=sink_value,
             query_tile=config.query_tile,
-            query_order=call.query_order,
+            # Parts of a model may be on other devices than its input.
+            query_order=None if call.query_order is None else call.query_order.to(query.device),
             importance_tile=config.importance_tile,
             scale=scale,
             backend=self.backend,

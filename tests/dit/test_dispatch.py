@@ -385,6 +385,21 @@ def test_repeated_blocks_compile():
     assert len(graphs) == 3
 
 
+@feature("torch.compile of transformers (one graph)")
+def test_a_whole_transformer_compiles():
+    """Catches graph breaks, and compiled code that misses AVQ going."""
+    model = flux_transformer(num_single_layers=0)
+    exact = predict(model)
+    expected = predict(apply_avq(model, CONFIG))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for output in (expected, exact):
+        with torch.no_grad():
+            found = compiled(**inputs(model), return_dict=False)[0]
+        assert torch.allclose(found, output, atol=1e-5)
+        remove_avq(compiled)
+    assert differ(expected, exact)
+
+
 @feature("gradient checkpointing of Flux")
 def test_checkpoints_recompute_with_their_call():
     gradients = []

@@ -70,7 +70,7 @@ GROUPS = {
         *("gradient checkpointing of SD3", "gradient checkpointing of Flux"),
         *("blocks of SD3 compiled one by one", "repeated blocks of Flux compiled"),
         "fused projections of SD3 (replace AVQ: reported)",
-        "fused projections of Flux",
+        *("fused projections of Flux", "torch.compile of transformers (one graph)"),
     ),
     "UNets at full size, random weights": (
         *("SD1.5 at full size", "SD 2.1 at full size"),
