@@ -317,13 +317,14 @@ def run_transformer(
     if not cuda:
         print(f"{device.type}: {chosen.name}; without CUDA graphs, FA2 and cuDNN")
     bench = TransformerBench(chosen, device, whole=whole)
+    stem = f"bench_transformer_{model}"
     for side in sizes:
         for mode in modes:
             rows: list[Row] = []
             for timed in step_rows(bench, side, mode, methods=methods, deadline=deadline):
                 rows = [in_all_blocks(row, bench.times, timed) for row in timed]
                 save_json(
-                    _result(output, model, side, mode, device),
+                    _result(output, stem, side, mode, device),
                     command=command,
                     device=device,
                     model=chosen.name,
@@ -343,7 +344,7 @@ def run_transformer(
             print(transformer_table(rows, labels), flush=True)
             if bench.times != 1:
                 print(f"A part was timed; times are multiplied by {bench.times:.3g}.")
-        plot_transformer(output, model, chosen.name, side, device, labels)
+        plot_transformer(output, stem, side, device, labels)
 
 
 def check_choices(
@@ -415,22 +416,22 @@ def transformer_table(rows: Sequence[Row], modes: Mapping[str, str]) -> str:
 
 
 def plot_transformer(
-    output: Path, model: str, name: str, side: int, device: torch.device, modes: Mapping[str, str]
+    output: Path, stem: str, side: int, device: torch.device, modes: Mapping[str, str]
 ) -> None:
     """Plot the times of one size as bars, one panel per mode with a result in the folder."""
+    paths = [_result(output, stem, side, mode, device) for mode in MODES]
+    documents = [json.loads(path.read_text()) for path in paths if path.is_file()]
     panels: dict[str, dict[str, float]] = {}
-    for mode in MODES:
-        path = _result(output, model, side, mode, device)
-        rows = json.loads(path.read_text())["rows"] if path.is_file() else []
+    for rows in (document["rows"] for document in documents):
         if bars := {row["label"]: row["ms"] for row in rows if row["ms"] is not None}:
-            panels[modes[mode]] = bars
+            panels[modes[rows[0]["mode"]]] = bars
     bar_plot(
-        output / f"bench_transformer_{model}_{side}_{device.type}.png",
+        output / f"{stem}_{side}_{device.type}.png",
         panels,
         xlabel="time per step (ms)",
-        title=f"Transformer step at {side} ({name}, random weights)",
+        title=f"Transformer step at {side} ({documents[0]['model']}, random weights)",
     )
 
 
-def _result(output: Path, model: str, side: int, mode: str, device: torch.device) -> Path:
-    return output / f"bench_transformer_{model}_{side}_{mode}_{device.type}.json"
+def _result(output: Path, stem: str, side: int, mode: str, device: torch.device) -> Path:
+    return output / f"{stem}_{side}_{mode}_{device.type}.json"

@@ -230,7 +230,7 @@ def plot_command(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="Files of table, errors, analyse, training, bench kernels or bench unet."
+            help="Files of table, errors, analyse, training, bench kernels, unet or transformer."
         ),
     ],
     size: Annotated[

@@ -39,16 +39,28 @@ def _kernels(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _unet(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.benchmarks.unet import plot_unet
+
+    _steps(path, document, plot_unet)
+
+
+def _transformer(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.benchmarks.transformer import plot_transformer
+
+    _steps(path, document, plot_transformer)
+
+
+def _steps(path: Path, document: Mapping[str, Any], plot: Callable[..., None]) -> None:
     """One plot for all modes of a size, from the files beside this one."""
     import torch
 
-    from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
+    from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS
 
     device = torch.device(path.stem.rpartition("_")[2])
     modes = MODES if device.type == "cuda" else MODES_WITHOUT_GRAPHS
     side, mode = (document["rows"][0][name] for name in ("size", "mode"))
     stem = path.stem.removesuffix(f"_{side}_{mode}_{device.type}")
-    plot_unet(path.parent, stem, side, device, modes)
+    plot(path.parent, stem, side, device, modes)
 
 
 def _errors(path: Path, document: Mapping[str, Any]) -> None:
@@ -103,6 +115,7 @@ def _vision_table(path: Path, document: Mapping[str, Any]) -> None:
 PLOTS: Mapping[str, Callable[..., None]] = {
     "bench kernels": _kernels,
     "bench unet": _unet,
+    "bench transformer": _transformer,
     "errors": _errors,
     "analyse": _analyse,
     "keys": _keys,

@@ -119,7 +119,11 @@ def test_the_command_writes_rows_a_plot_and_what_was_timed(tmp_path, monkeypatch
     assert document["timed_blocks"] == {"num_layers": 1, "num_single_layers": 2}
     assert document["multiplied_by"] == 2
     assert [row["method"] for row in document["rows"]] == ["exact", "limit"]
-    assert (tmp_path / "bench_transformer_flux_64_cpu.png").is_file()
+    plot = tmp_path / "bench_transformer_flux_64_cpu.png"
+    drawn = plot.read_bytes()
+    plot.unlink()
+    run_command(monkeypatch, "plot", tmp_path / "bench_transformer_flux_64_eager_cpu.json")
+    assert plot.read_bytes() == drawn
     printed = capsys.readouterr().out
     assert "| 64 | eager | limit | " in printed
     assert "A part was timed; times are multiplied by 2." in printed
