@@ -230,13 +230,31 @@ class LayerState:
             self.last_backend = backend
         return output
 
+    def refuse_replica(self, module: nn.Module) -> None:
+        """Refuse a copy of `nn.DataParallel` of the module that begins the layer's calls.
+
+        Raises:
+            NotImplementedError: the layer has a codebook.
+        """
+        if getattr(module, "_is_replica", False) and self.weights.are_stored:
+            raise NotImplementedError(
+                "nn.DataParallel runs one layer on several devices at once, but its codebook is on "
+                "one; use DistributedDataParallel, or AVQ without codebooks."
+            )
+
     def count(self, call: str) -> None:
         self.calls[call] += 1
         self.last_call = call
 
 
-def refuse_without_codebooks(source: AVQSource) -> None:
+def refuse_without_codebooks(
+    source: AVQSource, maker: str = "calibrate(pipe, prompts, config)"
+) -> None:
     """Refuse a configuration of what only codebooks hold.
+
+    Args:
+        source: of a layer's codewords.
+        maker: the call that makes codebooks.
 
     Raises:
         ValueError: `source` is a configuration of stored codewords or of a key norm.
@@ -248,9 +266,7 @@ def refuse_without_codebooks(source: AVQSource) -> None:
         ("key_norm", source.key_norm),
     ):
         if needs:
-            raise ValueError(
-                f"{name} needs codebooks, which calibrate(pipe, prompts, config) makes."
-            )
+            raise ValueError(f"{name} needs codebooks, which {maker} makes.")
 
 
 def check_source(source: AVQSource | None) -> None:

@@ -344,11 +344,7 @@ class _PreForward:
             state = getattr(block.attn1, "_avq", None)
             if state is None:
                 continue
-            if getattr(transformer, "_is_replica", False) and state.weights.are_stored:
-                raise NotImplementedError(
-                    "nn.DataParallel runs one layer on several devices at once, but its codebook "
-                    "is on one; use DistributedDataParallel, or AVQ without codebooks."
-                )
+            state.refuse_replica(transformer)
             grid, dtype = hidden_states.shape[-2:], _dtype(transformer)
             state.enter(hidden_states, grid, dtype, _interception(block.attn1))
             processor = block.attn1.processor

@@ -77,7 +77,7 @@ def apply_avq(
     source = AVQConfig() if source is None else source
     check_backend(backend)
     check_route(route)
-    refuse_without_codebooks(source)
+    refuse_without_codebooks(source, "gather_codebooks(model, config, codebooks)")
     config = source if isinstance(source, AVQConfig) else source.avq_config
     layers = select_layers(model, config.exact, config.overrides)
     if not isinstance(source, AVQConfig):
@@ -209,6 +209,7 @@ class _Grid:
 
     def __call__(self, projection: nn.Module, inputs: tuple[Any, ...], patches: Tensor) -> None:
         for layer in self.layers:
+            layer.avq_state.refuse_replica(projection)
             layer.avq_state.enter(patches, patches.shape[-2:], patches.dtype, None)
             if layer.block is not None:
                 keep_calls(layer.block, layer.attn)

@@ -212,6 +212,29 @@ def test_compiled_in_one_graph():
         assert differ(features(compiled), avq)
 
 
+def test_kernels_run_in_the_model():
+    """Catches tokens behind CLS whose strides the kernels do not read."""
+    model = choosing(lambda: ViTModel(ViTConfig(**WIDE | {"num_hidden_layers": 1})))
+    pixels = images(32, 32)[:1]
+    on_torch, on_kernels = (
+        features(apply_avq(model, COARSE, backend=backend), pixels, **ANY_SIZE)
+        for backend in ("torch", "triton")
+    )
+    assert summary(model).rows[0].runs == "AVQ (triton backend)"
+    torch.testing.assert_close(on_kernels, on_torch, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_on_a_gpu(family):
+    model = tiny_vision(family).to("cuda")
+    exact = features(model, images().cuda())
+    apply_avq(model.half(), EVERY_KEY, route="always")
+    found = features(model, images().cuda().half())
+    assert {row.runs for row in summary(model).rows} == {"AVQ (triton backend)"}
+    assert (found.float() - exact).norm() < 0.02 * exact.norm()
+
+
 def gradient(model, *pixels, **arguments):
     model.train().zero_grad()
     sum(model(one, **arguments)[0].square().mean() for one in pixels).backward()
@@ -433,8 +456,8 @@ def test_models_without_such_layers_are_refused(model):
     [
         ((5,), TypeError, "expected a vision model, but got int."),
         ((None, "M64"), TypeError, "expected AVQCodebooks, an AVQConfig or nothing"),
-        ((None, AVQConfig(codewords="stored")), ValueError, "needs codebooks"),
-        ((None, AVQConfig(key_norm=True)), ValueError, "needs codebooks"),
+        ((None, AVQConfig(codewords="stored")), ValueError, "which gather_codebooks"),
+        ((None, AVQConfig(key_norm=True)), ValueError, "which gather_codebooks"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, error, message):
