@@ -39,10 +39,13 @@ def train(
 
     with exit_on(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
         values = load_config(config, VisionConfig, overrides)
+        from distill.checkpointing.run_folder import locked
         from distill.vision.training import fine_tune
 
         folder = Path("runs") / config.stem if output is None else output
-        print(fine_tune(values, folder, resume=resume))
+        with locked(folder):
+            scores = fine_tune(values, folder, resume=resume)
+        print(scores)
 
 
 @app.command("compare")
@@ -57,7 +60,8 @@ def compare_command(
     steps: Annotated[int, typer.Option(min=1, help="Of each attention, after the teacher.")] = 120,
     seeds: Annotated[str, typer.Option(help="Comma-separated, a run for each.")] = "0,1,2",
     elastic: Annotated[
-        str, typer.Option(help="Refined parents at which runs of the first seed are scored too.")
+        str,
+        typer.Option(help="Refined parents at which runs of the first seed are scored too, or ''."),
     ] = "4,8,16,32",
     seconds: Annotated[float, typer.Option(help="No run starts that would end later.")] = 1e9,
     overrides: Annotated[
@@ -74,7 +78,7 @@ def compare_command(
 
     with exit_on(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
         values = load_config(config, VisionConfig, overrides)
-        numbers = numbers_of("--seeds", seeds), numbers_of("--elastic", elastic)
+        numbers = numbers_of("--seeds", seeds), numbers_of("--elastic", elastic) if elastic else ()
         from distill.vision.compare import compare
 
         compare(

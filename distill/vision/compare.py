@@ -274,16 +274,21 @@ def _resolved(name: str, part: Comparison) -> str:
     sizes = name.removeprefix(FLAT)
     attention = parse_attention(sizes)
     suffix = sizes[len(sizes.partition("/")[0]) :]
+    num_parents = min(attention.avq.effective_codewords, part.timed[1].num_patches)
     if part.timed[0].query.is_cuda:
         limit = _operation_ms(attention, attention.avq, *part.timed)
-        num_parents = FLAT_STEP
-        while num_parents < MOST_FLAT:
-            larger = AVQConfig.parse(f"M{num_parents + FLAT_STEP}")
-            if _operation_ms(attention, larger, *part.timed) > limit:
-                break
-            num_parents += FLAT_STEP
-    else:
-        num_parents = min(attention.avq.effective_codewords, part.timed[1].num_patches)
+
+        def is_slower(num_parents: int) -> bool:
+            flat = AVQConfig.parse(f"M{num_parents}")
+            return _operation_ms(attention, flat, *part.timed) > limit
+
+        # From equal columns on, because each size is compiled.
+        if is_slower(num_parents):
+            while num_parents > FLAT_STEP and is_slower(num_parents):
+                num_parents -= FLAT_STEP
+        else:
+            while num_parents < MOST_FLAT and not is_slower(num_parents + FLAT_STEP):
+                num_parents += FLAT_STEP
     return f"M{num_parents}{suffix}"
 
 

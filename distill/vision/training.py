@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -350,20 +351,26 @@ def newest_checkpoint(output: Path) -> Path | None:
 
 def _claim(output: Path, config: VisionConfig, *, resume: bool) -> Path | None:
     """Take the folder for a run of this configuration; return the checkpoint to go on from."""
-    path = output / CONFIG_FILE
-    if path.is_file():
-        if not resume:
-            raise ValueError(f"{output} holds a run: add --resume or choose another --output.")
-        saved = json.loads(path.read_text())
-        if differing := differing_keys(config, saved, ignored=FREE):
-            raise ValueError(
-                f"{output} holds a run with other settings ({', '.join(differing)}); choose "
-                "another --output."
-            )
-    else:
+    state = PartialState()
+    if state.is_main_process:
+        _check_folder(output / CONFIG_FILE, config, resume)
+    state.wait_for_everyone()
+    return newest_checkpoint(output)
+
+
+def _check_folder(path: Path, config: VisionConfig, resume: bool) -> None:
+    if not path.is_file():
         with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(plain_values(config), indent=2) + "\n")
-    return newest_checkpoint(output)
+        return
+    if not resume:
+        raise ValueError(f"{path.parent} holds a run: add --resume or choose another --output.")
+    saved = json.loads(path.read_text())
+    if differing := differing_keys(config, saved, ignored=FREE):
+        raise ValueError(
+            f"{path.parent} holds a run with other settings ({', '.join(differing)}); choose "
+            "another --output."
+        )
 
 
 def first_images(training: Prepared, count: int, config: VisionConfig) -> list[Tensor]:

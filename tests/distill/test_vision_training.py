@@ -272,6 +272,22 @@ def test_a_killed_run_ends_in_the_same_weights(place, tmp_path):
             torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
+def test_two_processes_end_in_the_same_weights(place, tmp_path):
+    """Catches statistics that are not summed over processes, and a fight for the folder."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    changes = ("--set", "codebooks.dead_threshold=null", "--set", "max_steps=4")
+    for count in (1, 2):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc_per_node", str(count), "-m", "distill.vision"]
+        command = [*launch, *train(place, tmp_path / str(count), *changes)]
+        found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
+    for one, two in zip(weights(tmp_path / "1"), weights(tmp_path / "2"), strict=True):
+        for name, tensor in one.items():
+            torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
+
+
 def test_errors_are_one_sentence(place, tmp_path):
     def message(*arguments):
         result = CliRunner().invoke(app, list(arguments))
