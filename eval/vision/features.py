@@ -39,7 +39,6 @@ METRICS = {
     "ms": "ms",
     "speedup": "exact / ms",
 }
-MOST_IMAGES = 8
 USUAL_COLUMNS = 192
 LOGS = {"xscale": "log", "yscale": "log"}
 MIN_TOKENS = 2  # CLIP and SigLIP pool by one query
@@ -70,8 +69,7 @@ class FeatureSubject:
     Args:
         model: in evaluation mode.
         size: side of the images.
-        num_images: photographs to measure on, at most `MOST_IMAGES`; the others are for
-            calibration.
+        num_images: photographs to measure on; the others are for calibration.
         methods: that will be measured.
         decoder: makes the map of salient pixels (B, h, w) of last hidden states in float32; None if
             there is none.

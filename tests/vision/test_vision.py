@@ -434,6 +434,9 @@ def test_the_papers_form(tmp_path, seen):
     other = choosing(lambda: ViTModel(ViTConfig(**WIDE | {"num_hidden_layers": 1})))
     with pytest.raises(ValueError, match="codebooks of another model"):
         apply_avq(other, loaded)
+    select_layers(model)[0].projection._is_replica = True
+    with pytest.raises(NotImplementedError, match=r"nn\.DataParallel runs one layer on several"):
+        features(model)
 
 
 @pytest.mark.parametrize(
