@@ -98,7 +98,9 @@ def _image_apart(num_tokens: int) -> Iterator[None]:
     def masked(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         shape = (query.shape[2], key.shape[2])
         mask = torch.ones(shape, dtype=torch.bool, device=query.device)
-        mask[:num_tokens, :num_tokens] = torch.eye(num_tokens, dtype=torch.bool)
+        mask[:num_tokens, :num_tokens] = torch.eye(
+            num_tokens, dtype=torch.bool, device=query.device
+        )
         return exact(query, key, value, attn_mask=mask, **options)
 
     functional.scaled_dot_product_attention = masked

@@ -97,6 +97,18 @@ def test_every_layer_of_the_image_runs_by_avq(bench):
         assert {tuple(state.calls) for state in states} == {("AVQ",)}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sd35-medium", "flux"])
+def test_compiled_steps(name):
+    """Dynamo takes the steps; the back end that generates code is left to the GPU run."""
+    steps = TransformerBench(tiny_model(name), CPU, compile_backend="eager")
+    methods = ("exact", "limit", "M4P2C2/own")
+    *_, rows = step_rows(steps, 64, "compile", methods=methods, window_ms=1)
+    for row in rows:
+        assert row["error"] < 1e-5
+        assert row["ms"] > 0
+
+
 def test_the_limit_leaves_cross_attention_and_restores():
     query, key, value = torch.randn(3, 1, 2, 8, 4)
     exact = F.scaled_dot_product_attention
