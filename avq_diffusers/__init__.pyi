@@ -1,7 +1,6 @@
 from .attention.api import avq_attention
 from .config import AVQConfig
 from .extras.scalecrafter.apply import scalecrafter
-from .plugin.apply import apply_avq, avq_disabled, remove_avq
 from .plugin.calibration import calibrate
 from .plugin.codebooks import AVQCodebooks
 from .plugin.elastic import CaptureProfile, measure_capture
@@ -9,9 +8,8 @@ from .plugin.error_profile import ErrorProfile, measure_error
 from .plugin.layers import select_layers
 from .plugin.pipeline import AVQStableDiffusionPipeline
 from .plugin.processor import AVQProcessor
-from .plugin.refinement import set_num_refined
-from .plugin.report import summary
 from .plugin.sensitivity import measure_sensitivity
+from .verbs import apply_avq, avq_disabled, remove_avq, set_num_refined, summary
 
 __all__ = [
     "AVQCodebooks",

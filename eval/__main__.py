@@ -2,7 +2,7 @@
 
 import typer
 
-from eval.commands import bench, coco, codebooks, keys, quality
+from eval.commands import bench, coco, codebooks, keys, quality, vision
 from eval.commands.options import run_app
 
 app = typer.Typer(
@@ -15,6 +15,7 @@ for commands in (quality, codebooks, keys):
     app.add_typer(commands.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(coco.app, name="coco")
+app.add_typer(vision.app, name="vision")
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 A name is a word, a configuration or a folder, with suffixes in this order:
 
-    exact, value-projection, tome, fa2, limit, linfusion  (the last three in `bench unet` only)
+    exact, value-projection, tome
+    fa2, cudnn, limit, linfusion  (in `bench unet` and `bench transformer` only)
     pooled@E256             blocks of neighbours, 256 keys of the best exactly  (`keys` only)
     M64P16C8, M192          a configuration to calibrate
     runs/m64/codebooks      a folder of codebooks or of LinFusion layers
@@ -24,9 +25,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from diffusers import StableDiffusionPipeline, UNet2DConditionModel
-from diffusers.models.attention_processor import AttnProcessor2_0
+import torch
+from diffusers import DiffusionPipeline, ModelMixin, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.models.attention_processor import (
+    Attention,
+    AttnProcessor2_0,
+    JointAttnProcessor2_0,
+)
 from torch import Tensor
+from torch.nn import functional
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -46,8 +53,8 @@ EXACT = "exact"
 NO_ATTENTION = "value-projection"
 TOME = "tome"
 POOLED = "pooled"
-FA2, LIMIT, LINFUSION = "fa2", "limit", "linfusion"
-WORDS = (EXACT, NO_ATTENTION, TOME, FA2, LIMIT, LINFUSION)
+FA2, CUDNN, LIMIT, LINFUSION = "fa2", "cudnn", "limit", "linfusion"
+WORDS = (EXACT, NO_ATTENTION, TOME, FA2, CUDNN, LIMIT, LINFUSION)
 LINFUSION_CONFIG = "LinFusion"  # as the `config` of a row
 WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
 POOLED_FORM = re.compile(rf"{POOLED}@E(\d+)")
@@ -73,6 +80,43 @@ class ValueProjectionProcessor(AttnProcessor2_0):
     ) -> Tensor:
         hidden_states = attn.to_out[0](attn.to_v(hidden_states))
         return attn.to_out[1](hidden_states)
+
+
+class ValueJointProcessor(JointAttnProcessor2_0):
+    """Negative control in SD3: every token of the image attends to itself and to the text only."""
+
+    def __call__(self, attn, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+        with _image_apart(hidden_states.shape[1]):
+            return super().__call__(attn, hidden_states, *others, **named)
+
+
+@contextmanager
+def _image_apart(num_tokens: int) -> Iterator[None]:
+    """Mask SDPA of a sequence that begins with an image: none of its tokens sees another."""
+    exact = functional.scaled_dot_product_attention
+
+    def masked(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        shape = (query.shape[2], key.shape[2])
+        mask = torch.ones(shape, dtype=torch.bool, device=query.device)
+        mask[:num_tokens, :num_tokens] = torch.eye(
+            num_tokens, dtype=torch.bool, device=query.device
+        )
+        return exact(query, key, value, attn_mask=mask, **options)
+
+    functional.scaled_dot_product_attention = masked
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = exact
+
+
+def network_of(pipe: DiffusionPipeline) -> ModelMixin:
+    """The UNet or transformer of a pipeline."""
+    return pipe.transformer if _has_transformer(pipe) else pipe.unet
+
+
+def _has_transformer(pipe: DiffusionPipeline) -> bool:
+    return getattr(pipe, "transformer", None) is not None
 
 
 @dataclass(frozen=True)
@@ -333,6 +377,8 @@ def load_methods(
             refine so many parents, a level has no self-attention, or the pipeline is not as it was.
     """
     _refuse_changed(pipe)
+    if _has_transformer(pipe):
+        return [_load_for_transformer(name) for name in names]
     select_layers(pipe.unet, levels)
     methods = [_load(pipe, name, levels) for name in names]
     for method in methods:
@@ -368,8 +414,7 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
     if method.name == EXACT:
         yield
     elif method.name == NO_ATTENTION:
-        layers = select_layers(pipe.unet, method.levels)
-        with _processors(pipe, {layer.name: ValueProjectionProcessor() for layer in layers}):
+        with _processors(pipe, _value_processors(pipe, method.levels)):
             yield
     elif method.name.partition("@")[0] == TOME:
         with merged_tokens(pipe.unet, method.levels):
@@ -406,7 +451,7 @@ def merged_tokens(unet: UNet2DConditionModel, levels: tuple[int, ...]) -> Iterat
 @contextmanager
 def _processors(pipe: StableDiffusionPipeline, processors: Mapping[str, Any]) -> Iterator[None]:
     """Run layers by other processors, and restore the previous ones."""
-    layers = {name: pipe.unet.get_submodule(name) for name in processors}
+    layers = {name: network_of(pipe).get_submodule(name) for name in processors}
     previous = {name: attn.processor for name, attn in layers.items()}
     for name, attn in layers.items():
         attn.set_processor(processors[name])
@@ -417,9 +462,28 @@ def _processors(pipe: StableDiffusionPipeline, processors: Mapping[str, Any]) ->
             attn.set_processor(previous[name])
 
 
+def _value_processors(pipe: DiffusionPipeline, levels: tuple[int, ...]) -> dict[str, Any]:
+    """The negative control of each layer."""
+    if not _has_transformer(pipe):
+        layers = select_layers(pipe.unet, levels)
+        return {layer.name: ValueProjectionProcessor() for layer in layers}
+    modules = pipe.transformer.named_modules()
+    return {name: ValueJointProcessor() for name, x in modules if isinstance(x, Attention)}
+
+
+def _load_for_transformer(name: str) -> Method:
+    parsed = parse_method(name, (0,))
+    if parsed.own or parsed.source in (EXACT, NO_ATTENTION):
+        return Method(name, (0,), own=parsed.config)
+    raise ValueError(
+        f"methods of a transformer are {EXACT}, {NO_ATTENTION} and configurations with /own, but "
+        f"got {name!r}."
+    )
+
+
 def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> Method:
     parsed = parse_method(name, levels)
-    if parsed.source in (FA2, LIMIT, LINFUSION) or parsed.tuned or parsed.route != "always":
+    if parsed.source in (FA2, CUDNN, LIMIT, LINFUSION) or parsed.tuned or parsed.route != "always":
         raise ValueError(f"methods: {name} can only be timed, by bench unet.")
     if parsed.source == POOLED:
         raise ValueError(f"methods: {name} can only be measured by keys.")
@@ -489,5 +553,5 @@ def _linfusion_layers(pipe: StableDiffusionPipeline) -> list[Any]:
 def _refuse_changed(pipe: StableDiffusionPipeline) -> None:
     if any(row.config for row in summary(pipe).rows):
         raise ValueError("this pipeline has AVQ already; call remove_avq(pipe) first.")
-    if _linfusion_layers(pipe):
+    if not _has_transformer(pipe) and _linfusion_layers(pipe):
         raise ValueError("this pipeline has LinFusion already; call remove_linfusion(pipe) first.")

@@ -12,8 +12,9 @@ import socket, sys, warnings
 for name in ("triton", "torchvision", "matplotlib"):
     sys.modules[name] = None
 
-import torch, torch._dynamo
+import torch, torch._dynamo, transformers
 from diffusers import StableDiffusionPipeline  # transformers says here that it lacks torchvision
+from diffusers.models import attention_dispatch
 
 def refuse(*args, **kwargs):
     raise RuntimeError("the import opened a connection")
@@ -34,13 +35,17 @@ def mark():
 
 socket.socket.connect = refuse
 before = flags()
+backends = attention_dispatch._AttentionBackendRegistry.list_backends()
 mark()
 import avq_diffusers
 for name in avq_diffusers.__all__:
     getattr(avq_diffusers, name)
+import avq_diffusers.vision
 mark()
 assert flags() == before
 assert not torch.cuda.is_initialized()
+assert attention_dispatch._AttentionBackendRegistry.list_backends() == backends
+assert "avq" not in transformers.AttentionInterface().valid_keys()
 """
 
 

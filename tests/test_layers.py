@@ -5,12 +5,14 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("config", "files", "mini", "codebook", "attention", "plugin", "extras", "cli")
+ROOMS = ("config", "files", "mini", "codebook", "attention")
+ROOMS = (*ROOMS, "plugin", "dit", "vision", "verbs", "extras", "cli")
 ROOMS = [f"avq_diffusers.{room}" for room in ROOMS]  # from the bottom up
-FOR_PROGRAMS = {"avq_diffusers", *ROOMS} - {"avq_diffusers.plugin"}
+INNER = {f"avq_diffusers.{room}" for room in ("plugin", "dit", "verbs")}
+FOR_PROGRAMS = {"avq_diffusers", *ROOMS} - INNER
 MAY_IMPORT = {"avq_diffusers": set()} | {room: {*ROOMS[:i]} for i, room in enumerate(ROOMS)}
 MAY_IMPORT |= {"distill": FOR_PROGRAMS, "eval": FOR_PROGRAMS}
-KNOW_DIFFUSERS = {"distill", "eval", *ROOMS[-3:]}
+KNOW_DIFFUSERS = {"distill", "eval", *ROOMS[-6:]}
 BACKENDS = {"reference": "reference", "forward": "torch", "backward": "torch", "triton": "triton"}
 PATHS = [p for x in ("avq_diffusers", "distill", "eval") for p in (ROOT / x).rglob("*.py")]
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}

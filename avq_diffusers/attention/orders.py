@@ -1,7 +1,7 @@
-"""Query orders of a height x width grid of tokens, which query tiles are cut from.
+"""Query orders of a grid of tokens, which query tiles are cut from.
 
-`order[i]` is the raster index (row * width + column) of the token at position i. Keys and values
-are never reordered.
+`order[i]` is the raster index (row * width + column) of the token at position i; in a video, frames
+follow each other. Keys and values are never reordered.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from avq_diffusers.config import QUERY_ORDERS
 
+# Frames that a tile of a video spans: 128 tokens are about 4 x 6 x 6.
+_SLAB = 4
+
 
 def query_order(
     height: int,
@@ -20,6 +23,7 @@ def query_order(
     kind: str = "gilbert",
     device: torch.device | str | None = None,
     seed: int = 0,
+    frames: int = 1,
 ) -> Tensor:
     """Raster token index at each position of the order.
 
@@ -30,56 +34,68 @@ def query_order(
             section Vector Quantization for (A)VQ-Attention), `"raster"` or `"random"`.
         device: device of the order; None is torch's default device.
         seed: of the random order. The same seed gives the same order on every device.
+        frames: of a video. Its curve is that of a frame, with several tokens in time at each step.
 
     Returns:
-        (height * width,) int32. Outside torch.compile this is a cached tensor: do not write to it.
+        (frames * height * width,) int32. Outside torch.compile this is a cached tensor: do not
+        write to it.
 
     Raises:
-        ValueError: `height` or `width` is below 1, or `kind` is unknown.
+        ValueError: `height`, `width` or `frames` is below 1, or `kind` is unknown.
     """
     if height < 1 or width < 1:
         raise ValueError(f"height and width must be at least 1, but got {height} x {width}.")
+    if frames < 1:
+        raise ValueError(f"frames must be at least 1, but got {frames}.")
     if kind not in QUERY_ORDERS:
         raise ValueError(f"kind must be one of {', '.join(QUERY_ORDERS)}, but got {kind!r}.")
     device = torch.empty(0, device=device).device
     if isinstance(height, Tensor):  # as sizes in torch.jit.trace
         return _traced_order_op(height, width, kind, seed).to(device)
     if torch.compiler.is_compiling():
-        return _query_order_op(height, width, kind, device, seed)
-    return _cached_order(height, width, kind, device, seed)
+        return _query_order_op(height, width, kind, device, seed, frames)
+    return _cached_order(height, width, kind, device, seed, frames)
 
 
 @torch.library.custom_op("avq_diffusers::query_order", mutates_args=())
-def _query_order_op(height: int, width: int, kind: str, device: torch.device, seed: int) -> Tensor:
-    return _cached_order(height, width, kind, device, seed).clone()
+def _query_order_op(
+    height: int, width: int, kind: str, device: torch.device, seed: int, frames: int = 1
+) -> Tensor:
+    return _cached_order(height, width, kind, device, seed, frames).clone()
 
 
 @_query_order_op.register_fake
-def _(height: int, width: int, kind: str, device: torch.device, seed: int) -> Tensor:
-    return torch.empty(height * width, dtype=torch.int32, device=device)
+def _(
+    height: int, width: int, kind: str, device: torch.device, seed: int, frames: int = 1
+) -> Tensor:
+    return torch.empty(frames * height * width, dtype=torch.int32, device=device)
 
 
 @torch.library.custom_op("avq_diffusers::traced_query_order", mutates_args=())
 def _traced_order_op(height: Tensor, width: Tensor, kind: str, seed: int) -> Tensor:
-    return _cached_order(int(height), int(width), kind, torch.device("cpu"), seed).clone()
+    return _cached_order(int(height), int(width), kind, torch.device("cpu"), seed, 1).clone()
 
 
 @lru_cache(maxsize=64)
-def _cached_order(height: int, width: int, kind: str, device: torch.device, seed: int) -> Tensor:
+def _cached_order(
+    height: int, width: int, kind: str, device: torch.device, seed: int, frames: int
+) -> Tensor:
     # A cached tensor outlives inference mode, fake tensor modes and CUDA graph pools. All of them
     # are per thread, so a new thread has none.
     with ThreadPoolExecutor(max_workers=1) as worker:
-        return worker.submit(_build_order, height, width, kind, device, seed).result()
+        return worker.submit(_build_order, height, width, kind, device, seed, frames).result()
 
 
-def _build_order(height: int, width: int, kind: str, device: torch.device, seed: int) -> Tensor:
+def _build_order(
+    height: int, width: int, kind: str, device: torch.device, seed: int, frames: int
+) -> Tensor:
     if kind == "gilbert":
-        order = torch.from_numpy(_gilbert_order(height, width))
+        order = torch.from_numpy(_in_time(_gilbert_order(height, width), frames))
     elif kind == "raster":
-        order = torch.arange(height * width, device="cpu")
+        order = torch.arange(frames * height * width, device="cpu")
     else:
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(height * width, generator=generator, device="cpu")
+        order = torch.randperm(frames * height * width, generator=generator, device="cpu")
     return order.to(device, torch.int32)
 
 
@@ -89,6 +105,22 @@ def _gilbert_order(height: int, width: int) -> np.ndarray:
     else:
         rows, columns = _gilbert_path(height, width).T
     return rows * width + columns
+
+
+def _in_time(order: np.ndarray, frames: int) -> np.ndarray:
+    """The order of a video, whose frames have `order` (N,), as (frames * N,).
+
+    Slabs of at most `_SLAB` frames follow each other. In each, the path of a frame is walked with a
+    column of the slab's frames at every token, up and down in turn. Every second slab is walked
+    backwards, so that the next one begins where it ends.
+    """
+    slabs = np.array_split(np.arange(frames), -(-frames // _SLAB))
+    order_of_slabs = []
+    for i, slab in enumerate(slabs):
+        tokens = len(order) * slab + (order if i % 2 == 0 else order[::-1])[:, None]
+        tokens[1::2] = tokens[1::2, ::-1]
+        order_of_slabs.append(tokens.ravel())
+    return np.concatenate(order_of_slabs)
 
 
 @lru_cache(maxsize=256)

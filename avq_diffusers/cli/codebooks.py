@@ -10,6 +10,7 @@ from avq_diffusers.cli.images import usual_guidance
 from avq_diffusers.cli.options import first_line
 from avq_diffusers.cli.request import ModelRequest
 from avq_diffusers.config import AVQConfig
+from avq_diffusers.dit.layers import is_transformer
 from avq_diffusers.plugin.calibration import calibrate
 from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layer_state import AVQSource
@@ -50,7 +51,7 @@ def calibrate_model(
 
 def _config_for(pipe: DiffusionPipeline, model: ModelRequest) -> AVQConfig:
     """The request's configuration, by default at the finest level with self-attention."""
-    if model.has_levels:
+    if model.has_levels or is_transformer(pipe):
         return model.config
     present = (layer.level for layer in select_layers(unet_of(pipe)))
     return replace(model.config, levels=(min(present, default=0),))  # SDXL's is level 1

@@ -16,10 +16,9 @@ from avq_diffusers.cli.output import save_image, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.cli.sheet import DIFFERENCE_GAIN, difference, image_sheet
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.plugin.apply import apply_avq, avq_disabled
+from avq_diffusers.dit.layers import is_transformer
 from avq_diffusers.plugin.error_profile import set_tolerance
-from avq_diffusers.plugin.refinement import set_num_refined
-from avq_diffusers.plugin.report import summary
+from avq_diffusers.verbs import apply_avq, avq_disabled, set_num_refined, summary
 
 
 def generate_image(
@@ -33,6 +32,11 @@ def generate_image(
 ) -> None:
     """Write the AVQ image to `out` and the sheet beside it, and print what each layer ran."""
     pipe = load_pipeline(model.name, model.device)
+    if is_transformer(pipe) and (capture, tolerance) != (None, None):
+        raise ValueError(
+            "--capture and --tolerance measure UNets; give a transformer sizes, such as --config "
+            "M64P16C8E256."
+        )
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
     apply_avq(pipe, source, route="always")

@@ -1,10 +1,10 @@
 """Images generated and timed with a pipeline, and their likeness."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,14 +14,16 @@ from PIL import Image
 
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.config import AVQConfig
+from avq_diffusers.dit.layers import is_transformer
 from avq_diffusers.extras.scalecrafter.apply import check_size, scalecrafter
-from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD
+from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD, is_mini_sd3
 from avq_diffusers.plugin.elastic import CaptureProfile, measure_capture
 from avq_diffusers.plugin.error_profile import ErrorProfile, measure_error
 from avq_diffusers.plugin.timesteps import are_training_timesteps
 
 CAPTURE_STEPS = 8
 ERROR_STEPS = 6
+USUAL_LATENT_SIZE = 128  # of transformers whose pipelines name none
 
 
 class TimedImage(NamedTuple):
@@ -33,21 +35,24 @@ class TimedImage(NamedTuple):
 
 def training_size(pipe: DiffusionPipeline) -> int:
     """Return the side in pixels of the images that the model was trained on."""
+    if is_transformer(pipe):
+        return getattr(pipe, "default_sample_size", USUAL_LATENT_SIZE) * pipe.vae_scale_factor
     return pipe.unet.config.sample_size * pipe.vae_scale_factor
 
 
 def usual_guidance(pipe: DiffusionPipeline) -> float:
-    """Return mini-sd's guidance scale, or the default of another pipeline."""
-    if pipe.name_or_path == MINI_SD:
+    """Return the guidance scale of mini-sd and mini-sd3, or the default of another pipeline."""
+    if pipe.name_or_path == MINI_SD or is_mini_sd3(pipe.name_or_path):
         return MINI_GUIDANCE_SCALE
-    return signature(type(pipe).__call__).parameters["guidance_scale"].default
+    return _parameters(pipe)["guidance_scale"].default
 
 
 def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
     """Fill in the model's size and guidance scale; refuse what the pipeline would refuse too late.
 
     Raises:
-        ValueError: there are too many steps, or ScaleCrafter has no settings for the size.
+        ValueError: there are too many steps, ScaleCrafter has no settings for the size or no UNet,
+            or the model takes no negative prompt.
     """
     side = training_size(pipe)
     height, width = request.height or side, request.width or side
@@ -56,8 +61,12 @@ def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
         raise ValueError(
             f"--steps must be at most the model's {most} timesteps, but got {request.steps}."
         )
+    if request.scalecrafter and is_transformer(pipe):
+        raise ValueError("--scalecrafter dilates the convolutions of a UNet; this model has none.")
     if request.scalecrafter:
         check_size(pipe, height, width)
+    if request.negative_prompt is not None and "negative_prompt" not in _parameters(pipe):
+        raise ValueError(f"--negative-prompt: {type(pipe).__name__} takes none.")
     scale = usual_guidance(pipe) if request.guidance_scale is None else request.guidance_scale
     return replace(request, height=height, width=width, guidance_scale=scale)
 
@@ -78,7 +87,7 @@ def timed_image(
     On a GPU, a run of one step comes first. It compiles and loads the kernels. `after_step` is the
     pipeline's `callback_on_step_end`.
     """
-    arguments = _call_arguments(request)
+    arguments = _call_arguments(pipe, request)
     if after_step is not None:
         arguments["callback_on_step_end"] = after_step
     if pipe.device.type == "cuda":
@@ -117,7 +126,7 @@ def psnr(image: Image.Image, reference: Image.Image) -> float:
 def _probe_arguments(
     pipe: DiffusionPipeline, request: ImageRequest, most_steps: int
 ) -> dict[str, Any]:
-    arguments = _call_arguments(request)
+    arguments = _call_arguments(pipe, request)
     del arguments["prompt"]
     steps = arguments["num_inference_steps"] = min(request.steps, most_steps)
     pipe.scheduler.set_timesteps(steps)
@@ -126,8 +135,12 @@ def _probe_arguments(
     return {**arguments, "seed": request.seed}
 
 
-def _call_arguments(request: ImageRequest) -> dict[str, Any]:
-    return {
+def _parameters(pipe: DiffusionPipeline) -> Mapping[str, Parameter]:
+    return signature(type(pipe).__call__).parameters
+
+
+def _call_arguments(pipe: DiffusionPipeline, request: ImageRequest) -> dict[str, Any]:
+    arguments = {
         "prompt": request.prompt,
         "negative_prompt": request.negative_prompt,
         "height": request.height,
@@ -135,3 +148,4 @@ def _call_arguments(request: ImageRequest) -> dict[str, Any]:
         "num_inference_steps": request.steps,
         "guidance_scale": request.guidance_scale,
     }
+    return {name: value for name, value in arguments.items() if name in _parameters(pipe)}

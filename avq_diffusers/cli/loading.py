@@ -13,11 +13,15 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from avq_diffusers.cli.options import device_of, first_line
+from avq_diffusers.dit.layers import is_transformer
+from avq_diffusers.mini import is_mini_sd3
 from avq_diffusers.plugin.layers import unet_of
 
 
 def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
-    """Load a text-to-image pipeline, in float16 on an NVIDIA GPU and else in float32.
+    """Load a text-to-image pipeline, in half precision on an NVIDIA GPU and else in float32.
+
+    Half precision is float16 for UNets and bfloat16 for transformers, whose values are larger.
 
     Args:
         model: folder or Hub id of a model, or a .safetensors file of Stable Diffusion or SDXL in
@@ -33,10 +37,11 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
         device = next(
             (name for name in ("cuda", "mps") if getattr(torch, name).is_available()), "cpu"
         )
-    dtype = torch.float16 if device_of(device).type == "cuda" else torch.float32
+    is_half = device_of(device).type == "cuda"
     try:
         with _without_torchvision_notes():
-            pipe = _single_file(model, dtype) if Path(model).is_file() else _folder(model, dtype)
+            load = _single_file if Path(model).is_file() else _folder
+            pipe = load(model, is_half)
     except LocalEntryNotFoundError as error:
         raise ValueError(
             f"--model {model}: its configuration is not in the cache, and the Hub cannot be "
@@ -51,6 +56,13 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
             f"--model {model} has no text_encoder, like SDXL's refiner; name a model that makes "
             f"images from a prompt alone."
         )
+    if not is_transformer(pipe):
+        _check_unet(pipe, model)
+    return pipe.to(device)
+
+
+def _check_unet(pipe: DiffusionPipeline, model: str) -> None:
+    """Refuse UNets without a single training size, or that need more than a prompt."""
     config: Any = unet_of(pipe).config
     if not isinstance(config.sample_size, int):
         raise ValueError(
@@ -62,13 +74,22 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
             f"--model {model} needs more than a prompt: its UNet takes {config.in_channels} "
             f"channels, and latents have {pipe.vae.config.latent_channels}."
         )
-    return pipe.to(device)
 
 
-def _folder(model: str, dtype: torch.dtype) -> DiffusionPipeline:
+def _folder(model: str, is_half: bool) -> DiffusionPipeline:
     from diffusers import AutoPipelineForText2Image
 
-    load = partial(AutoPipelineForText2Image.from_pretrained, model, dtype=dtype)
+    if is_mini_sd3(model):
+        from avq_diffusers.cli.mini_sd3 import load_mini_sd3
+
+        return load_mini_sd3(model, torch.float16 if is_half else torch.float32)
+    parts = dict(DiffusionPipeline.load_config(model))
+    dtype = torch.float32
+    if is_half:
+        dtype = torch.bfloat16 if "transformer" in parts else torch.float16
+    # diffusers wants to be told that optional parts, such as SD3's T5, are not there.
+    absent = {name: None for name, part in parts.items() if part == [None, None]}
+    load = partial(AutoPipelineForText2Image.from_pretrained, model, dtype=dtype, **absent)
     try:
         return load()
     except (OSError, ValueError):
@@ -78,7 +99,8 @@ def _folder(model: str, dtype: torch.dtype) -> DiffusionPipeline:
         raise
 
 
-def _single_file(path: str, dtype: torch.dtype) -> DiffusionPipeline:
+def _single_file(path: str, is_half: bool) -> DiffusionPipeline:
+    dtype = torch.float16 if is_half else torch.float32
     return _single_file_class(path).from_single_file(path, dtype=dtype)
 
 

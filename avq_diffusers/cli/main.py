@@ -37,8 +37,8 @@ Model = Annotated[
     str,
     typer.Option(
         callback=model_path,
-        help="Folder, .safetensors file or Hub id of a Stable Diffusion model, or mini-sd, the "
-        "embedded one.",
+        help="Folder, .safetensors file or Hub id of a Stable Diffusion model, or mini-sd or "
+        "mini-sd3, the embedded ones.",
     ),
 ]
 Codebooks = Annotated[

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from avq_diffusers.cli.captions import read_caption_list
-from avq_diffusers.mini import MINI_SD, default_prompts
+from avq_diffusers.mini import MINI_SD, MINI_SD3, default_prompts
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def check_positive(option: str, value: float) -> None:
 
 def usual_prompts(model: str) -> list[str]:
     """Return the prompts to calibrate a model on when the user gives none."""
-    return default_prompts() if model == MINI_SD else list(CALIBRATION_PROMPTS)
+    return default_prompts() if model in (MINI_SD, MINI_SD3) else list(CALIBRATION_PROMPTS)
 
 
 def read_prompts(option: str, path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""mini-sd, the embedded default model: where its weights lie, and the scenes it is trained on.
+"""mini-sd and mini-sd3, the embedded models: where their weights lie, and the scenes they learned.
 
 Training and evaluation take the seeds of their scenes from disjoint ranges.
 """
@@ -18,6 +18,7 @@ __all__ = [
     "MINI_CODEBOOKS_LEVEL1",
     "MINI_GUIDANCE_SCALE",
     "MINI_SD",
+    "MINI_SD3",
     "SCORER",
     "SCORER_SEEDS",
     "TEST_SEEDS",
@@ -28,6 +29,7 @@ __all__ = [
     "copy_agreement",
     "corrupt",
     "default_prompts",
+    "is_mini_sd3",
     "model_path",
     "render",
     "sample_scene",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 MINI_SD = str(Path(__file__).parent / "mini-sd")
+MINI_SD3 = str(Path(__file__).parent / "mini-sd3")
 # Distilled by configs/mini_m64p16c8.yaml and configs/mini_m64p16c8_level1.yaml.
 MINI_CODEBOOKS = str(Path(__file__).parent / "codebooks")
 MINI_CODEBOOKS_LEVEL1 = str(Path(__file__).parent / "codebooks-level1")
@@ -48,8 +51,13 @@ TEST_SEEDS = range(30_000_000, 40_000_000)  # published results
 
 
 def model_path(name: str) -> str:
-    """Return the folder of mini-sd for `"mini-sd"`, and any other name unchanged."""
-    return MINI_SD if name == "mini-sd" else name
+    """Return the folder of `"mini-sd"` or `"mini-sd3"`, and any other name unchanged."""
+    return {"mini-sd": MINI_SD, "mini-sd3": MINI_SD3}.get(name, name)
+
+
+def is_mini_sd3(folder: str | Path) -> bool:
+    """Whether a folder is mini-sd3 or a result of its training: a transformer without a VAE."""
+    return (Path(folder) / "transformer").is_dir() and not (Path(folder) / "vae").exists()
 
 
 def default_prompts(count: int = 8) -> list[str]:

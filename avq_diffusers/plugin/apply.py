@@ -1,4 +1,4 @@
-"""Switch AVQ on and off: `apply_avq`, `remove_avq`, `avq_disabled`.
+"""Switch AVQ on and off in UNets: `apply_avq`, `remove_avq`, `avq_disabled`.
 
 Every function takes a pipeline with a `unet`, or the UNet itself, compiled or not. A ControlNet is
 passed as itself. `remove_avq`, `avq_disabled` and `summary` of a pipeline include its ControlNets.
@@ -54,54 +54,10 @@ def apply_avq(
     route: str | int = "fastest",
     **measurement: Any,
 ) -> PipelineOrUNet:
-    """Run self-attention layers with AVQ.
-
-    Without codebooks, the codewords are keys of each call: nothing is calibrated or stored.
-
-    With a tolerance, each layer gets the cheapest sizes whose error is within it, or exact
-    attention. `measure_error` measures that first, in some steps on `prompt`.
-
-    An earlier AVQ is removed first. The processors of all other layers stay. The present processor
-    of a chosen layer serves the calls that AVQ does not: those with attention masks or merged
-    tokens, and all while another tool acts on attention scores, such as perturbed-attention
-    guidance, a replaced `scaled_dot_product_attention` or an attention backend of diffusers. A
-    layer keeps a processor that is none of diffusers' plain ones, such as StyleAligned's, whether
-    it is set before or after; a warning names these layers. While codebooks and UNet are on one
-    device, in-place changes to the codewords take effect.
-
-    In AVQ calls, changes that distillation made to the projections are added to the layer's own, in
-    the UNet's dtype. The UNet's parameters are not written: fine-tunes of the base model and LoRA,
-    fused or not, act as in exact attention. Hooks of a projection act on its change too.
-
-    Fine-tunes have layers of the same shapes as their base model, and so have other models: a
-    warning says when the names of both models on the Hub are known and differ.
-
-    Pipelines that share the UNet, such as by `from_pipe`, share its AVQ. Models that diffusers
-    builds from the UNet have none: `ControlNetModel.from_unet`, and AnimateDiff's UNet, even by
-    `from_pipe`.
-
-    Args:
-        pipe: a pipeline with a `unet`, or the UNet.
-        source: `AVQCodebooks` made for that UNet, or an `AVQConfig` of sizes and levels. None is
-            M64P16C8 at the finest level with self-attention. Or the `ErrorProfile` of an earlier
-            measurement, which needs a tolerance.
-        tolerance: the largest relative error of a layer's attention, such as 0.1.
-        prompt: one or several to measure on, which a tolerance without profile needs.
-        backend: as for `avq_attention`.
-        route: `"fastest"` runs exact attention if that is faster on this GPU for the number of
-            tokens. It looks this up in a table of the package, or measures a new shape in about a
-            second and keeps the result in the user's cache folder. `"always"` runs AVQ. A
-            number runs AVQ from that many tokens on.
-        **measurement: further arguments of `measure_error`, such as `height=1024, width=1024`.
-
-    Returns:
-        `pipe`.
+    """`avq_diffusers.apply_avq` of UNets.
 
     Raises:
-        TypeError: `pipe` has no UNet, `source` or `tolerance` is something else, a tolerance lacks
-            what it is measured on, or there are arguments of a measurement without one.
-        ValueError: codebooks or profile belong to another model, backend or route are unknown, the
-            UNet has LinFusion layers, or the tolerance is not above 0.
+        TypeError, ValueError: as there.
     """
     unet = unet_of(pipe)
     if tolerance is not None or isinstance(source, ErrorProfile):

@@ -6,20 +6,25 @@ checkpoint keeps for the block also holds the call.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from diffusers import Transformer2DModel
 from torch import Tensor, nn
 
 from avq_diffusers.plugin.layer_state import Call, LayerState
 
 
-def keep_calls(transformer: Transformer2DModel) -> None:
-    """Make the checkpoints of a transformer's blocks keep the call of each block."""
-    checkpoint: Any = transformer._gradient_checkpointing_func
+def keep_calls(owner: nn.Module, attn: nn.Module | None = None) -> None:
+    """Make checkpoints keep the calls of the layers that they run.
+
+    Args:
+        owner: the module whose function they are.
+        attn: the layer; None is every layer of the block that they are called with.
+    """
+    checkpoint: Any = getattr(owner, "_gradient_checkpointing_func", None)
     if not torch.compiler.is_compiling() and not isinstance(checkpoint, _Checkpoint | None):
-        vars(transformer)["_gradient_checkpointing_func"] = _Checkpoint(checkpoint)
+        vars(owner)["_gradient_checkpointing_func"] = _Checkpoint(checkpoint, attn)
 
 
 def forget_calls(module: nn.Module) -> None:
@@ -30,29 +35,33 @@ def forget_calls(module: nn.Module) -> None:
 
 
 class _Checkpoint:
-    """The checkpointing function of a transformer, called with blocks that hold their call."""
+    """A checkpointing function, called with blocks that hold their call."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
+    def __init__(self, function: Callable[..., Tensor], attn: nn.Module | None) -> None:
         self.function = function
+        self.attn = attn
 
-    def __call__(self, block: nn.Module, *args: Any) -> Tensor:
-        state: LayerState | None = getattr(block.attn1, "_avq", None)
-        if state is None or torch.compiler.is_compiling():
+    def __call__(self, block: Any, *args: Any) -> Tensor:
+        if torch.compiler.is_compiling():
             return self.function(block, *args)
-        return self.function(_BlockInCall(block, state, state.call.get()), *args)
+        layers = block.modules() if self.attn is None else [self.attn]
+        states = {attn: vars(attn)["_avq"] for attn in layers if "_avq" in vars(attn)}
+        calls = {attn: (state, state.call.get()) for attn, state in states.items()}
+        return self.function(_BlockInCall(block, calls) if calls else block, *args)
 
 
 class _BlockInCall:
-    def __init__(self, block: nn.Module, state: LayerState, call: Call) -> None:
+    def __init__(self, block: Any, calls: dict[Any, tuple[LayerState, Call]]) -> None:
         self.block = block
-        self.state = state
-        self.call = call
+        self.calls = calls
 
     def __call__(self, *args: Any) -> Tensor:
-        if getattr(self.block.attn1, "_avq", None) is not self.state:
+        if any(vars(attn).get("_avq") is not state for attn, (state, _) in self.calls.items()):
             raise RuntimeError(
                 "backward must come before remove_avq and the next apply_avq, but a checkpointed "
                 "block has lost the AVQ that it ran with; run backward first."
             )
-        with self.state.recomputing(self.call):
+        with ExitStack() as stack:
+            for state, call in self.calls.values():
+                stack.enter_context(state.recomputing(call))
             return self.block(*args)

@@ -6,7 +6,7 @@ Shapes: H heads, M0 parents, C children per parent, D head dim.
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -148,16 +148,34 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             ValueError: names or shapes do not fit the UNet and `config`, an override matches none
                 of its layers, or a tensor holds NaN or infinity.
         """
-        layers = select_layers(unet, config.levels, config.exact, config.overrides)
+        return cls.for_layers(
+            select_layers(unet, config.levels, config.exact, config.overrides),
+            config,
+            codebooks,
+            projection_changes,
+            base_model=base_model,
+            calibration=calibration,
+            training=training,
+        )
+
+    @classmethod
+    @torch.no_grad()
+    def for_layers(
+        cls,
+        layers: Sequence[LayerSpec],
+        config: AVQConfig,
+        codebooks: Mapping[str, Codebook],
+        projection_changes: Mapping[str, Mapping[str, Tensor]] | None = None,
+        **facts: Any,
+    ) -> "AVQCodebooks":
+        """Gather the codebooks of layers, as `from_codebooks`."""
         check_names("codebooks", codebooks, [layer.name for layer in layers])
         # By keyword: diffusers' `from_config` drops positional arguments.
         built = cls(
             avq=asdict(config),
             layers=[layer.stored for layer in layers],
-            base_model=base_model,
-            calibration=calibration,
-            training=training,
             tuned=projection_changes is not None,
+            **facts,
         )
         for name, codebook in codebooks.items():
             _copy(f"codebook of {name}", vars(codebook), vars(built.codebook(name)))
@@ -342,6 +360,15 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
             ValueError: the codebooks belong to another model.
         """
         layers = select_layers(unet, self.avq_config.levels, self.avq_config.exact)
+        self.check_layers(layers)
+        return layers
+
+    def check_layers(self, layers: Sequence[LayerSpec]) -> None:
+        """Refuse the layers of another model.
+
+        Raises:
+            ValueError: names or shapes differ.
+        """
         check_names("codebooks of another model", self.layer_specs, [x.name for x in layers])
         for layer in layers:
             spec = self.layer_specs[layer.name]
@@ -351,7 +378,6 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
                     f"dim {layer.head_dim}, but its codebook has {spec.num_heads} of dim "
                     f"{spec.head_dim}."
                 )
-        return layers
 
     def _layer(self, name: str) -> "_LayerCodebook":
         layer = self.codebooks[_key(name)]

@@ -2,22 +2,25 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
+from avq_diffusers.attention.api import attention_and_backend
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import AVQConfig, Sizes
 from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layer_weights import LayerWeights
-from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers, unet_of
+from avq_diffusers.plugin.layers import LayerSpec, SelfAttentionLayer, select_layers, unet_of
 from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.routing import LayerRoute, Workload, next_power_of_two
 
+AVQ_CALL = "AVQ"
 NO_BACKWARD = -1
 _DISABLING = threading.Lock()
 
@@ -59,9 +62,7 @@ class LayerState:
         last_backend: that ran the last AVQ call.
     """
 
-    def __init__(
-        self, layer: SelfAttentionLayer, source: AVQSource, backend: str, route: str | int
-    ) -> None:
+    def __init__(self, layer: LayerSpec, source: AVQSource, backend: str, route: str | int) -> None:
         if isinstance(source, AVQConfig):
             self.config = source.for_layer(layer.name, layer.level)
             self.weights = LayerWeights()
@@ -90,20 +91,30 @@ class LayerState:
         """The refined parents per query tile in this thread's next AVQ call."""
         return (self.sizes.get() or self.config.sizes).num_refined
 
-    def enter(self, hidden_states: Tensor, dtype: torch.dtype, interception: str | None) -> None:
-        """Begin a call for the tokens of `hidden_states` (B, C, h, w), on their device.
+    def enter(
+        self,
+        hidden_states: Tensor,
+        grid: Sequence[int] | None,
+        dtype: torch.dtype,
+        exact_because: str | None,
+    ) -> None:
+        """Begin a call for the tokens of a grid, on the device of `hidden_states`.
 
         Args:
-            hidden_states: of the transformer.
-            dtype: the UNet's own; autocast does not change it.
-            interception: what acts on the scores of exact attention, if anything.
+            hidden_states: of the transformer, batch first.
+            grid: height and width of the grid, after the frames of a video; None without a grid.
+            dtype: the model's own; autocast does not change it.
+            exact_because: why the layer runs exact attention, such as what acts on its scores.
         """
-        height, width = hidden_states.shape[-2:]
         device = hidden_states.device
-        # A tensor, not (h, w): torch.compile would guard every block on the two integers.
-        order = query_order(height, width, self.config.query_order, device)
+        order = None
+        if grid is not None:
+            # A tensor, not (h, w): torch.compile would guard every block on the two integers.
+            *frames, height, width = grid
+            order = query_order(height, width, self.config.query_order, device, frames=prod(frames))
         sizes = self.sizes.get()
-        exact_because = interception if sizes is not None else "scheduled"
+        if sizes is None:
+            exact_because = "scheduled"
         if not self.enabled:
             exact_because = "disabled"
         self.call.set(Call(order, sizes or self.config.sizes, exact_because, _backward()))
@@ -131,8 +142,8 @@ class LayerState:
         if _backward() not in (NO_BACKWARD, call.backward):
             raise RuntimeError(
                 "a layer with AVQ is recomputed with the call it ran in, but a checkpoint around "
-                "the layer or its block does not keep that; use "
-                "unet.enable_gradient_checkpointing(), which does."
+                "the layer or its block does not keep that; use the model's own gradient "
+                "checkpointing, which does."
             )
         return call
 
@@ -140,6 +151,20 @@ class LayerState:
         """Whether the tokens (B, N, channels) are those of the grid, none of them merged."""
         order = self.present_call().query_order
         return order is not None and hidden_states.shape[1] == order.shape[0]
+
+    def routed_because(self, num_tokens: int, hidden_states: Tensor) -> str | None:
+        """Why exact attention is the better one for that many tokens; None if AVQ is.
+
+        Args:
+            num_tokens: of the grid.
+            hidden_states: batch first, in the dtype of the attention.
+        """
+        route = self.route
+        if isinstance(route.route, int) and num_tokens < route.route:
+            return "few tokens"
+        if route.break_even and num_tokens < route.least_tokens(self.workload(hidden_states)):
+            return "faster"
+        return None
 
     def workload(self, hidden_states: Tensor) -> Workload:
         """What decides between AVQ and exact attention, for this batch and dtype."""
@@ -153,9 +178,95 @@ class LayerState:
             dtype=torch.get_autocast_dtype(device) if is_autocast else hidden_states.dtype,
         )
 
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sink_key: Tensor | None = None,
+        sink_value: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """AVQ attention of the grid's tokens in the present call, as `avq_attention`.
+
+        Args:
+            query, key, value: (B, H, N, D).
+            sink_key, sink_value: (B, H, T, D), or None.
+            scale: factor on the logits; None is 1 / sqrt(D).
+
+        Returns:
+            (B, H, N, D) view of (B, N, H, D) memory.
+
+        Raises:
+            NotImplementedError: ONNX exports the model.
+        """
+        if torch.onnx.is_in_onnx_export():
+            raise NotImplementedError(
+                "ONNX has no operations for AVQ; call remove_avq(pipe) to export exact attention."
+            )
+        config, call = self.config, self.present_call()
+        output, backend = attention_and_backend(
+            query,
+            key,
+            value,
+            self.weights.codebook,
+            num_parents=call.sizes.num_parents,
+            num_children=call.sizes.num_children,
+            num_refined=call.sizes.num_refined,
+            codewords=config.codewords,
+            num_updates=config.num_updates,
+            exact_keys=call.sizes.exact_keys,
+            sink_key=sink_key,
+            sink_value=sink_value,
+            query_tile=config.query_tile,
+            # Parts of a model may be on other devices than its input.
+            query_order=None if call.query_order is None else call.query_order.to(query.device),
+            importance_tile=config.importance_tile,
+            scale=scale,
+            backend=self.backend,
+        )
+        if not torch.compiler.is_compiling():
+            self.last_backend = backend
+        return output
+
+    def refuse_replica(self, module: nn.Module) -> None:
+        """Refuse a copy of `nn.DataParallel` of the module that begins the layer's calls.
+
+        Raises:
+            NotImplementedError: the layer has a codebook.
+        """
+        if getattr(module, "_is_replica", False) and self.weights.are_stored:
+            raise NotImplementedError(
+                "nn.DataParallel runs one layer on several devices at once, but its codebook is on "
+                "one; use DistributedDataParallel, or AVQ without codebooks."
+            )
+
     def count(self, call: str) -> None:
         self.calls[call] += 1
         self.last_call = call
+
+
+def refuse_without_codebooks(
+    source: AVQSource, maker: str = "calibrate(pipe, prompts, config)"
+) -> None:
+    """Refuse a configuration of what only codebooks hold.
+
+    Args:
+        source: of a layer's codewords.
+        maker: the call that makes codebooks.
+
+    Raises:
+        ValueError: `source` is a configuration of stored codewords or of a key norm.
+    """
+    if not isinstance(source, AVQConfig):
+        return
+    for name, needs in (
+        ('codewords="stored"', source.codewords == "stored"),
+        ("key_norm", source.key_norm),
+    ):
+        if needs:
+            raise ValueError(f"{name} needs codebooks, which {maker} makes.")
 
 
 def check_source(source: AVQSource | None) -> None:

@@ -53,9 +53,11 @@ class LayerWeights:
         """
         projected = project(getattr(attn, name), name, hidden_states, self.projection_changes)
         heads = projected.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-        if name == "to_k" and self.key_norm is not None:
-            return self.key_norm(heads.float()).to(heads.dtype)
-        return heads
+        return self.normed(heads) if name == "to_k" else heads
+
+    def normed(self, key: Tensor) -> Tensor:
+        """The keys (B, H, N, D) behind the key norm, if there is one."""
+        return key if self.key_norm is None else self.key_norm(key.float()).to(key.dtype)
 
     @torch.compiler.assume_constant_result
     def move_to(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -99,6 +99,9 @@ class LayerSpec:
         return {field.name: getattr(self, field.name) for field in fields(LayerSpec)}
 
 
+Layer = TypeVar("Layer", bound=LayerSpec)
+
+
 @dataclass(frozen=True)
 class SelfAttentionLayer(LayerSpec):
     """A self-attention layer found in a UNet, with its modules."""
@@ -144,7 +147,7 @@ def select_layers(
         if not isinstance(transformer, Transformer2DModel):
             continue
         for wrapped_name, attn in transformer.named_modules(prefix=path):
-            name = ".".join(part for part in wrapped_name.split(".") if part not in _WRAPPED)
+            name = own_name(wrapped_name)
             if not isinstance(attn, Attention) or not name.endswith(".attn1"):
                 continue
             if attn.is_cross_attention:
@@ -168,15 +171,34 @@ def select_layers(
             f"only at levels {_join(present) or '(none)'}."
         )
     layers = [layer for layer in layers if layer.level in chosen_levels]
+    place = f"of this UNet at the levels {_join(chosen_levels)}"
+    return chosen_layers(layers, exact, overrides, place)
+
+
+def chosen_layers(
+    layers: Sequence[Layer], exact: tuple[str, ...], overrides: Iterable[str], place: str
+) -> list[Layer]:
+    """The layers that do not stay exact.
+
+    Args:
+        layers: of a model.
+        exact: names of layers to leave out, or of modules to leave out with all their layers.
+        overrides: keys of `AVQConfig.overrides`.
+        place: of all these layers, for messages.
+
+    Raises:
+        ValueError: a name of `exact` matches no layer, no layer is left, or an override matches
+            none.
+    """
     for name in exact:
         if not any(is_within(layer.name, name) for layer in layers):
             raise ValueError(
-                f"exact must name layers of this UNet at the levels {_join(chosen_levels)}, but "
-                f"got {name!r}; one of them is {layers[0].name}."
+                f"exact must name layers {place}, but got {name!r}; one of them is "
+                f"{layers[0].name}."
             )
     chosen = [x for x in layers if not any(is_within(x.name, name) for name in exact)]
     if layers and not chosen:
-        raise ValueError(f"exact leaves no layer at the levels {_join(chosen_levels)}.")
+        raise ValueError(f"exact leaves no layer {place}.")
     for key in overrides:
         if not any(key == str(x.level) or is_within(x.name, key) for x in chosen):
             raise ValueError(
@@ -184,6 +206,11 @@ def select_layers(
                 f"{key!r}; one of them is {chosen[0].name} at level {chosen[0].level}."
             )
     return chosen
+
+
+def own_name(path: str) -> str:
+    """The path of a module without the wrappers around those that hold it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPED)
 
 
 def _level(unet: ModelMixin, name: str) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers import Transformer2DModel, UNet2DConditionModel
 from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -33,17 +32,23 @@ from diffusers.models.attention_processor import (
     XLAFlashAttnProcessor2_0,
 )
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
 
-from avq_diffusers.attention.api import attention_and_backend, check_backend
+from avq_diffusers.attention.api import check_backend
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.checkpointing import forget_calls, keep_calls
-from avq_diffusers.plugin.layer_state import AVQSource, LayerState, check_source, default_source
+from avq_diffusers.plugin.interception import score_interception
+from avq_diffusers.plugin.layer_state import (
+    AVQ_CALL,
+    AVQSource,
+    LayerState,
+    check_source,
+    default_source,
+    refuse_without_codebooks,
+)
 from avq_diffusers.plugin.layers import SelfAttentionLayer, select_layers
 from avq_diffusers.plugin.projection import project
 from avq_diffusers.plugin.routing import check_route
 
-AVQ_CALL = "AVQ"
 IP_ADAPTERS = (IPAdapterAttnProcessor, IPAdapterAttnProcessor2_0, IPAdapterXFormersAttnProcessor)
 # Their self-attention is exact attention. A class derived from one may do something else.
 PLAIN_PROCESSORS = (
@@ -57,7 +62,6 @@ CUSTOM_DIFFUSION = (
     CustomDiffusionXFormersAttnProcessor,
 )
 # What other tools replace to act on the attention of every layer.
-_SCALED_DOT_PRODUCT_ATTENTION = F.scaled_dot_product_attention
 _GET_ATTENTION_SCORES = Attention.get_attention_scores
 
 
@@ -189,24 +193,14 @@ def _exact_because(
         return "query or key norm"
     if attn.residual_connection:
         return "residual connection"
-    route = state.route
-    if isinstance(route.route, int) and hidden_states.shape[1] < route.route:
-        return "few tokens"
-    if route.break_even and hidden_states.shape[1] < route.least_tokens(
-        state.workload(hidden_states)
-    ):
-        return "faster"
-    return None
+    return state.routed_because(hidden_states.shape[1], hidden_states)
 
 
 def _interception(attn: Attention) -> str | None:
     """What acts on the scores of exact attention, and would miss AVQ; None if nothing does."""
-    for mode in _get_current_function_mode_stack():
-        # PyTorch's own say where tensors are made, or trace the call.
-        if not type(mode).__module__.startswith(("torch._", "torch.fx.", "torch.utils.")):
-            return f"{type(mode).__name__} is active"
-    if F.scaled_dot_product_attention is not _SCALED_DOT_PRODUCT_ATTENTION:
-        return "scaled_dot_product_attention is replaced"
+    interception = score_interception()
+    if interception is not None:
+        return interception
     if (
         Attention.get_attention_scores is not _GET_ATTENTION_SCORES
         or "get_attention_scores" in attn.__dict__
@@ -219,32 +213,12 @@ def _interception(attn: Attention) -> str | None:
 
 
 def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor:
-    if torch.onnx.is_in_onnx_export():
-        raise NotImplementedError(
-            "ONNX has no operations for AVQ; call remove_avq(pipe) to export exact attention."
-        )
-    weights, config, call = state.weights, state.config, state.present_call()
-    output, backend = attention_and_backend(
+    weights = state.weights
+    output = state.attend(
         weights.project_heads(attn, "to_q", hidden_states),
         weights.project_heads(attn, "to_k", hidden_states),
         weights.project_heads(attn, "to_v", hidden_states),
-        weights.codebook,
-        num_parents=call.sizes.num_parents,
-        num_children=call.sizes.num_children,
-        num_refined=call.sizes.num_refined,
-        codewords=config.codewords,
-        num_updates=config.num_updates,
-        exact_keys=call.sizes.exact_keys,
-        sink_key=None,
-        sink_value=None,
-        query_tile=config.query_tile,
-        query_order=call.query_order,
-        importance_tile=config.importance_tile,
-        scale=None,
-        backend=state.backend,
     )
-    if not torch.compiler.is_compiling():
-        state.last_backend = backend
     output = output.transpose(1, 2).flatten(2)
     output = project(attn.to_out[0], "to_out.0", output, weights.projection_changes)
     output = attn.to_out[1](output)
@@ -259,15 +233,8 @@ def install(
     """Give the layers of `source` their state and their grid hook; leave their processors."""
     check_backend(backend)
     check_route(route)
+    refuse_without_codebooks(source)
     if isinstance(source, AVQConfig):
-        for name, needs in (
-            ('codewords="stored"', source.codewords == "stored"),
-            ("key_norm", source.key_norm),
-        ):
-            if needs:
-                raise ValueError(
-                    f"{name} needs codebooks, which calibrate(pipe, prompts, config) makes."
-                )
         layers = select_layers(unet, source.levels, source.exact, source.overrides)
     else:
         layers = source.layers_of(unet)
@@ -377,12 +344,9 @@ class _PreForward:
             state = getattr(block.attn1, "_avq", None)
             if state is None:
                 continue
-            if getattr(transformer, "_is_replica", False) and state.weights.are_stored:
-                raise NotImplementedError(
-                    "nn.DataParallel runs one layer on several devices at once, but its codebook "
-                    "is on one; use DistributedDataParallel, or AVQ without codebooks."
-                )
-            state.enter(hidden_states, _dtype(transformer), _interception(block.attn1))
+            state.refuse_replica(transformer)
+            grid, dtype = hidden_states.shape[-2:], _dtype(transformer)
+            state.enter(hidden_states, grid, dtype, _interception(block.attn1))
             processor = block.attn1.processor
             if not isinstance(processor, AVQProcessor) and not torch.compiler.is_compiling():
                 state.count(type(processor).__name__)

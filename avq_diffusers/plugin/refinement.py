@@ -10,7 +10,7 @@ from torch import nn
 
 from avq_diffusers.config import Sizes, is_within
 from avq_diffusers.plugin.layer_state import LayerState, applied_states
-from avq_diffusers.plugin.layers import PipelineOrUNet, unet_of, unwrapped
+from avq_diffusers.plugin.layers import Layer, PipelineOrUNet, unet_of, unwrapped
 from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 
@@ -28,42 +28,31 @@ def set_num_refined(
     level: int | None = None,
     layer: str | None = None,
 ) -> PipelineOrUNet:
-    """Change how many parents each query tile refines: quality against speed, without reloading.
-
-    A schedule switches by the timestep of each UNet call. In eager code, threads that generate with
-    one UNet each follow their own timestep. Compiled code does not.
-
-    `torch.compile(unet)` makes one graph for each part of a schedule. Blocks that are compiled one
-    by one make one for each number of parents. For more than 8, raise
-    `torch._dynamo.config.recompile_limit`. If the UNet must compile without a graph break
-    (`fullgraph=True`), compile it by `pipe.unet = torch.compile(pipe.unet, fullgraph=True)` before
-    setting a schedule. The schedule then acts in calls of the compiled UNet, not of the one inside.
-    A CUDA graph keeps the number of parents that it was captured with. Gradient checkpointing
-    recomputes a layer with the number that it ran with.
-
-    Args:
-        pipe: a pipeline or UNet with AVQ.
-        num_refined: between 0 and the number of parents of every layer concerned. Or a schedule in
-            training timesteps, which fall from 1000 to 0: `{1000: 8, 400: 16}` refines 8 parents
-            from timestep 1000 down and 16 from 400 down. The UNet then refuses samplers with other
-            timesteps, such as EDM's and IPNDM. `"exact"` in place of a number is exact attention:
-            `{1000: "exact", 900: 16, 100: "exact"}` for the first and last steps. Or a plan, such
-            as `CaptureProfile.at_least` makes: numbers or schedules by the name of a layer, or of a
-            module for all its layers. Longer names win over shorter ones. Layers without an entry
-            stay as they are; an entry without a layer is refused.
-        level: change only the layers of this UNet level.
-        layer: change only the layer of this name, or the layers in this module, such as
-            `"up_blocks.3"`.
-
-    Returns:
-        `pipe`.
+    """`avq_diffusers.set_num_refined` of UNets.
 
     Raises:
-        TypeError: `pipe` has no UNet, or a number of parents or a timestep is not an int.
-        ValueError: no AVQ layer matches, a plan's entry names none of the matching layers, a layer
-            cannot refine that many parents, or a schedule does not begin at timestep 1000.
+        TypeError, ValueError: as there.
     """
-    states = applied_states(pipe)
+    set_sizes(pipe, planned_sizes(applied_states(pipe), num_refined, level=level, layer=layer))
+    return pipe
+
+
+def planned_sizes(
+    states: Mapping[Layer, LayerState],
+    num_refined: int | str | Schedule | Mapping[str, int | str | Schedule],
+    *,
+    level: int | None,
+    layer: str | None,
+) -> dict[LayerState, SizeSchedule]:
+    """The sizes that `set_num_refined` gives to layers.
+
+    Args:
+        states: of the layers with AVQ, at least one.
+        num_refined, level, layer: as `set_num_refined`.
+
+    Raises:
+        TypeError, ValueError: as `set_num_refined`.
+    """
     names = ", ".join(found.name for found in states)
     chosen = {
         found: state
@@ -81,7 +70,7 @@ def set_num_refined(
         if not any(is_within(found.name, name) for found in chosen):
             names = ", ".join(found.name for found in chosen)
             raise ValueError(f"no AVQ layer is {name!r} or in it; the chosen layers are {names}.")
-    schedules = {}
+    schedules: dict[LayerState, SizeSchedule] = {}
     for found, state in chosen.items():
         most = state.config.most_refined
         for schedule in (plan[name] for name in plan if is_within(found.name, name)):
@@ -95,8 +84,7 @@ def set_num_refined(
                 start: None if count is None else state.config.sizes._replace(num_refined=count)
                 for start, count in schedule.items()
             }
-    set_sizes(pipe, schedules)
-    return pipe
+    return schedules
 
 
 def set_sizes(

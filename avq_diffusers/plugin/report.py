@@ -8,9 +8,9 @@ from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from avq_diffusers.config import Sizes, configuration_string
-from avq_diffusers.plugin.layer_state import LayerState
-from avq_diffusers.plugin.layers import SelfAttentionLayer, models_of, select_layers
-from avq_diffusers.plugin.processor import AVQ_CALL, AVQProcessor, custom_processor
+from avq_diffusers.plugin.layer_state import AVQ_CALL, LayerState
+from avq_diffusers.plugin.layers import LayerSpec, models_of, select_layers
+from avq_diffusers.plugin.processor import AVQProcessor, custom_processor
 from avq_diffusers.plugin.refinement import EXACT, SizeSchedule, schedules_of
 
 
@@ -89,14 +89,21 @@ def summary(pipe: DiffusionPipeline | nn.Module) -> Summary:
     rows = []
     for prefix, model in models_of(pipe).items():
         schedules = schedules_of(model)
-        rows += [_report(prefix + layer.name, layer, schedules) for layer in select_layers(model)]
+        for layer in select_layers(model):
+            state = layer.avq_state
+            runs = _runs(layer.attn, state)
+            rows.append(layer_report(prefix + layer.name, layer, state, runs, schedules))
     return Summary(tuple(rows))
 
 
-def _report(
-    name: str, layer: SelfAttentionLayer, schedules: Mapping[LayerState, SizeSchedule]
+def layer_report(
+    name: str,
+    layer: LayerSpec,
+    state: LayerState | None,
+    runs: str,
+    schedules: Mapping[LayerState, SizeSchedule],
 ) -> LayerReport:
-    state: LayerState | None = layer.avq_state
+    """The row of a layer; without AVQ it has no state."""
     config, error, num_tokens, calls = "", None, None, {}
     if state is not None:
         order = state.call.get().query_order
@@ -111,7 +118,7 @@ def _report(
         layer.head_dim,
         config,
         error,
-        _runs(layer.attn, state),
+        runs,
         num_tokens,
         calls,
     )
@@ -137,6 +144,11 @@ def _runs(attn: Attention, state: LayerState | None) -> str:
         return f"exact: {processor}"
     if not isinstance(attn.processor, AVQProcessor):
         return f"exact: replaced by {processor}"
+    return runs_by_state(state)
+
+
+def runs_by_state(state: LayerState) -> str:
+    """What a layer with AVQ runs if nothing else took its place."""
     if not state.enabled:
         return "exact: disabled"
     if state.last_call not in (None, AVQ_CALL, "disabled"):

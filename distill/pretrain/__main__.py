@@ -1,4 +1,4 @@
-"""`python -m distill.pretrain`: the commands that train and assemble mini-sd."""
+"""`python -m distill.pretrain`: the commands that train mini-sd and mini-sd3."""
 
 import os
 import time
@@ -11,7 +11,7 @@ import typer
 
 from distill.config_file import load_config
 from distill.exceptions import exit_on
-from distill.pretrain.config import PretrainConfig, ScorerConfig, SDConfig, VAEConfig
+from distill.pretrain.config import PretrainConfig, ScorerConfig, SD3Config, SDConfig, VAEConfig
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -64,6 +64,18 @@ def sd(
         return SDTask(values, output, accelerator, vae_folder)
 
     _train(SDConfig, make_task, config, output, resume, overrides)
+
+
+@app.command()
+def sd3(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
+    """Train the transformer of mini-sd3 on mini-sd's latents; the result is OUTPUT/model."""
+
+    def make_task(values: SD3Config, accelerator: "Accelerator") -> "Task":
+        from distill.pretrain.sd3 import SD3Task
+
+        return SD3Task(values, output, accelerator)
+
+    _train(SD3Config, make_task, config, output, resume, overrides)
 
 
 @app.command()

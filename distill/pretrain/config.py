@@ -16,7 +16,7 @@ PRECISIONS = ("bf16", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """The settings that all three trainings share.
+    """The settings that all trainings share.
 
     Args:
         seed: seed of weights, batches and noise.
@@ -151,6 +151,49 @@ class SDConfig(PretrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "num_validation", "num_prompts", "sample_steps")
+        if not 0 <= self.caption_dropout <= 1:
+            raise ValueError(f"caption_dropout must be in [0, 1], but got {self.caption_dropout}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SD3Config(PretrainConfig):
+    """The transformer of mini-sd3.
+
+    Args:
+        init_from: folder of an earlier result whose transformer training starts from; None starts
+            from random weights.
+        patch_size: side of a token in latents.
+        num_layers: joint blocks.
+        num_attention_heads: heads of every attention.
+        attention_head_dim: channels of a head.
+        dual_attention_layers: blocks with a second attention over the image alone.
+        pos_embed_max_size: side of the table of positions in tokens, which bounds the image size.
+        shift: shift of the noise levels in training and sampling, as in SD3's scheduler.
+        caption_dropout: share of captions that are replaced by empty ones.
+        num_validation: validation scenes for the validation loss.
+        num_prompts: validation captions for the sample sheets.
+        sample_steps: Euler steps of the sample sheets.
+        guidance_scale: guidance scale of the sample sheets.
+    """
+
+    init_from: str | None
+    patch_size: int
+    num_layers: int
+    num_attention_heads: int
+    attention_head_dim: int
+    dual_attention_layers: tuple[int, ...]
+    pos_embed_max_size: int
+    shift: float
+    caption_dropout: float
+    num_validation: int
+    num_prompts: int
+    sample_steps: int
+    guidance_scale: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "num_layers", "num_validation", "num_prompts", "sample_steps")
+        check_positive(self, "shift")
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"caption_dropout must be in [0, 1], but got {self.caption_dropout}.")
 

@@ -2,9 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
 from transformers import CLIPModel, CLIPTextModel, CLIPTokenizer
 
 from distill.checkpointing.folders import replace_folder
@@ -50,6 +59,22 @@ def save_pipeline(pipeline: StableDiffusionPipeline, folder: Path) -> None:
     """Save a half-precision pipeline that plain `from_pretrained` loads as float32."""
     pipeline.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
     _load_as_float32(folder / "text_encoder")
+
+
+def make_sd3_pipeline(
+    transformer: SD3Transformer2DModel, parts: dict[str, Any], shift: float
+) -> StableDiffusion3Pipeline:
+    """Return a Stable Diffusion 3 pipeline with the `shared_parts` of mini-sd."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    return StableDiffusion3Pipeline(transformer=transformer, scheduler=scheduler, **parts)
+
+
+def save_sd3(pipeline: StableDiffusion3Pipeline, folder: Path) -> None:
+    """Save what `load_mini_sd3` reads: the pipeline without the parts of mini-sd."""
+    pipeline.save_config(folder)
+    pipeline.scheduler.save_pretrained(folder / "scheduler")
+    pipeline.transformer.save_pretrained(folder / "transformer", max_shard_size=MAX_SHARD_SIZE)
+    _forget_origin(folder)
 
 
 def save_scorer(model: CLIPModel, tokenizer: CLIPTokenizer, folder: Path) -> None:

@@ -1,6 +1,8 @@
 """UNet and text encoder, trained together on latents and captions of scenes."""
 
+from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from avq_diffusers.cli.sheet import image_sheet
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS, sample_scene
 from distill.checkpointing.folders import replace_folder
-from distill.pretrain.config import SDConfig
+from distill.pretrain.config import PretrainConfig, SDConfig
 from distill.pretrain.data import render_chunks, shard, to_float
 from distill.pretrain.export import make_pipeline, make_scheduler, save_pipeline
 from distill.pretrain.loop import Batch
@@ -89,6 +91,34 @@ def drop_captions(ids: Tensor, empty: Tensor, share: float, generator: torch.Gen
     return torch.where(chance < share, empty, ids)
 
 
+@torch.no_grad()
+def encode_scenes(
+    seeds: Sequence[int],
+    vae: AutoencoderKL,
+    tokenizer: CLIPTokenizer,
+    config: PretrainConfig,
+    *,
+    progress: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Render scenes; return scaled latents (n, channels, h, w) in float16 and token ids (n, 77).
+
+    Both are on the device of `vae`. `progress` is the label of the progress bar; None shows none.
+    """
+    # float16 keeps three more bits than bfloat16; the CPU computes in float32.
+    half = vae.device.type == "cuda"
+    latents, captions = [], []
+    chunks = render_chunks(seeds, size=config.image_size, workers=config.workers, progress=progress)
+    with closing(chunks):
+        for chunk in chunks:
+            images = torch.from_numpy(chunk.images).to(vae.device)
+            for part in images.split(ENCODER_BATCH):
+                with torch.autocast(vae.device.type, torch.float16, enabled=half):
+                    mean = vae.encode(to_float(part)).latent_dist.mean
+                latents.append((mean * vae.config.scaling_factor).half())
+            captions += chunk.captions
+    return torch.cat(latents), encode(tokenizer, captions).to(vae.device)
+
+
 class SDModel(nn.Module):
     """UNet and text encoder with the denoising loss."""
 
@@ -153,11 +183,12 @@ class SDTask:
         seeds = TRAINING_SEEDS[: config.num_scenes]
         seeds = shard(seeds, accelerator.process_index, accelerator.num_processes)
         label = "render and encode" if accelerator.is_main_process else None
-        self.latents, self.ids = self._encode_scenes(seeds, label)
+        encode_seeds = partial(encode_scenes, vae=self.vae, tokenizer=self.tokenizer, config=config)
+        self.latents, self.ids = encode_seeds(seeds, progress=label)
         self.empty = encode(self.tokenizer, [""]).to(self.device)[0]
         if accelerator.is_main_process:
             seeds = VALIDATION_SEEDS[: config.num_validation]
-            self.validation = self._encode_scenes(seeds, None)
+            self.validation = encode_seeds(seeds)
             seeds = VALIDATION_SEEDS[: config.num_prompts]
             self.prompts = [sample_scene(seed).caption for seed in seeds]
 
@@ -221,23 +252,6 @@ class SDTask:
             losses = model(*batch)
             totals = {name: totals.get(name, 0) + x * len(batch[0]) for name, x in losses.items()}
         return {f"validation_{name}": x.item() / len(latents) for name, x in totals.items()}
-
-    @torch.no_grad()
-    def _encode_scenes(self, seeds: range, label: str | None) -> tuple[Tensor, Tensor]:
-        # float16 keeps three more bits than bfloat16; the CPU computes in float32.
-        half = self.device.type == "cuda"
-        latents, captions = [], []
-        size, workers = self.config.image_size, self.config.workers
-        chunks = render_chunks(seeds, size=size, workers=workers, progress=label)
-        with closing(chunks):
-            for chunk in chunks:
-                images = torch.from_numpy(chunk.images).to(self.device)
-                for part in images.split(ENCODER_BATCH):
-                    with torch.autocast(self.device.type, torch.float16, enabled=half):
-                        mean = self.vae.encode(to_float(part)).latent_dist.mean
-                    latents.append((mean * self.vae.config.scaling_factor).half())
-                captions += chunk.captions
-        return torch.cat(latents), encode(self.tokenizer, captions).to(self.device)
 
 
 def _load_start(config: SDConfig) -> tuple[UNet2DConditionModel, CLIPTextModel]:

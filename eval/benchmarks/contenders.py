@@ -24,6 +24,7 @@ from eval.methods import config_label, method_name
 
 Row = dict[str, Any]
 InputSets = Sequence[tuple[Tensor, Tensor, Tensor]]
+Pair = tuple[Tensor, Tensor]
 
 DEFAULT_SDPA = "default SDPA"
 FUSED_SDPA = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -54,12 +55,14 @@ class Contender:
 
 
 class Bench:
-    """Build and time contenders on one device."""
+    """Build and time contenders on one device, in `dtype` on CUDA and in float32 elsewhere."""
 
-    def __init__(self, device: torch.device, effort: Effort) -> None:
+    def __init__(
+        self, device: torch.device, effort: Effort, dtype: torch.dtype = torch.float16
+    ) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
-        self.dtype = torch.float16 if self.cuda else torch.float32
+        self.dtype = dtype if self.cuda else torch.float32
         self.backend, self.oracle = ("triton", "torch") if self.cuda else ("torch", "reference")
         self.effort = effort
         self._sources: dict[tuple[int, int], KeySource] = {}
@@ -80,6 +83,12 @@ class Bench:
             count = min(32, math.ceil(3 * l2_size / bytes_moved))
         source = self.source(shape)
         return [source.inputs(shape, self.dtype, hot_share) for _ in range(count)]
+
+    def sinks(self, shape: Shape, count: int, num_sets: int) -> list[Pair]:
+        """`count` keys and values for each input set, as those of text."""
+        text = replace(shape, num_tokens=count)
+        source = self.source(shape)
+        return [source.inputs(text, self.dtype)[1:] for _ in range(num_sets)]
 
     def exact(self, sets: InputSets) -> list[Contender]:
         """Default SDPA, FlashAttention-2 and cuDNN."""
@@ -112,8 +121,9 @@ class Bench:
         order: Tensor | None = None,
         *,
         own: bool = False,
+        sinks: Sequence[Pair] = (),
     ) -> Contender:
-        """The operation, and its two stages where it has kernels.
+        """The operation, and its two stages where it has kernels and neither sinks nor exact keys.
 
         Codewords are stored ones, or with `own` from the keys of the call.
         """
@@ -131,23 +141,30 @@ class Bench:
             query_order=order,
         )
 
+        def sink_tensors(index: int) -> dict[str, Tensor]:
+            return dict(zip(("sink_key", "sink_value"), sinks[index], strict=True)) if sinks else {}
+
         @cache
         def expected() -> Tensor:
-            return attend(*(tensor.float() for tensor in sets[0]), backend=self.oracle)
+            text = {name: tensor.float() for name, tensor in sink_tensors(0).items()}
+            return attend(*(tensor.float() for tensor in sets[0]), **text, backend=self.oracle)
 
         def run(index: int) -> Tensor:
-            return attend(*sets[index], backend=self.backend)
+            return attend(*sets[index], **sink_tensors(index), backend=self.backend)
 
+        num_sinks = sinks[0][0].shape[2] if sinks else 0
+        has_stages = self.cuda and not num_sinks and not config.exact_keys
         return Contender(
-            method_name(config, own=own),
+            method_name(config, own=own) + (f", {num_sinks} sinks" if sinks else ""),
             run,
             expected,
             {
                 "config": config_label(config, own=own),
                 "effective_codewords": config.effective_codewords,
+                "sinks": num_sinks,
             },
             method_name(replace(config, codewords="stored", num_updates=0)) if own else None,
-            kernel_stages(sets, config, codebook, order) if self.cuda else {},
+            kernel_stages(sets, config, codebook, order) if has_stages else {},
         )
 
     def unfused(

@@ -1,8 +1,9 @@
 """Time the operation against exact and unfused attention: `python -m eval bench kernels`.
 
-There are three parts: the paper's table (B4 H12 D64), SD1.5's shapes, and scaling with codebook
-size and N. SD1.5's shapes run with evenly spread keys, and with 30 % of the keys equal to one. A
-row of own codewords has its time over that of stored ones of the same sizes on the same keys.
+There are four parts: the paper's table (B4 H12 D64), SD1.5's shapes, Flux's joint attention, and
+scaling with codebook size and N. SD1.5's shapes run with evenly spread keys, and with 30 % of the
+keys equal to one. A row of own codewords has its time over that of stored ones of the same sizes on
+the same keys.
 
 The rows of one size are timed in turns in one process, by CUDA graphs where possible. They run over
 enough input sets to overflow the L2 cache. SD1.5's shapes also run over one set: it stays in the
@@ -38,6 +39,9 @@ class Suite:
     table_configs: tuple[str, ...]
     sd15_shapes: tuple[Shape, ...]
     sd15_config: str
+    joint_shapes: tuple[Shape, ...]
+    joint_configs: tuple[str, ...]
+    num_sinks: int
     codebook_shapes: tuple[Shape, ...]
     codebook_configs: tuple[str, ...]
     token_shapes: tuple[Shape, ...]
@@ -68,6 +72,9 @@ FULL = Suite(
         *(Shape(2, 8, num_tokens, 80) for num_tokens in (4096, 16384)),
     ),
     sd15_config="M64P16C8",
+    joint_shapes=tuple(Shape(1, 24, num_tokens, 128) for num_tokens in (4096, 16384)),
+    joint_configs=("M64P16C8/own", "M64P16C8E256/own"),
+    num_sinks=512,
     codebook_shapes=_paper_shapes(4096, 16384, 65536),
     codebook_configs=FLAT_SIZES + ADAPTIVE_SIZES,
     token_shapes=_paper_shapes(*(2**power for power in range(12, 19))),
@@ -79,6 +86,9 @@ TINY = Suite(
     table_configs=("M8", "M4P2C2", "M4P2C2/own"),
     sd15_shapes=(Shape(2, 2, 64, 40),),
     sd15_config="M4P2C2",
+    joint_shapes=(Shape(1, 2, 64, 32),),
+    joint_configs=("M4P2C2/own", "M4P2C2E8/own"),
+    num_sinks=5,
     codebook_shapes=(Shape(1, 2, 64, 16),),
     codebook_configs=("M4", "M16", "M4P2C2", "M8P4C2"),
     token_shapes=(Shape(1, 2, 64, 16), Shape(1, 2, 256, 16)),
@@ -134,6 +144,29 @@ def sd15_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
         yield rows
 
 
+def joint_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
+    """Image queries of Flux in Gilbert order, in bf16: with the text's keys as sinks and without.
+
+    Exact attention has the keys of image and text.
+    """
+    bench = Bench(bench.device, bench.effort, torch.bfloat16)
+    for shape in suite.joint_shapes:
+        side = math.isqrt(shape.num_tokens)
+        order = query_order(side, side, "gilbert", bench.device)
+        sets = bench.input_sets(shape)
+        sinks = bench.sinks(shape, suite.num_sinks, len(sets))
+        joint = [
+            (query, *(torch.cat(pair, 2) for pair in zip((key, value), text, strict=True)))
+            for (query, key, value), text in zip(sets, sinks, strict=True)
+        ]
+        contenders = bench.exact(joint)
+        for method in map(_method, suite.joint_configs):
+            for text in ((), sinks):
+                contender = bench.avq(shape, sets, method.config, order, own=True, sinks=text)
+                contenders.append(replace(contender, stored=None))
+        yield bench.rows(shape, contenders, len(sets))
+
+
 def scaling_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
     """Time against effective codewords, then against N."""
     for against, shapes, configs in (
@@ -147,7 +180,12 @@ def scaling_part(bench: Bench, suite: Suite) -> Iterator[list[Row]]:
             yield [{"against": against, **row} for row in rows]
 
 
-PARTS = {"table": table_part, "sd15": sd15_part, "scaling": scaling_part}
+PARTS = {
+    "table": table_part,
+    "sd15": sd15_part,
+    "joint": joint_part,
+    "scaling": scaling_part,
+}
 
 
 def run_kernels(

@@ -1,18 +1,18 @@
-"""One denoising step of a UNet with any of the timed methods."""
+"""One denoising step of a model with any of the timed methods; the UNet among the models."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,6 +24,7 @@ from eval.benchmarks.contenders import Row, relative_error
 from eval.benchmarks.timing import block_ms
 from eval.benchmarks.unet_configs import added_conditions
 from eval.methods import (
+    CUDNN,
     EXACT,
     FA2,
     LIMIT,
@@ -41,7 +42,14 @@ from eval.methods import (
 
 # Standard deviation of the changes of projections that a tuned row runs.
 CHANGE = 1e-3
-LABELS = {EXACT: "SDPA default", FA2: "FA2", LIMIT: "limit", LINFUSION: "LinFusion"}
+LABELS = {
+    EXACT: "SDPA default",
+    FA2: "FA2",
+    CUDNN: "cuDNN",
+    LIMIT: "limit",
+    LINFUSION: "LinFusion",
+}
+FORCED = {FA2: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 TOME_LEVELS = (0,)  # tomesd's default
 EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
 LEVELS = (0, 1)
@@ -112,12 +120,12 @@ def _level_labels(levels: tuple[int, ...], usual: tuple[int, ...]) -> list[str]:
 
 
 @torch.library.custom_op("avq_eval::zero_of", mutates_args=())
-def _zero_of(query: Tensor, key: Tensor) -> Tensor:
+def zero_of(query: Tensor, key: Tensor) -> Tensor:
     """A zero that keeps a compiler from dropping both arguments."""
     return query.new_zeros(1)
 
 
-@_zero_of.register_fake
+@zero_of.register_fake
 def _(query: Tensor, key: Tensor) -> Tensor:
     return query.new_empty(1)
 
@@ -128,7 +136,60 @@ class LimitProcessor(ValueProjectionProcessor):
     def __call__(self, attn, hidden_states: Tensor, **others: Any) -> Tensor:
         query, key = attn.to_q(hidden_states), attn.to_k(hidden_states)
         output = super().__call__(attn, hidden_states, **others)
-        return output + _zero_of(query, key) if torch.compiler.is_compiling() else output
+        return output + zero_of(query, key) if torch.compiler.is_compiling() else output
+
+
+class NetworkBench(Protocol):
+    """A network, and the methods that its attention can switch to.
+
+    Attributes:
+        network: what runs.
+        device: where it runs.
+        cuda: whether that is a CUDA device.
+        compile_backend: of `torch.compile`.
+    """
+
+    network: nn.Module
+    device: torch.device
+    cuda: bool
+    compile_backend: str
+
+    def inputs(self, side: int) -> tuple[Tensor, ...]:
+        """Random inputs for an image of side x side pixels."""
+
+    def predict(self, *inputs: Tensor) -> Tensor:
+        """The network's output for such inputs."""
+
+    def cannot_run(self, name: str, mode: str) -> str | None:
+        """Why this machine cannot time the row; None if it can."""
+
+    def method(self, name: str, *, oracle: bool = False) -> AbstractContextManager[None]:
+        """Run attention by a `timed_method`; `oracle` chooses the backend that checks AVQ."""
+
+    def weights_of(self, method: MethodName) -> list[Tensor]:
+        """What a method adds to the network's weights."""
+
+
+def layer_states(network: nn.Module) -> list[Any]:
+    """What AVQ keeps at the layers of a network."""
+    return [state for module in network.modules() if (state := vars(module).get("_avq"))]
+
+
+def route_as_compiled(network: nn.Module) -> None:
+    """Let eager calls take the route of compiled ones, to get the expected output of these."""
+    for state in layer_states(network):
+        state.route.break_even = {
+            workload: found._replace(eager=found.compiled)
+            for workload, found in state.route.break_even.items()
+        }
+
+
+@contextmanager
+def forced_sdpa(backend: SDPBackend) -> Iterator[None]:
+    """Run SDPA by this backend alone."""
+    # The key of the cache leaves the backend out: one would get what another's step compiled to.
+    with sdpa_kernel(backend), functorch_config.patch(enable_autograd_cache=False):
+        yield
 
 
 class StepBench:
@@ -146,7 +207,7 @@ class StepBench:
         self.dtype = torch.float16 if self.cuda else torch.float32
         self.backend, self.oracle = ("triton", "torch") if self.cuda else ("torch", "reference")
         self.compile_backend = compile_backend
-        self.unet = model.build(device).eval().requires_grad_(False)
+        self.network = self.unet = model.build(device).eval().requires_grad_(False)
         # Not diffusers' own `to`, which warns of a list of float32 modules that is empty.
         torch.nn.Module.to(self.unet, dtype=self.dtype, memory_format=torch.channels_last)
         self.generator = torch.Generator(device).manual_seed(0)
@@ -171,8 +232,8 @@ class StepBench:
         """Why this machine cannot time the row; None if it can."""
         if mode == GRAPH and not self.cuda:
             return "CUDA graphs need a CUDA device"
-        if name == FA2 and not self.cuda:
-            return "FA2 needs a CUDA device"
+        if name in FORCED and not self.cuda:
+            return f"{LABELS[name]} needs a CUDA device"
         if timed_method(name).source == TOME and find_spec("tomesd") is None:
             return "tomesd is not installed"
         return None
@@ -182,10 +243,8 @@ class StepBench:
         """Run attention by a `timed_method`; `oracle` chooses the backend that checks AVQ."""
         method = timed_method(name)
         with ExitStack() as stack:
-            if method.source == FA2:
-                stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
-                # Its key leaves the SDPA backend out: FA2 would get what SDPA's step compiled to.
-                stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+            if method.source in FORCED:
+                stack.enter_context(forced_sdpa(FORCED[method.source]))
             elif method.source in (LIMIT, LINFUSION):
                 is_limit = method.source == LIMIT
                 for layer in select_layers(self.unet, self.model.levels if is_limit else None):
@@ -203,15 +262,6 @@ class StepBench:
                 apply_avq(self.unet, source, backend=backend, route=method.route)
                 stack.callback(remove_avq, self.unet)
             yield
-
-    def route_as_compiled(self) -> None:
-        """Let eager calls take the route of compiled ones, to get the expected output of these."""
-        for layer in select_layers(self.unet):
-            if (state := layer.avq_state) is not None:
-                state.route.break_even = {
-                    workload: found._replace(eager=found.compiled)
-                    for workload, found in state.route.break_even.items()
-                }
 
     @torch.no_grad()
     def codebooks(self, config: AVQConfig, *, tuned: bool = False) -> AVQCodebooks:
@@ -231,6 +281,12 @@ class StepBench:
             )
             self._codebooks[config, tuned] = codebooks.to(self.device)
         return self._codebooks[config, tuned]
+
+    def weights_of(self, method: MethodName) -> list[Tensor]:
+        """The codebooks of a method with stored codewords."""
+        if method.config is None or method.own:
+            return []
+        return list(self.codebooks(method.config).parameters())
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
@@ -285,9 +341,11 @@ class StepBench:
 class Step:
     """One eager, compiled or captured step: `prepare` copies the next inputs in, `run` runs it."""
 
-    def __init__(self, bench: StepBench, name: str, inputs: Sequence[tuple[Tensor, ...]]) -> None:
-        def step(sample: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-            return bench.predict(sample, timestep, text)
+    def __init__(
+        self, bench: NetworkBench, name: str, inputs: Sequence[tuple[Tensor, ...]]
+    ) -> None:
+        def step(*tensors: Tensor) -> Tensor:
+            return bench.predict(*tensors)
 
         self.bench, self.name, self.inputs = bench, name, inputs
         self.method = timed_method(name)
@@ -312,7 +370,7 @@ class Step:
         Args:
             mode: the mode.
             pool: memory of the CUDA graph; None if the step is not captured.
-            exact: SDPA's eager output for FA2 to match, if known.
+            exact: SDPA's eager output for FA2 and cuDNN to match, if known.
 
         Returns:
             The eager output, and fields of the row with a first time.
@@ -322,10 +380,10 @@ class Step:
         with bench.method(name):
             eager = self.run().clone()
             if mode == COMPILE and may_be_exact:
-                bench.route_as_compiled()
+                route_as_compiled(bench.network)
                 eager = self.run().clone()
         errors = []
-        if name == FA2 and exact is not None:
+        if name in FORCED and exact is not None:
             errors.append(relative_error(eager, exact))
         elif method.config is not None and not may_be_exact:
             with bench.method(name, oracle=True):
@@ -370,7 +428,7 @@ class Step:
         graph.replay()
         self.replay = graph.replay
         # What AVQ's layers hold goes away with the method, and the graph still reads it.
-        self.alive = [layer.avq_state for layer in select_layers(self.bench.unet)]
+        self.alive = layer_states(self.bench.network)
         return output.clone()
 
     def _peak_mib(self) -> float:
@@ -381,7 +439,5 @@ class Step:
         self.run()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-        tensors = list(self.bench.unet.parameters())
-        if self.method.config is not None and not self.method.own:
-            tensors += self.bench.codebooks(self.method.config).parameters()
+        tensors = [*self.bench.network.parameters(), *self.bench.weights_of(self.method)]
         return (peak + sum(tensor.nbytes for tensor in tensors)) / 2**20

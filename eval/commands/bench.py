@@ -64,13 +64,13 @@ def bench_attention_command(
 def bench_kernels_command(
     device: Device = "cuda",
     parts: Annotated[
-        str, typer.Option(help="Comma-separated: table, sd15, scaling.")
-    ] = "table,sd15,scaling",
+        str, typer.Option(help="Comma-separated: table, sd15, joint, scaling.")
+    ] = "table,sd15,joint,scaling",
     output: Output = RESULTS,
 ) -> None:
-    """Time the kernels: the paper's speed table, SD1.5's shapes, and how time scales.
+    """Time the kernels: the paper's speed table, SD1.5's shapes, Flux's, and how time scales.
 
-    The first two also have rows of codewords from the call's own keys.
+    All but the last also have rows of codewords from the call's own keys.
 
     Example: python -m eval bench kernels --device cuda --parts table,sd15
     """
@@ -127,6 +127,57 @@ def bench_unet_command(
         sizes=numbers_of("--sizes", sizes) if sizes else None,
         methods=methods.split(",") if methods else None,
         modes=modes.split(","),
+        minutes=minutes,
+    )
+
+
+@app.command("transformer")
+def bench_transformer_command(
+    device: Device = "cuda",
+    model: Annotated[
+        str, typer.Option(help="sd35-medium, sd35-large, flux or wan, with random weights.")
+    ] = "sd35-medium",
+    sizes: Annotated[
+        str,
+        typer.Option(
+            help="Sides of the image, else 1024,2048,4096; of wan lines of the video, 480,720."
+        ),
+    ] = "",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated, the most important first: exact, cudnn, fa2, limit, "
+            "M64P16C8/own (codewords from the call's own keys), M64P16C8E256/own (and 256 exact "
+            "keys), M64P16C8/fastest (default route)."
+        ),
+    ] = "",
+    modes: Annotated[str, typer.Option(help="Comma-separated: graph, compile, eager.")] = (
+        "compile,graph,eager"
+    ),
+    whole: Annotated[
+        bool,
+        typer.Option("--whole", help="Time all blocks; otherwise a part, multiplied to all."),
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="Start no row after this many minutes.")
+    ] = None,
+    output: Output = RESULTS,
+) -> None:
+    """Time one denoising step of a transformer, in bf16.
+
+    Example: python -m eval bench transformer --model flux --device cuda --modes compile
+    """
+    from eval.benchmarks.transformer import METHODS, run_transformer
+
+    run_transformer(
+        device_of(device),
+        output,
+        command=command_line(),
+        model=model,
+        sizes=numbers_of("--sizes", sizes) if sizes else None,
+        methods=methods.split(",") if methods else METHODS,
+        modes=modes.split(","),
+        whole=whole,
         minutes=minutes,
     )
 

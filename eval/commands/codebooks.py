@@ -91,7 +91,7 @@ def errors_command(
     if times is not None:
         add_kernel_times(rows, times)
     print(errors_table(rows))
-    path = output / f"{result_name('errors', numbers, size, dilated)}.json"
+    path = output / f"{result_name('errors', model, numbers, size, dilated)}.json"
     save_json(
         path,
         command=command_line(),
@@ -165,7 +165,7 @@ def analyse_command(
     for name, text in chosen.items():
         analysis = ANALYSES[name]
         rows = analyse(pipe, analysis, prepared[text], shown, num_timesteps=timesteps)
-        path = output / f"{result_name(name, numbers)}.json"
+        path = output / f"{result_name(name, model, numbers)}.json"
         save_json(
             path,
             command=command_line(),

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from avq_diffusers.cli.options import device_of, folder_to_write, multiple_of
-from avq_diffusers.mini import VALIDATION_SEEDS, model_path, sample_scene
+from avq_diffusers.mini import VALIDATION_SEEDS, is_mini_sd3, model_path, sample_scene
 
 if TYPE_CHECKING:
-    from diffusers import StableDiffusionPipeline
+    from diffusers import DiffusionPipeline, StableDiffusionPipeline
 
 NUM_CALIBRATION_PROMPTS = 16
 
@@ -50,13 +50,27 @@ Model = Annotated[
         callback=model_path, help="Folder or Hub id of a Stable Diffusion model, or mini-sd."
     ),
 ]
+AnyModel = Annotated[
+    str,
+    typer.Option(
+        callback=model_path,
+        help="Folder or Hub id of a Stable Diffusion model, mini-sd, mini-sd3, or a result of the "
+        "training of mini-sd3.",
+    ),
+]
 
 
 def result_name(
-    command: str, levels: Iterable[int], size: int | None = None, dilated: bool = False
+    command: str,
+    model: str,
+    levels: Iterable[int],
+    size: int | None = None,
+    dilated: bool = False,
 ) -> str:
     """Name of a result file without its ending; it names a size other than the model's own."""
     suffix = (f"_{size}" if size else "") + ("_scalecrafter" if dilated else "")
+    if is_mini_sd3(model):
+        return f"{command}_mini_sd3{suffix}"
     return f"{command}_levels{''.join(map(str, levels))}{suffix}"
 
 
@@ -71,6 +85,19 @@ def load_pipeline(model: str, device: str, dtype: str = "float32") -> "StableDif
     from diffusers import StableDiffusionPipeline
 
     pipe = StableDiffusionPipeline.from_pretrained(model, dtype=getattr(torch, dtype))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(device_of(device))
+
+
+def load_any_pipeline(model: str, device: str, dtype: str = "float32") -> "DiffusionPipeline":
+    """Like `load_pipeline`, but mini-sd3 too."""
+    if not is_mini_sd3(model):
+        return load_pipeline(model, device, dtype)
+    import torch
+
+    from avq_diffusers.cli.mini_sd3 import load_mini_sd3
+
+    pipe = load_mini_sd3(model, getattr(torch, dtype))
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device_of(device))
 

@@ -9,17 +9,17 @@ import typer
 from avq_diffusers.cli.options import LARGEST_SEED, Dilated, device_of, numbers_of, tolerances_of
 from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
 from eval.commands.options import (
+    AnyModel,
     Compiled,
     Device,
     Images,
     Levels,
     Methods,
-    Model,
     Output,
     Size,
     calibration_prompts,
     command_line,
-    load_pipeline,
+    load_any_pipeline,
     result_name,
 )
 from eval.commands.stored import draw
@@ -39,7 +39,7 @@ app = typer.Typer()
 @app.command("compare")
 def compare_command(
     methods: Methods = "M64P16C8,M192,M4,value-projection",
-    model: Model = "mini-sd",
+    model: AnyModel = "mini-sd",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts: captions of test scenes.")] = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for every prompt.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
@@ -61,7 +61,7 @@ def compare_command(
     from eval.quality.generation import Sampling
 
     numbers = numbers_of("--levels", levels)
-    pipe = load_pipeline(model, device)
+    pipe = load_any_pipeline(model, device)
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
     rows, images = compare(
         pipe,
@@ -73,7 +73,7 @@ def compare_command(
         calibration_prompts=calibration_prompts(),
     )
     print(compare_table(rows))
-    name = result_name("compare", numbers, size, dilated)
+    name = result_name("compare", model, numbers, size, dilated)
     save_json(
         output / f"{name}.json",
         command=command_line(),
@@ -141,7 +141,7 @@ def tolerance_command(
 @app.command("scenes")
 def scenes_command(
     methods: Methods = "exact,M64P16C8,M192,M4,value-projection",
-    model: Model = "mini-sd",
+    model: AnyModel = "mini-sd",
     scorer: Annotated[str, typer.Option(help="Folder of the CLIP-style scorer.")] = SCORER,
     images: Images = 5000,
     first_seed: Annotated[
@@ -180,10 +180,10 @@ def scenes_command(
 
     numbers = numbers_of("--levels", levels)
     dtype = "float16" if device_of(device).type == "cuda" else "float32"
-    name = result_name("scenes", numbers, None if size == IMAGE_SIZE else size, dilated)
+    name = result_name("scenes", model, numbers, None if size == IMAGE_SIZE else size, dilated)
     name += f"_seed{first_seed}" if first_seed else ""
     path = output / f"{name}.json"
-    pipe = load_pipeline(model, device, dtype)
+    pipe = load_any_pipeline(model, device, dtype)
     protocol = {
         "model": Path(model).name,
         "model_sha256": folder_digest(model, "model_index.json"),
@@ -280,7 +280,7 @@ def plot_command(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="Files of table, errors, analyse, training, bench kernels or bench unet."
+            help="Files of table, errors, analyse, training, bench kernels, unet or transformer."
         ),
     ],
     size: Annotated[

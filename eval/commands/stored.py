@@ -39,16 +39,28 @@ def _kernels(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _unet(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.benchmarks.unet import plot_unet
+
+    _steps(path, document, plot_unet)
+
+
+def _transformer(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.benchmarks.transformer import plot_transformer
+
+    _steps(path, document, plot_transformer)
+
+
+def _steps(path: Path, document: Mapping[str, Any], plot: Callable[..., None]) -> None:
     """One plot for all modes of a size, from the files beside this one."""
     import torch
 
-    from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
+    from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS
 
     device = torch.device(path.stem.rpartition("_")[2])
     modes = MODES if device.type == "cuda" else MODES_WITHOUT_GRAPHS
     side, mode = (document["rows"][0][name] for name in ("size", "mode"))
     stem = path.stem.removesuffix(f"_{side}_{mode}_{device.type}")
-    plot_unet(path.parent, stem, side, device, modes)
+    plot(path.parent, stem, side, device, modes)
 
 
 def _errors(path: Path, document: Mapping[str, Any]) -> None:
@@ -72,6 +84,13 @@ def _keys(path: Path, document: Mapping[str, Any]) -> None:
     panel_plot(path, keys_panels(document["rows"]))
 
 
+def _features(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.store.plots import panel_plot
+    from eval.vision.features import features_panels
+
+    panel_plot(path, features_panels(document["rows"]))
+
+
 def _training(path: Path, document: Mapping[str, Any]) -> None:
     from eval.codebooks.training import training_rows
     from eval.store.plots import panel_plot
@@ -86,12 +105,22 @@ def _table(path: Path, document: Mapping[str, Any], size: int | None = None) -> 
     panel_plot(path, table_panels(document, size))
 
 
+def _vision_table(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.store.plots import panel_plot
+    from eval.vision.fine_tuned import fine_tuned_panels
+
+    panel_plot(path, fine_tuned_panels(document))
+
+
 PLOTS: Mapping[str, Callable[..., None]] = {
     "bench kernels": _kernels,
     "bench unet": _unet,
+    "bench transformer": _transformer,
     "errors": _errors,
     "analyse": _analyse,
     "keys": _keys,
+    "vision features": _features,
     "training": _training,
     "table": _table,
+    "vision table": _vision_table,
 }

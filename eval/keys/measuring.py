@@ -80,7 +80,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         ValueError: a name is no method, or the model has no such layer.
     """
     methods = {name: key_method(name) for name in names}
-    codebooks = _calibrated(subject, methods.values(), min_tokens)
+    codebooks = calibrated(subject, methods.values(), min_tokens)
     answers = {
         name: partial(_attend, method, subject.size, codebooks) for name, method in methods.items()
     }
@@ -91,7 +91,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         exact = _exact(call)
         layers = errors.setdefault(call.num_tokens, {}).setdefault(call.layer, {})
         for name, answer in answers.items():
-            layers.setdefault(name, []).append(_distance(answer(call), exact))
+            layers.setdefault(name, []).append(distance(answer(call), exact))
         if call.query.is_cuda:
             first_calls.setdefault(call.num_tokens, {}).setdefault(call.layer, call)
         return exact.to(call.query.dtype)
@@ -114,17 +114,17 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
             only = partial(_answer_of_length, answer, num_tokens)
             with answered(subject.model, only, min_tokens=min_tokens):
                 off = [
-                    _distance(test(), output)
+                    distance(test(), output)
                     for test, output in zip(subject.tests, outputs, strict=True)
                 ]
             of_layers = {layer: mean(values[name]) for layer, values in layers.items()}
             rows.append(
                 {
                     "method": name,
-                    "scheme": _scheme(methods[name]),
+                    "scheme": scheme_of(methods[name]),
                     "size": subject.size,
                     "tokens": num_tokens,
-                    "columns": _columns(methods[name], num_tokens),
+                    "columns": columns_of(methods[name], num_tokens),
                     "error": mean(of_layers.values()),
                     "worst": max(of_layers.values()),
                     "features_off": mean(off),
@@ -209,7 +209,7 @@ def _layers_panel(schemes: Mapping[str, Sequence[Row]], title: str) -> Panel:
     return Panel(f"error near {USUAL_COLUMNS} columns, {title}", "layer", lines, from_zero=True)
 
 
-def _scheme(method: MethodName) -> str:
+def scheme_of(method: MethodName) -> str:
     """What a curve has in common: how codewords come about, but not how many they are."""
     if method.config is None:
         return "pooled blocks" if method.source == POOLED else method.source
@@ -224,7 +224,8 @@ def _scheme(method: MethodName) -> str:
     return ", ".join(parts)
 
 
-def _columns(method: MethodName, num_tokens: int) -> int:
+def columns_of(method: MethodName, num_tokens: int) -> int:
+    """Codewords and keys that a query meets, at most."""
     if method.config is not None:
         return min(method.config.effective_codewords + method.config.exact_keys, num_tokens)
     if method.source == POOLED:
@@ -272,12 +273,13 @@ def _exact(call: Call) -> Tensor:
     return F.scaled_dot_product_attention(*tensors, scale=call.scale)
 
 
-def _distance(output: Tensor, exact: Tensor) -> float:
+def distance(output: Tensor, exact: Tensor) -> float:
+    """The relative error |output - exact| / |exact|."""
     exact = exact.float()
     return float((output.float() - exact).norm() / exact.norm())
 
 
-def _calibrated(subject: Subject, methods: Sequence[MethodName], min_tokens: int) -> Codebooks:
+def calibrated(subject: Subject, methods: Sequence[MethodName], min_tokens: int) -> Codebooks:
     """Codebooks of all layers for the methods with stored codewords, from a sample of keys."""
     sizes = dict.fromkeys(
         (method.config.num_parents, method.config.num_children)

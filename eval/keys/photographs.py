@@ -27,13 +27,22 @@ def photograph(name: str, size: int) -> Tensor:
     Raises:
         ImportError: scikit-image or scikit-learn is missing.
     """
-    image = Image.fromarray(_read(name)).convert("RGB")
+    image = read_photograph(name)
     side = min(image.size)
     left, top = ((length - side) // 2 for length in image.size)
     box = (left, top, left + side, top + side)
     pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box), np.float32)
     normalized = (torch.from_numpy(pixels / 255) - torch.tensor(MEAN)) / torch.tensor(STD)
     return normalized.permute(2, 0, 1)[None]
+
+
+def read_photograph(name: str) -> Image.Image:
+    """A photograph in RGB, of its own size.
+
+    Raises:
+        ImportError: scikit-image or scikit-learn is missing.
+    """
+    return Image.fromarray(_read(name)).convert("RGB")
 
 
 def _read(name: str) -> np.ndarray:

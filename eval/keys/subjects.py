@@ -106,14 +106,16 @@ def subject_of(model: Model, size: int, num_images: int, prompts: Sequence[str])
         denoiser = denoiser_of(model)
         tests = [one for image in images[:num_images] for one in _denoising(denoiser, image)]
         return Subject(denoiser, size, tests, images[num_images:])
+    passes = [vision_pass(model, photograph(name, size)) for name in PHOTOGRAPHS]
+    return Subject(model, size, passes[:num_images], passes[num_images:])
+
+
+def vision_pass(model: nn.Module, pixels: Tensor) -> Callable[[], Tensor]:
+    """A pass of a vision model, at any size of its images."""
     parameters = inspect.signature(model.forward).parameters
     options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in parameters else {}
     weight = next(model.parameters())
-    passes = [
-        partial(_output, model, pixel_values=photograph(name, size).to(weight), **options)
-        for name in PHOTOGRAPHS
-    ]
-    return Subject(model, size, passes[:num_images], passes[num_images:])
+    return partial(_output, model, pixel_values=pixels.to(weight), **options)
 
 
 def denoiser_of(pipe: DiffusionPipeline) -> nn.Module:

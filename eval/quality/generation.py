@@ -14,6 +14,7 @@ from avq_diffusers.cli.images import usual_guidance
 from avq_diffusers.extras.scalecrafter.apply import check_size
 from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini import MINI_SD
+from eval.methods import network_of
 
 # By side of the images: at twice its training size mini-sd is best with a longer window than
 # SD1.5's 30 steps.
@@ -98,6 +99,10 @@ def check_dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> None:
 def _dilated_size(
     pipe: StableDiffusionPipeline, settings: Sampling
 ) -> tuple[int, ScaleCrafterConfig | None]:
+    if getattr(pipe, "unet", None) is None:
+        raise ValueError(
+            f"ScaleCrafter dilates the convolutions of a UNet, but got {type(pipe).__name__}."
+        )
     if settings.size is None:
         raise ValueError("ScaleCrafter needs a size above the model's own, but got none.")
     config = MINI_SCALECRAFTER.get(settings.size) if pipe.name_or_path == MINI_SD else None
@@ -106,11 +111,11 @@ def _dilated_size(
 
 @contextmanager
 def compilation(pipe: StableDiffusionPipeline, settings: Sampling) -> Iterator[None]:
-    """Compile the UNet at its next call, if the settings ask for it."""
+    """Compile the UNet or transformer at its next call, if the settings ask for it."""
     if not settings.is_compiled:
         yield
         return
-    pipe.unet.compile(dynamic=False)
+    network_of(pipe).compile(dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
         yield
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "tomesd")
 RESULTS = Path("runs")  # unless --output says otherwise
 PROGRAM = ["python", "-m", "eval"]
-GROUPS = ("bench", "coco")
+GROUPS = ("bench", "coco", "vision")
 
 
 def environment(device: "torch.device | str") -> dict[str, Any]:

@@ -130,12 +130,47 @@ def test_op_passes_opcheck():
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
 def test_a_tensor_cached_inside_a_mode_works_outside_it(mode, empty_cache):
     with mode():
-        _cached_order(4, 4, "gilbert", torch.device("cpu"), 0)
+        _cached_order(4, 4, "gilbert", torch.device("cpu"), 0, 1)
     order = query_order(4, 4)
     assert type(order) is torch.Tensor
     values = torch.randn(16, requires_grad=True)
     (values[order] ** 2).sum().backward()
     assert torch.allclose(values.grad, 2 * values)
+
+
+@pytest.mark.parametrize("frames", [1, 3, 4, 5, 21])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (6, 9), (8, 8)])
+def test_videos_are_walked_by_steps_to_neighbours(frames, height, width):
+    """Catches a frame that is left out, and jumps other than those between slabs of frames."""
+    order = query_order(height, width, frames=frames).long()
+    assert order.sort().values.tolist() == list(range(frames * height * width))
+    places = torch.stack([order // (height * width), order // width % height, order % width])
+    steps = places.diff(dim=1).abs()
+    diagonal = num_diagonal_steps(height, width)
+    slabs = -(-frames // 4)
+    assert (steps.sum(0) > 1).sum() <= slabs * (1 + diagonal)
+    assert (steps[1:] <= 1).all()
+
+
+def test_tiles_of_videos_are_compact_in_time_and_space():
+    """Catches one frame after the other, and time before space."""
+    order = query_order(16, 24, frames=12).long()
+    places = torch.stack([order // 384, order // 24 % 16, order % 24]).unflatten(1, (-1, 128))
+    extent = places.amax(2) - places.amin(2) + 1
+    assert (extent[0] == 4).all()
+    assert (extent[1:] <= 12).all()
+
+
+@pytest.mark.parametrize("kind", ["raster", "random"])
+def test_other_orders_of_videos(kind):
+    order = query_order(4, 6, kind, frames=3)
+    assert order.sort().values.tolist() == list(range(72))
+    assert (order.tolist() == list(range(72))) == (kind == "raster")
+
+
+def test_rejects_videos_without_frames():
+    with pytest.raises(ValueError, match="frames must be at least 1, but got 0"):
+        query_order(4, 4, frames=0)
 
 
 @pytest.mark.parametrize(("height", "width"), [(0, 4), (4, 0), (-1, 4)])

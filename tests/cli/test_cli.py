@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from diffusers import EDMEulerScheduler, StableDiffusionPipeline
 from matplotlib.figure import Figure
 from PIL import Image
 from tiny import CONFIG, random_codebooks, sdxl_pipe, sdxl_unet, tiny_pipe
+from tiny_transformers import sd3_pipe
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -28,7 +30,7 @@ from avq_diffusers import (
 from avq_diffusers.cli import bench, inspection
 from avq_diffusers.cli import codebooks as source
 from avq_diffusers.cli import generate as generation
-from avq_diffusers.cli.images import psnr, timed_image
+from avq_diffusers.cli.images import _call_arguments, fit_request, psnr, timed_image
 from avq_diffusers.cli.main import main
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.cli.sheet import MARGIN
@@ -320,6 +322,57 @@ def test_sdxl(avq, tmp_path):
     assert code == 0, output
     specs = AVQCodebooks.from_pretrained("codebooks").layer_specs.values()
     assert {spec.level for spec in specs} == {1}
+
+
+@pytest.fixture(scope="module")
+def sd3(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("sd3")
+    sd3_pipe(text_encoder_3=None, tokenizer_3=None).save_pretrained(folder)
+    return str(folder)
+
+
+def test_generate_with_a_transformer(avq, sd3):
+    """Catches sizes and parts of SD1.5 taken for granted: SD3 without its T5."""
+    arguments = ["--model", sd3, "--steps", "2", "--config", "M4P2C2", "--num-refined", "1"]
+    code, output = avq("generate", PROMPT, *arguments)
+    assert code == 0, output
+    assert pixels("avq.png").shape == (64, 64, 3)  # the training size
+    assert output.count("M4P1C2AVQ(torchbackend)256AVQ:") == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--scalecrafter"], "--scalecrafter dilates the convolutions of a UNet; this model has"),
+        (
+            ["--tolerance", "0.1"],
+            "--capture and --tolerance measure UNets; give a transformer sizes",
+        ),
+        (["--levels", "1"], "a transformer has one resolution, so levels must be (0,), but got"),
+    ],
+)
+def test_transformers_refuse(avq, sd3, options, message):
+    code, output = avq("generate", PROMPT, "--model", sd3, "--steps", "1", *options)
+    assert code == 2
+    assert squeezed(message) in output
+
+
+def test_arguments_that_a_pipeline_does_not_take():
+    """Flux2 takes no negative prompt, and no `None` for one."""
+
+    class Pipe:
+        transformer, scheduler = sd3_pipe().transformer, sd3_pipe().scheduler
+        vae_scale_factor, name_or_path = 8, "flux2"
+
+        def __call__(self, prompt, height, width, num_inference_steps, guidance_scale=4.0):
+            return guidance_scale
+
+    request = ImageRequest(PROMPT, None, None, None, 2, None, 0, False)
+    fitted = fit_request(Pipe(), request)
+    assert (fitted.height, fitted.width, fitted.guidance_scale) == (1024, 1024, 4.0)
+    assert "negative_prompt" not in _call_arguments(Pipe(), fitted)
+    with pytest.raises(ValueError, match="--negative-prompt: Pipe takes none"):
+        fit_request(Pipe(), replace(request, negative_prompt="blurred"))
 
 
 def test_versions(avq):

@@ -1,6 +1,7 @@
 """Models by name, as the `avq` command loads them: single files, and what it refuses."""
 
 import shutil
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -8,6 +9,7 @@ import torch
 from diffusers import (
     DDPMScheduler,
     IFPipeline,
+    StableDiffusion3Pipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
@@ -15,7 +17,10 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 from single_file import save_single_file
 from tiny import draw, sdxl_pipe, tiny_pipe, tiny_unet
+from tiny_mini_sd3 import save_tiny_mini_sd3
 
+from avq_diffusers import mini
+from avq_diffusers.cli.images import training_size, usual_guidance
 from avq_diffusers.cli.loading import _single_file_class, load_pipeline
 
 SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
@@ -131,6 +136,22 @@ def test_other_models_are_refused(tmp_path, make, message):
     make().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_pipeline(str(tmp_path), "cpu")
+
+
+def test_mini_sd3_by_its_name_shares_the_parts_of_mini_sd(tmp_path, monkeypatch):
+    """Fails for a name that is taken for one of the Hub, and for an encoder loaded twice."""
+    save_tiny_mini_sd3(tmp_path)
+    monkeypatch.setattr(mini, "MINI_SD3", str(tmp_path))
+    pipe = load_pipeline(mini.model_path("mini-sd3"), "cpu")
+    assert type(pipe) is StableDiffusion3Pipeline
+    assert pipe.text_encoder is pipe.text_encoder_2
+    assert pipe.text_encoder_3 is None
+    stored = load_file(Path(mini.MINI_SD) / "vae" / "diffusion_pytorch_model.safetensors")
+    assert torch.equal(
+        pipe.vae.state_dict()["decoder.conv_out.weight"], stored["decoder.conv_out.weight"].float()
+    )
+    assert training_size(pipe) == 64
+    assert usual_guidance(pipe) == mini.MINI_GUIDANCE_SCALE
 
 
 def test_a_refiner_is_refused(tmp_path):

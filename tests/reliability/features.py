@@ -61,6 +61,17 @@ GROUPS = {
         *("SD1.5", "inpainting model (9 channels)", "InstructPix2Pix", "LCM", "SD 2.x"),
         *("SDXL base", "SDXL refiner"),
     ),
+    "Transformers, tiny": (
+        *("SD3", "Flux", "Flux2", "Qwen-Image", "Z-Image", "Wan", "LTX"),
+        *("img2img of SD3", "inpainting of SD3", "img2img of Flux", "ControlNet of SD3"),
+        *("skip-layer guidance of SD3", "PAG of SD3 (runs exact)", "IP-Adapter of SD3 (kept)"),
+        *("other processors of SD3 (kept)", "LoRA of transformers", "offload of transformers"),
+        *("layerwise casting of transformers", "first-block cache of Flux"),
+        *("gradient checkpointing of SD3", "gradient checkpointing of Flux"),
+        *("blocks of SD3 compiled one by one", "repeated blocks of Flux compiled"),
+        "fused projections of SD3 (replace AVQ: reported)",
+        *("fused projections of Flux", "torch.compile of transformers (one graph)"),
+    ),
     "UNets at full size, random weights": (
         *("SD1.5 at full size", "SD 2.1 at full size"),
         *("SDXL base at full size", "SDXL refiner at full size"),

@@ -1,0 +1,1 @@
+"""AVQ in the transformers of diffusers: joint attention, and models on the attention dispatch."""

@@ -1,0 +1,177 @@
+"""Vision models for fine-tuning: of transformers, of timm, or a backbone with DPT's head."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    AutoBackbone,
+    AutoConfig,
+    AutoModelForImageClassification,
+    DPTConfig,
+    DPTForSemanticSegmentation,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+from transformers.modeling_outputs import SemanticSegmenterOutput
+from transformers.models.dpt.modeling_dpt import (
+    DPTNeck,
+    DPTPreTrainedModel,
+    DPTSemanticSegmentationHead,
+)
+
+from distill.vision.images import IGNORED
+
+TIMM = "timm/"
+NECK_SIZES, FUSION_SIZE = (48, 96, 192, 384), 64  # of DPT's head on a small backbone
+
+
+class BackboneForSemanticSegmentation(DPTPreTrainedModel):
+    """A transformers backbone with DPT's neck and head.
+
+    Args:
+        config: with a `backbone_config` of four feature maps that are not reshaped.
+    """
+
+    def __init__(self, config: DPTConfig) -> None:
+        super().__init__(config)
+        self.backbone = AutoBackbone.from_config(config.backbone_config)
+        self.neck = DPTNeck(config)
+        self.head = DPTSemanticSegmentationHead(config)
+        self.post_init()
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Any:
+        """Return `logits` (B, labels, h, w) and, given labels (B, S, S), `loss`."""
+        maps = self.backbone(pixel_values).feature_maps
+        patch = self.config.backbone_config.patch_size
+        height, width = (side // patch for side in pixel_values.shape[-2:])
+        logits = self.head(self.neck(list(maps), height, width))
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(at_size_of(labels, logits), labels, ignore_index=IGNORED)
+        return SemanticSegmenterOutput(loss=loss, logits=logits)
+
+
+def at_size_of(labels: Tensor, logits: Tensor) -> Tensor:
+    """Logits (B, labels, h, w) at the size of labels (B, S, S)."""
+    return F.interpolate(logits.float(), labels.shape[-2:], mode="bilinear", align_corners=False)
+
+
+def load_classifier(name: str, classes: Sequence[str]) -> PreTrainedModel:
+    """A classifier of these classes; its head is new unless the model has as many.
+
+    Raises:
+        OSError: there is no such model.
+        ValueError: transformers knows no classifier of its kind.
+    """
+    labels = dict(enumerate(classes))
+    options: dict[str, Any] = {
+        "id2label": labels,
+        "label2id": {label: index for index, label in labels.items()},
+        "num_labels": len(classes),
+    }
+    if name.startswith(TIMM):
+        return _load_timm(name, options)
+    return AutoModelForImageClassification.from_pretrained(
+        name, dtype=torch.float32, ignore_mismatched_sizes=True, **options
+    )
+
+
+def load_segmenter(name: str, num_labels: int) -> PreTrainedModel:
+    """A segmentation model; DPT's own, or a backbone with a new head of DPT.
+
+    Raises:
+        OSError: there is no such model.
+        ValueError: transformers knows no backbone of its kind.
+    """
+    config = AutoConfig.from_pretrained(name)
+    if BackboneForSemanticSegmentation.__name__ in (config.architectures or ()):
+        return BackboneForSemanticSegmentation.from_pretrained(name, dtype=torch.float32)
+    if config.model_type == "dpt":
+        return DPTForSemanticSegmentation.from_pretrained(
+            name, num_labels=num_labels, dtype=torch.float32, ignore_mismatched_sizes=True
+        )
+    config.out_indices = [config.num_hidden_layers * quarter // 4 for quarter in range(1, 5)]
+    config.reshape_hidden_states = False
+    # `AutoBackbone.from_pretrained` reads no folder.
+    kind = type(AutoBackbone.from_config(config))
+    backbone = kind.from_pretrained(name, config=config, dtype=torch.float32)
+    model = BackboneForSemanticSegmentation(
+        DPTConfig(
+            backbone_config=config,
+            neck_hidden_sizes=list(NECK_SIZES),
+            fusion_hidden_size=FUSION_SIZE,
+            num_labels=num_labels,
+            use_auxiliary_head=False,
+        )
+    )
+    model.backbone = backbone
+    return model
+
+
+def _load_timm(name: str, options: Mapping[str, Any]) -> ViTForImageClassification:
+    from huggingface_hub import hf_hub_download
+    from safetensors.torch import load_file
+
+    with open(hf_hub_download(name, "config.json")) as file:
+        size = json.load(file)["pretrained_cfg"]["input_size"][-1]
+    return vit_from_timm(load_file(hf_hub_download(name, "model.safetensors")), size, options)
+
+
+def vit_from_timm(
+    weights: Mapping[str, Tensor], image_size: int, options: Mapping[str, Any]
+) -> ViTForImageClassification:
+    """A ViT of timm as one of transformers, with equal outputs.
+
+    Args:
+        weights: by timm's names.
+        image_size: side of its images.
+        options: of the `ViTConfig`; a head for other classes is new.
+
+    Raises:
+        ValueError: the weights are not those of a plain ViT with a class token.
+    """
+    try:
+        width, _, patch_size, _ = weights["patch_embed.proj.weight"].shape
+        renamed = {
+            "vit.embeddings.cls_token": weights["cls_token"],
+            "vit.embeddings.position_embeddings": weights["pos_embed"],
+        }
+        names = {"patch_embed.proj": "vit.embeddings.patch_embeddings.projection"}
+        names |= {"norm": "vit.layernorm", "head": "classifier"}
+        depth = sum(name.endswith(".attn.qkv.weight") for name in weights)
+        for i in range(depth):
+            block, layer = f"blocks.{i}", f"vit.encoder.layer.{i}"
+            names |= {
+                f"{block}.norm1": f"{layer}.layernorm_before",
+                f"{block}.norm2": f"{layer}.layernorm_after",
+                f"{block}.attn.proj": f"{layer}.attention.output.dense",
+                f"{block}.mlp.fc1": f"{layer}.intermediate.dense",
+                f"{block}.mlp.fc2": f"{layer}.output.dense",
+            }
+            for kind in ("weight", "bias"):
+                parts = weights[f"{block}.attn.qkv.{kind}"].chunk(3)
+                for part, value in zip(("query", "key", "value"), parts, strict=True):
+                    renamed[f"{layer}.attention.attention.{part}.{kind}"] = value
+        for name, other in names.items():
+            renamed |= {f"{other}.{kind}": weights[f"{name}.{kind}"] for kind in ("weight", "bias")}
+        hidden = len(weights["blocks.0.mlp.fc1.bias"])
+    except KeyError as error:
+        raise ValueError(f"the weights are not a ViT of timm: there is no {error}.") from error
+    config = ViTConfig(
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=width // 64,
+        intermediate_size=hidden,
+        image_size=image_size,
+        patch_size=patch_size,
+        layer_norm_eps=1e-6,
+        **options,
+    )
+    return ViTForImageClassification.from_pretrained(
+        None, config=config, state_dict=renamed, ignore_mismatched_sizes=True
+    )

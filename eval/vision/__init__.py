@@ -1,0 +1,1 @@
+"""Vision transformers: data sets of scenes over photographs, and tables of fine-tuned models."""

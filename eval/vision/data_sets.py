@@ -1,0 +1,152 @@
+"""Data sets for vision models: the shapes of scenes over real photographs, with known labels.
+
+The objects of a scene lie over a piece of a photograph. Each group keeps the colour and texture of
+the scene, or is cut out of another photograph. Validation images have photographs and scenes of
+their own.
+
+segmentation    as ADE20K: `images/{training,validation}/NAME.jpg` and label maps
+                `annotations/{training,validation}/NAME.png`. Label i is the i-th of `LABELS`;
+                0, "other", is the antialiased edge of an object.
+classification  as ImageNet: `{train,val}/CLASS/NAME.jpg`. The class is the shape of most objects.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+from avq_diffusers.files import atomic_write
+from avq_diffusers.mini import TEST_SEEDS, TRAINING_SEEDS, Scene, render, sample_scene
+from avq_diffusers.mini.layout import IMAGE_SIZE
+from avq_diffusers.mini.shapes import SHAPES, SIZES, shape_mask
+from eval.keys.photographs import PHOTOGRAPHS, read_photograph
+
+TASKS = ("segmentation", "classification")
+LABELS = (*SHAPES, "photograph")  # from 1
+VALIDATION_PHOTOGRAPHS = PHOTOGRAPHS[::3]
+TRAINING_PHOTOGRAPHS = tuple(name for name in PHOTOGRAPHS if name not in VALIDATION_PHOTOGRAPHS)
+SPLITS = {
+    "training": (TRAINING_SEEDS, TRAINING_PHOTOGRAPHS),
+    "validation": (TEST_SEEDS, VALIDATION_PHOTOGRAPHS),
+}
+IMAGENET_SPLITS = {"training": "train", "validation": "val"}
+SEEDS_PER_SET = 1_000_000
+SMALLEST_PIECE = 0.4  # of the shorter side of a photograph
+QUALITY = 92
+
+
+def write_data_set(
+    task: str, folder: Path, *, training: int, validation: int, size: int, seed: int, workers: int
+) -> None:
+    """Write a data set; equal arguments give equal files.
+
+    Args:
+        task: one of `TASKS`.
+        folder: is made, and must not exist.
+        training, validation: images of each split.
+        size: side of the images, a multiple of 64.
+        seed: of the scenes, below 10.
+        workers: processes.
+
+    Raises:
+        ValueError: an argument has no such value.
+        FileExistsError: there is such a folder.
+        ImportError: scikit-image or scikit-learn is missing.
+    """
+    if task not in TASKS:
+        raise ValueError(f"the task must be one of {', '.join(TASKS)}, but got {task!r}.")
+    if size <= 0 or size % 64:
+        raise ValueError(f"size must be a multiple of 64, but got {size}.")
+    folder.mkdir(parents=True)
+    for name in PHOTOGRAPHS:  # a missing package shows here, not in a worker
+        _pixels(name)
+    write = partial(_write_segmented if task == TASKS[0] else _write_classified, folder, size)
+    with ProcessPoolExecutor(workers) as pool:
+        for split, count in (("training", training), ("validation", validation)):
+            first = SPLITS[split][0][seed * SEEDS_PER_SET]
+            seeds = range(first, first + count)
+            if task == "classification":
+                seeds = list(islice(_seeds_with_majority(first), count))
+            done = pool.map(partial(write, split), seeds, chunksize=8)
+            for _ in tqdm(done, split, count, unit="image"):
+                pass
+
+
+def compose_over_photograph(
+    scene: Scene, size: int, seed: int, photographs: tuple[str, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The objects of a scene over a photograph.
+
+    Returns:
+        uint8 RGB (size, size, 3), and uint8 labels (size, size) as in the module's description.
+    """
+    rng = np.random.default_rng(seed)
+    names = rng.permutation(photographs)
+    image = _piece(str(names[0]), size, rng).astype(np.uint16)
+    labels = np.full((size, size), len(LABELS), np.uint8)
+    painted = render(scene, size)
+    for group, boxes in zip(scene.groups, scene.boxes, strict=True):
+        mask = shape_mask(group.shape, SIZES[group.size] * size // IMAGE_SIZE)
+        filling = painted
+        if rng.random() < 0.5:
+            filling = _piece(str(names[1]), size, rng)
+        for box in boxes:
+            left, top, side = (length * size // IMAGE_SIZE for length in box)
+            place = slice(top, top + side), slice(left, left + side)
+            image[place] = (image[place] * (256 - mask) + filling[place] * mask) >> 8
+            inside = mask[..., 0]
+            labels[place][inside > 0] = 0
+            labels[place][inside == 256] = 1 + SHAPES.index(group.shape)
+    return image.astype(np.uint8), labels
+
+
+def majority_shape(scene: Scene) -> str | None:
+    """The shape of most objects; None if two groups are equally large."""
+    first, *others = sorted(scene.groups, key=lambda group: -group.count)
+    return None if others and others[0].count == first.count else first.shape
+
+
+def _seeds_with_majority(first: int) -> Iterator[int]:
+    seed = first
+    while True:
+        if majority_shape(sample_scene(seed)) is not None:
+            yield seed
+        seed += 1
+
+
+def _write_segmented(folder: Path, size: int, split: str, seed: int) -> None:
+    image, labels = compose_over_photograph(sample_scene(seed), size, seed, SPLITS[split][1])
+    _save(folder / "images" / split / f"scene_{seed:08d}.jpg", image)
+    _save(folder / "annotations" / split / f"scene_{seed:08d}.png", labels)
+
+
+def _write_classified(folder: Path, size: int, split: str, seed: int) -> None:
+    scene = sample_scene(seed)
+    image, _ = compose_over_photograph(scene, size, seed, SPLITS[split][1])
+    place = folder / IMAGENET_SPLITS[split] / str(majority_shape(scene))
+    _save(place / f"scene_{seed:08d}.jpg", image)
+
+
+def _save(path: Path, pixels: np.ndarray) -> None:
+    with atomic_write(path) as temporary:
+        Image.fromarray(pixels).save(temporary, quality=QUALITY, subsampling=0)
+
+
+def _piece(name: str, size: int, rng: np.random.Generator) -> np.ndarray:
+    """A random square of a photograph, uint8 RGB (size, size, 3)."""
+    photograph = _pixels(name)
+    side = round(min(photograph.size) * rng.uniform(SMALLEST_PIECE, 1))
+    left, top = (int(rng.integers(0, length - side + 1)) for length in photograph.size)
+    box = (left, top, left + side, top + side)
+    piece = np.asarray(photograph.resize((size, size), Image.Resampling.BILINEAR, box))
+    return piece[:, ::-1] if rng.random() < 0.5 else piece
+
+
+@cache
+def _pixels(name: str) -> Image.Image:
+    return read_photograph(name)

@@ -1,0 +1,267 @@
+"""Attentions that vision models train with: baselines and learned codebooks."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_vision import FAMILIES, WIDE
+from torch.nn.attention.flex_attention import create_mask
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import SwinConfig, SwinModel, ViTConfig, ViTModel
+
+from avq_diffusers.vision import select_layers
+from distill.vision.attention import remove_attention, set_attention, start_codebooks
+from distill.vision.baselines import (
+    BASELINES,
+    BoxAttention,
+    Linformer,
+    Performer,
+    make_baseline,
+    neighbourhood_boxes,
+    window_boxes,
+)
+from distill.vision.config import CodebookConfig, parse_attention
+from distill.vision.layers import Grid, ValueProjection, observe, replace_attention
+from distill.vision.stored import StoredAttention
+
+GRID = Grid(prefix=1, height=9, width=10)
+SETTINGS = CodebookConfig(
+    key_norm=False,
+    full_spawning=True,
+    commitment_weight=0.25,
+    project_children=True,
+    diveq=False,
+    start_images=2,
+    keys_per_layer=64,
+    decay_start=0.9,
+    decay_end=0.99,
+    decay_warmup=0.0,
+    dead_threshold=None,
+    dead_every=1,
+)
+
+
+def tensors(grid=GRID, *, head_dim=16, scale=1.0):
+    torch.manual_seed(0)
+    tokens = grid.prefix + grid.num_patches
+    return [scale * torch.randn(2, 2, tokens, head_dim, dtype=torch.float32) for _ in range(3)]
+
+
+def exact(query, key, value, mask=None):
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.25)
+
+
+def full_mask(sees):
+    """Tokens x tokens; CLS sees and is seen by all, other pairs are decided by their places."""
+    mask = torch.ones(91, 91, dtype=torch.bool)
+    for i in range(90):
+        for j in range(90):
+            mask[1 + i, 1 + j] = sees(divmod(i, 10), divmod(j, 10))
+    return mask
+
+
+def in_window(shift):
+    return lambda a, b: all((x + shift) // 7 == (y + shift) // 7 for x, y in zip(a, b, strict=True))
+
+
+def in_neighbourhood(a, b):
+    starts = (min(max(x - 2, 0), length - 5) for x, length in zip(a, (9, 10), strict=True))
+    return all(start <= y < start + 5 for start, y in zip(starts, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "sees"),
+    [
+        (window_boxes(GRID, 7, 0), in_window(0)),
+        (window_boxes(GRID, 7, 3), in_window(3)),
+        (neighbourhood_boxes(GRID, 5), in_neighbourhood),
+    ],
+)
+def test_windows_and_neighbourhoods_are_masked_attention(boxes, sees):
+    """Catches boxes of another place, a lost CLS, and a mask that flex_attention cannot read."""
+    query, key, value = tensors()
+    attention = BoxAttention(GRID, boxes)
+    mask = full_mask(sees)
+    assert 0.1 < mask.float().mean() < 0.7
+    expected = exact(query, key, value, mask)
+    torch.testing.assert_close(attention(query, key, value, 0.25), expected)
+    flex = create_mask(attention._mask_function(), None, None, 90, 91, device="cpu")
+    assert torch.equal(flex[0, 0], mask[1:])
+
+
+def test_swin_shifts_every_other_layer():
+    windows = [make_baseline("swin", index, GRID, 16, 0).boxes for index in range(4)]
+    assert torch.equal(windows[0], windows[2])
+    assert torch.equal(windows[1], windows[3])
+    assert not torch.equal(windows[0], windows[1])
+
+
+def test_performer_approaches_softmax_with_more_features():
+    query, key, value = tensors(scale=0.6)
+    expected = exact(query, key, value)
+    errors = []
+    for features in (16, 256, 4096):
+        output = Performer(GRID, 16, features, seed=0)(query, key, value, 0.25)
+        errors.append(float((output - expected).norm() / expected.norm()))
+    assert errors[2] < errors[1] / 2 < errors[0] / 4
+    assert errors[2] < 0.2
+    large = Performer(GRID, 16, 256, seed=0)(*(100 * x for x in (query, key)), value, 0.25)
+    assert large.isfinite().all()
+
+
+def test_linformer_starts_as_means_of_neighbours_and_is_linear():
+    query, key, value = tensors()
+    # As many projected keys as patches: every mean is one patch.
+    torch.testing.assert_close(
+        Linformer(GRID, 90)(query, key, value, 0.25), exact(query, key, value)
+    )
+    operations = []
+    for height in (9, 18):
+        grid = Grid(1, height, 10)
+        attention = Linformer(grid, 8)
+        assert torch.allclose(attention.key_projection.sum(dim=1), torch.ones(8))
+        with FlopCounterMode(display=False) as counter:
+            attention.attend(*(x[:, :, 1:] for x in tensors(grid)[:1]), *tensors(grid)[1:], 0.25)
+        operations.append(counter.get_total_flops())
+    assert operations[1] < 2.1 * operations[0]
+
+
+def test_the_prefix_sees_all_whatever_the_patches_do():
+    query, key, value = tensors()
+    expected = exact(query, key, value)[:, :, :1]
+    for name in BASELINES:
+        output = make_baseline(name, 0, GRID, 16, 0)(query, key, value, 0.25)
+        torch.testing.assert_close(output[:, :, :1], expected)
+        assert not torch.allclose(output[:, :, 1:], exact(query, key, value)[:, :, 1:])
+
+
+def vit():
+    torch.manual_seed(0)
+    return ViTModel(ViTConfig(**WIDE)).eval()
+
+
+@pytest.mark.parametrize("family", ["vit", "dinov2 with registers", "siglip", "dpt"])
+def test_models_of_every_kind_are_observed_and_left_as_they_were(family):
+    torch.manual_seed(0)
+    make, prefix = FAMILIES[family]
+    model = make().eval()
+    configs = [layer.attn.config for layer in select_layers(model)]
+    images = torch.randn(2, 3, 64, 64)
+    calls, grid = observe(model, images)
+    assert grid == Grid(prefix, 8, 8)
+    assert [call.key.shape[2] for call in calls] == [prefix + 64] * len(configs)
+    assert all(
+        layer.attn.config is config
+        for layer, config in zip(select_layers(model), configs, strict=True)
+    )
+
+
+def test_replacing_changes_this_model_only_and_is_undone():
+    model, images = vit(), torch.randn(2, 3, 64, 64)
+    twin = ViTModel(model.config).eval()
+    twin.load_state_dict(model.state_dict())
+    before = model(images).last_hidden_state
+    attention = parse_attention("value-projection")
+    set_attention(model, attention, SETTINGS, images, seed=0)
+    assert not torch.allclose(model(images).last_hidden_state, before, atol=1e-3)
+    assert torch.equal(twin(images).last_hidden_state, before)
+    observed, _ = observe(model, images)
+    assert torch.equal(observed[0].key, observe(twin, images)[0][0].key)
+    assert not torch.allclose(model(images).last_hidden_state, before, atol=1e-3)
+    remove_attention(model, attention)
+    assert torch.equal(model(images).last_hidden_state, before)
+    assert model.state_dict().keys() == twin.state_dict().keys()
+
+
+def test_other_numbers_of_tokens_and_other_models_are_refused():
+    model = vit()
+    calls, grid = observe(model, torch.randn(1, 3, 64, 64))
+    replace_attention(select_layers(model), [ValueProjection(grid) for _ in calls])
+    with pytest.raises(ValueError, match=r"prepared for 1 \+ 8 x 8 tokens, but got 37"):
+        model(torch.randn(1, 3, 48, 48), interpolate_pos_encoding=True)
+    swin = SwinModel(SwinConfig(image_size=64, embed_dim=8, depths=[1], num_heads=[1]))
+    with pytest.raises(ValueError, match="SwinModel has no layer for AVQ"):
+        observe(swin, torch.randn(1, 3, 64, 64))
+
+
+def stored(name="M8P2C4", **settings):
+    query, key, value = tensors()
+    settings = CodebookConfig(**{**vars(SETTINGS), **settings})
+    config = parse_attention(name, key_norm=settings.key_norm).avq
+    layer = StoredAttention(GRID, 2, 16, config, settings)
+    keys = key[:, :, 1:].movedim(1, 0).flatten(1, 2)
+    layer.start(keys, keys_per_step=2 * 90.0, seed=0)
+    return layer, query, key, value
+
+
+def test_training_is_inference_with_all_parents_refined():
+    """Catches a centre that the sinks do not share, and sinks that are quantized."""
+    layer, query, key, value = stored("M8P8C4")
+    key, query = key + 3, 2 * query
+    trained = layer.train()(query, key, value, 0.25)
+    torch.testing.assert_close(layer.eval()(query, key, value, 0.25), trained)
+    layer.train()(query, torch.cat([100 * key[:, :, :1], key[:, :, 1:]], dim=2), value, 0.25)
+    counts = layer.quantizer.statistics[1]
+    assert torch.equal(counts[..., 0].sum(dim=-1), torch.full((2,), 2 * 2 * 90.0))
+
+
+def test_the_key_norm_starts_near_no_change():
+    layer, _, key, _ = stored(key_norm=True)
+    stretched = key * torch.linspace(0.2, 3, 16) + torch.linspace(-1, 2, 16)
+    layer.start(stretched[:, :, 1:].movedim(1, 0).flatten(1, 2), 180.0, seed=0)
+    changed = (layer.prepared(stretched) - stretched).norm() / stretched.norm()
+    plain = (F.layer_norm(stretched, (16,)) - stretched).norm() / stretched.norm()
+    assert changed < 0.5 * plain
+    assert layer.prepared(key.half()).dtype == torch.float16
+
+
+@pytest.mark.parametrize("options", [{}, {"diveq": True}, {"full_spawning": False}])
+def test_gradients_reach_keys_and_with_diveq_codewords(options):
+    layer, query, key, value = stored(**options)
+    key.requires_grad_()
+    (layer.train()(query, key, value, 0.25).square().mean() + layer.commitment).backward()
+    assert key.grad.abs().sum() > 0
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters()) == bool(
+        options.get("diveq")
+    )
+    layer.update(0.5)
+    layer.reassign_dead(threshold=20.0, seed=0)
+    assert all(value.isfinite().all() for value in layer.diagnostics().values())
+    assert layer.quantizer.statistics is None
+
+
+def test_codebooks_start_from_keys_of_exact_attention():
+    model, images = vit(), torch.randn(2, 3, 64, 64)
+    layers = set_attention(model, parse_attention("M8P8C4"), SETTINGS, images, seed=0)
+    start_codebooks(model, layers, SETTINGS, [images], images_per_step=4, seed=0)
+    calls, _ = observe(model, images)
+    for layer, call in zip(layers, calls, strict=True):
+        error = layer.quantizer(call.key[:, :, 1:].float()).commitment()
+        assert error < 0.7 * call.key.var()
+        assert float(layer.quantizer.ema_counts[0, :, 0].sum()) == pytest.approx(4 * 64)
+
+
+@pytest.mark.parametrize("name", ["M64P16", "swim", "M8P2C4/mean", "M8P9C4"])
+def test_unknown_names_are_refused(name):
+    with pytest.raises(ValueError, match=r"expected a configuration|attention must be|num_refined"):
+        parse_attention(name)
+
+
+def test_names():
+    assert parse_attention("exact") == parse_attention("exact", key_norm=True)
+    assert parse_attention("M8P2C4/own2").avq.num_updates == 2
+    assert parse_attention("M8P2C4/means").learns_codebooks
+    assert parse_attention("M8P2C4", key_norm=True).avq.key_norm
+    assert not parse_attention("M8P2C4/own", key_norm=True).avq.key_norm
+    assert parse_attention("M8").avq.codewords == "stored"
+
+
+def test_modules_survive_a_copy():
+    model, images = vit(), torch.randn(1, 3, 64, 64)
+    set_attention(model, parse_attention("linformer"), SETTINGS, images, seed=0)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert twin(images).last_hidden_state.abs().sum() > 0

@@ -1,0 +1,457 @@
+"""`python -m distill.vision`: models, fine-tuning by Trainer, resuming, comparison."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForImageClassification,
+    Dinov2Config,
+    Dinov2Model,
+    DPTConfig,
+    DPTForSemanticSegmentation,
+    ViTConfig,
+    ViTForImageClassification,
+)
+from typer.testing import CliRunner
+
+from avq_diffusers import AVQCodebooks
+from avq_diffusers.vision import apply_avq
+from distill.config_file import load_config
+from distill.vision import training
+from distill.vision.__main__ import app
+from distill.vision.compare import compare
+from distill.vision.config import VisionConfig, parse_attention
+from distill.vision.images import Collator, open_images
+from distill.vision.models import load_classifier, load_segmenter, vit_from_timm
+from distill.vision.training import BatchMetric, fine_tune, newest_checkpoint, predictions
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "vision").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+SIDE = 64
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model, and a set of each task: a red or a green square, left or right, on noise."""
+    place = tmp_path_factory.mktemp("vision")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "patch_size": 8}
+    Dinov2Model(Dinov2Config(**sizes, mlp_ratio=1, image_size=SIDE)).save_pretrained(place / "vit")
+    rng = np.random.default_rng(0)
+    for split, folder, count in (("training", "train", 12), ("validation", "val", 6)):
+        for index in range(count):
+            pixels = rng.integers(0, 100, (SIDE, SIDE, 3), np.uint8)
+            labels = np.full((SIDE, SIDE), 3, np.uint8)
+            square = slice(8, 40), slice(0, 32) if index % 4 < 2 else slice(32, 64)
+            pixels[square] = (220, 20, 20) if index % 2 else (20, 220, 20)
+            labels[square] = 1 + index % 2
+            name = "red" if index % 2 else "green"
+            for path, array in (
+                (place / "sets" / folder / name / f"{index}.png", pixels),
+                (place / "sets" / "images" / split / f"{index}.png", pixels),
+                (place / "sets" / "annotations" / split / f"{index}.png", labels),
+            ):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(array).save(path)
+    return place
+
+
+def settings(place, task="classification", **changes):
+    overrides = {
+        "model": place / "vit",
+        "data.path": place / "sets",
+        "data.num_labels": 3 if task == "segmentation" else "null",
+        "data.image_size": SIDE,
+        "data.workers": 1,
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "max_steps": 4,
+        "precision": "fp32",
+        "learning_rate": 0.001,
+        "head_learning_rate": 0.002,
+        "codebooks.start_images": 4,
+        "codebooks.keys_per_layer": 128,
+        **changes,
+    }
+    path = next(path for path in CONFIGS if path.stem == f"scenes_{task}")
+    return load_config(path, VisionConfig, [f"{name}={value}" for name, value in overrides.items()])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_is_complete(path):
+    config = load_config(path, VisionConfig, [])
+    parse_attention(config.attention)
+    is_the_paper = path.stem.startswith(("ade20k_", "imagenet_"))
+    assert is_the_paper == (config.precision == "fp16")
+    assert (config.learning_rate == 1e-5) == is_the_paper
+
+
+def test_the_loss_falls_and_the_score_rises(place, tmp_path):
+    config = settings(place, max_steps=30, **{"log_every": 5, "data.augment": "none"})
+    scores = fine_tune(config, tmp_path / "run", resume=False)
+    assert scores["eval_top1"] > 90
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.id2label == {0: "green", 1: "red"}
+
+
+@pytest.mark.parametrize("key_norm", [True, False])
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+def test_what_was_trained_is_what_is_loaded(place, tmp_path, monkeypatch, task, key_norm):
+    """Catches codebooks of another layer, a lost key norm, and a head or a norm left behind."""
+    config = settings(
+        place,
+        task,
+        attention="M4P2C2",
+        **{"codebooks.key_norm": str(key_norm).lower(), "codebooks.dead_every": 2},
+    )
+    seen = []
+
+    def remember(task, logits, labels):
+        seen.append(logits[0] if isinstance(logits, tuple) else logits)
+        return predictions(task, logits, labels)
+
+    monkeypatch.setattr(training, "predictions", remember)
+    fine_tune(config, tmp_path / "run", resume=False)
+    folder = str(tmp_path / "run" / "model")
+    if task == "segmentation":
+        model = load_segmenter(folder, 3)
+    else:
+        model = load_classifier(folder, ["green", "red"])
+    apply_avq(model, AVQCodebooks.from_pretrained(tmp_path / "run" / "codebooks"), route="always")
+    validation, _ = open_images(config, "validation")
+    batch = Collator(config.data)([validation[0], validation[1]])
+    with torch.no_grad():
+        logits = model.eval()(batch["pixel_values"]).logits
+    torch.testing.assert_close(logits, seen[0], rtol=1e-4, atol=1e-4)
+
+
+def test_codebooks_are_updated_once_a_step_by_all_its_keys(place, tmp_path, monkeypatch):
+    """Catches an update for each micro-batch, and one that sees the last micro-batch only."""
+    fields = ("decay_start", "decay_end")
+    config = settings(
+        place,
+        attention="M4P2C2",
+        max_steps=3,
+        **{f"codebooks.{name}": 0.0 for name in fields},
+        **{"codebooks.dead_threshold": "null"},
+    )
+    counts = []
+    update = training.StoredAttention.update
+
+    def counted(layer, decay):
+        update(layer, decay)
+        counts.append(float(layer.quantizer.ema_counts[0, :, 0].sum()))
+
+    monkeypatch.setattr(training.StoredAttention, "update", counted)
+    fine_tune(config, tmp_path / "run", resume=False)
+    assert counts == [config.batch_size * 64.0] * 3 * 4
+
+
+def test_scores_are_those_of_the_definition():
+    rng = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 3, (4, 6, 6), generator=rng)
+    labels[labels == 2] = torch.where(torch.rand(4, 6, 6, generator=rng) < 0.5, 255, 2)[labels == 2]
+    logits = torch.randn(4, 3, 3, 3, generator=rng)
+    found = predictions("segmentation", logits, labels)
+    larger = F.interpolate(logits, (6, 6), mode="bilinear", align_corners=False)
+    assert torch.equal(found, larger.argmax(1))
+    valid = labels != 255
+    shares = [
+        ((found == c) & (labels == c)).sum() / (((found == c) | (labels == c)) & valid).sum()
+        for c in range(3)
+    ]
+    metric = BatchMetric("segmentation", 3)
+    for i, last in ((0, False), (2, True)):
+        batch = type("Batch", (), {"predictions": found[i : i + 2], "label_ids": labels[i : i + 2]})
+        scores = metric(batch, compute_result=last)
+    assert scores["miou"] == pytest.approx(100 * float(torch.stack(shares).mean()), abs=1e-4)
+
+
+def train(place, output, *more):
+    config = settings(place)
+    values = {
+        "model": config.model,
+        "data.path": config.data.path,
+        "data.image_size": SIDE,
+        "data.workers": 0,
+        "data.preload": "false",
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "max_steps": 8,
+        "evaluate_every": 2,
+        "keep_checkpoints": 2,
+        "precision": "fp32",
+        "learning_rate": 0.001,
+        "attention": "M4P2C2",
+        "codebooks.start_images": 4,
+        "codebooks.keys_per_layer": 128,
+        "codebooks.dead_every": 3,
+    }
+    path = ROOT / "configs" / "vision" / "scenes_classification.yaml"
+    arguments = ["train", "--config", str(path), "--output", str(output)]
+    for name, value in values.items():
+        arguments += ["--set", f"{name}={value}"]
+    return [*arguments, *more]
+
+
+def weights(output):
+    folders = (
+        output / "model" / "model.safetensors",
+        *(output / "codebooks").glob("*.safetensors"),
+    )
+    return [load_file(path) for path in folders]
+
+
+@pytest.mark.parametrize("attention", ["exact", "M4P2C2"])
+def test_a_resumed_run_ends_in_the_same_weights(place, tmp_path, attention):
+    """Catches Trainer's own reader of checkpoints, and images of another epoch after it."""
+    config = settings(place, attention=attention, max_steps=7, evaluate_every=5)
+    fine_tune(config, tmp_path, resume=False)
+    expected = weights(tmp_path)
+    checkpoint = newest_checkpoint(tmp_path)
+    assert checkpoint.name == "checkpoint-5"  # in the middle of the second epoch
+    fine_tune(config, tmp_path, resume=True)
+    for whole, resumed in zip(expected, weights(tmp_path), strict=True):
+        assert whole.keys() == resumed.keys()
+        for name, tensor in whole.items():
+            torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_the_best_checkpoint_is_kept(place, tmp_path):
+    rate = {"learning_rate": 0.02, "head_learning_rate": 0.02}
+    config = settings(place, max_steps=8, evaluate_every=1, best="true", keep_checkpoints=1, **rate)
+    scores = fine_tune(config, tmp_path, resume=False)
+    logs = json.loads((newest_checkpoint(tmp_path) / "trainer_state.json").read_text())
+    found = [log["eval_top1"] for log in logs["log_history"] if "eval_top1" in log]
+    assert scores["eval_top1"] == max(found)
+    assert len(set(found)) > 1
+
+
+@pytest.mark.long
+def test_a_killed_run_ends_in_the_same_weights(place, tmp_path):
+    """A process killed while it trains, and a checkpoint that a kill cut short."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def start(output, *more):
+        command = [sys.executable, "-m", "distill.vision", *train(place, output, *more)]
+        return subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    assert start(tmp_path / "whole").wait() == 0
+    process = start(tmp_path / "killed")
+    limit = time.monotonic() + 300
+    while newest_checkpoint(tmp_path / "killed") is None and time.monotonic() < limit:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    found = newest_checkpoint(tmp_path / "killed")
+    cut = tmp_path / "killed" / "checkpoint-99"
+    shutil.copytree(found, cut)
+    (cut / "trainer_state.json").unlink()
+    assert newest_checkpoint(tmp_path / "killed") == found
+    assert start(tmp_path / "killed", "--resume").wait() == 0
+    for whole, resumed in zip(
+        weights(tmp_path / "whole"), weights(tmp_path / "killed"), strict=True
+    ):
+        assert whole.keys() == resumed.keys()
+        for name, tensor in whole.items():
+            torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+def test_two_processes_end_in_the_same_weights(place, tmp_path):
+    """Catches statistics that are not summed over processes, and a fight for the folder."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    changes = ("--set", "codebooks.dead_threshold=null", "--set", "max_steps=4")
+    for count in (1, 2):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc_per_node", str(count), "-m", "distill.vision"]
+        command = [*launch, *train(place, tmp_path / str(count), *changes)]
+        found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
+    for one, two in zip(weights(tmp_path / "1"), weights(tmp_path / "2"), strict=True):
+        for name, tensor in one.items():
+            torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_errors_are_one_sentence(place, tmp_path):
+    def message(*arguments):
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == 2
+        return result.output
+
+    def changed(name, *changes):
+        return train(place, tmp_path / name, *(x for change in changes for x in ("--set", change)))
+
+    nowhere = changed("a", "data.path=nowhere/x", "task=segmentation", "data.num_labels=3")
+    assert "there is no folder nowhere/x/images/training" in message(*nowhere)
+    assert "attention must be exact, swin" in message(*changed("b", "attention=swim"))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text(json.dumps({"task": "segmentation"}))
+    assert "holds a run: add --resume" in message(*train(place, tmp_path / "c"))
+    assert "other settings (attention, batch_size" in message(
+        *train(place, tmp_path / "c", "--resume")
+    )
+    few = message(*changed("d", "batch_size=64"))
+    assert "at least batch_size = 64 training images, but got 12" in few
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(place, tmp_path):
+    config = settings(place, learning_rate=1e30, log_every=1, max_steps=6)
+    with pytest.raises(FloatingPointError, match="the loss is nan at step"):
+        fine_tune(config, tmp_path / "run", resume=False)
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def test_a_comparison_goes_on_and_starts_each_attention_from_the_teacher(place, tmp_path):
+    config = settings(place, max_steps=3)
+    names = ["exact", "M4P2C2/own", "M4P2C2", "flat@M4P2C2", "linformer"]
+    options = {"steps": 2, "elastic": [1, 4], "seconds": 1e9}
+    compare(config, names[:3], tmp_path, seeds=[0], **options)
+    first = rows_of(tmp_path)
+    compare(config, names, tmp_path, seeds=[0, 1], **options)
+    rows = rows_of(tmp_path)
+    assert rows[: len(first)] == first
+    expected = {("teacher", 0)} | {(name, seed) for name in names for seed in (None, 0, 1)}
+    assert {(row["name"], row["seed"]) for row in rows} == expected
+    assert len(rows) == len(expected)
+    found = {(row["name"], row["seed"]): row for row in rows}
+    assert found["exact", None]["score"] == pytest.approx(found["teacher", 0]["score"], abs=1e-4)
+    assert found["flat@M4P2C2", 1]["attention"] == "M8"
+    assert found["M4P2C2", 0]["elastic"].keys() == {"1", "4"}
+    layers = found["M4P2C2", 1]["layers"]
+    assert len(layers) == 4
+    assert layers[0].keys() == {"quantization_error", "active_ratio", "capture"}
+    assert all(row["ms"] > 0 for (_, seed), row in found.items() if seed is None)
+
+
+def test_an_attention_that_fails_is_named_and_left_out(place, tmp_path, monkeypatch):
+    def fails(*inputs):
+        raise RuntimeError("no kernel for this GPU\nat line 3")
+
+    monkeypatch.setattr("distill.vision.baselines.Performer.attend", fails)
+    config, names = settings(place, max_steps=1), ["performer", "exact"]
+    compare(config, names, tmp_path, steps=1, seeds=[0], elastic=[], seconds=1e9)
+    teacher, performer, untrained, trained = rows_of(tmp_path)
+    assert performer["failed"] == "no kernel for this GPU"
+    assert untrained["score"] == teacher["score"]
+    assert (trained["name"], trained["seed"]) == ("exact", 0)
+
+
+def test_a_comparison_keeps_to_its_time(place, tmp_path, capsys):
+    config = settings(place, max_steps=1)
+    compare(config, ["exact"], tmp_path, steps=1, seeds=[0], elastic=[], seconds=0)
+    assert [row["name"] for row in rows_of(tmp_path)] == ["teacher"]
+    assert "exact, seed 0: no time left" in capsys.readouterr().out
+
+
+def timm_weights(model):
+    """The weights of a ViT under timm's names, with query, key and value in one matrix."""
+    state, found = model.state_dict(), {}
+    names = {"classifier": "head", "vit.layernorm": "norm"}
+    names["vit.embeddings.patch_embeddings.projection"] = "patch_embed.proj"
+    for name, value in state.items():
+        stem, kind = name.rpartition(".")[::2]
+        if stem in names:
+            found[f"{names[stem]}.{kind}"] = value
+    found["cls_token"] = state["vit.embeddings.cls_token"]
+    found["pos_embed"] = state["vit.embeddings.position_embeddings"]
+    for i, layer in enumerate(m for m in model.modules() if type(m).__name__ == "ViTLayer"):
+        attention, block = layer.attention, f"blocks.{i}"
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        modules = {
+            "norm1": layer.layernorm_before,
+            "norm2": layer.layernorm_after,
+            "attn.proj": attention.o_proj,
+            "mlp.fc1": layer.mlp.fc1,
+            "mlp.fc2": layer.mlp.fc2,
+        }
+        for kind in ("weight", "bias"):
+            found[f"{block}.attn.qkv.{kind}"] = torch.cat([getattr(x, kind) for x in parts])
+            found |= {f"{block}.{n}.{kind}": getattr(m, kind) for n, m in modules.items()}
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+def test_a_vit_of_timm():
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=96,
+        image_size=32,
+        patch_size=8,
+        layer_norm_eps=1e-6,
+        num_labels=7,
+    )
+    model = ViTForImageClassification(config).eval()
+    weights = timm_weights(model)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        weights = timm_weights(model)
+        found = vit_from_timm(weights, 32, {"num_labels": 7}).eval()
+        torch.testing.assert_close(found(images).logits, model(images).logits)
+        other = vit_from_timm(weights, 32, {"num_labels": 3}).eval()
+        assert other(images).logits.shape == (2, 3)
+    del weights["blocks.1.mlp.fc2.bias"]
+    with pytest.raises(ValueError, match=r"not a ViT of timm: there is no 'blocks.1.mlp.fc2.bias'"):
+        vit_from_timm(weights, 32, {})
+
+
+def test_dpt_keeps_its_own_head(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = DPTConfig(
+        **sizes,
+        intermediate_size=32,
+        image_size=SIDE,
+        patch_size=8,
+        backbone_out_indices=[0, 1, 2, 3],
+        neck_hidden_sizes=[8] * 4,
+        fusion_hidden_size=8,
+        num_labels=3,
+    )
+    torch.manual_seed(0)
+    model = DPTForSemanticSegmentation(config).eval()
+    model.save_pretrained(tmp_path)
+    images = torch.randn(1, 3, SIDE, SIDE)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            load_segmenter(str(tmp_path), 3).eval()(images).logits, model(images).logits
+        )
+
+
+def test_settings_that_contradict_are_refused(place):
+    config = settings(place)
+    data = config.data
+    for change, message in (
+        ({"best": True}, "best needs evaluate_every"),
+        ({"batch_size": 3}, "must be a multiple of micro_batch_size"),
+        ({"task": "segmentation"}, "num_labels must be a number for segmentation"),
+        ({"data": replace(data, num_labels=2)}, "null for classification, but got 2"),
+        ({"warmup": 1.0}, r"warmup must be in \[0, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(config, **change)
+    with pytest.raises(ValueError, match="augment must be flip or none"):
+        replace(data, augment="crop", preload=True)
+    with pytest.raises(ValueError, match="diveq needs full_spawning"):
+        replace(config.codebooks, diveq=True, full_spawning=False)

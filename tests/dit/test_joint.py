@@ -1,0 +1,366 @@
+"""SD3's joint attention: image by AVQ, text as sinks, text queries exact."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import differ
+from diffusers import SD3ControlNetModel
+from diffusers.models.attention_processor import JointAttnProcessor2_0
+from tiny_transformers import CONFIG, EXACT, choosy, inputs, predict, sd3_transformer
+
+from avq_diffusers import (
+    AVQConfig,
+    apply_avq,
+    avq_attention,
+    avq_disabled,
+    remove_avq,
+    set_num_refined,
+    summary,
+)
+from avq_diffusers.attention.orders import query_order
+
+OPTIONS = {"num_parents": 4, "num_children": 2, "num_refined": 2, "query_tile": 16}
+
+
+def calls(model) -> list[dict[str, int]]:
+    return [row.calls for row in summary(model).rows]
+
+
+def seen_in(attn, model):
+    """The inputs of a layer and its output, in a call of its model."""
+    seen = {}
+
+    def keep(attn, args, kwargs, output):
+        seen.update(kwargs, output=output)
+
+    hook = attn.register_forward_hook(keep, with_kwargs=True)
+    predict(model, 6, 10)
+    hook.remove()
+    return seen
+
+
+def heads(attn, tokens, *names):
+    """Queries, keys and values of a stream, with its norms."""
+    query, key, value = (
+        getattr(attn, name)(tokens).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        for name in names
+    )
+    is_text = names[0] == "add_q_proj"
+    norm_q, norm_k = (
+        (attn.norm_added_q, attn.norm_added_k) if is_text else (attn.norm_q, attn.norm_k)
+    )
+    return (norm_q(query), norm_k(key), value) if norm_q else (query, key, value)
+
+
+@pytest.mark.feature("SD3")
+@pytest.mark.parametrize("qk_norm", ["rms_norm", None])
+class TestLayers:
+    """Each kind of layer, computed by hand from what goes in."""
+
+    @pytest.fixture
+    def model(self, qk_norm):
+        return apply_avq(sd3_transformer(qk_norm=qk_norm), CONFIG)
+
+    @pytest.mark.parametrize("block", [0, 2], ids=["first", "last"])
+    def test_joint_attention(self, model, block):
+        """Catches text among the codewords, norms of the other stream and tiles in raster order."""
+        attn = model.transformer_blocks[block].attn
+        seen = seen_in(attn, model)
+        image = heads(attn, seen["hidden_states"], "to_q", "to_k", "to_v")
+        text = heads(attn, seen["encoder_hidden_states"], "add_q_proj", "add_k_proj", "add_v_proj")
+        attended = avq_attention(
+            *image,
+            sink_key=text[1],
+            sink_value=text[2],
+            query_order=query_order(6, 10),
+            **OPTIONS,
+        )
+        expected = attn.to_out[0](attended.transpose(1, 2).flatten(2))
+        assert torch.equal(seen["output"][0], expected)
+        if not attn.context_pre_only:
+            keys, values = (torch.cat(both, 2) for both in zip(image[1:], text[1:], strict=True))
+            exact = F.scaled_dot_product_attention(text[0], keys, values)
+            expected = attn.to_add_out(exact.transpose(1, 2).flatten(2))
+            assert torch.allclose(seen["output"][1], expected, atol=1e-6)
+
+    def test_image_attention(self, model):
+        attn = model.transformer_blocks[1].attn2
+        seen = seen_in(attn, model)
+        image = heads(attn, seen["hidden_states"], "to_q", "to_k", "to_v")
+        attended = avq_attention(*image, query_order=query_order(6, 10), **OPTIONS)
+        assert torch.equal(seen["output"], attn.to_out[0](attended.transpose(1, 2).flatten(2)))
+
+
+def test_all_parents_refined_and_all_keys_exact_is_exact_attention():
+    """Catches what is lost between projections and outputs, and text queries that are not exact."""
+    model = sd3_transformer()
+    exact = predict(model)
+    assert (predict(apply_avq(model, EXACT)) - exact).norm() < 1e-5 * exact.norm()
+    assert differ(predict(apply_avq(model, CONFIG)), exact)
+    assert calls(model) == [{"AVQ": 1}] * 5
+
+
+def test_removal_restores_bits_and_processors():
+    model = sd3_transformer()
+    exact, before = predict(model), model.attn_processors
+    attributes = {name: {*vars(module)} for name, module in model.named_modules()}
+    apply_avq(apply_avq(model), CONFIG)
+    assert len({id(x) for x in model.attn_processors.values()}) == 1
+    with avq_disabled(model):
+        assert torch.equal(predict(model), exact)
+    assert calls(model) == [{"disabled": 1}] * 5
+    remove_avq(remove_avq(model))
+    assert torch.equal(predict(model), exact)
+    assert all(before[name] is x for name, x in model.attn_processors.items())
+    assert attributes == {name: {*vars(module)} for name, module in model.named_modules()}
+    assert not model._forward_pre_hooks
+
+
+def test_a_copy_has_its_own_avq():
+    """Catches states that are shared with the copy, and hooks that set those of the original."""
+    model = apply_avq(sd3_transformer(), CONFIG)
+    avq = predict(model)
+    copied = copy.deepcopy(model)
+    remove_avq(model)
+    assert torch.equal(predict(copied), avq)
+    assert calls(copied) == [{"AVQ": 2}] * 5
+    assert torch.equal(predict(remove_avq(copied)), predict(model))
+
+
+def test_another_model_is_untouched():
+    model, other = sd3_transformer(), sd3_transformer()
+    exact = predict(other)
+    apply_avq(model, CONFIG)
+    assert torch.equal(predict(other), exact)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (8, 9), (12, 4)])
+def test_any_grid_and_batch(size):
+    """Catches an order of another grid, and fewer tokens than parents."""
+    model = sd3_transformer()
+    exact = predict(model, *size, batch=1)
+    apply_avq(model, EXACT)
+    assert (predict(model, *size, batch=1) - exact).norm() < 1e-5 * exact.norm()
+    assert {row.num_tokens for row in summary(model).rows} == {size[0] * size[1]}
+
+
+def test_refinement_and_exact_layers():
+    """Catches changes that do not reach the layers."""
+    model = sd3_transformer()
+    exact = predict(model)
+    apply_avq(model, AVQConfig(4, 2, 2, query_tile=16, exact=("transformer_blocks.0",)))
+    coarse = predict(model)
+    assert [bool(row.config) for row in summary(model).rows] == [False] * 2 + [True] * 3
+    set_num_refined(model, {"transformer_blocks.1": 0, "transformer_blocks.2": 4})
+    assert [row.config for row in summary(model).rows][2:] == ["M4P0C2", "M4P0C2", "M4P4C2"]
+    assert differ(predict(model), coarse)
+    set_num_refined(model, "exact")
+    assert torch.equal(predict(model), exact)
+
+
+def test_bfloat16():
+    model = sd3_transformer().to(torch.bfloat16)
+    arguments = {name: x.bfloat16() for name, x in inputs(model).items()}
+    exact = predict(model, **arguments)
+    close = predict(apply_avq(model, EXACT), **arguments)
+    assert close.dtype == torch.bfloat16
+    assert (close - exact).norm() < 2e-2 * exact.norm()
+
+
+def test_autocast_attends_in_its_dtype():
+    """Catches norms in float32 that meet values in bfloat16."""
+    model = apply_avq(sd3_transformer(), EXACT)
+    with torch.autocast("cpu", torch.bfloat16):
+        close = predict(model)
+        with avq_disabled(model):
+            exact = predict(model)
+    assert (close - exact).norm() < 2e-2 * exact.norm()
+    assert all("AVQ" in x for x in calls(model))
+
+
+@pytest.mark.feature("skip-layer guidance of SD3")
+def test_skipped_layers_and_another_batch():
+    """Catches a state of the last batch, and of blocks that do not run."""
+    model = sd3_transformer()
+    exact = predict(model, batch=1, skip_layers=[1])
+    apply_avq(model, EXACT)
+    predict(model)
+    close = predict(model, batch=1, skip_layers=[1])
+    assert (close - exact).norm() < 1e-5 * exact.norm()
+    assert calls(model) == [{"AVQ": count} for count in (2, 2, 1, 1, 2)]
+
+
+class TestOtherProcessors:
+    @pytest.mark.feature("other processors of SD3 (kept)")
+    def test_set_before(self):
+        class Other(JointAttnProcessor2_0):
+            pass
+
+        model = sd3_transformer()
+        model.transformer_blocks[1].attn.set_processor(Other())
+        exact = predict(model)
+        with pytest.warns(UserWarning, match=r"keep Other: transformer_blocks.1.attn\.$"):
+            apply_avq(model, EXACT)
+        assert (predict(model) - exact).norm() < 1e-5 * exact.norm()
+        assert calls(model) == [{"AVQ": 1}, {"AVQ": 1}, {"Other": 1}, {"AVQ": 1}, {"AVQ": 1}]
+        assert summary(model).rows[2].runs == "custom: Other"
+        remove_avq(model)
+        assert isinstance(model.transformer_blocks[1].attn.processor, Other)
+
+    @pytest.mark.feature("fused projections of SD3 (replace AVQ: reported)")
+    def test_fused_afterwards(self):
+        model = sd3_transformer(qk_norm=None, dual_attention_layers=())
+        exact = predict(model)
+        avq = predict(apply_avq(model, CONFIG))
+        model.fuse_qkv_projections()
+        with pytest.warns(UserWarning, match="FusedJointAttnProcessor2_0"):
+            fused = predict(model)
+        assert not differ(fused, exact)
+        model.unfuse_qkv_projections()
+        assert torch.equal(predict(model), avq)
+
+    def test_a_rebuilt_processor_still_runs(self):
+        """As an unloaded IP-Adapter leaves it."""
+        model = apply_avq(sd3_transformer(), CONFIG)
+        avq = predict(model)
+        rebuilt = {name: type(x)() for name, x in model.attn_processors.items()}
+        model.set_attn_processor(rebuilt)
+        assert torch.equal(predict(model), avq)
+
+
+def test_replaced_attention_is_left_alone(monkeypatch):
+    model = apply_avq(sd3_transformer(), CONFIG)
+    attention = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *x, **y: attention(*x, **y))
+    predict(model)
+    assert calls(model) == [{"scaled_dot_product_attention is replaced": 1}] * 5
+
+
+@pytest.mark.feature("gradient checkpointing of SD3")
+def test_checkpoints_recompute_with_their_call():
+    """Catches a block that is recomputed on the grid of a later call."""
+    gradients = []
+    for checkpointing in (False, True):
+        model = apply_avq(sd3_transformer(num_layers=2), CONFIG).train()
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        outputs = [model(**inputs(model, *size)).sample for size in ((4, 6), (6, 4))]
+        sum(x.square().sum() for x in outputs).backward()
+        gradients.append(model.transformer_blocks[0].attn.to_k.weight.grad)
+    assert gradients[0].abs().sum() > 0
+    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.feature("blocks of SD3 compiled one by one")
+def test_blocks_compile_one_by_one():
+    """Catches guards on a layer's number or state: one graph serves blocks of one kind."""
+    model = sd3_transformer(num_layers=4, dual_attention_layers=())
+    eager = predict(apply_avq(model, CONFIG))
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph
+
+    for block in model.transformer_blocks:
+        block.compile(backend=backend, fullgraph=True)
+    assert torch.allclose(predict(model), eager, atol=1e-5)
+    assert len(graphs) == 2  # the last block drops the text
+    predict(model)
+    assert len(graphs) == 2
+
+
+@pytest.mark.feature("ControlNet of SD3")
+class TestControlNet:
+    @pytest.fixture
+    def controlnet(self):
+        torch.manual_seed(1)
+        config = dict(sd3_transformer().config) | {"num_layers": 2, "dual_attention_layers": ()}
+        del config["qk_norm"]
+        controlnet = SD3ControlNetModel.from_config(config)
+        for name, weight in controlnet.named_parameters():  # zero, so that training starts gently
+            if "controlnet_blocks" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        return choosy(controlnet)
+
+    def control(self, controlnet, **overrides):
+        arguments = inputs(sd3_transformer()) | overrides
+        image = torch.ones_like(arguments["hidden_states"])
+        with torch.no_grad():
+            return controlnet(**arguments, controlnet_cond=image, return_dict=False)[0]
+
+    def test_its_residuals_arrive(self, controlnet):
+        model = sd3_transformer()
+        residuals = self.control(controlnet)
+        exact = predict(model, block_controlnet_hidden_states=residuals)
+        assert differ(exact, predict(model))
+        apply_avq(model, EXACT)
+        close = predict(model, block_controlnet_hidden_states=residuals)
+        assert (close - exact).norm() < 1e-5 * exact.norm()
+
+    def test_it_runs_avq_itself(self, controlnet):
+        exact = self.control(controlnet)
+        for residual, expected in zip(
+            self.control(apply_avq(controlnet, EXACT)), exact, strict=True
+        ):
+            assert (residual - expected).norm() < 1e-5 * expected.norm()
+        assert calls(controlnet) == [{"AVQ": 1}] * 2
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ({"levels": (0, 1)}, r"levels must be \(0,\), but got \(0, 1\)"),
+            ({"exact": ("up_blocks",)}, "exact must name layers of this transformer, but got 'up_"),
+            ({"exact": ("transformer_blocks",)}, "exact leaves no layer"),
+            ({"overrides": {"x": {"num_refined": 1}}}, "overrides must have levels or names of"),
+            ({"codewords": "stored"}, 'codewords="stored" needs codebooks'),
+            ({"key_norm": True}, "key_norm needs codebooks"),
+        ],
+    )
+    def test_configurations(self, config, message):
+        model = sd3_transformer()
+        with pytest.raises(ValueError, match=message):
+            apply_avq(model, AVQConfig(**config))
+        assert not model._forward_pre_hooks
+
+    def test_other_sources(self, codebooks):
+        with pytest.raises(TypeError, match="expected an AVQConfig or nothing, but got AVQCodebo"):
+            apply_avq(sd3_transformer(), codebooks)
+
+    @pytest.mark.parametrize("arguments", [{"tolerance": 0.1}, {"prompt": "a"}, {"seed": 1}])
+    def test_tolerances(self, arguments):
+        with pytest.raises(TypeError, match="a tolerance and its measurement are for UNets"):
+            apply_avq(sd3_transformer(), **arguments)
+
+    def test_schedules(self):
+        model = apply_avq(sd3_transformer())
+        with pytest.raises(ValueError, match="no schedules by timestep"):
+            set_num_refined(model, {1000: 8, 400: 16})
+
+    def test_no_avq(self):
+        with pytest.raises(ValueError, match="no AVQ layer"):
+            set_num_refined(sd3_transformer(), 1)
+
+    def test_names_and_routes(self):
+        with pytest.raises(ValueError, match="backend must be"):
+            apply_avq(sd3_transformer(), backend="fast")
+        with pytest.raises(ValueError, match="route must be"):
+            apply_avq(sd3_transformer(), route="fast")
+
+    def test_unknown_transformers(self):
+        from diffusers import PixArtTransformer2DModel
+
+        model = PixArtTransformer2DModel(2, 8, num_layers=1, cross_attention_dim=16)
+        with pytest.raises(TypeError, match="does not know the attention of PixArtTransformer2D"):
+            apply_avq(model)
+
+
+def test_a_number_of_tokens_routes():
+    model = apply_avq(sd3_transformer(), CONFIG, route=100)
+    predict(model, 8, 12)
+    predict(model, 10, 10)
+    assert calls(model) == [{"few tokens": 1, "AVQ": 1}] * 5

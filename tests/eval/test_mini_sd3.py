@@ -1,0 +1,94 @@
+"""`compare` and `scenes` on a transformer: a tiny one in the form of mini-sd3."""
+
+import json
+
+import pytest
+import torch
+from diffusers.models.attention_processor import JointAttnProcessor2_0
+from eval_helpers import run_command
+from tiny_mini_sd3 import save_tiny_mini_sd3
+
+from avq_diffusers.cli.images import usual_guidance
+from avq_diffusers.cli.mini_sd3 import load_mini_sd3
+from eval.methods import (
+    ValueJointProcessor,
+    attention_method,
+    load_methods,
+)
+from eval.quality.generation import Sampling, check_dilation
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mini") / "mini-sd3"
+    save_tiny_mini_sd3(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return load_mini_sd3(folder)
+
+
+def test_its_guidance_is_that_of_mini_sd(pipe):
+    """Fails for the 7 of SD3's pipeline, which its training has not seen."""
+    assert usual_guidance(pipe) == 3
+
+
+@torch.no_grad()
+def test_the_negative_control_sees_the_text_and_no_other_token_of_the_image(pipe):
+    block = pipe.transformer.transformer_blocks[0]
+    image, text = torch.randn(1, 6, 32), torch.randn(1, 3, 32)
+    other_image, other_text = image.clone(), text.clone()
+    other_image[:, 4] += 1
+    other_text[:, 1] += 1
+
+    def outputs(attn, *inputs):
+        return ValueJointProcessor()(attn, *inputs)
+
+    first = outputs(block.attn, image, text)
+    changed = outputs(block.attn, other_image, text)
+    same = [i for i in range(6) if torch.equal(first[0][:, i], changed[0][:, i])]
+    assert same == [0, 1, 2, 3, 5]
+    assert not torch.equal(first[1], changed[1])  # the text still reads the image
+    assert not torch.equal(first[0], outputs(block.attn, image, other_text)[0])
+    alone = block.attn2.to_out[0](block.attn2.to_v(image))
+    torch.testing.assert_close(outputs(block.attn2, image), alone)
+
+
+def test_methods_change_every_layer_and_restore(pipe):
+    def processors():
+        return list(pipe.transformer.attn_processors.values())
+
+    before = processors()
+    assert {type(x) for x in before} == {JointAttnProcessor2_0}
+    control, own = load_methods(pipe, ["value-projection", "M4P2C2/own"], levels=(0,))
+    with attention_method(pipe, control):
+        assert {type(x) for x in processors()} == {ValueJointProcessor}
+    with attention_method(pipe, own):
+        assert JointAttnProcessor2_0 not in {type(x) for x in processors()}
+    assert all(one is other for one, other in zip(processors(), before, strict=True))
+
+
+def test_compare_on_a_transformer(folder, tmp_path, monkeypatch):
+    """Fails for methods that leave the images as they are, and a file of mini-sd's name."""
+    options = ["--model", folder, "--prompts", 1, "--seeds", 1, "--steps", 2, "--size", 64]
+    options += ["--methods", "value-projection,M4P2C2/own", "--output", tmp_path]
+    run_command(monkeypatch, "compare", *options)
+    document = json.loads((tmp_path / "compare_mini_sd3_64.json").read_text())
+    control, own = document["rows"]
+    assert 10 < control["psnr_median"] < own["psnr_median"] < 100
+    assert (own["config"], own["origin"]) == ("M4P2C2/own", "own")
+    assert (tmp_path / "compare_mini_sd3_64.webp").is_file()
+
+
+@pytest.mark.parametrize("name", ["M4P2C2", "tome", "M4P2C2/means"])
+def test_methods_that_a_transformer_does_not_have(pipe, name):
+    message = "methods of a transformer are exact, value-projection and configurations with /own"
+    with pytest.raises(ValueError, match=message):
+        load_methods(pipe, [name], levels=(0,))
+
+
+def test_scalecrafter_is_refused(pipe):
+    with pytest.raises(ValueError, match="ScaleCrafter dilates the convolutions of a UNet, but"):
+        check_dilation(pipe, Sampling(size=128, is_dilated=True))

@@ -1,0 +1,319 @@
+"""Real diffusers transformers at tiny size with random weights, and fixed inputs for them."""
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2Transformer2DModel,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    HunyuanVideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    WanTransformer3DModel,
+    ZImageTransformer2DModel,
+)
+from tiny import quiet, sdxl_text_encoder, tiny_tokenizer
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+
+from avq_diffusers import AVQConfig
+
+CONFIG = AVQConfig(4, 2, 2, query_tile=16)
+EXACT = AVQConfig(4, 2, 4, query_tile=16, exact_keys=1000)
+NUM_TEXT = 24
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 64}
+
+
+def sd3_transformer(**overrides) -> SD3Transformer2DModel:
+    """SD3.5-medium's structure: query and key norms, a second attention in the first blocks."""
+    torch.manual_seed(0)
+    arguments = {
+        **HEADS,
+        "sample_size": 32,
+        "patch_size": 2,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 3,
+        "caption_projection_dim": 128,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 64,
+        "dual_attention_layers": (0, 1),
+        "qk_norm": "rms_norm",
+    }
+    return choosy(SD3Transformer2DModel(**arguments | overrides))
+
+
+def flux_transformer(**overrides) -> FluxTransformer2DModel:
+    torch.manual_seed(0)
+    arguments = {
+        **HEADS,
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 64,
+        "axes_dims_rope": [16, 24, 24],
+    }
+    return choosy(FluxTransformer2DModel(**arguments | overrides))
+
+
+def flux2_transformer() -> Flux2Transformer2DModel:
+    torch.manual_seed(0)
+    return choosy(
+        Flux2Transformer2DModel(
+            **HEADS,
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            joint_attention_dim=32,
+            axes_dims_rope=[16] * 4,
+        )
+    )
+
+
+def qwen_transformer() -> QwenImageTransformer2DModel:
+    torch.manual_seed(0)
+    return choosy(
+        QwenImageTransformer2DModel(
+            **HEADS,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            joint_attention_dim=32,
+            axes_dims_rope=(16, 24, 24),
+        )
+    )
+
+
+def z_transformer() -> ZImageTransformer2DModel:
+    torch.manual_seed(0)
+    return choosy(
+        ZImageTransformer2DModel(
+            in_channels=4,
+            dim=128,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=32,
+            axes_dims=[16, 24, 24],
+            axes_lens=[256, 64, 64],
+        )
+    )
+
+
+def wan_transformer() -> WanTransformer3DModel:
+    torch.manual_seed(0)
+    return choosy(
+        WanTransformer3DModel(
+            **HEADS,
+            in_channels=4,
+            out_channels=4,
+            text_dim=32,
+            freq_dim=32,
+            ffn_dim=64,
+            num_layers=2,
+            rope_max_seq_len=64,
+        )
+    )
+
+
+def ltx_transformer() -> LTXVideoTransformer3DModel:
+    torch.manual_seed(0)
+    return choosy(
+        LTXVideoTransformer3DModel(
+            **HEADS,
+            in_channels=4,
+            out_channels=4,
+            cross_attention_dim=128,
+            num_layers=2,
+            caption_channels=32,
+        )
+    )
+
+
+def hunyuan_transformer() -> HunyuanVideoTransformer3DModel:
+    """Passes a mask in every call."""
+    torch.manual_seed(0)
+    return HunyuanVideoTransformer3DModel(
+        **HEADS,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=1,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(16, 24, 24),
+    ).eval()
+
+
+def choosy(model):
+    """The model, its queries and keys so large that attention is no average."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".norm_q." in name or ".norm_k." in name:
+                weight.mul_(2)
+    return model.eval()
+
+
+def position_ids(height: int, width: int, frame: int = 0, axes: int = 3) -> Tensor:
+    """Flux's positions of an image."""
+    ids = torch.zeros(height, width, axes)
+    ids[..., 0] = frame
+    ids[..., 1] = torch.arange(height)[:, None]
+    ids[..., 2] = torch.arange(width)
+    return ids.flatten(0, 1)
+
+
+def inputs(model, height: int = 8, width: int = 12, frames: int = 3, batch: int = 2) -> dict:
+    """Arguments of `forward` for a grid of height x width tokens, or of as many per frame."""
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    text, tokens = random(batch, NUM_TEXT, 32), random(batch, height * width, 4)
+    timestep, pooled = torch.full((batch,), 0.5), random(batch, 64)
+    match model:
+        case SD3Transformer2DModel():
+            return {
+                "hidden_states": random(batch, 4, 2 * height, 2 * width),
+                "encoder_hidden_states": text,
+                "pooled_projections": pooled,
+                "timestep": 1000 * timestep,
+            }
+        case FluxTransformer2DModel():
+            return {
+                "hidden_states": tokens,
+                "encoder_hidden_states": text,
+                "pooled_projections": pooled,
+                "timestep": timestep,
+                "img_ids": position_ids(height, width),
+                "txt_ids": torch.zeros(NUM_TEXT, 3),
+            }
+        case Flux2Transformer2DModel():
+            ids = position_ids(height, width, axes=4)
+            return {
+                "hidden_states": tokens,
+                "encoder_hidden_states": text,
+                "timestep": timestep,
+                "guidance": timestep,
+                "img_ids": ids.expand(batch, -1, -1),
+                "txt_ids": torch.zeros(batch, NUM_TEXT, 4),
+            }
+        case QwenImageTransformer2DModel():
+            return {
+                "hidden_states": tokens,
+                "encoder_hidden_states": text,
+                "timestep": timestep,
+                "img_shapes": [[(1, height, width)]] * batch,
+            }
+        case ZImageTransformer2DModel():
+            return {
+                "x": [random(4, 1, 2 * height, 2 * width) for _ in range(batch)],
+                "t": timestep,
+                "cap_feats": list(text),
+            }
+        case WanTransformer3DModel():
+            return {
+                "hidden_states": random(batch, 4, frames, 2 * height, 2 * width),
+                "encoder_hidden_states": text,
+                "timestep": 1000 * timestep,
+            }
+        case LTXVideoTransformer3DModel():
+            return {
+                "hidden_states": random(batch, frames * height * width, 4),
+                "encoder_hidden_states": text,
+                "timestep": 1000 * timestep,
+                "encoder_attention_mask": torch.ones(batch, NUM_TEXT),
+                "num_frames": frames,
+                "height": height,
+                "width": width,
+            }
+        case HunyuanVideoTransformer3DModel():
+            return {
+                "hidden_states": random(batch, 4, frames, height, width),
+                "encoder_hidden_states": random(batch, NUM_TEXT, 16),
+                "encoder_attention_mask": torch.ones(batch, NUM_TEXT),
+                "pooled_projections": random(batch, 8),
+                "timestep": 1000 * timestep,
+                "guidance": timestep,
+            }
+    raise TypeError(type(model))
+
+
+def predict(model, height: int = 8, width: int = 12, batch: int = 2, **overrides) -> Tensor:
+    """The output for fixed inputs."""
+    with torch.no_grad():
+        output = model(**inputs(model, height, width, batch=batch) | overrides, return_dict=False)
+    return torch.stack(output[0]) if isinstance(output[0], list) else output[0]
+
+
+def tiny_vae(latent_channels: int = 4) -> AutoencoderKL:
+    """Scales by 2."""
+    torch.manual_seed(1)
+    return AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+        latent_channels=latent_channels,
+        shift_factor=0.1,
+    ).eval()
+
+
+def t5_encoder() -> T5EncoderModel:
+    torch.manual_seed(2)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return T5EncoderModel(T5Config(vocab_size=len(tiny_tokenizer()), **sizes)).eval()
+
+
+def sd3_pipe(cls=StableDiffusion3Pipeline, **components):
+    """SD3's pipeline with its three text encoders."""
+    tokenizer = tiny_tokenizer()
+    components = {
+        "transformer": sd3_transformer(),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "vae": tiny_vae(),
+        "text_encoder": sdxl_text_encoder(CLIPTextModelWithProjection, 16),
+        "tokenizer": tokenizer,
+        "text_encoder_2": sdxl_text_encoder(CLIPTextModelWithProjection, 16),
+        "tokenizer_2": tokenizer,
+        "text_encoder_3": t5_encoder(),
+        "tokenizer_3": tokenizer,
+        **components,
+    }
+    return quiet(cls(**components))
+
+
+def flux_pipe(cls=FluxPipeline, **components):
+    tokenizer = tiny_tokenizer()
+    components = {
+        "transformer": flux_transformer(in_channels=16),
+        "scheduler": FlowMatchEulerDiscreteScheduler(),
+        "vae": tiny_vae(),
+        "text_encoder": sdxl_text_encoder(CLIPTextModel, 64),
+        "tokenizer": tokenizer,
+        "text_encoder_2": t5_encoder(),
+        "tokenizer_2": tokenizer,
+        **components,
+    }
+    return quiet(cls(**components))
+
+
+def draw(pipe, **arguments) -> Tensor:
+    """The latents of a two-step image of 8 x 12 tokens."""
+    defaults = {
+        "height": 32,
+        "width": 48,
+        "num_inference_steps": 2,
+        "max_sequence_length": 8,
+        "output_type": "latent",
+    }
+    generator = torch.Generator().manual_seed(0)
+    return pipe("a red fox", generator=generator, **defaults | arguments).images
