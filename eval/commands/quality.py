@@ -15,6 +15,7 @@ from eval.commands.options import (
     Images,
     Levels,
     Methods,
+    Model,
     Output,
     Size,
     calibration_prompts,
