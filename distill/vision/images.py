@@ -6,6 +6,7 @@ nearest one.
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,6 +247,21 @@ def open_images(config: VisionConfig, split: str) -> tuple[Prepared, list[str] |
     if config.data.preload:
         prepared.preload(max(config.data.workers, 1))
     return prepared, classes
+
+
+@contextmanager
+def told_briefly() -> Iterator[None]:
+    """Leave out the traceback that a data loader's worker adds to the message of an error.
+
+    Raises:
+        DataError: the block raised one.
+    """
+    try:
+        yield
+    except DataError as error:
+        last = str(error).strip().splitlines()[-1]
+        kind = f"{DataError.__module__}.{DataError.__name__}: "
+        raise DataError(last.removeprefix(kind)) from error
 
 
 def random_piece(

@@ -36,7 +36,7 @@ from distill.vision.attention import (
     start_codebooks,
 )
 from distill.vision.config import CodebookConfig, VisionConfig, parse_attention
-from distill.vision.images import IGNORED, Collator, Prepared, Shuffled, open_images
+from distill.vision.images import IGNORED, Collator, Prepared, Shuffled, open_images, told_briefly
 from distill.vision.layers import CHILD
 from distill.vision.models import at_size_of, load_classifier, load_segmenter
 from distill.vision.stored import StoredAttention
@@ -327,8 +327,9 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
             images_per_step=config.batch_size,
             seed=config.seed,
         )
-    trainer.train(resume_from_checkpoint=None if found is None else str(found))
-    scores = trainer.evaluate()
+    with told_briefly():
+        trainer.train(resume_from_checkpoint=None if found is None else str(found))
+        scores = trainer.evaluate()
     if trainer.is_world_process_zero():
         if layers:
             learned_codebooks(model, attention, layers).save_pretrained(output / "codebooks")

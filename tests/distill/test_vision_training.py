@@ -299,6 +299,16 @@ def test_errors_are_one_sentence(place, tmp_path):
 
     nowhere = changed("a", "data.path=nowhere/x", "task=segmentation", "data.num_labels=3")
     assert "there is no folder nowhere/x/images/training" in message(*nowhere)
+    shutil.copytree(place / "sets", tmp_path / "sets")
+    wrong = tmp_path / "sets" / "annotations" / "training" / "7.png"
+    Image.fromarray(np.full((SIDE, SIDE), 9, np.uint8)).save(wrong)
+    maps = (f"data.path={tmp_path / 'sets'}", "task=segmentation", "data.num_labels=3")
+    for workers in (0, 1):
+        told = message(*changed(f"w{workers}", *maps, f"data.workers={workers}"))
+        assert told.rpartition("error: ")[2].strip() == (
+            f"labels must be at most num_labels = 3, but {wrong} has 9."
+        )
+        assert "Traceback" not in told
     assert "attention must be exact, swin" in message(*changed("b", "attention=swim"))
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "config.json").write_text(json.dumps({"task": "segmentation"}))
