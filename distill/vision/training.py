@@ -238,11 +238,6 @@ def make_trainer(
             f"{config.batch_size}."
         )
     arguments.gradient_accumulation_steps = config.batch_size // images
-    if len(training) < config.batch_size:
-        raise ValueError(
-            f"there must be at least batch_size = {config.batch_size} training images, but got "
-            f"{len(training)}."
-        )
     callbacks: list[TrainerCallback] = [SetEpoch(training), StopOnNonFiniteLoss()]
     if layers:
         callbacks.append(UpdateCodebooks(layers, config.codebooks))
@@ -312,6 +307,11 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
     found = _claim(output, config, resume=resume)
     training, classes = open_images(config, "training")
     validation, _ = open_images(config, "validation")
+    if len(training) < config.batch_size:
+        raise ValueError(
+            f"there must be at least batch_size = {config.batch_size} training images, but got "
+            f"{len(training)}."
+        )
     torch.manual_seed(config.seed)
     model = build_model(config, classes)
     images = first_images(training, config.codebooks.start_images, config)
@@ -372,6 +372,18 @@ def _check_folder(path: Path, config: VisionConfig, resume: bool) -> None:
             f"{path.parent} holds a run with other settings ({', '.join(differing)}); choose "
             "another --output."
         )
+
+
+def environment() -> dict[str, str]:
+    """Device and versions of the running process."""
+    import transformers
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "device": device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def first_images(training: Prepared, count: int, config: VisionConfig) -> list[Tensor]:

@@ -372,6 +372,40 @@ def test_a_comparison_keeps_to_its_time(place, tmp_path, capsys):
     assert "exact, seed 0: no time left" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("attention", ["M4P2C2", "M4P2C2/own"])
+def test_analyses_agree_with_the_run(place, tmp_path, attention):
+    """Catches settings that change nothing, and codewords or norms of another run."""
+    config = settings(place, attention=attention, **{"codebooks.key_norm": "true"})
+    scores = fine_tune(config, tmp_path, resume=False)
+    result = CliRunner().invoke(
+        app, ["analyse", str(tmp_path), "--refined", "1,2,4,9", "--tiles", "16,128"]
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "analyses.json").read_text())["rows"]
+    kinds = {
+        kind: [row for row in rows if row["analysis"] == kind]
+        for kind in ("elastic", "order", "layers", "importance")
+    }
+    assert [len(found) for found in kinds.values()] == [3, 6, 8, 3]
+    elastic = {row["num_refined"]: row for row in kinds["elastic"]}
+    assert elastic[2]["score"] == pytest.approx(scores["eval_top1"])
+    assert elastic[1]["capture"] < elastic[2]["capture"] < elastic[4]["capture"]
+    assert elastic[4]["capture"] == pytest.approx(1, abs=1e-5)
+    for row in kinds["importance"]:
+        assert row["best"] >= max(row["exact"], row["tiled"]) - 1e-6
+    mean = np.mean([row["capture"] for row in kinds["layers"]])
+    assert mean == pytest.approx(elastic[2]["capture"], abs=1e-5)
+    assert all(row["commitment"] > 0 < row["active_ratio"] <= 1 for row in kinds["layers"])
+
+
+def test_analyses_are_of_avq(place, tmp_path):
+    fine_tune(settings(place, max_steps=1), tmp_path / "run", resume=False)
+    for folder, message in (("run", "has attention exact"), ("none", "holds no finished run")):
+        result = CliRunner().invoke(app, ["analyse", str(tmp_path / folder)])
+        assert result.exit_code == 2
+        assert message in result.output
+
+
 def timm_weights(model):
     """The weights of a ViT under timm's names, with query, key and value in one matrix."""
     state, found = model.state_dict(), {}
