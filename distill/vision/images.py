@@ -216,7 +216,7 @@ class Shuffled(Sampler[int]):
 
 
 class Collator:
-    """Batches of `Prepared`: `pixel_values` (B, 3, S, S) float32, normalized, and `labels` int64."""
+    """Batches of `Prepared`: `pixel_values` (B, 3, S, S) float32, normalized; `labels` int64."""
 
     def __init__(self, config: DataConfig) -> None:
         mean, std = (255 * torch.tensor(x)[:, None, None] for x in (config.mean, config.std))
