@@ -42,7 +42,8 @@ def training_size(pipe: DiffusionPipeline) -> int:
 
 def usual_guidance(pipe: DiffusionPipeline) -> float:
     """Return the guidance scale of mini-sd and mini-sd3, or the default of another pipeline."""
-    if pipe.name_or_path == MINI_SD or is_mini_sd3(pipe.name_or_path):
+    name = pipe.name_or_path  # None if the pipeline was made of parts
+    if name is not None and (name == MINI_SD or is_mini_sd3(name)):
         return MINI_GUIDANCE_SCALE
     return _parameters(pipe)["guidance_scale"].default
 

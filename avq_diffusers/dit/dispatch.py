@@ -48,6 +48,7 @@ class DispatchedState(LayerState):
 AVQ_BACKEND: Any = str.__new__(AttentionBackendName, "avq")
 AVQ_BACKEND._name_, AVQ_BACKEND._value_ = "AVQ", "avq"
 
+OTHER_KEYS = "other keys than queries"
 # The layer that runs.
 _present: PerThread[DispatchedState | None] = PerThread(None)
 
@@ -94,7 +95,10 @@ def _avq_attention(
         is_plain = not (dropout_p or is_causal or enable_gqa)
         reason = _exact_because(state, query, key, attn_mask, is_plain, _parallel_config)
         if not torch.compiler.is_compiling():
+            last = state.last_call
             state.count(AVQ_CALL if reason is None else reason)
+            if reason == OTHER_KEYS and last == AVQ_CALL:
+                state.last_call = last  # the keys of an IP-Adapter, beside the layer's own
     if state is not None and reason is None:
         return _joint_attention(state, query, key, value, scale)
     return dispatch_attention_fn(
@@ -128,7 +132,7 @@ def _exact_because(
     if parallel_config is not None:
         return "context parallel"
     if query.shape[1] != key.shape[1]:
-        return "other keys than queries"
+        return OTHER_KEYS
     if query.shape[2] != key.shape[2] or not is_plain:
         return "causal, grouped or dropped keys"
     num_text = -1 if call.query_order is None else query.shape[1] - call.query_order.shape[0]

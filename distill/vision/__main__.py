@@ -92,5 +92,26 @@ def compare_command(
         )
 
 
+@app.command("analyse")
+def analyse_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run of train with AVQ.")],
+    images: Annotated[int, typer.Option(min=1, help="Validation images for all but scores.")] = 16,
+    refined: Annotated[str, typer.Option(help="Refined parents.")] = "4,8,12,16,24,32",
+    tiles: Annotated[str, typer.Option(help="Lengths of query tiles.")] = "32,64,128",
+) -> None:
+    """Elastic inference, query orders, capture of each head, tiled importance.
+
+    `python -m eval vision analyses RUN/analyses.json` shows them.
+    """
+    from avq_diffusers.cli.options import numbers_of
+
+    with exit_on(ValueError, TypeError, ImportError, OSError, code=2):
+        numbers = numbers_of("--refined", refined), numbers_of("--tiles", tiles)
+        from distill.vision.analyses import analyse
+
+        analyse(run, num_images=images, refined=numbers[0], tiles=numbers[1])
+    print(run / "analyses.json")
+
+
 if __name__ == "__main__":
     app()

@@ -28,7 +28,7 @@ from distill.vision.config import AttentionName, VisionConfig, parse_attention
 from distill.vision.images import Prepared, open_images
 from distill.vision.layers import Call, Grid, observe
 from distill.vision.stored import StoredAttention
-from distill.vision.training import METRICS, build_model, first_images, make_trainer
+from distill.vision.training import METRICS, build_model, environment, first_images, make_trainer
 
 ROWS, TEACHER = "rows.jsonl", "teacher"
 FLAT = "flat@"
@@ -332,18 +332,6 @@ def _ms(function: Callable[[], Any]) -> float:
 
     timer = Timer("function()", globals={"function": function})
     return 1e3 * timer.blocked_autorange(min_run_time=0.1).median
-
-
-def environment() -> dict[str, str]:
-    """Device and versions of the running process."""
-    import transformers
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {
-        "device": device,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def _write(output: Path, row: Row) -> None:

@@ -6,6 +6,7 @@ nearest one.
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +137,7 @@ class LabelMaps:
 class Prepared(Dataset):
     """Samples as the model takes them: `pixels`, uint8 (3, S, S), and `labels`.
 
-    `labels` is a class, or (S, S) int64 in which 255 is ignored. Random pieces and flips depend on
+    `labels` is a class, or (S, S) uint8 in which 255 is ignored. Random pieces and flips depend on
     seed, `epoch` and index only, so a resumed run sees the same ones.
 
     Args:
@@ -197,7 +198,7 @@ class Prepared(Dataset):
                 f"labels must be at most num_labels = {self.config.num_labels}, but {name} has "
                 f"{labels.max()}."
             )
-        return torch.from_numpy((labels - 1).astype(np.uint8)).long()  # 0 wraps to 255
+        return torch.from_numpy((labels - 1).astype(np.uint8))  # 0 wraps to 255
 
 
 class Shuffled(Sampler[int]):
@@ -215,7 +216,7 @@ class Shuffled(Sampler[int]):
 
 
 class Collator:
-    """Batches of `Prepared`: `pixel_values` (B, 3, S, S) float32, normalized, and `labels`."""
+    """Batches of `Prepared`: `pixel_values` (B, 3, S, S) float32, normalized; `labels` int64."""
 
     def __init__(self, config: DataConfig) -> None:
         mean, std = (255 * torch.tensor(x)[:, None, None] for x in (config.mean, config.std))
@@ -224,7 +225,8 @@ class Collator:
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         pixels = torch.stack([sample["pixels"] for sample in samples])
         labels = [sample["labels"] for sample in samples]
-        stacked = torch.stack(labels) if isinstance(labels[0], Tensor) else torch.tensor(labels)
+        is_map = isinstance(labels[0], Tensor)
+        stacked = torch.stack(labels).long() if is_map else torch.tensor(labels)
         return {"pixel_values": (pixels - self.mean) / self.std, "labels": stacked}
 
 
@@ -246,6 +248,21 @@ def open_images(config: VisionConfig, split: str) -> tuple[Prepared, list[str] |
     if config.data.preload:
         prepared.preload(max(config.data.workers, 1))
     return prepared, classes
+
+
+@contextmanager
+def told_briefly() -> Iterator[None]:
+    """Leave out the traceback that a data loader's worker adds to the message of an error.
+
+    Raises:
+        DataError: the block raised one.
+    """
+    try:
+        yield
+    except DataError as error:
+        last = str(error).strip().splitlines()[-1]
+        kind = f"{DataError.__module__}.{DataError.__name__}: "
+        raise DataError(last.removeprefix(kind)) from error
 
 
 def random_piece(

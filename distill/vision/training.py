@@ -36,7 +36,7 @@ from distill.vision.attention import (
     start_codebooks,
 )
 from distill.vision.config import CodebookConfig, VisionConfig, parse_attention
-from distill.vision.images import IGNORED, Collator, Prepared, Shuffled, open_images
+from distill.vision.images import IGNORED, Collator, Prepared, Shuffled, open_images, told_briefly
 from distill.vision.layers import CHILD
 from distill.vision.models import at_size_of, load_classifier, load_segmenter
 from distill.vision.stored import StoredAttention
@@ -238,11 +238,6 @@ def make_trainer(
             f"{config.batch_size}."
         )
     arguments.gradient_accumulation_steps = config.batch_size // images
-    if len(training) < config.batch_size:
-        raise ValueError(
-            f"there must be at least batch_size = {config.batch_size} training images, but got "
-            f"{len(training)}."
-        )
     callbacks: list[TrainerCallback] = [SetEpoch(training), StopOnNonFiniteLoss()]
     if layers:
         callbacks.append(UpdateCodebooks(layers, config.codebooks))
@@ -312,6 +307,11 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
     found = _claim(output, config, resume=resume)
     training, classes = open_images(config, "training")
     validation, _ = open_images(config, "validation")
+    if len(training) < config.batch_size:
+        raise ValueError(
+            f"there must be at least batch_size = {config.batch_size} training images, but got "
+            f"{len(training)}."
+        )
     torch.manual_seed(config.seed)
     model = build_model(config, classes)
     images = first_images(training, config.codebooks.start_images, config)
@@ -327,8 +327,9 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
             images_per_step=config.batch_size,
             seed=config.seed,
         )
-    trainer.train(resume_from_checkpoint=None if found is None else str(found))
-    scores = trainer.evaluate()
+    with told_briefly():
+        trainer.train(resume_from_checkpoint=None if found is None else str(found))
+        scores = trainer.evaluate()
     if trainer.is_world_process_zero():
         if layers:
             learned_codebooks(model, attention, layers).save_pretrained(output / "codebooks")
@@ -371,6 +372,18 @@ def _check_folder(path: Path, config: VisionConfig, resume: bool) -> None:
             f"{path.parent} holds a run with other settings ({', '.join(differing)}); choose "
             "another --output."
         )
+
+
+def environment() -> dict[str, str]:
+    """Device and versions of the running process."""
+    import transformers
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "device": device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def first_images(training: Prepared, count: int, config: VisionConfig) -> list[Tensor]:

@@ -21,6 +21,7 @@ from eval.commands.options import (
     calibration_prompts,
     command_line,
     load_any_pipeline,
+    load_pipeline,
     result_name,
 )
 from eval.commands.stored import draw
@@ -128,7 +129,7 @@ def tolerance_command(
     )
     print(tolerance_table(rows))
     save_json(
-        output / f"{result_name('tolerance', numbers, size)}.json",
+        output / f"{result_name('tolerance', model, numbers, size)}.json",
         command=command_line(),
         device=device,
         num_probed=probed,

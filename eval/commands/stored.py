@@ -112,6 +112,13 @@ def _vision_table(path: Path, document: Mapping[str, Any]) -> None:
     panel_plot(path, fine_tuned_panels(document))
 
 
+def _vision_analyses(path: Path, document: Mapping[str, Any]) -> None:
+    from eval.store.plots import panel_plot
+    from eval.vision.analyses import analyses_panels
+
+    panel_plot(path, analyses_panels(document))
+
+
 PLOTS: Mapping[str, Callable[..., None]] = {
     "bench kernels": _kernels,
     "bench unet": _unet,
@@ -123,4 +130,5 @@ PLOTS: Mapping[str, Callable[..., None]] = {
     "training": _training,
     "table": _table,
     "vision table": _vision_table,
+    "vision analyses": _vision_analyses,
 }

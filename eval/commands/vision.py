@@ -169,3 +169,22 @@ def table(
     path = output / f"vision_{rows.resolve().parent.name}.json"
     save_json(path, command=command_line(), device="cpu", **result, differences=found)
     draw(path)
+
+
+@app.command()
+def analyses(
+    path: Annotated[Path, typer.Argument(help="Of python -m distill.vision analyse.")],
+    output: Output = RESULTS,
+) -> None:
+    """Elastic inference, query orders, tiled importance and heads of a fine-tuned model.
+
+    Example: python -m eval vision analyses runs/ade20k_m64p16c8/analyses.json
+    """
+    from eval.vision.analyses import analyses_tables, read_analyses
+
+    document = read_analyses(path)
+    print("\n\n".join(analyses_tables(document)))
+    environment = document.pop("environment")
+    result = output / f"vision_analyses_{path.resolve().parent.name}.json"
+    save_json(result, command=command_line(), device="cpu", run=environment, **document)
+    draw(result)

@@ -299,6 +299,16 @@ def test_errors_are_one_sentence(place, tmp_path):
 
     nowhere = changed("a", "data.path=nowhere/x", "task=segmentation", "data.num_labels=3")
     assert "there is no folder nowhere/x/images/training" in message(*nowhere)
+    shutil.copytree(place / "sets", tmp_path / "sets")
+    wrong = tmp_path / "sets" / "annotations" / "training" / "7.png"
+    Image.fromarray(np.full((SIDE, SIDE), 9, np.uint8)).save(wrong)
+    maps = (f"data.path={tmp_path / 'sets'}", "task=segmentation", "data.num_labels=3")
+    for workers in (0, 1):
+        told = message(*changed(f"w{workers}", *maps, f"data.workers={workers}"))
+        assert told.rpartition("error: ")[2].strip() == (
+            f"labels must be at most num_labels = 3, but {wrong} has 9."
+        )
+        assert "Traceback" not in told
     assert "attention must be exact, swin" in message(*changed("b", "attention=swim"))
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "config.json").write_text(json.dumps({"task": "segmentation"}))
@@ -360,6 +370,40 @@ def test_a_comparison_keeps_to_its_time(place, tmp_path, capsys):
     compare(config, ["exact"], tmp_path, steps=1, seeds=[0], elastic=[], seconds=0)
     assert [row["name"] for row in rows_of(tmp_path)] == ["teacher"]
     assert "exact, seed 0: no time left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("attention", ["M4P2C2", "M4P2C2/own"])
+def test_analyses_agree_with_the_run(place, tmp_path, attention):
+    """Catches settings that change nothing, and codewords or norms of another run."""
+    config = settings(place, attention=attention, **{"codebooks.key_norm": "true"})
+    scores = fine_tune(config, tmp_path, resume=False)
+    result = CliRunner().invoke(
+        app, ["analyse", str(tmp_path), "--refined", "1,2,4,9", "--tiles", "16,128"]
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "analyses.json").read_text())["rows"]
+    kinds = {
+        kind: [row for row in rows if row["analysis"] == kind]
+        for kind in ("elastic", "order", "layers", "importance")
+    }
+    assert [len(found) for found in kinds.values()] == [3, 6, 8, 3]
+    elastic = {row["num_refined"]: row for row in kinds["elastic"]}
+    assert elastic[2]["score"] == pytest.approx(scores["eval_top1"])
+    assert elastic[1]["capture"] < elastic[2]["capture"] < elastic[4]["capture"]
+    assert elastic[4]["capture"] == pytest.approx(1, abs=1e-5)
+    for row in kinds["importance"]:
+        assert row["best"] >= max(row["exact"], row["tiled"]) - 1e-6
+    mean = np.mean([row["capture"] for row in kinds["layers"]])
+    assert mean == pytest.approx(elastic[2]["capture"], abs=1e-5)
+    assert all(row["commitment"] > 0 < row["active_ratio"] <= 1 for row in kinds["layers"])
+
+
+def test_analyses_are_of_avq(place, tmp_path):
+    fine_tune(settings(place, max_steps=1), tmp_path / "run", resume=False)
+    for folder, message in (("run", "has attention exact"), ("none", "holds no finished run")):
+        result = CliRunner().invoke(app, ["analyse", str(tmp_path / folder)])
+        assert result.exit_code == 2
+        assert message in result.output
 
 
 def timm_weights(model):

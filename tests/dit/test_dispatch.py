@@ -11,7 +11,10 @@ from diffusers import FirstBlockCacheConfig
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.transformers import transformer_flux
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from diffusers.models.transformers.transformer_flux import (
+    FluxAttnProcessor,
+    FluxIPAdapterAttnProcessor,
+)
 from tiny_transformers import (
     CONFIG,
     EXACT,
@@ -293,6 +296,20 @@ class TestPreviousBackend:
         with pytest.warns(UserWarning, match="keep FluxAttnProcessor"):
             predict(model)
         assert kinds(model) == {"FluxAttnProcessor"}
+
+    @feature("IP-Adapter of Flux")
+    def test_an_ip_adapter_runs_beside_avq(self):
+        """Catches a report of its keys' attention in place of the layer's own."""
+        model = flux_transformer()
+        torch.manual_seed(3)
+        processor = FluxIPAdapterAttnProcessor(128, 32)
+        model.transformer_blocks[0].attn.set_processor(processor)
+        embeddings = {"ip_hidden_states": [torch.randn(2, 4, 32)]}
+        exact = predict(model, joint_attention_kwargs=embeddings)
+        close = predict(apply_avq(model, EXACT), joint_attention_kwargs=embeddings)
+        assert (close - exact).norm() < 1e-5 * exact.norm()
+        assert calls(model)[0] == {"AVQ": 1, "other keys than queries": 1}
+        assert {row.runs for row in summary(model).rows} == {"AVQ (torch backend)"}
 
     def test_one_processor_on_all_layers(self):
         """Catches AVQ that stays on a processor which two layers share."""

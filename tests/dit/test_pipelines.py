@@ -1,9 +1,12 @@
 """Pipelines with a transformer, and what users switch on beside AVQ."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from checks import differ, kinds
 from diffusers import (
+    FluxControlNetModel,
     FluxImg2ImgPipeline,
     StableDiffusion3ControlNetPipeline,
     StableDiffusion3Img2ImgPipeline,
@@ -11,12 +14,15 @@ from diffusers import (
     StableDiffusion3PAGPipeline,
 )
 from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tiny_transformers import (
     CONFIG,
     EXACT,
+    choosy,
     draw,
     flux_pipe,
+    flux_transformer,
+    inputs,
     predict,
     sd3_pipe,
     sd3_transformer,
@@ -200,6 +206,61 @@ def test_controlnet():
             torch.nn.init.normal_(weight, std=0.1)
     pipe = sd3_pipe(StableDiffusion3ControlNetPipeline, controlnet=controlnet)
     check_close(pipe, control_image=torch.rand(1, 3, 32, 48))
+
+
+@feature("ControlNet of Flux")
+def test_flux_controlnet():
+    torch.manual_seed(1)
+    controlnet = choosy(FluxControlNetModel.from_config(flux_transformer().config))
+    for name, weight in controlnet.named_parameters():
+        if name.startswith("controlnet_"):
+            torch.nn.init.normal_(weight, std=0.1)
+    model = flux_transformer()
+    arguments = inputs(model)
+
+    def run():
+        residuals, single = controlnet(
+            **arguments, controlnet_cond=torch.ones(2, 96, 4), return_dict=False
+        )
+        return predict(
+            model,
+            controlnet_block_samples=residuals,
+            controlnet_single_block_samples=single,
+        )
+
+    with torch.no_grad():
+        exact = run()
+        apply_avq(model, EXACT)
+        apply_avq(controlnet, EXACT)
+        close = run()
+    assert differ(exact, predict(model))
+    assert (close - exact).norm() < 1e-5 * exact.norm()
+    assert kinds(controlnet) == {"AVQ"}
+
+
+@feature("transformers in several threads")
+@pytest.mark.parametrize("make", [sd3_transformer, flux_transformer])
+def test_threads(make):
+    """Catches the grid, or the layer, of another thread's call."""
+    model = apply_avq(make(), CONFIG)
+    sizes = [(8, 12), (6, 10), (4, 4), (10, 6)]
+    expected = [predict(model, *size) for size in sizes]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            found = threads.map(lambda size: predict(model, *size), sizes)
+            assert all(map(torch.equal, found, expected))
+
+
+@feature("PEFT model of a transformer")
+def test_peft_model():
+    model = sd3_transformer()
+    wrapped = get_peft_model(model, LORA)
+    exact = predict(model)
+    apply_avq(wrapped, EXACT)
+    assert (predict(model) - exact).norm() < 1e-5 * exact.norm()
+    assert summary(wrapped).rows[0].name == "transformer_blocks.0.attn"
+    remove_avq(wrapped)
+    assert torch.equal(predict(model), exact)
 
 
 def test_two_transformers():

@@ -16,7 +16,7 @@ from avq_diffusers import scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
 from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
-from eval.commands.stored import draw
+from eval.commands.stored import PLOTS, draw
 from eval.methods import EXACT, NO_ATTENTION, TOME, attention_method, prepare_methods
 from eval.quality import scene_runs, scenes
 from eval.quality.compare import compare_sheet
@@ -528,8 +528,7 @@ class TestDraw:
             ('{"command": "python -m distill --config x"}', "is not a result of python -m eval"),
             (
                 '{"command": "python -m eval scenes --x"}',
-                "plots are those of bench kernels, bench unet, errors, analyse, keys, training, "
-                "table, but .* is a result of scenes",
+                f"plots are those of {', '.join(PLOTS)}, but .* is a result of scenes",
             ),
             ('{"command": "python -m eval coco score x"}', "is a result of coco score"),
         ],

@@ -94,3 +94,49 @@ def test_command_and_its_errors(path, monkeypatch, capsys, tmp_path):
             main()
         assert error.value.code == 2
         assert message in capsys.readouterr().err
+
+
+ANALYSES = {
+    "attention": "M4P2C2",
+    "metric": "top1",
+    "environment": {"device": "a GPU"},
+    "rows": [
+        {"analysis": "elastic", "num_refined": 1, "score": 70.0, "capture": 0.4},
+        {"analysis": "importance", "num_refined": 1, "exact": 0.4, "tiled": 0.3, "best": 0.5},
+        {"analysis": "order", "order": "gilbert", "query_tile": 64, "score": 71.0},
+        {"analysis": "order", "order": "gilbert", "query_tile": 32, "score": 72.0},
+        *(
+            {
+                "analysis": "layers",
+                "layer": layer,
+                "head": head,
+                "capture": 0.2 + layer + head,
+                "commitment": 3.0,
+                "active_ratio": 1.0,
+            }
+            for layer in range(2)
+            for head in range(2)
+        ),
+    ],
+}
+
+
+def test_analyses(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "run" / "analyses.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(ANALYSES))
+    run_command(monkeypatch, "vision", "analyses", path, "--output", tmp_path)
+    printed = capsys.readouterr().out
+    assert "| 1 | 70.00 | 0.400 |" in printed
+    assert "| query order: top-1, % | tile 32 | tile 64 |" in printed
+    assert "| gilbert | 72.00 | 71.00 |" in printed
+    assert "| 1 | 0.300 | 0.400 | 0.500 |" in printed
+    assert "| 1 | 1.700 | 3.000 | 1.000 |" in printed
+    result = json.loads((tmp_path / "vision_analyses_run.json").read_text())
+    assert result["run"] == {"device": "a GPU"}
+    assert (tmp_path / "vision_analyses_run.png").is_file()
+    path.write_text("[]")
+    monkeypatch.setattr("sys.argv", ["eval", "vision", "analyses", str(path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "is no file of python -m distill.vision analyse" in capsys.readouterr().err

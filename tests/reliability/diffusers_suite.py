@@ -49,6 +49,7 @@ TRANSFORMERS = (
 EVERY_KEY = AVQConfig(4, 2, 4, exact_keys=2**20)
 NUM_REFINED = 16
 TINY_CLIP = ("hf-internal-testing/tiny-random-clip", "peft-internal-testing/tiny-clip-text-2")
+TINY_T5 = ("hf-internal-testing/tiny-random-t5",)
 TINY_TEXT_ENCODER = {
     **{"vocab_size": 1000, "hidden_size": 32, "intermediate_size": 37, "projection_dim": 32},
     **{"num_hidden_layers": 5, "num_attention_heads": 4},
@@ -74,29 +75,35 @@ def pytest_configure(config) -> None:
 
 
 def stand_in_for_hub() -> None:
-    """Serve the Hub's tiny CLIP, which nearly every pipeline test loads, without the Hub."""
-    load_tokenizer = transformers.CLIPTokenizer.from_pretrained
+    """Serve the Hub's tiny CLIP and T5, which nearly every pipeline test loads, without the Hub."""
+    load_tokenizer = transformers.CLIPTokenizer.from_pretrained.__func__
 
     def tokenizer(cls):
-        return load_tokenizer(MINI_SD, subfolder="tokenizer")
+        return load_tokenizer(transformers.CLIPTokenizer, MINI_SD, subfolder="tokenizer")
 
     def text_encoder(cls):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return cls(transformers.CLIPTextConfig(**TINY_TEXT_ENCODER)).eval()
 
-    def replace(cls: type, stand_in: Callable) -> None:
+    def t5_config(cls):
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 5, "num_heads": 4}
+        return transformers.T5Config(vocab_size=1000, **sizes)
+
+    def replace(cls: type, stand_in: Callable, names: tuple[str, ...] = TINY_CLIP) -> None:
         load = cls.from_pretrained.__func__
 
         @functools.wraps(load)
         def from_pretrained(cls, name, *args, **kwargs):
-            return stand_in(cls) if name in TINY_CLIP else load(cls, name, *args, **kwargs)
+            return stand_in(cls) if name in names else load(cls, name, *args, **kwargs)
 
         cls.from_pretrained = classmethod(from_pretrained)
 
     replace(transformers.CLIPTokenizer, tokenizer)
     replace(transformers.CLIPTextModel, text_encoder)
     replace(transformers.CLIPTextModelWithProjection, text_encoder)
+    replace(transformers.AutoConfig, t5_config, TINY_T5)
+    replace(transformers.AutoTokenizer, tokenizer, TINY_T5)
 
 
 def every_key_attention(
