@@ -21,7 +21,6 @@ from eval.commands.options import (
     calibration_prompts,
     command_line,
     load_any_pipeline,
-    load_pipeline,
     result_name,
 )
 from eval.commands.stored import draw
@@ -117,7 +116,7 @@ def tolerance_command(
 
     numbers = numbers_of("--levels", levels)
     limits = tolerances_of("--tolerances", tolerances)
-    pipe = load_pipeline(model, device)
+    pipe = load_any_pipeline(model, device)
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
     rows = measure_tolerances(
         pipe,
