@@ -1,8 +1,8 @@
 """Data sets for vision models: the shapes of scenes over real photographs, with known labels.
 
-The objects of a scene lie over a piece of a photograph. Each group keeps the colour and texture of
-the scene, or is cut out of another photograph. Validation images have photographs and scenes of
-their own.
+The objects of scenes lie over a piece of a photograph, in segmentation those of three scenes, which
+hide each other in part. Each group keeps the colour and texture of its scene, or is cut out of
+another photograph. Validation images have photographs and scenes of their own.
 
 segmentation    as ADE20K: `images/{training,validation}/NAME.jpg` and label maps
                 `annotations/{training,validation}/NAME.png`. Label i is the i-th of `LABELS`;
@@ -10,7 +10,7 @@ segmentation    as ADE20K: `images/{training,validation}/NAME.jpg` and label map
 classification  as ImageNet: `{train,val}/CLASS/NAME.jpg`. The class is the shape of most objects.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from itertools import islice
@@ -36,6 +36,7 @@ SPLITS = {
 }
 IMAGENET_SPLITS = {"training": "train", "validation": "val"}
 SEEDS_PER_SET = 1_000_000
+SCENES_PER_IMAGE = 3  # of segmentation
 SMALLEST_PIECE = 0.4  # of the shorter side of a photograph
 QUALITY = 92
 
@@ -78,9 +79,9 @@ def write_data_set(
 
 
 def compose_over_photograph(
-    scene: Scene, size: int, seed: int, photographs: tuple[str, ...]
+    scenes: Sequence[Scene], size: int, seed: int, photographs: tuple[str, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The objects of a scene over a photograph.
+    """The objects of scenes over a photograph, those of later scenes in front.
 
     Returns:
         uint8 RGB (size, size, 3), and uint8 labels (size, size) as in the module's description.
@@ -89,19 +90,20 @@ def compose_over_photograph(
     names = rng.permutation(photographs)
     image = _piece(str(names[0]), size, rng).astype(np.uint16)
     labels = np.full((size, size), len(LABELS), np.uint8)
-    painted = render(scene, size)
-    for group, boxes in zip(scene.groups, scene.boxes, strict=True):
-        mask = shape_mask(group.shape, SIZES[group.size] * size // IMAGE_SIZE)
-        filling = painted
-        if rng.random() < 0.5:
-            filling = _piece(str(names[1]), size, rng)
-        for box in boxes:
-            left, top, side = (length * size // IMAGE_SIZE for length in box)
-            place = slice(top, top + side), slice(left, left + side)
-            image[place] = (image[place] * (256 - mask) + filling[place] * mask) >> 8
-            inside = mask[..., 0]
-            labels[place][inside > 0] = 0
-            labels[place][inside == 256] = 1 + SHAPES.index(group.shape)
+    for scene in scenes:
+        painted = render(scene, size)
+        for group, boxes in zip(scene.groups, scene.boxes, strict=True):
+            mask = shape_mask(group.shape, SIZES[group.size] * size // IMAGE_SIZE)
+            filling = painted
+            if rng.random() < 0.5:
+                filling = _piece(str(rng.choice(names[1:])), size, rng)
+            for box in boxes:
+                left, top, side = (length * size // IMAGE_SIZE for length in box)
+                place = slice(top, top + side), slice(left, left + side)
+                image[place] = (image[place] * (256 - mask) + filling[place] * mask) >> 8
+                inside = mask[..., 0]
+                labels[place][inside > 0] = 0
+                labels[place][inside == 256] = 1 + SHAPES.index(group.shape)
     return image.astype(np.uint8), labels
 
 
@@ -120,14 +122,16 @@ def _seeds_with_majority(first: int) -> Iterator[int]:
 
 
 def _write_segmented(folder: Path, size: int, split: str, seed: int) -> None:
-    image, labels = compose_over_photograph(sample_scene(seed), size, seed, SPLITS[split][1])
+    step = SEEDS_PER_SET // SCENES_PER_IMAGE
+    scenes = [sample_scene(seed + i * step) for i in range(SCENES_PER_IMAGE)]
+    image, labels = compose_over_photograph(scenes, size, seed, SPLITS[split][1])
     _save(folder / "images" / split / f"scene_{seed:08d}.jpg", image)
     _save(folder / "annotations" / split / f"scene_{seed:08d}.png", labels)
 
 
 def _write_classified(folder: Path, size: int, split: str, seed: int) -> None:
     scene = sample_scene(seed)
-    image, _ = compose_over_photograph(scene, size, seed, SPLITS[split][1])
+    image, _ = compose_over_photograph([scene], size, seed, SPLITS[split][1])
     place = folder / IMAGENET_SPLITS[split] / str(majority_shape(scene))
     _save(place / f"scene_{seed:08d}.jpg", image)
 

@@ -44,8 +44,8 @@ def test_sets_are_repeatable_and_splits_differ(tmp_path, task):
 def test_labels_are_where_the_objects_are():
     """Catches labels of other boxes, shapes or sides."""
     scene = sample_scene(5)
-    image, labels = compose_over_photograph(scene, 256, 5, ("a", "bb"))
-    other, _ = compose_over_photograph(scene, 256, 6, ("a", "bb"))
+    image, labels = compose_over_photograph([scene], 256, 5, ("a", "bb"))
+    other, _ = compose_over_photograph([scene], 256, 6, ("a", "bb"))
     assert image.shape == (256, 256, 3)
     assert (image != other).any()
     shapes = {1 + SHAPES.index(group.shape) for group in scene.groups}
