@@ -96,6 +96,34 @@ class TestPipelines:
         check_close(pipe)
 
 
+@pytest.mark.gpu
+class TestOnGPU:
+    @pytest.mark.parametrize("make", PIPES)
+    def test_kernels(self, make):
+        """Catches kernels that are not what runs, and sinks that they miss."""
+        pipe = make().to("cuda", torch.bfloat16)
+        exact = draw(pipe).float()
+        close = draw(apply_avq(pipe, EXACT, route="always")).float()
+        assert {row.runs for row in summary(pipe).rows} == {"AVQ (triton backend)"}
+        assert (close - exact).norm() < 5e-2 * exact.norm()
+        coarse = draw(apply_avq(pipe, CONFIG, route="always")).float()
+        assert (coarse - exact).norm() > (close - exact).norm()
+
+    @feature("offload of transformers")
+    @pytest.mark.parametrize("make", PIPES)
+    @pytest.mark.parametrize(
+        "offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"]
+    )
+    def test_offload(self, make, offload):
+        """Catches an order on the device that a layer has left."""
+        pipe = make()
+        getattr(pipe, offload)()
+        exact = draw(pipe)
+        close = draw(apply_avq(pipe, EXACT, route="always"))
+        assert kinds(pipe) == {"AVQ"}
+        assert (close - exact).norm() < 1e-2 * exact.norm()
+
+
 @feature("img2img of SD3")
 def test_img2img():
     pipe = sd3_pipe(StableDiffusion3Img2ImgPipeline)
