@@ -38,7 +38,8 @@ class AVQConfig:
         num_refined: parents refined per query tile, the paper's P; at most `num_parents`.
         query_tile: consecutive queries (in `query_order`) that share one choice of parents.
         query_order: `"gilbert"`, `"raster"` or `"random"` order of the tokens of the grid.
-        levels: UNet levels whose self-attention is replaced; 0 is the highest resolution.
+        levels: UNet levels whose self-attention is replaced; 0 is the highest resolution, and all
+            of a transformer.
         exact: layers at these levels that keep exact attention: names of layers, or of modules
             such as `"up_blocks.1"` for all layers in them. `measure_sensitivity` finds the layers
             that change the output most.

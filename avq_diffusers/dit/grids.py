@@ -43,10 +43,10 @@ def _hidden_states(arguments: Mapping[str, Any]) -> Tensor:
 def _latents(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Grid:
     """SD3 and Wan: latents (B, C, h, w) or (B, C, t, h, w), cut into patches."""
     sizes = arguments["hidden_states"].shape[2:]
-    if len(sizes) < 2:
-        return NO_GRID
-    patch = config["patch_size"]
+    patch = config.get("patch_size", ())
     patches = [patch] * len(sizes) if isinstance(patch, int) else patch
+    if len(sizes) < 2 or len(patches) != len(sizes):
+        return NO_GRID
     return tuple(size // patch for size, patch in zip(sizes, patches, strict=True))
 
 

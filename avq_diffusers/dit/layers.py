@@ -117,8 +117,12 @@ def _layers(model: ModelMixin, family: Family) -> list[TransformerLayer]:
 
 
 def _is_dispatched(name: str, attn: nn.Module) -> bool:
-    return name.rpartition(".")[2] in SELF_ATTENTION and hasattr(
-        getattr(attn, "processor", None), "_attention_backend"
+    processor = getattr(attn, "processor", None)
+    return (
+        name.rpartition(".")[2] in SELF_ATTENTION
+        and hasattr(processor, "_attention_backend")
+        and hasattr(attn, "heads")
+        and hasattr(attn, "inner_dim")
     )
 
 

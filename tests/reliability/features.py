@@ -63,15 +63,9 @@ GROUPS = {
     ),
     "Transformers, tiny": (
         *("SD3", "Flux", "Flux2", "Qwen-Image", "Z-Image", "Wan", "LTX"),
-        *(
-            "img2img of SD3",
-            "inpainting of SD3",
-            "img2img of Flux",
-            "ControlNet of SD3",
-            "ControlNet of Flux",
-        ),
-        *("skip-layer guidance of SD3", "PAG of SD3 (runs exact)", "IP-Adapter of SD3 (kept)"),
-        "IP-Adapter of Flux",
+        *("img2img of SD3", "inpainting of SD3", "img2img of Flux"),
+        *("ControlNet of SD3", "ControlNet of Flux", "skip-layer guidance of SD3"),
+        *("PAG of SD3 (runs exact)", "IP-Adapter of SD3 (kept)", "IP-Adapter of Flux"),
         *("other processors of SD3 (kept)", "LoRA of transformers", "offload of transformers"),
         *("layerwise casting of transformers", "first-block cache of Flux"),
         *("gradient checkpointing of SD3", "gradient checkpointing of Flux"),
