@@ -116,10 +116,12 @@ class DistillConfig:
         seed: seed of all random numbers.
         attention: `"avq"`, `"linfusion"` for LinFusion's linear attention, or `"exact"`, a control
             that exports nothing.
-        avq: codebook sizes, and the `levels` whose self-attentions are replaced.
+        avq: sizes, and the `levels` whose self-attentions are replaced. `codewords: stored` trains
+            codebooks; `codewords: means` takes the codewords from the keys of each call, so that
+            only the projections are trained.
         data: images and captions.
         objective: losses.
-        codebooks: start and updates of the codebooks.
+        codebooks: start and updates of the codebooks; None with `codewords: means`.
         steps: number of optimizer steps.
         batch_size: images per step, over all micro-batches and processes.
         micro_batch_size: images per forward pass of one process.
@@ -148,7 +150,7 @@ class DistillConfig:
     avq: AVQConfig
     data: DataConfig
     objective: ObjectiveConfig
-    codebooks: CodebookConfig
+    codebooks: CodebookConfig | None
     steps: int
     batch_size: int
     micro_batch_size: int
@@ -174,16 +176,35 @@ class DistillConfig:
         check_seed(self)
         check_at_least(self, 0, "warmup_steps")
         check_positive(self, "max_grad_norm")
-        if self.avq.codewords != "stored" or self.avq.num_updates:
-            raise ValueError(
-                "avq must have codewords: stored and num_updates: 0, because training learns the "
-                "codewords."
-            )
+        self._check_codewords()
         check_finite(self, "learning_rate", "weight_decay")
         if self.image_size % 8 or self.image_size < 8:
             raise ValueError(f"image_size must be a multiple of 8, but got {self.image_size}.")
         check_one_of(self, "precision", PRECISIONS)
         check_one_of(self, "schedule", SCHEDULES)
+
+    def _check_codewords(self) -> None:
+        if self.avq.codewords == "stored":
+            if self.avq.num_updates or self.codebooks is None:
+                raise ValueError(
+                    "with avq.codewords: stored, training learns the codewords; set codebooks, and "
+                    "avq.num_updates to 0."
+                )
+            return
+        unused = {
+            "codebooks": self.codebooks is not None,
+            "avq.key_norm": self.avq.key_norm,
+            "objective.commitment_weight": self.objective.commitment_weight != 0,
+            "objective.full_spawning": self.objective.full_spawning,
+            "objective.project_children": self.objective.project_children,
+            "objective.diveq": self.objective.diveq,
+        }
+        if any(unused.values()):
+            raise ValueError(
+                f"with avq.codewords: means there is no codebook to train; set "
+                f"{', '.join(name for name, is_set in unused.items() if is_set)} to null, false or "
+                f"0."
+            )
 
     def accumulation(self, num_processes: int) -> int:
         """Return the number of micro-batches per process and step.

@@ -52,8 +52,9 @@ def train(run: Run, config_name: str) -> None:
         while run.step < config.steps:
             with report_dead_workers():
                 losses = train_step(run.model, run.batches, run.optimizer, config, accelerator)
-            decay = update_codebooks(objective, config, run.step)
-            learning_rate = run.schedule.get_last_lr()[0]
+            rates = {"learning_rate": run.schedule.get_last_lr()[0]}
+            if config.codebooks is not None:
+                rates["decay"] = update_codebooks(objective, config, run.step)
             run.schedule.step()
             run.step += 1
             totals = {name: totals.get(name, 0) + value for name, value in losses.items()}
@@ -76,8 +77,7 @@ def train(run: Run, config_name: str) -> None:
                     run.step,
                     samples=run.step * config.batch_size,
                     samples_per_second=speed,
-                    learning_rate=learning_rate,
-                    decay=decay,
+                    **rates,
                     **means,
                     **layer_metrics(objective),
                 )

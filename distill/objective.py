@@ -1,5 +1,7 @@
 """`Objective`: the losses of distillation, and the codebooks that learn from the keys.
 
+Students with own codewords have no codebooks and no commitment loss.
+
     loss = noise_weight noise + output_weight output
          + feature_weight feature + commitment_weight commitment
 
@@ -27,7 +29,7 @@ from avq_diffusers.codebook.ema import batch_statistics
 from avq_diffusers.codebook.kmeans import fit_codebook
 from distill.config import ObjectiveConfig
 from distill.quantizer import Quantizer
-from distill.student import AVQSelfAttention, make_student, tuned_parameters
+from distill.student import StoredSelfAttention, make_student, tuned_parameters
 
 Batch = Mapping[str, Tensor]
 
@@ -41,12 +43,12 @@ class Objective(nn.Module):
     Args:
         teacher: UNet, frozen and converted here. The student starts from copies of its replaced
             self-attentions and shares all other tensors.
-        config: levels to replace, and the sizes of their codebooks.
+        config: levels to replace, and sizes. `codewords="means"` is for own codewords.
         settings: weights of the losses, and what is trained. With `diveq`, the names of the
             codewords as parameters end in `_codewords`, and forward passes in training mode use
             torch's global generators.
         attention: `"avq"`, `"linfusion"` for LinFusion's linear attention, or `"exact"` for the
-            teacher's own. Only AVQ has codebooks.
+            teacher's own. Only AVQ with stored codewords has codebooks.
         teacher_dtype: dtype of the teacher and of the student's frozen weights, with and without
             autocast. None keeps that of the teacher. The trained weights are float32.
 
@@ -85,10 +87,10 @@ class Objective(nn.Module):
         }
 
     @property
-    def processors(self) -> dict[str, AVQSelfAttention]:
-        """The AVQ processors by layer name."""
+    def processors(self) -> dict[str, StoredSelfAttention]:
+        """The processors with codebooks by layer name."""
         pairs = zip(self.names, (attn.processor for attn in self.layers), strict=True)
-        return {name: found for name, found in pairs if isinstance(found, AVQSelfAttention)}
+        return {name: found for name, found in pairs if isinstance(found, StoredSelfAttention)}
 
     @property
     def quantizers(self) -> dict[str, Quantizer]:
@@ -205,7 +207,7 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def codebooks(self) -> dict[str, Codebook]:
-        """Return copies of the codebooks by layer name."""
+        """Return copies of the codebooks by layer name; empty for own codewords."""
         return {
             name: Codebook(*(x.clone() for x in vars(quantizer.codebook()).values()))
             for name, quantizer in self.quantizers.items()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from avq_diffusers import AVQConfig, avq_attention, select_layers
 from avq_diffusers.attention.diagnostics import capture
 from avq_diffusers.attention.orders import query_order
+from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from distill.config import ObjectiveConfig
 from distill.quantizer import Quantizer
@@ -52,10 +53,51 @@ class ExactSelfAttention(nn.Module):
 
 
 class AVQSelfAttention(ExactSelfAttention):
+    """AVQ attention with codewords from its own keys, of cost linear in N.
+
+    Args:
+        config: configuration of this layer, with its overrides resolved.
+    """
+
+    def __init__(self, config: AVQConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.query_order: Tensor | None = None
+
+    def pre_forward(self, transformer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Set the query order from the input (B, C, h, w) of the transformer."""
+        height, width = inputs[0].shape[-2:]
+        self.query_order = query_order(height, width, self.config.query_order, inputs[0].device)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.avq_attention(query, key, value, None)
+
+    def avq_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, codebook: Codebook | None
+    ) -> Tensor:
+        """Return `avq_attention` with the configuration of this layer."""
+        config = self.config
+        return avq_attention(
+            query,
+            key,
+            value,
+            codebook,
+            num_parents=config.num_parents,
+            num_children=config.num_children,
+            num_refined=config.num_refined,
+            codewords=config.codewords,
+            num_updates=config.num_updates,
+            exact_keys=config.exact_keys,
+            query_tile=config.query_tile,
+            query_order=self.query_order,
+            importance_tile=config.importance_tile,
+        )
+
+
+class StoredSelfAttention(AVQSelfAttention):
     """AVQ attention with a codebook that learns from the keys.
 
-    With `full_spawning` it is exact attention over quantized keys. Otherwise it is `avq_attention`,
-    whose cost is linear in N.
+    With `full_spawning` it is exact attention over quantized keys.
 
     Args:
         num_heads: H.
@@ -71,8 +113,7 @@ class AVQSelfAttention(ExactSelfAttention):
         config: AVQConfig,
         settings: ObjectiveConfig,
     ) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.full_spawning = settings.full_spawning
         self.key_norm = nn.LayerNorm(head_dim) if config.key_norm else nn.Identity()
         self.quantizer = Quantizer(
@@ -82,14 +123,8 @@ class AVQSelfAttention(ExactSelfAttention):
             constrain=settings.project_children,
             diveq=settings.diveq,
         )
-        self.query_order: Tensor | None = None
         # Arguments of `capture` for one image of the last batch.
         self.sample: dict[str, Tensor] = {}
-
-    def pre_forward(self, transformer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Set the query order from the input (B, C, h, w) of the transformer."""
-        height, width = inputs[0].shape[-2:]
-        self.query_order = query_order(height, width, self.config.query_order, inputs[0].device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         leaves = self.quantizer(self.key_norm(key.float()))
@@ -102,18 +137,8 @@ class AVQSelfAttention(ExactSelfAttention):
         if self.full_spawning:
             key = self.quantizer.quantized_key(leaves).to(query.dtype)
             return F.scaled_dot_product_attention(query, key, value)
-        return avq_attention(
-            query,
-            leaves.key.to(query.dtype),
-            value,
-            self.quantizer.codebook(),
-            num_refined=self.config.num_refined,
-            codewords="stored",
-            exact_keys=self.config.exact_keys,
-            query_tile=self.config.query_tile,
-            query_order=self.query_order,
-            importance_tile=self.config.importance_tile,
-        )
+        key = leaves.key.to(query.dtype)
+        return self.avq_attention(query, key, value, self.quantizer.codebook())
 
     @torch.no_grad()
     def diagnostics(self) -> dict[str, Tensor]:
@@ -173,11 +198,11 @@ def make_student(
     student = copy.deepcopy(teacher, {**shared, **trained})
     for layer in select_layers(student, config.levels, config.exact):
         if attention == "avq":
-            processor = AVQSelfAttention(
-                layer.num_heads,
-                layer.head_dim,
-                config.for_layer(layer.name, layer.level),
-                settings,
+            of_layer = config.for_layer(layer.name, layer.level)
+            processor = (
+                AVQSelfAttention(of_layer)
+                if config.codewords == "means"
+                else StoredSelfAttention(layer.num_heads, layer.head_dim, of_layer, settings)
             )
             layer.transformer.register_forward_pre_hook(processor.pre_forward)
         elif attention == "linfusion":

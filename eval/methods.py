@@ -212,8 +212,9 @@ class Method:
     Attributes:
         name: see `parse_method`.
         levels: UNet levels that change.
-        codebooks: calibrated or loaded ones; None for methods without.
-        own: sizes of the codewords that come from the keys of each call; None for other methods.
+        codebooks: calibrated or loaded ones, also those of own codewords with trained projections;
+            None for methods without.
+        own: sizes of own codewords without training; None for other methods.
         num_refined: parents refined per query tile, instead of the codebooks' own number.
         linfusion: processors of LinFusion layers by layer name.
         sha256: digest of the folder that the method was loaded from.
@@ -259,6 +260,11 @@ class Method:
         return [replace(config, num_refined=self.num_refined) for config in configs]
 
     @property
+    def has_own_codewords(self) -> bool:
+        """Whether the codewords are keys of each call, with trained projections or without."""
+        return self.own is not None or (self.codebooks is not None and self.codebooks.own_codewords)
+
+    @property
     def unusual_fields(self) -> dict[str, Any]:
         """Fields that change the computation, are not the default, and are missing from `facts`."""
         if self.codebooks is None:
@@ -288,7 +294,7 @@ class Method:
         configs = self.layer_configs
         labels = [LINFUSION_CONFIG] if self.linfusion is not None else []
         if configs:
-            is_own = self.own is not None
+            is_own = self.has_own_codewords
             labels += dict.fromkeys(config_label(config, own=is_own) for config in configs)
             labels += exact_labels(self.own or self.codebooks.avq_config)
         effective = [config.effective_codewords for config in configs]

@@ -243,6 +243,13 @@ def random_changes(unet, config: AVQConfig = CONFIG) -> dict[str, dict[str, Tens
     return changes
 
 
+def own_codebooks(unet, config: AVQConfig = CONFIG, **facts) -> AVQCodebooks:
+    """`random_changes` for own codewords."""
+    config = replace(config, codewords="means")
+    changes = random_changes(unet, config)
+    return AVQCodebooks.from_codebooks(config, None, unet, projection_changes=changes, **facts)
+
+
 def tuned_codebooks(unet, config: AVQConfig = CONFIG, **arguments) -> AVQCodebooks:
     """`random_codebooks` with `random_changes`."""
     return random_codebooks(

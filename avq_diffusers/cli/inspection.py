@@ -21,8 +21,9 @@ METRICS = ("quantization_error", "capture", "active_ratio")
 def print_codebooks(codebooks: AVQCodebooks) -> None:
     """Print sizes, spread of the codewords and metrics of calibration or training, by layer."""
     metrics, labels = _metrics(codebooks), _labels(codebooks)
+    kind = "own codewords" if codebooks.own_codewords else "codebooks"
     table = Table(
-        title=f"{codebooks.avq_config} codebooks of {codebooks.config['base_model']}",
+        title=f"{codebooks.avq_config} {kind} of {codebooks.config['base_model']}",
         caption="spread: children about their parent; error: of quantization, in key variances;\n"
         "capture: attention on refined parents; active: share of codewords in use",
         box=SIMPLE_HEAD,
@@ -37,7 +38,7 @@ def print_codebooks(codebooks: AVQCodebooks) -> None:
             str(spec.level),
             f"{spec.num_heads}x{spec.head_dim}",
             str(codebooks.layer_config(name)),
-            f"{_child_spread(codebooks.codebook(name)):.3f}",
+            _spread_cell(codebooks.codebook(name)),
             *(f"{measured[key]:.3f}" if key in measured else "-" for key in METRICS),
         )
     # rich cuts off what does not fit; a narrow terminal wraps it.
@@ -47,7 +48,7 @@ def print_codebooks(codebooks: AVQCodebooks) -> None:
 
 
 def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
-    """Plot head 0 of every layer on its principal axes, above the metrics of all layers.
+    """Plot head 0 of every stored codebook on its principal axes, above the metrics of all layers.
 
     Raises:
         OSError: `path` cannot be written; what was there stays.
@@ -64,6 +65,7 @@ def plot_codebooks(codebooks: AVQCodebooks, path: Path) -> None:
     top.suptitle(f"{codebooks.avq_config}: parents and children of head 0, principal axes")
     for axes, name in zip(top.subplots(rows, columns, squeeze=False).flat, names, strict=False):
         codebook = codebooks.codebook(name)
+        assert codebook is not None
         parents, children = _project(codebook.parents[0], codebook.children[0].flatten(0, 1))
         axes.scatter(*children.T, s=4, color="tab:red", alpha=0.6, label="children")
         axes.scatter(*parents.T, s=16, color="tab:blue", marker="s", label="parents")
@@ -101,6 +103,10 @@ def _metrics(codebooks: AVQCodebooks) -> dict[str, Mapping[str, float]]:
     if not isinstance(layers, Mapping):
         return {}
     return {name: metrics for name, metrics in layers.items() if isinstance(metrics, Mapping)}
+
+
+def _spread_cell(codebook: Codebook | None) -> str:
+    return "-" if codebook is None else f"{_child_spread(codebook):.3f}"
 
 
 def _child_spread(codebook: Codebook) -> float:

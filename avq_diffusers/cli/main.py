@@ -317,6 +317,9 @@ def inspect(
 
     loaded = load_codebooks(codebooks)
     print_codebooks(loaded)
+    if loaded.own_codewords:
+        print("no plot: the codewords are keys of each call")
+        return
     plot_codebooks(loaded, out)
     print(f"plot: {out}")
 

@@ -71,7 +71,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
     `from_codebooks`, `calibrate` and distillation build them. Distilled ones may also hold changes
     of the layers' projections: tuned minus base weights, so a fine-tune or LoRA of the base model
-    keeps its own part. All tensors are float32 parameters without gradient. `.to(device)` moves
+    keeps its own part. Distilled with own codewords, they hold these changes and no codebook. All
+    tensors are float32 parameters without gradient. `.to(device)` moves
     them in place under a UNet that uses them; `.half()` and `.to(dtype)` leave them in float32.
 
     Args:
@@ -81,12 +82,14 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         calibration: summary of the calibration; informational.
         training: summary of the distillation; informational.
         tuned: hold changes of the projections of every layer.
+        own_codewords: hold no codebooks; the codewords are keys of each call.
         sha256: digest of the tensors in the file beside config.json, set by `save_pretrained`.
         format_version: of the file.
 
     Raises:
         TypeError: `calibration` or `training` is not a mapping.
-        ValueError: the format version or a field is unknown.
+        ValueError: a field is unknown, or own codewords have stored ones, a key norm or no changes
+            of projections.
     """
 
     _keep_in_fp32_modules: ClassVar = ["codebooks"]
@@ -100,6 +103,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         calibration: Mapping[str, Any] | None = None,
         training: Mapping[str, Any] | None = None,
         tuned: bool = False,
+        own_codewords: bool = False,
         sha256: str | None = None,
         format_version: int = FORMAT_VERSION,
     ) -> None:
@@ -109,10 +113,15 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
                 raise TypeError(f"{name} must be a mapping or None, but got {summary!r}.")
         # A file without `codewords` is in the paper's form.
         self.avq_config = AVQConfig.from_dict({"codewords": "stored", **avq})
+        self.own_codewords = own_codewords
+        if own_codewords:
+            _check_own_codewords(self.avq_config, tuned)
         self.layer_specs = {spec["name"]: LayerSpec(**spec) for spec in layers}
         self.codebooks = nn.ModuleDict(
             {
-                _key(spec.name): _LayerCodebook(spec, self.layer_config(spec.name), tuned)
+                _key(spec.name): _LayerCodebook(
+                    spec, self.layer_config(spec.name), tuned=tuned, own_codewords=own_codewords
+                )
                 for spec in self.layer_specs.values()
             }
         )
@@ -122,7 +131,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
     def from_codebooks(
         cls,
         config: AVQConfig,
-        codebooks: Mapping[str, Codebook],
+        codebooks: Mapping[str, Codebook] | None,
         unet: nn.Module,
         *,
         base_model: str | None = None,
@@ -135,7 +144,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         Args:
             config: sizes and levels.
             codebooks: one `Codebook` by the name of each layer of `select_layers(unet,
-                config.levels, config.exact)`; copied.
+                config.levels, config.exact)`; copied. None for own codewords, which need changes
+                of projections.
             unet: the UNet they are for.
             base_model: name of that model.
             calibration: summary of the calibration, kept in `config.json`.
@@ -146,7 +156,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 
         Raises:
             ValueError: names or shapes do not fit the UNet and `config`, an override matches none
-                of its layers, or a tensor holds NaN or infinity.
+                of its layers, a tensor holds NaN or infinity, or own codewords have stored ones, a
+                key norm or no changes of projections.
         """
         return cls.for_layers(
             select_layers(unet, config.levels, config.exact, config.overrides),
@@ -164,20 +175,22 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         cls,
         layers: Sequence[LayerSpec],
         config: AVQConfig,
-        codebooks: Mapping[str, Codebook],
+        codebooks: Mapping[str, Codebook] | None,
         projection_changes: Mapping[str, Mapping[str, Tensor]] | None = None,
         **facts: Any,
     ) -> "AVQCodebooks":
         """Gather the codebooks of layers, as `from_codebooks`."""
-        check_names("codebooks", codebooks, [layer.name for layer in layers])
+        if codebooks is not None:
+            check_names("codebooks", codebooks, [layer.name for layer in layers])
         # By keyword: diffusers' `from_config` drops positional arguments.
         built = cls(
             avq=asdict(config),
             layers=[layer.stored for layer in layers],
             tuned=projection_changes is not None,
+            own_codewords=codebooks is None,
             **facts,
         )
-        for name, codebook in codebooks.items():
+        for name, codebook in (codebooks or {}).items():
             _copy(f"codebook of {name}", vars(codebook), vars(built.codebook(name)))
         if projection_changes is not None:
             check_names("projection_changes", projection_changes, built.layer_specs)
@@ -314,10 +327,9 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         """The `AVQConfig` of one layer, its overrides resolved."""
         return self.avq_config.for_layer(name, self.layer_specs[name].level)
 
-    def codebook(self, name: str) -> Codebook:
-        """One layer's `Codebook`; its tensors are the parameters themselves."""
-        layer = self._layer(name)
-        return Codebook(layer.parent_codewords, layer.child_codewords)
+    def codebook(self, name: str) -> Codebook | None:
+        """One layer's `Codebook`, or None; its tensors are the parameters themselves."""
+        return self._layer(name).codebook
 
     def key_norm(self, name: str) -> nn.LayerNorm | None:
         """The norm of one layer's keys, if `AVQConfig.key_norm` is set."""
@@ -345,9 +357,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
     @torch.no_grad()
     def project(self) -> "AVQCodebooks":
         """Shift every parent's children, in place, so that they average to the parent."""
-        for name in self.layer_specs:
-            codebook = self.codebook(name)
-            if codebook.num_children:
+        for codebook in map(self.codebook, self.layer_specs):
+            if codebook is not None and codebook.num_children:
                 means = codebook.children.mean(2, keepdim=True)
                 codebook.children.sub_(means - codebook.parents[:, :, None])
         return self
@@ -387,7 +398,8 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
     def _load(self, path: Path) -> None:
         loaded = load_tensors(path, self.state_dict(), self.config["sha256"])
         self.to_empty(device="cpu").load_state_dict(loaded)
-        errors = [constraint_error(self.codebook(name)).max() for name in self.layer_specs]
+        codebooks = map(self.codebook, self.layer_specs)
+        errors = [constraint_error(codebook).max() for codebook in codebooks if codebook]
         error = max(errors, default=0)
         if error > CONSTRAINT_TOLERANCE:
             warnings.warn(
@@ -400,20 +412,41 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
 class _LayerCodebook(nn.Module):
     """The parameters of one layer: parents (H, M0, D), children (H, M0, C, D), norm and changes.
 
-    The names are longer because `nn.Module` has a method `children`.
+    With own codewords there are no parents and children. The names are longer because `nn.Module`
+    has a method `children`.
     """
 
-    def __init__(self, spec: LayerSpec, config: AVQConfig, tuned: bool) -> None:
+    def __init__(
+        self, spec: LayerSpec, config: AVQConfig, *, tuned: bool, own_codewords: bool
+    ) -> None:
         super().__init__()
-        shape = (spec.num_heads, config.num_parents, spec.head_dim)
-        parents = torch.zeros(shape, dtype=torch.float32)
-        children = parents[:, :, None].repeat(1, 1, config.num_children, 1)
-        self.parent_codewords = nn.Parameter(parents, requires_grad=False)
-        self.child_codewords = nn.Parameter(children, requires_grad=False)
+        self.parent_codewords = self.child_codewords = None
+        if not own_codewords:
+            shape = (spec.num_heads, config.num_parents, spec.head_dim)
+            parents = torch.zeros(shape, dtype=torch.float32)
+            children = parents[:, :, None].repeat(1, 1, config.num_children, 1)
+            self.parent_codewords = nn.Parameter(parents, requires_grad=False)
+            self.child_codewords = nn.Parameter(children, requires_grad=False)
         norm = nn.LayerNorm(spec.head_dim, dtype=torch.float32) if config.key_norm else None
         self.key_norm = norm
         width = spec.num_heads * spec.head_dim
         self.projection_changes = _no_changes(width) if tuned else None
+
+    @property
+    def codebook(self) -> Codebook | None:
+        if self.parent_codewords is None or self.child_codewords is None:
+            return None
+        return Codebook(self.parent_codewords, self.child_codewords)
+
+
+def _check_own_codewords(config: AVQConfig, tuned: bool) -> None:
+    for problem, is_met in (
+        (f"codewords={config.codewords!r} needs codebooks", config.codewords != "means"),
+        ("key_norm needs codebooks", config.key_norm),
+        ("without codebooks there must be projection changes", not tuned),
+    ):
+        if is_met:
+            raise ValueError(f"own codewords: {problem}.")
 
 
 def _no_changes(width: int) -> nn.ParameterDict:

@@ -234,12 +234,12 @@ class LayerState:
         """Refuse a copy of `nn.DataParallel` of the module that begins the layer's calls.
 
         Raises:
-            NotImplementedError: the layer has a codebook.
+            NotImplementedError: the layer has a codebook or changes of projections.
         """
         if getattr(module, "_is_replica", False) and self.weights.are_stored:
             raise NotImplementedError(
-                "nn.DataParallel runs one layer on several devices at once, but its codebook is on "
-                "one; use DistributedDataParallel, or AVQ without codebooks."
+                "nn.DataParallel runs one layer on several devices at once, but what codebooks "
+                "hold of it is on one; use DistributedDataParallel, or AVQ without codebooks."
             )
 
     def count(self, call: str) -> None:

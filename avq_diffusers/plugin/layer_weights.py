@@ -15,7 +15,7 @@ class LayerWeights:
     """Codebook, key norm and projection changes of one layer.
 
     On the codebooks' own device these are the stored tensors, so in-place changes to them take
-    effect. On another device they are copies. Without arguments, codewords come from the keys of
+    effect. On another device they are copies. Without a codebook, codewords come from the keys of
     each call.
 
     Attributes:
@@ -38,7 +38,7 @@ class LayerWeights:
     @property
     def are_stored(self) -> bool:
         """Whether there are tensors that must lie on the device of a call."""
-        return self.stored_codebook is not None
+        return self.stored_codebook is not None or self.stored_changes is not None
 
     def project_heads(self, attn: Attention, name: str, hidden_states: Tensor) -> Tensor:
         """Project tokens to the queries, keys or values that AVQ sees.

@@ -45,10 +45,13 @@ def export(
 def make_codebooks(
     objective: Objective, config: DistillConfig, training: Mapping[str, Any] | None = None
 ) -> AVQCodebooks:
-    """Return the current codebooks, projection changes and key norms of the student."""
+    """Return the current codebooks, projection changes and key norms of the student.
+
+    A student with own codewords has projection changes only.
+    """
     made = AVQCodebooks.from_codebooks(
         config.avq,
-        objective.codebooks(),
+        None if config.codebooks is None else objective.codebooks(),
         objective.student,
         base_model=base_model(config),
         training=training,

@@ -14,7 +14,7 @@ import torch
 from diffusers import EDMEulerScheduler, StableDiffusionPipeline
 from matplotlib.figure import Figure
 from PIL import Image
-from tiny import CONFIG, random_codebooks, sdxl_pipe, sdxl_unet, tiny_pipe
+from tiny import CONFIG, own_codebooks, random_codebooks, sdxl_pipe, sdxl_unet, tiny_pipe
 from tiny_transformers import sd3_pipe
 
 from avq_diffusers import (
@@ -506,6 +506,15 @@ def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path
     assert "M6P0C0" in output
     assert "M3P0C0" in output
     assert written() == ["flat.png"]
+
+
+def test_inspect_takes_own_codewords(avq, tmp_path):
+    own_codebooks(tiny_pipe().unet, AVQConfig(6, 2, 2)).save_pretrained(tmp_path / "own")
+    code, output = avq("inspect", str(tmp_path / "own"))
+    assert code == 0
+    assert "M6P2C2" in output
+    assert squeezed("no plot: the codewords are keys of each call") in output
+    assert written() == []
 
 
 @pytest.mark.parametrize("exact", [(), ("down_blocks.2.attentions.0.transformer_blocks.0",)])

@@ -1,6 +1,7 @@
 """Configuration files: strict keys, declared types, ranges, and the published rows."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -48,6 +49,52 @@ def test_every_row_has_its_file(prefix, row, sizes, levels):
         assert (config.steps, config.batch_size, config.learning_rate) == (50_000, 96, 1e-4)
         assert config.accumulation(8) == 1
         assert config.accumulation(1) == 8
+
+
+@pytest.mark.parametrize(
+    ("row", "stored", "sizes"),
+    [
+        ("mini_own_m32p8c8", "mini_m32p8c8", {}),
+        ("mini_own_m64p16c8", "mini_m64p16c8", {}),
+        ("mini_own_m128p32c8", "mini_m128p32c8", {}),
+        ("mini_own_m64p16c8_level1", "mini_m64p16c8_level1", {"exact": ()}),
+        ("mini_own_m64p16c8e256_level1", "mini_m64p16c8_level1", {"exact": (), "exact_keys": 256}),
+        ("sd15_own_m64p16c8", "sd15_m64p16c8", {}),
+    ],
+)
+def test_rows_of_own_codewords_train_as_their_family(row, stored, sizes):
+    """Catches another budget, other data or losses than those of the row with codebooks."""
+    own, other = (
+        load_config(CONFIGS / f"{name}.yaml", DistillConfig, []) for name in (row, stored)
+    )
+    assert own.avq == replace(other.avq, codewords="means", **sizes)
+    objective = {"commitment_weight": 0.0, "full_spawning": False, "project_children": False}
+    assert own.objective == replace(other.objective, **objective)
+    assert own == replace(other, avq=own.avq, objective=own.objective, codebooks=None)
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "message"),
+    [
+        ("m64p16c8", ["avq.num_updates=1"], "training learns the codewords; set codebooks, and"),
+        ("m64p16c8", ["codebooks=null"], "training learns the codewords; set codebooks, and"),
+        (
+            "m64p16c8",
+            ["avq.codewords=means"],
+            "no codebook to train; set codebooks, objective.commitment_weight, "
+            "objective.full_spawning, objective.project_children to null, false or 0",
+        ),
+        (
+            "own_m64p16c8",
+            ["avq.key_norm=true", "objective.diveq=true"],
+            "no codebook to train; set avq.key_norm, objective.diveq to null, false or 0",
+        ),
+    ],
+)
+def test_what_trains_codewords_is_refused_without_them(row, overrides, message):
+    """Catches settings that have no effect."""
+    with pytest.raises(ValueError, match=message):
+        load_config(CONFIGS / f"mini_{row}.yaml", DistillConfig, overrides)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,15 @@ from distill.log import log_path, reduced_means
 from distill.objective import Objective
 from distill.preview import generate, student_in
 
+OWN_CODEWORDS = {
+    "avq__codewords": "means",
+    "avq__num_updates": 1,
+    "codebooks": "null",
+    "objective__commitment_weight": 0,
+    "objective__full_spawning": "false",
+    "objective__project_children": "false",
+}
+
 
 @pytest.fixture(scope="module")
 def finished(model, tmp_path_factory):
@@ -302,6 +311,7 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
         },
         {"objective__lora_rank": 2, "avq__key_norm": "true", "objective__full_spawning": "false"},
         {"avq__num_children": 0, "avq__num_refined": 0, "data__cache": "CACHE"},
+        {"precision": "bf16", "avq__exact_keys": 8, **OWN_CODEWORDS},
     ],
 )
 def test_options_run_and_resume(model, tmp_path, settings):
@@ -314,6 +324,9 @@ def test_options_run_and_resume(model, tmp_path, settings):
     assert run(model, halves, "--resume", steps=2, checkpoint_every=1, **settings).exit_code == 0
     assert losses(halves) == losses(whole)
     assert_same(final(halves, 2), final(whole, 2))
+    exports = [AVQCodebooks.from_pretrained(path / "codebooks") for path in (whole, halves)]
+    assert_same(*({"tensors": exported.state_dict()} for exported in exports))
+    assert exports[0].own_codewords == (settings.get("codebooks") == "null")
 
 
 # Resuming

@@ -18,9 +18,11 @@ from avq_diffusers.codebook.ema import batch_statistics, derive_codebook, ema_up
 from avq_diffusers.codebook.kmeans import fit_codebook
 from distill.quantizer import Quantizer
 
-FLAT = AVQConfig(num_parents=4, num_children=0, num_refined=0, query_tile=16)
+STORED = partial(AVQConfig, codewords="stored")
+FLAT = STORED(num_parents=4, num_children=0, num_refined=0, query_tile=16)
+OWN = replace(CONFIG, codewords="means", num_updates=1, exact_keys=6)
 # One codeword per key of one 8 x 8 image: 64 keys at level 0, 16 at level 1.
-EXACT = AVQConfig(
+EXACT = STORED(
     num_parents=64,
     num_children=2,
     num_refined=64,
@@ -173,7 +175,7 @@ def test_half_precision_teacher(attention):
 @pytest.mark.parametrize("key_norm", [False, True])
 def test_statistics_are_those_of_the_keys(key_norm):
     """Catches statistics of other keys (before the norm, of the teacher) or of one batch only."""
-    config = AVQConfig(4, 2, 2, levels=(0,), key_norm=key_norm)
+    config = STORED(4, 2, 2, levels=(0,), key_norm=key_norm)
     objective = perturb(make_objective(config))
     seen = watch(attn.to_k for attn in objective.layers)
     batches = [make_batch(seed=1), make_batch(seed=2)]
@@ -281,10 +283,10 @@ def test_the_seed_is_that_of_the_sample_and_of_k_means(monkeypatch):
 
 def test_codebooks_start_from_keys_after_the_norm():
     """Catches codebooks of raw keys for a layer that normalizes them."""
-    norm = make_objective(AVQConfig(8, 2, 2, key_norm=True))
+    norm = make_objective(STORED(8, 2, 2, key_norm=True))
     for processor in norm.quantizers.values():
         assert processor.parent_codewords.norm(dim=-1).max() <= math.sqrt(8) * (1 + 1e-4)
-    raw = make_objective(AVQConfig(8, 2, 2))
+    raw = make_objective(STORED(8, 2, 2))
     largest = [p.parent_codewords.norm(dim=-1).max() for p in raw.quantizers.values()]
     assert max(largest) > math.sqrt(8)
 
@@ -293,7 +295,7 @@ def test_codebooks_must_be_started():
     objective = new_objective(tiny_unet(), CONFIG)
     assert objective(**make_batch())["loss"].isnan()
     with pytest.raises(ValueError, match="keys"):
-        new_objective(tiny_unet(), AVQConfig(300, 2, 2)).start_codebooks(
+        new_objective(tiny_unet(), STORED(300, 2, 2)).start_codebooks(
             [make_batch()], samples_per_step=4
         )
 
@@ -315,7 +317,7 @@ def test_micro_batches_add_up():
 def test_compiled_unets():
     """Catches features, keys or a grid of an earlier call."""
     plain, compiled = (
-        perturb(new_objective(small_unet(), AVQConfig(4, 2, 2, query_tile=16))) for _ in range(2)
+        perturb(new_objective(small_unet(), STORED(4, 2, 2, query_tile=16))) for _ in range(2)
     )
     graphs = []
     compiled.teacher.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
@@ -520,7 +522,7 @@ def test_without_the_constraint(tmp_path):
 def test_all_parents_at_linear_cost(monkeypatch):
     """Catches a quantized key, or a gradient, that is not that of `avq_attention`."""
     monkeypatch.setattr("avq_diffusers.attention.backward.DENSE_SPEED_CPU", 0.0)
-    config = AVQConfig(4, 2, 4, query_tile=16, levels=(0, 1))
+    config = STORED(4, 2, 4, query_tile=16, levels=(0, 1))
     runs = [perturb(make_objective(config, full_spawning=full)) for full in (True, False)]
     losses = [objective(**make_batch()) for objective in runs]
     assert_close(losses[1], losses[0])
@@ -732,11 +734,12 @@ def test_teacher_with_lora(lora_rank):
 # What is trained, and what is kept
 
 
-def test_only_the_replaced_layers_are_trained():
+@pytest.mark.parametrize("config", [CONFIG, OWN])
+def test_only_the_replaced_layers_are_trained(config):
     """Catches a frozen part that moves, is copied for nothing, or a teacher that is trained."""
     teacher = tiny_unet()
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
-    objective = make_objective(teacher=teacher)
+    objective = make_objective(config, teacher)
     expected = {
         f"{name}.{projection}"
         for name in objective.names
@@ -804,6 +807,51 @@ def test_export_is_the_student(full_spawning, key_norm, sizes):
         for parameter in objective.parameters():
             parameter.zero_()
     assert changes[objective.names[0]]["to_q.weight"].abs().max() > 0
+
+
+# Own codewords
+
+
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_own_codewords_train_projections_alone(lora_rank):
+    """Catches a quantizer that is made, saved or observed though there is no codebook."""
+    objective = new_objective(tiny_unet(), OWN, lora_rank=lora_rank)
+    assert objective(**make_batch()).keys() == {"noise", "output", "feature", "loss"}
+    assert objective.state_dict().keys() == dict(objective.named_parameters()).keys()
+    assert objective.codebooks() == objective.diagnostics() == objective.key_norms() == {}
+    first, last = train(objective, steps=5)
+    assert last["loss"] < first["loss"]
+
+
+def test_gradients_with_own_codewords_are_those_of_the_definition(monkeypatch):
+    """Catches keys, updates, exact keys or an order that the backward pass does not share with
+    `reference`, which autograd differentiates."""
+    objective = perturb(new_objective(tiny_unet(), OWN))
+    objective(**make_batch())["loss"].backward()
+    got = gradients(objective)
+    objective.zero_grad()
+    monkeypatch.setattr(
+        "distill.student.avq_attention", partial(avq_attention, backend="reference")
+    )
+    objective(**make_batch())["loss"].backward()
+    assert_close(got, gradients(objective))
+    assert all(gradient.any() for gradient in got.values())
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"query_order": "random"}, {"overrides": {"1": {"num_refined": 1}}}]
+)
+def test_export_with_own_codewords_is_the_student(sizes):
+    """Catches sizes, updates, exact keys, an order or a layer that differ from the library's."""
+    config = replace(OWN, **sizes)
+    objective = perturb(new_objective(tiny_unet(), config))
+    changes = objective.projection_changes()
+    unet = tiny_unet()
+    model = AVQCodebooks.from_codebooks(config, None, unet, projection_changes=changes)
+    unet.set_attn_processor(AVQProcessor(model, unet))
+    got, expected = unet_output(unet, make_batch()), unet_output(objective.student, make_batch())
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert (unet_output(objective.teacher, make_batch()) - expected).abs().max() > 1e-2
 
 
 def train(objective, steps=20, autocast=False):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from eval_helpers import CALIBRATION, run_command, scenes_run, score, watched
 from PIL import Image
-from tiny import draw, random_codebooks, small_unet, tiny_pipe, tiny_unet
+from tiny import draw, own_codebooks, random_codebooks, small_unet, tiny_pipe, tiny_unet
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -388,6 +388,20 @@ def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
         assert facts["origin"] == "distilled"
         assert facts["levels"] == [0, 1]
     assert method_cells(methods[1].facts()) == [f"{distilled}@P4 (M4P4C2)", "12"]
+
+
+def test_a_folder_of_own_codewords_says_so(tmp_path):
+    """Fails where a distilled row with own codewords looks like one with mean keys."""
+    pipe = tiny_pipe()
+    tuned = own_codebooks(pipe.unet, training={"steps": 1})
+    tuned.save_pretrained(tmp_path)
+    (method,) = prepare(pipe, str(tmp_path))
+    facts = method.facts()
+    assert (facts["config"], facts["origin"]) == ("M4P2C2/own", "distilled")
+    with attention_method(pipe, method):
+        drawn = draw(pipe)
+    apply_avq(pipe, tuned, route="always")
+    assert torch.equal(drawn, draw(pipe))
 
 
 def test_a_row_says_which_weights_a_folder_had(distilled, linfusion, tmp_path):

@@ -16,6 +16,7 @@ from tiny import (
     CONFIG,
     LAYER,
     motion_adapter,
+    own_codebooks,
     predict,
     random_changes,
     random_codebooks,
@@ -30,6 +31,8 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.apply import apply_avq
 from avq_diffusers.plugin.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 from avq_diffusers.plugin.layers import select_layers
+from avq_diffusers.plugin.refinement import set_num_refined
+from avq_diffusers.plugin.report import summary
 
 CHILDREN = f"codebooks.{LAYER.replace('.', '__')}.child_codewords"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -493,6 +496,64 @@ class TestFromCodebooks:
         change(parts)
         with pytest.raises(ValueError, match=message):
             AVQCodebooks.from_codebooks(replace(CONFIG, overrides=overrides), parts, unet)
+
+
+class TestOwnCodewords:
+    """Distilled with codewords of each call: changes of projections and no codebook."""
+
+    config = replace(CONFIG, codewords="means", num_updates=1, exact_keys=8)
+
+    @pytest.fixture
+    def tuned(self, unet):
+        return own_codebooks(unet, self.config)
+
+    def test_round_trip(self, tuned, tmp_path):
+        """Catches codewords in the file, changes or sizes that are lost, and codewords of zeros."""
+        tuned.save_pretrained(tmp_path)
+        assert all("projection_changes" in name for name in load_file(tmp_path / WEIGHTS))
+        loaded = AVQCodebooks.from_pretrained(tmp_path)
+        assert loaded.own_codewords
+        assert loaded.avq_config == self.config
+        assert loaded.codebook(LAYER) is None
+        assert loaded.project().state_dict().keys() == tuned.state_dict().keys()
+        for name, tensor in tuned.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor)
+
+    def test_equal_projections_changed_by_hand(self, unet, tuned):
+        """Catches changes that are dropped where there is no codebook, and other sizes."""
+        by_hand = tiny_unet()
+        with torch.no_grad():
+            for name in tuned.layer_specs:
+                for path, change in tuned.projection_changes(name).items():
+                    by_hand.get_submodule(name).get_parameter(path).add_(change)
+        apply_avq(by_hand, self.config, route="always")
+        apply_avq(unet, tuned, route="always")
+        torch.testing.assert_close(predict(unet), predict(by_hand), rtol=1e-4, atol=1e-5)
+        assert "tuned" in str(summary(unet))
+        set_num_refined(unet, 0)
+        set_num_refined(by_hand, 0)
+        torch.testing.assert_close(predict(unet), predict(by_hand), rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("config", "changes", "message"),
+        [
+            (CONFIG, {}, "own codewords: codewords='stored' needs codebooks"),
+            (replace(config, key_norm=True), {}, "own codewords: key_norm needs codebooks"),
+            (config, None, "own codewords: without codebooks there must be projection changes"),
+            (config, {}, r"projection_changes: .* is missing \(10 missing in all\)"),
+        ],
+    )
+    def test_refuses(self, unet, config, changes, message):
+        with pytest.raises(ValueError, match=message):
+            AVQCodebooks.from_codebooks(config, None, unet, projection_changes=changes)
+
+    def test_refuses_a_file_with_codewords(self, tmp_path, unet):
+        """Catches stored codewords that a changed config.json would silently drop."""
+        random_codebooks(unet, projection_changes=random_changes(unet)).save_pretrained(tmp_path)
+        avq = json.loads((tmp_path / "config.json").read_text())["avq"]
+        edit_config(tmp_path, own_codewords=True, avq={**avq, "codewords": "means"})
+        with pytest.raises(ValueError, match="codewords is unexpected"):
+            AVQCodebooks.from_pretrained(tmp_path)
 
 
 class TestProjectionChanges:

@@ -10,7 +10,16 @@ from checks import check_on_and_off, differ, kinds
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
 from peft import get_peft_model
-from tiny import CONFIG, LAYER, LORA, predict, random_codebooks, small_unet, tiny_pipe
+from tiny import (
+    CONFIG,
+    LAYER,
+    LORA,
+    own_codebooks,
+    predict,
+    random_codebooks,
+    small_unet,
+    tiny_pipe,
+)
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -134,9 +143,10 @@ def test_replicas(unet, codebooks):
         other = thread.submit(predict, second, 24, 16)
         assert torch.equal(predict(first), predict(unet))
         assert torch.equal(other.result(), predict(unet, 24, 16))
-    apply_avq(unet, codebooks)
-    with pytest.raises(NotImplementedError, match=r"^nn\.DataParallel runs one layer on several"):
-        predict(replicated(unet))
+    for stored in (codebooks, own_codebooks(unet)):
+        apply_avq(unet, stored)
+        with pytest.raises(NotImplementedError, match=r"^nn\.DataParallel runs one layer on seve"):
+            predict(replicated(unet))
 
 
 @feature("PEFT model")
