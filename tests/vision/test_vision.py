@@ -227,12 +227,13 @@ def test_kernels_run_in_the_model():
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_on_a_gpu(family):
+    """In bfloat16: features of a tiny DPT are below the range of float16."""
     model = tiny_vision(family).to("cuda")
     exact = features(model, images().cuda())
-    apply_avq(model.half(), EVERY_KEY, route="always")
-    found = features(model, images().cuda().half())
+    apply_avq(model.bfloat16(), EVERY_KEY, route="always")
+    found = features(model, images().cuda().bfloat16())
     assert {row.runs for row in summary(model).rows} == {"AVQ (triton backend)"}
-    assert (found.float() - exact).norm() < 0.02 * exact.norm()
+    assert (found.float() - exact).norm() < 0.05 * exact.norm()
 
 
 def gradient(model, *pixels, **arguments):
