@@ -108,9 +108,19 @@ def image_capture(pipe: DiffusionPipeline, request: ImageRequest) -> CaptureProf
     return measure_capture(pipe, [request.prompt], **arguments)
 
 
-def image_error(pipe: DiffusionPipeline, config: AVQConfig, request: ImageRequest) -> ErrorProfile:
-    """Measure the error of AVQ with several sizes on one image, in at most `ERROR_STEPS` steps."""
+def image_error(
+    pipe: DiffusionPipeline,
+    config: AVQConfig,
+    request: ImageRequest,
+    after_step: Callable[..., Any] | None = None,
+) -> ErrorProfile:
+    """Measure the error of AVQ with several sizes on one image, in at most `ERROR_STEPS` steps.
+
+    `after_step` is the pipeline's `callback_on_step_end`.
+    """
     arguments = _probe_arguments(pipe, request, ERROR_STEPS)
+    if after_step is not None:
+        arguments["callback_on_step_end"] = after_step
     return measure_error(pipe, [request.prompt], config, **arguments)
 
 

@@ -36,6 +36,7 @@ from avq_diffusers.plugin.refinement import refinable_parents, set_num_refined
 from avq_diffusers.plugin.report import Summary, summary
 
 LARGEST_SEED = 2**32 - 1
+MOST_CHARACTERS = 5000  # of a prompt; no text encoder reads as many, and tokenizing takes longer
 MOST_STEPS = 100
 SIZE_STEP = 64  # pixels; every Stable Diffusion UNet takes its multiples
 LARGEST_SIDE = 4  # times that of training
@@ -105,28 +106,24 @@ class SharedPipeline:
                 own = num_refined == self.default_refined
                 set_num_refined(self.pipe, self.own if own else plan)
             else:
-                set_tolerance(self.pipe, self._profile_of(request), tolerance)
+                set_tolerance(self.pipe, self._profile_of(request, on_step), tolerance)
             for state in applied_states(self.pipe).values():
                 state.calls.clear()
             return self._generate(request, on_step), summary(self.pipe)
 
-    def _profile_of(self, request: ImageRequest) -> ErrorProfile:
+    def _profile_of(self, request: ImageRequest, on_step: OnStep) -> ErrorProfile:
+        """The last profile if it is of this request, else a new one; its steps count as step 0."""
         if self.config is None:
             raise ValueError(WITHOUT_CODEBOOKS)
         if self.profile is None or self.profile[0] != request:
+            after_step = _step_callback(lambda step: on_step(0))
             with dilation(self.pipe, request):
-                self.profile = request, image_error(self.pipe, self.config, request)
+                self.profile = request, image_error(self.pipe, self.config, request, after_step)
         return self.profile[1]
 
     def _generate(self, request: ImageRequest, on_step: OnStep) -> TimedImage:
-        def after_step(
-            pipe: DiffusionPipeline, step: int, timestep: int, tensors: dict[str, Any]
-        ) -> dict[str, Any]:
-            on_step(step + 1)
-            return tensors
-
         with dilation(self.pipe, request):
-            return timed_image(self.pipe, request, after_step)
+            return timed_image(self.pipe, request, _step_callback(on_step))
 
 
 class ShownImage(NamedTuple):
@@ -137,60 +134,75 @@ class ShownImage(NamedTuple):
 
 
 class _Events:
-    """What the page does when a visitor acts. Arguments and results are the values of fields."""
+    """What the page does when a visitor acts. Arguments and results are the values of fields.
+
+    Attributes:
+        present: sessions of the visitors who asked for an image and have not left.
+    """
 
     def __init__(self, pipeline: SharedPipeline) -> None:
         self.pipeline = pipeline
+        self.present: set[str | None] = set()
 
     def generate_exact(
         self,
         shown: ShownImage | None,
-        prompt: str,
-        negative_prompt: str,
-        width: int,
-        height: int,
-        seed: int,
-        steps: int,
+        prompt: str | None,
+        negative_prompt: str | None,
+        width: float | None,
+        height: float | None,
+        seed: float | None,
+        steps: float,
         guidance: float,
         dilated: bool,
+        visitor: gr.Request,
         progress: gr.Progress = gr.Progress(),  # noqa: B008, gradio looks for it here
     ) -> list:
         """The exact image, and the other two emptied; nothing if it is shown already."""
         with _shown_errors():
-            if not prompt.strip():
+            if not prompt or not prompt.strip():
                 raise ValueError("The prompt is empty; write what the image shows.")
-            if seed is None or not 0 <= seed <= LARGEST_SEED:
-                raise ValueError(
-                    f"The seed must be a whole number from 0 to {LARGEST_SEED}, but got {seed}."
-                )
+            for name, text in (("prompt", prompt), ("negative prompt", negative_prompt or "")):
+                if len(text) > MOST_CHARACTERS:
+                    raise ValueError(
+                        f"The {name} can have {MOST_CHARACTERS} characters, but got {len(text)}."
+                    )
+            largest = LARGEST_SIDE * training_size(self.pipeline.pipe)
             request = ImageRequest(
-                prompt, negative_prompt or None, height, width, steps, guidance, seed, dilated
+                prompt,
+                negative_prompt or None,
+                _whole("height", height, 1, largest),
+                _whole("width", width, 1, largest),
+                _whole("number of steps", steps, 1, MOST_STEPS),
+                guidance,
+                _whole("seed", seed, 0, LARGEST_SEED),
+                dilated,
             )
             if shown is not None and shown.request == request:
                 return [gr.skip()] * 8
-            exact = self.pipeline.generate_exact(
-                request, lambda step: progress((step, steps), "Exact")
-            )
+            on_step = self._on_step(visitor, progress, request.steps, "Exact")
+            exact = self.pipeline.generate_exact(request, on_step)
         title = f"{EXACT}, {exact.seconds:.1f} s"
         return [ShownImage(request, exact), title, exact.image, AVQ, None, DIFFERENCE, None, ""]
 
     def generate_avq(
         self,
         shown: ShownImage | None,
-        num_refined: int,
-        tolerance: str,
+        num_refined: float,
+        tolerance: str | None,
+        visitor: gr.Request,
         progress: gr.Progress = gr.Progress(),  # noqa: B008
     ) -> list:
         """The AVQ image, its difference from the exact one, and what ran in each layer."""
         if shown is None:
             return [gr.skip()] * 5
-        steps, exact = shown.request.steps, shown.exact.image
+        exact = shown.exact.image
         with _shown_errors():
             avq, report = self.pipeline.generate_avq(
                 shown.request,
-                num_refined,
-                lambda step: progress((step, steps), "AVQ"),
-                None if tolerance == NO_TOLERANCE else float(tolerance),
+                _whole("number of refined parents", num_refined, 0, self.pipeline.most_refined),
+                self._on_step(visitor, progress, shown.request.steps, "AVQ"),
+                None if tolerance in (None, NO_TOLERANCE) else float(tolerance),
             )
         return [
             f"{AVQ}, {avq.seconds:.1f} s",
@@ -207,6 +219,24 @@ class _Events:
             width / training_size(self.pipeline.pipe),
         ) in SETTINGS
         return gr.Checkbox(interactive=True) if fits else gr.Checkbox(False, interactive=False)
+
+    def leave(self, visitor: gr.Request) -> None:
+        """Stop the work for a visitor who closed the page, at its next step."""
+        self.present.discard(visitor.session_hash)
+
+    def _on_step(
+        self, visitor: gr.Request, progress: gr.Progress, steps: int, title: str
+    ) -> OnStep:
+        """Show the progress; the function raises `gr.Error` once the visitor has left."""
+        session = visitor.session_hash
+        self.present.add(session)
+
+        def on_step(step: int) -> None:
+            if session not in self.present:
+                raise gr.Error("The visitor has left.", print_exception=False)
+            progress((step, steps), title)
+
+        return on_step
 
 
 def build_page(
@@ -244,7 +274,7 @@ def build_page(
                 with gr.Row():
                     width = gr.Dropdown(sizes, value=side, label="Width", min_width=80)
                     height = gr.Dropdown(sizes, value=side, label="Height", min_width=80)
-                seed = gr.Number(0, label="Seed", precision=0, elem_id="seed")
+                seed = gr.Number(0, label="Seed", elem_id="seed")
                 steps = gr.Slider(1, MOST_STEPS, 25, step=1, label="Steps", elem_id="steps")
                 guidance = gr.Slider(1, 20, guidance_scale, step=0.5, label="Guidance")
                 dilated = gr.Checkbox(
@@ -305,6 +335,7 @@ def build_page(
             show_progress="hidden",
             api_visibility="private",
         )
+        page.unload(events.leave)
     return page
 
 
@@ -342,6 +373,28 @@ def _image(title: str, name: str) -> tuple[gr.Markdown, gr.Image]:
             elem_id=name,
             elem_classes="image",
         )
+
+
+def _step_callback(on_step: OnStep) -> Callable[..., dict[str, Any]]:
+    """A pipeline's `callback_on_step_end`."""
+
+    def after_step(
+        pipe: DiffusionPipeline, step: int, timestep: int, tensors: dict[str, Any]
+    ) -> dict[str, Any]:
+        on_step(step + 1)
+        return tensors
+
+    return after_step
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> int:
+    """A field's value as an int; ValueError if it is none from `least` to `most`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most or value % 1:
+        raise ValueError(
+            f"The {name} must be a whole number from {least} to {most}, but got {value}."
+        )
+    return int(value)
 
 
 @contextmanager

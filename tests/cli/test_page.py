@@ -214,6 +214,15 @@ def test_a_tolerance_replaces_the_refined_parents(monkeypatch):
         for tolerance in (0.00001, 0.9, None)
     }
     assert len(runs) == 2 * (3 + 1)  # one step of measurement for each image
+    runs.clear()
+
+    def leave(step):
+        raise InterruptedError
+
+    request = ImageRequest(PROMPT, None, SIDE, SIDE, 4, 7.5, 2, False)
+    with pytest.raises(InterruptedError):
+        shared.generate_avq(request, 4, leave, 0.9)
+    assert len(runs) == 1  # the measurement stops too
     reference = tiny_pipe()
     for seed in (0, 1):
         assert np.array_equal(images[0.00001, seed], generate(reference, seed=seed))
@@ -245,6 +254,12 @@ def test_scalecrafter_runs_for_one_image(visit, reference, height, width):
         ({"prompt": "  "}, "The prompt is empty; write what the image shows."),
         ({"seed": -1}, "The seed must be a whole number from 0 to 4294967295, but got -1."),
         ({"seed": None}, "The seed must be a whole number from 0 to 4294967295, but got None."),
+        ({"seed": 1.5}, "The seed must be a whole number from 0 to 4294967295, but got 1.5."),
+        ({"steps": 2.5}, "The number of steps must be a whole number from 1 to 100, but got 2.5."),
+        ({"width": None}, "The width must be a whole number from 1 to 512, but got None."),
+        ({"height": 128.5}, "128.5"),
+        ({"prompt": "fox " * 50_000}, "The prompt can have 5000 characters, but got 200000."),
+        ({"negative_prompt": "x" * 5001}, "The negative prompt can have 5000 characters"),
         ({"width": 100}, "100"),
         ({"steps": 101}, "101"),
         ({"dilated": True}, "larger than the training size, 128, but got 128 x 128"),
@@ -260,6 +275,31 @@ def test_mistakes_are_told_and_change_nothing(visitor, changes, message):
     after = ask(SLIDER, num_refined=1)
     assert np.array_equal(pixels(after[1]), pixels(avq))
     assert after[4] == report
+    with pytest.raises(AppError, match=r"whole number from 0 to 4, but got 0\.5\."):
+        ask(SLIDER, num_refined=0.5)
+
+
+def test_the_work_for_a_visitor_who_leaves_stops(visit, site, reference):
+    """Fails where the next visitor waits for all the steps of an image that nobody sees."""
+    import httpx
+    from gradio_client import Client
+    from gradio_client.exceptions import AppError
+
+    steps = []
+    hook = site[1].unet.register_forward_pre_hook(lambda *_: (steps.append(1), time.sleep(0.05))[0])
+    gone = Client(site[0], verbose=False, analytics_enabled=False)
+    # Like a tab, a client holds this connection for as long as it is there.
+    with httpx.stream("GET", f"{site[0]}gradio_api/heartbeat/{gone.session_hash}") as tab:
+        lines = tab.iter_lines()
+        next(lines)
+        job = gone.submit(api_name=BUTTON, **FIELDS | {"steps": 100})
+        while not steps:
+            time.sleep(0.01)
+    with pytest.raises(AppError, match="The visitor has left"):
+        job.result(timeout=60)
+    assert len(steps) < 50
+    hook.remove()
+    assert np.array_equal(pixels(visit()(BUTTON, **FIELDS)[1]), generate_exact(reference))
 
 
 def test_the_page_goes_on_after_running_out_of_memory(visit, site, reference):
@@ -349,11 +389,14 @@ def browser():
 def command(saved, tmp_path):
     """The real `avq app` in its own process; its address."""
     avq = [str(Path(sys.executable).parent / "avq"), "app", *saved, "--device", "cpu"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "GRADIO_TEMP_DIR": str(tmp_path)}
+    settings = {"HF_HUB_OFFLINE": "1", "GRADIO_TEMP_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     log = tmp_path / "log"
     with log.open("w") as output:
         server = subprocess.Popen(
-            [*avq, "--port", str(free_port())], env=environment, stdout=output, stderr=output
+            [*avq, "--port", str(free_port())],
+            env=os.environ | settings,
+            stdout=output,
+            stderr=output,
         )
     deadline = time.monotonic() + 120
     while "page: " not in log.read_text():
@@ -401,9 +444,42 @@ def test_in_a_browser(command, browser, reference):
     assert np.array_equal(shown("avq"), expected)
     assert page.get_attribute("#exact img", "src") == exact
 
-    page.fill("#prompt textarea", "")
-    page.click("#generate")
-    page.wait_for_selector(":text('The prompt is empty; write what the image shows.')")
-    assert page.get_attribute("#exact img", "src") == exact
+    steps, seed, prompt = "#steps input[type=number]", "#seed input", "#prompt textarea"
+    for field, mistake, right, message in (
+        (prompt, "", PROMPT, "The prompt is empty; write what the image shows."),
+        (prompt, "fox " * 50_000, PROMPT, "The prompt can have 5000 characters, but got 200000."),
+        (seed, "1.5", "0", "The seed must be a whole number from 0 to 4294967295, but got 1.5."),
+        (seed, "", "0", "The seed must be a whole number from 0 to 4294967295, but got None."),
+        (steps, "2.5", "1", "The number of steps must be a whole number"),
+    ):
+        page.fill(field, mistake)
+        page.click("#generate")
+        page.wait_for_selector(f":text('{message}')")
+        page.fill(field, right)
+        assert page.get_attribute("#exact img", "src") == exact
     assert hosts == {"127.0.0.1"}
     assert problems == []
+
+
+@pytest.mark.long
+def test_a_closed_tab_in_a_browser(command, browser, tmp_path):
+    """Fails where the next visitor waits until the image of a tab that was closed is done."""
+
+    def visit(steps: int, side: int):
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        page.goto(command)
+        page.fill("#steps input[type=number]", str(steps))
+        for name in ("Width", "Height"):
+            page.get_by_label(name).fill(str(side))
+            page.get_by_label(name).press("Enter")
+        page.click("#generate")
+        return page
+
+    tab = visit(100, 4 * SIDE)
+    tab.wait_for_selector("#exact :text('2/100')")
+    tab.close()
+    visit(1, SIDE).wait_for_selector("#difference img", timeout=120_000)
+    bars = (tmp_path / "log").read_text()
+    assert "| 1/1 " in bars
+    assert "/100 " in bars
+    assert "| 100/100 " not in bars
