@@ -107,6 +107,7 @@ def load_segmenter(name: str, num_labels: int) -> PreTrainedModel:
             fusion_hidden_size=FUSION_SIZE,
             num_labels=num_labels,
             use_auxiliary_head=False,
+            use_batch_norm_in_fusion_residual=True,  # as in DPT for ADE20K
         )
     )
     model.backbone = backbone
