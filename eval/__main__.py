@@ -2,6 +2,7 @@
 
 import typer
 
+from avq_diffusers.cli.options import restore_threads
 from eval.commands import bench, coco, codebooks, keys, quality, vision
 from eval.commands.options import run_app
 
@@ -20,6 +21,7 @@ app.add_typer(vision.app, name="vision")
 
 def main() -> None:
     """Run the command."""
+    restore_threads()
     run_app(app)
 
 

@@ -1,22 +1,6 @@
-"""Self-attention methods: the grammar of their names, and switching a pipeline to one.
-
-A name is a word, a configuration or a folder, with suffixes in this order:
-
-    exact, value-projection, tome
-    fa2, cudnn, limit, linfusion  (in `bench unet` and `bench transformer` only)
-    pooled@E256             blocks of neighbours, 256 keys of the best exactly  (`keys` only)
-    M64P16C8, M192          a configuration to calibrate
-    runs/m64/codebooks      a folder of codebooks or of LinFusion layers
-    @L01                    levels 0 and 1 instead of --levels (tome and configurations)
-    -up_blocks.1            the layers of this block stay exact (configurations)
-    @P8                     8 refined parents (configurations and codebooks)
-    /fastest, /tuned        the default route, or changed projections (`bench unet` only)
-    /means                  mean keys in place of the codewords
-    /own, /own1             the same, codewords from the call's own keys, updated once
-"""
+"""Self-attention methods: loading one by its name, and switching a pipeline to it."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,25 +30,24 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, remove_linfusion
-from eval.store.markdown import number
+from eval.names import (
+    CUDNN,
+    EXACT,
+    FA2,
+    LIMIT,
+    LINFUSION,
+    LINFUSION_CONFIG,
+    NO_ATTENTION,
+    POOLED,
+    TOME,
+    config_label,
+    exact_labels,
+    parse_method,
+)
 from eval.store.report import folder_digest
 
-EXACT = "exact"
-NO_ATTENTION = "value-projection"
-TOME = "tome"
-POOLED = "pooled"
-FA2, CUDNN, LIMIT, LINFUSION = "fa2", "cudnn", "limit", "linfusion"
-WORDS = (EXACT, NO_ATTENTION, TOME, FA2, CUDNN, LIMIT, LINFUSION)
-LINFUSION_CONFIG = "LinFusion"  # as the `config` of a row
-WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
-POOLED_FORM = re.compile(rf"{POOLED}@E(\d+)")
-CONFIG_FORM = re.compile(
-    r"(.+?)(?:@L(\d+))?(?:-([^@/]+))?(?:@P(\d+))?(?:/(?:(fastest|tuned|means)|own(\d*)))?"
-)
-FOLDER_FORM = re.compile(r"(.+?)(?:@P(\d+))?")
 COMPUTATION = ("num_updates", "query_tile", "query_order", "importance_tile", "key_norm")
 CALIBRATION_SEED = 1_000_000_000  # of its noise, which no image of a table shares
-PATH_SIGNS = "/\\."  # no configuration has one
 
 
 class ValueProjectionProcessor(AttnProcessor2_0):
@@ -117,92 +100,6 @@ def network_of(pipe: DiffusionPipeline) -> ModelMixin:
 
 def _has_transformer(pipe: DiffusionPipeline) -> bool:
     return getattr(pipe, "transformer", None) is not None
-
-
-@dataclass(frozen=True)
-class MethodName:
-    """A parsed name.
-
-    Attributes:
-        source: one of `WORDS`, `POOLED`, a configuration or a folder.
-        config: the configuration with all suffixes applied; None for words and folders.
-        levels: levels of tome's suffix.
-        num_refined: refined parents of a folder's suffix.
-        route: of AVQ; `"fastest"` leaves layers exact where that is faster.
-        tuned: whether projections change, as in distilled codebooks.
-        own: whether the codewords come from the keys of each call.
-        exact_keys: of pooled blocks.
-    """
-
-    source: str
-    config: AVQConfig | None = None
-    levels: tuple[int, ...] | None = None
-    num_refined: int | None = None
-    route: str = "always"
-    tuned: bool = False
-    own: bool = False
-    exact_keys: int | None = None
-
-    @property
-    def is_folder(self) -> bool:
-        return self.config is None and self.source not in (*WORDS, POOLED)
-
-
-def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
-    """Parse the name of a method; configurations without `@L` get `levels`.
-
-    Raises:
-        ValueError: the name has another form, there is no such folder, or it is both a folder and a
-            configuration.
-    """
-    if form := WORD_FORM.fullmatch(name):
-        word, digits = form.groups()
-        if digits and word != TOME:
-            raise ValueError(f"methods: {word} is not at levels, but got {name!r}.")
-        return MethodName(word, levels=_levels_of(digits))
-    if form := POOLED_FORM.fullmatch(name):
-        return MethodName(POOLED, exact_keys=int(form[1]))
-    folder, refined = FOLDER_FORM.fullmatch(name).groups()
-    if Path(name).is_dir():
-        folder, refined = name, None
-    source, digits, exact, config_refined, way, updates = CONFIG_FORM.fullmatch(name).groups()
-    is_own = updates is not None
-    try:
-        config = AVQConfig.parse(
-            source,
-            levels=_levels_of(digits) or levels,
-            exact=(exact,) if exact else (),
-            codewords="means" if is_own or way == "means" else "stored",
-            num_updates=int(updates or 0),
-        )
-        if config_refined is not None:
-            config = replace(config, num_refined=int(config_refined))
-    except ValueError as error:
-        if Path(folder).is_dir():
-            return MethodName(folder, num_refined=None if refined is None else int(refined))
-        if any(sign in source for sign in PATH_SIGNS):
-            raise ValueError(f"methods: there is no folder {folder}.") from None
-        raise ValueError(
-            f"methods must be {', '.join(WORDS)}, folders of codebooks or of LinFusion layers, or "
-            f"configurations such as M64P16C8, M64P16C8@L0, M64P16C8-up_blocks.2 or M64P16C8@P8: "
-            f"{error}"
-        ) from None
-    if Path(folder).is_dir():
-        raise ValueError(
-            f"methods: {folder} is a configuration, but also a folder here; write ./{folder} for "
-            "the folder."
-        )
-    return MethodName(
-        source,
-        config,
-        route=way if way == "fastest" else "always",
-        tuned=way == "tuned",
-        own=is_own,
-    )
-
-
-def _levels_of(digits: str | None) -> tuple[int, ...] | None:
-    return tuple(int(digit) for digit in digits) if digits else None
 
 
 @dataclass(frozen=True)
@@ -306,52 +203,6 @@ class Method:
             "levels": list(self.levels),
             "effective_codewords": mean(effective) if effective else None,
         }
-
-
-def config_label(config: AVQConfig, *, own: bool = False) -> str:
-    """Sizes and form of the codewords: `M64P16C8`, `M64`, `M64/means`, `M64P16C8/own1`."""
-    sizes = str(config).replace("P0C0", "")
-    if own:
-        return f"{sizes}/own{config.num_updates or ''}"
-    return f"{sizes}/means" if config.codewords == "means" else sizes
-
-
-def codewords_form(label: str) -> str:
-    """The form of the codewords in a `config_label`: `/own1`, `/means` or nothing."""
-    found = re.search(r"/(own\d*|means)", label)
-    return found[0] if found else ""
-
-
-def method_name(config: AVQConfig, *, own: bool = False) -> str:
-    """`AVQ 64/16/8` or `VQ 256`, as in the paper's table, with what the paper does not have."""
-    if config.num_children:
-        name = f"AVQ {config.num_parents}/{config.num_refined}/{config.num_children}"
-    else:
-        name = f"VQ {config.num_parents}"
-    forms = [f"{config.exact_keys} exact keys"] if config.exact_keys else []
-    if own:
-        forms.append("own codewords")
-        if config.num_updates:
-            forms.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
-    elif config.codewords == "means":
-        forms.append("mean keys")
-    return ", ".join([name, *forms])
-
-
-def exact_labels(config: AVQConfig) -> list[str]:
-    """Labels of the layers that stay exact."""
-    return [f"{name} exact" for name in config.exact]
-
-
-def method_cells(row: Mapping[str, Any]) -> list[str]:
-    """The first two cells of a row: the method and its effective codewords."""
-    return [row_label(row), number(row.get("effective_codewords"))]
-
-
-def row_label(row: Mapping[str, Any]) -> str:
-    """The method, with its configuration where the name does not say it."""
-    name, config = row["method"], row.get("config")
-    return name if config in (None, name) else f"{name} ({config})"
 
 
 def prepare_methods(

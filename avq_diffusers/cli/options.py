@@ -101,6 +101,16 @@ def device_of(name: str) -> "torch.device":
         raise ValueError(f"--device {name} cannot be used: {first_line(error)}") from error
 
 
+def restore_threads() -> None:
+    """Let PyTorch, not imported yet, use all cores where `accelerate launch` left it one.
+
+    The launcher sets OMP_NUM_THREADS to 1 even for the only process of a machine.
+    """
+    launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ
+    if launched and os.environ.get("OMP_NUM_THREADS") == "1":
+        del os.environ["OMP_NUM_THREADS"]
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of a library's error, for a message of one line."""
     return str(error).strip().splitlines()[0]

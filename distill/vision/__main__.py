@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from avq_diffusers.cli.options import restore_threads
 from distill.exceptions import exit_on
 
 ATTENTIONS = (
@@ -114,4 +115,5 @@ def analyse_command(
 
 
 if __name__ == "__main__":
+    restore_threads()
     app()

@@ -20,7 +20,7 @@ from avq_diffusers.attention.triton import codewords as tables
 from avq_diffusers.codebook.codebook import Codebook
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
-from eval.methods import config_label, method_name
+from eval.names import config_label, method_name
 
 Row = dict[str, Any]
 InputSets = Sequence[tuple[Tensor, Tensor, Tensor]]

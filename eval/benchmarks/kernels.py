@@ -22,7 +22,7 @@ from avq_diffusers.attention.orders import query_order
 from eval.benchmarks.contenders import DEFAULT_SDPA, Bench, Row
 from eval.benchmarks.inputs import Shape
 from eval.benchmarks.timing import Effort
-from eval.methods import MethodName, parse_method
+from eval.names import MethodName, parse_method
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel, panel_plot
 from eval.store.report import save_json

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from statistics import median
@@ -23,36 +23,23 @@ from avq_diffusers.extras.linfusion import LinFusionProcessor
 from eval.benchmarks.contenders import Row, relative_error
 from eval.benchmarks.timing import block_ms
 from eval.benchmarks.unet_configs import added_conditions
-from eval.methods import (
+from eval.methods import ValueProjectionProcessor, merged_tokens
+from eval.names import (
     CUDNN,
-    EXACT,
     FA2,
+    LABELS,
+    LEVELS,
     LIMIT,
     LINFUSION,
-    NO_ATTENTION,
-    POOLED,
     TOME,
     MethodName,
-    ValueProjectionProcessor,
-    exact_labels,
-    merged_tokens,
-    method_name,
-    parse_method,
+    timed_method,
 )
 
 # Standard deviation of the changes of projections that a tuned row runs.
 CHANGE = 1e-3
-LABELS = {
-    EXACT: "SDPA default",
-    FA2: "FA2",
-    CUDNN: "cuDNN",
-    LIMIT: "limit",
-    LINFUSION: "LinFusion",
-}
 FORCED = {FA2: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
-TOME_LEVELS = (0,)  # tomesd's default
 EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
-LEVELS = (0, 1)
 
 BATCH = 2
 TEXT_TOKENS = 77
@@ -82,41 +69,6 @@ class Model:
     stem: str
     methods: tuple[str, ...]
     levels: tuple[int, ...] = LEVELS
-
-
-def timed_method(name: str) -> MethodName:
-    """Parse the name of a method that `StepBench` can run; the default levels are 0 and 1.
-
-    Raises:
-        ValueError: there is no such method.
-    """
-    method = parse_method(name, LEVELS)
-    if method.is_folder or method.source == NO_ATTENTION:
-        raise ValueError(f"methods: bench unet has random codebooks and no {name}.")
-    if method.source == POOLED:
-        raise ValueError(f"methods: {name} can only be measured by keys.")
-    return replace(method, levels=method.levels or TOME_LEVELS) if method.source == TOME else method
-
-
-def method_label(name: str) -> str:
-    """The name that tables and plots print."""
-    method = timed_method(name)
-    config = method.config
-    if method.source == TOME:
-        return ", ".join(["ToMe r=0.5", *_level_labels(method.levels, TOME_LEVELS)])
-    if config is None:
-        return LABELS[method.source]
-    ways = ["fastest route"] * (method.route == "fastest")
-    ways += ["tuned projections"] * method.tuned
-    levels = _level_labels(config.levels, LEVELS)
-    name_of_sizes = method_name(config, own=method.own)
-    return ", ".join([name_of_sizes, *levels, *exact_labels(config), *ways])
-
-
-def _level_labels(levels: tuple[int, ...], usual: tuple[int, ...]) -> list[str]:
-    if levels == usual:
-        return []
-    return [f"level{'s' * (len(levels) > 1)} {' and '.join(map(str, levels))}"]
 
 
 @torch.library.custom_op("avq_eval::zero_of", mutates_args=())

@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 
 from eval.benchmarks.contenders import TOLERANCE, Row, relative_error
-from eval.benchmarks.step import (
-    EAGER,
-    FORCED,
-    NetworkBench,
-    Step,
-    method_label,
-    timed_method,
-)
-from eval.methods import EXACT, LIMIT
+from eval.benchmarks.step import EAGER, FORCED, NetworkBench, Step
+from eval.names import EXACT, LIMIT, method_label, timed_method
 from eval.store.markdown import number
 
 TURNS = 5

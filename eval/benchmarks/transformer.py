@@ -22,16 +22,7 @@ from torch import Tensor, nn
 
 from avq_diffusers import apply_avq, remove_avq
 from eval.benchmarks.contenders import Row
-from eval.benchmarks.step import (
-    COMPILE,
-    EAGER,
-    FORCED,
-    GRAPH,
-    LABELS,
-    forced_sdpa,
-    timed_method,
-    zero_of,
-)
+from eval.benchmarks.step import COMPILE, EAGER, FORCED, GRAPH, forced_sdpa, zero_of
 from eval.benchmarks.step_rows import step_rows
 from eval.benchmarks.transformer_configs import (
     FLUX,
@@ -46,7 +37,7 @@ from eval.benchmarks.transformer_configs import (
     wan_inputs,
 )
 from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS
-from eval.methods import CUDNN, EXACT, LIMIT, MethodName
+from eval.names import CUDNN, EXACT, LABELS, LIMIT, MethodName, timed_method
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import bar_plot
 from eval.store.report import save_json

@@ -23,19 +23,10 @@ from diffusers import UNet2DConditionModel
 from avq_diffusers import select_layers
 from avq_diffusers.mini import MINI_SD
 from eval.benchmarks.contenders import Row
-from eval.benchmarks.step import (
-    BATCH,
-    COMPILE,
-    EAGER,
-    GRAPH,
-    LEVELS,
-    Model,
-    StepBench,
-    timed_method,
-)
+from eval.benchmarks.step import BATCH, COMPILE, EAGER, GRAPH, Model, StepBench
 from eval.benchmarks.step_rows import step_rows
 from eval.benchmarks.unet_configs import POOLED_TEXT, SD15, SDXL
-from eval.methods import EXACT, FA2, LIMIT, LINFUSION
+from eval.names import EXACT, FA2, LEVELS, LIMIT, LINFUSION, timed_method
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import bar_plot
 from eval.store.report import save_json

@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from eval.benchmarks.distillation import last_error
 from eval.store.markdown import markdown_table
 
 Row = dict[str, Any]
@@ -198,4 +197,6 @@ def _distill(config: Path, run: Path, settings: Sequence[str]) -> None:
         command += ["--set", setting]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
+        from eval.benchmarks.distillation import last_error
+
         raise ValueError(f"the run {run} failed: {last_error(done.stderr)}")

@@ -25,7 +25,8 @@ from diffusers import StableDiffusionPipeline
 from avq_diffusers import measure_sensitivity
 from avq_diffusers.mini import Scene
 from eval.codebooks.layer_errors import Row, measure_errors
-from eval.methods import Method, attention_method, codewords_form, row_label
+from eval.methods import Method, attention_method
+from eval.names import codewords_form, row_label
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import HeatMap, Line, Panel, heat_maps, panel_plot
 

@@ -54,7 +54,8 @@ from avq_diffusers.attention.diagnostics import (
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.mini import Scene, render
-from eval.methods import Method, attention_method, codewords_form, config_label, method_cells
+from eval.methods import Method, attention_method
+from eval.names import codewords_form, config_label, method_cells
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel
 

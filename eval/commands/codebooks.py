@@ -61,7 +61,8 @@ def errors_command(
         own_size,
         read_kernel_times,
     )
-    from eval.methods import TOME, prepare_methods
+    from eval.methods import prepare_methods
+    from eval.names import TOME
     from eval.quality.generation import Sampling, check_dilation, dilation
 
     names = methods.split(",")

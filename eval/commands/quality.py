@@ -176,8 +176,9 @@ def scenes_command(
     from avq_diffusers.cli.images import usual_guidance
     from eval.quality.generation import Sampling
     from eval.quality.metrics import Scorer
+    from eval.quality.scene_rows import scenes_table
     from eval.quality.scene_runs import finished_rows
-    from eval.quality.scenes import scenes_table, score_methods
+    from eval.quality.scenes import score_methods
 
     numbers = numbers_of("--levels", levels)
     dtype = "float16" if device_of(device).type == "cuda" else "float32"
@@ -300,8 +301,8 @@ def plot_command(
 
 
 def _merge_scenes(results: Sequence[Result], output: Path) -> None:
+    from eval.quality.scene_rows import MAKING, PROTOCOL, differences_table, row_key, scenes_table
     from eval.quality.scene_runs import merge_runs
-    from eval.quality.scenes import MAKING, PROTOCOL, differences_table, row_key, scenes_table
 
     documents = [_scenes_document(result) for result in results]
     rows = merge_runs(documents)
@@ -320,8 +321,8 @@ def _merge_scenes(results: Sequence[Result], output: Path) -> None:
 
 def _scenes_document(result: Result) -> Mapping[str, Any]:
     """The content of a file of `scenes`."""
+    from eval.quality.scene_rows import scenes_table
     from eval.quality.scene_runs import noise_seeds
-    from eval.quality.scenes import scenes_table
 
     with complete(result.path):
         noise_seeds(result.document)

@@ -1,6 +1,7 @@
 """Plots of results, from their JSON files.
 
 Commands plot the file that they have just written, so `python -m eval plot` gives the same plot.
+What a document must have is read before the modules that draw are imported, so errors come at once.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,25 +33,33 @@ def draw(path: Path, *, size: int | None = None) -> None:
 
 
 def _kernels(path: Path, document: Mapping[str, Any]) -> None:
+    rows = document["rows"]
+    part = rows[0]["part"]
     from eval.benchmarks.kernels import plot_kernels
 
-    rows = document["rows"]
-    plot_kernels(path, rows[0]["part"], rows)
+    plot_kernels(path, part, rows)
 
 
 def _unet(path: Path, document: Mapping[str, Any]) -> None:
+    side, mode = _size_and_mode(document)
     from eval.benchmarks.unet import plot_unet
 
-    _steps(path, document, plot_unet)
+    _steps(path, side, mode, plot_unet)
 
 
 def _transformer(path: Path, document: Mapping[str, Any]) -> None:
+    side, mode = _size_and_mode(document)
     from eval.benchmarks.transformer import plot_transformer
 
-    _steps(path, document, plot_transformer)
+    _steps(path, side, mode, plot_transformer)
 
 
-def _steps(path: Path, document: Mapping[str, Any], plot: Callable[..., None]) -> None:
+def _size_and_mode(document: Mapping[str, Any]) -> tuple[int, str]:
+    row = document["rows"][0]
+    return row["size"], row["mode"]
+
+
+def _steps(path: Path, side: int, mode: str, plot: Callable[..., None]) -> None:
     """One plot for all modes of a size, from the files beside this one."""
     import torch
 
@@ -58,37 +67,39 @@ def _steps(path: Path, document: Mapping[str, Any], plot: Callable[..., None]) -
 
     device = torch.device(path.stem.rpartition("_")[2])
     modes = MODES if device.type == "cuda" else MODES_WITHOUT_GRAPHS
-    side, mode = (document["rows"][0][name] for name in ("size", "mode"))
     stem = path.stem.removesuffix(f"_{side}_{mode}_{device.type}")
     plot(path.parent, stem, side, device, modes)
 
 
 def _errors(path: Path, document: Mapping[str, Any]) -> None:
+    rows, times = document["rows"], document["kernel_times"]
     from eval.codebooks.layer_errors import KernelTimes, error_panels
     from eval.store.plots import panel_plot
 
-    times = document["kernel_times"]
-    panel_plot(path, error_panels(document["rows"], times and KernelTimes(**times)))
+    panel_plot(path, error_panels(rows, times and KernelTimes(**times)))
 
 
 def _analyse(path: Path, document: Mapping[str, Any]) -> None:
+    analysis, rows = document["analysis"], document["rows"]
     from eval.codebooks.analyses import ANALYSES
 
-    ANALYSES[document["analysis"]].plot(path, document["rows"])
+    ANALYSES[analysis].plot(path, rows)
 
 
 def _keys(path: Path, document: Mapping[str, Any]) -> None:
+    rows = document["rows"]
     from eval.keys.measuring import keys_panels
     from eval.store.plots import panel_plot
 
-    panel_plot(path, keys_panels(document["rows"]))
+    panel_plot(path, keys_panels(rows))
 
 
 def _features(path: Path, document: Mapping[str, Any]) -> None:
+    rows = document["rows"]
     from eval.store.plots import panel_plot
     from eval.vision.features import features_panels
 
-    panel_plot(path, features_panels(document["rows"]))
+    panel_plot(path, features_panels(rows))
 
 
 def _training(path: Path, document: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from eval.benchmarks.timing import Effort, time_in_turns
 from eval.keys.calls import Call, answered
 from eval.keys.pooled import BLOCK, pooled_attention, pooled_columns
 from eval.keys.subjects import Subject
-from eval.methods import EXACT, NO_ATTENTION, POOLED, MethodName, parse_method
+from eval.names import EXACT, NO_ATTENTION, POOLED, MethodName, parse_method
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel
 

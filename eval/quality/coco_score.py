@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import SCORER
-from eval.methods import NO_ATTENTION, method_cells
+from eval.names import NO_ATTENTION, method_cells
 from eval.quality.coco import CAPTIONS, IMAGES, image_path, read_manifest
 from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.metrics import Scorer

@@ -12,7 +12,8 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from avq_diffusers.cli.sheet import image_sheet
-from eval.methods import EXACT, attention_method, method_cells, prepare_methods
+from eval.methods import attention_method, prepare_methods
+from eval.names import EXACT, method_cells
 from eval.quality.generation import Sampling, check_dilation, generate
 from eval.quality.metrics import psnr, ssim
 from eval.store.markdown import markdown_table

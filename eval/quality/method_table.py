@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from eval.benchmarks.step import method_label, timed_method
-from eval.methods import (
+from eval.names import (
     EXACT,
     LINFUSION,
     LINFUSION_CONFIG,
@@ -20,9 +19,11 @@ from eval.methods import (
     config_label,
     exact_labels,
     method_cells,
+    method_label,
+    timed_method,
 )
+from eval.quality.scene_rows import HEADER, MAKING, MEASURED, PROTOCOL, metric_cells, row_key
 from eval.quality.scene_runs import said_otherwise
-from eval.quality.scenes import HEADER, MAKING, MEASURED, PROTOCOL, metric_cells, row_key
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel
 from eval.store.report import Result, complete

@@ -8,8 +8,7 @@ from torch import Tensor
 from eval.quality.compare import psnr_metrics
 from eval.quality.frechet import Gaussian, fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.protocol import JACKKNIFE_BLOCKS
-
-LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
+from eval.quality.scene_rows import LIKENESS
 
 
 class Sample(NamedTuple):

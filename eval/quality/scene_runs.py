@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.methods import EXACT
-from eval.quality.scenes import (
+from eval.names import EXACT
+from eval.quality.scene_rows import (
     BROKEN,
     LESS_EXACT,
     MAKING,

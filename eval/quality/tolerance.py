@@ -16,7 +16,7 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers import AVQConfig, ErrorProfile, apply_avq, measure_error, remove_avq
-from eval.methods import EXACT
+from eval.names import EXACT
 from eval.quality.compare import psnr_metrics
 from eval.quality.generation import Sampling, generate
 from eval.quality.metrics import psnr

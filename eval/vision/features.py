@@ -26,7 +26,7 @@ from eval.keys.calls import answered
 from eval.keys.measuring import Codebooks, calibrated, columns_of, distance, scheme_of
 from eval.keys.photographs import PHOTOGRAPHS, photograph
 from eval.keys.subjects import Subject, vision_pass
-from eval.methods import EXACT, NO_ATTENTION, MethodName, parse_method
+from eval.names import EXACT, NO_ATTENTION, MethodName, parse_method
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel
 

@@ -24,7 +24,8 @@ from avq_diffusers.attention.orders import query_order
 from avq_diffusers.codebook.assignment import assign
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
 from eval.codebooks import analyses, layer_errors
-from eval.methods import EXACT, Method, attention_method, prepare_methods
+from eval.methods import Method, attention_method, prepare_methods
+from eval.names import EXACT
 from eval.store.plots import HeatMap
 
 TWELVE = AVQConfig(12, 2, 3, query_tile=16, levels=(0, 1))

@@ -23,7 +23,7 @@ from eval.benchmarks.contenders import Bench, Contender, relative_error
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.benchmarks.unet_configs import SD15, SDXL
-from eval.methods import parse_method
+from eval.names import LEVELS, method_label, parse_method, timed_method
 
 CPU = torch.device("cpu")
 FAST = Effort(rounds=2, block_ms=0.1, eager_rounds=2)
@@ -43,7 +43,7 @@ def bench():
 
 def tiny_steps(**config):
     """Of a tiny UNet that would be trained at 128."""
-    build = partial(unet.random_unet, {**unet.TINY, "sample_size": 16, **config}, step.LEVELS)
+    build = partial(unet.random_unet, {**unet.TINY, "sample_size": 16, **config}, LEVELS)
     model = replace(unet.TINY_MODELS["sd15"], build=build)
     return step.StepBench(model, CPU, compile_backend="eager")
 
@@ -422,7 +422,7 @@ def test_the_methods_change_the_layers_they_name(steps):
     assert changed("limit") == changed("M4P2C2") == {0, 1}
     assert changed("M4P2C2@L0") == {0}
     assert changed("linfusion") == {0, 1, 2, 3}
-    levels = [step.timed_method(name).levels for name in ("tome", "tome@L01")]
+    levels = [timed_method(name).levels for name in ("tome", "tome@L01")]
     assert levels == [(0,), (0, 1)]
     config = AVQConfig.parse("M4P2C2")
     assert steps.codebooks(config) is steps.codebooks(AVQConfig.parse("M4P2C2"))
@@ -467,13 +467,13 @@ def test_a_row_runs_what_its_label_says(steps, name, label, route, is_tuned):
             if layer.avq_state is not None
         }
         assert {state.route.route for state in states.values()} == {route}
-    config = step.timed_method(name).config
+    config = timed_method(name).config
     assert {replace(s.config, levels=config.levels) for s in states.values()} == {config}
     assert {s.weights.codebook is None for s in states.values()} == {"/own" in name}
     changes = {state.weights.projection_changes is not None for state in states.values()}
     assert changes == {is_tuned}
-    assert step.method_label(name) == label
-    levels = (0,) if "@L0" in name else step.LEVELS
+    assert method_label(name) == label
+    levels = (0,) if "@L0" in name else LEVELS
     expected = {layer.name for layer in select_layers(steps.unet, levels)}
     exact = {layer for layer in expected if layer.startswith(f"{name.partition('-')[2]}.")}
     assert states.keys() == expected - exact

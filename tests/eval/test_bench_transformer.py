@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from eval_helpers import run_command
 
 from eval.benchmarks import transformer
-from eval.benchmarks.step import layer_states, timed_method
+from eval.benchmarks.step import layer_states
 from eval.benchmarks.step_rows import step_rows
 from eval.benchmarks.transformer import MODELS, TransformerBench, tiny_model, values_passed_on
+from eval.names import timed_method
 
 CPU = torch.device("cpu")
 

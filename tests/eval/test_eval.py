@@ -54,17 +54,14 @@ from avq_diffusers.mini import (
 from eval.codebooks import layer_errors, training
 from eval.commands.options import command_line
 from eval.methods import (
-    EXACT,
-    NO_ATTENTION,
-    TOME,
     Method,
     ValueProjectionProcessor,
     attention_method,
     load_methods,
-    method_cells,
     prepare_methods,
 )
-from eval.quality import compare, metrics, scene_runs, scenes
+from eval.names import EXACT, NO_ATTENTION, TOME, method_cells
+from eval.quality import compare, metrics, scene_rows, scene_runs, scenes
 from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.generation import Sampling, dilation, generate
 from eval.quality.protocol import JACKKNIFE_BLOCKS
@@ -750,7 +747,7 @@ def test_merged_runs_are_means_with_standard_errors_over_runs():
     assert row["fid_sem"] == pytest.approx((7 / 3) ** 0.5)
     assert row["clip_score_sem"] == pytest.approx(10 / 3**0.5)
     assert row["copy_agreement_sem"] == 0
-    assert "| 3.000 ± 1.528 | - | 90.00 ± 5.77 |" in scenes.scenes_table([row])
+    assert "| 3.000 ± 1.528 | - | 90.00 ± 5.77 |" in scene_rows.scenes_table([row])
 
 
 def test_rows_without_a_figure_are_merged_without_it():
@@ -771,7 +768,9 @@ def test_merged_rows_have_their_differences_to_exact_attention():
             scenes_run(seed, x, method=name)["rows"][0]
             for name, x in ((EXACT, exact), (method, fid))
         ]
-        rows += [scenes_run(seed, 0.0, method=x)["rows"][0] for x in (scenes.REAL, scenes.BROKEN)]
+        rows += [
+            scenes_run(seed, 0.0, method=x)["rows"][0] for x in (scene_rows.REAL, scene_rows.BROKEN)
+        ]
         return scenes_run(seed) | {"rows": rows}
 
     runs = [run(0, 10, "M4", 13), run(1, 20, "M4", 25), run(2, 99, "M5", 0), run(2, 30, "M4", 34)]
@@ -779,9 +778,9 @@ def test_merged_rows_have_their_differences_to_exact_attention():
     assert rows["M4"]["fid_less_exact"] == pytest.approx(4)
     assert rows["M4"]["fid_less_exact_sem"] == pytest.approx(1 / 3**0.5)
     assert rows["M4"]["clip_score_less_exact"] == rows["M4"]["copy_agreement_less_exact_sem"] == 0
-    for name in (EXACT, scenes.REAL, scenes.BROKEN):
+    for name in (EXACT, scene_rows.REAL, scene_rows.BROKEN):
         assert rows[name]["fid_less_exact"] is None
-    (line,) = scenes.differences_table(list(rows.values())).splitlines()[2:]
+    (line,) = scene_rows.differences_table(list(rows.values())).splitlines()[2:]
     assert line == "| M4 | - | - | +4.000 ± 0.577 | +0.000 ± 0.000 | +0.0000 ± 0.0000 |"
 
 
@@ -839,7 +838,7 @@ def test_runs_of_one_seed_are_joined():
         run(1, exact_1=3.0, M4_1=5.0, M4_0=4.0, M9_0=1.0),
     ]
     rows = scene_runs.merge_runs(runs)
-    found = [(*scenes.row_key(row), row["fid"], row["num_runs"]) for row in rows]
+    found = [(*scene_rows.row_key(row), row["fid"], row["num_runs"]) for row in rows]
     assert found == [("exact", (), 2, 2), ("M4", (0,), 3, 2), ("M4", (1,), 4, 2)]
     changed = run(1, M4_0=4.0)
     changed["rows"][0]["sha256"] = "another folder"

@@ -17,8 +17,9 @@ from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
 from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
 from eval.commands.stored import PLOTS, draw
-from eval.methods import EXACT, NO_ATTENTION, TOME, attention_method, prepare_methods
-from eval.quality import scene_runs, scenes
+from eval.methods import attention_method, prepare_methods
+from eval.names import EXACT, NO_ATTENTION, TOME
+from eval.quality import scene_rows, scene_runs, scenes
 from eval.quality.compare import compare_sheet
 from eval.quality.generation import Sampling, dilation, generate
 from eval.quality.method_table import build_table, quality_table, table_panels
@@ -58,7 +59,7 @@ class TestScenes:
         run_command(monkeypatch, "scenes", *places, *counts, "--scalecrafter")
         document = json.loads((tmp_path / "scenes_levels0_scalecrafter.json").read_text())
         assert (document["size"], document["scalecrafter"]) == (256, True)
-        names = [scenes.REAL, scenes.BROKEN, EXACT, codebooks]
+        names = [scene_rows.REAL, scene_rows.BROKEN, EXACT, codebooks]
         assert [row["method"] for row in document["rows"]] == names
         _, _, exact, avq = document["rows"]
         assert exact["psnr_median"] is exact["psnr_p10"] is None
@@ -114,7 +115,7 @@ class TestScenes:
         # The images of exact attention are the real ones here.
         for row in others:
             assert row["fid"] == pytest.approx(row["fid_to_exact"], rel=0.01)
-        table = scenes.scenes_table(rows).splitlines()
+        table = scene_rows.scenes_table(rows).splitlines()
         assert len(table) == 2 + len(rows)
         assert f"| {broken['fid']:.3f} ± {broken['fid_sem']:.3f} |" in table[3]
         rows = score(tiny_pipe(), [TOME], shown, scorer, settings, first_seed=7)
@@ -165,7 +166,7 @@ class TestScenes:
         assert [row["method"] for row in stored] == [row["method"] for row in rows]
         run_command(monkeypatch, *go_on)
         stored = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
-        assert list(stored) == [scenes.REAL, scenes.BROKEN, EXACT, TOME, NO_ATTENTION]
+        assert list(stored) == [scene_rows.REAL, scene_rows.BROKEN, EXACT, TOME, NO_ATTENTION]
         assert stored[NO_ATTENTION] == rows[3]
         assert stored[TOME]["psnr_median"] > 0
 
@@ -240,7 +241,7 @@ class TestMerge:
         assert row["psnr_median_sem"] == pytest.approx(3 / 3**0.5)
         assert row["psnr_p10"] is row["psnr_p10_sem"] is None
         assert row["seconds_per_image"] == 0.5
-        assert scenes.scenes_table([row]).endswith("| 33.0 ± 1.7 |")
+        assert scene_rows.scenes_table([row]).endswith("| 33.0 ± 1.7 |")
 
 
 def quality_row(method, config=None, origin=None, levels=(0,), **figures):
@@ -280,7 +281,7 @@ TIMES = "512² (SD1.5; in a graph)"
 def table():
     distilled = (FOLDER, "M64P16C8", "distilled")
     small = [
-        {"method": scenes.REAL, "num_images": 5, **METRICS},
+        {"method": scene_rows.REAL, "num_images": 5, **METRICS},
         quality_row(EXACT, **METRICS),
         quality_row("M64P16C8", "M64P16C8", "calibrated", **METRICS),
         quality_row(*distilled, fid=21.0, clip_score=89.0, psnr_median=40.0),
@@ -318,7 +319,7 @@ class TestTable:
         codewords."""
         times = {(row["method"], *row["levels"]): row["ms"].get(TIMES) for row in table["rows"]}
         assert times == {
-            (scenes.REAL,): None,
+            (scene_rows.REAL,): None,
             (EXACT,): 10,
             ("M64P16C8", 0): 7,
             (FOLDER, 0): 7.5,

@@ -10,11 +10,7 @@ from tiny_mini_sd3 import save_tiny_mini_sd3
 
 from avq_diffusers.cli.images import usual_guidance
 from avq_diffusers.cli.mini_sd3 import load_mini_sd3
-from eval.methods import (
-    ValueJointProcessor,
-    attention_method,
-    load_methods,
-)
+from eval.methods import ValueJointProcessor, attention_method, load_methods
 from eval.quality.generation import Sampling, check_dilation
 
 

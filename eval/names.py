@@ -1,0 +1,216 @@
+"""Names of self-attention methods: their grammar, and the labels of tables and plots.
+
+A name is a word, a configuration or a folder, with suffixes in this order:
+
+    exact, value-projection, tome
+    fa2, cudnn, limit, linfusion  (in `bench unet` and `bench transformer` only)
+    pooled@E256             blocks of neighbours, 256 keys of the best exactly  (`keys` only)
+    M64P16C8, M192          a configuration to calibrate
+    runs/m64/codebooks      a folder of codebooks or of LinFusion layers
+    @L01                    levels 0 and 1 instead of --levels (tome and configurations)
+    -up_blocks.1            the layers of this block stay exact (configurations)
+    @P8                     8 refined parents (configurations and codebooks)
+    /fastest, /tuned        the default route, or changed projections (`bench unet` only)
+    /means                  mean keys in place of the codewords
+    /own, /own1             the same, codewords from the call's own keys, updated once
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from avq_diffusers import AVQConfig
+from eval.store.markdown import number
+
+EXACT = "exact"
+NO_ATTENTION = "value-projection"
+TOME = "tome"
+POOLED = "pooled"
+FA2, CUDNN, LIMIT, LINFUSION = "fa2", "cudnn", "limit", "linfusion"
+WORDS = (EXACT, NO_ATTENTION, TOME, FA2, CUDNN, LIMIT, LINFUSION)
+LINFUSION_CONFIG = "LinFusion"  # as the `config` of a row
+WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
+POOLED_FORM = re.compile(rf"{POOLED}@E(\d+)")
+CONFIG_FORM = re.compile(
+    r"(.+?)(?:@L(\d+))?(?:-([^@/]+))?(?:@P(\d+))?(?:/(?:(fastest|tuned|means)|own(\d*)))?"
+)
+FOLDER_FORM = re.compile(r"(.+?)(?:@P(\d+))?")
+PATH_SIGNS = "/\\."  # no configuration has one
+LABELS = {
+    EXACT: "SDPA default",
+    FA2: "FA2",
+    CUDNN: "cuDNN",
+    LIMIT: "limit",
+    LINFUSION: "LinFusion",
+}
+TOME_LEVELS = (0,)  # tomesd's default
+LEVELS = (0, 1)
+
+
+@dataclass(frozen=True)
+class MethodName:
+    """A parsed name.
+
+    Attributes:
+        source: one of `WORDS`, `POOLED`, a configuration or a folder.
+        config: the configuration with all suffixes applied; None for words and folders.
+        levels: levels of tome's suffix.
+        num_refined: refined parents of a folder's suffix.
+        route: of AVQ; `"fastest"` leaves layers exact where that is faster.
+        tuned: whether projections change, as in distilled codebooks.
+        own: whether the codewords come from the keys of each call.
+        exact_keys: of pooled blocks.
+    """
+
+    source: str
+    config: AVQConfig | None = None
+    levels: tuple[int, ...] | None = None
+    num_refined: int | None = None
+    route: str = "always"
+    tuned: bool = False
+    own: bool = False
+    exact_keys: int | None = None
+
+    @property
+    def is_folder(self) -> bool:
+        return self.config is None and self.source not in (*WORDS, POOLED)
+
+
+def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
+    """Parse the name of a method; configurations without `@L` get `levels`.
+
+    Raises:
+        ValueError: the name has another form, there is no such folder, or it is both a folder and a
+            configuration.
+    """
+    if form := WORD_FORM.fullmatch(name):
+        word, digits = form.groups()
+        if digits and word != TOME:
+            raise ValueError(f"methods: {word} is not at levels, but got {name!r}.")
+        return MethodName(word, levels=_levels_of(digits))
+    if form := POOLED_FORM.fullmatch(name):
+        return MethodName(POOLED, exact_keys=int(form[1]))
+    folder, refined = FOLDER_FORM.fullmatch(name).groups()
+    if Path(name).is_dir():
+        folder, refined = name, None
+    source, digits, exact, config_refined, way, updates = CONFIG_FORM.fullmatch(name).groups()
+    is_own = updates is not None
+    try:
+        config = AVQConfig.parse(
+            source,
+            levels=_levels_of(digits) or levels,
+            exact=(exact,) if exact else (),
+            codewords="means" if is_own or way == "means" else "stored",
+            num_updates=int(updates or 0),
+        )
+        if config_refined is not None:
+            config = replace(config, num_refined=int(config_refined))
+    except ValueError as error:
+        if Path(folder).is_dir():
+            return MethodName(folder, num_refined=None if refined is None else int(refined))
+        if any(sign in source for sign in PATH_SIGNS):
+            raise ValueError(f"methods: there is no folder {folder}.") from None
+        raise ValueError(
+            f"methods must be {', '.join(WORDS)}, folders of codebooks or of LinFusion layers, or "
+            f"configurations such as M64P16C8, M64P16C8@L0, M64P16C8-up_blocks.2 or M64P16C8@P8: "
+            f"{error}"
+        ) from None
+    if Path(folder).is_dir():
+        raise ValueError(
+            f"methods: {folder} is a configuration, but also a folder here; write ./{folder} for "
+            "the folder."
+        )
+    return MethodName(
+        source,
+        config,
+        route=way if way == "fastest" else "always",
+        tuned=way == "tuned",
+        own=is_own,
+    )
+
+
+def timed_method(name: str) -> MethodName:
+    """Parse the name of a method that `StepBench` can run; the default levels are 0 and 1.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    method = parse_method(name, LEVELS)
+    if method.is_folder or method.source == NO_ATTENTION:
+        raise ValueError(f"methods: bench unet has random codebooks and no {name}.")
+    if method.source == POOLED:
+        raise ValueError(f"methods: {name} can only be measured by keys.")
+    return replace(method, levels=method.levels or TOME_LEVELS) if method.source == TOME else method
+
+
+def _levels_of(digits: str | None) -> tuple[int, ...] | None:
+    return tuple(int(digit) for digit in digits) if digits else None
+
+
+def config_label(config: AVQConfig, *, own: bool = False) -> str:
+    """Sizes and form of the codewords: `M64P16C8`, `M64`, `M64/means`, `M64P16C8/own1`."""
+    sizes = str(config).replace("P0C0", "")
+    if own:
+        return f"{sizes}/own{config.num_updates or ''}"
+    return f"{sizes}/means" if config.codewords == "means" else sizes
+
+
+def codewords_form(label: str) -> str:
+    """The form of the codewords in a `config_label`: `/own1`, `/means` or nothing."""
+    found = re.search(r"/(own\d*|means)", label)
+    return found[0] if found else ""
+
+
+def method_name(config: AVQConfig, *, own: bool = False) -> str:
+    """`AVQ 64/16/8` or `VQ 256`, as in the paper's table, with what the paper does not have."""
+    if config.num_children:
+        name = f"AVQ {config.num_parents}/{config.num_refined}/{config.num_children}"
+    else:
+        name = f"VQ {config.num_parents}"
+    forms = [f"{config.exact_keys} exact keys"] if config.exact_keys else []
+    if own:
+        forms.append("own codewords")
+        if config.num_updates:
+            forms.append(f"{config.num_updates} update{'s' * (config.num_updates > 1)}")
+    elif config.codewords == "means":
+        forms.append("mean keys")
+    return ", ".join([name, *forms])
+
+
+def method_label(name: str) -> str:
+    """The name that tables and plots print."""
+    method = timed_method(name)
+    config = method.config
+    if method.source == TOME:
+        return ", ".join(["ToMe r=0.5", *_level_labels(method.levels, TOME_LEVELS)])
+    if config is None:
+        return LABELS[method.source]
+    ways = ["fastest route"] * (method.route == "fastest")
+    ways += ["tuned projections"] * method.tuned
+    levels = _level_labels(config.levels, LEVELS)
+    name_of_sizes = method_name(config, own=method.own)
+    return ", ".join([name_of_sizes, *levels, *exact_labels(config), *ways])
+
+
+def _level_labels(levels: tuple[int, ...], usual: tuple[int, ...]) -> list[str]:
+    if levels == usual:
+        return []
+    return [f"level{'s' * (len(levels) > 1)} {' and '.join(map(str, levels))}"]
+
+
+def exact_labels(config: AVQConfig) -> list[str]:
+    """Labels of the layers that stay exact."""
+    return [f"{name} exact" for name in config.exact]
+
+
+def method_cells(row: Mapping[str, Any]) -> list[str]:
+    """The first two cells of a row: the method and its effective codewords."""
+    return [row_label(row), number(row.get("effective_codewords"))]
+
+
+def row_label(row: Mapping[str, Any]) -> str:
+    """The method, with its configuration where the name does not say it."""
+    name, config = row["method"], row.get("config")
+    return name if config in (None, name) else f"{name} ({config})"
