@@ -3,7 +3,7 @@
 import typer
 
 from avq_diffusers.cli.options import restore_threads
-from eval.commands import bench, coco, codebooks, keys, quality, vision
+from eval.commands import bench, coco, codebooks, keys, quality, reproduce, vision
 from eval.commands.options import run_app
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ for commands in (quality, codebooks, keys):
 app.add_typer(bench.app, name="bench")
 app.add_typer(coco.app, name="coco")
 app.add_typer(vision.app, name="vision")
+app.add_typer(reproduce.app, name="reproduce")
 
 
 def main() -> None:

@@ -1,0 +1,84 @@
+"""`python -m eval reproduce`: published tables from downloads to metrics."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from avq_diffusers.cli.options import numbers_of
+from eval.commands.options import Device, Model
+
+app = typer.Typer(no_args_is_help=True, help="Make a published table, from downloads to metrics.")
+
+
+@app.callback()
+def reproduce() -> None:
+    """Keeps the name of the only command."""
+
+
+@app.command("sd15")
+def sd15_command(
+    output: Annotated[Path, typer.Argument(help="Folder of everything.")] = Path("runs/sd15"),
+    rows: Annotated[str, typer.Option(help="Comma-separated; all without it.")] = "",
+    sizes: Annotated[
+        str, typer.Option(help="The training size, then those that run ScaleCrafter.")
+    ] = "512,1024",
+    images: Annotated[int, typer.Option(min=2, help="Images a row.")] = 30_000,
+    steps: Annotated[int, typer.Option(min=2, help="Denoising steps of PNDM.")] = 25,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Of the training and generation, one a GPU.")
+    ] = 1,
+    model: Model = "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    captions: Annotated[
+        Path | None, typer.Option(help="Captions, in place of the download.")
+    ] = None,
+    real: Annotated[
+        Path | None, typer.Option(help="Folder of real images, in place of the download.")
+    ] = None,
+    scorer: Annotated[
+        str | None, typer.Option(help="Folder of a CLIP-style scorer, in place of both networks.")
+    ] = None,
+    overrides: Annotated[
+        list[str], typer.Option("--set", help="Of every distillation, key=value.")
+    ] = (),
+    only_plan: Annotated[
+        bool, typer.Option("--plan", help="Print the steps, their hours and space, and stop.")
+    ] = False,
+    device: Device = "cuda",
+) -> None:
+    """The paper's table of SD1.5 on COCO: downloads, distils, generates, scores.
+
+    Prints the expected hours and space first, and at the end each measured metric beside the
+    published one. After a kill, the same command goes on where it was; a finished step is never
+    repeated.
+
+    Example: python -m eval reproduce sd15 runs/sd15 --processes 8
+    """
+    from avq_diffusers.files import atomic_write, locked
+    from eval.quality.sd15 import ROWS, Request, carry_out, measured, paper_table, plan, plan_table
+
+    request = Request(
+        output=output,
+        rows=rows.split(",") if rows else list(ROWS),
+        sizes=numbers_of("--sizes", sizes),
+        model=model,
+        captions=captions,
+        real=real,
+        scorer=scorer,
+        images=images,
+        steps=steps,
+        overrides=overrides,
+        processes=processes,
+        device=device,
+    )
+    chosen = plan(request)
+    print(plan_table(request, chosen), flush=True)
+    if only_plan:
+        return
+    message = f"another command writes {output}; wait for its end."
+    with locked(output, 1, message):
+        carry_out(request, chosen)
+        table = paper_table(measured(request), request.sizes)
+        with atomic_write(output / "table.md") as temporary:
+            temporary.write_text(table + "\n", encoding="utf-8")
+    print(f"\nMeasured (published):\n\n{table}")

@@ -1,0 +1,338 @@
+"""The paper's table of SD1.5 on COCO: the commands that make it, their cost, and what is published.
+
+OUTPUT/coco holds captions and real images, OUTPUT/distill the runs, OUTPUT/rows the images of each
+row and size, OUTPUT/coco_SIZE.json the metrics, OUTPUT/bench_unet_* the times, and OUTPUT/done one
+file for every finished step.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from avq_diffusers.files import atomic_write
+from eval.quality.coco_download import CAPTIONS, IMAGES
+from eval.quality.protocol import GENERATION
+from eval.store.markdown import markdown_table, number
+
+ROOT = Path(__file__).parents[2]
+BENCH_MODE = "graph"
+METRICS = {"fid": ("FID", ".2f"), "clip_score": ("CLIP score", ".3f"), "ms": ("ms", ".1f")}
+# Expected gigabytes of COCO, of the distillation's data with its cache, of all weights, and of the
+# images of a row by the side of an image.
+COCO_GB, LAION_GB, WEIGHTS_GB = 13, 75, 12
+ROW_GB = {512: 14, 1024: 50}
+# Hours on one H200: the files of `bench distill` and `bench unet` that eval/README.md names.
+DISTILL_HOURS = 12
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One row of the paper's table.
+
+    Attributes:
+        label: as the paper prints it.
+        method: of `coco generate`; None for the result of `config`.
+        config: the distillation, `configs/sd15_CONFIG.yaml`.
+        result: folder of the run that holds the result.
+        timed: method of `bench unet`.
+        published: FID, CLIP score and milliseconds a step, by size; empty for rows of our own.
+        hours: of 30,000 images on one H200, compiled, by size.
+    """
+
+    label: str
+    timed: str
+    hours: Mapping[int, float]
+    method: str | None = None
+    config: str | None = None
+    result: str = "codebooks"
+    published: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
+
+
+_AVQ_HOURS = {512: 1.2, 1024: 3.6}
+ROWS = {
+    "exact": TableRow(
+        "SD1.5 (FA-v2)",
+        "fa2",
+        {512: 1.3, 1024: 6.1},
+        method="exact",
+        published={512: (12.75, 0.318, 44.37), 1024: (41.03, 0.292, 213.43)},
+    ),
+    "linfusion": TableRow(
+        "LinFusion",
+        "linfusion",
+        {512: 1.4, 1024: 3.8},
+        config="linfusion",
+        result="linfusion",
+        published={512: (12.52, 0.318, 43.70), 1024: (36.37, 0.295, 141.57)},
+    ),
+    "tome": TableRow(
+        "ToMe-SD (r = 0.5)",
+        "tome",
+        {512: 1.5, 1024: 4.8},
+        method="tome",
+        published={512: (12.40, 0.317, 41.99), 1024: (43.00, 0.290, 163.30)},
+    ),
+    "m32p8c8": TableRow(
+        "AVQ M32P8C8",
+        "M32P8C8@L0/tuned",
+        _AVQ_HOURS,
+        config="m32p8c8",
+        published={512: (12.50, 0.319, 39.09), 1024: (35.39, 0.297, 133.48)},
+    ),
+    "m64p16c8": TableRow(
+        "AVQ M64P16C8",
+        "M64P16C8@L0/tuned",
+        _AVQ_HOURS,
+        config="m64p16c8",
+        published={512: (12.51, 0.320, 39.50), 1024: (35.65, 0.296, 135.06)},
+    ),
+    "m128p32c8": TableRow(
+        "AVQ M128P32C8",
+        "M128P32C8@L0/tuned",
+        _AVQ_HOURS,
+        config="m128p32c8",
+        published={512: (12.55, 0.319, 40.23), 1024: (35.51, 0.297, 138.16)},
+    ),
+    "m64p16c8_level1": TableRow(
+        "AVQ M64P16C8, levels 0 and 1",
+        "M64P16C8@L01/tuned",
+        {512: 1.2, 1024: 3.4},
+        config="m64p16c8_level1",
+        published={512: (12.48, 0.320, 39.41), 1024: (36.29, 0.297, 128.59)},
+    ),
+    "own_m64p16c8": TableRow(
+        "AVQ M64P16C8, own codewords", "M64P16C8@L0/own", _AVQ_HOURS, config="own_m64p16c8"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to reproduce.
+
+    Attributes:
+        output: folder of everything.
+        rows: keys of `ROWS`.
+        sizes: sides of the images; the first is the training size, the others run ScaleCrafter.
+        model: folder or Hub id of the base model.
+        captions, real, scorer: in place of the downloads; None downloads, and scores by Inception
+            and CLIP.
+        images: number of images a row.
+        steps: denoising steps.
+        overrides: `--set` of every distillation.
+        processes: of the training and generation, one a GPU.
+        device: cpu, cuda or mps.
+
+    Raises:
+        ValueError: a row is unknown.
+    """
+
+    output: Path
+    rows: Sequence[str]
+    sizes: Sequence[int]
+    model: str
+    captions: Path | None
+    real: Path | None
+    scorer: str | None
+    images: int
+    steps: int
+    overrides: Sequence[str]
+    processes: int
+    device: str
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.rows if name not in ROWS]:
+            raise ValueError(f"rows must be some of {', '.join(ROWS)}, but got {unknown[0]!r}.")
+
+    @property
+    def coco(self) -> Path:
+        return self.output / "coco"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the plan.
+
+    Attributes:
+        name: of the step, and of its file in OUTPUT/done.
+        command: of the process.
+        hours: expected, on one H200 a process; None where minutes or the network decide.
+        gigabytes: expected on disk.
+    """
+
+    name: str
+    command: Sequence[str]
+    hours: float | None = None
+    gigabytes: float = 0
+
+    def mark(self, output: Path) -> Path:
+        return output / "done" / f"{self.name.replace(' ', '-')}.json"
+
+    def is_done(self, output: Path) -> bool:
+        """Whether this very command has finished."""
+        try:
+            return json.loads(self.mark(output).read_text()) == list(self.command)
+        except (OSError, ValueError):
+            return False
+
+
+def plan(request: Request) -> list[Step]:
+    """The steps, in their order."""
+    steps = []
+    if request.captions is None or request.real is None:
+        command = _python("eval", "coco", "download", request.coco)
+        steps.append(Step("download coco", command, gigabytes=COCO_GB))
+    steps += [_distill(request, name) for name in request.rows if ROWS[name].config]
+    for size in request.sizes:
+        steps += [_generate(request, name, size) for name in request.rows]
+        steps.append(_score(request, size))
+    if request.device == "cuda":
+        methods = ",".join(ROWS[name].timed for name in request.rows)
+        sizes = ",".join(map(str, request.sizes))
+        options = ("--sizes", sizes, "--methods", methods, "--modes", BENCH_MODE)
+        where = ("--device", request.device, "--output", request.output)
+        steps.append(Step("bench unet", _python("eval", "bench", "unet", *options, *where)))
+    return steps
+
+
+def plan_table(request: Request, steps: Sequence[Step]) -> str:
+    """The steps with expected hours and gigabytes, their sums, and the space that is free."""
+    rows = [
+        [
+            step.name,
+            "done" if step.is_done(request.output) else "to do",
+            number(step.hours, ".1f"),
+            number(step.gigabytes or None, ".0f"),
+        ]
+        for step in steps
+    ]
+    left = [step for step in steps if not step.is_done(request.output)]
+    hours = sum(step.hours or 0 for step in left)
+    gigabytes = sum(step.gigabytes for step in left)
+    free = shutil.disk_usage(_existing(request.output)).free / 1e9
+    return "\n".join(
+        [
+            markdown_table(["step", "state", "hours", "GB"], rows),
+            "",
+            f"Expected: {hours:.1f} hours of training and of the UNet, on {request.processes} H200 "
+            f"at the settings of configs; {gigabytes:.0f} GB, of which {free:.0f} are free. "
+            f"Downloads, VAE and scoring come on top. Weights and training data ({WEIGHTS_GB} and "
+            f"{LAION_GB} GB) go to the Hub's cache.",
+        ]
+    )
+
+
+def carry_out(request: Request, steps: Iterable[Step]) -> None:
+    """Run the steps that are not done, each in a process of its own.
+
+    Raises:
+        ValueError: a step failed; its own message is above. A repeated call goes on there.
+    """
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    for step in steps:
+        if step.is_done(request.output):
+            continue
+        print(f"{step.name}: {' '.join(step.command)}", file=sys.stderr, flush=True)
+        done = subprocess.run(step.command, env={**os.environ, "PYTHONPATH": path})
+        if done.returncode:
+            raise ValueError(
+                f"{step.name} failed, its own message is above; repeat the command to go on there."
+            )
+        step.mark(request.output).parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(step.mark(request.output)) as temporary:
+            temporary.write_text(json.dumps(list(step.command)))
+
+
+def measured(request: Request) -> dict[str, dict[int, dict[str, Any]]]:
+    """FID, CLIP score and milliseconds by row and size, from the files of finished steps."""
+    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in request.rows}
+    for size in request.sizes:
+        scored = json.loads((request.output / f"coco_{size}.json").read_text())["rows"]
+        path = request.output / f"bench_unet_{size}_{BENCH_MODE}_{request.device}.json"
+        timed = json.loads(path.read_text())["rows"] if path.exists() else []
+        times = {row["method"]: row["ms"] for row in timed}
+        for name, row in zip(request.rows, scored, strict=True):
+            found[name][size] = {**row, "ms": times.get(ROWS[name].timed)}
+    return found
+
+
+def paper_table(found: Mapping[str, Mapping[int, Mapping[str, Any]]], sizes: Sequence[int]) -> str:
+    """Measured metrics, each with the published one in brackets."""
+    header = ["method"]
+    header += [f"{title}, {size}²" for size in sizes for title, _ in METRICS.values()]
+    rows = []
+    for name, by_size in found.items():
+        cells = [ROWS[name].label]
+        for size in sizes:
+            published = ROWS[name].published.get(size, (None,) * len(METRICS))
+            for (metric, (_, form)), paper in zip(METRICS.items(), published, strict=True):
+                cells.append(f"{number(by_size[size][metric], form)} ({number(paper, form)})")
+        rows.append(cells)
+    return markdown_table(header, rows)
+
+
+def _distill(request: Request, name: str) -> Step:
+    row = ROWS[name]
+    command = ["--config", ROOT / "configs" / f"sd15_{row.config}.yaml", "--resume"]
+    command += ["--output", _run(request, name)]
+    for setting in (f"base_model={request.model}", *request.overrides):
+        command += ["--set", setting]
+    launched = _launch(request, "distill", *command)
+    return Step(f"distill {name}", launched, hours=DISTILL_HOURS / request.processes)
+
+
+def _generate(request: Request, name: str, size: int) -> Step:
+    row = ROWS[name]
+    method = row.method or _run(request, name) / row.result
+    captions = request.captions or request.coco / CAPTIONS
+    options: list[Any] = ["--method", method, "--captions", captions, "--model", request.model]
+    options += ["--images", request.images, "--size", size, "--steps", request.steps]
+    options += ["--device", request.device]
+    options += ["--scalecrafter"] if size != request.sizes[0] else []
+    options += ["--compile"] if request.device == "cuda" else []
+    share = request.images / GENERATION["num_images"]
+    hours, gigabytes = row.hours.get(size), ROW_GB.get(size, 0) * share
+    return Step(
+        f"generate {name} {size}",
+        _launch(request, "eval", "coco", "generate", _images(request, name, size), *options),
+        hours=None if hours is None else hours * share / request.processes,
+        gigabytes=gigabytes,
+    )
+
+
+def _score(request: Request, size: int) -> Step:
+    folders = [_images(request, name, size) for name in request.rows]
+    options: list[Any] = ["--real", request.real or request.coco / IMAGES]
+    options += ["--cache", request.output / "cache", "--name", f"coco_{size}"]
+    options += ["--device", request.device, "--output", request.output]
+    options += [] if request.scorer is None else ["--scorer", request.scorer]
+    return Step(f"score {size}", _python("eval", "coco", "score", *folders, *options))
+
+
+def _run(request: Request, name: str) -> Path:
+    return request.output / "distill" / name
+
+
+def _images(request: Request, name: str, size: int) -> Path:
+    return request.output / "rows" / f"{name}-{size}"
+
+
+def _launch(request: Request, module: str, *arguments: Any) -> list[str]:
+    if request.processes == 1:
+        return _python(module, *arguments)
+    number_of = ("--num_processes", request.processes)
+    return _python("accelerate.commands.launch", *number_of, "-m", module, *arguments)
+
+
+def _python(module: str, *arguments: Any) -> list[str]:
+    return [sys.executable, "-m", module, *map(str, arguments)]
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())

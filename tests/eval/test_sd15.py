@@ -1,0 +1,268 @@
+"""The paper's table of SD1.5 by one command: its plan, restarts, downloads and table."""
+
+import io
+import json
+import sys
+import zipfile
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from eval_helpers import run_command
+from tiny_training import TINY_RUN
+
+from avq_diffusers import AVQCodebooks
+from avq_diffusers.files import sha256
+from avq_diffusers.mini import SCORER, write_coco
+from eval.benchmarks.step import timed_method
+from eval.quality import coco_download, sd15
+from eval.quality.coco import image_path
+from eval.quality.coco_download import download, download_coco
+from eval.quality.sd15 import ROWS, Request, Step, carry_out, paper_table, plan, plan_table
+
+
+@pytest.fixture
+def request_(tmp_path):
+    return Request(
+        output=tmp_path / "out",
+        rows=["exact", "m64p16c8", "linfusion"],
+        sizes=(512, 1024),
+        model="sd15",
+        captions=None,
+        real=None,
+        scorer=None,
+        images=30_000,
+        steps=25,
+        overrides=["steps=7"],
+        processes=1,
+        device="cuda",
+    )
+
+
+def words(step):
+    return [word.replace(str(sd15.ROOT), "ROOT") for word in step.command[1:]]
+
+
+def test_the_plan(request_):
+    """Catches a row without its training, images of another model, another order of folders, the
+    training size dilated or a larger one not."""
+    steps = {step.name: words(step) for step in plan(request_)}
+    assert list(steps) == [
+        "download coco",
+        "distill m64p16c8",
+        "distill linfusion",
+        *(
+            name
+            for size in (512, 1024)
+            for name in (
+                *(f"generate {row} {size}" for row in request_.rows),
+                f"score {size}",
+            )
+        ),
+        "bench unet",
+    ]
+    out = str(request_.output)
+    train = f"-m distill --config ROOT/configs/sd15_m64p16c8.yaml --resume --output {out}/distill/"
+    train += "m64p16c8 --set base_model=sd15 --set steps=7"
+    assert " ".join(steps["distill m64p16c8"]) == train
+    draw = f"-m eval coco generate {out}/rows/linfusion-1024 --method {out}/distill/linfusion/"
+    draw += f"linfusion --captions {out}/coco/captions.txt --model sd15 --images 30000 --size 1024"
+    assert " ".join(steps["generate linfusion 1024"]).startswith(draw)
+    dilated = {name for name, command in steps.items() if "--scalecrafter" in command}
+    assert dilated == {f"generate {row} 1024" for row in request_.rows}
+    score = " ".join(steps["score 512"])
+    folders = " ".join(f"{out}/rows/{row}-512" for row in request_.rows)
+    assert score.startswith(f"-m eval coco score {folders} --real {out}/coco/val2014 --cache")
+    assert all(
+        (sd15.ROOT / "configs" / f"sd15_{x.config}.yaml").exists() or not x.config
+        for x in ROWS.values()
+    )
+    for row in ROWS.values():
+        timed_method(row.timed)
+
+
+def test_stand_ins_replace_the_downloads(request_):
+    local = replace(request_, captions=Path("c.txt"), real=Path("real"), scorer="s", device="cpu")
+    steps = {step.name: " ".join(words(step)) for step in plan(local)}
+    assert not {"download coco", "bench unet"} & steps.keys()
+    assert "--captions c.txt" in steps["generate exact 512"]
+    assert "--real real" in steps["score 512"]
+    assert steps["score 512"].endswith("--scorer s")
+
+
+def test_several_gpus_share_training_and_images(request_):
+    steps = {step.name: step for step in plan(replace(request_, processes=4))}
+    launched = ["-m", "accelerate.commands.launch", "--num_processes", "4", "-m"]
+    shared = {name for name, step in steps.items() if words(step)[:5] == launched}
+    assert shared == {name for name in steps if name.startswith(("distill", "generate"))}
+    assert steps["distill m64p16c8"].hours == sd15.DISTILL_HOURS / 4
+
+
+def test_hours_and_space_of_what_is_left(request_):
+    """Catches sums over finished steps, and images that are not counted."""
+    steps = plan(replace(request_, images=3000))
+    by_name = {step.name: step for step in steps}
+    assert by_name["generate exact 1024"].gigabytes == 5
+    assert by_name["generate exact 1024"].hours == pytest.approx(0.61)
+    total = sum(step.hours or 0 for step in steps)
+    assert f"Expected: {total:.1f} hours" in plan_table(request_, steps)
+    mark = by_name["distill linfusion"].mark(request_.output)
+    mark.parent.mkdir(parents=True)
+    mark.write_text(json.dumps(by_name["distill linfusion"].command))
+    table = plan_table(request_, steps)
+    assert f"Expected: {total - sd15.DISTILL_HOURS:.1f} hours" in table
+    assert "| distill linfusion | done |" in table
+    assert "| distill m64p16c8 | to do |" in table
+
+
+def test_a_repeated_call_goes_on_at_the_failed_step(request_):
+    """Catches finished steps that run again, one that failed and counts as finished, and another
+    command under the same name."""
+    seen = request_.output / "seen"
+    request_.output.mkdir()
+    seen.write_text("")
+
+    def step(name, code=0):
+        script = f"open({str(seen)!r}, 'a').write({name!r}); raise SystemExit({code})"
+        return Step(name, [sys.executable, "-c", script])
+
+    with pytest.raises(ValueError, match=r"b failed, its own message is above; repeat"):
+        carry_out(request_, [step("a"), step("b", 1), step("c")])
+    assert seen.read_text() == "ab"
+    carry_out(request_, [step("a"), step("b"), step("c")])
+    assert seen.read_text() == "abbc"
+    carry_out(request_, [step("a"), step("b"), Step("c", step("d").command)])
+    assert seen.read_text() == "abbcd"
+
+
+def test_the_table_has_both_metrics():
+    """Catches metrics of another row or size."""
+    measured = {
+        name: {
+            size: {"fid": next(numbers), "clip_score": 0.3, "ms": 5.0 if size == 512 else None}
+            for size in (512, 1024)
+        }
+        for numbers in (count(1.0),)
+        for name in ("tome", "own_m64p16c8")
+    }
+    header, _, tome, own = paper_table(measured, (512, 1024)).splitlines()
+    assert header == (
+        "| method | FID, 512² | CLIP score, 512² | ms, 512² | FID, 1024² | CLIP score, 1024² | "
+        "ms, 1024² |"
+    )
+    assert tome == (
+        "| ToMe-SD (r = 0.5) | 1.00 (12.40) | 0.300 (0.317) | 5.0 (42.0) | 2.00 (43.00) | "
+        "0.300 (0.290) | - (163.3) |"
+    )
+    assert own.startswith("| AVQ M64P16C8, own codewords | 3.00 (-) | 0.300 (-) |")
+
+
+def test_unknown_rows_are_refused(request_):
+    with pytest.raises(ValueError, match=r"rows must be some of exact, .*, but got 'm1'"):
+        replace(request_, rows=["exact", "m1"])
+
+
+# Downloads
+
+
+class Server(BaseHTTPRequestHandler):
+    """Sends `files`, from the first byte that is asked for; breaks off after `most` bytes."""
+
+    files, most, starts = {}, None, []
+
+    def do_GET(self):
+        content = self.files[self.path]
+        start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        self.starts.append(start)
+        if start >= len(content):
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        self.wfile.write(content[start:][: self.most])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    handler = type("Handler", (Server,), {"files": {}, "starts": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+        handler.url = f"http://127.0.0.1:{running.server_address[1]}"
+        yield handler
+        running.shutdown()
+
+
+def test_a_download_goes_on_where_it_stopped(server, tmp_path):
+    """Catches a cut file that counts as whole, bytes that are fetched twice, and a whole file that
+    a kill left under its temporary name."""
+    server.files["/x"] = bytes(range(200))
+    server.most = 150
+    with pytest.raises(OSError, match=r"ended after 150 of 200 bytes; repeat"):
+        download(f"{server.url}/x", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    server.most = None
+    download(f"{server.url}/x", tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == bytes(range(200))
+    assert server.starts == [0, 150]
+    (tmp_path / "x").rename(tmp_path / ".writing-x")
+    download(f"{server.url}/x", tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == bytes(range(200))
+
+
+def test_captions_and_images_are_unpacked_once(server, tmp_path, monkeypatch):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("val2014/a.jpg", b"image")
+    server.files |= {"/captions": b"a fox\n", "/zip": packed.getvalue()}
+    monkeypatch.setattr(coco_download, "CAPTIONS_URL", f"{server.url}/captions")
+    monkeypatch.setattr(coco_download, "IMAGES_URL", f"{server.url}/zip")
+    with pytest.raises(ValueError, match="is not the list of the protocol"):
+        download_coco(tmp_path)
+    monkeypatch.setattr(coco_download, "CAPTIONS_SHA256", sha256(tmp_path / "captions.txt"))
+    for _ in range(2):
+        download_coco(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["captions.txt", "val2014"]
+    assert (tmp_path / "val2014/a.jpg").read_bytes() == b"image"
+    assert server.starts == [0, 0]
+
+
+@pytest.mark.long
+def test_from_a_model_to_the_table(model, tmp_path, monkeypatch, capsys):
+    """The whole way with stand-ins: two trainings, three rows, the table; then once more."""
+    write_coco(tmp_path / "scenes", 4, first_seed=5, size=64)
+    # TINY_RUN is for files of mini-sd; those of SD1.5 differ in their data.
+    tiny = {**TINY_RUN, "data.source": "scenes", "steps": 2, "gradient_checkpointing": "false"}
+    tiny |= dict.fromkeys(("data.path", "data.split", "data.image_column"), "null")
+    tiny |= {"data.caption_column": "null", "data.preprocessing": "crop"}
+    tiny |= {"avq.num_parents": 8, "codebooks": "null", "avq.codewords": "means"}
+    tiny |= {"objective.commitment_weight": 0, "objective.full_spawning": "false"}
+    tiny |= {"objective.project_children": "false"}
+    tiny = {key: x for key, x in tiny.items() if not key.startswith("codebooks.")}
+    settings = [part for key, x in tiny.items() for part in ("--set", f"{key}={x}")]
+    arguments = ["sd15", tmp_path / "out", "--rows", "exact,own_m64p16c8,linfusion"]
+    arguments += ["--sizes", 64, "--images", 4, "--steps", 2, "--device", "cpu", "--model", model]
+    arguments += ["--captions", tmp_path / "scenes/annotations/captions_scenes.json"]
+    arguments += ["--real", tmp_path / "scenes/images", "--scorer", SCORER, *settings]
+    run_command(monkeypatch, "reproduce", *arguments)
+    first = capsys.readouterr().out
+    table = (tmp_path / "out/table.md").read_text()
+    assert first.endswith(table)
+    assert len(table.splitlines()) == 2 + 3
+    made = AVQCodebooks.from_pretrained(tmp_path / "out/distill/own_m64p16c8/codebooks")
+    assert (made.own_codewords, made.config["training"]["steps"]) == (True, 2)
+    rows = [tmp_path / "out/rows" / f"{name}-64" for name in ("exact", "own_m64p16c8", "linfusion")]
+    images = {image_path(row, 3).read_bytes() for row in rows}
+    assert len(images) == 3
+
+    monkeypatch.setattr(sd15.subprocess, "run", None)  # nothing is left to do
+    run_command(monkeypatch, "reproduce", *arguments)
+    second = capsys.readouterr().out
+    assert "to do" not in second
+    assert second.endswith(table)
