@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
 MOST_UPDATES = 100
+LARGEST_COUNT = 2**31 - 1  # kernels index with 32 bits
 PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined", "exact_keys")
 
 
@@ -77,17 +78,17 @@ class AVQConfig:
     overrides: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_int("num_parents", self.num_parents, 1)
-        check_int("num_children", self.num_children, 0)
-        check_int("num_refined", self.num_refined, 0)
-        check_int("query_tile", self.query_tile, 1)
+        check_int("num_parents", self.num_parents, 1, LARGEST_COUNT)
+        check_int("num_children", self.num_children, 0, LARGEST_COUNT)
+        check_int("num_refined", self.num_refined, 0, LARGEST_COUNT)
+        check_int("query_tile", self.query_tile, 1, LARGEST_COUNT)
         check_num_updates(self.num_updates)
         if self.codewords not in CODEWORDS:
             raise ValueError(
                 f"codewords must be one of {', '.join(CODEWORDS)}, but got {self.codewords!r}."
             )
         if self.importance_tile is not None:
-            check_int("importance_tile", self.importance_tile, 1)
+            check_int("importance_tile", self.importance_tile, 1, LARGEST_COUNT)
         check_exact_keys(self.exact_keys, self.importance_tile)
         if self.num_refined > self.num_parents:
             raise ValueError(
@@ -222,9 +223,7 @@ def check_num_updates(num_updates: Any) -> None:
         TypeError: `num_updates` is not an int.
         ValueError: it is negative, or above `MOST_UPDATES`.
     """
-    check_int("num_updates", num_updates, 0)
-    if num_updates > MOST_UPDATES:
-        raise ValueError(f"num_updates must be at most {MOST_UPDATES}, but got {num_updates}.")
+    check_int("num_updates", num_updates, 0, MOST_UPDATES)
 
 
 def check_exact_keys(exact_keys: Any, importance_tile: int | None) -> None:
@@ -232,9 +231,9 @@ def check_exact_keys(exact_keys: Any, importance_tile: int | None) -> None:
 
     Raises:
         TypeError: `exact_keys` is not an int.
-        ValueError: it is negative, or positive with an `importance_tile`.
+        ValueError: it is negative, above `LARGEST_COUNT`, or positive with an `importance_tile`.
     """
-    check_int("exact_keys", exact_keys, 0)
+    check_int("exact_keys", exact_keys, 0, LARGEST_COUNT)
     if exact_keys and importance_tile is not None:
         raise ValueError(
             f"exact_keys needs exact importance: importance_tile must be None, but got "
@@ -242,14 +241,16 @@ def check_exact_keys(exact_keys: Any, importance_tile: int | None) -> None:
         )
 
 
-def check_int(name: str, value: Any, minimum: int) -> None:
-    """Check that `value` is an int of at least `minimum`.
+def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    """Check that `value` is an int of at least `minimum` and, if given, at most `maximum`.
 
     Raises:
         TypeError: `value` is not an int.
-        ValueError: `value` is below `minimum`.
+        ValueError: `value` is out of range.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, but got {value!r} ({type(value).__name__}).")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, but got {value}.")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, but got {value}.")

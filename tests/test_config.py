@@ -71,6 +71,10 @@ def test_parse_rejects_other_forms(text):
             "exact_keys needs exact importance: importance_tile must be None, but got 8.",
         ),
         ({"importance_tile": 0}, ValueError, "importance_tile must be at least 1, but got 0."),
+        *(
+            ({name: 2**31}, ValueError, f"{name} must be at most 2147483647, but got 2147483648.")
+            for name in ("num_parents", "num_children", "query_tile", "exact_keys")
+        ),
         ({"num_parents": 8.0}, TypeError, "num_parents must be an int, but got 8.0 (float)."),
         ({"query_tile": True}, TypeError, "query_tile must be an int, but got True (bool)."),
         (

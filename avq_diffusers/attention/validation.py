@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.config import CODEWORDS, check_exact_keys, check_int, check_num_updates
+from avq_diffusers.config import (
+    CODEWORDS,
+    LARGEST_COUNT,
+    check_exact_keys,
+    check_int,
+    check_num_updates,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_SCALE = sys.float_info.max
@@ -133,13 +139,13 @@ def check_arguments(
             f"{sink_value.shape[2]}."
         )
 
-    check_int("num_parents", num_parents, 1)
-    check_int("num_children", num_children, 0)
-    check_int("num_refined", num_refined, 0)
+    check_int("num_parents", num_parents, 1, LARGEST_COUNT)
+    check_int("num_children", num_children, 0, LARGEST_COUNT)
+    check_int("num_refined", num_refined, 0, LARGEST_COUNT)
     check_num_updates(num_updates)
-    check_int("query_tile", query_tile, 1)
+    check_int("query_tile", query_tile, 1, LARGEST_COUNT)
     if importance_tile is not None:
-        check_int("importance_tile", importance_tile, 1)
+        check_int("importance_tile", importance_tile, 1, LARGEST_COUNT)
     check_exact_keys(exact_keys, importance_tile)
     if scale is not None and not isinstance(scale, int | float):
         raise TypeError(f"scale must be a number or None, but got {type(scale).__name__}.")

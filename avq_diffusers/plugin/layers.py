@@ -8,7 +8,7 @@ from diffusers import DiffusionPipeline, ModelMixin, Transformer2DModel, UNet2DC
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from avq_diffusers.config import is_within
+from avq_diffusers.config import LARGEST_COUNT, check_int, is_within
 
 # Under these names, wrappers of modules inside a UNet hold what they wrap.
 _COMPILED = "_orig_mod"
@@ -80,6 +80,7 @@ class LayerSpec:
 
     Raises:
         TypeError: a field has another type.
+        ValueError: a number is out of range.
     """
 
     name: str
@@ -88,10 +89,10 @@ class LayerSpec:
     head_dim: int
 
     def __post_init__(self) -> None:
-        for name, kind in (("name", str), ("level", int), ("num_heads", int), ("head_dim", int)):
-            value = getattr(self, name)
-            if type(value) is not kind:
-                raise TypeError(f"{name} of a layer must be {kind.__name__}, but got {value!r}.")
+        if not isinstance(self.name, str):
+            raise TypeError(f"name of a layer must be str, but got {self.name!r}.")
+        for name, minimum in (("level", 0), ("num_heads", 1), ("head_dim", 1)):
+            check_int(f"{name} of a layer", getattr(self, name), minimum, LARGEST_COUNT)
 
     @property
     def stored(self) -> dict[str, Any]:

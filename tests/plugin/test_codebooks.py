@@ -336,6 +336,14 @@ class TestRefusals:
             ({"_class_name": "UNet2DConditionModel"}, "of AVQCodebooks, but got one of UNet2DCond"),
             ({"avq": {"num_parents": 4, "parents": 4}}, "unknown AVQConfig keys: parents"),
             (
+                {"avq": {"num_parents": 10**30}},
+                r"num_parents must be at most 2147483647, but got 1",
+            ),
+            (
+                {"layers": [{"name": LAYER, "level": 0, "num_heads": 2, "head_dim": 10**30}]},
+                r"json: head_dim of a layer must be at most 2147483647, but got 1",
+            ),
+            (
                 {"avq": {"num_parents": 5, "num_children": 2, "num_refined": 2}},
                 r"must have shape \(2, 5, .*but got \(2, 4, ",
             ),
