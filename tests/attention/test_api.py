@@ -111,8 +111,14 @@ REFUSALS = {
         ({"codebook": None}, 'codewords="stored" needs a codebook.'),
         ({"codewords": "own"}, "codewords must be one of means, stored, but got 'own'."),
         ({"num_updates": -1}, "num_updates must be at least 0, but got -1."),
-        (OWN_SIZES | {"num_parents": 2**31}, "num_parents must be at most 2147483647, but got"),
-        (OWN_SIZES | {"exact_keys": 2**31}, "exact_keys must be at most 2147483647, but got"),
+        (
+            OWN_SIZES | {"num_parents": 2**31},
+            "num_parents must be at most 2147483647, but got 2147483648.",
+        ),
+        (
+            OWN_SIZES | {"exact_keys": 2**31},
+            "exact_keys must be at most 2147483647, but got 2147483648.",
+        ),
         (OWN_SIZES | {"num_parents": 0}, "num_parents must be at least 1, but got 0."),
         (OWN_SIZES | {"num_children": -1}, "num_children must be at least 0, but got -1."),
         (OWN_SIZES | {"num_refined": 7}, "num_refined must be at most num_parents, 6, but got 7."),
