@@ -5,7 +5,7 @@ One process per GPU: accelerate launch --num_processes N -m distill --config FIL
 Several machines: add accelerate's --num_machines, --machine_rank, --main_process_ip and
 --main_process_port, and an --output that all machines share.
 
-The result is OUTPUT/codebooks, for AVQCodebooks.from_pretrained.
+The result is OUTPUT/codebooks, for AVQCodebooks.from_pretrained, with a model card.
 """
 
 import contextlib
@@ -35,21 +35,30 @@ def distill(
     overrides: Annotated[
         list[str], typer.Option("--set", help="section.key=value, replaces the file's value.")
     ] = (),
+    repo: Annotated[
+        str | None,
+        typer.Option(
+            "--push-to-hub", metavar="USER/NAME", help="Push the result to this repository."
+        ),
+    ] = None,
 ) -> None:
     output = Path("runs") / config.stem if output is None else output
     with contextlib.ExitStack() as stack:
         with exit_on(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
             values = load_config(config, DistillConfig, overrides)
+            from distill.checkpointing.hub import check_repository
             from distill.checkpointing.run_folder import locked
             from distill.loop import train
             from distill.run import prepare_run
 
             # Data workers are forked after tokenizers ran; the setting avoids a warning.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+            if repo is not None:
+                check_repository(repo, values)
             stack.enter_context(locked(output))
             run = prepare_run(values, output, resume=resume)
         with exit_on(FloatingPointError, DataError, OSError, code=1):
-            train(run, config.stem)
+            train(run, config.stem, repo=repo)
 
 
 if __name__ == "__main__":

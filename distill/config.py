@@ -1,6 +1,7 @@
 """The configuration of a distillation run."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from avq_diffusers import AVQConfig
 from distill.config_file import (
@@ -15,6 +16,12 @@ from distill.data.config import DataConfig
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCHEDULES = ("constant", "cosine")
+
+
+def public_name(source: str) -> str:
+    """The Hub id of a model or data set, or the name of its folder."""
+    path = Path(source)
+    return path.name if path.exists() else source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +189,11 @@ class DistillConfig:
             raise ValueError(f"image_size must be a multiple of 8, but got {self.image_size}.")
         check_one_of(self, "precision", PRECISIONS)
         check_one_of(self, "schedule", SCHEDULES)
+
+    @property
+    def base_model_name(self) -> str:
+        """The Hub id of the base model, or the name of its folder."""
+        return public_name(self.base_model)
 
     def _check_codewords(self) -> None:
         if self.avq.codewords == "stored":

@@ -21,13 +21,18 @@ from distill.preview import save_sheet
 from distill.run import Run
 
 
-def train(run: Run, config_name: str) -> None:
-    """Make the remaining steps and export the student; `config_name` goes into its summary.
+def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
+    """Make the remaining steps and export the student.
+
+    Args:
+        run: from `prepare_run`.
+        config_name: goes into the summary of the export.
+        repo: repository of the Hub that the export is pushed to; None pushes nothing.
 
     Raises:
         FloatingPointError: a loss is not finite.
         DataError: the data cannot be read.
-        OSError: the disk is full or not writable.
+        OSError: the disk is full or not writable, or the export could not be pushed.
     """
     config, accelerator, objective = run.config, run.accelerator, run.objective
     is_main = accelerator.is_main_process
@@ -89,7 +94,8 @@ def train(run: Run, config_name: str) -> None:
             totals = {}
             logged_step, logged_time = run.step, time.monotonic()
     if is_main:
-        export(run.output, objective, config, training_summary(run, log.file.last, config_name))
+        training = training_summary(run, log.file.last, config_name)
+        export(run.output, objective, config, training, repo=repo)
     accelerator.wait_for_everyone()
     (run.model,) = accelerator.free_memory(run.model)  # DDP's threads must end before the group
     accelerator.end_training()

@@ -7,28 +7,45 @@ from typing import Any
 
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.extras.linfusion import save_linfusion
+from distill.checkpointing.hub import push, write_card
 from distill.config import DistillConfig
 from distill.objective import Objective
 
+FOLDERS = {"avq": "codebooks", "linfusion": "linfusion"}
 PACKAGES = ("accelerate", "diffusers", "torch", "transformers")
 
 
 def export(
-    output: Path, objective: Objective, config: DistillConfig, training: Mapping[str, Any]
+    output: Path,
+    objective: Objective,
+    config: DistillConfig,
+    training: Mapping[str, Any],
+    *,
+    repo: str | None,
 ) -> None:
-    """Save the student as `output / "codebooks"` or `output / "linfusion"`.
+    """Save the student and its model card as `output / "codebooks"` or `output / "linfusion"`.
 
     A student with exact attention is a control and is not exported. Seed and package versions are
     added to `training`.
 
+    Args:
+        output: folder of the run.
+        objective: holds the student.
+        config: of the run.
+        training: summary of the training.
+        repo: repository of the Hub that the export is pushed to; None pushes nothing.
+
     Raises:
-        OSError: the disk is full or not writable.
+        OSError: the disk is full or not writable, or the Hub refuses or cannot be reached.
     """
+    if config.attention == "exact":
+        return
     versions = {name: version(name) for name in PACKAGES}
     training = {**training, "seed": config.seed, "versions": versions}
+    folder = output / FOLDERS[config.attention]
     if config.attention == "avq":
-        make_codebooks(objective, config, training).save_pretrained(output / "codebooks")
-    elif config.attention == "linfusion":
+        make_codebooks(objective, config, training).save_pretrained(folder)
+    else:
         layers = {
             name: {key.removeprefix("processor."): x for key, x in layer.items()}
             for name, layer in objective.projections().items()
@@ -36,10 +53,13 @@ def export(
         save_linfusion(
             objective.student,
             layers,
-            output / "linfusion",
-            base_model=base_model(config),
+            folder,
+            base_model=config.base_model_name,
             training=training,
         )
+    write_card(folder, config, training, source=repo or folder.name)
+    if repo is not None:
+        push(folder, repo)
 
 
 def make_codebooks(
@@ -53,16 +73,10 @@ def make_codebooks(
         config.avq,
         None if config.codebooks is None else objective.codebooks(),
         objective.student,
-        base_model=base_model(config),
+        base_model=config.base_model_name,
         training=training,
         projection_changes=objective.projection_changes(),
     )
     for name, norm in objective.key_norms().items():
         made.key_norm(name).load_state_dict(norm.state_dict())
     return made
-
-
-def base_model(config: DistillConfig) -> str:
-    """Return the Hub id of the base model, or the name of its folder."""
-    path = Path(config.base_model)
-    return path.name if path.exists() else config.base_model

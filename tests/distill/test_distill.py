@@ -23,6 +23,8 @@ from diffusers import (
     StableDiffusionPipeline,
 )
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from PIL import Image
 from processes import Command
 from safetensors.torch import load_file
@@ -40,13 +42,14 @@ from tiny_training import (
 from typer.testing import CliRunner
 
 import distill.run
-from avq_diffusers import AVQCodebooks, apply_avq, remove_avq
+from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, summary
 from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
 from avq_diffusers.files import read_log
 from distill import loop
 from distill.__main__ import app
 from distill.checkpointing import checkpoint
 from distill.checkpointing.export import make_codebooks
+from distill.checkpointing.hub import HTTP_ERRORS
 from distill.checkpointing.run_folder import check_unused, locked
 from distill.config import DistillConfig
 from distill.config_file import load_config
@@ -276,6 +279,80 @@ def test_the_result_draws_and_is_removed(finished, model):
     assert torch.equal(draw(pipe), before)
 
 
+def test_the_model_card_loads_the_result(finished, model):
+    """Catches code that does not run, and a card of other settings or numbers."""
+    folder = finished / "codebooks"
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.library_name, card.data.base_model) == ("diffusers", None)  # not of the Hub
+    last = read_log(log_path(finished))[-1]
+    assert f"| feature | {last['feature']:.4g} |" in card.text
+    errors = last["quantization_error"].values()
+    mean_error = sum(errors) / len(errors)
+    assert f"| quantization error, mean over layers | {mean_error:.4g} |" in card.text
+    assert "| attention | AVQ M4P2C2 with stored codewords |" in card.text
+    assert "| trained weights | projections and codebooks |" in card.text
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    names = {}
+    assert str(model) not in card.text
+    exec(code.replace('"codebooks"', repr(str(folder))).replace('"tiny"', repr(str(model))), names)
+    assert any(row.config for row in summary(names["pipe"]).rows)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """What would be sent to the Hub."""
+    sent = []
+
+    class Api:
+        def create_repo(self, repo, *, exist_ok):
+            sent.append((repo, exist_ok))
+
+        def upload_folder(self, *, repo_id, folder_path, ignore_patterns, commit_message):
+            files = filter_repo_objects(
+                (path.name for path in folder_path.iterdir()), ignore_patterns=ignore_patterns
+            )
+            sent.append((repo_id, sorted(files), (folder_path / "README.md").read_text()))
+
+    monkeypatch.setattr("distill.checkpointing.hub.HfApi", Api)
+    return sent
+
+
+def test_a_finished_run_is_pushed(finished, model, tmp_path, hub):
+    """Catches files that are missing or nobody needs, and a card that names a local folder."""
+    output = tmp_path / "run"
+    copy_until(finished, output, step=4)
+    assert run(model, output, "--resume", "--push-to-hub", "me/avq").exit_code == 0
+    made, (repo, files, card) = hub
+    assert made == ("me/avq", True)
+    assert repo == "me/avq"
+    assert files == ["README.md", "config.json", "diffusion_pytorch_model.safetensors"]
+    assert 'AVQCodebooks.from_pretrained("me/avq")' in card
+    assert str(tmp_path) not in card
+
+
+def test_what_cannot_be_pushed_is_said_before_the_training(model, tmp_path, hub, monkeypatch):
+    """Catches hours of training before the first word about a missing token."""
+    message = refused(model, tmp_path, "--push-to-hub", "me/avq", attention="exact")
+    assert "attention: exact exports nothing to push to me/avq" in message
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert "--push-to-hub me/avq: " in refused(model, tmp_path, "--push-to-hub", "me/avq")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_upload_leaves_the_result(finished, model, tmp_path, hub, monkeypatch):
+    def fail(*_, **__):
+        raise HTTP_ERRORS[1]("no network")
+
+    output = tmp_path / "run"
+    copy_until(finished, output, step=4)
+    monkeypatch.setattr("distill.checkpointing.hub.HfApi.upload_folder", fail)
+    result = run(model, output, "--resume", "--push-to-hub", "me/avq")
+    assert result.exit_code == 1
+    assert "is complete, but could not be pushed to me/avq (no network)" in result.stderr
+    AVQCodebooks.from_pretrained(output / "codebooks")
+
+
 def test_linfusion_is_trained_and_loaded(model, tmp_path):
     """Catches an export without phi, or with the teacher's projections."""
     settings = {"attention": "linfusion", "steps": 2, "checkpoint_every": "null"}
@@ -295,6 +372,8 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
     assert not torch.equal(attn.to_k.weight, learned)
     remove_linfusion(pipe)
     assert torch.equal(draw(pipe), before)
+    card = (tmp_path / "linfusion" / "README.md").read_text()
+    assert 'load_linfusion(pipe, snapshot_download("linfusion"))' in card
     linfusion = json.loads((tmp_path / "linfusion" / "config.json").read_text())
     assert (linfusion["base_model"], linfusion["training"]["steps"]) == ("tiny", 2)
     assert {layer["level"] for layer in linfusion["layers"]} == {0, 1}
