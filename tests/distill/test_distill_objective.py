@@ -314,16 +314,16 @@ def test_micro_batches_add_up():
 
 
 @pytest.mark.long
-def test_compiled_unets():
+@pytest.mark.parametrize("codewords", ["stored", "means"])
+def test_compiled_unets(codewords):
     """Catches features, keys or a grid of an earlier call."""
-    plain, compiled = (
-        perturb(new_objective(small_unet(), STORED(4, 2, 2, query_tile=16))) for _ in range(2)
-    )
+    config = AVQConfig(4, 2, 2, query_tile=16, codewords=codewords)
+    plain, compiled = (perturb(new_objective(small_unet(), config)) for _ in range(2))
+    for objective in (plain, compiled):
+        objective.start_codebooks([make_batch(seed=7)], samples_per_step=4)
     graphs = []
     compiled.teacher.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     compiled.student.compile(backend="aot_eager")
-    for objective in (plain, compiled):
-        objective.start_codebooks([make_batch(seed=7)], samples_per_step=4)
     for seed in range(2):
         losses = [objective(**make_batch(seed=seed)) for objective in (plain, compiled)]
         assert_close(losses[1], losses[0])
