@@ -236,6 +236,7 @@ def test_captions_and_images_are_unpacked_once(server, tmp_path, monkeypatch):
 @pytest.mark.long
 def test_from_a_model_to_the_table(model, tmp_path, monkeypatch, capsys):
     """The whole way with stand-ins: two trainings, three rows, the table; then once more."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in this process
     write_coco(tmp_path / "scenes", 4, first_seed=5, size=64)
     # TINY_RUN is for files of mini-sd; those of SD1.5 differ in their data.
     tiny = {**TINY_RUN, "data.source": "scenes", "steps": 2, "gradient_checkpointing": "false"}
