@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from avq_diffusers.plugin.layers import select_layers
+from eval.methods import prepare_methods
 from eval.quality.scenes import score_methods
 
 CALIBRATION = ("a",)  # prompts
@@ -49,3 +50,20 @@ def score(pipe, methods, scenes, scorer, settings, **options):
     """The rows of `score_methods`, of scenes that are their own reference."""
     options = {"calibration_prompts": CALIBRATION, **options}
     return list(score_methods(pipe, methods, scenes, scenes, scorer, settings, **options))
+
+
+def prepare(pipe, *names, levels=(0,)):
+    """Methods by their names, calibrated."""
+    return prepare_methods(pipe, names, levels=levels, calibration_prompts=CALIBRATION)
+
+
+def failed_command(monkeypatch, capsys, *arguments):
+    """Exit code and last line of errors of a command that ends with a sentence."""
+    from eval import __main__ as command
+
+    monkeypatch.setattr(sys, "argv", ["eval", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        command.main()
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("eval: ")
+    return exit_.value.code, last

@@ -1,0 +1,65 @@
+"""Fixtures that several tests of `eval` share."""
+
+import pytest
+import torch
+from accelerate.state import PartialState
+from tiny import random_codebooks, tiny_unet
+
+from avq_diffusers import (
+    select_layers,
+)
+from avq_diffusers.extras.linfusion import (
+    LinFusionProcessor,
+    save_linfusion,
+)
+from avq_diffusers.mini import (
+    SCORER,
+)
+from eval.quality import coco_score, metrics
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    return metrics.Scorer(SCORER)
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory):
+    """A folder of M4P2C2 codebooks for levels 0 and 1, with changes of the projections."""
+    unet = tiny_unet()
+    generator = torch.manual_seed(3)
+    changes = {
+        layer.name: {
+            name: 0.05 * torch.randn(parameter.shape, generator=generator)
+            for name, parameter in layer.attn.named_parameters()
+        }
+        for layer in select_layers(unet, (0, 1))
+    }
+    folder = tmp_path_factory.mktemp("run") / "codebooks"
+    random_codebooks(unet, projection_changes=changes, training={"steps": 5}).save_pretrained(
+        folder
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def linfusion(tmp_path_factory):
+    """A folder of LinFusion layers for level 1."""
+    unet = tiny_unet()
+    layers = {
+        layer.name: LinFusionProcessor(layer.attn.query_dim).state_dict() | layer.attn.state_dict()
+        for layer in select_layers(unet, (1,))
+    }
+    folder = tmp_path_factory.mktemp("run") / "linfusion"
+    save_linfusion(unet, layers, folder, training={"steps": 5})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own_state():
+    """The processes of other tests are not those of these; four blocks are enough."""
+    PartialState._reset_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coco_score, "JACKKNIFE_BLOCKS", 4)
+        yield
+    PartialState._reset_state()

@@ -1,0 +1,236 @@
+"""Scores of rows: features of real images, patches, networks."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from coco_rows import noise, rows_of, score, write_row
+from PIL import Image
+
+from avq_diffusers.mini import SCORER
+from eval.quality import coco_score
+from eval.quality.networks import Inception, OpenCLIP
+
+pytestmark = pytest.mark.usefixtures("own_state")
+
+
+def test_real_features_are_those_of_one_preparation(tmp_path, monkeypatch):
+    """Catches features of another size, filter, square or network that are taken for these."""
+    (tmp_path / "real").mkdir()
+    for index in range(2):
+        noise(64, 64, index)[1].save(tmp_path / f"real/{index}.png")
+    extract = coco_score.Extractor(coco_score.load_networks(SCORER, torch.device("cpu")), 2, 1)
+    files = coco_score.real_images(tmp_path / "real")
+    whole = coco_score.prepare_whole
+
+    def features(extract=extract, prepare=whole, kind="whole"):
+        place, cache = tmp_path / "real", tmp_path / "cache"
+        return coco_score.real_features(place, files, extract, prepare, kind, cache)
+
+    def upside_down(image, number):
+        return whole(image.rotate(180), number)
+
+    first = features()
+    changes = {
+        "FID_SIZE": 32,
+        "FID_FILTER": Image.Resampling.BOX,
+        "INCEPTION_SIZE": 128,
+        "INCEPTION_FILTER": Image.Resampling.NEAREST,
+    }
+    for name, value in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(coco_score, name, value)
+            assert not torch.equal(features(), first), name
+    assert torch.equal(features(), first)
+    assert not torch.equal(features(prepare=upside_down, kind="upside down"), first)
+    networks = replace(extract.networks, name="other", features=lambda x: x.mean((2, 3)))
+    assert features(replace(extract, networks=networks)).shape == (2, 3)
+    assert len(list((tmp_path / "cache").iterdir())) == 3 + len(changes)
+
+
+def test_two_scorings_at_once_both_write_the_cache(tmp_path, monkeypatch):
+    """Catches a temporary file that both write, and that the first one takes from the other."""
+    noise(64, 64)[1].save(tmp_path / "a.png")
+    extract = coco_score.Extractor(coco_score.load_networks(SCORER, torch.device("cpu")), 2, 1)
+    arguments = (tmp_path, [tmp_path / "a.png"], extract, coco_score.prepare_whole, "whole")
+    cache, save, others = tmp_path / "cache", coco_score.save_file, []
+
+    def save_while_another_does(tensors, path):
+        save(tensors, path)
+        monkeypatch.setattr(coco_score, "save_file", save)
+        others.append(coco_score.real_features(*arguments, cache))
+
+    monkeypatch.setattr(coco_score, "save_file", save_while_another_does)
+    features = coco_score.real_features(*arguments, cache)
+    assert torch.equal(features, others[0])
+    assert len(list(cache.iterdir())) == 1
+    assert torch.equal(coco_score.real_features(*arguments, cache), features)
+
+
+@pytest.mark.long
+def test_patch_fid_sees_detail_that_fid_does_not(tmp_path, monkeypatch):
+    """Images that differ in pixel noise only, which shrinking averages away."""
+    generator = np.random.default_rng(0)
+    smooth = [
+        Image.fromarray(generator.integers(60, 200, (4, 4, 3), np.uint8)).resize((1024, 1024))
+        for _ in range(4)
+    ]
+    rough = [
+        Image.fromarray(
+            (np.asarray(image) + generator.integers(-40, 40, (1024, 1024, 3))).astype(np.uint8)
+        )
+        for image in smooth
+    ]
+    write_row(tmp_path / "smooth", smooth, 1024)
+    write_row(tmp_path / "rough", rough, 1024)
+    reference = tmp_path / "smooth/images"
+    shutil.copytree(reference, tmp_path / "copy")
+    code, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=tmp_path / "copy")
+    assert code == 0
+    assert "| CLIP score | patch FID |" in table
+    same, other = rows_of(tmp_path)
+    assert same["fid"] == pytest.approx(0, abs=1e-3)
+    assert same["patch_fid"] == pytest.approx(0, abs=1e-3)
+    assert other["patch_fid"] > 5 * other["fid"] > 0
+    _, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=reference)
+    own, another = rows_of(tmp_path)
+    assert table.splitlines()[2].endswith(" | - |")
+    assert own == {**same, **{key: None for key in same if key.startswith("patch_")}}
+    assert another["patch_fid"] == pytest.approx(other["patch_fid"])
+    monkeypatch.chdir(tmp_path)
+    score(tmp_path, "smooth", "rough", real=reference, patches="smooth/images")
+    assert rows_of(tmp_path)[0]["patch_fid"] is None
+    small = tmp_path / "small"
+    small.mkdir()
+    for index in range(2):
+        noise(600, 1200)[1].save(small / f"{index}.png")
+    code, _, errors = score(tmp_path, "smooth", real=reference, patches=small)
+    assert code == 2
+    assert "0.png cannot be used: patches need images of at least 1024, but it has" in errors
+
+
+def test_patches_of_another_size_have_their_own_features(tmp_path):
+    """Catches the cache of one size in a table of another, and a row that is its own reference."""
+    for size in (300, 400):
+        images = [noise(size, size, seed)[1] for seed in range(2)]
+        write_row(tmp_path / str(size), images, size)
+    options = {"real": tmp_path / "400/images", "patches": tmp_path / "400/images"}
+    found = []
+    for cache, sizes in (("both", (400, 300)), ("fresh", (300,))):
+        for size in sizes:
+            code, _, errors = score(tmp_path, str(size), cache=tmp_path / cache, **options)
+            assert code == 0, errors
+        found += rows_of(tmp_path)
+    assert found[0] == found[1]
+    assert found[0]["patch_fid"] > 0
+    score(tmp_path, "300", real=options["real"], patches=tmp_path / "300")
+    assert rows_of(tmp_path)[0]["patch_fid"] is None
+
+
+def test_real_images_are_all_that_lie_in_the_folder(tmp_path):
+    """Catches images of COCO's folders by year, or of cameras, that are no reference."""
+    (tmp_path / "val2014").mkdir()
+    names = ["b.JPG", "val2014/a.jpeg", "val2014/c.png"]
+    for name in (*names, "a.txt", "val2014/._a.jpeg"):
+        (tmp_path / name).touch()
+    assert coco_score.real_images(tmp_path) == [tmp_path / name for name in names]
+
+
+def test_rows_of_one_table_differ_in_model_and_method_only(tmp_path):
+    """Catches figures of other settings beside each other, and a method that none stands beside."""
+    images = [noise(64, 64, seed)[1] for seed in range(2)]
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        write_row(folder, images, 64)
+    manifest = json.loads((folders[0] / "manifest.json").read_text())
+    free = ("model", "model_sha256", "method", "method_sha256", "levels", "calibration_sha256")
+    checked = ("captions", "size", "scalecrafter", "sampler", "num_inference_steps")
+    checked += ("guidance_scale", "dtype")
+
+    def read(name):
+        for folder, value in zip(folders, ("a", "b"), strict=True):
+            config = {**manifest["config"], name: value}
+            (folder / "manifest.json").write_text(json.dumps({**manifest, "config": config}))
+        return coco_score.read_folders(folders)
+
+    for name in free:
+        assert [folder.config[name] for folder in read(name)] == ["a", "b"]
+    for name in checked:
+        with pytest.raises(ValueError, match=f"cannot stand in one table; they differ in {name}."):
+            read(name)
+
+
+def test_another_scorer_is_another_network(tmp_path):
+    """Catches features of real images by a scorer that was trained again in its place."""
+    shutil.copytree(SCORER, tmp_path / "scorer")
+    names = [coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name]
+    config = tmp_path / "scorer/config.json"
+    config.write_text(config.read_text() + "\n")
+    names.append(coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name)
+    names.append(coco_score.load_networks(SCORER, torch.device("cpu")).name)
+    assert names[0] == names[2] != names[1]
+
+
+class ColourWords(torch.nn.Module):
+    """A model with open_clip's interface: an image is the last pixel of its first row, and a text
+    is the colour that it names after "A photo depicts"; neither has length 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]))
+
+    def tokenize(self, texts):
+        assert all(text.startswith("A photo depicts ") for text in texts)
+        return torch.tensor([("red", "grey").index(text.split()[3]) for text in texts])
+
+    def encode_image(self, pixels):
+        return 5 * pixels[:, 0, -1]
+
+    def encode_text(self, tokens):
+        return 2 * self.table[tokens]
+
+
+def test_the_clip_score_is_the_cosine_of_image_and_prefixed_caption(monkeypatch):
+    """A model of two words stands in for 5 GB. Catches other weights, a caption without prefix or
+    of another image, images on their side, and a cosine that is scaled or clamped."""
+    asked, model = [], ColourWords()
+
+    def create(*names):
+        asked.append(names)
+        return model, lambda image: torch.from_numpy(np.array(image)).float() - 100
+
+    def tokenizer(name):
+        asked.append((name,))
+        return model.tokenize
+
+    package = SimpleNamespace(create_model_from_pretrained=create, get_tokenizer=tokenizer)
+    monkeypatch.setitem(sys.modules, "open_clip", package)
+    clip = OpenCLIP()
+    assert asked == [("ViT-g-14", "laion2b_s12b_b42k"), ("ViT-g-14",)]
+    assert not model.training
+    pixels = torch.zeros(2, 3, 2, 4, dtype=torch.uint8)
+    pixels[:, :, 0, -1] = torch.tensor([[200, 100, 100], [100, 0, 0]])
+    found = clip.cosines(pixels, ["red box", "grey fox"])
+    assert found.tolist() == pytest.approx([1, -((2 / 3) ** 0.5)])
+
+
+def test_inception_is_the_port_past_its_resizing(monkeypatch):
+    """With random weights, as its own would be downloaded; at 299 the port resizes nothing.
+    Catches a layer that is left out or out of order, and pixels of another scale."""
+    port = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+    for owner in (torch.hub, port):
+        monkeypatch.setattr(owner, "load_state_dict_from_url", lambda *_, **__: {})
+    monkeypatch.setattr(port.FeatureExtractorInceptionV3, "load_state_dict", lambda *_: None)
+    torch.manual_seed(0)
+    whole = port.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"])
+    torch.manual_seed(0)
+    past = Inception()
+    images = torch.randint(0, 256, (2, 3, 299, 299), dtype=torch.uint8)
+    (expected,) = whole(images)
+    assert expected.shape == (2, 2048)
+    torch.testing.assert_close(past(images.float()), expected, rtol=1e-3, atol=0)

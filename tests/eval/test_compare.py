@@ -1,0 +1,87 @@
+"""Likeness to exact attention: `python -m eval compare`."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from eval_helpers import (
+    CALIBRATION,
+)
+from tiny import tiny_pipe
+
+from eval.names import EXACT, NO_ATTENTION
+from eval.quality import compare, metrics
+from eval.quality.generation import Sampling, generate
+from eval.store import report
+
+
+def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
+    """Fails for a pairing of prompts and seeds that differs between methods, or from its order."""
+    pipe = tiny_pipe()
+    prompts, seeds, methods = ["a", "bb"], range(2), ("M4P2C2", NO_ATTENTION)
+    settings = Sampling(num_inference_steps=2)
+    rows, images = compare.compare(
+        pipe, methods, prompts, seeds, settings, calibration_prompts=CALIBRATION
+    )
+    assert list(images) == [EXACT, *methods]
+    expected = generate(pipe, ["a", "bb", "a", "bb"], [0, 0, 1, 1], settings)
+    assert np.array_equal(images[EXACT], expected)
+    for row, method in zip(rows, methods, strict=True):
+        assert row["method"] == method
+        values = metrics.psnr(images[method], expected)
+        assert row["psnr"] == pytest.approx(values.tolist())
+        assert row["psnr_median"] == pytest.approx(np.median(values))
+        assert row["psnr_p10"] == min(values)
+        assert row["ssim"] == pytest.approx(metrics.ssim(images[method], expected).tolist())
+        assert row["ssim_median"] == pytest.approx(np.median(row["ssim"]))
+    table = compare.compare_table(rows).splitlines()
+    assert [line.split("|")[1].strip() for line in table] == ["method", "---", *methods]
+    assert [line.split("|")[2].strip() for line in table[2:]] == ["8", "-"]
+    compare.compare_sheet(tmp_path / "sheet.png", images, prompts)
+    assert (tmp_path / "sheet.png").stat().st_size > 1000
+
+
+def test_compare_shows_what_scalecrafter_does():
+    """Fails where both rows are drawn with it, or both without, or where methods are compared to
+    the row without it."""
+    pipe = tiny_pipe()
+    settings = Sampling(num_inference_steps=2, size=256, is_dilated=True)
+    (row,), images = compare.compare(
+        pipe, [NO_ATTENTION], ["a"], range(1), settings, calibration_prompts=CALIBRATION
+    )
+    assert list(images) == [compare.UNDILATED, EXACT, NO_ATTENTION]
+    for name in ("psnr", "ssim"):
+        figures = getattr(metrics, name)(images[NO_ATTENTION], images[EXACT])
+        assert row[name] == pytest.approx(figures.tolist())
+    plain = generate(pipe, ["a"], [0], replace(settings, is_dilated=False))
+    assert np.array_equal(images[compare.UNDILATED], plain)
+    assert not np.array_equal(images[EXACT], plain)
+
+
+def test_compare_refuses_sizes_before_the_work():
+    """Catches a size without settings that is found after the calibration."""
+    pipe = tiny_pipe()
+    pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
+    settings = Sampling(size=192, is_dilated=True)
+    with pytest.raises(ValueError, match="there are ScaleCrafter settings for 256 x 256"):
+        compare.compare(pipe, ["M4"], ["a"], range(1), settings, calibration_prompts=CALIBRATION)
+
+
+def test_compare_of_identical_images_is_null_in_json(tmp_path):
+    """JSON has no Infinity; its median, too, is one of numbers that are not there."""
+    rows, _ = compare.compare(
+        tiny_pipe(),
+        [EXACT],
+        ["a"],
+        range(3),
+        Sampling(num_inference_steps=1),
+        calibration_prompts=CALIBRATION,
+    )
+    report.save_json(tmp_path / "rows.json", command="", device="cpu", rows=rows)
+    text = (tmp_path / "rows.json").read_text()
+    (row,) = json.loads(text, parse_constant=lambda name: pytest.fail(name))["rows"]
+    assert row["psnr"] == [None] * 3
+    assert row["psnr_median"] is row["psnr_p10"] is None
+    assert row["ssim_median"] == pytest.approx(1)
+    assert "| inf |" in compare.compare_table(rows)

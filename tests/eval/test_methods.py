@@ -1,0 +1,335 @@
+"""Methods by their names: they change what they say, and undo themselves."""
+
+import shutil
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from eval_helpers import CALIBRATION, prepare, score
+from tiny import draw, own_codebooks, random_codebooks, tiny_pipe, tiny_unet
+
+from avq_diffusers import (
+    AVQCodebooks,
+    AVQConfig,
+    apply_avq,
+    remove_avq,
+    select_layers,
+    set_num_refined,
+    summary,
+)
+from avq_diffusers.extras.linfusion import (
+    load_linfusion,
+    remove_linfusion,
+)
+from avq_diffusers.mini import (
+    TEST_SEEDS,
+    sample_scene,
+)
+from eval.methods import (
+    Method,
+    ValueProjectionProcessor,
+    attention_method,
+    load_methods,
+)
+from eval.names import EXACT, NO_ATTENTION, TOME, method_cells
+from eval.quality import compare
+from eval.quality.generation import Sampling, generate
+
+
+@pytest.mark.parametrize(
+    "name", [EXACT, NO_ATTENTION, TOME, "M4P2C2", "M4P2C2/own", "DISTILLED", "LINFUSION"]
+)
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+def test_attention_method_puts_everything_back(name, fails, distilled, linfusion):
+    """Fails for processors of another class or order, hooks that stay, or a missing finally."""
+    pipe = tiny_pipe()
+    exact = draw(pipe)
+    before = pipe.unet.attn_processors
+    folders = {"DISTILLED": str(distilled), "LINFUSION": str(linfusion)}
+    (method,) = prepare(pipe, folders.get(name, name))
+    inside = []
+    with pytest.raises(KeyError) if fails else nullcontext(), attention_method(pipe, method):
+        inside.append(draw(pipe))
+        if fails:
+            raise KeyError
+    assert torch.equal(inside[0], exact) == (name == EXACT)
+    after = pipe.unet.attn_processors
+    assert all(after[name] is processor for name, processor in before.items())
+    assert torch.equal(draw(pipe), exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("M4P2C2/own", AVQConfig(4, 2, 2)),
+        ("M4P2C2E8@L01/own1", AVQConfig(4, 2, 2, levels=(0, 1), exact_keys=8, num_updates=1)),
+        ("M4P1C2-up_blocks@P3/own", AVQConfig(4, 2, 3, exact=("up_blocks",))),
+    ],
+)
+def test_own_codewords_are_those_of_apply_avq(name, config):
+    """Fails for codebooks, another configuration, a suffix that is lost, or a faster route."""
+    pipe = tiny_pipe()
+    (method,) = prepare(pipe, name)
+    assert (method.own, method.codebooks) == (config, None)
+    with attention_method(pipe, method):
+        drawn = draw(pipe)
+    assert torch.equal(drawn, draw(apply_avq(pipe, config, route="always")))
+
+
+def test_means_are_the_stored_codewords_with_mean_keys():
+    pipe = tiny_pipe()
+    (means,) = prepare(pipe, "M4P2C2/means")
+    assert means.codebooks.avq_config == AVQConfig(4, 2, 2, codewords="means")
+    assert (means.origin, means.facts()["config"]) == ("calibrated", "M4P2C2/means")
+    drawn = []
+    for method in (means, means.with_fields(codewords="stored")):
+        with attention_method(pipe, method):
+            drawn.append(draw(pipe))
+    assert not torch.equal(*drawn)
+
+
+def test_pooled_blocks_are_for_keys():
+    with pytest.raises(ValueError, match="pooled@E64 can only be measured by keys"):
+        prepare(tiny_pipe(), "pooled@E64")
+
+
+def test_methods_change_their_levels_only(distilled):
+    """Also fails where a GPU would run exact attention because it is faster there."""
+    pipe = tiny_pipe()
+    without, calibrated, loaded = prepare(pipe, NO_ATTENTION, "M4P2C2", str(distilled), levels=(1,))
+    with attention_method(pipe, without):
+        kinds = {layer.level: type(layer.attn.processor) for layer in select_layers(pipe.unet)}
+        assert kinds.pop(1) is ValueProjectionProcessor
+        assert ValueProjectionProcessor not in kinds.values()
+    for method, levels in ((calibrated, {1}), (loaded, {0, 1})):
+        with attention_method(pipe, method):
+            assert {row.level for row in summary(pipe).rows if row.config} == levels
+            chosen = select_layers(pipe.unet, tuple(levels))
+            assert {layer.avq_state.route.route for layer in chosen} == {"always"}
+
+
+def test_tome_is_the_same_whatever_was_drawn_before():
+    pipe = tiny_pipe()
+    (method,) = prepare(pipe, TOME)
+    settings = Sampling(num_inference_steps=2, size=128)
+    with attention_method(pipe, method):
+        first, second = (generate(pipe, ["a fox"], [0], settings) for _ in range(2))
+    assert np.array_equal(first, second)
+
+
+def test_tome_leaves_no_level_out():
+    with pytest.raises(ValueError, match=r"from level 0 on, leaving none out, but got levels \(1,"):
+        prepare(tiny_pipe(), TOME, levels=(1,))
+
+
+def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
+    """Fails where changes of projections are lost, or @P changes nothing or the codebooks."""
+    pipe = tiny_pipe()
+    methods = prepare(pipe, str(distilled), f"{distilled}@P4", f"{distilled}@P0")
+    for method, num_refined in zip(methods, (2, 4, 0), strict=True):
+        with attention_method(pipe, method):
+            drawn = draw(pipe)
+        apply_avq(pipe, AVQCodebooks.from_pretrained(distilled))
+        set_num_refined(pipe, num_refined)
+        assert torch.equal(drawn, draw(pipe))
+        remove_avq(pipe)
+        facts = method.facts()
+        assert facts["config"] == f"M4P{num_refined}C2"
+        assert facts["effective_codewords"] == 4 + 2 * num_refined
+        assert facts["origin"] == "distilled"
+        assert facts["levels"] == [0, 1]
+    assert method_cells(methods[1].facts()) == [f"{distilled}@P4 (M4P4C2)", "12"]
+
+
+def test_a_folder_of_own_codewords_says_so(tmp_path):
+    """Fails where a distilled row with own codewords looks like one with mean keys."""
+    pipe = tiny_pipe()
+    tuned = own_codebooks(pipe.unet, training={"steps": 1})
+    tuned.save_pretrained(tmp_path)
+    (method,) = prepare(pipe, str(tmp_path))
+    facts = method.facts()
+    assert (facts["config"], facts["origin"]) == ("M4P2C2/own", "distilled")
+    with attention_method(pipe, method):
+        drawn = draw(pipe)
+    apply_avq(pipe, tuned, route="always")
+    assert torch.equal(drawn, draw(pipe))
+
+
+def test_a_row_says_which_weights_a_folder_had(distilled, linfusion, tmp_path):
+    """Fails where a folder that is trained again cannot be told from what it was."""
+    folders = [shutil.copytree(path, tmp_path / path.name) for path in (distilled, linfusion)]
+
+    def digests():
+        names = [*map(str, folders), f"{folders[0]}@P0", "M4P2C2", EXACT]
+        return [method.sha256 for method in load_methods(tiny_pipe(), names, levels=(0,))]
+
+    before = digests()
+    assert before == digests()
+    assert before[0] == before[2] != before[1] != before[3] is before[4] is None
+    config = folders[0] / "config.json"
+    config.write_text(config.read_text() + "\n")
+    after = digests()
+    assert after[0] == after[2] != before[0]
+    assert after[1] == before[1]
+
+
+def test_a_folder_of_linfusion_layers_is_these_layers(linfusion):
+    """Fails for layers of another level, or switches that leave or lose something, in any order."""
+    pipe = tiny_pipe()
+    expected = draw(load_linfusion(pipe, linfusion))
+    remove_linfusion(pipe)
+    exact = draw(pipe)
+    assert (expected - exact).abs().max() > 1e-3
+    layers, codebooks = prepare(pipe, str(linfusion), "M4", levels=(0,))
+    assert layers.levels == (1,)
+    assert torch.equal(draw(pipe), exact)
+    for _ in range(2):
+        with attention_method(pipe, layers):
+            assert torch.equal(draw(pipe), expected)
+        with attention_method(pipe, codebooks):
+            assert not torch.equal(draw(pipe), expected)
+        assert torch.equal(draw(pipe), exact)
+
+
+def test_what_rows_say_of_their_methods(linfusion):
+    methods = prepare(tiny_pipe(), EXACT, NO_ATTENTION, "M6", "M4P2C2@P3", str(linfusion))
+    cells = [" | ".join(method_cells(method.facts())) for method in methods]
+    expected = ["exact | -", "value-projection | -", "M6 | 6", "M4P2C2@P3 (M4P3C2) | 10"]
+    assert cells == [*expected, f"{linfusion} (LinFusion) | -"]
+    origins = [None, None, "calibrated", "calibrated", "distilled"]
+    assert [method.origin for method in methods] == origins
+    assert methods[-1].facts()["effective_codewords"] is None
+    assert methods[-1].facts()["levels"] == [1]
+    method, own = prepare(tiny_pipe(), "M4P2C2-up_blocks@P1", "M4P2C2-up_blocks@P1/own1")
+    assert method.facts()["config"] == "M4P1C2, up_blocks exact"
+    assert all("up_blocks" not in name for name in method.codebooks.layer_specs)
+    assert own.facts() == {
+        "method": own.name,
+        "config": "M4P1C2/own1, up_blocks exact",
+        "origin": "own",
+        "sha256": None,
+        "levels": [0],
+        "effective_codewords": 6,
+    }
+
+
+def test_calibration_shares_no_noise_with_images(monkeypatch):
+    """Catches calibration on the noise that the first images of a table start from."""
+    pipe, seeds = tiny_pipe(), []
+    latents = pipe.prepare_latents
+
+    def watched(*arguments):
+        seeds.extend(x.initial_seed() for x in arguments if isinstance(x, torch.Generator))
+        return latents(*arguments)
+
+    monkeypatch.setattr(pipe, "prepare_latents", watched)
+    prepare(pipe, "M4P2C2")
+    assert len(seeds) == len(CALIBRATION)
+    assert min(seeds) > len(TEST_SEEDS)
+
+
+def test_effective_codewords_are_the_mean_over_layers():
+    """Five layers of 4 + 2 x 2 codewords, and five of 8 + 2 x 2."""
+    unet = tiny_unet()
+    config = AVQConfig(4, 2, 2, levels=(0, 1), overrides={"1": {"num_parents": 8}})
+    facts = Method("x", (0, 1), random_codebooks(unet, config)).facts()
+    assert facts["effective_codewords"] == 10
+    assert facts["config"] == "M4P2C2, M8P2C2"
+
+
+@pytest.mark.parametrize("tool", ["AVQ", "LinFusion"])
+@pytest.mark.parametrize("name", [EXACT, NO_ATTENTION, "M4"])
+def test_a_changed_pipeline_is_refused(name, tool, linfusion):
+    """Fails for a method that takes the change away, or measures it as something else."""
+    pipe = tiny_pipe()
+    method = Method(name, (0,))
+    if tool == "AVQ":
+        apply_avq(pipe, random_codebooks(pipe.unet))
+    else:
+        load_linfusion(pipe, linfusion)
+    changed = draw(pipe)
+    message = rf"has {tool} already; call remove_{tool.lower()}\(pipe\) first"
+    with pytest.raises(ValueError, match=message), attention_method(pipe, method):
+        pass
+    with pytest.raises(ValueError, match=message):
+        prepare(pipe, name)
+    assert torch.equal(draw(pipe), changed)
+
+
+def test_value_projection_is_its_formula():
+    """to_out(to_v(x)), whatever other tokens hold; attention to all would change token 0."""
+    attn = select_layers(tiny_pipe().unet, (0,))[0].attn
+    hidden_states = torch.randn(2, 9, attn.to_q.in_features, generator=torch.manual_seed(0))
+    exact = attn(hidden_states)
+    attn.set_processor(ValueProjectionProcessor())
+    output = attn(hidden_states)
+    weight = attn.to_out[0].weight @ attn.to_v.weight
+    torch.testing.assert_close(output, hidden_states @ weight.T + attn.to_out[0].bias)
+    assert not torch.allclose(output, exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("methods", "levels", "message"),
+    [
+        (["M4P2C2", "M4P2C2@Px"], (0,), r"methods must be exact, .*M4P2C2@Px"),
+        (["M4P2C2", "M4P2C2@P5"], (0,), "num_refined must be at most num_parents"),
+        (["M4P2C2", "DISTILLED@P5"], (0,), "num_refined must be between 0 and 4"),
+        (["M4P2C2", "OTHER"], (0,), "codebooks of another model"),
+        (["M4P2C2", "EMPTY"], (0,), "there is no file"),
+        (["M4P2C2", "nothing"], (0,), "expected a configuration such as M64P16C8 or M256, but got"),
+        (["M4P2C2", "runs/x/codebooks"], (0,), "methods: there is no folder runs/x/codebooks"),
+        (["M4P2C2", "./codebooks@P8"], (0,), r"methods: there is no folder \./codebooks\."),
+        (["M4P2C2", "LINFUSION@P2"], (0,), "LinFusion layers refine no parents, but got .*@P2'"),
+        (["M4P2C2", "LINFUSION/none"], (0,), "methods: there is no folder .*none"),
+        (["M4P2C2", "BROKEN"], (0,), "is not a complete safetensors file"),
+        (["M4P5C2"], (0,), "num_refined must be at most num_parents"),
+        (["M4"], (7,), "no self-attention at level 7"),
+        (["M4P2C2", "M4P2C2-up_blocks.7"], (0,), "exact must name layers of this UNet"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_image(
+    methods, levels, message, distilled, linfusion, tmp_path
+):
+    """A misspelt third method must not cost the images of the first two."""
+    pipe = tiny_pipe()
+    before = pipe.unet.attn_processors
+    other = tiny_unet(attention_head_dim=4)
+    random_codebooks(other).save_pretrained(tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(linfusion, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"")
+    folders = {name: tmp_path / name.lower() for name in ("OTHER", "EMPTY", "BROKEN")}
+    folders |= {"DISTILLED": distilled, "LINFUSION": linfusion}
+    for name, folder in folders.items():
+        methods = [method.replace(name, str(folder)) for method in methods]
+    runs = []
+    pipe.unet.register_forward_pre_hook(lambda *_: runs.append(1))
+    shown = [sample_scene(0)]
+    arguments = {"levels": levels, "calibration_prompts": CALIBRATION}
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        compare.compare(pipe, methods, ["a"], range(1), Sampling(), **arguments)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        score(pipe, methods, shown, None, Sampling(size=256), levels=levels)
+    assert not runs
+    assert pipe.unet.attn_processors == before
+
+
+def test_folders_may_have_any_name(distilled, tmp_path, monkeypatch):
+    """Catches a number of refined parents that is read off a path, and a configuration that is
+    calibrated although a folder of its name was meant."""
+    pipe = tiny_pipe()
+    for name in ("a@P2", "M4P2C2", "M4P2C2-seed1"):
+        shutil.copytree(distilled, tmp_path / name)
+    (method,) = prepare(pipe, f"{tmp_path}/a@P2")
+    assert method.num_refined is None
+    (method,) = prepare(pipe, f"{tmp_path}/a@P2@P1")
+    assert method.num_refined == 1
+    monkeypatch.chdir(tmp_path)
+    for name in ("M4P2C2", "M4P2C2@P1", "M4P2C2-seed1"):
+        source = name.removesuffix("@P1")
+        message = f"methods: {source} is a configuration, but also a folder here; write ./{source} "
+        with pytest.raises(ValueError, match=message):
+            prepare(pipe, name)
+        (method,) = prepare(pipe, f"./{name}")
+        assert method.sha256 is not None

@@ -1,0 +1,142 @@
+"""Results on disk, and the command that writes them."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from eval_helpers import (
+    failed_command,
+)
+
+from avq_diffusers.mini import (
+    MINI_CODEBOOKS,
+)
+from eval.commands.options import command_line
+from eval.store import report
+
+
+def test_a_digest_is_of_what_lies_in_the_folder(tmp_path, monkeypatch):
+    """Catches a digest of the way to it, and one that a file of another name leaves as it was."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    before = report.folder_digest("a", "config.json")
+    assert report.folder_digest(str(tmp_path / "b"), "config.json") == before
+    (tmp_path / "b" / "x").write_text("1")
+    one = report.folder_digest("b", "config.json")
+    (tmp_path / "b" / "x").rename(tmp_path / "b" / "y")
+    assert report.folder_digest("b", "config.json") != one
+    (tmp_path / "b" / "unet").mkdir()
+    (tmp_path / "b" / "unet" / "weights").write_text("1")
+    before = report.folder_digest("b", "config.json")
+    (tmp_path / "b" / "unet" / "weights").write_text("2")
+    assert report.folder_digest("b", "config.json") != before
+
+
+def test_the_command_that_is_kept(monkeypatch):
+    """Catches arguments that a shell would take apart, and the folder where results went once."""
+    for output in (["--output", "a b"], ["--output=a"]):
+        monkeypatch.setattr(sys, "argv", ["eval", "x", *output, "--methods", "m 1,exact"])
+        assert command_line() == "python -m eval x --methods 'm 1,exact'"
+
+
+def test_nothing_but_json_is_written(tmp_path):
+    """Infinity and NaN become null at any depth, other numbers stay."""
+    rows = [{"a": float("inf"), "b": (1.5, float("nan")), "c": [-float("inf"), None, 2]}]
+    report.save_json(tmp_path / "x.json", command="", device="cpu", rows=rows)
+    text = (tmp_path / "x.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(name))["rows"]
+    assert found == [{"a": None, "b": [1.5, None], "c": [None, None, 2]}]
+
+
+def test_save_json_carries_its_environment(tmp_path):
+    path = tmp_path / "new" / "result.json"
+    report.save_json(path, command="python -m eval x", device="cpu", rows=[{"a": 1}])
+    document = json.loads(path.read_text())
+    assert document["command"] == "python -m eval x"
+    assert document["rows"] == [{"a": 1}]
+    assert document["environment"]["torch"] == version("torch")
+    assert {"date", "commit", "device", "python", "diffusers"} <= set(document["environment"])
+    assert "CPU" in document["environment"]["device"]
+    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+
+
+def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeypatch):
+    """Catches changed code that passes for its commit, and results that change it."""
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "eval" / "store" / "report.py"))
+    (tmp_path / "eval").mkdir()
+
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a"]
+        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True)
+
+    def commit():
+        return report.environment("cpu")["commit"]
+
+    assert commit() == "unknown"
+    for name in ("report.py", "result.json"):
+        (tmp_path / "eval" / name).write_text("1")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
+        git(*arguments)
+    (tmp_path / "eval" / "result.json").write_text("2")
+    head = commit()
+    assert re.fullmatch("[0-9a-f]{40}", head)
+    (tmp_path / "eval" / "report.py").write_text("2")
+    assert commit() == f"{head}+changes"
+    monkeypatch.setenv("GIT_COMMIT", "a copy's")
+    assert commit() == "a copy's"
+
+
+def test_save_json_keeps_the_old_file_when_it_fails(tmp_path):
+    """Fails where the target is opened before the content is written."""
+    path = tmp_path / "result.json"
+    report.save_json(path, command="first", device="cpu")
+    before = path.read_bytes()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        report.save_json(path, command="second", device="cpu", rows=[object()])
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "compare --methods nothing",
+            "methods must be exact, value-projection, tome, fa2, cudnn, limit, linfusion, folders",
+        ),
+        ("bench attention --dtype int3", "--dtype must be one of float32, float16, bfloat16"),
+        ("scenes --levels zero", "--levels must be numbers such as 0 or 0,1, but got 'zero'"),
+        ("errors --methods exact,tome", "but layers of tome see merged tokens"),
+        ("bench attention --device abacus", "--device abacus cannot be used"),
+        ("analyse heads tails", "analyses are heads, layers, utilisation, order, importance, but"),
+        ("analyse layers --methods exact", "needs methods with codewords, but got 'exact'"),
+        (
+            f"analyse layers order --methods {MINI_CODEBOOKS}@P0",
+            "the analysis order needs methods that refine parents, but got",
+        ),
+        ("errors --size 500", "eval: --size must be a multiple of 64, but got 500."),
+        ("compare --size 0", "eval: --size must be a multiple of 64, but got 0."),
+        ("compare --size 100", "eval: --size must be a multiple of 64, but got 100."),
+    ],
+)
+def test_the_command_ends_mistakes_with_code_2(tmp_path, monkeypatch, capsys, arguments, message):
+    code, last = failed_command(
+        monkeypatch, capsys, *arguments.split(), "--output", tmp_path / "results"
+    )
+    assert code == 2
+    assert message in last
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.long
+def test_python_m_eval_is_the_command():
+    command = [sys.executable, "-m", "eval", "bench", "attention", "--config", "M4P5C2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    message = "eval: num_refined must be at most num_parents, but got 5 > 4."
+    assert done.stderr.strip().splitlines()[-1] == message
