@@ -18,20 +18,9 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.extras.linfusion import (
-    load_linfusion,
-    remove_linfusion,
-)
-from avq_diffusers.mini import (
-    TEST_SEEDS,
-    sample_scene,
-)
-from eval.methods import (
-    Method,
-    ValueProjectionProcessor,
-    attention_method,
-    load_methods,
-)
+from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
+from avq_diffusers.mini import TEST_SEEDS, sample_scene
+from eval.methods import Method, ValueProjectionProcessor, attention_method, load_methods
 from eval.names import EXACT, NO_ATTENTION, TOME, method_cells
 from eval.quality import compare
 from eval.quality.generation import Sampling, generate
