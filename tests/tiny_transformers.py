@@ -1,5 +1,7 @@
 """Real diffusers transformers at tiny size with random weights, and fixed inputs for them."""
 
+from functools import partial
+
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -27,11 +29,10 @@ NUM_TEXT = 24
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 64}
 
 
-def sd3_transformer(**overrides) -> SD3Transformer2DModel:
-    """SD3.5-medium's structure: query and key norms, a second attention in the first blocks."""
-    torch.manual_seed(0)
-    arguments = {
-        **HEADS,
+# What each class needs beside `HEADS`. SD3.5-medium has query and key norms, and a second attention
+# in its first blocks; Hunyuan passes a mask in every call.
+SIZES = {
+    SD3Transformer2DModel: {
         "sample_size": 32,
         "patch_size": 2,
         "in_channels": 4,
@@ -42,114 +43,78 @@ def sd3_transformer(**overrides) -> SD3Transformer2DModel:
         "pooled_projection_dim": 64,
         "dual_attention_layers": (0, 1),
         "qk_norm": "rms_norm",
-    }
-    return choosy(SD3Transformer2DModel(**arguments | overrides))
-
-
-def flux_transformer(**overrides) -> FluxTransformer2DModel:
-    torch.manual_seed(0)
-    arguments = {
-        **HEADS,
+    },
+    FluxTransformer2DModel: {
         "in_channels": 4,
         "num_layers": 1,
         "num_single_layers": 2,
         "joint_attention_dim": 32,
         "pooled_projection_dim": 64,
         "axes_dims_rope": [16, 24, 24],
-    }
-    return choosy(FluxTransformer2DModel(**arguments | overrides))
+    },
+    Flux2Transformer2DModel: {
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "joint_attention_dim": 32,
+        "axes_dims_rope": [16] * 4,
+    },
+    QwenImageTransformer2DModel: {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "joint_attention_dim": 32,
+        "axes_dims_rope": (16, 24, 24),
+    },
+    WanTransformer3DModel: {
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 32,
+        "freq_dim": 32,
+        "ffn_dim": 64,
+        "num_layers": 2,
+        "rope_max_seq_len": 64,
+    },
+    LTXVideoTransformer3DModel: {
+        "in_channels": 4,
+        "out_channels": 4,
+        "cross_attention_dim": 128,
+        "num_layers": 2,
+        "caption_channels": 32,
+    },
+    HunyuanVideoTransformer3DModel: {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_refiner_layers": 1,
+        "patch_size": 1,
+        "text_embed_dim": 16,
+        "pooled_projection_dim": 8,
+        "rope_axes_dim": (16, 24, 24),
+    },
+}
 
 
-def flux2_transformer() -> Flux2Transformer2DModel:
+def tiny_transformer(cls, **overrides):
     torch.manual_seed(0)
-    return choosy(
-        Flux2Transformer2DModel(
-            **HEADS,
-            in_channels=4,
-            num_layers=1,
-            num_single_layers=1,
-            joint_attention_dim=32,
-            axes_dims_rope=[16] * 4,
-        )
-    )
+    return choosy(cls(**HEADS | SIZES[cls] | overrides))
 
 
-def qwen_transformer() -> QwenImageTransformer2DModel:
-    torch.manual_seed(0)
-    return choosy(
-        QwenImageTransformer2DModel(
-            **HEADS,
-            in_channels=4,
-            out_channels=4,
-            num_layers=2,
-            joint_attention_dim=32,
-            axes_dims_rope=(16, 24, 24),
-        )
-    )
+sd3_transformer = partial(tiny_transformer, SD3Transformer2DModel)
+flux_transformer = partial(tiny_transformer, FluxTransformer2DModel)
+flux2_transformer = partial(tiny_transformer, Flux2Transformer2DModel)
+qwen_transformer = partial(tiny_transformer, QwenImageTransformer2DModel)
+wan_transformer = partial(tiny_transformer, WanTransformer3DModel)
+ltx_transformer = partial(tiny_transformer, LTXVideoTransformer3DModel)
+hunyuan_transformer = partial(tiny_transformer, HunyuanVideoTransformer3DModel)
 
 
 def z_transformer() -> ZImageTransformer2DModel:
     torch.manual_seed(0)
-    return choosy(
-        ZImageTransformer2DModel(
-            in_channels=4,
-            dim=128,
-            n_layers=2,
-            n_refiner_layers=1,
-            n_heads=2,
-            n_kv_heads=2,
-            cap_feat_dim=32,
-            axes_dims=[16, 24, 24],
-            axes_lens=[256, 64, 64],
-        )
-    )
-
-
-def wan_transformer() -> WanTransformer3DModel:
-    torch.manual_seed(0)
-    return choosy(
-        WanTransformer3DModel(
-            **HEADS,
-            in_channels=4,
-            out_channels=4,
-            text_dim=32,
-            freq_dim=32,
-            ffn_dim=64,
-            num_layers=2,
-            rope_max_seq_len=64,
-        )
-    )
-
-
-def ltx_transformer() -> LTXVideoTransformer3DModel:
-    torch.manual_seed(0)
-    return choosy(
-        LTXVideoTransformer3DModel(
-            **HEADS,
-            in_channels=4,
-            out_channels=4,
-            cross_attention_dim=128,
-            num_layers=2,
-            caption_channels=32,
-        )
-    )
-
-
-def hunyuan_transformer() -> HunyuanVideoTransformer3DModel:
-    """Passes a mask in every call."""
-    torch.manual_seed(0)
-    return HunyuanVideoTransformer3DModel(
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        patch_size=1,
-        text_embed_dim=16,
-        pooled_projection_dim=8,
-        rope_axes_dim=(16, 24, 24),
-    ).eval()
+    sizes = {"dim": 128, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
+    axes = {"axes_dims": [16, 24, 24], "axes_lens": [256, 64, 64]}
+    return choosy(ZImageTransformer2DModel(in_channels=4, cap_feat_dim=32, **sizes, **axes))
 
 
 def choosy(model):

@@ -30,26 +30,23 @@ def nearest_codewords(key: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor, 
     return parent, coarse, fine[..., 0, :]
 
 
-def test_refining_all_parents_is_attention_over_leaf_codewords(backend):
-    query, key, value, codebook = make_case()
-    _, _, fine = nearest_codewords(key, codebook)
-    expected = F.scaled_dot_product_attention(query, fine, value)
-    output = stored_attention(query, key, value, codebook, num_refined=6, backend=backend)
-    assert relative_error(output, expected) < EXACT
-    partly = stored_attention(query, key, value, codebook, num_refined=5, backend=backend)
-    assert relative_error(partly, expected) > 1e-3
-
-
-@pytest.mark.parametrize("children", [0, 3])
-def test_refining_no_parent_is_attention_over_parent_codewords(backend, children):
+@pytest.mark.parametrize(
+    ("children", "num_refined", "partly"), [(3, 6, 5), (3, 0, 1), (0, 0, None)]
+)
+def test_refining_all_parents_or_none_is_attention_over_codewords(
+    backend, children, num_refined, partly
+):
+    """Over leaf codewords, or over parent codewords."""
     query, key, value, codebook = make_case(children=children)
-    _, coarse, _ = nearest_codewords(key, codebook)
-    expected = F.scaled_dot_product_attention(query, coarse, value)
-    output = stored_attention(query, key, value, codebook, num_refined=0, backend=backend)
-    assert relative_error(output, expected) < EXACT
-    if children:
-        partly = stored_attention(query, key, value, codebook, num_refined=1, backend=backend)
-        assert relative_error(partly, expected) > 1e-3
+    _, coarse, fine = nearest_codewords(key, codebook)
+    expected = F.scaled_dot_product_attention(query, fine if num_refined else coarse, value)
+
+    def error(num_refined):
+        options = {"num_refined": num_refined, "backend": backend}
+        return relative_error(stored_attention(query, key, value, codebook, **options), expected)
+
+    assert error(num_refined) < EXACT
+    assert partly is None or error(partly) > 1e-3
 
 
 @pytest.mark.parametrize("level", ["parents", "children"])

@@ -498,23 +498,30 @@ def test_bench_of_flat_codebooks_has_one_choice(avq, model, tmp_path):
     assert written() == ["avq_bench.png", "avq_bench_sheet.png"]
 
 
-def test_inspect_takes_codebooks_without_calibration_and_flat_ones(avq, tmp_path):
-    config = AVQConfig(6, 0, 0, overrides={"up_blocks": {"num_parents": 3}})
-    random_codebooks(tiny_pipe().unet, config).save_pretrained(tmp_path / "flat")
-    code, output = avq("inspect", str(tmp_path / "flat"), "--out", "flat.png")
+@pytest.mark.parametrize(
+    ("make", "config", "texts", "files"),
+    [
+        (
+            random_codebooks,
+            AVQConfig(6, 0, 0, overrides={"up_blocks": {"num_parents": 3}}),
+            ["M6P0C0", "M3P0C0"],
+            ["codebooks.png"],
+        ),
+        (
+            own_codebooks,
+            AVQConfig(6, 2, 2),
+            ["M6P2C2", "no plot: the codewords are keys of each call"],
+            [],
+        ),
+    ],
+    ids=["flat", "own"],
+)
+def test_inspect_takes_codebooks_without_calibration(avq, tmp_path, make, config, texts, files):
+    make(tiny_pipe().unet, config).save_pretrained(tmp_path / "made")
+    code, output = avq("inspect", str(tmp_path / "made"))
     assert code == 0
-    assert "M6P0C0" in output
-    assert "M3P0C0" in output
-    assert written() == ["flat.png"]
-
-
-def test_inspect_takes_own_codewords(avq, tmp_path):
-    own_codebooks(tiny_pipe().unet, AVQConfig(6, 2, 2)).save_pretrained(tmp_path / "own")
-    code, output = avq("inspect", str(tmp_path / "own"))
-    assert code == 0
-    assert "M6P2C2" in output
-    assert squeezed("no plot: the codewords are keys of each call") in output
-    assert written() == []
+    assert all(squeezed(text) in output for text in texts)
+    assert written() == files
 
 
 @pytest.mark.parametrize("exact", [(), ("down_blocks.2.attentions.0.transformer_blocks.0",)])

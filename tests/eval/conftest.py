@@ -5,16 +5,9 @@ import torch
 from accelerate.state import PartialState
 from tiny import random_codebooks, tiny_unet
 
-from avq_diffusers import (
-    select_layers,
-)
-from avq_diffusers.extras.linfusion import (
-    LinFusionProcessor,
-    save_linfusion,
-)
-from avq_diffusers.mini import (
-    SCORER,
-)
+from avq_diffusers import select_layers
+from avq_diffusers.extras.linfusion import LinFusionProcessor, save_linfusion
+from avq_diffusers.mini import SCORER
 from eval.quality import coco_score, metrics
 
 

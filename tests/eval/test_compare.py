@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from eval_helpers import (
-    CALIBRATION,
-)
+from eval_helpers import CALIBRATION
 from tiny import tiny_pipe
 
 from eval.names import EXACT, NO_ATTENTION

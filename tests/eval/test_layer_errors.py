@@ -6,11 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from eval_helpers import (
-    prepare,
-    run_command,
-    watched,
-)
+from eval_helpers import prepare, run_command, watched
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import (
@@ -29,16 +25,9 @@ from avq_diffusers.attention.diagnostics import (
     quantization_error,
 )
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.mini import (
-    TEST_SEEDS,
-    render,
-    sample_scene,
-)
+from avq_diffusers.mini import TEST_SEEDS, render, sample_scene
 from eval.codebooks import layer_errors
-from eval.methods import (
-    Method,
-    attention_method,
-)
+from eval.methods import Method, attention_method
 from eval.names import EXACT, NO_ATTENTION
 from eval.quality.generation import Sampling, dilation
 

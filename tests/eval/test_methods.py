@@ -18,20 +18,9 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.extras.linfusion import (
-    load_linfusion,
-    remove_linfusion,
-)
-from avq_diffusers.mini import (
-    TEST_SEEDS,
-    sample_scene,
-)
-from eval.methods import (
-    Method,
-    ValueProjectionProcessor,
-    attention_method,
-    load_methods,
-)
+from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
+from avq_diffusers.mini import TEST_SEEDS, sample_scene
+from eval.methods import Method, ValueProjectionProcessor, attention_method, load_methods
 from eval.names import EXACT, NO_ATTENTION, TOME, method_cells
 from eval.quality import compare
 from eval.quality.generation import Sampling, generate
@@ -89,11 +78,6 @@ def test_means_are_the_stored_codewords_with_mean_keys():
     assert not torch.equal(*drawn)
 
 
-def test_pooled_blocks_are_for_keys():
-    with pytest.raises(ValueError, match="pooled@E64 can only be measured by keys"):
-        prepare(tiny_pipe(), "pooled@E64")
-
-
 def test_methods_change_their_levels_only(distilled):
     """Also fails where a GPU would run exact attention because it is faster there."""
     pipe = tiny_pipe()
@@ -116,11 +100,6 @@ def test_tome_is_the_same_whatever_was_drawn_before():
     with attention_method(pipe, method):
         first, second = (generate(pipe, ["a fox"], [0], settings) for _ in range(2))
     assert np.array_equal(first, second)
-
-
-def test_tome_leaves_no_level_out():
-    with pytest.raises(ValueError, match=r"from level 0 on, leaving none out, but got levels \(1,"):
-        prepare(tiny_pipe(), TOME, levels=(1,))
 
 
 def test_a_folder_is_its_codebooks_with_any_number_refined(distilled):
@@ -283,6 +262,8 @@ def test_value_projection_is_its_formula():
         (["M4P2C2", "LINFUSION@P2"], (0,), "LinFusion layers refine no parents, but got .*@P2'"),
         (["M4P2C2", "LINFUSION/none"], (0,), "methods: there is no folder .*none"),
         (["M4P2C2", "BROKEN"], (0,), "is not a complete safetensors file"),
+        (["M4P2C2", "pooled@E64"], (0,), "pooled@E64 can only be measured by keys"),
+        ([TOME], (1,), r"from level 0 on, leaving none out, but got levels \(1,"),
         (["M4P5C2"], (0,), "num_refined must be at most num_parents"),
         (["M4"], (7,), "no self-attention at level 7"),
         (["M4P2C2", "M4P2C2-up_blocks.7"], (0,), "exact must name layers of this UNet"),

@@ -7,13 +7,9 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from eval_helpers import (
-    failed_command,
-)
+from eval_helpers import failed_command
 
-from avq_diffusers.mini import (
-    MINI_CODEBOOKS,
-)
+from avq_diffusers.mini import MINI_CODEBOOKS
 from eval.commands.options import command_line
 from eval.store import report
 

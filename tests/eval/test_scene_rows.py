@@ -9,27 +9,12 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from eval_helpers import (
-    failed_command,
-    prepare,
-    run_command,
-    scenes_run,
-    score,
-)
+from eval_helpers import failed_command, prepare, run_command, scenes_run, score
 from tiny import draw, random_codebooks, small_unet, tiny_pipe, tiny_unet
 
-from avq_diffusers import (
-    AVQConfig,
-    select_layers,
-)
-from avq_diffusers.mini import (
-    TEST_SEEDS,
-    render,
-    sample_scene,
-)
-from eval.methods import (
-    attention_method,
-)
+from avq_diffusers import AVQConfig, select_layers
+from avq_diffusers.mini import TEST_SEEDS, render, sample_scene
+from eval.methods import attention_method
 from eval.names import EXACT, NO_ATTENTION, TOME
 from eval.quality import scene_rows, scene_runs, scenes
 from eval.quality.generation import Sampling

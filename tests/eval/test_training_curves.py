@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from eval_helpers import (
-    run_command,
-)
+from eval_helpers import run_command
 from PIL import Image
 
 from eval.codebooks import training

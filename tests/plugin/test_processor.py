@@ -573,19 +573,18 @@ class TestWithoutState:
         assert torch.equal(predict(unet, encoder_attention_mask=mask), masked)
         assert isinstance(AVQProcessor(), AttnProcessor2_0)
 
-    def test_vae_attention(self):
-        """Catches 4-dimensional inputs, group norm and residual lost on the way."""
-        vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).eval()
-        latents = torch.randn(1, 4, 6, 5)
-        with torch.no_grad():
-            expected = vae.decode(latents).sample
-            vae.set_attn_processor(AVQProcessor())
-            assert torch.equal(vae.decode(latents).sample, expected)
-
-    def test_spatial_norm(self):
-        """Catches `temb` lost: this norm reads it."""
-        vae = VQModel(block_out_channels=(32,), norm_type="spatial").eval()
-        latents = torch.randn(1, 3, 6, 5)
+    @pytest.mark.parametrize(
+        ("model", "options", "channels"),
+        [
+            (AutoencoderKL, {"block_out_channels": (8,), "norm_num_groups": 4}, 4),
+            (VQModel, {"block_out_channels": (32,), "norm_type": "spatial"}, 3),
+        ],
+    )
+    def test_vae_attention(self, model, options, channels):
+        """Catches 4-dimensional inputs, group norm and residual lost on the way, and `temb`, which
+        the spatial norm reads."""
+        vae = model(**options).eval()
+        latents = torch.randn(1, channels, 6, 5)
         with torch.no_grad():
             expected = vae.decode(latents).sample
             vae.decoder.mid_block.attentions[0].set_processor(AVQProcessor())
