@@ -59,6 +59,9 @@ def compare_command(
         str, typer.Option(help="Comma-separated; flat@SIZES is flat VQ of equal kernel time.")
     ] = ATTENTIONS,
     steps: Annotated[int, typer.Option(min=1, help="Of each attention, after the teacher.")] = 120,
+    rate: Annotated[
+        float, typer.Option(help="Learning rates of each attention over those of the teacher.")
+    ] = 0.1,
     seeds: Annotated[str, typer.Option(help="Comma-separated, a run for each.")] = "0,1,2",
     elastic: Annotated[
         str,
@@ -71,14 +74,17 @@ def compare_command(
 ) -> None:
     """Fine-tune a teacher, then every attention from it with equal steps.
 
+    At the teacher's own rates exact attention, too, would lose what the teacher has learned.
+
     `python -m eval vision table OUTPUT/rows.jsonl` shows the rows.
     """
-    from avq_diffusers.cli.options import numbers_of
+    from avq_diffusers.cli.options import check_positive, numbers_of
     from distill.config_file import load_config
     from distill.vision.config import VisionConfig
 
     with exit_on(ValueError, TypeError, ImportError, OSError, FloatingPointError, code=2):
         values = load_config(config, VisionConfig, overrides)
+        check_positive("--rate", rate)
         numbers = numbers_of("--seeds", seeds), numbers_of("--elastic", elastic) if elastic else ()
         from distill.vision.compare import compare
 
@@ -87,6 +93,7 @@ def compare_command(
             attentions.split(","),
             Path("runs") / config.stem if output is None else output,
             steps=steps,
+            rate=rate,
             seeds=numbers[0],
             elastic=numbers[1],
             seconds=seconds,

@@ -72,6 +72,7 @@ def compare(
     output: Path,
     *,
     steps: int,
+    rate: float,
     seeds: Sequence[int],
     elastic: Sequence[int],
     seconds: float,
@@ -84,6 +85,7 @@ def compare(
             equal columns).
         output: folder for the teacher and `rows.jsonl`.
         steps: of each attention after the teacher.
+        rate: learning rates of each attention over those of the teacher.
         seeds: a run for each; the order and the flips of the images differ.
         elastic: numbers of refined parents at which the runs of the first seed are scored too.
         seconds: no run starts that would end later.
@@ -113,7 +115,7 @@ def compare(
             begin = time.monotonic()
             curve = elastic if seeds and seed == seeds[0] else ()
             try:
-                row = _run(part, sizes[name], steps_of_run, seed, curve)
+                row = _run(part, sizes[name], steps_of_run, rate, seed, curve)
             except RuntimeError as error:  # a kernel that does not compile, or memory
                 row = {"attention": sizes[name], "step": 0, "failed": first_line(error)}
             taken = time.monotonic() - begin
@@ -164,12 +166,22 @@ def _prepare(config: VisionConfig, output: Path, deadline: float) -> Comparison:
     )
 
 
-def _run(part: Comparison, name: str, steps: int, seed: int | None, elastic: Sequence[int]) -> Row:
+def _run(
+    part: Comparison,
+    name: str,
+    steps: int,
+    rate: float,
+    seed: int | None,
+    elastic: Sequence[int],
+) -> Row:
     """Fine-tune and score one attention; the model has exact attention before and after."""
+    head_rate = part.config.head_learning_rate
     config = replace(
         part.config,
         attention=name,
         max_steps=max(steps, 1),
+        learning_rate=rate * part.config.learning_rate,
+        head_learning_rate=None if head_rate is None else rate * head_rate,
         seed=part.config.seed if seed is None else seed,
     )
     part.model.load_state_dict(part.weights)
@@ -186,6 +198,7 @@ def _run(part: Comparison, name: str, steps: int, seed: int | None, elastic: Seq
             row: Row = {
                 "attention": name,
                 "step": steps,
+                "rate": rate if steps else None,
                 "metric": METRICS[config.task],
                 "score": trainer.evaluate()[metric],
                 "tokens": part.timed[0].key.shape[2],

@@ -333,7 +333,7 @@ def rows_of(folder):
 def test_a_comparison_goes_on_and_starts_each_attention_from_the_teacher(place, tmp_path):
     config = settings(place, max_steps=3)
     names = ["exact", "M4P2C2/own", "M4P2C2", "flat@M4P2C2", "linformer"]
-    options = {"steps": 2, "elastic": [1, 4], "seconds": 1e9}
+    options = {"steps": 2, "rate": 0.5, "elastic": [1, 4], "seconds": 1e9}
     compare(config, names[:3], tmp_path, seeds=[0], **options)
     first = rows_of(tmp_path)
     compare(config, names, tmp_path, seeds=[0, 1], **options)
@@ -358,16 +358,24 @@ def test_an_attention_that_fails_is_named_and_left_out(place, tmp_path, monkeypa
 
     monkeypatch.setattr("distill.vision.baselines.Performer.attend", fails)
     config, names = settings(place, max_steps=1), ["performer", "exact"]
-    compare(config, names, tmp_path, steps=1, seeds=[0], elastic=[], seconds=1e9)
+    compare(config, names, tmp_path, steps=1, rate=1, seeds=[0], elastic=[], seconds=1e9)
     teacher, performer, untrained, trained = rows_of(tmp_path)
     assert performer["failed"] == "no kernel for this GPU"
     assert untrained["score"] == teacher["score"]
     assert (trained["name"], trained["seed"]) == ("exact", 0)
 
 
+def test_a_comparison_scales_the_rates_of_the_teacher(place, tmp_path):
+    config = settings(place, max_steps=2, learning_rate=1e-3, head_learning_rate=1e-2)
+    compare(config, ["exact"], tmp_path, steps=1, rate=1e-9, seeds=[0], elastic=[], seconds=1e9)
+    _, untrained, still = rows_of(tmp_path)
+    assert still["score"] == untrained["score"]
+    assert (untrained["rate"], still["rate"]) == (None, 1e-9)
+
+
 def test_a_comparison_keeps_to_its_time(place, tmp_path, capsys):
     config = settings(place, max_steps=1)
-    compare(config, ["exact"], tmp_path, steps=1, seeds=[0], elastic=[], seconds=0)
+    compare(config, ["exact"], tmp_path, steps=1, rate=1, seeds=[0], elastic=[], seconds=0)
     assert [row["name"] for row in rows_of(tmp_path)] == ["teacher"]
     assert "exact, seed 0: no time left" in capsys.readouterr().out
 
