@@ -7,6 +7,7 @@ passed as itself. `remove_avq`, `avq_disabled` and `summary` of a pipeline inclu
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,13 @@ from torch import nn
 
 from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.error_profile import (
-    WITHOUT_CODEBOOKS,
     ErrorProfile,
-    checked_tolerance,
     measure_error,
+    resolve_source,
     set_tolerance,
 )
 from avq_diffusers.plugin.layer_state import (
     AVQSource,
-    check_source,
     default_source,
     disabled,
     states_of,
@@ -60,19 +59,18 @@ def apply_avq(
         TypeError, ValueError: as there.
     """
     unet = unet_of(pipe)
-    if tolerance is not None or isinstance(source, ErrorProfile):
-        tolerance = checked_tolerance(tolerance)
-        if not isinstance(source, ErrorProfile):
-            source = _measured(pipe, source, prompt, measurement)
-        elif prompt is not None or measurement:
-            raise TypeError("an ErrorProfile is measured already; drop prompt and other arguments.")
+    source = resolve_source(
+        source,
+        tolerance,
+        [prompt] if isinstance(prompt, str) else prompt,
+        measurement,
+        name="prompt",
+        what="a prompt",
+        measure=partial(measure_error, pipe),
+    )
+    if isinstance(source, ErrorProfile):
+        assert tolerance is not None
         return _apply_within(pipe, source, tolerance, backend, route)
-    if prompt is not None or measurement:
-        raise TypeError(
-            f"{', '.join(['prompt'] * (prompt is not None) + [*measurement])} belong to the "
-            f"measurement of a tolerance; pass tolerance=0.1, or drop them."
-        )
-    check_source(source)
     source = default_source(unet) if source is None else source
     if isinstance(source, AVQCodebooks):
         _warn_of_another_model(pipe, source)
@@ -82,21 +80,6 @@ def apply_avq(
             remember_processor(layer.attn, layer.attn.processor)
             layer.attn.set_processor(processor)
     return pipe
-
-
-def _measured(
-    pipe: DiffusionPipeline | nn.Module,
-    source: AVQSource | None,
-    prompt: str | Sequence[str] | None,
-    measurement: dict[str, Any],
-) -> ErrorProfile:
-    check_source(source)
-    if isinstance(source, AVQCodebooks):
-        raise ValueError(WITHOUT_CODEBOOKS)
-    if prompt is None:
-        raise TypeError("a tolerance is measured on a prompt; pass prompt, or an ErrorProfile.")
-    prompts = [prompt] if isinstance(prompt, str) else prompt
-    return measure_error(pipe, prompts, source, **measurement)
 
 
 def _apply_within(

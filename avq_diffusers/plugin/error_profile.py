@@ -1,12 +1,12 @@
 """One dial from fast to exact: the error of each layer along a ladder of sizes.
 
-A few denoising steps give the error of every rung in every layer. For a tolerance, each layer then
-runs the cheapest rung that holds it, or exact attention.
+A few denoising steps, or images, give the error of every rung in every layer. For a tolerance, each
+layer then runs the cheapest rung that holds it, or exact attention.
 """
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,9 +24,19 @@ from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import AVQConfig, Sizes
 from avq_diffusers.files import atomic_write
-from avq_diffusers.plugin.layer_state import applied_states, default_source, disabled, states_of
+from avq_diffusers.plugin.codebooks import AVQCodebooks
+from avq_diffusers.plugin.layer_state import (
+    AVQSource,
+    LayerState,
+    applied_states,
+    check_source,
+    default_source,
+    disabled,
+    states_of,
+)
 from avq_diffusers.plugin.layer_weights import LayerWeights
 from avq_diffusers.plugin.layers import (
+    Layer,
     LayerSpec,
     SelfAttentionLayer,
     models_of,
@@ -118,7 +128,7 @@ class LayerErrors:
 
 @dataclass(frozen=True)
 class ErrorProfile:
-    """The error of every layer of a pipeline along the ladder of sizes, for `apply_avq`.
+    """The error of every layer of a model along the ladder of sizes, for `apply_avq`.
 
     `str()` is a table of what `within` chooses for some tolerances.
 
@@ -224,12 +234,7 @@ def set_tolerance(
         TypeError: `tolerance` is not a number.
         ValueError: it is not above 0, the profile is of other layers, or AVQ has codebooks.
     """
-    plan = profile.within(tolerance)
-    states = applied_states(pipe)
-    profile.check_layers([*states])
-    if any(state.weights.are_stored for state in states.values()):
-        raise ValueError(WITHOUT_CODEBOOKS)
-    choices = {state: plan[layer.name] for layer, state in states.items()}
+    choices = chosen_sizes(applied_states(pipe), profile, tolerance)
     set_sizes(
         pipe,
         {
@@ -239,6 +244,37 @@ def set_tolerance(
     )
     for state, parts in choices.items():
         state.errors = tuple(choice.error for choice in parts.values())
+
+
+def set_constant_sizes(
+    states: Mapping[Layer, LayerState], profile: ErrorProfile, tolerance: float
+) -> None:
+    """Set the sizes of layers without timesteps to those within a tolerance.
+
+    Raises:
+        TypeError, ValueError: as `set_tolerance`, or the profile has several parts.
+    """
+    choices = chosen_sizes(states, profile, tolerance)
+    if any(len(one.errors) > 1 for one in profile.layers):
+        raise ValueError("error profile of another model: its errors change with timesteps.")
+    for state, parts in choices.items():
+        (choice,) = parts.values()
+        state.set_sizes(choice.sizes, (choice.error,))
+
+
+def chosen_sizes(
+    states: Mapping[Layer, LayerState], profile: ErrorProfile, tolerance: float
+) -> dict[LayerState, dict[int, Choice]]:
+    """What layers run within a tolerance, by the start of each part.
+
+    Raises:
+        TypeError, ValueError: as `set_tolerance`.
+    """
+    plan = profile.within(tolerance)
+    profile.check_layers([*states])
+    if any(state.weights.are_stored for state in states.values()):
+        raise ValueError(WITHOUT_CODEBOOKS)
+    return {state: plan[layer.name] for layer, state in states.items()}
 
 
 def checked_tolerance(tolerance: Any) -> float:
@@ -253,6 +289,180 @@ def checked_tolerance(tolerance: Any) -> float:
     if not 0 < tolerance < math.inf:
         raise ValueError(f"tolerance must be above 0 and finite, but got {tolerance}.")
     return tolerance
+
+
+def resolve_source(
+    source: AVQSource | ErrorProfile | None,
+    tolerance: float | None,
+    examples: Any,
+    measurement: Mapping[str, Any],
+    *,
+    name: str,
+    what: str,
+    measure: Callable[..., ErrorProfile],
+) -> AVQSource | ErrorProfile | None:
+    """What `apply_avq` runs: a profile if there is a tolerance, else `source`.
+
+    Args:
+        source, tolerance: arguments of `apply_avq`.
+        examples: what errors are measured on, None if nothing was given.
+        measurement: further arguments of `measure`.
+        name: the parameter of `examples`.
+        what: the examples in words.
+        measure: takes `examples`, `source` and `measurement`.
+
+    Raises:
+        TypeError, ValueError: as `apply_avq`.
+    """
+    given = [name] * (examples is not None) + [*measurement]
+    if tolerance is None and not isinstance(source, ErrorProfile):
+        if given:
+            raise TypeError(
+                f"{', '.join(given)} belong to the measurement of a tolerance; pass tolerance=0.1, "
+                f"or drop them."
+            )
+        check_source(source)
+        return source
+    checked_tolerance(tolerance)
+    if isinstance(source, ErrorProfile):
+        if given:
+            raise TypeError(
+                f"an ErrorProfile is measured already; drop {name} and other arguments."
+            )
+        return source
+    check_source(source)
+    if isinstance(source, AVQCodebooks):
+        raise ValueError(WITHOUT_CODEBOOKS)
+    if examples is None:
+        raise TypeError(f"a tolerance is measured on {what}; pass {name}, or an ErrorProfile.")
+    return measure(examples, source, **measurement)
+
+
+class Ladder:
+    """The sizes that a layer is measured with: their costs, and their errors call by call.
+
+    Args:
+        layer: name, level and head shape.
+        config: its sizes join those of `LADDER`.
+
+    Attributes:
+        costs: by configuration string, for the tokens of the first call; sizes that meet as many
+            columns as there are tokens are left out.
+        calls: the errors (sizes,) of each call of `attend`.
+    """
+
+    def __init__(self, layer: LayerSpec, config: AVQConfig) -> None:
+        self.layer = LayerSpec(**layer.stored)
+        self.config = config
+        self.costs: dict[str, float] | None = None
+        self.calls: list[Tensor] = []
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
+    ) -> tuple[Tensor, str]:
+        """Exact attention in place of `attention_and_backend`, whose arguments it takes."""
+        exact, errors = self.measure(query, key, value, **options)
+        self.calls.append(errors)
+        return exact, EXACT
+
+    def measure(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sink_key: Tensor | None = None,
+        sink_value: Tensor | None = None,
+        scale: float | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Exact attention, and the errors (sizes,) of AVQ with the same sinks and options.
+
+        Raises:
+            ValueError: attention has NaN or infinity.
+        """
+        keys, values = (
+            own if sink is None else torch.cat([own, sink], dim=2)
+            for own, sink in ((key, sink_key), (value, sink_value))
+        )
+        exact = F.scaled_dot_product_attention(query, keys, values, scale=scale)
+        if not exact.isfinite().all():
+            raise ValueError(
+                f"the attention of {self.layer.name} gives NaN or infinity; measure a model and "
+                f"dtype that generate finite images."
+            )
+        if self.costs is None:
+            self.costs = self._costs(key)
+        options |= {"sink_key": sink_key, "sink_value": sink_value, "scale": scale}
+        avq = partial(avq_attention, query, key, value)
+        errors = [
+            _relative_error(avq(**options | AVQConfig.parse(sizes).sizes._asdict()), exact)
+            for sizes in self.costs
+        ]
+        return exact, torch.tensor(errors, dtype=torch.float64)
+
+    def layer_errors(self, values: Mapping[int, Tensor]) -> LayerErrors:
+        """The largest errors among those (calls, sizes) of each part."""
+        costs = self.costs or {}
+        errors = {
+            start: dict(zip(costs, calls.amax(0).tolist(), strict=True))
+            for start, calls in values.items()
+        }
+        return LayerErrors(self.layer, costs, errors)
+
+    def _costs(self, key: Tensor) -> dict[str, float]:
+        batch, num_heads, num_tokens, head_dim = key.shape
+        costs = {}
+        for sizes in dict.fromkeys([*LADDER, str(self.config)]):
+            workload = Workload(
+                next_power_of_two(batch * num_heads),
+                head_dim,
+                AVQConfig.parse(sizes).sizes,
+                self.config.query_tile,
+                key.dtype,
+            )
+            if workload.sizes.columns < num_tokens:
+                costs[sizes] = relative_cost(workload, num_tokens, key.device)
+        return costs
+
+
+@contextmanager
+def measuring(
+    states: Mapping[Layer, LayerState], config: AVQConfig
+) -> Iterator[Callable[[], ErrorProfile]]:
+    """Run layers with AVQ exact inside the `with` block, and measure the sizes of the ladder.
+
+    Compiled models run eagerly there.
+
+    Args:
+        states: of the layers.
+        config: that the states were made of.
+
+    Returns:
+        A function that makes the profile of the calls so far. It raises RuntimeError if AVQ would
+        have served no call of a layer.
+    """
+    ladders = {state: Ladder(layer, config) for layer, state in states.items()}
+
+    def profile() -> ErrorProfile:
+        for state, ladder in ladders.items():
+            if not ladder.calls:
+                raise RuntimeError(
+                    f"{ladder.layer.name} has no call that AVQ serves: "
+                    f"{state.last_call or 'it did not run'}."
+                )
+        return ErrorProfile(
+            config,
+            tuple(
+                ladder.layer_errors({NUM_TRAIN_TIMESTEPS: torch.stack(ladder.calls)})
+                for ladder in ladders.values()
+            ),
+        )
+
+    for state, ladder in ladders.items():
+        state.measuring = ladder.attend
+    with torch.compiler.set_stance("force_eager"):
+        yield profile
 
 
 @torch.no_grad()
@@ -301,7 +511,7 @@ def measure_error(
     check_probe(num_inference_steps, parts)
     unet = unet_of(pipe)
     config = default_source(unet) if config is None else config
-    _check_config(config)
+    check_measured(config)
     layers = select_layers(unet, config.levels, config.exact)
     if any(layer.has_linfusion for layer in layers):
         raise ValueError("this UNet has LinFusion layers; call remove_linfusion(pipe) first.")
@@ -320,10 +530,11 @@ class _Errors(Probe):
         super().__init__(parts, bar)
         self.config = config
         self.grids: dict[nn.Module, tuple[int, int]] = {}
-        self.costs: dict[str, dict[str, float]] = {}
+        self.ladders: dict[str, Ladder] = {}
 
     @contextmanager
     def watch(self, unet: nn.Module, layers: Collection[SelfAttentionLayer]) -> Iterator[None]:
+        self.ladders = {layer.name: Ladder(layer, self.config) for layer in layers}
         with ExitStack() as hooks:
             for transformer in {layer.transformer for layer in layers}:
                 see_grid = transformer.register_forward_pre_hook(self.see_grid, with_kwargs=True)
@@ -343,16 +554,7 @@ class _Errors(Probe):
             LayerWeights().project_heads(layer.attn, name, hidden_states)
             for name in ("to_q", "to_k", "to_v")
         )
-        exact = F.scaled_dot_product_attention(query, key, value)
-        if not exact.isfinite().all():
-            raise ValueError(
-                f"the attention of {layer.name} gives NaN or infinity; measure a model and dtype "
-                f"that generate finite images."
-            )
-        if layer.name not in self.costs:
-            self.costs[layer.name] = self.measure_costs(layer, key)
-        avq = partial(
-            avq_attention,
+        _, errors = self.ladders[layer.name].measure(
             query,
             key,
             value,
@@ -360,35 +562,10 @@ class _Errors(Probe):
             query_tile=self.config.query_tile,
             query_order=query_order(height, width, self.config.query_order, key.device),
         )
-        errors = [
-            _relative_error(avq(**AVQConfig.parse(sizes).sizes._asdict()), exact)
-            for sizes in self.costs[layer.name]
-        ]
-        return torch.tensor(errors, dtype=torch.float64)
-
-    def measure_costs(self, layer: SelfAttentionLayer, key: Tensor) -> dict[str, float]:
-        """The costs of the rungs that meet fewer columns than there are tokens."""
-        batch, _, num_tokens, _ = key.shape
-        costs = {}
-        for sizes in dict.fromkeys([*LADDER, str(self.config)]):
-            workload = Workload(
-                next_power_of_two(batch * layer.num_heads),
-                layer.head_dim,
-                AVQConfig.parse(sizes).sizes,
-                self.config.query_tile,
-                key.dtype,
-            )
-            if workload.sizes.columns < num_tokens:
-                costs[sizes] = relative_cost(workload, num_tokens, key.device)
-        return costs
+        return errors
 
     def of_layer(self, layer: SelfAttentionLayer) -> LayerErrors:
-        costs = self.costs[layer.name]
-        errors = {
-            start: dict(zip(costs, values.amax(0).tolist(), strict=True))
-            for start, values in self.values_of(layer.name).items()
-        }
-        return LayerErrors(LayerSpec(**layer.stored), costs, errors)
+        return self.ladders[layer.name].layer_errors(self.values_of(layer.name))
 
 
 def _error_of(choice: Choice) -> float:
@@ -400,7 +577,13 @@ def _relative_error(output: Tensor, exact: Tensor) -> float:
     return float((output.float() - exact).norm() / exact.norm())
 
 
-def _check_config(config: AVQConfig) -> None:
+def check_measured(config: AVQConfig) -> None:
+    """Refuse a configuration whose sizes are no rung.
+
+    Raises:
+        TypeError: it is not an `AVQConfig`.
+        ValueError: it has overrides, stored codewords, a key norm or tiled importance.
+    """
     if not isinstance(config, AVQConfig):
         raise TypeError(f"config must be an AVQConfig, but got {config!r}.")
     for name, refused in (

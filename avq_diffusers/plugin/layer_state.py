@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -60,6 +60,8 @@ class LayerState:
             attention. Calls in compiled code are not counted.
         last_call: the kind of the last one.
         last_backend: that ran the last AVQ call.
+        measuring: what attends in place of `attention_and_backend` while errors are measured; else
+            None.
     """
 
     def __init__(self, layer: LayerSpec, source: AVQSource, backend: str, route: str | int) -> None:
@@ -81,6 +83,7 @@ class LayerState:
         self.calls: Counter[str] = Counter()
         self.last_call: str | None = None
         self.last_backend: str | None = None
+        self.measuring: Callable[..., tuple[Tensor, str]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy never sees the end of a block of `avq_disabled` that is open here.
@@ -90,6 +93,12 @@ class LayerState:
     def num_refined(self) -> int:
         """The refined parents per query tile in this thread's next AVQ call."""
         return (self.sizes.get() or self.config.sizes).num_refined
+
+    def set_sizes(self, sizes: Sizes | None, errors: tuple[float, ...] = ()) -> None:
+        """Run other sizes, or exact attention, in all threads."""
+        # A new one: threads hold values of the earlier sizes.
+        self.sizes = PerThread(sizes)
+        self.errors = errors
 
     def enter(
         self,
@@ -206,7 +215,7 @@ class LayerState:
                 "ONNX has no operations for AVQ; call remove_avq(pipe) to export exact attention."
             )
         config, call = self.config, self.present_call()
-        output, backend = attention_and_backend(
+        output, backend = (self.measuring or attention_and_backend)(
             query,
             key,
             value,

@@ -11,7 +11,6 @@ from torch import nn
 from avq_diffusers.config import Sizes, is_within
 from avq_diffusers.plugin.layer_state import LayerState, applied_states
 from avq_diffusers.plugin.layers import Layer, PipelineOrUNet, unet_of, unwrapped
-from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
 
 EXACT = "exact"
@@ -92,9 +91,7 @@ def set_sizes(
 ) -> None:
     """Set the sizes of layers by timestep; others stay as they are."""
     for state, schedule in schedules.items():
-        # A new one: threads hold values of the earlier schedule.
-        state.sizes = PerThread(schedule[NUM_TRAIN_TIMESTEPS])
-        state.errors = ()
+        state.set_sizes(schedule[NUM_TRAIN_TIMESTEPS])
     _Scheduler.install(unet_of(pipe), {**schedules_of(pipe), **schedules})
 
 
