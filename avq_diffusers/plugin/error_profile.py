@@ -247,7 +247,7 @@ def set_tolerance(
 
 
 def set_constant_sizes(
-    states: Mapping[Layer, LayerState], profile: ErrorProfile, tolerance: float
+    states: Mapping[Layer, LayerState], profile: ErrorProfile, tolerance: float | None
 ) -> None:
     """Set the sizes of layers without timesteps to those within a tolerance.
 
@@ -263,14 +263,14 @@ def set_constant_sizes(
 
 
 def chosen_sizes(
-    states: Mapping[Layer, LayerState], profile: ErrorProfile, tolerance: float
+    states: Mapping[Layer, LayerState], profile: ErrorProfile, tolerance: float | None
 ) -> dict[LayerState, dict[int, Choice]]:
     """What layers run within a tolerance, by the start of each part.
 
     Raises:
         TypeError, ValueError: as `set_tolerance`.
     """
-    plan = profile.within(tolerance)
+    plan = profile.within(checked_tolerance(tolerance))
     profile.check_layers([*states])
     if any(state.weights.are_stored for state in states.values()):
         raise ValueError(WITHOUT_CODEBOOKS)

@@ -12,12 +12,14 @@ from avq_diffusers.vision.apply import (
     set_num_refined,
     summary,
 )
+from avq_diffusers.vision.error_profile import measure_error
 from avq_diffusers.vision.layers import gather_codebooks, select_layers
 
 __all__ = [
     "apply_avq",
     "avq_disabled",
     "gather_codebooks",
+    "measure_error",
     "remove_avq",
     "select_layers",
     "set_num_refined",

@@ -88,6 +88,15 @@ def select_layers(
     return chosen_layers(layers, exact, overrides, "of this model")
 
 
+def states_of(model: nn.Module) -> dict[VisionLayer, Any]:
+    """The `LayerState` of each layer that AVQ was applied to.
+
+    Raises:
+        TypeError, ValueError: as `select_layers`.
+    """
+    return {x: x.avq_state for x in select_layers(model) if x.avq_state is not None}
+
+
 def gather_codebooks(
     model: nn.Module, config: AVQConfig, codebooks: Mapping[str, Codebook]
 ) -> AVQCodebooks:

@@ -46,7 +46,7 @@ from avq_diffusers.vision import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.vision.apply import _Grid
+from avq_diffusers.vision.install import _Grid
 
 EVERY_KEY = AVQConfig(8, 4, 8, query_tile=16, exact_keys=64)  # of 8 x 8 patches
 ANY_SIZE = {"interpolate_pos_encoding": True}
