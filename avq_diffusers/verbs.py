@@ -7,11 +7,14 @@ UNet include its ControlNets.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.dit import error_profile as dit_errors
 from avq_diffusers.dit.apply import (
     apply_to_transformers,
     remove_from_transformers,
@@ -20,8 +23,8 @@ from avq_diffusers.dit.apply import (
 )
 from avq_diffusers.dit.layers import is_transformer
 from avq_diffusers.dit.report import transformer_summary
-from avq_diffusers.plugin import apply, refinement, report
-from avq_diffusers.plugin.error_profile import ErrorProfile
+from avq_diffusers.plugin import apply, error_profile, refinement, report
+from avq_diffusers.plugin.error_profile import ErrorProfile, resolve_source
 from avq_diffusers.plugin.layer_state import AVQSource, disabled
 from avq_diffusers.plugin.layers import PipelineOrUNet
 from avq_diffusers.plugin.refinement import Schedule
@@ -44,8 +47,7 @@ def apply_avq(
 
     In transformers, the image's tokens attend to each other with AVQ, and to the text's tokens
     exactly. The text's attention is exact. This serves SD3's joint attention, and on the attention
-    dispatch of diffusers Flux, Flux2, Qwen-Image, Z-Image, Wan and LTX. There are neither
-    codebooks nor tolerances.
+    dispatch of diffusers Flux, Flux2, Qwen-Image, Z-Image, Wan and LTX. There are no codebooks.
 
     With a tolerance, each layer gets the cheapest sizes whose error is within it, or exact
     attention. `measure_error` measures that first, in some steps on `prompt`.
@@ -104,13 +106,75 @@ def apply_avq(
             route=route,
             **measurement,
         )
-    if tolerance is not None or prompt is not None or measurement:
-        raise TypeError(
-            "a tolerance and its measurement are for UNets; give a transformer sizes, such as "
-            "AVQConfig.parse('M64P16C8E256')."
-        )
-    apply_to_transformers(pipe, source, backend, route)
+    source = resolve_source(
+        source,
+        tolerance,
+        [prompt] if isinstance(prompt, str) else prompt,
+        measurement,
+        name="prompt",
+        what="a prompt",
+        measure=partial(dit_errors.measure_error, pipe),
+    )
+    apply_to_transformers(pipe, source, backend, route, tolerance)
     return pipe
+
+
+def measure_error(
+    pipe: DiffusionPipeline,
+    prompts: Sequence[str],
+    config: AVQConfig | None = None,
+    *,
+    num_inference_steps: int = 6,
+    parts: int | None = None,
+    seed: int = 0,
+    progress: bool = True,
+    **pipe_arguments: Any,
+) -> ErrorProfile:
+    """Measure the error of AVQ with several sizes in every layer, while the pipeline runs exact.
+
+    The error is |avq - exact| / |exact| of the attention of all heads before the output projection,
+    the largest over the calls; in transformers that of the image's tokens. It holds for images of
+    the size that was measured. Four prompts or more make it hold for others, too. AVQ need not be
+    applied, and stays as it is.
+
+    Args:
+        pipe: a pipeline with a `unet` or a `transformer`.
+        prompts: one or a handful, such as the pipeline will see; number i runs with seed
+            `seed + i`.
+        config: levels, exact layers, tiles and updates; its sizes join those that are measured.
+            None is the finest level with self-attention, or all blocks of a transformer.
+        num_inference_steps: denoising steps of each run.
+        parts: how many equal parts of the training timesteps may get sizes of their own. A part
+            without a denoising step takes the sizes of the part before. None is 3 for a UNet, and
+            1 for a transformer, which has no other number.
+        seed: of the noise.
+        progress: show a progress bar.
+        **pipe_arguments: further arguments of the pipeline's call, such as `height` or `image`.
+
+    Returns:
+        A profile for `apply_avq(pipe, profile, tolerance=0.1)`.
+
+    Raises:
+        TypeError: `pipe` is not a pipeline with a UNet or transformer, `prompts` is one string, an
+            argument has the wrong type, or is prompt, generator or output_type.
+        ValueError: there is no prompt, no step, no part or no layer, `config` has overrides, stored
+            codewords, a key norm or tiled importance, attention has NaN or infinity, or there are
+            several parts for a sampler without training timesteps, such as EDM's.
+        RuntimeError: a layer did not run, as in a compiled UNet, or AVQ would serve none of its
+            calls.
+    """
+    is_dit = is_transformer(pipe)
+    measure = dit_errors.measure_error if is_dit else error_profile.measure_error
+    return measure(
+        pipe,
+        prompts,
+        config,
+        num_inference_steps=num_inference_steps,
+        parts=(1 if is_dit else 3) if parts is None else parts,
+        seed=seed,
+        progress=progress,
+        **pipe_arguments,
+    )
 
 
 def remove_avq(pipe: PipelineOrUNet) -> PipelineOrUNet:

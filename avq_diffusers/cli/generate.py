@@ -17,7 +17,6 @@ from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.cli.sheet import DIFFERENCE_GAIN, difference, image_sheet
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.dit.layers import is_transformer
-from avq_diffusers.plugin.error_profile import set_tolerance
 from avq_diffusers.verbs import apply_avq, avq_disabled, set_num_refined, summary
 
 
@@ -32,11 +31,8 @@ def generate_image(
 ) -> None:
     """Write the AVQ image to `out` and the sheet beside it, and print what each layer ran."""
     pipe = load_pipeline(model.name, model.device)
-    if is_transformer(pipe) and (capture, tolerance) != (None, None):
-        raise ValueError(
-            "--capture and --tolerance measure UNets; give a transformer sizes, such as --config "
-            "M64P16C8E256."
-        )
+    if is_transformer(pipe) and capture is not None:
+        raise ValueError("--capture measures UNets; a transformer takes --tolerance.")
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
     apply_avq(pipe, source, route="always")
@@ -49,7 +45,8 @@ def generate_image(
         if tolerance is not None:
             assert isinstance(source, AVQConfig)
             print(f"measuring which sizes have an error of at most {tolerance:g}")
-            set_tolerance(pipe, image_error(pipe, source, request), tolerance)
+            profile = image_error(pipe, source, request)
+            apply_avq(pipe, profile, tolerance=tolerance, route="always")
         print("with AVQ attention")
         avq, avq_seconds = timed_image(pipe, request)
         report = summary(pipe)

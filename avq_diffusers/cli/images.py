@@ -18,8 +18,9 @@ from avq_diffusers.dit.layers import is_transformer
 from avq_diffusers.extras.scalecrafter.apply import check_size, scalecrafter
 from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD, is_mini_sd3
 from avq_diffusers.plugin.elastic import CaptureProfile, measure_capture
-from avq_diffusers.plugin.error_profile import ErrorProfile, measure_error
+from avq_diffusers.plugin.error_profile import ErrorProfile
 from avq_diffusers.plugin.timesteps import are_training_timesteps
+from avq_diffusers.verbs import measure_error
 
 CAPTURE_STEPS = 8
 ERROR_STEPS = 6
@@ -140,8 +141,9 @@ def _probe_arguments(
     arguments = _call_arguments(pipe, request)
     del arguments["prompt"]
     steps = arguments["num_inference_steps"] = min(request.steps, most_steps)
-    pipe.scheduler.set_timesteps(steps)
-    if not are_training_timesteps(pipe.scheduler.timesteps.tolist()):
+    if not is_transformer(pipe):
+        pipe.scheduler.set_timesteps(steps)
+    if is_transformer(pipe) or not are_training_timesteps(pipe.scheduler.timesteps.tolist()):
         arguments["parts"] = 1
     return {**arguments, "seed": request.seed}
 

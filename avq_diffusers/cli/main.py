@@ -126,8 +126,8 @@ def generate(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="The cheapest sizes, by layer and timestep, whose attention has at most this "
-            "relative error, such as 0.1; measured on this prompt."
+            help="The cheapest sizes, by layer and, in a UNet, timestep, whose attention has at "
+            "most this relative error, such as 0.1; measured on this prompt."
         ),
     ] = None,
     device: Device = None,

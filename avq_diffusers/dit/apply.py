@@ -1,8 +1,9 @@
 """Put AVQ on transformers, change how much it refines, and take it off."""
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
@@ -29,102 +30,138 @@ from avq_diffusers.dit.layers import (
     transformers_of,
 )
 from avq_diffusers.plugin.checkpointing import forget_calls, keep_calls
+from avq_diffusers.plugin.error_profile import ErrorProfile, set_constant_sizes
 from avq_diffusers.plugin.interception import score_interception
 from avq_diffusers.plugin.layer_state import LayerState, refuse_without_codebooks
-from avq_diffusers.plugin.per_thread import PerThread
 from avq_diffusers.plugin.refinement import planned_sizes
 from avq_diffusers.plugin.routing import check_route
+
+# By transformer and layer.
+States: TypeAlias = dict[ModelMixin, dict[TransformerLayer, LayerState]]
 
 
 def apply_to_transformers(
     pipe: DiffusionPipeline | nn.Module,
-    config: object,
+    source: object,
     backend: str,
     route: str | int,
+    tolerance: float | None = None,
 ) -> None:
     """Run the layers of a configuration with AVQ; None is the default one, in all blocks.
 
+    Or the sizes of an `ErrorProfile` that are within a tolerance.
+
     Raises:
-        TypeError: AVQ does not know the transformer, or `config` is something else.
-        ValueError: the configuration does not fit the transformer, backend or route are unknown, or
-            the transformer runs in context parallel.
+        TypeError: AVQ does not know the transformer, or `source` is something else.
+        ValueError: configuration or profile do not fit the transformer, backend or route are
+            unknown, or the transformer runs in context parallel.
     """
+    config = source.config if isinstance(source, ErrorProfile) else source
     if not isinstance(config, AVQConfig | None):
         raise TypeError(
             f"a transformer takes its codewords from the keys of each call: expected an AVQConfig "
             f"or nothing, but got {type(config).__name__}."
         )
-    config = AVQConfig() if config is None else config
     check_backend(backend)
     check_route(route)
+    states = make_states(pipe, AVQConfig() if config is None else config, backend, route)
+    if isinstance(source, ErrorProfile):
+        set_constant_sizes(by_full_name(pipe, states), source, tolerance)
+    for model in states:
+        uninstall(model)
+    for model, of_model in states.items():
+        install(model, of_model).warn_of_others(stacklevel=3)  # of `apply_avq`
+
+
+def make_states(
+    pipe: DiffusionPipeline | nn.Module, config: AVQConfig, backend: str, route: str | int
+) -> States:
+    """New states for the layers of a configuration.
+
+    Raises:
+        TypeError: AVQ does not know the transformer.
+        ValueError: the configuration does not fit the transformer, or it runs in context parallel.
+    """
     refuse_without_codebooks(config)
-    models = transformers_of(pipe).values()
-    chosen = [layers_of_config(model, config) for model in models]
-    for model in models:
+    states: States = {}
+    for model in transformers_of(pipe).values():
+        layers = layers_of_config(model, config)
         parallel = getattr(model, "_parallel_config", None)
         if getattr(parallel, "context_parallel_config", None) is not None:
             raise ValueError(
                 "AVQ does not run in context parallel, whose devices hold parts of an image only."
             )
-    for model, layers in zip(models, chosen, strict=True):
-        _uninstall(model)
-        _install(model, layers, config, backend, route)
+        text_first = family_of_model(model).text_first
+        states[model] = {
+            layer: LayerState(layer, config, backend, route)
+            if layer.is_joint
+            else DispatchedState(layer, config, backend, route, text_first=text_first)
+            for layer in layers
+        }
+    return states
 
 
-def _install(
-    model: ModelMixin,
-    layers: list[TransformerLayer],
-    config: AVQConfig,
-    backend: str,
-    route: str | int,
-) -> None:
+def present_states(pipe: DiffusionPipeline | nn.Module) -> States:
+    """The states of the layers that AVQ was applied to."""
+    return {
+        model: {x: x.avq_state for x in transformer_layers(model) if x.avq_state}
+        for model in transformers_of(pipe).values()
+    }
+
+
+def by_full_name(
+    pipe: DiffusionPipeline | nn.Module, states: States
+) -> dict[TransformerLayer, LayerState]:
+    """States of all transformers, their layers named as in `summary`."""
+    return {
+        replace(layer, name=prefix + layer.name): state
+        for prefix, model in transformers_of(pipe).items()
+        for layer, state in states[model].items()
+    }
+
+
+def install(model: ModelMixin, states: Mapping[TransformerLayer, LayerState]) -> "_PreForward":
+    """Run layers of a transformer without AVQ with these states."""
     family = family_of_model(model)
     joint = AVQJointProcessor()
-    for layer in layers:
+    for layer, state in states.items():
         processor = layer.attn.processor
-        if layer.is_joint:
-            layer.attn._avq = LayerState(layer, config, backend, route)
+        layer.attn._avq = state
+        if not isinstance(state, DispatchedState):
             if type(processor) is JointAttnProcessor2_0:
                 layer.attn._avq_previous = processor
                 layer.attn.set_processor(joint)
         else:
             previous = processor._attention_backend
-            layer.attn._avq = DispatchedState(
-                layer,
-                config,
-                backend,
-                route,
-                text_first=family.text_first,
-                previous_backend=None if previous is AVQ_BACKEND else previous,
-            )
+            state.previous_backend = None if previous is AVQ_BACKEND else previous
             layer.attn._avq_previous = processor
     # For a transformer that is compiled before its first call: one image with guidance.
     guided_image = torch.empty(2, 1, 1, dtype=model.dtype, device=model.device)
-    for layer in layers:
-        state: LayerState = layer.attn._avq
+    for layer, state in states.items():
         state.route.learn(state.workload(guided_image), model.device, measure=False)
         if not layer.is_joint:
             layer.attn.processor._attention_backend = AVQ_BACKEND
             register_backend()
     watch(model)
-    pre_forward = _PreForward(model, layers, family)
+    pre_forward = _PreForward(model, [*states], family)
     vars(model)["_avq_hooks"] = (
         model.register_forward_pre_hook(pre_forward, with_kwargs=True),
         model.register_forward_hook(forget_layer, always_call=True),
     )
-    pre_forward.warn_of_others(stacklevel=4)  # of `apply_avq`
+    return pre_forward
 
 
 def remove_from_transformers(pipe: DiffusionPipeline | nn.Module) -> None:
     """Undo `apply_to_transformers`."""
     for model in transformers_of(pipe).values():
-        _uninstall(model)
+        uninstall(model)
 
 
 def transformer_states(pipe: DiffusionPipeline | nn.Module) -> dict[TransformerLayer, LayerState]:
     """The layers that AVQ was applied to."""
-    layers = [x for model in transformers_of(pipe).values() for x in transformer_layers(model)]
-    return {layer: layer.avq_state for layer in layers if layer.avq_state}
+    return {
+        layer: state for states in present_states(pipe).values() for layer, state in states.items()
+    }
 
 
 def set_transformer_refinement(
@@ -143,11 +180,11 @@ def set_transformer_refinement(
         raise ValueError("a transformer takes numbers of parents, no schedules by timestep.")
     for state, schedule in plan.items():
         (sizes,) = schedule.values()
-        # A new one: threads hold values of the earlier sizes.
-        state.sizes = PerThread(sizes)
+        state.set_sizes(sizes)
 
 
-def _uninstall(model: ModelMixin) -> None:
+def uninstall(model: ModelMixin) -> None:
+    """Put the same processors and backends back, and leave nothing of AVQ."""
     for module in model.modules():
         own = vars(module)
         forget_calls(module)

@@ -37,11 +37,10 @@ class DispatchedState(LayerState):
         route: str | int,
         *,
         text_first: bool | None,
-        previous_backend: AttentionBackendName | None,
     ) -> None:
         super().__init__(layer, source, backend, route)
         self.text_first = text_first
-        self.previous_backend = previous_backend
+        self.previous_backend: AttentionBackendName | None = None
 
 
 # Not a member of the Enum, which lists what users may name.

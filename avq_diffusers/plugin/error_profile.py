@@ -477,35 +477,10 @@ def measure_error(
     progress: bool = True,
     **pipe_arguments: Any,
 ) -> ErrorProfile:
-    """Measure the error of AVQ with several sizes in every layer, while the pipeline runs exact.
-
-    The error is |avq - exact| / |exact| of the attention of all heads before the output projection,
-    the largest over the calls. It holds for images of the size that was measured. Four prompts or
-    more make it hold for others, too. AVQ need not be applied, and stays as it is.
-
-    Args:
-        pipe: a Stable Diffusion pipeline.
-        prompts: one or a handful, such as the pipeline will see; number i runs with seed
-            `seed + i`.
-        config: levels, exact layers, tiles and updates; its sizes join those that are measured.
-            None is the finest level with self-attention.
-        num_inference_steps: denoising steps of each run.
-        parts: how many equal parts of the training timesteps may get sizes of their own. A part
-            without a denoising step takes the sizes of the part before.
-        seed: of the noise.
-        progress: show a progress bar.
-        **pipe_arguments: further arguments of the pipeline's call, such as `height` or `image`.
-
-    Returns:
-        A profile for `apply_avq(pipe, profile, tolerance=0.1)`.
+    """`avq_diffusers.measure_error` of UNets.
 
     Raises:
-        TypeError: `pipe` is not a pipeline with a UNet, `prompts` is one string, an argument has
-            the wrong type, or is prompt, generator or output_type.
-        ValueError: there is no prompt, no step, no part or no layer, `config` has overrides, stored
-            codewords, a key norm or tiled importance, attention has NaN or infinity, or there are
-            several parts for a sampler without training timesteps, such as EDM's.
-        RuntimeError: a layer did not run, as in a compiled UNet.
+        TypeError, ValueError, RuntimeError: as there.
     """
     prompts = checked_prompts(pipe, prompts, pipe_arguments)
     check_probe(num_inference_steps, parts)

@@ -13,17 +13,21 @@ RUN_ARGUMENTS = ("prompt", "generator", "output_type")
 
 
 def checked_prompts(
-    pipe: DiffusionPipeline, prompts: Sequence[str], arguments: Mapping[str, Any]
+    pipe: DiffusionPipeline,
+    prompts: Sequence[str],
+    arguments: Mapping[str, Any],
+    model: str = "unet",
 ) -> list[str]:
     """Check the prompts and `arguments` of `run_prompts`, and return the prompts as a list.
 
     Raises:
-        TypeError: `pipe` is not a pipeline with a UNet, `prompts` is not a sequence of strings, or
-            an argument is one that `run_prompts` sets or that the pipeline does not take.
+        TypeError: `pipe` is not a pipeline with such a model, `prompts` is not a sequence of
+            strings, or an argument is one that `run_prompts` sets or that the pipeline does not
+            take.
         ValueError: there is no prompt.
     """
-    if getattr(pipe, "unet", None) is None:
-        raise TypeError(f"expected a pipeline with a unet, but got {type(pipe).__name__}.")
+    if getattr(pipe, model, None) is None:
+        raise TypeError(f"expected a pipeline with a {model}, but got {type(pipe).__name__}.")
     for name in RUN_ARGUMENTS:
         if name in arguments:
             raise TypeError(

@@ -340,14 +340,18 @@ def test_generate_with_a_transformer(avq, sd3):
     assert output.count("M4P1C2AVQ(torchbackend)256AVQ:") == 5
 
 
+def test_generate_with_a_transformer_within_a_tolerance(avq, sd3, ladder):
+    arguments = ["--model", sd3, "--steps", "2", "--config", "M4P2C2", "--tolerance"]
+    code, output = avq("generate", PROMPT, *arguments, "9")
+    assert code == 0, output
+    assert output.count("AVQ(torchbackend)256AVQ:") == output.count("M4P0C0") == 5
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--scalecrafter"], "--scalecrafter dilates the convolutions of a UNet; this model has"),
-        (
-            ["--tolerance", "0.1"],
-            "--capture and --tolerance measure UNets; give a transformer sizes",
-        ),
+        (["--capture", "0.9"], "--capture measures UNets; a transformer takes --tolerance"),
         (["--levels", "1"], "a transformer has one resolution, so levels must be (0,), but got"),
     ],
 )

@@ -331,11 +331,6 @@ class TestRefusals:
         with pytest.raises(TypeError, match="expected an AVQConfig or nothing, but got AVQCodebo"):
             apply_avq(sd3_transformer(), codebooks)
 
-    @pytest.mark.parametrize("arguments", [{"tolerance": 0.1}, {"prompt": "a"}, {"seed": 1}])
-    def test_tolerances(self, arguments):
-        with pytest.raises(TypeError, match="a tolerance and its measurement are for UNets"):
-            apply_avq(sd3_transformer(), **arguments)
-
     def test_schedules(self):
         model = apply_avq(sd3_transformer())
         with pytest.raises(ValueError, match="no schedules by timestep"):
