@@ -103,7 +103,7 @@ def test_without_sinks_it_is_not_exact(monkeypatch):
     assert differ(features(apply_avq(model, EVERY_KEY)), exact)
 
 
-@pytest.mark.parametrize("family", FAMILIES.keys() - {"dpt"})
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"dpt"}))
 def test_the_grid_is_that_of_the_image(family, seen):
     """Catches height and width in each other's place, and sinks in the grid."""
     model, pixels = apply_avq(tiny_vision(family), COARSE), images(32, 64)
