@@ -8,8 +8,10 @@ from tiny_transformers import (
     CONFIG,
     draw,
     flux_pipe,
+    predict,
     sd3_pipe,
     sd3_transformer,
+    wan_transformer,
 )
 
 from avq_diffusers import (
@@ -198,6 +200,27 @@ class TestApply:
         apply_avq(pipe, profile, tolerance=1e-9)
         assert {row.config for row in summary(pipe).rows} == {"exact"}
         assert torch.equal(draw(pipe), exact)
+
+    def test_two_transformers(self):
+        """Catches layers of the second that take the names of the first's."""
+
+        class Pipe:
+            transformer, transformer_2 = wan_transformer(), wan_transformer()
+            set_progress_bar_config = staticmethod(lambda **_: None)
+
+            def __call__(self, prompt, num_inference_steps, generator, output_type):
+                predict(self.transformer)
+                predict(self.transformer_2, hidden_states=torch.ones(2, 4, 3, 16, 24))
+
+        pipe = Pipe()
+        profile = measure_error(pipe, [PROMPT], CONFIG, progress=False)
+        errors = {one.layer.name: one.errors[1000][FINE] for one in profile.layers}
+        assert [row.name for row in summary(pipe).rows] == [*errors]
+        apply_avq(pipe, profile, tolerance=errors["blocks.0.attn1"])
+        rows = summary(pipe).rows
+        assert rows[0].error == errors["blocks.0.attn1"] != errors["transformer_2.blocks.0.attn1"]
+        plan = profile.within(errors["blocks.0.attn1"])
+        assert [row.config for row in rows] == [str(plan[row.name][1000]) for row in rows]
 
     def test_another_model(self):
         """Catches a profile that is applied to what it does not describe."""
