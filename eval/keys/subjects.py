@@ -112,10 +112,14 @@ def subject_of(model: Model, size: int, num_images: int, prompts: Sequence[str])
 
 def vision_pass(model: nn.Module, pixels: Tensor) -> Callable[[], Tensor]:
     """A pass of a vision model, at any size of its images."""
+    return partial(_output, model, **vision_arguments(model, pixels))
+
+
+def vision_arguments(model: nn.Module, pixels: Tensor) -> dict[str, Any]:
+    """The arguments of such a pass."""
     parameters = inspect.signature(model.forward).parameters
     options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in parameters else {}
-    weight = next(model.parameters())
-    return partial(_output, model, pixel_values=pixels.to(weight), **options)
+    return {"pixel_values": pixels.to(next(model.parameters())), **options}
 
 
 def denoiser_of(pipe: DiffusionPipeline) -> nn.Module:
