@@ -389,7 +389,7 @@ class Ladder:
         if not exact.isfinite().all():
             raise ValueError(
                 f"the attention of {self.layer.name} gives NaN or infinity; measure a model and "
-                f"dtype that generate finite images."
+                f"dtype whose output is finite."
             )
         if self.costs is None:
             self.costs = self._costs(key)
