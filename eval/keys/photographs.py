@@ -47,13 +47,14 @@ def read_photograph(name: str) -> Image.Image:
 
 def _read(name: str) -> np.ndarray:
     try:
+        if name.endswith(".jpg"):
+            from sklearn.datasets import load_sample_image
+
+            return load_sample_image(name)
         import skimage.data
-        from sklearn.datasets import load_sample_image
     except ImportError as error:
         raise ImportError(
             f"photographs need the extra keys: pip install -e '.[keys]' ({error})."
         ) from error
-    if name.endswith(".jpg"):
-        return load_sample_image(name)
     found = getattr(skimage.data, name)()
     return found[0] if isinstance(found, tuple) else found  # a stereo pair

@@ -277,10 +277,13 @@ def test_a_photograph_is_the_square_in_its_middle(monkeypatch):
     torch.testing.assert_close(found, expected[None, :, None, None].expand(1, 3, 4, 4))
 
 
-def test_photographs_name_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "skimage", None)
+@pytest.mark.parametrize(
+    ("package", "name"), [("skimage", "astronaut"), ("sklearn.datasets", "china.jpg")]
+)
+def test_photographs_name_the_extra(package, name, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match="need the extra keys"):
-        photographs.photograph("astronaut", 64)
+        photographs.photograph(name, 64)
 
 
 @pytest.mark.parametrize(
