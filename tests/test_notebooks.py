@@ -9,6 +9,10 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from safetensors.torch import save_file
+from tiny_vision import SIZES, tiny_vision
+
+from eval.keys.vit import DECODER_FILE, SaliencyDecoder
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
@@ -18,6 +22,7 @@ REDUCED = {
     "quick_start": "STEPS, SIZE = 1, 64",
     "what_the_codebook_learns": "STEPS, SIZE = 1, 64",
     "results": "",
+    "vision": "VIT, SIZE, LAYER, HEAD = Path({folder!r}) / 'vit', 96, 1, 0",
     "distil_your_own": """
 STEPS, TRAINING_SIZE, SIZE, SAMPLE_STEPS, SCENES, TIMESTEPS = 2, 64, 64, 1, 1, 1
 RUN = Path({folder!r}) / "run"
@@ -43,6 +48,12 @@ def run(name, parameters):
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}})
     client.execute(env=inherited | {"OMP_NUM_THREADS": "1"})
     return notebook
+
+
+def save_tiny_vit(folder):
+    """In place of the ViT that `python -m eval keys --download` fetches."""
+    tiny_vision("dinov2").save_pretrained(folder)
+    save_file(SaliencyDecoder(SIZES["hidden_size"], 8).state_dict(), folder / DECODER_FILE)
 
 
 def outputs(notebook):
@@ -73,6 +84,8 @@ def assert_clean(shown):
 )
 def test_runs(name, tmp_path):
     """Catches a cell that raises or warns, and one that no longer shows what is stored."""
+    if name == "vision":
+        save_tiny_vit(tmp_path / "vit")
     executed = outputs(run(name, REDUCED[name].format(folder=str(tmp_path))))
     assert_clean(executed)
     assert [set(cell) for cell in executed] == [set(cell) for cell in outputs(read(name))]
