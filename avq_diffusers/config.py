@@ -146,6 +146,12 @@ class AVQConfig:
         return Sizes(self.num_parents, self.num_refined, self.num_children, self.exact_keys)
 
     @property
+    def attention_arguments(self) -> dict[str, Any]:
+        """Arguments of `avq_attention` that a configuration decides; the order needs a grid."""
+        names = ("codewords", "num_updates", "query_tile", "importance_tile")
+        return {**self.sizes._asdict(), **{name: getattr(self, name) for name in names}}
+
+    @property
     def effective_codewords(self) -> int:
         """M0 + P C, the number of codewords that a query attends to (the paper's cost)."""
         return self.num_parents + self.num_refined * self.num_children

@@ -76,21 +76,13 @@ class AVQSelfAttention(ExactSelfAttention):
         self, query: Tensor, key: Tensor, value: Tensor, codebook: Codebook | None
     ) -> Tensor:
         """Return `avq_attention` with the configuration of this layer."""
-        config = self.config
         return avq_attention(
             query,
             key,
             value,
             codebook,
-            num_parents=config.num_parents,
-            num_children=config.num_children,
-            num_refined=config.num_refined,
-            codewords=config.codewords,
-            num_updates=config.num_updates,
-            exact_keys=config.exact_keys,
-            query_tile=config.query_tile,
             query_order=self.query_order,
-            importance_tile=config.importance_tile,
+            **self.config.attention_arguments,
         )
 
 

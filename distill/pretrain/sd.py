@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, DiffusionPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -16,7 +16,7 @@ from avq_diffusers.cli.sheet import image_sheet
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS, sample_scene
 from distill.checkpointing.folders import replace_folder
-from distill.pretrain.config import PretrainConfig, SDConfig
+from distill.pretrain.config import PretrainConfig, SD3Config, SDConfig
 from distill.pretrain.data import render_chunks, shard, to_float
 from distill.pretrain.export import make_pipeline, make_scheduler, save_pipeline
 from distill.pretrain.loop import Batch
@@ -119,6 +119,24 @@ def encode_scenes(
     return torch.cat(latents), encode(tokenizer, captions).to(vae.device)
 
 
+def save_samples(
+    path: Path, pipeline: DiffusionPipeline, prompts: Sequence[str], config: SDConfig | SD3Config
+) -> None:
+    """Write a sheet with an image of each prompt, all of them from one seed."""
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(
+        prompts,
+        height=config.image_size,
+        width=config.image_size,
+        num_inference_steps=config.sample_steps,
+        guidance_scale=config.guidance_scale,
+        generator=torch.Generator(pipeline.device).manual_seed(config.seed),
+    ).images
+    sheet = image_sheet([[image] for image in images], [""], row_titles=prompts)
+    with atomic_write(path) as temporary:
+        sheet.save(temporary)
+
+
 class SDModel(nn.Module):
     """UNet and text encoder with the denoising loss."""
 
@@ -211,18 +229,8 @@ class SDTask:
     @torch.no_grad()
     def preview(self, model: SDModel, step: int) -> dict[str, float]:
         pipeline = make_pipeline(self.vae, model.unet, model.text_encoder, self.tokenizer)
-        pipeline.set_progress_bar_config(disable=True)
-        images = pipeline(
-            self.prompts,
-            height=self.config.image_size,
-            width=self.config.image_size,
-            num_inference_steps=self.config.sample_steps,
-            guidance_scale=self.config.guidance_scale,
-            generator=torch.Generator(self.device).manual_seed(self.config.seed),
-        ).images
-        sheet = image_sheet([[image] for image in images], [""], row_titles=self.prompts)
-        with atomic_write(self.output / "samples" / f"step-{step:08d}.png") as temporary:
-            sheet.save(temporary)
+        path = self.output / "samples" / f"step-{step:08d}.png"
+        save_samples(path, pipeline, self.prompts, self.config)
         return self._validation_losses(model)
 
     @torch.no_grad()

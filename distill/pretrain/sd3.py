@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection
 
 from avq_diffusers.cli.mini_sd3 import shared_parts
-from avq_diffusers.cli.sheet import image_sheet
-from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS, sample_scene
 from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import SD3Config
 from distill.pretrain.data import shard
 from distill.pretrain.export import make_sd3_pipeline, save_sd3
 from distill.pretrain.loop import Batch
-from distill.pretrain.sd import drop_captions, encode_scenes
+from distill.pretrain.sd import drop_captions, encode_scenes, save_samples
 from distill.pretrain.tokenizer import encode
 
 T5_TOKENS = 256  # zeros in the pipeline, which has no T5
@@ -179,18 +177,8 @@ class SD3Task:
     @torch.no_grad()
     def preview(self, model: SD3Model, step: int) -> dict[str, float]:
         pipeline = make_sd3_pipeline(model.transformer, self.parts, self.config.shift)
-        pipeline.set_progress_bar_config(disable=True)
-        images = pipeline(
-            self.prompts,
-            height=self.config.image_size,
-            width=self.config.image_size,
-            num_inference_steps=self.config.sample_steps,
-            guidance_scale=self.config.guidance_scale,
-            generator=torch.Generator(self.device).manual_seed(self.config.seed),
-        ).images
-        sheet = image_sheet([[image] for image in images], [""], row_titles=self.prompts)
-        with atomic_write(self.output / "samples" / f"step-{step:08d}.png") as temporary:
-            sheet.save(temporary)
+        path = self.output / "samples" / f"step-{step:08d}.png"
+        save_samples(path, pipeline, self.prompts, self.config)
         return {"validation_loss": self._validation_loss(model)}
 
     @torch.no_grad()

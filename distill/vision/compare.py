@@ -317,20 +317,18 @@ def _operation_ms(attention: AttentionName, config: AVQConfig, call: Call, grid:
             parents, parents[:, :, None].expand(-1, -1, config.num_children, -1).contiguous()
         )
     order = query_order(grid.height, grid.width, config.query_order, patches.device)
+    form = {name: getattr(attention.avq, name) for name in ("codewords", "num_updates")}
     return _ms(
         lambda: avq_attention(
             call.query[:, :, grid.prefix :],
             patches,
             call.value[:, :, grid.prefix :],
             codebook,
-            num_parents=config.num_parents,
-            num_children=config.num_children,
-            num_refined=config.num_refined,
-            codewords=attention.avq.codewords,
             sink_key=sinks if grid.prefix else None,
             sink_value=call.value[:, :, : grid.prefix] if grid.prefix else None,
             query_order=order,
             scale=call.scale,
+            **replace(config, **form).attention_arguments,
         )
     )
 

@@ -8,6 +8,7 @@ patches of a grid follow in raster order.
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ class Call(NamedTuple):
     scale: float
 
 
-class TokenAttention(nn.Module):
+class TokenAttention(nn.Module, ABC):
     """Exact attention of the prefix; a subclass says how patches attend."""
 
     def __init__(self, grid: Grid) -> None:
@@ -71,9 +72,9 @@ class TokenAttention(nn.Module):
         """The keys that all tokens attend to."""
         return key
 
+    @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention of the patches (B, H, height * width, D) over all N tokens."""
-        raise NotImplementedError
 
 
 class ValueProjection(TokenAttention):

@@ -75,15 +75,11 @@ class StoredAttention(TokenAttention):
             patches,
             value[:, :, prefix:],
             self.quantizer.codebook(),
-            num_refined=self.config.num_refined,
-            codewords=self.config.codewords,
-            exact_keys=self.config.exact_keys,
             sink_key=sinks if prefix else None,
             sink_value=value[:, :, :prefix] if prefix else None,
-            query_tile=self.config.query_tile,
             query_order=self.query_order,
-            importance_tile=self.config.importance_tile,
             scale=scale,
+            **self.config.attention_arguments,
         )
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """Time AVQ attention against exact attention: `python -m eval bench attention`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -60,17 +61,8 @@ def bench_attention(
         order = query_order(*grid, config.query_order, device)
 
         def avq(codebook: Codebook | None, _: int, inputs=inputs, order=order) -> Tensor:
-            return avq_attention(
-                *inputs,
-                codebook,
-                num_parents=config.num_parents,
-                num_children=config.num_children,
-                num_refined=config.num_refined,
-                codewords="means" if codebook is None else "stored",
-                exact_keys=config.exact_keys,
-                query_tile=config.query_tile,
-                query_order=order,
-            )
+            form = replace(config, codewords="means" if codebook is None else "stored")
+            return avq_attention(*inputs, codebook, query_order=order, **form.attention_arguments)
 
         def exact(_: int, inputs=inputs) -> Tensor:
             return F.scaled_dot_product_attention(*inputs)

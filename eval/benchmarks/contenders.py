@@ -131,14 +131,8 @@ class Bench:
         attend = partial(
             avq_attention,
             codebook=codebook,
-            num_parents=config.num_parents,
-            num_children=config.num_children,
-            num_refined=config.num_refined,
-            codewords=config.codewords,
-            num_updates=config.num_updates,
-            exact_keys=config.exact_keys,
-            query_tile=config.query_tile,
             query_order=order,
+            **config.attention_arguments,
         )
 
         def sink_tensors(index: int) -> dict[str, Tensor]:

@@ -1,10 +1,12 @@
-"""Rows of one size and mode, each one step by one method, timed in turns.
+"""Rows of one size and mode, each one step by one method, timed in turns; their files and plots.
 
 A row with wrong output gets no time.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -12,12 +14,19 @@ import torch
 from torch import Tensor
 
 from eval.benchmarks.contenders import TOLERANCE, Row, relative_error
-from eval.benchmarks.step import EAGER, FORCED, NetworkBench, Step
+from eval.benchmarks.step import COMPILE, EAGER, FORCED, GRAPH, NetworkBench, Step
 from eval.names import EXACT, LIMIT, method_label, timed_method
 from eval.store.markdown import number
+from eval.store.plots import bar_plot
 
 TURNS = 5
 NUM_INPUTS = 4
+MODES = {
+    GRAPH: "CUDA graph, not compiled",
+    COMPILE: "torch.compile in a CUDA graph",
+    EAGER: "eager",
+}
+MODES_WITHOUT_GRAPHS = {**MODES, COMPILE: "torch.compile"}
 # What must equal the default SDPA.
 EXACT_ROWS = (EXACT, *FORCED)
 
@@ -128,3 +137,29 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
         return row["ms"] / base if row["ms"] and base else None
 
     return [{**row, "over_limit": over(row, LIMIT), "over_sdpa": over(row, EXACT)} for row in rows]
+
+
+def result_path(output: Path, stem: str, side: int, mode: str, device: torch.device) -> Path:
+    """The file of the rows of one size and mode."""
+    return output / f"{stem}_{side}_{mode}_{device.type}.json"
+
+
+def plot_steps(
+    output: Path, stem: str, side: int, device: torch.device, modes: Mapping[str, str], title: str
+) -> None:
+    """Plot the times of one size as bars, one panel per mode with a result in the folder.
+
+    `title` has the fields of a result, and `side`, in braces.
+    """
+    paths = [result_path(output, stem, side, mode, device) for mode in MODES]
+    documents = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    panels: dict[str, dict[str, float]] = {}
+    for rows in (document["rows"] for document in documents):
+        if bars := {row["label"]: row["ms"] for row in rows if row["ms"] is not None}:
+            panels[modes[rows[0]["mode"]]] = bars
+    bar_plot(
+        output / f"{stem}_{side}_{device.type}.png",
+        panels,
+        xlabel="time per step (ms)",
+        title=title.format(**documents[0], side=side),
+    )

@@ -7,7 +7,6 @@ The limit is the fastest attention possible: where there are as many queries as 
 values on.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +22,13 @@ from torch import Tensor, nn
 from avq_diffusers import apply_avq, remove_avq
 from eval.benchmarks.contenders import Row
 from eval.benchmarks.step import COMPILE, EAGER, FORCED, GRAPH, forced_sdpa, zero_of
-from eval.benchmarks.step_rows import step_rows
+from eval.benchmarks.step_rows import (
+    MODES,
+    MODES_WITHOUT_GRAPHS,
+    plot_steps,
+    result_path,
+    step_rows,
+)
 from eval.benchmarks.transformer_configs import (
     FLUX,
     SD35_LARGE,
@@ -36,10 +41,8 @@ from eval.benchmarks.transformer_configs import (
     sd3_inputs,
     wan_inputs,
 )
-from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS
 from eval.names import CUDNN, EXACT, LABELS, LIMIT, MethodName, timed_method
 from eval.store.markdown import markdown_table, number
-from eval.store.plots import bar_plot
 from eval.store.report import save_json
 
 # The ones a ratio needs first, so that a run that is cut off has them.
@@ -315,7 +318,7 @@ def run_transformer(
             for timed in step_rows(bench, side, mode, methods=methods, deadline=deadline):
                 rows = [in_all_blocks(row, bench.times, timed) for row in timed]
                 save_json(
-                    _result(output, stem, side, mode, device),
+                    result_path(output, stem, side, mode, device),
                     command=command,
                     device=device,
                     model=chosen.name,
@@ -410,19 +413,5 @@ def plot_transformer(
     output: Path, stem: str, side: int, device: torch.device, modes: Mapping[str, str]
 ) -> None:
     """Plot the times of one size as bars, one panel per mode with a result in the folder."""
-    paths = [_result(output, stem, side, mode, device) for mode in MODES]
-    documents = [json.loads(path.read_text()) for path in paths if path.is_file()]
-    panels: dict[str, dict[str, float]] = {}
-    for rows in (document["rows"] for document in documents):
-        if bars := {row["label"]: row["ms"] for row in rows if row["ms"] is not None}:
-            panels[modes[rows[0]["mode"]]] = bars
-    bar_plot(
-        output / f"{stem}_{side}_{device.type}.png",
-        panels,
-        xlabel="time per step (ms)",
-        title=f"Transformer step at {side} ({documents[0]['model']}, random weights)",
-    )
-
-
-def _result(output: Path, stem: str, side: int, mode: str, device: torch.device) -> Path:
-    return output / f"{stem}_{side}_{mode}_{device.type}.json"
+    title = "Transformer step at {side} ({model}, random weights)"
+    plot_steps(output, stem, side, device, modes, title)

@@ -9,7 +9,6 @@ of self-attention and passes the values on. Rows of one size and mode are timed 
 wrong output gets no time.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,12 +22,17 @@ from diffusers import UNet2DConditionModel
 from avq_diffusers import select_layers
 from avq_diffusers.mini import MINI_SD
 from eval.benchmarks.contenders import Row
-from eval.benchmarks.step import BATCH, COMPILE, EAGER, GRAPH, Model, StepBench
-from eval.benchmarks.step_rows import step_rows
+from eval.benchmarks.step import BATCH, Model, StepBench
+from eval.benchmarks.step_rows import (
+    MODES,
+    MODES_WITHOUT_GRAPHS,
+    plot_steps,
+    result_path,
+    step_rows,
+)
 from eval.benchmarks.unet_configs import POOLED_TEXT, SD15, SDXL
 from eval.names import EXACT, FA2, LEVELS, LIMIT, LINFUSION, timed_method
 from eval.store.markdown import markdown_table, number
-from eval.store.plots import bar_plot
 from eval.store.report import save_json
 
 # The ones a ratio needs first, so that a run that is cut off has them.
@@ -62,12 +66,6 @@ SDXL_METHODS = (
     "tome@L12",
     LINFUSION,
 )
-MODES = {
-    GRAPH: "CUDA graph, not compiled",
-    COMPILE: "torch.compile in a CUDA graph",
-    EAGER: "eager",
-}
-MODES_WITHOUT_GRAPHS = {**MODES, COMPILE: "torch.compile"}
 
 
 def random_unet(
@@ -198,7 +196,7 @@ def run_unet(
             rows: list[Row] = []
             for rows in step_rows(bench, side, mode, methods=methods, deadline=deadline):
                 save_json(
-                    _result(output, chosen.stem, side, mode, device),
+                    result_path(output, chosen.stem, side, mode, device),
                     command=command,
                     device=device,
                     unet=chosen.unet,
@@ -237,22 +235,7 @@ def plot_unet(
     output: Path, stem: str, side: int, device: torch.device, modes: Mapping[str, str]
 ) -> None:
     """Plot the times of one size as bars, one panel per mode with a result in the folder."""
-    paths = [_result(output, stem, side, mode, device) for mode in MODES]
-    documents = [json.loads(path.read_text()) for path in paths if path.is_file()]
-    panels: dict[str, dict[str, float]] = {}
-    for rows in (document["rows"] for document in documents):
-        if bars := {row["label"]: row["ms"] for row in rows if row["ms"] is not None}:
-            panels[modes[rows[0]["mode"]]] = bars
-    bar_plot(
-        output / f"{stem}_{side}_{device.type}.png",
-        panels,
-        xlabel="time per step (ms)",
-        title=f"UNet step at {side} x {side} ({documents[0]['unet']})",
-    )
-
-
-def _result(output: Path, stem: str, side: int, mode: str, device: torch.device) -> Path:
-    return output / f"{stem}_{side}_{mode}_{device.type}.json"
+    plot_steps(output, stem, side, device, modes, "UNet step at {side} x {side} ({unet})")
 
 
 def check_choices(model: Model, methods: Sequence[str], modes: Sequence[str]) -> None:

@@ -63,7 +63,7 @@ def _steps(path: Path, side: int, mode: str, plot: Callable[..., None]) -> None:
     """One plot for all modes of a size, from the files beside this one."""
     import torch
 
-    from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS
+    from eval.benchmarks.step_rows import MODES, MODES_WITHOUT_GRAPHS
 
     device = torch.device(path.stem.rpartition("_")[2])
     modes = MODES if device.type == "cuda" else MODES_WITHOUT_GRAPHS

@@ -248,15 +248,9 @@ def _attend(method: MethodName, size: int, codebooks: Codebooks, call: Call) -> 
     return avq_attention(
         *tensors,
         None if method.own else codebooks[call.layer, sizes],
-        num_parents=config.num_parents,
-        num_children=config.num_children,
-        num_refined=config.num_refined,
-        codewords=config.codewords,
-        num_updates=config.num_updates,
-        exact_keys=config.exact_keys,
-        query_tile=config.query_tile,
         query_order=order,
         scale=call.scale,
+        **config.attention_arguments,
     )
 
 

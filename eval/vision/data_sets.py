@@ -74,8 +74,7 @@ def write_data_set(
             if task == "classification":
                 seeds = list(islice(_seeds_with_majority(first), count))
             done = pool.map(partial(write, split), seeds, chunksize=8)
-            for _ in tqdm(done, split, count, unit="image"):
-                pass
+            list(tqdm(done, split, count, unit="image"))  # waits, and raises what a worker raised
 
 
 def compose_over_photograph(

@@ -27,14 +27,17 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from avq_diffusers import AVQCodebooks
+from avq_diffusers import AVQCodebooks, AVQConfig
+from avq_diffusers.config import Sizes
 from avq_diffusers.vision import apply_avq
 from distill.config_file import load_config
+from distill.vision import compare as vision_compare
 from distill.vision import training
 from distill.vision.__main__ import app
 from distill.vision.compare import compare
 from distill.vision.config import VisionConfig, parse_attention
 from distill.vision.images import Collator, open_images
+from distill.vision.layers import Call, Grid
 from distill.vision.models import load_classifier, load_segmenter, vit_from_timm
 from distill.vision.training import BatchMetric, fine_tune, newest_checkpoint, predictions
 
@@ -363,6 +366,20 @@ def test_an_attention_that_fails_is_named_and_left_out(place, tmp_path, monkeypa
     assert performer["failed"] == "no kernel for this GPU"
     assert untrained["score"] == teacher["score"]
     assert (trained["name"], trained["seed"]) == ("exact", 0)
+
+
+@pytest.mark.parametrize("sizes", ["M8P4C2E16", "M8"])
+def test_the_timed_operation_is_the_whole_attention(monkeypatch, sizes):
+    """Catches flat VQ that is compared with AVQ without its exact keys or updates."""
+    seen = {}
+    monkeypatch.setattr(vision_compare, "avq_attention", lambda *_, **options: seen.update(options))
+    monkeypatch.setattr(vision_compare, "_ms", lambda function: function())
+    call = Call(*torch.randn(3, 1, 2, 17, 8), 0.5)
+    timed = AVQConfig.parse(sizes)
+    vision_compare._operation_ms(parse_attention("M8P4C2E16/own2"), timed, call, Grid(1, 4, 4))
+    assert {name: seen[name] for name in Sizes._fields} == timed.sizes._asdict()
+    assert (seen["codewords"], seen["num_updates"]) == ("means", 2)
+    assert seen["sink_key"].shape[2] == 1
 
 
 def test_a_comparison_scales_the_rates_of_the_teacher(place, tmp_path):

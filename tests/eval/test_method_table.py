@@ -15,7 +15,8 @@ from tiny import random_codebooks, tiny_pipe, tiny_unet
 from avq_diffusers import scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
-from eval.benchmarks.unet import MODES, MODES_WITHOUT_GRAPHS, plot_unet
+from eval.benchmarks.step_rows import MODES, MODES_WITHOUT_GRAPHS
+from eval.benchmarks.unet import plot_unet
 from eval.commands.stored import PLOTS, draw
 from eval.methods import attention_method, prepare_methods
 from eval.names import EXACT, NO_ATTENTION, TOME
