@@ -34,11 +34,11 @@ from eval.names import (
     CUDNN,
     EXACT,
     FA2,
+    KEYS_ONLY,
     LIMIT,
     LINFUSION,
     LINFUSION_CONFIG,
     NO_ATTENTION,
-    POOLED,
     TOME,
     config_label,
     exact_labels,
@@ -342,7 +342,7 @@ def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> 
     parsed = parse_method(name, levels)
     if parsed.source in (FA2, CUDNN, LIMIT, LINFUSION) or parsed.tuned or parsed.route != "always":
         raise ValueError(f"methods: {name} can only be timed, by bench unet.")
-    if parsed.source == POOLED:
+    if parsed.source in KEYS_ONLY:
         raise ValueError(f"methods: {name} can only be measured by keys.")
     if parsed.is_folder:
         return _load_folder(pipe, name, parsed.source, parsed.num_refined)

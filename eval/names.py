@@ -5,6 +5,8 @@ A name is a word, a configuration or a folder, with suffixes in this order:
     exact, value-projection, tome
     fa2, cudnn, limit, linfusion  (in `bench unet` and `bench transformer` only)
     pooled@E256             blocks of neighbours, 256 keys of the best exactly  (`keys` only)
+    pisa@.15, pisa0@.15     PISA of first or zeroth order, .15 of the blocks exactly  (`keys` only)
+    sol@1.3                 Sol-Attn with a threshold of 1.3  (`keys` only)
     M64P16C8, M192          a configuration to calibrate
     runs/m64/codebooks      a folder of codebooks or of LinFusion layers
     @L01                    levels 0 and 1 instead of --levels (tome and configurations)
@@ -28,11 +30,15 @@ EXACT = "exact"
 NO_ATTENTION = "value-projection"
 TOME = "tome"
 POOLED = "pooled"
+PISA, PISA_ZEROTH, SOL = "pisa", "pisa0", "sol"
+PEERS = (PISA, PISA_ZEROTH, SOL)
+KEYS_ONLY = (POOLED, *PEERS)
 FA2, CUDNN, LIMIT, LINFUSION = "fa2", "cudnn", "limit", "linfusion"
 WORDS = (EXACT, NO_ATTENTION, TOME, FA2, CUDNN, LIMIT, LINFUSION)
 LINFUSION_CONFIG = "LinFusion"  # as the `config` of a row
 WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
 POOLED_FORM = re.compile(rf"{POOLED}@E(\d+)")
+PEER_FORM = re.compile(rf"({'|'.join(PEERS)})@(\d*\.?\d+)")
 CONFIG_FORM = re.compile(
     r"(.+?)(?:@L(\d+))?(?:-([^@/]+))?(?:@P(\d+))?(?:/(?:(fastest|tuned|means)|own(\d*)))?"
 )
@@ -54,7 +60,7 @@ class MethodName:
     """A parsed name.
 
     Attributes:
-        source: one of `WORDS`, `POOLED`, a configuration or a folder.
+        source: one of `WORDS` or `KEYS_ONLY`, a configuration or a folder.
         config: the configuration with all suffixes applied; None for words and folders.
         levels: levels of tome's suffix.
         num_refined: refined parents of a folder's suffix.
@@ -62,6 +68,7 @@ class MethodName:
         tuned: whether projections change, as in distilled codebooks.
         own: whether the codewords come from the keys of each call.
         exact_keys: of pooled blocks.
+        setting: density or threshold of a peer.
     """
 
     source: str
@@ -72,10 +79,11 @@ class MethodName:
     tuned: bool = False
     own: bool = False
     exact_keys: int | None = None
+    setting: float | None = None
 
     @property
     def is_folder(self) -> bool:
-        return self.config is None and self.source not in (*WORDS, POOLED)
+        return self.config is None and self.source not in (*WORDS, *KEYS_ONLY)
 
 
 def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
@@ -92,6 +100,8 @@ def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
         return MethodName(word, levels=_levels_of(digits))
     if form := POOLED_FORM.fullmatch(name):
         return MethodName(POOLED, exact_keys=int(form[1]))
+    if form := PEER_FORM.fullmatch(name):
+        return MethodName(form[1], setting=float(form[2]))
     folder, refined = FOLDER_FORM.fullmatch(name).groups()
     if Path(name).is_dir():
         folder, refined = name, None
@@ -140,7 +150,7 @@ def timed_method(name: str) -> MethodName:
     method = parse_method(name, LEVELS)
     if method.is_folder or method.source == NO_ATTENTION:
         raise ValueError(f"methods: bench unet has random codebooks and no {name}.")
-    if method.source == POOLED:
+    if method.source in KEYS_ONLY:
         raise ValueError(f"methods: {name} can only be measured by keys.")
     return replace(method, levels=method.levels or TOME_LEVELS) if method.source == TOME else method
 

@@ -6,10 +6,8 @@ from typing import Annotated
 import typer
 
 from avq_diffusers.cli.options import device_of, numbers_of
-from eval.commands.options import Device, Output, command_line
+from eval.commands.options import Device, Output, command_line, dtype_name
 from eval.store.report import RESULTS, save_json
-
-DTYPES = ("float32", "float16", "bfloat16")
 
 app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
 
@@ -19,7 +17,9 @@ def bench_attention_command(
     device: Device = "cpu",
     tokens: Annotated[str, typer.Option(help="Token counts.")] = "1024,4096,16384,65536",
     config: Annotated[str, typer.Option(help="Codebook sizes.")] = "M64P16C8",
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(callback=dtype_name, help="float32, float16 or bfloat16.")
+    ] = "float32",
     batch: int = 2,
     heads: int = 8,
     head_dim: int = 40,
@@ -37,8 +37,6 @@ def bench_attention_command(
     from eval.benchmarks.attention import attention_table, bench_attention
 
     chosen = AVQConfig.parse(config)
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but got {dtype!r}.")
     rows = bench_attention(
         numbers_of("--tokens", tokens),
         config=chosen,

@@ -7,7 +7,7 @@ import typer
 
 from avq_diffusers.cli.options import device_of, numbers_of, usual_prompts
 from avq_diffusers.mini import model_path
-from eval.commands.options import Device, Output, command_line
+from eval.commands.options import Device, Dtype, Output, command_line
 from eval.commands.stored import draw
 from eval.store.report import RESULTS, save_json
 
@@ -33,7 +33,8 @@ def keys_command(
             help="Comma-separated: configurations of stored codewords (M64P16C8, M192), with mean "
             "keys (M64P16C8/means), or of the call's own keys with Lloyd updates or without "
             "(M64P16C8/own, M64P16C8/own1), any of them with exact keys (M64P16C8E256/own); "
-            "pooled@E256, exact, value-projection."
+            "pooled@E256, exact, value-projection; on a GPU also peers with their own kernels, "
+            "pisa@.15, pisa0@.15 and sol@1.3."
         ),
     ] = METHODS,
     model: Annotated[
@@ -57,11 +58,12 @@ def keys_command(
         int, typer.Option(min=1, max=3, help="Photographs, or prompts, to measure on.")
     ] = 2,
     device: Device = "cpu",
+    dtype: Dtype = None,
     output: Output = RESULTS,
 ) -> None:
     """Error of attention layers on real queries, keys and values, by columns and by time.
 
-    Time is that of a GPU, in half precision. vit is a pretrained vision transformer, which
+    Time is that of a GPU. vit is a pretrained vision transformer, which
     --download fetches once: runs/vit is a folder that --model takes as well. Sizes of 518, 1036 and
     1554 pixels give it 1370, 5477 and 12322 tokens.
 
@@ -85,21 +87,22 @@ def keys_command(
         download_vit(VIT_FOLDER)
     if model == VIT and not VIT_FOLDER.is_dir():
         raise ValueError(f"there is no {VIT_FOLDER}; --download fetches it.")
-    dtype = torch.float16 if chosen.type == "cuda" else torch.float32
-    loaded = load_model(str(VIT_FOLDER) if model == VIT else model, chosen, dtype)
+    usual = "float16" if chosen.type == "cuda" else "float32"
+    precision = getattr(torch, dtype or usual)
+    loaded = load_model(str(VIT_FOLDER) if model == VIT else model, chosen, precision)
     prompts = usual_prompts(model)
     rows = []
     for size in sides or (own_size(loaded),):
         rows += measure(subject_of(loaded, size, images, prompts), names)
     print(keys_table(rows))
     stem = Path(model).name.replace("-", "_")
-    path = output / f"keys_{stem}_{chosen.type}.json"
+    path = output / f"keys_{stem}_{chosen.type}{f'_{dtype}' if dtype else ''}.json"
     save_json(
         path,
         command=command_line(),
         device=device,
         num_images=images,
-        dtype=str(dtype),
+        dtype=str(precision),
         rows=rows,
     )
     draw(path)

@@ -15,7 +15,23 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, StableDiffusionPipeline
 
 NUM_CALIBRATION_PROMPTS = 16
+DTYPES = ("float32", "float16", "bfloat16")
 
+
+def dtype_name(name: str | None) -> str | None:
+    """Callback of an option for a dtype."""
+    if name not in (None, *DTYPES):
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, but got {name!r}.")
+    return name
+
+
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        callback=dtype_name,
+        help="float32, float16 or bfloat16; float16 on a GPU and float32 elsewhere without it.",
+    ),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda or mps.")]
 Output = Annotated[
     Path, typer.Option(callback=folder_to_write, help="Folder the results are written to.")

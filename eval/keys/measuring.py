@@ -1,9 +1,10 @@
 """Error of attention methods on the queries, keys and values of a model: `python -m eval keys`.
 
-columns       codewords and keys that a query meets, at most
+columns       codewords and keys that a query meets, at most; the mean for Sol-Attn
 error         |o - exact| / |exact| of a layer's output o, where all layers before are exact
 features_off  the same of the model's output, with the method in all layers of so many tokens
-ms            of one layer with everything that the method computes; on a GPU only
+ms            of one layer with everything that the method computes; on a GPU only (peers get
+              their inputs in order, see eval/keys/peers.py)
 
 Exact attention is computed in float32, of the same inputs. Errors are means over the tests of a
 subject, and then over layers.
@@ -11,7 +12,7 @@ subject, and then over layers.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from math import isqrt
+from math import ceil, isqrt
 from statistics import mean
 from typing import Any
 
@@ -26,9 +27,21 @@ from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.keys.calls import Call, answered
+from eval.keys.peers import check_peer, peer_attention, prepared, sol_columns
 from eval.keys.pooled import BLOCK, pooled_attention, pooled_columns
 from eval.keys.subjects import Subject
-from eval.names import EXACT, NO_ATTENTION, POOLED, MethodName, parse_method
+from eval.names import (
+    EXACT,
+    KEYS_ONLY,
+    NO_ATTENTION,
+    PEERS,
+    PISA,
+    PISA_ZEROTH,
+    POOLED,
+    SOL,
+    MethodName,
+    parse_method,
+)
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel
 
@@ -40,6 +53,12 @@ Codebooks = Mapping[tuple[str, Sizes], Codebook]  # of layers
 MIN_TOKENS = 1024
 KEYS_PER_CALL, KEYS_PER_LAYER = 2048, 16384
 USUAL_COLUMNS = 192
+SCHEMES = {
+    POOLED: "pooled blocks",
+    PISA: "PISA",
+    PISA_ZEROTH: "PISA, zeroth order",
+    SOL: "Sol-Attn",
+}
 METRICS = {"error": "error", "worst": "worst layer", "features_off": "features off"}
 
 
@@ -51,15 +70,18 @@ def key_method(name: str) -> MethodName:
     """
     method = parse_method(name, levels=(0,))
     if method.config is None:
-        is_known = method.source in (EXACT, NO_ATTENTION, POOLED)
+        is_known = method.source in (EXACT, NO_ATTENTION, *KEYS_ONLY)
     else:
         is_known = name.partition("/")[0] == method.source and not method.tuned
         is_known &= method.route == "always"
     if not is_known:
         raise ValueError(
-            f"methods of keys are {EXACT}, {NO_ATTENTION}, {POOLED}@E256 and configurations such "
-            f"as M64P16C8, M64P16C8/means and M64P16C8/own, but got {name!r}."
+            f"methods of keys are {EXACT}, {NO_ATTENTION}, {POOLED}@E256, {PISA}@.15, {SOL}@1.3 "
+            "and configurations such as M64P16C8, M64P16C8/means and M64P16C8/own, but got "
+            f"{name!r}."
         )
+    if method.source in (PISA, PISA_ZEROTH) and not 0 < method.setting <= 1:
+        raise ValueError(f"a density of {PISA} is above 0 and at most 1, but got {name!r}.")
     if method.source == POOLED and method.exact_keys % BLOCK:
         raise ValueError(f"{POOLED} has whole blocks of {BLOCK} keys, but got {name!r}.")
     return method
@@ -77,14 +99,19 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         A row for each number of tokens and each method. `layers` has the error of each layer.
 
     Raises:
-        ValueError: a name is no method, or the model has no such layer.
+        ImportError: the package of a peer is missing.
+        ValueError: a name is no method, a peer cannot run here, or the model has no such layer.
     """
     methods = {name: key_method(name) for name in names}
+    for name, method in methods.items():
+        if method.source in PEERS:
+            check_peer(name, method.source, next(subject.model.parameters()))
     codebooks = calibrated(subject, methods.values(), min_tokens)
     answers = {
         name: partial(_attend, method, subject.size, codebooks) for name, method in methods.items()
     }
     errors: dict[int, dict[str, dict[str, list[float]]]] = {}
+    columns: dict[tuple[int, str], list[float]] = {}
     first_calls: dict[int, dict[str, Call]] = {}
 
     def observe(call: Call) -> Tensor:
@@ -92,6 +119,8 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         layers = errors.setdefault(call.num_tokens, {}).setdefault(call.layer, {})
         for name, answer in answers.items():
             layers.setdefault(name, []).append(distance(answer(call), exact))
+            met = columns_of(methods[name], subject.size, call)
+            columns.setdefault((call.num_tokens, name), []).append(met)
         if call.query.is_cuda:
             first_calls.setdefault(call.num_tokens, {}).setdefault(call.layer, call)
         return exact.to(call.query.dtype)
@@ -108,7 +137,11 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
     rows = []
     for num_tokens, layers in errors.items():
         calls = list(first_calls.get(num_tokens, {}).values())
-        times = _times(list(answers.values()), calls) if calls else [{}] * len(answers)
+        runs = [
+            [_run(method, subject.size, codebooks, call) for call in calls]
+            for method in methods.values()
+        ]
+        times = _times(runs, calls[0].query.device) if calls else [{}] * len(answers)
         progress = tqdm(answers.items(), desc=f"features, N = {num_tokens}")
         for (name, answer), timing in zip(progress, times, strict=True):
             only = partial(_answer_of_length, answer, num_tokens)
@@ -124,7 +157,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
                     "scheme": scheme_of(methods[name]),
                     "size": subject.size,
                     "tokens": num_tokens,
-                    "columns": columns_of(methods[name], num_tokens),
+                    "columns": round(mean(columns[num_tokens, name])),
                     "error": mean(of_layers.values()),
                     "worst": max(of_layers.values()),
                     "features_off": mean(off),
@@ -212,7 +245,7 @@ def _layers_panel(schemes: Mapping[str, Sequence[Row]], title: str) -> Panel:
 def scheme_of(method: MethodName) -> str:
     """What a curve has in common: how codewords come about, but not how many they are."""
     if method.config is None:
-        return "pooled blocks" if method.source == POOLED else method.source
+        return SCHEMES.get(method.source, method.source)
     config = method.config
     parts = ["AVQ" if config.num_children else "flat VQ", "own" if method.own else "stored"]
     if not method.own and config.codewords == "means":
@@ -224,12 +257,23 @@ def scheme_of(method: MethodName) -> str:
     return ", ".join(parts)
 
 
-def columns_of(method: MethodName, num_tokens: int) -> int:
-    """Codewords and keys that a query meets, at most."""
+def columns_of(method: MethodName, size: int, call: Call) -> float:
+    """Codewords and keys that a query meets in a call, at most; the mean for Sol-Attn."""
+    num_tokens = call.num_tokens
     if method.config is not None:
         return min(method.config.effective_codewords + method.config.exact_keys, num_tokens)
     if method.source == POOLED:
         return pooled_columns(num_tokens, method.exact_keys // BLOCK)
+    if method.source in (PISA, PISA_ZEROTH):
+        return pooled_columns(num_tokens, max(1, int(method.setting * ceil(num_tokens / BLOCK))))
+    if method.source == SOL:
+        return sol_columns(
+            call.query,
+            call.key,
+            threshold=method.setting,
+            query_order=token_order(size, num_tokens, call.key.device),
+            scale=call.scale,
+        )
     return num_tokens if method.source == EXACT else 0
 
 
@@ -243,6 +287,9 @@ def _attend(method: MethodName, size: int, codebooks: Codebooks, call: Call) -> 
     if method.source == POOLED:
         num_exact = method.exact_keys // BLOCK
         return pooled_attention(*tensors, num_exact=num_exact, query_order=order, scale=call.scale)
+    if method.source in PEERS:
+        peer = method.source, method.setting
+        return peer_attention(*peer, *tensors, query_order=order, scale=call.scale)
     config = method.config
     sizes = config.num_parents, config.num_children
     return avq_attention(
@@ -252,6 +299,16 @@ def _attend(method: MethodName, size: int, codebooks: Codebooks, call: Call) -> 
         scale=call.scale,
         **config.attention_arguments,
     )
+
+
+def _run(method: MethodName, size: int, codebooks: Codebooks, call: Call) -> Callable[[], Tensor]:
+    """What is timed of a call."""
+    if method.source not in PEERS:
+        return partial(_attend, method, size, codebooks, call)
+    order = token_order(size, call.num_tokens, call.key.device)
+    peer = method.source, method.setting
+    tensors = call.query, call.key, call.value
+    return prepared(*peer, *tensors, query_order=order, scale=call.scale)
 
 
 def _answer_of_length(answer: Answer, num_tokens: int, call: Call) -> Tensor:
@@ -308,14 +365,10 @@ def _sample(keys: Tensor, count: int, *, seed: int) -> Tensor:
     return keys[:, chosen.to(keys.device)]
 
 
-def _times(answers: Sequence[Answer], calls: Sequence[Call]) -> list[Row]:
-    """Time of each answer, mean over the layers of the first test."""
-
-    def runs(answer: Answer) -> Callable[[int], Tensor]:
-        return lambda index: answer(calls[index])
-
+def _times(runs: Sequence[Sequence[Callable[[], Tensor]]], device: torch.device) -> list[Row]:
+    """Time of each method from its runs of the layers: the mean over them."""
     timings = time_in_turns(
-        [runs(answer) for answer in answers], len(calls), calls[0].query.device, Effort()
+        [lambda index, run=run: run[index]() for run in runs], len(runs[0]), device, Effort()
     )
     return [
         {name: timing[name] for name in ("ms", "timer", "eager_ms", "spread")} for timing in timings

@@ -56,14 +56,14 @@ def pooled_attention(
     order = order.to(query.device).long()
     wide = torch.promote_types(dtype, torch.float32)
     query, key, value = (x[:, :, order].flatten(0, 1).to(wide) for x in (query, key, value))
-    tiles, keys, values = _cut(query, query_tile), _cut(key, block), _cut(value, block)
+    tiles, keys, values = cut(query, query_tile), cut(key, block), cut(value, block)
 
-    is_key = _cut(query.new_ones(1, num_tokens, 1), block)[0, :, :, 0]  # (J, block)
+    is_key = cut(query.new_ones(1, num_tokens, 1), block)[0, :, :, 0]  # (J, block)
     counts = is_key.sum(dim=1)
     log_counts = counts.log()
     mean_keys, mean_values = (x.sum(dim=2) / counts[:, None] for x in (keys, values))
     logits = torch.einsum("hnd,hjd->hnj", query, mean_keys) * scale + log_counts
-    mass = _cut(logits.softmax(dim=-1), query_tile).sum(dim=2)  # (H, T, J)
+    mass = cut(logits.softmax(dim=-1), query_tile).sum(dim=2)  # (H, T, J)
     ranking = mass.sort(dim=-1, descending=True, stable=True).indices
     exact = ranking[..., : min(num_exact, len(counts))]
     log_rest = log_counts.expand_as(mass).scatter(-1, exact, -torch.inf)
@@ -99,6 +99,6 @@ def pooled_columns(num_tokens: int, num_exact: int, block: int = BLOCK) -> int:
     return num_blocks - num_exact + min(num_exact * block, num_tokens)
 
 
-def _cut(tokens: Tensor, length: int) -> Tensor:
+def cut(tokens: Tensor, length: int) -> Tensor:
     """(H, N, D) to (H, pieces, length, D), the last piece padded with 0."""
     return F.pad(tokens, (0, 0, 0, -tokens.shape[1] % length)).unflatten(1, (-1, length))

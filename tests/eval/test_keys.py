@@ -229,6 +229,9 @@ def test_the_order_of_tokens_has_the_grid_and_what_is_before_it():
     ("name", "message"),
     [
         ("pooled@E100", "whole blocks of 64 keys"),
+        ("pisa@0", "a density of pisa is above 0 and at most 1"),
+        ("pisa0@15", "a density of pisa is above 0 and at most 1"),
+        ("sol@", "methods must be exact"),
         ("M64@L0", "methods of keys are exact"),
         ("M64P16C8/tuned", "methods of keys are exact"),
         ("tome", "methods of keys are exact"),
@@ -238,6 +241,13 @@ def test_the_order_of_tokens_has_the_grid_and_what_is_before_it():
 def test_a_wrong_method_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         measuring.key_method(name)
+
+
+@pytest.mark.parametrize("name", ["pisa@.15", "pisa0@.15", "sol@1.3"])
+def test_a_peer_is_refused_on_a_cpu(name):
+    """Catches a peer that falls back to another computation there."""
+    with pytest.raises(ValueError, match=f"{name} runs on a GPU only: --device cuda"):
+        measure(subject(), ["exact", name], min_tokens=9)
 
 
 def test_a_model_of_few_tokens_is_refused():
@@ -263,6 +273,20 @@ def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     assert (tmp_path / "keys_model_cpu.png").stat().st_size > 10_000
     (panels,) = keys_panels(document["rows"])
     assert [len(panel.lines) for panel in panels] == [3, 3, 3]
+
+
+def test_a_dtype_is_that_of_all_rows_and_in_the_name(tmp_path, monkeypatch):
+    """Catches a model in another precision, and a result that replaces the usual one."""
+    tiny_vit().save_pretrained(tmp_path / "model")
+    pixels = torch.randn(1, 3, 448, 448, generator=torch.Generator().manual_seed(4))
+    monkeypatch.setattr(subjects, "photograph", lambda name, size: pixels)
+    arguments = ("--images", 1, "--sizes", 448, "--methods", "exact,M8/own", "--dtype", "bfloat16")
+    run_command(
+        monkeypatch, "keys", "--model", tmp_path / "model", *arguments, "--output", tmp_path
+    )
+    document = json.loads((tmp_path / "keys_model_cpu_bfloat16.json").read_text())
+    assert document["dtype"] == "torch.bfloat16"
+    assert 2**-11 < document["rows"][0]["error"] < 2**-6
 
 
 def test_a_photograph_is_the_square_in_its_middle(monkeypatch):
@@ -291,6 +315,7 @@ def test_photographs_name_the_extra(package, name, monkeypatch):
     [
         ((), "there is no runs/vit; --download fetches it."),
         (("--sizes", "518,14"), "--sizes must be at least 64, but got 14."),
+        (("--dtype", "half"), "--dtype must be one of float32, float16, bfloat16, but got 'half'."),
         (("--model", "none/here"), "--model none/here is neither a pipeline of diffusers nor a"),
     ],
 )

@@ -263,6 +263,7 @@ def test_value_projection_is_its_formula():
         (["M4P2C2", "LINFUSION/none"], (0,), "methods: there is no folder .*none"),
         (["M4P2C2", "BROKEN"], (0,), "is not a complete safetensors file"),
         (["M4P2C2", "pooled@E64"], (0,), "pooled@E64 can only be measured by keys"),
+        (["M4P2C2", "pisa@.15"], (0,), "pisa@.15 can only be measured by keys"),
         ([TOME], (1,), r"from level 0 on, leaving none out, but got levels \(1,"),
         (["M4P5C2"], (0,), "num_refined must be at most num_parents"),
         (["M4"], (7,), "no self-attention at level 7"),
