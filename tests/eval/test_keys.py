@@ -315,6 +315,10 @@ def test_photographs_name_the_extra(package, name, monkeypatch):
     [
         ((), "there is no runs/vit; --download fetches it."),
         (("--sizes", "518,14"), "--sizes must be at least 64, but got 14."),
+        (
+            ("--methods", "exact,value-projection"),
+            "the plot of keys needs a method beside exact and value-projection.",
+        ),
         (("--dtype", "half"), "--dtype must be one of float32, float16, bfloat16, but got 'half'."),
         (("--model", "none/here"), "--model none/here is neither a pipeline of diffusers nor a"),
     ],
