@@ -119,7 +119,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         layers = errors.setdefault(call.num_tokens, {}).setdefault(call.layer, {})
         for name, answer in answers.items():
             layers.setdefault(name, []).append(distance(answer(call), exact))
-            met = columns_of(methods[name], subject.size, call)
+            met = met_columns(methods[name], subject.size, call)
             columns.setdefault((call.num_tokens, name), []).append(met)
         if call.query.is_cuda:
             first_calls.setdefault(call.num_tokens, {}).setdefault(call.layer, call)
@@ -257,24 +257,28 @@ def scheme_of(method: MethodName) -> str:
     return ", ".join(parts)
 
 
-def columns_of(method: MethodName, size: int, call: Call) -> float:
-    """Codewords and keys that a query meets in a call, at most; the mean for Sol-Attn."""
-    num_tokens = call.num_tokens
+def columns_of(method: MethodName, num_tokens: int) -> int:
+    """Codewords and keys that a query meets at most, whatever the keys are."""
     if method.config is not None:
         return min(method.config.effective_codewords + method.config.exact_keys, num_tokens)
     if method.source == POOLED:
         return pooled_columns(num_tokens, method.exact_keys // BLOCK)
     if method.source in (PISA, PISA_ZEROTH):
         return pooled_columns(num_tokens, max(1, int(method.setting * ceil(num_tokens / BLOCK))))
-    if method.source == SOL:
-        return sol_columns(
-            call.query,
-            call.key,
-            threshold=method.setting,
-            query_order=token_order(size, num_tokens, call.key.device),
-            scale=call.scale,
-        )
     return num_tokens if method.source == EXACT else 0
+
+
+def met_columns(method: MethodName, size: int, call: Call) -> float:
+    """Columns in a call. Sol-Attn takes as many blocks as the queries want; theirs is the mean."""
+    if method.source != SOL:
+        return columns_of(method, call.num_tokens)
+    return sol_columns(
+        call.query,
+        call.key,
+        threshold=method.setting,
+        query_order=token_order(size, call.num_tokens, call.key.device),
+        scale=call.scale,
+    )
 
 
 def _attend(method: MethodName, size: int, codebooks: Codebooks, call: Call) -> Tensor:

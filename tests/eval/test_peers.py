@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eval.keys import peers
 from eval.keys.calls import Call
-from eval.keys.measuring import columns_of, key_method, scheme_of
+from eval.keys.measuring import key_method, met_columns, scheme_of
 from eval.keys.pooled import BLOCK
 from eval.names import PISA, PISA_ZEROTH, SOL
 
@@ -130,7 +130,7 @@ def test_exact_blocks_of_sol_match_its_rule(threshold):
 def test_columns_of_peers(name, columns):
     """Catches blocks that count as means too, and a last block that counts as a whole one."""
     call = Call("any", *problem(N), None)
-    found = columns_of(key_method(name), 14, call)
+    found = met_columns(key_method(name), 14, call)
     assert found == pytest.approx(columns)
 
 
