@@ -51,7 +51,9 @@ def measure_error(
                 uninstall(model)
                 install(model, of_model)
                 hooks.enter_context(model.register_forward_pre_hook(see_call))
-            profile = hooks.enter_context(measuring(by_full_name(pipe, states), config))
+            profile = hooks.enter_context(
+                measuring(by_full_name(pipe, states), config, progress=progress)
+            )
             run_prompts(pipe, prompts, num_inference_steps, seed, pipe_arguments)
             return profile()
     finally:

@@ -7,6 +7,7 @@ layer then runs the cheapest rung that holds it, or exact attention.
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -344,6 +345,7 @@ class Ladder:
     Args:
         layer: name, level and head shape.
         config: its sizes join those of `LADDER`.
+        progress: show a progress bar while kernels compile.
 
     Attributes:
         costs: by configuration string, for the tokens of the first call; sizes that meet as many
@@ -351,9 +353,10 @@ class Ladder:
         calls: the errors (sizes,) of each call of `attend`.
     """
 
-    def __init__(self, layer: LayerSpec, config: AVQConfig) -> None:
+    def __init__(self, layer: LayerSpec, config: AVQConfig, progress: bool) -> None:
         self.layer = LayerSpec(**layer.stored)
         self.config = config
+        self.progress = progress
         self.costs: dict[str, float] | None = None
         self.calls: list[Tensor] = []
 
@@ -385,20 +388,34 @@ class Ladder:
             own if sink is None else torch.cat([own, sink], dim=2)
             for own, sink in ((key, sink_key), (value, sink_value))
         )
-        exact = F.scaled_dot_product_attention(query, keys, values, scale=scale)
+        attend = partial(F.scaled_dot_product_attention, query, keys, values, scale=scale)
+        exact = attend()
         if not exact.isfinite().all():
             raise ValueError(
                 f"the attention of {self.layer.name} gives NaN or infinity; measure a model and "
                 f"dtype whose output is finite."
             )
-        if self.costs is None:
-            self.costs = self._costs(key)
         options |= {"sink_key": sink_key, "sink_value": sink_value, "scale": scale}
-        avq = partial(avq_attention, query, key, value)
-        errors = [
-            _relative_error(avq(**options | AVQConfig.parse(sizes).sizes._asdict()), exact)
-            for sizes in self.costs
-        ]
+        rungs = {
+            sizes: partial(
+                avq_attention,
+                query,
+                key,
+                value,
+                **options | AVQConfig.parse(sizes).sizes._asdict(),
+            )
+            for sizes in self.costs or self._rungs(key)
+        }
+        if self.costs is None:
+            if key.is_cuda:
+                self._compile(rungs.values(), key.device)
+            self.costs = {
+                sizes: relative_cost(
+                    self._workload(sizes, key), key.shape[2], key.device, avq=avq, exact=attend
+                )
+                for sizes, avq in rungs.items()
+            }
+        errors = [_relative_error(avq(), exact) for avq in rungs.values()]
         return exact, torch.tensor(errors, dtype=torch.float64)
 
     def layer_errors(self, values: Mapping[int, Tensor]) -> LayerErrors:
@@ -410,25 +427,43 @@ class Ladder:
         }
         return LayerErrors(self.layer, costs, errors)
 
-    def _costs(self, key: Tensor) -> dict[str, float]:
-        batch, num_heads, num_tokens, head_dim = key.shape
-        costs = {}
-        for sizes in dict.fromkeys([*LADDER, str(self.config)]):
-            workload = Workload(
-                next_power_of_two(batch * num_heads),
-                head_dim,
-                AVQConfig.parse(sizes).sizes,
-                self.config.query_tile,
-                key.dtype,
-            )
-            if workload.sizes.columns < num_tokens:
-                costs[sizes] = relative_cost(workload, num_tokens, key.device)
-        return costs
+    def _rungs(self, key: Tensor) -> list[str]:
+        """The sizes that meet fewer columns than there are tokens."""
+        every = dict.fromkeys([*LADDER, str(self.config)])
+        return [x for x in every if AVQConfig.parse(x).sizes.columns < key.shape[2]]
+
+    def _workload(self, sizes: str, key: Tensor) -> Workload:
+        batch, num_heads, _, head_dim = key.shape
+        return Workload(
+            next_power_of_two(batch * num_heads),
+            head_dim,
+            AVQConfig.parse(sizes).sizes,
+            self.config.query_tile,
+            key.dtype,
+        )
+
+    def _compile(self, calls: Collection[Callable[[], Tensor]], device: torch.device) -> None:
+        """Run calls once in threads. Their kernels compile side by side, outside the GIL."""
+
+        @torch.no_grad()
+        def run(call: Callable[[], Tensor]) -> None:
+            with torch.accelerator.device_index(device.index):
+                call()
+
+        with ThreadPoolExecutor() as pool:
+            for _ in tqdm(
+                pool.map(run, calls),
+                desc="kernels",
+                total=len(calls),
+                leave=False,
+                disable=not self.progress,
+            ):
+                pass
 
 
 @contextmanager
 def measuring(
-    states: Mapping[Layer, LayerState], config: AVQConfig
+    states: Mapping[Layer, LayerState], config: AVQConfig, *, progress: bool
 ) -> Iterator[Callable[[], ErrorProfile]]:
     """Run layers with AVQ exact inside the `with` block, and measure the sizes of the ladder.
 
@@ -437,12 +472,13 @@ def measuring(
     Args:
         states: of the layers.
         config: that the states were made of.
+        progress: show a progress bar while kernels compile.
 
     Returns:
         A function that makes the profile of the calls so far. It raises RuntimeError if AVQ would
         have served no call of a layer.
     """
-    ladders = {state: Ladder(layer, config) for layer, state in states.items()}
+    ladders = {state: Ladder(layer, config, progress) for layer, state in states.items()}
 
     def profile() -> ErrorProfile:
         for state, ladder in ladders.items():
@@ -509,7 +545,10 @@ class _Errors(Probe):
 
     @contextmanager
     def watch(self, unet: nn.Module, layers: Collection[SelfAttentionLayer]) -> Iterator[None]:
-        self.ladders = {layer.name: Ladder(layer, self.config) for layer in layers}
+        self.ladders = {
+            layer.name: Ladder(layer, self.config, progress=not self.bar.disable)
+            for layer in layers
+        }
         with ExitStack() as hooks:
             for transformer in {layer.transformer for layer in layers}:
                 see_grid = transformer.register_forward_pre_hook(self.see_grid, with_kwargs=True)

@@ -152,28 +152,31 @@ def measure_break_even(workload: Workload, device: torch.device) -> BreakEven:
     return BreakEven(**least)
 
 
-def relative_cost(workload: Workload, num_tokens: int, device: torch.device) -> float:
+def relative_cost(
+    workload: Workload,
+    num_tokens: int,
+    device: torch.device,
+    *,
+    avq: Callable[[], Tensor],
+    exact: Callable[[], Tensor],
+) -> float:
     """The cost of AVQ, that of exact attention being 1.
 
     On a GPU the time in CUDA graphs, measured once and kept. On other devices the columns that a
     query meets, over the number of tokens.
+
+    Args:
+        avq, exact: the two attentions of such tokens.
     """
     if device.type != "cuda":
         return workload.sizes.columns / num_tokens
     key = f"{workload.key(device)}, {num_tokens} tokens"
     table = _table()
     if key not in table:
-        table[key] = measure_cost(workload, num_tokens, device)
+        with torch.accelerator.device_index(device.index):
+            table[key] = _compiled_milliseconds(avq) / _compiled_milliseconds(exact)
         _keep(key, table[key])
     return table[key]
-
-
-@torch.no_grad()
-def measure_cost(workload: Workload, num_tokens: int, device: torch.device) -> float:
-    """The time of AVQ over that of exact attention, of calls in CUDA graphs."""
-    avq, exact = _both_attentions(workload, num_tokens, device)
-    with torch.accelerator.device_index(device.index):
-        return _compiled_milliseconds(avq) / _compiled_milliseconds(exact)
 
 
 def _both_attentions(

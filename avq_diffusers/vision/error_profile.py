@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.error_profile import ErrorProfile, check_measured, measuring
@@ -18,6 +19,8 @@ def measure_error(
     model: nn.Module,
     pixel_values: Tensor | Iterable[Tensor],
     config: AVQConfig | None = None,
+    *,
+    progress: bool = True,
     **model_arguments: Any,
 ) -> ErrorProfile:
     """Measure the error of AVQ with several sizes in every layer, while the model runs exact.
@@ -31,6 +34,7 @@ def measure_error(
         pixel_values: a batch (B, C, H, W) as the model takes it, or several of one height and
             width.
         config: exact layers, tiles and updates; its sizes join those that are measured.
+        progress: show progress bars.
         **model_arguments: further arguments of the model's call, such as
             `interpolate_pos_encoding=True`.
 
@@ -54,8 +58,8 @@ def measure_error(
     uninstall(model)
     try:
         install(states)
-        with measuring(states, config) as profile:
-            for batch in batches:
+        with measuring(states, config, progress=progress) as profile:
+            for batch in tqdm(batches, "error", disable=not progress):
                 model(pixel_values=batch, **model_arguments)
             return profile()
     finally:

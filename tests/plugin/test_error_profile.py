@@ -2,7 +2,9 @@
 
 import json
 import math
+from contextlib import nullcontext
 from functools import partial
+from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
@@ -15,7 +17,13 @@ from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import AVQConfig, Sizes
 from avq_diffusers.plugin import error_profile, routing
 from avq_diffusers.plugin.apply import apply_avq, remove_avq
-from avq_diffusers.plugin.error_profile import Choice, ErrorProfile, LayerErrors, measure_error
+from avq_diffusers.plugin.error_profile import (
+    Choice,
+    ErrorProfile,
+    Ladder,
+    LayerErrors,
+    measure_error,
+)
 from avq_diffusers.plugin.layers import LayerSpec, select_layers
 from avq_diffusers.plugin.refinement import set_num_refined
 from avq_diffusers.plugin.report import summary
@@ -366,31 +374,40 @@ class TestExactParts:
 
 
 def test_costs_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
-    """Catches a choice that changes with the noise of a second measurement."""
-    times = iter((1.0, 4.0))
+    """Catches a choice that changes with a second measurement, and the ratio upside down."""
+    times = iter((1.0, 2.0, 4.0, 1.0))
     monkeypatch.setattr(routing, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
-    monkeypatch.setattr(routing, "measure_cost", lambda *args: next(times))
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
     workload = routing.Workload(4, 8, Sizes(4, 2, 2, 0), 16, torch.float16)
-    device = torch.device("cuda")
+
+    def cost(num_tokens):
+        turns = {"avq": lambda: next(times), "exact": lambda: next(times)}
+        return routing.relative_cost(workload, num_tokens, torch.device("cuda"), **turns)
+
     try:
         for _ in range(2):
             routing._table.cache_clear()
-            assert routing.relative_cost(workload, 256, device) == 1.0
-        assert routing.relative_cost(workload, 1024, device) == 4.0
+            assert cost(256) == 0.5
+        assert cost(1024) == 4.0
     finally:
         routing._table.cache_clear()
     (kept,) = tmp_path.rglob("routes.json")
-    assert [*json.loads(kept.read_text()).values()] == [1.0, 4.0]
+    assert [*json.loads(kept.read_text()).values()] == [0.5, 4.0]
 
 
-def test_what_is_timed_can_run(monkeypatch):
-    """Catches a mistake in the arguments of the operation, and the ratio upside down."""
+def test_kernels_compile_side_by_side():
+    """Catches rungs that compile one after another, gradients in a thread, and a lost error."""
+    ladder = Ladder(SPEC, AVQConfig(), progress=False)
+    both, modes = Barrier(2), []
 
-    def run(call):
-        assert call().shape == (1, 2, 48, 8)
-        return 3.0 if call.func is avq_attention else 1.0
+    def call():
+        both.wait(timeout=10)
+        modes.append(torch.is_grad_enabled())
 
-    monkeypatch.setattr(routing, "_compiled_milliseconds", run)
-    workload = routing.Workload(2, 8, Sizes(4, 2, 3, 20), 16, torch.float32)
-    assert routing.measure_cost(workload, 48, torch.device("cpu")) == 3.0
+    ladder._compile([call, call], torch.device("cpu"))
+    assert modes == [False, False]
+    both.abort()
+    with pytest.raises(BrokenBarrierError):
+        ladder._compile([call], torch.device("cpu"))
