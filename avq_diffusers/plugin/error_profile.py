@@ -64,6 +64,8 @@ LADDER = (
     "M64P32C8E1024",
 )
 SHOWN_TOLERANCES = (0.05, 0.1, 0.2)
+# What measured errors may take of a tolerance: others are a little larger than those of the probes.
+MARGIN = 0.9
 WITHOUT_CODEBOOKS = (
     "a tolerance chooses sizes of AVQ with codewords of each call; apply it without codebooks."
 )
@@ -113,14 +115,13 @@ class LayerErrors:
 
     def within(self, tolerance: float) -> dict[int, Choice]:
         """The cheapest choice in each part; equal ones in a row are one."""
-        choices = {
-            start: self._cheapest(errors, tolerance) for start, errors in self.errors.items()
-        }
+        limit = MARGIN * tolerance
+        choices = {start: self._cheapest(errors, limit) for start, errors in self.errors.items()}
         runs = (list(run) for _, run in groupby(choices, key=lambda start: choices[start].sizes))
         return {run[0]: max(map(choices.__getitem__, run), key=_error_of) for run in runs}
 
-    def _cheapest(self, errors: Mapping[str, float], tolerance: float) -> Choice:
-        held = [x for x, error in errors.items() if error <= tolerance and self.costs[x] < 1]
+    def _cheapest(self, errors: Mapping[str, float], limit: float) -> Choice:
+        held = [x for x, error in errors.items() if error <= limit and self.costs[x] < 1]
         if not held:
             return Choice(None, 0.0)
         cheapest = min(held, key=self.costs.__getitem__)
@@ -149,7 +150,7 @@ class ErrorProfile:
             raise ValueError("an error profile must have a layer.")
 
     def within(self, tolerance: float) -> dict[str, dict[int, Choice]]:
-        """The cheapest sizes whose measured error is within a tolerance.
+        """The cheapest sizes whose measured error is at most `MARGIN` times a tolerance.
 
         Args:
             tolerance: the largest relative error of a layer's attention; above 0.

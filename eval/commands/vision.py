@@ -147,8 +147,8 @@ def tolerance(
     model: Model = VIT,
     download: Download = False,
     size: Annotated[int, typer.Option(min=SMALLEST, help="Side of the images.")] = 518,
-    probed: Annotated[int, typer.Option(min=1, max=3, help="Photographs that are probed.")] = 2,
-    images: Annotated[int, typer.Option(min=1, max=8, help="Photographs that are not.")] = 3,
+    probed: Annotated[int, typer.Option(min=1, max=4, help="Photographs that are probed.")] = 4,
+    images: Annotated[int, typer.Option(min=1, max=7, help="Photographs that are not.")] = 7,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:

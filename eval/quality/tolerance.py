@@ -6,9 +6,12 @@ not probed:
 largest_error    the largest of the parts' mean errors
 parts_over       how many parts have a mean error of more than 1.2 times the tolerance
 prompts_over     share of parts and prompts with more than that
+sets_held        share of all sets of as many probed prompts that leave no part over on the rest
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
 from statistics import mean
 from typing import Any
 
@@ -40,11 +43,11 @@ def measure_tolerances(
     if settings.guidance_scale is not None:
         arguments["guidance_scale"] = settings.guidance_scale
     arguments |= {"num_inference_steps": PROBED_STEPS, "progress": False}
-    profile = measure_error(pipe, probed, config, **arguments)
-    others = [
-        measure_error(pipe, [prompt], config, seed=len(probed) + i, **arguments)
-        for i, prompt in enumerate(tqdm(prompts, desc="errors"))
+    profiles = [
+        measure_error(pipe, [prompt], config, seed=i, **arguments)
+        for i, prompt in enumerate(tqdm([*probed, *prompts], desc="errors"))
     ]
+    profile, others = joined(profiles[: len(probed)]), profiles[len(probed) :]
     seeds = range(len(prompts))
     exact = generate(pipe, prompts, seeds, settings, description=EXACT)
     rows = []
@@ -55,9 +58,32 @@ def measure_tolerances(
         errors = held_out_errors(profile, others, tolerance)
         rows.append(
             {"tolerance": tolerance, **summarise(errors, tolerance)}
+            | {"sets_held": sets_held(profiles, len(probed), tolerance)}
             | psnr_metrics(psnr(images, exact))
         )
     return rows
+
+
+def joined(profiles: Sequence[ErrorProfile]) -> ErrorProfile:
+    """The profile of all measurements together: the largest error of each."""
+    layers = []
+    for same in zip(*(profile.layers for profile in profiles), strict=True):
+        errors = {
+            start: {sizes: max(one.errors[start][sizes] for one in same) for sizes in of_start}
+            for start, of_start in same[0].errors.items()
+        }
+        layers.append(replace(same[0], errors=errors))
+    return replace(profiles[0], layers=tuple(layers))
+
+
+def sets_held(profiles: Sequence[ErrorProfile], num_probed: int, tolerance: float) -> float:
+    """The share of sets of probed images that leave no part over on the other images."""
+    held = []
+    for probed in combinations(range(len(profiles)), num_probed):
+        others = [one for i, one in enumerate(profiles) if i not in probed]
+        errors = held_out_errors(joined([profiles[i] for i in probed]), others, tolerance)
+        held.append(summarise(errors, tolerance)["parts_over"] == 0)
+    return mean(held)
 
 
 def held_out_errors(
@@ -100,8 +126,10 @@ def tolerance_table(rows: Sequence[Row]) -> str:
         "largest error",
         f"parts {over}",
         f"prompts {over}, %",
+        "probes that hold, %",
+        "PSNR dB, median",
+        "PSNR dB, p10",
     ]
-    columns += [f"prompts {over}, %", "PSNR dB, median", "PSNR dB, p10"]
     return markdown_table(
         columns,
         (
@@ -111,6 +139,7 @@ def tolerance_table(rows: Sequence[Row]) -> str:
                 number(row["largest_error"]),
                 str(row["parts_over"]),
                 f"{100 * row['prompts_over']:.1f}",
+                f"{100 * row['sets_held']:.0f}",
                 f"{row['psnr_median']:.1f}",
                 f"{row['psnr_p10']:.1f}",
             ]

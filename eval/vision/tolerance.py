@@ -4,6 +4,7 @@ columns        codewords and keys that a patch meets, at most, CLS apart; mean o
 largest_error  the largest of the layers' mean errors, of those with AVQ
 layers_over    how many of these have a mean error of more than 1.2 times the tolerance
 images_over    share of these layers and photographs with more than that
+sets_held      share of all sets of as many probed photographs that leave no layer over on the rest
 features_off   |f - exact| / |exact| of the last hidden states f, mean over photographs
 """
 
@@ -19,7 +20,7 @@ from avq_diffusers.vision import apply_avq, measure_error, remove_avq, summary
 from eval.keys.measuring import distance
 from eval.keys.photographs import PHOTOGRAPHS, photograph
 from eval.keys.subjects import vision_arguments
-from eval.quality.tolerance import SLACK, held_out_errors, summarise
+from eval.quality.tolerance import SLACK, held_out_errors, joined, sets_held, summarise
 from eval.store.markdown import markdown_table, number
 
 Row = dict[str, Any]
@@ -32,10 +33,9 @@ def measure_tolerances(
     """Probe some photographs; measure layers and features on others. A row per tolerance."""
     names = PHOTOGRAPHS[: num_images + num_probed]
     images = [vision_arguments(model, photograph(name, size)) for name in names]
-    held_out, probed = images[:num_images], images[num_images:]
-    batches = [one["pixel_values"] for one in probed]
-    profile = measure_error(model, **probed[0] | {"pixel_values": batches})
-    others = [measure_error(model, **one) for one in tqdm(held_out, "errors")]
+    profiles = [measure_error(model, progress=False, **one) for one in tqdm(images, "errors")]
+    held_out, others = images[:num_images], profiles[:num_images]
+    profile = joined(profiles[num_images:])
     exact = [model(**one)[0] for one in held_out]
     for tolerance in tolerances:
         plan = profile.within(tolerance).values()
@@ -54,6 +54,7 @@ def measure_tolerances(
             "largest_error": figures["largest_error"],
             "layers_over": figures["parts_over"],
             "images_over": figures["prompts_over"],
+            "sets_held": sets_held(profiles, num_probed, tolerance),
             "features_off": mean(map(distance, outputs, exact)),
         }
 
@@ -69,6 +70,7 @@ def tolerances_table(rows: Sequence[Row]) -> str:
             "largest error",
             f"layers {over}",
             f"layers and images {over}, %",
+            "probes that hold, %",
             "features off",
         ],
         (
@@ -79,6 +81,7 @@ def tolerances_table(rows: Sequence[Row]) -> str:
                 number(row["largest_error"]),
                 str(row["layers_over"]),
                 f"{100 * row['images_over']:.1f}",
+                f"{100 * row['sets_held']:.0f}",
                 number(row["features_off"]),
             ]
             for row in rows

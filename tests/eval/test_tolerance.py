@@ -11,7 +11,7 @@ from avq_diffusers.plugin import error_profile
 from avq_diffusers.plugin.error_profile import LayerErrors
 from avq_diffusers.plugin.layers import LayerSpec
 from eval.quality import tolerance
-from eval.quality.tolerance import held_out_errors, summarise
+from eval.quality.tolerance import held_out_errors, joined, sets_held, summarise
 
 
 def test_a_tolerance_is_judged_by_its_parts_that_run_avq():
@@ -26,7 +26,9 @@ def test_a_tolerance_is_judged_by_its_parts_that_run_avq():
         return ErrorProfile(AVQConfig(), (layer("a", coarse, fine), layer("b", 9.0, 9.0)))
 
     others = [profile(0.5, error) for error in (0.1, 0.1, 0.2)]
-    errors = held_out_errors(profile(0.4, 0.09), others, 0.1)
+    probes = profile(0.4, 0.08), profile(0.3, 0.09)
+    assert joined(probes) == profile(0.4, 0.09)
+    errors = held_out_errors(joined(probes), others, 0.1)
     assert errors == [[0.1, 0.1, 0.2]] * 2 + [[], []]
     assert summarise(errors, 0.1) == {
         "parts": 4,
@@ -36,6 +38,8 @@ def test_a_tolerance_is_judged_by_its_parts_that_run_avq():
         "prompts_over": pytest.approx(1 / 3),
     }
     assert summarise(errors, 0.2)["parts_over"] == summarise([[]], 0.1)["largest_error"] == 0
+    # The two probes choose AVQ, with .15 on the others. All other pairs choose exact attention.
+    assert sets_held([*probes, *others[1:]], 2, 0.1) == pytest.approx(5 / 6)
 
 
 def test_the_tolerance_command_measures_prompts_that_were_not_probed(tmp_path, monkeypatch):
@@ -55,5 +59,5 @@ def test_the_tolerance_command_measures_prompts_that_were_not_probed(tmp_path, m
     assert (exact["avq_parts"], exact["psnr_median"]) == (0, None)
     assert loose["avq_parts"] == loose["parts"] > 0
     assert loose["psnr_median"] < 90
-    assert [len(prompts) for prompts in probed] == [2, 1, 1]
-    assert not {*probed[0]} & {*probed[1], *probed[2]}
+    assert [len(prompts) for prompts in probed] == [1] * 4
+    assert len({*map(tuple, probed)}) == 4

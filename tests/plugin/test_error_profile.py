@@ -162,11 +162,14 @@ class TestWithin:
 
     def test_cheapest_that_holds(self):
         """Catches the first that holds, the last, the most exact, and a limit that is left out."""
-        assert self.choose((0.1, 0.3, 0.05)) == {1000: ("M8P4C2", 0.1)}
-        assert self.choose((0.05, 0.1, 0.01)) == {1000: ("M4P0C0", 0.1)}
+        assert self.choose((0.09, 0.3, 0.05)) == {1000: ("M8P4C2", 0.09)}
+        assert self.choose((0.05, 0.09, 0.01)) == {1000: ("M4P0C0", 0.09)}
         assert self.choose((0.11, 0.3, 0.05)) == {1000: ("M8P8C4E16", 0.05)}
         assert self.choose((0.11, 0.3, 0.11)) == {1000: ("exact", 0.0)}
         assert self.choose((0.11, 0.3, 0.2), tolerance=1) == {1000: ("M4P0C0", 0.3)}
+
+    def test_a_margin_for_what_is_not_measured(self):
+        assert self.choose((0.095, 0.3, 0.05)) == {1000: ("M8P8C4E16", 0.05)}
 
     def test_never_slower(self):
         costs = {"M8P4C2": 1.0, "M4P0C0": 1.2, "M8P8C4E16": 1.5}
@@ -199,7 +202,7 @@ class TestWithin:
             apply_avq(pipe, tolerance=tolerance, prompt=PROMPT)
 
     def test_table(self):
-        layer = LayerErrors(SPEC, {"M4P0C0": 0.5}, {1000: {"M4P0C0": 0.1}, 500: {"M4P0C0": 0.2}})
+        layer = LayerErrors(SPEC, {"M4P0C0": 0.5}, {1000: {"M4P0C0": 0.08}, 500: {"M4P0C0": 0.16}})
         header, row = str(ErrorProfile(AVQConfig(), (layer,))).splitlines()
         assert header.split() == ["layer", "0.05", "0.1", "0.2"]
         assert row.split() == ["a", "exact", "M4P0C0,", "exact", "M4P0C0"]
