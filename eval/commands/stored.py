@@ -88,10 +88,12 @@ def _analyse(path: Path, document: Mapping[str, Any]) -> None:
 
 def _keys(path: Path, document: Mapping[str, Any]) -> None:
     rows = document["rows"]
-    from eval.keys.measuring import keys_panels
+    from eval.keys.measuring import dial_panels, keys_panels
     from eval.store.plots import panel_plot
 
     panel_plot(path, keys_panels(rows))
+    if panels := dial_panels(rows):
+        panel_plot(path.with_stem(f"{path.stem}_dial"), [panels])
 
 
 def _features(path: Path, document: Mapping[str, Any]) -> None:

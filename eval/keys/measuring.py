@@ -11,6 +11,7 @@ subject, and then over layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import ceil, isqrt
 from statistics import mean
@@ -219,6 +220,34 @@ def keys_panels(rows: Sequence[Row]) -> list[list[Panel]]:
         if "ms" in rows[0]:
             panels[-1].append(_panel(schemes, "ms", "error", f"error of a layer, {title}"))
         panels[-1].append(_layers_panel(schemes, title))
+    return panels
+
+
+def dial_panels(rows: Sequence[Row]) -> list[Panel]:
+    """Error over time of what is faster than exact attention, a panel for each number of tokens.
+
+    Own codewords are one line: the sizes that no others beat in both. A dashed line is the time of
+    exact attention. Numbers of tokens where nothing is faster have no panel.
+    """
+    panels = []
+    for num_tokens in dict.fromkeys(row["tokens"] for row in rows):
+        here = [
+            row
+            for row in rows
+            if row["tokens"] == num_tokens and row["scheme"] != NO_ATTENTION and "ms" in row
+        ]
+        exact = next((row["ms"] for row in here if row["scheme"] == EXACT), 0)
+        schemes: dict[str, list[Row]] = {}
+        for row in sorted(here, key=lambda row: row["ms"]):
+            is_own = row["scheme"].startswith("AVQ, own")
+            of_scheme = schemes.setdefault("AVQ, own" if is_own else row["scheme"], [])
+            is_beaten = is_own and of_scheme and of_scheme[-1]["error"] <= row["error"]
+            if row["ms"] < exact and not is_beaten:
+                of_scheme.append(row)
+        schemes = {label: found for label, found in schemes.items() if found}
+        if schemes:
+            panel = _panel(schemes, "ms", "error", f"error of a layer, N = {num_tokens}")
+            panels.append(replace(panel, reference_x=exact))
     return panels
 
 

@@ -33,8 +33,8 @@ class Panel:
     """Axes of a `panel_plot`; `faint` lines lie behind the others and have no legend.
 
     A logarithmic x axis has base 2. With `ticks`, the x axis shows these names at 0, 1, 2, ...
-    With `from_zero`, the y axis begins there, so that small differences look small. A dashed line
-    marks the height of `reference`.
+    With `from_zero`, the y axis begins there, so that small differences look small. Dashed lines
+    mark `reference` on the y axis and `reference_x` on the x axis.
     """
 
     title: str
@@ -46,6 +46,7 @@ class Panel:
     ticks: Sequence[str] = ()
     from_zero: bool = False
     reference: float | None = None
+    reference_x: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,11 @@ def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
                 else:
                     marker = marker if len(line.x) <= MOST_MARKERS else ""
                     (handles[line.label],) = axes.plot(*_points(line), marker=marker, **style)
+            dashed = {"linestyle": "--", "linewidth": 0.8, "color": "#808080"}
             if panel.reference is not None:
-                axes.axhline(panel.reference, linestyle="--", linewidth=0.8, color="#808080")
+                axes.axhline(panel.reference, **dashed)
+            if panel.reference_x is not None:
+                axes.axvline(panel.reference_x, **dashed)
             axes.set(yscale=panel.yscale, xlabel=fill(panel.xlabel, 42), title=panel.title)
             if panel.xscale == "log":
                 axes.set_xscale("log", base=2)

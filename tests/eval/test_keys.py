@@ -18,7 +18,7 @@ from avq_diffusers.attention.orders import query_order
 from eval.__main__ import main
 from eval.keys import measuring, photographs, subjects, vit
 from eval.keys.calls import answered
-from eval.keys.measuring import keys_panels, measure, token_order
+from eval.keys.measuring import dial_panels, keys_panels, measure, token_order
 from eval.keys.pooled import pooled_attention, pooled_columns
 from eval.keys.subjects import Subject, subject_of
 
@@ -273,6 +273,28 @@ def test_a_folder_is_measured_to_json_and_plot(tmp_path, monkeypatch):
     assert (tmp_path / "keys_model_cpu.png").stat().st_size > 10_000
     (panels,) = keys_panels(document["rows"])
     assert [len(panel.lines) for panel in panels] == [3, 3, 3]
+
+
+def test_the_dial_is_what_nothing_of_its_own_beats():
+    """Catches sizes that others beat, schemes slower than exact attention, and a lost one."""
+    points = [
+        ("exact", 1.0, 0.0),
+        ("value-projection", 0.1, 1.3),
+        ("AVQ, own", 0.2, 0.2),
+        ("AVQ, own, 1 update", 0.4, 0.3),
+        ("AVQ, own, exact keys", 0.3, 0.1),
+        ("AVQ, own, exact keys", 2.0, 0.01),
+        ("AVQ, stored", 0.5, 0.5),
+        ("flat VQ, own", 1.5, 0.2),
+    ]
+    rows = [{"tokens": 64, "scheme": name, "ms": ms, "error": e} for name, ms, e in points]
+    (panel,) = dial_panels([*rows, *(row | {"tokens": 16} for row in rows[:2])])
+    assert panel.reference_x == 1.0
+    assert [(line.label, line.x, line.y) for line in panel.lines] == [
+        ("AVQ, own", [0.2, 0.3], [0.2, 0.1]),
+        ("AVQ, stored", [0.5], [0.5]),
+    ]
+    assert dial_panels([{"tokens": 64, "scheme": "exact", "error": 0.0}]) == []
 
 
 def test_a_dtype_is_that_of_all_rows_and_in_the_name(tmp_path, monkeypatch):
