@@ -3,7 +3,6 @@
 import gc
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -12,6 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
+import fast_interpreter
 import pytest
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
@@ -19,22 +19,7 @@ from tiny import random_codebooks, tiny_pipe, tiny_unet
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # on tiny tensors, threads that wait for each other are 100x slower
     if not torch.cuda.is_available():
-        patch_triton_once()
-
-
-def patch_triton_once() -> None:
-    """Leave the interpreter's operations in place; it looks for them at every jitted call."""
-    from triton.runtime import interpreter
-
-    patch, modules = interpreter._patch_lang, set()
-
-    def patch_once(function):
-        if function.__module__ not in modules:
-            modules.add(function.__module__)
-            patch(function)
-        return SimpleNamespace(restore=lambda: None)
-
-    interpreter._patch_lang = patch_once
+        fast_interpreter.speed_up()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
