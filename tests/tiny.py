@@ -45,10 +45,14 @@ def tiny_tokenizer() -> CLIPTokenizer:
 
 
 def tiny_unet(**overrides) -> UNet2DConditionModel:
-    """SD1.5's topology, 16 self- and 16 cross-attentions, head dims 8, 16 and 32."""
+    """SD1.5's levels with head dims 8, 16 and 32; one layer in a block down, two in a block up.
+
+    That is 10 self- and 10 cross-attentions; with `layers_per_block=2`, as in SD1.5, 16.
+    """
     torch.manual_seed(0)
     arguments = {
         "sample_size": 16,
+        "layers_per_block": 1,
         "block_out_channels": (16, 32, 64, 64),
         "cross_attention_dim": 32,
         "attention_head_dim": 2,
@@ -71,7 +75,6 @@ def small_unet() -> UNet2DConditionModel:
         block_out_channels=(16, 32),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        layers_per_block=1,
     )
 
 
@@ -84,6 +87,7 @@ def sdxl_unet() -> UNet2DConditionModel:
         transformer_layers_per_block=(1, 2, 3),
         attention_head_dim=(2, 4, 8),
         use_linear_projection=True,
+        layers_per_block=2,
         addition_embed_type="text_time",
         addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=80,
@@ -142,6 +146,7 @@ def motion_adapter() -> MotionAdapter:
     """AnimateDiff's motion modules for `tiny_unet`."""
     return MotionAdapter(
         block_out_channels=(16, 32, 64, 64),
+        motion_layers_per_block=1,
         motion_num_attention_heads=2,
         motion_norm_num_groups=8,
     )

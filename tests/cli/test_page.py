@@ -432,7 +432,7 @@ def test_in_a_browser(command, browser, reference):
     assert "PSNR" in page.inner_text("#difference-title")
     assert page.inner_text("#report").startswith(PROMPT)
     rows = page.locator("#report tbody tr")
-    assert rows.count() == 16
+    assert rows.count() == 10
     assert rows.filter(has_text="AVQ (torch backend)").count() == len(applied_states(reference))
 
     exact = page.get_attribute("#exact img", "src")

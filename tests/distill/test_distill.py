@@ -200,7 +200,7 @@ def test_a_run_leaves_logs_checkpoints_sheets_and_codebooks(finished, model):
     last = read_log(log_path(finished))[-1]
     assert (training["steps"], training["samples"], training["seed"]) == (4, 16, 0)
     assert training["losses"]["feature"] == last["feature"]
-    assert len(training["layers"]) == 10
+    assert len(training["layers"]) == 6
     for layer, figures in training["layers"].items():
         assert figures == {name: last[name][layer] for name in figures}
         assert set(figures) == {"quantization_error", "active_ratio", "capture"}
@@ -214,7 +214,7 @@ def test_steps_are_optimizer_steps_and_samples_are_counted(finished):
     assert [(line["step"], line["samples"]) for line in lines] == [(1, 4), (2, 8), (3, 12), (4, 16)]
     optimizer = final(finished)["optimizer"]
     counted = [value.item() for key, value in optimizer.items() if key.startswith("step/")]
-    assert counted == [4] * 50  # ten layers of five parameters
+    assert counted == [4] * 30  # six layers of five parameters
 
 
 def test_a_line_of_the_log_is_the_mean_since_the_one_before(finished, model, tmp_path, monkeypatch):
@@ -234,9 +234,9 @@ def test_a_line_of_the_log_is_the_mean_since_the_one_before(finished, model, tmp
 def test_the_log_has_figures_per_layer(finished):
     line = read_log(log_path(finished))[-1]
     for name in ("quantization_error", "active_ratio", "capture"):
-        assert len(line[name]) == 10
+        assert len(line[name]) == 6
         assert all(value >= 0 for value in line[name].values())
-    assert len(set(line["quantization_error"].values())) == 10
+    assert len(set(line["quantization_error"].values())) == 6
     lines = read_log(log_path(finished))
     assert [round(line["decay"], 4) for line in lines] == [0.9, 0.945, 0.99, 0.99]
     # Linear warm-up of one step, then a cosine over three.
@@ -569,7 +569,7 @@ def assert_close(one, two):
     """Compare what sums make; Adam makes steps of any size of the rounding of a tiny gradient."""
     one, two = ({**states["objective"], **states["optimizer"]} for states in (one, two))
     names = [key for key in two if "exp_avg/" in key or "ema_" in key or "codewords" in key]
-    assert len(names) >= 50
+    assert len(names) >= 30
     for name in names:
         assert (one[name] - two[name]).norm() <= 1e-3 * two[name].norm(), name
 

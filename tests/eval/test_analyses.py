@@ -358,7 +358,7 @@ def test_the_analyse_command(names, folder, model, tmp_path, monkeypatch, capsys
         rows = document["rows"]
         assert {row["config"] for row in rows} == {"M12P3C2"}
         assert len(rows) == {"order": 18, "importance": 2}.get(name, 1)
-        assert len(rows[0]["layers"]) == 10
+        assert len(rows[0]["layers"]) == 6
         assert analyses.ANALYSES[name].table(rows) in printed
         assert Image.open(tmp_path / f"{name}_levels0.png").size[0] > 300
         assert (document["num_images"], document["num_timesteps"]) == (2, 1)

@@ -202,7 +202,7 @@ def test_a_group_of_tokens_is_replaced_alone():
     assert [(row["tokens"], row["method"]) for row in rows] == [
         (tokens, method) for tokens in (256, 64) for method in ("M16/own", "value-projection")
     ]
-    assert all(len(row["layers"]) == 5 for row in rows)
+    assert all(len(row["layers"]) == 3 for row in rows)
 
     def values_of(tokens, call):
         if call.num_tokens == tokens:

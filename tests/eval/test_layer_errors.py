@@ -280,4 +280,4 @@ def test_errors_at_twice_the_size(model, tmp_path, monkeypatch, distilled):
                 output = pipe.unet(latents, step, text_states).sample
         found.append(float((output - expected).norm() / expected.norm()))
     assert row["output_error"] == pytest.approx(found[0], rel=1e-4)
-    assert row["output_error"] != pytest.approx(found[1], rel=1e-2)
+    assert row["output_error"] != pytest.approx(found[1], rel=1e-3)

@@ -171,7 +171,7 @@ class TestConvolution:
 
     def test_number_of_convolutions(self):
         """Catches another choice than the authors' 39 convolutions of SD1.5."""
-        unet = small_unet()
+        unet = small_unet(layers_per_block=2)
         apply_scalecrafter(unet, 128, 128)
         predict(unet)
         hooked = {name for name, module in unet.named_modules() if module._forward_hooks}

@@ -38,6 +38,7 @@ def refiner_unet():
             "DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D",
         ),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=2,
         transformer_layers_per_block=4,
         attention_head_dim=(2, 4, 8, 8),
         use_linear_projection=True,

@@ -42,9 +42,9 @@ class Shared(AttnProcessor2_0):
         return gain * super().__call__(attn, hidden_states, both, *args, **kwargs)
 
 
-LEVEL_0 = "down_blocks.0.attentions.1.transformer_blocks.0.attn1"
+LEVEL_0 = "up_blocks.3.attentions.1.transformer_blocks.0.attn1"
 LEVEL_1 = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
-CUSTOM = (LEVEL_0, LEVEL_1)
+CUSTOM = (LEVEL_1, LEVEL_0)
 
 
 def share(unet):
@@ -75,7 +75,7 @@ class TestCustomProcessors:
     def check(self, unet, expected, kind="Shared"):
         assert torch.equal(predict(unet, batch=2), expected)
         rows = {row.name: row for row in summary(unet).rows if row.config}
-        assert len(rows) == 10
+        assert len(rows) == 6
         for name, row in rows.items():
             assert row.calls == ({kind: 1} if name in CUSTOM else {"AVQ": 1})
             assert (row.runs == f"custom: {kind}") == (name in CUSTOM)
@@ -92,7 +92,7 @@ class TestCustomProcessors:
     def test_set_afterwards(self, unet, codebooks, expected):
         """The first call warns, later ones do not."""
         share(apply_avq(unet, codebooks))
-        with pytest.warns(UserWarning, match="keep their processor Shared: down_blocks"):
+        with pytest.warns(UserWarning, match="keep their processor Shared: up_blocks"):
             self.check(unet, expected)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -132,13 +132,13 @@ class TestPipelines:
         options = {"image": random_image(128), "num_inference_steps": 1, "progress": False}
         options["model"] = controlnet
         own = calibrate(pipe, ["a hen"], CONFIG, **options)
-        assert len(own.layer_specs) == 4  # of the two levels, down blocks only
-        with pytest.raises(ValueError, match=r"another model: up_blocks.* \(6 unexpected in all\)"):
+        assert len(own.layer_specs) == 2  # of the two levels, down blocks only
+        with pytest.raises(ValueError, match=r"another model: up_blocks.* \(4 unexpected in all\)"):
             apply_avq(controlnet, codebooks)
         apply_avq(controlnet, own)
         assert differ(draw(pipe, **arguments), exact)
         rows = [row for row in summary(controlnet).rows if row.config]
-        assert [row.calls for row in rows] == [{"AVQ": 2}] * 4
+        assert [row.calls for row in rows] == [{"AVQ": 2}] * 2
         assert kinds(pipe.unet) == set()
         names = [row.name for row in summary(pipe).rows if row.config]
         assert names == [f"controlnet.{row.name}" for row in rows]

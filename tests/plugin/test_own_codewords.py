@@ -122,7 +122,7 @@ def test_what_measures_and_tunes_it():
     assert differ(draw(set_num_refined(pipe, 0)), avq)
     assert differ(draw(set_num_refined(pipe, {1000: 4, 500: 1})), avq)
     errors = measure_sensitivity(pipe, ["a fox"], num_inference_steps=1, progress=False)
-    assert len(errors) == 10
+    assert len(errors) == 6
     assert min(errors.values()) > 0
     with scalecrafter(pipe, 256, 256):
         assert draw(pipe, height=256, width=256).isfinite().all()
