@@ -211,7 +211,7 @@ def test_a_tolerance_replaces_the_refined_parents(monkeypatch):
     images = {
         (tolerance, seed): shared.generate_avq(requests[seed], 4, steps.append, tolerance)[0].image
         for seed in (0, 1)
-        for tolerance in (0.00001, 0.9, None)
+        for tolerance in (0.00001, 1.5, None)
     }
     assert len(runs) == 2 * (3 + 1)  # one step of measurement for each image
     runs.clear()
@@ -221,7 +221,7 @@ def test_a_tolerance_replaces_the_refined_parents(monkeypatch):
 
     request = ImageRequest(PROMPT, None, SIDE, SIDE, 4, 7.5, 2, False)
     with pytest.raises(InterruptedError):
-        shared.generate_avq(request, 4, leave, 0.9)
+        shared.generate_avq(request, 4, leave, 1.5)
     assert len(runs) == 1  # the measurement stops too
     reference = tiny_pipe()
     for seed in (0, 1):
@@ -229,7 +229,7 @@ def test_a_tolerance_replaces_the_refined_parents(monkeypatch):
     apply_avq(reference, config)
     assert np.array_equal(images[None, 1], generate(reference, seed=1))
     apply_avq(reference, AVQConfig(4, 0, 0, query_tile=16))
-    assert np.array_equal(images[0.9, 1], generate(reference, seed=1))
+    assert np.array_equal(images[1.5, 1], generate(reference, seed=1))
     with pytest.raises(ValueError, match="apply it without codebooks"):
         page.SharedPipeline(with_avq()).generate_avq(requests[0], 2, steps.append, 0.1)
 
