@@ -77,11 +77,11 @@ def resize(x, size):
     return functional.interpolate(x, size, mode="bilinear", align_corners=False)
 
 
-def redilate(unet, factors):
+def redilate(unet, factors, convolutions=CONVOLUTIONS):
     """Put the definition in place of the convolutions in blocks whose path starts with a key."""
     for name, module in list(unet.named_modules()):
         for prefix, factor in factors.items():
-            if name.startswith(prefix) and CONVOLUTIONS.search(name) and factor > 1:
+            if name.startswith(prefix) and convolutions.search(name) and factor > 1:
                 parent, attribute = name.rsplit(".", 1)
                 setattr(unet.get_submodule(parent), attribute, Redilated(module, factor))
     return unet
@@ -168,6 +168,17 @@ class TestConvolution:
         apply_scalecrafter(unet, height, width, config=config)
         assert_equal_to_rounding(predict(unet, **latents), expected)
         assert differ(expected, plain)
+
+    def test_downsamplers_stay_as_they_are(self):
+        """Catches downsamplers dilated despite the setting, and upsamplers left out with them."""
+        unet = small_unet().double()
+        authors = predict(redilate(copy.deepcopy(unet), by_level(2, 2, 2)))
+        others = re.compile(r"(conv[12]|upsamplers\.0\.conv)$")
+        expected = predict(redilate(copy.deepcopy(unet), by_level(2, 2, 2), others))
+        config = ScaleCrafterConfig((1, 2), num_dilated_steps=30, downsamplers=False)
+        apply_scalecrafter(unet, 128, 128, config=config)
+        assert_equal_to_rounding(predict(unet), expected)
+        assert differ(expected, authors)
 
     def test_number_of_convolutions(self):
         """Catches another choice than the authors' 39 convolutions of SD1.5."""

@@ -313,7 +313,7 @@ def _convolutions(
         if at_level(config.dilations, level) == at_level(damped, level) == 1:
             continue
         holders = [(resnet, name) for resnet in block.resnets for name in ("conv1", "conv2")]
-        for samplers in ("downsamplers", "upsamplers"):
+        for samplers in ("downsamplers", "upsamplers") if config.downsamplers else ("upsamplers",):
             holders += [(sampler, "conv") for sampler in getattr(block, samplers, None) or ()]
         for holder, name in holders:
             convolution = getattr(holder, name)

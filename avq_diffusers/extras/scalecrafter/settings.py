@@ -23,6 +23,7 @@ class ScaleCrafterConfig:
         damped_dilations: for noise-damped guidance, the weaker dilations of a second evaluation.
             The guided noise is weak(uncond) + w (strong(text) - strong(uncond)). None for ordinary
             guidance.
+        downsamplers: the convolutions of stride 2 are dilated too, as the authors do.
 
     Raises:
         TypeError: the number of steps is not an int.
@@ -33,6 +34,7 @@ class ScaleCrafterConfig:
     num_dilated_steps: int
     progressive: bool = False
     damped_dilations: tuple[float, ...] | None = None
+    downsamplers: bool = True
 
     def __post_init__(self) -> None:
         for name in ("dilations", "damped_dilations"):
