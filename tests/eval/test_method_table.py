@@ -13,7 +13,7 @@ from PIL import Image
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import scalecrafter
-from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
+from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
 from eval.benchmarks.step_rows import MODES, MODES_WITHOUT_GRAPHS
 from eval.benchmarks.unet import plot_unet
@@ -216,14 +216,17 @@ class TestScenes:
         with pytest.raises(ValueError, match=message):
             score(pipe, ["M4"], [sample_scene(0)], None, Sampling(**options))
 
-    def test_mini_sd_has_a_window_of_its_own(self):
-        """Fails where SD1.5's 30 steps are taken, or mini-sd's for other models."""
+    def test_mini_sd_has_settings_of_its_own(self):
+        """Fails where SD1.5's are taken, or mini-sd's for other models."""
         mini = StableDiffusionPipeline.from_pretrained(MINI_SD)
-        for pipe, size, steps in ((mini, 512, 42), (mini, 1024, 35), (tiny_pipe(), 256, 30)):
+        cases = (
+            (mini, 512, MINI_SCALECRAFTER),
+            (mini, 1024, SD15_2048),
+            (tiny_pipe(), 256, SD15_1024),
+        )
+        for pipe, size, config in cases:
             with dilation(pipe, Sampling(size=size, is_dilated=True)):
-                config = pipe.unet._scalecrafter.config
-                assert config.num_dilated_steps == steps
-                assert size == 1024 or config == ScaleCrafterConfig((1, 2), steps)
+                assert pipe.unet._scalecrafter.config is config
             with dilation(pipe, Sampling(size=size)):
                 assert not hasattr(pipe.unet, "_scalecrafter")
         with pytest.raises(ValueError, match="ScaleCrafter needs a size"):

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from avq_diffusers.extras.scalecrafter.apply import (
     apply_scalecrafter,
-    check_size,
+    checked_config,
     remove_scalecrafter,
     scalecrafter,
 )
@@ -390,7 +390,7 @@ class TestApplyAndRemove:
              (ControlNetModel.from_unet(pipe.unet), 128, 128)),
         ):  # fmt: skip
             pipe_or_unet, height, width, config, training_size = (*arguments, None, None)[:5]
-            for refuse in (check_size, apply_scalecrafter):
+            for refuse in (checked_config, apply_scalecrafter):
                 with pytest.raises(error, match=message):
                     refuse(pipe_or_unet, height, width, config=config, training_size=training_size)
         assert torch.equal(draw(pipe), before)

@@ -1,4 +1,4 @@
-"""What ScaleCrafter does for an image size, and the authors' settings for SD1.5."""
+"""What ScaleCrafter does for an image size, and settings: the authors' for SD1.5, mini-sd's own."""
 
 import math
 from dataclasses import dataclass
@@ -127,3 +127,7 @@ SETTINGS = {
     (2, 4): SD15_2048,
     (4, 4): SD15_2048,
 }
+
+# At twice mini-sd's training size. Steps without dilation, the last ones too, return objects and
+# tiles to the size that they have in training. Dilated downsamplers deform them.
+MINI_SCALECRAFTER = ScaleCrafterConfig(dilations=(1, 2), num_dilated_steps=50, downsamplers=False)
