@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,6 +88,22 @@ def dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> AbstractConte
 def check_dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> None:
     """Raise what `dilation` raises."""
     _dilation_config(pipe, settings)
+
+
+def dilation_facts(pipe: StableDiffusionPipeline, settings: Sampling) -> dict[str, Any] | bool:
+    """The configuration of `dilation` as a result holds it, False without ScaleCrafter.
+
+    Raises:
+        ValueError: as `dilation`.
+    """
+    config = _dilation_config(pipe, settings)
+    if config is None:
+        return False
+    # As JSON gives it back: a run that is resumed compares it.
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(config).items()
+    }
 
 
 def _dilation_config(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from diffusers import StableDiffusionPipeline
-from eval_helpers import run_command, scenes_run, score
+from eval_helpers import SETTINGS_2X, run_command, scenes_run, score
 from PIL import Image
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
@@ -22,7 +22,7 @@ from eval.methods import attention_method, prepare_methods
 from eval.names import EXACT, NO_ATTENTION, TOME
 from eval.quality import scene_rows, scene_runs, scenes
 from eval.quality.compare import compare_sheet
-from eval.quality.generation import Sampling, dilation, generate
+from eval.quality.generation import Sampling, dilation, dilation_facts, generate
 from eval.quality.method_table import build_table, quality_table, table_panels
 from eval.quality.metrics import Scorer, psnr
 from eval.store import plots
@@ -59,7 +59,7 @@ class TestScenes:
         counts = ["--images", 2, "--steps", 2, "--batch", 2]
         run_command(monkeypatch, "scenes", *places, *counts, "--scalecrafter")
         document = json.loads((tmp_path / "scenes_levels0_scalecrafter.json").read_text())
-        assert (document["size"], document["scalecrafter"]) == (256, True)
+        assert (document["size"], document["scalecrafter"]) == (256, SETTINGS_2X)
         names = [scene_rows.REAL, scene_rows.BROKEN, EXACT, codebooks]
         assert [row["method"] for row in document["rows"]] == names
         _, _, exact, avq = document["rows"]
@@ -229,6 +229,10 @@ class TestScenes:
                 assert pipe.unet._scalecrafter.config is config
             with dilation(pipe, Sampling(size=size)):
                 assert not hasattr(pipe.unet, "_scalecrafter")
+            assert dilation_facts(pipe, Sampling(size=size)) is False
+        facts = dilation_facts(mini, Sampling(size=512, is_dilated=True))
+        assert facts["downsamplers"] is False
+        assert json.loads(json.dumps(facts)) == facts  # else no run could be resumed
         with pytest.raises(ValueError, match="ScaleCrafter needs a size"):
             dilation(mini, Sampling(is_dilated=True))
 
@@ -466,6 +470,15 @@ class TestTable:
         ]
         assert list(build_table(list(map(result, documents)))["quality"]) == ["512²", LARGE]
 
+    def test_a_column_has_one_kind_of_dilation(self):
+        """Catches rows of other settings beside those of ScaleCrafter's present ones."""
+        used = (SETTINGS_2X, SETTINGS_2X, SETTINGS_2X | {"downsamplers": False})
+        documents = [quality([quality_row(EXACT)], size=512, scalecrafter=x) for x in used]
+        first, same, other = map(result, documents)
+        assert list(build_table([first, same])["quality"]) == [LARGE]
+        with pytest.raises(ValueError, match="are of another protocol or other seeds"):
+            build_table([first, other])
+
     @pytest.mark.parametrize("name", ["model", "scorer", "guidance_scale"])
     def test_what_makes_images_must_agree(self, name):
         """Catches a column of two models; a file that does not say hides none of the others."""
@@ -586,7 +599,7 @@ class TestSheet:
         counts = ["--prompts", 2, "--seeds", 1, "--steps", 1]
         run_command(monkeypatch, "compare", *places, *counts, "--size", 256, "--scalecrafter")
         document = json.loads((tmp_path / "compare_levels0_256_scalecrafter.json").read_text())
-        assert (document["size"], document["scalecrafter"]) == (256, True)
+        assert (document["size"], document["scalecrafter"]) == (256, SETTINGS_2X)
         width, height = Image.open(tmp_path / "compare_levels0_256_scalecrafter.webp").size
         assert width > 2 * 256
         assert height > 3 * 256
