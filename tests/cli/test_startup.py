@@ -11,16 +11,31 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BLOCKED = """
-import runpy, sys
+import contextlib, io, json, runpy, sys, traceback
 for name in ("torch", "diffusers", "transformers", "gradio", "matplotlib"):
     sys.modules[name] = None
-module = sys.argv.pop(1)
-sys.argv[0] = module
-if module == "avq":
-    from avq_diffusers.cli.main import main
-    main()
-else:
-    runpy.run_module(module, run_name="__main__")
+
+def run(command):
+    sys.argv = command
+    if command[0] == "avq":
+        from avq_diffusers.cli.main import main
+        main()
+    else:
+        runpy.run_module(command[0], run_name="__main__")
+
+found = []
+for command in json.loads(sys.argv[1]):
+    code, printed = 0, io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            run(command)
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException:
+            code = 1
+            traceback.print_exc()
+    found.append((code, " ".join(printed.getvalue().split())))
+print(json.dumps(found))
 """
 
 LAUNCHED = """
@@ -31,9 +46,17 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "code", "message"),
-    [
+def run_blocked(commands: list[list[str]]) -> list[tuple[int, str]]:
+    """Exit code and output of each command, in one process without PyTorch."""
+    arguments = [sys.executable, "-c", BLOCKED, json.dumps(commands)]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_needs_no_pytorch():
+    """Catches an import at the top of a module that costs seconds."""
+    expected = [
         ("avq --help", 0, "Stable Diffusion with adaptive"),
         ("avq generate --help", 0, "Denoising steps"),
         ("avq --version", 0, "avq-diffusers"),
@@ -47,22 +70,19 @@ runpy.run_module(sys.argv[0], run_name="__main__")
         ("eval compare --size 100", 2, "--size must be a multiple of 64"),
         ("distill --help", 0, "Distil AVQ codebooks"),
         ("distill --config missing.yaml", 2, "missing.yaml"),
-    ],
-)
-def test_needs_no_pytorch(command, code, message):
-    """Catches an import at the top of a module that costs seconds."""
-    arguments = [sys.executable, "-c", BLOCKED, *command.split()]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done.stderr
-    assert message in " ".join((done.stdout + done.stderr).split())
+    ]
+    found = run_blocked([command.split() for command, _, _ in expected])
+    for (command, code, message), (actual_code, output) in zip(expected, found, strict=True):
+        assert actual_code == code, (command, output)
+        assert message in output, command
 
 
 SCENES = {"first_seed": 0, "rows": [{"method": "exact", "num_images": 1}]}
 
 
-@pytest.mark.parametrize(
-    ("command", "documents", "message"),
-    [
+def test_refused_results_need_no_pytorch(tmp_path):
+    """Catches an import at the top of a module that plots, joins or merges stored results."""
+    refused = [
         ("plot {0}", [("bench kernels", {"rows": []})], "is not a complete result"),
         ("plot {0}", [("bench unet", {})], "is not a complete result"),
         ("plot {0}", [("bench transformer", {})], "is not a complete result"),
@@ -77,17 +97,17 @@ SCENES = {"first_seed": 0, "rows": [{"method": "exact", "num_images": 1}]}
         ("merge {0} --output {0}", [("scenes", {})], "is not a complete result"),
         ("merge {0} {1} --output {0}", [("scenes", SCENES)] * 2, "different seeds"),
         ("merge {0} --output {0}", [("ablate", {})], "is not a complete result"),
-    ],
-)
-def test_refused_results_need_no_pytorch(tmp_path, command, documents, message):
-    """Catches an import at the top of a module that plots, joins or merges stored results."""
-    paths = [tmp_path / f"{number}.json" for number in range(len(documents))]
-    for path, (kind, content) in zip(paths, documents, strict=True):
-        path.write_text(json.dumps({"command": f"python -m eval {kind}"} | content))
-    arguments = [sys.executable, "-c", BLOCKED, "eval", *command.format(*paths).split()]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
+    ]
+    commands = []
+    for number, (command, documents, _) in enumerate(refused):
+        paths = [tmp_path / f"{number}-{place}.json" for place in range(len(documents))]
+        for path, (kind, content) in zip(paths, documents, strict=True):
+            path.write_text(json.dumps({"command": f"python -m eval {kind}"} | content))
+        commands.append(["eval", *command.format(*paths).split()])
+    found = run_blocked(commands)
+    for (_, _, message), command, (code, output) in zip(refused, commands, found, strict=True):
+        assert code == 2, (command, output)
+        assert message in output, command
 
 
 @pytest.mark.parametrize(
