@@ -15,8 +15,9 @@ from PIL import Image
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.dit.layers import is_transformer
-from avq_diffusers.extras.scalecrafter.apply import check_size, scalecrafter
-from avq_diffusers.mini import MINI_GUIDANCE_SCALE, MINI_SD, is_mini_sd3
+from avq_diffusers.extras.scalecrafter.apply import checked_config, scalecrafter
+from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, ScaleCrafterConfig
+from avq_diffusers.mini import IMAGE_SIZE, MINI_GUIDANCE_SCALE, MINI_SD, is_mini_sd3
 from avq_diffusers.plugin.elastic import CaptureProfile, measure_capture
 from avq_diffusers.plugin.error_profile import ErrorProfile
 from avq_diffusers.plugin.timesteps import are_training_timesteps
@@ -49,6 +50,20 @@ def usual_guidance(pipe: DiffusionPipeline) -> float:
     return _parameters(pipe)["guidance_scale"].default
 
 
+def usual_scalecrafter(pipe: DiffusionPipeline, height: int, width: int) -> ScaleCrafterConfig:
+    """Return mini-sd's own ScaleCrafter settings, or the authors' for another pipeline or size.
+
+    Args:
+        pipe: a pipeline with a `unet`.
+        height, width: of the images, in pixels.
+
+    Raises:
+        ValueError, NotImplementedError: as `checked_config`.
+    """
+    is_mini = pipe.name_or_path == MINI_SD and height == width == 2 * IMAGE_SIZE
+    return checked_config(pipe, height, width, config=MINI_SCALECRAFTER if is_mini else None)
+
+
 def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
     """Fill in the model's size and guidance scale; refuse what the pipeline would refuse too late.
 
@@ -66,7 +81,7 @@ def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
     if request.scalecrafter and is_transformer(pipe):
         raise ValueError("--scalecrafter dilates the convolutions of a UNet; this model has none.")
     if request.scalecrafter:
-        check_size(pipe, height, width)
+        usual_scalecrafter(pipe, height, width)
     if request.negative_prompt is not None and "negative_prompt" not in _parameters(pipe):
         raise ValueError(f"--negative-prompt: {type(pipe).__name__} takes none.")
     scale = usual_guidance(pipe) if request.guidance_scale is None else request.guidance_scale
@@ -78,7 +93,8 @@ def dilation(pipe: DiffusionPipeline, request: ImageRequest) -> AbstractContextM
     if not request.scalecrafter:
         return nullcontext()
     side = training_size(pipe)
-    return scalecrafter(pipe, request.height or side, request.width or side)
+    height, width = request.height or side, request.width or side
+    return scalecrafter(pipe, height, width, config=usual_scalecrafter(pipe, height, width))
 
 
 def timed_image(

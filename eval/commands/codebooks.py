@@ -63,7 +63,7 @@ def errors_command(
     )
     from eval.methods import prepare_methods
     from eval.names import TOME
-    from eval.quality.generation import Sampling, check_dilation, dilation
+    from eval.quality.generation import Sampling, dilation, dilation_facts
 
     names = methods.split(",")
     if TOME in names:
@@ -72,7 +72,7 @@ def errors_command(
     numbers_refined = numbers_of("--refined", refined)
     pipe = load_pipeline(model, device)
     settings = Sampling(size=size, is_dilated=dilated)
-    check_dilation(pipe, settings)
+    scalecrafter = dilation_facts(pipe, settings)
     num_tokens = ((size or own_size(pipe)) // pipe.vae_scale_factor) ** 2
     times = None if kernels is None else read_kernel_times(kernels, num_tokens)
     prepared = prepare_methods(
@@ -100,7 +100,7 @@ def errors_command(
         num_images=images,
         num_timesteps=timesteps,
         size=size,
-        scalecrafter=dilated,
+        scalecrafter=scalecrafter,
         kernel_times=times and times._asdict(),
         rows=rows,
     )

@@ -59,17 +59,18 @@ def compare_command(
     At twice the size: python -m eval compare --size 512 --scalecrafter --device cuda
     """
     from eval.quality.compare import compare, compare_sheet, compare_table
-    from eval.quality.generation import Sampling
+    from eval.quality.generation import Sampling, dilation_facts
 
     numbers = numbers_of("--levels", levels)
     pipe = load_any_pipeline(model, device)
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
+    settings = Sampling(num_inference_steps=steps, size=size, is_dilated=dilated)
     rows, images = compare(
         pipe,
         methods.split(","),
         chosen,
         range(seeds),
-        Sampling(num_inference_steps=steps, size=size, is_dilated=dilated),
+        settings,
         levels=numbers,
         calibration_prompts=calibration_prompts(),
     )
@@ -83,7 +84,7 @@ def compare_command(
         num_seeds=seeds,
         num_inference_steps=steps,
         size=size,
-        scalecrafter=dilated,
+        scalecrafter=dilation_facts(pipe, settings),
         rows=rows,
     )
     compare_sheet(output / f"{name}.webp", images, chosen)
@@ -174,7 +175,7 @@ def scenes_command(
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
     """
     from avq_diffusers.cli.images import usual_guidance
-    from eval.quality.generation import Sampling
+    from eval.quality.generation import Sampling, dilation_facts
     from eval.quality.metrics import Scorer
     from eval.quality.scene_rows import scenes_table
     from eval.quality.scene_runs import finished_rows
@@ -186,6 +187,13 @@ def scenes_command(
     name += f"_seed{first_seed}" if first_seed else ""
     path = output / f"{name}.json"
     pipe = load_any_pipeline(model, device, dtype)
+    settings = Sampling(
+        num_inference_steps=steps,
+        size=size,
+        batch_size=batch,
+        is_dilated=dilated,
+        is_compiled=compiled,
+    )
     protocol = {
         "model": Path(model).name,
         "model_sha256": folder_digest(model, "model_index.json"),
@@ -198,7 +206,7 @@ def scenes_command(
         "guidance_scale": usual_guidance(pipe),
         "dtype": f"torch.{dtype}",
         "size": size,
-        "scalecrafter": dilated,
+        "scalecrafter": dilation_facts(pipe, settings),
         "compiled": compiled,
     }
     finished = {}
@@ -211,13 +219,7 @@ def scenes_command(
         [sample_scene(TEST_SEEDS[index]) for index in range(images)],
         [sample_scene(TEST_SEEDS[images + index]) for index in range(images)],
         Scorer(scorer).to(device),
-        Sampling(
-            num_inference_steps=steps,
-            size=size,
-            batch_size=batch,
-            is_dilated=dilated,
-            is_compiled=compiled,
-        ),
+        settings,
         levels=numbers,
         calibration_prompts=calibration_prompts(),
         first_seed=first_seed,

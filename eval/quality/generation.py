@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,15 +11,10 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers import scalecrafter
-from avq_diffusers.cli.images import usual_guidance
-from avq_diffusers.extras.scalecrafter.apply import check_size
+from avq_diffusers.cli.images import usual_guidance, usual_scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
-from avq_diffusers.mini import MINI_SD
 from eval.methods import network_of
 
-# By side of the images: at twice its training size mini-sd is best with a longer window than
-# SD1.5's 30 steps.
-MINI_SCALECRAFTER = {512: ScaleCrafterConfig((1, 2), num_dilated_steps=42)}
 # ScaleCrafter goes through up to nine sets of dilations, each a graph of its own.
 MOST_GRAPHS = 16
 
@@ -83,30 +79,45 @@ def dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> AbstractConte
     Raises:
         ValueError: the size is missing, not above the training size, or has no settings.
     """
-    if not settings.is_dilated:
+    config = _dilation_config(pipe, settings)
+    if config is None:
         return nullcontext()
-    size, config = _dilated_size(pipe, settings)
-    return scalecrafter(pipe, size, size, config=config)
+    return scalecrafter(pipe, settings.size, settings.size, config=config)
 
 
 def check_dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> None:
     """Raise what `dilation` raises."""
-    if settings.is_dilated:
-        size, config = _dilated_size(pipe, settings)
-        check_size(pipe, size, size, config=config)
+    _dilation_config(pipe, settings)
 
 
-def _dilated_size(
+def dilation_facts(pipe: StableDiffusionPipeline, settings: Sampling) -> dict[str, Any] | bool:
+    """The configuration of `dilation` as a result holds it, False without ScaleCrafter.
+
+    Raises:
+        ValueError: as `dilation`.
+    """
+    config = _dilation_config(pipe, settings)
+    if config is None:
+        return False
+    # As JSON gives it back: a run that is resumed compares it.
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(config).items()
+    }
+
+
+def _dilation_config(
     pipe: StableDiffusionPipeline, settings: Sampling
-) -> tuple[int, ScaleCrafterConfig | None]:
+) -> ScaleCrafterConfig | None:
+    if not settings.is_dilated:
+        return None
     if getattr(pipe, "unet", None) is None:
         raise ValueError(
             f"ScaleCrafter dilates the convolutions of a UNet, but got {type(pipe).__name__}."
         )
     if settings.size is None:
         raise ValueError("ScaleCrafter needs a size above the model's own, but got none.")
-    config = MINI_SCALECRAFTER.get(settings.size) if pipe.name_or_path == MINI_SD else None
-    return settings.size, config
+    return usual_scalecrafter(pipe, settings.size, settings.size)
 
 
 @contextmanager

@@ -30,11 +30,19 @@ from avq_diffusers import (
 from avq_diffusers.cli import bench, inspection
 from avq_diffusers.cli import codebooks as source
 from avq_diffusers.cli import generate as generation
-from avq_diffusers.cli.images import _call_arguments, fit_request, psnr, timed_image
+from avq_diffusers.cli.images import (
+    _call_arguments,
+    dilation,
+    fit_request,
+    psnr,
+    timed_image,
+    usual_scalecrafter,
+)
 from avq_diffusers.cli.main import main
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.cli.sheet import MARGIN
 from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
 from avq_diffusers.plugin import error_profile
 
@@ -273,6 +281,17 @@ def test_scalecrafter_dilates_both_images(generate, codebooks):
     assert np.array_equal(pixels("avq.png"), expected)
     sheet = pixels("avq_sheet.png")
     assert lefts(sheet, exact) < lefts(sheet, expected)
+
+
+def test_mini_sd_has_scalecrafter_settings_of_its_own():
+    """Catches those of SD1.5 for mini-sd, and mini-sd's for other models or sizes."""
+    mini, other = StableDiffusionPipeline.from_pretrained(MINI_SD), tiny_pipe()
+    cases = (mini, 512, MINI_SCALECRAFTER), (mini, 1024, SD15_2048), (other, 256, SD15_1024)
+    for pipe, side, config in cases:
+        assert usual_scalecrafter(pipe, side, side) is config
+        request = ImageRequest(PROMPT, None, side, side, 2, 3.0, 0, scalecrafter=True)
+        with dilation(pipe, fit_request(pipe, request)):
+            assert pipe.unet._scalecrafter.config is config
 
 
 def test_without_codebooks_nothing_is_calibrated_or_cached(avq, model, monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from eval_helpers import prepare, run_command, watched
+from eval_helpers import SETTINGS_2X, prepare, run_command, watched
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import (
@@ -265,7 +265,7 @@ def test_errors_at_twice_the_size(model, tmp_path, monkeypatch, distilled):
     options = ["--images", 2, "--timesteps", 1, "--refined", 2, "--size", 256, "--scalecrafter"]
     run_command(monkeypatch, "errors", *places, *options)
     document = json.loads((tmp_path / "errors_levels0_256_scalecrafter.json").read_text())
-    assert (document["size"], document["scalecrafter"]) == (256, True)
+    assert (document["size"], document["scalecrafter"]) == (256, SETTINGS_2X)
     (row,) = document["rows"]
 
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from diffusers import StableDiffusionPipeline
-from eval_helpers import run_command, scenes_run, score
+from eval_helpers import SETTINGS_2X, run_command, scenes_run, score
 from PIL import Image
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import scalecrafter
-from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
+from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
 from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
 from eval.benchmarks.step_rows import MODES, MODES_WITHOUT_GRAPHS
 from eval.benchmarks.unet import plot_unet
@@ -22,7 +22,7 @@ from eval.methods import attention_method, prepare_methods
 from eval.names import EXACT, NO_ATTENTION, TOME
 from eval.quality import scene_rows, scene_runs, scenes
 from eval.quality.compare import compare_sheet
-from eval.quality.generation import Sampling, dilation, generate
+from eval.quality.generation import Sampling, dilation, dilation_facts, generate
 from eval.quality.method_table import build_table, quality_table, table_panels
 from eval.quality.metrics import Scorer, psnr
 from eval.store import plots
@@ -59,7 +59,7 @@ class TestScenes:
         counts = ["--images", 2, "--steps", 2, "--batch", 2]
         run_command(monkeypatch, "scenes", *places, *counts, "--scalecrafter")
         document = json.loads((tmp_path / "scenes_levels0_scalecrafter.json").read_text())
-        assert (document["size"], document["scalecrafter"]) == (256, True)
+        assert (document["size"], document["scalecrafter"]) == (256, SETTINGS_2X)
         names = [scene_rows.REAL, scene_rows.BROKEN, EXACT, codebooks]
         assert [row["method"] for row in document["rows"]] == names
         _, _, exact, avq = document["rows"]
@@ -216,16 +216,23 @@ class TestScenes:
         with pytest.raises(ValueError, match=message):
             score(pipe, ["M4"], [sample_scene(0)], None, Sampling(**options))
 
-    def test_mini_sd_has_a_window_of_its_own(self):
-        """Fails where SD1.5's 30 steps are taken, or mini-sd's for other models."""
+    def test_mini_sd_has_settings_of_its_own(self):
+        """Fails where SD1.5's are taken, or mini-sd's for other models."""
         mini = StableDiffusionPipeline.from_pretrained(MINI_SD)
-        for pipe, size, steps in ((mini, 512, 42), (mini, 1024, 35), (tiny_pipe(), 256, 30)):
+        cases = (
+            (mini, 512, MINI_SCALECRAFTER),
+            (mini, 1024, SD15_2048),
+            (tiny_pipe(), 256, SD15_1024),
+        )
+        for pipe, size, config in cases:
             with dilation(pipe, Sampling(size=size, is_dilated=True)):
-                config = pipe.unet._scalecrafter.config
-                assert config.num_dilated_steps == steps
-                assert size == 1024 or config == ScaleCrafterConfig((1, 2), steps)
+                assert pipe.unet._scalecrafter.config is config
             with dilation(pipe, Sampling(size=size)):
                 assert not hasattr(pipe.unet, "_scalecrafter")
+            assert dilation_facts(pipe, Sampling(size=size)) is False
+        facts = dilation_facts(mini, Sampling(size=512, is_dilated=True))
+        assert facts["downsamplers"] is False
+        assert json.loads(json.dumps(facts)) == facts  # else no run could be resumed
         with pytest.raises(ValueError, match="ScaleCrafter needs a size"):
             dilation(mini, Sampling(is_dilated=True))
 
@@ -463,6 +470,15 @@ class TestTable:
         ]
         assert list(build_table(list(map(result, documents)))["quality"]) == ["512²", LARGE]
 
+    def test_a_column_has_one_kind_of_dilation(self):
+        """Catches rows of other settings beside those of ScaleCrafter's present ones."""
+        used = (SETTINGS_2X, SETTINGS_2X, SETTINGS_2X | {"downsamplers": False})
+        documents = [quality([quality_row(EXACT)], size=512, scalecrafter=x) for x in used]
+        first, same, other = map(result, documents)
+        assert list(build_table([first, same])["quality"]) == [LARGE]
+        with pytest.raises(ValueError, match="are of another protocol or other seeds"):
+            build_table([first, other])
+
     @pytest.mark.parametrize("name", ["model", "scorer", "guidance_scale"])
     def test_what_makes_images_must_agree(self, name):
         """Catches a column of two models; a file that does not say hides none of the others."""
@@ -583,7 +599,7 @@ class TestSheet:
         counts = ["--prompts", 2, "--seeds", 1, "--steps", 1]
         run_command(monkeypatch, "compare", *places, *counts, "--size", 256, "--scalecrafter")
         document = json.loads((tmp_path / "compare_levels0_256_scalecrafter.json").read_text())
-        assert (document["size"], document["scalecrafter"]) == (256, True)
+        assert (document["size"], document["scalecrafter"]) == (256, SETTINGS_2X)
         width, height = Image.open(tmp_path / "compare_levels0_256_scalecrafter.webp").size
         assert width > 2 * 256
         assert height > 3 * 256

@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from eval_helpers import failed_command, prepare, run_command, scenes_run, score
+from eval_helpers import SETTINGS_2X, failed_command, prepare, run_command, scenes_run, score
 from tiny import draw, random_codebooks, small_unet, tiny_pipe, tiny_unet
 
 from avq_diffusers import AVQConfig, select_layers
@@ -167,6 +167,16 @@ def test_merged_rows_have_their_differences_to_exact_attention():
 def test_runs_of_another_protocol_are_not_merged(other, message):
     with pytest.raises(ValueError, match=message):
         scene_runs.merge_runs([scenes_run(0), *other])
+
+
+@pytest.mark.parametrize("other", [True, SETTINGS_2X | {"downsamplers": False}])
+def test_runs_of_other_scalecrafter_settings_are_not_merged(other):
+    """Catches settings that are not compared; a file with True is of before they were written."""
+    runs = [scenes_run(seed) | {"scalecrafter": {**SETTINGS_2X}} for seed in (0, 1)]
+    (row,) = scene_runs.merge_runs(runs)
+    assert row["num_runs"] == 2
+    with pytest.raises(ValueError, match=r"and the same .*size, scalecrafter"):
+        scene_runs.merge_runs([*runs, scenes_run(2) | {"scalecrafter": other}])
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 4), (4, 0), (9, 5)])

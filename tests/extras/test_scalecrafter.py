@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from avq_diffusers.extras.scalecrafter.apply import (
     apply_scalecrafter,
-    check_size,
+    checked_config,
     remove_scalecrafter,
     scalecrafter,
 )
@@ -77,11 +77,11 @@ def resize(x, size):
     return functional.interpolate(x, size, mode="bilinear", align_corners=False)
 
 
-def redilate(unet, factors):
+def redilate(unet, factors, convolutions=CONVOLUTIONS):
     """Put the definition in place of the convolutions in blocks whose path starts with a key."""
     for name, module in list(unet.named_modules()):
         for prefix, factor in factors.items():
-            if name.startswith(prefix) and CONVOLUTIONS.search(name) and factor > 1:
+            if name.startswith(prefix) and convolutions.search(name) and factor > 1:
                 parent, attribute = name.rsplit(".", 1)
                 setattr(unet.get_submodule(parent), attribute, Redilated(module, factor))
     return unet
@@ -168,6 +168,17 @@ class TestConvolution:
         apply_scalecrafter(unet, height, width, config=config)
         assert_equal_to_rounding(predict(unet, **latents), expected)
         assert differ(expected, plain)
+
+    def test_downsamplers_stay_as_they_are(self):
+        """Catches downsamplers dilated despite the setting, and upsamplers left out with them."""
+        unet = small_unet().double()
+        authors = predict(redilate(copy.deepcopy(unet), by_level(2, 2, 2)))
+        others = re.compile(r"(conv[12]|upsamplers\.0\.conv)$")
+        expected = predict(redilate(copy.deepcopy(unet), by_level(2, 2, 2), others))
+        config = ScaleCrafterConfig((1, 2), num_dilated_steps=30, downsamplers=False)
+        apply_scalecrafter(unet, 128, 128, config=config)
+        assert_equal_to_rounding(predict(unet), expected)
+        assert differ(expected, authors)
 
     def test_number_of_convolutions(self):
         """Catches another choice than the authors' 39 convolutions of SD1.5."""
@@ -379,7 +390,7 @@ class TestApplyAndRemove:
              (ControlNetModel.from_unet(pipe.unet), 128, 128)),
         ):  # fmt: skip
             pipe_or_unet, height, width, config, training_size = (*arguments, None, None)[:5]
-            for refuse in (check_size, apply_scalecrafter):
+            for refuse in (checked_config, apply_scalecrafter):
                 with pytest.raises(error, match=message):
                     refuse(pipe_or_unet, height, width, config=config, training_size=training_size)
         assert torch.equal(draw(pipe), before)

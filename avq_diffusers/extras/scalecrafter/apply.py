@@ -55,13 +55,14 @@ def apply_scalecrafter(
         config: None takes the authors' settings for SD1.5, whatever the model, by the ratio of
             image and training size: 2 x 2, 2.5 x 2.5, 4 x 2, 2 x 4 or 4 x 4. They give others for
             SD2.1 (20 dilated steps at 2 x 2) and for SDXL (at 2 x 2 no down block is dilated).
+            mini-sd at 2 x 2 is best with `MINI_SCALECRAFTER`.
         training_size: in pixels; None takes what the UNet's config says.
 
     Returns:
         `pipe`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `check_size`.
+        TypeError, ValueError, NotImplementedError: as `checked_config`.
     """
     state = _ScaleCrafter(pipe, height, width, config, training_size)
     remove_scalecrafter(pipe)
@@ -82,15 +83,15 @@ def remove_scalecrafter(pipe: PipelineOrUNet) -> PipelineOrUNet:
     return pipe
 
 
-def check_size(
+def checked_config(
     pipe: DiffusionPipeline | nn.Module,
     height: int,
     width: int,
     *,
     config: ScaleCrafterConfig | None = None,
     training_size: int | None = None,
-) -> None:
-    """Raise what `apply_scalecrafter` raises for these arguments; change nothing.
+) -> ScaleCrafterConfig:
+    """Return the settings that `apply_scalecrafter` takes for these arguments; change nothing.
 
     Args:
         pipe, height, width, config, training_size: as `apply_scalecrafter`.
@@ -103,7 +104,7 @@ def check_size(
         NotImplementedError: noise-damped guidance for a pipeline that also guides by an image,
             such as InstructPix2Pix.
     """
-    _ScaleCrafter(pipe, height, width, config, training_size)
+    return _ScaleCrafter(pipe, height, width, config, training_size).config
 
 
 @contextmanager
@@ -121,7 +122,7 @@ def scalecrafter(
         pipe, height, width, config, training_size: as `apply_scalecrafter`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `check_size`.
+        TypeError, ValueError, NotImplementedError: as `checked_config`.
     """
     earlier = getattr(unwrapped(unet_of(pipe)), "_scalecrafter", None)
     apply_scalecrafter(pipe, height, width, config=config, training_size=training_size)
@@ -313,7 +314,7 @@ def _convolutions(
         if at_level(config.dilations, level) == at_level(damped, level) == 1:
             continue
         holders = [(resnet, name) for resnet in block.resnets for name in ("conv1", "conv2")]
-        for samplers in ("downsamplers", "upsamplers"):
+        for samplers in ("downsamplers", "upsamplers") if config.downsamplers else ("upsamplers",):
             holders += [(sampler, "conv") for sampler in getattr(block, samplers, None) or ()]
         for holder, name in holders:
             convolution = getattr(holder, name)

@@ -1,4 +1,4 @@
-"""What ScaleCrafter does for an image size, and the authors' settings for SD1.5."""
+"""What ScaleCrafter does for an image size, and settings: the authors' for SD1.5, mini-sd's own."""
 
 import math
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ class ScaleCrafterConfig:
         damped_dilations: for noise-damped guidance, the weaker dilations of a second evaluation.
             The guided noise is weak(uncond) + w (strong(text) - strong(uncond)). None for ordinary
             guidance.
+        downsamplers: the convolutions of stride 2 are dilated too, as the authors do.
 
     Raises:
         TypeError: the number of steps is not an int.
@@ -33,6 +34,7 @@ class ScaleCrafterConfig:
     num_dilated_steps: int
     progressive: bool = False
     damped_dilations: tuple[float, ...] | None = None
+    downsamplers: bool = True
 
     def __post_init__(self) -> None:
         for name in ("dilations", "damped_dilations"):
@@ -125,3 +127,7 @@ SETTINGS = {
     (2, 4): SD15_2048,
     (4, 4): SD15_2048,
 }
+
+# At twice mini-sd's training size. Steps without dilation, the last ones too, return objects and
+# tiles to the size that they have in training. Dilated downsamplers deform them.
+MINI_SCALECRAFTER = ScaleCrafterConfig(dilations=(1, 2), num_dilated_steps=50, downsamplers=False)
