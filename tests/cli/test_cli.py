@@ -118,7 +118,8 @@ def test_generate_with_the_embedded_model(tmp_path):
     """The installed command on mini-sd: image, sheet and report, in a fresh process."""
     command = [str(Path(sys.executable).parent / "avq"), "generate", "one large red star"]
     command += ["--steps", "1", "--height", "64", "--width", "128", "--device", "cpu"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | own
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert written(tmp_path) == ["avq.png", "avq_sheet.png"]  # nothing is cached

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -18,6 +17,7 @@ import pytest
 import torch
 from coco_rows import noise, rows_of, run, score, write_row
 from PIL import Image
+from processes import FORKED
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers.cli import options
@@ -33,8 +33,6 @@ pytestmark = pytest.mark.usefixtures("own_state")
 
 NUM = 5  # images of a row
 NUM_REAL = 8
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["eval.__main__", "pytest", "scipy.linalg", "safetensors.torch"])
 
 
 @pytest.fixture(scope="module")
