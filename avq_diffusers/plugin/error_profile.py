@@ -405,7 +405,7 @@ class Ladder:
                 value,
                 **options | AVQConfig.parse(sizes).sizes._asdict(),
             )
-            for sizes in self.costs or self._rungs(key)
+            for sizes in (self._rungs(key) if self.costs is None else self.costs)
         }
         if self.costs is None:
             if key.is_cuda:
@@ -452,14 +452,9 @@ class Ladder:
                 call()
 
         with ThreadPoolExecutor() as pool:
-            for _ in tqdm(
-                pool.map(run, calls),
-                desc="kernels",
-                total=len(calls),
-                leave=False,
-                disable=not self.progress,
-            ):
-                pass
+            done = pool.map(run, calls)
+            hidden = not self.progress
+            list(tqdm(done, "kernels", total=len(calls), leave=False, disable=hidden))
 
 
 @contextmanager

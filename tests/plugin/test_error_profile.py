@@ -401,6 +401,16 @@ def test_costs_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
     assert [*json.loads(kept.read_text()).values()] == [0.5, 4.0]
 
 
+def test_the_first_call_decides_what_is_measured():
+    """Catches a later call of more tokens that has sizes of its own, where the first had none."""
+    ladder = Ladder(SPEC, CONFIG, progress=False)
+    for num_tokens in (4, 64):
+        query, key, value = torch.randn(3, 1, 2, num_tokens, 8)
+        _, errors = ladder.measure(query, key, value, query_tile=16)
+        assert errors.shape == (0,)
+    assert ladder.costs == {}
+
+
 def test_kernels_compile_side_by_side():
     """Catches rungs that compile one after another, gradients in a thread, and a lost error."""
     ladder = Ladder(SPEC, AVQConfig(), progress=False)
