@@ -135,10 +135,12 @@ def install(model: ModelMixin, states: Mapping[TransformerLayer, LayerState]) ->
             previous = processor._attention_backend
             state.previous_backend = None if previous is AVQ_BACKEND else previous
             layer.attn._avq_previous = processor
-    # For a transformer that is compiled before its first call: one image with guidance.
-    guided_image = torch.empty(2, 1, 1, dtype=model.dtype, device=model.device)
-    for layer, state in states.items():
-        state.route.learn(state.workload(guided_image), model.device, measure=False)
+    if model.device.type != "meta":  # accelerate's offload keeps weights there between calls
+        # For a transformer that is compiled before its first call: one image with guidance.
+        guided_image = torch.empty(2, 1, 1, dtype=model.dtype, device=model.device)
+        for state in states.values():
+            state.route.learn(state.workload(guided_image), model.device, measure=False)
+    for layer in states:
         if not layer.is_joint:
             layer.attn.processor._attention_backend = AVQ_BACKEND
             register_backend()
