@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -394,6 +395,22 @@ def test_the_timed_operation_is_the_whole_attention(monkeypatch, attention, size
     if form[0] == "stored":
         assert seen["codebook"].children.shape == (2, 8, 2, 8)
         assert torch.equal(seen["codebook"].parents[:, [0, 7]], call.key[0, :, [1, 16]])
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(0, 24), (25, 24), (119, 88), (120, 120), (200, 184), (9999, 504)]
+)
+def test_flat_vq_takes_as_long_on_a_gpu(monkeypatch, limit, expected):
+    """Catches a search that stops early, passes the limit, or does not end."""
+
+    def operation_ms(attention, config, call, grid):
+        return config.num_parents if config.num_children == 0 else limit
+
+    monkeypatch.setattr(vision_compare, "_operation_ms", operation_ms)
+    call = SimpleNamespace(query=SimpleNamespace(is_cuda=True))
+    part = SimpleNamespace(timed=(call, Grid(1, 32, 32)))
+    name = vision_compare._resolved("flat@M56P8C8/own", part)  # 56 + 8 * 8 columns
+    assert name == f"M{expected}/own"
 
 
 def test_a_comparison_scales_the_rates_of_the_teacher(place, tmp_path):
