@@ -1,6 +1,7 @@
 """SD3's joint attention: image by AVQ, text as sinks, text queries exact."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -362,11 +363,9 @@ class TestRefusals:
             set_num_refined(sd3_transformer(), 1)
 
     def test_other_modules(self):
-        pipe = type(
-            "Pipe", (), {"transformer": sd3_transformer(), "transformer_2": torch.nn.ReLU()}
-        )
+        pipe = SimpleNamespace(transformer=sd3_transformer(), transformer_2=torch.nn.ReLU())
         with pytest.raises(TypeError, match="expected a transformer of diffusers, but got ReLU"):
-            apply_avq(pipe())
+            apply_avq(pipe)
 
     def test_names_and_routes(self):
         with pytest.raises(ValueError, match="backend must be"):
