@@ -13,7 +13,14 @@ import pytest
 from PIL import Image
 from safetensors import SafetensorError
 
-from avq_diffusers.files import LONGEST_SAVE, TEMPORARY, atomic_save, atomic_write, naming
+from avq_diffusers.files import (
+    LONGEST_SAVE,
+    TEMPORARY,
+    atomic_save,
+    atomic_write,
+    locked,
+    naming,
+)
 from distill.checkpointing.folders import replace_folder
 
 KILLED = """
@@ -261,3 +268,9 @@ def test_a_missing_folder_is_made(tmp_path):
     with atomic_write(tmp_path / "a" / "b" / "file.txt") as temporary:
         temporary.write_text("new")
     assert contents(tmp_path / "a" / "b" / "file.txt") == {"file.txt": "new"}
+
+
+def test_a_lock_where_nothing_can_be_written(path):
+    with pytest.raises(OSError, match=f"{path}/folder could not be written"):  # noqa: SIM117
+        with locked(path / "folder", 0, "busy"):
+            pass

@@ -212,12 +212,10 @@ class _Events:
             f"{_as_typed(shown.request)}\n\n{_table(report)}",
         ]
 
-    def offer_scalecrafter(self, width: int, height: int) -> gr.Checkbox:
+    def offer_scalecrafter(self, width: float | None, height: float | None) -> gr.Checkbox:
         """The checkbox, enabled at the sizes that ScaleCrafter has settings for."""
-        fits = (
-            height / training_size(self.pipeline.pipe),
-            width / training_size(self.pipeline.pipe),
-        ) in SETTINGS
+        side = training_size(self.pipeline.pipe)
+        fits = ((height or 0) / side, (width or 0) / side) in SETTINGS
         return gr.Checkbox(interactive=True) if fits else gr.Checkbox(False, interactive=False)
 
     def leave(self, visitor: gr.Request) -> None:

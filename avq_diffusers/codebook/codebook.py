@@ -76,11 +76,6 @@ class Codebook:
         return self.children.shape[2]
 
     @property
-    def most_refined(self) -> int:
-        """Most parents that a query tile can refine: all, or 0 for a flat codebook."""
-        return self.num_parents if self.num_children else 0
-
-    @property
     def head_dim(self) -> int:
         """D."""
         return self.parents.shape[2]

@@ -121,8 +121,6 @@ def _nearest_leaf(residual: Tensor, child_offsets: Tensor, cell: Tensor) -> tupl
     _, num_children, head_dim = child_offsets.shape
     half_norms = child_offsets.square().sum(dim=-1) / 2
     squared_distance = residual.square().sum(dim=-1)
-    if num_children == 0:
-        return torch.zeros_like(cell), squared_distance
 
     leaf, gain = [], []
     rows_per_chunk = chunk_length(residual.device, num_children * head_dim)

@@ -234,7 +234,7 @@ def set_tolerance(
 
     Raises:
         TypeError: `tolerance` is not a number.
-        ValueError: it is not above 0, the profile is of other layers, or AVQ has codebooks.
+        ValueError: it is not above 0, or the profile is of other layers.
     """
     choices = chosen_sizes(applied_states(pipe), profile, tolerance)
     set_sizes(
@@ -274,8 +274,6 @@ def chosen_sizes(
     """
     plan = profile.within(checked_tolerance(tolerance))
     profile.check_layers([*states])
-    if any(state.weights.are_stored for state in states.values()):
-        raise ValueError(WITHOUT_CODEBOOKS)
     return {state: plan[layer.name] for layer, state in states.items()}
 
 

@@ -36,16 +36,11 @@ class CachedSamples(Dataset):
 
     Args:
         folder: folder of the cache.
-        num_samples: number of samples in it.
     """
 
-    def __init__(self, folder: Path, num_samples: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.num_samples = num_samples
         self.shards = {}
-
-    def __len__(self) -> int:
-        return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         number, row = divmod(index, SHARD)
@@ -115,7 +110,7 @@ def open_cache(
     if process_index == 0:
         for leftover in folder.glob(f"{TEMPORARY}*"):  # from killed builds
             leftover.unlink(missing_ok=True)
-    return CachedSamples(folder, num_samples)
+    return CachedSamples(folder)
 
 
 def shard_path(folder: Path, number: int) -> Path:

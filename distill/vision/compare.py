@@ -300,7 +300,8 @@ def _resolved(name: str, part: Comparison) -> str:
             while num_parents > FLAT_STEP and is_slower(num_parents):
                 num_parents -= FLAT_STEP
         else:
-            while num_parents < MOST_FLAT and not is_slower(num_parents + FLAT_STEP):
+            most = MOST_FLAT - FLAT_STEP
+            while num_parents <= most and not is_slower(num_parents + FLAT_STEP):
                 num_parents += FLAT_STEP
     return f"M{num_parents}{suffix}"
 

@@ -100,10 +100,9 @@ class VisionTrainer(Trainer):
         config = self.config
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                is_head = name.split(".")[0] in HEADS
-                decays = parameter.ndim > 1 and CHILD not in name
-                groups.setdefault((is_head, decays), []).append(parameter)
+            is_head = name.split(".")[0] in HEADS
+            decays = parameter.ndim > 1 and CHILD not in name
+            groups.setdefault((is_head, decays), []).append(parameter)
         rates = config.learning_rate, config.head_learning_rate or config.learning_rate
         self.optimizer = torch.optim.AdamW(
             [

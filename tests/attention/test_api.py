@@ -1,10 +1,12 @@
 """`avq_attention` at its boundary: refusals, choice of backend, torch.compile, autocast."""
 
+import math
 import re
 
 import pytest
 import torch
 from cases import OPTIONS, make_case, relative_error, stored_attention
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avq_diffusers.attention.api import BACKENDS, resolve_backend
@@ -108,6 +110,7 @@ REFUSALS = {
             "num_refined must be 0 without children (flat VQ), but got 2.",
         ),
         ({"query_tile": 0}, "query_tile must be at least 1, but got 0."),
+        ({"scale": math.inf}, "scale must be finite, but got inf."),
         ({"codebook": None}, 'codewords="stored" needs a codebook.'),
         ({"codewords": "own"}, "codewords must be one of means, stored, but got 'own'."),
         ({"num_updates": -1}, "num_updates must be at least 0, but got -1."),
@@ -325,6 +328,8 @@ def test_forward_mode_is_refused(backend):
 
     with pytest.raises(NotImplementedError, match="avq_attention has no forward-mode derivatives"):
         torch.func.jvp(attend, (VALUE,), (torch.ones_like(VALUE),))
+    with forward_ad.dual_level():  # of other tensors
+        assert attend(VALUE).isfinite().all()
 
 
 def test_inference_mode():
@@ -332,3 +337,17 @@ def test_inference_mode():
     expected = stored_attention(*arguments, num_refined=2)
     with torch.inference_mode():
         assert torch.equal(stored_attention(*arguments, num_refined=2), expected)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_keeps_its_order_of_queries():
+    """Catches queries that the traced order leaves out, whose output nobody writes."""
+
+    def attend(*tensors):
+        order = torch.arange(50).flip(0)
+        return stored_attention(*tensors, CODEBOOK, num_refined=2, query_tile=16, query_order=order)
+
+    traced = torch.jit.trace(attend, (QUERY, KEY, VALUE))
+    assert torch.equal(traced(2 * QUERY, KEY, VALUE), attend(2 * QUERY, KEY, VALUE))
+    with pytest.raises(RuntimeError, match="made with: expected 50, but got 60"):
+        traced(torch.cat([QUERY, QUERY[:, :, :10]], dim=2), KEY, VALUE)

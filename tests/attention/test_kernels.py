@@ -157,6 +157,15 @@ def test_other_children_in_the_same_memory_are_packed_again():
     assert not torch.equal(others.codes, first.codes)
 
 
+@torch.inference_mode()
+def test_codewords_of_inference_mode_are_packed_again():
+    """Their tensors do not tell of changes."""
+    parents, children = torch.zeros(1, 2, 8), torch.ones(1, 2, 3, 8)
+    first = ops._packed_codewords(parents, children, 1.0, FP32)
+    others = ops._packed_codewords(parents, children.add_(1), 1.0, FP32)
+    assert not torch.equal(others.codes, first.codes)
+
+
 def test_packed_codewords_die_with_their_codebook():
     query, key, value, codebook = on_device()
     held = len(ops._packed)
@@ -173,6 +182,7 @@ def test_packed_codewords_die_with_their_codebook():
         ({"scale": -1.0}, "scale must be positive, but is -1.0"),
         ({"query_tile": 200}, "query_tile must be at most 128"),
         ({"num_updates": 1}, "num_updates moves the parents of a codebook"),
+        ({"exact_keys": 1}, 'exact and sink keys need codewords="means"'),
     ],
 )
 def test_what_the_kernels_cannot_do_is_said(change, message):
@@ -209,6 +219,22 @@ def test_no_gpu_no_kernels(monkeypatch):
     with pytest.raises(ValueError, match="query is on cpu, and the kernels need an NVIDIA GPU"):
         stored_attention(*case, num_refined=2, backend="triton")
     assert ops.resolve_backend("auto", *case, **OPTIONS) == "torch"
+    monkeypatch.setattr(ops, "_HAS_TRITON", False)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        stored_attention(*case, num_refined=2, backend="triton")
+
+
+def test_tiles_with_exact_keys_see_few_enough_codewords_to_sort_them():
+    *tensors, _ = on_device()
+    sizes = {"codewords": "means", "num_parents": 64, "num_children": 32, "exact_keys": 1}
+
+    def resolve(num_refined, **changes):
+        options = OPTIONS | sizes | {"num_refined": num_refined} | changes
+        return ops.resolve_backend("triton", *tensors, None, **options)
+
+    with pytest.raises(ValueError, match="exact keys may see 1024 codewords, but see 1056"):
+        resolve(31)
+    assert resolve(30) == resolve(31, exact_keys=0) == "triton"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

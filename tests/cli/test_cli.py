@@ -39,6 +39,7 @@ from avq_diffusers.cli.images import (
     usual_scalecrafter,
 )
 from avq_diffusers.cli.main import main
+from avq_diffusers.cli.options import restore_threads
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.cli.sheet import MARGIN
 from avq_diffusers.codebook.codebook import Codebook
@@ -681,6 +682,27 @@ def test_a_read_only_folder_is_refused_before_the_work(avq, model, monkeypatch, 
     code, output = avq(*command, "--model", model)
     assert code == 2
     assert "isnotwritable" in output
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
+    def fail():
+        raise RuntimeError("sizes of tensors must match")
+
+    monkeypatch.setattr("avq_diffusers.cli.main.app", fail)
+    with pytest.raises(RuntimeError, match="sizes of tensors must match"):
+        main()
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_accelerates_single_thread_is_not_kept(monkeypatch, launched):
+    """Catches a single process on one of many cores, and a user's own number that is lost."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
+    if launched:
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    restore_threads()
+    assert ("OMP_NUM_THREADS" in os.environ) != launched
 
 
 @pytest.mark.parametrize(

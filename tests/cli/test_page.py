@@ -318,6 +318,26 @@ def test_the_page_goes_on_after_running_out_of_memory(visit, site, reference):
     assert np.array_equal(pixels(ask(SLIDER, num_refined=2)[1]), generate(reference))
 
 
+@pytest.mark.parametrize(
+    ("width", "height", "fits"), [(2, 4, True), (2, 3, False), (None, 2, False), (2, None, False)]
+)
+def test_scalecrafter_is_offered_at_its_sizes(width, height, fits):
+    """Fails where a visitor empties a field to write another size."""
+    pytest.importorskip("gradio", reason="needs avq-diffusers[app]")
+    from avq_diffusers.cli.page import SharedPipeline, _Events
+
+    offer = _Events(SharedPipeline(with_avq())).offer_scalecrafter
+    assert offer(width and SIDE * width, height and SIDE * height).interactive == fits
+
+
+def test_a_mistake_of_ours_is_not_told_as_one_of_the_visitor():
+    pytest.importorskip("gradio", reason="needs avq-diffusers[app]")
+    from avq_diffusers.cli.page import _shown_errors
+
+    with pytest.raises(RuntimeError, match="sizes of tensors must"), _shown_errors():
+        raise RuntimeError("sizes of tensors must match")
+
+
 def test_visitors_do_not_disturb_each_other(visit, reference):
     """Each gets the images that it would get alone; fails without a lock around the pipeline."""
     refined = (CONFIG.num_refined, 0)

@@ -10,10 +10,10 @@ from tiny_training import CONFIGS, RUN_CONFIG
 
 from distill.config import DistillConfig
 from distill.config_file import load_config
-from distill.pretrain.config import ScorerConfig, SDConfig, VAEConfig
+from distill.pretrain.config import ScorerConfig, SD3Config, SDConfig, VAEConfig
 
 distillation = partial(load_config, RUN_CONFIG, DistillConfig)
-KINDS = {"vae": VAEConfig, "sd": SDConfig, "scorer": ScorerConfig}
+KINDS = {"vae": VAEConfig, "sd": SDConfig, "sd3": SD3Config, "scorer": ScorerConfig}
 
 
 @pytest.mark.parametrize("prefix", ["sd15", "mini"])
@@ -169,6 +169,7 @@ def test_a_file_that_is_no_mapping_of_keys_is_refused(tmp_path, text, message):
         ("avq.levels=[a]", "avq.levels[0] must be int, but got 'a'."),
         ("data=scenes", "data must be a section, but got 'scenes'."),
         ("steps=null", "steps must be int, but got None."),
+        ("adam_betas=[0.9]", "adam_betas must be tuple[float, float], but got [0.9]."),
     ],
 )
 def test_wrong_types_are_named(override, message):
@@ -223,6 +224,7 @@ def test_values_out_of_range_are_refused(override, message):
         ("sd", "num_prompts=0", "num_prompts must be at least 1, but got 0"),
         ("sd", "sample_steps=0", "sample_steps must be at least 1, but got 0"),
         ("sd", "caption_dropout=1.1", "caption_dropout must be in"),
+        ("sd3", "caption_dropout=-0.1", "caption_dropout must be in"),
         ("scorer", "num_validation=0", "num_validation must be at least 1, but got 0"),
         ("scorer", "corrupted_share=1.0", "corrupted_share must be in"),
     ],

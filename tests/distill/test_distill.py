@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from diffusers import (
     DDPMScheduler,
     EDMEulerScheduler,
@@ -49,7 +50,7 @@ from distill import loop
 from distill.__main__ import app
 from distill.checkpointing import checkpoint
 from distill.checkpointing.export import make_codebooks
-from distill.checkpointing.hub import HTTP_ERRORS
+from distill.checkpointing.hub import HTTP_ERRORS, model_card
 from distill.checkpointing.run_folder import check_unused, locked
 from distill.config import DistillConfig
 from distill.config_file import load_config
@@ -57,6 +58,7 @@ from distill.data.batches import add_noise, sample_seed
 from distill.log import log_path, reduced_means
 from distill.objective import Objective
 from distill.preview import generate, student_in
+from distill.run import make_accelerator
 
 OWN_CODEWORDS = {
     "avq__codewords": "means",
@@ -296,6 +298,14 @@ def test_the_model_card_loads_the_result(finished, model):
     assert str(model) not in card.text
     exec(code.replace('"codebooks"', repr(str(folder))).replace('"tiny"', repr(str(model))), names)
     assert any(row.config for row in summary(names["pipe"]).rows)
+    training = AVQCodebooks.from_pretrained(folder).config["training"]
+    (code,) = re.findall(
+        r"```python\n(.*?)```",
+        model_card(tiny_config("base_model=mini-sd"), training, source=str(folder)),
+        re.DOTALL,
+    )
+    assert "from avq_diffusers.mini import MINI_SD\n" in code
+    assert "from_pretrained(MINI_SD" in code
 
 
 @pytest.fixture
@@ -861,23 +871,36 @@ def test_a_model_without_text_encoder_is_refused(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "missing"),
+    ("scheduler", "message"),
     [
-        (FlowMatchEulerDiscreteScheduler, "beta_start, beta_end, beta_schedule, prediction_type"),
-        (EDMEulerScheduler, "beta_start, beta_end, beta_schedule"),
+        (
+            FlowMatchEulerDiscreteScheduler(),
+            "have a noise schedule like Stable Diffusion's, but the FlowMatchEulerDiscreteScheduler"
+            " of .*model has no beta_start, beta_end, beta_schedule, prediction_type",
+        ),
+        (EDMEulerScheduler(), "have a .* has no beta_start, beta_end, beta_schedule"),
+        (
+            DDPMScheduler(prediction_type="sample", clip_sample=False, steps_offset=1),
+            "predict one of epsilon, v_prediction, but .*model predicts sample",
+        ),
     ],
 )
-def test_schedulers_of_other_noise_are_refused(model, tmp_path, scheduler, missing):
+def test_schedulers_of_other_noise_are_refused(model, tmp_path, scheduler, message):
     """Catches a traceback, and training with the betas of another noise schedule."""
     shutil.copytree(model, tmp_path / "model")
     shutil.rmtree(tmp_path / "model" / "scheduler")
-    scheduler().save_pretrained(tmp_path / "model" / "scheduler")
+    scheduler.save_pretrained(tmp_path / "model" / "scheduler")
     path = tmp_path / "model" / "model_index.json"
     index = json.loads(path.read_text())
-    path.write_text(json.dumps(index | {"scheduler": ["diffusers", scheduler.__name__]}))
+    path.write_text(json.dumps(index | {"scheduler": ["diffusers", type(scheduler).__name__]}))
     error = refused(tmp_path / "model", tmp_path / "run").splitlines()[-1]
-    message = "error: base_model must have a noise schedule like Stable Diffusion's, but the "
-    assert re.fullmatch(f"{message}{scheduler.__name__} of .*model has no {missing}.", error)
+    assert re.fullmatch(f"error: base_model must {message}.", error)
+
+
+def test_a_launcher_that_shards_weights_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(ValueError, match="does not shard them; launch with DDP instead of FSDP"):
+        make_accelerator(tiny_config(), tmp_path)
 
 
 # Devices

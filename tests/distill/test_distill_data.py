@@ -146,8 +146,12 @@ def write_metadata(root, paths, ending):
     rows = [(str(path.relative_to(root)), text) for path, text in zip(paths, CAPTIONS, strict=True)]
     if ending == "jsonl":
         lines = [json.dumps({"file_name": name, "text": text}) for name, text in rows]
-    else:
+    elif ending == "csv":
         lines = ["file_name,text", *(f'{name},"{text}"' for name, text in rows)]
+    else:
+        table = dict(zip(("file_name", "text"), zip(*rows, strict=True), strict=True))
+        datasets.Dataset.from_dict(table).to_parquet(root / "metadata.parquet")
+        return
     (root / f"metadata.{ending}").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -182,6 +186,7 @@ def assert_same(found, expected):
         "folder",
         "folder jsonl",
         "folder csv",
+        "folder parquet",
         "huggingface",
         "huggingface json",
         "huggingface txt",
@@ -262,15 +267,19 @@ def test_scenes_that_look_or_are_called_otherwise_have_another_fingerprint(monke
 
 
 def test_only_data_sets_need_the_package_datasets(tmp_path, monkeypatch):
-    for kind in ("folder", "folder csv", "webdataset txt", "huggingface"):
+    for kind in ("folder", "folder csv", "folder parquet", "webdataset txt", "huggingface"):
         (tmp_path / kind).mkdir()
     config = source("huggingface", tmp_path / "huggingface")
+    table = source("folder parquet", tmp_path / "folder parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert take(make_stream(), 1)["moments"].shape == (3, 8, 8, 8)
     for kind in ("folder", "folder csv", "webdataset txt"):
         assert len(open_samples(source(kind, tmp_path / kind), SIZE)) == 5
     with pytest.raises(ImportError, match=r'pip install "avq-diffusers\[train\]"'):
         open_samples(config, SIZE)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"metadata\.parquet needs the package pyarrow: install"):
+        open_samples(table, SIZE)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +333,23 @@ def test_refusals(kind, changes, message, tmp_path):
     config = source(kind, tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         open_samples(replace(config, **changes), SIZE)
+
+
+@pytest.mark.parametrize(
+    ("ending", "content", "message"),
+    [
+        ("jsonl", "[3]", r"entry 1 of .*metadata\.jsonl must be an object, but is \[3\]"),
+        ("jsonl", '{"file_name": "a"}', r"entry 1 of .* has no column text, only file_name\."),
+        ("jsonl", '{"file_name": 3, "text": "a"}', "entry 1 of .*: file_name must be text, but is"),
+        ("csv", f"file_name,text\n{'a' * 200_000},b", r"metadata\.csv is not CSV \("),
+        ("parquet", "no table", r"metadata\.parquet is not Parquet \("),
+    ],
+)
+def test_bad_metadata_is_refused(ending, content, message, tmp_path):
+    config = source(f"folder {ending}", tmp_path)
+    (tmp_path / "data" / f"metadata.{ending}").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        open_samples(config, SIZE)
 
 
 def test_a_bad_tar_is_refused(tmp_path):
@@ -839,6 +865,9 @@ def test_a_cache_of_another_encoder_is_refused(key, tmp_path):
     said = json.loads(path.read_text())
     path.write_text(json.dumps({name: said[name] for name in said if name != key}))
     with pytest.raises(ValueError, match=message):
+        make_stream(config)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"is damaged \(it holds list, not a mapping\); delete"):
         make_stream(config)
 
 

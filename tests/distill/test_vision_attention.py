@@ -134,6 +134,9 @@ def test_the_prefix_sees_all_whatever_the_patches_do():
         output = make_baseline(name, 0, GRID, 16, 0)(query, key, value, 0.25)
         torch.testing.assert_close(output[:, :, :1], expected)
         assert not torch.allclose(output[:, :, 1:], exact(query, key, value)[:, :, 1:])
+    query, key, value = (x[:, :, 1:] for x in (query, key, value))
+    every_patch = Linformer(Grid(0, 9, 10), 90)
+    torch.testing.assert_close(every_patch(query, key, value, 0.25), exact(query, key, value))
 
 
 def vit():
@@ -183,6 +186,18 @@ def test_other_numbers_of_tokens_and_other_models_are_refused():
     swin = SwinModel(SwinConfig(image_size=64, embed_dim=8, depths=[1], num_heads=[1]))
     with pytest.raises(ValueError, match="SwinModel has no layer for AVQ"):
         observe(swin, torch.randn(1, 3, 64, 64))
+    model = vit()
+    model.layers[1] = model.layers[0]
+    with pytest.raises(ValueError, match=r"1 layers of ViTModel must attend once .* 2 calls had"):
+        observe(model, torch.randn(1, 3, 64, 64))
+
+
+def test_dropout_of_attention_is_refused():
+    model = ViTModel(ViTConfig(**WIDE, attention_probs_dropout_prob=0.5))
+    images = torch.randn(2, 3, 64, 64)
+    set_attention(model, parse_attention("swin"), SETTINGS, images, seed=0)
+    with pytest.raises(NotImplementedError, match="without masks and dropout; set attention_prob"):
+        model.train()(images)
 
 
 def stored(name="M8P2C4", **settings):

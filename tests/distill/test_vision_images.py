@@ -145,6 +145,11 @@ def test_crops_are_central_and_random_pieces_stay_inside():
             assert 0 <= left < right <= size[0] + 1e-9
             assert 0 <= top < bottom <= size[1] + 1e-9
             assert 0.7 < (right - left) / (bottom - top) < 1.4
+    config = replace(config, augment="crop")
+    prepared = Prepared([images.Sample(image, 0, "x")] * 9, config, training=True, seed=0)
+    pieces = [prepared[index]["pixels"] for index in range(9)]
+    assert all(torch.equal(prepared[index]["pixels"], pieces[index]) for index in range(9))
+    assert len({int(piece.max()) - int(piece.min()) for piece in pieces}) > 3
 
 
 def test_a_data_set_of_the_hub(monkeypatch):
@@ -154,6 +159,7 @@ def test_a_data_set_of_the_hub(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda name: found)
     samples = HubImages("org/set", "training")
     assert samples.classes == ["a", "b"]
+    assert len(samples) == 2
     assert (samples[1].label, samples[1].image.mode) == (1, "RGB")
     with pytest.raises(ValueError, match="org/set must have a split validation, but has"):
         HubImages("org/set", "validation")

@@ -9,13 +9,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageClassification,
     Dinov2Config,
@@ -336,7 +337,7 @@ def rows_of(folder):
 def test_a_comparison_goes_on_and_starts_each_attention_from_the_teacher(place, tmp_path):
     config = settings(place, max_steps=3)
     names = ["exact", "M4P2C2/own", "M4P2C2", "flat@M4P2C2", "linformer"]
-    options = {"steps": 2, "rate": 0.5, "elastic": [1, 4], "seconds": 1e9}
+    options = {"steps": 2, "rate": 0.5, "elastic": [1, 4, 5], "seconds": 1e9}
     compare(config, names[:3], tmp_path, seeds=[0], **options)
     first = rows_of(tmp_path)
     compare(config, names, tmp_path, seeds=[0, 1], **options)
@@ -368,18 +369,48 @@ def test_an_attention_that_fails_is_named_and_left_out(place, tmp_path, monkeypa
     assert (trained["name"], trained["seed"]) == ("exact", 0)
 
 
-@pytest.mark.parametrize("sizes", ["M8P4C2E16", "M8"])
-def test_the_timed_operation_is_the_whole_attention(monkeypatch, sizes):
+@pytest.mark.parametrize(
+    ("attention", "sizes", "form"),
+    [
+        ("M8P4C2E16/own2", "M8P4C2E16", ("means", 2)),
+        ("M8P4C2E16/own2", "M8", ("means", 2)),
+        ("M8P4C2", "M8P4C2", ("stored", 0)),
+    ],
+)
+def test_the_timed_operation_is_the_whole_attention(monkeypatch, attention, sizes, form):
     """Catches flat VQ that is compared with AVQ without its exact keys or updates."""
     seen = {}
-    monkeypatch.setattr(vision_compare, "avq_attention", lambda *_, **options: seen.update(options))
+
+    def see(query, key, value, codebook, **options):
+        seen.update(options, codebook=codebook)
+
+    monkeypatch.setattr(vision_compare, "avq_attention", see)
     monkeypatch.setattr(vision_compare, "_ms", lambda function: function())
     call = Call(*torch.randn(3, 1, 2, 17, 8), 0.5)
     timed = AVQConfig.parse(sizes)
-    vision_compare._operation_ms(parse_attention("M8P4C2E16/own2"), timed, call, Grid(1, 4, 4))
+    vision_compare._operation_ms(parse_attention(attention), timed, call, Grid(1, 4, 4))
     assert {name: seen[name] for name in Sizes._fields} == timed.sizes._asdict()
-    assert (seen["codewords"], seen["num_updates"]) == ("means", 2)
+    assert (seen["codewords"], seen["num_updates"]) == form
     assert seen["sink_key"].shape[2] == 1
+    if form[0] == "stored":
+        assert seen["codebook"].children.shape == (2, 8, 2, 8)
+        assert torch.equal(seen["codebook"].parents[:, [0, 7]], call.key[0, :, [1, 16]])
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(0, 24), (25, 24), (119, 88), (120, 120), (200, 184), (9999, 504)]
+)
+def test_flat_vq_takes_as_long_on_a_gpu(monkeypatch, limit, expected):
+    """Catches a search that stops early, passes the limit, or does not end."""
+
+    def operation_ms(attention, config, call, grid):
+        return config.num_parents if config.num_children == 0 else limit
+
+    monkeypatch.setattr(vision_compare, "_operation_ms", operation_ms)
+    call = SimpleNamespace(query=SimpleNamespace(is_cuda=True))
+    part = SimpleNamespace(timed=(call, Grid(1, 32, 32)))
+    name = vision_compare._resolved("flat@M56P8C8/own", part)  # 56 + 8 * 8 columns
+    assert name == f"M{expected}/own"
 
 
 def test_a_comparison_scales_the_rates_of_the_teacher(place, tmp_path):
@@ -390,11 +421,14 @@ def test_a_comparison_scales_the_rates_of_the_teacher(place, tmp_path):
     assert (untrained["rate"], still["rate"]) == (None, 1e-9)
 
 
-def test_a_comparison_keeps_to_its_time(place, tmp_path, capsys):
-    config = settings(place, max_steps=1)
-    compare(config, ["exact"], tmp_path, steps=1, rate=1, seeds=[0], elastic=[], seconds=0)
+def test_a_comparison_keeps_to_its_time(place, tmp_path):
+    command = ["compare", *train(place, tmp_path, "--set", "max_steps=1")[1:]]
+    command += ["--attentions", "exact", "--seeds", "0,1", "--elastic", "", "--seconds", "0"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
     assert [row["name"] for row in rows_of(tmp_path)] == ["teacher"]
-    assert "exact, seed 0: no time left" in capsys.readouterr().out
+    assert "exact, seed 1: no time left" in result.output
+    assert "--rate must be above 0" in CliRunner().invoke(app, [*command, "--rate", "0"]).output
 
 
 @pytest.mark.parametrize("attention", ["M4P2C2", "M4P2C2/own"])
@@ -424,7 +458,9 @@ def test_analyses_agree_with_the_run(place, tmp_path, attention):
 
 
 def test_analyses_are_of_avq(place, tmp_path):
-    fine_tune(settings(place, max_steps=1), tmp_path / "run", resume=False)
+    command = train(place, tmp_path / "run", "--set", "max_steps=1", "--set", "attention=exact")
+    result = CliRunner().invoke(app, command)
+    assert "'eval_top1': " in result.output
     for folder, message in (("run", "has attention exact"), ("none", "holds no finished run")):
         result = CliRunner().invoke(app, ["analyse", str(tmp_path / folder)])
         assert result.exit_code == 2
@@ -458,7 +494,7 @@ def timm_weights(model):
     return {name: value.detach().clone() for name, value in found.items()}
 
 
-def test_a_vit_of_timm():
+def test_a_vit_of_timm(tmp_path, monkeypatch):
     torch.manual_seed(0)
     config = ViTConfig(
         hidden_size=128,
@@ -481,6 +517,13 @@ def test_a_vit_of_timm():
         torch.testing.assert_close(found(images).logits, model(images).logits)
         other = vit_from_timm(weights, 32, {"num_labels": 3}).eval()
         assert other(images).logits.shape == (2, 3)
+        save_file(weights, tmp_path / "model.safetensors")
+        of_size = {"pretrained_cfg": {"input_size": [3, 32, 32]}}
+        (tmp_path / "config.json").write_text(json.dumps(of_size))
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda _, name: tmp_path / name)
+        of_hub = load_classifier("timm/vit", [*"abcdefg"]).eval()
+        torch.testing.assert_close(of_hub(images).logits, model(images).logits)
+        assert of_hub.config.id2label[6] == "g"
     del weights["blocks.1.mlp.fc2.bias"]
     with pytest.raises(ValueError, match=r"not a ViT of timm: there is no 'blocks.1.mlp.fc2.bias'"):
         vit_from_timm(weights, 32, {})
@@ -520,7 +563,21 @@ def test_settings_that_contradict_are_refused(place):
     ):
         with pytest.raises(ValueError, match=message):
             replace(config, **change)
-    with pytest.raises(ValueError, match="augment must be flip or none"):
-        replace(data, augment="crop", preload=True)
-    with pytest.raises(ValueError, match="diveq needs full_spawning"):
-        replace(config.codebooks, diveq=True, full_spawning=False)
+    maps = settings(place, "segmentation")
+    with pytest.raises(ValueError, match="segmentation needs resize: squash and augment: flip or"):
+        replace(maps, data=replace(maps.data, resize="crop"))
+    for part, change, message in (
+        (data, {"augment": "crop", "preload": True}, "augment must be flip or none"),
+        (data, {"crop_share": 1.1}, "crop_share must be above 0, at most 1, but got 1.1"),
+        (config.codebooks, {"diveq": True, "full_spawning": False}, "diveq needs full_spawning"),
+        (config.codebooks, {"decay_end": 1.0}, r"decay_end must be in \[0, 1\), but got 1.0"),
+        (config.codebooks, {"decay_warmup": 2}, r"decay_warmup must be in \[0, 1\], but got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(part, **change)
+
+
+def test_half_precision_needs_a_gpu(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="precision fp16 needs a GPU; choose bf16 or fp32"):
+        fine_tune(settings(place, precision="fp16"), tmp_path / "run", resume=False)

@@ -43,6 +43,7 @@ from avq_diffusers import (
 )
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.dit.dispatch import AVQ_BACKEND, _present
+from avq_diffusers.dit.grids import family_of
 
 feature = pytest.mark.feature
 OPTIONS = {"num_parents": 4, "num_children": 2, "num_refined": 2, "query_tile": 16}
@@ -231,6 +232,18 @@ class TestHandedOver:
             model(**arguments, video_coords=torch.rand(2, 3, 288))
         assert kinds(model) == {"no grid"}
 
+    @pytest.mark.parametrize("config", [{}, {"patch_size": (1, 2, 2)}])
+    def test_latents_of_another_form(self, config):
+        family = family_of(("hidden_states", "encoder_hidden_states", "timestep"))
+        assert family.read(config, {"hidden_states": torch.ones(2, 4, 16, 24)}) == "no grid"
+
+    def test_merged_tokens(self):
+        model, merged = wan_transformer(), torch.randn(2, 300, 128)
+        exact = model.blocks[0].attn1(merged, None, None, None)
+        predict(apply_avq(model, CONFIG))
+        assert torch.equal(model.blocks[0].attn1(merged, None, None, None), exact)
+        assert calls(model)[0] == {"AVQ": 1, "tokens are not the grid": 1}
+
     def test_replaced_attention(self, monkeypatch):
         model = apply_avq(flux_transformer(), CONFIG)
         attention = F.scaled_dot_product_attention
@@ -363,6 +376,11 @@ def test_position_ids_are_read_once_per_change(monkeypatch):
     ids.copy_(position_ids(12, 8))
     predict(model, img_ids=ids)
     assert len(reads) == 2
+    with torch.inference_mode():  # whose tensors do not tell of changes
+        ids = position_ids(8, 12)
+        predict(model, img_ids=ids)
+        predict(model, img_ids=ids.copy_(position_ids(12, 8)))
+    assert len(reads) == 4
 
 
 @feature("first-block cache of Flux")

@@ -1,6 +1,7 @@
 """SD3's joint attention: image by AVQ, text as sinks, text queries exact."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,6 +222,17 @@ class TestOtherProcessors:
         model.unfuse_qkv_projections()
         assert torch.equal(predict(model), avq)
 
+    def test_set_on_other_layers(self):
+        """Catches AVQ in a layer that is to stay exact, and a processor that removal leaves."""
+        model = sd3_transformer()
+        exact = predict(model)
+        apply_avq(model, AVQConfig(4, 2, 2, query_tile=16, exact=("transformer_blocks.0",)))
+        avq = predict(model)
+        model.set_attn_processor(model.transformer_blocks[1].attn.processor)
+        assert torch.equal(predict(model), avq)
+        assert torch.equal(predict(remove_avq(model)), exact)
+        assert {type(x) for x in model.attn_processors.values()} == {JointAttnProcessor2_0}
+
     def test_a_rebuilt_processor_still_runs(self):
         """As an unloaded IP-Adapter leaves it."""
         model = apply_avq(sd3_transformer(), CONFIG)
@@ -228,6 +240,16 @@ class TestOtherProcessors:
         rebuilt = {name: type(x)() for name, x in model.attn_processors.items()}
         model.set_attn_processor(rebuilt)
         assert torch.equal(predict(model), avq)
+
+
+def test_merged_tokens_are_left_alone():
+    """Catches an order of the grid for tokens that are not on it."""
+    model, merged = sd3_transformer(), torch.randn(2, 60, 128)
+    attn = model.transformer_blocks[1].attn2
+    exact = attn(merged)
+    predict(apply_avq(model, CONFIG))
+    assert torch.equal(attn(merged), exact)
+    assert calls(model)[3] == {"AVQ": 1, "tokens are not the grid": 1}
 
 
 def test_replaced_attention_is_left_alone(monkeypatch):
@@ -339,6 +361,11 @@ class TestRefusals:
     def test_no_avq(self):
         with pytest.raises(ValueError, match="no AVQ layer"):
             set_num_refined(sd3_transformer(), 1)
+
+    def test_other_modules(self):
+        pipe = SimpleNamespace(transformer=sd3_transformer(), transformer_2=torch.nn.ReLU())
+        with pytest.raises(TypeError, match="expected a transformer of diffusers, but got ReLU"):
+            apply_avq(pipe)
 
     def test_names_and_routes(self):
         with pytest.raises(ValueError, match="backend must be"):

@@ -13,7 +13,14 @@ from tiny import CONFIG, LAYER, predict, random_codebooks, sdxl_unet, tiny_pipe,
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from avq_diffusers import apply_avq, calibrate, remove_avq, select_layers
+from avq_diffusers import (
+    AVQConfig,
+    apply_avq,
+    calibrate,
+    measure_error,
+    remove_avq,
+    select_layers,
+)
 from avq_diffusers.extras.linfusion import (
     EPSILON,
     LinFusionProcessor,
@@ -64,11 +71,12 @@ def test_what_follows_the_output_projection(unet, folder):
         assert not attn.train()(tokens).any()
 
 
-def test_calibration_is_refused(unet, folder):
+@pytest.mark.parametrize("measure", [calibrate, measure_error])
+def test_measurements_are_refused(unet, folder, measure):
     """Catches layers that are said not to have run."""
     load_linfusion(unet, folder)
     with pytest.raises(ValueError, match=r"LinFusion layers; call remove_linfusion\(pipe\) first"):
-        calibrate(tiny_pipe(unet), ["a hen"], CONFIG, num_inference_steps=1)
+        measure(tiny_pipe(unet), ["a hen"], AVQConfig(4, 2, 2), num_inference_steps=1)
 
 
 def test_a_layer_knows_who_changed_it(unet, folder, layers):

@@ -169,13 +169,16 @@ class TestConvolution:
         assert_equal_to_rounding(predict(unet, **latents), expected)
         assert differ(expected, plain)
 
-    def test_downsamplers_stay_as_they_are(self):
-        """Catches downsamplers dilated despite the setting, and upsamplers left out with them."""
-        unet = small_unet().double()
-        authors = predict(redilate(copy.deepcopy(unet), by_level(2, 2, 2)))
+    @pytest.mark.parametrize("padding", [1, 0])
+    def test_downsamplers_stay_as_they_are(self, padding):
+        """Catches downsamplers dilated despite the setting or without padding of their own, and
+        upsamplers left out with them."""
+        unet = small_unet(downsample_padding=padding).double()
+        dilated = redilate(copy.deepcopy(unet), by_level(2, 2, 2)) if padding else unet
+        authors = predict(dilated)
         others = re.compile(r"(conv[12]|upsamplers\.0\.conv)$")
         expected = predict(redilate(copy.deepcopy(unet), by_level(2, 2, 2), others))
-        config = ScaleCrafterConfig((1, 2), num_dilated_steps=30, downsamplers=False)
+        config = ScaleCrafterConfig((1, 2), num_dilated_steps=30, downsamplers=padding == 0)
         apply_scalecrafter(unet, 128, 128, config=config)
         assert_equal_to_rounding(predict(unet), expected)
         assert differ(expected, authors)

@@ -169,6 +169,8 @@ class TestSelectLayers:
     def test_not_a_unet(self):
         with pytest.raises(TypeError, match="expected a UNet with down_blocks, but got Linear"):
             select_layers(torch.nn.Linear(2, 2))
+        with pytest.raises(TypeError, match="expected a UNet with down_blocks, but got str"):
+            select_layers("unet")
 
 
 class TestRoundTrip:
@@ -348,6 +350,7 @@ class TestRefusals:
                 {"avq": {"num_parents": 5, "num_children": 2, "num_refined": 2}},
                 r"must have shape \(2, 5, .*but got \(2, 4, ",
             ),
+            ({"calibration": [3]}, r"calibration must be a mapping or None, but got \[3\]"),
         ],
     )
     def test_config(self, folder, values, message):
@@ -360,6 +363,10 @@ class TestRefusals:
         [
             (lambda x: x[CHILDREN].view(-1)[5:6].fill_(math.nan), "child_codewords holds NaN or"),
             (lambda x: x[CHILDREN].view(-1)[5:6].fill_(math.inf), "child_codewords holds NaN or"),
+            (
+                lambda x: x.update({CHILDREN: x[CHILDREN].int()}),
+                "of 16 bits or more, but got torch",
+            ),
             (lambda x: (x.popitem(), x.popitem()), r"_codewords is missing \(2 missing in all\)"),
             (lambda x: x.update(extra=torch.zeros(1)), r"extra is unexpected \(1 unexpected in"),
         ],

@@ -7,6 +7,7 @@ from functools import partial
 from threading import Barrier, BrokenBarrierError
 
 import pytest
+import tomesd
 import torch
 import torch.nn.functional as F
 from diffusers import EDMEulerScheduler
@@ -128,6 +129,12 @@ class TestMeasure:
     def test_nan_names_the_layer(self, pipe):
         pipe.unet.get_submodule(LAYER).to_k.weight.data[0, 0] = math.nan
         with pytest.raises(ValueError, match=rf"attention of {LAYER} gives NaN or infinity"):
+            measure(pipe, num_inference_steps=1)
+
+    def test_merged_tokens_name_the_layer(self, pipe):
+        """Catches the order of a grid for tokens that are not on it."""
+        tomesd.apply_patch(pipe, use_rand=False)
+        with pytest.raises(RuntimeError, match=r"did not run .* without merging tokens"):
             measure(pipe, num_inference_steps=1)
 
     def test_samplers_without_training_timesteps(self, pipe):
@@ -331,6 +338,7 @@ class TestFile:
             {"layers": 3},
             {"config": {"num_parent": 3}},
             {"layers": [STORED | {"layer": {"name": "a"}}]},
+            {"layers": [STORED | {"layer": SPEC.stored | {"name": 3}}]},
             {"layers": [STORED | {"costs": {"M4": 0.5}}]},
             {"layers": [STORED | {"costs": {"M4P0C0": "cheap"}}]},
             {"layers": [STORED | {"costs": {"exact": 1.0}, "errors": {"1000": {"exact": 0.0}}}]},

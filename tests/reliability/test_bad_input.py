@@ -278,6 +278,13 @@ def test_a_damaged_checkpoint_is_named(finished, damage):
     assert contents(finished) == before
 
 
+def test_a_checkpoint_without_its_values_is_named(finished):
+    path = checkpoint.newest(finished).path / "run.json"
+    path.write_text('{"step": "1"}')
+    with pytest.raises(ValueError, match=rf"{path} is damaged \(it lacks step, .*sha256"):
+        checkpoint.newest(finished)
+
+
 def test_a_checkpoint_with_nan_is_refused(tmp_path):
     config = load_config(RUN_CONFIG, DistillConfig, [])
     tensors = {"objective": {"a": torch.ones(2), "b": torch.tensor([0, torch.nan])}}

@@ -6,6 +6,8 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
+from accelerate import cpu_offload
 from checks import differ
 from tiny_vision import (
     COARSE,
@@ -30,6 +32,7 @@ from transformers import (
     ViTModel,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.vit.modeling_vit import ViTAttention
 
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.codebook.codebook import Codebook
@@ -321,6 +324,51 @@ def test_other_tokens_are_handed_over():
     assert calls(model)[0] == {"AVQ": 1, "tokens are not the grid": 2}
 
 
+@torch.no_grad()
+def test_keys_of_another_shape_are_handed_over():
+    """A prefix of learned keys, such as PEFT's, is no key of the grid."""
+    model = apply_avq(tiny_vision(), COARSE)
+    features(model)
+    query, key, value = (torch.randn(2, 2, length, 16) for length in (65, 70, 70))
+    attn = select_layers(model)[0].attn
+    found, _ = attention.vision_attention(attn, query, key, value, None)
+    expected = F.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+    assert calls(model)[0] == {"AVQ": 1, "keys of another shape": 1}
+
+
+def test_offloaded_weights():
+    """Between calls they are on the meta device, which has no keys and no speed."""
+    model = tiny_vision()
+    avq = features(apply_avq(model, COARSE))
+    remove_avq(model)
+    cpu_offload(model)
+    assert torch.equal(features(apply_avq(model, COARSE)), avq)
+    assert calls(model) == [{"AVQ": 1}] * 2
+
+
+class Bare(torch.nn.Module):
+    """A layer outside the blocks of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = torch.nn.Conv2d(3, 32, 8, 8)
+        config = ViTConfig(**WIDE)
+        config._attn_implementation = "sdpa"
+        self.attn = ViTAttention(config)
+
+    def forward(self, pixels):
+        return self.attn(self.patches(pixels).flatten(2).mT)
+
+
+def test_a_layer_outside_a_block():
+    model = choosing(Bare)
+    exact = features(model)
+    torch.testing.assert_close(features(apply_avq(model, EVERY_KEY)), exact, rtol=1e-4, atol=1e-5)
+    assert calls(model) == [{"AVQ": 1}]
+    assert differ(features(apply_avq(model, COARSE)), exact)
+
+
 def test_dropout_is_handed_over_in_training():
     model = choosing(lambda: ViTModel(ViTConfig(**WIDE, attention_probs_dropout_prob=0.5)))
     apply_avq(model, COARSE).train()
@@ -468,3 +516,8 @@ def test_a_mistake_is_one_sentence(arguments, error, message):
     model, *rest = arguments
     with pytest.raises(error, match=message):
         apply_avq(tiny_vision() if model is None else model, *rest)
+
+
+def test_nothing_is_removed_from_what_is_no_model():
+    with pytest.raises(TypeError, match="expected a vision model, but got str"):
+        remove_avq("vit")
