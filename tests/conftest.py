@@ -43,8 +43,8 @@ def unet():
 
 
 @pytest.fixture
-def pipe():
-    return tiny_pipe()
+def pipe(unet):
+    return tiny_pipe(unet)
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +57,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def codebooks(unet):
-    """Random codebooks for levels 0 and 1 of `unet`, and of `pipe`, which has its shape."""
+    """Random codebooks for levels 0 and 1 of `unet`, that of `pipe`."""
     return random_codebooks(unet)
 
 

@@ -704,8 +704,9 @@ class TestOwnersLine:
     def expected(self, codebooks):
         return draw(apply_avq(tiny_pipe(), codebooks))
 
-    @pytest.mark.parametrize("tuned", [False, True])
-    @pytest.mark.parametrize("form", ["class", "from_pipe", "stock"])
+    @pytest.mark.parametrize(
+        ("form", "tuned"), [("class", True), ("from_pipe", False), ("stock", True)]
+    )
     def test_equals_apply(self, pipe, tuned, form):
         """Catches the literal line working on a subclass's own components only by luck."""
         codebooks = (tuned_codebooks if tuned else random_codebooks)(pipe.unet)
