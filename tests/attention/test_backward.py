@@ -355,8 +355,7 @@ def test_activation_checkpointing(num_refined):
         assert torch.equal(plain, recomputed)
 
 
-@pytest.mark.parametrize("backend", ["torch", "dense"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("backend", "dynamic"), [("torch", True), ("dense", False)])
 def test_compile_without_graph_breaks(backend, dynamic):
     torch._dynamo.reset()
     *tokens, codebook = make_case(dtype=torch.float32)

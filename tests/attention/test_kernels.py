@@ -216,7 +216,7 @@ def test_no_gpu_no_kernels(monkeypatch):
     "form", [*(pytest.param(x, marks=pytest.mark.long) for x in ("stored", "means")), "own"]
 )
 def test_it_is_a_well_behaved_operation(form):
-    query, key, value, codebook = on_device(queries=20, dtype=FP32)
+    query, key, value, codebook = on_device(batch=1, queries=20, dtype=FP32)
     order = torch.arange(20, device=DEVICE)
     codewords = (None, None) if form == "own" else (codebook.parents, codebook.children)
     representation = "stored" if form == "stored" else "means"
@@ -226,7 +226,7 @@ def test_it_is_a_well_behaved_operation(form):
 
 
 def test_compiles_to_one_graph():
-    query, key, value, codebook = on_device(dtype=FP32)
+    query, key, value, codebook = on_device(batch=1, queries=20, dtype=FP32)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(query, key, value):
