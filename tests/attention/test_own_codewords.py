@@ -306,8 +306,15 @@ def test_pytorch_agrees_with_the_definition(shape, mode, dtype):
 
 
 # Triton's interpreter multiplies the bits of bfloat16 numbers as integers.
-@pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)], ids=str)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    [
+        *((FP16, mode) for mode in MODES),
+        *((FP32, mode) for mode in ("own, updated once", "own, flat", "codebook")),
+        *(pytest.param(BF16, mode, marks=pytest.mark.gpu) for mode in MODES),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "shape", ["40", *(pytest.param(shape, marks=pytest.mark.long) for shape in ("64", "80", "128"))]
 )
