@@ -95,7 +95,7 @@ def on_device(*, dtype=FP16, device=DEVICE, **shape):
 @pytest.mark.parametrize(
     ("shape", "num_refined", "query_tile"),
     [
-        pytest.param({"queries": 150}, 2, 32, id="tail tile"),
+        pytest.param({"queries": 70}, 2, 32, id="tail tile"),
         pytest.param({"queries": 70, "keys": 200}, 6, 64, id="all refined"),
         pytest.param({"queries": 70}, 0, 64, id="none refined"),
         pytest.param({"queries": 64, "parents": 40, "children": 0}, 0, 64, id="flat"),

@@ -643,12 +643,12 @@ class TestSchedule:
             ({"up_blocks": 1, "down_blocks": {1000: 7}}, ValueError, "0 and 4 in .* but got 7"),
         ],
     )  # fmt: skip
-    def test_errors_change_nothing(self, pipe, codebooks, num_refined, error, message):
-        set_num_refined(apply_avq(pipe, codebooks), SCHEDULE, level=1)
-        before = str(summary(pipe))
+    def test_errors_change_nothing(self, unet, codebooks, num_refined, error, message):
+        set_num_refined(apply_avq(unet, codebooks), SCHEDULE, level=1)
+        before = str(summary(unet))
         with pytest.raises(error, match=message):
-            set_num_refined(pipe, num_refined)
-        assert str(summary(pipe)) == before
+            set_num_refined(unet, num_refined)
+        assert str(summary(unet)) == before
 
 
 class TestSummary:
