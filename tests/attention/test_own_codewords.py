@@ -453,7 +453,8 @@ def test_gradients_are_those_of_the_definition(mode, num_refined):
 @pytest.mark.parametrize("has_codebook", [False, True])
 def test_gradients_are_those_of_finite_differences(num_updates, has_codebook):
     """With means, no gradient is straight through: a small step changes no assignment."""
-    *inputs, codebook = make_case(batch=1, queries=7, head_dim=3, parents=3, children=2)
+    sizes = {"queries": 7, "head_dim": 3, "parents": 3, "children": 2}
+    *inputs, codebook = make_case(batch=1, heads=1, **sizes)
     inputs = [x.requires_grad_() for x in inputs]
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
