@@ -37,14 +37,22 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """One file, one process: what its tests share is made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture
 def unet():
     return tiny_unet()
 
 
 @pytest.fixture
-def pipe():
-    return tiny_pipe()
+def pipe(unet):
+    return tiny_pipe(unet)
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +65,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def codebooks(unet):
-    """Random codebooks for levels 0 and 1 of `unet`, and of `pipe`, which has its shape."""
+    """Random codebooks for levels 0 and 1 of `unet`, that of `pipe`."""
     return random_codebooks(unet)
 
 

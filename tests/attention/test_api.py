@@ -239,21 +239,24 @@ OWN = {"parents": None, "children": None, "codewords": "means"}
 SINGLE = {"exact_keys": 20, "importance_tile": None, "sinks": True}
 
 
+NO_GRAD, ALL_GRAD, SOME_GRAD = (False,) * 5, (True,) * 5, (False, True, False, True, False)
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "needs_grad"),
     [
-        {},
-        {"query_order": None, "importance_tile": None},
-        {"num_refined": 0},
-        OWN,
-        OWN | {"num_updates": 1},
-        {"codewords": "means"},
-        OWN | SINGLE,
-        SINGLE,
+        ({}, NO_GRAD),
+        ({"query_order": None, "importance_tile": None}, ALL_GRAD),
+        ({"num_refined": 0}, ALL_GRAD),
+        (OWN, SOME_GRAD),
+        (OWN | {"num_updates": 1}, ALL_GRAD),
+        ({"codewords": "means"}, ALL_GRAD),
+        (OWN | SINGLE, ALL_GRAD),
+        (SINGLE, SOME_GRAD),
+        (SINGLE, NO_GRAD),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("needs_grad", [(False,) * 5, (True,) * 5, (False, True) * 2 + (False,)])
 def test_opcheck(options, needs_grad):
     arguments = custom_op_arguments(**options)
     tokens = [
@@ -263,8 +266,17 @@ def test_opcheck(options, needs_grad):
     torch.library.opcheck(torch.ops.avq_diffusers.attention, (*tokens, *arguments[5:]))
 
 
-@pytest.mark.parametrize("needs_grad", [(True,) * 3, (False, True, False), (True, False, True)])
-@pytest.mark.parametrize("options", [{}, OWN, SINGLE], ids=["stored", "own", "single"])
+@pytest.mark.parametrize(
+    ("options", "needs_grad"),
+    [
+        ({}, (True, True, True)),
+        (OWN, (False, True, False)),
+        (OWN, (True, False, True)),
+        (SINGLE, (True, True, True)),
+        (SINGLE, (False, True, False)),
+    ],
+    ids=str,
+)
 def test_opcheck_of_the_gradients(needs_grad, options):
     needed = (*needs_grad, *needs_grad[1:]) if options == SINGLE else (*needs_grad, False, False)
     arguments = (torch.ones_like(QUERY), *custom_op_arguments(**options), needed)

@@ -91,7 +91,7 @@ def test_wrong_results_are_beyond_the_budget(spoiled, choosing, monkeypatch):
 
 @pytest.fixture(scope="module")
 def choosing():
-    problems = [draw_problem(Random(seed), kernels=False, device=CPU) for seed in range(400)]
+    problems = [draw_problem(Random(seed), kernels=False, device=CPU) for seed in range(250)]
     return [problem for problem in problems if chooses(problem)]
 
 

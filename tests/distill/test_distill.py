@@ -398,8 +398,14 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
             "objective__diveq": "true",
             "codebooks__dead_threshold": "null",
         },
-        {"objective__lora_rank": 2, "avq__key_norm": "true", "objective__full_spawning": "false"},
-        {"avq__num_children": 0, "avq__num_refined": 0, "data__cache": "CACHE"},
+        {
+            "objective__lora_rank": 2,
+            "avq__key_norm": "true",
+            "objective__full_spawning": "false",
+            "avq__num_children": 0,
+            "avq__num_refined": 0,
+            "data__cache": "CACHE",
+        },
         {"precision": "bf16", "avq__exact_keys": 8, **OWN_CODEWORDS},
     ],
 )

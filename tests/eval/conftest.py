@@ -1,9 +1,11 @@
 """Fixtures that several tests of `eval` share."""
 
+import coco_rows
 import pytest
 import torch
 from accelerate.state import PartialState
 from tiny import random_codebooks, tiny_unet
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from avq_diffusers import select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor, save_linfusion
@@ -11,8 +13,28 @@ from avq_diffusers.mini import SCORER
 from eval.quality import coco_score, metrics
 
 
+@pytest.fixture(scope="session")
+def scorer_folder(tmp_path_factory):
+    """A scorer that has learnt nothing, 50 times as fast as that of mini-sd."""
+    torch.manual_seed(0)
+    few = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPConfig.from_pretrained(SCORER)
+    config.text_config.update(few)
+    config.vision_config.update(few | {"patch_size": 32})
+    folder = tmp_path_factory.mktemp("models") / "scorer"
+    CLIPModel(config).save_pretrained(folder)
+    CLIPTokenizer.from_pretrained(SCORER).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tiny_scorer(scorer_folder):
+    return metrics.Scorer(scorer_folder)
+
+
 @pytest.fixture(scope="module")
 def scorer():
+    """That of mini-sd, which sees what is in an image."""
     return metrics.Scorer(SCORER)
 
 
@@ -49,10 +71,11 @@ def linfusion(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def own_state():
-    """The processes of other tests are not those of these; four blocks are enough."""
+def own_state(scorer_folder):
+    """The processes of other tests are not those of these; four blocks and a tiny scorer do."""
     PartialState._reset_state()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coco_rows, "SCORER", scorer_folder)
         patch.setattr(coco_score, "JACKKNIFE_BLOCKS", 4)
         yield
     PartialState._reset_state()

@@ -22,7 +22,7 @@ from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers.cli import options
 from avq_diffusers.files import locked
-from avq_diffusers.mini import SCORER, TEST_SEEDS, sample_scene
+from avq_diffusers.mini import TEST_SEEDS, sample_scene
 from avq_diffusers.plugin.prompts import quiet
 from eval.quality import captions, coco, coco_score
 from eval.quality.generation import Sampling, generate_batch
@@ -444,14 +444,14 @@ def test_images_that_hold_nan_are_refused():
         )
 
 
-def test_scores_are_those_of_the_features(place, exact):
+def test_scores_are_those_of_the_features(place, exact, scorer_folder):
     """Against numpy and the scorer itself: catches lost batches, shifted captions, a scale."""
     code, table, errors = score(place, "exact", output="five", batch=2)
     assert code == 0
     assert errors.startswith("warning: Not the protocol: model is")
     assert "; captions is draw of seed 0 from" in errors
     (row,) = rows_of(place, "five")
-    scorer = Scorer(SCORER)
+    scorer = Scorer(scorer_folder)
 
     def prepared(folder):
         paths = sorted(folder.glob("*.png"))

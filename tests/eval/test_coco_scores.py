@@ -12,19 +12,19 @@ import torch
 from coco_rows import noise, rows_of, score, write_row
 from PIL import Image
 
-from avq_diffusers.mini import SCORER
 from eval.quality import coco_score
 from eval.quality.networks import Inception, OpenCLIP
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
 
-def test_real_features_are_those_of_one_preparation(tmp_path, monkeypatch):
+def test_real_features_are_those_of_one_preparation(scorer_folder, tmp_path, monkeypatch):
     """Catches features of another size, filter, square or network that are taken for these."""
     (tmp_path / "real").mkdir()
     for index in range(2):
         noise(64, 64, index)[1].save(tmp_path / f"real/{index}.png")
-    extract = coco_score.Extractor(coco_score.load_networks(SCORER, torch.device("cpu")), 2, 1)
+    networks = coco_score.load_networks(scorer_folder, torch.device("cpu"))
+    extract = coco_score.Extractor(networks, 2, 1)
     files = coco_score.real_images(tmp_path / "real")
     whole = coco_score.prepare_whole
 
@@ -53,10 +53,11 @@ def test_real_features_are_those_of_one_preparation(tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache").iterdir())) == 3 + len(changes)
 
 
-def test_two_scorings_at_once_both_write_the_cache(tmp_path, monkeypatch):
+def test_two_scorings_at_once_both_write_the_cache(scorer_folder, tmp_path, monkeypatch):
     """Catches a temporary file that both write, and that the first one takes from the other."""
     noise(64, 64)[1].save(tmp_path / "a.png")
-    extract = coco_score.Extractor(coco_score.load_networks(SCORER, torch.device("cpu")), 2, 1)
+    networks = coco_score.load_networks(scorer_folder, torch.device("cpu"))
+    extract = coco_score.Extractor(networks, 2, 1)
     arguments = (tmp_path, [tmp_path / "a.png"], extract, coco_score.prepare_whole, "whole")
     cache, save, others = tmp_path / "cache", coco_score.save_file, []
 
@@ -165,14 +166,14 @@ def test_rows_of_one_table_differ_in_model_and_method_only(tmp_path):
             read(name)
 
 
-def test_another_scorer_is_another_network(tmp_path):
+def test_another_scorer_is_another_network(scorer_folder, tmp_path):
     """Catches features of real images by a scorer that was trained again in its place."""
-    shutil.copytree(SCORER, tmp_path / "scorer")
+    shutil.copytree(scorer_folder, tmp_path / "scorer")
     names = [coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name]
     config = tmp_path / "scorer/config.json"
     config.write_text(config.read_text() + "\n")
     names.append(coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name)
-    names.append(coco_score.load_networks(SCORER, torch.device("cpu")).name)
+    names.append(coco_score.load_networks(scorer_folder, torch.device("cpu")).name)
     assert names[0] == names[2] != names[1]
 
 

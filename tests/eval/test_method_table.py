@@ -14,7 +14,7 @@ from tiny import random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
-from avq_diffusers.mini import MINI_SD, SCORER, TEST_SEEDS, render, sample_scene
+from avq_diffusers.mini import MINI_SD, TEST_SEEDS, render, sample_scene
 from eval.benchmarks.step_rows import MODES, MODES_WITHOUT_GRAPHS
 from eval.benchmarks.unet import plot_unet
 from eval.commands.stored import PLOTS, draw
@@ -24,7 +24,7 @@ from eval.quality import scene_rows, scene_runs, scenes
 from eval.quality.compare import compare_sheet
 from eval.quality.generation import Sampling, dilation, dilation_facts, generate
 from eval.quality.method_table import build_table, quality_table, table_panels
-from eval.quality.metrics import Scorer, psnr
+from eval.quality.metrics import psnr
 from eval.store import plots
 from eval.store.plots import (
     COLOURS,
@@ -40,11 +40,6 @@ from eval.store.report import Result, save_json
 
 
 @pytest.fixture(scope="module")
-def scorer():
-    return Scorer(SCORER)
-
-
-@pytest.fixture(scope="module")
 def codebooks(tmp_path_factory):
     """A folder of codebooks of levels 0 and 1 for this model."""
     folder = tmp_path_factory.mktemp("codebooks")
@@ -53,10 +48,12 @@ def codebooks(tmp_path_factory):
 
 
 class TestScenes:
-    def test_the_command_at_twice_the_size(self, model, codebooks, tmp_path, monkeypatch, capsys):
+    def test_the_command_at_twice_the_size(
+        self, model, codebooks, scorer_folder, tmp_path, monkeypatch, capsys
+    ):
         """Fails for images that are not dilated, of another size, or PSNR to other images."""
         places = ["--model", model, "--output", tmp_path, "--methods", f"{codebooks},exact"]
-        counts = ["--images", 2, "--steps", 2, "--batch", 2]
+        counts = ["--images", 2, "--steps", 2, "--batch", 2, "--scorer", scorer_folder]
         run_command(monkeypatch, "scenes", *places, *counts, "--scalecrafter")
         document = json.loads((tmp_path / "scenes_levels0_scalecrafter.json").read_text())
         assert (document["size"], document["scalecrafter"]) == (256, SETTINGS_2X)
@@ -122,12 +119,12 @@ class TestScenes:
         rows = score(tiny_pipe(), [TOME], shown, scorer, settings, first_seed=7)
         assert rows[2]["psnr_median"] is rows[2]["fid_to_exact"] is None
 
-    def test_a_killed_run_goes_on(self, scorer, monkeypatch):
+    def test_a_killed_run_goes_on(self, tiny_scorer, monkeypatch):
         """Fails for methods that are drawn twice, or are compared with no or other images."""
         shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
         settings = Sampling(num_inference_steps=1, size=128)
         methods = [NO_ATTENTION, EXACT, TOME]
-        again = partial(score, tiny_pipe(), methods, shown, scorer, settings)
+        again = partial(score, tiny_pipe(), methods, shown, tiny_scorer, settings)
         rows = again()
         drawn = []
 
@@ -145,9 +142,10 @@ class TestScenes:
                     assert row[name] == before[name]
             drawn.clear()
 
-    def test_the_command_goes_on(self, model, tmp_path, monkeypatch, capsys):
+    def test_the_command_goes_on(self, model, scorer_folder, tmp_path, monkeypatch, capsys):
         """Fails where rows are lost by a second kill, or a file of other images is taken."""
         arguments = ["--model", model, "--output", tmp_path, "--images", 2, "--steps", 1]
+        arguments += ["--scorer", scorer_folder]
         run_command(monkeypatch, "scenes", *arguments, "--methods", "exact,value-projection")
         path = tmp_path / "scenes_levels0.json"
         rows = json.loads(path.read_text())["rows"]
@@ -171,13 +169,13 @@ class TestScenes:
         assert stored[NO_ATTENTION] == rows[3]
         assert stored[TOME]["psnr_median"] > 0
 
-    def test_a_folder_trained_again_is_drawn_again(self, scorer, tmp_path, monkeypatch):
+    def test_a_folder_trained_again_is_drawn_again(self, tiny_scorer, tmp_path, monkeypatch):
         """Fails where a row is kept by the name of its folder."""
         shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
         settings = Sampling(num_inference_steps=1, size=128)
         pipe = tiny_pipe()
         random_codebooks(pipe.unet).save_pretrained(tmp_path)
-        again = partial(score, pipe, [str(tmp_path)], shown, scorer, settings)
+        again = partial(score, pipe, [str(tmp_path)], shown, tiny_scorer, settings)
         rows = {row["method"]: row for row in again()}
         random_codebooks(pipe.unet, seed=1).save_pretrained(tmp_path)
         *_, row = again(finished=rows)

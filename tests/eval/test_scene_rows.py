@@ -56,25 +56,25 @@ def drawn(monkeypatch):
     "fields",
     [{}, {"query_tile": 16, "query_order": "random"}, {"importance_tile": 2}, {"key_norm": True}],
 )
-def test_a_row_says_what_its_computation_has_of_its_own(scorer, drawn, tmp_path, fields):
+def test_a_row_says_what_its_computation_has_of_its_own(tiny_scorer, drawn, tmp_path, fields):
     """Catches rows that do not tell another computation from the default one, and default ones
     that could no longer be merged with those of older files."""
     random_codebooks(tiny_unet(), AVQConfig(4, 2, 2, **fields)).save_pretrained(tmp_path)
     methods = [str(tmp_path), NO_ATTENTION]
-    *_, row, other = score(tiny_pipe(), methods, drawn, scorer, Sampling(size=256))
+    *_, row, other = score(tiny_pipe(), methods, drawn, tiny_scorer, Sampling(size=256))
     assert (row["config"], row.get("fields")) == ("M4P2C2", fields or None)
     assert "fields" not in other
 
 
-def test_the_time_of_a_row_is_that_of_one_image(scorer, drawn, monkeypatch):
+def test_the_time_of_a_row_is_that_of_one_image(tiny_scorer, drawn, monkeypatch):
     """Catches the time of all images, and one with the scoring in it."""
     monkeypatch.setattr(scenes, "perf_counter", count(0, 6).__next__)
-    *_, row = score(tiny_pipe(), [EXACT], drawn, scorer, Sampling(size=256))
+    *_, row = score(tiny_pipe(), [EXACT], drawn, tiny_scorer, Sampling(size=256))
     assert row["seconds_per_image"] == 3
 
 
 @pytest.mark.long
-def test_scenes_of_a_compiled_unet(scorer, monkeypatch):
+def test_scenes_of_a_compiled_unet(tiny_scorer, monkeypatch):
     """Catches a UNet that is not compiled, or code of one method that serves the next."""
     pipe = tiny_pipe(small_unet())
     compile_unet = partial(torch.nn.Module.compile, pipe.unet, backend="eager")
@@ -83,18 +83,18 @@ def test_scenes_of_a_compiled_unet(scorer, monkeypatch):
     methods = [EXACT, "M4P2C2"]
 
     settings = Sampling(num_inference_steps=2, size=128)
-    plain = score(pipe, methods, shown, scorer, settings)
+    plain = score(pipe, methods, shown, tiny_scorer, settings)
 
     torch._dynamo.utils.counters.clear()
     settings = replace(settings, is_compiled=True, batch_size=1)
-    rows = score(pipe, methods, shown, scorer, settings)
+    rows = score(pipe, methods, shown, tiny_scorer, settings)
 
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(methods)
     for row, expected in zip(rows, plain, strict=True):
         for name in ("fid", "clip_score", "copy_agreement"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-3), row["method"]
     with pytest.raises(ValueError, match="2 images are not a multiple of 64"):
-        score(pipe, methods, shown, scorer, replace(settings, batch_size=64))
+        score(pipe, methods, shown, tiny_scorer, replace(settings, batch_size=64))
 
 
 def test_merged_runs_are_means_with_standard_errors_over_runs():

@@ -24,6 +24,7 @@ PATHS = [
     for path in sorted(RESULTS.rglob("*.json"))
     if "distilled" not in path.parts and path.name != "features.json"
 ]
+COMMANDS = typer.main.get_command(app)
 KINDS = {path: read_result(path).kind for path in PATHS}
 
 
@@ -35,7 +36,7 @@ def of_kind(*kinds):
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_the_command_of_a_result_exists(path):
     """Catches a command or an option that was renamed and not in the files."""
-    command = typer.main.get_command(app)
+    command = COMMANDS
     words = shlex.split(read_result(path).document["command"])[3:]
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
@@ -43,12 +44,21 @@ def test_the_command_of_a_result_exists(path):
     assert {word for word in words if word.startswith("--")} <= known
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A copy without plots."""
+    copy = tmp_path_factory.mktemp("eval") / "results"
+    shutil.copytree(RESULTS, copy, ignore=shutil.ignore_patterns("*.s*", "*.png"))
+    return copy
+
+
 @of_kind(*stored.PLOTS)
-def test_a_stored_plot_is_plotted_again(path, tmp_path, monkeypatch):
+def test_a_stored_plot_is_plotted_again(path, results, monkeypatch):
     """Catches a result whose rows the plot of today does not read; others look at the image."""
     monkeypatch.setattr(Figure, "savefig", lambda _, target, dpi: Path(target).touch())
-    shutil.copytree(RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("*.s*", "*.png"))
-    copy = tmp_path / "results" / path.relative_to(RESULTS)
+    copy = results / path.relative_to(RESULTS)
+    for plot in copy.parent.glob("*.png"):
+        plot.unlink()
     stored.draw(copy)
     assert list(copy.parent.glob("*.png"))
 

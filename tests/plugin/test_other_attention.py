@@ -200,8 +200,10 @@ class TestInterception:
 
     FQN = LEVEL_0.removesuffix(".0.attn1")
 
-    @pytest.mark.parametrize("avq_first", [True, False])
-    @pytest.mark.parametrize("kind", ["scores", "attention", "block"])
+    @pytest.mark.parametrize(
+        ("kind", "avq_first"),
+        [("scores", True), ("scores", False), ("attention", True), ("block", False)],
+    )
     def test_layer_skip(self, unet, codebooks, avq_first, kind):
         """Catches a skip that misses AVQ, and one that does not know its processor."""
         options = {

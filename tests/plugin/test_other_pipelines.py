@@ -262,7 +262,8 @@ class TestSampling:
         """Catches AVQ that counts on a number of UNet calls or on timesteps of one scheduler."""
         if name == "DPMSolverSDEScheduler":
             pytest.importorskip("torchsde")
-        unet = small_unet()
+        # ScaleCrafter, which is refused here, dilates below level 0.
+        unet = tiny_unet() if name in OTHER_TIMESTEPS else small_unet()
         pipe = tiny_pipe(unet)
         cls = getattr(diffusers, name)
         pipe.scheduler = cls.from_config(pipe.scheduler.config, **SCHEDULER_OPTIONS.get(name, {}))

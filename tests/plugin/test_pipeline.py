@@ -643,12 +643,12 @@ class TestSchedule:
             ({"up_blocks": 1, "down_blocks": {1000: 7}}, ValueError, "0 and 4 in .* but got 7"),
         ],
     )  # fmt: skip
-    def test_errors_change_nothing(self, pipe, codebooks, num_refined, error, message):
-        set_num_refined(apply_avq(pipe, codebooks), SCHEDULE, level=1)
-        before = str(summary(pipe))
+    def test_errors_change_nothing(self, unet, codebooks, num_refined, error, message):
+        set_num_refined(apply_avq(unet, codebooks), SCHEDULE, level=1)
+        before = str(summary(unet))
         with pytest.raises(error, match=message):
-            set_num_refined(pipe, num_refined)
-        assert str(summary(pipe)) == before
+            set_num_refined(unet, num_refined)
+        assert str(summary(unet)) == before
 
 
 class TestSummary:
@@ -704,8 +704,9 @@ class TestOwnersLine:
     def expected(self, codebooks):
         return draw(apply_avq(tiny_pipe(), codebooks))
 
-    @pytest.mark.parametrize("tuned", [False, True])
-    @pytest.mark.parametrize("form", ["class", "from_pipe", "stock"])
+    @pytest.mark.parametrize(
+        ("form", "tuned"), [("class", True), ("from_pipe", False), ("stock", True)]
+    )
     def test_equals_apply(self, pipe, tuned, form):
         """Catches the literal line working on a subclass's own components only by luck."""
         codebooks = (tuned_codebooks if tuned else random_codebooks)(pipe.unet)

@@ -202,8 +202,10 @@ class TestOutput:
 
 
 class TestDtypes:
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-    @pytest.mark.parametrize("key_norm", [False, True])
+    @pytest.mark.parametrize(
+        ("dtype", "key_norm"),
+        [(torch.float16, False), (torch.bfloat16, True), (torch.float64, False)],
+    )
     def test_unet_dtype(self, unet, dtype, key_norm):
         """Catches float32 codewords that meet half-precision keys, or codewords cast with them."""
         codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, levels=(1,), key_norm=key_norm))
@@ -388,8 +390,10 @@ class TestProjectionChanges:
             assert torch.equal(attn(tokens(attn), attention_mask=mask), expected[0])
             assert torch.equal(attn(tokens(attn, 65)), expected[1])
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-    @pytest.mark.parametrize("avq_first", [True, False])
+    @pytest.mark.parametrize(
+        ("dtype", "avq_first"),
+        [(torch.float16, True), (torch.bfloat16, False), (torch.float64, True)],
+    )
     def test_unet_dtype(self, unet, tuned, dtype, avq_first):
         """Catches a cast that is missed, or made from an earlier cast: 16 bits and back."""
         expected = predict(apply_avq(unet, tuned))

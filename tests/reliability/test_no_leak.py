@@ -1,9 +1,8 @@
-"""No object outlives AVQ, memory does not grow, and pipelines in threads do not see each other."""
+"""No object outlives AVQ, and memory does not grow."""
 
 import gc
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from itertools import combinations
 from statistics import median
@@ -11,7 +10,6 @@ from statistics import median
 import psutil
 import pytest
 import torch
-from tiny import draw, random_codebooks, tiny_pipe
 
 from avq_diffusers import apply_avq, remove_avq, set_num_refined
 
@@ -91,16 +89,3 @@ def test_memory_does_not_grow(pipe, codebooks):
     found = measured(pipe, codebooks, 500, lambda: psutil.Process().memory_info().rss, **IMAGE)
     pairs = combinations(enumerate(found[len(found) // 2 :]), 2)
     assert median((y - x) / (j - i) for (i, x), (j, y) in pairs) <= SETTLING * IMAGES_PER_APPLY
-
-
-def test_pipelines_with_other_codebooks_in_threads(pipe, codebooks):
-    """Catches codewords, orders or counts that two pipelines share."""
-    other = apply_avq(tiny_pipe(), random_codebooks(pipe.unet, seed=1))
-    apply_avq(pipe, codebooks)
-    calls = [lambda: draw(pipe), lambda: draw(other, height=256)]
-    alone = [call() for call in calls]
-    assert not torch.equal(alone[0], draw(other))
-    with ThreadPoolExecutor(len(calls)) as threads:
-        for _ in range(2):
-            together = threads.map(lambda call: call(), calls)
-            assert all(map(torch.equal, together, alone))
