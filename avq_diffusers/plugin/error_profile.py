@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.config import AVQConfig, Sizes
+from avq_diffusers.config import AVQConfig, Sizes, check_int
 from avq_diffusers.files import atomic_write
 from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layer_state import (
@@ -92,6 +92,7 @@ class LayerErrors:
 
     Attributes:
         layer: name, level and head shape.
+        num_tokens: of the measured calls. With fewer, exact attention runs.
         costs: the time of AVQ over that of exact attention, or on a CPU the columns that a query
             meets over the number of tokens.
         errors: by the training timestep at which a part of the denoising begins, then by
@@ -99,10 +100,12 @@ class LayerErrors:
     """
 
     layer: LayerSpec
+    num_tokens: int
     costs: Mapping[str, float]
     errors: Mapping[int, Mapping[str, float]]
 
     def __post_init__(self) -> None:
+        check_int(f"num_tokens of {self.layer.name}", self.num_tokens, 1)
         if max(self.errors, default=None) != NUM_TRAIN_TIMESTEPS:
             raise ValueError(
                 f"errors of {self.layer.name} must begin at timestep {NUM_TRAIN_TIMESTEPS}."
@@ -191,7 +194,12 @@ class ErrorProfile:
         document = {
             "config": asdict(self.config),
             "layers": [
-                {"layer": one.layer.stored, "costs": one.costs, "errors": one.errors}
+                {
+                    "layer": one.layer.stored,
+                    "num_tokens": one.num_tokens,
+                    "costs": one.costs,
+                    "errors": one.errors,
+                }
                 for one in self.layers
             ],
         }
@@ -236,7 +244,8 @@ def set_tolerance(
         TypeError: `tolerance` is not a number.
         ValueError: it is not above 0, or the profile is of other layers.
     """
-    choices = chosen_sizes(applied_states(pipe), profile, tolerance)
+    states = applied_states(pipe)
+    choices = chosen_sizes(states, profile, tolerance)
     set_sizes(
         pipe,
         {
@@ -244,8 +253,10 @@ def set_tolerance(
             for state, parts in choices.items()
         },
     )
-    for state, parts in choices.items():
-        state.errors = tuple(choice.error for choice in parts.values())
+    measured = {one.layer.name: one.num_tokens for one in profile.layers}
+    for layer, state in states.items():
+        state.errors = tuple(choice.error for choice in choices[state].values())
+        state.route.chosen_at = measured[layer.name]
 
 
 def set_constant_sizes(
@@ -259,9 +270,10 @@ def set_constant_sizes(
     choices = chosen_sizes(states, profile, tolerance)
     if any(len(one.errors) > 1 for one in profile.layers):
         raise ValueError("error profile of another model: its errors change with timesteps.")
-    for state, parts in choices.items():
-        (choice,) = parts.values()
-        state.set_sizes(choice.sizes, (choice.error,))
+    measured = {one.layer.name: one.num_tokens for one in profile.layers}
+    for layer, state in states.items():
+        (choice,) = choices[state].values()
+        state.set_sizes(choice.sizes, errors=(choice.error,), measured_tokens=measured[layer.name])
 
 
 def chosen_sizes(
@@ -347,7 +359,8 @@ class Ladder:
         progress: show a progress bar while kernels compile.
 
     Attributes:
-        costs: by configuration string, for the tokens of the first call; sizes that meet as many
+        num_tokens: of the first call.
+        costs: by configuration string, for these tokens; sizes that meet as many
             columns as there are tokens are left out.
         calls: the errors (sizes,) of each call of `attend`.
     """
@@ -356,6 +369,7 @@ class Ladder:
         self.layer = LayerSpec(**layer.stored)
         self.config = config
         self.progress = progress
+        self.num_tokens = 0
         self.costs: dict[str, float] | None = None
         self.calls: list[Tensor] = []
 
@@ -406,11 +420,12 @@ class Ladder:
             for sizes in (self._rungs(key) if self.costs is None else self.costs)
         }
         if self.costs is None:
+            self.num_tokens = key.shape[2]
             if key.is_cuda:
                 self._compile(rungs.values(), key.device)
             self.costs = {
                 sizes: relative_cost(
-                    self._workload(sizes, key), key.shape[2], key.device, avq=avq, exact=attend
+                    self._workload(sizes, key), self.num_tokens, key.device, avq=avq, exact=attend
                 )
                 for sizes, avq in rungs.items()
             }
@@ -424,7 +439,7 @@ class Ladder:
             start: dict(zip(costs, calls.amax(0).tolist(), strict=True))
             for start, calls in values.items()
         }
-        return LayerErrors(self.layer, costs, errors)
+        return LayerErrors(self.layer, self.num_tokens, costs, errors)
 
     def _rungs(self, key: Tensor) -> list[str]:
         """The sizes that meet fewer columns than there are tokens."""
@@ -611,6 +626,7 @@ def _read(stored: Mapping[str, Any]) -> LayerErrors:
         AVQConfig.parse(sizes)
     return LayerErrors(
         LayerSpec(**stored["layer"]),
+        stored["num_tokens"],
         stored["costs"],
         {int(start): errors for start, errors in stored["errors"].items()},
     )

@@ -94,11 +94,24 @@ class LayerState:
         """The refined parents per query tile in this thread's next AVQ call."""
         return (self.sizes.get() or self.config.sizes).num_refined
 
-    def set_sizes(self, sizes: Sizes | None, errors: tuple[float, ...] = ()) -> None:
-        """Run other sizes, or exact attention, in all threads."""
+    def set_sizes(
+        self,
+        sizes: Sizes | None,
+        *,
+        errors: tuple[float, ...] = (),
+        measured_tokens: int | None = None,
+    ) -> None:
+        """Run other sizes, or exact attention, in all threads.
+
+        Args:
+            sizes: None is exact attention.
+            errors: of the measurement that chose the sizes.
+            measured_tokens: of that measurement.
+        """
         # A new one: threads hold values of the earlier sizes.
         self.sizes = PerThread(sizes)
         self.errors = errors
+        self.route.chosen_at = measured_tokens
 
     def enter(
         self,
@@ -169,9 +182,13 @@ class LayerState:
             hidden_states: batch first, in the dtype of the attention.
         """
         route = self.route
-        if isinstance(route.route, int) and num_tokens < route.route:
+        if num_tokens < route.few_tokens:
             return "few tokens"
-        if route.break_even and num_tokens < route.least_tokens(self.workload(hidden_states)):
+        if (
+            route.chosen_at is None
+            and route.break_even
+            and num_tokens < route.least_tokens(self.workload(hidden_states))
+        ):
             return "faster"
         return None
 

@@ -86,11 +86,26 @@ class BreakEven(NamedTuple):
 
 
 class LayerRoute:
-    """The choice between AVQ and exact attention in one layer, by the workload of each call."""
+    """The choice between AVQ and exact attention in one layer, by the workload of each call.
+
+    Attributes:
+        route: as in `apply_avq`.
+        break_even: what was learned.
+        chosen_at: the number of tokens at which AVQ was measured and chosen within a tolerance.
+            Then no break-even is learned.
+    """
 
     def __init__(self, route: str | int) -> None:
         self.route = route
         self.break_even: dict[Workload, BreakEven] = {}
+        self.chosen_at: int | None = None
+
+    @property
+    def few_tokens(self) -> int:
+        """With fewer tokens than this, exact attention runs."""
+        if isinstance(self.route, int):
+            return self.route
+        return self.chosen_at or 0 if self.route == "fastest" else 0
 
     def learn(self, workload: Workload, device: torch.device, *, measure: bool) -> None:
         """Find out from how many tokens on AVQ is faster on a GPU.
@@ -100,7 +115,8 @@ class LayerRoute:
             device: that it runs on; on other devices than GPUs AVQ always runs.
             measure: measure what nobody has measured, unless a CUDA graph is being captured.
         """
-        if self.route != "fastest" or device.type != "cuda" or workload in self.break_even:
+        is_open = self.route == "fastest" and self.chosen_at is None
+        if not is_open or device.type != "cuda" or workload in self.break_even:
             return
         may_measure = measure and not torch.cuda.is_current_stream_capturing()
         found = (break_even if may_measure else known_break_even)(workload, device)

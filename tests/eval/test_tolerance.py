@@ -21,7 +21,7 @@ def test_a_tolerance_is_judged_by_its_parts_that_run_avq():
     def profile(coarse, fine):
         def layer(name, coarse, fine):
             errors = {"M4P0C0": coarse, "M8P4C2": fine}
-            return LayerErrors(LayerSpec(name, 0, 2, 8), sizes, dict.fromkeys(start, errors))
+            return LayerErrors(LayerSpec(name, 0, 2, 8), 64, sizes, dict.fromkeys(start, errors))
 
         return ErrorProfile(AVQConfig(), (layer("a", coarse, fine), layer("b", 9.0, 9.0)))
 

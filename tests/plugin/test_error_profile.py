@@ -37,6 +37,7 @@ SPEC = LayerSpec("a", 0, 2, 8)
 COSTS = {"M8P4C2": 0.5, "M4P0C0": 0.2, "M8P8C4E16": 0.9}
 STORED = {
     "layer": SPEC.stored,
+    "num_tokens": 64,
     "costs": {"M4P0C0": 0.5},
     "errors": {"1000": {"M4P0C0": 0.1}, "500": {"M4P0C0": 1 / 3}},
 }
@@ -51,7 +52,7 @@ def measure(pipe, config=CONFIG, **arguments):
     return measure_error(pipe, [PROMPT], config, **SIZE | {"num_inference_steps": 3} | arguments)
 
 
-def profile_of(pipe, choices, config=CONFIG):
+def profile_of(pipe, choices, config=CONFIG, num_tokens=1):
     """A profile whose tolerance 0.1 gives every layer these choices, by timestep."""
     layers = []
     for layer in select_layers(pipe.unet, config.levels, config.exact):
@@ -60,7 +61,7 @@ def profile_of(pipe, choices, config=CONFIG):
             start: {sizes: 0.05 if sizes == chosen else 0.5 for sizes in costs}
             for start, chosen in choices.items()
         }
-        layers.append(LayerErrors(LayerSpec(**layer.stored), costs, errors))
+        layers.append(LayerErrors(LayerSpec(**layer.stored), num_tokens, costs, errors))
     return ErrorProfile(config, tuple(layers))
 
 
@@ -164,7 +165,7 @@ class TestWithin:
             start: dict(zip(costs, part, strict=True))
             for start, part in zip(starts, errors, strict=True)
         }
-        plan = ErrorProfile(AVQConfig(), (LayerErrors(SPEC, costs, parts),)).within(tolerance)
+        plan = ErrorProfile(AVQConfig(), (LayerErrors(SPEC, 64, costs, parts),)).within(tolerance)
         return {start: (str(choice), choice.error) for start, choice in plan["a"].items()}
 
     def test_cheapest_that_holds(self):
@@ -209,7 +210,9 @@ class TestWithin:
             apply_avq(pipe, tolerance=tolerance, prompt=PROMPT)
 
     def test_table(self):
-        layer = LayerErrors(SPEC, {"M4P0C0": 0.5}, {1000: {"M4P0C0": 0.08}, 500: {"M4P0C0": 0.16}})
+        layer = LayerErrors(
+            SPEC, 64, {"M4P0C0": 0.5}, {1000: {"M4P0C0": 0.08}, 500: {"M4P0C0": 0.16}}
+        )
         header, row = str(ErrorProfile(AVQConfig(), (layer,))).splitlines()
         assert header.split() == ["layer", "0.05", "0.1", "0.2"]
         assert row.split() == ["a", "exact", "M4P0C0,", "exact", "M4P0C0"]
@@ -257,6 +260,18 @@ class TestApply:
         set_num_refined(pipe, 2)
         assert "error" not in str(summary(pipe))
         assert {row.config for row in summary(pipe).rows if row.config} == {"M8P2C2"}
+
+    def test_fewer_tokens_than_were_measured_run_exact(self, pipe):
+        """Catches AVQ where its cost is unknown, and a forced route that is not."""
+        exact = draw(pipe)
+        avq = draw(apply_avq(pipe, profile_of(pipe, {1000: FINE}), tolerance=0.1))
+        tokens = {row.num_tokens for row in summary(pipe).rows if row.config}
+        profile = profile_of(pipe, {1000: FINE}, num_tokens=max(tokens) + 1)
+        assert torch.equal(draw(apply_avq(pipe, profile, tolerance=0.1)), exact)
+        assert {row.runs for row in summary(pipe).rows if row.config} == {"exact: few tokens"}
+        assert torch.equal(draw(apply_avq(pipe, profile, tolerance=0.1, route="always")), avq)
+        apply_avq(pipe, profile, tolerance=0.1)
+        assert not torch.equal(draw(set_num_refined(pipe, 4)), exact)
 
     def test_failed_measurement_changes_nothing(self, pipe):
         avq = draw(apply_avq(pipe, CONFIG))
@@ -339,6 +354,8 @@ class TestFile:
             {"config": {"num_parent": 3}},
             {"layers": [STORED | {"layer": {"name": "a"}}]},
             {"layers": [STORED | {"layer": SPEC.stored | {"name": 3}}]},
+            {"layers": [STORED | {"num_tokens": 0}]},
+            {"layers": [STORED | {"num_tokens": "many"}]},
             {"layers": [STORED | {"costs": {"M4": 0.5}}]},
             {"layers": [STORED | {"costs": {"M4P0C0": "cheap"}}]},
             {"layers": [STORED | {"costs": {"exact": 1.0}, "errors": {"1000": {"exact": 0.0}}}]},

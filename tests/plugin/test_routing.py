@@ -156,6 +156,14 @@ class TestLearning:
         assert learn() == []
         assert not measured
 
+    def test_what_a_tolerance_chose_needs_no_other(self, state, learn, measured):
+        """Catches minutes of compilation before the first image."""
+        state.set_sizes(state.config.sizes, errors=(0.1,), measured_tokens=64)
+        assert learn() == []
+        assert not measured
+        state.set_sizes(state.config.sizes)
+        assert learn() == [FOUND]
+
 
 @pytest.mark.parametrize("route", ["quick", True, 4096.0, None])
 def test_unknown_routes_are_refused(unet, codebooks, route):

@@ -41,6 +41,7 @@ def profile_of(model, *choices):
         tuple(
             LayerErrors(
                 error_profile.LayerSpec(**layer.stored),
+                1,
                 {sizes: 0.5 for sizes in (COARSE, FINE)},
                 {1000: {sizes: 0.05 if sizes == chosen else 0.5 for sizes in (COARSE, FINE)}},
             )
@@ -190,7 +191,7 @@ class TestApply:
         for other in (one, narrow):
             with pytest.raises(ValueError, match="error profile of another model"):
                 apply_avq(model, measure_error(other, images(), CONFIG), tolerance=0.1)
-        layer = LayerErrors(profile.layers[0].layer, {}, {1000: {}, 500: {}})
+        layer = LayerErrors(profile.layers[0].layer, 1, {}, {1000: {}, 500: {}})
         parts = ErrorProfile(CONFIG, (layer, profile.layers[1]))
         with pytest.raises(ValueError, match="its errors change with timesteps"):
             apply_avq(model, parts, tolerance=0.1)
