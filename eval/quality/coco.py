@@ -35,9 +35,9 @@ from eval.names import parse_method
 from eval.quality.captions import Captions
 from eval.quality.generation import (
     Sampling,
-    check_dilation,
     compilation,
     dilation,
+    dilation_facts,
     generate_batch,
 )
 from eval.quality.protocol import GENERATION
@@ -98,19 +98,18 @@ def generate_folder(
         "captions_sha256": captions.sha256,
         "num_images": len(captions.texts),
         "size": settings.size,
-        "scalecrafter": settings.is_dilated,
         "compiled": settings.is_compiled,
         "sampler": GENERATION["sampler"],
         "num_inference_steps": settings.num_inference_steps,
         "guidance_scale": settings.guidance_scale,
         "dtype": str(dtype).removeprefix("torch."),
     }
+    pipe = _load(model, dtype, device)
+    config["scalecrafter"] = dilation_facts(pipe, settings)
     check_folder(folder, config)
     message = f"another command writes {folder}; wait for its end, or launch both by accelerate."
     alone = locked(folder, LOCK_SECONDS, message) if state.is_main_process else nullcontext()
-    pipe = _load(model, dtype, device)
     (loaded,) = load_methods(pipe, [method], levels=levels)
-    check_dilation(pipe, settings)
     with alone:
         if state.is_main_process:
             prepare = partial(calibrated, pipe, loaded, calibration_prompts)

@@ -86,6 +86,7 @@ def deviations(
     """
     model = PurePath(generation["model"]).name
     actual = {**generation, "model": model, "num_images": num_images, "num_real": num_real}
+    actual["scalecrafter"] = bool(generation["scalecrafter"])
     expected = {**GENERATION, "scalecrafter": generation["size"] == 1024, "num_real": NUM_REAL}
     found = [
         f"{name} is {actual.get(name)}, not {value}"

@@ -61,7 +61,7 @@ class HeatMap:
 def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
     """Write rows of panels; a label has one colour and marker in all of them, and one legend."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import LogLocator, ScalarFormatter
 
     columns = max(len(row) for row in rows)
     labels = list(
@@ -96,7 +96,10 @@ def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
                 axes.axvline(panel.reference_x, **dashed)
             axes.set(yscale=panel.yscale, xlabel=fill(panel.xlabel, 42), title=panel.title)
             if panel.xscale == "log":
+                low, high = axes.get_xlim()
                 axes.set_xscale("log", base=2)
+                if high < 4 * low:  # few powers of two
+                    axes.xaxis.set_major_locator(LogLocator(10, subs=range(1, 10)))
                 axes.xaxis.set_major_formatter(ScalarFormatter())
             if panel.from_zero:
                 axes.set_ylim(0, 1.1 * axes.dataLim.y1)

@@ -604,3 +604,16 @@ def test_without_the_packages_of_the_networks_the_command_says_what_to_install(p
     assert errors.startswith("eval: FID needs the package torch-fidelity")
     assert errors.endswith("pip install torch-fidelity, or name a --scorer.")
     assert not (place / "none").exists()
+
+
+def test_other_settings_of_scalecrafter_are_another_configuration(place):
+    """Catches images of two settings in one folder after a kill."""
+    dilated = {"size": 256, "images": 2, "scalecrafter": None}
+    assert generate(place, "dilated", **dilated)[::2] == (0, "")
+    manifest = place / "dilated/manifest.json"
+    stored = json.loads(manifest.read_text())
+    stored["config"]["scalecrafter"]["num_dilated_steps"] = 1
+    manifest.write_text(json.dumps(stored))
+    code, _, errors = generate(place, "dilated", **dilated)
+    assert code == 2
+    assert errors.endswith("it differs in scalecrafter.")
