@@ -15,7 +15,8 @@ from avq_diffusers.mini.scenes import VOCABULARY, Scene
 __all__ = [
     "IMAGE_SIZE",
     "MINI_CODEBOOKS",
-    "MINI_CODEBOOKS_LEVEL1",
+    "MINI_DISTILLED",
+    "MINI_DISTILLED_LEVEL1",
     "MINI_GUIDANCE_SCALE",
     "MINI_SD",
     "MINI_SD3",
@@ -38,9 +39,11 @@ __all__ = [
 
 MINI_SD = str(Path(__file__).parent / "mini-sd")
 MINI_SD3 = str(Path(__file__).parent / "mini-sd3")
-# Distilled by configs/mini_m64p16c8.yaml and configs/mini_m64p16c8_level1.yaml.
+# Stored codebooks, distilled by configs/mini_m64p16c8.yaml.
 MINI_CODEBOOKS = str(Path(__file__).parent / "codebooks")
-MINI_CODEBOOKS_LEVEL1 = str(Path(__file__).parent / "codebooks-level1")
+# For own codewords, by configs/mini_own_m64p16c8.yaml and mini_own_m64p16c8e256_level1.yaml.
+MINI_DISTILLED = str(Path(__file__).parent / "distilled")
+MINI_DISTILLED_LEVEL1 = str(Path(__file__).parent / "distilled-level1")
 MINI_GUIDANCE_SCALE = 3.0
 SCORER = str(Path(__file__).parent / "mini-sd" / "scorer")
 

@@ -24,7 +24,8 @@ from avq_diffusers.attention.diagnostics import constraint_error
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.mini import (
     MINI_CODEBOOKS,
-    MINI_CODEBOOKS_LEVEL1,
+    MINI_DISTILLED,
+    MINI_DISTILLED_LEVEL1,
     MINI_SD,
     SCORER,
     SCORER_SEEDS,
@@ -106,7 +107,7 @@ def test_its_name_stands_for_its_folder():
 
 def test_the_files_are_small_and_safe():
     """Fails for a shard that the file limit refuses, or for a pickle."""
-    folders = (MINI_SD, MINI_CODEBOOKS, MINI_CODEBOOKS_LEVEL1)
+    folders = (MINI_SD, MINI_CODEBOOKS, MINI_DISTILLED, MINI_DISTILLED_LEVEL1)
     files = [path for folder in folders for path in Path(folder).rglob("*.*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".safetensors"}
     assert max(path.stat().st_size for path in files) <= 16 * MEBIBYTE
@@ -155,22 +156,18 @@ def test_every_word_of_a_caption_is_one_token(folder):
         assert tokens == [known[word][0] for word in words], scene.caption
 
 
-@pytest.mark.parametrize(
-    ("folder", "levels", "exact"),
-    [(MINI_CODEBOOKS, (0,), ()), (MINI_CODEBOOKS_LEVEL1, (0, 1), ("up_blocks.1.attentions.1",))],
-)
-def test_the_codebooks_fit_and_keep_the_constraint(mini, folder, levels, exact, recwarn):
+def test_the_codebooks_fit_and_keep_the_constraint(mini, recwarn):
     """Fails for codebooks of another model or run, or that training left with dead children."""
-    shipped = AVQCodebooks.from_pretrained(folder)
-    assert shipped.avq_config == AVQConfig(levels=levels, exact=exact, codewords="stored")
+    shipped = AVQCodebooks.from_pretrained(MINI_CODEBOOKS)
+    assert shipped.avq_config == AVQConfig(codewords="stored")
     assert shipped.config["base_model"] == "mini-sd"
     assert shipped.config["tuned"]
     training = shipped.config["training"]
-    assert training["config"] == "mini_m64p16c8" + ("_level1" if 1 in levels else "")
+    assert training["config"] == "mini_m64p16c8"
     assert set(training["layers"]) == set(shipped.layer_specs)
     layers = shipped.layers_of(mini.unet)
     assert [layer.name for layer in layers] == [
-        layer.name for layer in select_layers(mini.unet, levels, exact)
+        layer.name for layer in select_layers(mini.unet, (0,))
     ]
     for layer in layers:
         codebook = shipped.codebook(layer.name)
@@ -202,6 +199,28 @@ def test_the_codebooks_are_those_of_these_layers(mini, shipped, exact):
         errors.append(((step - exact).norm() / exact.norm()).item())
     assert 0 < errors[0] < 0.05
     assert errors[1] > 3 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("folder", "config"),
+    [
+        (MINI_DISTILLED, AVQConfig.parse("M64P16C8")),
+        (MINI_DISTILLED_LEVEL1, AVQConfig.parse("M64P16C8E256", levels=(0, 1))),
+    ],
+)
+def test_distillation_brings_own_codewords_closer(mini, exact, folder, config):
+    """Fails for projections of another model or of other layers, and for untrained ones."""
+    errors = []
+    for source in (AVQCodebooks.from_pretrained(folder), config):
+        apply_avq(mini, source)
+        try:
+            errors.append((noisy_step(mini) - exact[0]).norm() / exact[0].norm())
+            report = summary(mini)
+        finally:
+            remove_avq(mini)
+        ran = [row.name for row in report.rows if row.runs.startswith("AVQ")]
+        assert ran == [layer.name for layer in select_layers(mini.unet, config.levels)]
+    assert errors[0] < 0.9 * errors[1]
 
 
 def parts(codebook: Codebook) -> tuple[Tensor, Tensor]:
