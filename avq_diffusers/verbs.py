@@ -50,7 +50,8 @@ def apply_avq(
     dispatch of diffusers Flux, Flux2, Qwen-Image, Z-Image, Wan and LTX. There are no codebooks.
 
     With a tolerance, each layer gets the cheapest sizes whose error is within it, or exact
-    attention. `measure_error` measures that first, in some steps on `prompt`.
+    attention. `measure_error` measures that first, in some steps on `prompt`. With fewer tokens than
+    were measured, the route `"fastest"` runs exact attention.
 
     An earlier AVQ is removed first. The processors of all other layers stay. The present processor
     of a chosen layer serves the calls that AVQ does not: those with attention masks or merged
@@ -80,9 +81,9 @@ def apply_avq(
         prompt: one or several to measure on, which a tolerance without profile needs.
         backend: as for `avq_attention`.
         route: `"fastest"` runs exact attention if that is faster on this GPU for the number of
-            tokens. It looks this up in a table of the package, or measures a new shape in about a
-            second and keeps the result in the user's cache folder. `"always"` runs AVQ. A
-            number runs AVQ from that many tokens on.
+            tokens. It looks this up in a table of the package, or measures a new shape in the
+            seconds that its kernels take to compile, and keeps the result in the user's cache
+            folder. `"always"` runs AVQ. A number runs AVQ from that many tokens on.
         **measurement: further arguments of `measure_error`, such as `height=1024, width=1024`.
 
     Returns:

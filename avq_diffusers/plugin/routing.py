@@ -105,7 +105,9 @@ class LayerRoute:
         """With fewer tokens than this, exact attention runs."""
         if isinstance(self.route, int):
             return self.route
-        return self.chosen_at or 0 if self.route == "fastest" else 0
+        if self.route == "fastest" and self.chosen_at is not None:
+            return self.chosen_at
+        return 0
 
     def learn(self, workload: Workload, device: torch.device, *, measure: bool) -> None:
         """Find out from how many tokens on AVQ is faster on a GPU.

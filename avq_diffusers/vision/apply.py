@@ -47,7 +47,8 @@ def apply_avq(
     distillation and register tokens are met as themselves, and meet all tokens.
 
     With a tolerance, each layer gets the cheapest sizes whose error is within it, or exact
-    attention. `measure_error` measures that first, on some images.
+    attention. `measure_error` measures that first, on some images. With fewer tokens than were
+    measured, the route `"fastest"` runs exact attention.
 
     An earlier AVQ is removed first. The model's own attention, such as SDPA, serves the calls that
     AVQ does not: those with masks, dropout or attention weights asked for, and of tokens that are
