@@ -50,8 +50,8 @@ def apply_avq(
     dispatch of diffusers Flux, Flux2, Qwen-Image, Z-Image, Wan and LTX. There are no codebooks.
 
     With a tolerance, each layer gets the cheapest sizes whose error is within it, or exact
-    attention. `measure_error` measures that first, in some steps on `prompt`. With fewer tokens than
-    were measured, the route `"fastest"` runs exact attention.
+    attention. `measure_error` measures that first, in some steps on `prompt`. With fewer tokens
+    than were measured, the route `"fastest"` runs exact attention.
 
     An earlier AVQ is removed first. The processors of all other layers stay. The present processor
     of a chosen layer serves the calls that AVQ does not: those with attention masks or merged
