@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.dit import error_profile as dit_errors
+from avq_diffusers.dit import error_measurement as dit_errors
 from avq_diffusers.dit.apply import (
     apply_to_transformers,
     remove_from_transformers,
@@ -23,7 +23,7 @@ from avq_diffusers.dit.apply import (
 )
 from avq_diffusers.dit.layers import is_transformer
 from avq_diffusers.dit.report import transformer_summary
-from avq_diffusers.plugin import apply, error_profile, refinement, report
+from avq_diffusers.plugin import apply, error_measurement, refinement, report
 from avq_diffusers.plugin.error_profile import ErrorProfile, resolve_source
 from avq_diffusers.plugin.layer_state import AVQSource, disabled
 from avq_diffusers.plugin.layers import PipelineOrUNet
@@ -165,7 +165,7 @@ def measure_error(
             calls.
     """
     is_dit = is_transformer(pipe)
-    measure = dit_errors.measure_error if is_dit else error_profile.measure_error
+    measure = dit_errors.measure_error if is_dit else error_measurement.measure_error
     return measure(
         pipe,
         prompts,

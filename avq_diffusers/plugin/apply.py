@@ -15,12 +15,8 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from avq_diffusers.plugin.codebooks import AVQCodebooks
-from avq_diffusers.plugin.error_profile import (
-    ErrorProfile,
-    measure_error,
-    resolve_source,
-    set_tolerance,
-)
+from avq_diffusers.plugin.error_measurement import measure_error
+from avq_diffusers.plugin.error_profile import ErrorProfile, resolve_source, set_tolerance
 from avq_diffusers.plugin.layer_state import (
     AVQSource,
     default_source,

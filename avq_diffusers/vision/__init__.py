@@ -12,7 +12,7 @@ from avq_diffusers.vision.apply import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.vision.error_profile import measure_error
+from avq_diffusers.vision.error_measurement import measure_error
 from avq_diffusers.vision.layers import gather_codebooks, select_layers
 
 __all__ = [

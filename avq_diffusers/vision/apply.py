@@ -23,7 +23,7 @@ from avq_diffusers.plugin.layer_state import (
 from avq_diffusers.plugin.refinement import planned_sizes
 from avq_diffusers.plugin.report import Summary, layer_report, runs_by_state
 from avq_diffusers.plugin.routing import check_route
-from avq_diffusers.vision.error_profile import measure_error
+from avq_diffusers.vision.error_measurement import measure_error
 from avq_diffusers.vision.install import install, uninstall
 from avq_diffusers.vision.layers import select_layers, states_of
 

@@ -45,7 +45,7 @@ from avq_diffusers.cli.sheet import MARGIN
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
-from avq_diffusers.plugin import error_profile
+from avq_diffusers.plugin import error_measurement
 
 PROMPT = "a red fox"
 
@@ -79,7 +79,7 @@ def avq(monkeypatch, capsys, tmp_path):
 @pytest.fixture
 def ladder(monkeypatch) -> None:
     """A short one, for tiny models."""
-    monkeypatch.setattr(error_profile, "LADDER", ("M4P0C0", "M8P8C4E16"))
+    monkeypatch.setattr(error_measurement, "LADDER", ("M4P0C0", "M8P8C4E16"))
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from avq_diffusers import (
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.dit.layers import transformer_layers
-from avq_diffusers.plugin import error_profile
+from avq_diffusers.plugin import error_measurement
 from avq_diffusers.plugin.error_profile import MARGIN
 
 PROMPT = "a red fox"
@@ -38,7 +38,7 @@ PIPES = [pytest.param(sd3_pipe, id="sd3"), pytest.param(flux_pipe, id="flux")]
 
 @pytest.fixture(autouse=True)
 def short_ladder(monkeypatch):
-    monkeypatch.setattr(error_profile, "LADDER", (COARSE, FINE))
+    monkeypatch.setattr(error_measurement, "LADDER", (COARSE, FINE))
 
 
 def measure(pipe, config=CONFIG, **arguments):

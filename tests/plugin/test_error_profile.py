@@ -16,15 +16,10 @@ from tiny import LAYER, draw, random_codebooks, small_unet, tiny_pipe, tiny_unet
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import AVQConfig, Sizes
-from avq_diffusers.plugin import error_profile, routing
+from avq_diffusers.plugin import error_measurement, error_profile, routing
 from avq_diffusers.plugin.apply import apply_avq, remove_avq
-from avq_diffusers.plugin.error_profile import (
-    Choice,
-    ErrorProfile,
-    Ladder,
-    LayerErrors,
-    measure_error,
-)
+from avq_diffusers.plugin.error_measurement import Ladder, measure_error
+from avq_diffusers.plugin.error_profile import Choice, ErrorProfile, LayerErrors
 from avq_diffusers.plugin.layers import LayerSpec, select_layers
 from avq_diffusers.plugin.refinement import set_num_refined
 from avq_diffusers.plugin.report import summary
@@ -45,7 +40,7 @@ STORED = {
 
 @pytest.fixture(autouse=True)
 def short_ladder(monkeypatch):
-    monkeypatch.setattr(error_profile, "LADDER", (COARSE, FINE))
+    monkeypatch.setattr(error_measurement, "LADDER", (COARSE, FINE))
 
 
 def measure(pipe, config=CONFIG, **arguments):
@@ -105,7 +100,7 @@ class TestMeasure:
 
     def test_sizes_that_cost_as_much_as_exact_are_left_out(self, pipe, monkeypatch):
         """Catches E256 measured, and chosen, for 64 tokens."""
-        monkeypatch.setattr(error_profile, "LADDER", (COARSE, "M8P0C0E56", "M8P0C0E55"))
+        monkeypatch.setattr(error_measurement, "LADDER", (COARSE, "M8P0C0E56", "M8P0C0E55"))
         costs = {one.layer.level: set(one.costs) for one in measure(pipe).layers}
         assert costs[1] == {COARSE, MIDDLE, "M8P0C0E55"}
         assert costs[0] == {COARSE, MIDDLE, "M8P0C0E55", "M8P0C0E56"}

@@ -9,8 +9,9 @@ from transformers import AttentionInterface, ViTConfig, ViTModel
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.plugin import error_profile
+from avq_diffusers.plugin import error_measurement
 from avq_diffusers.plugin.error_profile import ErrorProfile, LayerErrors
+from avq_diffusers.plugin.layers import LayerSpec
 from avq_diffusers.vision import (
     apply_avq,
     measure_error,
@@ -27,7 +28,7 @@ ANY_SIZE = {"interpolate_pos_encoding": True}
 
 @pytest.fixture(autouse=True)
 def short_ladder(monkeypatch):
-    monkeypatch.setattr(error_profile, "LADDER", (COARSE, FINE))
+    monkeypatch.setattr(error_measurement, "LADDER", (COARSE, FINE))
 
 
 def batches(height=64, width=64):
@@ -40,7 +41,7 @@ def profile_of(model, *choices):
         CONFIG,
         tuple(
             LayerErrors(
-                error_profile.LayerSpec(**layer.stored),
+                LayerSpec(**layer.stored),
                 1,
                 {sizes: 0.5 for sizes in (COARSE, FINE)},
                 {1000: {sizes: 0.05 if sizes == chosen else 0.5 for sizes in (COARSE, FINE)}},
@@ -172,7 +173,7 @@ class TestApply:
         assert torch.equal(features(remove_avq(model)), exact)
 
     def test_sizes_that_cost_as_much_as_exact_are_left_out(self, monkeypatch):
-        monkeypatch.setattr(error_profile, "LADDER", ("M8P8C8E64",))
+        monkeypatch.setattr(error_measurement, "LADDER", ("M8P8C8E64",))
         model = tiny_vision()
         exact = features(model)
         apply_avq(model, AVQConfig(64, 0, 0), tolerance=9, pixel_values=images())

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.plugin.error_profile import ErrorProfile, check_measured, measuring
+from avq_diffusers.plugin.error_measurement import check_measured, measuring
+from avq_diffusers.plugin.error_profile import ErrorProfile
 from avq_diffusers.plugin.layer_state import LayerState
 from avq_diffusers.vision.install import install, uninstall
 from avq_diffusers.vision.layers import select_layers, states_of

@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.dit.apply import by_full_name, install, make_states, present_states, uninstall
-from avq_diffusers.plugin.error_profile import ErrorProfile, check_measured, measuring
+from avq_diffusers.plugin.error_measurement import check_measured, measuring
+from avq_diffusers.plugin.error_profile import ErrorProfile
 from avq_diffusers.plugin.probe import check_probe
 from avq_diffusers.plugin.prompts import checked_prompts, run_prompts
 
