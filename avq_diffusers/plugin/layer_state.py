@@ -71,7 +71,7 @@ class LayerState:
         else:
             self.config = source.layer_config(layer.name)
             self.weights = source.layer_weights(layer.name)
-        self.route = LayerRoute(route)
+        self.route = LayerRoute(route, layer.num_heads)
         self.backend = backend
         self.num_heads = layer.num_heads
         self.head_dim = layer.head_dim

@@ -90,13 +90,15 @@ class LayerRoute:
 
     Attributes:
         route: as in `apply_avq`.
+        num_heads: of the layer.
         break_even: what was learned.
         chosen_at: the number of tokens at which AVQ was measured and chosen within a tolerance.
             Then no break-even is learned.
     """
 
-    def __init__(self, route: str | int) -> None:
+    def __init__(self, route: str | int, num_heads: int) -> None:
         self.route = route
+        self.num_heads = num_heads
         self.break_even: dict[Workload, BreakEven] = {}
         self.chosen_at: int | None = None
 
@@ -120,8 +122,9 @@ class LayerRoute:
         is_open = self.route == "fastest" and self.chosen_at is None
         if not is_open or device.type != "cuda" or workload in self.break_even:
             return
-        may_measure = measure and not torch.cuda.is_current_stream_capturing()
-        found = (break_even if may_measure else known_break_even)(workload, device)
+        found = known_break_even(workload, device)
+        if found is None and measure and not torch.cuda.is_current_stream_capturing():
+            found = break_even(workload, device, self.num_heads)
         if found is not None:
             self.break_even[workload] = found
 
@@ -142,24 +145,27 @@ def known_break_even(workload: Workload, device: torch.device) -> BreakEven | No
     return None if found is None else BreakEven(**found)
 
 
-def break_even(workload: Workload, device: torch.device) -> BreakEven:
-    """The break-even of a workload; an unknown one is measured in about a second."""
+def break_even(workload: Workload, device: torch.device, num_heads: int) -> BreakEven:
+    """The break-even of a workload; an unknown one is measured on tokens of so many heads."""
     known = known_break_even(workload, device)
     if known is not None:
         return known
-    measured = measure_break_even(workload, device)
+    measured = measure_break_even(workload, device, num_heads)
     _table()[workload.key(device)] = measured._asdict()
     _keep(workload.key(device), measured._asdict())
     return measured
 
 
 @torch.no_grad()
-def measure_break_even(workload: Workload, device: torch.device) -> BreakEven:
-    """The smallest of `TOKENS` from which AVQ is never slower; `NEVER` if it loses at the last."""
+def measure_break_even(workload: Workload, device: torch.device, num_heads: int) -> BreakEven:
+    """The smallest of `TOKENS` from which AVQ is never slower; `NEVER` if it loses at the last.
+
+    Tokens lie as a layer of `num_heads` heads has them, so that its calls use the same kernels.
+    """
     least = {"eager": NEVER, "compiled": NEVER}
     timers = {"eager": _eager_milliseconds, "compiled": _compiled_milliseconds}
     for num_tokens in reversed(TOKENS):
-        avq, exact = _both_attentions(workload, num_tokens, device)
+        avq, exact = _both_attentions(workload, num_tokens, device, num_heads)
         # Events and graphs belong to the current GPU.
         with torch.accelerator.device_index(device.index):
             for name in list(timers):
@@ -198,10 +204,10 @@ def relative_cost(
 
 
 def _both_attentions(
-    workload: Workload, num_tokens: int, device: torch.device
+    workload: Workload, num_tokens: int, device: torch.device, num_heads: int
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """AVQ and exact attention of the same random tokens."""
-    query, key, value = _random_tokens(workload, num_tokens, device)
+    query, key, value = _random_tokens(workload, num_tokens, device, num_heads)
     avq = partial(
         avq_attention,
         query,
@@ -209,15 +215,17 @@ def _both_attentions(
         value,
         **workload.sizes._asdict(),
         query_tile=workload.query_tile,
+        query_order=torch.arange(num_tokens, device=device),
     )
     return avq, partial(F.scaled_dot_product_attention, query, key, value)
 
 
 def _random_tokens(
-    workload: Workload, num_tokens: int, device: torch.device
+    workload: Workload, num_tokens: int, device: torch.device, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator(device).manual_seed(0)
-    size = (3, 1, num_tokens, workload.batch_heads, workload.head_dim)
+    batch = max(1, workload.batch_heads // num_heads)
+    size = (3, batch, num_tokens, num_heads, workload.head_dim)
     tokens = torch.randn(size, generator=generator, device=device).to(workload.dtype)
     query, key, value = tokens.transpose(2, 3)
     return query, key, value

@@ -47,7 +47,7 @@ def measured(monkeypatch):
     """The workloads that were measured; each gives FOUND."""
     workloads = []
     monkeypatch.setattr(
-        routing, "measure_break_even", lambda workload, device: workloads.append(workload) or FOUND
+        routing, "measure_break_even", lambda workload, *others: workloads.append(workload) or FOUND
     )
     return workloads
 
@@ -146,7 +146,7 @@ class TestLearning:
     @pytest.mark.parametrize("when", [{"measure": False}, {"capturing": True}])
     def test_what_the_table_knows_holds_everywhere(self, state, learn, measured, when):
         """Catches a CUDA graph of AVQ where exact attention is known to be faster."""
-        break_even(state.workload(torch.empty(2, 1, 1)), torch.device("cuda"))
+        break_even(state.workload(torch.empty(2, 1, 1)), torch.device("cuda"), 2)
         measured.clear()
         assert learn(**when) == [FOUND]
         assert not measured
@@ -187,7 +187,7 @@ def test_layers_with_few_tokens_run_exact(unet, codebooks):
 def test_a_measurement_is_made_once_and_kept(cache_file, measured):
     device = torch.device("cuda")
     assert known_break_even(WORKLOAD, device) is None
-    assert break_even(WORKLOAD, device) == break_even(WORKLOAD, device) == FOUND
+    assert break_even(WORKLOAD, device, 8) == break_even(WORKLOAD, device, 8) == FOUND
     assert measured == [WORKLOAD]
     assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
     routing._table.cache_clear()
@@ -200,7 +200,7 @@ def test_measurements_of_other_shapes_and_of_the_package_stay(cache_file, measur
     device, other = torch.device("cuda"), replace(WORKLOAD, head_dim=80)
     shipped, entry = next(iter(routing._read(routing._SHIPPED).items()))
     for workload in (WORKLOAD, other):
-        break_even(workload, device)
+        break_even(workload, device, 8)
     kept = json.loads(cache_file.read_text())
     assert kept.keys() == {WORKLOAD.key(device), other.key(device)}
     assert routing._table()[shipped] == entry
@@ -228,17 +228,17 @@ def test_two_that_measure_at_once_keep_both(cache_file, monkeypatch):
 def test_never_slower_from_a_break_even_on(monkeypatch):
     """Catches the first number of tokens at which AVQ wins, though it loses at a later one."""
     exact = dict(zip(TOKENS, (3.0, 1.0, 3.0, 3.0, 3.0, 3.0), strict=True))
-    case = lambda workload, num_tokens, device: (num_tokens,) * 3  # noqa: E731
+    case = lambda workload, num_tokens, *others: (num_tokens,) * 3  # noqa: E731
     monkeypatch.setattr(routing, "_random_tokens", case)
-    monkeypatch.setattr(routing, "avq_attention", lambda query, *others, **sizes: 2.0)
+    monkeypatch.setattr(routing, "avq_attention", lambda query, *others, **options: 2.0)
     attention = lambda query, key, value: exact[query]  # noqa: E731
     monkeypatch.setattr(routing.F, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(routing, "_eager_milliseconds", lambda call: call())
     monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
     cpu = torch.device("cpu")
-    assert measure_break_even(WORKLOAD, cpu) == BreakEven(TOKENS[2], TOKENS[2])
+    assert measure_break_even(WORKLOAD, cpu, 8) == BreakEven(TOKENS[2], TOKENS[2])
     exact[TOKENS[-1]] = 1.0
-    assert measure_break_even(WORKLOAD, cpu) == BreakEven(NEVER, NEVER)
+    assert measure_break_even(WORKLOAD, cpu, 8) == BreakEven(NEVER, NEVER)
 
 
 def test_what_is_measured_can_run(monkeypatch):
@@ -247,7 +247,14 @@ def test_what_is_measured_can_run(monkeypatch):
     monkeypatch.setattr(routing, "TOKENS", (48,))
     for name in ("_eager_milliseconds", "_compiled_milliseconds"):
         monkeypatch.setattr(routing, name, lambda call: call().numel())
-    assert measure_break_even(workload, torch.device("cpu")) == BreakEven(48, 48)
+    assert measure_break_even(workload, torch.device("cpu"), 2) == BreakEven(48, 48)
+
+
+def test_measured_tokens_lie_as_those_of_a_layer():
+    """Catches strides and heads of their own, for which every kernel would compile again."""
+    for tokens in routing._random_tokens(WORKLOAD, 48, torch.device("cpu"), 8):
+        assert tokens.shape == (2, 8, 48, 40)
+        assert tokens.transpose(1, 2).is_contiguous()
 
 
 def test_exact_keys_have_a_break_even_of_their_own(monkeypatch):
@@ -269,13 +276,13 @@ def test_the_workload_of_a_call(unet, codebooks):
 def test_a_broken_cache_costs_a_measurement(cache_file, measured, content):
     cache_file.parent.mkdir()
     cache_file.write_text(content)
-    assert break_even(WORKLOAD, torch.device("cuda")) == FOUND
+    assert break_even(WORKLOAD, torch.device("cuda"), 8) == FOUND
     assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
 
 
 def test_nowhere_to_keep_it(cache_file, measured):
     cache_file.parent.write_text("a file is in the way")
-    assert break_even(WORKLOAD, torch.device("cuda")) == FOUND
+    assert break_even(WORKLOAD, torch.device("cuda"), 8) == FOUND
 
 
 def test_measurements_of_the_package_name_known_tokens():
@@ -290,7 +297,7 @@ def test_next_power_of_two():
 
 @pytest.mark.gpu
 def test_long_sequences_are_worth_it_on_a_gpu():
-    found = routing.measure_break_even(WORKLOAD, torch.device("cuda"))
+    found = routing.measure_break_even(WORKLOAD, torch.device("cuda"), 8)
     assert found.eager in TOKENS
     assert found.compiled in TOKENS
     assert found.compiled <= found.eager
