@@ -1,0 +1,186 @@
+"""Broken samples, workers, and the order of samples."""
+
+import multiprocessing
+from dataclasses import replace
+from io import BytesIO
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+from toy_data import (
+    CAPTIONS,
+    SCENES,
+    SIZE,
+    arguments,
+    assert_same,
+    encoder,
+    make_stream,
+    parquet,
+    pictures,
+    png,
+    source,
+    take,
+)
+
+from distill.data.images import read_rgb
+from distill.data.samples import BrokenSample
+from distill.data.sources import open_samples
+from distill.data.stream import load_batches, sample_order
+from distill.exceptions import DataError
+
+pytestmark = pytest.mark.usefixtures("no_traces")
+
+
+def test_a_broken_image_is_named_replaced_and_counted(tmp_path):
+    config = source("folder jsonl", tmp_path)
+    whole = make_stream(config, batch_size=5, seed=3)
+    encoded = take(whole, 1)
+    order = next(sample_order(5, **arguments(batch_size=5, seed=3)))
+    (tmp_path / "data" / "a.png").write_bytes(png(pictures()[1])[:400])
+    (tmp_path / "data" / "e.png").write_text("no picture")
+
+    samples = open_samples(config, SIZE)
+    with pytest.raises(BrokenSample, match=r"sample 1 of .*a\.png\) cannot be read: "):
+        samples[1]
+    with pytest.warns(UserWarning, match="takes its place") as caught:
+        repaired = take(make_stream(config, batch_size=5, seed=3), 2)
+    assert len(caught) == 2  # once each, though two epochs met them
+    texts = [str(warning.message) for warning in caught]
+    assert any("e.png" in text for text in texts)
+    assert any("2 replaced so far" in text for text in texts)
+    for place, index in enumerate(order):
+        expected = order.index({1: 2, 4: 0}.get(index, index))
+        for name in encoded:
+            assert torch.allclose(repaired[name][place], encoded[name][expected], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("captions", "message"),
+    [
+        ([*CAPTIONS[:4], None], r"^sample 4 of .* has no caption"),
+        ([1, 2, 3, 4, 5], r"^the caption of sample 4 of .*data is int, not text"),
+        ([{"a": "b"}] * 5, r"^the caption of sample 4 of .*data is dict, not text"),
+    ],
+)
+def test_a_missing_caption_is_a_broken_sample(captions, message, tmp_path):
+    """Also catches numbers that are said to be missing."""
+    config = source("huggingface", tmp_path)
+    parquet(tmp_path / "data" / "train.parquet", captions)
+    samples = open_samples(config, SIZE)
+    with pytest.raises(BrokenSample, match=message):
+        samples[4]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_disk_stops_the_run(tmp_path, workers):
+    """Catches a worker's error, which comes with a traceback in its message."""
+    config = replace(source("folder", tmp_path), workers=workers)
+    for path in (tmp_path / "data").rglob("*.png"):
+        path.write_text("no picture")
+    batches = make_stream(config)
+    with pytest.raises(DataError, match=r"^16 samples in a row are broken, the last: sample"):
+        next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_avif_is_replaced(tmp_path, workers):
+    """Catches the RuntimeError of its decoder, and its name for that of a killed worker."""
+    config = replace(source("folder", tmp_path), workers=workers)
+    file = BytesIO()
+    pictures()[0].save(file, "avif")
+    head, pixels = file.getvalue().split(b"mdat")
+    damaged = head + b"mdat" + bytes(len(pixels))
+    with pytest.raises(RuntimeError, match="Failed to decode"):
+        read_rgb(BytesIO(damaged))
+    (tmp_path / "data" / "a.png").write_bytes(damaged)
+    with pytest.warns(UserWarning, match=r"a\.png\) cannot be read: Failed to decode .*; the foll"):
+        take(make_stream(config, batch_size=5), 1)
+
+
+class Unreadable(Dataset):
+    def __getitem__(self, index):
+        raise self.error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError("the disk is gone"), r"the disk is gone"),
+        (RuntimeError("a mistake"), r"(Caught RuntimeError in DataLoader worker .*)?a mistake\n?"),
+    ],
+)
+def test_what_a_worker_raises_is_not_taken_for_its_death(error, message, workers):
+    """Catches advice to use fewer workers, and a traceback in a message that is one sentence."""
+    samples = Unreadable()
+    samples.error = error
+    with pytest.raises(type(error), match=rf"(?s)\A{message}\Z"):
+        next(load_batches(samples, [[0]], workers, torch.device("cpu")))
+
+
+def test_a_killed_worker_ends_in_one_sentence():
+    """Catches a traceback where memory ran out."""
+    batches = make_stream(replace(SCENES, workers=1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.kill()
+    with pytest.raises(DataError, match=r"^a data worker died .* continue with --resume"):
+        take(batches, 20)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.integers(0, 5), st.integers(0, 200)
+)
+def test_epochs_are_permutations_over_all_processes(num, batch_size, processes, seed, first):
+    """Catches samples lost or repeated at the end of an epoch, between processes, by a resume."""
+    streams = [
+        sample_order(
+            num,
+            **arguments(
+                batch_size=batch_size,
+                seed=seed,
+                first_sample=first,
+                process_index=index,
+                num_processes=processes,
+            ),
+        )
+        for index in range(processes)
+    ]
+    drawn = []
+    while len(drawn) < 3 * num:
+        drawn += [index for batches in streams for index in next(batches)]
+    alone = sample_order(num, **arguments(batch_size=first + len(drawn), seed=seed))
+    whole = next(alone)
+    assert whole[first:] == drawn
+    epochs = [whole[start : start + num] for start in range(0, len(whole) - num + 1, num)]
+    assert all(sorted(epoch) == list(range(num)) for epoch in epochs)
+
+
+def test_epochs_and_seeds_differ():
+    one = next(sample_order(50, **arguments(batch_size=100)))
+    other = next(sample_order(50, **arguments(batch_size=100, seed=2)))
+    assert one[:50] != one[50:] != other[50:] != other[:50] != one[:50] != list(range(50))
+
+
+def test_stream_gives_what_its_order_says():
+    samples, parts = open_samples(SCENES, SIZE), encoder()
+    batches = sample_order(20, **arguments())
+    for found, indices in islice(zip(make_stream(parts=parts), batches, strict=False), 8):
+        chosen = [samples[index] for index in indices]
+        pixels = torch.stack([sample["image"] for sample in chosen])
+        assert_same(found, parts.encode(pixels, [sample["caption"] for sample in chosen]))
+
+
+def test_stream_resumes_and_does_not_depend_on_workers():
+    """21 samples are past the end of the first epoch of 20."""
+    parts = encoder()
+    state = torch.get_rng_state()
+    whole = take(make_stream(parts=parts), 9)
+    assert_same(take(make_stream(replace(SCENES, workers=2), parts), 9), whole)
+    resumed = take(make_stream(parts=parts, first_sample=21), 2)
+    assert_same(resumed, {name: value[21:] for name, value in whole.items()})
+    assert torch.equal(torch.get_rng_state(), state)  # the loop may use torch's own generator
