@@ -215,10 +215,7 @@ def set_tolerance(
             for state, parts in choices.items()
         },
     )
-    measured = {one.layer.name: one.num_tokens for one in profile.layers}
-    for layer, state in states.items():
-        state.errors = tuple(choice.error for choice in choices[state].values())
-        state.route.chosen_at = measured[layer.name]
+    _note_measurements(states, profile, choices)
 
 
 def set_constant_sizes(
@@ -232,10 +229,21 @@ def set_constant_sizes(
     choices = chosen_sizes(states, profile, tolerance)
     if any(len(one.errors) > 1 for one in profile.layers):
         raise ValueError("error profile of another model: its errors change with timesteps.")
-    measured = {one.layer.name: one.num_tokens for one in profile.layers}
+    for state, parts in choices.items():
+        (choice,) = parts.values()
+        state.set_sizes(choice.sizes)
+    _note_measurements(states, profile, choices)
+
+
+def _note_measurements(
+    states: Mapping[Layer, LayerState],
+    profile: ErrorProfile,
+    choices: Mapping[LayerState, Mapping[int, Choice]],
+) -> None:
+    num_tokens = {one.layer.name: one.num_tokens for one in profile.layers}
     for layer, state in states.items():
-        (choice,) = choices[state].values()
-        state.set_sizes(choice.sizes, errors=(choice.error,), measured_tokens=measured[layer.name])
+        errors = tuple(choice.error for choice in choices[state].values())
+        state.note_measurement(errors, num_tokens[layer.name])
 
 
 def chosen_sizes(

@@ -94,24 +94,17 @@ class LayerState:
         """The refined parents per query tile in this thread's next AVQ call."""
         return (self.sizes.get() or self.config.sizes).num_refined
 
-    def set_sizes(
-        self,
-        sizes: Sizes | None,
-        *,
-        errors: tuple[float, ...] = (),
-        measured_tokens: int | None = None,
-    ) -> None:
-        """Run other sizes, or exact attention, in all threads.
-
-        Args:
-            sizes: None is exact attention.
-            errors: of the measurement that chose the sizes.
-            measured_tokens: of that measurement.
-        """
+    def set_sizes(self, sizes: Sizes | None) -> None:
+        """Run other sizes, or exact attention, in all threads."""
         # A new one: threads hold values of the earlier sizes.
         self.sizes = PerThread(sizes)
+        self.errors = ()
+        self.route.chosen_at = None
+
+    def note_measurement(self, errors: tuple[float, ...], num_tokens: int) -> None:
+        """Note the errors of the present sizes, and at how many tokens they were chosen."""
         self.errors = errors
-        self.route.chosen_at = measured_tokens
+        self.route.chosen_at = num_tokens
 
     def enter(
         self,

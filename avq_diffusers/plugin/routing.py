@@ -122,9 +122,11 @@ class LayerRoute:
         is_open = self.route == "fastest" and self.chosen_at is None
         if not is_open or device.type != "cuda" or workload in self.break_even:
             return
-        found = known_break_even(workload, device)
-        if found is None and measure and not torch.cuda.is_current_stream_capturing():
+        found: BreakEven | None
+        if measure and not torch.cuda.is_current_stream_capturing():
             found = break_even(workload, device, self.num_heads)
+        else:
+            found = known_break_even(workload, device)
         if found is not None:
             self.break_even[workload] = found
 

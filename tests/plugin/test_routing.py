@@ -158,7 +158,7 @@ class TestLearning:
 
     def test_what_a_tolerance_chose_needs_no_other(self, state, learn, measured):
         """Catches minutes of compilation before the first image."""
-        state.set_sizes(state.config.sizes, errors=(0.1,), measured_tokens=64)
+        state.note_measurement((0.1,), 64)
         assert learn() == []
         assert not measured
         state.set_sizes(state.config.sizes)
