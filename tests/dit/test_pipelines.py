@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from checks import differ, kinds
 from diffusers import (
     FluxControlNetModel,
@@ -87,6 +88,13 @@ class TestPipelines:
             offload_type=offload_type,
             num_blocks_per_group=1 if offload_type == "block_level" else None,
         )
+        check_close(pipe)
+
+    @feature("offload of transformers")
+    def test_sequential_offload(self, make):
+        """Between calls the weights are on the meta device, which has no route to learn."""
+        pipe = make()
+        cpu_offload(pipe.transformer)
         check_close(pipe)
 
     @feature("layerwise casting of transformers")
