@@ -116,7 +116,7 @@ def _attention_kernel(
     row_weight_ptr,
     score_ptr,
     row_ptr,
-    is_exact_ptr,
+    ranked_row_ptr,
     num_queries,
     query_stride_batch,
     query_stride_head,
@@ -160,6 +160,7 @@ def _attention_kernel(
     FACTOR: tl.constexpr,
     VISIBLE: tl.constexpr,
     LOG2_VISIBLE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
@@ -207,7 +208,6 @@ def _attention_kernel(
         value_ptr += (batch * value_stride_batch + head.to(tl.int64) * value_stride_head) * ALIGN
         table = (batch * HEADS + head) * MEAN_ROWS
         columns = ((batch * HEADS + head) * num_tiles + tile) * VISIBLE
-        is_exact_ptr += columns
         exact = Exact(
             key_ptr,
             value_ptr,
@@ -221,7 +221,7 @@ def _attention_kernel(
             row_weight_ptr + table,
             score_ptr + columns,
             row_ptr + columns,
-            is_exact_ptr,
+            ranked_row_ptr + columns,
         )
     if SINKS:
         sink_key_ptr += (
@@ -242,7 +242,7 @@ def _attention_kernel(
     numerator, total = attend_tile(
         query,
         valid_query,
-        Tables(codes_ptr, means_ptr, log_counts_ptr, spread_ptr, refined_ptr, is_exact_ptr),
+        Tables(codes_ptr, means_ptr, log_counts_ptr, spread_ptr, refined_ptr),
         exact,
         sinks,
         Sizes(
@@ -262,6 +262,7 @@ def _attention_kernel(
             SINKS,
             VISIBLE,
             LOG2_VISIBLE,
+            BLOCK_C,
             BLOCK_K,
             FACTOR,
         ),
@@ -496,7 +497,7 @@ def attention_launch(
         parts |= {
             "score": Part(columns, float32),
             "row": Part(columns, int32),
-            "is_exact": Part(columns, torch.int8),
+            "ranked_row": Part(columns, int32),
         }
         names |= {"leaf_order": int32, "row_start": int32, "row_count": int32}
         names["row_weight"] = float32
@@ -552,7 +553,7 @@ def launch_constants(
     parent_block = min(tiling.parent_block, parent_rows) if tile == num_parents else _padded(tile)
     # Blocks of the second pass, small enough to take no registers from the first.
     again = parent_block, tiling.parents_per_block
-    if parent_block > 64:
+    if parent_block > 64 or exact:
         again = 16, max(1, 16 // max(1, child_rows))
     return {
         "QUERY_STRIDE_TOKEN": query_stride,
@@ -582,7 +583,8 @@ def launch_constants(
         "FACTOR": scale * math.log2(math.e),
         "VISIBLE": visible,
         "LOG2_VISIBLE": max(0, visible.bit_length() - 1),
-        "BLOCK_K": 32 if dtype == torch.float32 or capability < (9, 0) else 64,
+        "BLOCK_C": 16,
+        "BLOCK_K": 32 if exact or dtype == torch.float32 or capability < (9, 0) else 64,
         "ALIGN": align,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,

@@ -5,6 +5,9 @@ the children of refined parents. The score of a column is the attention of the t
 codeword, times the squared spread of its keys, divided by their number. Columns are exact in the
 order of falling score as long as their keys fit the budget.
 
+A tile first attends to all codewords, which gives the scores. Then those of exact columns are taken
+away again. Little is lost: by Jensen's inequality the keys that take their place weigh no less.
+
 Shapes: as in `attention`; VISIBLE columns, a power of two, of which MP + P CP hold something.
 """
 
@@ -14,7 +17,7 @@ import triton
 import triton.language as tl
 
 from avq_diffusers.attention.triton.pieces import place_of
-from avq_diffusers.attention.triton.softmax import add_rows, load_codes, logits_of
+from avq_diffusers.attention.triton.softmax import accumulate, load_rows, weigh
 
 # After every rank of a key.
 NEVER = tl.constexpr(2**31 - 1)
@@ -38,7 +41,8 @@ class Exact(NamedTuple):
     """Pointers to keys and values of a head, to where its leaves are, and to the columns of a tile.
 
     budget: most exact keys of a tile.
-    score, row, is_exact: of every column of the tile.
+    score, row: of every column of the tile.
+    ranked_row: rows in the order of falling score.
     """
 
     key: tl.tensor
@@ -53,65 +57,35 @@ class Exact(NamedTuple):
     row_weight: tl.tensor
     score: tl.tensor
     row: tl.tensor
-    is_exact: tl.tensor
+    ranked_row: tl.tensor
 
 
 @triton.jit
-def _score_rows(query, log_denominator, tables, exact, columns, rows, valid, sizes):
-    """Store scores and rows of some columns."""
-    codes = load_codes(tables, rows, valid, sizes)
-    log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
-    weights = tl.exp2(logits_of(query, codes, log_counts[None, :]) - log_denominator[:, None])
-    score = tl.sum(weights, axis=0) * tl.load(exact.row_weight + rows, mask=valid, other=0.0)
+def store_scores(attention, exact, columns, rows, valid):
+    """Store scores and rows of some columns, from the sum of the attention of the queries."""
+    score = attention * tl.load(exact.row_weight + rows, mask=valid, other=0.0)
     tl.store(exact.score + columns, score, mask=valid)
     tl.store(exact.row + columns, rows, mask=valid)
 
 
 @triton.jit
-def choose_columns(query, log_denominator, importance, is_refined, tables, exact, sizes):
-    """Mark the exact columns.
-
-    Args:
-        log_denominator: (BLOCK_N) of the attention to parents, infinite for rows without a query.
-        importance, is_refined: (PARENT_ROWS).
+def choose_columns(query, exact, sizes):
+    """Choose the exact columns by their stored scores.
 
     Returns:
+        num_columns: of them.
         total: the number of exact keys.
         earlier: (VISIBLE) exact keys before those of the column of each rank.
         shift: (VISIBLE) from the rank of an exact key to its place in the order of leaves.
     """
-    PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
-    CHILD_ROWS: tl.constexpr = sizes.CHILD_ROWS
-    NUM_REFINED: tl.constexpr = sizes.NUM_REFINED
     VISIBLE: tl.constexpr = sizes.VISIBLE
-    BLOCK: tl.constexpr = 32
-    parents = tl.arange(0, PARENT_ROWS)
-    score = importance * tl.load(exact.row_weight + parents)
-    tl.store(exact.score + parents, score, mask=~is_refined)
-    tl.store(exact.row + parents, parents, mask=~is_refined)
-    for start in tl.range(0, NUM_REFINED, BLOCK):
-        parent = start + tl.arange(0, BLOCK)
-        valid = parent < NUM_REFINED
-        if sizes.SELECTS:
-            parent = tl.load(tables.refined + parent, mask=valid, other=0)
-        rows = PARENT_ROWS + parent
-        _score_rows(query, log_denominator, tables, exact, parent, rows, valid, sizes)
-    for start in tl.range(0, NUM_REFINED * CHILD_ROWS, BLOCK):
-        child = start + tl.arange(0, BLOCK)
-        valid = child < NUM_REFINED * CHILD_ROWS
-        parent = child // CHILD_ROWS
-        if sizes.SELECTS:
-            parent = tl.load(tables.refined + parent, mask=valid, other=0)
-        rows = 2 * PARENT_ROWS + parent * CHILD_ROWS + child % CHILD_ROWS
-        columns = PARENT_ROWS + child
-        _score_rows(query, log_denominator, tables, exact, columns, rows, valid, sizes)
     # What follows reads what other threads of this program wrote.
     tl.debug_barrier()
 
     # (VISIBLE) A score is not negative: its bits order like integers, and the column breaks ties.
     # Scores of half-precision inputs are not as exact as the bits that make room for the column.
     column = tl.arange(0, VISIBLE)
-    is_column = column < PARENT_ROWS + NUM_REFINED * CHILD_ROWS
+    is_column = column < sizes.PARENT_ROWS + sizes.NUM_REFINED * sizes.CHILD_ROWS
     score = tl.load(exact.score + column, mask=is_column, other=0.0)
     rank_key = score.to(tl.int32, bitcast=True)
     if query[0].dtype == tl.float32:
@@ -121,15 +95,31 @@ def choose_columns(query, log_denominator, importance, is_refined, tables, exact
     is_column = rank_key >= 0
     column = VISIBLE - 1 - (rank_key & (VISIBLE - 1)).to(tl.int32)
     row = tl.load(exact.row + column, mask=is_column, other=0)
+    tl.store(exact.ranked_row + tl.arange(0, VISIBLE), row)
     count = tl.load(exact.row_count + row, mask=is_column, other=0)
     stop = tl.cumsum(count, axis=0)
     is_exact = is_column & (stop <= exact.budget)
-    tl.store(exact.is_exact + column, is_exact.to(tl.int8), mask=is_column)
+    num_columns = tl.sum(is_exact.to(tl.int32), axis=0)
     total = tl.sum(tl.where(is_exact, count, 0), axis=0)
     earlier = tl.where(is_exact, stop - count, NEVER)
     shift = tl.load(exact.row_start + row, mask=is_exact, other=0) - (stop - count)
     tl.debug_barrier()
-    return total, earlier, shift
+    return num_columns, total, earlier, shift
+
+
+@triton.jit
+def _take_away(query, tables, exact, num_columns, softmax, sizes, RUNNING: tl.constexpr):
+    """Take the codewords of the exact columns out of a softmax over all that the tile sees."""
+    for start in tl.range(0, num_columns, sizes.BLOCK_C):
+        rank = start + tl.arange(0, sizes.BLOCK_C)
+        valid = rank < num_columns
+        rows = tl.load(exact.ranked_row + rank, mask=valid, other=0)
+        codes, log_counts, means, shares = load_rows(
+            tables, rows, rows, valid, sizes, True, RUNNING
+        )
+        weights, softmax = weigh(query, codes, log_counts, softmax, RUNNING)
+        softmax = accumulate(softmax, -weights, means, shares, sizes)
+    return softmax
 
 
 @triton.jit
@@ -167,13 +157,15 @@ def _attend_tokens(query, tokens, token, valid, softmax, sizes, RUNNING: tl.cons
         )
     shares = tl.full([token.shape[0], 8], 1.0, tl.float32).to(values[0].dtype)
     bias = tl.where(valid, 0.0, float("-inf"))
-    return add_rows(query, codes, bias, values, shares, softmax, sizes, RUNNING)
+    weights, softmax = weigh(query, codes, bias, softmax, RUNNING)
+    return accumulate(softmax, weights, values, shares, sizes)
 
 
 @triton.jit
-def attend_exact(query, exact, chosen, softmax, sizes, RUNNING: tl.constexpr):
-    """Add the keys of the exact columns, `chosen` by `choose_columns`."""
-    total, earlier, shift = chosen
+def attend_exact(query, tables, exact, chosen, softmax, sizes, RUNNING: tl.constexpr):
+    """Put the keys of the exact columns, `chosen` by `choose_columns`, in place of codewords."""
+    num_columns, total, earlier, shift = chosen
+    softmax = _take_away(query, tables, exact, num_columns, softmax, sizes, RUNNING)
     for start in tl.range(0, total, sizes.BLOCK_K):
         rank = start + tl.arange(0, sizes.BLOCK_K)
         valid = rank < total

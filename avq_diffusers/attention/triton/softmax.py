@@ -15,14 +15,13 @@ LEAST_WEIGHT = tl.constexpr(2.0**-120)
 
 
 class Tables(NamedTuple):
-    """Pointers to the codewords of a head, and of a tile to refined parents and exact columns."""
+    """Pointers to the codewords of a head, and to the refined parents of a tile."""
 
     codes: tl.tensor
     means: tl.tensor
     log_counts: tl.tensor
     spread: tl.tensor
     refined: tl.tensor
-    is_exact: tl.tensor
 
 
 class Sizes(NamedTuple):
@@ -32,7 +31,7 @@ class Sizes(NamedTuple):
     SELECTS: tiles refine some of the parents, neither all nor none.
     EXACT, SINKS: keys of some columns, or sink keys, attend as themselves.
     VISIBLE: columns that a tile may see, a power of two.
-    BLOCK_K: keys that attend as themselves at once.
+    BLOCK_C, BLOCK_K: exact columns, and keys that attend as themselves, at once.
     FACTOR: on the logits, with log2(e).
     """
 
@@ -52,6 +51,7 @@ class Sizes(NamedTuple):
     SINKS: tl.constexpr
     VISIBLE: tl.constexpr
     LOG2_VISIBLE: tl.constexpr
+    BLOCK_C: tl.constexpr
     BLOCK_K: tl.constexpr
     FACTOR: tl.constexpr
 
@@ -162,21 +162,19 @@ def leave_out(weights, running_max, is_kept):
 
 
 @triton.jit
-def attend_rows(
-    query,
+def load_rows(
     tables,
     code_rows,
     mean_rows,
     valid,
-    softmax,
     sizes,
     WHOLE: tl.constexpr,
     RUNNING: tl.constexpr,
 ):
-    """Add one block of codewords to a softmax: `code_rows` with the values of `mean_rows`.
+    """Codes and log counts of `code_rows`, means and shares of `mean_rows`.
 
     WHOLE: all shares are 1.
-    RUNNING: first raise the maximum to the largest logit of a codeword that holds keys.
+    RUNNING: a codeword that holds no keys has log count -inf.
     """
     # (rows, BLOCK_D), (rows)
     codes = load_codes(tables, code_rows, valid, sizes)
@@ -188,21 +186,22 @@ def attend_rows(
         shares = load_shares(tables, mean_rows, valid, sizes)
         if RUNNING:
             log_counts = tl.where(tl.max(shares, axis=1) > 0, log_counts, float("-inf"))
-
-    return add_rows(query, codes, log_counts, means, shares, softmax, sizes, RUNNING)
+    return codes, log_counts, means, shares
 
 
 @triton.jit
-def add_rows(query, codes, bias, means, shares, softmax, sizes, RUNNING: tl.constexpr):
-    """Add codes with a bias (rows) and their values to a softmax."""
-    # (BLOCK_N, rows)
+def weigh(query, codes, bias, softmax, RUNNING: tl.constexpr):
+    """Weights (BLOCK_N, rows) of codes with a bias (rows), and the softmax that they are to join.
+
+    RUNNING: first raise its maximum to the largest logit.
+    """
     if RUNNING:
         logits = logits_of(query, codes, bias[None, :])
         softmax = _rescale(softmax, tl.maximum(softmax.running_max, tl.max(logits, axis=1)))
         weights = tl.exp2(logits - softmax.running_max[:, None])
     else:
         weights = tl.exp2(logits_of(query, codes, bias[None, :] - softmax.running_max[:, None]))
-    return accumulate(softmax, weights, means, shares, sizes)
+    return weights, softmax
 
 
 @triton.jit

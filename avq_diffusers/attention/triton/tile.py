@@ -6,52 +6,103 @@ Shapes: as in `attention`.
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.exact import attend_exact, attend_sinks, choose_columns
+from avq_diffusers.attention.triton.exact import (
+    attend_exact,
+    attend_sinks,
+    choose_columns,
+    store_scores,
+)
 from avq_diffusers.attention.triton.selection import rank_of, tiled_importance
 from avq_diffusers.attention.triton.softmax import (
     LOG_ZERO,
     accumulate,
-    attend_rows,
     empty_softmax,
     leave_out,
     load_codes,
     load_means,
+    load_rows,
     load_shares,
     logits_of,
     total_weight,
+    weigh,
 )
 
 # Sum of the weights of a query below which float16, whose last bit is 2^-24, loses digits of them.
 LEAST_TOTAL = tl.constexpr(2.0**-10)
 
 
+# A power of two whose products with weights up to 1 are finite.
+MOST_EXPONENT = tl.constexpr(126.0)
+
+
 @triton.jit
-def _attend_parents(query, tables, softmax, sizes, BLOCK_M: tl.constexpr, RUNNING: tl.constexpr):
+def _attend_rows(
+    query,
+    tables,
+    scoring,
+    columns,
+    code_rows,
+    mean_rows,
+    valid,
+    softmax,
+    sizes,
+    WHOLE: tl.constexpr,
+    RUNNING: tl.constexpr,
+):
+    """Add one block of codewords to a softmax: `code_rows` with the values of `mean_rows`.
+
+    scoring: None, or where to store the scores of `columns`, and the (BLOCK_N) denominator of
+        attention to parents, in base 2, infinite for rows without a query.
+    WHOLE: all shares are 1.
+    """
+    codes, log_counts, means, shares = load_rows(
+        tables, code_rows, mean_rows, valid, sizes, WHOLE, RUNNING
+    )
+    weights, softmax = weigh(query, codes, log_counts, softmax, RUNNING)
+    if scoring is not None:
+        exact, log_denominator = scoring
+        exponent = tl.minimum(softmax.running_max - log_denominator, MOST_EXPONENT)
+        attention = tl.sum(weights * tl.exp2(exponent)[:, None], axis=0)
+        store_scores(attention, exact, columns, mean_rows, valid)
+    return accumulate(softmax, weights, means, shares, sizes)
+
+
+@triton.jit
+def _attend_parents(
+    query, tables, scoring, softmax, sizes, BLOCK_M: tl.constexpr, RUNNING: tl.constexpr
+):
     """Add all parents, refined ones with the keys that stay, BLOCK_M at a time."""
     if sizes.SELECTS:
         place = tl.arange(0, triton.next_power_of_2(sizes.NUM_REFINED))
         refined = tl.load(tables.refined + place, mask=place < sizes.NUM_REFINED, other=-1)
     for start in tl.range(0, sizes.PARENT_ROWS, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
-        mean_rows = rows
+        parents = start + tl.arange(0, BLOCK_M)
+        mean_rows = parents
         if sizes.SELECTS:
-            is_refined = refined[:, None] == rows[None, :]
+            is_refined = refined[:, None] == parents[None, :]
             mean_rows += sizes.PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
         elif sizes.NUM_REFINED > 0:
             mean_rows += sizes.PARENT_ROWS
         valid = tl.full([BLOCK_M], True, tl.int1)
-        if sizes.EXACT:
-            valid = tl.load(tables.is_exact + rows) == 0
-        if sizes.MEANS:
-            rows = mean_rows
-        softmax = attend_rows(
-            query, tables, rows, mean_rows, valid, softmax, sizes, sizes.MEANS, RUNNING
+        code_rows = mean_rows if sizes.MEANS else parents
+        softmax = _attend_rows(
+            query,
+            tables,
+            scoring,
+            parents,
+            code_rows,
+            mean_rows,
+            valid,
+            softmax,
+            sizes,
+            sizes.MEANS,
+            RUNNING,
         )
     return softmax
 
 
 @triton.jit
-def _attend_stays(query, tables, softmax, sizes, RUNNING: tl.constexpr):
+def _attend_stays(query, tables, scoring, softmax, sizes, RUNNING: tl.constexpr):
     """Add the keys that stay with the refined parents, whose mean is not the parent's."""
     BLOCK: tl.constexpr = 16 if sizes.NUM_REFINED <= 16 else 32
     for start in tl.range(0, sizes.NUM_REFINED, BLOCK):
@@ -60,16 +111,18 @@ def _attend_stays(query, tables, softmax, sizes, RUNNING: tl.constexpr):
             valid = tl.full([BLOCK], True, tl.int1)
         else:
             valid = place < sizes.NUM_REFINED
-        parent = tl.load(tables.refined + place, mask=valid, other=0)
-        if sizes.EXACT:
-            valid &= tl.load(tables.is_exact + parent) == 0
-        rows = sizes.PARENT_ROWS + parent
-        softmax = attend_rows(query, tables, rows, rows, valid, softmax, sizes, True, RUNNING)
+        parents = tl.load(tables.refined + place, mask=valid, other=0)
+        rows = sizes.PARENT_ROWS + parents
+        softmax = _attend_rows(
+            query, tables, scoring, parents, rows, rows, valid, softmax, sizes, True, RUNNING
+        )
     return softmax
 
 
 @triton.jit
-def _attend_children(query, tables, softmax, sizes, BLOCK_P: tl.constexpr, RUNNING: tl.constexpr):
+def _attend_children(
+    query, tables, scoring, softmax, sizes, BLOCK_P: tl.constexpr, RUNNING: tl.constexpr
+):
     """Add the children of the refined parents, BLOCK_P parents at a time."""
     CHILD_ROWS: tl.constexpr = sizes.CHILD_ROWS
     for start in tl.range(0, sizes.NUM_REFINED, BLOCK_P):
@@ -80,17 +133,17 @@ def _attend_children(query, tables, softmax, sizes, BLOCK_P: tl.constexpr, RUNNI
             valid = tl.full([BLOCK_P * CHILD_ROWS], True, tl.int1)
         else:
             valid = parent < sizes.NUM_REFINED
+        columns = sizes.PARENT_ROWS + start * CHILD_ROWS + child
         if sizes.SELECTS:
             parent = tl.load(tables.refined + parent, mask=valid, other=0)
-        if sizes.EXACT:
-            column = sizes.PARENT_ROWS + start * CHILD_ROWS + child
-            valid &= tl.load(tables.is_exact + column, mask=valid, other=1) == 0
         rows = parent * CHILD_ROWS + child % CHILD_ROWS
         # Lets a thread load the log_counts of neighbouring children at once.
         rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
-        softmax = attend_rows(
+        softmax = _attend_rows(
             query,
             tables,
+            scoring,
+            columns,
             (2 if sizes.MEANS else 1) * sizes.PARENT_ROWS + rows,
             2 * sizes.PARENT_ROWS + rows,
             valid,
@@ -127,7 +180,7 @@ def attend_tile(
     WHOLE: tl.constexpr = IMPORTANCE_TILE >= sizes.NUM_PARENTS
     ONE_BLOCK: tl.constexpr = sizes.SELECTS and WHOLE and BLOCK_M == PARENT_ROWS
     parents = tl.arange(0, PARENT_ROWS)
-    chosen = None
+    scoring = None
 
     if ONE_BLOCK:
         is_parent = parents < sizes.NUM_PARENTS
@@ -153,11 +206,8 @@ def attend_tile(
             is_kept = tl.max(shares, axis=1) > 0
         if sizes.EXACT:
             log_denominator = tl.where(valid_query, running_max + tl.log2(total), float("inf"))
-            tl.debug_barrier()
-            chosen = choose_columns(
-                query, log_denominator, importance, is_refined, tables, exact, sizes
-            )
-            is_kept &= tl.load(tables.is_exact + parents) == 0
+            scoring = (exact, log_denominator)
+            store_scores(importance, exact, parents, parents, ~is_refined)
         means = load_means(tables, mean_rows, is_parent, sizes)
         if RUNNING:
             weights, running_max = leave_out(weights, running_max, is_kept)
@@ -168,7 +218,7 @@ def attend_tile(
         # The loops read what other threads of this program wrote.
         tl.debug_barrier()
         if sizes.MEANS:
-            softmax = _attend_stays(query, tables, softmax, sizes, RUNNING)
+            softmax = _attend_stays(query, tables, scoring, softmax, sizes, RUNNING)
     else:
         if sizes.SELECTS or sizes.EXACT:
             importance, running_max, log_denominator = tiled_importance(
@@ -180,15 +230,12 @@ def attend_tile(
                 WHOLE,
                 BLOCK_M,
             )
-            is_refined = parents < (sizes.NUM_PARENTS if sizes.NUM_REFINED > 0 else 0)
             if sizes.SELECTS:
-                is_refined = _refine(importance, tables, sizes)
+                _refine(importance, tables, sizes)
+            if sizes.EXACT:
+                scoring = (exact, log_denominator)
             # The loops read what other threads of this program wrote.
             tl.debug_barrier()
-            if sizes.EXACT:
-                chosen = choose_columns(
-                    query, log_denominator, importance, is_refined, tables, exact, sizes
-                )
         elif not RUNNING:
             rows = tl.arange(0, BLOCK_M)
             every = tl.full([BLOCK_M], True, tl.int1)
@@ -198,12 +245,13 @@ def attend_tile(
         if RUNNING:
             running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
         softmax = empty_softmax(running_max, sizes)
-        softmax = _attend_parents(query, tables, softmax, sizes, BLOCK_M, RUNNING)
+        softmax = _attend_parents(query, tables, scoring, softmax, sizes, BLOCK_M, RUNNING)
 
     if sizes.NUM_REFINED > 0:
-        softmax = _attend_children(query, tables, softmax, sizes, BLOCK_P, RUNNING)
+        softmax = _attend_children(query, tables, scoring, softmax, sizes, BLOCK_P, RUNNING)
     if sizes.EXACT:
-        softmax = attend_exact(query, exact, chosen, softmax, sizes, RUNNING)
+        chosen = choose_columns(query, exact, sizes)
+        softmax = attend_exact(query, tables, exact, chosen, softmax, sizes, RUNNING)
     if sizes.SINKS:
         softmax = attend_sinks(query, sinks, softmax, sizes, RUNNING)
 
@@ -213,11 +261,11 @@ def attend_tile(
         in_range = (total > LEAST_TOTAL) & (total < float("inf"))
         if tl.min(in_range.to(tl.int32)) == 0:
             softmax = empty_softmax(tl.full([BLOCK_N], LOG_ZERO, tl.float32), sizes)
-            softmax = _attend_parents(query, tables, softmax, sizes, AGAIN_M, True)
+            softmax = _attend_parents(query, tables, None, softmax, sizes, AGAIN_M, True)
             if sizes.NUM_REFINED > 0:
-                softmax = _attend_children(query, tables, softmax, sizes, AGAIN_P, True)
+                softmax = _attend_children(query, tables, None, softmax, sizes, AGAIN_P, True)
             if sizes.EXACT:
-                softmax = attend_exact(query, exact, chosen, softmax, sizes, True)
+                softmax = attend_exact(query, tables, exact, chosen, softmax, sizes, True)
             if sizes.SINKS:
                 softmax = attend_sinks(query, sinks, softmax, sizes, True)
             total = total_weight(softmax, sizes)
