@@ -166,12 +166,17 @@ def attend_exact(query, tables, exact, chosen, softmax, sizes, RUNNING: tl.const
     """Put the keys of the exact columns, `chosen` by `choose_columns`, in place of codewords."""
     num_columns, total, earlier, shift = chosen
     softmax = _take_away(query, tables, exact, num_columns, softmax, sizes, RUNNING)
-    for start in tl.range(0, total, sizes.BLOCK_K):
-        rank = start + tl.arange(0, sizes.BLOCK_K)
-        valid = rank < total
-        place = place_of(rank, earlier, shift, sizes.VISIBLE, sizes.LOG2_VISIBLE)
-        token = tl.load(exact.order + place, mask=valid, other=0)
-        softmax = _attend_tokens(query, exact, token, valid, softmax, sizes, RUNNING)
+    # Finding places for many ranks at once costs as much as for a few.
+    CHUNK: tl.constexpr = max(sizes.VISIBLE, sizes.BLOCK_K)
+    for first in tl.range(0, total, CHUNK):
+        ranks = first + tl.arange(0, CHUNK)
+        places = place_of(ranks, earlier, shift, sizes.VISIBLE, sizes.LOG2_VISIBLE)
+        tokens = tl.load(exact.order + places, mask=ranks < total, other=0)
+        number = tl.minimum(CHUNK, total - first)
+        for start in tl.range(0, number, sizes.BLOCK_K):
+            rank = start + tl.arange(0, sizes.BLOCK_K)
+            token = tl.gather(tokens, rank, axis=0)
+            softmax = _attend_tokens(query, exact, token, rank < number, softmax, sizes, RUNNING)
     return softmax
 
 
