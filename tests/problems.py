@@ -118,7 +118,7 @@ def draw_problem(rng: Random, *, kernels: bool, device: torch.device, most: int 
     query = rng.choice((0.3, 1.0, 4.0)) * query
     value = normal(batch, heads, num_keys, head_dim)
     query, key, value = (_strided(rng, x.to(device, dtype)) for x in (query, key, value))
-    if not kernels and rng.random() < 0.3:
+    if rng.random() < 0.3:
         shape = batch, heads, rng.randint(1, 40), head_dim
         # Among the keys, so that neither side takes all attention.
         place = torch.randint(num_keys, (shape[2],), generator=generator)

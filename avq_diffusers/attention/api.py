@@ -359,9 +359,9 @@ def _kernel_obstacle(query: Tensor, has_codebook: bool, **options: Unpack[Option
     scale = options["scale"]
     if scale is not None and not scale > 0:
         return f"scale must be positive, but is {scale}"
-    is_exact, has_sinks = options["exact_keys"] > 0, options["sink_key"] is not None
-    if (is_exact or has_sinks) and options["codewords"] == "stored":
-        return 'exact and sink keys need codewords="means"'
+    is_exact = options["exact_keys"] > 0
+    if is_exact and options["codewords"] == "stored":
+        return 'exact keys need codewords="means"'
     visible = options["num_parents"] + options["num_refined"] * options["num_children"]
     if is_exact and visible > MOST_VISIBLE:
         return f"tiles with exact keys may see {MOST_VISIBLE} codewords, but see {visible}"

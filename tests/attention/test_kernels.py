@@ -63,20 +63,29 @@ def clear_queries(
     return clear
 
 
-def check(query, key, value, codebook, *, num_refined, query_tile=128, order=None):
-    """Run the kernels and hold them to the error budget; returns their output."""
+def check(query, key, value, codebook, *, num_refined, query_tile=128, order=None, sinks=None):
+    """Run the kernels and hold them to the error budget; returns their output.
+
+    `sinks` are keys and values.
+    """
     scale = query.shape[-1] ** -0.5
     options = {"num_refined": num_refined, "query_tile": query_tile, "query_order": order}
-    output = stored_attention(query, key, value, codebook, backend="triton", **options)
+    sinks = dict(zip(("sink_key", "sink_value"), sinks, strict=True)) if sinks else {}
+    output = stored_attention(query, key, value, codebook, backend="triton", **options, **sinks)
     assert output.dtype == query.dtype
     assert output.transpose(1, 2).is_contiguous()
     assert output.isfinite().all()
 
     exact_codebook = rounded(codebook, scale, query.dtype)
     wide = [x.double() for x in (query, key, value)]
+    options |= {name: x.double() for name, x in sinks.items()}
     expected = stored_attention(*wide, exact_codebook, backend="reference", **options)
-    sdpa = F.scaled_dot_product_attention(query, key, value)
-    budget = relative_error(sdpa, F.scaled_dot_product_attention(*wide))
+    met = key, value
+    if sinks:
+        met = [torch.cat(pair, dim=2) for pair in zip(met, sinks.values(), strict=True)]
+    sdpa = F.scaled_dot_product_attention(query, *met)
+    exact = F.scaled_dot_product_attention(wide[0], *(x.double() for x in met))
+    budget = relative_error(sdpa, exact)
     clear = clear_queries(
         query, key, exact_codebook, num_refined=num_refined, query_tile=query_tile, order=order
     )
@@ -107,6 +116,32 @@ def test_agrees_with_the_definition(dtype, shape, num_refined, query_tile):
     case = on_device(dtype=dtype, **shape)
     order = torch.randperm(case[0].shape[2], generator=torch.Generator().manual_seed(1))
     check(*case, num_refined=num_refined, query_tile=query_tile, order=order.to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "num_refined"),
+    [
+        pytest.param({"parents": 40, "children": 0}, 0, id="flat"),
+        pytest.param({}, 2, id="some refined"),
+        pytest.param({}, 6, id="all refined"),
+        pytest.param({"head_dim": 40, "parents": 12, "children": 5}, 3, id="40"),
+    ],
+)
+def test_sinks_beside_stored_codewords(dtype, shape, num_refined):
+    """Catches sinks without the codebook's centre, and with that of another head.
+
+    70 sinks, which are more than a block of the loop, in memory of two tokens more.
+    """
+    query, key, value, codebook = on_device(dtype=dtype, queries=72, **shape)
+    shift = torch.tensor([3.0, -5.0], device=DEVICE)[:, None]
+    codebook = Codebook(
+        codebook.parents + shift[..., None], codebook.children + shift[..., None, None]
+    )
+    key = key + shift[..., None].to(dtype)
+    sinks = [x.flip(2)[:, :, 1:71] for x in (key, value)]
+    check(query, key, value, codebook, num_refined=num_refined, query_tile=32, sinks=sinks)
+    check(query, key, value, codebook, num_refined=num_refined, sinks=[x[:, :, :1] for x in sinks])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -182,7 +217,7 @@ def test_packed_codewords_die_with_their_codebook():
         ({"scale": -1.0}, "scale must be positive, but is -1.0"),
         ({"query_tile": 200}, "query_tile must be at most 128"),
         ({"num_updates": 1}, "num_updates moves the parents of a codebook"),
-        ({"exact_keys": 1}, 'exact and sink keys need codewords="means"'),
+        ({"exact_keys": 1}, 'exact keys need codewords="means"'),
     ],
 )
 def test_what_the_kernels_cannot_do_is_said(change, message):

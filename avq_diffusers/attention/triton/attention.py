@@ -438,7 +438,7 @@ def attention_launch(
     """The memory and the launch of `attend`, which may also meet keys.
 
     Then the launch takes `key`, `value` and what `precompute_launches` leaves of exact keys, or
-    `sink_key` and `sink_value`, and `centre` for both. They need codes of mean keys.
+    `sink_key` and `sink_value`, and `centre` for both. Exact keys need codes of mean keys.
 
     Args:
         shape, strides: of the queries.

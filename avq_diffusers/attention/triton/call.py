@@ -41,7 +41,7 @@ def kernel_attention(
         query_order: (N,) int32 or int64 permutation of the queries; None is their own order.
         means: the mean of its keys represents a leaf, else the stored codeword.
 
-        The other arguments are those of `avq_attention`. Exact and sink keys need `means`.
+        The other arguments are those of `avq_attention`. Exact keys need `means`.
 
     Returns:
         (B, H, N, D) view of new (B, N, H, D) memory, dtype of `query`.
