@@ -34,7 +34,7 @@ from avq_diffusers.files import atomic_write
 from avq_diffusers.vision import apply_avq, remove_avq, select_layers
 from distill.config_file import load_config
 from distill.vision.config import VisionConfig, parse_attention
-from distill.vision.images import open_images
+from distill.vision.images import open_images, told_briefly
 from distill.vision.layers import observe
 from distill.vision.training import (
     CONFIG_FILE,
@@ -58,6 +58,7 @@ class _Layer(NamedTuple):
     options: dict[str, Any]
 
 
+@told_briefly()
 def analyse(
     output: Path, *, num_images: int, refined: Sequence[int], tiles: Sequence[int]
 ) -> list[Row]:

@@ -25,7 +25,7 @@ from avq_diffusers.vision import select_layers, set_num_refined
 from distill.config_file import plain_values
 from distill.vision.attention import remove_attention, set_attention, start_codebooks
 from distill.vision.config import AttentionName, VisionConfig, parse_attention
-from distill.vision.images import Prepared, open_images
+from distill.vision.images import Prepared, open_images, told_briefly
 from distill.vision.layers import Call, Grid, observe
 from distill.vision.stored import StoredAttention
 from distill.vision.training import METRICS, build_model, environment, first_images, make_trainer
@@ -66,6 +66,7 @@ class Comparison:
     starts: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
 
 
+@told_briefly()
 def compare(
     config: VisionConfig,
     names: Sequence[str],

@@ -1,7 +1,7 @@
 """Labelled images on disk or from the Hub, as tensors.
 
-Every image becomes RGB, whatever its mode. Label maps keep their labels: they are resized to the
-nearest one.
+Every image of 8 or 16 bits a channel becomes RGB, whatever its mode. Label maps keep their labels:
+they are resized to the nearest one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +94,8 @@ class HubImages:
 
     def __getitem__(self, index: int) -> Sample:
         row = self.rows[index]
-        return Sample(row["image"].convert("RGB"), row["label"], f"{self.name} {index}")
+        name = f"{self.name} {index}"
+        return Sample(_rgb(row["image"], name), row["label"], name)
 
 
 class LabelMaps:
@@ -299,9 +300,19 @@ def _images(folder: Path) -> list[Path]:
     return found
 
 
+def _rgb(image: Image.Image, name: str) -> Image.Image:
+    if image.mode.startswith("I;16"):  # Pillow would make all but the darkest pixels white
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise DataError(
+            f"an image must have 8 or 16 bits a channel, but {name} has mode {image.mode}."
+        )
+    return image.convert("RGB")
+
+
 def _open(path: Path, *, convert: bool = True) -> Image.Image:
     try:
         with Image.open(path) as image:
-            return image.convert("RGB") if convert else image.copy()
+            return _rgb(image, str(path)) if convert else image.copy()
     except (OSError, UnidentifiedImageError) as error:
         raise DataError(f"{path} cannot be read as an image: {error}.") from error

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     AutoBackbone,
     AutoConfig,
     AutoModelForImageClassification,
@@ -18,6 +19,7 @@ from transformers import (
     ViTForImageClassification,
 )
 from transformers.modeling_outputs import SemanticSegmenterOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_BACKBONE_MAPPING_NAMES
 from transformers.models.dpt.modeling_dpt import (
     DPTNeck,
     DPTPreTrainedModel,
@@ -66,8 +68,10 @@ def load_classifier(name: str, classes: Sequence[str]) -> PreTrainedModel:
 
     Raises:
         OSError: there is no such model.
-        ValueError: transformers knows no classifier of its kind.
+        ValueError: transformers knows no classifier of its kind, or there is one class only.
     """
+    if len(classes) < 2:
+        raise ValueError(f"a classifier needs two classes or more, but got {', '.join(classes)}.")
     labels = dict(enumerate(classes))
     options: dict[str, Any] = {
         "id2label": labels,
@@ -76,6 +80,12 @@ def load_classifier(name: str, classes: Sequence[str]) -> PreTrainedModel:
     }
     if name.startswith(TIMM):
         return _load_timm(name, options)
+    config = AutoConfig.from_pretrained(name)
+    if type(config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            f"model must be a vision model that classifies, but {name} is of type "
+            f"{config.model_type}."
+        )
     return AutoModelForImageClassification.from_pretrained(
         name, dtype=torch.float32, ignore_mismatched_sizes=True, **options
     )
@@ -94,6 +104,12 @@ def load_segmenter(name: str, num_labels: int) -> PreTrainedModel:
     if config.model_type == "dpt":
         return DPTForSemanticSegmentation.from_pretrained(
             name, num_labels=num_labels, dtype=torch.float32, ignore_mismatched_sizes=True
+        )
+    is_plain = hasattr(config, "num_hidden_layers") and not hasattr(config, "depths")
+    if config.model_type not in MODEL_FOR_BACKBONE_MAPPING_NAMES or not is_plain:
+        raise ValueError(
+            f"model must be DPT, or a vision transformer of one grid that transformers has as a "
+            f"backbone, but {name} is of type {config.model_type}."
         )
     config.out_indices = [config.num_hidden_layers * quarter // 4 for quarter in range(1, 5)]
     config.reshape_hidden_states = False

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -163,11 +164,14 @@ def build_model(config: VisionConfig, classes: Sequence[str] | None) -> PreTrain
     """The model of a run, with exact attention and float32 weights.
 
     Raises:
-        OSError, ValueError: as `load_classifier` and `load_segmenter`.
+        OSError, ValueError: as `load_classifier` and `load_segmenter`, or the weights are damaged.
     """
-    if config.task == "segmentation":
-        return load_segmenter(config.model, config.data.num_labels)
-    return load_classifier(config.model, classes)
+    try:
+        if config.task == "segmentation":
+            return load_segmenter(config.model, config.data.num_labels)
+        return load_classifier(config.model, classes)
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {config.model} cannot be read: {error}.") from error
 
 
 def make_trainer(

@@ -112,6 +112,19 @@ def test_images_of_every_mode_become_rgb(folder, mode):
     assert mode == "1" or (pixels - expected).abs().mean() < 15
 
 
+def test_16_bits_become_8(folder):
+    """Pillow would make nearly all of them white."""
+    path = folder / "train" / "cat" / "a.png"
+    wide = np.arange(256, dtype=np.uint16).reshape(16, 16) * 256 + 255
+    Image.fromarray(wide).save(path)
+    image = ImageFolder(folder, "training")[0].image
+    assert image.mode == "RGB"
+    assert np.array_equal(np.asarray(image), (wide // 256)[..., None].repeat(3, axis=2))
+    Image.fromarray(wide.astype(np.float32)).save(path, "TIFF")
+    with pytest.raises(DataError, match=r"8 or 16 bits a channel, but .*a\.png has mode F\."):
+        ImageFolder(folder, "training")[0]
+
+
 def test_classes_are_sorted_and_palettes_are_labels(folder, ade):
     samples = ImageFolder(folder, "validation")
     assert samples.classes == ["cat", "dog"]

@@ -19,10 +19,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageClassification,
+    BertConfig,
+    BertModel,
     Dinov2Config,
     Dinov2Model,
     DPTConfig,
     DPTForSemanticSegmentation,
+    ResNetConfig,
+    ResNetModel,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -40,7 +44,13 @@ from distill.vision.config import VisionConfig, parse_attention
 from distill.vision.images import Collator, open_images
 from distill.vision.layers import Call, Grid
 from distill.vision.models import load_classifier, load_segmenter, vit_from_timm
-from distill.vision.training import BatchMetric, fine_tune, newest_checkpoint, predictions
+from distill.vision.training import (
+    BatchMetric,
+    build_model,
+    fine_tune,
+    newest_checkpoint,
+    predictions,
+)
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "vision").glob("*.yaml"))
 ROOT = Path(__file__).parents[2]
@@ -322,6 +332,48 @@ def test_errors_are_one_sentence(place, tmp_path):
     )
     few = message(*changed("d", "batch_size=64"))
     assert "at least batch_size = 64 training images, but got 12" in few
+    compared = train(place, tmp_path / "e")
+    compared[0] = "compare"
+    for change in (*maps, "data.workers=1", "data.preload=false", "attention=exact"):
+        compared += ["--set", change]
+    told = message(*compared)
+    assert f"error: labels must be at most num_labels = 3, but {wrong} has 9." in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "config", "expected"),
+    [
+        (
+            "classification",
+            BertModel,
+            BertConfig(vocab_size=2, hidden_size=8, num_hidden_layers=1, num_attention_heads=1),
+            "^model must be a vision model that classifies, but .* is of type bert.$",
+        ),
+        (
+            "segmentation",
+            ResNetModel,
+            ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]),
+            "^model must be DPT, or a vision transformer of one grid .* is of type resnet.$",
+        ),
+    ],
+)
+def test_models_of_other_kinds_get_one_sentence(place, tmp_path, task, kind, config, expected):
+    kind(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=expected):
+        build_model(settings(place, task, model=tmp_path), ["green", "red"])
+
+
+def test_damaged_weights_and_a_single_class_get_one_sentence(place, tmp_path):
+    shutil.copytree(place / "vit", tmp_path / "vit")
+    (tmp_path / "vit" / "model.safetensors").write_bytes(b"no weights")
+    for task in ("classification", "segmentation"):
+        with pytest.raises(ValueError, match=r"^the weights of .*vit cannot be read: "):
+            build_model(settings(place, task, model=tmp_path / "vit"), ["green", "red"])
+    with pytest.raises(
+        ValueError, match=r"^a classifier needs two classes or more, but got red\.$"
+    ):
+        build_model(settings(place), ["red"])
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(place, tmp_path):
