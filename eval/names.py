@@ -5,8 +5,8 @@ A name is a word, a configuration or a folder, with suffixes in this order:
     exact, value-projection, tome
     fa2, cudnn, limit, linfusion  (in `bench unet` and `bench transformer` only)
     pooled@E256             blocks of neighbours, 256 keys of the best exactly  (`keys` only)
-    pisa@.15, pisa0@.15     PISA of first or zeroth order, .15 of the blocks exactly  (`keys` only)
-    sol@1.3                 Sol-Attn with a threshold of 1.3  (`keys` only)
+    pisa@.15, pisa0@.15     PISA of first or zeroth order, .15 of the blocks exactly  (in `keys`
+    sol@1.3                 Sol-Attn with a threshold of 1.3       and `bench transformer` only)
     M64P16C8, M192          a configuration to calibrate
     runs/m64/codebooks      a folder of codebooks or of LinFusion layers
     @L01                    levels 0 and 1 instead of --levels (tome and configurations)
@@ -50,6 +50,9 @@ LABELS = {
     CUDNN: "cuDNN",
     LIMIT: "limit",
     LINFUSION: "LinFusion",
+    PISA: "PISA",
+    PISA_ZEROTH: "PISA, zeroth order",
+    SOL: "Sol-Attn",
 }
 TOME_LEVELS = (0,)  # tomesd's default
 LEVELS = (0, 1)
@@ -142,7 +145,7 @@ def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
 
 
 def timed_method(name: str) -> MethodName:
-    """Parse the name of a method that `StepBench` can run; the default levels are 0 and 1.
+    """Parse the name of a method that can run in a step; the default levels are 0 and 1.
 
     Raises:
         ValueError: there is no such method.
@@ -150,7 +153,7 @@ def timed_method(name: str) -> MethodName:
     method = parse_method(name, LEVELS)
     if method.is_folder or method.source == NO_ATTENTION:
         raise ValueError(f"methods: bench unet has random codebooks and no {name}.")
-    if method.source in KEYS_ONLY:
+    if method.source == POOLED:
         raise ValueError(f"methods: {name} can only be measured by keys.")
     return replace(method, levels=method.levels or TOME_LEVELS) if method.source == TOME else method
 
@@ -195,6 +198,10 @@ def method_label(name: str) -> str:
     config = method.config
     if method.source == TOME:
         return ", ".join(["ToMe r=0.5", *_level_labels(method.levels, TOME_LEVELS)])
+    if method.source == SOL:
+        return f"{LABELS[SOL]}, threshold {method.setting:g}"
+    if method.source in PEERS:
+        return f"{LABELS[method.source]}, {method.setting:.0%} of the blocks"
     if config is None:
         return LABELS[method.source]
     ways = ["fastest route"] * (method.route == "fastest")

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -118,6 +119,9 @@ class NetworkBench(Protocol):
     def method(self, name: str, *, oracle: bool = False) -> AbstractContextManager[None]:
         """Run attention by a `timed_method`; `oracle` chooses the backend that checks AVQ."""
 
+    def compiled(self, step: FunctionType, name: str) -> Callable[..., Tensor]:
+        """The step with compiled code, for use in the `method` of this name."""
+
     def weights_of(self, method: MethodName) -> list[Tensor]:
         """What a method adds to the network's weights."""
 
@@ -134,6 +138,21 @@ def route_as_compiled(network: nn.Module) -> None:
             workload: found._replace(eager=found.compiled)
             for workload, found in state.route.break_even.items()
         }
+
+
+def compiled_apart(function: FunctionType, name: str, backend: str) -> Callable[..., Any]:
+    """Compile a copy of a function, whose code is not shared with other names.
+
+    Dynamo keeps its results by code object and does not guard on the SDPA backend: with one code
+    object FA2 would run what was compiled for SDPA, and after a reset the code that captured
+    graphs still use would be gone.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
+    copy = FunctionType(
+        code, function.__globals__, None, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return torch.compile(copy, dynamic=False, backend=backend)
 
 
 @contextmanager
@@ -189,6 +208,10 @@ class StepBench:
         if timed_method(name).source == TOME and find_spec("tomesd") is None:
             return "tomesd is not installed"
         return None
+
+    def compiled(self, step: FunctionType, name: str) -> Callable[..., Tensor]:
+        """The step, compiled as a whole."""
+        return compiled_apart(step, name, self.compile_backend)
 
     @contextmanager
     def method(self, name: str, *, oracle: bool = False) -> Iterator[None]:
@@ -343,7 +366,7 @@ class Step:
         facts: Row = {}
         with bench.method(name):
             if mode == COMPILE:
-                self._compile()
+                self.model = bench.compiled(self.model, name)
             start = perf_counter()
             output = self.run().clone()
             facts["first_call_s"] = round(perf_counter() - start, 2)
@@ -363,13 +386,6 @@ class Step:
         if self.bench.cuda:
             torch.cuda.synchronize()
         return block_ms(self.run, 1, self.bench.device)
-
-    def _compile(self) -> None:
-        # Dynamo keeps its results by code object and does not guard on the SDPA backend: with one
-        # code object FA2 would run what was compiled for SDPA, and after a reset the code that
-        # captured graphs still use would be gone.
-        self.model.__code__ = self.model.__code__.replace(co_name=f"step_{self.name}")
-        self.model = torch.compile(self.model, dynamic=False, backend=self.bench.compile_backend)
 
     def _capture(self, pool: tuple[int, int]) -> Tensor:
         """Record the step; its output for the first inputs."""

@@ -1,10 +1,12 @@
 """Time one denoising step of a transformer: `python -m eval bench transformer`.
 
 Weights are random and nothing is downloaded. Without `whole`, a few blocks of each kind are timed,
-in about the model's proportion, and the time is multiplied to that of all blocks.
+in about the model's proportion, and the time is multiplied to that of all blocks. Blocks are
+compiled one by one, as users of large models do.
 
 The limit is the fastest attention possible: where there are as many queries as keys, it passes the
-values on.
+values on. PISA and Sol-Attn run in the same calls, over text and image together, with tokens in the
+order they have: reordering once for all layers is not timed, and their output is not checked.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 
 from avq_diffusers import apply_avq, remove_avq
 from eval.benchmarks.contenders import Row
-from eval.benchmarks.step import COMPILE, EAGER, FORCED, GRAPH, forced_sdpa, zero_of
+from eval.benchmarks.step import COMPILE, EAGER, FORCED, GRAPH, compiled_apart, forced_sdpa, zero_of
 from eval.benchmarks.step_rows import (
     MODES,
     MODES_WITHOUT_GRAPHS,
@@ -41,7 +44,18 @@ from eval.benchmarks.transformer_configs import (
     sd3_inputs,
     wan_inputs,
 )
-from eval.names import CUDNN, EXACT, LABELS, LIMIT, MethodName, timed_method
+from eval.keys.peers import arranged, attention_in_order, check_peer
+from eval.names import (
+    CUDNN,
+    EXACT,
+    LABELS,
+    LIMIT,
+    PEERS,
+    PISA,
+    SOL,
+    MethodName,
+    timed_method,
+)
 from eval.store.markdown import markdown_table, number
 from eval.store.report import save_json
 
@@ -225,8 +239,9 @@ class TransformerBench:
         """Why this machine cannot time the row; None if it can."""
         if mode == GRAPH and not self.cuda:
             return "CUDA graphs need a CUDA device"
-        if name in FORCED and not self.cuda:
-            return f"{LABELS[name]} needs a CUDA device"
+        source = timed_method(name).source
+        if source in (*FORCED, *PEERS) and not self.cuda:
+            return f"{LABELS[source]} needs a CUDA device"
         return None
 
     @contextmanager
@@ -237,13 +252,33 @@ class TransformerBench:
             if method.source in FORCED:
                 stack.enter_context(forced_sdpa(FORCED[method.source]))
             elif method.source == LIMIT:
-                stack.enter_context(values_passed_on())
+                stack.enter_context(self_attention_by(pass_on))
+            elif method.source in PEERS:
+                attend = partial(by_peer, method.source, method.setting)
+                stack.enter_context(self_attention_by(torch.compiler.disable(attend)))
             elif method.config is not None:
                 config = replace(method.config, codewords="means", levels=(0,))
                 backend = self.oracle if oracle else self.backend
                 apply_avq(self.network, config, backend=backend, route=method.route)
                 stack.callback(remove_avq, self.network)
+            for block in self._blocks():
+                stack.callback(vars(block).pop, "forward", None)
             yield
+
+    def compiled(self, step: FunctionType, name: str) -> Callable[..., Tensor]:
+        """The step, its blocks compiled until the `method` ends: once per kind of block."""
+        calls: dict[type[nn.Module], Callable[..., Any]] = {}
+        for block in self._blocks():
+            kind = type(block)
+            if kind not in calls:
+                calls[kind] = compiled_apart(kind.forward, name, self.compile_backend)
+            block.forward = partial(calls[kind], block)
+        return step
+
+    def _blocks(self) -> Iterator[nn.Module]:
+        for part in self.network.children():
+            if isinstance(part, nn.ModuleList):
+                yield from part
 
     def weights_of(self, method: MethodName) -> list[Tensor]:
         """None: all codewords are own ones."""
@@ -253,17 +288,27 @@ class TransformerBench:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
 
+def pass_on(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """The values, as the output of attention."""
+    return value + zero_of(query, key) if torch.compiler.is_compiling() else value
+
+
+def by_peer(source: str, setting: float, *tensors: Tensor, scale: float | None = None) -> Tensor:
+    """Attention by a peer over query, key and value (B, H, N, D), in their order."""
+    return attention_in_order(source, setting, arranged(source, *tensors), scale)
+
+
 @contextmanager
-def values_passed_on() -> Iterator[None]:
-    """Replace SDPA of as many queries as keys by its values."""
+def self_attention_by(attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Replace SDPA of as many queries as keys by a function of query, key, value and `scale`."""
     exact = nn.functional.scaled_dot_product_attention
 
-    def pass_on(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def chosen(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if query.shape != value.shape:
             return exact(query, key, value, *args, **kwargs)
-        return value + zero_of(query, key) if torch.compiler.is_compiling() else value
+        return attend(query, key, value, scale=kwargs.get("scale"))
 
-    nn.functional.scaled_dot_product_attention = pass_on
+    nn.functional.scaled_dot_product_attention = chosen
     try:
         yield
     finally:
@@ -280,6 +325,7 @@ def run_transformer(
     methods: Sequence[str] = METHODS,
     modes: Sequence[str] = (COMPILE, GRAPH, EAGER),
     whole: bool = False,
+    seconds: float = 4.0,
     minutes: float | None = None,
 ) -> None:
     """Time the steps, print tables, and write one JSON file per size and mode, one plot per size.
@@ -295,6 +341,7 @@ def run_transformer(
         methods: methods, the most important first.
         modes: `"graph"`, `"compile"`, `"eager"`.
         whole: time all blocks.
+        seconds: of steps per row; the second half counts.
         minutes: no row starts after this time.
 
     Raises:
@@ -311,11 +358,21 @@ def run_transformer(
     if not cuda:
         print(f"{device.type}: {chosen.name}; without CUDA graphs, FA2 and cuDNN")
     bench = TransformerBench(chosen, device, whole=whole)
+    for name in methods if cuda else ():
+        if (method := timed_method(name)).source in PEERS:
+            check_peer(name, method.source, next(bench.network.parameters()))
     stem = f"bench_transformer_{model}"
     for side in sizes:
         for mode in modes:
             rows: list[Row] = []
-            for timed in step_rows(bench, side, mode, methods=methods, deadline=deadline):
+            for timed in step_rows(
+                bench,
+                side,
+                mode,
+                methods=methods,
+                deadline=deadline,
+                window_ms=1000 * seconds,
+            ):
                 rows = [in_all_blocks(row, bench.times, timed) for row in timed]
                 save_json(
                     result_path(output, stem, side, mode, device),
@@ -365,10 +422,11 @@ def check_choices(
     for name in methods:
         method = timed_method(name)
         has_own_codewords = method.own or method.route == "fastest"
-        if not has_own_codewords and method.source not in (EXACT, LIMIT, *FORCED):
+        if not has_own_codewords and method.source not in (EXACT, LIMIT, *FORCED, *PEERS):
             raise ValueError(
-                f"methods of a transformer are {', '.join((EXACT, *FORCED, LIMIT))}, and "
-                f"configurations with /own or /fastest, but got {name!r}."
+                f"methods of a transformer are {', '.join((EXACT, *FORCED, LIMIT))}, PISA and "
+                f"Sol-Attn as {PISA}@.15 and {SOL}@1.3, and configurations with /own or /fastest, "
+                f"but got {name!r}."
             )
 
 

@@ -31,7 +31,7 @@ from eval.benchmarks.step_rows import (
     step_rows,
 )
 from eval.benchmarks.unet_configs import POOLED_TEXT, SD15, SDXL
-from eval.names import EXACT, FA2, LEVELS, LIMIT, LINFUSION, timed_method
+from eval.names import EXACT, FA2, LEVELS, LIMIT, LINFUSION, PEERS, timed_method
 from eval.store.markdown import markdown_table, number
 from eval.store.report import save_json
 
@@ -248,7 +248,10 @@ def check_choices(model: Model, methods: Sequence[str], modes: Sequence[str]) ->
         if mode not in MODES:
             raise ValueError(f"modes must be {', '.join(MODES)}, but got {mode!r}.")
     for name in methods:
-        config = timed_method(name).config
+        method = timed_method(name)
+        if method.source in PEERS:
+            raise ValueError(f"methods: {name} is timed by bench transformer only.")
+        config = method.config
         if config is not None and not set(config.levels) <= set(model.levels):
             raise ValueError(
                 f"the levels of {model.unet} are {', '.join(map(str, model.levels))}, but {name} "

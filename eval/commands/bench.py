@@ -146,7 +146,8 @@ def bench_transformer_command(
         typer.Option(
             help="Comma-separated, the most important first: exact, cudnn, fa2, limit, "
             "M64P16C8/own (codewords from the call's own keys), M64P16C8E256/own (and 256 exact "
-            "keys), M64P16C8/fastest (default route)."
+            "keys), M64P16C8/fastest (default route), pisa@.15, pisa0@.15, sol@1.3 (peers, by "
+            "their own kernels)."
         ),
     ] = "",
     modes: Annotated[str, typer.Option(help="Comma-separated: graph, compile, eager.")] = (
@@ -156,6 +157,7 @@ def bench_transformer_command(
         bool,
         typer.Option("--whole", help="Time all blocks; otherwise a part, multiplied to all."),
     ] = False,
+    seconds: Annotated[float, typer.Option(help="Of steps per row; the second half counts.")] = 4.0,
     minutes: Annotated[
         float | None, typer.Option(help="Start no row after this many minutes.")
     ] = None,
@@ -176,6 +178,7 @@ def bench_transformer_command(
         methods=methods.split(",") if methods else METHODS,
         modes=modes.split(","),
         whole=whole,
+        seconds=seconds,
         minutes=minutes,
     )
 

@@ -16,8 +16,8 @@ a cache of its own.
 Shapes: B batch, H heads, N tokens, D head dim, J blocks.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -108,25 +108,29 @@ def prepared(
     head_dim = query.shape[-1]
     if source == SOL and head_dim not in _SOL_HEAD_DIMS:
         raise ValueError(f"{SOL} takes heads of 64 or 128 dims, but got {head_dim}.")
-    scale = head_dim**-0.5 if scale is None else scale
-    module = load_peer(source)
     inputs = arranged(source, query, key, value, query_order=query_order)
-
-    def call() -> Tensor:
-        _tune_apart(module, (source, setting, query.shape))
-        if source == SOL:
-            return module.sol_attn(*inputs, tau=setting, scale=scale).transpose(1, 2)
-        attend = module.piecewise_sparse_attention if source == PISA else module.piecewise_attention
-        return attend(*inputs, density=setting, block_size=BLOCK, scale=scale)
-
-    return call
+    return partial(attention_in_order, source, setting, inputs, scale)
 
 
-def arranged(source: str, *tensors: Tensor, query_order: Tensor) -> list[Tensor]:
+def attention_in_order(
+    source: str, setting: float, inputs: Sequence[Tensor], scale: float | None = None
+) -> Tensor:
+    """Attention (B, H, N, D) by a peer's kernels over what `arranged` returns."""
+    scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
+    module = load_peer(source)
+    _tune_apart(module, (source, setting, inputs[0].shape))
+    if source == SOL:
+        return module.sol_attn(*inputs, tau=setting, scale=scale).transpose(1, 2)
+    attend = module.piecewise_sparse_attention if source == PISA else module.piecewise_attention
+    return attend(*inputs, density=setting, block_size=BLOCK, scale=scale)
+
+
+def arranged(source: str, *tensors: Tensor, query_order: Tensor | None = None) -> list[Tensor]:
     """Tensors (B, H, N, D) in an order of tokens, contiguous: Sol-Attn has (B, N, H, D)."""
-    order = query_order.long()
-    ordered = [x[:, :, order] for x in tensors]
-    return [(x.transpose(1, 2) if source == SOL else x).contiguous() for x in ordered]
+    if query_order is not None:
+        order = query_order.long()
+        tensors = tuple(x[:, :, order] for x in tensors)
+    return [(x.transpose(1, 2) if source == SOL else x).contiguous() for x in tensors]
 
 
 @cache

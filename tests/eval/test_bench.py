@@ -607,7 +607,7 @@ def test_run_unet_times_sdxl(tmp_path):
         ({"methods": ["xformers"]}, "methods must be exact, .*, or configurations such as"),
         ({"methods": ["M4P2C2@0"]}, "methods must be exact, .*, or configurations such as"),
         ({"methods": ["pooled@E64"]}, "pooled@E64 can only be measured by keys"),
-        ({"methods": ["sol@1.3"]}, "sol@1.3 can only be measured by keys"),
+        ({"methods": ["sol@1.3"]}, "sol@1.3 is timed by bench transformer only"),
         (
             {"methods": ["M4P2C2@L2"]},
             "the levels of SD1.5, random weights are 0, 1, but M4P2C2@L2 changes 2",

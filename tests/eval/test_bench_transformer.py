@@ -7,11 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eval_helpers import run_command
+from torch._dynamo.utils import counters
 
 from eval.benchmarks import transformer
 from eval.benchmarks.step import layer_states
 from eval.benchmarks.step_rows import step_rows
-from eval.benchmarks.transformer import MODELS, TransformerBench, tiny_model, values_passed_on
+from eval.benchmarks.transformer import (
+    MODELS,
+    TransformerBench,
+    pass_on,
+    self_attention_by,
+    tiny_model,
+)
 from eval.names import timed_method
 
 CPU = torch.device("cpu")
@@ -98,23 +105,48 @@ def test_every_layer_of_the_image_runs_by_avq(bench):
         assert {tuple(state.calls) for state in states} == {("AVQ",)}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["sd35-medium", "flux"])
-def test_compiled_steps(name):
-    """Dynamo takes the steps; the back end that generates code is left to the GPU run."""
-    steps = TransformerBench(tiny_model(name), CPU, compile_backend="eager")
+@pytest.mark.parametrize(("name", "graphs"), [("sd35-medium", 3), ("flux", 3)])
+def test_compiled_steps(name, graphs):
+    """Catches blocks that are not compiled, one graph for every block, and blocks that stay
+    compiled; the back end that generates code is left to the GPU run."""
+    counters.clear()
+    steps = TransformerBench(tiny_model(name), CPU, whole=True, compile_backend="eager")
     methods = ("exact", "limit", "M4P2C2/own")
     *_, rows = step_rows(steps, 64, "compile", methods=methods, window_ms=1)
     for row in rows:
         assert row["error"] < 1e-5
         assert row["ms"] > 0
+    assert (counters["stats"]["unique_graphs"], counters["graph_break"]) == (3 * graphs, {})
+    assert not any("forward" in vars(block) for block in steps.network.transformer_blocks)
+
+
+@torch.no_grad()
+def test_a_peer_takes_the_calls_of_self_attention(monkeypatch, bench):
+    """Catches a step without the peer, cross-attention that is replaced, a lost scale, and tokens
+    in another order than text and image have."""
+    calls = []
+    exact = F.scaled_dot_product_attention
+
+    def attend(source, setting, inputs, scale):
+        assert all(x.is_contiguous() for x in inputs)
+        calls.append((source, setting))
+        return exact(*inputs, scale=scale)
+
+    monkeypatch.setattr(transformer, "attention_in_order", attend)
+    inputs = bench.inputs(side_of(bench))
+    with bench.method("pisa0@.15"):
+        by_peer = bench.predict(*inputs)
+    torch.testing.assert_close(by_peer, bench.predict(*inputs))
+    with bench.method("M4P2C2/own"):
+        num_layers = len(layer_states(bench.network))
+    assert calls == [("pisa0", 0.15)] * num_layers
 
 
 def test_the_limit_leaves_cross_attention_and_restores():
     query, key, value = torch.randn(3, 1, 2, 8, 4)
     exact = F.scaled_dot_product_attention
     expected = exact(query, key[:, :, :5], value[:, :, :5])
-    with values_passed_on():
+    with self_attention_by(pass_on):
         assert torch.equal(F.scaled_dot_product_attention(query, key, value), value)
         assert torch.equal(
             F.scaled_dot_product_attention(query, key[:, :, :5], value[:, :, :5]), expected
@@ -123,8 +155,8 @@ def test_the_limit_leaves_cross_attention_and_restores():
 
 
 def test_the_command_writes_rows_a_plot_and_what_was_timed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(transformer, "step_rows", lambda *a, **k: step_rows(*a, **k, window_ms=1))
     options = ["--model", "flux", "--device", "cpu", "--sizes", 64, "--modes", "eager"]
+    options += ["--seconds", 0.001]
     options += ["--methods", "exact,limit", "--output", tmp_path]
     run_command(monkeypatch, "bench", "transformer", *options)
     document = json.loads((tmp_path / "bench_transformer_flux_64_eager_cpu.json").read_text())
@@ -150,6 +182,7 @@ def test_the_command_writes_rows_a_plot_and_what_was_timed(tmp_path, monkeypatch
         ({"model": "wan", "sizes": [512]}, "must be 480 or 720 for .*Wan 14B, but got 512"),
         ({"modes": ["jit"]}, "modes must be graph, compile, eager, but got 'jit'"),
         ({"methods": ["M64P16C8"]}, "with /own or /fastest, but got 'M64P16C8'"),
+        ({"methods": ["pooled@E256"]}, "pooled@E256 can only be measured by keys"),
         ({"methods": ["linfusion"]}, "methods of a transformer are exact, fa2, cudnn, limit"),
     ],
 )

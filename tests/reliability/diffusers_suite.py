@@ -30,6 +30,7 @@ from xml.etree import ElementTree
 import diffusers
 import torch
 import transformers
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
 
 from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, remove_avq
@@ -50,6 +51,16 @@ EVERY_KEY = AVQConfig(4, 2, 4, exact_keys=2**20)
 NUM_REFINED = 16
 TINY_CLIP = ("hf-internal-testing/tiny-random-clip", "peft-internal-testing/tiny-clip-text-2")
 TINY_T5 = ("hf-internal-testing/tiny-random-t5",)
+TINY_QWEN = ("hf-internal-testing/tiny-random-Qwen2VLForConditionalGeneration",)
+QWEN_TOKENS = {
+    "<|endoftext|>": 151643,
+    "<|im_start|>": 151644,
+    "<|im_end|>": 151645,
+    "<|vision_start|>": 151652,
+    "<|vision_end|>": 151653,
+    "<|image_pad|>": 151655,
+    "<|video_pad|>": 151656,
+}
 TINY_TEXT_ENCODER = {
     **{"vocab_size": 1000, "hidden_size": 32, "intermediate_size": 37, "projection_dim": 32},
     **{"num_hidden_layers": 5, "num_attention_heads": 4},
@@ -75,7 +86,7 @@ def pytest_configure(config) -> None:
 
 
 def stand_in_for_hub() -> None:
-    """Serve the Hub's tiny CLIP and T5, which nearly every pipeline test loads, without the Hub."""
+    """Serve the Hub's tiny CLIP, T5 and Qwen, which pipeline tests load, without the Hub."""
     load_tokenizer = transformers.CLIPTokenizer.from_pretrained.__func__
 
     def tokenizer(cls):
@@ -89,6 +100,11 @@ def stand_in_for_hub() -> None:
     def t5_config(cls):
         sizes = {"d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 5, "num_heads": 4}
         return transformers.T5Config(vocab_size=1000, **sizes)
+
+    def qwen_tokenizer(cls):
+        letters = sorted(ByteLevel.alphabet())
+        vocabulary = {letter: index for index, letter in enumerate(letters)} | QWEN_TOKENS
+        return cls(vocab=vocabulary, merges=[], extra_special_tokens=[*QWEN_TOKENS])
 
     def replace(cls: type, stand_in: Callable, names: tuple[str, ...] = TINY_CLIP) -> None:
         load = cls.from_pretrained.__func__
@@ -104,6 +120,7 @@ def stand_in_for_hub() -> None:
     replace(transformers.CLIPTextModelWithProjection, text_encoder)
     replace(transformers.AutoConfig, t5_config, TINY_T5)
     replace(transformers.AutoTokenizer, tokenizer, TINY_T5)
+    replace(transformers.Qwen2Tokenizer, qwen_tokenizer, TINY_QWEN)
 
 
 def every_key_attention(
