@@ -30,8 +30,8 @@ TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 NEVER = 2**31
 _SHIPPED = Path(__file__).with_name("routes.json")
 _ROUNDS, _CALLS = 3, 10
-# What an eager call of AVQ costs a step, as a multiple of its own time. SD1.5's step at 512 pixels,
-# which waits for the host, gets slower by AVQ calls that take 1/2.8 of exact attention's time alone.
+# What an eager call of AVQ costs a step, as a multiple of its own time. SD1.5's step at 512 pixels
+# waits for the host and gets slower by AVQ, whose calls alone take .4 of exact attention's time.
 _EAGER_COST = 3
 
 

@@ -226,8 +226,11 @@ def test_two_that_measure_at_once_keep_both(cache_file, monkeypatch):
 
 
 def test_never_slower_from_a_break_even_on(monkeypatch):
-    """Catches the first number of tokens at which AVQ wins, though it loses at a later one."""
-    exact = dict(zip(TOKENS, (3.0, 1.0, 3.0, 3.0, 3.0, 3.0), strict=True))
+    """Catches the first number of tokens at which AVQ wins, though it loses at a later one.
+
+    An eager call of AVQ counts three times: SD1.5's step at 512 pixels waits for the host.
+    """
+    exact = dict(zip(TOKENS, (3.0, 1.0, 3.0, 5.9, 6.1, 7.0), strict=True))
     case = lambda workload, num_tokens, *others: (num_tokens,) * 3  # noqa: E731
     monkeypatch.setattr(routing, "_random_tokens", case)
     monkeypatch.setattr(routing, "avq_attention", lambda query, *others, **options: 2.0)
@@ -236,7 +239,7 @@ def test_never_slower_from_a_break_even_on(monkeypatch):
     monkeypatch.setattr(routing, "_eager_milliseconds", lambda call: call())
     monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
     cpu = torch.device("cpu")
-    assert measure_break_even(WORKLOAD, cpu, 8) == BreakEven(TOKENS[2], TOKENS[2])
+    assert measure_break_even(WORKLOAD, cpu, 8) == BreakEven(TOKENS[4], TOKENS[2])
     exact[TOKENS[-1]] = 1.0
     assert measure_break_even(WORKLOAD, cpu, 8) == BreakEven(NEVER, NEVER)
 
@@ -247,7 +250,7 @@ def test_what_is_measured_can_run(monkeypatch):
     monkeypatch.setattr(routing, "TOKENS", (48,))
     for name in ("_eager_milliseconds", "_compiled_milliseconds"):
         monkeypatch.setattr(routing, name, lambda call: call().numel())
-    assert measure_break_even(workload, torch.device("cpu"), 2) == BreakEven(48, 48)
+    assert measure_break_even(workload, torch.device("cpu"), 2) == BreakEven(NEVER, 48)
 
 
 def test_measured_tokens_lie_as_those_of_a_layer():
