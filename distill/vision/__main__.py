@@ -12,8 +12,9 @@ from avq_diffusers.cli.options import restore_threads
 from distill.exceptions import exit_on
 
 ATTENTIONS = (
-    "exact,M64P16C8/own,M32P8C8/own,flat@M64P16C8/own,flat@M32P8C8/own,M64P16C8,M32P8C8,"
-    "flat@M64P16C8,flat@M32P8C8,swin,neighbourhood,linformer,performer,value-projection"
+    "exact,M64P16C8/own,M32P8C8/own,M64P16C8E256/own,M64P16C8,M32P8C8,flat@M64P16C8/own,"
+    "flat@M32P8C8/own,flat@M64P16C8,flat@M32P8C8,swin,neighbourhood,linformer,performer,"
+    "value-projection"
 )
 
 app = typer.Typer(
@@ -58,7 +59,7 @@ def compare_command(
     attentions: Annotated[
         str, typer.Option(help="Comma-separated; flat@SIZES is flat VQ of equal kernel time.")
     ] = ATTENTIONS,
-    steps: Annotated[int, typer.Option(min=1, help="Of each attention, after the teacher.")] = 120,
+    steps: Annotated[int, typer.Option(min=1, help="Of each attention, after the teacher.")] = 50,
     rate: Annotated[
         float, typer.Option(help="Learning rates of each attention over those of the teacher.")
     ] = 0.1,

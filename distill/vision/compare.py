@@ -117,7 +117,8 @@ def compare(
             curve = elastic if seeds and seed == seeds[0] else ()
             try:
                 row = _run(part, sizes[name], steps_of_run, rate, seed, curve)
-            except RuntimeError as error:  # a kernel that does not compile, or memory
+            # A kernel that does not compile, memory, or a loss that is not finite.
+            except (RuntimeError, FloatingPointError) as error:
                 row = {"attention": sizes[name], "step": 0, "failed": first_line(error)}
             taken = time.monotonic() - begin
             part.longest[steps_of_run] = max(taken, part.longest.get(steps_of_run, 0))

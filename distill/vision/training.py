@@ -150,13 +150,20 @@ class SetEpoch(TrainerCallback):
 
 
 class StopOnNonFiniteLoss(TrainerCallback):
+    """Ends a run at a line of the log, the last of which has the mean of all losses."""
+
+    def __init__(self, task: str) -> None:
+        self.advice = "lower learning_rate, or choose precision bf16 or fp32"
+        if task == "segmentation":
+            self.advice += ", or leave out images without a label: a batch needs one that is not 0"
+
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any
     ) -> None:
-        if not math.isfinite(logs.get("loss", 0)):
+        loss = logs.get("loss", logs.get("train_loss", 0))
+        if not math.isfinite(loss):
             raise FloatingPointError(
-                f"the loss is {logs['loss']} at step {state.global_step}; lower learning_rate, or "
-                "choose precision bf16 or fp32."
+                f"the loss is {loss} at step {state.global_step}; {self.advice}."
             )
 
 
@@ -241,7 +248,7 @@ def make_trainer(
             f"{config.batch_size}."
         )
     arguments.gradient_accumulation_steps = config.batch_size // images
-    callbacks: list[TrainerCallback] = [SetEpoch(training), StopOnNonFiniteLoss()]
+    callbacks: list[TrainerCallback] = [SetEpoch(training), StopOnNonFiniteLoss(config.task)]
     if layers:
         callbacks.append(UpdateCodebooks(layers, config.codebooks))
     trainer = VisionTrainer(

@@ -9,12 +9,14 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from avq_diffusers import AVQConfig
 from avq_diffusers.files import read_log
 from eval.store.markdown import markdown_table, number
 from eval.store.plots import Line, Panel
 from eval.store.report import complete
 
 TEACHER, FLAT = "teacher", "flat@"
+WIDE = 8  # times that span more than this factor have a logarithmic axis
 LABELS = {"miou": "mean IoU, %", "top1": "top-1, %"}
 Row = dict[str, Any]
 Result = dict[str, Any]
@@ -58,9 +60,16 @@ def _together(name: str, lines: Sequence[Row]) -> Row:
         "score": mean(scores) if scores else None,
         "error": stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
         "steps": trained[0]["step"] if trained else 0,
-        "elastic": next((line["elastic"] for line in trained if line.get("elastic")), {}),
+        "elastic": next((_curve(line) for line in trained if line.get("elastic")), {}),
         "layers": trained[0].get("layers", []) if trained else [],
     }
+
+
+def _curve(line: Row) -> dict[str, float]:
+    """Scores by refined parents, with the score at the number of the run itself."""
+    own = AVQConfig.parse(line["attention"].partition("/")[0]).num_refined
+    scores = {**line["elastic"], str(own): line["score"]}
+    return {key: scores[key] for key in sorted(scores, key=int)}
 
 
 def fine_tuned_table(result: Result) -> str:
@@ -143,26 +152,25 @@ def differences(result: Result) -> list[Row]:
 
 
 def fine_tuned_panels(result: Mapping[str, Any]) -> list[list[Panel]]:
-    """Scores over kernel time, fine-tuned and untrained; and over refined parents."""
+    """Scores over kernel time, untrained and fine-tuned; and over refined parents.
+
+    Untrained comes first: all attentions have that score, so each looks alike in all plots.
+    """
     label = LABELS[result["metric"]]
     teacher = result["teacher"]["score"]
-    panels = [
-        Panel(
-            title,
-            "kernel, ms",
-            [
-                Line(_label(row), [row["ms"]], [row[field]])
-                for row in result["rows"]
-                if row["ms"] is not None and row[field] is not None
-            ],
-            xscale="log",
-            reference=teacher,
+    panels = []
+    for title, field in (("untrained", "untrained"), ("fine-tuned", "score")):
+        rows = [row for row in result["rows"] if None not in (row["ms"], row[field])]
+        times = [row["ms"] for row in rows]
+        panels.append(
+            Panel(
+                f"{label}, {title}",
+                "kernel, ms",
+                [Line(_label(row), [row["ms"]], [row[field]]) for row in rows],
+                xscale="log" if rows and max(times) > WIDE * min(times) else "linear",
+                reference=teacher,
+            )
         )
-        for title, field in (
-            (f"{label}, fine-tuned", "score"),
-            (f"{label}, untrained", "untrained"),
-        )
-    ]
     curves = [row for row in result["rows"] if row["elastic"]]
     if curves:
         lines = [

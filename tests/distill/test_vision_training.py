@@ -382,6 +382,18 @@ def test_a_loss_that_is_not_finite_ends_the_run(place, tmp_path):
         fine_tune(config, tmp_path / "run", resume=False)
 
 
+def test_label_maps_without_a_label_end_a_run_that_logs_nothing(place, tmp_path):
+    """Their loss is the mean over no pixel."""
+    shutil.copytree(place / "sets", tmp_path / "sets")
+    for path in (tmp_path / "sets" / "annotations" / "training").iterdir():
+        Image.fromarray(np.zeros((SIDE, SIDE), np.uint8)).save(path)
+    changes = {"data.path": tmp_path / "sets", "max_steps": 2, "log_every": 50}
+    config = settings(place, "segmentation", **changes)
+    with pytest.raises(FloatingPointError, match=r"nan at step 2.* or leave out images without a"):
+        fine_tune(config, tmp_path / "run", resume=False)
+    assert not (tmp_path / "run" / "model").exists()
+
+
 def rows_of(folder):
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
@@ -408,9 +420,10 @@ def test_a_comparison_goes_on_and_starts_each_attention_from_the_teacher(place, 
     assert all(row["ms"] > 0 for (_, seed), row in found.items() if seed is None)
 
 
-def test_an_attention_that_fails_is_named_and_left_out(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, FloatingPointError])
+def test_an_attention_that_fails_is_named_and_left_out(place, tmp_path, monkeypatch, kind):
     def fails(*inputs):
-        raise RuntimeError("no kernel for this GPU\nat line 3")
+        raise kind("no kernel for this GPU\nat line 3")
 
     monkeypatch.setattr("distill.vision.baselines.Performer.attend", fails)
     config, names = settings(place, max_steps=1), ["performer", "exact"]

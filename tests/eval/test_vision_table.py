@@ -63,15 +63,15 @@ def test_seeds_are_joined_and_pairs_are_of_one_seed(path):
     assert (pair["avq"], pair["flat"]) == ("M4P2C2", "M9")
     assert pair["difference"] == pytest.approx(2.5)
     assert pair["error"] == pytest.approx(1.5)
-    assert elastic_table(result).splitlines()[2] == "| M4P2C2 | 60.00 | 75.50 |"
+    assert elastic_table(result).splitlines()[2] == "| M4P2C2 | 60.00 | 70.00 | 75.50 |"
     assert layers_table(result).splitlines()[2] == "| M4P2C2 | capture | 0.60 | 0.60 |"
 
 
 def test_panels_show_every_attention_with_a_score(path):
-    fine_tuned, untrained, elastic = fine_tuned_panels(read_rows(path))[0]
+    untrained, fine_tuned, elastic = fine_tuned_panels(read_rows(path))[0]
     assert [line.y for line in fine_tuned.lines] == [[71.0], [68.5]]
     assert len(untrained.lines) == 3
-    assert elastic.lines[0].x == [1, 4]
+    assert elastic.lines[0].x == [1, 2, 4]
     assert fine_tuned.reference == 80.0
 
 
