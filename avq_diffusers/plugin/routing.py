@@ -165,8 +165,9 @@ def break_even(workload: Workload, device: torch.device, num_heads: int) -> Brea
 def measure_break_even(workload: Workload, device: torch.device, num_heads: int) -> BreakEven:
     """The smallest of `TOKENS` from which AVQ is never slower; `NEVER` if it loses at the last.
 
-    An eager call of AVQ keeps the host busy for longer than the call alone shows, so it counts more.
-    Tokens lie as a layer of `num_heads` heads has them, so that its calls use the same kernels.
+    An eager call of AVQ keeps the host busy for longer than the call alone shows, so it counts
+    more. Tokens lie as a layer of `num_heads` heads has them, so that its calls use the same
+    kernels.
     """
     least = {"eager": NEVER, "compiled": NEVER}
     timers = {"eager": _eager_milliseconds, "compiled": _compiled_milliseconds}
