@@ -31,7 +31,7 @@ NEVER = 2**31
 _SHIPPED = Path(__file__).with_name("routes.json")
 _ROUNDS, _CALLS = 3, 10
 # What an eager call of AVQ costs a step, as a multiple of its own time. SD1.5's step at 512 pixels,
-# which waits for the host, gets slower by AVQ calls that take 1/2.8 of exact attention's time alone.
+# waiting for the host, gets slower by AVQ calls that take 1/2.8 of exact attention's time alone.
 _EAGER_COST = 3
 
 
@@ -165,7 +165,7 @@ def break_even(workload: Workload, device: torch.device, num_heads: int) -> Brea
 def measure_break_even(workload: Workload, device: torch.device, num_heads: int) -> BreakEven:
     """The smallest of `TOKENS` from which AVQ is never slower; `NEVER` if it loses at the last.
 
-    An eager call of AVQ keeps the host busy for longer than the call alone shows, so it counts more.
+    An eager call of AVQ keeps the host busy for longer than it shows alone, so it counts more.
     Tokens lie as a layer of `num_heads` heads has them, so that its calls use the same kernels.
     """
     least = {"eager": NEVER, "compiled": NEVER}
