@@ -430,32 +430,29 @@ COMPILE = """
 import json, sys
 import torch
 from compile_only import compile_for
-from avq_diffusers.attention.triton import attention
+from avq_diffusers.attention.triton.attention import TokenLayout, attention_launch
 
-halves = ("query_ptr", "codes_ptr", "means_ptr", "output_ptr")
-signature = {name: "*fp16" for name in halves} | {
-    "query_order_ptr": "*i64",
-    "refined_ptr": "*i32",
-    "log_counts_ptr": "*fp32",
-    "num_queries": "i32",
-    "query_stride_batch": "i64",
-    "query_stride_head": "i64",
-}
-for capability, head_dim, codebook, means in json.loads(sys.argv[1]):
+kinds = {torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+for capability, head_dim, codebook, means, sinks in json.loads(sys.argv[1]):
     parents, refined, children = codebook
-    constants = dict(attention.launch_constants(
-        heads=8, head_dim=head_dim, query_stride=8 * head_dim, num_parents=parents,
-        num_children=children, num_refined=refined, query_tile=128, importance_tile=None,
-        dtype=torch.float16, means=means, capability=divmod(capability, 10), tiling=None,
-    ))
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
-    info = compile_for(
-        attention._attention_kernel, signature, constants, capability=capability, **options
+    strides = (4096 * 8 * head_dim, head_dim, 8 * head_dim, 1)
+    _, launch = attention_launch(
+        (2, 8, 4096, head_dim), strides, torch.float16, divmod(capability, 10),
+        order_dtype=torch.int64, num_parents=parents, num_children=children, num_refined=refined,
+        query_tile=128, importance_tile=None, means=means,
+        sinks=TokenLayout(sinks, (*strides[:3], *strides[:3])) if sinks else None,
+        own_centre=sinks > 0, scale=head_dim**-0.5 if sinks else 0.0,
     )
+    kernel = launch.kernel
+    arguments = dict(zip(kernel.arg_names, (*launch.dtypes, *launch.numbers), strict=False))
+    signature = {name: kinds.get(x, "i32") for name, x in arguments.items() if x is not None}
+    constants = dict.fromkeys(arguments.keys() - signature.keys()) | launch.constants
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
+    info = compile_for(kernel, signature, constants, capability=capability, **options)
     narrow_loads, hopper_products = info.count("LDG.E.U16"), info.count("HGMMA")
     spilled = info.count("LDL", "STL") / len(info.instructions())
     result = capability, spilled, info.shared, narrow_loads, hopper_products
-    print(json.dumps([[head_dim, *codebook, means], *result]))
+    print(json.dumps([[head_dim, *codebook, means, sinks], *result]))
 """
 
 
@@ -467,8 +464,9 @@ def test_compiled_kernels_fit():
     """
     codebooks = [(64, 16, 8), (128, 32, 8)]
     forms = [False, True]
-    problems = list(itertools.product([86, 90], [40, 64, 80, 128], codebooks, forms))
-    problems += itertools.product([80, 89], [40, 80], codebooks[:1], forms)  # kin of 86
+    problems = list(itertools.product([86, 90], [40, 64, 80, 128], codebooks, forms, [0]))
+    problems += itertools.product([80, 89], [40, 80], codebooks[:1], forms, [0])  # kin of 86
+    problems += itertools.product([90], [64, 128], codebooks[:1], [True], [512])
     tests = Path(__file__).parents[1]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(tests)
