@@ -149,14 +149,18 @@ def plot_steps(
 ) -> None:
     """Plot the times of one size as bars, one panel per mode with a result in the folder.
 
-    `title` has the fields of a result, and `side`, in braces.
+    If their devices differ, the panels name them. `title` has the fields of a result, and `side`,
+    in braces.
     """
     paths = [result_path(output, stem, side, mode, device) for mode in MODES]
     documents = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    devices = [document["environment"]["device"] for document in documents]
     panels: dict[str, dict[str, float]] = {}
-    for rows in (document["rows"] for document in documents):
+    for document, name in zip(documents, devices, strict=True):
+        rows = document["rows"]
         if bars := {row["label"]: row["ms"] for row in rows if row["ms"] is not None}:
-            panels[modes[rows[0]["mode"]]] = bars
+            panel = modes[rows[0]["mode"]]
+            panels[panel if len(set(devices)) == 1 else f"{panel}\n{name}"] = bars
     bar_plot(
         output / f"{stem}_{side}_{device.type}.png",
         panels,

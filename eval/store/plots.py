@@ -166,7 +166,7 @@ def bar_plot(
     figure = Figure(
         figsize=(5.4 * max(1, len(panels)), 1.4 + 0.36 * max(1, most)), layout="constrained"
     )
-    figure.suptitle(title)
+    figure.suptitle(fill(title, 56 * max(1, len(panels))))
     columns = figure.subplots(1, max(1, len(panels)), squeeze=False).flat
     for axes, (name, bars) in zip(columns, panels.items(), strict=False):
         drawn = axes.barh(range(len(bars)), list(bars.values()), color=COLOURS[0])

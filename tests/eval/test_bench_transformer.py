@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from eval_helpers import run_command
 from torch._dynamo.utils import counters
 
+from eval.benchmarks import step_rows as steps
 from eval.benchmarks import transformer
 from eval.benchmarks.step import layer_states
 from eval.benchmarks.step_rows import step_rows
@@ -172,6 +173,19 @@ def test_the_command_writes_rows_a_plot_and_what_was_timed(tmp_path, monkeypatch
     printed = capsys.readouterr().out
     assert "| 64 | eager | limit | " in printed
     assert "A part was timed; times are multiplied by 2." in printed
+
+
+@pytest.mark.parametrize("devices", [("H100", "H100"), ("H200", "H100")])
+def test_panels_name_devices_that_differ(devices, tmp_path, monkeypatch):
+    """Catches a plot that sets times of two cards side by side and does not say so."""
+    for mode, device in zip(("graph", "eager"), devices, strict=True):
+        row = {"mode": mode, "label": "limit", "ms": 1.0}
+        document = {"environment": {"device": device}, "rows": [row], "model": "x"}
+        (tmp_path / f"x_64_{mode}_cpu.json").write_text(json.dumps(document))
+    titles = []
+    monkeypatch.setattr(steps, "bar_plot", lambda _, panels, **labels: titles.extend(panels))
+    steps.plot_steps(tmp_path, "x", 64, CPU, {"graph": "G", "eager": "E"}, "{model}")
+    assert titles == (["G", "E"] if len(set(devices)) == 1 else ["G\nH200", "E\nH100"])
 
 
 @pytest.mark.parametrize(
