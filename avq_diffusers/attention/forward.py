@@ -464,7 +464,8 @@ def columns_of(
             alpha=scale,
         ).unflatten(0, visible.shape[:2])
         log_shares += gather_rows(exact.log_weights, visible)[:, :, None]
-        ranking = log_shares.exp_().sum(dim=2).sort(dim=-1, descending=True, stable=True).indices
+        # The sums themselves may underflow.
+        ranking = log_shares.logsumexp(dim=2).sort(dim=-1, descending=True, stable=True).indices
         is_exact, exact_rows, is_key = _choose_exact(ranking, visible, table.counts, exact)
         log_counts = log_counts.masked_fill(is_exact, LOG_ZERO)
         rows = exact_rows.flatten()

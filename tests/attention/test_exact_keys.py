@@ -221,6 +221,24 @@ def test_of_equal_leaves_that_of_the_lower_parent_is_exact(backend, dtype):
     assert relative_error(output, expected) <= allowed(query, key, value)
 
 
+def test_scores_below_float32_keep_their_order():
+    """Two cells get e^-200 and e^-120 of the attention; one key of each gets as much as the best."""
+
+    def tokens(rows: list[list[float]]) -> Tensor:
+        return F.pad(torch.tensor(rows, dtype=FP64), (0, 6))[None, None]
+
+    key = tokens([[0, 1], [0, -1], [-400, -500], [0, -500], [-240, 500], [0, 500]])
+    value = torch.arange(48, dtype=FP64).view(1, 1, 6, 8).sin()
+    parents = tokens([[0, 0], [-200, -500], [-120, 500]])[0]
+    codebook = Codebook(parents, torch.zeros(1, 3, 0, 8, dtype=FP64))
+    query = tokens([[1, 0]])
+    options = {"num_refined": 0, "exact_keys": 4, "scale": 1.0}
+    expected = avq_attention(query, key, value, codebook, backend="reference", **options)
+    given = (x.float() for x in (query, key, value))
+    output = avq_attention(*given, codebook.to(dtype=torch.float32), backend="torch", **options)
+    assert relative_error(output, expected) < 1e-6
+
+
 @pytest.mark.parametrize(("backend", "dtype"), WIDEST)
 def test_exact_keys_of_refined_parents_are_those_of_leaves(backend, dtype):
     """Catches leaves whose keys are taken from elsewhere in the sorted cell."""
