@@ -222,14 +222,14 @@ def test_of_equal_leaves_that_of_the_lower_parent_is_exact(backend, dtype):
 
 
 def test_scores_below_float32_keep_their_order():
-    """Two cells get e^-200 and e^-120 of the attention; one key of each gets as much as the best."""
+    """Two cells get e^-300 and e^-200 of the attention; one key of each as much as the best."""
 
     def tokens(rows: list[list[float]]) -> Tensor:
         return F.pad(torch.tensor(rows, dtype=FP64), (0, 6))[None, None]
 
-    key = tokens([[0, 1], [0, -1], [-400, -500], [0, -500], [-240, 500], [0, 500]])
+    key = tokens([[0, 1], [0, -1], [-600, -500], [0, -500], [-400, 500], [0, 500]])
     value = torch.arange(48, dtype=FP64).view(1, 1, 6, 8).sin()
-    parents = tokens([[0, 0], [-200, -500], [-120, 500]])[0]
+    parents = tokens([[0, 0], [-300, -500], [-200, 500]])[0]
     codebook = Codebook(parents, torch.zeros(1, 3, 0, 8, dtype=FP64))
     query = tokens([[1, 0]])
     options = {"num_refined": 0, "exact_keys": 4, "scale": 1.0}
