@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.cli.options import restore_threads
+from avq_diffusers.cli.options import hide_torchvision_notes, restore_threads
 from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.exceptions import DataError, exit_on
@@ -63,4 +63,5 @@ def distill(
 
 if __name__ == "__main__":
     restore_threads()
+    hide_torchvision_notes()
     app()

@@ -2,7 +2,7 @@
 
 import typer
 
-from avq_diffusers.cli.options import restore_threads
+from avq_diffusers.cli.options import hide_torchvision_notes, restore_threads
 from eval.commands import bench, coco, codebooks, keys, quality, reproduce, vision
 from eval.commands.options import run_app
 
@@ -23,6 +23,7 @@ app.add_typer(reproduce.app, name="reproduce")
 def main() -> None:
     """Run the command."""
     restore_threads()
+    hide_torchvision_notes()
     run_app(app)
 
 

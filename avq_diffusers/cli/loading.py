@@ -1,8 +1,6 @@
 """Text-to-image pipelines by name: a folder, a Hub id, or a file with all weights."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +37,8 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
         )
     is_half = device_of(device).type == "cuda"
     try:
-        with _without_torchvision_notes():
-            load = _single_file if Path(model).is_file() else _folder
-            pipe = load(model, is_half)
+        load = _single_file if Path(model).is_file() else _folder
+        pipe = load(model, is_half)
     except LocalEntryNotFoundError as error:
         raise ValueError(
             f"--model {model}: its configuration is not in the cache, and the Hub cannot be "
@@ -116,21 +113,3 @@ def _single_file_class(path: str) -> type[DiffusionPipeline]:
     # SDXL's two text encoders have this name.
     is_xl = any(name.startswith("conditioner.embedders.") for name in names)
     return StableDiffusionXLPipeline if is_xl else StableDiffusionPipeline
-
-
-@contextmanager
-def _without_torchvision_notes() -> Iterator[None]:
-    """Hide notes that transformers prints when diffusers' pipelines import image processors.
-
-    Text-to-image does not run them.
-    """
-    logger = logging.getLogger("transformers.utils.import_utils")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "requires torchvision" not in record.getMessage()
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)

@@ -17,6 +17,7 @@ from avq_diffusers.cli.options import (
     check_positive,
     finite,
     folder_to_write,
+    hide_torchvision_notes,
     multiple_of,
     numbers_of,
     read_prompts,
@@ -326,6 +327,7 @@ def inspect(
 
 def main() -> None:
     """Run the command; a user's mistake is one sentence and exit code 2."""
+    hide_torchvision_notes()
     try:
         app()
     except (OSError, ValueError, TypeError, NotImplementedError, ModuleNotFoundError) as error:

@@ -3,6 +3,7 @@
 Nothing here imports PyTorch before it is needed, so that both commands refuse a bad value at once.
 """
 
+import logging
 import math
 import os
 import re
@@ -109,6 +110,15 @@ def restore_threads() -> None:
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ
     if launched and os.environ.get("OMP_NUM_THREADS") == "1":
         del os.environ["OMP_NUM_THREADS"]
+
+
+def hide_torchvision_notes() -> None:
+    """Hide that image processors, which diffusers imports, take PIL without torchvision."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "requires torchvision" not in record.getMessage()
+
+    logging.getLogger("transformers.utils.import_utils").addFilter(is_other)
 
 
 def first_line(error: Exception) -> str:

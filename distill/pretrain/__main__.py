@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from avq_diffusers.cli.options import restore_threads
+from avq_diffusers.cli.options import hide_torchvision_notes, restore_threads
 from distill.config_file import load_config
 from distill.exceptions import exit_on
 from distill.pretrain.config import PretrainConfig, ScorerConfig, SD3Config, SDConfig, VAEConfig
@@ -153,4 +153,5 @@ def _prepare(config: PretrainConfig, output: Path, resume: bool) -> "Accelerator
 
 if __name__ == "__main__":
     restore_threads()
+    hide_torchvision_notes()
     app()

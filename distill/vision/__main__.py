@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.cli.options import restore_threads
+from avq_diffusers.cli.options import hide_torchvision_notes, restore_threads
 from distill.exceptions import exit_on
 
 ATTENTIONS = (
@@ -124,4 +124,5 @@ def analyse_command(
 
 if __name__ == "__main__":
     restore_threads()
+    hide_torchvision_notes()
     app()

@@ -1,5 +1,6 @@
 """The `avq` command: what it writes, prints, caches and refuses."""
 
+import logging
 import os
 import shutil
 import subprocess
@@ -39,7 +40,7 @@ from avq_diffusers.cli.images import (
     usual_scalecrafter,
 )
 from avq_diffusers.cli.main import main
-from avq_diffusers.cli.options import restore_threads
+from avq_diffusers.cli.options import hide_torchvision_notes, restore_threads
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.cli.sheet import MARGIN
 from avq_diffusers.codebook.codebook import Codebook
@@ -691,6 +692,16 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("avq_diffusers.cli.main.app", fail)
     with pytest.raises(RuntimeError, match="sizes of tensors must match"):
         main()
+
+
+def test_only_notes_of_torchvision_are_hidden(monkeypatch):
+    logger, seen = logging.getLogger("transformers.utils.import_utils"), []
+    monkeypatch.setattr(logger, "filters", [])
+    monkeypatch.setattr(logger, "callHandlers", lambda record: seen.append(record.getMessage()))
+    hide_torchvision_notes()
+    for message in ("`CLIPImageProcessor` requires torchvision (not installed)", "another note"):
+        logger.error(message)
+    assert seen == ["another note"]
 
 
 @pytest.mark.parametrize("launched", [True, False])
