@@ -197,7 +197,7 @@ def error_over_budget(problem: Problem, backend: str) -> float:
     )
     if query.dtype == torch.float64:
         return _relative_error(output, expected) / EXACT
-    clear = clear_queries(problem, found)
+    clear = clear_queries(problem, found, backend)
     if not clear.any():
         return 0.0
     scale = options["scale"] or query.shape[-1] ** -0.5
@@ -275,7 +275,7 @@ def _is_clear(distance: Tensor, key: Tensor, *, may_be_equal: bool = False) -> T
     return following.isinf() | (following - least > KEY_TIE * (following + least) + rounding)
 
 
-def clear_queries(problem: Problem, codewords: Codewords) -> Tensor:
+def clear_queries(problem: Problem, codewords: Codewords, backend: str) -> Tensor:
     """(B, H, N) queries of tiles whose choices of parents and of exact keys are clear.
 
     The last refined parent beats the next one, and so do the last leaf that is exact and the first
@@ -324,9 +324,10 @@ def clear_queries(problem: Problem, codewords: Codewords) -> Tensor:
             gain = F.pad(gain, (1, 2))  # nothing comes before the first, nor after the last
             gain[..., 0] = 2 * gain[..., 1]
             last, following, third = (gain.gather(-1, num_exact + i)[..., 0] for i in range(3))
-            # Scores come from rounded means of keys.
-            logits = scale * query[:, :, tile] @ rows.mT
-            tie = PARENT_TIE + float(logits.abs().amax()) * torch.finfo(problem.query.dtype).eps
+            tie = PARENT_TIE
+            if backend == "triton":  # whose scores come from rounded means of keys
+                logits = scale * query[:, :, tile] @ rows.mT
+                tie += float(logits.abs().amax()) * torch.finfo(problem.query.dtype).eps
             is_clear &= _beats(last, following, tie) & _beats(following, third, tie)
         clear[:, :, tile] = is_clear[..., None]
     return clear
