@@ -33,7 +33,7 @@ def test_sizes_guidance_schedulers_and_a_lora_may_change():
 
     def draw_all():
         images = []
-        for scheduler in (DDIMScheduler, PNDMScheduler):  # PNDM keeps the outputs of four steps
+        for scheduler in (PNDMScheduler, DDIMScheduler):  # PNDM keeps the outputs of four steps
             pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
             for changes in ({}, {"width": 192}, {}, {"guidance_scale": 1.0}):
                 images.append(draw(pipe, num_inference_steps=6, **changes))

@@ -555,6 +555,8 @@ def launch_constants(
     visible = triton.next_power_of_2(parent_rows + num_refined * child_rows) if exact else 0
     tile = min(importance_tile or num_parents, num_parents) if selects else num_parents
     parent_block = min(tiling.parent_block, parent_rows) if tile == num_parents else _padded(tile)
+    # 64 keys at once spill where registers are few.
+    few_keys = exact or head_dim <= 64 or dtype == torch.float32 or capability < (9, 0)
     # Blocks of the second pass, small enough to take no registers from the first.
     again = parent_block, tiling.parents_per_block
     if parent_block > 64 or exact:
@@ -588,7 +590,7 @@ def launch_constants(
         "VISIBLE": visible,
         "LOG2_VISIBLE": max(0, visible.bit_length() - 1),
         "BLOCK_C": 16,
-        "BLOCK_K": 32 if exact or dtype == torch.float32 or capability < (9, 0) else 64,
+        "BLOCK_K": 32 if few_keys else 64,
         "ALIGN": align,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
