@@ -23,6 +23,7 @@ OPTIONS = {
     "sink_value": None,
     "query_tile": 16,
     "query_order": None,
+    "key_order": None,
     "importance_tile": None,
     "scale": None,
 }

@@ -93,6 +93,9 @@ def draw_problem(rng: Random, *, kernels: bool, device: torch.device, most: int 
     if rng.random() < 0.7:
         order = torch.randperm(num_queries, generator=generator).to(device)
         options["query_order"] = order.to(rng.choice((torch.int32, torch.int64)))
+    if is_own and rng.random() < 0.3:
+        order = torch.randperm(num_keys, generator=generator).to(device)
+        options["key_order"] = order.to(rng.choice((torch.int32, torch.int64)))
     if dtype == torch.float64:
         # An estimate from few parents makes near-ties that only float64 tells apart.
         options["importance_tile"] = rng.choice((None, rng.randint(1, 70)))
@@ -147,7 +150,10 @@ def codewords_of(problem: Problem, backend: str) -> Codewords:
     key = problem.key.double()
     is_clear = torch.ones_like(key[..., 0], dtype=torch.bool)
     if codebook is None:
-        parents = reference.spaced_keys(key, options["num_parents"], options.get("query_order"))
+        order = options.get("key_order")
+        if order is None and problem.query.shape[2] == key.shape[2]:
+            order = options.get("query_order")
+        parents = reference.spaced_keys(key, options["num_parents"], order)
     else:
         codebook = codebook.to(dtype=torch.float64)
         if backend == "triton":

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from avq_diffusers.attention import backward, forward, reference
-from avq_diffusers.attention.own_codewords import spaced_keys, updated
+from avq_diffusers.attention.own_codewords import order_of_keys, spaced_keys, updated
 from avq_diffusers.attention.triton import codewords as tables
 from avq_diffusers.attention.validation import Options, check_arguments
 from avq_diffusers.codebook.codebook import Codebook
@@ -23,7 +23,7 @@ BACKENDS = ("auto", "triton", "torch", "dense", "reference")
 
 # The operators take query, key, value and the sinks, then other tensors, then numbers.
 NUM_DIFFERENTIABLE = 5
-NUM_TENSORS = 8
+NUM_TENSORS = 9
 
 _HAS_TRITON = find_spec("triton") is not None
 _MIN_CAPABILITY = (8, 0)
@@ -46,6 +46,7 @@ def avq_attention(
     sink_value: Tensor | None = None,
     query_tile: int = 128,
     query_order: Tensor | None = None,
+    key_order: Tensor | None = None,
     importance_tile: int | None = None,
     scale: float | None = None,
     backend: str = "auto",
@@ -60,7 +61,7 @@ def avq_attention(
     as many exact keys as keys, this is exact attention.
 
     Without a codebook, the codewords are keys of this call: the parents are evenly spaced in
-    `query_order`, the children in the cell of their parent.
+    `key_order`, the children in the cell of their parent.
 
     Backends:
 
@@ -98,6 +99,8 @@ def avq_attention(
         query_order: (N,) int32 or int64 permutation of the queries, from which tiles are cut. None
             is the order of `query`; the output always has that order. Not checked to be a
             permutation, because that would synchronize with the device.
+        key_order: (S,) int32 or int64 permutation of the keys. None is `query_order` if there are
+            as many queries as keys, else the order of `key`.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator, which exact keys
             need.
@@ -128,6 +131,7 @@ def avq_attention(
         sink_value=sink_value,
         query_tile=query_tile,
         query_order=query_order,
+        key_order=key_order,
         importance_tile=importance_tile,
         scale=scale,
         backend=backend,
@@ -159,6 +163,7 @@ def attention_and_backend(
     backend = _settled_backend(backend, query, key, value, codebook, options)
     sinks = options["sink_key"], options["sink_value"]
     _refuse_tangents(query, key, value, *sinks)
+    options["key_order"] = order_of_keys(options["key_order"], options["query_order"], key.shape[2])
     scale = options["scale"]
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     options["scale"] = scale
@@ -208,7 +213,8 @@ def _settled_backend(
     looks = None
     if isinstance(query, Tensor) and query.is_cuda and not torch.compiler.is_compiling():
         sinks = options["sink_key"], options["sink_value"]
-        tensors = (query, key, value, *sinks, options["query_order"], codebook)
+        orders = options["query_order"], options["key_order"]
+        tensors = (query, key, value, *sinks, *orders, codebook)
         numbers = [x for x in options.values() if not isinstance(x, Tensor)]
         looks = (
             torch.is_grad_enabled(),
@@ -387,6 +393,7 @@ def _attention(
     parents: Tensor | None,
     children: Tensor | None,
     query_order: Tensor | None,
+    key_order: Tensor | None,
     num_parents: int,
     num_children: int,
     num_refined: int,
@@ -409,6 +416,7 @@ def _attention(
             parents,
             children,
             query_order,
+            key_order,
             num_parents=num_parents,
             num_children=num_children,
             num_refined=num_refined,
@@ -430,6 +438,7 @@ def _launch_kernels(
     parents: Tensor | None,
     children: Tensor | None,
     query_order: Tensor | None,
+    key_order: Tensor | None,
     num_parents: int,
     num_children: int,
     num_refined: int,
@@ -448,7 +457,6 @@ def _launch_kernels(
         stored = _packed_codewords(parents, children, scale, query.dtype)
         parents = None
     elif num_updates:
-        key_order = query_order if key.shape[2] == query.shape[2] else None
         parents = _updated_parents(key, key_order, num_parents, num_updates)
     # Triton launches on the current device.
     is_current = not query.is_cuda or query.device.index == torch.cuda.current_device()
@@ -462,6 +470,7 @@ def _launch_kernels(
             stored,
             parents,
             query_order,
+            key_order,
             num_parents=num_parents,
             num_children=num_children,
             num_refined=num_refined,
@@ -515,6 +524,7 @@ def _attention_backward(
     parents: Tensor | None,
     children: Tensor | None,
     query_order: Tensor | None,
+    key_order: Tensor | None,
     num_parents: int,
     num_children: int,
     num_refined: int,
@@ -538,6 +548,7 @@ def _attention_backward(
             None if parents is None else parents.to(dtype),
             None if children is None else children.to(dtype),
             query_order,
+            key_order,
             needs_grad=needs_grad,
             num_parents=num_parents,
             num_children=num_children,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention import reference
-from avq_diffusers.attention.own_codewords import codewords_and_leaves
+from avq_diffusers.attention.own_codewords import codewords_and_leaves, order_of_keys
 from avq_diffusers.attention.validation import Options, check_arguments
 from avq_diffusers.codebook.assignment import (
     across_heads,
@@ -37,6 +37,7 @@ DEFAULTS: Options = {
     "sink_value": None,
     "query_tile": 128,
     "query_order": None,
+    "key_order": None,
     "importance_tile": None,
     "scale": None,
 }
@@ -51,6 +52,7 @@ class DiagnosticOptions(TypedDict, total=False):
     num_updates: int
     query_tile: int
     query_order: Tensor | None
+    key_order: Tensor | None
     importance_tile: int | None
     scale: float | None
 
@@ -368,6 +370,7 @@ def _checked(
         choices["num_parents"] = codebook.num_parents
         choices["num_children"] = codebook.num_children
     check_arguments(query, key, key, codebook, **choices)
+    choices["key_order"] = order_of_keys(choices["key_order"], choices["query_order"], key.shape[2])
     return choices
 
 
@@ -400,7 +403,7 @@ def _quantized(key: Tensor, codebook: Codebook | None, choices: Options) -> _Qua
             key,
             parents,
             children,
-            choices["query_order"],
+            choices["key_order"],
             num_parents=choices["num_parents"],
             num_children=choices["num_children"],
             num_updates=choices["num_updates"],

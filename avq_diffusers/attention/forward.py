@@ -134,6 +134,7 @@ def avq_attention(
     parents: Tensor | None,
     children: Tensor | None,
     query_order: Tensor | None,
+    key_order: Tensor | None,
     *,
     num_parents: int,
     num_children: int,
@@ -155,6 +156,7 @@ def avq_attention(
             keys.
         children: (H, M0, C, D), same dtype as `parents`.
         query_order: (N,) integer permutation of the queries; None is their own order.
+        key_order: (S,) integer permutation in which parents are evenly spaced, or None.
         num_parents, num_children: M0 and C.
         num_refined: parents refined per query tile.
         means: the mean of its keys represents a leaf or cell, else the codeword.
@@ -179,7 +181,7 @@ def avq_attention(
             None if sink_value is None else sink_value[part],
             parents,
             children,
-            query_order,
+            key_order,
             num_parents=num_parents,
             num_children=num_children,
             means=means,
@@ -206,7 +208,7 @@ def summarize(
     sink_value: Tensor | None,
     parents: Tensor | None,
     children: Tensor | None,
-    query_order: Tensor | None,
+    key_order: Tensor | None,
     *,
     num_parents: int,
     num_children: int,
@@ -223,7 +225,7 @@ def summarize(
         key,
         parents,
         children,
-        query_order,
+        key_order,
         num_parents=num_parents,
         num_children=num_children,
         num_updates=num_updates,

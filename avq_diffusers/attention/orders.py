@@ -57,6 +57,34 @@ def query_order(
     return _cached_order(height, width, kind, device, seed, frames)
 
 
+def joint_order(order: Tensor, num_text: int, *, text_first: bool) -> Tensor:
+    """The order of a grid's tokens, then those of a text, which is before or after them in memory.
+
+    Args:
+        order: (N,) from `query_order`.
+        num_text: T.
+
+    Returns:
+        (N + T,) int32. Outside torch.compile this is a cached tensor: do not write to it.
+    """
+    if torch.compiler.is_compiling():
+        return _build_joint_order(order, num_text, text_first)
+    return _cached_joint_order(order, num_text, text_first)
+
+
+def _build_joint_order(order: Tensor, num_text: int, text_first: bool) -> Tensor:
+    text = torch.arange(num_text, device=order.device, dtype=order.dtype)
+    if text_first:
+        return torch.cat([order + num_text, text])
+    return torch.cat([order, text + order.shape[0]])
+
+
+@lru_cache(maxsize=64)
+def _cached_joint_order(order: Tensor, num_text: int, text_first: bool) -> Tensor:
+    with ThreadPoolExecutor(max_workers=1) as worker:  # as in `_cached_order`
+        return worker.submit(_build_joint_order, order, num_text, text_first).result()
+
+
 @torch.library.custom_op("avq_diffusers::query_order", mutates_args=())
 def _query_order_op(
     height: int, width: int, kind: str, device: torch.device, seed: int, frames: int = 1

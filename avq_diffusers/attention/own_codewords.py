@@ -1,6 +1,6 @@
 """Codewords made from the keys of the call itself, in plain PyTorch.
 
-The parents are keys that are evenly spaced in the query order. The children of a parent are keys of
+The parents are keys that are evenly spaced in the key order. The children of a parent are keys of
 its cell that are evenly spaced in the order of keys.
 
 Shapes: H heads (of all batch elements in a chunk), S keys, D head dim, M0 parents, C children.
@@ -16,7 +16,7 @@ def codewords_and_leaves(
     key: Tensor,
     parents: Tensor | None,
     children: Tensor | None,
-    query_order: Tensor | None,
+    key_order: Tensor | None,
     *,
     num_parents: int,
     num_children: int,
@@ -28,6 +28,7 @@ def codewords_and_leaves(
         key: (B, H, S, D); the heads of all batch elements become one list.
         parents: (H, M0, D) stored ones, float64 for float64 keys, else float32; None takes keys.
         children: (H, M0, C, D), same dtype as `parents`; None takes keys.
+        key_order: (S,) permutation in which parents are evenly spaced; None is that of the keys.
         num_updates: moves of the parents to the means of their keys.
 
     Returns:
@@ -39,7 +40,7 @@ def codewords_and_leaves(
     key = key.flatten(0, 1)
     wide = torch.promote_types(key.dtype, torch.float32)
     if parents is None:
-        parents = spaced_keys(key, query_order, num_parents).to(wide)
+        parents = spaced_keys(key, key_order, num_parents).to(wide)
     else:
         parents = parents.expand(batch, -1, -1, -1).flatten(0, 1)
     for _ in range(num_updates):
@@ -53,15 +54,20 @@ def codewords_and_leaves(
     return parents, children, nearest_leaves(key, parents, children, cell)
 
 
-def spaced_keys(key: Tensor, query_order: Tensor | None, num_parents: int) -> Tensor:
-    """Keys (H, M0, D) of (H, S, D), evenly spaced in the query order.
+def order_of_keys(
+    key_order: Tensor | None, query_order: Tensor | None, num_keys: int
+) -> Tensor | None:
+    """The order of the keys where none is given: that of the queries if there are as many."""
+    if key_order is None and query_order is not None and query_order.shape[0] == num_keys:
+        return query_order
+    return key_order
 
-    Keys that are not the tokens of the queries are taken in their own order.
-    """
-    num_keys = key.shape[1]
-    place = torch.arange(num_parents, device=key.device) * num_keys // num_parents
-    if query_order is not None and len(query_order) == num_keys:
-        place = query_order[place].long()
+
+def spaced_keys(key: Tensor, key_order: Tensor | None, num_parents: int) -> Tensor:
+    """Keys (H, M0, D) of (H, S, D), evenly spaced in the key order."""
+    place = torch.arange(num_parents, device=key.device) * key.shape[1] // num_parents
+    if key_order is not None:
+        place = key_order[place].long()
     return key[:, place]
 
 

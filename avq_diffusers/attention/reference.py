@@ -28,6 +28,7 @@ def avq_attention(
     sink_value: Tensor | None = None,
     query_tile: int,
     query_order: Tensor | None = None,
+    key_order: Tensor | None = None,
     importance_tile: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
@@ -54,6 +55,8 @@ def avq_attention(
         sink_key, sink_value: (B, H, T, D) that always do, or None.
         query_tile: consecutive queries of `query_order` that share one choice of parents.
         query_order: (N,) integer permutation of the queries; None is their own order.
+        key_order: (S,) integer permutation in which codewords from the keys are spaced; None is
+            `query_order` if N = S, else the order of the keys.
         importance_tile: parents per tile of the tiled importance; None is exact.
         scale: factor on the logits; None is 1 / sqrt(D).
 
@@ -66,7 +69,9 @@ def avq_attention(
 
     fixed_key = key.detach()
     if parents is None:
-        parents = spaced_keys(fixed_key, num_parents, query_order)
+        if key_order is None and num_queries == key.shape[2]:
+            key_order = query_order
+        parents = spaced_keys(fixed_key, num_parents, key_order)
     else:
         parents = parents.detach().expand(len(key), -1, -1, -1)
     num_parents = parents.shape[2]
@@ -119,21 +124,20 @@ def avq_attention(
     return output
 
 
-def spaced_keys(key: Tensor, num_parents: int, query_order: Tensor | None) -> Tensor:
-    """Keys evenly spaced in the query order, the parents of a call without a codebook.
+def spaced_keys(key: Tensor, num_parents: int, key_order: Tensor | None) -> Tensor:
+    """Keys evenly spaced in the key order, the parents of a call without a codebook.
 
     Args:
         key: (B, H, S, D).
         num_parents: M0.
-        query_order: (N,) permutation. Keys are taken in this order if N = S, else in their own.
+        key_order: (S,) permutation; None is the order of `key`.
 
     Returns:
         (B, H, M0, D).
     """
-    num_keys = key.shape[2]
-    place = torch.arange(num_parents, device=key.device) * num_keys // num_parents
-    if query_order is not None and len(query_order) == num_keys:
-        place = query_order[place]
+    place = torch.arange(num_parents, device=key.device) * key.shape[2] // num_parents
+    if key_order is not None:
+        place = key_order[place]
     return key[:, :, place]
 
 

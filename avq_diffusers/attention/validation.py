@@ -35,6 +35,7 @@ class Options(TypedDict):
     sink_value: Tensor | None
     query_tile: int
     query_order: Tensor | None
+    key_order: Tensor | None
     importance_tile: int | None
     scale: float | None
 
@@ -55,6 +56,7 @@ def check_arguments(
     sink_value: Tensor | None,
     query_tile: int,
     query_order: Tensor | None,
+    key_order: Tensor | None,
     importance_tile: int | None,
     scale: float | None,
 ) -> None:
@@ -66,6 +68,7 @@ def check_arguments(
         codebook: of H heads and head dim D, or None for codewords from the keys.
         sink_key, sink_value: (B, H, T, D), or both None.
         query_order: (N,) or None.
+        key_order: (S,) or None.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -95,17 +98,20 @@ def check_arguments(
     devices = {name: tensor.device for name, tensor in keys.items()}
     if codebook is not None:
         devices["codebook"] = codebook.parents.device
-    if query_order is not None:
-        if not isinstance(query_order, Tensor):
-            raise TypeError(f"query_order must be a tensor, but got {type(query_order).__name__}.")
-        if query_order.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"query_order must be int32 or int64, but got {query_order.dtype}.")
-        if query_order.shape != query.shape[2:3]:
+    for token, tokens, order in (("query", query, query_order), ("key", key, key_order)):
+        if order is None:
+            continue
+        name = f"{token}_order"
+        if not isinstance(order, Tensor):
+            raise TypeError(f"{name} must be a tensor, but got {type(order).__name__}.")
+        if order.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, but got {order.dtype}.")
+        if order.shape != tokens.shape[2:3]:
             raise ValueError(
-                f"query_order must have shape ({query.shape[2]},), one entry per query, but got "
-                f"{tuple(query_order.shape)}."
+                f"{name} must have shape ({tokens.shape[2]},), one entry per {token}, but got "
+                f"{tuple(order.shape)}."
             )
-        devices["query_order"] = query_order.device
+        devices[name] = order.device
     for name, device in devices.items():
         if device != query.device:
             raise ValueError(

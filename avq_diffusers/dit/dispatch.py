@@ -143,7 +143,7 @@ def _exact_because(
 def _joint_attention(
     state: DispatchedState, query: Tensor, key: Tensor, value: Tensor, scale: float | None
 ) -> Tensor:
-    """AVQ for the grid's queries, exact attention for the text's; all (B, N, H, D)."""
+    """AVQ for the queries of grid and text, whose keys are sinks; all (B, N + T, H, D)."""
     order = state.present_call().query_order
     assert order is not None
     num_image = order.shape[0]
@@ -151,20 +151,13 @@ def _joint_attention(
     image, text = slice(num_image), slice(num_image, None)
     if state.text_first:
         image, text = slice(num_text, None), slice(num_text)
-    query, key, value = (as_attended(x) for x in (query, key, value))
-    query_heads, key_heads, value_heads = (x.transpose(1, 2) for x in (query, key, value))
-    attended = state.attend(
-        query_heads[:, :, image],
-        key_heads[:, :, image],
-        value_heads[:, :, image],
-        sink_key=key_heads[:, :, text] if num_text else None,
-        sink_value=value_heads[:, :, text] if num_text else None,
+    query, key, value = (as_attended(x).transpose(1, 2) for x in (query, key, value))
+    return state.attend(
+        query,
+        key[:, :, image],
+        value[:, :, image],
+        sink_key=key[:, :, text] if num_text else None,
+        sink_value=value[:, :, text] if num_text else None,
+        text_first=bool(state.text_first),
         scale=scale,
     ).transpose(1, 2)
-    if num_text == 0:
-        return attended
-    of_text = dispatch_attention_fn(
-        query[:, text], key, value, scale=scale, backend=state.previous_backend
-    )
-    outputs = [of_text, attended] if state.text_first else [attended, of_text]
-    return torch.cat(outputs, dim=1)

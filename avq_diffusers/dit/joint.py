@@ -1,13 +1,12 @@
 """`AVQJointProcessor`: SD3's joint attention, its image by AVQ.
 
-Keys of the image are quantized, keys of the text are sinks. Queries of the text, which are few,
-attend to all keys.
+Keys of the image are quantized, keys of the text are sinks. Queries of image and text attend to
+both.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor
 
@@ -43,12 +42,11 @@ class AVQJointProcessor(JointAttnProcessor2_0):
         if encoder_hidden_states is None:
             return _project(attn, state.attend(query, key, value))
         text_query, text_key, text_value = _text_heads(attn, encoder_hidden_states)
-        image = state.attend(query, key, value, sink_key=text_key, sink_value=text_value)
+        sinks = {"sink_key": text_key, "sink_value": text_value}
         if attn.context_pre_only:  # the block drops the text
-            return _project(attn, image), encoder_hidden_states
-        text = F.scaled_dot_product_attention(
-            text_query, torch.cat([key, text_key], dim=2), torch.cat([value, text_value], dim=2)
-        )
+            return _project(attn, state.attend(query, key, value, **sinks)), encoder_hidden_states
+        attended = state.attend(_joined(query, text_query), key, value, **sinks)
+        image, text = attended.split([key.shape[2], text_key.shape[2]], dim=2)
         return _project(attn, image), attn.to_add_out(_merged(text))
 
 
@@ -95,6 +93,11 @@ def as_attended(tokens: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(device):
         return tokens
     return tokens.to(torch.get_autocast_dtype(device))
+
+
+def _joined(image: Tensor, text: Tensor) -> Tensor:
+    """(B, H, N + T, D) view of (B, N + T, H, D) memory."""
+    return torch.cat([image.transpose(1, 2), text.transpose(1, 2)], dim=1).transpose(1, 2)
 
 
 def _merged(heads: Tensor) -> Tensor:

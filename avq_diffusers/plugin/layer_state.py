@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from avq_diffusers.attention.api import attention_and_backend
-from avq_diffusers.attention.orders import query_order
+from avq_diffusers.attention.orders import joint_order, query_order
 from avq_diffusers.config import AVQConfig, Sizes
 from avq_diffusers.plugin.codebooks import AVQCodebooks
 from avq_diffusers.plugin.layer_weights import LayerWeights
@@ -205,17 +205,20 @@ class LayerState:
         *,
         sink_key: Tensor | None = None,
         sink_value: Tensor | None = None,
+        text_first: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        """AVQ attention of the grid's tokens in the present call, as `avq_attention`.
+        """AVQ attention of the present call, as `avq_attention`.
 
         Args:
-            query, key, value: (B, H, N, D).
+            query: (B, H, N, D) of the grid's N tokens, or (B, H, N + T, D) with those of a text.
+            key, value: (B, H, N, D) of the grid's.
             sink_key, sink_value: (B, H, T, D), or None.
+            text_first: whether the text's queries come before those of the grid.
             scale: factor on the logits; None is 1 / sqrt(D).
 
         Returns:
-            (B, H, N, D) view of (B, N, H, D) memory.
+            As `query`, a view of (B, N, H, D) or (B, N + T, H, D) memory.
 
         Raises:
             NotImplementedError: ONNX exports the model.
@@ -225,6 +228,10 @@ class LayerState:
                 "ONNX has no operations for AVQ; call remove_avq(pipe) to export exact attention."
             )
         config, call = self.config, self.present_call()
+        queries = keys = call.query_order
+        if queries is not None and query.shape[2] > key.shape[2]:
+            num_text = query.shape[2] - key.shape[2]
+            queries = joint_order(queries, num_text, text_first=text_first)
         output, backend = (self.measuring or attention_and_backend)(
             query,
             key,
@@ -240,7 +247,8 @@ class LayerState:
             sink_value=sink_value,
             query_tile=config.query_tile,
             # Parts of a model may be on other devices than its input.
-            query_order=None if call.query_order is None else call.query_order.to(query.device),
+            query_order=None if queries is None else queries.to(query.device),
+            key_order=None if keys is None else keys.to(query.device),
             importance_tile=config.importance_tile,
             scale=scale,
             backend=self.backend,

@@ -103,6 +103,10 @@ REFUSALS = {
             {"query_order": torch.arange(50, device="meta")},
             "query_order must be on the device of query, cpu, but got meta.",
         ),
+        (
+            {"key_order": torch.arange(49)},
+            "key_order must have shape (50,), one entry per key, but got (49,).",
+        ),
         ({"num_refined": -1}, "num_refined must be at least 0, but got -1."),
         ({"num_refined": 7}, "num_refined must be at most num_parents, 6, but got 7."),
         (
@@ -220,6 +224,7 @@ def custom_op_arguments(*, sinks=False, **options):
         "parents": CODEBOOK.parents,
         "children": CODEBOOK.children,
         "query_order": order,
+        "key_order": order,
         "num_parents": 6,
         "num_children": 3,
         "num_refined": 2,

@@ -197,6 +197,7 @@ def flops(needs_grad: tuple[bool, bool, bool] = (True, True, True), **shape: int
             exact_keys=0,
             query_tile=16,
             query_order=None,
+            key_order=None,
             importance_tile=None,
             scale=1.0,
         )

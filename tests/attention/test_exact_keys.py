@@ -406,7 +406,7 @@ def test_cost_is_linear():
         sizes = {"num_parents": 6, "num_children": 3, "num_refined": 2, "query_tile": 16}
         numbers = {"means": True, "num_updates": 0, "exact_keys": 64} | sizes
         numbers |= {"importance_tile": None, "scale": 1.0}
-        codewords = codebook.parents, codebook.children, None
+        codewords = codebook.parents, codebook.children, None, None
         tensors = query, key, value, key[:, :, :5], value[:, :, :5], *codewords
         with FlopCounterMode(display=False) as counter:
             forward.avq_attention(*tensors, **numbers)

@@ -282,7 +282,7 @@ def test_it_is_a_well_behaved_operation(form):
     codewords = (None, None) if form == "own" else (codebook.parents, codebook.children)
     representation = "stored" if form == "stored" else "means"
     numbers = (6, 3, 2, representation, 0, 0, 16, None, 0.3)
-    arguments = (query, key, value, None, None, *codewords, order, *numbers)
+    arguments = (query, key, value, None, None, *codewords, order, order, *numbers)
     torch.library.opcheck(torch.ops.avq_diffusers.kernel_attention.default, arguments)
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from avq_diffusers.attention.orders import _cached_order, query_order
+from avq_diffusers.attention.orders import _cached_order, joint_order, query_order
 
 LARGE_GRIDS = [(64, 64), (128, 128), (96, 64), (45, 80), (80, 45), (127, 50), (1, 300), (33, 257)]
 
@@ -183,3 +183,15 @@ def test_rejects_empty_grids(height, width):
 def test_rejects_unknown_kinds():
     with pytest.raises(ValueError, match="one of gilbert, raster, random, but got 'hilbert'"):
         query_order(4, 4, "hilbert")
+
+
+@pytest.mark.parametrize("text_first", [False, True])
+def test_a_joint_order_ends_with_the_text(text_first):
+    """Catches tokens of the grid that are taken for text, and a text at the wrong end."""
+    order = query_order(4, 6)
+    joint = joint_order(order, 5, text_first=text_first)
+    tokens = torch.arange(29)
+    grid, text = (tokens[5:], tokens[:5]) if text_first else (tokens[:24], tokens[24:])
+    assert joint.dtype == torch.int32
+    assert torch.equal(joint.long(), torch.cat([grid[order.long()], text]))
+    assert joint_order(order, 5, text_first=text_first) is joint

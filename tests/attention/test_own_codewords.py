@@ -55,13 +55,14 @@ UPDATED_0 = {0: 5.0, 1: 1.0, 2: 1.0, 7: 1.0}
 UPDATED_1 = {3: 10.0, 4: 14.0, 5: 9.0, 6: 14.0}
 
 
+@pytest.mark.parametrize("num_others", [0, 3])
 @pytest.mark.parametrize(
     ("num_updates", "fine"), [(0, FINE_0 | FINE_1), (1, UPDATED_0 | UPDATED_1)]
 )
-def test_eight_keys_by_hand(backend, num_updates, fine):
+def test_eight_keys_by_hand(backend, num_updates, fine, num_others):
     """Catches parents in the order of keys, children in the query order or by distance, a child
     that wins when it is as close as the parent, cells that are not averaged, and updates that move
-    no parent."""
+    no parent. With queries of other tokens, the keys have an order of their own."""
     order = torch.arange(7, -1, -1, device=DEVICE)
     coarse = COARSE_0 | COARSE_1
     # The first tile, queries 7 to 4, looks at large keys and refines cell 1.
@@ -76,8 +77,9 @@ def test_eight_keys_by_hand(backend, num_updates, fine):
         numbers = torch.as_tensor(numbers)[None, None, :, None]
         return F.pad(numbers, (0, 7)).to(DEVICE)
 
+    others = torch.arange(8, 8 + num_others, device=DEVICE)
     output = avq_attention(
-        one_channel(query),
+        one_channel(F.pad(query, (0, num_others))),
         one_channel(KEYS),
         value[None, None].to(DEVICE),
         num_parents=2,
@@ -85,11 +87,12 @@ def test_eight_keys_by_hand(backend, num_updates, fine):
         num_refined=1,
         num_updates=num_updates,
         query_tile=4,
-        query_order=order,
+        query_order=torch.cat([order, others]),
+        key_order=order if num_others else None,
         scale=1.0,
         backend=backend,
     )
-    torch.testing.assert_close(output[0, 0].cpu(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output[0, 0, :8].cpu(), expected, rtol=1e-5, atol=1e-6)
 
 
 def narrow_and_wide() -> tuple[Tensor, Tensor, Tensor, Codebook]:

@@ -20,6 +20,7 @@ def kernel_attention(
     stored: StoredCodes | None,
     parents: Tensor | None,
     query_order: Tensor | None,
+    key_order: Tensor | None,
     *,
     num_parents: int,
     num_children: int,
@@ -39,6 +40,7 @@ def kernel_attention(
         stored: codewords as `codewords.pack` gives them; None takes keys.
         parents: (B, H, M0, D) in place of keys, dtype of `key`, contiguous; or None.
         query_order: (N,) int32 or int64 permutation of the queries; None is their own order.
+        key_order: (S,) the same of the keys.
         means: the mean of its keys represents a leaf, else the stored codeword.
 
         The other arguments are those of `avq_attention`. Exact keys need `means`.
@@ -51,9 +53,7 @@ def kernel_attention(
     if sink_key is not None and sink_value is not None:
         sink_key, sink_value = kernel_layout(sink_key), kernel_layout(sink_value)
         sinks = TokenLayout.of(sink_key, sink_value)
-    order = None
-    if query_order is not None:
-        order = query_order if query_order.data_ptr() % 16 == 0 else query_order.clone()
+    query_order, key_order = _aligned(query_order), _aligned(key_order)
     plan = _plan(
         query.device,
         query.shape,
@@ -63,7 +63,8 @@ def kernel_attention(
         value.stride(),
         query.dtype,
         sinks,
-        None if order is None else order.dtype,
+        None if query_order is None else query_order.dtype,
+        None if key_order is None else key_order.dtype,
         stored is not None,
         parents is not None,
         num_parents,
@@ -77,7 +78,6 @@ def kernel_attention(
     )
     batch, heads, num_queries, head_dim = query.shape
     output = query.new_empty((batch, num_queries, heads, head_dim))
-    orders = pointer(order)
     inputs = {
         "query": pointer(query),
         "key": pointer(key),
@@ -85,8 +85,8 @@ def kernel_attention(
         "sink_key": pointer(sink_key),
         "sink_value": pointer(sink_value),
         "parents": pointer(parents),
-        "query_order": orders,
-        "key_order": orders,
+        "query_order": pointer(query_order),
+        "key_order": pointer(key_order),
         "output": pointer(output),
     }
     if stored is not None:
@@ -95,6 +95,10 @@ def kernel_attention(
             inputs["codes"] = inputs["stored_codes"]
     plan.run(inputs, query.device)
     return output.transpose(1, 2)
+
+
+def _aligned(order: Tensor | None) -> Tensor | None:
+    return order if order is None or order.data_ptr() % 16 == 0 else order.clone()
 
 
 @lru_cache(MOST_PLANS)
@@ -107,7 +111,8 @@ def _plan(
     value_strides: tuple[int, ...],
     dtype: torch.dtype,
     sinks: TokenLayout | None,
-    order_dtype: torch.dtype | None,
+    query_order_dtype: torch.dtype | None,
+    key_order_dtype: torch.dtype | None,
     is_stored: bool,
     has_parents: bool,
     num_parents: int,
@@ -127,7 +132,7 @@ def _plan(
         dtype,
         is_stored=is_stored,
         has_parents=has_parents,
-        order_dtype=order_dtype if num_keys == shape[2] else None,
+        order_dtype=key_order_dtype,
         num_parents=num_parents,
         num_children=num_children,
         means=means,
@@ -142,7 +147,7 @@ def _plan(
         strides,
         dtype,
         capability_of(device),
-        order_dtype=order_dtype,
+        order_dtype=query_order_dtype,
         num_parents=num_parents,
         num_children=num_children,
         num_refined=num_refined,
