@@ -1,4 +1,4 @@
-"""A pipeline whose UNet is compiled into CUDA graphs, by the line that README names."""
+"""A pipeline whose UNet is compiled, on a GPU into CUDA graphs, by the line that README names."""
 
 import pytest
 import torch
@@ -9,9 +9,11 @@ from tiny import LORA, draw, tiny_pipe
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.plugin.apply import apply_avq
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.long
 
-CONFIG = AVQConfig(levels=(0, 1), num_parents=16, num_refined=4, num_children=4)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# All keys are exact: else the order of sums decides near-ties, and this random model amplifies them.
+CONFIG = AVQConfig(levels=(0, 1), num_parents=16, num_refined=4, num_children=4, exact_keys=1024)
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +24,13 @@ def fresh_compiler():
 
 
 def check_same(images, expected):
-    """Equal but for the order of sums, which may decide ties of refined parents."""
     for image, other in zip(images, expected, strict=True):
-        assert (image - other).abs().max() < 0.05 * other.abs().max()
+        assert (image - other).abs().max() < 1e-3 * other.abs().max()
 
 
 def test_sizes_guidance_schedulers_and_a_lora_may_change():
     """Catches a graph of another size, stale weights, and outputs that a later step overwrites."""
-    pipe = apply_avq(tiny_pipe().to("cuda"), CONFIG, route="always")
+    pipe = apply_avq(tiny_pipe().to(DEVICE), CONFIG, route="always")
 
     def draw_all():
         images = []
