@@ -89,6 +89,7 @@ class Problem:
             self.num_parents,
             self.num_children,
             key.dtype,
+            (0, 0),
             means,
         )
         tiling = replace(tiling, **changes)
@@ -476,6 +477,7 @@ def compile_launches(capability: int, head_dim: int, form: str) -> list[dict]:
         strides,
         strides,
         torch.float16,
+        divmod(capability, 10),
         is_stored=not own,
         has_parents=False,
         order_dtype=torch.int64 if own else None,

@@ -12,7 +12,7 @@ from avq_diffusers.plugin.apply import apply_avq
 pytestmark = pytest.mark.long
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# All keys are exact: else the order of sums decides near-ties, and this random model amplifies them.
+# All keys are exact: else rounding decides near-ties, and this random model amplifies them.
 CONFIG = AVQConfig(levels=(0, 1), num_parents=16, num_refined=4, num_children=4, exact_keys=1024)
 
 

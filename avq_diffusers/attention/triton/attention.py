@@ -28,7 +28,6 @@ all its keys, and columns of `means` from D on hold the share of those that stay
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +42,7 @@ from avq_diffusers.attention.triton.launch import (
     Launch,
     Part,
     Plan,
+    capability_of,
     kernel_layout,
     pointer,
 )
@@ -601,9 +601,3 @@ def launch_constants(
 def _padded(length: int) -> int:
     """The size of a block that holds `length`: a power of two that tensor cores accept."""
     return max(16, triton.next_power_of_2(length))
-
-
-@cache
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability, (0, 0) of a CPU."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -5,9 +5,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from avq_diffusers.attention.triton.attention import TokenLayout, attention_launch, capability_of
+from avq_diffusers.attention.triton.attention import TokenLayout, attention_launch
 from avq_diffusers.attention.triton.codewords import StoredCodes
-from avq_diffusers.attention.triton.launch import MOST_PLANS, Plan, kernel_layout, pointer
+from avq_diffusers.attention.triton.launch import (
+    MOST_PLANS,
+    Plan,
+    capability_of,
+    kernel_layout,
+    pointer,
+)
 from avq_diffusers.attention.triton.precompute import precompute_launches, stored_pointers
 
 
@@ -130,6 +136,7 @@ def _plan(
         key_strides,
         value_strides,
         dtype,
+        capability_of(device),
         is_stored=is_stored,
         has_parents=has_parents,
         order_dtype=key_order_dtype,

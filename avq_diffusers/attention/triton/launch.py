@@ -4,6 +4,7 @@ Arguments go by the names that the kernels give them: pointer `key_ptr` is the a
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,6 +24,12 @@ STRIDES = ("batch", "head", "token")
 Pointer = int | Tensor | None
 
 _INTERPRETED = knobs.runtime.interpret
+
+
+@cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability, (0, 0) of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 class Part(NamedTuple):

@@ -34,6 +34,7 @@ from avq_diffusers.attention.triton.launch import (
     Part,
     Plan,
     Pointer,
+    capability_of,
     kernel_layout,
     pointer,
 )
@@ -76,6 +77,7 @@ def default_tiling(
     num_parents: int,
     num_children: int,
     dtype: torch.dtype,
+    capability: tuple[int, int],
     means: bool,
 ) -> PrecomputeTiling:
     """The tiling for a problem size, measured on an H200 for half precision.
@@ -106,9 +108,12 @@ def default_tiling(
         # As many as fit without a spill: more programs share a multiprocessor.
         tiling = replace(tiling, leaf_registers=168, piece_keys=min(tiling.piece_keys, 1024))
     elif means:
-        # Sums of keys and values in one warp spill.
+        # Sums of keys and values in one warp spill, and on an A100 those of 64 keys.
         tiling = replace(
-            tiling, leaf_keys=64, leaf_warps=2, piece_keys=min(tiling.piece_keys, 1024)
+            tiling,
+            leaf_keys=32 if capability == (8, 0) else 64,
+            leaf_warps=2,
+            piece_keys=min(tiling.piece_keys, 1024),
         )
     if dtype == torch.float32:
         tiling = replace(
@@ -181,6 +186,7 @@ def precompute(
             key.stride(),
             value.stride(),
             key.dtype,
+            capability_of(key.device),
             is_stored=stored is not None,
             has_parents=parents is not None,
             order_dtype=None if key_order is None else key_order.dtype,
@@ -213,6 +219,7 @@ def precompute_launches(
     key_strides: Sequence[int],
     value_strides: Sequence[int],
     dtype: torch.dtype,
+    capability: tuple[int, int],
     *,
     is_stored: bool,
     has_parents: bool,
@@ -242,7 +249,14 @@ def precompute_launches(
     batch, num_heads, num_keys, head_dim = shape
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
     tiling = tiling or default_tiling(
-        batch * num_heads, num_keys, padded_dim, num_parents, num_children, dtype, means
+        batch * num_heads,
+        num_keys,
+        padded_dim,
+        num_parents,
+        num_children,
+        dtype,
+        capability,
+        means,
     )
     if exact and tiling.leaf_registers:  # its sums would spill
         tiling = replace(tiling, leaf_registers=None, leaf_keys=64, leaf_warps=2)
