@@ -58,11 +58,12 @@ def query_order(
 
 
 def joint_order(order: Tensor, num_text: int, *, text_first: bool) -> Tensor:
-    """The order of a grid's tokens, then those of a text, which is before or after them in memory.
+    """The order of a grid's tokens, then the tokens of a text in theirs.
 
     Args:
         order: (N,) from `query_order`.
         num_text: T.
+        text_first: whether the text is before the grid in memory.
 
     Returns:
         (N + T,) int32. Outside torch.compile this is a cached tensor: do not write to it.
