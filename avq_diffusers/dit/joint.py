@@ -42,10 +42,11 @@ class AVQJointProcessor(JointAttnProcessor2_0):
         if encoder_hidden_states is None:
             return _project(attn, state.attend(query, key, value))
         text_query, text_key, text_value = _text_heads(attn, encoder_hidden_states)
-        sinks = {"sink_key": text_key, "sink_value": text_value}
-        if attn.context_pre_only:  # the block drops the text
-            return _project(attn, state.attend(query, key, value, **sinks)), encoder_hidden_states
-        attended = state.attend(_joined(query, text_query), key, value, **sinks)
+        if not attn.context_pre_only:  # else the block drops the text
+            query = _joined(query, text_query)
+        attended = state.attend(query, key, value, sink_key=text_key, sink_value=text_value)
+        if attn.context_pre_only:
+            return _project(attn, attended), encoder_hidden_states
         image, text = attended.split([key.shape[2], text_key.shape[2]], dim=2)
         return _project(attn, image), attn.to_add_out(_merged(text))
 
