@@ -99,8 +99,9 @@ def avq_attention(
         query_order: (N,) int32 or int64 permutation of the queries, from which tiles are cut. None
             is the order of `query`; the output always has that order. Not checked to be a
             permutation, because that would synchronize with the device.
-        key_order: (S,) int32 or int64 permutation of the keys. None is `query_order` if there are
-            as many queries as keys, else the order of `key`.
+        key_order: (S,) int32 or int64 permutation of the keys, from which codewords are taken
+            without a codebook. None is `query_order` if there are as many queries as keys, else
+            the order of `key`.
         importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
             Importance with Tiled Codewords"); None takes the exact denominator, which exact keys
             need.

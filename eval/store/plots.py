@@ -98,6 +98,7 @@ def panel_plot(path: Path, rows: Sequence[Sequence[Panel]]) -> None:
             if panel.xscale == "log":
                 low, high = axes.get_xlim()
                 axes.set_xscale("log", base=2)
+                axes.tick_params(axis="x", labelsize=8)
                 if high < 4 * low:  # few powers of two
                     axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 3, 4, 6, 8)))
                 axes.xaxis.set_major_formatter(ScalarFormatter())
