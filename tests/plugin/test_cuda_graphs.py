@@ -23,9 +23,15 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
+def off(image, other):
+    """The largest difference, relative to the largest value."""
+    return float((image - other).abs().max() / other.abs().max())
+
+
 def check_same(images, expected):
+    """The bound is rounding, amplified by a random model: an H100 was seen to be off by 1.5e-3."""
     for image, other in zip(images, expected, strict=True):
-        assert (image - other).abs().max() < 1e-3 * other.abs().max()
+        assert off(image, other) < 1e-2
 
 
 def test_sizes_guidance_schedulers_and_a_lora_may_change():
@@ -50,6 +56,9 @@ def test_sizes_guidance_schedulers_and_a_lora_may_change():
         return [image, draw(pipe)]
 
     expected, adapted = draw_all(), draw_adapted()
+    pndm, _, _, _, ddim, _, _, unguided = expected
+    for different in (adapted, (pndm, ddim), (ddim, unguided)):  # as stale weights or outputs are
+        assert off(*different) > 0.1
     pipe.unet.compile(mode="reduce-overhead", dynamic=False)
     check_same(draw_all(), expected)
     check_same(draw_adapted(), adapted)
