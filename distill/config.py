@@ -16,6 +16,7 @@ from distill.data.config import DataConfig
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCHEDULES = ("constant", "cosine")
+WEIGHTING_SCHEMES = ("none", "inverse_alpha")
 
 
 def public_name(source: str) -> str:
@@ -33,6 +34,10 @@ class ObjectiveConfig:
         output_weight: weight of the distance to the teacher's prediction.
         feature_weight: weight of the distance to the teacher's attention outputs.
         commitment_weight: weight of the commitment loss, `commitment_loss` / head dim.
+        weighting_scheme: `"none"`, or `"inverse_alpha"` to weight the output and feature losses of
+            an image by 1 / alpha(t) of its timestep, over the mean of 1 / alpha over all timesteps.
+            alpha(t) = sqrt(alphas_cumprod[t]) is the share of the image in the latents. Errors of
+            the first denoising steps, where hardly anything of the image is left, count more.
         full_spawning: refine all parents during training and ignore `avq.num_refined` and
             `avq.exact_keys`.
         project_children: keep the mean of each parent's children at the parent.
@@ -44,6 +49,7 @@ class ObjectiveConfig:
     output_weight: float
     feature_weight: float
     commitment_weight: float
+    weighting_scheme: str
     full_spawning: bool
     project_children: bool
     diveq: bool
@@ -53,6 +59,7 @@ class ObjectiveConfig:
         names = ("noise_weight", "output_weight", "feature_weight", "commitment_weight")
         check_at_least(self, 0, *names)
         check_finite(self, *names)
+        check_one_of(self, "weighting_scheme", WEIGHTING_SCHEMES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,14 @@ Students with own codewords have no codebooks and no commitment loss.
          + feature_weight feature + commitment_weight commitment
 
 noise       MSE(student output, target)
-output      MSE(student output, teacher output)
-feature     mean over replaced layers of MSE(student attn1 output, teacher attn1 output)
+output      MSE_w(student output, teacher output)
+feature     mean over replaced layers of MSE_w(student attn1 output, teacher attn1 output)
 commitment  mean over replaced layers of MSE(keys, their leaves): the paper's E |k - leaf|^2,
             `commitment_loss`, over the head dim
+
+MSE_w       mean over images of w(t) MSE, with the timestep t of the image. w is 1, or with
+            weighting_scheme inverse_alpha 1 / alpha(t) over its mean over all timesteps, where
+            alpha(t) = sqrt(alphas_cumprod[t])
 """
 
 import math
@@ -51,10 +55,13 @@ class Objective(nn.Module):
             teacher's own. Only AVQ with stored codewords has codebooks.
         teacher_dtype: dtype of the teacher and of the student's frozen weights, with and without
             autocast. None keeps that of the teacher. The trained weights are float32.
+        alphas_cumprod: (T,), of the noise schedule. Only `weighting_scheme="inverse_alpha"` needs
+            it.
 
     Raises:
         ValueError: `attention` is unknown, `teacher` has no self-attention at a level or for an
-            override, `lora_rank` is below 1, or `diveq` lacks AVQ attention and full spawning.
+            override, `lora_rank` is below 1, `diveq` lacks AVQ attention and full spawning, or
+            `weighting_scheme="inverse_alpha"` lacks `alphas_cumprod` above 0.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class Objective(nn.Module):
         *,
         attention: str,
         teacher_dtype: torch.dtype | None,
+        alphas_cumprod: Tensor | None,
     ) -> None:
         super().__init__()
         teacher.requires_grad_(False).eval()
@@ -85,6 +93,10 @@ class Objective(nn.Module):
             "feature": settings.feature_weight,
             "commitment": settings.commitment_weight,
         }
+        # Not a buffer, because buffers are those of the replaced layers.
+        self.timestep_weights: Tensor | None = None
+        if settings.weighting_scheme == "inverse_alpha":
+            self.timestep_weights = inverse_alpha(alphas_cumprod).to(teacher.device)
 
     @property
     def processors(self) -> dict[str, StoredSelfAttention]:
@@ -119,9 +131,10 @@ class Objective(nn.Module):
         with recorded(self.layers) as features, recorded(quantizers) as leaves:
             output = predict(self.student, *inputs)
 
-        losses = {"noise": mse(output, target), "output": mse(output, teacher_output)}
+        weights = None if self.timestep_weights is None else self.timestep_weights[timesteps]
+        losses = {"noise": mse(output, target), "output": mse(output, teacher_output, weights)}
         losses["feature"] = mean(
-            mse(features[attn], teacher_features[teacher_attn])
+            mse(features[attn], teacher_features[teacher_attn], weights)
             for attn, teacher_attn in zip(self.layers, teacher_layers, strict=True)
         )
         if quantizers:
@@ -289,9 +302,22 @@ def predict(
         return unet(noisy_latents, timesteps, text_states, return_dict=False)[0]
 
 
-def mse(a: Tensor, b: Tensor) -> Tensor:
-    """Return the mean squared error in float32."""
-    return F.mse_loss(a.float(), b.float())
+def inverse_alpha(alphas_cumprod: Tensor | None) -> Tensor:
+    """Return 1 / alpha over its mean, (T,)."""
+    if alphas_cumprod is None or not alphas_cumprod.all():
+        raise ValueError(
+            "weighting_scheme inverse_alpha needs a noise schedule with alphas_cumprod above 0."
+        )
+    weights = alphas_cumprod**-0.5
+    return weights / weights.mean()
+
+
+def mse(a: Tensor, b: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the mean squared error in float32, with a weight per image (B,)."""
+    if weights is None:
+        return F.mse_loss(a.float(), b.float())
+    errors = (a.float() - b.float()).square().flatten(1).mean(dim=1)
+    return (errors * weights).mean()
 
 
 def mean(values: Iterable[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
-from diffusers import StableDiffusionPipeline
+from diffusers import DDPMScheduler, StableDiffusionPipeline
 from diffusers.optimization import get_scheduler
 from safetensors import SafetensorError
 from torch import nn
@@ -138,6 +138,7 @@ def prepare_run(config: DistillConfig, output: Path, *, resume: bool) -> Run:
         config.objective,
         attention=config.attention,
         teacher_dtype=HALF[config.precision] if accelerator.device.type == "cuda" else None,
+        alphas_cumprod=DDPMScheduler.from_config(pipe.scheduler.config).alphas_cumprod,
     )
     if config.gradient_checkpointing:
         objective.student.enable_gradient_checkpointing()

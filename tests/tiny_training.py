@@ -54,13 +54,23 @@ def make_batch(samples=4, seed=0, size=8):
     }
 
 
-def new_objective(teacher, config, *, attention="avq", teacher_dtype=None, **settings):
+def new_objective(
+    teacher, config, *, attention="avq", teacher_dtype=None, alphas_cumprod=None, **settings
+):
     """An objective with the paper's settings but for these."""
     weights = {"noise": 1.0, "output": 0.5, "feature": 0.5, "commitment": 0.25}
     paper = {f"{name}_weight": weight for name, weight in weights.items()}
     paper |= {"full_spawning": True, "project_children": True, "diveq": False, "lora_rank": None}
+    paper["weighting_scheme"] = "none"
     chosen = ObjectiveConfig(**{**paper, **settings})
-    return Objective(teacher, config, chosen, attention=attention, teacher_dtype=teacher_dtype)
+    return Objective(
+        teacher,
+        config,
+        chosen,
+        attention=attention,
+        teacher_dtype=teacher_dtype,
+        alphas_cumprod=alphas_cumprod,
+    )
 
 
 def make_objective(config=CONFIG, teacher=None, **arguments):

@@ -52,34 +52,39 @@ def test_every_row_has_its_file(prefix, row, sizes, levels):
 
 
 @pytest.mark.parametrize(
-    ("row", "stored", "sizes", "learning_rate"),
+    ("row", "stored", "sizes", "learning_rate", "weighting_scheme"),
     [
-        ("mini_own_m32p8c8", "mini_m32p8c8", {}, 5e-4),
-        ("mini_own_m64p16c8", "mini_m64p16c8", {}, 5e-4),
-        ("mini_own_m128p32c8", "mini_m128p32c8", {}, 5e-4),
-        ("mini_own_m64p16c8_level1", "mini_m64p16c8_level1", {"exact": ()}, 2e-4),
+        ("mini_own_m32p8c8", "mini_m32p8c8", {}, 5e-4, "none"),
+        ("mini_own_m64p16c8", "mini_m64p16c8", {}, 5e-4, "none"),
+        ("mini_own_m128p32c8", "mini_m128p32c8", {}, 5e-4, "none"),
+        ("mini_own_m64p16c8_level1", "mini_m64p16c8_level1", {"exact": ()}, 2e-4, "none"),
         (
             "mini_own_m64p16c8e256_level1",
             "mini_m64p16c8_level1",
             {"exact": (), "exact_keys": 256},
-            3e-5,
+            1e-4,
+            "inverse_alpha",
         ),
-        ("sd15_own_m64p16c8", "sd15_m64p16c8", {}, None),
+        ("sd15_own_m64p16c8", "sd15_m64p16c8", {}, None, "none"),
     ],
 )
-def test_rows_of_own_codewords_train_as_their_family(row, stored, sizes, learning_rate):
+def test_rows_of_own_codewords_train_as_their_family(
+    row, stored, sizes, learning_rate, weighting_scheme
+):
     """Catches other data, sizes or losses than those of the row with codebooks.
 
-    mini-sd's rows start close to the teacher: they follow it alone, in fewer steps at lower rates.
+    mini-sd's rows start close to the teacher: they follow it alone, in fewer steps at lower rates,
+    with the finer rounding of float16.
     """
     own, other = (
         load_config(CONFIGS / f"{name}.yaml", DistillConfig, []) for name in (row, stored)
     )
     assert own.avq == replace(other.avq, codewords="means", **sizes)
     objective = {"commitment_weight": 0.0, "full_spawning": False, "project_children": False}
+    objective["weighting_scheme"] = weighting_scheme
     if learning_rate:
         objective["noise_weight"] = 0.0
-        other = replace(other, steps=500, learning_rate=learning_rate)
+        other = replace(other, steps=500, learning_rate=learning_rate, precision="fp16")
     assert own.objective == replace(other.objective, **objective)
     assert own == replace(other, avq=own.avq, objective=own.objective, codebooks=None)
 
@@ -199,6 +204,10 @@ def test_wrong_types_are_named(override, message):
         ("warmup_steps=-5", "warmup_steps must be at least 0, but got -5."),
         ("objective.noise_weight=-1", "objective: noise_weight must be at least 0, but got -1.0."),
         ("objective.output_weight=.inf", "objective: output_weight must be finite, but got inf."),
+        (
+            "objective.weighting_scheme=snr",
+            "objective: weighting_scheme must be one of none, inverse_alpha, but got 'snr'.",
+        ),
         ("codebooks.dead_threshold=0", "codebooks: dead_threshold must be above 0, but got 0.0."),
         ("samples.guidance_scale=.nan", "samples: guidance_scale must be finite, but got nan."),
     ],

@@ -55,7 +55,7 @@ from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.data.batches import sample_seed
 from distill.log import log_path, reduced_means
-from distill.objective import Objective
+from distill.objective import Objective, inverse_alpha
 from distill.preview import generate, student_in
 from distill.run import make_accelerator
 
@@ -631,6 +631,22 @@ def test_settings_reach_the_codebooks(model, tmp_path, monkeypatch):
     assert first["threshold"] == second["threshold"] == 20
     assert [first["seed"], second["seed"]] == [sample_seed(7, step) for step in (2, 4)]
     assert calls["update_codebooks"] == pytest.approx([0.5, 0.6, 0.7, 0.7])
+
+
+def test_weights_of_timesteps_are_those_of_the_model(model, tmp_path, monkeypatch):
+    """Catches the noise schedule of diffusers' defaults."""
+    seen = []
+
+    def spied(alphas_cumprod):
+        seen.append(alphas_cumprod)
+        return inverse_alpha(alphas_cumprod)
+
+    monkeypatch.setattr("distill.objective.inverse_alpha", spied)
+    settings = {"steps": 1, "objective__weighting_scheme": "inverse_alpha"}
+    assert run(model, tmp_path, **settings).exit_code == 0
+    (found,) = seen
+    assert torch.equal(found, tiny_pipe().scheduler.alphas_cumprod)
+    assert not torch.equal(found, DDPMScheduler().alphas_cumprod)
 
 
 def test_micro_batches_add_up_to_the_batch(model, tmp_path):

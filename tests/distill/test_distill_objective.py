@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from peft import LoraConfig
 from tiny import CONFIG, small_unet, tiny_unet
 from tiny_training import make_batch, make_objective, new_objective, perturb, unet_output
+from torch import nn
 
 from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, avq_attention, select_layers
 from avq_diffusers.attention.diagnostics import capture, commitment_loss, constraint_error
@@ -20,6 +21,7 @@ from distill.quantizer import Quantizer
 
 STORED = partial(AVQConfig, codewords="stored")
 FLAT = STORED(num_parents=4, num_children=0, num_refined=0, query_tile=16)
+ALPHAS_CUMPROD = torch.linspace(1.0, 0.05, 1000) ** 2
 OWN = replace(CONFIG, codewords="means", num_updates=1, exact_keys=6)
 # One codeword per key of one 8 x 8 image: 64 keys at level 0, 16 at level 1.
 EXACT = STORED(
@@ -64,6 +66,16 @@ def watch(modules):
     return seen
 
 
+def outputs_and_features(objective, batch):
+    """Of teacher and student: a pair of outputs, and a pair of attention outputs for each layer."""
+    unets = (objective.teacher, objective.student)
+    features = [
+        watch(unet.get_submodule(name).to_out[1] for name in objective.names) for unet in unets
+    ]
+    outputs = [unet_output(unet, batch) for unet in unets]
+    return outputs, list(zip(*features, strict=True))
+
+
 def test_layers_that_stay_exact_are_the_teachers():
     """Catches a layer that is trained, or that another processor runs, though it should not."""
     objective = make_objective(replace(CONFIG, exact=("up_blocks",)))
@@ -85,14 +97,9 @@ def test_losses_by_hand():
     weights = {"noise": 0.9, "output": 0.3, "feature": 0.7, "commitment": 0.11}
     objective = perturb(make_objective(**{f"{name}_weight": w for name, w in weights.items()}))
     batch = make_batch()
-    layers = {
-        unet: [unet.get_submodule(name) for name in objective.names]
-        for unet in (objective.teacher, objective.student)
-    }
-    features = {unet: watch(x.to_out[1] for x in attns) for unet, attns in layers.items()}
-    keys = watch(attn.to_k for attn in layers[objective.student])
-    outputs = {unet: unet_output(unet, batch) for unet in layers}
-    expected_features = [(a - b).square().mean() for a, b in zip(*features.values(), strict=True)]
+    keys = watch(attn.to_k for attn in objective.layers)
+    (teacher, student), features = outputs_and_features(objective, batch)
+    expected_features = [(a - b).square().mean() for a, b in features]
     # The UNet is called down, middle, up, so level 0 and 1 of both come in module order here.
     distances = []
     for key, processor in zip(keys, objective.quantizers.values(), strict=True):
@@ -105,7 +112,6 @@ def test_losses_by_hand():
         distances.append((key - nearest).square().mean())
 
     losses = objective(**batch)
-    teacher, student = outputs[objective.teacher], outputs[objective.student]
     expected = {
         "noise": (student - batch["target"]).square().mean(),
         "output": (student - teacher).square().mean(),
@@ -116,6 +122,42 @@ def test_losses_by_hand():
     expected["loss"] = sum(weights[name] * value for name, value in expected.items())
     assert_close(losses, expected)
     assert all(value > 1e-5 for value in expected.values())
+
+
+def test_losses_weighted_by_timestep():
+    """Catches weights that are not normalized, of alpha squared, of another image's timestep or of
+    the mean over the images, and weights of the other losses, of `none` or in the state."""
+    plain, weighted = (
+        perturb(make_objective(weighting_scheme=scheme, alphas_cumprod=ALPHAS_CUMPROD))
+        for scheme in ("none", "inverse_alpha")
+    )
+    batch = make_batch() | {"timesteps": torch.tensor([999, 40, 700, 300])}
+    outputs, features = outputs_and_features(plain, batch)
+    losses = plain(**batch)
+    assert torch.equal(losses["output"], F.mse_loss(*outputs))
+    layers = torch.stack([F.mse_loss(*pair) for pair in features])
+    assert torch.equal(losses["feature"], layers.mean())
+
+    weights = 1 / ALPHAS_CUMPROD.double().sqrt()
+    weights = weights[batch["timesteps"]] / weights.mean()
+    assert 0.3 < weights.min() < 1 < 3 < weights.max()
+
+    def expected(teacher, student):
+        images = (teacher.double() - student.double()).square().flatten(1)
+        return images.mean(dim=1) @ weights / len(images)
+
+    by_hand = losses | {
+        "output": expected(*outputs),
+        "feature": sum(expected(*pair) for pair in features) / len(features),
+    }
+    by_hand["loss"] = sum(weighted.weights[name] * by_hand[name] for name in weighted.weights)
+    got = weighted(**batch)
+    assert_close(got, by_hand, tolerance=1e-5)
+    assert {value.dtype for value in got.values()} == {torch.float32}
+    for name in ("noise", "commitment"):
+        assert torch.equal(got[name], losses[name])
+    for kept in (nn.Module.state_dict, nn.Module.named_parameters, nn.Module.named_buffers):
+        assert dict(kept(weighted)).keys() == dict(kept(plain)).keys()
 
 
 @pytest.mark.parametrize("full_spawning", [True, False])
@@ -887,6 +929,11 @@ def test_training_lowers_the_losses():
     [
         ({"attention": "x"}, "attention must be one of avq, linfusion, exact, but got 'x'"),
         ({"lora_rank": 0}, "lora_rank must be at least 1 or None, but got 0"),
+        ({"weighting_scheme": "inverse_alpha"}, "inverse_alpha needs a noise schedule with"),
+        (
+            {"weighting_scheme": "inverse_alpha", "alphas_cumprod": torch.tensor([0.9, 0.0])},
+            "a noise schedule with alphas_cumprod above 0",
+        ),
         ({"diveq": True, "full_spawning": False}, 'diveq needs attention="avq" and full_spawning'),
         ({"diveq": True, "attention": "linfusion"}, 'diveq needs attention="avq"'),
         ({"config": replace(CONFIG, overrides={"up_block.3": {}})}, r"but got 'up_block\.3'"),
