@@ -75,6 +75,7 @@ def model_card(config: DistillConfig, training: Mapping[str, Any], *, source: st
         "image size": f"{config.image_size} pixels",
         "steps": f"{training['steps']} of {config.batch_size} images",
         "learning rate": f"{config.learning_rate:g}, {config.schedule}",
+        "weights of the losses by timestep": config.objective.weighting_scheme,
         "precision": config.precision,
         "data": " ".join(filter(None, (data.source, source_name, data.split))),
         "preprocessing": data.preprocessing,
