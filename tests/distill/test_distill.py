@@ -298,11 +298,10 @@ def test_the_model_card_loads_the_result(finished, model):
     exec(code.replace('"codebooks"', repr(str(folder))).replace('"tiny"', repr(str(model))), names)
     assert any(row.config for row in summary(names["pipe"]).rows)
     training = AVQCodebooks.from_pretrained(folder).config["training"]
-    (code,) = re.findall(
-        r"```python\n(.*?)```",
-        model_card(tiny_config("base_model=mini-sd"), training, source=str(folder)),
-        re.DOTALL,
-    )
+    changed = tiny_config("base_model=mini-sd", "objective.weighting_scheme=inverse_alpha")
+    text = model_card(changed, training, source=str(folder))
+    assert "| weights of the losses by timestep | inverse_alpha |" in text
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert "from avq_diffusers.mini import MINI_SD\n" in code
     assert "from_pretrained(MINI_SD" in code
 

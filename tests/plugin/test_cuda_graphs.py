@@ -18,8 +18,10 @@ CONFIG = AVQConfig(levels=(0, 1), num_parents=16, num_refined=4, num_children=4,
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
+    """Without TF32: its rounding, too, is amplified, to 1.5e-3 on an H100."""
     torch.compiler.reset()
-    yield
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
     torch.compiler.reset()
 
 
@@ -29,9 +31,8 @@ def off(image, other):
 
 
 def check_same(images, expected):
-    """The bound is rounding, amplified by a random model: an H100 was seen to be off by 1.5e-3."""
     for image, other in zip(images, expected, strict=True):
-        assert off(image, other) < 1e-2
+        assert off(image, other) < 1e-3
 
 
 def test_sizes_guidance_schedulers_and_a_lora_may_change():
