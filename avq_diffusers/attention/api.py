@@ -3,7 +3,8 @@
 import os
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Unpack
 
@@ -453,15 +454,10 @@ def _launch_kernels(
     from avq_diffusers.attention.triton.call import kernel_attention
 
     _check_traced_order(query, query_order)
-    stored = None
-    if parents is not None and children is not None:
-        stored = _packed_codewords(parents, children, scale, query.dtype)
-        parents = None
-    elif num_updates:
-        parents = _updated_parents(key, key_order, num_parents, num_updates)
-    # Triton launches on the current device.
-    is_current = not query.is_cuda or query.device.index == torch.cuda.current_device()
-    with nullcontext() if is_current else torch.cuda.device_of(query):
+    stored, parents = _kernel_codewords(
+        key, parents, children, key_order, num_parents, num_updates, scale
+    )
+    with _current(query.device):
         return kernel_attention(
             query,
             key,
@@ -486,6 +482,29 @@ def _launch_kernels(
 _kernel_attention = torch.library.custom_op(
     "avq_diffusers::kernel_attention", _launch_kernels, mutates_args=()
 )
+
+
+def _current(device: torch.device) -> AbstractContextManager:
+    """Makes the device current: Triton launches there."""
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
+
+
+def _kernel_codewords(
+    key: Tensor,
+    parents: Tensor | None,
+    children: Tensor | None,
+    key_order: Tensor | None,
+    num_parents: int,
+    num_updates: int,
+    scale: float,
+) -> tuple[tables.StoredCodes | None, Tensor | None]:
+    """Stored codewords and updated parents as the kernels take them, one or none of the two."""
+    if parents is not None and children is not None:
+        return _packed_codewords(parents, children, scale, key.dtype), None
+    if num_updates:
+        return None, _updated_parents(key, key_order, num_parents, num_updates)
+    return None, None
 
 
 def _updated_parents(
@@ -536,7 +555,37 @@ def _attention_backward(
     importance_tile: int | None,
     scale: float,
     needs_grad: Sequence[bool],
+    by_kernels: bool,
 ) -> list[Tensor]:
+    means = codewords == "means"
+    if by_kernels:
+        from avq_diffusers.attention.triton import gradients
+
+        obstacle = gradients.unsupported(
+            query, means=means, exact_keys=exact_keys, sink_key=sink_key
+        )
+        if not obstacle:
+            stored, parents = _kernel_codewords(
+                key, parents, children, key_order, num_parents, num_updates, scale
+            )
+            with _current(query.device):
+                grads = gradients.kernel_gradients(
+                    grad_output,
+                    query,
+                    key,
+                    value,
+                    stored,
+                    parents,
+                    query_order,
+                    key_order,
+                    num_parents=num_parents,
+                    num_children=num_children,
+                    num_refined=num_refined,
+                    query_tile=query_tile,
+                    importance_tile=importance_tile,
+                    scale=scale,
+                )
+            return [grad for grad, needed in zip(grads, needs_grad, strict=False) if needed]
     dtype = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
         return backward.gradients(
@@ -554,7 +603,7 @@ def _attention_backward(
             num_parents=num_parents,
             num_children=num_children,
             num_refined=num_refined,
-            means=codewords == "means",
+            means=means,
             num_updates=num_updates,
             exact_keys=exact_keys,
             query_tile=query_tile,
@@ -565,7 +614,7 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _(grad_output: Tensor, *args: Any) -> list[Tensor]:
-    inputs = zip(args[:NUM_DIFFERENTIABLE], args[-1], strict=True)
+    inputs = zip(args[:NUM_DIFFERENTIABLE], args[-2], strict=True)
     return [backward.empty_gradient(x) for x, needed in inputs if needed]
 
 
@@ -574,15 +623,18 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.numbers = inputs[NUM_TENSORS:]
 
 
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_output: Tensor, *, by_kernels: bool) -> tuple[Tensor | None, ...]:
     needs_grad = ctx.needs_input_grad[:NUM_DIFFERENTIABLE]
-    found = iter(_attention_backward(grad_output, *ctx.saved_tensors, *ctx.numbers, needs_grad))
+    inputs = (*ctx.saved_tensors, *ctx.numbers)
+    found = iter(_attention_backward(grad_output, *inputs, needs_grad, by_kernels))
     constants = len(ctx.needs_input_grad) - NUM_DIFFERENTIABLE
     return *(next(found) if needed else None for needed in needs_grad), *(None,) * constants
 
 
-for _operation in (_attention, _kernel_attention):
-    _operation.register_autograd(_backward, setup_context=_save_inputs)
+for _operation, _by_kernels in ((_attention, False), (_kernel_attention, True)):
+    _operation.register_autograd(
+        partial(_backward, by_kernels=_by_kernels), setup_context=_save_inputs
+    )
 
 
 @torch.library.custom_op("avq_diffusers::quantize", mutates_args=())

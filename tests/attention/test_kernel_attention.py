@@ -447,7 +447,7 @@ for problem in json.loads(sys.argv[1]):
         exact_keys=exact_keys, sinks=sinks, own_centre=form == "own",
         scale=0.1 if keys or sinks else 0.0,
     )
-    arguments = zip(launch.kernel.arg_names, (*launch.dtypes, *launch.numbers), strict=False)
+    arguments = zip(launch.kernel.arg_names, (*launch.dtypes, *launch.numbers.values()), strict=False)
     arguments = dict(arguments)
     signature = {
         name: kinds.get(value, "i32") for name, value in arguments.items() if value is not None

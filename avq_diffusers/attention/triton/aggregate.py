@@ -240,9 +240,9 @@ def aggregate_kernel(
     square: (B, H, S) float32, as the sort writes it, or None without MEANS, as the next two.
     piece_squares: (B, H, num_pieces, L) float32; all of a cell is in leaf 0 without exact keys.
     spread: (B, H, MP) float32, mean squared distance of the keys of a parent from their mean.
-    leaf: (B, H, S) int32, the leaf in its cell of every key, in the order of cells; None without
-        exact keys, as the next one.
-    row_weight: (B, H, 2 MP + M0 CP) float32, what a row weighs in the choice of exact keys.
+    leaf: (B, H, S) int32, the leaf in its cell of every key, in the order of cells; or None.
+    row_weight: (B, H, 2 MP + M0 CP) float32, what a row weighs in the choice of exact keys; None
+        without exact keys.
     """
     head = tl.program_id(0)
     batch = tl.program_id(1)
@@ -254,7 +254,7 @@ def aggregate_kernel(
         batch.to(tl.int64) * value_stride_batch + head.to(tl.int64) * value_stride_head
     ) * ALIGN
     MEANS: tl.constexpr = codes_ptr is not None
-    EXACT: tl.constexpr = leaf_ptr is not None
+    EXACT: tl.constexpr = row_weight_ptr is not None
     dtype = key_ptr.dtype.element_ty
     centre_head = batch_head
     if stored_codes_ptr is not None:
@@ -279,8 +279,9 @@ def aggregate_kernel(
         square_ptr += batch_head * num_keys
         piece_squares_ptr += batch_head * num_pieces * LEAF_ROWS
         spread_ptr += batch_head * PARENT_ROWS
-    if EXACT:
+    if leaf_ptr is not None:
         leaf_ptr += batch_head * num_keys
+    if EXACT:
         row_weight_ptr += batch_head * (PARENT_ROWS + CODE_ROWS)
     means_ptr += batch_head * (PARENT_ROWS + CODE_ROWS) * MEAN_COLUMNS
     log_counts_ptr += batch_head * (CODE_ROWS + PARENT_ROWS if MEANS else CODE_ROWS)
@@ -368,6 +369,7 @@ def aggregate_kernel(
             if EXACT:
                 square = tl.load(square_ptr + keys, mask=is_key, other=0.0)
                 leaf_squares += tl.where(is_chosen, square[None, :], 0.0)
+            if leaf_ptr is not None:
                 leaf = tl.sum(tl.where(is_chosen, leaves[:, None], 0), axis=0)
                 tl.store(leaf_ptr + first + position, leaf, mask=is_key)
     counts = tl.sum(chosen_counts, axis=1)

@@ -239,7 +239,7 @@ def _attention_kernel(
             num_sinks,
         )
     # Assigned to a variable, sizes would no longer be constants.
-    numerator, total = attend_tile(
+    softmax, total = attend_tile(
         query,
         valid_query,
         Tables(codes_ptr, means_ptr, log_counts_ptr, spread_ptr, refined_ptr),
@@ -276,9 +276,9 @@ def _attention_kernel(
 
     inverse = (1.0 / total)[:, None]
     output_ptr += token[:, None] * (HEADS * HEAD_DIM)
-    _store_output(output_ptr, 0, valid_query, numerator[0] * inverse, HEAD_DIM)
+    _store_output(output_ptr, 0, valid_query, softmax.numerator[0] * inverse, HEAD_DIM)
     if REST_D > 0:
-        _store_output(output_ptr, BLOCK_D, valid_query, numerator[1] * inverse, HEAD_DIM)
+        _store_output(output_ptr, BLOCK_D, valid_query, softmax.numerator[1] * inverse, HEAD_DIM)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from avq_diffusers.attention.triton.codewords import StoredCodes
 from avq_diffusers.attention.triton.launch import (
     MOST_PLANS,
     Plan,
+    aligned,
     capability_of,
     kernel_layout,
     pointer,
@@ -59,7 +60,7 @@ def kernel_attention(
     if sink_key is not None and sink_value is not None:
         sink_key, sink_value = kernel_layout(sink_key), kernel_layout(sink_value)
         sinks = TokenLayout.of(sink_key, sink_value)
-    query_order, key_order = _aligned(query_order), _aligned(key_order)
+    query_order, key_order = aligned(query_order), aligned(key_order)
     plan = _plan(
         query.device,
         query.shape,
@@ -101,10 +102,6 @@ def kernel_attention(
             inputs["codes"] = inputs["stored_codes"]
     plan.run(inputs, query.device)
     return output.transpose(1, 2)
-
-
-def _aligned(order: Tensor | None) -> Tensor | None:
-    return order if order is None or order.data_ptr() % 16 == 0 else order.clone()
 
 
 @lru_cache(MOST_PLANS)

@@ -66,21 +66,21 @@ class Launch:
         pointers = [name[:-4] for name in names if name.endswith("_ptr")]
         self.pointers = tuple(name if name in dtypes else "" for name in pointers)
         self.dtypes = tuple(dtypes.get(name) for name in pointers)
-        self.numbers = tuple(numbers[name] for name in names if name in numbers)
+        self.numbers = {name: numbers[name] for name in names if name in numbers}
         options = ("num_warps", "num_stages", "maxnreg")
         self.constants = {x: constants[x] for x in (*names, *options) if x in constants}
-        self._values = (*self.numbers, *(constants[x] for x in names if x in constants))
+        self._values = (*self.numbers.values(), *(constants[x] for x in names if x in constants))
         self._compiled: Any = None
 
     def __call__(self, pointers: Mapping[str, Pointer], stream: int) -> None:
         """Launch on a stream of the current device."""
         found = map(pointers.get, self.pointers)
         if _INTERPRETED:
-            self.kernel[self.grid](*found, *self.numbers, **self.constants)
+            self.kernel[self.grid](*found, **self.numbers, **self.constants)
             return
         compiled = self._compiled
         if compiled is None:
-            types = (*self.dtypes, *self.numbers)
+            types = (*self.dtypes, *self.numbers.values())
             compiled = self.kernel.warmup(*types, grid=self.grid, **self.constants)
             self._compiled = compiled
         arguments = (*found, *self._values)
@@ -151,6 +151,11 @@ class Plan:
 def pointer(tensor: Tensor | None) -> Pointer:
     """What a kernel takes for a tensor."""
     return tensor if tensor is None or _INTERPRETED else tensor.data_ptr()
+
+
+def aligned(order: Tensor | None) -> Tensor | None:
+    """The order if kernels can read it, else a copy."""
+    return order if order is None or order.data_ptr() % 16 == 0 else order.clone()
 
 
 def kernel_layout(tensor: Tensor, multiple: int = 1) -> Tensor:

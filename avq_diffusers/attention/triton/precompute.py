@@ -229,6 +229,7 @@ def precompute_launches(
     means: bool,
     exact: bool,
     scale: float,
+    leaves: bool = False,
     tiling: PrecomputeTiling | None = None,
 ) -> tuple[dict[str, Part], list[Launch]]:
     """The memory of a call and its launches, which take what `precompute` takes.
@@ -245,6 +246,8 @@ def precompute_launches(
 
     Args:
         shape: of the keys.
+        leaves: the memory also has `leaf`, (B, H, S) int32, the leaf in its cell of every key, in
+            the order of cells.
     """
     batch, num_heads, num_keys, head_dim = shape
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
@@ -298,10 +301,11 @@ def precompute_launches(
             "piece_squares": Part((*heads, num_pieces, leaf_rows), float32),
             "spread": Part((*heads, parent_rows), float32),
         }
+    if exact or leaves:
+        parts["leaf"] = Part((*heads, num_keys), int32)
     if exact:
         rows = (*heads, parent_rows + code_rows)
         parts |= {
-            "leaf": Part((*heads, num_keys), int32),
             "leaf_order": Part((*heads, num_keys), int32),
             "row_start": Part(rows, int32),
             "row_count": Part(rows, int32),

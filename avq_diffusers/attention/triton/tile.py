@@ -36,6 +36,55 @@ MOST_EXPONENT = tl.constexpr(126.0)
 
 
 @triton.jit
+def load_refined(tables, sizes):
+    """The parents that a tile refines, padded with -1."""
+    place = tl.arange(0, triton.next_power_of_2(sizes.NUM_REFINED))
+    return tl.load(tables.refined + place, mask=place < sizes.NUM_REFINED, other=-1)
+
+
+@triton.jit
+def rows_of_parents(refined, start, sizes, BLOCK_M: tl.constexpr):
+    """Parents (BLOCK_M) from `start` on, and their rows of means: of all their keys, or of those
+    that stay if the tile refines them.
+
+    refined: from `load_refined`; None if tiles refine no parent, or all.
+    """
+    parents = start + tl.arange(0, BLOCK_M)
+    rows = parents
+    if sizes.SELECTS:
+        is_refined = refined[:, None] == parents[None, :]
+        rows += sizes.PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
+    elif sizes.NUM_REFINED > 0:
+        rows += sizes.PARENT_ROWS
+    return parents, rows
+
+
+@triton.jit
+def rows_of_children(tables, start, sizes, BLOCK_P: tl.constexpr):
+    """Children of BLOCK_P refined parents from place `start` on.
+
+    Returns:
+        columns: (BLOCK_P CP) of the tile.
+        rows: (BLOCK_P CP) among the children of the head.
+        valid: (BLOCK_P CP) whether they are.
+    """
+    CHILD_ROWS: tl.constexpr = sizes.CHILD_ROWS
+    child = tl.arange(0, BLOCK_P * CHILD_ROWS)
+    parent = start + child // CHILD_ROWS
+    if sizes.NUM_REFINED % BLOCK_P == 0:
+        valid = tl.full([BLOCK_P * CHILD_ROWS], True, tl.int1)
+    else:
+        valid = parent < sizes.NUM_REFINED
+    columns = sizes.PARENT_ROWS + start * CHILD_ROWS + child
+    if sizes.SELECTS:
+        parent = tl.load(tables.refined + parent, mask=valid, other=0)
+    rows = parent * CHILD_ROWS + child % CHILD_ROWS
+    # Lets a thread load the log_counts of neighbouring children at once.
+    rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
+    return columns, rows, valid
+
+
+@triton.jit
 def _attend_rows(
     query,
     tables,
@@ -72,17 +121,11 @@ def _attend_parents(
     query, tables, scoring, softmax, sizes, BLOCK_M: tl.constexpr, RUNNING: tl.constexpr
 ):
     """Add all parents, refined ones with the keys that stay, BLOCK_M at a time."""
+    refined = None
     if sizes.SELECTS:
-        place = tl.arange(0, triton.next_power_of_2(sizes.NUM_REFINED))
-        refined = tl.load(tables.refined + place, mask=place < sizes.NUM_REFINED, other=-1)
+        refined = load_refined(tables, sizes)
     for start in tl.range(0, sizes.PARENT_ROWS, BLOCK_M):
-        parents = start + tl.arange(0, BLOCK_M)
-        mean_rows = parents
-        if sizes.SELECTS:
-            is_refined = refined[:, None] == parents[None, :]
-            mean_rows += sizes.PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
-        elif sizes.NUM_REFINED > 0:
-            mean_rows += sizes.PARENT_ROWS
+        parents, mean_rows = rows_of_parents(refined, start, sizes, BLOCK_M)
         valid = tl.full([BLOCK_M], True, tl.int1)
         code_rows = mean_rows if sizes.MEANS else parents
         softmax = _attend_rows(
@@ -124,21 +167,8 @@ def _attend_children(
     query, tables, scoring, softmax, sizes, BLOCK_P: tl.constexpr, RUNNING: tl.constexpr
 ):
     """Add the children of the refined parents, BLOCK_P parents at a time."""
-    CHILD_ROWS: tl.constexpr = sizes.CHILD_ROWS
     for start in tl.range(0, sizes.NUM_REFINED, BLOCK_P):
-        # (BLOCK_P * CHILD_ROWS)
-        child = tl.arange(0, BLOCK_P * CHILD_ROWS)
-        parent = start + child // CHILD_ROWS
-        if sizes.NUM_REFINED % BLOCK_P == 0:
-            valid = tl.full([BLOCK_P * CHILD_ROWS], True, tl.int1)
-        else:
-            valid = parent < sizes.NUM_REFINED
-        columns = sizes.PARENT_ROWS + start * CHILD_ROWS + child
-        if sizes.SELECTS:
-            parent = tl.load(tables.refined + parent, mask=valid, other=0)
-        rows = parent * CHILD_ROWS + child % CHILD_ROWS
-        # Lets a thread load the log_counts of neighbouring children at once.
-        rows = tl.multiple_of(tl.max_contiguous(rows, CHILD_ROWS), CHILD_ROWS)
+        columns, rows, valid = rows_of_children(tables, start, sizes, BLOCK_P)
         softmax = _attend_rows(
             query,
             tables,
@@ -170,7 +200,7 @@ def attend_tile(
     AGAIN_M: tl.constexpr,
     AGAIN_P: tl.constexpr,
 ):
-    """Numerator and sum of weights (BLOCK_N,) over all that a tile of queries sees.
+    """Softmax and sum of weights (BLOCK_N,) over all that a tile of queries sees.
 
     Stores the parents to refine, chosen by their importance. A tile that overflows is computed
     again with a running maximum, in blocks of AGAIN_M and AGAIN_P parents.
@@ -269,7 +299,7 @@ def attend_tile(
             if sizes.SINKS:
                 softmax = attend_sinks(query, sinks, softmax, sizes, True)
             total = total_weight(softmax, sizes)
-    return softmax.numerator, total
+    return softmax, total
 
 
 @triton.jit
