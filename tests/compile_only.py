@@ -10,9 +10,12 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from avq_diffusers.attention.triton.launch import Launch
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -94,6 +97,20 @@ def compile_for(
         shared=compiled.metadata.shared,
         sass=sass,
     )
+
+
+def compile_launch(launch: Launch, *, capability: int) -> CompiledInfo:
+    """Compile a kernel as it is launched, for compute capability `capability` (86 is sm_86)."""
+    kinds = {torch.float16: "*fp16", torch.float32: "*fp32"}
+    kinds |= {torch.int32: "*i32", torch.int64: "*i64"}
+    values = *launch.dtypes, *launch.numbers.values()
+    arguments = dict(zip(launch.kernel.arg_names, values, strict=False))
+    signature = {
+        name: kinds.get(value, "i32") for name, value in arguments.items() if value is not None
+    }
+    constants = dict.fromkeys(arguments.keys() - signature.keys()) | launch.constants
+    options = {name: constants.pop(name, None) for name in ("num_warps", "num_stages", "maxnreg")}
+    return compile_for(launch.kernel, signature, constants, capability=capability, **options)
 
 
 def _cuobjdump(option: str, path: str) -> str:

@@ -4,6 +4,7 @@ Shapes: B batch, H heads, N queries, S keys, D head dim, M0 parents, C children.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -236,6 +237,51 @@ def gradient_over_budget(problem: Problem) -> float:
     size = max(float(x.norm()) for x in gradients[1])
     errors = [float((x - y).norm()) for x, y in zip(*gradients, strict=True)]
     return max(errors) / max(size, 1e-6) / EXACT
+
+
+def kernel_gradient_over_budget(problem: Problem) -> float:
+    """The same of the gradients of query, key and value by the kernels.
+
+    Queries of tiles that are left out get no gradient. An error counts against the largest gradient
+    of the definition: that of one key's query is zero, and roundings remain.
+
+    Raises:
+        ArithmeticError: a gradient is not finite, or has another shape or dtype.
+    """
+    options, dtype = problem.options, problem.query.dtype
+    found = codewords_of(problem, "triton")
+    if not found.is_clear.all():
+        return 0.0
+    clear = clear_queries(problem, found, "triton")
+    weights = torch.linspace(-1, 1, clear.numel() * problem.query.shape[-1]).to(problem.query)
+    weights = weights.sin().view_as(problem.query) * clear[..., None]
+    tokens = problem.query, problem.key, problem.value
+    scale = options["scale"] or problem.query.shape[-1] ** -0.5
+
+    def gradients(attention: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        inputs = [x.detach().to(dtype).requires_grad_() for x in tokens]
+        return torch.autograd.grad(attention(*inputs), inputs, weights.to(dtype))
+
+    def by_kernels(*inputs: Tensor) -> Tensor:
+        return avq_attention(*inputs, problem.codebook, backend="triton", **options)
+
+    def by_definition(*inputs: Tensor) -> Tensor:
+        fixed = options | {"num_updates": 0}
+        return reference.avq_attention(*inputs, found.parents, found.children, **fixed)
+
+    exact = partial(F.scaled_dot_product_attention, scale=scale)
+    errors, allowed = [], []
+    for errors_of, attention, definition in (
+        (errors, by_kernels, by_definition),
+        (allowed, exact, exact),
+    ):
+        expected = gradients(definition, torch.float64)
+        size = max(float(x.norm()) for x in expected)
+        for gradient, target in zip(gradients(attention, dtype), expected, strict=True):
+            if not gradient.isfinite().all() or gradient.shape != target.shape:
+                raise ArithmeticError(f"{tuple(gradient.shape)} is not as promised: {problem}")
+            errors_of.append(float((gradient.double() - target).norm()) / max(size, 1e-6))
+    return max(errors) / (2 * max(allowed) + torch.finfo(dtype).eps)
 
 
 def clear_keys(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:

@@ -429,10 +429,9 @@ def test_query_may_have_any_strides(offset):
 COMPILE = """
 import json, sys
 import torch
-from compile_only import compile_for
+from compile_only import compile_launch
 from avq_diffusers.attention.triton.attention import TokenLayout, attention_launch
 
-kinds = {torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 for problem in json.loads(sys.argv[1]):
     capability, head_dim, (parents, refined, children), form, exact_keys, num_sinks = problem
     strides = 4096 * 8 * head_dim, head_dim, 8 * head_dim, 1
@@ -447,14 +446,7 @@ for problem in json.loads(sys.argv[1]):
         exact_keys=exact_keys, sinks=sinks, own_centre=form == "own",
         scale=0.1 if keys or sinks else 0.0,
     )
-    arguments = zip(launch.kernel.arg_names, (*launch.dtypes, *launch.numbers.values()), strict=False)
-    arguments = dict(arguments)
-    signature = {
-        name: kinds.get(value, "i32") for name, value in arguments.items() if value is not None
-    }
-    constants = dict.fromkeys(arguments.keys() - signature.keys()) | launch.constants
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
-    info = compile_for(launch.kernel, signature, constants, capability=capability, **options)
+    info = compile_launch(launch, capability=capability)
     result = {
         "spilled": info.count("LDL", "STL") / len(info.instructions()),
         "shared": info.shared,

@@ -462,14 +462,8 @@ def test_kernels_compile_to_what_was_meant(problems):
 
 def compile_launches(capability: int, head_dim: int, form: str) -> list[dict]:
     """Compile both kernels exactly as `precompute` launches them."""
-    from compile_only import compile_for
+    from compile_only import compile_launch
 
-    kinds = {
-        torch.float16: "*fp16",
-        torch.float32: "*fp32",
-        torch.int32: "*i32",
-        torch.int64: "*i64",
-    }
     own = form == "own"
     strides = (4096 * 2 * head_dim, head_dim, 2 * head_dim, 1)
     _, launches = kernels.precompute_launches(
@@ -489,19 +483,7 @@ def compile_launches(capability: int, head_dim: int, form: str) -> list[dict]:
     )
     results = []
     for name, launch in zip(("sort", "aggregate"), launches, strict=True):
-        arguments = dict(
-            zip(launch.kernel.arg_names, (*launch.dtypes, *launch.numbers), strict=False)
-        )
-        signature = {
-            argument: kinds.get(given, "i32")
-            for argument, given in arguments.items()
-            if given is not None
-        }
-        constants = dict.fromkeys(arguments.keys() - signature.keys()) | dict(launch.constants)
-        options = {
-            option: constants.pop(option, None) for option in ("num_warps", "num_stages", "maxnreg")
-        }
-        info = compile_for(launch.kernel, signature, constants, capability=capability, **options)
+        info = compile_launch(launch, capability=capability)
         results.append(
             {
                 "kernel": f"{name}, {form}, D = {head_dim}, sm_{capability}",

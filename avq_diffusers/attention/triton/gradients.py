@@ -5,6 +5,7 @@ three launches: `column_gradients`, and the two of `key_gradients`. There are no
 gives the same bits.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -12,7 +13,7 @@ import triton
 from torch import Tensor
 
 from avq_diffusers.attention.triton.attention import AttentionTiling, launch_constants
-from avq_diffusers.attention.triton.codewords import StoredCodes, padded_sizes
+from avq_diffusers.attention.triton.codewords import StoredCodes
 from avq_diffusers.attention.triton.column_gradients import column_gradients_kernel
 from avq_diffusers.attention.triton.key_gradients import (
     key_gradients_kernel,
@@ -33,17 +34,33 @@ from avq_diffusers.attention.triton.precompute import precompute_launches, store
 # Bytes of the gradients of columns of one launch, unless one batch element has more.
 COLUMN_BYTES = 1 << 30
 
-# Columns of a tile whose gradients are computed at once.
-GRAD_COLUMNS = 32
 
-# Bytes of a row of tokens above which two tiles of queries do not fit shared memory.
-MOST_ROW_BYTES = 256
+@dataclass(frozen=True)
+class GradientTiling:
+    """How the gradients of a query tile are cut. Changes their last bits, never their meaning.
+
+    num_warps: warps per program.
+    num_columns: columns whose gradients are computed at once.
+    """
+
+    num_warps: int
+    num_columns: int
+
+
+def default_tiling(head_dim: int, capability: tuple[int, int]) -> GradientTiling:
+    """The tiling for a problem size, measured on an H200."""
+    if capability < (9, 0):
+        return GradientTiling(num_warps=8, num_columns=32)
+    return GradientTiling(num_warps=4 if head_dim <= 64 else 8, num_columns=64)
 
 
 def unsupported(query: Tensor, *, means: bool, exact_keys: int, sink_key: Tensor | None) -> bool:
-    """Whether these kernels cannot serve a call that the kernels of the forward pass can."""
-    row_bytes = triton.next_power_of_2(query.shape[-1]) * query.element_size()
-    return not means or exact_keys > 0 or sink_key is not None or row_bytes > MOST_ROW_BYTES
+    """Whether these kernels cannot serve a call that those of the forward pass can.
+
+    Two tiles of float32 do not fit shared memory.
+    """
+    is_wide = query.dtype == torch.float32
+    return is_wide or not means or exact_keys > 0 or sink_key is not None
 
 
 def kernel_gradients(
@@ -172,6 +189,7 @@ def _plan(
         "grad_stride_batch": grad_strides[0],
         "grad_stride_head": grad_strides[1],
     }
+    tiling = default_tiling(head_dim, capability_of(device))
     constants = aggregation.constants | launch_constants(
         heads=heads,
         head_dim=head_dim,
@@ -184,19 +202,26 @@ def _plan(
         dtype=dtype,
         means=True,
         capability=capability_of(device),
-        tiling=column_tiling(head_dim=head_dim, num_parents=num_parents, num_children=num_children),
+        tiling=AttentionTiling(
+            num_warps=tiling.num_warps,
+            num_stages=1,
+            parents_per_block=max(1, 32 // max(1, child_rows)),
+            parent_block=parent_rows if parent_rows <= 128 else 64,
+        ),
         own_centre=not is_stored,
     )
     of_columns = {
         "GRAD_STRIDE_TOKEN": grad_strides[2],
-        "GRAD_M": min(GRAD_COLUMNS, parent_rows),
-        "GRAD_P": max(1, GRAD_COLUMNS // max(1, child_rows)),
+        "GRAD_M": min(tiling.num_columns, parent_rows),
+        "GRAD_P": max(1, tiling.num_columns // max(1, child_rows)),
     }
+    width = triton.next_power_of_2(2 * head_dim)
     of_leaves = {
-        "WIDTH": triton.next_power_of_2(2 * head_dim),
-        "TILES": max(1, 32 // max(1, child_rows)),
+        "WIDTH": width,
+        # One warp is an order of magnitude faster than four, as long as its sums fit registers.
+        "TILES": max(1, 2048 // (max(1, child_rows) * width)),
+        "num_warps": max(1, child_rows * width // 2048),
         "SCALE": scale,
-        "num_warps": 4,
     }
     of_keys = {"KEYS": 32, "num_warps": 1}
     tiles = (heads * num_tiles, batch, 1)
@@ -209,15 +234,4 @@ def _plan(
             Launch(leaf_gradients_kernel, parents, dtypes, numbers, constants | of_leaves),
             Launch(key_gradients_kernel, aggregation.grid, dtypes, numbers, constants | of_keys),
         ],
-    )
-
-
-def column_tiling(*, head_dim: int, num_parents: int, num_children: int) -> AttentionTiling:
-    """The tiling of the choice of parents and of the softmax."""
-    _, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
-    return AttentionTiling(
-        num_warps=8,
-        num_stages=1,
-        parents_per_block=max(1, GRAD_COLUMNS // max(1, child_rows)),
-        parent_block=parent_rows if parent_rows <= 128 else 64,
     )
