@@ -77,6 +77,36 @@ def bench_kernels_command(
     run_kernels(device_of(device), output, command=command_line(), parts=parts.split(","))
 
 
+@app.command("gradients")
+def bench_gradients_command(device: Device = "cuda", output: Output = RESULTS) -> None:
+    """Time attention with its gradients, as in training, against exact attention.
+
+    Half precision on a GPU; a CPU times one small size in float32.
+
+    Example: python -m eval bench gradients --device cuda
+    """
+    import torch
+
+    from avq_diffusers import AVQConfig
+    from eval.benchmarks import gradients
+
+    chosen = device_of(device)
+    is_cuda = chosen.type == "cuda"
+    rows = gradients.bench_gradients(
+        gradients.SHAPES if is_cuda else gradients.SMALL,
+        configs=[AVQConfig.parse(config) for config in gradients.CONFIGS],
+        device=chosen,
+        dtype=torch.float16 if is_cuda else torch.float32,
+    )
+    print(gradients.gradients_table(rows))
+    save_json(
+        output / f"bench_gradients_{chosen.type}.json",
+        command=command_line(),
+        device=device,
+        rows=rows,
+    )
+
+
 @app.command("unet")
 def bench_unet_command(
     device: Device = "cuda",

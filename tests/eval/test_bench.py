@@ -20,6 +20,7 @@ from avq_diffusers.mini import MINI_SD
 from eval.benchmarks import contenders, inputs, kernels, step, step_rows, unet
 from eval.benchmarks.attention import attention_table, bench_attention
 from eval.benchmarks.contenders import Bench, Contender, relative_error
+from eval.benchmarks.gradients import bench_gradients, gradients_table
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.benchmarks.unet_configs import SD15, SDXL
@@ -162,6 +163,19 @@ def test_bench_attention_rows():
     assert attention_table(rows).splitlines()[-1].startswith("| 90 | - | ")
     assert large["exact_spread"] is None
     assert small["exact_spread"] >= 0
+
+
+def test_bench_gradients_rows():
+    """Fails for a forward pass in place of both, or a ratio of another row."""
+    config = AVQConfig(4, 2, 2, 16)
+    exact, avq = bench_gradients(
+        [Shape(1, 2, 64, 8)], configs=[config], device=CPU, dtype=torch.float32, effort=FAST
+    )
+    for row in (exact, avq):
+        assert 0 < row["forward_ms"] < row["both_ms"]
+        assert row["over_exact"] == pytest.approx(row["both_ms"] / exact["both_ms"])
+    assert avq["attention"] == "M4P2C2/own"
+    assert gradients_table([exact, avq]).splitlines()[2].startswith("| B1 H2 N64 D8 | ")
 
 
 def test_time_in_turns_runs_every_set_and_divides():
