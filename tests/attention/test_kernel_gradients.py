@@ -264,6 +264,6 @@ def test_compiled_kernels_fit():
     for line in lines:
         problem, result = json.loads(line)
         is_large = result["kernel"] == "column_gradients_kernel"
-        assert result["spilled"] <= (0.05 if is_large else 0), line
+        assert result["spilled"] <= (0.05 if is_large else 0.01), line
         assert result["shared"] <= (227 if problem[0] == 90 else 99) * 1024, line
         assert result["narrow_loads"] == 0, line
