@@ -103,7 +103,7 @@ def compile_launch(launch: Launch, *, capability: int) -> CompiledInfo:
     """Compile a kernel as it is launched, for compute capability `capability` (86 is sm_86)."""
     kinds = {torch.float16: "*fp16", torch.float32: "*fp32"}
     kinds |= {torch.int32: "*i32", torch.int64: "*i64"}
-    values = *launch.dtypes, *launch.numbers.values()
+    values = *launch.dtypes.values(), *launch.numbers.values()
     arguments = dict(zip(launch.kernel.arg_names, values, strict=False))
     signature = {
         name: kinds.get(value, "i32") for name, value in arguments.items() if value is not None

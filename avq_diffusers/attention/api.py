@@ -561,10 +561,7 @@ def _attention_backward(
     if by_kernels:
         from avq_diffusers.attention.triton import gradients
 
-        obstacle = gradients.unsupported(
-            query, means=means, exact_keys=exact_keys, sink_key=sink_key
-        )
-        if not obstacle:
+        if not gradients.unsupported(query, means=means):
             stored, parents = _kernel_codewords(
                 key, parents, children, key_order, num_parents, num_updates, scale
             )
@@ -574,6 +571,8 @@ def _attention_backward(
                     query,
                     key,
                     value,
+                    sink_key,
+                    sink_value,
                     stored,
                     parents,
                     query_order,
@@ -581,6 +580,7 @@ def _attention_backward(
                     num_parents=num_parents,
                     num_children=num_children,
                     num_refined=num_refined,
+                    exact_keys=exact_keys,
                     query_tile=query_tile,
                     importance_tile=importance_tile,
                     scale=scale,

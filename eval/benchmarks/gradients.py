@@ -29,8 +29,8 @@ SHAPES = (
     Shape(2, 24, 4096, 128),
 )
 SMALL = (Shape(1, 2, 1024, 40),)
-CONFIGS = ("M64P16C8", "M128P32C8")
-EFFORT = Effort(rounds=9, block_ms=100)
+CONFIGS = ("M64P16C8", "M64P16C8E256", "M128P32C8")
+EFFORT = Effort(rounds=7, block_ms=60)
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

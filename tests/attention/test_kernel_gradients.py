@@ -15,7 +15,7 @@ from random import Random
 import pytest
 import torch
 from cases import LAYOUTS, make_case, relative_error
-from problems import Problem, draw_problem, kernel_gradient_over_budget
+from problems import SINKS, Problem, draw_problem, kernel_gradient_over_budget
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -46,7 +46,12 @@ def calls(monkeypatch) -> list[str]:
 
 
 def problem_of(
-    shape: dict[str, int], *, has_codebook: bool = False, order: bool = True, **options: object
+    shape: dict[str, int],
+    *,
+    has_codebook: bool = False,
+    order: bool = True,
+    num_sinks: int = 0,
+    **options: object,
 ) -> Problem:
     query, key, value, codebook = make_case(**shape, dtype=FP16)
     options = SIZES | {"scale": None, "codewords": "means", "num_updates": 0} | options
@@ -55,8 +60,11 @@ def problem_of(
         options["query_order"] = torch.randperm(query.shape[2], generator=generator).to(DEVICE)
     if has_codebook:
         options |= {"num_parents": codebook.num_parents, "num_children": codebook.num_children}
-    tokens = (x.to(DEVICE) for x in (query, key, value))
-    return Problem(*tokens, codebook.to(DEVICE) if has_codebook else None, options)
+    query, key, value = (x.to(DEVICE) for x in (query, key, value))
+    if num_sinks:
+        sinks = key.repeat(1, 1, 3, 1)[:, :, :num_sinks], value.repeat(1, 1, 3, 1)[:, :, :num_sinks]
+        options |= {"sink_key": sinks[0] / 2 + 0.1, "sink_value": sinks[1] + 0.3}
+    return Problem(query, key, value, codebook.to(DEVICE) if has_codebook else None, options)
 
 
 def gradients(problem: Problem, backend: str = "triton", grad: Tensor | None = None):
@@ -88,6 +96,16 @@ SHAPES = [
     ),
     pytest.param({}, {"num_updates": 1, "num_parents": 13}, id="updated parents"),
     pytest.param({"seed": 1}, {"has_codebook": True}, id="means of a codebook"),
+    pytest.param({"queries": 40, "seed": 1}, {"exact_keys": 9}, id="exact keys"),
+    pytest.param(
+        {}, {"exact_keys": 12, "num_refined": 0}, id="exact keys, none refined", marks=LONG
+    ),
+    pytest.param(
+        {}, {"exact_keys": 30, "num_refined": 6}, id="exact keys, all refined", marks=LONG
+    ),
+    pytest.param({"queries": 30}, {"exact_keys": 30}, id="all keys exact"),
+    pytest.param({"queries": 40}, {"exact_keys": 9, "num_sinks": 5}, id="exact keys and sinks"),
+    pytest.param({"queries": 40}, {"num_sinks": 70}, id="more sinks than keys", marks=LONG),
     pytest.param({"keys": 1}, {"num_parents": 1, "num_refined": 1}, id="one key", marks=LONG),
     pytest.param({}, {"num_parents": 20, "importance_tile": 4}, id="tiled importance", marks=LONG),
     pytest.param(
@@ -123,10 +141,9 @@ def test_float32_keeps_its_digits():
     """Where two tiles of float32 fit; catches a product of lower precision."""
     tokens = [x.to(DEVICE, FP32) for x in make_case(queries=40, head_dim=16)[:3]]
     grad = torch.linspace(-1, 1, tokens[0].numel()).to(tokens[0]).sin().view(tokens[0].shape)
-    found = kernels.kernel_gradients(
-        grad, *tokens, None, None, None, None, **SIZES, importance_tile=None, scale=0.25
-    )
-    wide = Problem(*(x.double() for x in tokens), None, SIZES)
+    options = SIZES | {"exact_keys": 5, "importance_tile": None, "scale": 0.25}
+    found = kernels.kernel_gradients(grad, *tokens, *[None] * 6, **options)
+    wide = Problem(*(x.double() for x in tokens), None, SIZES | {"exact_keys": 5})
     expected = gradients(wide, "reference", grad.double())
     for gradient, target in zip(found, expected, strict=True):
         assert relative_error(gradient, target) < 1e-6
@@ -170,22 +187,11 @@ def test_compiles_to_one_graph():
         assert torch.equal(gradient, target)
 
 
-OTHERS = {
-    "float32": {"dtype": FP32},
-    "stored codewords": {"codewords": "stored"},
-    "exact keys": {"exact_keys": 4},
-    "sink keys": {"sinks": 3},
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", ["float32", "stored codewords"])
 def test_what_the_kernels_leave_to_pytorch(other, calls):
-    changes = dict(OTHERS[other])
-    dtype, sinks = changes.pop("dtype", FP16), changes.pop("sinks", 0)
-    problem = problem_of({"queries": 20}, has_codebook=True, **changes)
-    if sinks:
-        sink = problem.key[:, :, :sinks]
-        problem.options.update(sink_key=sink, sink_value=sink + 1)
+    codewords = "means" if other == "float32" else "stored"
+    problem = problem_of({"queries": 20}, has_codebook=True, codewords=codewords)
+    dtype = FP32 if other == "float32" else FP16
     tokens = [x.to(dtype) for x in (problem.query, problem.key, problem.value)]
     problem = Problem(*tokens, problem.codebook, problem.options)
     expected = gradients(problem, "torch")
@@ -207,17 +213,15 @@ def test_same_bits_on_every_run():
 @pytest.mark.parametrize("part", range(5))
 def test_any_problem_has_the_gradients_of_the_definition(part, calls):
     """Catches an error of one shape, layout, order, scale or distribution of keys."""
-    for number in range(30):
+    for number in range(20):
         problem = draw_problem(Random(f"{part} {number}"), kernels=True, device=DEVICE, most=1000)
-        options = {x: y for x, y in problem.options.items() if x not in ("sink_key", "sink_value")}
-        options |= {"codewords": "means", "exact_keys": 0}
-        if problem.codebook is not None:
-            options["num_updates"] = 0
         dtype = FP16 if problem.query.dtype == FP32 else problem.query.dtype
+        options = problem.options | {"codewords": "means"}
+        options |= {name: options[name].to(dtype) for name in SINKS if name in options}
         tokens = (x.to(dtype) for x in (problem.query, problem.key, problem.value))
         problem = Problem(*tokens, problem.codebook, options)
         assert kernel_gradient_over_budget(problem) <= 1, problem
-    assert len(calls) > 20
+    assert len(calls) > 10
 
 
 COMPILE = """
@@ -227,14 +231,18 @@ from compile_only import compile_launch
 from avq_diffusers.attention.triton import gradients
 
 for problem in json.loads(sys.argv[1]):
-    capability, head_dim, (parents, refined, children) = problem
+    capability, head_dim, (parents, refined, children), exact_keys, num_sinks = problem
     gradients.capability_of = lambda device: divmod(capability, 10)
     gradients._plan.cache_clear()
-    shape = torch.Size((2, 8, 4096, head_dim))
+    names = ("query", "key", "value", "grad_output", "sink_key", "sink_value")
+    strides = 4096 * 8 * head_dim, head_dim, 8 * head_dim, 1
+    layouts = [
+        (name, torch.Size((2, 8, num_sinks if "sink" in name else 4096, head_dim)), strides)
+        for name in names[: 6 if num_sinks else 4]
+    ]
     plan = gradients._plan(
-        torch.device("cpu"), shape, shape, ((4096 * 8 * head_dim, head_dim, 8 * head_dim, 1),) * 4,
-        torch.float16, torch.int64, torch.int64, False, False, parents, children, refined, 128,
-        None, 0.1,
+        torch.device("cpu"), tuple(layouts), torch.float16, torch.int64, torch.int64, False, False,
+        parents, children, refined, exact_keys, 128, None, 0.1,
     )
     for launch in plan.launches:
         info = compile_launch(launch, capability=capability)
@@ -251,8 +259,10 @@ for problem in json.loads(sys.argv[1]):
 @LONG
 def test_compiled_kernels_fit():
     """What spills is little, shared memory is that of the GPU, and loads are wide."""
-    problems = list(itertools.product([86, 90], [40, 64, 80, 128], [(64, 16, 8), (128, 32, 8)]))
-    problems += itertools.product([80, 90], [64], [(64, 16, 32), (192, 0, 0)])
+    small, large = (64, 16, 8), (128, 32, 8)
+    problems = list(itertools.product([86, 90], [40, 64, 80, 128], [small, large], [0], [0]))
+    problems += itertools.product([80, 90], [64], [(64, 16, 32), (192, 0, 0)], [0], [0])
+    problems += itertools.product([86, 90], [40, 128], [small], [256], [333])
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", COMPILE, json.dumps(problems)]
@@ -260,10 +270,10 @@ def test_compiled_kernels_fit():
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
     lines = run.stdout.splitlines()
-    assert len(lines) == 5 * len(problems)
+    assert len(lines) == 5 * len(problems) + sum(exact > 0 for *_, exact, _ in problems)
     for line in lines:
         problem, result = json.loads(line)
         is_large = result["kernel"] == "column_gradients_kernel"
-        assert result["spilled"] <= (0.05 if is_large else 0.01), line
+        assert result["spilled"] <= (0.05 if is_large else 0.03), line
         assert result["shared"] <= (227 if problem[0] == 90 else 99) * 1024, line
         assert result["narrow_loads"] == 0, line

@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from avq_diffusers.attention.triton.codewords import mean_columns, padded_sizes
-from avq_diffusers.attention.triton.exact import Exact, Sinks
+from avq_diffusers.attention.triton.exact import exact_of_tile, sinks_of_head
 from avq_diffusers.attention.triton.launch import (
     STRIDES,
     Launch,
@@ -204,42 +204,52 @@ def _attention_kernel(
     if EXACT or SINKS:
         centre_ptr += (batch * HEADS + head if OWN_CENTRE else head) * PADDED_DIM
     if EXACT:
-        key_ptr += (batch * key_stride_batch + head.to(tl.int64) * key_stride_head) * ALIGN
-        value_ptr += (batch * value_stride_batch + head.to(tl.int64) * value_stride_head) * ALIGN
-        table = (batch * HEADS + head) * MEAN_ROWS
-        columns = ((batch * HEADS + head) * num_tiles + tile) * VISIBLE
-        exact = Exact(
+        exact = exact_of_tile(
             key_ptr,
             value_ptr,
-            key_stride_token.to(tl.int64) * ALIGN,
-            value_stride_token.to(tl.int64) * ALIGN,
             centre_ptr,
+            leaf_order_ptr,
+            row_start_ptr,
+            row_count_ptr,
+            row_weight_ptr,
+            score_ptr,
+            row_ptr,
+            ranked_row_ptr,
+            None,
+            batch,
+            head,
+            (batch * HEADS + head) * num_tiles + tile,
+            num_keys,
             exact_keys,
-            leaf_order_ptr + (batch * HEADS + head) * num_keys,
-            row_start_ptr + table,
-            row_count_ptr + table,
-            row_weight_ptr + table,
-            score_ptr + columns,
-            row_ptr + columns,
-            ranked_row_ptr + columns,
+            key_stride_batch,
+            key_stride_head,
+            key_stride_token,
+            value_stride_batch,
+            value_stride_head,
+            value_stride_token,
+            HEADS,
+            MEAN_ROWS,
+            VISIBLE,
+            ALIGN,
         )
     if SINKS:
-        sink_key_ptr += (
-            batch * sink_key_stride_batch + head.to(tl.int64) * sink_key_stride_head
-        ) * ALIGN
-        sink_value_ptr += (
-            batch * sink_value_stride_batch + head.to(tl.int64) * sink_value_stride_head
-        ) * ALIGN
-        sinks = Sinks(
+        sinks = sinks_of_head(
             sink_key_ptr,
             sink_value_ptr,
-            sink_key_stride_token.to(tl.int64) * ALIGN,
-            sink_value_stride_token.to(tl.int64) * ALIGN,
             centre_ptr,
+            batch,
+            head,
             num_sinks,
+            sink_key_stride_batch,
+            sink_key_stride_head,
+            sink_key_stride_token,
+            sink_value_stride_batch,
+            sink_value_stride_head,
+            sink_value_stride_token,
+            ALIGN,
         )
     # Assigned to a variable, sizes would no longer be constants.
-    softmax, total = attend_tile(
+    softmax, total, _ = attend_tile(
         query,
         valid_query,
         Tables(codes_ptr, means_ptr, log_counts_ptr, spread_ptr, refined_ptr),

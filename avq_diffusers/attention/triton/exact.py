@@ -43,6 +43,8 @@ class Exact(NamedTuple):
     budget: most exact keys of a tile.
     score, row: of every column of the tile.
     ranked_row: rows in the order of falling score.
+    first: of every column, where its keys begin among the exact keys of the tile, `NEVER` if they
+        are not exact; or None.
     """
 
     key: tl.tensor
@@ -58,6 +60,91 @@ class Exact(NamedTuple):
     score: tl.tensor
     row: tl.tensor
     ranked_row: tl.tensor
+    first: tl.tensor
+
+
+@triton.jit
+def exact_of_tile(
+    key_ptr,
+    value_ptr,
+    centre_ptr,
+    leaf_order_ptr,
+    row_start_ptr,
+    row_count_ptr,
+    row_weight_ptr,
+    score_ptr,
+    row_ptr,
+    ranked_row_ptr,
+    first_ptr,
+    batch,
+    head,
+    column_tile,
+    num_keys,
+    exact_keys,
+    key_stride_batch,
+    key_stride_head,
+    key_stride_token,
+    value_stride_batch,
+    value_stride_head,
+    value_stride_token,
+    HEADS: tl.constexpr,
+    MEAN_ROWS: tl.constexpr,
+    VISIBLE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Move pointers to a head, and those to columns to tile `column_tile` of all heads."""
+    key_start = batch * key_stride_batch + head.to(tl.int64) * key_stride_head
+    value_start = batch * value_stride_batch + head.to(tl.int64) * value_stride_head
+    batch_head = batch * HEADS + head
+    table = batch_head * MEAN_ROWS
+    columns = column_tile * VISIBLE
+    if first_ptr is not None:
+        first_ptr += columns
+    return Exact(
+        key_ptr + key_start * ALIGN,
+        value_ptr + value_start * ALIGN,
+        key_stride_token.to(tl.int64) * ALIGN,
+        value_stride_token.to(tl.int64) * ALIGN,
+        centre_ptr,
+        exact_keys,
+        leaf_order_ptr + batch_head * num_keys,
+        row_start_ptr + table,
+        row_count_ptr + table,
+        row_weight_ptr + table,
+        score_ptr + columns,
+        row_ptr + columns,
+        ranked_row_ptr + columns,
+        first_ptr,
+    )
+
+
+@triton.jit
+def sinks_of_head(
+    sink_key_ptr,
+    sink_value_ptr,
+    centre_ptr,
+    batch,
+    head,
+    num_sinks,
+    sink_key_stride_batch,
+    sink_key_stride_head,
+    sink_key_stride_token,
+    sink_value_stride_batch,
+    sink_value_stride_head,
+    sink_value_stride_token,
+    ALIGN: tl.constexpr,
+):
+    """Move pointers to a head."""
+    key_start = batch * sink_key_stride_batch + head.to(tl.int64) * sink_key_stride_head
+    value_start = batch * sink_value_stride_batch + head.to(tl.int64) * sink_value_stride_head
+    return Sinks(
+        sink_key_ptr + key_start * ALIGN,
+        sink_value_ptr + value_start * ALIGN,
+        sink_key_stride_token.to(tl.int64) * ALIGN,
+        sink_value_stride_token.to(tl.int64) * ALIGN,
+        centre_ptr,
+        num_sinks,
+    )
 
 
 @triton.jit
@@ -103,6 +190,8 @@ def choose_columns(query, exact, sizes):
     total = tl.sum(tl.where(is_exact, count, 0), axis=0)
     earlier = tl.where(is_exact, stop - count, NEVER)
     shift = tl.load(exact.row_start + row, mask=is_exact, other=0) - (stop - count)
+    if exact.first is not None:
+        tl.store(exact.first + column, earlier, mask=is_column)
     tl.debug_barrier()
     return num_columns, total, earlier, shift
 
@@ -123,7 +212,7 @@ def _take_away(query, tables, exact, num_columns, softmax, sizes, RUNNING: tl.co
 
 
 @triton.jit
-def _load_tokens(pointer, token, stride, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, sizes):
+def load_tokens(pointer, token, stride, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, sizes):
     """Columns from FIRST on of some tokens, (tokens, WIDTH); 1 beyond the head dim."""
     column = FIRST + tl.arange(0, WIDTH)
     is_number = (column < sizes.HEAD_DIM)[None, :]
@@ -133,9 +222,9 @@ def _load_tokens(pointer, token, stride, valid, FIRST: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def _load_token_codes(tokens, token, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, sizes):
+def load_token_codes(tokens, token, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, sizes):
     """The same columns of keys, around the centre, times the factor of the logits."""
-    key = _load_tokens(tokens.key, token, tokens.key_stride, valid, FIRST, WIDTH, sizes)
+    key = load_tokens(tokens.key, token, tokens.key_stride, valid, FIRST, WIDTH, sizes)
     column = FIRST + tl.arange(0, WIDTH)
     is_number = column < sizes.HEAD_DIM
     centre = tl.load(tokens.centre + column)
@@ -148,12 +237,12 @@ def _attend_tokens(query, tokens, token, valid, softmax, sizes, RUNNING: tl.cons
     """Add some tokens to a softmax."""
     BLOCK_D: tl.constexpr = sizes.BLOCK_D
     REST_D: tl.constexpr = sizes.REST_D
-    codes = (_load_token_codes(tokens, token, valid, 0, BLOCK_D, sizes),)
-    values = (_load_tokens(tokens.value, token, tokens.value_stride, valid, 0, BLOCK_D, sizes),)
+    codes = (load_token_codes(tokens, token, valid, 0, BLOCK_D, sizes),)
+    values = (load_tokens(tokens.value, token, tokens.value_stride, valid, 0, BLOCK_D, sizes),)
     if REST_D > 0:
-        codes += (_load_token_codes(tokens, token, valid, BLOCK_D, REST_D, sizes),)
+        codes += (load_token_codes(tokens, token, valid, BLOCK_D, REST_D, sizes),)
         values += (
-            _load_tokens(tokens.value, token, tokens.value_stride, valid, BLOCK_D, REST_D, sizes),
+            load_tokens(tokens.value, token, tokens.value_stride, valid, BLOCK_D, REST_D, sizes),
         )
     shares = tl.full([token.shape[0], 8], 1.0, tl.float32).to(values[0].dtype)
     bias = tl.where(valid, 0.0, float("-inf"))
@@ -162,17 +251,26 @@ def _attend_tokens(query, tokens, token, valid, softmax, sizes, RUNNING: tl.cons
 
 
 @triton.jit
+def exact_tokens(exact, chosen, first, sizes):
+    """Tokens of the exact keys from rank `first` on, and how many there are.
+
+    Finding places for many ranks at once costs as much as for a few.
+    """
+    _, total, earlier, shift = chosen
+    CHUNK: tl.constexpr = max(sizes.VISIBLE, sizes.BLOCK_K)
+    ranks = first + tl.arange(0, CHUNK)
+    places = place_of(ranks, earlier, shift, sizes.VISIBLE, sizes.LOG2_VISIBLE)
+    tokens = tl.load(exact.order + places, mask=ranks < total, other=0)
+    return tokens, tl.minimum(CHUNK, total - first)
+
+
+@triton.jit
 def attend_exact(query, tables, exact, chosen, softmax, sizes, RUNNING: tl.constexpr):
     """Put the keys of the exact columns, `chosen` by `choose_columns`, in place of codewords."""
-    num_columns, total, earlier, shift = chosen
+    num_columns, total, _, _ = chosen
     softmax = _take_away(query, tables, exact, num_columns, softmax, sizes, RUNNING)
-    # Finding places for many ranks at once costs as much as for a few.
-    CHUNK: tl.constexpr = max(sizes.VISIBLE, sizes.BLOCK_K)
-    for first in tl.range(0, total, CHUNK):
-        ranks = first + tl.arange(0, CHUNK)
-        places = place_of(ranks, earlier, shift, sizes.VISIBLE, sizes.LOG2_VISIBLE)
-        tokens = tl.load(exact.order + places, mask=ranks < total, other=0)
-        number = tl.minimum(CHUNK, total - first)
+    for first in tl.range(0, total, max(sizes.VISIBLE, sizes.BLOCK_K)):
+        tokens, number = exact_tokens(exact, chosen, first, sizes)
         for start in tl.range(0, number, sizes.BLOCK_K):
             rank = start + tl.arange(0, sizes.BLOCK_K)
             token = tl.gather(tokens, rank, axis=0)

@@ -1,7 +1,8 @@
 """From the gradients of codewords to those of keys and values, in two launches:
 
     leaf gradients  adds up what the tiles give every codeword, in their order.
-    key gradients   gives every key what its two codewords have, divided by their numbers of keys.
+    key gradients   gives every key what its two codewords have, divided by their numbers of keys,
+                    and what it has from tiles where it is exact.
 
 Shapes: as in `precompute`, T query tiles with the columns of `column_gradients`.
 """
@@ -9,6 +10,7 @@ Shapes: as in `precompute`, T query tiles with the columns of `column_gradients`
 import triton
 import triton.language as tl
 
+from avq_diffusers.attention.triton.exact import NEVER
 from avq_diffusers.attention.triton.pieces import cell_of, parent_of, place_of
 
 
@@ -117,7 +119,69 @@ def leaf_gradients_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["num_keys", "chunk_keys", "num_chunks"])
+@triton.jit
+def _as_exact_keys(
+    leaf,
+    place,
+    is_key,
+    parent,
+    numbers,
+    refined_ptr,
+    row_start_ptr,
+    first_ptr,
+    exact_column_ptr,
+    num_tiles,
+    exact_keys,
+    HEAD_DIM: tl.constexpr,
+    NUM_PARENTS: tl.constexpr,
+    NUM_REFINED: tl.constexpr,
+    PARENT_ROWS: tl.constexpr,
+    CHILD_ROWS: tl.constexpr,
+    VISIBLE: tl.constexpr,
+):
+    """Gradients (KEYS, DP) of values and keys of one parent, over the tiles where they are exact.
+
+    leaf, place: (KEYS) of the keys, in the cell and in `leaf_order`.
+    """
+    ROW: tl.constexpr = 2 * HEAD_DIM
+    SELECTS: tl.constexpr = NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS
+    of_values = tl.zeros([leaf.shape[0], numbers.shape[0]], tl.float32)
+    of_keys = of_values
+    in_cell = place - tl.load(row_start_ptr + parent)
+    row = tl.where(
+        leaf == 0, PARENT_ROWS + parent, 2 * PARENT_ROWS + parent * CHILD_ROWS + leaf - 1
+    )
+    in_leaf = place - tl.load(row_start_ptr + row, mask=is_key, other=0)
+    for tile in tl.range(0, num_tiles):
+        # (KEYS)
+        column = parent + tl.zeros_like(leaf)
+        rank = in_cell
+        if NUM_REFINED > 0:
+            is_refined = True
+            slot = parent
+            if SELECTS:
+                places = tl.arange(0, triton.next_power_of_2(NUM_REFINED))
+                refined = tl.load(
+                    refined_ptr + tile * NUM_REFINED + places, mask=places < NUM_REFINED, other=-1
+                )
+                is_refined = tl.max((refined == parent).to(tl.int32), axis=0) > 0
+                slot = tl.sum(tl.where(refined == parent, places, 0), axis=0)
+            child_column = PARENT_ROWS + slot * CHILD_ROWS + leaf - 1
+            column = tl.where(is_refined & (leaf > 0), child_column, column)
+            rank = tl.where(is_refined, in_leaf, in_cell)
+        first = tl.load(first_ptr + tile * VISIBLE + column, mask=is_key, other=NEVER)
+        is_exact = is_key & (first != NEVER)
+
+        # (KEYS, DP)
+        start = (tile * exact_keys + first.to(tl.int64) + rank) * ROW
+        pointers = exact_column_ptr + start[:, None] + numbers[None, :]
+        mask = is_exact[:, None] & (numbers < HEAD_DIM)[None, :]
+        of_values += tl.load(pointers, mask=mask, other=0.0)
+        of_keys += tl.load(pointers + HEAD_DIM, mask=mask, other=0.0)
+    return of_values, of_keys
+
+
+@triton.jit(do_not_specialize=["num_keys", "chunk_keys", "num_chunks", "num_tiles", "exact_keys"])
 def key_gradients_kernel(
     order_ptr,
     start_ptr,
@@ -125,9 +189,16 @@ def key_gradients_kernel(
     leaf_gradients_ptr,
     grad_key_ptr,
     grad_value_ptr,
+    refined_ptr,
+    place_ptr,
+    row_start_ptr,
+    first_ptr,
+    exact_column_ptr,
     num_keys,
     chunk_keys,
     num_chunks,
+    num_tiles,
+    exact_keys,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -139,12 +210,16 @@ def key_gradients_kernel(
     LOG2_CHUNKS: tl.constexpr,
     PIECE: tl.constexpr,
     KEYS: tl.constexpr,
+    VISIBLE: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """Give the keys of one piece of one parent the gradients of their leaves.
 
     order, start: as the sort writes them.
     leaf: as the aggregation writes it.
     grad_key, grad_value: (B, S, H, D).
+    place, row_start: as the leaf order writes them; None without exact keys, as the next two.
+    first, exact_column: as in `column_gradients`.
     """
     head = tl.program_id(0)
     batch = tl.program_id(1)
@@ -158,6 +233,14 @@ def key_gradients_kernel(
     first_token = batch.to(tl.int64) * num_keys * (HEADS * HEAD_DIM) + head * HEAD_DIM
     grad_key_ptr += first_token
     grad_value_ptr += first_token
+    EXACT: tl.constexpr = place_ptr is not None
+    if EXACT:
+        place_ptr += batch_head * num_keys
+        row_start_ptr += batch_head * (2 * PARENT_ROWS + NUM_PARENTS * CHILD_ROWS)
+        first_ptr += batch_head * num_tiles * VISIBLE
+        exact_column_ptr += batch_head * num_tiles * exact_keys * ROW
+        if NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS:
+            refined_ptr += batch_head * num_tiles * NUM_REFINED
 
     parent, part = parent_of(piece, start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
     if parent >= NUM_PARENTS:
@@ -180,7 +263,30 @@ def key_gradients_kernel(
         # (KEYS, DP)
         mask = is_key[:, None] & (numbers < HEAD_DIM)[None, :]
         pointers = leaf_gradients_ptr + leaf[:, None] * ROW + numbers[None, :]
+        of_values = tl.load(pointers, mask=mask, other=0.0)
+        of_keys = tl.load(pointers + HEAD_DIM, mask=mask, other=0.0)
+        if EXACT:
+            exact_values, exact_codes = _as_exact_keys(
+                leaf,
+                tl.load(place_ptr + first + rank, mask=is_key, other=0),
+                is_key,
+                parent,
+                numbers,
+                refined_ptr,
+                row_start_ptr,
+                first_ptr,
+                exact_column_ptr,
+                num_tiles,
+                exact_keys,
+                HEAD_DIM,
+                NUM_PARENTS,
+                NUM_REFINED,
+                PARENT_ROWS,
+                CHILD_ROWS,
+                VISIBLE,
+            )
+            of_values += exact_values
+            of_keys += exact_codes * SCALE
         offsets = keys.to(tl.int64)[:, None] * (HEADS * HEAD_DIM) + numbers[None, :]
-        tl.store(grad_value_ptr + offsets, tl.load(pointers, mask=mask, other=0.0), mask=mask)
-        gradients = tl.load(pointers + HEAD_DIM, mask=mask, other=0.0)
-        tl.store(grad_key_ptr + offsets, gradients, mask=mask)
+        tl.store(grad_value_ptr + offsets, of_values, mask=mask)
+        tl.store(grad_key_ptr + offsets, of_keys, mask=mask)

@@ -65,7 +65,7 @@ class Launch:
         self.grid = grid
         pointers = [name[:-4] for name in names if name.endswith("_ptr")]
         self.pointers = tuple(name if name in dtypes else "" for name in pointers)
-        self.dtypes = tuple(dtypes.get(name) for name in pointers)
+        self.dtypes = {name: dtypes.get(name) for name in pointers}
         self.numbers = {name: numbers[name] for name in names if name in numbers}
         options = ("num_warps", "num_stages", "maxnreg")
         self.constants = {x: constants[x] for x in (*names, *options) if x in constants}
@@ -80,7 +80,7 @@ class Launch:
             return
         compiled = self._compiled
         if compiled is None:
-            types = (*self.dtypes, *self.numbers.values())
+            types = (*self.dtypes.values(), *self.numbers.values())
             compiled = self.kernel.warmup(*types, grid=self.grid, **self.constants)
             self._compiled = compiled
         arguments = (*found, *self._values)

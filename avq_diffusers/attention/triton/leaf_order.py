@@ -18,6 +18,7 @@ def leaf_order_kernel(
     leaf_order_ptr,
     row_start_ptr,
     row_count_ptr,
+    place_ptr,
     num_keys,
     chunk_keys,
     num_chunks,
@@ -37,6 +38,7 @@ def leaf_order_kernel(
     leaf, piece_counts: as the aggregation writes them.
     leaf_order: (B, H, S) int32, indices of keys by cell, in a cell by leaf, in a leaf as in `leaf`.
     row_start, row_count: (B, H, 2 MP + M0 CP) int32, where the keys of a row are, and how many.
+    place: (B, H, S) int32, where in `leaf_order` the keys are, in the order of cells; or None.
     """
     head = tl.program_id(0)
     batch = tl.program_id(1)
@@ -51,6 +53,8 @@ def leaf_order_kernel(
     leaf_order_ptr += batch_head * num_keys
     row_start_ptr += batch_head * MEAN_ROWS
     row_count_ptr += batch_head * MEAN_ROWS
+    if place_ptr is not None:
+        place_ptr += batch_head * num_keys
 
     parent, part = parent_of(piece, start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
     if parent >= PARENT_ROWS:
@@ -98,4 +102,6 @@ def leaf_order_kernel(
         target = tl.cumsum(is_leaf.to(tl.int32), axis=1) - 1 + following[:, None]
         target = tl.sum(tl.where(is_leaf, target, 0), axis=0)
         tl.store(leaf_order_ptr + target, keys, mask=is_key)
+        if place_ptr is not None:
+            tl.store(place_ptr + first + rank, target, mask=is_key)
         following += tl.sum(is_leaf.to(tl.int32), axis=1)

@@ -247,7 +247,7 @@ def precompute_launches(
     Args:
         shape: of the keys.
         leaves: the memory also has `leaf`, (B, H, S) int32, the leaf in its cell of every key, in
-            the order of cells.
+            the order of cells, and with `exact` in this order `place`, where in `leaf_order` it is.
     """
     batch, num_heads, num_keys, head_dim = shape
     padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
@@ -303,6 +303,8 @@ def precompute_launches(
         }
     if exact or leaves:
         parts["leaf"] = Part((*heads, num_keys), int32)
+    if exact and leaves:
+        parts["place"] = Part((*heads, num_keys), int32)
     if exact:
         rows = (*heads, parent_rows + code_rows)
         parts |= {

@@ -200,10 +200,15 @@ def attend_tile(
     AGAIN_M: tl.constexpr,
     AGAIN_P: tl.constexpr,
 ):
-    """Softmax and sum of weights (BLOCK_N,) over all that a tile of queries sees.
+    """Attend to all that a tile of queries sees.
 
     Stores the parents to refine, chosen by their importance. A tile that overflows is computed
     again with a running maximum, in blocks of AGAIN_M and AGAIN_P parents.
+
+    Returns:
+        softmax: over all of it.
+        total: (BLOCK_N,) sum of its weights.
+        chosen: what `choose_columns` returned; nothing without exact keys.
     """
     BLOCK_N: tl.constexpr = valid_query.shape[0]
     PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
@@ -279,6 +284,7 @@ def attend_tile(
 
     if sizes.NUM_REFINED > 0:
         softmax = _attend_children(query, tables, scoring, softmax, sizes, BLOCK_P, RUNNING)
+    chosen = ()
     if sizes.EXACT:
         chosen = choose_columns(query, exact, sizes)
         softmax = attend_exact(query, tables, exact, chosen, softmax, sizes, RUNNING)
@@ -299,7 +305,7 @@ def attend_tile(
             if sizes.SINKS:
                 softmax = attend_sinks(query, sinks, softmax, sizes, True)
             total = total_weight(softmax, sizes)
-    return softmax, total
+    return softmax, total, chosen
 
 
 @triton.jit
