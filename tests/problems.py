@@ -288,12 +288,11 @@ def kernel_gradient_over_budget(problem: Problem) -> float:
             if not gradient.isfinite().all() or gradient.shape != target.shape:
                 raise ArithmeticError(f"{tuple(gradient.shape)} is not as promised: {problem}")
             errors_of.append(float((gradient.double() - target).norm()) / max(size, 1e-6))
-    allowed = 2 * max(of_exact) + torch.finfo(dtype).eps
-    if options.get("exact_keys") or sinks:
-        # Kernels round keys around the centre, where PyTorch has them as they are.
-        centred = problem.key.double() - problem.key.double().mean(2, keepdim=True)
-        logits = scale * problem.query.double() @ centred.mT
-        allowed += float(logits.abs().amax()) * torch.finfo(dtype).eps / 2
+    # Kernels round what represents the keys around the centre: an error of every logit.
+    centred = problem.key.double() - problem.key.double().mean(2, keepdim=True)
+    logits = scale * problem.query.double() @ centred.mT
+    rounding = torch.finfo(dtype).eps
+    allowed = 2 * max(of_exact) + rounding + float(logits.square().mean().sqrt()) * rounding / 2
     return max(errors) / allowed
 
 

@@ -284,7 +284,7 @@ def test_opcheck(options, needs_grad):
 )
 def test_opcheck_of_the_gradients(needs_grad, options):
     needed = (*needs_grad, *needs_grad[1:]) if options == SINGLE else (*needs_grad, False, False)
-    arguments = (torch.ones_like(QUERY), *custom_op_arguments(**options), needed)
+    arguments = (torch.ones_like(QUERY), *custom_op_arguments(**options), needed, False)
     torch.library.opcheck(torch.ops.avq_diffusers.attention_backward, arguments)
 
 

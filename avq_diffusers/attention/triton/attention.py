@@ -117,6 +117,7 @@ def _attention_kernel(
     score_ptr,
     row_ptr,
     ranked_row_ptr,
+    first_ptr,
     num_queries,
     query_stride_batch,
     query_stride_head,
@@ -215,7 +216,7 @@ def _attention_kernel(
             score_ptr,
             row_ptr,
             ranked_row_ptr,
-            None,
+            first_ptr,
             batch,
             head,
             (batch * HEADS + head) * num_tiles + tile,
@@ -511,6 +512,7 @@ def attention_launch(
             "score": Part(columns, float32),
             "row": Part(columns, int32),
             "ranked_row": Part(columns, int32),
+            "first": Part(columns, int32),
         }
         names |= {"leaf_order": int32, "row_start": int32, "row_count": int32}
         names["row_weight"] = float32

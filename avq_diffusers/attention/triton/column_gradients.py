@@ -299,7 +299,7 @@ def column_gradients_kernel(
     grad_query: (B, N, H, D).
     column: (B, H, T, MP + P CP, 2 D) float32, gradients of mean values, then of mean keys over s.
     first: (B, H, T, VISIBLE) int32, where the keys of every column begin among the exact keys of
-        the tile, `NEVER` if they are not exact; or None.
+        the tile, `NEVER` if they are not exact; None without exact keys.
     exact_column, sink_column: (B, H, T, keys, 2 D) float32, as `column`; or None.
     """
     num_tiles = tl.num_programs(0) // HEADS

@@ -44,7 +44,7 @@ class Exact(NamedTuple):
     score, row: of every column of the tile.
     ranked_row: rows in the order of falling score.
     first: of every column, where its keys begin among the exact keys of the tile, `NEVER` if they
-        are not exact; or None.
+        are not exact.
     """
 
     key: tl.tensor
@@ -98,8 +98,6 @@ def exact_of_tile(
     batch_head = batch * HEADS + head
     table = batch_head * MEAN_ROWS
     columns = column_tile * VISIBLE
-    if first_ptr is not None:
-        first_ptr += columns
     return Exact(
         key_ptr + key_start * ALIGN,
         value_ptr + value_start * ALIGN,
@@ -114,7 +112,7 @@ def exact_of_tile(
         score_ptr + columns,
         row_ptr + columns,
         ranked_row_ptr + columns,
-        first_ptr,
+        first_ptr + columns,
     )
 
 
@@ -190,8 +188,7 @@ def choose_columns(query, exact, sizes):
     total = tl.sum(tl.where(is_exact, count, 0), axis=0)
     earlier = tl.where(is_exact, stop - count, NEVER)
     shift = tl.load(exact.row_start + row, mask=is_exact, other=0) - (stop - count)
-    if exact.first is not None:
-        tl.store(exact.first + column, earlier, mask=is_column)
+    tl.store(exact.first + column, earlier, mask=is_column)
     tl.debug_barrier()
     return num_columns, total, earlier, shift
 

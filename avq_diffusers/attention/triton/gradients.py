@@ -232,7 +232,6 @@ def _plan(
         "leaf_gradients": Part((batch, heads, num_parents, 1 + child_rows, width), dtype),
     }
     if exact is not None:
-        parts["first"] = Part((*tiles, attention.constants["VISIBLE"]), torch.int32)
         parts["exact_column"] = Part((*tiles, min(exact_keys, num_keys), width), torch.float32)
     if sinks is not None:
         parts["sink_column"] = Part((*tiles, sinks.number, width), torch.float32)
