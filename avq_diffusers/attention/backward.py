@@ -25,7 +25,8 @@ delta_i]^T, at O(N M D^2), and its keys read them.
 Exact keys and sink keys are means of one key: they store the first two sums themselves.
 
 The choice of parents and of exact keys is a constant. The code of `forward` makes it again. After a
-forward pass by the kernels, it may choose differently between parents of nearly equal score.
+forward pass by the kernels, it may choose differently between parents of nearly equal score; means
+in half precision then have gradients by kernels, too (`triton.gradients`).
 
 Shapes: as in `forward`, with L numbers per codeword that its keys read.
 """

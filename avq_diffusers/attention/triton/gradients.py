@@ -63,7 +63,7 @@ def default_tiling(head_dim: int, capability: tuple[int, int]) -> GradientTiling
 def unsupported(query: Tensor, *, means: bool) -> bool:
     """Whether these kernels cannot serve a call that those of the forward pass can.
 
-    Two tiles of float32 do not fit shared memory.
+    Two tiles of float32 do not fit shared memory. Gradients through stored codewords are others.
     """
     return query.dtype == torch.float32 or not means
 
