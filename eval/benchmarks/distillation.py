@@ -1,13 +1,15 @@
 """Speed and memory of a training step at SD1.5's size: `python -m eval bench distill`.
 
-Every row is a short run of the real command, on encoded scenes. SD1.5 has random weights unless a
-model is given. The rows with exact attention come first: their step is the same without AVQ.
+Every row has short runs of the real command, on encoded scenes. SD1.5 has random weights unless a
+model is given. The rows with exact attention come first: their step is the same without AVQ. Small
+batches wait for the host, whose speed may vary from minute to minute: then rows run in turns.
 """
 
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -52,9 +54,10 @@ def run_distillation(
     batches: Sequence[int],
     gpus: Sequence[int],
     attentions: Sequence[str],
+    rounds: int,
     overrides: Sequence[str],
 ) -> None:
-    """Time the steps, print a table, and write a JSON file after every row.
+    """Time the steps, print a table, and write a JSON file after every run.
 
     Args:
         config: YAML file of `distill`.
@@ -65,18 +68,24 @@ def run_distillation(
         batches: images per GPU and step.
         gpus: numbers of processes.
         attentions: attentions of the student.
+        rounds: runs of every row, in turns. Its speed is the median over the windows of all.
         overrides: further `--set` options of `distill`.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows: list[dict[str, Any]] = []
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if model is None:
             model = folder / "sd15"
             random_sd15().save_pretrained(model)
         cases = [(g, a, b) for g in gpus for b in batches for a in attentions]
-        for number, attention, batch in tqdm(cases, desc="runs"):
-            row = {"gpus": number, "attention": attention, "batch_per_gpu": batch}
+        rows: dict[tuple[int, str, int], dict[str, Any]] = {}
+        for turn, case in tqdm(list(product(range(rounds), cases)), desc="runs"):
+            number, attention, batch = case
+            row = rows.setdefault(
+                case, {"gpus": number, "attention": attention, "batch_per_gpu": batch}
+            )
+            if "note" in row:
+                continue
             settings = {
                 "base_model": model,
                 "variant": "null",
@@ -92,11 +101,13 @@ def run_distillation(
                 "data": _scenes(folder / "cache"),
             }
             try:
-                run = folder / f"{number}-{attention}-{batch}"
-                row |= _run(config, run, number, settings, overrides)
+                run = folder / f"{number}-{attention}-{batch}-{turn}"
+                found = _run(config, run, number, settings, overrides)
             except subprocess.CalledProcessError as error:
                 row["note"] = last_error(error.stderr)
-            rows.append(row)
+            else:
+                windows = row.get("windows", []) + found.pop("windows")
+                row |= found | {"windows": windows, "samples_per_second": median(windows)}
             save_json(
                 output / f"bench_distill_{device}.json",
                 command=command,
@@ -104,9 +115,9 @@ def run_distillation(
                 config=config.name,
                 image_size=image_size,
                 steps=STEPS,
-                rows=with_ratios(rows),
+                rows=with_ratios(list(rows.values())),
             )
-    print(distillation_table(with_ratios(rows)))
+    print(distillation_table(with_ratios(list(rows.values()))))
 
 
 def random_sd15() -> StableDiffusionPipeline:
@@ -184,7 +195,7 @@ def _scenes(cache: Path) -> str:
 
 def _run(
     config: Path, run: Path, gpus: int, settings: dict[str, Any], overrides: Sequence[str]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(gpus)]
     launcher += ["--multi_gpu"] if gpus > 1 else []
     command = [*launcher, "-m", "distill", "--config", str(config), "--output", str(run)]
@@ -193,7 +204,7 @@ def _run(
     subprocess.run(command, check=True, capture_output=True, text=True)
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     return {
-        "samples_per_second": median(x["samples_per_second"] for x in lines[WARMUP_LINES:]),
+        "windows": [x["samples_per_second"] for x in lines[WARMUP_LINES:]],
         "peak_memory_gib": lines[-1].get("peak_memory_gib"),
         "loss": lines[-1]["loss"],
     }

@@ -227,6 +227,9 @@ def bench_distill_command(
     attentions: Annotated[
         str, typer.Option(help="Students: exact, avq, linfusion.")
     ] = "exact,avq,linfusion",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Runs of every row, in turns, for a host of varying speed.")
+    ] = 1,
     overrides: Annotated[list[str], typer.Option("--set", help="Of the run, key=value.")] = (),
     output: Output = RESULTS,
 ) -> None:
@@ -245,5 +248,6 @@ def bench_distill_command(
         batches=numbers_of("--batches", batches),
         gpus=numbers_of("--gpus", gpus),
         attentions=attentions.split(","),
+        rounds=rounds,
         overrides=overrides,
     )

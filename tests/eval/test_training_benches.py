@@ -56,7 +56,7 @@ def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
     overrides = [f"--set={key}={TINY_RUN[key]}" for key in TINY_RUN if key.startswith("avq.")]
     overrides += ["--set=precision=fp32", "--set=compile=false", "--set=codebooks.start_images=4"]
     arguments = ["--model", model, "--size", 64, "--batches", 2, "--attentions", "exact,avq"]
-    arguments += ["--config", RUN_CONFIG, "--output", tmp_path, *overrides]
+    arguments += ["--rounds", 2, "--config", RUN_CONFIG, "--output", tmp_path, *overrides]
     result = CliRunner().invoke(app, ["bench", "distill", *map(str, arguments)])
     assert result.exit_code == 0, result.output
 
@@ -66,6 +66,7 @@ def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
     assert exact["step_over_exact"] == 1
     assert avq["step_over_exact"] == exact["samples_per_second"] / avq["samples_per_second"]
     assert 0 < avq["samples_per_second"] < inf
+    assert len(exact["windows"]) == len(avq["windows"]) == 2 * 2  # of two runs each
     assert "note" not in exact | avq
 
 
@@ -80,6 +81,7 @@ def test_a_failed_run_is_a_row_with_a_note(model, tmp_path):
         batches=[2],
         gpus=[1],
         attentions=["avq"],
+        rounds=2,
         overrides=["precision=fp8"],
     )
     (row,) = json.loads((tmp_path / "bench_distill_cpu.json").read_text())["rows"]
