@@ -27,6 +27,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP16, FP32 = torch.float16, torch.float32
 SIZES = {"num_parents": 6, "num_children": 3, "num_refined": 2, "query_tile": 16}
 LONG = pytest.mark.long
+COMMON_LAYOUTS = ("(B, N, H, D) memory", "part of a fused projection")
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
@@ -67,9 +68,15 @@ def problem_of(
     return Problem(query, key, value, codebook.to(DEVICE) if has_codebook else None, options)
 
 
-def gradients(problem: Problem, backend: str = "triton", grad: Tensor | None = None):
-    inputs = [x.detach().requires_grad_() for x in (problem.query, problem.key, problem.value)]
-    output = avq_attention(*inputs, problem.codebook, backend=backend, **problem.options)
+def gradients(
+    problem: Problem, backend: str = "triton", grad: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Of query, key, value and sinks."""
+    sinks = {name: problem.options[name] for name in SINKS if name in problem.options}
+    tokens = problem.query, problem.key, problem.value, *sinks.values()
+    inputs = [x.detach().requires_grad_() for x in tokens]
+    options = problem.options | dict(zip(sinks, inputs[3:], strict=True))
+    output = avq_attention(*inputs[:3], problem.codebook, backend=backend, **options)
     if grad is None:
         grad = torch.linspace(-1, 1, output.numel()).to(output).sin().view(output.shape)
     return torch.autograd.grad(output, inputs, grad)
@@ -149,7 +156,13 @@ def test_float32_keeps_its_digits():
         assert relative_error(gradient, target) < 1e-6
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=name, marks=() if name in COMMON_LAYOUTS else LONG)
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_layouts(layout):
     """Of the inputs, and of the gradient of the output."""
     problem = problem_of({"queries": 20, "batch": 2})
@@ -163,8 +176,9 @@ def test_layouts(layout):
 
 
 def test_chunks_do_not_change_the_result(monkeypatch):
-    problem = problem_of({"batch": 3, "queries": 20})
+    problem = problem_of({"batch": 3, "queries": 20}, exact_keys=5, num_sinks=3)
     expected = gradients(problem)
+    assert len(expected) == 5
     monkeypatch.setattr(kernels, "COLUMN_BYTES", 1)
     kernels._plan.cache_clear()
     found = gradients(problem)
