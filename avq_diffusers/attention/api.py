@@ -561,7 +561,7 @@ def _attention_backward(
     if by_kernels:
         from avq_diffusers.attention.triton import gradients
 
-        if not gradients.unsupported(query, means=means):
+        if gradients.serves(query, means=means):
             stored, parents = _kernel_codewords(
                 key, parents, children, key_order, num_parents, num_updates, scale
             )

@@ -19,7 +19,8 @@ from eval.benchmarks.timing import Effort, time_in_turns
 from eval.names import config_label
 from eval.store.markdown import markdown_table, number
 
-# Levels 0 and 1 of SD1.5 at 512 px with twelve images, level 0 at 1024 px, level 1 of SDXL, a DiT.
+# SD1.5 at 512 px: level 0 with 4 and 12 images, level 1 with 12. Level 0 at 1024 px, level 1 of
+# SDXL, and a DiT.
 SHAPES = (
     Shape(4, 8, 4096, 40),
     Shape(12, 8, 4096, 40),
@@ -43,7 +44,7 @@ def bench_gradients(
     dtype: torch.dtype,
     effort: Effort = EFFORT,
 ) -> list[dict[str, Any]]:
-    """Time a forward pass, and one with the gradients of query, key and value, in turns.
+    """Time forward passes, and those with the gradients of query, key and value, in turns.
 
     A row has `forward_ms`, `both_ms` and its share of the fastest exact attention, `over_exact`.
     Rows of AVQ have codewords from the call's keys. On a GPU they also have `error`: the largest
@@ -56,10 +57,13 @@ def bench_gradients(
         grad = torch.randn_like(inputs[0])
         own = {config_label(config, own=True): _avq(config, shape) for config in configs}
         exact = _exact(device)
+        attentions = exact | own
+        runs = [partial(_forward, attention, inputs) for attention in attentions.values()]
+        runs += [partial(_both, attention, inputs, grad) for attention in attentions.values()]
+        timings = time_in_turns(runs, 1, device, effort)
         found: list[dict[str, Any]] = []
-        for name, attention in (exact | own).items():
-            runs = partial(_forward, attention, inputs), partial(_both, attention, inputs, grad)
-            forward, both = time_in_turns(runs, 1, device, effort)
+        for index, name in enumerate(attentions):
+            forward, both = timings[index], timings[index + len(attentions)]
             row = {"shape": str(shape), "attention": name, "forward_ms": forward["ms"]}
             row |= {"both_ms": both["ms"], "spread": both["spread"], "timer": both["timer"]}
             found.append(row)

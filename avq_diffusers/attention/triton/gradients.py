@@ -60,12 +60,12 @@ def default_tiling(head_dim: int, capability: tuple[int, int]) -> GradientTiling
     return GradientTiling(num_warps=4 if head_dim <= 64 else 8, num_columns=64)
 
 
-def unsupported(query: Tensor, *, means: bool) -> bool:
-    """Whether these kernels cannot serve a call that those of the forward pass can.
+def serves(query: Tensor, *, means: bool) -> bool:
+    """Whether these kernels serve a call that those of the forward pass have served.
 
     Two tiles of float32 do not fit shared memory. Gradients through stored codewords are others.
     """
-    return query.dtype == torch.float32 or not means
+    return query.dtype != torch.float32 and means
 
 
 def kernel_gradients(
