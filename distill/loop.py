@@ -139,7 +139,7 @@ def train_step(
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)  # see `Objective.compile_unets`
         for name, value in losses.items():
             share = value.detach() / accelerator.gradient_accumulation_steps
             totals[name] = totals.get(name, 0) + share

@@ -93,6 +93,7 @@ class Objective(nn.Module):
             "feature": settings.feature_weight,
             "commitment": settings.commitment_weight,
         }
+        self.has_graphs = False
         # Not a buffer, because buffers are those of the replaced layers.
         self.timestep_weights: Tensor | None = None
         if settings.weighting_scheme == "inverse_alpha":
@@ -109,6 +110,22 @@ class Objective(nn.Module):
         """The quantizers by layer name."""
         return {name: processor.quantizer for name, processor in self.processors.items()}
 
+    def compile_unets(self, *, student: bool) -> None:
+        """Compile the teacher and, with `student`, the student; on a GPU into CUDA graphs.
+
+        A graph launches the kernels of a UNet at once. One by one they take the host longer than
+        they take the GPU where a batch has few images. What a UNet returned is overwritten by the
+        next call of `forward`, hence set gradients to zero in place, not to None.
+        """
+        self.has_graphs = self.teacher.device.type == "cuda"
+        mode = "reduce-overhead" if self.has_graphs else "default"
+        self.teacher.compile(mode=mode)
+        if student:
+            self.student.compile(mode=mode)
+        for parameter in self.parameters():
+            if parameter.requires_grad:  # else the first gradient would lie in memory of a graph
+                parameter.grad = torch.zeros_like(parameter)
+
     def forward(
         self, noisy_latents: Tensor, timesteps: Tensor, text_states: Tensor, target: Tensor
     ) -> dict[str, Tensor]:
@@ -122,6 +139,8 @@ class Objective(nn.Module):
             text_states: (B, tokens, channels), the output of the text encoder.
             target: (B, 4, h, w), the noise or velocity to predict.
         """
+        if self.has_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         inputs = (noisy_latents, timesteps, text_states)
         quantizers = self.quantizers.values()
         teacher_layers = [self.teacher.get_submodule(name) for name in self.names]

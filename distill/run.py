@@ -163,9 +163,7 @@ def prepare_run(config: DistillConfig, output: Path, *, resume: bool) -> Run:
 
     if config.compile:
         torch._dynamo.config.optimize_ddp = False  # DDP wraps the compiled modules
-        objective.teacher.compile()
-        if not config.gradient_checkpointing:
-            objective.student.compile()
+        objective.compile_unets(student=not config.gradient_checkpointing)
     model, optimizer = accelerator.prepare(objective, optimizer)
     run = Run(
         config=config,

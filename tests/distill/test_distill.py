@@ -880,7 +880,10 @@ def losses_on_devices(tmp_path, processes, **settings):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_and_compilation_on_a_gpu(tmp_path, precision):
-    """Catches a compiled or half-precision step that computes something else."""
+    """Catches a compiled or half-precision step that computes something else.
+
+    With two micro-batches a step it also catches gradients that the next CUDA graph overwrites.
+    """
     exact = losses_on_devices(tmp_path, 1)
     half = losses_on_devices(tmp_path, 1, precision=precision)
     compiled = losses_on_devices(tmp_path, 1, precision=precision, compile="true")
