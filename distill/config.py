@@ -148,7 +148,7 @@ class DistillConfig:
         precision: `"fp32"`, `"fp16"` or `"bf16"`.
         gradient_checkpointing: recompute the student's activations in the backward pass.
         compile: compile the teacher, and the student unless it uses gradient checkpointing, which
-            would break its graph into many small ones.
+            would break its graph into many small ones. On a GPU they become CUDA graphs.
         log_every: number of steps between two lines of `log.jsonl`.
         checkpoint_every: number of steps between two checkpoints; None saves one at the end only.
         keep_checkpoints: number of newest checkpoints to keep.

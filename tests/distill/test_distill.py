@@ -891,6 +891,8 @@ def test_half_precision_and_compilation_on_a_gpu(tmp_path, precision):
     # On a CPU, bf16 is off by 3 %, and by 14 % where the codebooks or the optimizer stand still.
     torch.testing.assert_close(half[:, names], exact[:, names], rtol=0.05, atol=0)
     torch.testing.assert_close(compiled[:, names], half[:, names], rtol=0.05, atol=0)
+    # The norm of the gradients is twice as large where the second micro-batch counts twice.
+    torch.testing.assert_close(compiled[:2, 7], half[:2, 7], rtol=0.2, atol=0)
 
 
 @pytest.mark.gpu
