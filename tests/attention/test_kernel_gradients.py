@@ -110,6 +110,11 @@ SHAPES = [
     pytest.param(
         {}, {"exact_keys": 30, "num_refined": 6}, id="exact keys, all refined", marks=LONG
     ),
+    pytest.param(
+        {"batch": 1, "heads": 1, "queries": 530, "keys": 30},
+        {"exact_keys": 9},
+        id="exact keys, more tiles than are looked at at once",
+    ),
     pytest.param({"queries": 30}, {"exact_keys": 30}, id="all keys exact"),
     pytest.param({"queries": 40}, {"exact_keys": 9, "num_sinks": 5}, id="exact keys and sinks"),
     pytest.param({"queries": 40}, {"num_sinks": 70}, id="more sinks than keys", marks=LONG),

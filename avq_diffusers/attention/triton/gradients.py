@@ -233,6 +233,7 @@ def _plan(
     }
     if exact is not None:
         parts["exact_column"] = Part((*tiles, min(exact_keys, num_keys), width), torch.float32)
+        parts["exact_slot"] = Part((batch, heads, num_parents, num_tiles), torch.int32)
     if sinks is not None:
         parts["sink_column"] = Part((*tiles, sinks.number, width), torch.float32)
     dtypes = {name: given for name, given in attention.dtypes.items() if given is not None}

@@ -1,6 +1,7 @@
 """From the gradients of codewords to those of keys and values, in two launches:
 
-    leaf gradients  adds up what the tiles give every codeword, in their order.
+    leaf gradients  adds up what the tiles give every codeword, in their order, and notes where a
+                    parent has exact keys.
     key gradients   gives every key what its two codewords have, divided by their numbers of keys,
                     and what it has from tiles where it is exact.
 
@@ -12,6 +13,9 @@ import triton.language as tl
 
 from avq_diffusers.attention.triton.exact import NEVER
 from avq_diffusers.attention.triton.pieces import cell_of, parent_of, place_of
+
+# Tiles that a program looks at, of which it takes those with exact keys of its parent.
+TILES_SEEN = tl.constexpr(32)
 
 
 @triton.jit
@@ -27,6 +31,8 @@ def leaf_gradients_kernel(
     refined_ptr,
     log_counts_ptr,
     leaf_gradients_ptr,
+    first_ptr,
+    exact_slot_ptr,
     num_tiles,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -35,12 +41,16 @@ def leaf_gradients_kernel(
     PARENT_ROWS: tl.constexpr,
     CHILD_ROWS: tl.constexpr,
     TILES: tl.constexpr,
+    VISIBLE: tl.constexpr,
     SCALE: tl.constexpr,
 ):
     """Add up the gradients of one parent and its children over all tiles, TILES at a time.
 
     leaf_gradients: (B, H, M0, 1 + CP, 2 D), of the value and the key of every leaf: its own, and
         what it has of all keys of the parent.
+    first: as in `column_gradients`; None without exact keys, as the next one.
+    exact_slot: (B, H, M0, T) int32, -1 where no key of the parent is exact; else which of the
+        refined parents of the tile it is, P if it is none.
     WIDTH: 2 D, padded to a power of two.
     """
     # Parents first: the columns of neighbours are neighbours in memory.
@@ -59,6 +69,10 @@ def leaf_gradients_kernel(
         place = tl.arange(0, triton.next_power_of_2(NUM_REFINED))
     log_counts_ptr += batch_head * MEAN_ROWS
     leaf_gradients_ptr += (batch_head * NUM_PARENTS + parent) * ((1 + CHILD_ROWS) * ROW)
+    EXACT: tl.constexpr = first_ptr is not None
+    if EXACT:
+        first_ptr += batch_head * num_tiles * VISIBLE
+        exact_slot_ptr += (batch_head * NUM_PARENTS + parent) * num_tiles
 
     numbers = tl.arange(0, WIDTH)
     is_number = numbers < ROW
@@ -91,15 +105,30 @@ def leaf_gradients_kernel(
         )
         of_all += tl.sum(tl.where(is_refined[:, None], 0.0, gradients), axis=0)
         of_stay += tl.sum(tl.where(is_refined[:, None], gradients, 0.0), axis=0)
+        if EXACT:
+            column_start = tiles.to(tl.int64) * VISIBLE
+            least = tl.load(first_ptr + column_start + parent, mask=is_tile, other=NEVER)
         if NUM_REFINED > 0:
-            # (TILES, CP, WIDTH)
+            # (TILES, CP)
             columns = PARENT_ROWS + slot[:, None] * CHILD_ROWS + child[None, :]
+            if EXACT:
+                of_leaves = tl.load(
+                    first_ptr + column_start[:, None] + columns,
+                    mask=(is_tile & is_refined)[:, None],
+                    other=NEVER,
+                )
+                least = tl.minimum(least, tl.min(of_leaves, axis=1))
+            # (TILES, CP, WIDTH)
             starts = tile_start[:, None] + columns * ROW
             mask = (is_tile & is_refined)[:, None, None] & is_number[None, None, :]
             gradients = tl.load(
                 column_ptr + starts[:, :, None] + numbers[None, None, :], mask=mask, other=0.0
             )
             of_children += tl.sum(gradients, axis=0)
+        if EXACT:
+            exact_slot = tl.where(is_refined, slot, NUM_REFINED)
+            exact_slot = tl.where(least == NEVER, -1, exact_slot)
+            tl.store(exact_slot_ptr + tiles, exact_slot, mask=is_tile)
 
     scale = tl.where(numbers < HEAD_DIM, 1.0, SCALE)
     every = tl.arange(0, 1) >= 0
@@ -126,14 +155,13 @@ def _as_exact_keys(
     is_key,
     parent,
     numbers,
-    refined_ptr,
     row_start_ptr,
     first_ptr,
+    exact_slot_ptr,
     exact_column_ptr,
     num_tiles,
     exact_keys,
     HEAD_DIM: tl.constexpr,
-    NUM_PARENTS: tl.constexpr,
     NUM_REFINED: tl.constexpr,
     PARENT_ROWS: tl.constexpr,
     CHILD_ROWS: tl.constexpr,
@@ -141,10 +169,11 @@ def _as_exact_keys(
 ):
     """Gradients (KEYS, DP) of values and keys of one parent, over the tiles where they are exact.
 
+    Few tiles have any: a block of tiles is looked at, then those few are taken one by one.
+
     leaf, place: (KEYS) of the keys, in the cell and in `leaf_order`.
     """
     ROW: tl.constexpr = 2 * HEAD_DIM
-    SELECTS: tl.constexpr = NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS
     of_values = tl.zeros([leaf.shape[0], numbers.shape[0]], tl.float32)
     of_keys = of_values
     in_cell = place - tl.load(row_start_ptr + parent)
@@ -152,32 +181,33 @@ def _as_exact_keys(
         leaf == 0, PARENT_ROWS + parent, 2 * PARENT_ROWS + parent * CHILD_ROWS + leaf - 1
     )
     in_leaf = place - tl.load(row_start_ptr + row, mask=is_key, other=0)
-    for tile in tl.range(0, num_tiles):
-        # (KEYS)
-        column = parent + tl.zeros_like(leaf)
-        rank = in_cell
-        if NUM_REFINED > 0:
-            is_refined = True
-            slot = parent
-            if SELECTS:
-                places = tl.arange(0, triton.next_power_of_2(NUM_REFINED))
-                refined = tl.load(
-                    refined_ptr + tile * NUM_REFINED + places, mask=places < NUM_REFINED, other=-1
-                )
-                is_refined = tl.max((refined == parent).to(tl.int32), axis=0) > 0
-                slot = tl.sum(tl.where(refined == parent, places, 0), axis=0)
-            child_column = PARENT_ROWS + slot * CHILD_ROWS + leaf - 1
-            column = tl.where(is_refined & (leaf > 0), child_column, column)
-            rank = tl.where(is_refined, in_leaf, in_cell)
-        first = tl.load(first_ptr + tile * VISIBLE + column, mask=is_key, other=NEVER)
-        is_exact = is_key & (first != NEVER)
+    for start in tl.range(0, num_tiles, TILES_SEEN):
+        # (TILES_SEEN)
+        tiles = start + tl.arange(0, TILES_SEEN)
+        slots = tl.load(exact_slot_ptr + tiles, mask=tiles < num_tiles, other=-1)
+        tile = -1
+        for _ in tl.range(0, tl.sum((slots >= 0).to(tl.int32), axis=0)):
+            tile = tl.min(tl.where((slots >= 0) & (tiles > tile), tiles, NEVER), axis=0)
 
-        # (KEYS, DP)
-        start = (tile * exact_keys + first.to(tl.int64) + rank) * ROW
-        pointers = exact_column_ptr + start[:, None] + numbers[None, :]
-        mask = is_exact[:, None] & (numbers < HEAD_DIM)[None, :]
-        of_values += tl.load(pointers, mask=mask, other=0.0)
-        of_keys += tl.load(pointers + HEAD_DIM, mask=mask, other=0.0)
+            # (KEYS)
+            column = parent + tl.zeros_like(leaf)
+            rank = in_cell
+            if NUM_REFINED > 0:
+                slot = tl.load(exact_slot_ptr + tile)
+                is_refined = slot < NUM_REFINED
+                child_column = PARENT_ROWS + slot * CHILD_ROWS + leaf - 1
+                column = tl.where(is_refined & (leaf > 0), child_column, column)
+                rank = tl.where(is_refined, in_leaf, in_cell)
+            tile_start = tile.to(tl.int64)
+            first = tl.load(first_ptr + tile_start * VISIBLE + column, mask=is_key, other=NEVER)
+            is_exact = is_key & (first != NEVER)
+
+            # (KEYS, DP)
+            starts = (tile_start * exact_keys + first + rank) * ROW
+            pointers = exact_column_ptr + starts[:, None] + numbers[None, :]
+            mask = is_exact[:, None] & (numbers < HEAD_DIM)[None, :]
+            of_values += tl.load(pointers, mask=mask, other=0.0)
+            of_keys += tl.load(pointers + HEAD_DIM, mask=mask, other=0.0)
     return of_values, of_keys
 
 
@@ -189,10 +219,10 @@ def key_gradients_kernel(
     leaf_gradients_ptr,
     grad_key_ptr,
     grad_value_ptr,
-    refined_ptr,
     place_ptr,
     row_start_ptr,
     first_ptr,
+    exact_slot_ptr,
     exact_column_ptr,
     num_keys,
     chunk_keys,
@@ -218,8 +248,9 @@ def key_gradients_kernel(
     order, start: as the sort writes them.
     leaf: as the aggregation writes it.
     grad_key, grad_value: (B, S, H, D).
-    place, row_start: as the leaf order writes them; None without exact keys, as the next two.
+    place, row_start: as the leaf order writes them; None without exact keys, as the next three.
     first, exact_column: as in `column_gradients`.
+    exact_slot: as the leaf gradients write it.
     """
     head = tl.program_id(0)
     batch = tl.program_id(1)
@@ -239,14 +270,14 @@ def key_gradients_kernel(
         row_start_ptr += batch_head * (2 * PARENT_ROWS + NUM_PARENTS * CHILD_ROWS)
         first_ptr += batch_head * num_tiles * VISIBLE
         exact_column_ptr += batch_head * num_tiles * exact_keys * ROW
-        if NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS:
-            refined_ptr += batch_head * num_tiles * NUM_REFINED
 
     parent, part = parent_of(piece, start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
     if parent >= NUM_PARENTS:
         return
     first, total, earlier, shift = cell_of(parent, start_ptr, num_chunks, chunk_keys, NUM_CHUNKS)
     leaf_gradients_ptr += (batch_head * NUM_PARENTS + parent) * ((1 + CHILD_ROWS) * ROW)
+    if EXACT:
+        exact_slot_ptr += (batch_head * NUM_PARENTS + parent) * num_tiles
 
     numbers = tl.arange(0, PADDED_DIM)
     stop = tl.minimum((part + 1) * PIECE, total)
@@ -272,14 +303,13 @@ def key_gradients_kernel(
                 is_key,
                 parent,
                 numbers,
-                refined_ptr,
                 row_start_ptr,
                 first_ptr,
+                exact_slot_ptr,
                 exact_column_ptr,
                 num_tiles,
                 exact_keys,
                 HEAD_DIM,
-                NUM_PARENTS,
                 NUM_REFINED,
                 PARENT_ROWS,
                 CHILD_ROWS,
