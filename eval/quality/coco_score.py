@@ -39,7 +39,7 @@ from eval.quality.protocol import (
     deviations,
     implausible,
 )
-from eval.store.markdown import markdown_table, number
+from eval.store.markdown import markdown_table, number, with_error
 from eval.store.report import folder_digest
 
 IMAGE_ENDINGS = (".jpeg", ".jpg", ".png")
@@ -261,7 +261,7 @@ def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table; ± is one standard error."""
 
     def cell(row: Mapping[str, Any], name: str, form: str) -> str:
-        return "-" if row[name] is None else f"{row[name]:{form}} ± {row[f'{name}_sem']:{form}}"
+        return with_error(row[name], row[f"{name}_sem"], form)
 
     header = ["model", "method", "effective codewords", "FID", "KID x 1000", "CLIP score"]
     has_patches = "patch_fid" in rows[0]

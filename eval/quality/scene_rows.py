@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.names import EXACT, method_cells
-from eval.store.markdown import markdown_table, number
+from eval.store.markdown import markdown_table, with_error
 
 LIKENESS = ("fid_to_exact", "psnr_median", "psnr_p10")
 METRICS = ("fid", "clip_score", "copy_agreement", *LIKENESS, "seconds_per_image")
@@ -41,9 +41,9 @@ def differences_table(rows: Sequence[Mapping[str, Any]]) -> str:
         (
             [
                 *_row_cells(row),
-                _with_error(row, fid, "+.3f"),
-                _with_error(row, clip_score, "+.3f"),
-                _with_error(row, copy_agreement, "+.4f"),
+                _cell(row, fid, "+.3f"),
+                _cell(row, clip_score, "+.3f"),
+                _cell(row, copy_agreement, "+.4f"),
             ]
             for row in rows
             if row.get(fid) is not None
@@ -53,14 +53,14 @@ def differences_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def metric_cells(row: Mapping[str, Any]) -> list[str]:
     """The cells of a row under `HEADER`; ± is one standard error."""
-    median = _with_error(row, "psnr_median", ".1f")
+    median = _cell(row, "psnr_median", ".1f")
     if row.get("psnr_p10") is not None:
         median += f" ({row['psnr_p10']:.1f})"
     return [
-        _with_error(row, "fid", ".3f"),
-        _with_error(row, "fid_to_exact", ".3f"),
-        _with_error(row, "clip_score", ".2f"),
-        _with_error(row, "copy_agreement", ".3f"),
+        _cell(row, "fid", ".3f"),
+        _cell(row, "fid_to_exact", ".3f"),
+        _cell(row, "clip_score", ".2f"),
+        _cell(row, "copy_agreement", ".3f"),
         median,
     ]
 
@@ -69,7 +69,5 @@ def _row_cells(row: Mapping[str, Any]) -> list[str]:
     return [*method_cells(row), ", ".join(map(str, row_key(row)[1])) or "-"]
 
 
-def _with_error(row: Mapping[str, Any], name: str, form: str) -> str:
-    error = row.get(f"{name}_sem")
-    unsigned = form.removeprefix("+")
-    return number(row.get(name), form) + ("" if error is None else f" ± {error:{unsigned}}")
+def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
+    return with_error(row.get(name), row.get(f"{name}_sem"), form)

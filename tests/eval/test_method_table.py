@@ -248,6 +248,8 @@ class TestMerge:
         assert row["psnr_p10"] is row["psnr_p10_sem"] is None
         assert row["seconds_per_image"] == 0.5
         assert scene_rows.scenes_table([row]).endswith("| 33.0 ± 1.7 |")
+        few = row | {"psnr_median_sem": float("nan")}  # of too few images
+        assert scene_rows.scenes_table([few]).endswith("| 33.0 |")
 
 
 def quality_row(method, config=None, origin=None, levels=(0,), **figures):
