@@ -1,8 +1,8 @@
 """Speed and memory of a training step at SD1.5's size: `python -m eval bench distill`.
 
 Every row has short runs of the real command, on encoded scenes. SD1.5 has random weights unless a
-model is given. The rows with exact attention come first: their step is the same without AVQ. Small
-batches wait for the host, whose speed may vary from minute to minute: then rows run in turns.
+model is given. The rows with exact attention come first: their step is the same without AVQ. Where
+the UNets are not compiled, small batches wait for the host, whose speed varies: use several rounds.
 """
 
 import json
