@@ -2,11 +2,13 @@
 
 Students with own codewords have no codebooks and no commitment loss.
 
-    loss = noise_weight noise + output_weight output
+    loss = noise_weight noise + output_weight output + guided_weight guided
          + feature_weight feature + commitment_weight commitment
 
 noise       MSE(student output, target)
 output      MSE_w(student output, teacher output)
+guided      MSE_w(guided student output, guided teacher output), by classifier-free guidance:
+            empty + guidance_scale (output - empty), with the output `empty` for an empty caption
 feature     mean over replaced layers of MSE_w(student attn1 output, teacher attn1 output)
 commitment  mean over replaced layers of MSE(keys, their leaves): the paper's E |k - leaf|^2,
             `commitment_loss`, over the head dim
@@ -57,11 +59,14 @@ class Objective(nn.Module):
             autocast. None keeps that of the teacher. The trained weights are float32.
         alphas_cumprod: (T,), of the noise schedule. Only `weighting_scheme="inverse_alpha"` needs
             it.
+        empty_text_states: (1, tokens, channels), the output of the text encoder for an empty
+            caption. Only a `guided_weight` above 0 needs it.
 
     Raises:
         ValueError: `attention` is unknown, `teacher` has no self-attention at a level or for an
-            override, `lora_rank` is below 1, `diveq` lacks AVQ attention and full spawning, or
-            `weighting_scheme="inverse_alpha"` lacks `alphas_cumprod` above 0.
+            override, `lora_rank` is below 1, `diveq` lacks AVQ attention and full spawning,
+            `weighting_scheme="inverse_alpha"` lacks `alphas_cumprod` above 0, or `guided_weight`
+            lacks `empty_text_states`.
     """
 
     def __init__(
@@ -73,8 +78,11 @@ class Objective(nn.Module):
         attention: str,
         teacher_dtype: torch.dtype | None,
         alphas_cumprod: Tensor | None,
+        empty_text_states: Tensor | None,
     ) -> None:
         super().__init__()
+        if settings.guided_weight > 0 and empty_text_states is None:
+            raise ValueError("guided_weight needs empty_text_states.")
         teacher.requires_grad_(False).eval()
         student = make_student(
             teacher, config, settings, attention=attention, teacher_dtype=teacher_dtype
@@ -90,11 +98,15 @@ class Objective(nn.Module):
         self.weights = {
             "noise": settings.noise_weight,
             "output": settings.output_weight,
+            "guided": settings.guided_weight,
             "feature": settings.feature_weight,
             "commitment": settings.commitment_weight,
         }
+        self.is_guided = settings.guided_weight > 0
+        self.guidance_scale = settings.guidance_scale
         self.has_graphs = False
-        # Not a buffer, because buffers are those of the replaced layers.
+        # Not buffers, because buffers are those of the replaced layers.
+        self.empty_text_states = empty_text_states
         self.timestep_weights: Tensor | None = None
         if settings.weighting_scheme == "inverse_alpha":
             self.timestep_weights = inverse_alpha(alphas_cumprod).to(teacher.device)
@@ -131,7 +143,8 @@ class Objective(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the unweighted losses and their weighted sum `loss`, float32 scalars.
 
-        In training mode the keys enter the statistics for `update_codebooks`.
+        In training mode the keys enter the statistics for `update_codebooks`. With a
+        `guided_weight`, keys and features are those of the passes with and without caption.
 
         Args:
             noisy_latents: (B, 4, h, w).
@@ -141,7 +154,11 @@ class Objective(nn.Module):
         """
         if self.has_graphs:
             torch.compiler.cudagraph_mark_step_begin()
+        if self.is_guided:
+            noisy_latents, timesteps = twice(noisy_latents), twice(timesteps)
+            text_states = torch.cat([text_states, self.empty_text_states.expand_as(text_states)])
         inputs = (noisy_latents, timesteps, text_states)
+        weights = None if self.timestep_weights is None else self.timestep_weights[timesteps]
         quantizers = self.quantizers.values()
         teacher_layers = [self.teacher.get_submodule(name) for name in self.names]
         with torch.no_grad(), recorded(teacher_layers) as teacher_features:
@@ -150,12 +167,20 @@ class Objective(nn.Module):
         with recorded(self.layers) as features, recorded(quantizers) as leaves:
             output = predict(self.student, *inputs)
 
-        weights = None if self.timestep_weights is None else self.timestep_weights[timesteps]
-        losses = {"noise": mse(output, target), "output": mse(output, teacher_output, weights)}
-        losses["feature"] = mean(
-            mse(features[attn], teacher_features[teacher_attn], weights)
-            for attn, teacher_attn in zip(self.layers, teacher_layers, strict=True)
-        )
+        losses = {
+            "feature": mean(
+                mse(features[attn], teacher_features[teacher_attn], weights)
+                for attn, teacher_attn in zip(self.layers, teacher_layers, strict=True)
+            )
+        }
+        if self.is_guided:
+            output, empty = output.chunk(2)
+            teacher_output, teacher_empty = teacher_output.chunk(2)
+            weights = None if weights is None else weights[: len(output)]
+            guided = self.guided(output, empty)
+            losses["guided"] = mse(guided, self.guided(teacher_output, teacher_empty), weights)
+        losses["noise"] = mse(output, target)
+        losses["output"] = mse(output, teacher_output, weights)
         if quantizers:
             losses["commitment"] = mean(leaves[quantizer].commitment() for quantizer in quantizers)
         if self.training:
@@ -163,6 +188,10 @@ class Objective(nn.Module):
                 quantizer.observe(leaves[quantizer])
         loss = sum(self.weights[name] * value for name, value in losses.items())
         return {**losses, "loss": loss}
+
+    def guided(self, output: Tensor, empty: Tensor) -> Tensor:
+        """Return the prediction of classifier-free guidance, float32."""
+        return torch.lerp(empty.float(), output.float(), self.guidance_scale)
 
     @torch.no_grad()
     def start_codebooks(
@@ -338,6 +367,11 @@ def mse(a: Tensor, b: Tensor, weights: Tensor | None = None) -> Tensor:
         return F.mse_loss(a.float(), b.float())
     errors = (a.float() - b.float()).square().flatten(1).mean(dim=1)
     return (errors * weights).mean()
+
+
+def twice(x: Tensor) -> Tensor:
+    """Return the batch behind itself, for passes with captions and with empty ones."""
+    return torch.cat([x, x])
 
 
 def mean(values: Iterable[Tensor]) -> Tensor:

@@ -139,6 +139,7 @@ def prepare_run(config: DistillConfig, output: Path, *, resume: bool) -> Run:
         attention=config.attention,
         teacher_dtype=HALF[config.precision] if accelerator.device.type == "cuda" else None,
         alphas_cumprod=DDPMScheduler.from_config(pipe.scheduler.config).alphas_cumprod,
+        empty_text_states=pipe.encode_prompt("", accelerator.device, 1, False)[0].detach(),
     )
     if config.gradient_checkpointing:
         objective.student.enable_gradient_checkpointing()
@@ -311,7 +312,7 @@ def start_codebooks(
         tqdm.write(f"fitting {len(objective.processors)} codebooks by k-means", sys.stderr)
     objective.start_codebooks(
         batches,
-        samples_per_step=config.batch_size,
+        samples_per_step=config.batch_size * (2 if objective.is_guided else 1),
         keys_per_layer=config.codebooks.keys_per_layer,
         seed=config.seed,
     )

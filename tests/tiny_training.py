@@ -55,11 +55,19 @@ def make_batch(samples=4, seed=0, size=8):
 
 
 def new_objective(
-    teacher, config, *, attention="avq", teacher_dtype=None, alphas_cumprod=None, **settings
+    teacher,
+    config,
+    *,
+    attention="avq",
+    teacher_dtype=None,
+    alphas_cumprod=None,
+    empty_text_states=None,
+    **settings,
 ):
     """An objective with the paper's settings but for these."""
-    weights = {"noise": 1.0, "output": 0.5, "feature": 0.5, "commitment": 0.25}
+    weights = {"noise": 1.0, "output": 0.5, "guided": 0.0, "feature": 0.5, "commitment": 0.25}
     paper = {f"{name}_weight": weight for name, weight in weights.items()}
+    paper["guidance_scale"] = 3.0
     paper |= {"full_spawning": True, "project_children": True, "diveq": False, "lora_rank": None}
     paper["weighting_scheme"] = "none"
     chosen = ObjectiveConfig(**{**paper, **settings})
@@ -70,6 +78,7 @@ def new_objective(
         attention=attention,
         teacher_dtype=teacher_dtype,
         alphas_cumprod=alphas_cumprod,
+        empty_text_states=empty_text_states,
     )
 
 

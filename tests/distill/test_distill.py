@@ -405,6 +405,7 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
             "data__cache": "CACHE",
         },
         {"precision": "bf16", "avq__exact_keys": 8, **OWN_CODEWORDS},
+        {"objective__guided_weight": 0.1, "objective__guidance_scale": 2.0, **OWN_CODEWORDS},
     ],
 )
 def test_options_run_and_resume(model, tmp_path, settings):
@@ -609,9 +610,12 @@ def test_one_step_of_the_optimizer_by_hand(model, tmp_path):
     torch.testing.assert_close(learned, (1 - 1e-2 * 0.5) * before[name], rtol=1e-5, atol=1e-5)
 
 
-def test_settings_reach_the_codebooks(model, tmp_path, monkeypatch):
-    """Catches a sample of another size, seeds of another run or step, and another rhythm; and the
-    usual decay in place of the configuration's."""
+@pytest.mark.parametrize(("guided_weight", "samples_per_step"), [(0.0, 4), (0.1, 8)])
+def test_settings_reach_the_codebooks(
+    model, tmp_path, monkeypatch, guided_weight, samples_per_step
+):
+    """Catches a sample of another size, seeds of another run or step, and another rhythm; counts
+    of one pass of a guided step; and the usual decay in place of the configuration's."""
     calls = {"start_codebooks": [], "update_codebooks": [], "reassign_dead": []}
     for name, found in calls.items():
         original = getattr(Objective, name)
@@ -623,8 +627,9 @@ def test_settings_reach_the_codebooks(model, tmp_path, monkeypatch):
         monkeypatch.setattr(Objective, name, spied)
     settings = {"seed": 7, "codebooks__keys_per_layer": 40, "checkpoint_every": "null"}
     settings |= {"codebooks__decay_start": 0.5, "codebooks__decay_end": 0.7}
+    settings |= {"objective__guided_weight": guided_weight}
     assert run(model, tmp_path, **settings).exit_code == 0
-    expected = {"samples_per_step": 4, "keys_per_layer": 40, "seed": 7}
+    expected = {"samples_per_step": samples_per_step, "keys_per_layer": 40, "seed": 7}
     assert calls["start_codebooks"] == [expected]
     first, second = calls["reassign_dead"]
     assert first["threshold"] == second["threshold"] == 20
@@ -646,6 +651,25 @@ def test_weights_of_timesteps_are_those_of_the_model(model, tmp_path, monkeypatc
     (found,) = seen
     assert torch.equal(found, tiny_pipe().scheduler.alphas_cumprod)
     assert not torch.equal(found, DDPMScheduler().alphas_cumprod)
+
+
+def test_the_guided_loss_knows_the_empty_caption_of_the_model(model, tmp_path, monkeypatch):
+    """Catches states of zeros, of padding alone or of another caption, and states that carry the
+    text encoder into the backward pass."""
+    seen = []
+
+    def spied(*given, empty_text_states, **settings):
+        seen.append(empty_text_states)
+        return Objective(*given, empty_text_states=empty_text_states, **settings)
+
+    monkeypatch.setattr("distill.run.Objective", spied)
+    assert run(model, tmp_path, steps=1).exit_code == 0
+    (found,) = seen
+    pipe = tiny_pipe()
+    ids = pipe.tokenizer("", padding="max_length", return_tensors="pt").input_ids
+    torch.testing.assert_close(found, pipe.text_encoder(ids)[0].detach())
+    assert not found.requires_grad
+    assert not torch.allclose(found, pipe.encode_prompt("a red fox", "cpu", 1, False)[0], atol=1e-3)
 
 
 def test_micro_batches_add_up_to_the_batch(model, tmp_path):

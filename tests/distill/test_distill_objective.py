@@ -150,7 +150,8 @@ def test_losses_weighted_by_timestep():
         "output": expected(*outputs),
         "feature": sum(expected(*pair) for pair in features) / len(features),
     }
-    by_hand["loss"] = sum(weighted.weights[name] * by_hand[name] for name in weighted.weights)
+    names = losses.keys() - {"loss"}
+    by_hand["loss"] = sum(weighted.weights[name] * by_hand[name] for name in names)
     got = weighted(**batch)
     assert_close(got, by_hand, tolerance=1e-5)
     assert {value.dtype for value in got.values()} == {torch.float32}
@@ -158,6 +159,48 @@ def test_losses_weighted_by_timestep():
         assert torch.equal(got[name], losses[name])
     for kept in (nn.Module.state_dict, nn.Module.named_parameters, nn.Module.named_buffers):
         assert dict(kept(weighted)).keys() == dict(kept(plain)).keys()
+
+
+EMPTY = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(11))
+
+
+@pytest.mark.parametrize("scheme", ["none", "inverse_alpha"])
+def test_guided_losses_by_hand(scheme):
+    """Catches a guided prediction of swapped, averaged or unscaled passes, passes with other
+    captions, other losses of both passes (but features) and weights of another image."""
+    arguments = {"weighting_scheme": scheme, "alphas_cumprod": ALPHAS_CUMPROD}
+    plain = perturb(make_objective(**arguments))
+    guided = perturb(
+        make_objective(guided_weight=0.2, guidance_scale=4.0, empty_text_states=EMPTY, **arguments)
+    )
+    batch = make_batch() | {"timesteps": torch.tensor([999, 40, 700, 300])}
+    without_caption = batch | {"text_states": EMPTY.expand(4, -1, -1)}
+    (teacher, student), features = outputs_and_features(plain, batch)
+    (teacher_empty, student_empty), features_empty = outputs_and_features(plain, without_caption)
+    weights = torch.ones(4).double()
+    if scheme == "inverse_alpha":
+        weights = 1 / ALPHAS_CUMPROD.double().sqrt()
+        weights = weights[batch["timesteps"]] / weights.mean()
+
+    def distance(a, b):
+        return (a.double() - b.double()).square().flatten(1).mean(dim=1) @ weights / 4
+
+    both = [*features, *features_empty]
+    expected = plain(**batch) | {
+        "guided": distance(4 * student - 3 * student_empty, 4 * teacher - 3 * teacher_empty),
+        "feature": sum(distance(*pair) for pair in both) / len(both),
+        "commitment": (plain(**batch)["commitment"] + plain(**without_caption)["commitment"]) / 2,
+    }
+    expected["loss"] = sum(w * expected[name] for name, w in guided.weights.items())
+    assert expected["guided"] > 1.5 * expected["output"]
+    assert_close(guided(**batch), expected, tolerance=1e-4)
+    assert "guided" not in plain(**batch)
+
+
+def test_a_guided_objective_needs_an_empty_caption():
+    """Catches an error of the first step in place of one at the start."""
+    with pytest.raises(ValueError, match="guided_weight needs empty_text_states"):
+        new_objective(tiny_unet(), CONFIG, guided_weight=0.1)
 
 
 @pytest.mark.parametrize("full_spawning", [True, False])
