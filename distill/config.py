@@ -16,7 +16,7 @@ from distill.data.config import DataConfig
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCHEDULES = ("constant", "cosine")
-WEIGHTING_SCHEMES = ("none", "inverse_alpha")
+WEIGHTING_SCHEMES = ("none", "inverse_alpha", "sampling")
 
 
 def public_name(source: str) -> str:
@@ -39,11 +39,11 @@ class ObjectiveConfig:
             of both passes count 13 times.
         feature_weight: weight of the distance to the teacher's attention outputs.
         commitment_weight: weight of the commitment loss, `commitment_loss` / head dim.
-        weighting_scheme: `"none"`, or `"inverse_alpha"` to weight the output, guided and feature
-            losses of an image by 1 / alpha(t) of its timestep, over the mean of 1 / alpha over all
-            timesteps. alpha(t) = sqrt(alphas_cumprod[t]) is the share of the image in the latents.
-            Errors of the first denoising steps, where hardly anything of the image is left, count
-            more.
+        weighting_scheme: weights of the output, guided and feature losses of an image by its
+            timestep, over the mean of the weights over all timesteps. `"none"` weights all alike.
+            `"inverse_alpha"` is 1 / alpha(t), where alpha(t) = sqrt(alphas_cumprod[t]) is the share
+            of the image in the latents, so that the first denoising steps count more. `"sampling"`
+            is about what an error at t adds to an image in 25 steps.
         full_spawning: refine all parents during training and ignore `avq.num_refined` and
             `avq.exact_keys`.
         project_children: keep the mean of each parent's children at the parent.

@@ -13,9 +13,9 @@ feature     mean over replaced layers of MSE_w(student attn1 output, teacher att
 commitment  mean over replaced layers of MSE(keys, their leaves): the paper's E |k - leaf|^2,
             `commitment_loss`, over the head dim
 
-MSE_w       mean over images of w(t) MSE, with the timestep t of the image. w is 1, or with
-            weighting_scheme inverse_alpha 1 / alpha(t) over its mean over all timesteps, where
-            alpha(t) = sqrt(alphas_cumprod[t])
+MSE_w       mean over images of w(t) MSE, with the timestep t of the image. w is 1, or a weight over
+            its mean over all timesteps: with weighting_scheme inverse_alpha 1 / alpha(t), where
+            alpha(t) = sqrt(alphas_cumprod[t]), with sampling `sampling_weights`
 """
 
 import math
@@ -39,6 +39,8 @@ from distill.student import StoredSelfAttention, make_student, tuned_parameters
 
 Batch = Mapping[str, Tensor]
 
+SAMPLING_STEPS = 25
+
 
 class Objective(nn.Module):
     """A frozen teacher, a student that shares its frozen weights, and the losses between them.
@@ -57,16 +59,15 @@ class Objective(nn.Module):
             teacher's own. Only AVQ with stored codewords has codebooks.
         teacher_dtype: dtype of the teacher and of the student's frozen weights, with and without
             autocast. None keeps that of the teacher. The trained weights are float32.
-        alphas_cumprod: (T,), of the noise schedule. Only `weighting_scheme="inverse_alpha"` needs
-            it.
+        alphas_cumprod: (T,), of the noise schedule. Only a `weighting_scheme` needs it.
         empty_text_states: (1, tokens, channels), the output of the text encoder for an empty
             caption. Only a `guided_weight` above 0 needs it.
 
     Raises:
         ValueError: `attention` is unknown, `teacher` has no self-attention at a level or for an
             override, `lora_rank` is below 1, `diveq` lacks AVQ attention and full spawning,
-            `weighting_scheme="inverse_alpha"` lacks `alphas_cumprod` above 0, or `guided_weight`
-            lacks `empty_text_states`.
+            a `weighting_scheme` lacks `alphas_cumprod` above 0, or `guided_weight` lacks
+            `empty_text_states`.
     """
 
     def __init__(
@@ -108,8 +109,9 @@ class Objective(nn.Module):
         # Not buffers, because buffers are those of the replaced layers.
         self.empty_text_states = empty_text_states
         self.timestep_weights: Tensor | None = None
-        if settings.weighting_scheme == "inverse_alpha":
-            self.timestep_weights = inverse_alpha(alphas_cumprod).to(teacher.device)
+        if settings.weighting_scheme != "none":
+            weights = timestep_weights(settings.weighting_scheme, alphas_cumprod)
+            self.timestep_weights = weights.to(teacher.device)
 
     @property
     def processors(self) -> dict[str, StoredSelfAttention]:
@@ -351,14 +353,32 @@ def predict(
         return unet(noisy_latents, timesteps, text_states, return_dict=False)[0]
 
 
-def inverse_alpha(alphas_cumprod: Tensor | None) -> Tensor:
-    """Return 1 / alpha over its mean, (T,)."""
+def timestep_weights(scheme: str, alphas_cumprod: Tensor | None) -> Tensor:
+    """Return the weights of a scheme over their mean, (T,).
+
+    Raises:
+        ValueError: `alphas_cumprod` is missing or not above 0.
+    """
     if alphas_cumprod is None or not alphas_cumprod.all():
         raise ValueError(
-            "weighting_scheme inverse_alpha needs a noise schedule with alphas_cumprod above 0."
+            f"weighting_scheme {scheme} needs a noise schedule with alphas_cumprod above 0."
         )
-    weights = alphas_cumprod**-0.5
+    inverse_alpha = scheme == "inverse_alpha"
+    weights = alphas_cumprod**-0.5 if inverse_alpha else sampling_weights(alphas_cumprod)
     return weights / weights.mean()
+
+
+def sampling_weights(alphas_cumprod: Tensor) -> Tensor:
+    """Return about what an error of a predicted noise adds to the squared error of an image, (T,).
+
+    A step of DDIM from timestep t moves the latents over alpha by sigma(t) - sigma(s) times the
+    predicted noise; sigma is noise over signal, s the next timestep of `SAMPLING_STEPS`. Of latents
+    with unit variance, the steps that follow keep 1 / sqrt(1 + sigma(t)^2) = alpha(t) of an error.
+    """
+    sigmas = ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
+    stride = len(sigmas) // SAMPLING_STEPS
+    steps = sigmas - F.pad(sigmas, (stride, 0))[: len(sigmas)]
+    return steps.square() * alphas_cumprod
 
 
 def mse(a: Tensor, b: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -206,7 +206,8 @@ def test_wrong_types_are_named(override, message):
         ("objective.output_weight=.inf", "objective: output_weight must be finite, but got inf."),
         (
             "objective.weighting_scheme=snr",
-            "objective: weighting_scheme must be one of none, inverse_alpha, but got 'snr'.",
+            "objective: weighting_scheme must be one of none, inverse_alpha, sampling, but got "
+            "'snr'.",
         ),
         ("codebooks.dead_threshold=0", "codebooks: dead_threshold must be above 0, but got 0.0."),
         ("samples.guidance_scale=.nan", "samples: guidance_scale must be finite, but got nan."),

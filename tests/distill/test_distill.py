@@ -55,7 +55,7 @@ from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.data.batches import sample_seed
 from distill.log import log_path, reduced_means
-from distill.objective import Objective, inverse_alpha
+from distill.objective import Objective, timestep_weights
 from distill.preview import generate, student_in
 from distill.run import make_accelerator
 
@@ -641,11 +641,11 @@ def test_weights_of_timesteps_are_those_of_the_model(model, tmp_path, monkeypatc
     """Catches the noise schedule of diffusers' defaults."""
     seen = []
 
-    def spied(alphas_cumprod):
+    def spied(scheme, alphas_cumprod):
         seen.append(alphas_cumprod)
-        return inverse_alpha(alphas_cumprod)
+        return timestep_weights(scheme, alphas_cumprod)
 
-    monkeypatch.setattr("distill.objective.inverse_alpha", spied)
+    monkeypatch.setattr("distill.objective.timestep_weights", spied)
     settings = {"steps": 1, "objective__weighting_scheme": "inverse_alpha"}
     assert run(model, tmp_path, **settings).exit_code == 0
     (found,) = seen
