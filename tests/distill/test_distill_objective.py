@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import DDIMScheduler
 from peft import LoraConfig
 from tiny import CONFIG, small_unet, tiny_unet
 from tiny_training import make_batch, make_objective, new_objective, perturb, unet_output
@@ -17,6 +18,7 @@ from avq_diffusers.codebook.assignment import assign, assign_leaves
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.ema import batch_statistics, derive_codebook, ema_update
 from avq_diffusers.codebook.kmeans import fit_codebook
+from distill.objective import SAMPLING_STEPS, timestep_weights
 from distill.quantizer import Quantizer
 
 STORED = partial(AVQConfig, codewords="stored")
@@ -197,10 +199,29 @@ def test_guided_losses_by_hand(scheme):
     assert "guided" not in plain(**batch)
 
 
-def test_a_guided_objective_needs_an_empty_caption():
-    """Catches an error of the first step in place of one at the start."""
-    with pytest.raises(ValueError, match="guided_weight needs empty_text_states"):
-        new_objective(tiny_unet(), CONFIG, guided_weight=0.1)
+def test_sampling_weights_are_those_of_ddim():
+    """Catches the step to another timestep, noise of the wrong scale, and a last step that does not
+    reach the image."""
+    settings = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    scheduler = DDIMScheduler(**settings, timestep_spacing="trailing", clip_sample=False)
+    scheduler.set_timesteps(SAMPLING_STEPS)
+    signal = scheduler.alphas_cumprod.double()
+    weights = timestep_weights("sampling", signal)
+    torch.testing.assert_close(weights.mean(), torch.tensor(1.0).double())
+
+    latents = torch.ones(1).double()
+    ratios = []
+    for step, t in enumerate(scheduler.timesteps):
+        one, other = (
+            scheduler.step(noise * latents, t, latents).prev_sample for noise in (0.0, 1.0)
+        )
+        after = scheduler.timesteps[step + 1] if step + 1 < SAMPLING_STEPS else None
+        scale = 1.0 if after is None else signal[after].sqrt()
+        kept = signal[t]  # 1 / (1 + sigma^2)
+        ratios.append(weights[t] / (((one - other) / scale) ** 2 * kept))
+    torch.testing.assert_close(
+        torch.cat(ratios), ratios[0].expand(SAMPLING_STEPS), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("full_spawning", [True, False])
@@ -977,6 +998,8 @@ def test_training_lowers_the_losses():
             {"weighting_scheme": "inverse_alpha", "alphas_cumprod": torch.tensor([0.9, 0.0])},
             "a noise schedule with alphas_cumprod above 0",
         ),
+        ({"weighting_scheme": "sampling"}, "sampling needs a noise schedule with"),
+        ({"guided_weight": 0.1}, "guided_weight needs empty_text_states"),
         ({"diveq": True, "full_spawning": False}, 'diveq needs attention="avq" and full_spawning'),
         ({"diveq": True, "attention": "linfusion"}, 'diveq needs attention="avq"'),
         ({"config": replace(CONFIG, overrides={"up_block.3": {}})}, r"but got 'up_block\.3'"),
