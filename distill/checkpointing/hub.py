@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
 
 from avq_diffusers.files import atomic_write
-from distill.config import DistillConfig, public_name
+from distill.config import DistillConfig, ObjectiveConfig, public_name
 
 CARD = "README.md"
 MINI = "mini-sd"
@@ -76,6 +76,7 @@ def model_card(config: DistillConfig, training: Mapping[str, Any], *, source: st
         "steps": f"{training['steps']} of {config.batch_size} images",
         "learning rate": f"{config.learning_rate:g}, {config.schedule}",
         "weights of the losses by timestep": config.objective.weighting_scheme,
+        "loss between guided predictions": _guidance(config.objective),
         "precision": config.precision,
         "data": " ".join(filter(None, (data.source, source_name, data.split))),
         "preprocessing": data.preprocessing,
@@ -152,6 +153,12 @@ def _attention(config: DistillConfig) -> str:
     kind = "own" if config.codebooks is None else "stored"
     updates = f", {config.avq.num_updates} updates" if config.avq.num_updates else ""
     return f"AVQ {config.avq} with {kind} codewords{updates}"
+
+
+def _guidance(objective: ObjectiveConfig) -> str:
+    if objective.guided_weight == 0:
+        return "none"
+    return f"weight {objective.guided_weight:g}, guidance scale {objective.guidance_scale:g}"
 
 
 def _trained(config: DistillConfig) -> str:

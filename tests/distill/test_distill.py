@@ -298,9 +298,16 @@ def test_the_model_card_loads_the_result(finished, model):
     exec(code.replace('"codebooks"', repr(str(folder))).replace('"tiny"', repr(str(model))), names)
     assert any(row.config for row in summary(names["pipe"]).rows)
     training = AVQCodebooks.from_pretrained(folder).config["training"]
-    changed = tiny_config("base_model=mini-sd", "objective.weighting_scheme=inverse_alpha")
+    assert "| loss between guided predictions | none |" in card.text
+    changed = tiny_config(
+        "base_model=mini-sd",
+        "objective.weighting_scheme=inverse_alpha",
+        "objective.guided_weight=0.5",
+        "objective.guidance_scale=7.5",
+    )
     text = model_card(changed, training, source=str(folder))
     assert "| weights of the losses by timestep | inverse_alpha |" in text
+    assert "| loss between guided predictions | weight 0.5, guidance scale 7.5 |" in text
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert "from avq_diffusers.mini import MINI_SD\n" in code
     assert "from_pretrained(MINI_SD" in code
