@@ -43,7 +43,8 @@ class ObjectiveConfig:
             timestep, over the mean of the weights over all timesteps. `"none"` weights all alike.
             `"inverse_alpha"` is 1 / alpha(t), where alpha(t) = sqrt(alphas_cumprod[t]) is the share
             of the image in the latents, so that the first denoising steps count more. `"sampling"`
-            is about what an error of the predicted noise at t adds to an image in 25 steps.
+            is about what an error of the predicted noise at t adds to an image in 25 steps, for
+            models that predict noise.
         full_spawning: refine all parents during training and ignore `avq.num_refined` and
             `avq.exact_keys`.
         project_children: keep the mean of each parent's children at the parent.
