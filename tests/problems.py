@@ -166,8 +166,8 @@ def codewords_of(problem: Problem, backend: str) -> Codewords:
         one_hot = F.one_hot(reference.nearest(key, parents), parents.shape[2]).double()
         counts = one_hot.sum(2)[..., None]
         parents = torch.where(counts > 0, one_hot.mT @ key / counts.clamp(min=1), parents)
-    if options["num_updates"] and backend == "triton":
-        parents = parents.to(dtype).double()
+        if backend == "triton":
+            parents = parents.to(dtype).double()
     if codebook is None:
         is_clear &= _is_clear(_distances(key, parents), key)
         cell = reference.nearest(key, parents)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from avq_diffusers.attention import backward, forward, reference
-from avq_diffusers.attention.own_codewords import order_of_keys, spaced_keys, updated
+from avq_diffusers.attention.own_codewords import order_of_keys
 from avq_diffusers.attention.triton import codewords as tables
 from avq_diffusers.attention.validation import Options, check_arguments
 from avq_diffusers.codebook.codebook import Codebook
@@ -454,10 +454,10 @@ def _launch_kernels(
     from avq_diffusers.attention.triton.call import kernel_attention
 
     _check_traced_order(query, query_order)
-    stored, parents = _kernel_codewords(
-        key, parents, children, key_order, num_parents, num_updates, scale
-    )
     with _current(query.device):
+        stored, parents = _kernel_codewords(
+            key, parents, children, key_order, num_parents, num_updates, scale
+        )
         return kernel_attention(
             query,
             key,
@@ -502,20 +502,9 @@ def _kernel_codewords(
     """Stored codewords and updated parents as the kernels take them, one or none of the two."""
     if parents is not None and children is not None:
         return _packed_codewords(parents, children, scale, key.dtype), None
-    if num_updates:
-        return None, _updated_parents(key, key_order, num_parents, num_updates)
-    return None, None
+    from avq_diffusers.attention.triton.updates import updated_parents
 
-
-def _updated_parents(
-    key: Tensor, key_order: Tensor | None, num_parents: int, num_updates: int
-) -> Tensor:
-    """(B, H, M0, D), dtype of `key`."""
-    keys = key.flatten(0, 1).to(torch.promote_types(key.dtype, torch.float32))
-    parents = spaced_keys(keys, key_order, num_parents)
-    for _ in range(num_updates):
-        parents = updated(keys, parents)
-    return parents.to(key.dtype).view(*key.shape[:2], num_parents, key.shape[3])
+    return None, updated_parents(key, key_order, num_parents=num_parents, num_updates=num_updates)
 
 
 def _check_traced_order(query: Tensor, query_order: Tensor | None) -> None:
@@ -562,10 +551,10 @@ def _attention_backward(
         from avq_diffusers.attention.triton import gradients
 
         if gradients.serves(query, means=means):
-            stored, parents = _kernel_codewords(
-                key, parents, children, key_order, num_parents, num_updates, scale
-            )
             with _current(query.device):
+                stored, parents = _kernel_codewords(
+                    key, parents, children, key_order, num_parents, num_updates, scale
+                )
                 grads = gradients.kernel_gradients(
                     grad_output,
                     query,

@@ -91,13 +91,13 @@ def default_tiling(
     # Enough pieces to fill the GPU, however the keys are spread over the parents.
     piece_keys = num_heads * num_keys * padded_dim >> 16
     tiling = PrecomputeTiling(
-        num_chunks=_clamped_power_of_2(num_keys >> 10, 16, most_chunks),
+        num_chunks=clamped_power_of_2(num_keys >> 10, 16, most_chunks),
         sort_keys=64,
         sort_parents=64,
         sort_shared=88 * 1024,
         sort_warps=4,
         sort_stages=3,
-        piece_keys=_clamped_power_of_2(piece_keys, 256, 2048),
+        piece_keys=clamped_power_of_2(piece_keys, 256, 2048),
         leaf_keys=32,
         leaf_warps=1,
         leaf_stages=3,
@@ -129,7 +129,7 @@ def default_tiling(
     return tiling
 
 
-def _clamped_power_of_2(number: int, least: int, most: int) -> int:
+def clamped_power_of_2(number: int, least: int, most: int) -> int:
     """The largest power of two up to `number`, but within `least` and `most`."""
     return min(most, max(least, 1 << (max(number, 1).bit_length() - 1)))
 

@@ -6,26 +6,12 @@ Shapes: as in `precompute`.
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.rows import (
-    bias_of,
-    first_maximum,
-    origin_of,
-    parent_rows,
-    product,
+from avq_diffusers.attention.triton.nearest import (
+    best_of_loaded_tiles,
+    best_of_tile,
+    load_parents,
 )
-
-
-@triton.jit
-def _nearest_parents(key, codes, bias, first_parent, LAST: tl.constexpr):
-    """(KEYS, 8) best score among every eighth parent of a tile, and that parent.
-
-    A thread holds two of eight columns of a row, so threads need not communicate.
-    """
-    PLACES: tl.constexpr = codes.shape[0] // 8
-    scores = (product(key, codes.T) + bias[None, :]).reshape(key.shape[0], PLACES, 8)
-    parents = tl.arange(0, PLACES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    best, parent = first_maximum(scores, parents[None], LAST)
-    return best, first_parent + parent
+from avq_diffusers.attention.triton.rows import first_maximum, origin_of
 
 
 @triton.jit
@@ -34,45 +20,6 @@ def _count_bits(bits):
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F
     return (bits * 0x01010101) >> 24
-
-
-@triton.jit
-def _load_parents(
-    key_ptr,
-    key_order_ptr,
-    parents_ptr,
-    stored_codes_ptr,
-    bias_ptr,
-    parents,
-    stride,
-    num_keys,
-    NUM_PARENTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Codes and biases of some parents."""
-    if stored_codes_ptr is not None:
-        columns = tl.arange(0, PADDED_DIM)
-        codes = tl.load(stored_codes_ptr + parents[:, None] * PADDED_DIM + columns[None, :])
-        bias = tl.load(bias_ptr + parents)
-    else:
-        is_parent = parents < NUM_PARENTS
-        codes = parent_rows(
-            key_ptr,
-            key_order_ptr,
-            parents_ptr,
-            parents,
-            stride,
-            num_keys,
-            is_parent,
-            NUM_PARENTS,
-            HEAD_DIM,
-            PADDED_DIM,
-            ALIGN,
-        )
-        bias = bias_of(codes, is_parent)
-    return codes, bias
 
 
 @triton.jit(
@@ -164,7 +111,7 @@ def sort_kernel(
         codes = ()
         biases = ()
         for first_parent in tl.static_range(0, PARENT_ROWS, PARENTS):
-            tile_codes, tile_bias = _load_parents(
+            tile_codes, tile_bias = load_parents(
                 head_ptr,
                 key_order_ptr,
                 parents_ptr,
@@ -190,7 +137,7 @@ def sort_kernel(
                     centre += tl.sum(codes[part].to(tl.float32), axis=0)
             else:
                 for first_parent in tl.range(0, PARENT_ROWS, PARENTS):
-                    tile_codes, _ = _load_parents(
+                    tile_codes, _ = load_parents(
                         head_ptr,
                         key_order_ptr,
                         parents_ptr,
@@ -227,38 +174,33 @@ def sort_kernel(
 
         # (KEYS, 8)
         if PARENT_ROWS == PARENTS:
-            best, parent = _nearest_parents(key, codes[0], biases[0], 0, PARENT_ROWS - 1)
-        else:
+            best, parent = best_of_tile(key, codes[0], biases[0], 0, PARENT_ROWS - 1)
+        elif RESIDENT:
             best = tl.full([KEYS, 8], float("-inf"), tl.float32)
             parent = tl.full([KEYS, 8], PARENT_ROWS - 1, tl.int32)
-            if RESIDENT:
-                for part in tl.static_range(PARENT_ROWS // PARENTS):
-                    tile_best, tile_parent = _nearest_parents(
-                        key, codes[part], biases[part], part * PARENTS, PARENTS - 1
-                    )
-                    parent = tl.where(tile_best > best, tile_parent, parent)
-                    best = tl.maximum(best, tile_best)
-            else:
-                for first_parent in tl.range(0, PARENT_ROWS, PARENTS):
-                    tile_codes, tile_bias = _load_parents(
-                        head_ptr,
-                        key_order_ptr,
-                        parents_ptr,
-                        stored_codes_ptr,
-                        bias_ptr,
-                        first_parent + parents,
-                        key_stride_token // ALIGN,
-                        num_keys,
-                        NUM_PARENTS,
-                        HEAD_DIM,
-                        PADDED_DIM,
-                        ALIGN,
-                    )
-                    tile_best, tile_parent = _nearest_parents(
-                        key, tile_codes, tile_bias, first_parent, PARENTS - 1
-                    )
-                    parent = tl.where(tile_best > best, tile_parent, parent)
-                    best = tl.maximum(best, tile_best)
+            for part in tl.static_range(PARENT_ROWS // PARENTS):
+                tile_best, tile_parent = best_of_tile(
+                    key, codes[part], biases[part], part * PARENTS, PARENTS - 1
+                )
+                parent = tl.where(tile_best > best, tile_parent, parent)
+                best = tl.maximum(best, tile_best)
+        else:
+            best, parent = best_of_loaded_tiles(
+                key,
+                head_ptr,
+                key_order_ptr,
+                parents_ptr,
+                stored_codes_ptr,
+                bias_ptr,
+                key_stride_token // ALIGN,
+                num_keys,
+                NUM_PARENTS,
+                HEAD_DIM,
+                PADDED_DIM,
+                PARENT_ROWS,
+                PARENTS,
+                ALIGN,
+            )
         _, parent = first_maximum(best, parent, PARENT_ROWS - 1)
         tl.store(rank_ptr + tile + rows, parent, mask=is_key)
 
