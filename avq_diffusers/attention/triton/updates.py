@@ -108,7 +108,7 @@ def update_launches(
     chunk_keys = clamped_power_of_2(batch * num_heads * num_keys >> 9, 256, 2048)
     num_chunks = -(-num_keys // chunk_keys)
     is_wide = dtype == torch.float32
-    tile_parents = min(32 if is_wide else 64, parent_rows)  # the most that fit registers
+    tile_parents = min(64, parent_rows)
     mean_rows = 16
     align = 8 if all(stride % 8 == 0 for stride in strides[:3]) else 1
 
@@ -135,7 +135,7 @@ def update_launches(
         "PADDED_DIM": padded_dim,
         "PARENT_ROWS": parent_rows,
         "PARENTS": tile_parents,
-        "KEYS": 32,
+        "KEYS": 32 if is_wide else 64,
         "ROWS": mean_rows,
         "ALIGN": align,
         "num_warps": 4,
