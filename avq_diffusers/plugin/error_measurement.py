@@ -150,6 +150,7 @@ class Ladder:
             AVQConfig.parse(sizes).sizes,
             self.config.query_tile,
             key.dtype,
+            self.config.num_updates,
         )
 
     def _compile(self, calls: Collection[Callable[[], Tensor]], device: torch.device) -> None:

@@ -195,6 +195,7 @@ class LayerState:
             sizes=self.call.get().sizes,
             query_tile=self.config.query_tile,
             dtype=torch.get_autocast_dtype(device) if is_autocast else hidden_states.dtype,
+            num_updates=self.config.num_updates,
         )
 
     def attend(

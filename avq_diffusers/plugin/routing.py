@@ -59,6 +59,7 @@ class Workload:
         sizes: parents, refined parents, children and exact keys.
         query_tile: queries per tile.
         dtype: of the activations.
+        num_updates: Lloyd updates of the parents.
     """
 
     batch_heads: int
@@ -66,13 +67,15 @@ class Workload:
     sizes: Sizes
     query_tile: int
     dtype: torch.dtype
+    num_updates: int = 0
 
     def key(self, device: torch.device) -> str:
         """The name of the entry in `routes.json`."""
         dtype = str(self.dtype).removeprefix("torch.")
+        updates = f", {self.num_updates} updates" if self.num_updates else ""
         return (
             f"{torch.cuda.get_device_name(device)}, {dtype}, {self.batch_heads} rows, "
-            f"D{self.head_dim}, {self.sizes}, tiles of {self.query_tile}"
+            f"D{self.head_dim}, {self.sizes}, tiles of {self.query_tile}{updates}"
         )
 
 
@@ -223,6 +226,7 @@ def _both_attentions(
         value,
         **workload.sizes._asdict(),
         query_tile=workload.query_tile,
+        num_updates=workload.num_updates,
         query_order=torch.arange(num_tokens, device=device),
     )
     return avq, partial(F.scaled_dot_product_attention, query, key, value)

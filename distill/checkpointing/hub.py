@@ -151,7 +151,8 @@ def _attention(config: DistillConfig) -> str:
     if config.attention == "linfusion":
         return "LinFusion's linear attention"
     kind = "own" if config.codebooks is None else "stored"
-    updates = f", {config.avq.num_updates} updates" if config.avq.num_updates else ""
+    number = config.avq.num_updates
+    updates = f", {number} update{'s' * (number > 1)}" if number else ""
     return f"AVQ {config.avq} with {kind} codewords{updates}"
 
 

@@ -8,6 +8,8 @@ import pytest
 import yaml
 from tiny_training import CONFIGS, RUN_CONFIG
 
+from avq_diffusers import AVQCodebooks
+from avq_diffusers.mini import MINI_DISTILLED, MINI_DISTILLED_LEVEL1
 from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.pretrain.config import ScorerConfig, SD3Config, SDConfig, VAEConfig
@@ -55,7 +57,6 @@ def test_every_row_has_its_file(prefix, row, sizes, levels):
     ("row", "stored", "sizes", "learning_rate", "weighting_scheme"),
     [
         ("mini_own_m32p8c8", "mini_m32p8c8", {}, 5e-4, "none"),
-        ("mini_own_m64p16c8", "mini_m64p16c8", {}, 5e-4, "none"),
         ("mini_own_m128p32c8", "mini_m128p32c8", {}, 5e-4, "none"),
         ("mini_own_m64p16c8_level1", "mini_m64p16c8_level1", {"exact": ()}, 2e-4, "none"),
         (
@@ -87,6 +88,28 @@ def test_rows_of_own_codewords_train_as_their_family(
         other = replace(other, steps=500, learning_rate=learning_rate, precision="fp16")
     assert own.objective == replace(other.objective, **objective)
     assert own == replace(other, avq=own.avq, objective=own.objective, codebooks=None)
+
+
+def test_level_0_ships_by_a_guided_row():
+    """Catches data or sizes other than those of the rows beside it."""
+    guided, plain = (
+        load_config(CONFIGS / f"mini_own_{name}.yaml", DistillConfig, [])
+        for name in ("m64p16c8", "m32p8c8")
+    )
+    avq = replace(plain.avq, num_parents=64, num_refined=16, num_updates=1)
+    objective = replace(plain.objective, guided_weight=1.0, weighting_scheme="sampling")
+    training = {"steps": 3500, "learning_rate": 1e-4, "compile": True}
+    assert guided == replace(plain, avq=avq, objective=objective, **training)
+
+
+@pytest.mark.parametrize("folder", [MINI_DISTILLED, MINI_DISTILLED_LEVEL1])
+def test_shipped_students_are_of_their_rows(folder):
+    shipped = AVQCodebooks.from_pretrained(folder)
+    training = shipped.config["training"]
+    row = load_config(CONFIGS / f"{training['config']}.yaml", DistillConfig, [])
+    assert shipped.avq_config == row.avq
+    found = training["steps"], training["samples"], training["seed"]
+    assert found == (row.steps, row.steps * row.batch_size, row.seed)
 
 
 @pytest.mark.parametrize(

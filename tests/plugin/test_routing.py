@@ -246,7 +246,7 @@ def test_never_slower_from_a_break_even_on(monkeypatch):
 
 def test_what_is_measured_can_run(monkeypatch):
     """Catches a mistake in the arguments of the operation, which other tests replace."""
-    workload = Workload(2, 8, Sizes(4, 2, 3, 20), 16, torch.float32)
+    workload = Workload(2, 8, Sizes(4, 2, 3, 20), 16, torch.float32, num_updates=1)
     monkeypatch.setattr(routing, "TOKENS", (48,))
     for name in ("_eager_milliseconds", "_compiled_milliseconds"):
         monkeypatch.setattr(routing, name, lambda call: call().numel())
@@ -267,12 +267,29 @@ def test_exact_keys_have_a_break_even_of_their_own(monkeypatch):
     assert [key.split(", ")[4] for key in keys] == ["M64P16C8", "M64P16C8E256"]
 
 
-def test_the_workload_of_a_call(unet, codebooks):
-    """Catches heads or the batch left out of what decides."""
-    apply_avq(unet, codebooks)
+def test_updates_have_a_break_even_of_their_own(monkeypatch):
+    """Catches an update, which takes time, left out of what is measured and kept."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+    updated = replace(WORKLOAD, num_updates=2)
+    assert updated.key(torch.device("cuda")) == f"{KEY}, 2 updates"
+    seen = []
+    monkeypatch.setattr(routing, "TOKENS", (48,))
+    monkeypatch.setattr(routing, "avq_attention", lambda *_, **options: seen.append(options))
+    for name in ("_eager_milliseconds", "_compiled_milliseconds"):
+        monkeypatch.setattr(routing, name, lambda call: call() or 0.0)
+    monkeypatch.setattr(routing.F, "scaled_dot_product_attention", lambda *_: 1.0)
+    measure_break_even(updated, torch.device("cpu"), 8)
+    assert {options["num_updates"] for options in seen} == {2}
+
+
+@pytest.mark.parametrize("num_updates", [0, 1])
+def test_the_workload_of_a_call(unet, num_updates):
+    """Catches heads, the batch or updates left out of what decides."""
+    config = AVQConfig(4, 2, 2, query_tile=16, levels=(0,), num_updates=num_updates)
+    apply_avq(unet, config)
     layer = select_layers(unet, (0,))[0]
     workload = layer.avq_state.workload(torch.empty(3, 1, 1))
-    assert workload == Workload(8, 8, Sizes(4, 2, 2, 0), 16, torch.float32)
+    assert workload == Workload(8, 8, Sizes(4, 2, 2, 0), 16, torch.float32, num_updates)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])
