@@ -502,6 +502,8 @@ def _kernel_codewords(
     """Stored codewords and updated parents as the kernels take them, one or none of the two."""
     if parents is not None and children is not None:
         return _packed_codewords(parents, children, scale, key.dtype), None
+    if num_updates == 0:
+        return None, None
     from avq_diffusers.attention.triton.updates import updated_parents
 
     return None, updated_parents(key, key_order, num_parents=num_parents, num_updates=num_updates)

@@ -87,8 +87,3 @@ def test_layout_and_repetition_keep_the_bits():
     first = updated_parents(key, None, num_parents=16, num_updates=2)
     for again in (key, key.contiguous()):
         assert torch.equal(updated_parents(again, None, num_parents=16, num_updates=2), first)
-
-
-def test_no_update_gives_no_parents():
-    key = integer_keys((1, 1, 20, 8), HALF)
-    assert updated_parents(key, None, num_parents=4, num_updates=0) is None

@@ -8,8 +8,9 @@ parent (paper, Algorithm 1). Two or three launches:
                 matrix product. A product with the one-hot choice adds up their keys and values.
     leaf order  puts the keys of a cell in the order of its leaves, if queries meet keys themselves.
 
-The parents are stored codewords, or keys that are evenly spaced in the query order. The children
-are stored too, or keys of the cell. They are read where they are: no launch makes codewords.
+The parents are stored codewords, or keys that are evenly spaced in the query order; `updates` may
+have moved these. The children are stored too, or keys of the cell. They are read where they are: no
+launch here makes codewords.
 
 A parent with many keys is cut into pieces of fixed length. The program that finishes last adds the
 pieces in order, so every run gives the same bits.

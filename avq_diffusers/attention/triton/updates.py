@@ -35,33 +35,40 @@ from avq_diffusers.attention.triton.rows import first_maximum, parent_rows, prod
 
 def updated_parents(
     key: Tensor, key_order: Tensor | None, *, num_parents: int, num_updates: int
-) -> Tensor | None:
+) -> Tensor:
     """Parents at the means of their keys; a parent without keys stays. They are rounded each time.
 
     Args:
         key: (B, H, S, D) float16, bfloat16 or float32, on the current device.
         key_order: (S,) int32 or int64 permutation in which the first parents are evenly spaced;
             None is the order of keys.
+        num_updates: at least 1.
 
     Returns:
-        (B, H, M0, D) contiguous, dtype of `key`; None without updates.
+        (B, H, M0, D) contiguous, dtype of `key`.
     """
     key, key_order = kernel_layout(key), aligned(key_order)
-    parents = None
-    for _ in range(num_updates):
-        plan = _plan(
-            key.shape,
-            key.stride(),
-            key.dtype,
-            key.device,
-            has_parents=parents is not None,
-            order_dtype=None if key_order is None else key_order.dtype,
-            num_parents=num_parents,
-        )
-        tensors = {"key": key, "key_order": key_order, "parents": parents}
-        memory = plan.run({name: pointer(x) for name, x in tensors.items()}, key.device)
-        parents = plan.part(memory, "updated")
+    parents = _updated(key, key_order, None, num_parents)
+    for _ in range(num_updates - 1):
+        parents = _updated(key, key_order, parents, num_parents)
     return parents
+
+
+def _updated(
+    key: Tensor, key_order: Tensor | None, parents: Tensor | None, num_parents: int
+) -> Tensor:
+    plan = _plan(
+        key.shape,
+        key.stride(),
+        key.dtype,
+        key.device,
+        has_parents=parents is not None,
+        order_dtype=None if key_order is None else key_order.dtype,
+        num_parents=num_parents,
+    )
+    tensors = {"key": key, "key_order": key_order, "parents": parents}
+    memory = plan.run({name: pointer(x) for name, x in tensors.items()}, key.device)
+    return plan.part(memory, "updated")
 
 
 @lru_cache(MOST_PLANS)
