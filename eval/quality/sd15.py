@@ -109,6 +109,12 @@ ROWS = {
     "own_m64p16c8": TableRow(
         "AVQ M64P16C8, own codewords", "M64P16C8@L0/own", _AVQ_HOURS, config="own_m64p16c8"
     ),
+    "own_m64p16c8e256_level1": TableRow(
+        "AVQ M64P16C8E256, levels 0 and 1, own codewords",
+        "M64P16C8E256@L01/own",
+        {512: 1.3, 1024: 3.6},
+        config="own_m64p16c8e256_level1",
+    ),
 }
 
 

@@ -66,7 +66,17 @@ def test_every_row_has_its_file(prefix, row, sizes, levels):
             1e-4,
             "inverse_alpha",
         ),
+        ("sd15_own_m32p8c8", "sd15_m32p8c8", {}, None, "none"),
         ("sd15_own_m64p16c8", "sd15_m64p16c8", {}, None, "none"),
+        ("sd15_own_m128p32c8", "sd15_m128p32c8", {}, None, "none"),
+        ("sd15_own_m64p16c8_level1", "sd15_m64p16c8_level1", {}, None, "none"),
+        (
+            "sd15_own_m64p16c8e256_level1",
+            "sd15_m64p16c8_level1",
+            {"exact_keys": 256},
+            None,
+            "none",
+        ),
     ],
 )
 def test_rows_of_own_codewords_train_as_their_family(
@@ -90,16 +100,18 @@ def test_rows_of_own_codewords_train_as_their_family(
     assert own == replace(other, avq=own.avq, objective=own.objective, codebooks=None)
 
 
-def test_level_0_ships_by_a_guided_row():
-    """Catches data or sizes other than those of the rows beside it."""
-    guided, plain = (
+def test_guided_rows_differ_in_what_they_say():
+    """Catches data or sizes other than those of the rows beside them."""
+    guided, flat, plain = (
         load_config(CONFIGS / f"mini_own_{name}.yaml", DistillConfig, [])
-        for name in ("m64p16c8", "m32p8c8")
+        for name in ("m64p16c8", "m192", "m32p8c8")
     )
     avq = replace(plain.avq, num_parents=64, num_refined=16, num_updates=1)
     objective = replace(plain.objective, guided_weight=1.0, weighting_scheme="sampling")
     training = {"steps": 3500, "learning_rate": 1e-4, "compile": True}
     assert guided == replace(plain, avq=avq, objective=objective, **training)
+    avq = replace(plain.avq, num_parents=192, num_children=0, num_refined=0)
+    assert flat == replace(guided, avq=avq, learning_rate=3e-4)
 
 
 @pytest.mark.parametrize("folder", [MINI_DISTILLED, MINI_DISTILLED_LEVEL1])
