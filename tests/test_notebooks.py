@@ -124,6 +124,8 @@ def test_results_of_another_day(tmp_path):
         document = json.loads(path.read_text())
         document["rows"].append({**document["rows"][-1], **changes})
         path.write_text(json.dumps(document))
+    for name in ("quality_peers_levels0.json", "quality_levels0_512_scalecrafter.json"):
+        shutil.copy(RESULTS / name, tmp_path)
     shutil.copytree(RESULTS / "scenes", tmp_path / "scenes")
 
     shown = outputs(run("results", f"FOLDER = Path({str(tmp_path)!r})"))
