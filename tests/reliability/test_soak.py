@@ -1,7 +1,8 @@
 """Random problems, as many as fit the minutes of SOAK_MINUTES: `pytest -m long` on this file.
 
 The tests of `attention/test_fuzz.py` draw the same problems. The number of a case is enough to
-draw it again.
+draw it again. As there, gradients are not compared where keys tie between parents: some CPUs round
+the distances to equal parents differently.
 """
 
 import os
@@ -11,7 +12,7 @@ from random import Random
 
 import pytest
 import torch
-from problems import draw_problem, error_over_budget, gradient_over_budget
+from problems import codewords_of, draw_problem, error_over_budget, gradient_over_budget
 
 KERNELS = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if KERNELS else "cpu")
@@ -25,7 +26,8 @@ def test_random_problems_are_solved_within_the_budget():
         rng = Random(f"0 {case}")
         problem = draw_problem(rng, kernels=KERNELS, device=DEVICE, most=2000 if KERNELS else 300)
         errors = [error_over_budget(problem, "triton" if KERNELS else "torch")]
-        if problem.query.dtype == torch.float64:
+        is_wide = problem.query.dtype == torch.float64
+        if is_wide and codewords_of(problem, "torch").is_clear.all():
             errors.append(gradient_over_budget(problem))
         if not max(errors) <= 1:
             beyond.append(f"case {case}, {max(errors):.3g}: {problem}")
