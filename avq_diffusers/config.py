@@ -42,8 +42,7 @@ class AVQConfig:
         levels: UNet levels whose self-attention is replaced; 0 is the highest resolution, and all
             of a transformer.
         exact: layers at these levels that keep exact attention: names of layers, or of modules
-            such as `"up_blocks.1"` for all layers in them. `measure_sensitivity` finds the layers
-            that change the output most.
+            such as `"up_blocks.1"` for all layers in them.
         codewords: what represents the keys of a leaf or cell: `"means"` is their mean in each call,
             `"stored"` the codeword of a codebook, the paper's form.
         num_updates: Lloyd updates of the parents by the keys of each call, at most 100.

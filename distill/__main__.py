@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.cli.options import hide_torchvision_notes, restore_threads
+from avq_diffusers.options import hide_torchvision_notes, restore_threads
 from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.exceptions import DataError, exit_on

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from avq_diffusers.cli.options import LARGEST_SEED
+from avq_diffusers.options import LARGEST_SEED
 
 ConfigType = TypeVar("ConfigType")
 

@@ -19,23 +19,21 @@ MSE_w       mean over images of w(t) MSE, with the timestep t of the image. w is
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.codebook.ema import batch_statistics
-from avq_diffusers.codebook.kmeans import fit_codebook
+from distill.attention import CHILD
 from distill.config import ObjectiveConfig
-from distill.quantizer import Quantizer
-from distill.student import StoredSelfAttention, make_student, tuned_parameters
+from distill.quantizer import Quantizer, recorded
+from distill.stored import StoredAttention
+from distill.student import make_student, tuned_parameters
 
 Batch = Mapping[str, Tensor]
 
@@ -114,15 +112,16 @@ class Objective(nn.Module):
             self.timestep_weights = weights.to(teacher.device)
 
     @property
-    def processors(self) -> dict[str, StoredSelfAttention]:
-        """The processors with codebooks by layer name."""
-        pairs = zip(self.names, (attn.processor for attn in self.layers), strict=True)
-        return {name: found for name, found in pairs if isinstance(found, StoredSelfAttention)}
+    def stored(self) -> dict[str, StoredAttention]:
+        """The attentions with codebooks by layer name."""
+        pairs = zip(self.names, self.layers, strict=True)
+        found = {name: getattr(attn, CHILD, None) for name, attn in pairs}
+        return {name: x for name, x in found.items() if x is not None}
 
     @property
     def quantizers(self) -> dict[str, Quantizer]:
         """The quantizers by layer name."""
-        return {name: processor.quantizer for name, processor in self.processors.items()}
+        return {name: attention.quantizer for name, attention in self.stored.items()}
 
     def compile_unets(self, *, student: bool) -> None:
         """Compile the teacher and, with `student`, the student; on a GPU into CUDA graphs.
@@ -145,7 +144,8 @@ class Objective(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the unweighted losses and their weighted sum `loss`, float32 scalars.
 
-        In training mode the keys enter the statistics for `update_codebooks`. With a
+        In training mode the keys enter the commitment loss, and the statistics for
+        `update_codebooks`; else there is neither. With a
         `guided_weight`, keys and features are those of the passes with and without caption.
 
         Args:
@@ -161,7 +161,7 @@ class Objective(nn.Module):
             text_states = torch.cat([text_states, self.empty_text_states.expand_as(text_states)])
         inputs = (noisy_latents, timesteps, text_states)
         weights = None if self.timestep_weights is None else self.timestep_weights[timesteps]
-        quantizers = self.quantizers.values()
+        quantizers = self.quantizers.values() if self.training else ()
         teacher_layers = [self.teacher.get_submodule(name) for name in self.names]
         with torch.no_grad(), recorded(teacher_layers) as teacher_features:
             teacher_output = predict(self.teacher, *inputs)
@@ -185,9 +185,8 @@ class Objective(nn.Module):
         losses["output"] = mse(output, teacher_output, weights)
         if quantizers:
             losses["commitment"] = mean(leaves[quantizer].commitment() for quantizer in quantizers)
-        if self.training:
-            for quantizer in quantizers:
-                quantizer.observe(leaves[quantizer])
+        for quantizer in quantizers:
+            quantizer.observe(leaves[quantizer])
         loss = sum(self.weights[name] * value for name, value in losses.items())
         return {**losses, "loss": loss}
 
@@ -218,21 +217,9 @@ class Objective(nn.Module):
             ValueError: there are fewer keys than parents.
         """
         sampled = self._sample_keys(batches, keys_per_layer, seed)
-        for name, processor in self.processors.items():
+        for name, attention in self.stored.items():
             keys, num_tokens = sampled[name]
-            quantizer = processor.quantizer
-            codebook = fit_codebook(
-                keys,
-                processor.config.num_parents,
-                processor.config.num_children,
-                seed=seed,
-                constrain=quantizer.constrain,
-            )
-            _, counts = batch_statistics(keys, codebook)
-            quantizer.start(codebook, counts * (samples_per_step * num_tokens / keys.shape[1]))
-            if dist.is_initialized():
-                for tensor in quantizer.state_dict().values():
-                    dist.broadcast(tensor, src=0)
+            attention.start(keys, samples_per_step * num_tokens, seed)
 
     @torch.no_grad()
     def update_codebooks(self, decay: float) -> None:
@@ -241,24 +228,13 @@ class Objective(nn.Module):
         With DiVeQ the optimizer has moved the codewords, and only their statistics follow.
         """
         for quantizer in self.quantizers.values():
-            key_sums, counts = quantizer.statistics
-            if dist.is_initialized():
-                dist.all_reduce(key_sums)
-                dist.all_reduce(counts)
-            quantizer.update(key_sums, counts, decay)
-            quantizer.statistics = None
+            quantizer.update(decay)
 
     @torch.no_grad()
     def reassign_dead(self, *, threshold: float, seed: int) -> None:
-        """Move codewords with fewer than `threshold` keys per step to keys of the last batch.
-
-        Call it right after `update_codebooks`, when no statistics of old codewords are pending.
-        `seed` is equal on all processes and differs between steps.
-        """
-        for processor in self.processors.values():
-            if dist.is_initialized():
-                dist.broadcast(processor.quantizer.kept_keys, src=0)
-            processor.quantizer.reassign_dead(threshold=threshold, seed=seed)
+        """`Quantizer.reassign_dead` of all codebooks, right after `update_codebooks`."""
+        for quantizer in self.quantizers.values():
+            quantizer.reassign_dead(threshold=threshold, seed=seed)
 
     def diagnostics(self) -> dict[str, dict[str, Tensor]]:
         """Return metrics per head, (H,), by layer name and metric, without a host sync.
@@ -266,15 +242,11 @@ class Objective(nn.Module):
         The metrics are `quantization_error`, `active_ratio` and, unless the codebook is flat,
         `capture` of `config.num_refined` parents on one image at the cost of exact attention.
         """
-        return {name: processor.diagnostics() for name, processor in self.processors.items()}
+        return {name: attention.diagnostics() for name, attention in self.stored.items()}
 
-    @torch.no_grad()
     def codebooks(self) -> dict[str, Codebook]:
         """Return copies of the codebooks by layer name; empty for own codewords."""
-        return {
-            name: Codebook(*(x.clone() for x in vars(quantizer.codebook()).values()))
-            for name, quantizer in self.quantizers.items()
-        }
+        return {name: attention.copied_codebook() for name, attention in self.stored.items()}
 
     @torch.no_grad()
     def projections(self) -> dict[str, dict[str, Tensor]]:
@@ -296,8 +268,8 @@ class Objective(nn.Module):
 
     def key_norms(self) -> dict[str, nn.LayerNorm]:
         """Return the learned key norms by layer name; empty unless `config.key_norm`."""
-        found = {name: processor.key_norm for name, processor in self.processors.items()}
-        return {name: norm for name, norm in found.items() if isinstance(norm, nn.LayerNorm)}
+        found = {name: attention.key_norm for name, attention in self.stored.items()}
+        return {name: norm for name, norm in found.items() if norm is not None}
 
     def _sample_keys(
         self, batches: Sequence[Batch], keys_per_layer: int, seed: int
@@ -306,8 +278,8 @@ class Objective(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         num_images = sum(len(batch["timesteps"]) for batch in batches)
         num_kept = math.ceil(keys_per_layer / num_images)
-        teacher_layers = {name: self.teacher.get_submodule(name) for name in self.processors}
-        samples = {name: [] for name in self.processors}
+        teacher_layers = {name: self.teacher.get_submodule(name) for name in self.stored}
+        samples = {name: [] for name in teacher_layers}
         num_tokens = {}
         for batch in batches:
             with recorded(attn.to_k for attn in teacher_layers.values()) as projected:
@@ -315,30 +287,14 @@ class Objective(nn.Module):
                     self.teacher, batch["noisy_latents"], batch["timesteps"], batch["text_states"]
                 )
             keys = {}
-            for name, processor in self.processors.items():
-                attn = teacher_layers[name]
-                heads = projected[attn.to_k].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-                keys[name] = processor.key_norm(heads.float())
-                num_tokens[name] = heads.shape[2]
+            for name, attn in teacher_layers.items():
+                keys[name] = projected[attn.to_k].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+                num_tokens[name] = keys[name].shape[2]
             for image in range(len(batch["timesteps"])):
                 for name, heads in keys.items():
                     kept = torch.randperm(num_tokens[name], generator=generator)[:num_kept]
-                    samples[name].append(heads[image][:, kept.to(heads.device)])
+                    samples[name].append(heads[image][:, kept.to(heads.device)].float())
         return {name: (torch.cat(samples[name], dim=1), num_tokens[name]) for name in samples}
-
-
-@contextmanager
-def recorded(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
-    """Collect the outputs of the modules while the block runs."""
-    outputs = {}
-
-    def record(module: nn.Module, inputs: tuple, output: Any) -> None:
-        outputs[module] = output
-
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_hook(record))
-        yield outputs
 
 
 def predict(

@@ -9,8 +9,8 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from avq_diffusers import apply_avq, remove_avq
-from avq_diffusers.cli.sheet import image_sheet
 from avq_diffusers.files import atomic_write
+from avq_diffusers.images import image_sheet
 from distill.checkpointing.export import make_codebooks
 from distill.config import DistillConfig
 from distill.objective import Objective

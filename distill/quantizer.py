@@ -4,9 +4,12 @@ Shapes: B batch, H heads, N keys, D head dim, M0 parents, C children per parent.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -133,11 +136,16 @@ class Quantizer(nn.Module):
         self.kept_keys = kept.clone(memory_format=torch.contiguous_format)
 
     @torch.no_grad()
-    def update(self, key_sums: Tensor, counts: Tensor, decay: float) -> None:
-        """Update with the statistics of one optimizer step.
+    def update(self, decay: float) -> None:
+        """Update by the statistics of all processes, once after each optimizer step.
 
         With DiVeQ only the counts are used; the optimizer moves the codewords.
         """
+        key_sums, counts = self.statistics
+        self.statistics = None
+        if dist.is_initialized():
+            dist.all_reduce(key_sums)
+            dist.all_reduce(counts)
         self.ema_counts.copy_(ema_update(self.ema_counts, counts, decay))
         if self.diveq:
             codebook = self.codebook()
@@ -153,7 +161,13 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def reassign_dead(self, *, threshold: float, seed: int) -> None:
-        """Move dead codewords to kept keys."""
+        """Move codewords with fewer than `threshold` keys per step to keys of the last batch.
+
+        Call it right after `update`, when no statistics of old codewords are pending. `seed` is
+        equal on all processes and differs between steps.
+        """
+        if dist.is_initialized():
+            dist.broadcast(self.kept_keys, src=0)
         key_sums, counts, codebook = reassign_dead(
             self.ema_key_sums,
             self.ema_counts,
@@ -182,3 +196,17 @@ class Quantizer(nn.Module):
     def _set_codebook(self, codebook: Codebook) -> None:
         self.parent_codewords.copy_(codebook.parents)
         self.child_codewords.copy_(codebook.children)
+
+
+@contextmanager
+def recorded(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
+    """Collect the outputs of the modules while the block runs."""
+    outputs = {}
+
+    def record(module: nn.Module, inputs: tuple, output: Any) -> None:
+        outputs[module] = output
+
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(record))
+        yield outputs

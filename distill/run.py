@@ -159,7 +159,7 @@ def prepare_run(config: DistillConfig, output: Path, *, resume: bool) -> Run:
     encoded = EncodedSamples(samples, config.data, config.image_size, encoder, **ranks)
     first_sample = 0 if found is None else found.step * config.batch_size
     batches = training_batches(config, encoded, pipe, first_sample=first_sample, **ranks)
-    if found is None and objective.processors:
+    if found is None and objective.stored:
         start_codebooks(objective, config, encoded, pipe, show_progress=accelerator.is_main_process)
 
     if config.compile:
@@ -309,7 +309,7 @@ def start_codebooks(
     last = num_images - (num_batches - 1) * size
     batches[-1] = {name: values[:last] for name, values in batches[-1].items()}
     if show_progress:
-        tqdm.write(f"fitting {len(objective.processors)} codebooks by k-means", sys.stderr)
+        tqdm.write(f"fitting {len(objective.stored)} codebooks by k-means", sys.stderr)
     objective.start_codebooks(
         batches,
         samples_per_step=config.batch_size * (2 if objective.is_guided else 1),

@@ -2,7 +2,7 @@
 
 import typer
 
-from avq_diffusers.cli.options import hide_torchvision_notes, restore_threads
+from avq_diffusers.options import hide_torchvision_notes, restore_threads
 from eval.commands import bench, coco, codebooks, keys, quality, reproduce, vision
 from eval.commands.options import run_app
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,14 +10,9 @@ from statistics import mean
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers import DiffusionPipeline, ModelMixin, StableDiffusionPipeline, UNet2DConditionModel
-from diffusers.models.attention_processor import (
-    Attention,
-    AttnProcessor2_0,
-    JointAttnProcessor2_0,
-)
 from torch import Tensor
-from torch.nn import functional
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -30,6 +25,7 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, remove_linfusion
+from avq_diffusers.hosts import attention_replaced
 from eval.names import (
     CUDNN,
     EXACT,
@@ -50,47 +46,37 @@ COMPUTATION = ("num_updates", "query_tile", "query_order", "importance_tile", "k
 CALIBRATION_SEED = 1_000_000_000  # of its noise, which no image of a table shares
 
 
-class ValueProjectionProcessor(AttnProcessor2_0):
-    """Negative control: every token attends to itself only and returns its value."""
+def own_values(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    codebook: None,
+    *,
+    sink_key: Tensor | None,
+    sink_value: Tensor | None,
+    query_order: Tensor,
+    key_order: Tensor,
+    scale: float | None,
+    **sizes: Any,
+) -> tuple[Tensor, str]:
+    """Negative control: every token of the grid attends to itself and to the text only.
 
-    def __call__(
-        self,
-        attn,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        temb: Tensor | None = None,
-    ) -> Tensor:
-        hidden_states = attn.to_out[0](attn.to_v(hidden_states))
-        return attn.to_out[1](hidden_states)
+    Args:
+        query, key, value, codebook, sink_key, sink_value, query_order, key_order, scale, **sizes:
+            as for a function of `attention_replaced`.
 
-
-class ValueJointProcessor(JointAttnProcessor2_0):
-    """Negative control in SD3: every token of the image attends to itself and to the text only."""
-
-    def __call__(self, attn, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
-        with _image_apart(hidden_states.shape[1]):
-            return super().__call__(attn, hidden_states, *others, **named)
-
-
-@contextmanager
-def _image_apart(num_tokens: int) -> Iterator[None]:
-    """Mask SDPA of a sequence that begins with an image: none of its tokens sees another."""
-    exact = functional.scaled_dot_product_attention
-
-    def masked(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        shape = (query.shape[2], key.shape[2])
-        mask = torch.ones(shape, dtype=torch.bool, device=query.device)
-        mask[:num_tokens, :num_tokens] = torch.eye(
-            num_tokens, dtype=torch.bool, device=query.device
-        )
-        return exact(query, key, value, attn_mask=mask, **options)
-
-    functional.scaled_dot_product_attention = masked
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = exact
+    Returns:
+        Without a text, the values.
+    """
+    if sink_key is None or sink_value is None:
+        return value, NO_ATTENTION
+    num_tokens = key.shape[2]
+    key, value = torch.cat([key, sink_key], dim=2), torch.cat([value, sink_value], dim=2)
+    rows = query_order[:num_tokens].long()  # the text's come after them
+    mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+    mask[rows, :num_tokens] = False
+    mask[rows, key_order.long()] = True
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale), NO_ATTENTION
 
 
 def network_of(pipe: DiffusionPipeline) -> ModelMixin:
@@ -271,13 +257,15 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
     if method.name == EXACT:
         yield
     elif method.name == NO_ATTENTION:
-        with _processors(pipe, _value_processors(pipe, method.levels)):
+        network, config = network_of(pipe), AVQConfig(levels=method.levels)
+        names = [layer.name for layer in select_layers(network, method.levels)]
+        with attention_replaced(network, dict.fromkeys(names, own_values), config):
             yield
     elif method.name.partition("@")[0] == TOME:
         with merged_tokens(pipe.unet, method.levels):
             yield
     elif method.linfusion is not None:
-        with _processors(pipe, method.linfusion):
+        with layers_run_by(pipe.unet, method.linfusion):
             yield
     else:
         try:
@@ -306,26 +294,14 @@ def merged_tokens(unet: UNet2DConditionModel, levels: tuple[int, ...]) -> Iterat
 
 
 @contextmanager
-def _processors(pipe: StableDiffusionPipeline, processors: Mapping[str, Any]) -> Iterator[None]:
-    """Run layers by other processors, and restore the previous ones."""
-    layers = {name: network_of(pipe).get_submodule(name) for name in processors}
-    previous = {name: attn.processor for name, attn in layers.items()}
-    for name, attn in layers.items():
-        attn.set_processor(processors[name])
-    try:
+def layers_run_by(unet: UNet2DConditionModel, processors: Mapping[str, Any]) -> Iterator[None]:
+    """Run layers of a UNet by these processors, and restore the previous ones."""
+    with ExitStack() as stack:
+        for layer in select_layers(unet):
+            if layer.name in processors:
+                stack.callback(layer.attn.set_processor, layer.attn.processor)
+                layer.attn.set_processor(processors[layer.name])
         yield
-    finally:
-        for name, attn in layers.items():
-            attn.set_processor(previous[name])
-
-
-def _value_processors(pipe: DiffusionPipeline, levels: tuple[int, ...]) -> dict[str, Any]:
-    """The negative control of each layer."""
-    if not _has_transformer(pipe):
-        layers = select_layers(pipe.unet, levels)
-        return {layer.name: ValueProjectionProcessor() for layer in layers}
-    modules = pipe.transformer.named_modules()
-    return {name: ValueJointProcessor() for name, x in modules if isinstance(x, Attention)}
 
 
 def _load_for_transformer(name: str) -> Method:
@@ -383,7 +359,9 @@ def _load_folder(
 def _check_codebooks(
     pipe: StableDiffusionPipeline, codebooks: AVQCodebooks, num_refined: int | None
 ) -> None:
-    for layer in codebooks.layers_of(pipe.unet):
+    layers = select_layers(pipe.unet, codebooks.avq_config.levels, codebooks.avq_config.exact)
+    codebooks.check_layers(layers)
+    for layer in layers:
         most = codebooks.layer_config(layer.name).most_refined
         if num_refined is not None and num_refined > most:
             raise ValueError(

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from avq_diffusers.plugin.layers import select_layers
+from avq_diffusers import select_layers
 from eval.methods import prepare_methods
 from eval.quality.scenes import score_methods
 

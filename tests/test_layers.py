@@ -5,37 +5,88 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("config", "files", "mini", "codebook", "attention")
-ROOMS = (*ROOMS, "plugin", "dit", "vision", "verbs", "extras", "cli")
+ROOMS = ("config", "files", "images", "captions", "options", "mini", "codebook", "attention")
+ROOMS = (*ROOMS, "hosts", "vision", "extras", "cli")
 ROOMS = [f"avq_diffusers.{room}" for room in ROOMS]  # from the bottom up
-INNER = {f"avq_diffusers.{room}" for room in ("plugin", "dit", "verbs")}
-FOR_PROGRAMS = {"avq_diffusers", *ROOMS} - INNER
+FOR_PROGRAMS = {"avq_diffusers", *ROOMS} - {"avq_diffusers.vision", "avq_diffusers.cli"}
 MAY_IMPORT = {"avq_diffusers": set()} | {room: {*ROOMS[:i]} for i, room in enumerate(ROOMS)}
 MAY_IMPORT |= {"distill": FOR_PROGRAMS, "eval": FOR_PROGRAMS}
-KNOW_DIFFUSERS = {"distill", "eval", *ROOMS[-6:]}
+KNOW_DIFFUSERS = ("distill", "eval", "avq_diffusers.mini.loading", *ROOMS[-4:])
+HOSTS = "avq_diffusers.hosts"
+# The modules of `hosts` that know one kind of model, and which others of them they import.
+ADAPTERS = {"unet": (), "joint": ("grids",), "dispatch": ("grids",), "grids": (), "vision": ()}
+KINDS = ("UNet", "Transformer", "Joint", "transformers.")  # in names of diffusers, transformers
 BACKENDS = {"reference": "reference", "forward": "torch", "backward": "torch", "triton": "triton"}
 PATHS = [p for x in ("avq_diffusers", "distill", "eval") for p in (ROOT / x).rglob("*.py")]
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PATHS
+}
 
 
 def imports(path: Path) -> set[str]:
-    """The modules that a file imports, also inside functions."""
+    """The modules of ours that a file imports, also inside functions, and the names of others."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     sources = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    names = {(node.module, alias.name) for node in sources for alias in node.names}
-    return found | {f"{a}.{b}" if f"{a}.{b}" in MODULES else a for a, b in names}
+    names = {f"{node.module}.{alias.name}" for node in sources for alias in node.names}
+    return found | {module_of(name) for name in names}
+
+
+def module_of(name: str) -> str:
+    """The module of ours that `name` is or is defined in; a name of others as it is."""
+    parent = name.rpartition(".")[0]
+    return parent if parent in MODULES and name not in MODULES else name
+
+
+def room_of(name: str) -> str:
+    """`avq_diffusers.cli` of `avq_diffusers.cli.page`; the package of any other name."""
+    return ".".join(name.split(".")[: 1 + name.startswith("avq_diffusers.")])
+
+
+def inside(name: str, package: str) -> str:
+    """The child of `package` that `name` is or is in; empty for other names."""
+    return name.removeprefix(f"{package}.").split(".")[0] if name.startswith(f"{package}.") else ""
+
+
+GRAPH = {module: imports(path) for module, path in MODULES.items()}
+PAIRS = [(module, name) for module, names in GRAPH.items() for name in names]
 
 
 def test_imports_go_down_only():
-    """Catches a kernel that knows the plugin, an oracle that shares code, and a cycle."""
-    graph = {module: imports(path) for module, path in MODULES.items()}
-    TopologicalSorter(graph).prepare()
-    for pair in ((module, name) for module, names in graph.items() for name in names):
-        room, other = (".".join(x.split(".")[: 1 + x.startswith("avq")]) for x in pair)
-        assert room == other or other not in MAY_IMPORT or other in MAY_IMPORT[room], pair
-        assert other not in ("diffusers", "transformers") or room in KNOW_DIFFUSERS, pair
-        backends = {
-            BACKENDS.get(x.removeprefix("avq_diffusers.attention.").split(".")[0]) for x in pair
-        }
+    """Catches a kernel that knows a host, a program that knows another, and a cycle."""
+    TopologicalSorter(GRAPH).prepare()
+    for module, name in PAIRS:
+        room, other = room_of(module), room_of(name)
+        ours = other.split(".")[0] in ("avq_diffusers", "distill", "eval")
+        assert room == other or not ours or other in MAY_IMPORT.get(room, ()), (module, name)
+
+
+def test_programs_see_only_the_face_of_hosts():
+    """Catches a program that depends on how hosts are made."""
+    for module, name in PAIRS:
+        assert room_of(module) not in ("distill", "eval") or not inside(name, HOSTS), (module, name)
+
+
+def test_few_know_diffusers():
+    """Catches a kernel or codebook that knows a model, and a host's common part that does."""
+    for module, name in PAIRS:
+        if room_of(name) in ("diffusers", "transformers"):
+            assert {module, room_of(module)} & {*KNOW_DIFFUSERS}, (module, name)
+            is_common = room_of(module) == HOSTS and inside(module, HOSTS) not in ADAPTERS
+            assert not is_common or not any(kind in name for kind in KINDS), (module, name)
+
+
+def test_adapters_do_not_know_each_other():
+    """Catches what is common to hosts but is written in one of them."""
+    for module, name in PAIRS:
+        adapter, other = inside(module, HOSTS), inside(name, HOSTS)
+        if adapter in ADAPTERS and other in ADAPTERS:
+            assert other in (adapter, *ADAPTERS[adapter]), (module, name)
+
+
+def test_backends_do_not_know_each_other():
+    """Catches an oracle that shares code with what it judges."""
+    for pair in PAIRS:
+        backends = {BACKENDS.get(inside(x, "avq_diffusers.attention")) for x in pair}
         assert len(backends - {None}) < 2, pair

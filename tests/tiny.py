@@ -20,10 +20,10 @@ from transformers import (
     CLIPTokenizer,
 )
 
+from avq_diffusers import gather_codebooks, select_layers
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.plugin.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
-from avq_diffusers.plugin.layers import select_layers
+from avq_diffusers.hosts.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"  # the first one
 LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
@@ -232,7 +232,7 @@ def random_codebooks(unet, config: AVQConfig = CONFIG, seed: int = 0, **argument
         offsets = torch.randn(shape, generator=generator)
         offsets -= offsets.mean(2, keepdim=True)
         codebooks[layer.name] = Codebook(parents, parents[:, :, None] + 0.5 * offsets)
-    return AVQCodebooks.from_codebooks(config, codebooks, unet, **arguments)
+    return gather_codebooks(unet, config, codebooks, **arguments)
 
 
 def random_changes(unet, config: AVQConfig = CONFIG) -> dict[str, dict[str, Tensor]]:
@@ -252,7 +252,7 @@ def own_codebooks(unet, config: AVQConfig = CONFIG, **facts) -> AVQCodebooks:
     """`random_changes` for own codewords."""
     config = replace(config, codewords="means")
     changes = random_changes(unet, config)
-    return AVQCodebooks.from_codebooks(config, None, unet, projection_changes=changes, **facts)
+    return gather_codebooks(unet, config, None, projection_changes=changes, **facts)
 
 
 def tuned_codebooks(unet, config: AVQConfig = CONFIG, **arguments) -> AVQCodebooks:

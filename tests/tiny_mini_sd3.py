@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from diffusers import SD3Transformer2DModel
 
-from avq_diffusers.cli.mini_sd3 import shared_parts
+from avq_diffusers.mini.loading import shared_parts
 from distill.pretrain.export import make_sd3_pipeline, save_sd3
 
 

@@ -14,24 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from avq_diffusers.cli.codebooks import codeword_source
-from avq_diffusers.cli.images import (
-    dilation,
-    fit_request,
-    image_capture,
-    image_error,
-    psnr,
-    timed_image,
-)
+from avq_diffusers.cli.images import dilation, fit_request, image_error, timed_image
 from avq_diffusers.cli.loading import load_pipeline
 from avq_diffusers.cli.output import save_image, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
-from avq_diffusers.cli.sheet import image_sheet
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.files import atomic_write
-from avq_diffusers.plugin.apply import apply_avq, avq_disabled
-from avq_diffusers.plugin.elastic import SHOWN_TARGETS, CaptureProfile
-from avq_diffusers.plugin.error_profile import ErrorProfile, set_tolerance
-from avq_diffusers.plugin.refinement import refinable_parents, set_num_refined
+from avq_diffusers.hosts.profile import ErrorProfile
+from avq_diffusers.hosts.refinement import refinable_parents
+from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of
+from avq_diffusers.images import image_sheet, psnr
 
 EXACT = "exact"
 HEADINGS = ("", "seconds", "speed", "PSNR dB")
@@ -62,7 +54,7 @@ class ToleranceChoice:
 
     def set(self, pipe: DiffusionPipeline) -> None:
         """Let the AVQ layers run them."""
-        set_tolerance(pipe, self.profile, self.tolerance)
+        apply_avq(pipe, self.profile, tolerance=self.tolerance, route="always")
 
 
 @dataclass(frozen=True)
@@ -96,9 +88,6 @@ def bench_model(
     choices: list[Choice | ToleranceChoice] = [*refined_choices(pipe, numbers)]
     requests = [replace(request, seed=request.seed + index) for index in range(num_images)]
     with dilation(pipe, request):
-        if any(refinable_parents(pipe).values()):
-            print("measuring which parents get the attention")
-            choices += capture_choices(image_capture(pipe, request))
         if tolerances:
             assert isinstance(source, AVQConfig)
             print("measuring the errors of several sizes")
@@ -120,7 +109,7 @@ def refined_choices(pipe: DiffusionPipeline, numbers: Sequence[int] | None = Non
     Raises:
         ValueError: the pipeline has no AVQ layer, or none that can refine so many parents.
     """
-    parents = refinable_parents(pipe)
+    parents = refinable_parents(states_of(pipe))
     most = max(parents.values())
     if numbers is None:
         numbers = sorted({0, *(most // part for part in (16, 8, 4, 2, 1))})
@@ -134,14 +123,6 @@ def refined_choices(pipe: DiffusionPipeline, numbers: Sequence[int] | None = Non
             {name: min(number, parents[name]) for name in parents},
         )
         for number in numbers
-    ]
-
-
-def capture_choices(profile: CaptureProfile) -> list[Choice]:
-    """Refine as few parents, by layer and timestep, as capture a share of the attention."""
-    return [
-        Choice(f"{target:.0%} capture", "capture target", profile.at_least(target))
-        for target in SHOWN_TARGETS
     ]
 
 
@@ -214,7 +195,7 @@ def plot_bench(results: Sequence[ChoiceResult], title: str, path: Path) -> None:
     axes = figure.subplots()
     axes.axvline(results[0].seconds, color="black", linestyle="--", label=EXACT)
     series = dict.fromkeys(result.series for result in results[1:])
-    for name, marker in zip(series, "os^", strict=False):
+    for name, marker in zip(series, "os", strict=False):
         shown = [x for x in results if x.series == name and math.isfinite(x.psnr)]
         axes.plot([x.seconds for x in shown], [x.psnr for x in shown], marker, label=name)
         for result in shown:

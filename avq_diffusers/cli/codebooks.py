@@ -6,15 +6,14 @@ from typing import Any
 
 from diffusers import DiffusionPipeline
 
-from avq_diffusers.cli.images import usual_guidance
-from avq_diffusers.cli.options import first_line
 from avq_diffusers.cli.request import ModelRequest
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.dit.layers import is_transformer
-from avq_diffusers.plugin.calibration import calibrate
-from avq_diffusers.plugin.codebooks import AVQCodebooks
-from avq_diffusers.plugin.layer_state import AVQSource
-from avq_diffusers.plugin.layers import select_layers, unet_of
+from avq_diffusers.hosts.calibration import calibrate
+from avq_diffusers.hosts.codebooks import AVQCodebooks
+from avq_diffusers.hosts.models import main_model
+from avq_diffusers.hosts.sources import AVQSource, default_config
+from avq_diffusers.mini.loading import usual_guidance
+from avq_diffusers.options import first_line
 
 
 def codeword_source(pipe: DiffusionPipeline, model: ModelRequest) -> AVQSource:
@@ -51,7 +50,8 @@ def calibrate_model(
 
 def _config_for(pipe: DiffusionPipeline, model: ModelRequest) -> AVQConfig:
     """The request's configuration, by default at the finest level with self-attention."""
-    if model.has_levels or is_transformer(pipe):
+    if model.has_levels:
         return model.config
-    present = (layer.level for layer in select_layers(unet_of(pipe)))
-    return replace(model.config, levels=(min(present, default=0),))  # SDXL's is level 1
+    hosted = main_model(pipe)
+    levels = default_config(hosted.host.layers(hosted.model)).levels
+    return replace(model.config, levels=levels)  # SDXL's is level 1

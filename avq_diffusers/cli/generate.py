@@ -3,21 +3,13 @@
 from pathlib import Path
 
 from avq_diffusers.cli.codebooks import codeword_source
-from avq_diffusers.cli.images import (
-    dilation,
-    fit_request,
-    image_capture,
-    image_error,
-    psnr,
-    timed_image,
-)
+from avq_diffusers.cli.images import dilation, fit_request, image_error, timed_image
 from avq_diffusers.cli.loading import load_pipeline
 from avq_diffusers.cli.output import save_image, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
-from avq_diffusers.cli.sheet import DIFFERENCE_GAIN, difference, image_sheet
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.dit.layers import is_transformer
-from avq_diffusers.verbs import apply_avq, avq_disabled, set_num_refined, summary
+from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, summary
+from avq_diffusers.images import DIFFERENCE_GAIN, difference, image_sheet, psnr
 
 
 def generate_image(
@@ -26,22 +18,16 @@ def generate_image(
     out: Path,
     *,
     num_refined: int | None,
-    capture: float | None,
     tolerance: float | None,
 ) -> None:
     """Write the AVQ image to `out` and the sheet beside it, and print what each layer ran."""
     pipe = load_pipeline(model.name, model.device)
-    if is_transformer(pipe) and capture is not None:
-        raise ValueError("--capture measures UNets; a transformer takes --tolerance.")
     request = fit_request(pipe, request)
     source = codeword_source(pipe, model)
     apply_avq(pipe, source, route="always")
     if num_refined is not None:
         set_num_refined(pipe, num_refined)
     with dilation(pipe, request):
-        if capture is not None:
-            print(f"measuring which parents get {capture:.0%} of attention")
-            set_num_refined(pipe, image_capture(pipe, request).at_least(capture))
         if tolerance is not None:
             assert isinstance(source, AVQConfig)
             print(f"measuring which sizes have an error of at most {tolerance:g}")

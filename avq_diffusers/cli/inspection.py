@@ -12,7 +12,7 @@ from torch import Tensor
 
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.files import atomic_write
-from avq_diffusers.plugin.codebooks import AVQCodebooks
+from avq_diffusers.hosts.codebooks import AVQCodebooks
 
 REPORT_WIDTH = 100
 METRICS = ("quantization_error", "capture", "active_ratio")

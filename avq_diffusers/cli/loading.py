@@ -10,10 +10,9 @@ from diffusers import DiffusionPipeline
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from avq_diffusers.cli.options import device_of, first_line
-from avq_diffusers.dit.layers import is_transformer
+from avq_diffusers.hosts.models import has_unet, unet_of
 from avq_diffusers.mini import is_mini_sd3
-from avq_diffusers.plugin.layers import unet_of
+from avq_diffusers.options import device_of, first_line
 
 
 def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
@@ -53,7 +52,7 @@ def load_pipeline(model: str, device: str | None = None) -> DiffusionPipeline:
             f"--model {model} has no text_encoder, like SDXL's refiner; name a model that makes "
             f"images from a prompt alone."
         )
-    if not is_transformer(pipe):
+    if has_unet(pipe):
         _check_unet(pipe, model)
     return pipe.to(device)
 
@@ -77,7 +76,7 @@ def _folder(model: str, is_half: bool) -> DiffusionPipeline:
     from diffusers import AutoPipelineForText2Image
 
     if is_mini_sd3(model):
-        from avq_diffusers.cli.mini_sd3 import load_mini_sd3
+        from avq_diffusers.mini.loading import load_mini_sd3
 
         return load_mini_sd3(model, torch.float16 if is_half else torch.float32)
     parts = dict(DiffusionPipeline.load_config(model))

@@ -11,7 +11,10 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.cli.options import (
+from avq_diffusers.cli.output import check_image_path, sheet_path
+from avq_diffusers.cli.request import DEFAULT_CONFIG, ImageRequest, ModelRequest
+from avq_diffusers.mini import MINI_CODEBOOKS, model_path, usual_prompts
+from avq_diffusers.options import (
     LARGEST_SEED,
     Dilated,
     check_positive,
@@ -22,11 +25,7 @@ from avq_diffusers.cli.options import (
     numbers_of,
     read_prompts,
     tolerances_of,
-    usual_prompts,
 )
-from avq_diffusers.cli.output import check_image_path, sheet_path
-from avq_diffusers.cli.request import DEFAULT_CONFIG, ImageRequest, ModelRequest
-from avq_diffusers.mini import MINI_CODEBOOKS, model_path
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -117,13 +116,6 @@ def generate(
             help="Parents refined per query tile; by default as many as the codebooks say."
         ),
     ] = None,
-    capture: Annotated[
-        float | None,
-        typer.Option(
-            help="As few refined parents, by layer and timestep, as get this share of attention, "
-            "such as 0.9; measured on this prompt."
-        ),
-    ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -141,18 +133,12 @@ def generate(
     Example: avq generate "three large red patterned stars in a row on a tiled navy background"
     """
     check_image_path(out, sheet_path(out))
-    dials = {"--num-refined": num_refined, "--capture": capture, "--tolerance": tolerance}
-    turned = [option for option, value in dials.items() if value is not None]
-    if len(turned) > 1:
-        raise ValueError(f"{' and '.join(turned)} exclude each other; drop one of them.")
-    if capture is not None and not 0 < capture <= 1:
-        raise ValueError(f"--capture must be above 0 and at most 1, but got {capture}.")
+    if num_refined is not None and tolerance is not None:
+        raise ValueError("--num-refined and --tolerance exclude each other; drop one of them.")
     chosen = ModelRequest.from_options(model, codebooks, config, levels, exact, device)
     if tolerance is not None:
         check_positive("--tolerance", tolerance)
         chosen.check_tolerance()
-    if capture is not None and codebooks is None and not chosen.config.most_refined:
-        raise ValueError(f"--capture chooses refined parents, but {chosen.config} has no children.")
     if num_refined is not None:
         chosen.check_refined([num_refined])
     request = ImageRequest(
@@ -161,9 +147,7 @@ def generate(
 
     from avq_diffusers.cli.generate import generate_image
 
-    generate_image(
-        chosen, request, out, num_refined=num_refined, capture=capture, tolerance=tolerance
-    )
+    generate_image(chosen, request, out, num_refined=num_refined, tolerance=tolerance)
 
 
 @app.command()
@@ -201,8 +185,6 @@ def bench(
     ] = Path("avq_bench.png"),
 ) -> None:
     """Time images with exact attention and with AVQ at several numbers of refined parents.
-
-    The last rows refine, by layer and timestep, as few parents as get a share of the attention.
 
     Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
     """
@@ -251,7 +233,7 @@ def app_command(
         ) from error
     from avq_diffusers.cli.codebooks import codeword_source
     from avq_diffusers.cli.loading import load_pipeline
-    from avq_diffusers.plugin.apply import apply_avq
+    from avq_diffusers.hosts.verbs import apply_avq
 
     pipe = load_pipeline(model, device)
     source = codeword_source(pipe, chosen)
@@ -334,7 +316,7 @@ def main() -> None:
         print(f"avq: {error}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:
-        from avq_diffusers.plugin.prompts import lacks_memory
+        from avq_diffusers.hosts.examples import lacks_memory
 
         if not lacks_memory(error):
             raise

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from avq_diffusers.cli.options import check_writable
 from avq_diffusers.files import atomic_write
+from avq_diffusers.options import check_writable
 
 
 def sheet_path(out: Path) -> Path:

@@ -10,30 +10,19 @@ import gradio as gr
 import torch
 from diffusers import DiffusionPipeline
 
-from avq_diffusers.cli.images import (
-    TimedImage,
-    dilation,
-    image_error,
-    psnr,
-    timed_image,
-    training_size,
-    usual_guidance,
-)
+from avq_diffusers.cli.images import TimedImage, dilation, image_error, timed_image, training_size
 from avq_diffusers.cli.request import ImageRequest
-from avq_diffusers.cli.sheet import DIFFERENCE_GAIN, difference
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.extras.scalecrafter.settings import SETTINGS
-from avq_diffusers.plugin.apply import avq_disabled
-from avq_diffusers.plugin.error_profile import (
-    SHOWN_TOLERANCES,
-    WITHOUT_CODEBOOKS,
-    ErrorProfile,
-    set_tolerance,
-)
-from avq_diffusers.plugin.layer_state import AVQSource, applied_states
-from avq_diffusers.plugin.prompts import lacks_memory
-from avq_diffusers.plugin.refinement import refinable_parents, set_num_refined
-from avq_diffusers.plugin.report import Summary, summary
+from avq_diffusers.hosts.examples import lacks_memory
+from avq_diffusers.hosts.models import has_unet
+from avq_diffusers.hosts.profile import SHOWN_TOLERANCES, ErrorProfile
+from avq_diffusers.hosts.refinement import refinable_parents
+from avq_diffusers.hosts.report import Summary
+from avq_diffusers.hosts.sources import WITHOUT_CODEBOOKS, AVQSource
+from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of, summary
+from avq_diffusers.images import DIFFERENCE_GAIN, difference, psnr
+from avq_diffusers.mini.loading import usual_guidance
 
 LARGEST_SEED = 2**32 - 1
 MOST_CHARACTERS = 5000  # of a prompt; no text encoder reads as many, and tokenizing takes longer
@@ -77,8 +66,10 @@ class SharedPipeline:
         self.config = source if isinstance(source, AVQConfig) else None
         self.profile: tuple[ImageRequest, ErrorProfile] | None = None  # the last one measured
         self.lock = Lock()
-        self.own = {layer.name: state.num_refined for layer, state in applied_states(pipe).items()}
-        self.most = refinable_parents(pipe)
+        states = states_of(pipe)
+        sizes = {x.name: state.sizes.get() or state.config.sizes for x, state in states.items()}
+        self.own = {name: of_layer.num_refined for name, of_layer in sizes.items()}
+        self.most = refinable_parents(states)
         self.default_refined = max(self.own.values())
         self.most_refined = max(self.most.values())
 
@@ -106,8 +97,9 @@ class SharedPipeline:
                 own = num_refined == self.default_refined
                 set_num_refined(self.pipe, self.own if own else plan)
             else:
-                set_tolerance(self.pipe, self._profile_of(request, on_step), tolerance)
-            for state in applied_states(self.pipe).values():
+                profile = self._profile_of(request, on_step)
+                apply_avq(self.pipe, profile, tolerance=tolerance, route="always")
+            for state in states_of(self.pipe).values():
                 state.calls.clear()
             return self._generate(request, on_step), summary(self.pipe)
 
@@ -215,7 +207,8 @@ class _Events:
     def offer_scalecrafter(self, width: float | None, height: float | None) -> gr.Checkbox:
         """The checkbox, enabled at the sizes that ScaleCrafter has settings for."""
         side = training_size(self.pipeline.pipe)
-        fits = ((height or 0) / side, (width or 0) / side) in SETTINGS
+        is_known = ((height or 0) / side, (width or 0) / side) in SETTINGS
+        fits = is_known and has_unet(self.pipeline.pipe)
         return gr.Checkbox(interactive=True) if fits else gr.Checkbox(False, interactive=False)
 
     def leave(self, visitor: gr.Request) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from avq_diffusers.cli.options import numbers_of
 from avq_diffusers.config import AVQConfig
+from avq_diffusers.options import numbers_of
 
 DEFAULT_CONFIG = "M64P16C8"
 

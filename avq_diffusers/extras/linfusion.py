@@ -19,14 +19,15 @@ from diffusers.models.attention_processor import Attention
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from avq_diffusers.files import atomic_save
-from avq_diffusers.plugin.layers import LayerSpec, PipelineOrUNet, select_layers, unet_of
-from avq_diffusers.plugin.tensor_files import (
+from avq_diffusers.codebook.tensor_files import (
     check_names,
     check_tensors,
     load_tensors,
     tensor_digest,
 )
+from avq_diffusers.files import atomic_save
+from avq_diffusers.hosts.layers import LayerSpec
+from avq_diffusers.hosts.models import AnyModel, select_layers, unet_of
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -48,6 +49,8 @@ class LinFusionProcessor(nn.Module):
 
     def __init__(self, channels: int, *, tuned: bool = False) -> None:
         super().__init__()
+        # The processor that `load_linfusion` replaced; in a tuple, or a module would become a part.
+        self.replaced: tuple[Any, ...] = ()
         self.phi_q = _phi(channels)
         self.phi_k = _phi(channels)
         self.tuned = tuned
@@ -144,7 +147,7 @@ def save_linfusion(
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def load_linfusion(pipe: PipelineOrUNet, path: str | Path) -> PipelineOrUNet:
+def load_linfusion(pipe: AnyModel, path: str | Path) -> AnyModel:
     """Run self-attention layers of a UNet with LinFusion layers that `save_linfusion` wrote.
 
     Earlier LinFusion layers are removed first. The layers bring their own projections, on the
@@ -196,12 +199,12 @@ def load_linfusion(pipe: PipelineOrUNet, path: str | Path) -> PipelineOrUNet:
         processor.load_state_dict(state, assign=True)
         processor.requires_grad_(False).to(unet.device, unet.dtype)
         attn = layers[name].attn
-        attn._linfusion_previous = attn.processor
+        processor.replaced = (attn.processor,)
         attn.set_processor(processor)
     return pipe
 
 
-def remove_linfusion(pipe: PipelineOrUNet) -> PipelineOrUNet:
+def remove_linfusion(pipe: AnyModel) -> AnyModel:
     """Undo `load_linfusion`: put the same processor objects back; return `pipe`.
 
     A processor that another tool has since set over LinFusion's stays. Without LinFusion nothing
@@ -211,10 +214,9 @@ def remove_linfusion(pipe: PipelineOrUNet) -> PipelineOrUNet:
         TypeError: `pipe` has no UNet.
     """
     for module in unet_of(pipe).modules():
-        if hasattr(module, "_linfusion_previous"):
-            if isinstance(module.processor, LinFusionProcessor):
-                module.set_processor(module._linfusion_previous)
-            del module._linfusion_previous
+        processor = module._modules.get("processor")
+        if isinstance(processor, LinFusionProcessor) and processor.replaced:
+            module.set_processor(*processor.replaced)
     return pipe
 
 

@@ -13,6 +13,7 @@ from avq_diffusers.mini.sampling import sample_scene
 from avq_diffusers.mini.scenes import VOCABULARY, Scene
 
 __all__ = [
+    "CALIBRATION_PROMPTS",
     "IMAGE_SIZE",
     "MINI_CODEBOOKS",
     "MINI_DISTILLED",
@@ -34,6 +35,7 @@ __all__ = [
     "model_path",
     "render",
     "sample_scene",
+    "usual_prompts",
     "write_coco",
 ]
 
@@ -52,6 +54,17 @@ SCORER_SEEDS = range(10_000_000, 20_000_000)
 VALIDATION_SEEDS = range(20_000_000, 30_000_000)  # losses and sample grids during training
 TEST_SEEDS = range(30_000_000, 40_000_000)  # published results
 
+CALIBRATION_PROMPTS = (
+    "a photo of a mountain lake at sunrise, pine trees in the foreground",
+    "portrait of an old fisherman, dramatic light, detailed skin",
+    "a busy street market at night with neon signs",
+    "a bowl of fruit on a wooden table, oil painting",
+    "an astronaut riding a horse, digital art",
+    "close-up of a dragonfly on a leaf, macro photography",
+    "a modern living room with a sofa, large windows and plants",
+    "aerial view of a coastline with cliffs and waves",
+)
+
 
 def model_path(name: str) -> str:
     """Return the folder of `"mini-sd"` or `"mini-sd3"`, and any other name unchanged."""
@@ -66,3 +79,8 @@ def is_mini_sd3(folder: str | Path) -> bool:
 def default_prompts(count: int = 8) -> list[str]:
     """Return captions of `count` validation scenes, as prompts for a first try."""
     return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:count]]
+
+
+def usual_prompts(model: str) -> list[str]:
+    """Return the prompts to calibrate a model on when the user gives none."""
+    return default_prompts() if model in (MINI_SD, MINI_SD3) else list(CALIBRATION_PROMPTS)

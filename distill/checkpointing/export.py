@@ -5,7 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from avq_diffusers import AVQCodebooks
+from avq_diffusers import AVQCodebooks, gather_codebooks
 from avq_diffusers.extras.linfusion import save_linfusion
 from distill.checkpointing.hub import push, write_card
 from distill.config import DistillConfig
@@ -69,10 +69,10 @@ def make_codebooks(
 
     A student with own codewords has projection changes only.
     """
-    made = AVQCodebooks.from_codebooks(
+    made = gather_codebooks(
+        objective.student,
         config.avq,
         None if config.codebooks is None else objective.codebooks(),
-        objective.student,
         base_model=config.base_model_name,
         training=training,
         projection_changes=objective.projection_changes(),

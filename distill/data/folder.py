@@ -6,7 +6,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from avq_diffusers.cli.captions import decode_json, read_text
+from avq_diffusers.captions import decode_json, read_text
 from distill.data.config import DataConfig
 from distill.data.images import image_extensions
 

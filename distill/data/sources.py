@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from avq_diffusers.cli.captions import read_caption_list
+from avq_diffusers.captions import read_caption_list
 from distill.data.config import DataConfig
 from distill.data.folder import folder_rows
 from distill.data.samples import RowSamples, SceneSamples

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from avq_diffusers.cli.captions import decode_json, decode_text
+from avq_diffusers.captions import decode_json, decode_text
 
 # Sample and ending of a member, such as `a/000` and `seg.png` of `a/000.seg.png`.
 MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from avq_diffusers.cli.options import hide_torchvision_notes, restore_threads
+from avq_diffusers.options import hide_torchvision_notes, restore_threads
 from distill.config_file import load_config
 from distill.exceptions import exit_on
 from distill.pretrain.config import PretrainConfig, ScorerConfig, SD3Config, SDConfig, VAEConfig

@@ -12,8 +12,8 @@ from diffusers import AutoencoderKL, DiffusionPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from avq_diffusers.cli.sheet import image_sheet
 from avq_diffusers.files import atomic_write
+from avq_diffusers.images import image_sheet
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS, sample_scene
 from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import PretrainConfig, SD3Config, SDConfig

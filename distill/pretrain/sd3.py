@@ -15,8 +15,8 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection
 
-from avq_diffusers.cli.mini_sd3 import shared_parts
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS, sample_scene
+from avq_diffusers.mini.loading import shared_parts
 from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import SD3Config
 from distill.pretrain.data import shard

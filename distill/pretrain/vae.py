@@ -9,8 +9,8 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from torch import Tensor, nn
 
-from avq_diffusers.cli.sheet import image_sheet
 from avq_diffusers.files import atomic_write
+from avq_diffusers.images import image_sheet
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS
 from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import VAEConfig

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.cli.options import hide_torchvision_notes, restore_threads
+from avq_diffusers.options import hide_torchvision_notes, restore_threads
 from distill.exceptions import exit_on
 
 ATTENTIONS = (
@@ -79,7 +79,7 @@ def compare_command(
 
     `python -m eval vision table OUTPUT/rows.jsonl` shows the rows.
     """
-    from avq_diffusers.cli.options import check_positive, numbers_of
+    from avq_diffusers.options import check_positive, numbers_of
     from distill.config_file import load_config
     from distill.vision.config import VisionConfig
 
@@ -112,7 +112,7 @@ def analyse_command(
 
     `python -m eval vision analyses RUN/analyses.json` shows them.
     """
-    from avq_diffusers.cli.options import numbers_of
+    from avq_diffusers.options import numbers_of
 
     with exit_on(ValueError, TypeError, ImportError, OSError, code=2):
         numbers = numbers_of("--refined", refined), numbers_of("--tiles", tiles)

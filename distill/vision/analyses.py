@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from avq_diffusers import AVQCodebooks, AVQConfig
+from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, remove_avq
 from avq_diffusers.attention.diagnostics import (
     active_ratio,
     attention_mass,
@@ -26,16 +26,14 @@ from avq_diffusers.attention.diagnostics import (
     leaf_counts,
     refined_parents,
 )
-from avq_diffusers.attention.orders import query_order
 from avq_diffusers.attention.reference import select
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import QUERY_ORDERS
 from avq_diffusers.files import atomic_write
-from avq_diffusers.vision import apply_avq, remove_avq, select_layers
 from distill.config_file import load_config
+from distill.vision.calls import observe
 from distill.vision.config import VisionConfig, parse_attention
 from distill.vision.images import open_images, told_briefly
-from distill.vision.layers import observe
 from distill.vision.training import (
     CONFIG_FILE,
     METRICS,
@@ -182,20 +180,17 @@ def _observed(
     model: PreTrainedModel, batch: Tensor, config: AVQConfig, source: AVQConfig | AVQCodebooks
 ) -> Iterator[_Layer]:
     """The layers of a pass with exact attention."""
-    calls, grid = observe(model, batch)
-    order = query_order(grid.height, grid.width, config.query_order, batch.device)
     options = {"codewords": config.codewords, "query_tile": config.query_tile}
-    options |= {"query_order": order, "scale": calls[0].scale}
     if isinstance(source, AVQConfig):
         sizes = ("num_parents", "num_children", "num_updates")
         options |= {name: getattr(config, name) for name in sizes}
-    for layer, call in zip(select_layers(model), calls, strict=True):
-        query, key = (x[:, :, grid.prefix :].float() for x in (call.query, call.key))
-        codebook = None
+    for name, call in observe(model, batch)[0].items():
+        query, key, codebook = call.query.float(), call.key.float(), None
         if not isinstance(source, AVQConfig):
-            codebook, norm = source.codebook(layer.name), source.key_norm(layer.name)
+            codebook, norm = source.codebook(name), source.key_norm(name)
             key = key if norm is None else norm(key)
-        yield _Layer(query, key, codebook, options)
+        of_call = {"query_order": call.query_order, "scale": call.scale}
+        yield _Layer(query, key, codebook, options | of_call)
 
 
 def _with(source: AVQConfig | AVQCodebooks, fields: dict[str, Any]) -> AVQConfig | AVQCodebooks:

@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from avq_diffusers import AVQCodebooks
-from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.vision import apply_avq, gather_codebooks, remove_avq, select_layers
-from distill.vision.baselines import make_baseline
-from distill.vision.config import AttentionName, CodebookConfig
-from distill.vision.layers import (
-    Grid,
-    TokenAttention,
-    observe,
-    replace_attention,
-    restore_attention,
+from avq_diffusers import (
+    AVQCodebooks,
+    AVQConfig,
+    apply_avq,
+    gather_codebooks,
+    remove_avq,
+    select_layers,
 )
-from distill.vision.stored import StoredAttention
+from distill.attention import CHILD, train_attention
+from distill.stored import StoredAttention
+from distill.vision.baselines import make_baseline
+from distill.vision.calls import observe
+from distill.vision.config import AttentionName, CodebookConfig
+
+DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")
 
 
 def set_attention(
@@ -43,46 +45,57 @@ def set_attention(
         The layers with codebooks that learn.
 
     Raises:
-        ValueError: the model has no attention layer that can be replaced.
+        TypeError: the model has no attention layer that can be replaced.
+        ValueError: its attention has dropout, with which the layers would run exact attention.
     """
+    if attention == AttentionName():
+        return []
+    layers = select_layers(model)
+    for name in DROPOUTS:
+        if getattr(layers[0].attn.config, name, 0):
+            raise ValueError(
+                f"attention is replaced where it has no dropout; set {name} of the model's "
+                f"config to 0."
+            )
     if attention.own:
         apply_avq(model, attention.avq, route="always")
         return []
-    if attention.baseline is None and attention.avq is None:
-        return []
-    calls, grid = observe(model, example[:1])
-    num_heads, head_dim = calls[0].query.shape[1], calls[0].query.shape[3]
-    made: list[TokenAttention] = []
-    for index in range(len(calls)):
-        if attention.baseline is not None:
-            made.append(make_baseline(attention.baseline, index, grid, head_dim, seed))
-        else:
-            made.append(StoredAttention(grid, num_heads, head_dim, attention.avq, settings))
-    replace_attention(select_layers(model), made)
-    return [layer for layer in made if isinstance(layer, StoredAttention)]
+    stored: list[StoredAttention] = []
+    if attention.baseline is None:
+        made = stored = [
+            StoredAttention(layer.num_heads, layer.head_dim, attention.avq, settings)
+            for layer in layers
+        ]
+    else:
+        _, grid = observe(model, example[:1])
+        made = [
+            make_baseline(attention.baseline, index, grid, layer.head_dim, seed)
+            for index, layer in enumerate(layers)
+        ]
+    names = [layer.name for layer in layers]
+    train_attention(model, dict(zip(names, made, strict=True)), attention.avq or AVQConfig())
+    return stored
 
 
-def remove_attention(model: PreTrainedModel, attention: AttentionName) -> None:
+def remove_attention(model: PreTrainedModel) -> None:
     """Undo `set_attention`; weights of the model stay as they are."""
-    if attention.own:
-        remove_avq(model)
-    elif attention != AttentionName():
-        restore_attention(select_layers(model))
+    remove_avq(model)
+    for layer in select_layers(model):
+        if hasattr(layer.attn, CHILD):
+            delattr(layer.attn, CHILD)
 
 
 @torch.no_grad()
 def learned_codebooks(
     model: PreTrainedModel, attention: AttentionName, layers: Sequence[StoredAttention]
 ) -> AVQCodebooks:
-    """The codebooks that `layers` have learned, for `avq_diffusers.vision.apply_avq`."""
+    """The codebooks that `layers` have learned, for `apply_avq`."""
     names = [layer.name for layer in select_layers(model)]
-    found = {
-        name: Codebook(*(x.clone() for x in vars(layer.quantizer.codebook()).values()))
-        for name, layer in zip(names, layers, strict=True)
-    }
+    learned = dict(zip(names, layers, strict=True))
+    found = {name: layer.copied_codebook() for name, layer in learned.items()}
     codebooks = gather_codebooks(model, attention.avq, found)
-    if attention.avq.key_norm:
-        for name, layer in zip(names, layers, strict=True):
+    for name, layer in learned.items():
+        if layer.key_norm is not None:
             codebooks.key_norm(name).load_state_dict(layer.key_norm.state_dict())
     return codebooks
 
@@ -107,23 +120,24 @@ def start_codebooks(
         images_per_step: over micro-batches and processes.
         seed: of samples and k-means.
     """
-    keys = sampled_keys(model, batches, settings.keys_per_layer, seed)
-    for layer, (grid, sample) in zip(layers, keys, strict=True):
-        layer.start(sample, images_per_step * grid.num_patches, seed)
+    keys, num_patches = sampled_keys(model, batches, settings.keys_per_layer, seed)
+    for layer, sample in zip(layers, keys, strict=True):
+        layer.start_key_norm(sample)
+        layer.start(sample, images_per_step * num_patches, seed)
 
 
 def sampled_keys(
     model: PreTrainedModel, batches: Sequence[Tensor], count: int, seed: int
-) -> list[tuple[Grid, Tensor]]:
-    """About `count` keys of patches for each layer, float32 (H, S, D), and the layer's grid."""
+) -> tuple[list[Tensor], int]:
+    """About `count` keys of patches for each layer, float32 (H, S, D), and patches per image."""
     generator = torch.Generator().manual_seed(seed)
     per_image = math.ceil(count / sum(len(batch) for batch in batches))
-    pieces: dict[int, list[Tensor]] = {}
+    pieces: dict[str, list[Tensor]] = {}
     for batch in batches:
         for image in batch.split(1):
             calls, grid = observe(model, image)
-            for index, call in enumerate(calls):
+            for name, call in calls.items():
                 chosen = torch.randperm(grid.num_patches, generator=generator)[:per_image]
-                keys = call.key[0, :, grid.prefix + chosen.to(call.key.device)]
-                pieces.setdefault(index, []).append(keys.float())
-    return [(grid, torch.cat(keys, dim=1)) for keys in pieces.values()]
+                keys = call.key[0, :, chosen.to(call.key.device)]
+                pieces.setdefault(name, []).append(keys.float())
+    return [torch.cat(keys, dim=1) for keys in pieces.values()], grid.num_patches

@@ -1,8 +1,10 @@
 """The efficient attentions that the paper compares with (paper, table of ADE20K).
 
-Shapes: B batch, H heads, N tokens, n patches, D head dim. The prefix is a key of every patch.
+Shapes: B batch, H heads, N tokens, n patches, D head dim. The first tokens, such as CLS, are the
+prefix, a key of every patch. How the prefix attends is the host's.
 """
 
+from abc import ABC, abstractmethod
 from functools import cache
 from typing import Any
 
@@ -11,12 +13,53 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from avq_diffusers.attention.orders import query_order
-from distill.vision.layers import Grid, TokenAttention, ValueProjection
+from distill.attention import with_sinks
+from distill.vision.calls import Grid
 
 WINDOW, SHIFT = 7, 3
 NEIGHBOURHOOD = 5
 PROJECTED_KEYS = 64
 RANDOM_FEATURES = 256
+
+
+class TokenAttention(nn.Module, ABC):
+    """A function for `train_attention`; a subclass says how patches attend."""
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__()
+        self.grid = grid
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        codebook: None = None,
+        *,
+        sink_key: Tensor | None = None,
+        sink_value: Tensor | None = None,
+        scale: float,
+        **options: Any,
+    ) -> tuple[Tensor, str]:
+        """Attend with queries (B, H, n, D) of the patches."""
+        key, value = with_sinks(key, sink_key), with_sinks(value, sink_value)
+        if key.shape[2] != self.grid.prefix + self.grid.num_patches:
+            raise ValueError(
+                f"the model was prepared for {self.grid.prefix} + {self.grid.height} x "
+                f"{self.grid.width} tokens, but got {key.shape[2]}."
+            )
+        return self.attend(query, key, value, scale), type(self).__name__
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention of the patches (B, H, n, D) over all N tokens."""
+
+
+class ValueProjection(TokenAttention):
+    """Negative control: the output of a patch is its own value."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        return value[:, :, self.grid.prefix :]
 
 
 class BoxAttention(TokenAttention):

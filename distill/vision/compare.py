@@ -12,22 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from avq_diffusers import AVQConfig, avq_attention
-from avq_diffusers.attention.orders import query_order
-from avq_diffusers.cli.options import first_line
+from avq_diffusers import AVQConfig, avq_attention, select_layers, set_num_refined
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.files import read_log
-from avq_diffusers.vision import select_layers, set_num_refined
+from avq_diffusers.options import first_line
+from distill.attention import with_sinks
 from distill.config_file import plain_values
+from distill.stored import StoredAttention
 from distill.vision.attention import remove_attention, set_attention, start_codebooks
+from distill.vision.calls import Call, evaluating, observe
 from distill.vision.config import AttentionName, VisionConfig, parse_attention
 from distill.vision.images import Prepared, open_images, told_briefly
-from distill.vision.layers import Call, Grid, observe
-from distill.vision.stored import StoredAttention
 from distill.vision.training import METRICS, build_model, environment, first_images, make_trainer
 
 ROWS, TEACHER = "rows.jsonl", "teacher"
@@ -49,7 +48,7 @@ class Comparison:
         weights: of the teacher.
         training, validation: images.
         images: a few training images, for codebooks.
-        timed: the attention call whose time is taken, and its tokens.
+        timed: the attention call whose time is taken.
         deadline: on the clock of `time.monotonic`.
     """
 
@@ -60,7 +59,7 @@ class Comparison:
     training: Prepared
     validation: Prepared
     images: list[Tensor]
-    timed: tuple[Call, Grid]
+    timed: Call
     deadline: float
     longest: dict[int, float] = field(default_factory=dict)
     starts: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
@@ -158,14 +157,13 @@ def _prepare(config: VisionConfig, output: Path, deadline: float) -> Comparison:
     images = [batch.to(trainer.args.device) for batch in images]
     model.to(trainer.args.device)
     _unwrap(trainer)
-    calls, grid = observe(model, torch.cat(images)[:TIMED_IMAGES])
+    calls, _ = observe(model, torch.cat(images)[:TIMED_IMAGES])
+    call = [*calls.values()][len(calls) // 2]
     dtype = HALF[config.precision]
-    call = calls[len(calls) // 2]
-    call = Call(*(x.to(dtype) for x in call[:3]), call.scale)
+    is_token = [isinstance(x, Tensor) and x.is_floating_point() for x in call]
+    call = Call(*(x.to(dtype) if tokens else x for x, tokens in zip(call, is_token, strict=True)))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    return Comparison(
-        config, output, model, weights, training, validation, images, (call, grid), deadline
-    )
+    return Comparison(config, output, model, weights, training, validation, images, call, deadline)
 
 
 def _run(
@@ -203,8 +201,8 @@ def _run(
                 "rate": rate if steps else None,
                 "metric": METRICS[config.task],
                 "score": trainer.evaluate()[metric],
-                "tokens": part.timed[0].key.shape[2],
-                "ms": None if steps else kernel_ms(part.model, part.timed[0]),
+                "tokens": with_sinks(part.timed.key, part.timed.sink_key).shape[2],
+                "ms": None if steps else kernel_ms(part.model, part.images[0][:1], part.timed),
             }
             if steps and layers:
                 row["layers"] = [
@@ -215,7 +213,7 @@ def _run(
                 row["elastic"] = {}
                 for num_refined in elastic:
                     if num_refined <= attention.avq.num_parents:
-                        _refine(part.model, attention, layers, num_refined)
+                        set_num_refined(part.model, num_refined)
                         row["elastic"][num_refined] = trainer.evaluate()[metric]
         finally:
             _unwrap(trainer)
@@ -246,19 +244,7 @@ def _with_attention(
             layer.load_state_dict(state)
         yield layers
     finally:
-        remove_attention(part.model, attention)
-
-
-def _refine(
-    model: PreTrainedModel,
-    attention: AttentionName,
-    layers: Sequence[StoredAttention],
-    num_refined: int,
-) -> None:
-    if attention.own:
-        set_num_refined(model, num_refined)
-    for layer in layers:
-        layer.config = replace(layer.config, num_refined=num_refined)
+        remove_attention(part.model)
 
 
 def _unwrap(trainer: Any) -> None:
@@ -267,19 +253,30 @@ def _unwrap(trainer: Any) -> None:
 
 
 @torch.no_grad()
-def kernel_ms(model: PreTrainedModel, call: Call) -> float:
-    """Time of the attention of a layer in the middle of the model, after a pass of the model."""
+def kernel_ms(model: PreTrainedModel, pixel_values: Tensor, call: Call) -> float:
+    """Time of the attention of a layer in the middle of the model, in a pass of the model.
+
+    Args:
+        model: with its attention.
+        pixel_values: of the size of those that the call comes from.
+        call: of the layer.
+    """
+    sinks = (call.sink_key, call.sink_key, call.sink_value)  # any queries take as long
+    tokens = [with_sinks(x, sink) for x, sink in zip(call[:3], sinks, strict=True)]
+    # In the memory layout of projections.
+    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tokens]
+    times: list[float] = []
+
+    def measure(attn: nn.Module, inputs: Any) -> None:
+        attend = ALL_ATTENTION_FUNCTIONS[attn.config._attn_implementation]
+        options = {"dropout": 0.0, "scaling": call.scale, "is_causal": False}
+        times.append(_ms(lambda: attend(attn, *tensors, None, **options)))
+
     layers = select_layers(model)
-    attn = layers[len(layers) // 2].attn
-    attend = ALL_ATTENTION_FUNCTIONS[attn.config._attn_implementation]
-    tensors = call.query, call.key, call.value
-    was_training = model.training
-    model.eval()
-    time_of_call = _ms(
-        lambda: attend(attn, *tensors, None, dropout=0.0, scaling=call.scale, is_causal=False)
-    )
-    model.train(was_training)
-    return time_of_call
+    hook = layers[len(layers) // 2].attn.register_forward_pre_hook(measure)
+    with hook, evaluating(model):
+        model(pixel_values=pixel_values)
+    return times[0]
 
 
 def _resolved(name: str, part: Comparison) -> str:
@@ -289,13 +286,13 @@ def _resolved(name: str, part: Comparison) -> str:
     sizes = name.removeprefix(FLAT)
     attention = parse_attention(sizes)
     suffix = sizes[len(sizes.partition("/")[0]) :]
-    num_parents = min(attention.avq.effective_codewords, part.timed[1].num_patches)
-    if part.timed[0].query.is_cuda:
-        limit = _operation_ms(attention, attention.avq, *part.timed)
+    num_parents = min(attention.avq.effective_codewords, part.timed.key.shape[2])
+    if part.timed.query.is_cuda:
+        limit = _operation_ms(attention, attention.avq, part.timed)
 
         def is_slower(num_parents: int) -> bool:
             flat = AVQConfig.parse(f"M{num_parents}")
-            return _operation_ms(attention, flat, *part.timed) > limit
+            return _operation_ms(attention, flat, part.timed) > limit
 
         # From equal columns on, because each size is compiled.
         if is_slower(num_parents):
@@ -309,31 +306,18 @@ def _resolved(name: str, part: Comparison) -> str:
 
 
 @torch.no_grad()
-def _operation_ms(attention: AttentionName, config: AVQConfig, call: Call, grid: Grid) -> float:
+def _operation_ms(attention: AttentionName, config: AVQConfig, call: Call) -> float:
     """Time of AVQ of these sizes. Stored codewords are keys of the call."""
-    sinks, patches = call.key[:, :, : grid.prefix], call.key[:, :, grid.prefix :]
     codebook = None
     if not attention.own:
-        spread = torch.linspace(0, patches.shape[2] - 1, config.num_parents).long()
-        parents = patches[0, :, spread.to(patches.device)].float()
+        spread = torch.linspace(0, call.key.shape[2] - 1, config.num_parents).long()
+        parents = call.key[0, :, spread.to(call.key.device)].float()
         codebook = Codebook(
             parents, parents[:, :, None].expand(-1, -1, config.num_children, -1).contiguous()
         )
-    order = query_order(grid.height, grid.width, config.query_order, patches.device)
     form = {name: getattr(attention.avq, name) for name in ("codewords", "num_updates")}
-    return _ms(
-        lambda: avq_attention(
-            call.query[:, :, grid.prefix :],
-            patches,
-            call.value[:, :, grid.prefix :],
-            codebook,
-            sink_key=sinks if grid.prefix else None,
-            sink_value=call.value[:, :, : grid.prefix] if grid.prefix else None,
-            query_order=order,
-            scale=call.scale,
-            **replace(config, **form).attention_arguments,
-        )
-    )
+    options = replace(config, **form).attention_arguments | call.options
+    return _ms(lambda: avq_attention(*call[:3], codebook, **options))
 
 
 def _ms(function: Callable[[], Any]) -> float:

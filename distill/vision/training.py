@@ -29,7 +29,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from avq_diffusers.codebook.ema import ema_decay
 from avq_diffusers.files import atomic_write
+from distill.attention import CHILD
 from distill.config_file import differing_keys, plain_values
+from distill.quantizer import recorded
+from distill.stored import StoredAttention
 from distill.vision.attention import (
     learned_codebooks,
     remove_attention,
@@ -38,9 +41,7 @@ from distill.vision.attention import (
 )
 from distill.vision.config import CodebookConfig, VisionConfig, parse_attention
 from distill.vision.images import IGNORED, Collator, Prepared, Shuffled, open_images, told_briefly
-from distill.vision.layers import CHILD
 from distill.vision.models import at_size_of, load_classifier, load_segmenter
-from distill.vision.stored import StoredAttention
 
 METRICS = {"classification": "top1", "segmentation": "miou"}
 CONFIG_FILE, WEIGHTS = "config.json", "model.safetensors"
@@ -72,11 +73,14 @@ class VisionTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        outputs = model(**inputs)
+        with recorded(layer.quantizer for layer in self.layers) as leaves:
+            outputs = model(**inputs)
         loss = outputs.loss
-        if model.training and self.layers:
-            commitment = torch.stack([layer.commitment for layer in self.layers]).mean()
+        if leaves:  # in training mode only
+            commitment = torch.stack([found.commitment() for found in leaves.values()]).mean()
             loss = loss + self.config.codebooks.commitment_weight * commitment
+        for quantizer, found in leaves.items():
+            quantizer.observe(found)
         return (loss, outputs) if return_outputs else loss
 
     # Trainer's own checkpoints have the names of older versions of transformers; it reads them
@@ -134,9 +138,11 @@ class UpdateCodebooks(TrainerCallback):
         )
         is_due = settings.dead_threshold is not None and (step + 1) % settings.dead_every == 0
         for layer in self.layers:
-            layer.update(decay)
+            layer.quantizer.update(decay)
             if is_due:
-                layer.reassign_dead(threshold=settings.dead_threshold, seed=args.seed + step)
+                layer.quantizer.reassign_dead(
+                    threshold=settings.dead_threshold, seed=args.seed + step
+                )
 
 
 class SetEpoch(TrainerCallback):
@@ -344,7 +350,7 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
         if layers:
             learned_codebooks(model, attention, layers).save_pretrained(output / "codebooks")
         if attention.avq is not None:
-            remove_attention(model, attention)
+            remove_attention(model)
         model.save_pretrained(output / "model")
     trainer.save_metrics("eval", scores)
     return scores

@@ -11,20 +11,29 @@ from types import FunctionType
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, remove_avq, select_layers
+from avq_diffusers import (
+    AVQCodebooks,
+    AVQConfig,
+    apply_avq,
+    gather_codebooks,
+    remove_avq,
+    select_layers,
+)
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.extras.linfusion import LinFusionProcessor
+from avq_diffusers.hosts import attention_replaced
 from eval.benchmarks.contenders import Row, relative_error
 from eval.benchmarks.timing import block_ms
 from eval.benchmarks.unet_configs import added_conditions
-from eval.methods import ValueProjectionProcessor, merged_tokens
+from eval.methods import layers_run_by, merged_tokens
 from eval.names import (
     CUDNN,
     FA2,
@@ -83,12 +92,15 @@ def _(query: Tensor, key: Tensor) -> Tensor:
     return query.new_empty(1)
 
 
-class LimitProcessor(ValueProjectionProcessor):
-    """Self-attention without the attention: projections run, and each token takes its value."""
+class LimitProcessor:
+    """Self-attention without the attention: projections run, and each token takes its value.
 
-    def __call__(self, attn, hidden_states: Tensor, **others: Any) -> Tensor:
+    A processor has no hooks: those of `attention_replaced` take host time, which counts here.
+    """
+
+    def __call__(self, attn: Attention, hidden_states: Tensor, **others: Any) -> Tensor:
         query, key = attn.to_q(hidden_states), attn.to_k(hidden_states)
-        output = super().__call__(attn, hidden_states, **others)
+        output = attn.to_out[1](attn.to_out[0](attn.to_v(hidden_states)))
         return output + zero_of(query, key) if torch.compiler.is_compiling() else output
 
 
@@ -128,7 +140,7 @@ class NetworkBench(Protocol):
 
 def layer_states(network: nn.Module) -> list[Any]:
     """What AVQ keeps at the layers of a network."""
-    return [state for module in network.modules() if (state := vars(module).get("_avq"))]
+    return [state for layer in select_layers(network) if (state := layer.avq_state) is not None]
 
 
 def route_as_compiled(network: nn.Module) -> None:
@@ -220,13 +232,12 @@ class StepBench:
         with ExitStack() as stack:
             if method.source in FORCED:
                 stack.enter_context(forced_sdpa(FORCED[method.source]))
-            elif method.source in (LIMIT, LINFUSION):
-                is_limit = method.source == LIMIT
-                for layer in select_layers(self.unet, self.model.levels if is_limit else None):
-                    stack.callback(layer.attn.set_processor, layer.attn.processor)
-                    layer.attn.set_processor(
-                        LimitProcessor() if is_limit else self._linfusion[layer.name]
-                    )
+            elif method.source == LIMIT:
+                names = [layer.name for layer in select_layers(self.unet, self.model.levels)]
+                limit = dict.fromkeys(names, LimitProcessor())
+                stack.enter_context(layers_run_by(self.unet, limit))
+            elif method.source == LINFUSION:
+                stack.enter_context(layers_run_by(self.unet, self._linfusion))
             elif method.source == TOME:
                 stack.enter_context(merged_tokens(self.unet, method.levels))
             elif method.config is not None:
@@ -251,8 +262,8 @@ class StepBench:
             layers = select_layers(self.unet, config.levels, config.exact)
             fits = {layer.name: self._fits[sizes][layer.name] for layer in layers}
             changes = {layer.name: self._changes(layer.attn) for layer in layers}
-            codebooks = AVQCodebooks.from_codebooks(
-                config, fits, self.unet, projection_changes=changes if tuned else None
+            codebooks = gather_codebooks(
+                self.unet, config, fits, projection_changes=changes if tuned else None
             )
             self._codebooks[config, tuned] = codebooks.to(self.device)
         return self._codebooks[config, tuned]
@@ -290,27 +301,23 @@ class StepBench:
         layers = select_layers(self.unet, self.model.levels)
         samples: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
 
-        def keep(name: str, module, inputs, key: Tensor) -> None:
-            rows = key.flatten(0, 1)
+        def keep(
+            name: str, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
+        ) -> tuple[Tensor, str]:
+            rows = key.transpose(1, 2).flatten(0, 1)
             count = min(len(rows), CALIBRATION_KEYS // len(CALIBRATION_STEPS))
             chosen = torch.randperm(len(rows), generator=self.generator, device=self.device)
             samples[name].append(rows[chosen[:count]].float())
+            scale = options["scale"]
+            return F.scaled_dot_product_attention(query, key, value, scale=scale), "kept"
 
-        with ExitStack() as stack:
-            for layer in layers:
-                hook = layer.attn.to_k.register_forward_hook(partial(keep, layer.name))
-                stack.enter_context(hook)
-            side = self.unet.config.sample_size * self.model.latent_scale
+        side = self.unet.config.sample_size * self.model.latent_scale
+        keepers = {name: partial(keep, name) for name in samples}
+        with attention_replaced(self.unet, keepers, AVQConfig(levels=self.model.levels)):
             for step in CALIBRATION_STEPS:
                 sample, _, text = self.inputs(side)
                 self.predict(sample, torch.full((), step, device=self.device), text)
-        return {
-            layer.name: torch.cat(samples[layer.name])
-            .unflatten(1, (layer.num_heads, -1))
-            .transpose(0, 1)
-            .contiguous()
-            for layer in layers
-        }
+        return {name: torch.cat(x).transpose(0, 1).contiguous() for name, x in samples.items()}
 
 
 class Step:

@@ -20,9 +20,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
 from diffusers import StableDiffusionPipeline
+from torch import Tensor, nn
+from tqdm import tqdm
 
-from avq_diffusers import measure_sensitivity
+from avq_diffusers import set_num_refined, summary
 from avq_diffusers.mini import Scene
 from eval.codebooks.layer_errors import Row, measure_errors
 from eval.methods import Method, attention_method
@@ -126,12 +129,46 @@ def analyse(
             (row,) = measure_errors(pipe, [variant], scenes, num_timesteps=num_timesteps)
             if analysis.sensitivity:
                 captions = [scene.caption for scene in scenes]
-                with attention_method(pipe, variant):
-                    alone = measure_sensitivity(pipe, captions, num_inference_steps=num_timesteps)
-                for name, error in alone.items():
+                for name, error in errors_alone(pipe, variant, captions, num_timesteps).items():
                     row["layers"][name]["output_error_alone"] = error
             rows.append(row | fields)
     return rows
+
+
+@torch.no_grad()
+def errors_alone(
+    pipe: StableDiffusionPipeline, method: Method, prompts: Sequence[str], num_steps: int
+) -> dict[str, float]:
+    """By layer, |s - t| / |t| of the predicted noise s with AVQ in that layer alone.
+
+    The pipeline runs exact attention, whose prediction is t. Prompt i runs with seed i.
+    """
+    calls: list[tuple[Any, Any, Tensor]] = []
+
+    def keep(unet: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append((args, kwargs, output[0].float()))
+
+    errors = {}
+    with attention_method(pipe, method):
+        names = [row.name for row in summary(pipe).rows if row.config]
+        configs = method.layer_configs
+        configs *= len(names) // len(configs)  # own codewords have one for all layers
+        set_num_refined(pipe, "exact")
+        with pipe.unet.register_forward_hook(keep, with_kwargs=True):
+            for seed, prompt in enumerate(prompts):
+                noise = torch.Generator().manual_seed(seed)
+                pipe(prompt, num_inference_steps=num_steps, generator=noise, output_type="latent")
+        expected = sum(float(exact.square().sum()) for *_, exact in calls)
+        pairs = list(zip(names, configs, strict=True))
+        for name, config in tqdm(pairs, desc="sensitivity"):
+            set_num_refined(pipe, config.num_refined, layer=name)
+            error = sum(
+                float((pipe.unet(*args, **kwargs)[0].float() - exact).square().sum())
+                for args, kwargs, exact in calls
+            )
+            set_num_refined(pipe, "exact", layer=name)
+            errors[name] = (error / expected) ** 0.5
+    return errors
 
 
 def heads_table(rows: Sequence[Row]) -> str:

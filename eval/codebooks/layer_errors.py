@@ -61,7 +61,7 @@ from eval.store.plots import Line, Panel
 
 Row = dict[str, Any]
 UNetInputs = tuple[Tensor, Tensor, Tensor]
-Call = tuple[Tensor, Tensor]  # input and output
+Call = tuple[Tensor, Tensor, Tensor | None]  # input, output, output on the teacher's input
 
 KEYS_PER_LAYER = 32768
 METRICS = {
@@ -145,8 +145,9 @@ def measure_errors(
         with _recorded(attentions) as teacher:
             teacher_output = pipe.unet(*inputs, return_dict=False)[0]
         for method, total in zip(methods, totals, strict=True):
+            forced = {name: teacher[name][0] for name in total.layers}
             with attention_method(pipe, method):
-                with _recorded(attentions) as student:
+                with _recorded(attentions, forced) as student:
                     output = pipe.unet(*inputs, return_dict=False)[0]
                 total.add(inputs, output, teacher_output, student, teacher, num_keys)
     return [total.row() for total in totals]
@@ -316,7 +317,8 @@ class _Totals:
         self.outputs: dict[int, _SquaredError] = {}
         configs = method.layer_configs or [None]
         if method.codebooks is not None:
-            layers = method.codebooks.layers_of(pipe.unet)
+            config = method.codebooks.avq_config
+            layers = select_layers(pipe.unet, config.levels, config.exact)
         else:
             exact = () if method.own is None else method.own.exact
             layers = select_layers(pipe.unet, method.levels, exact)
@@ -381,11 +383,11 @@ class _LayerTotals:
             self.codebook = method.codebooks.codebook(layer.name)
 
     def add(self, student: Call, teacher: Call, latent_size: torch.Size, num_keys: int) -> None:
-        hidden_states, output = student
-        teacher_hidden_states, expected = teacher
+        hidden_states, output, forced = student
+        expected = teacher[1]
         self.feature.add(output, expected)
+        self.forced.add(forced, expected)
         attn, config = self.layer.attn, self.config
-        self.forced.add(attn(teacher_hidden_states), expected)
         if config is None:
             return
         weights = self.layer.avq_state.weights
@@ -475,12 +477,16 @@ def _means(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _recorded(attentions: Mapping[str, Attention]) -> Iterator[dict[str, Call]]:
-    """Collect input and output of each attention while the block runs."""
+def _recorded(
+    attentions: Mapping[str, Attention], forced: Mapping[str, Tensor] | None = None
+) -> Iterator[dict[str, Call]]:
+    """Collect input and output of each attention while the block runs, and outputs on `forced`."""
     calls = {}
 
     def record(name: str, attn: Attention, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        calls[name] = inputs[0], output
+        given = (forced or {}).get(name)
+        # Not by a call, which would end here again; and not later, when AVQ would run exact.
+        calls[name] = inputs[0], output, None if given is None else attn.forward(given)
 
     with ExitStack() as hooks:
         for name, attn in attentions.items():

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.cli.options import device_of, numbers_of
+from avq_diffusers.options import device_of, numbers_of
 from eval.commands.options import Device, Output, command_line, dtype_name
 from eval.store.report import RESULTS, save_json
 

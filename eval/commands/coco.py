@@ -6,16 +6,8 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.cli.options import (
-    Dilated,
-    device_of,
-    finite,
-    multiple_of,
-    numbers_of,
-    read_prompts,
-    usual_prompts,
-)
-from avq_diffusers.mini import SCORER, TEST_SEEDS, write_coco
+from avq_diffusers.mini import SCORER, TEST_SEEDS, usual_prompts, write_coco
+from avq_diffusers.options import Dilated, device_of, finite, multiple_of, numbers_of, read_prompts
 from eval.commands.options import (
     Compiled,
     Device,

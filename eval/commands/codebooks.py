@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.cli.options import Dilated, numbers_of
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
+from avq_diffusers.options import Dilated, numbers_of
 from eval.commands.options import (
     Device,
     Images,

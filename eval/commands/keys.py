@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.cli.options import device_of, numbers_of, usual_prompts
-from avq_diffusers.mini import model_path
+from avq_diffusers.mini import model_path, usual_prompts
+from avq_diffusers.options import device_of, numbers_of
 from eval.commands.options import Device, Dtype, Output, command_line
 from eval.commands.stored import draw
 from eval.store.report import RESULTS, save_json

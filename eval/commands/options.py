@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from avq_diffusers.cli.options import device_of, folder_to_write, multiple_of
 from avq_diffusers.mini import VALIDATION_SEEDS, is_mini_sd3, model_path, sample_scene
+from avq_diffusers.options import device_of, folder_to_write, multiple_of
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, StableDiffusionPipeline
@@ -111,7 +111,7 @@ def load_any_pipeline(model: str, device: str, dtype: str = "float32") -> "Diffu
         return load_pipeline(model, device, dtype)
     import torch
 
-    from avq_diffusers.cli.mini_sd3 import load_mini_sd3
+    from avq_diffusers.mini.loading import load_mini_sd3
 
     pipe = load_mini_sd3(model, getattr(torch, dtype))
     pipe.set_progress_bar_config(disable=True)

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from avq_diffusers.cli.options import LARGEST_SEED, Dilated, device_of, numbers_of, tolerances_of
 from avq_diffusers.mini import IMAGE_SIZE, SCORER, TEST_SEEDS, sample_scene
+from avq_diffusers.options import LARGEST_SEED, Dilated, device_of, numbers_of, tolerances_of
 from eval.commands.options import (
     AnyModel,
     Compiled,
@@ -111,7 +111,7 @@ def tolerance_command(
     Example: python -m eval tolerance --device cuda
     """
     from avq_diffusers import AVQConfig
-    from avq_diffusers.cli.images import usual_guidance
+    from avq_diffusers.mini.loading import usual_guidance
     from eval.quality.generation import Sampling
     from eval.quality.tolerance import measure_tolerances, tolerance_table
 
@@ -174,7 +174,7 @@ def scenes_command(
 
     At twice the size: python -m eval scenes --size 512 --scalecrafter --batch 16 --device cuda
     """
-    from avq_diffusers.cli.images import usual_guidance
+    from avq_diffusers.mini.loading import usual_guidance
     from eval.quality.generation import Sampling, dilation_facts
     from eval.quality.metrics import Scorer
     from eval.quality.scene_rows import scenes_table

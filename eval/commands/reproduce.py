@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from avq_diffusers.cli.options import numbers_of
+from avq_diffusers.options import numbers_of
 from eval.commands.options import Device, Model
 
 app = typer.Typer(no_args_is_help=True, help="Make a published table, from downloads to metrics.")

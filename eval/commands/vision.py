@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from avq_diffusers.cli.options import device_of, numbers_of, tolerances_of
 from avq_diffusers.mini import model_path
+from avq_diffusers.options import device_of, numbers_of, tolerances_of
 from eval.commands.keys import SMALLEST, VIT, VIT_FOLDER
 from eval.commands.options import Device, Output, command_line
 from eval.commands.stored import draw

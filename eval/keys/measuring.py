@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from avq_diffusers.attention.api import avq_attention
-from avq_diffusers.attention.orders import query_order
+from avq_diffusers.attention.orders import joint_order, query_order
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 from eval.benchmarks.timing import Effort, time_in_turns
@@ -48,10 +48,12 @@ from eval.store.plots import Line, Panel
 
 Row = dict[str, Any]
 Answer = Callable[[Call], Tensor]
+Order = Callable[[int, torch.device], Tensor]  # of so many tokens
 Sizes = tuple[int, int]  # parents and children
 Codebooks = Mapping[tuple[str, Sizes], Codebook]  # of layers
 
 MIN_TOKENS = 1024
+MOST_BEFORE = 8  # CLS, distillation token and registers
 KEYS_PER_CALL, KEYS_PER_LAYER = 2048, 16384
 USUAL_COLUMNS = 192
 SCHEMES = {
@@ -108,8 +110,9 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         if method.source in PEERS:
             check_peer(name, method.source, next(subject.model.parameters()))
     codebooks = calibrated(subject, methods.values(), min_tokens)
+    order_of = partial(token_order, subject.size, text_first=subject.text_first)
     answers = {
-        name: partial(_attend, method, subject.size, codebooks) for name, method in methods.items()
+        name: partial(_attend, method, order_of, codebooks) for name, method in methods.items()
     }
     errors: dict[int, dict[str, dict[str, list[float]]]] = {}
     columns: dict[tuple[int, str], list[float]] = {}
@@ -120,7 +123,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
         layers = errors.setdefault(call.num_tokens, {}).setdefault(call.layer, {})
         for name, answer in answers.items():
             layers.setdefault(name, []).append(distance(answer(call), exact))
-            met = met_columns(methods[name], subject.size, call)
+            met = met_columns(methods[name], order_of, call)
             columns.setdefault((call.num_tokens, name), []).append(met)
         if call.query.is_cuda:
             first_calls.setdefault(call.num_tokens, {}).setdefault(call.layer, call)
@@ -139,7 +142,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
     for num_tokens, layers in errors.items():
         calls = list(first_calls.get(num_tokens, {}).values())
         runs = [
-            [_run(method, subject.size, codebooks, call) for call in calls]
+            [_run(method, order_of, codebooks, call) for call in calls]
             for method in methods.values()
         ]
         times = _times(runs, calls[0].query.device) if calls else [{}] * len(answers)
@@ -170,16 +173,21 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
 
 
 @cache
-def token_order(size: int, num_tokens: int, device: torch.device) -> Tensor:
+def token_order(
+    size: int, num_tokens: int, device: torch.device, text_first: bool = False
+) -> Tensor:
     """Gilbert order of the tokens of a square image, a cached tensor.
 
     The side of the grid is the largest divisor of `size` that leaves no grid of more than
-    `num_tokens` places. Tokens before the grid, such as CLS, come first.
+    `num_tokens` places. A few tokens more are before the grid, such as CLS, and come first. Others
+    are a text, which comes first or last, as in memory.
     """
     side = next(side for side in range(isqrt(num_tokens), 0, -1) if size % side == 0)
-    prefix = num_tokens - side**2
-    order = query_order(side, side, "gilbert", device) + prefix
-    return torch.cat([torch.arange(prefix, device=device, dtype=order.dtype), order])
+    others = num_tokens - side**2
+    order = query_order(side, side, "gilbert", device)
+    if others > MOST_BEFORE and not text_first:
+        return joint_order(order, others, text_first=False)
+    return torch.cat([torch.arange(others, device=device, dtype=order.dtype), order + others])
 
 
 def keys_table(rows: Sequence[Row]) -> str:
@@ -297,7 +305,7 @@ def columns_of(method: MethodName, num_tokens: int) -> int:
     return num_tokens if method.source == EXACT else 0
 
 
-def met_columns(method: MethodName, size: int, call: Call) -> float:
+def met_columns(method: MethodName, order_of: Order, call: Call) -> float:
     """Columns in a call. Sol-Attn takes as many blocks as the queries want; theirs is the mean."""
     if method.source != SOL:
         return columns_of(method, call.num_tokens)
@@ -305,18 +313,18 @@ def met_columns(method: MethodName, size: int, call: Call) -> float:
         call.query,
         call.key,
         threshold=method.setting,
-        query_order=token_order(size, call.num_tokens, call.key.device),
+        query_order=order_of(call.num_tokens, call.key.device),
         scale=call.scale,
     )
 
 
-def _attend(method: MethodName, size: int, codebooks: Codebooks, call: Call) -> Tensor:
+def _attend(method: MethodName, order_of: Order, codebooks: Codebooks, call: Call) -> Tensor:
     tensors = call.query, call.key, call.value
     if method.source == NO_ATTENTION:
         return call.value
     if method.source == EXACT:
         return F.scaled_dot_product_attention(*tensors, scale=call.scale)
-    order = token_order(size, call.num_tokens, call.key.device)
+    order = order_of(call.num_tokens, call.key.device)
     if method.source == POOLED:
         num_exact = method.exact_keys // BLOCK
         return pooled_attention(*tensors, num_exact=num_exact, query_order=order, scale=call.scale)
@@ -334,11 +342,13 @@ def _attend(method: MethodName, size: int, codebooks: Codebooks, call: Call) -> 
     )
 
 
-def _run(method: MethodName, size: int, codebooks: Codebooks, call: Call) -> Callable[[], Tensor]:
+def _run(
+    method: MethodName, order_of: Order, codebooks: Codebooks, call: Call
+) -> Callable[[], Tensor]:
     """What is timed of a call."""
     if method.source not in PEERS:
-        return partial(_attend, method, size, codebooks, call)
-    order = token_order(size, call.num_tokens, call.key.device)
+        return partial(_attend, method, order_of, codebooks, call)
+    order = order_of(call.num_tokens, call.key.device)
     peer = method.source, method.setting
     tensors = call.query, call.key, call.value
     return prepared(*peer, *tensors, query_order=order, scale=call.scale)

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.models.attention import JointTransformerBlock
 from torch import Tensor, nn
 from transformers import AutoModel
 
-from avq_diffusers.cli.options import first_line
+from avq_diffusers.mini import is_mini_sd3
+from avq_diffusers.mini.loading import load_mini_sd3
+from avq_diffusers.options import first_line
 from eval.keys.photographs import PHOTOGRAPHS, photograph
 
 NUM_STEPS = 6
@@ -30,12 +33,14 @@ class Subject:
         tests: each runs the model once, on inputs of its own, and returns its output: the last
             hidden states, or the predicted noise.
         calibration: each runs the model on other images.
+        text_first: whether a text comes before the image in self-attention. SD3's comes after it.
     """
 
     model: nn.Module
     size: int
     tests: Sequence[Callable[[], Tensor]]
     calibration: Sequence[Callable[[], Any]]
+    text_first: bool = False
 
 
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
@@ -48,7 +53,8 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
         DiffusionPipeline.load_config(name)
     except OSError:
         return _vision_model(name, dtype).eval().to(device)
-    pipe = DiffusionPipeline.from_pretrained(name, dtype=dtype).to(device)
+    load = load_mini_sd3 if is_mini_sd3(name) else DiffusionPipeline.from_pretrained
+    pipe = load(name, dtype=dtype).to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -105,7 +111,8 @@ def subject_of(model: Model, size: int, num_images: int, prompts: Sequence[str])
         ]
         denoiser = denoiser_of(model)
         tests = [one for image in images[:num_images] for one in _denoising(denoiser, image)]
-        return Subject(denoiser, size, tests, images[num_images:])
+        text_first = not any(isinstance(x, JointTransformerBlock) for x in denoiser.modules())
+        return Subject(denoiser, size, tests, images[num_images:], text_first)
     passes = [vision_pass(model, photograph(name, size)) for name in PHOTOGRAPHS]
     return Subject(model, size, passes[:num_images], passes[num_images:])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from avq_diffusers.cli.captions import checked_caption, is_json, read_caption_list, read_json
+from avq_diffusers.captions import checked_caption, is_json, read_caption_list, read_json
 from avq_diffusers.files import sha256
 from eval.quality.protocol import CAPTIONS_SHA256, GENERATION
 

@@ -11,7 +11,7 @@ import numpy as np
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from avq_diffusers.cli.sheet import image_sheet
+from avq_diffusers.images import image_sheet
 from eval.methods import attention_method, prepare_methods
 from eval.names import EXACT, method_cells
 from eval.quality.generation import Sampling, check_dilation, generate

@@ -11,8 +11,9 @@ from diffusers import StableDiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers import scalecrafter
-from avq_diffusers.cli.images import usual_guidance, usual_scalecrafter
+from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig
+from avq_diffusers.mini.loading import usual_guidance
 from eval.methods import network_of
 
 # ScaleCrafter goes through up to nine sets of dilations, each a graph of its own.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchmetrics.functional.image import structural_similarity_index_measure
 from transformers import CLIPModel, CLIPTokenizer
 
-from avq_diffusers.cli.images import psnr as psnr_of_image
+from avq_diffusers.images import psnr as psnr_of_image
 from avq_diffusers.mini import Scene, copy_agreement
 
 SCORER_IMAGE_SIZE = 256

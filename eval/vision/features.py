@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from avq_diffusers.config import AVQConfig
-from avq_diffusers.vision import apply_avq, gather_codebooks, select_layers, summary
+from avq_diffusers import AVQConfig, apply_avq, gather_codebooks, select_layers, summary
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.keys.calls import answered
 from eval.keys.measuring import Codebooks, calibrated, columns_of, distance, scheme_of
@@ -158,7 +157,7 @@ def with_method(model: nn.Module, method: MethodName, codebooks: Codebooks) -> n
     if method.own:
         return apply_avq(model, config, route="always")
     sizes = config.num_parents, config.num_children
-    layers = select_layers(model, config.exact)
+    layers = select_layers(model, config.levels, config.exact)
     found = {layer.name: codebooks[layer.name, sizes] for layer in layers}
     device = next(model.parameters()).device
     return apply_avq(model, gather_codebooks(model, config, found).to(device), route="always")

@@ -13,10 +13,10 @@ from statistics import mean
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from avq_diffusers.vision import apply_avq, measure_error, remove_avq, summary
+from avq_diffusers import ErrorProfile, apply_avq, measure_error, remove_avq, summary
 from eval.keys.measuring import distance
 from eval.keys.photographs import PHOTOGRAPHS, photograph
 from eval.keys.subjects import vision_arguments
@@ -33,7 +33,7 @@ def measure_tolerances(
     """Probe some photographs; measure layers and features on others. A row per tolerance."""
     names = PHOTOGRAPHS[: num_images + num_probed]
     images = [vision_arguments(model, photograph(name, size)) for name in names]
-    profiles = [measure_error(model, progress=False, **one) for one in tqdm(images, "errors")]
+    profiles = [_profile(model, **one) for one in tqdm(images, "errors")]
     held_out, others = images[:num_images], profiles[:num_images]
     profile = joined(profiles[num_images:])
     exact = [model(**one)[0] for one in held_out]
@@ -57,6 +57,10 @@ def measure_tolerances(
             "sets_held": sets_held(profiles, num_probed, tolerance),
             "features_off": mean(map(distance, outputs, exact)),
         }
+
+
+def _profile(model: nn.Module, pixel_values: Tensor, **options: Any) -> ErrorProfile:
+    return measure_error(model, pixel_values, progress=False, **options)
 
 
 def tolerances_table(rows: Sequence[Row]) -> str:

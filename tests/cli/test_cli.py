@@ -1,6 +1,5 @@
 """The `avq` command: what it writes, prints, caches and refuses."""
 
-import logging
 import os
 import shutil
 import subprocess
@@ -31,22 +30,15 @@ from avq_diffusers import (
 from avq_diffusers.cli import bench, inspection
 from avq_diffusers.cli import codebooks as source
 from avq_diffusers.cli import generate as generation
-from avq_diffusers.cli.images import (
-    _call_arguments,
-    dilation,
-    fit_request,
-    psnr,
-    timed_image,
-    usual_scalecrafter,
-)
+from avq_diffusers.cli.images import _call_arguments, dilation, fit_request, timed_image
 from avq_diffusers.cli.main import main
-from avq_diffusers.cli.options import hide_torchvision_notes, restore_threads
 from avq_diffusers.cli.request import ImageRequest
-from avq_diffusers.cli.sheet import MARGIN
 from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
+from avq_diffusers.hosts import measurement
+from avq_diffusers.images import MARGIN, psnr
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
-from avq_diffusers.plugin import error_measurement
 
 PROMPT = "a red fox"
 
@@ -80,7 +72,7 @@ def avq(monkeypatch, capsys, tmp_path):
 @pytest.fixture
 def ladder(monkeypatch) -> None:
     """A short one, for tiny models."""
-    monkeypatch.setattr(error_measurement, "LADDER", ("M4P0C0", "M8P8C4E16"))
+    monkeypatch.setattr(measurement, "LADDER", ("M4P0C0", "M8P8C4E16"))
 
 
 @pytest.fixture
@@ -692,28 +684,6 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("avq_diffusers.cli.main.app", fail)
     with pytest.raises(RuntimeError, match="sizes of tensors must match"):
         main()
-
-
-def test_only_notes_of_torchvision_are_hidden(monkeypatch):
-    logger, seen = logging.getLogger("transformers.utils.import_utils"), []
-    monkeypatch.setattr(logger, "filters", [])
-    monkeypatch.setattr(logger, "callHandlers", lambda record: seen.append(record.getMessage()))
-    hide_torchvision_notes()
-    for message in ("`CLIPImageProcessor` requires torchvision (not installed)", "another note"):
-        logger.error(message)
-    assert seen == ["another note"]
-
-
-@pytest.mark.parametrize("launched", [True, False])
-def test_accelerates_single_thread_is_not_kept(monkeypatch, launched):
-    """Catches a single process on one of many cores, and a user's own number that is lost."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
-    if launched:
-        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
-    restore_threads()
-    assert ("OMP_NUM_THREADS" in os.environ) != launched
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from tiny import draw, sdxl_pipe, tiny_pipe, tiny_unet
 from tiny_mini_sd3 import save_tiny_mini_sd3
 
 from avq_diffusers import mini
-from avq_diffusers.cli.images import training_size, usual_guidance
+from avq_diffusers.cli.images import training_size
 from avq_diffusers.cli.loading import _single_file_class, load_pipeline
+from avq_diffusers.mini.loading import usual_guidance
 
 SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 

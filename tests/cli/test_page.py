@@ -20,9 +20,9 @@ from tiny import CONFIG, random_codebooks, tiny_pipe
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, scalecrafter, set_num_refined
 from avq_diffusers.cli import main as cli
-from avq_diffusers.cli.sheet import difference
-from avq_diffusers.plugin import error_measurement
-from avq_diffusers.plugin.layer_state import applied_states
+from avq_diffusers.hosts import measurement
+from avq_diffusers.hosts.state import applied_states
+from avq_diffusers.images import difference
 
 PROMPT = "a *red* fox"  # no emphasis, to the page
 SIDE = 128
@@ -201,7 +201,7 @@ def test_a_tolerance_replaces_the_refined_parents(monkeypatch):
     from avq_diffusers.cli import page
     from avq_diffusers.cli.request import ImageRequest
 
-    monkeypatch.setattr(error_measurement, "LADDER", ("M4P0C0", "M8P8C4E16"))
+    monkeypatch.setattr(measurement, "LADDER", ("M4P0C0", "M8P8C4E16"))
     config = AVQConfig(8, 2, 4, query_tile=16)
     pipe = apply_avq(tiny_pipe(), config, route="always")
     shared = page.SharedPipeline(pipe, config)

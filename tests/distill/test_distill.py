@@ -270,7 +270,7 @@ def test_the_result_draws_and_is_removed(finished, model):
     change = codebooks.projection_changes(name)["to_k.weight"]
     assert torch.equal(change, learned - pipe.unet.get_submodule(name).to_k.weight)
     assert change.any()
-    quantizer = "layers.0.processor.quantizer"
+    quantizer = "layers.0.token_attention.quantizer"
     assert torch.equal(codebooks.codebook(name).children, state[f"{quantizer}.child_codewords"])
 
     before = draw(pipe)
@@ -725,7 +725,7 @@ def test_two_processes_are_one(model, tmp_path):
     one, two = (final(tmp_path / name, 2) for name in ("one", "two"))
     assert_same(first, second)
     assert_same({"": first["trained"]}, {"": two["objective"]})
-    name = "layers.0.processor.quantizer.parent_codewords"
+    name = "layers.0.token_attention.quantizer.parent_codewords"
     assert not torch.equal(first["reassigned"][name], first["trained"][name])
     assert len(list((tmp_path / "cache").glob("shard-*"))) == 3
     assert_close(two, one)

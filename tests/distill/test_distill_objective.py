@@ -11,7 +11,13 @@ from tiny import CONFIG, small_unet, tiny_unet
 from tiny_training import make_batch, make_objective, new_objective, perturb, unet_output
 from torch import nn
 
-from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, avq_attention, select_layers
+from avq_diffusers import (
+    AVQCodebooks,
+    AVQConfig,
+    AVQProcessor,
+    gather_codebooks,
+    select_layers,
+)
 from avq_diffusers.attention.diagnostics import capture, commitment_loss, constraint_error
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.codebook.assignment import assign, assign_leaves
@@ -292,7 +298,7 @@ def test_statistics_are_those_of_the_keys(key_norm):
         for keys in (seen[index], seen[index + 3]):
             keys = keys.unflatten(-1, (2, -1)).transpose(1, 2)
             if key_norm:
-                norm = objective.processors[objective.names[index]].key_norm
+                norm = objective.stored[objective.names[index]].key_norm
                 keys = F.layer_norm(keys, (8,), norm.weight, norm.bias)
             # Batch by batch, because products of other shapes round otherwise.
             expected.append(batch_statistics(keys, quantizer.codebook()))
@@ -376,7 +382,7 @@ def test_the_seed_is_that_of_the_sample_and_of_k_means(monkeypatch):
         seen.append((seed, keys))
         return fit_codebook(keys, *sizes, seed=seed, **settings)
 
-    monkeypatch.setattr("distill.objective.fit_codebook", fit)
+    monkeypatch.setattr("distill.stored.fit_codebook", fit)
     objective = new_objective(tiny_unet(), replace(FLAT, exact=("up_blocks",)))
     for seed in (3, 3, 4):
         arguments = {"samples_per_step": 4, "keys_per_layer": 12, "seed": seed}
@@ -523,8 +529,8 @@ def test_capture():
         torch.testing.assert_close(figures[name]["capture"], expected)
     normed = perturb(make_objective(replace(CONFIG, key_norm=True)))
     normed(**make_batch())
-    for processor in normed.processors.values():
-        sample, kept = processor.sample["key"][0], processor.quantizer.kept_keys
+    for attention in normed.stored.values():
+        sample, kept = attention.sample["key"][0], attention.quantizer.kept_keys
         assert torch.equal(sample, kept[:, : sample.shape[1]])
     flat = make_objective(FLAT)
     flat(**make_batch())
@@ -616,7 +622,7 @@ def test_without_the_constraint(tmp_path):
         assert constraint_error(quantizer.codebook()).max() > 0.1
     objective.reassign_dead(threshold=8.0, seed=0)
     assert all(constraint_error(x.codebook()).max() > 0.1 for x in objective.quantizers.values())
-    model = AVQCodebooks.from_codebooks(CONFIG, objective.codebooks(), objective.student)
+    model = gather_codebooks(objective.student, CONFIG, objective.codebooks())
     model.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="children do not average to their parent"):
         AVQCodebooks.from_pretrained(tmp_path)
@@ -637,13 +643,17 @@ def test_all_parents_at_linear_cost(monkeypatch):
     assert_close(gradients(runs[1]), gradients(runs[0]), tolerance=1e-3)
 
 
-def test_few_parents_train_at_linear_cost(monkeypatch):
+def define(objective):
+    """Let the student attend by the definition, which autograd differentiates."""
+    for layer in select_layers(objective.student, (0, 1)):
+        layer.avq_state.backend = "reference"
+
+
+def test_few_parents_train_at_linear_cost():
     """Catches gradients that stop, or that full spawning's are taken for them."""
     linear, defined = (perturb(make_objective(full_spawning=False)) for _ in range(2))
     linear(**make_batch())["loss"].backward()
-    monkeypatch.setattr(
-        "distill.student.avq_attention", partial(avq_attention, backend="reference")
-    )
+    define(defined)
     defined(**make_batch())["loss"].backward()
     assert_close(gradients(linear), gradients(defined), tolerance=1e-3)
     full = perturb(make_objective())
@@ -904,7 +914,7 @@ def test_export_is_the_student(full_spawning, key_norm, sizes):
     objective = perturb(make_objective(config, full_spawning=full_spawning))
     codebooks, changes = objective.codebooks(), objective.projection_changes()
     unet = tiny_unet()
-    model = AVQCodebooks.from_codebooks(config, codebooks, unet, projection_changes=changes)
+    model = gather_codebooks(unet, config, codebooks, projection_changes=changes)
     assert len(objective.key_norms()) == (6 if key_norm else 0)
     for name, norm in objective.key_norms().items():
         model.key_norm(name).load_state_dict(norm.state_dict())
@@ -935,16 +945,13 @@ def test_own_codewords_train_projections_alone(lora_rank):
     assert last["loss"] < first["loss"]
 
 
-def test_gradients_with_own_codewords_are_those_of_the_definition(monkeypatch):
-    """Catches keys, updates, exact keys or an order that the backward pass does not share with
-    `reference`, which autograd differentiates."""
+def test_gradients_with_own_codewords_are_those_of_the_definition():
+    """Catches keys, updates, exact keys or an order that the backward pass does not share."""
     objective = perturb(new_objective(tiny_unet(), OWN))
     objective(**make_batch())["loss"].backward()
     got = gradients(objective)
     objective.zero_grad()
-    monkeypatch.setattr(
-        "distill.student.avq_attention", partial(avq_attention, backend="reference")
-    )
+    define(objective)
     objective(**make_batch())["loss"].backward()
     assert_close(got, gradients(objective))
     assert all(gradient.any() for gradient in got.values())
@@ -959,7 +966,7 @@ def test_export_with_own_codewords_is_the_student(sizes):
     objective = perturb(new_objective(tiny_unet(), config))
     changes = objective.projection_changes()
     unet = tiny_unet()
-    model = AVQCodebooks.from_codebooks(config, None, unet, projection_changes=changes)
+    model = gather_codebooks(unet, config, None, projection_changes=changes)
     unet.set_attn_processor(AVQProcessor(model, unet))
     got, expected = unet_output(unet, make_batch()), unet_output(objective.student, make_batch())
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

@@ -24,7 +24,6 @@ from tiny_training import CONFIGS, ROOT
 from transformers import CLIPModel, CLIPTokenizer
 from typer.testing import CliRunner
 
-from avq_diffusers.cli.mini_sd3 import load_mini_sd3, shared_parts
 from avq_diffusers.files import read_log
 from avq_diffusers.mini import (
     SCORER,
@@ -35,6 +34,7 @@ from avq_diffusers.mini import (
     render,
     sample_scene,
 )
+from avq_diffusers.mini.loading import load_mini_sd3, shared_parts
 from distill.checkpointing import checkpoint
 from distill.config_file import load_config
 from distill.log import log_path

@@ -1,6 +1,7 @@
 """Attentions that vision models train with: baselines and learned codebooks."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,12 +9,13 @@ import torch.nn.functional as F
 from tiny_vision import FAMILIES, WIDE
 from torch.nn.attention.flex_attention import create_mask
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import SwinConfig, SwinModel, ViTConfig, ViTModel
+from transformers import AutoModel, DINOv3ViTConfig, SwinConfig, SwinModel, ViTConfig, ViTModel
 
-from avq_diffusers.vision import select_layers
+from avq_diffusers import select_layers
+from distill.quantizer import recorded
+from distill.stored import StoredAttention
 from distill.vision.attention import remove_attention, set_attention, start_codebooks
 from distill.vision.baselines import (
-    BASELINES,
     BoxAttention,
     Linformer,
     Performer,
@@ -21,9 +23,8 @@ from distill.vision.baselines import (
     neighbourhood_boxes,
     window_boxes,
 )
+from distill.vision.calls import Grid, observe
 from distill.vision.config import CodebookConfig, parse_attention
-from distill.vision.layers import Grid, ValueProjection, observe, replace_attention
-from distill.vision.stored import StoredAttention
 
 GRID = Grid(prefix=1, height=9, width=10)
 SETTINGS = CodebookConfig(
@@ -43,9 +44,18 @@ SETTINGS = CodebookConfig(
 
 
 def tensors(grid=GRID, *, head_dim=16, scale=1.0):
+    """Queries of the patches; keys and values of all tokens."""
     torch.manual_seed(0)
     tokens = grid.prefix + grid.num_patches
-    return [scale * torch.randn(2, 2, tokens, head_dim, dtype=torch.float32) for _ in range(3)]
+    query, key, value = scale * torch.randn(3, 2, 2, tokens, head_dim)
+    return query[:, :, grid.prefix :], key, value
+
+
+def run(attention, query, key, value, **options):
+    prefix = key.shape[2] - query.shape[2]
+    sinks = {"sink_key": key[:, :, :prefix], "sink_value": value[:, :, :prefix]} if prefix else {}
+    patches = key[:, :, prefix:], value[:, :, prefix:]
+    return attention(query, *patches, None, **sinks, scale=0.25, **options)[0]
 
 
 def exact(query, key, value, mask=None):
@@ -53,11 +63,11 @@ def exact(query, key, value, mask=None):
 
 
 def full_mask(sees):
-    """Tokens x tokens; CLS sees and is seen by all, other pairs are decided by their places."""
-    mask = torch.ones(91, 91, dtype=torch.bool)
+    """Patches x tokens; all see CLS, other pairs are decided by their places."""
+    mask = torch.ones(90, 91, dtype=torch.bool)
     for i in range(90):
         for j in range(90):
-            mask[1 + i, 1 + j] = sees(divmod(i, 10), divmod(j, 10))
+            mask[i, 1 + j] = sees(divmod(i, 10), divmod(j, 10))
     return mask
 
 
@@ -85,9 +95,9 @@ def test_windows_and_neighbourhoods_are_masked_attention(boxes, sees):
     mask = full_mask(sees)
     assert 0.1 < mask.float().mean() < 0.7
     expected = exact(query, key, value, mask)
-    torch.testing.assert_close(attention(query, key, value, 0.25), expected)
+    torch.testing.assert_close(run(attention, query, key, value), expected)
     flex = create_mask(attention._mask_function(), None, None, 90, 91, device="cpu")
-    assert torch.equal(flex[0, 0], mask[1:])
+    assert torch.equal(flex[0, 0], mask)
 
 
 def test_swin_shifts_every_other_layer():
@@ -102,41 +112,34 @@ def test_performer_approaches_softmax_with_more_features():
     expected = exact(query, key, value)
     errors = []
     for features in (16, 256, 4096):
-        output = Performer(GRID, 16, features, seed=0)(query, key, value, 0.25)
+        output = run(Performer(GRID, 16, features, seed=0), query, key, value)
         errors.append(float((output - expected).norm() / expected.norm()))
     assert errors[2] < errors[1] / 2 < errors[0] / 4
     assert errors[2] < 0.2
-    large = Performer(GRID, 16, 256, seed=0)(*(100 * x for x in (query, key)), value, 0.25)
+    large = run(Performer(GRID, 16, 256, seed=0), 100 * query, 100 * key, value)
     assert large.isfinite().all()
 
 
 def test_linformer_starts_as_means_of_neighbours_and_is_linear():
     query, key, value = tensors()
     # As many projected keys as patches: every mean is one patch.
-    torch.testing.assert_close(
-        Linformer(GRID, 90)(query, key, value, 0.25), exact(query, key, value)
-    )
+    got = run(Linformer(GRID, 90), query, key, value)
+    torch.testing.assert_close(got, exact(query, key, value))
     operations = []
     for height in (9, 18):
         grid = Grid(1, height, 10)
         attention = Linformer(grid, 8)
         assert torch.allclose(attention.key_projection.sum(dim=1), torch.ones(8))
         with FlopCounterMode(display=False) as counter:
-            attention.attend(*(x[:, :, 1:] for x in tensors(grid)[:1]), *tensors(grid)[1:], 0.25)
+            run(attention, *tensors(grid))
         operations.append(counter.get_total_flops())
     assert operations[1] < 2.1 * operations[0]
 
 
-def test_the_prefix_sees_all_whatever_the_patches_do():
-    query, key, value = tensors()
-    expected = exact(query, key, value)[:, :, :1]
-    for name in BASELINES:
-        output = make_baseline(name, 0, GRID, 16, 0)(query, key, value, 0.25)
-        torch.testing.assert_close(output[:, :, :1], expected)
-        assert not torch.allclose(output[:, :, 1:], exact(query, key, value)[:, :, 1:])
-    query, key, value = (x[:, :, 1:] for x in (query, key, value))
-    every_patch = Linformer(Grid(0, 9, 10), 90)
-    torch.testing.assert_close(every_patch(query, key, value, 0.25), exact(query, key, value))
+def test_patches_attend_without_a_prefix():
+    query, key, value = tensors(Grid(0, 9, 10))
+    got = run(Linformer(Grid(0, 9, 10), 90), query, key, value)
+    torch.testing.assert_close(got, exact(query, key, value))
 
 
 def vit():
@@ -146,18 +149,18 @@ def vit():
 
 @pytest.mark.parametrize("family", ["vit", "dinov2 with registers", "siglip", "dpt"])
 def test_models_of_every_kind_are_observed_and_left_as_they_were(family):
+    """Catches queries, keys or values of another layer, and what an observation leaves."""
     torch.manual_seed(0)
     make, prefix = FAMILIES[family]
-    model = make().eval()
-    configs = [layer.attn.config for layer in select_layers(model)]
-    images = torch.randn(2, 3, 64, 64)
+    model = make().train()
+    layers, images = select_layers(model), torch.randn(2, 3, 64, 64)
+    configs = [layer.attn.config for layer in layers]
     calls, grid = observe(model, images)
     assert grid == Grid(prefix, 8, 8)
-    assert [call.key.shape[2] for call in calls] == [prefix + 64] * len(configs)
-    assert all(
-        layer.attn.config is config
-        for layer, config in zip(select_layers(model), configs, strict=True)
-    )
+    assert [*calls] == [layer.name for layer in layers]
+    assert all(call.key.shape[2] == len(call.query_order) == 64 for call in calls.values())
+    assert all(a.attn.config is b for a, b in zip(layers, configs, strict=True))
+    assert model.training
 
 
 def test_replacing_changes_this_model_only_and_is_undone():
@@ -169,81 +172,94 @@ def test_replacing_changes_this_model_only_and_is_undone():
     set_attention(model, attention, SETTINGS, images, seed=0)
     assert not torch.allclose(model(images).last_hidden_state, before, atol=1e-3)
     assert torch.equal(twin(images).last_hidden_state, before)
-    observed, _ = observe(model, images)
-    assert torch.equal(observed[0].key, observe(twin, images)[0][0].key)
+    (observed, _), (expected, _) = observe(model, images), observe(twin, images)
+    name = next(iter(expected))
+    assert torch.equal(observed[name].key, expected[name].key)
     assert not torch.allclose(model(images).last_hidden_state, before, atol=1e-3)
-    remove_attention(model, attention)
+    remove_attention(model)
     assert torch.equal(model(images).last_hidden_state, before)
     assert model.state_dict().keys() == twin.state_dict().keys()
 
 
 def test_other_numbers_of_tokens_and_other_models_are_refused():
-    model = vit()
-    calls, grid = observe(model, torch.randn(1, 3, 64, 64))
-    replace_attention(select_layers(model), [ValueProjection(grid) for _ in calls])
+    model, images = vit(), torch.randn(1, 3, 64, 64)
+    set_attention(model, parse_attention("swin"), SETTINGS, images, seed=0)
     with pytest.raises(ValueError, match=r"prepared for 1 \+ 8 x 8 tokens, but got 37"):
         model(torch.randn(1, 3, 48, 48), interpolate_pos_encoding=True)
     swin = SwinModel(SwinConfig(image_size=64, embed_dim=8, depths=[1], num_heads=[1]))
-    with pytest.raises(ValueError, match="SwinModel has no layer for AVQ"):
-        observe(swin, torch.randn(1, 3, 64, 64))
+    with pytest.raises(TypeError, match="AVQ does not know the attention of SwinModel"):
+        observe(swin, images)
     model = vit()
     model.layers[1] = model.layers[0]
-    with pytest.raises(ValueError, match=r"1 layers of ViTModel must attend once .* 2 calls had"):
-        observe(model, torch.randn(1, 3, 64, 64))
+    with pytest.raises(
+        ValueError, match=r"1 layers of ViTModel must attend once .* did \[2\] times"
+    ):
+        observe(model, images)
 
 
-def test_dropout_of_attention_is_refused():
-    model = ViTModel(ViTConfig(**WIDE, attention_probs_dropout_prob=0.5))
-    images = torch.randn(2, 3, 64, 64)
-    set_attention(model, parse_attention("swin"), SETTINGS, images, seed=0)
-    with pytest.raises(NotImplementedError, match="without masks and dropout; set attention_prob"):
-        model.train()(images)
+@pytest.mark.parametrize("attention", ["swin", "M8P8C4", "M8P8C4/own"])
+def test_dropout_of_attention_is_refused(attention):
+    """Its layers would run exact attention in training."""
+    for make, name in (
+        (ViTConfig, "attention_probs_dropout_prob"),
+        (DINOv3ViTConfig, "attention_dropout"),
+    ):
+        model = AutoModel.from_config(make(**WIDE, **{name: 0.5}))
+        with pytest.raises(ValueError, match=f"set {name} of the model's config to 0"):
+            set_attention(model, parse_attention(attention), SETTINGS, torch.empty(0), seed=0)
 
 
 def stored(name="M8P2C4", **settings):
     query, key, value = tensors()
     settings = CodebookConfig(**{**vars(SETTINGS), **settings})
     config = parse_attention(name, key_norm=settings.key_norm).avq
-    layer = StoredAttention(GRID, 2, 16, config, settings)
+    layer = StoredAttention(2, 16, config, settings)
     keys = key[:, :, 1:].movedim(1, 0).flatten(1, 2)
     layer.start(keys, keys_per_step=2 * 90.0, seed=0)
-    return layer, query, key, value
+    order = torch.arange(90)
+    options = config.attention_arguments | {"query_order": order, "backend": "auto"}
+    return partial(run, layer, **options), layer, query, key, value
 
 
 def test_training_is_inference_with_all_parents_refined():
     """Catches a centre that the sinks do not share, and sinks that are quantized."""
-    layer, query, key, value = stored("M8P8C4")
+    attend, layer, query, key, value = stored("M8P8C4")
     key, query = key + 3, 2 * query
-    trained = layer.train()(query, key, value, 0.25)
-    torch.testing.assert_close(layer.eval()(query, key, value, 0.25), trained)
-    layer.train()(query, torch.cat([100 * key[:, :, :1], key[:, :, 1:]], dim=2), value, 0.25)
-    counts = layer.quantizer.statistics[1]
-    assert torch.equal(counts[..., 0].sum(dim=-1), torch.full((2,), 2 * 2 * 90.0))
+    trained = attend(query, key, value)
+    layer.eval()
+    torch.testing.assert_close(attend(query, key, value), trained)
+    layer.train()
+    seen = []
+    layer.quantizer.register_forward_hook(lambda module, keys, leaves: seen.append(keys[0]))
+    attend(query, torch.cat([100 * key[:, :, :1], key[:, :, 1:]], dim=2), value)
+    assert torch.equal(seen[0], key[:, :, 1:])
 
 
 def test_the_key_norm_starts_near_no_change():
-    layer, _, key, _ = stored(key_norm=True)
+    _, layer, _, key, _ = stored(key_norm=True)
     stretched = key * torch.linspace(0.2, 3, 16) + torch.linspace(-1, 2, 16)
-    layer.start(stretched[:, :, 1:].movedim(1, 0).flatten(1, 2), 180.0, seed=0)
-    changed = (layer.prepared(stretched) - stretched).norm() / stretched.norm()
+    layer.start_key_norm(stretched[:, :, 1:].movedim(1, 0).flatten(1, 2))
+    changed = (layer.key_norm(stretched) - stretched).norm() / stretched.norm()
     plain = (F.layer_norm(stretched, (16,)) - stretched).norm() / stretched.norm()
     assert changed < 0.5 * plain
-    assert layer.prepared(key.half()).dtype == torch.float16
 
 
 @pytest.mark.parametrize("options", [{}, {"diveq": True}, {"full_spawning": False}])
 def test_gradients_reach_keys_and_with_diveq_codewords(options):
-    layer, query, key, value = stored(**options)
+    attend, layer, query, key, value = stored(**options)
     key.requires_grad_()
-    (layer.train()(query, key, value, 0.25).square().mean() + layer.commitment).backward()
+    with recorded([layer.quantizer]) as leaves:
+        attend(query, key, value).square().mean().backward()
     assert key.grad.abs().sum() > 0
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters()) == bool(
         options.get("diveq")
     )
-    layer.update(0.5)
-    layer.reassign_dead(threshold=20.0, seed=0)
+    quantizer = layer.quantizer
+    quantizer.observe(leaves[quantizer])
+    quantizer.update(0.5)
+    quantizer.reassign_dead(threshold=20.0, seed=0)
     assert all(value.isfinite().all() for value in layer.diagnostics().values())
-    assert layer.quantizer.statistics is None
+    assert quantizer.statistics is None
 
 
 def test_codebooks_start_from_keys_of_exact_attention():
@@ -251,8 +267,8 @@ def test_codebooks_start_from_keys_of_exact_attention():
     layers = set_attention(model, parse_attention("M8P8C4"), SETTINGS, images, seed=0)
     start_codebooks(model, layers, SETTINGS, [images], images_per_step=4, seed=0)
     calls, _ = observe(model, images)
-    for layer, call in zip(layers, calls, strict=True):
-        error = layer.quantizer(call.key[:, :, 1:].float()).commitment()
+    for layer, call in zip(layers, calls.values(), strict=True):
+        error = layer.quantizer(call.key.float()).commitment()
         assert error < 0.7 * call.key.var()
         assert float(layer.quantizer.ema_counts[0, :, 0].sum()) == pytest.approx(4 * 64)
 

@@ -32,17 +32,17 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from avq_diffusers import AVQCodebooks, AVQConfig
+from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq
 from avq_diffusers.config import Sizes
-from avq_diffusers.vision import apply_avq
 from distill.config_file import load_config
+from distill.quantizer import Quantizer
 from distill.vision import compare as vision_compare
 from distill.vision import training
 from distill.vision.__main__ import app
+from distill.vision.calls import Call
 from distill.vision.compare import compare
 from distill.vision.config import VisionConfig, parse_attention
 from distill.vision.images import Collator, open_images
-from distill.vision.layers import Call, Grid
 from distill.vision.models import load_classifier, load_segmenter, vit_from_timm
 from distill.vision.training import (
     BatchMetric,
@@ -163,13 +163,13 @@ def test_codebooks_are_updated_once_a_step_by_all_its_keys(place, tmp_path, monk
         **{"codebooks.dead_threshold": "null"},
     )
     counts = []
-    update = training.StoredAttention.update
+    update = Quantizer.update
 
-    def counted(layer, decay):
-        update(layer, decay)
-        counts.append(float(layer.quantizer.ema_counts[0, :, 0].sum()))
+    def counted(quantizer, decay):
+        update(quantizer, decay)
+        counts.append(float(quantizer.ema_counts[0, :, 0].sum()))
 
-    monkeypatch.setattr(training.StoredAttention, "update", counted)
+    monkeypatch.setattr(Quantizer, "update", counted)
     fine_tune(config, tmp_path / "run", resume=False)
     assert counts == [config.batch_size * 64.0] * 3 * 4
 
@@ -451,15 +451,16 @@ def test_the_timed_operation_is_the_whole_attention(monkeypatch, attention, size
 
     monkeypatch.setattr(vision_compare, "avq_attention", see)
     monkeypatch.setattr(vision_compare, "_ms", lambda function: function())
-    call = Call(*torch.randn(3, 1, 2, 17, 8), 0.5)
+    sinks = torch.randn(2, 1, 2, 1, 8)
+    call = Call(*torch.randn(3, 1, 2, 16, 8), *sinks, query_order=torch.arange(16), scale=0.5)
     timed = AVQConfig.parse(sizes)
-    vision_compare._operation_ms(parse_attention(attention), timed, call, Grid(1, 4, 4))
+    vision_compare._operation_ms(parse_attention(attention), timed, call)
     assert {name: seen[name] for name in Sizes._fields} == timed.sizes._asdict()
     assert (seen["codewords"], seen["num_updates"]) == form
-    assert seen["sink_key"].shape[2] == 1
+    assert seen["sink_key"] is call.sink_key
     if form[0] == "stored":
         assert seen["codebook"].children.shape == (2, 8, 2, 8)
-        assert torch.equal(seen["codebook"].parents[:, [0, 7]], call.key[0, :, [1, 16]])
+        assert torch.equal(seen["codebook"].parents[:, [0, 7]], call.key[0, :, [0, 15]])
 
 
 @pytest.mark.parametrize(
@@ -468,12 +469,12 @@ def test_the_timed_operation_is_the_whole_attention(monkeypatch, attention, size
 def test_flat_vq_takes_as_long_on_a_gpu(monkeypatch, limit, expected):
     """Catches a search that stops early, passes the limit, or does not end."""
 
-    def operation_ms(attention, config, call, grid):
+    def operation_ms(attention, config, call):
         return config.num_parents if config.num_children == 0 else limit
 
     monkeypatch.setattr(vision_compare, "_operation_ms", operation_ms)
-    call = SimpleNamespace(query=SimpleNamespace(is_cuda=True))
-    part = SimpleNamespace(timed=(call, Grid(1, 32, 32)))
+    tokens = torch.empty(1, 2, 1024, 8)
+    part = SimpleNamespace(timed=SimpleNamespace(query=SimpleNamespace(is_cuda=True), key=tokens))
     name = vision_compare._resolved("flat@M56P8C8/own", part)  # 56 + 8 * 8 columns
     assert name == f"M{expected}/own"
 

@@ -10,7 +10,7 @@ from eval_helpers import run_command, watched
 from PIL import Image
 from tiny import CONFIG, draw, random_codebooks, tiny_pipe, tiny_unet
 
-from avq_diffusers import AVQConfig, measure_sensitivity, select_layers
+from avq_diffusers import AVQConfig, gather_codebooks, select_layers
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.diagnostics import (
     active_ratio,
@@ -80,17 +80,29 @@ def test_a_variant_is_the_codebooks_of_another_configuration(key_norm):
 
 
 def test_a_layer_alone_is_measured_at_the_captions_and_steps_of_the_analysis():
-    """Fails for the sensitivity to another variant, other captions or another number of steps."""
-    pipe = tiny_pipe()
-    method = method_of(pipe.unet, CONFIG)
+    """Fails for AVQ in other layers as well, another variant, other captions or another number of
+    steps, and calls of another image than the exact one."""
+    pipe, calls = tiny_pipe(), []
+    method = replace(method_of(pipe.unet, CONFIG), num_refined=1)
     rows = analyses.analyse(pipe, analyses.ANALYSES["layers"], [method], SCENES, num_timesteps=2)
-    with attention_method(pipe, method):
-        captions = [scene.caption for scene in SCENES]
-        expected = measure_sensitivity(pipe, captions, num_inference_steps=2, progress=False)
     (row,) = rows
     found = {name: figures["output_error_alone"] for name, figures in row["layers"].items()}
-    assert found == pytest.approx(expected, rel=1e-5)
     assert len({f"{error:.3e}" for error in found.values()}) == len(found) > 1
+
+    handle = pipe.unet.register_forward_hook(lambda *call: calls.append(call[1:]), with_kwargs=True)
+    for seed, scene in enumerate(SCENES):
+        noise = torch.Generator().manual_seed(seed)
+        pipe(scene.caption, num_inference_steps=2, generator=noise, output_type="latent")
+    handle.remove()
+    exact = torch.cat([output[0] for *_, output in calls])
+    for name in [*found][:: len(found) - 1]:
+        others = tuple(other for other in found if other != name)
+        config = replace(CONFIG, exact=others, num_refined=1)
+        alone = gather_codebooks(pipe.unet, config, {name: method.codebooks.codebook(name)})
+        with torch.no_grad(), attention_method(pipe, Method("alone", (0, 1), alone)):
+            changed = torch.cat([pipe.unet(*args, **kwargs)[0] for args, kwargs, _ in calls])
+        error = float((changed - exact).norm() / exact.norm())
+        assert found[name] == pytest.approx(error, rel=1e-4)
 
 
 def test_figures_of_heads_by_hand(monkeypatch):

@@ -20,10 +20,9 @@ from PIL import Image
 from processes import FORKED
 from tiny import random_codebooks, tiny_pipe, tiny_unet
 
-from avq_diffusers.cli import options
+from avq_diffusers import mini
 from avq_diffusers.files import locked
 from avq_diffusers.mini import TEST_SEEDS, sample_scene
-from avq_diffusers.plugin.prompts import quiet
 from eval.quality import captions, coco, coco_score
 from eval.quality.generation import Sampling, generate_batch
 from eval.quality.metrics import Scorer
@@ -156,6 +155,7 @@ def test_two_processes_make_the_images_of_one(place, exact):
 def test_full_batches_do_not_depend_on_what_is_left(tmp_path):
     """As on a GPU: catches a last batch of another shape, whose kernels round otherwise."""
     pipe = tiny_pipe()
+    pipe.set_progress_bar_config(disable=True)
     texts = captions.Captions(tuple("abcde"), "test")
     settings = Sampling(num_inference_steps=2, guidance_scale=7.5, size=64, batch_size=3)
     fill = partial(
@@ -169,15 +169,14 @@ def test_full_batches_do_not_depend_on_what_is_left(tmp_path):
         is_shown=False,
     )
     (tmp_path / "images").mkdir()
-    with quiet(pipe):
+    fill()
+    expected = images(tmp_path)
+    for missing in ((0, 4), (1, 2, 3), (2,)):
+        for index in missing:
+            coco.image_path(tmp_path, index).unlink()
         fill()
-        expected = images(tmp_path)
-        for missing in ((0, 4), (1, 2, 3), (2,)):
-            for index in missing:
-                coco.image_path(tmp_path, index).unlink()
-            fill()
-            assert images(tmp_path) == expected
-        alone = generate_batch(pipe, ["c"], [2], settings)
+        assert images(tmp_path) == expected
+    alone = generate_batch(pipe, ["c"], [2], settings)
     with Image.open(coco.image_path(tmp_path, 2)) as stored:
         assert abs(np.asarray(stored).astype(int) - alone[0]).max() <= 1
 
@@ -188,11 +187,11 @@ def test_images_follow_the_protocol(place, exact):
 
     pipe = StableDiffusionPipeline.from_pretrained(place / "model")
     pipe.scheduler = PNDMScheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)
+    pipe.set_progress_bar_config(disable=True)
     texts = (exact / "captions.txt").read_text().splitlines()
     assert set(texts) < {sample_scene(seed).caption for seed in TEST_SEEDS[:NUM_REAL]}
     noise = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(3))
-    with quiet(pipe):
-        image = pipe(texts[3], num_inference_steps=2, latents=noise, height=64, width=64).images[0]
+    image = pipe(texts[3], num_inference_steps=2, latents=noise, height=64, width=64).images[0]
     with Image.open(exact / "images/000003.png") as stored:
         assert abs(np.asarray(stored).astype(int) - np.asarray(image).astype(int)).max() <= 1
 
@@ -219,7 +218,7 @@ def test_methods_change_images_and_codebooks_are_kept(place, exact, monkeypatch)
     assert generate(place, "row-m3", **calibrated)[0] == 0
     assert weights.stat().st_mtime_ns == before
     assert images(place / "row-m3") == made[-1]
-    monkeypatch.setattr(options, "CALIBRATION_PROMPTS", ("a fox",))
+    monkeypatch.setattr(mini, "CALIBRATION_PROMPTS", ("a fox",))
     assert generate(place, "row-default", method="M3", images=2)[0] == 0
     assert images(place / "row-default") == made[-1]
 
@@ -355,7 +354,7 @@ def test_a_folder_of_another_configuration_is_refused(place, exact, changes, key
 def test_blank_lines_between_calibration_prompts_are_none(place, exact, tmp_path):
     """Catches a file of the usual prompts that is another calibration than without it."""
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n\n".join(["", *options.CALIBRATION_PROMPTS, ""]))
+    prompts.write_text("\n\n".join(["", *mini.CALIBRATION_PROMPTS, ""]))
     before = images(exact)
     assert generate(place, "exact", calibration=prompts) == (0, "", "")
     assert images(exact) == before

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from eval_helpers import run_command
 from tiny import small_unet, tiny_pipe
+from tiny_mini_sd3 import save_tiny_mini_sd3
 from transformers import Dinov2Config, Dinov2Model
 
 from avq_diffusers.attention.orders import query_order
@@ -223,6 +224,28 @@ def test_the_order_of_tokens_has_the_grid_and_what_is_before_it():
     assert order[0] == 0
     assert torch.equal(order[1:] - 1, query_order(37, 37))
     assert torch.equal(token_order(256, 4096, torch.device("cpu")), query_order(64, 64))
+
+
+@torch.no_grad()
+def test_the_text_is_where_the_model_has_it(tmp_path):
+    """Catches a text of SD3 that is taken for the image, and one of Flux."""
+    save_tiny_mini_sd3(tmp_path)
+    pipe = subjects.load_model(str(tmp_path), torch.device("cpu"), torch.float32)
+    one = subject_of(pipe, 128, 1, ["a red fox", "a blue fox"])
+    orders = set()
+
+    def answer(call):
+        order = token_order(128, call.num_tokens, call.key.device, text_first=one.text_first)
+        orders.add(tuple(order.tolist()))
+        return call.value
+
+    with answered(one.model, answer, min_tokens=257):
+        one.tests[0]()
+    num_text = 77 + 256
+    expected = [*query_order(16, 16).tolist(), *range(256, 256 + num_text)]
+    assert orders == {tuple(expected)}
+    of_flux = token_order(128, 256 + num_text, torch.device("cpu"), text_first=True)
+    assert torch.equal(of_flux[num_text:], query_order(16, 16) + num_text)
 
 
 @pytest.mark.parametrize(

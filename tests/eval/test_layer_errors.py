@@ -150,15 +150,9 @@ def test_forced_errors_are_those_of_a_layer_alone(distilled):
     (inputs,) = layer_errors.noised_scenes(pipe, shown, 1)
     _, teacher = watched(pipe, inputs)
     for name in LAYERS_OF_BOTH_LEVELS[1::4]:
-        exact = {
-            layer.name: layer.attn.processor
-            for layer in select_layers(pipe.unet, (0, 1))
-            if layer.name != name
-        }
         with attention_method(pipe, method):
-            for layer in select_layers(pipe.unet, (0, 1)):
-                if layer.name in exact:
-                    layer.attn.set_processor(exact[layer.name])
+            set_num_refined(pipe, "exact")
+            set_num_refined(pipe, 3, layer=name)
             _, alone = watched(pipe, inputs)
         expected = relative([alone[name][1]], [teacher[name][1]])
         forced = row["layers"][name]["forced_relative_mse"]

@@ -8,9 +8,8 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from eval_helpers import run_command
 from tiny_mini_sd3 import save_tiny_mini_sd3
 
-from avq_diffusers.cli.images import usual_guidance
-from avq_diffusers.cli.mini_sd3 import load_mini_sd3
-from eval.methods import ValueJointProcessor, attention_method, load_methods
+from avq_diffusers.mini.loading import load_mini_sd3, usual_guidance
+from eval.methods import attention_method, load_methods
 from eval.quality.generation import Sampling, check_dilation
 
 
@@ -34,22 +33,35 @@ def test_its_guidance_is_that_of_mini_sd(pipe):
 @torch.no_grad()
 def test_the_negative_control_sees_the_text_and_no_other_token_of_the_image(pipe):
     block = pipe.transformer.transformer_blocks[0]
-    image, text = torch.randn(1, 6, 32), torch.randn(1, 3, 32)
-    other_image, other_text = image.clone(), text.clone()
-    other_image[:, 4] += 1
+    latents, text, pooled = torch.randn(1, 4, 6, 8), torch.randn(1, 3, 384), torch.randn(1, 384)
+    other_latents, other_text = latents.clone(), text.clone()
+    other_latents[..., 2:4, :2] += 1  # token 4 of 12
     other_text[:, 1] += 1
+    (control,) = load_methods(pipe, ["value-projection"], levels=(0,))
 
-    def outputs(attn, *inputs):
-        return ValueJointProcessor()(attn, *inputs)
+    def calls(latents, text):
+        """Input and output of both attentions of the first block."""
+        found = []
+        hooks = [
+            attn.register_forward_hook(
+                lambda _, args, kwargs, output: found.append((kwargs["hidden_states"], output)),
+                with_kwargs=True,
+            )
+            for attn in (block.attn, block.attn2)
+        ]
+        with attention_method(pipe, control):
+            pipe.transformer(latents, text, pooled, torch.tensor([500]))
+        for hook in hooks:
+            hook.remove()
+        return found
 
-    first = outputs(block.attn, image, text)
-    changed = outputs(block.attn, other_image, text)
-    same = [i for i in range(6) if torch.equal(first[0][:, i], changed[0][:, i])]
-    assert same == [0, 1, 2, 3, 5]
-    assert not torch.equal(first[1], changed[1])  # the text still reads the image
-    assert not torch.equal(first[0], outputs(block.attn, image, other_text)[0])
-    alone = block.attn2.to_out[0](block.attn2.to_v(image))
-    torch.testing.assert_close(outputs(block.attn2, image), alone)
+    (_, (image, words)), (alone, of_image) = calls(latents, text)
+    changed_image, changed_words = calls(other_latents, text)[0][1]
+    same = [i for i in range(12) if torch.equal(image[:, i], changed_image[:, i])]
+    assert same == [i for i in range(12) if i != 4]
+    assert not torch.equal(words, changed_words)  # the text still reads the image
+    assert not torch.equal(image, calls(latents, other_text)[0][1][0])
+    torch.testing.assert_close(of_image, block.attn2.to_out[0](block.attn2.to_v(alone)))
 
 
 def test_methods_change_every_layer_and_restore(pipe):
@@ -58,11 +70,9 @@ def test_methods_change_every_layer_and_restore(pipe):
 
     before = processors()
     assert {type(x) for x in before} == {JointAttnProcessor2_0}
-    control, own = load_methods(pipe, ["value-projection", "M4P2C2/own"], levels=(0,))
-    with attention_method(pipe, control):
-        assert {type(x) for x in processors()} == {ValueJointProcessor}
-    with attention_method(pipe, own):
-        assert JointAttnProcessor2_0 not in {type(x) for x in processors()}
+    for method in load_methods(pipe, ["value-projection", "M4P2C2/own"], levels=(0,)):
+        with attention_method(pipe, method):
+            assert JointAttnProcessor2_0 not in {type(x) for x in processors()}
     assert all(one is other for one, other in zip(processors(), before, strict=True))
 
 

@@ -7,9 +7,9 @@ from eval_helpers import run_command
 from tiny import tiny_pipe
 
 from avq_diffusers import AVQConfig, ErrorProfile
-from avq_diffusers.plugin import error_measurement
-from avq_diffusers.plugin.error_profile import LayerErrors
-from avq_diffusers.plugin.layers import LayerSpec
+from avq_diffusers.hosts import measurement
+from avq_diffusers.hosts.layers import LayerSpec
+from avq_diffusers.hosts.profile import LayerErrors
 from eval.quality import tolerance
 from eval.quality.tolerance import held_out_errors, joined, sets_held, summarise
 
@@ -43,7 +43,7 @@ def test_a_tolerance_is_judged_by_its_parts_that_run_avq():
 
 
 def test_the_tolerance_command_measures_prompts_that_were_not_probed(tmp_path, monkeypatch):
-    monkeypatch.setattr(error_measurement, "LADDER", ("M4P2C2",))
+    monkeypatch.setattr(measurement, "LADDER", ("M4P2C2",))
     probed, real = [], tolerance.measure_error
 
     def measure(pipe, prompts, *rest, **arguments):

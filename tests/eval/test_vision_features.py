@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tiny_vision import choosing
 from transformers import Dinov2Config, Dinov2Model
 
-from avq_diffusers.vision import select_layers
+from avq_diffusers import select_layers
 from eval.__main__ import main
 from eval.keys.vit import DECODER_FILE, SaliencyDecoder, load_decoder
 from eval.vision import features

@@ -8,8 +8,8 @@ from eval_helpers import run_command
 from tiny_vision import WIDE, choosing
 from transformers import ViTConfig, ViTModel
 
-from avq_diffusers.plugin import error_measurement
-from avq_diffusers.vision import apply_avq, measure_error
+from avq_diffusers import apply_avq, measure_error
+from avq_diffusers.hosts import measurement
 from eval.vision import tolerance
 
 COARSE, FINE = "M4P0C0", "M8P8C4E16"
@@ -24,7 +24,7 @@ def noise(name, size):
 def test_a_tolerance_on_other_photographs(tmp_path, monkeypatch, capsys):
     """Catches errors of the photographs that were probed, features of a model without AVQ, and one
     tolerance for all rows."""
-    monkeypatch.setattr(error_measurement, "LADDER", (COARSE, FINE))
+    monkeypatch.setattr(measurement, "LADDER", (COARSE, FINE))
     monkeypatch.setattr(tolerance, "photograph", noise)
     monkeypatch.setattr(tolerance, "PHOTOGRAPHS", ("a", "b", "c", "d"))
     model = choosing(lambda: ViTModel(ViTConfig(**WIDE)))

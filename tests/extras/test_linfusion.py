@@ -20,6 +20,7 @@ from avq_diffusers import (
     measure_error,
     remove_avq,
     select_layers,
+    summary,
 )
 from avq_diffusers.extras.linfusion import (
     EPSILON,
@@ -75,22 +76,27 @@ def test_what_follows_the_output_projection(unet, folder):
 def test_measurements_are_refused(unet, folder, measure):
     """Catches layers that are said not to have run."""
     load_linfusion(unet, folder)
-    with pytest.raises(ValueError, match=r"LinFusion layers; call remove_linfusion\(pipe\) first"):
+    with pytest.raises(ValueError, match=r"LinFusion layers; call remove_linfusion\(unet\) first"):
         measure(tiny_pipe(unet), ["a hen"], AVQConfig(4, 2, 2), num_inference_steps=1)
 
 
 def test_a_layer_knows_who_changed_it(unet, folder, layers):
-    """Catches one that is forgotten when another tool sets a processor over LinFusion's."""
+    """Catches one that is taken for LinFusion's, or restored, when another tool sets a processor
+    over LinFusion's."""
 
     def changed():
         found = select_layers(unet)
         avq = {layer.name for layer in found if layer.avq_state is not None}
-        return avq, {layer.name for layer in found if layer.has_linfusion}
+        return avq, {row.name for row in summary(unet).rows if row.runs == "LinFusion"}
 
     assert changed() == (set(), set())
-    load_linfusion(unet, folder).set_attn_processor(AttnProcessor2_0())
+    load_linfusion(unet, folder)
     assert changed() == (set(), set(layers))
+    other = AttnProcessor2_0()
+    unet.set_attn_processor(other)
     remove_linfusion(unet)
+    assert changed() == (set(), set())
+    assert all(processor is other for processor in unet.attn_processors.values())
     apply_avq(unet, random_codebooks(unet))
     assert changed() == ({layer.name for layer in select_layers(unet, CONFIG.levels)}, set())
     remove_avq(unet)
@@ -443,7 +449,9 @@ class TestRefusals:
             lambda: load_linfusion(pipe, folder),
             lambda: remove_linfusion(pipe),
         ):
-            with pytest.raises(TypeError, match="expected a pipeline with a unet or a UNet, but"):
+            with pytest.raises(
+                TypeError, match="expected a pipeline with a unet, or a UNet with down_blocks, but"
+            ):
                 call()
 
 

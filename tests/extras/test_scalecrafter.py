@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from avq_diffusers import apply_avq, avq_disabled, remove_avq
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from avq_diffusers.extras.scalecrafter.apply import (
     apply_scalecrafter,
@@ -45,10 +46,9 @@ from avq_diffusers.extras.scalecrafter.settings import (
     SD15_2048,
     ScaleCrafterConfig,
 )
+from avq_diffusers.hosts.models import select_layers
+from avq_diffusers.hosts.timesteps import Timesteps
 from avq_diffusers.mini import MINI_SD
-from avq_diffusers.plugin.apply import apply_avq, avq_disabled, remove_avq
-from avq_diffusers.plugin.layers import select_layers
-from avq_diffusers.plugin.timesteps import Timesteps
 
 DILATED, PLAIN = 981, 1  # timesteps
 CONVOLUTIONS = re.compile(r"(conv[12]|(down|up)samplers\.0\.conv)$")
@@ -386,8 +386,9 @@ class TestApplyAndRemove:
             (ValueError, "width must be a multiple of 8, but got 300", (pipe, 256, 300, flat)),
             (ValueError, r"sample_size=\(8, 8\) in .* is not a training size",
              (tiny_unet(sample_size=(8, 8)), 128, 128)),
-            (TypeError, "expected a pipeline with a unet or a UNet, but got str", ("sd", 128, 128)),
-            (TypeError, "expected a UNet with down_blocks, but got AutoencoderKL",
+            (TypeError, "expected a pipeline with a unet, or a UNet with down_blocks, but got str",
+             ("sd", 128, 128)),
+            (TypeError, "or a UNet with down_blocks, but got AutoencoderKL",
              (pipe.vae, 128, 128)),
             (TypeError, "expected a UNet with up_blocks, but got ControlNetModel",
              (ControlNetModel.from_unet(pipe.unet), 128, 128)),

@@ -17,6 +17,7 @@ from avq_diffusers import (
     AVQCodebooks,
     AVQConfig,
     apply_avq,
+    gather_codebooks,
     remove_avq,
     select_layers,
     summary,
@@ -166,7 +167,8 @@ def test_the_codebooks_fit_and_keep_the_constraint(mini, recwarn):
     training = shipped.config["training"]
     assert training["config"] == "mini_m64p16c8"
     assert set(training["layers"]) == set(shipped.layer_specs)
-    layers = shipped.layers_of(mini.unet)
+    layers = select_layers(mini.unet, shipped.avq_config.levels)
+    shipped.check_layers(layers)
     assert [layer.name for layer in layers] == [
         layer.name for layer in select_layers(mini.unet, (0,))
     ]
@@ -181,13 +183,13 @@ def test_the_codebooks_are_those_of_these_layers(mini, shipped, exact):
     """A UNet step stays close to the exact one; codebooks of swapped layers do not keep it so."""
     exact, _ = exact
     names = list(shipped.layer_specs)
-    swapped = AVQCodebooks.from_codebooks(
+    swapped = gather_codebooks(
+        mini.unet,
         shipped.avq_config,
         {
             name: Codebook(*(part.clone() for part in parts(shipped.codebook(other))))
             for name, other in zip(names, names[1:] + names[:1], strict=True)
         },
-        mini.unet,
     )
     errors = []
     for codebooks in (shipped, swapped):

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from avq_diffusers import apply_avq, remove_avq, set_num_refined, summary
-from avq_diffusers.cli.mini_sd3 import load_mini_sd3
 from avq_diffusers.mini import MINI_SD3, TEST_SEEDS, render, sample_scene
+from avq_diffusers.mini.loading import load_mini_sd3
 
 MEBIBYTE = 2**20
 SIGMA = 0.5

@@ -33,13 +33,12 @@ import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
 
-from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, remove_avq
+from avq_diffusers import AVQConfig, apply_avq, gather_codebooks, remove_avq
 from avq_diffusers.attention.api import attention_and_backend
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.dit.layers import is_transformer
+from avq_diffusers.hosts import state as layer_state
+from avq_diffusers.hosts.models import select_layers
 from avq_diffusers.mini import MINI_SD
-from avq_diffusers.plugin import layer_state
-from avq_diffusers.plugin.layers import select_layers
 
 UNETS = ("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel")
 TRANSFORMERS = (
@@ -145,7 +144,7 @@ def apply(model: nn.Module) -> None:
     """Apply AVQ unless the weights are still to come: to a UNet, with a codeword at zero."""
     if next(model.parameters()).device.type == "meta" or has_avq(model):
         return
-    if is_transformer(model):
+    if "down_blocks" not in model._modules:
         apply_avq(model, EVERY_KEY, route="always")
         return
     layers = select_layers(model)
@@ -159,7 +158,7 @@ def apply(model: nn.Module) -> None:
         for layer in layers
     }
     config = AVQConfig(1, 1, 1, levels=tuple({layer.level for layer in layers}))
-    apply_avq(model, AVQCodebooks.from_codebooks(config, codebooks, model), route="always")
+    apply_avq(model, gather_codebooks(model, config, codebooks), route="always")
 
 
 def apply_when_built(model_class: type) -> None:

@@ -25,7 +25,7 @@ from avq_diffusers import (
     AVQConfig,
     apply_avq,
     calibrate,
-    measure_capture,
+    measure_error,
     set_num_refined,
     summary,
 )
@@ -118,11 +118,11 @@ def test_a_unet_without_the_levels_stays_as_it_is(codebooks):
     ("call", "message"),
     [
         (lambda pipe: draw(pipe, height=100, width=100), "divisible by 8"),
-        (lambda pipe: measure_capture(pipe, []), "at least one prompt, but got none"),
+        (lambda pipe: measure_error(pipe, []), "at least one prompt, but got none"),
         (lambda pipe: calibrate(pipe, []), "at least one prompt, but got none"),
-        (lambda pipe: measure_capture(pipe, ["a"], height=100, width=100), "divisible by 8"),
+        (lambda pipe: measure_error(pipe, ["a"], height=100, width=100), "divisible by 8"),
     ],
-    ids=["size", "no-prompt", "no-calibration-prompt", "capture-size"],
+    ids=["size", "no-prompt", "no-calibration-prompt", "measured-size"],
 )
 def test_a_refused_call_leaves_the_pipeline_usable(pipe, codebooks, call, message):
     """Catches hooks, a schedule or a setting that a failed call leaves behind."""

@@ -26,7 +26,7 @@ from tiny import random_codebooks, tiny_unet
 from tiny_training import RUN_CONFIG
 from torch import nn
 
-from avq_diffusers import AVQCodebooks, CaptureProfile
+from avq_diffusers import AVQCodebooks, AVQConfig, ErrorProfile
 from avq_diffusers.extras.linfusion import (
     LinFusionProcessor,
     load_linfusion,
@@ -34,8 +34,8 @@ from avq_diffusers.extras.linfusion import (
     save_linfusion,
 )
 from avq_diffusers.files import read_log
-from avq_diffusers.plugin import routing
-from avq_diffusers.plugin.layers import select_layers
+from avq_diffusers.hosts import LayerSpec, routing, select_layers
+from avq_diffusers.hosts.profile import LayerErrors
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.config_file import load_config
@@ -96,8 +96,11 @@ def read_linfusion(path: Path) -> None:
 
 
 def profile(folder: Path) -> Path:
-    curves = {"up_blocks.1.attn1": {1000: [(0.0, 0.5, 1.0)] * 2, 500: [(0.0, 1.0)]}}
-    CaptureProfile(curves).save(folder / "profile.json")
+    costs, layer = {"M4P2C2": 0.5, "M8": 0.25}, LayerSpec("up_blocks.1.attn1", 0, 2, 8)
+    errors = {1000: {"M4P2C2": 0.125, "M8": 0.5}, 500: {"M4P2C2": 0.25, "M8": 0.75}}
+    ErrorProfile(AVQConfig(), (LayerErrors(layer, 64, costs, errors),)).save(
+        folder / "profile.json"
+    )
     return folder / "profile.json"
 
 
@@ -196,7 +199,7 @@ FORMATS = [
         Format(f"LinFusion layers, {file}", partial(linfusion, file=file), read_linfusion)
         for file in ("config.json", "model.safetensors")
     ),
-    Format("capture profile", profile, CaptureProfile.load),
+    Format("error profile", profile, ErrorProfile.load),
     of_text("annotations", "captions.json", {"annotations": ANNOTATIONS}, captions),
     of_text("captions", "captions.txt", "a fox\nzwei Füchse\n" * 3, captions),
     of_text("manifest", MANIFEST, MANIFEST_VALUES, lambda path: read_manifest(path.parent)),

@@ -11,7 +11,9 @@ from tiny import random_codebooks, tiny_pipe
 from tiny_training import ROOT, RUN_CONFIG
 from torch import nn
 
-from avq_diffusers import AVQCodebooks, CaptureProfile, apply_avq
+from avq_diffusers import AVQCodebooks, AVQConfig, ErrorProfile, apply_avq
+from avq_diffusers.hosts import LayerSpec
+from avq_diffusers.hosts.profile import LayerErrors
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.config_file import load_config
@@ -31,7 +33,7 @@ import torch  # its import fills tables by pickle
 import diffusers, transformers
 
 sys.addaudithook(refuse)
-from avq_diffusers import CaptureProfile
+from avq_diffusers import ErrorProfile
 from avq_diffusers.cli.main import main
 from distill.checkpointing import checkpoint
 from distill.data.cache import open_cache
@@ -44,7 +46,7 @@ except SystemExit as exit_:
 
 found = checkpoint.newest(place / "run")
 assert found.tensors("model")["weight"].shape == (2, 2)
-assert CaptureProfile.load(place / "profile.json").at_least(0.5)
+assert ErrorProfile.load(place / "profile.json").within(0.5)
 
 def encode(batches):
     for batch in batches:
@@ -70,7 +72,8 @@ def test_the_core_needs_no_network_and_unpickles_nothing(tmp_path):
     pipe = tiny_pipe()
     pipe.save_pretrained(tmp_path / "model")
     random_codebooks(pipe.unet).save_pretrained(tmp_path / "codebooks")
-    CaptureProfile({"layer": {1000: [(0.0, 0.5, 1.0)]}}).save(tmp_path / "profile.json")
+    errors = LayerErrors(LayerSpec("layer", 0, 2, 8), 64, {"M8": 0.5}, {1000: {"M8": 0.25}})
+    ErrorProfile(AVQConfig(), (errors,)).save(tmp_path / "profile.json")
     config = load_config(RUN_CONFIG, DistillConfig, [])
     states = {"model": nn.Linear(2, 2).state_dict()}
     checkpoint.save(tmp_path / "run", 1, states, config=config, keep=1)

@@ -24,19 +24,25 @@ from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.config import check_int
 from avq_diffusers.extras.scalecrafter.convolution import RedilatedConvolution
-from avq_diffusers.extras.scalecrafter.settings import ScaleCrafterConfig, at_level, usual_config
-from avq_diffusers.plugin.layers import PipelineOrUNet, unet_of, unwrapped
-from avq_diffusers.plugin.timesteps import Timesteps
+from avq_diffusers.extras.scalecrafter.settings import (
+    MINI_SCALECRAFTER,
+    ScaleCrafterConfig,
+    at_level,
+    usual_config,
+)
+from avq_diffusers.hosts.models import AnyModel, unet_of, unwrapped
+from avq_diffusers.hosts.timesteps import Timesteps
+from avq_diffusers.mini import IMAGE_SIZE, MINI_SD
 
 
 def apply_scalecrafter(
-    pipe: PipelineOrUNet,
+    pipe: AnyModel,
     height: int,
     width: int,
     *,
     config: ScaleCrafterConfig | None = None,
     training_size: int | None = None,
-) -> PipelineOrUNet:
+) -> AnyModel:
     """Dilate the UNet's convolutions for images of this size, larger than it was trained on.
 
     An earlier ScaleCrafter is removed first. Attention and ControlNets stay as they are. Img2img
@@ -70,7 +76,7 @@ def apply_scalecrafter(
     return pipe
 
 
-def remove_scalecrafter(pipe: PipelineOrUNet) -> PipelineOrUNet:
+def remove_scalecrafter(pipe: AnyModel) -> AnyModel:
     """Undo `apply_scalecrafter`; without ScaleCrafter nothing happens.
 
     Raises:
@@ -105,6 +111,20 @@ def checked_config(
             such as InstructPix2Pix.
     """
     return _ScaleCrafter(pipe, height, width, config, training_size).config
+
+
+def usual_scalecrafter(pipe: DiffusionPipeline, height: int, width: int) -> ScaleCrafterConfig:
+    """Return mini-sd's own ScaleCrafter settings, or the authors' for another pipeline or size.
+
+    Args:
+        pipe: a pipeline with a `unet`.
+        height, width: of the images, in pixels.
+
+    Raises:
+        ValueError, NotImplementedError: as `checked_config`.
+    """
+    is_mini = pipe.name_or_path == MINI_SD and height == width == 2 * IMAGE_SIZE
+    return checked_config(pipe, height, width, config=MINI_SCALECRAFTER if is_mini else None)
 
 
 @contextmanager

@@ -1,0 +1,105 @@
+"""Tensors in safetensors files: their checks, their digest, and how they are read."""
+
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_names(subject: str, got: Collection[str], expected: Collection[str]) -> None:
+    """Refuse missing and unexpected names.
+
+    Args:
+        subject: what has the names, for the message.
+        got, expected: the names.
+
+    Raises:
+        ValueError: begins with `subject`.
+    """
+    missing = [name for name in expected if name not in got]
+    unexpected = [name for name in got if name not in expected]
+    if missing:
+        raise ValueError(f"{subject}: {missing[0]} is missing ({len(missing)} missing in all).")
+    if unexpected:
+        raise ValueError(
+            f"{subject}: {unexpected[0]} is unexpected ({len(unexpected)} unexpected in all)."
+        )
+
+
+def check_tensors(subject: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse tensors with other names or shapes, of less than 16 bits, or with NaN or infinity.
+
+    Args:
+        subject: what holds the tensors, for the message.
+        got: the tensors by name.
+        expected: tensors of these names and shapes, such as on the meta device.
+
+    Raises:
+        ValueError: begins with `subject` and names the tensor.
+    """
+    check_names(subject, got, expected)
+    for name, tensor in got.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{subject}: {name} must have shape {tuple(expected[name].shape)}, but got "
+                f"{tuple(tensor.shape)}."
+            )
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{subject}: {name} must be floating point of 16 bits or more, but got "
+                f"{tensor.dtype}."
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(f"{subject}: {name} holds NaN or infinity.")
+
+
+def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
+    """The SHA-256 of names, shapes and values, whatever their floating point dtype.
+
+    Args:
+        tensors: by name.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def load_tensors(
+    path: Path, expected: Mapping[str, Tensor], sha256: str | None
+) -> dict[str, Tensor]:
+    """Read a safetensors file.
+
+    Args:
+        path: of the file.
+        expected: as for `check_tensors`.
+        sha256: the `tensor_digest` that the file must have; None takes any.
+
+    Raises:
+        ValueError: names `path`.
+    """
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        unknown = re.search(r"unknown variant `(\w+)`", str(error))
+        if unknown:
+            raise ValueError(
+                f"{path} holds a tensor of the unknown dtype {unknown[1]}; expected floating point "
+                f"of 16 bits or more."
+            ) from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}.") from error
+    check_tensors(str(path), tensors, expected)
+    if sha256 not in (None, tensor_digest(tensors)):
+        raise ValueError(
+            f"{path} does not hold the tensors that its config.json was saved with: it is damaged, "
+            f"or belongs to another training."
+        )
+    return tensors

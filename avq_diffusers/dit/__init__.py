@@ -1,1 +1,0 @@
-"""AVQ in the transformers of diffusers: joint attention, and models on the attention dispatch."""

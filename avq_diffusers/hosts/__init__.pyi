@@ -1,0 +1,21 @@
+from .codebooks import PROJECTION_PARAMETERS
+from .layers import Layer, LayerSpec
+from .models import AnyModel, has_unet, select_layers, unet_of, unwrapped
+from .timesteps import NUM_TRAIN_TIMESTEPS, Timesteps
+from .verbs import attention_replaced, gather_codebooks, replace_attention
+
+__all__ = [
+    "NUM_TRAIN_TIMESTEPS",
+    "PROJECTION_PARAMETERS",
+    "AnyModel",
+    "Layer",
+    "LayerSpec",
+    "Timesteps",
+    "attention_replaced",
+    "gather_codebooks",
+    "has_unet",
+    "replace_attention",
+    "select_layers",
+    "unet_of",
+    "unwrapped",
+]

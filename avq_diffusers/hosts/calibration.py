@@ -1,0 +1,206 @@
+"""Codebooks from a few prompts or images, without training.
+
+The model runs them with exact attention. Every layer keeps a bounded uniform sample of
+its keys at all timesteps, and k-means fits the layer's two-level codebook to that sample.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from avq_diffusers.attention.diagnostics import (
+    active_ratio,
+    capture,
+    leaf_counts,
+    quantization_error,
+)
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.codebook.kmeans import fit_codebook
+from avq_diffusers.config import AVQConfig, check_int
+from avq_diffusers.hosts.codebooks import AVQCodebooks
+from avq_diffusers.hosts.examples import checked_examples, run_examples
+from avq_diffusers.hosts.host import installed
+from avq_diffusers.hosts.layers import LayerSpec
+from avq_diffusers.hosts.models import main_model, name_of
+from avq_diffusers.hosts.refinement import EXACT
+from avq_diffusers.hosts.sources import default_config, states_of_config
+from avq_diffusers.hosts.state import with_sinks
+from avq_diffusers.hosts.verbs import avq_disabled
+
+
+def calibrate(
+    pipe: DiffusionPipeline | nn.Module,
+    examples: Sequence[str] | Tensor | Sequence[Tensor],
+    config: AVQConfig | None = None,
+    *,
+    model: nn.Module | None = None,
+    num_inference_steps: int = 25,
+    keys_per_layer: int = 32768,
+    seed: int = 0,
+    progress: bool = True,
+    **arguments: Any,
+) -> AVQCodebooks:
+    """Fit codebooks to the keys of a few prompts or images, without training.
+
+    Args:
+        pipe: a Stable Diffusion pipeline, or a vision model; left as it was.
+        examples: a handful of prompts such as the pipeline will see, of which number i runs with
+            seed `seed + i`; of a vision model, `pixel_values` as for `measure_error`.
+        config: codebook sizes and levels; None is M64P16C8 at the finest level with
+            self-attention.
+        model: the part of the pipeline to fit codebooks for, such as `pipe.controlnet`; None is its
+            UNet.
+        num_inference_steps: denoising steps of each prompt.
+        keys_per_layer: size of each layer's key sample.
+        seed: of the noise, the sample and k-means; same seed, same codebooks.
+        progress: show progress bars.
+        **arguments: further arguments of the pipeline's or model's call, such as `height`.
+
+    Returns:
+        Codebooks for `apply_avq`. `codebooks.config["calibration"]` holds the quantization error,
+        capture and active ratio of every layer.
+
+    Raises:
+        TypeError: the model takes no codebooks or needs a pipeline to run, or an argument has the
+            wrong type or is one that is set for each prompt.
+        ValueError: there is no example or step, `config` does not fit the model, there are fewer
+            keys than parents, keys hold NaN or infinity, the UNet has LinFusion layers, or
+            `config.key_norm` is set, which needs training.
+        RuntimeError: AVQ would serve no call of a layer; the message says why.
+    """
+    hosted = main_model(pipe if model is None else model)
+    host = hosted.host
+    if not host.takes_codebooks:
+        raise TypeError(f"a {host.kind} has no codebooks: it takes codewords from its own keys.")
+    examples = checked_examples(pipe, host, examples, arguments)
+    config = default_config(host.layers(hosted.model)) if config is None else config
+    if not isinstance(config, AVQConfig):
+        raise TypeError(f"config must be an AVQConfig, but got {config!r}.")
+    if config.key_norm:
+        raise ValueError("key_norm changes the model and needs training; calibrate without it.")
+    check_int("num_inference_steps", num_inference_steps, 1)
+    check_int("keys_per_layer", keys_per_layer, 1)
+    check_int("seed", seed, 0)
+    host.refuse(hosted.model)
+    states = states_of_config(host.layers(hosted.model), config)
+    most = max(state.config.num_parents for state in states.values())
+    if keys_per_layer < most:
+        raise ValueError(
+            f"keys_per_layer must be at least num_parents = {most}, but got {keys_per_layer}."
+        )
+    snapshot_call = num_inference_steps // 2 if host.has_prompts else 0
+    samples = {
+        layer.name: _LayerSample(layer, keys_per_layer, snapshot_call, seed + index)
+        for index, layer in enumerate(states)
+    }
+    for layer, state in states.items():
+        state.function = samples[layer.name].attend
+    bar = tqdm(examples, "examples", disable=not progress)
+    with avq_disabled(pipe), installed(hosted, states):
+        run_examples(pipe, host, bar, num_inference_steps, seed, arguments)
+
+    codebooks, report = {}, {}
+    for layer, state in tqdm(states.items(), "codebooks", disable=not progress):
+        sample, layer_config = samples[layer.name], state.config
+        if sample.flat_keys is None:
+            raise RuntimeError(
+                f"{layer.name} has no call that AVQ serves: {state.last_call or 'it did not run'}."
+            )
+        codebook = fit_codebook(
+            sample.keys, layer_config.num_parents, layer_config.num_children, seed=seed
+        )
+        codebooks[layer.name] = codebook
+        report[layer.name] = sample.report(codebook, layer_config)
+    return AVQCodebooks.for_layers(
+        [*states],
+        config,
+        codebooks,
+        base_model=_model_name(pipe),
+        calibration={
+            "num_prompts": len(examples),
+            "num_inference_steps": num_inference_steps,
+            "keys_per_layer": keys_per_layer,
+            "seed": seed,
+            "layers": report,
+        },
+    )
+
+
+class _LayerSample:
+    """What calibration keeps of one layer: a uniform sample of its keys, and one whole call.
+
+    Every key gets a random priority, and the highest ones stay. This samples a stream of unknown
+    length uniformly.
+    """
+
+    def __init__(self, layer: LayerSpec, capacity: int, snapshot_call: int, seed: int) -> None:
+        self.layer = layer
+        self.capacity = capacity
+        self.snapshot_call = snapshot_call
+        self.generator = torch.Generator().manual_seed(seed)
+        self.num_calls = 0
+        self.priorities = torch.empty(0)
+        self.flat_keys: Tensor | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """The sample, (H, S, D) in fp32."""
+        assert self.flat_keys is not None
+        return self.flat_keys.float().transpose(0, 1)
+
+    @torch.no_grad()
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
+    ) -> tuple[Tensor, str]:
+        """Exact attention in place of `attention_and_backend`, whose arguments it takes."""
+        if self.num_calls <= self.snapshot_call:  # or the last call, if img2img ends before it
+            query_of_last, key_of_last = (x[-1:].detach().float() for x in (query, key))
+            self.snapshot = (query_of_last, key_of_last, options["query_order"])
+        self.num_calls += 1
+        keys = key.transpose(1, 2).flatten(0, 1)
+        if not keys.isfinite().all():
+            raise ValueError(
+                f"the keys of {self.layer.name} hold NaN or infinity; calibrate a model and dtype "
+                f"that generate finite images."
+            )
+        priorities = torch.rand(len(keys), generator=self.generator, device="cpu")
+        if self.flat_keys is not None:
+            priorities = torch.cat([self.priorities, priorities])
+            keys = torch.cat([self.flat_keys, keys])
+        self.priorities, kept = priorities.topk(min(self.capacity, len(priorities)))
+        self.flat_keys = keys[kept.to(keys.device)]
+        keys, values = with_sinks(key, value, **options)
+        exact = F.scaled_dot_product_attention(query, keys, values, scale=options["scale"])
+        return exact, EXACT
+
+    def report(self, codebook: Codebook, config: AVQConfig) -> dict[str, float]:
+        """Quantization error and active ratio of the sample, and capture of the whole call."""
+        query, key, order = self.snapshot
+        captured = capture(
+            query,
+            key,
+            codebook,
+            config.num_refined,
+            codewords="stored",
+            query_tile=config.query_tile,
+            query_order=order,
+            importance_tile=config.importance_tile,
+        )
+        error = quantization_error(self.keys, codebook, codewords="stored")
+        return {
+            "quantization_error": error.mean().item(),
+            "active_ratio": active_ratio(leaf_counts(self.keys, codebook)).mean().item(),
+            "capture": captured.mean().item(),
+        }
+
+
+def _model_name(pipe: Any) -> str | None:
+    """The Hub id, or the last part of a folder's path."""
+    name = name_of(pipe)
+    return Path(name).name if name and Path(name).exists() else name

@@ -1,0 +1,72 @@
+"""Gradient checkpointing: a block is recomputed with the call that it ran in.
+
+diffusers checkpoints the blocks of a transformer one by one. Backward then runs a block again
+without the transformer, when other calls of the UNet may have passed. So the function that the
+checkpoint keeps for the block also holds the call.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from avq_diffusers.hosts.layers import ATTRIBUTE
+from avq_diffusers.hosts.state import Call, LayerState
+
+
+def keep_calls(owner: nn.Module, attn: nn.Module | None = None) -> None:
+    """Make checkpoints keep the calls of the layers that they run.
+
+    Args:
+        owner: the module whose function they are.
+        attn: the layer; None is every layer of the block that they are called with.
+    """
+    checkpoint: Any = getattr(owner, "_gradient_checkpointing_func", None)
+    if not torch.compiler.is_compiling() and not isinstance(checkpoint, _Checkpoint | None):
+        vars(owner)["_gradient_checkpointing_func"] = _Checkpoint(checkpoint, attn)
+
+
+def forget_calls(module: nn.Module) -> None:
+    """Undo `keep_calls`."""
+    checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+    if isinstance(checkpoint, _Checkpoint):
+        vars(module)["_gradient_checkpointing_func"] = checkpoint.function
+
+
+class _Checkpoint:
+    """A checkpointing function, called with blocks that hold their call."""
+
+    def __init__(self, function: Callable[..., Tensor], attn: nn.Module | None) -> None:
+        self.function = function
+        self.attn = attn
+
+    def __call__(self, block: Any, *args: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.function(block, *args)
+        layers = block.modules() if self.attn is None else [self.attn]
+        states = {attn: vars(attn).get(ATTRIBUTE) for attn in layers}
+        calls = {
+            attn: (state, state.call.get())
+            for attn, state in states.items()
+            if isinstance(state, LayerState)
+        }
+        return self.function(_BlockInCall(block, calls) if calls else block, *args)
+
+
+class _BlockInCall:
+    def __init__(self, block: Any, calls: dict[Any, tuple[LayerState, Call | None]]) -> None:
+        self.block = block
+        self.calls = calls
+
+    def __call__(self, *args: Any) -> Tensor:
+        if any(vars(attn).get(ATTRIBUTE) is not state for attn, (state, _) in self.calls.items()):
+            raise RuntimeError(
+                "backward must come before remove_avq and the next apply_avq, but a checkpointed "
+                "block has lost the AVQ that it ran with; run backward first."
+            )
+        with ExitStack() as stack:
+            for state, call in self.calls.values():
+                stack.enter_context(state.recomputing(call))
+            return self.block(*args)

@@ -1,0 +1,414 @@
+"""`AVQCodebooks`: the codebooks of a UNet's layers in one model.
+
+Shapes: H heads, M0 parents, C children per parent, D head dim.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
+from torch import Tensor, nn
+
+from avq_diffusers.attention.diagnostics import constraint_error
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.codebook.tensor_files import (
+    check_names,
+    check_tensors,
+    load_tensors,
+    tensor_digest,
+)
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.files import atomic_save
+from avq_diffusers.hosts.layer_weights import LayerWeights
+from avq_diffusers.hosts.layers import LayerSpec
+
+FORMAT_VERSION = 2
+# Parameters of the projections and their number of dimensions. They are square in all UNets.
+PROJECTION_PARAMETERS = {
+    "to_q.weight": 2,
+    "to_k.weight": 2,
+    "to_v.weight": 2,
+    "to_out.0.weight": 2,
+    "to_out.0.bias": 1,
+}
+# Above the rounding of a float32 mean, far below what an image shows.
+CONSTRAINT_TOLERANCE = 1e-3
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
+# Arguments that `DiffusionPipeline.from_pretrained` passes to each of its models.
+PIPELINE_ARGUMENTS = (
+    "torch_dtype",
+    "device_map",
+    "max_memory",
+    "offload_folder",
+    "offload_state_dict",
+    "variant",
+    "use_safetensors",
+    "use_flashpack",
+    "low_cpu_mem_usage",
+    "disable_mmap",
+)
+# Arguments of `ModelMixin.save_pretrained`; other values would write files of other names.
+SAVED_WITH = {
+    "safe_serialization": True,
+    "variant": None,
+    "max_shard_size": "10GB",
+    "use_flashpack": False,
+}
+
+
+class AVQCodebooks(ModelMixin, ConfigMixin):
+    """The codebooks of one UNet, with `save_pretrained`, `from_pretrained` and `push_to_hub`.
+
+    `gather_codebooks`, `calibrate` and distillation build them. Distilled ones may also hold
+    changes of the layers' projections: tuned minus base weights, so a fine-tune or LoRA of the
+    base model keeps its own part. Distilled with own codewords, they hold these changes and no
+    codebook. All tensors are float32 parameters without gradient. `.to(device)` moves them in place
+    under a UNet that uses them; `.half()` and `.to(dtype)` leave them in float32.
+
+    Args:
+        avq: fields of the `AVQConfig`.
+        layers: fields of one `LayerSpec` per layer.
+        base_model: name of the model they were made for; informational.
+        calibration: summary of the calibration; informational.
+        training: summary of the distillation; informational.
+        tuned: hold changes of the projections of every layer.
+        own_codewords: hold no codebooks; the codewords are keys of each call.
+        sha256: digest of the tensors in the file beside config.json, set by `save_pretrained`.
+        format_version: of the file.
+
+    Raises:
+        TypeError: `calibration` or `training` is not a mapping.
+        ValueError: a field is unknown, or own codewords have stored ones, a key norm or no changes
+            of projections.
+    """
+
+    _keep_in_fp32_modules: ClassVar = ["codebooks"]
+
+    @register_to_config
+    def __init__(
+        self,
+        avq: Mapping[str, Any],
+        layers: list[Mapping[str, Any]],
+        base_model: str | None = None,
+        calibration: Mapping[str, Any] | None = None,
+        training: Mapping[str, Any] | None = None,
+        tuned: bool = False,
+        own_codewords: bool = False,
+        sha256: str | None = None,
+        format_version: int = FORMAT_VERSION,
+    ) -> None:
+        super().__init__()
+        for name, summary in (("calibration", calibration), ("training", training)):
+            if not isinstance(summary, Mapping | None):
+                raise TypeError(f"{name} must be a mapping or None, but got {summary!r}.")
+        # A file without `codewords` is in the paper's form.
+        self.avq_config = AVQConfig.from_dict({"codewords": "stored", **avq})
+        self.own_codewords = own_codewords
+        if own_codewords:
+            _check_own_codewords(self.avq_config, tuned)
+        self.layer_specs = {spec["name"]: LayerSpec(**spec) for spec in layers}
+        self.codebooks = nn.ModuleDict(
+            {
+                _key(spec.name): _LayerCodebook(
+                    spec, self.layer_config(spec.name), tuned=tuned, own_codewords=own_codewords
+                )
+                for spec in self.layer_specs.values()
+            }
+        )
+
+    @classmethod
+    @torch.no_grad()
+    def for_layers(
+        cls,
+        layers: Sequence[LayerSpec],
+        config: AVQConfig,
+        codebooks: Mapping[str, Codebook] | None,
+        projection_changes: Mapping[str, Mapping[str, Tensor]] | None = None,
+        **facts: Any,
+    ) -> "AVQCodebooks":
+        """`gather_codebooks` for the chosen layers of a model."""
+        if codebooks is not None:
+            check_names("codebooks", codebooks, [layer.name for layer in layers])
+        # By keyword: diffusers' `from_config` drops positional arguments.
+        built = cls(
+            avq=asdict(config),
+            layers=[layer.stored for layer in layers],
+            tuned=projection_changes is not None,
+            own_codewords=codebooks is None,
+            **facts,
+        )
+        for name, codebook in (codebooks or {}).items():
+            _copy(f"codebook of {name}", vars(codebook), vars(built.codebook(name)))
+        if projection_changes is not None:
+            check_names("projection_changes", projection_changes, built.layer_specs)
+            for name, tensors in projection_changes.items():
+                _copy(f"projection_changes of {name}", tensors, built.projection_changes(name))
+        return built
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **kwargs: Any) -> "AVQCodebooks":
+        """Build empty codebooks, as `ConfigMixin.from_config`.
+
+        Raises:
+            ValueError: `config` belongs to another class or has an unknown format version.
+        """
+        class_name = config.get("_class_name", cls.__name__)
+        if class_name != cls.__name__:
+            raise ValueError(f"expected the config of {cls.__name__}, but got one of {class_name}.")
+        version = config.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"codebooks of format version {FORMAT_VERSION} are supported, but got version "
+                f"{version}."
+            )
+        return super().from_config(config, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        subfolder: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        **arguments: Any,
+    ) -> "AVQCodebooks":
+        """Load codebooks from a folder or from the Hub; only safetensors files are read.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub id.
+            subfolder: folder inside it.
+            dtype: accepted as in every diffusers model; all parameters stay in float32.
+            **arguments: `revision`, `token`, `cache_dir`, `force_download` or `local_files_only` of
+                `huggingface_hub.hf_hub_download`. Other arguments that diffusers' pipelines pass to
+                their models are accepted without effect.
+
+        Raises:
+            TypeError: an argument is unknown.
+            FileNotFoundError: there is no such folder, or it lacks a file.
+            ValueError: an argument asks for another file, or a file is damaged, has another format,
+                or does not match its config.json.
+        """
+        for name in arguments:
+            if name not in HUB_ARGUMENTS + PIPELINE_ARGUMENTS:
+                raise TypeError(
+                    f"from_pretrained takes subfolder, dtype, {', '.join(HUB_ARGUMENTS)}, but got "
+                    f"{name!r}."
+                )
+        if arguments.get("variant") is not None or arguments.get("use_safetensors") is False:
+            raise ValueError(
+                f"codebooks are one safetensors file without a variant, but got {arguments}."
+            )
+        hub_arguments = {name: arguments[name] for name in HUB_ARGUMENTS if name in arguments}
+
+        def locate(file: str) -> Path:
+            repo = str(pretrained_model_name_or_path)
+            name = os.path.expanduser(repo)
+            folder = Path(name)
+            if not repo or not folder.is_dir():
+                if folder.is_absolute() or repo.startswith(".") or len(folder.parts) > 2:
+                    raise FileNotFoundError(f"codebooks: there is no folder {name}.")
+                try:
+                    return Path(hf_hub_download(repo, file, subfolder=subfolder, **hub_arguments))
+                except HFValidationError as error:
+                    raise ValueError(
+                        f"codebooks: expected a folder or a Hub id such as user/name, but got "
+                        f"{repo!r}."
+                    ) from error
+            path = folder / (subfolder or "") / file
+            if not path.is_file():
+                raise FileNotFoundError(f"codebooks: there is no file {path}.")
+            return path
+
+        config_path = locate(cls.config_name)
+        try:
+            config = json.loads(config_path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{config_path} is not a JSON file: {error}.") from error
+        try:
+            with torch.device("meta"):  # the file may claim sizes that no memory holds
+                codebooks = cls.from_config(config)
+        except ValueError as error:
+            raise ValueError(f"{config_path}: {error}") from error
+        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{config_path} is not a config of {cls.__name__}: {error!r}."
+            ) from error
+        codebooks._load(locate(SAFETENSORS_WEIGHTS_NAME))
+        return codebooks
+
+    def save_pretrained(
+        self, save_directory: str | Path, is_main_process: bool = True, **arguments: Any
+    ) -> None:
+        """Save config and weights into a folder, as `ModelMixin.save_pretrained`.
+
+        Earlier codebooks there stay until the new ones are complete. A kill at any moment leaves
+        the old ones, the new ones, or a folder that is refused because it has no config.json.
+
+        Args:
+            save_directory: made if it is missing.
+            is_main_process: if False, nothing is written.
+            **arguments: others of `ModelMixin.save_pretrained`, such as `push_to_hub`.
+
+        Raises:
+            ValueError: `save_directory` is empty, or the arguments ask for other files than the one
+                that `from_pretrained` reads.
+            OSError: the folder cannot be made or written; the message says whether its earlier
+                content is intact.
+        """
+        for name, value in SAVED_WITH.items():
+            if arguments.get(name, value) != value:
+                raise ValueError(
+                    f"codebooks are saved with {name}={value!r} only, but got {arguments[name]!r}."
+                )
+        if not is_main_process:
+            return
+        if not str(save_directory):
+            raise ValueError("save_directory must name a folder, but got ''.")
+        folder = Path(save_directory).expanduser()
+        self.register_to_config(sha256=tensor_digest(self.state_dict()))
+        with atomic_save(folder, self.config_name, "codebooks") as temporary:
+            # A Hub repository gets the name of the folder.
+            super().save_pretrained(str(temporary), **{"repo_id": folder.name, **arguments})
+
+    def layer_config(self, name: str) -> AVQConfig:
+        """The `AVQConfig` of one layer, its overrides resolved."""
+        return self.avq_config.for_layer(name, self.layer_specs[name].level)
+
+    def codebook(self, name: str) -> Codebook | None:
+        """One layer's `Codebook`, or None; its tensors are the parameters themselves."""
+        return self._layer(name).codebook
+
+    def key_norm(self, name: str) -> nn.LayerNorm | None:
+        """The norm of one layer's keys, if `AVQConfig.key_norm` is set."""
+        return self._layer(name).key_norm
+
+    def projection_changes(self, name: str) -> dict[str, Tensor] | None:
+        """What AVQ adds to one layer's projections, or None; the tensors are the parameters."""
+        changes = self._layer(name).projection_changes
+        if changes is None:
+            return None
+        return {key: changes[_key(key)] for key in PROJECTION_PARAMETERS}
+
+    def layer_weights(self, name: str) -> LayerWeights:
+        """All that AVQ needs of one layer, for any device."""
+        return LayerWeights(self.codebook(name), self.key_norm(name), self.projection_changes(name))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AVQCodebooks":
+        # All moves and casts go through here; for `_keep_in_fp32_modules`, `to` only warns.
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
+
+    @torch.no_grad()
+    def project(self) -> "AVQCodebooks":
+        """Shift every parent's children, in place, so that they average to the parent."""
+        for codebook in map(self.codebook, self.layer_specs):
+            if codebook is not None and codebook.num_children:
+                means = codebook.children.mean(2, keepdim=True)
+                codebook.children.sub_(means - codebook.parents[:, :, None])
+        return self
+
+    def check_layers(self, layers: Sequence[LayerSpec]) -> None:
+        """Refuse the layers of another model.
+
+        Raises:
+            ValueError: names or shapes differ.
+        """
+        check_names("codebooks of another model", self.layer_specs, [x.name for x in layers])
+        for layer in layers:
+            spec = self.layer_specs[layer.name]
+            if (layer.num_heads, layer.head_dim) != (spec.num_heads, spec.head_dim):
+                raise ValueError(
+                    f"codebooks of another model: {layer.name} has {layer.num_heads} heads of "
+                    f"dim {layer.head_dim}, but its codebook has {spec.num_heads} of dim "
+                    f"{spec.head_dim}."
+                )
+
+    def _layer(self, name: str) -> "_LayerCodebook":
+        layer = self.codebooks[_key(name)]
+        assert isinstance(layer, _LayerCodebook)
+        return layer
+
+    def _load(self, path: Path) -> None:
+        loaded = load_tensors(path, self.state_dict(), self.config["sha256"])
+        self.to_empty(device="cpu").load_state_dict(loaded)
+        codebooks = map(self.codebook, self.layer_specs)
+        errors = [constraint_error(codebook).max() for codebook in codebooks if codebook]
+        error = max(errors, default=0)
+        if error > CONSTRAINT_TOLERANCE:
+            warnings.warn(
+                f"{path}: children do not average to their parent, by up to {error:.2g} of their "
+                f"usual distance from it; AVQCodebooks.project() shifts them.",
+                stacklevel=3,
+            )
+
+
+class _LayerCodebook(nn.Module):
+    """The parameters of one layer: parents (H, M0, D), children (H, M0, C, D), norm and changes.
+
+    With own codewords there are no parents and children. The names are longer because `nn.Module`
+    has a method `children`.
+    """
+
+    def __init__(
+        self, spec: LayerSpec, config: AVQConfig, *, tuned: bool, own_codewords: bool
+    ) -> None:
+        super().__init__()
+        self.parent_codewords = self.child_codewords = None
+        if not own_codewords:
+            shape = (spec.num_heads, config.num_parents, spec.head_dim)
+            parents = torch.zeros(shape, dtype=torch.float32)
+            children = parents[:, :, None].repeat(1, 1, config.num_children, 1)
+            self.parent_codewords = nn.Parameter(parents, requires_grad=False)
+            self.child_codewords = nn.Parameter(children, requires_grad=False)
+        norm = nn.LayerNorm(spec.head_dim, dtype=torch.float32) if config.key_norm else None
+        self.key_norm = norm
+        width = spec.num_heads * spec.head_dim
+        self.projection_changes = _no_changes(width) if tuned else None
+
+    @property
+    def codebook(self) -> Codebook | None:
+        if self.parent_codewords is None or self.child_codewords is None:
+            return None
+        return Codebook(self.parent_codewords, self.child_codewords)
+
+
+def _check_own_codewords(config: AVQConfig, tuned: bool) -> None:
+    for problem, is_met in (
+        (f"codewords={config.codewords!r} needs codebooks", config.codewords != "means"),
+        ("key_norm needs codebooks", config.key_norm),
+        ("without codebooks there must be projection changes", not tuned),
+    ):
+        if is_met:
+            raise ValueError(f"own codewords: {problem}.")
+
+
+def _no_changes(width: int) -> nn.ParameterDict:
+    def zeros(ndim: int) -> nn.Parameter:
+        return nn.Parameter(torch.zeros((width,) * ndim, dtype=torch.float32), requires_grad=False)
+
+    return nn.ParameterDict(
+        {_key(name): zeros(ndim) for name, ndim in PROJECTION_PARAMETERS.items()}
+    )
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "__")
+
+
+def _copy(subject: str, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    check_tensors(subject, source, target)
+    for name, tensor in source.items():
+        target[name].copy_(tensor)

@@ -1,0 +1,128 @@
+"""What a model is measured on: prompts of its pipeline, or images of a vision model."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from avq_diffusers.hosts.host import Host
+
+# Arguments of the pipeline's call that `run_examples` sets.
+RUN_ARGUMENTS = ("prompt", "generator", "output_type")
+
+
+def checked_examples(
+    pipe: DiffusionPipeline | nn.Module, host: Host, examples: Any, arguments: Mapping[str, Any]
+) -> list[Any]:
+    """Check what `run_examples` takes, and return the examples as a list.
+
+    Raises:
+        TypeError: `pipe` is a model that needs a pipeline to run, the examples have another type,
+            or an argument is one that `run_examples` sets or that the pipeline does not take.
+        ValueError: there is no example, or images differ in size.
+    """
+    if not host.has_prompts:
+        return _checked_images(examples)
+    if isinstance(pipe, nn.Module):
+        raise TypeError(f"expected the pipeline of a {host.kind}, but got {type(pipe).__name__}.")
+    for name in RUN_ARGUMENTS:
+        if name in arguments:
+            raise TypeError(
+                f"{', '.join(RUN_ARGUMENTS)} are set for each prompt and cannot be passed on to "
+                f"the pipeline, but got {name}."
+            )
+    known = inspect.signature(pipe.__call__).parameters
+    for name in arguments:
+        # Pipelines take any name for the sake of old ones. A wrapper's signature tells nothing.
+        if "prompt" in known and name not in known:
+            raise TypeError(
+                f"{type(pipe).__name__} takes no argument {name}, only {', '.join(known)}."
+            )
+    if isinstance(examples, str):
+        raise TypeError("prompts must be a sequence of strings, but got one string.")
+    if not isinstance(examples, Iterable):
+        raise TypeError(f"prompts must be a sequence of strings, but got {examples!r}.")
+    prompts = list(examples)
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise TypeError(f"prompts must be a sequence of strings, but got {prompt!r} in it.")
+    if not prompts:
+        raise ValueError("prompts must hold at least one prompt, but got none.")
+    return prompts
+
+
+def _checked_images(pixel_values: Any) -> list[Tensor]:
+    """Batches (B, C, H, W) of one height and width."""
+    if isinstance(pixel_values, str) or not isinstance(pixel_values, Iterable):
+        raise TypeError(f"pixel_values must be tensors, but got {type(pixel_values).__name__}.")
+    batches = [pixel_values] if isinstance(pixel_values, Tensor) else list(pixel_values)
+    if not batches:
+        raise ValueError("pixel_values must hold at least one batch, but got none.")
+    for batch in batches:
+        if not isinstance(batch, Tensor):
+            raise TypeError(f"pixel_values must be tensors, but got {type(batch).__name__}.")
+        if batch.ndim != 4 or batch.shape[2:] != batches[0].shape[2:]:
+            raise ValueError(
+                f"pixel_values must be batches (B, C, H, W) of one height and width, but got "
+                f"{tuple(batch.shape)}."
+            )
+    return batches
+
+
+@torch.no_grad()
+def run_examples(
+    pipe: Any,
+    host: Host,
+    examples: Iterable[Any],
+    num_inference_steps: int,
+    seed: int,
+    arguments: Mapping[str, Any],
+) -> None:
+    """Run example after example, prompt i with seed `seed + i` and without decoding."""
+    if not host.has_prompts:
+        for batch in examples:
+            pipe(pixel_values=batch, **arguments)
+        return
+    with _quiet(pipe):
+        for index, prompt in enumerate(examples):
+            pipe(
+                prompt,
+                num_inference_steps=num_inference_steps,
+                generator=torch.Generator().manual_seed(seed + index),
+                output_type="latent",
+                **arguments,
+            )
+
+
+def lacks_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch ran out of memory; only on CUDA this has its own exception."""
+    return any(text in str(error) for text in ("out of memory", "can't allocate memory"))
+
+
+@contextmanager
+def _quiet(pipe: DiffusionPipeline) -> Iterator[None]:
+    """Hide the pipeline's own progress bars: they would break up ours."""
+    before = getattr(pipe, "_progress_bar_config", {})
+    pipe.set_progress_bar_config(**{**before, "disable": True})
+    try:
+        yield
+    finally:
+        pipe.set_progress_bar_config(**before)
+
+
+def as_examples(prompt: str | Sequence[str] | None, pixel_values: Any, host: Host) -> Any:
+    """The examples among the arguments of `apply_avq`; None without one.
+
+    Raises:
+        TypeError: they are not those of this kind of model.
+    """
+    other = pixel_values if host.has_prompts else prompt
+    if other is not None:
+        raise TypeError(f"a {host.kind} is measured by {host.examples}=...; pass that.")
+    if not host.has_prompts:
+        return pixel_values
+    return [prompt] if isinstance(prompt, str) else prompt

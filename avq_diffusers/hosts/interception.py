@@ -1,0 +1,35 @@
+"""What other tools put in the way of exact attention to act on its scores."""
+
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch.overrides import _get_current_function_mode_stack
+
+_SCALED_DOT_PRODUCT_ATTENTION = F.scaled_dot_product_attention
+
+
+def score_interception() -> str | None:
+    """What acts on the scores of all exact attention, and would miss AVQ; None if nothing does."""
+    for mode in _get_current_function_mode_stack():
+        # PyTorch's own say where tensors are made, or trace the call.
+        if not type(mode).__module__.startswith(("torch._", "torch.fx.", "torch.utils.")):
+            return f"{type(mode).__name__} is active"
+    if F.scaled_dot_product_attention is not _SCALED_DOT_PRODUCT_ATTENTION:
+        return "scaled_dot_product_attention is replaced"
+    return None
+
+
+def active_backend() -> AttentionBackendName:
+    """The attention backend of diffusers that layers without their own run at this moment."""
+    return _AttentionBackendRegistry._active_backend
+
+
+def backend_interception(usual: AttentionBackendName | None) -> str | None:
+    """The backend of `with attention_backend(...)`, in place of what was active before.
+
+    Args:
+        usual: what was active before; None for models outside diffusers.
+    """
+    backend = _AttentionBackendRegistry._active_backend
+    if usual is None or backend in (usual, AttentionBackendName.NATIVE):
+        return None
+    return f"attention backend {backend.value}"

@@ -1,0 +1,170 @@
+"""SD3's joint attention, its image by AVQ.
+
+Keys of the image are quantized, keys of the text are sinks. Queries of image and text attend to
+both.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from diffusers.models.attention import JointTransformerBlock
+from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from torch import Tensor, nn
+
+from avq_diffusers.hosts.grids import latent_grid
+from avq_diffusers.hosts.host import Host, Other, Others, Watch
+from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
+from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens, as_attended
+
+
+class AVQJointProcessor(JointAttnProcessor2_0):
+    """Joint attention with AVQ in the layers that `apply_avq` chose, elsewhere exact."""
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend with the image (B, N, channels) and the text (B, T, channels), if there is one.
+
+        Returns:
+            The image's output, or those of image and text.
+        """
+        state: LayerState | None = getattr(attn, ATTRIBUTE, None)
+        if state is None:
+            return super().__call__(attn, hidden_states, encoder_hidden_states)
+        reason = _exact_because(state, hidden_states)
+        state.count(reason or AVQ_CALL)
+        if reason is not None:
+            return super().__call__(attn, hidden_states, encoder_hidden_states)
+        query, key, value = _image_heads(attn, hidden_states)
+        if encoder_hidden_states is None:
+            return _project(attn, state.attend(query, key, value))
+        text_query, text_key, text_value = _text_heads(attn, encoder_hidden_states)
+        if not attn.context_pre_only:  # else the block drops the text
+            query = _joined(query, text_query)
+        attended = state.attend(query, key, value, sink_key=text_key, sink_value=text_value)
+        if attn.context_pre_only:
+            return _project(attn, attended), encoder_hidden_states
+        image, text = attended.split([key.shape[2], text_key.shape[2]], dim=2)
+        return _project(attn, image), attn.to_add_out(_merged(text))
+
+
+def _exact_because(state: LayerState, hidden_states: Tensor) -> str | None:
+    """Why this call runs exact attention; None if it runs AVQ."""
+    reason = state.off_because()
+    if reason is not None:
+        return reason
+    if not state.is_on_grid(hidden_states.shape[1]):
+        return "tokens are not the grid"
+    return state.routed_because(hidden_states.shape[1], hidden_states)
+
+
+def _image_heads(attn: Attention, hidden_states: Tensor) -> list[Tensor]:
+    return _heads(
+        attn,
+        (attn.to_q(hidden_states), attn.norm_q),
+        (attn.to_k(hidden_states), attn.norm_k),
+        (attn.to_v(hidden_states), None),
+    )
+
+
+def _text_heads(attn: Attention, hidden_states: Tensor) -> list[Tensor]:
+    return _heads(
+        attn,
+        (attn.add_q_proj(hidden_states), attn.norm_added_q),
+        (attn.add_k_proj(hidden_states), attn.norm_added_k),
+        (attn.add_v_proj(hidden_states), None),
+    )
+
+
+def _heads(attn: Attention, *projected: tuple[Tensor, Any]) -> list[Tensor]:
+    """Queries, keys and values (B, H, N, D), normed, in the dtype in which PyTorch would attend."""
+    heads = []
+    for tokens, norm in projected:
+        tokens = tokens.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        heads.append(as_attended(tokens if norm is None else norm(tokens)))
+    return heads
+
+
+def _joined(image: Tensor, text: Tensor) -> Tensor:
+    """(B, H, N + T, D) view of (B, N + T, H, D) memory."""
+    return torch.cat([image.transpose(1, 2), text.transpose(1, 2)], dim=1).transpose(1, 2)
+
+
+def _merged(heads: Tensor) -> Tensor:
+    return heads.transpose(1, 2).flatten(2)
+
+
+def _project(attn: Attention, image: Tensor) -> Tensor:
+    return attn.to_out[1](attn.to_out[0](_merged(image)))
+
+
+class JointHost(Host):
+    """The joint and the image's own attention of SD3's blocks."""
+
+    kind = "transformer"
+
+    def find(self, module: nn.Module) -> ModelMixin | None:
+        model = next((x for x in module.modules() if isinstance(x, ModelMixin)), None)
+        if model is None or not any(isinstance(x, JointTransformerBlock) for x in model.modules()):
+            return None
+        return model
+
+    def layers(self, model: nn.Module) -> list[Layer]:
+        joint = {
+            attn
+            for block in model.modules()
+            if isinstance(block, JointTransformerBlock)
+            for attn in (block.attn, block.attn2)
+        }
+        return [
+            Layer(own_name(path), 0, x.heads, x.inner_dim // x.heads, x, model, model, model)
+            for path, x in model.named_modules()
+            if x in joint
+        ]
+
+    def attention_of(self, attn: Attention) -> Any:
+        return attn.processor
+
+    def give_avq(self, attn: Attention, state: LayerState) -> None:
+        if type(attn.processor) is JointAttnProcessor2_0:
+            attn.set_processor(_PROCESSOR)
+
+    def restore(self, attn: Attention, own: Replaced, model: nn.Module) -> None:
+        if isinstance(attn.processor, AVQJointProcessor):
+            attn.set_processor(own.previous)
+
+    def tidy(self, model: nn.Module) -> None:
+        for attn in model.modules():
+            if isinstance(attn, Attention) and isinstance(attn.processor, AVQJointProcessor):
+                attn.set_processor(JointAttnProcessor2_0())
+
+    def other_attention(self, layer: Layer) -> Other | None:
+        processor = layer.attn.processor
+        if isinstance(processor, AVQJointProcessor):
+            return None
+        return Other(type(processor).__name__, type(processor) is JointAttnProcessor2_0)
+
+    def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
+        return _TransformerWatch(self, layers, others)
+
+
+class _TransformerWatch(Watch):
+    """The hooks of an SD3 transformer, whose input are the latents."""
+
+    @torch.compiler.disable
+    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        grid = latent_grid(caller.config, {"hidden_states": hidden_states})
+        self.enter(caller, Tokens(hidden_states, hidden_states.dtype, grid))
+
+
+JOINT = JointHost()
+_PROCESSOR = AVQJointProcessor()

@@ -1,0 +1,97 @@
+"""What codebooks hold for one layer, on the device of its UNet."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from diffusers.models.attention_processor import Attention
+from torch import Tensor, nn
+
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.hosts.projection import project
+
+
+class LayerWeights:
+    """Codebook, key norm and projection changes of one layer.
+
+    On the codebooks' own device these are the stored tensors, so in-place changes to them take
+    effect. On another device they are copies. Without a codebook, codewords come from the keys of
+    each call.
+
+    Attributes:
+        codebook: in float32, or None.
+        key_norm: the norm of the layer's keys, or None.
+        projection_changes: what is added to weights and biases of the projections, by their paths
+            in the layer, in the UNet's dtype; or None.
+    """
+
+    def __init__(
+        self,
+        codebook: Codebook | None = None,
+        key_norm: nn.LayerNorm | None = None,
+        projection_changes: dict[str, Tensor] | None = None,
+    ) -> None:
+        self.stored_codebook = self.codebook = codebook
+        self.stored_norm = self.key_norm = key_norm
+        self.stored_changes = self.projection_changes = projection_changes
+
+    @property
+    def are_stored(self) -> bool:
+        """Whether there are tensors that must lie on the device of a call."""
+        return self.stored_codebook is not None or self.stored_changes is not None
+
+    def project_heads(self, attn: Attention, name: str, hidden_states: Tensor) -> Tensor:
+        """Project tokens to the queries, keys or values that AVQ sees.
+
+        Args:
+            attn: the layer, on the device of these weights.
+            name: `"to_q"`, `"to_k"` or `"to_v"`. Keys pass the key norm.
+            hidden_states: (B, N, channels).
+
+        Returns:
+            (B, H, N, D) view of (B, N, H, D) memory, dtype of the projection.
+        """
+        projected = project(getattr(attn, name), name, hidden_states, self.projection_changes)
+        heads = projected.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        return self.normed(heads) if name == "to_k" else heads
+
+    def normed(self, key: Tensor) -> Tensor:
+        """The keys (B, H, N, D) behind the key norm, if there is one."""
+        return key if self.key_norm is None else self.key_norm(key.float()).to(key.dtype)
+
+    @torch.compiler.assume_constant_result
+    def move_to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Copy from the codebooks what lies on another device, and changes of another dtype.
+
+        Compilers run this while they trace, so compiled code finds everything in place.
+        """
+        moves = self._codebook_moves(device)
+        if self.projection_changes is not None:
+            weight = self.projection_changes["to_q.weight"]
+            moves |= (weight.device, weight.dtype) != (device, dtype)
+        if not moves:
+            return
+        # In a thread of its own, inference mode and fake tensors are off. Autograd would refuse
+        # inference tensors later, and the kernels could not cache tables of them.
+        with ThreadPoolExecutor(max_workers=1) as worker:
+            worker.submit(self._move, device, dtype).result()
+
+    def _codebook_moves(self, device: torch.device) -> bool:
+        if self.stored_codebook is None or self.codebook is None:
+            return False
+        is_stored_here = self.stored_codebook.parents.device == device
+        is_stored = self.codebook is self.stored_codebook
+        return is_stored != is_stored_here or self.codebook.parents.device != device
+
+    @torch.no_grad()
+    def _move(self, device: torch.device, dtype: torch.dtype) -> None:
+        if self.stored_codebook is not None and self._codebook_moves(device):
+            norm = self.stored_norm
+            self.codebook = self.stored_codebook.to(device)
+            is_stored = self.codebook is self.stored_codebook
+            self.key_norm = norm if is_stored or not norm else copy.deepcopy(norm).to(device)
+        if self.stored_changes is not None:
+            # From the stored ones: a copy in another dtype has lost digits.
+            self.projection_changes = {
+                name: tensor.to(device, dtype) for name, tensor in self.stored_changes.items()
+            }

@@ -1,0 +1,140 @@
+"""The self-attention layers of a model, whatever its kind, and the choice among them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from torch import nn
+
+from avq_diffusers.config import LARGEST_COUNT, check_int, is_within
+
+# Under these names, wrappers of modules inside a model hold what they wrap.
+COMPILED = "_orig_mod"
+_WRAPPED = (COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+# The one attribute that AVQ gives to modules of a model.
+ATTRIBUTE = "_avq"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Module path, level and head shape of a self-attention layer, as a codebook needs them.
+
+    Raises:
+        TypeError: a field has another type.
+        ValueError: a number is out of range.
+    """
+
+    name: str
+    level: int
+    num_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name of a layer must be str, but got {self.name!r}.")
+        for name, minimum in (("level", 0), ("num_heads", 1), ("head_dim", 1)):
+            check_int(f"{name} of a layer", getattr(self, name), minimum, LARGEST_COUNT)
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The fields that a file holds."""
+        return {field.name: getattr(self, field.name) for field in fields(LayerSpec)}
+
+
+class Replaced:
+    """What a module keeps of the attention that AVQ replaced there.
+
+    Attributes:
+        previous: the processor, backend or config that was there.
+    """
+
+    def __init__(self, previous: Any) -> None:
+        self.previous = previous
+
+
+@dataclass(frozen=True)
+class Layer(LayerSpec):
+    """A self-attention layer of a model, with its modules.
+
+    Attributes:
+        attn: the module whose attention AVQ computes.
+        caller: the module whose forward begins and ends the layer's calls.
+        anchor: the module whose weight or parameters tell the device and dtype of a call.
+        checkpointed: the module that keeps the function of gradient checkpointing; None if the
+            layer is in none.
+    """
+
+    attn: Any
+    caller: Any
+    anchor: Any
+    checkpointed: Any
+
+    @property
+    def avq_state(self) -> Any:
+        """The `LayerState` that AVQ gave the layer; None without AVQ."""
+        own = getattr(self.attn, ATTRIBUTE, None)
+        return own if isinstance(own, Replaced) and type(own) is not Replaced else None
+
+
+AnyLayer = TypeVar("AnyLayer", bound=LayerSpec)
+
+
+def chosen_layers(
+    layers: Sequence[AnyLayer],
+    levels: tuple[int, ...] | None,
+    exact: tuple[str, ...],
+    overrides: Iterable[str],
+) -> list[AnyLayer]:
+    """The layers at these levels that do not stay exact.
+
+    Args:
+        layers: of a model.
+        levels: to choose, 0 being the highest resolution; None chooses all.
+        exact: names of layers to leave out, or of modules to leave out with all their layers.
+        overrides: keys of `AVQConfig.overrides`.
+
+    Raises:
+        ValueError: a level has no layer, a name of `exact` matches none at these levels, no layer
+            is left, or an override matches none.
+    """
+    present = sorted({layer.level for layer in layers})
+    wanted = present if levels is None else levels
+    absent = [level for level in wanted if level not in present]
+    if absent:
+        raise ValueError(
+            f"this model has no self-attention at level {_join(absent)}, only at levels "
+            f"{_join(present) or '(none)'}."
+        )
+    layers = [layer for layer in layers if layer.level in wanted]
+    place = f"of this model at the levels {_join(wanted)}"
+    for name in exact:
+        if not any(is_within(layer.name, name) for layer in layers):
+            raise ValueError(
+                f"exact must name layers {place}, but got {name!r}; one of them is "
+                f"{layers[0].name}."
+            )
+    chosen = [x for x in layers if not any(is_within(x.name, name) for name in exact)]
+    if layers and not chosen:
+        raise ValueError(f"exact leaves no layer {place}.")
+    for key in overrides:
+        if not any(key == str(x.level) or is_within(x.name, key) for x in chosen):
+            raise ValueError(
+                f"overrides must have levels or names of the chosen layers as keys, but got "
+                f"{key!r}; one of them is {chosen[0].name} at level {chosen[0].level}."
+            )
+    return chosen
+
+
+def own_name(path: str) -> str:
+    """The path of a module without the wrappers around those that hold it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPED)
+
+
+def entrance_of(module: nn.Module, owner: nn.Module) -> nn.Module:
+    """The wrapper of `torch.compile` around a model in `module`, or the model itself."""
+    compiled = (x for x in module.modules() if x._modules.get(COMPILED) is owner)
+    return next(compiled, owner)
+
+
+def _join(values: Sequence[int]) -> str:
+    return ", ".join(str(value) for value in values)

@@ -1,0 +1,160 @@
+"""The models of a pipeline with their adapters, and their layers."""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from avq_diffusers.hosts.dispatch import DISPATCH
+from avq_diffusers.hosts.host import Hosted
+from avq_diffusers.hosts.joint import JOINT
+from avq_diffusers.hosts.layers import Layer, chosen_layers, entrance_of
+from avq_diffusers.hosts.unet import UNET
+from avq_diffusers.hosts.vision import VISION
+
+# Every kind of model. The first that finds a model of its kind has it.
+HOSTS = (UNET, JOINT, DISPATCH, VISION)
+# Functions that return the pipeline or model that they are given.
+AnyModel = TypeVar("AnyModel", bound=DiffusionPipeline | nn.Module)
+# Parts of a pipeline that AVQ is applied to, and by which prefix their layers are called.
+DENOISERS = {"unet": "", "transformer": "", "transformer_2": "transformer_2."}
+
+
+def find_model(module: nn.Module) -> Hosted | None:
+    """The model in a module with its adapter, inside wrappers or not; None if there is none.
+
+    Raises:
+        TypeError: `module` holds several UNets.
+    """
+    for host in HOSTS:
+        model = host.find(module)
+        if model is not None:
+            return Hosted(host, model, entrance_of(module, model), "")
+    return None
+
+
+def models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
+    """The models of a pipeline that AVQ is applied to, or `pipe` itself.
+
+    Raises:
+        TypeError: there is none that AVQ knows.
+    """
+    found: list[tuple[str, Any]] = [("", pipe)]
+    if not isinstance(pipe, nn.Module):
+        found = [(prefix, getattr(pipe, name, None)) for name, prefix in DENOISERS.items()]
+    models = []
+    for prefix, module in found:
+        if module is None:
+            continue
+        hosted = find_model(module)
+        if hosted is None:
+            raise TypeError(
+                f"AVQ does not know the attention of {type(module).__name__}; it knows UNets, "
+                f"SD3's joint attention, image and video transformers on the attention dispatch of "
+                f"diffusers, and vision models on the AttentionInterface of transformers that "
+                f"attend to all patches of an image, without windows and biases of positions."
+            )
+        models.append(hosted._replace(prefix=prefix))
+    if not models:
+        raise TypeError(
+            f"expected a pipeline with a unet or a transformer, or a model, but got "
+            f"{type(pipe).__name__}."
+        )
+    return models
+
+
+def all_models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
+    """`models_of`, and the ControlNets of a pipeline.
+
+    Raises:
+        TypeError: there is no model that AVQ knows.
+    """
+    models = models_of(pipe)
+    controlnet = None if isinstance(pipe, nn.Module) else getattr(pipe, "controlnet", None)
+    if isinstance(controlnet, nn.Module):
+        nets = getattr(controlnet, "nets", None)
+        several = {f"nets.{i}.": net for i, net in enumerate(nets or ())} or {"": controlnet}
+        for name, net in several.items():
+            hosted = find_model(net)
+            if hosted is not None:
+                models.append(hosted._replace(prefix=f"controlnet.{name}"))
+    return models
+
+
+def name_of(pipe: DiffusionPipeline | nn.Module) -> str | None:
+    """The Hub id or folder that a pipeline or model was loaded from."""
+    owner = main_model(pipe).model if isinstance(pipe, nn.Module) else pipe
+    return getattr(getattr(owner, "config", None), "_name_or_path", None)
+
+
+def main_model(pipe: DiffusionPipeline | nn.Module) -> Hosted:
+    """The first of `models_of`.
+
+    Raises:
+        TypeError: there is none that AVQ knows.
+    """
+    return models_of(pipe)[0]
+
+
+def unet_of(pipe: DiffusionPipeline | nn.Module) -> Any:
+    """The UNet of a pipeline, or that in `pipe` if it is a UNet itself, wrapped or not.
+
+    A compiled UNet stays in the wrapper of `torch.compile`.
+
+    Raises:
+        TypeError: `pipe` has no UNet, or several.
+    """
+    module = pipe if isinstance(pipe, nn.Module) else getattr(pipe, "unet", None)
+    model = None if module is None else UNET.find(module)
+    if module is None or model is None:
+        what = pipe if module is None else module
+        raise TypeError(
+            f"expected a pipeline with a unet, or a UNet with down_blocks, but got "
+            f"{type(what).__name__}."
+        )
+    return entrance_of(module, model)
+
+
+def has_unet(pipe: DiffusionPipeline | nn.Module) -> bool:
+    """Whether AVQ is applied to a UNet of `pipe`.
+
+    Raises:
+        TypeError: `pipe` has no model that AVQ knows.
+    """
+    return main_model(pipe).host is UNET
+
+
+def unwrapped(module: nn.Module) -> Any:
+    """The model that owns the layers, inside wrappers such as those of PEFT, FSDP or a compiler.
+
+    Raises:
+        TypeError: no model in `module` has layers, or several have.
+    """
+    return main_model(module).model
+
+
+def select_layers(
+    model: nn.Module,
+    levels: tuple[int, ...] | None = None,
+    exact: tuple[str, ...] = (),
+    overrides: Iterable[str] = (),
+) -> list[Layer]:
+    """The self-attention layers of a model in which AVQ may run, in module order.
+
+    Args:
+        model: a UNet, ControlNet or transformer of diffusers, or a vision model of transformers.
+        levels: UNet levels to choose, 0 being the highest resolution; None chooses all. Other
+            models have level 0 only.
+        exact: names of layers to leave out, or of modules to leave out with all their layers.
+        overrides: keys of `AVQConfig.overrides`; each must match a chosen layer.
+
+    Raises:
+        TypeError: `model` has no such layers.
+        ValueError: a level has no self-attention, a name of `exact` matches no layer at these
+            levels, no layer is left, or an override matches none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model, but got {type(model).__name__}.")
+    hosted = main_model(model)
+    return chosen_layers(hosted.host.layers(hosted.model), levels, exact, overrides)

@@ -1,0 +1,38 @@
+"""`AVQStableDiffusionPipeline`, a Stable Diffusion pipeline with `set_attn_processor`."""
+
+import json
+
+from diffusers import StableDiffusionPipeline
+from diffusers.models.attention_processor import AttentionProcessor
+
+from avq_diffusers.hosts.unet import AVQProcessor
+from avq_diffusers.hosts.verbs import apply_avq
+
+
+class AVQStableDiffusionPipeline(StableDiffusionPipeline):
+    """`StableDiffusionPipeline` with `set_attn_processor`; `from_pipe` builds one as well.
+
+    It saves as a `StableDiffusionPipeline`, without the codebooks: save those beside it. For
+    img2img use `StableDiffusionImg2ImgPipeline.from_pipe`; AutoPipelines do not know this class.
+    """
+
+    def set_attn_processor(self, processor: AttentionProcessor) -> None:
+        """Apply an `AVQProcessor`, or set any other processor.
+
+        Args:
+            processor: an `AVQProcessor` serves its layers and leaves the processors of all others.
+                Any other goes to `unet.set_attn_processor`.
+
+        Raises:
+            ValueError: an `AVQProcessor` has codebooks of another model.
+        """
+        if not isinstance(processor, AVQProcessor):
+            self.unet.set_attn_processor(processor)
+        else:
+            apply_avq(self, processor.source, backend=processor.backend, route=processor.route)
+
+    def to_json_string(self) -> str:
+        # diffusers looks up the class of a saved pipeline among its own.
+        config = json.loads(super().to_json_string())
+        config["_class_name"] = StableDiffusionPipeline.__name__
+        return json.dumps(config, indent=2, sort_keys=True) + "\n"

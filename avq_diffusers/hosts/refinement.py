@@ -1,0 +1,162 @@
+"""What each layer runs: refined parents or exact attention, by timestep and by layer."""
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from avq_diffusers.config import Sizes, is_within
+from avq_diffusers.hosts.host import Hooks, Host, Hosted, hooks_of, lock_of
+from avq_diffusers.hosts.layers import ATTRIBUTE, LayerSpec
+from avq_diffusers.hosts.state import LayerState
+from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
+
+EXACT = "exact"
+# Numbers of parents, or `EXACT`, by the training timestep from which they hold, downwards.
+Schedule = Mapping[int, int | str]
+# The same with all sizes; None is exact attention.
+SizeSchedule = Mapping[int, Sizes | None]
+
+
+def planned_sizes(
+    states: Mapping[LayerSpec, LayerState],
+    num_refined: int | str | Schedule | Mapping[str, int | str | Schedule],
+    *,
+    level: int | None,
+    layer: str | None,
+) -> dict[LayerState, SizeSchedule]:
+    """The sizes that `set_num_refined` gives to layers.
+
+    Args:
+        states: of the layers with AVQ, at least one.
+        num_refined, level, layer: as `set_num_refined`.
+
+    Raises:
+        TypeError, ValueError: as `set_num_refined`.
+    """
+    names = ", ".join(found.name for found in states)
+    chosen = {
+        found: state
+        for found, state in states.items()
+        if level in (None, found.level) and (layer is None or is_within(found.name, layer))
+    }
+    if not chosen:
+        raise ValueError(
+            f"no AVQ layer matches level={level!r}, layer={layer!r}; the layers are {names}."
+        )
+    is_plan = isinstance(num_refined, Mapping) and {type(key) for key in num_refined} == {str}
+    wanted: Any = num_refined if is_plan else {found.name: num_refined for found in chosen}
+    plan = {name: _schedule(wanted[name]) for name in sorted(wanted, key=len)}
+    for name in plan:
+        if not any(is_within(found.name, name) for found in chosen):
+            names = ", ".join(found.name for found in chosen)
+            raise ValueError(f"no AVQ layer is {name!r} or in it; the chosen layers are {names}.")
+    schedules: dict[LayerState, SizeSchedule] = {}
+    for found, state in chosen.items():
+        most = state.config.most_refined
+        for schedule in (plan[name] for name in plan if is_within(found.name, name)):
+            for count in schedule.values():
+                if count is not None and not 0 <= count <= most:
+                    raise ValueError(
+                        f"num_refined must be between 0 and {most} in {found.name}, but got "
+                        f"{count}."
+                    )
+            schedules[state] = {
+                start: None if count is None else state.config.sizes._replace(num_refined=count)
+                for start, count in schedule.items()
+            }
+    return schedules
+
+
+def set_sizes(hosted: Hosted, schedules: Mapping[LayerState, SizeSchedule]) -> None:
+    """Set the sizes of layers by timestep; others stay as they are.
+
+    Raises:
+        ValueError: sizes change with the timestep, but the model's calls have none.
+    """
+    check_schedules(hosted.host, schedules)
+    with lock_of(hosted.model):
+        every = {**schedules_of(hosted), **schedules}
+        for state, schedule in schedules.items():
+            state.set_sizes(schedule[NUM_TRAIN_TIMESTEPS])
+        if not hosted.host.has_timesteps:
+            return
+        scheduled = {state: schedule for state, schedule in every.items() if len(schedule) > 1}
+        hooks = hooks_of(hosted.model)
+        hooks.detach()
+        hooks.scheduler = Scheduler(hosted.entrance, scheduled) if scheduled else None
+        hooks.attach(hosted.model)
+        if hooks.scheduler is None and hooks.watch is None:
+            delattr(hosted.model, ATTRIBUTE)
+
+
+def check_schedules(host: Host, schedules: Mapping[LayerState, SizeSchedule]) -> None:
+    """Refuse sizes that change with the timestep of calls that have none.
+
+    Raises:
+        ValueError: as `set_sizes`.
+    """
+    if not host.has_timesteps and any(len(schedule) > 1 for schedule in schedules.values()):
+        raise ValueError(f"a {host.kind} has no schedules by timestep, but got one.")
+
+
+def schedules_of(hosted: Hosted) -> dict[LayerState, SizeSchedule]:
+    """The schedules of the layers whose sizes change while an image is generated."""
+    hooks = vars(hosted.model).get(ATTRIBUTE)
+    scheduler = hooks.scheduler if isinstance(hooks, Hooks) else None
+    return {} if scheduler is None else scheduler.schedules
+
+
+def refinable_parents(states: Mapping[LayerSpec, LayerState]) -> dict[str, int]:
+    """How many parents each layer can refine, by its name: all of them, or 0 if it is flat."""
+    return {layer.name: state.config.most_refined for layer, state in states.items()}
+
+
+class Scheduler:
+    """The hook that sets the scheduled layers to the timestep of each call of the model."""
+
+    def __init__(self, entrance: nn.Module, schedules: dict[LayerState, SizeSchedule]) -> None:
+        self.entrance = entrance
+        self.schedules = schedules
+        self.timesteps = Timesteps()
+
+    def attach(self, model: nn.Module) -> list[RemovableHandle]:
+        return [self.entrance.register_forward_pre_hook(self.pre_forward, with_kwargs=True)]
+
+    @torch.compiler.disable
+    def pre_forward(self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        timestep = self.timesteps.of_call(args, kwargs)
+        if timestep is not None:
+            for state, schedule in self.schedules.items():
+                state.sizes.set(at_timestep(schedule, timestep))
+
+
+def _schedule(num_refined: int | str | Schedule) -> dict[int, int | None]:
+    """A schedule from 1000 down, without entries that repeat the one before; None is exact."""
+    if not isinstance(num_refined, Mapping):
+        num_refined = {NUM_TRAIN_TIMESTEPS: num_refined}
+    for count in num_refined.values():
+        if count != EXACT and (not isinstance(count, int) or isinstance(count, bool)):
+            raise TypeError(
+                f"num_refined must be an int, but got {type(count).__name__}; only 'exact' may "
+                f"take the place of a number."
+            )
+    for timestep in num_refined:
+        if not isinstance(timestep, int):
+            raise TypeError(
+                f"a schedule must have ints as timesteps, but got {type(timestep).__name__}."
+            )
+    if max(num_refined, default=None) != NUM_TRAIN_TIMESTEPS or min(num_refined) < 0:
+        raise ValueError(
+            f"a schedule must begin at timestep {NUM_TRAIN_TIMESTEPS} and have none below 0, such "
+            f"as {{1000: 8, 400: 16}}, but got {dict(num_refined)}."
+        )
+    counts = {
+        timestep: count if isinstance(count, int) else None
+        for timestep, count in num_refined.items()
+    }
+    parts = groupby(sorted(counts, reverse=True), key=counts.__getitem__)
+    return {next(timesteps): count for count, timesteps in parts}

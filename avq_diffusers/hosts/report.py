@@ -1,0 +1,137 @@
+"""`summary`: what each self-attention layer runs, and why."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from avq_diffusers.config import Sizes, configuration_string
+from avq_diffusers.hosts.host import Host, Hosted
+from avq_diffusers.hosts.layers import Layer
+from avq_diffusers.hosts.refinement import EXACT, SizeSchedule, schedules_of
+from avq_diffusers.hosts.state import AVQ_CALL, LayerState
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One row of a `Summary`.
+
+    Attributes:
+        name: module path of the self-attention layer.
+        level: UNet level.
+        num_heads: heads.
+        head_dim: head dim.
+        config: such as M64P16C8, M64P8-16C8 with a schedule from 8 to 16 refined parents, or
+            "M64P8C8, exact" with one that ends exact; empty without AVQ.
+        error: the largest that `measure_error` measured with this configuration; None if it was
+            not measured.
+        runs: what the last call did, or the next one will: AVQ with its backend and tuned
+            projections if any, exact attention and why, or the attention of another processor.
+        num_tokens: in the last grid; None before the first call.
+        calls: how many calls of each kind there were. Calls in compiled code are not counted.
+    """
+
+    name: str
+    level: int
+    num_heads: int
+    head_dim: int
+    config: str
+    error: float | None
+    runs: str
+    num_tokens: int | None
+    calls: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What each self-attention layer runs; `str()` is a table."""
+
+    rows: tuple[LayerReport, ...]
+
+    def cells(self) -> list[list[str]]:
+        """The rows of the table, header first."""
+        is_measured = any(row.error is not None for row in self.rows)
+        error = ["error"] if is_measured else []
+        header = ["layer", "level", "heads", "config", *error, "runs", "tokens", "calls"]
+        return [header] + [
+            [
+                row.name,
+                str(row.level),
+                f"{row.num_heads}x{row.head_dim}",
+                row.config or "-",
+                *(["-" if row.error is None else f"{row.error:.3f}"] if is_measured else []),
+                row.runs,
+                "-" if row.num_tokens is None else str(row.num_tokens),
+                ", ".join(f"{kind}: {count}" for kind, count in row.calls.items()) or "-",
+            ]
+            for row in self.rows
+        ]
+
+    def __str__(self) -> str:
+        cells = self.cells()
+        widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        )
+
+
+def report(models: Sequence[Hosted]) -> Summary:
+    """What each layer of these models runs."""
+    rows = []
+    for hosted in models:
+        schedules = schedules_of(hosted)
+        for layer in hosted.host.layers(hosted.model):
+            rows.append(_row(hosted, layer, layer.avq_state, schedules))
+    return Summary(tuple(rows))
+
+
+def _row(
+    hosted: Hosted,
+    layer: Layer,
+    state: LayerState | None,
+    schedules: Mapping[LayerState, SizeSchedule],
+) -> LayerReport:
+    config, error, num_tokens, calls = "", None, None, {}
+    if state is not None:
+        config = _config([*schedules.get(state, {0: state.sizes.get()}).values()])
+        error = max(state.errors, default=None)
+        num_tokens = None if state.last_order is None else len(state.last_order)
+        calls = dict(state.calls)
+    return LayerReport(
+        hosted.prefix + layer.name,
+        layer.level,
+        layer.num_heads,
+        layer.head_dim,
+        config,
+        error,
+        _runs(hosted.host, layer, state),
+        num_tokens,
+        calls,
+    )
+
+
+def _config(schedule: Sequence[Sizes | None]) -> str:
+    avq = [sizes for sizes in schedule if sizes is not None]
+    if len(avq) < len(schedule) or len({sizes._replace(num_refined=0) for sizes in avq}) > 1:
+        return ", ".join(EXACT if sizes is None else str(sizes) for sizes in schedule)
+    parents, _, children, exact_keys = avq[0]
+    refined = "-".join(str(sizes.num_refined) for sizes in avq)
+    return configuration_string(parents, refined, children, exact_keys)
+
+
+def _runs(host: Host, layer: Layer, state: LayerState | None) -> str:
+    own_name = getattr(getattr(layer.attn, "processor", None), "runs", None)
+    if own_name is not None:
+        return own_name
+    other = host.other_attention(layer)
+    if state is None:
+        is_custom = other is not None and not other.is_exact
+        name = host.runs_without_avq(layer)
+        return f"custom: {name}" if is_custom else f"exact: {name}"
+    if other is not None:
+        return f"exact: replaced by {other.name}" if other.is_exact else f"custom: {other.name}"
+    if not state.enabled:
+        return "exact: disabled"
+    if state.last_call not in (None, AVQ_CALL, "disabled"):
+        return f"exact: {state.last_call}"
+    backend = f" ({state.last_backend} backend)" if state.last_backend else ""
+    return f"AVQ{backend}{', tuned' if state.weights.projection_changes else ''}"

@@ -1,0 +1,96 @@
+"""Where AVQ takes its codewords from, and the states of layers that come of it."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.hosts.codebooks import AVQCodebooks
+from avq_diffusers.hosts.layer_weights import LayerWeights
+from avq_diffusers.hosts.layers import Layer, chosen_layers
+from avq_diffusers.hosts.state import AttentionFunction, LayerState
+
+# Codewords from the keys of each call, or stored ones.
+AVQSource: TypeAlias = AVQConfig | AVQCodebooks
+WITHOUT_CODEBOOKS = (
+    "a tolerance chooses sizes of AVQ with codewords of each call; apply it without codebooks."
+)
+
+
+def check_source(source: Any) -> None:
+    """Refuse what AVQ cannot take its codewords from.
+
+    Raises:
+        TypeError: `source` is neither codebooks, nor a configuration, nor None.
+    """
+    if not isinstance(source, AVQCodebooks | AVQConfig | None):
+        raise TypeError(
+            f"expected AVQCodebooks, an AVQConfig or nothing, but got {type(source).__name__}."
+        )
+
+
+def default_config(layers: Sequence[Layer]) -> AVQConfig:
+    """The default sizes at the finest level of a model that has self-attention."""
+    return AVQConfig(levels=(min((layer.level for layer in layers), default=0),))
+
+
+def make_states(
+    layers: Sequence[Layer], source: AVQSource | None, backend: str, route: str | int
+) -> dict[Layer, LayerState]:
+    """New states for the layers of a model that `source` chooses.
+
+    Args:
+        layers: all of the model.
+        source: codebooks or sizes; None is `default_config`.
+        backend, route: as for `apply_avq`.
+
+    Raises:
+        ValueError: codebooks belong to another model, or a configuration needs codebooks, or does
+            not fit the layers.
+    """
+    if source is None:
+        source = default_config(layers)
+    if isinstance(source, AVQCodebooks):
+        config = source.avq_config
+        chosen = chosen_layers(layers, config.levels, config.exact, ())
+        source.check_layers(chosen)
+        return {
+            x: LayerState(
+                x, source.layer_config(x.name), source.layer_weights(x.name), backend, route
+            )
+            for x in chosen
+        }
+    for name, needs in (
+        ('codewords="stored"', source.codewords == "stored"),
+        ("key_norm", source.key_norm),
+    ):
+        if needs:
+            raise ValueError(f"{name} needs codebooks, which calibrate or gather_codebooks makes.")
+    return states_of_config(layers, source, backend, route)
+
+
+def states_of_config(
+    layers: Sequence[Layer],
+    config: AVQConfig,
+    backend: str = "auto",
+    route: str | int = "always",
+    function: AttentionFunction | None = None,
+) -> dict[Layer, LayerState]:
+    """New states for the layers of a configuration, without codebooks.
+
+    Args:
+        layers: all of the model.
+        config: sizes and layers.
+        backend, route: as for `apply_avq`.
+        function: what computes attention in place of AVQ; None for AVQ.
+
+    Raises:
+        ValueError: the configuration does not fit the layers.
+    """
+    chosen = chosen_layers(layers, config.levels, config.exact, config.overrides)
+    states = {
+        x: LayerState(x, config.for_layer(x.name, x.level), LayerWeights(), backend, route)
+        for x in chosen
+    }
+    for state in states.values():
+        state.function = function
+    return states

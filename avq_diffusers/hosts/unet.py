@@ -1,0 +1,389 @@
+"""UNets and ControlNets: self-attention by diffusers' attention processors.
+
+The processor itself holds nothing that a call needs. Each chosen `Attention` carries its
+`LayerState`. So one processor serves all layers, survives tools that rebuild processors as
+`type(processor)()`, and compiles without a guard per layer.
+"""
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from diffusers import ModelMixin, Transformer2DModel, UNet2DConditionModel
+from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
+from diffusers.models.attention_processor import (
+    Attention,
+    AttentionProcessor,
+    AttnProcessor,
+    AttnProcessor2_0,
+    AttnProcessorNPU,
+    CustomDiffusionAttnProcessor,
+    CustomDiffusionAttnProcessor2_0,
+    CustomDiffusionXFormersAttnProcessor,
+    FusedAttnProcessor2_0,
+    IPAdapterAttnProcessor,
+    IPAdapterAttnProcessor2_0,
+    IPAdapterXFormersAttnProcessor,
+    SlicedAttnProcessor,
+    XFormersAttnProcessor,
+    XLAFlashAttnProcessor2_0,
+)
+from torch import Tensor, nn
+
+from avq_diffusers.attention.api import check_backend
+from avq_diffusers.hosts.host import Host, Hosted, Other, Others, Watch, install
+from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
+from avq_diffusers.hosts.projection import project
+from avq_diffusers.hosts.routing import check_route
+from avq_diffusers.hosts.sources import AVQSource, check_source, make_states
+from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens
+
+IP_ADAPTERS = (IPAdapterAttnProcessor, IPAdapterAttnProcessor2_0, IPAdapterXFormersAttnProcessor)
+# Their self-attention is exact attention. A class derived from one may do something else.
+PLAIN_PROCESSORS = (
+    *(AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0, SlicedAttnProcessor),
+    *(XFormersAttnProcessor, AttnProcessorNPU, XLAFlashAttnProcessor2_0),
+    *IP_ADAPTERS,  # they add to the output of cross-attention only
+)
+CUSTOM_DIFFUSION = (
+    CustomDiffusionAttnProcessor,
+    CustomDiffusionAttnProcessor2_0,
+    CustomDiffusionXFormersAttnProcessor,
+)
+OPTIONAL_ARGUMENTS = ("temb", "ip_adapter_masks", "ip_hidden_states")
+# What other tools replace to act on the attention of every layer.
+_GET_ATTENTION_SCORES = Attention.get_attention_scores
+
+
+class Previous(NamedTuple):
+    """The processor of a layer before AVQ.
+
+    Attributes:
+        processor: serves the calls that AVQ does not.
+        optional: of `OPTIONAL_ARGUMENTS`, those that it takes.
+        is_plain: whether its self-attention is exact attention.
+    """
+
+    processor: AttentionProcessor
+    optional: tuple[str, ...]
+    is_plain: bool
+
+
+class ReplacedModule(nn.Module):
+    """`Replaced` of a processor with weights, which stays a part of the model.
+
+    Attributes:
+        previous: what was there.
+    """
+
+    def __init__(self, previous: Previous) -> None:
+        super().__init__()
+        self.processor = previous.processor
+        self.previous = previous
+
+
+class AVQProcessor(AttnProcessor2_0):
+    """Attention processor that runs AVQ in the chosen layers.
+
+    Every other call goes to the layer's previous processor, or to `AttnProcessor2_0` in a layer
+    that was never prepared. So does every call of a layer whose previous processor is none of
+    diffusers' plain ones, and every call while another tool acts on attention scores.
+
+    Args:
+        source: `AVQCodebooks`, or an `AVQConfig` for codewords from the keys of each call, for
+            `AVQStableDiffusionPipeline.set_attn_processor` or for `unet`. None is the default of
+            `apply_avq`.
+        unet: prepare this UNet at once. `unet.set_attn_processor` then takes this processor for
+            all layers. After that, IP-Adapter's scale setter no longer finds its processors;
+            `apply_avq` leaves them in place.
+        backend, route: as `apply_avq`.
+
+    Raises:
+        TypeError: `source` is something else.
+        ValueError: the codebooks belong to another model, or backend or route are unknown.
+    """
+
+    def __init__(
+        self,
+        source: AVQSource | None = None,
+        unet: UNet2DConditionModel | None = None,
+        *,
+        backend: str = "auto",
+        route: str | int = "fastest",
+    ) -> None:
+        super().__init__()
+        check_backend(backend)
+        check_route(route)
+        check_source(source)
+        self.source = source
+        self.backend = backend
+        self.route = route
+        if unet is not None:
+            model = UNET.find(unet)
+            if model is None:
+                raise TypeError(f"expected a UNet, but got {type(unet).__name__}.")
+            UNET.refuse(model)
+            states = make_states(UNET.layers(model), source, backend, route)
+            install({Hosted(UNET, model, model, ""): states})
+            layers = [attn for attn in model.modules() if isinstance(attn, Attention)]
+            _warn_of_lost_arguments(layers)
+            for attn in layers:
+                if isinstance(attn.processor, nn.Module):
+                    vars(attn).pop(ATTRIBUTE, None)
+                    attn._avq = ReplacedModule(_previous(attn.processor))
+                else:
+                    vars(attn).setdefault(ATTRIBUTE, Replaced(_previous(attn.processor)))
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        ip_adapter_masks: Tensor | list[Tensor] | None = None,
+        ip_hidden_states: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Attend with hidden_states (B, N, channels); the output has the same shape.
+
+        Raises:
+            RuntimeError: this processor has codewords, but was set on a UNet that is not prepared.
+        """
+        own: Replaced | None = getattr(attn, ATTRIBUTE, None)
+        if isinstance(own, LayerState) and own.previous.is_plain:
+            reason = _exact_because(own, attn, hidden_states, encoder_hidden_states, attention_mask)
+            own.count(reason or AVQ_CALL)
+            if reason is None:
+                return _attend(attn, own, hidden_states)
+        if own is None and self.source is not None:
+            raise RuntimeError(
+                "this UNet is not prepared for its AVQProcessor; use apply_avq(pipe) or "
+                "AVQProcessor(unet=pipe.unet)."
+            )
+        is_unloaded = (
+            own is not None
+            and isinstance(own.previous.processor, IP_ADAPTERS)
+            and isinstance(encoder_hidden_states, Tensor)
+        )
+        if own is None or is_unloaded:
+            return super().__call__(
+                attn, hidden_states, encoder_hidden_states, attention_mask, temb
+            )
+        optional = {
+            "temb": temb,
+            "ip_adapter_masks": ip_adapter_masks,
+            "ip_hidden_states": ip_hidden_states,
+        }
+        return own.previous.processor(
+            attn,
+            hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            attention_mask=attention_mask,
+            **{name: optional[name] for name in own.previous.optional},
+        )
+
+
+# diffusers' guiders that skip layers look processors up by their exact class. Its `register` would
+# import every transformer of diffusers.
+AttentionProcessorRegistry._registry[AVQProcessor] = AttentionProcessorMetadata(
+    skip_processor_output_fn=lambda attn, hidden_states, *args, **kwargs: hidden_states
+)
+
+
+def _exact_because(
+    state: LayerState,
+    attn: Attention,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | tuple[Tensor, ...] | None,
+    attention_mask: Tensor | None,
+) -> str | None:
+    """Why this call runs exact attention; None if it runs AVQ."""
+    reason = state.off_because()
+    if reason is not None:
+        return reason
+    if encoder_hidden_states is not None:
+        return "cross-attention"
+    if attention_mask is not None:
+        return "attention mask"
+    reason = _interception(attn)
+    if reason is not None:
+        return reason
+    if not state.is_on_grid(hidden_states.shape[1]):
+        return "tokens are not the grid"
+    if attn.norm_q is not None or attn.norm_k is not None:
+        return "query or key norm"
+    if attn.residual_connection:
+        return "residual connection"
+    return state.routed_because(hidden_states.shape[1], hidden_states)
+
+
+def _interception(attn: Attention) -> str | None:
+    """What acts on the scores of UNets alone."""
+    if (
+        Attention.get_attention_scores is not _GET_ATTENTION_SCORES
+        or "get_attention_scores" in attn.__dict__
+    ):
+        return "get_attention_scores is replaced"
+    return None
+
+
+def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor:
+    weights = state.weights
+    output = state.attend(
+        weights.project_heads(attn, "to_q", hidden_states),
+        weights.project_heads(attn, "to_k", hidden_states),
+        weights.project_heads(attn, "to_v", hidden_states),
+    )
+    output = output.transpose(1, 2).flatten(2)
+    output = project(attn.to_out[0], "to_out.0", output, weights.projection_changes)
+    output = attn.to_out[1](output)
+    if attn.rescale_output_factor != 1:
+        output = output / attn.rescale_output_factor
+    return output
+
+
+class UNetHost(Host):
+    """Self-attention of the spatial transformers of a UNet or ControlNet."""
+
+    kind = "UNet"
+    has_timesteps = True
+    takes_codebooks = True
+
+    def find(self, module: nn.Module) -> ModelMixin | None:
+        owners = {
+            name: found
+            for name, found in module.named_modules()
+            if isinstance(found, ModelMixin) and "down_blocks" in found._modules
+        }
+        if len(owners) > 1:
+            raise TypeError(
+                f"expected one UNet, but {type(module).__name__} holds {', '.join(owners)}; pass "
+                f"one of them."
+            )
+        return next(iter(owners.values()), None)
+
+    def layers(self, model: nn.Module) -> list[Layer]:
+        """Temporal layers (motion modules) are none of them."""
+        layers = []
+        for path, transformer in model.named_modules():
+            if not isinstance(transformer, Transformer2DModel):
+                continue
+            for wrapped_name, attn in transformer.named_modules(prefix=path):
+                name = own_name(wrapped_name)
+                if not isinstance(attn, Attention) or not name.endswith(".attn1"):
+                    continue
+                if attn.is_cross_attention:
+                    continue
+                layers.append(
+                    Layer(
+                        name=name,
+                        level=_level(model, name),
+                        num_heads=attn.heads,
+                        head_dim=attn.inner_dim // attn.heads,
+                        attn=attn,
+                        caller=transformer,
+                        anchor=transformer.norm,
+                        checkpointed=transformer,
+                    )
+                )
+        return layers
+
+    def refuse(self, model: nn.Module) -> None:
+        if any(getattr(layer.attn.processor, "replaced", ()) for layer in self.layers(model)):
+            raise ValueError("this UNet has LinFusion layers; call remove_linfusion(unet) first.")
+
+    def attention_of(self, attn: Attention) -> Previous:
+        return _previous(attn.processor)
+
+    def give_avq(self, attn: Attention, state: LayerState) -> None:
+        if _is_plain(attn.processor):
+            attn.set_processor(_PROCESSOR)
+
+    def restore(self, attn: Attention, own: Replaced, model: nn.Module) -> None:
+        """An unloaded IP-Adapter's processor gives way to diffusers' default."""
+        if isinstance(attn.processor, AVQProcessor):
+            is_unloaded = getattr(model, "encoder_hid_proj", None) is None
+            is_lost = is_unloaded and isinstance(own.previous.processor, IP_ADAPTERS)
+            attn.set_processor(AttnProcessor2_0() if is_lost else own.previous.processor)
+
+    def reinstate(self, attn: Attention, own: Replaced, ours: Previous) -> None:
+        attn.set_processor(ours.processor)
+
+    def tidy(self, model: nn.Module) -> None:
+        for attn in model.modules():
+            if isinstance(attn, Attention) and isinstance(attn.processor, AVQProcessor):
+                attn.set_processor(AttnProcessor2_0())
+
+    def other_attention(self, layer: Layer) -> Other | None:
+        processor = layer.attn.processor
+        if isinstance(processor, AVQProcessor):
+            own = getattr(layer.attn, ATTRIBUTE, None)
+            if own is None or own.previous.is_plain:
+                return None
+            processor = own.previous.processor
+        return Other(type(processor).__name__, _is_plain(processor))
+
+    def interception(self, state: LayerState, attn: Attention) -> str | None:
+        return state.interception() or _interception(attn)
+
+    def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
+        return _TransformerWatch(self, layers, others)
+
+
+class _TransformerWatch(Watch):
+    """The hooks of a `Transformer2DModel`, whose input is the grid."""
+
+    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        # The norm's dtype: quantized and layerwise-cast linear layers store another one than they
+        # compute in.
+        dtype = caller.norm.weight.dtype
+        self.enter(caller, Tokens(hidden_states, dtype, hidden_states.shape[-2:]))
+
+
+UNET = UNetHost()
+_PROCESSOR = AVQProcessor()
+
+
+def _previous(processor: AttentionProcessor) -> Previous:
+    accepted = inspect.signature(processor.__call__).parameters
+    optional = tuple(name for name in OPTIONAL_ARGUMENTS if name in accepted)
+    return Previous(processor, optional, _is_plain(processor))
+
+
+def _is_plain(processor: AttentionProcessor) -> bool:
+    if type(processor) in CUSTOM_DIFFUSION:
+        return not (processor.train_kv or processor.train_q_out)
+    return type(processor) in PLAIN_PROCESSORS
+
+
+def _warn_of_lost_arguments(layers: Sequence[Attention]) -> None:
+    # diffusers passes a processor the arguments that it names.
+    known = {*inspect.signature(AVQProcessor.__call__).parameters, "args", "kwargs"}
+    lost = {
+        name
+        for attn in layers
+        for name in inspect.signature(attn.processor.__call__).parameters
+        if not _is_plain(attn.processor) and name not in known
+    }
+    if lost:
+        warnings.warn(
+            f"the arguments {', '.join(sorted(lost))} of cross_attention_kwargs no longer reach "
+            f"the processors that take them; apply_avq leaves those in place.",
+            stacklevel=3,
+        )
+
+
+def _level(unet: Any, name: str) -> int:
+    part, index = name.split(".")[:2]
+    if part == "down_blocks":
+        return int(index)
+    if part == "up_blocks":
+        return len(unet.up_blocks) - 1 - int(index)
+    if part == "mid_block":
+        return len(unet.down_blocks) - 1
+    raise TypeError(
+        f"expected self-attention in down_blocks, mid_block and up_blocks, but "
+        f"{type(unet).__name__} has {name}."
+    )

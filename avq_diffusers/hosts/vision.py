@@ -1,0 +1,271 @@
+"""Vision models of transformers: self-attention by transformers' `AttentionInterface`.
+
+A layer with AVQ has a copy of its config that names AVQ's attention function. So it runs AVQ
+whatever shares the config: another tower, or another model. Tokens before the grid (CLS,
+distillation, registers) are sinks: all queries meet their keys as themselves, and their own queries
+meet all keys. The patches run AVQ.
+
+Shapes: B batch, H heads, N tokens of which the first T are sinks, D head dim.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
+
+from avq_diffusers.hosts.host import Host, Other, Others, Watch
+from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
+from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens
+
+NAME = "avq"
+# Parameters of the tokens before the grid.
+PREFIX = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
+# Arguments of attention functions that change what attention means.
+CHANGING_ARGUMENTS = ("position_bias", "softcap", "sliding_window", "s_aux", "cache")
+
+
+def register() -> None:
+    """Make the function known to transformers, once."""
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(NAME, vision_attention)
+
+
+def vision_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend in a layer with AVQ, or hand the call to the layer's previous function.
+
+    Args:
+        module: the layer.
+        query, key, value: (B, H, N, D).
+        attention_mask, dropout, scaling, **arguments: as every function of the interface.
+
+    Returns:
+        (B, N, H, D), and the attention weights if the previous function gives them.
+    """
+    state: LayerState = getattr(module, ATTRIBUTE)
+    reason = _exact_because(module, state, query, key, value, attention_mask, dropout, arguments)
+    state.count(reason or AVQ_CALL)
+    if reason is None:
+        return _attend(state, query, key, value, scaling), None
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(
+        state.previous._attn_implementation,
+        _forward_of(module).__globals__["eager_attention_forward"],
+    )
+    arguments.setdefault("is_causal", False)
+    return function(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **arguments
+    )
+
+
+def _exact_because(
+    module: Any,
+    state: LayerState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    arguments: dict[str, Any],
+) -> str | None:
+    """Why this call runs exact attention; None if it runs AVQ."""
+    reason = state.off_because()
+    if reason is not None:
+        return reason
+    if attention_mask is not None:
+        return "attention mask"
+    if arguments.get("is_causal") or module.is_causal:
+        return "causal attention"
+    if dropout:
+        return "dropout"
+    if arguments.get("output_attentions") or "attentions" in (_active_collector.get() or ()):
+        return "attention weights"
+    for name in CHANGING_ARGUMENTS:
+        if arguments.get(name) is not None:
+            return name
+    if not query.shape == key.shape == value.shape:
+        return "keys of another shape"
+    num_patches = query.shape[2] - _num_sinks(state)
+    if not state.is_on_grid(num_patches):
+        return "tokens are not the grid"
+    return state.routed_because(num_patches, query)
+
+
+def _num_sinks(state: LayerState) -> int:
+    call = state.call.get()
+    assert call is not None
+    return call.num_beside
+
+
+def _attend(
+    state: LayerState, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+) -> Tensor:
+    """(B, N, H, D)."""
+    # Rotated queries and keys may be wider than the values.
+    query, key = query.to(value.dtype), state.weights.normed(key).to(value.dtype)
+    sinks = _num_sinks(state)
+    output = state.attend(
+        query[:, :, sinks:],
+        key[:, :, sinks:],
+        value[:, :, sinks:],
+        sink_key=key[:, :, :sinks] if sinks else None,
+        sink_value=value[:, :, :sinks] if sinks else None,
+        scale=scaling,
+    )
+    output = output.transpose(1, 2)
+    if not sinks:
+        return output
+    of_sinks = F.scaled_dot_product_attention(query[:, :, :sinks], key, value, scale=scaling)
+    return torch.cat([of_sinks.transpose(1, 2).to(output.dtype), output], dim=1)
+
+
+class VisionHost(Host):
+    """ViT, DeiT, DINOv2, DINOv3, DPT, CLIP, SigLIP and others of their kind.
+
+    A layer is found by its structure. It asks transformers' attention interface for its function,
+    its config has a patch size, it is not causal and adds no bias of positions, and a convolution
+    that cuts the image into patches, its anchor, comes before it.
+    """
+
+    kind = "vision model"
+    usual_batch = 1
+    takes_codebooks = True
+    is_of_diffusers = False
+    has_prompts = False
+
+    def find(self, module: nn.Module) -> nn.Module | None:
+        return module if self.layers(module) else None
+
+    def layers(self, model: nn.Module) -> list[Layer]:
+        """Text towers have none."""
+        found: dict[str, list[tuple[str, Any, Any]]] = {}
+        projection, projection_path, block, block_path = None, "", None, ""
+        modules = dict(model.named_modules())
+        for path, module in modules.items():
+            if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride:
+                projection, projection_path = module, path
+            elif isinstance(module, GradientCheckpointingLayer):
+                block, block_path = module, path
+            elif projection is not None and _can_run(module):
+                of_layer = block if path.startswith(f"{block_path}.") else None
+                found.setdefault(projection_path, []).append((path, module, of_layer))
+        layers: list[Layer] = []
+        for start, of_projection in found.items():
+            caller = modules[_common_path([start, *(path for path, *_ in of_projection)])]
+            layers += [
+                Layer(
+                    name=own_name(path),
+                    level=0,
+                    num_heads=attn.config.num_attention_heads,
+                    head_dim=_head_dim(attn),
+                    attn=attn,
+                    caller=caller,
+                    anchor=modules[start],
+                    checkpointed=of_layer,
+                )
+                for path, attn, of_layer in of_projection
+            ]
+        return layers
+
+    def attention_of(self, attn: Any) -> Any:
+        return attn.config
+
+    def give_avq(self, attn: Any, state: LayerState) -> None:
+        register()
+        attn.config = copy.copy(state.previous)
+        attn.config._attn_implementation_internal = NAME
+
+    def restore(self, attn: Any, own: Replaced, model: nn.Module) -> None:
+        attn.config = own.previous
+
+    def other_attention(self, layer: Layer) -> Other | None:
+        return None
+
+    def runs_without_avq(self, layer: Layer) -> str:
+        return layer.attn.config._attn_implementation
+
+    def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
+        return _VisionWatch(self, layers, others)
+
+
+class _VisionWatch(Watch):
+    """The hooks of a module that cuts an image into patches and calls layers on them."""
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        register()  # a model may arrive in a process that has not applied AVQ
+        self.__dict__.update(content)
+
+    def attach(self, caller: nn.Module) -> list[Any]:
+        self.num_sinks = _num_prefix_tokens(caller)
+        hook = self.layers[0].anchor.register_forward_hook(self.see_grid)
+        return [*super().attach(caller), hook]
+
+    def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The grid is known as soon as the patches are."""
+        for layer in self.layers:
+            state = layer.avq_state
+            if state is not None:
+                state.enter_without_grid("no grid")
+
+    def see_grid(self, projection: nn.Module, inputs: tuple[Any, ...], patches: Tensor) -> None:
+        """The hook after the patch projection."""
+        state = self.layers[0].avq_state
+        if state is not None and state.call.get() is not None:
+            beside = {"": self.num_sinks}
+            self.enter(projection, Tokens(patches, patches.dtype, patches.shape[-2:], beside, True))
+
+
+VISION = VisionHost()
+
+
+def _num_prefix_tokens(caller: nn.Module) -> int:
+    """How many tokens the model puts before the patches, by their parameters."""
+    tokens = {name.rpartition(".")[2]: x for name, x in caller.named_parameters()}
+    return sum(tokens[name].shape[:-1].numel() for name in PREFIX if name in tokens)
+
+
+def _common_path(paths: Sequence[str]) -> str:
+    """The path of the innermost module that holds all of these."""
+    common = []
+    for parts in zip(*(path.split(".")[:-1] for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The function that computes a module, below what decorates it."""
+    return inspect.unwrap(type(module).forward)
+
+
+def _can_run(module: nn.Module) -> bool:
+    """Whether a module is such a layer, apart from the patches before it."""
+    code = getattr(_forward_of(module), "__code__", None)
+    return (
+        code is not None
+        and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+        and hasattr(getattr(module, "config", None), "patch_size")
+        and getattr(module, "is_causal", True) is False
+        and not any("relative_position" in name for name, _ in module.named_parameters())
+    )
+
+
+def _head_dim(module: nn.Module) -> int:
+    config: Any = module.config
+    return getattr(module, "head_dim", config.hidden_size // config.num_attention_heads)

@@ -1,0 +1,80 @@
+"""Images compared: their PSNR, their difference, and sheets of images side by side."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageChops, ImageDraw, ImageFont
+
+MARGIN = 12
+TITLE_SIZE = 16
+TEXT_SIZE = 13
+DIFFERENCE_GAIN = 4
+
+
+def psnr(image: Image.Image, reference: Image.Image) -> float:
+    """Return the peak signal-to-noise ratio in dB of an image to another of its size.
+
+    It is infinite for equal images.
+    """
+    error = np.asarray(image, np.float64) - np.asarray(reference, np.float64)
+    mean_square = (error**2).mean()
+    return float("inf") if mean_square == 0 else float(10 * np.log10(255.0**2 / mean_square))
+
+
+def difference(first: Image.Image, second: Image.Image) -> Image.Image:
+    """Return the absolute difference of two RGB images of one size, times `DIFFERENCE_GAIN`."""
+    return ImageChops.difference(first, second).point(lambda value: value * DIFFERENCE_GAIN)
+
+
+def image_sheet(
+    rows: Sequence[Sequence[Image.Image]],
+    column_titles: Sequence[str],
+    *,
+    row_titles: Sequence[str] = (),
+    table: Sequence[Sequence[str]] = (),
+) -> Image.Image:
+    """Lay out rows of images under column titles.
+
+    Args:
+        rows: rows of len(column_titles) RGB images, all of one size.
+        column_titles: one line above each column.
+        row_titles: one line above each row, line breaks removed; may be empty.
+        table: cells of a table below the images, its rows of one length.
+
+    Returns:
+        RGB image.
+    """
+    width, height = rows[0][0].size
+    row_titles = [" ".join(title.split()) for title in row_titles]
+    title_font = ImageFont.load_default(TITLE_SIZE)
+    text_font = ImageFont.load_default(TEXT_SIZE)
+    line = TEXT_SIZE + 5
+    head = TITLE_SIZE + 2 * MARGIN
+    row_head = line if row_titles else 0
+    cell_widths = [
+        int(max(text_font.getlength(cell) for cell in column)) + 2 * MARGIN
+        for column in zip(*table, strict=True)
+    ]
+    sheet_width = max(
+        MARGIN + len(column_titles) * (width + MARGIN),
+        MARGIN + sum(cell_widths),
+        2 * MARGIN + int(max(text_font.getlength(title) for title in row_titles or [""])),
+    )
+    bottom = head + len(rows) * (height + row_head + MARGIN)
+
+    sheet = Image.new("RGB", (sheet_width, bottom + line * len(table) + MARGIN), "white")
+    draw = ImageDraw.Draw(sheet)
+    for column, title in enumerate(column_titles):
+        draw.text((MARGIN + column * (width + MARGIN), MARGIN), title, "black", title_font)
+    for row, images in enumerate(rows):
+        top = head + row * (height + row_head + MARGIN)
+        if row_titles:
+            draw.text((MARGIN, top), row_titles[row], "black", text_font)
+        for column, image in enumerate(images):
+            sheet.paste(image, (MARGIN + column * (width + MARGIN), top + row_head))
+    for row, cells in enumerate(table):
+        left = MARGIN
+        for cell, cell_width in zip(cells, cell_widths, strict=True):
+            draw.text((left, bottom + row * line), cell, "black", text_font)
+            left += cell_width
+    return sheet

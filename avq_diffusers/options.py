@@ -1,0 +1,144 @@
+"""Options that `avq`, `python -m eval` and `python -m distill` share, and checks of their values.
+
+Nothing here imports PyTorch before it is needed, so that a program refuses a bad value at once.
+"""
+
+import logging
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from avq_diffusers.captions import read_caption_list
+
+if TYPE_CHECKING:
+    import torch
+
+LARGEST_SEED = 2**63 - 1
+
+Dilated = Annotated[
+    bool,
+    typer.Option(
+        "--scalecrafter/--no-scalecrafter",
+        help="Dilate convolutions, for images larger than those the model was trained on.",
+    ),
+]
+
+
+def numbers_of(option: str, text: str) -> tuple[int, ...]:
+    """Read a comma-separated list of non-negative integers; errors name `option`."""
+    if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) is None:
+        raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.")
+    return tuple(map(int, text.split(",")))
+
+
+def tolerances_of(option: str, text: str) -> tuple[float, ...]:
+    """Read a comma-separated list of tolerances; errors name `option`."""
+    try:
+        tolerances = tuple(map(float, text.split(",")))
+    except ValueError as error:
+        raise ValueError(
+            f"{option} must be numbers such as 0.1 or 0.05,0.1, but got {text!r}."
+        ) from error
+    for tolerance in tolerances:
+        check_positive(option, tolerance)
+    return tolerances
+
+
+def check_positive(option: str, value: float) -> None:
+    """Refuse a number that is not above 0 and finite; errors name `option`."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{option} must be above 0 and finite, but got {value}.")
+
+
+def read_prompts(option: str, path: Path) -> list[str]:
+    """Read the prompts of a file as `read_caption_list` does, without empty ones.
+
+    Raises:
+        ValueError: the file cannot be read or holds no prompt; the message names `option`.
+    """
+    try:
+        prompts = [prompt for prompt in read_caption_list(path) if prompt]
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be read ({error.strerror}).") from error
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+    if not prompts:
+        raise ValueError(f"{option} {path} holds no prompt; write one per line.")
+    return prompts
+
+
+def device_of(name: str) -> "torch.device":
+    """Return the device of this name.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    import torch
+
+    try:
+        return torch.empty(0, device=name).device
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"--device {name} cannot be used: {first_line(error)}") from error
+
+
+def restore_threads() -> None:
+    """Let PyTorch, not imported yet, use all cores where `accelerate launch` left it one.
+
+    The launcher sets OMP_NUM_THREADS to 1 even for the only process of a machine.
+    """
+    launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ
+    if launched and os.environ.get("OMP_NUM_THREADS") == "1":
+        del os.environ["OMP_NUM_THREADS"]
+
+
+def hide_torchvision_notes() -> None:
+    """Hide that image processors, which diffusers imports, take PIL without torchvision."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "requires torchvision" not in record.getMessage()
+
+    logging.getLogger("transformers.utils.import_utils").addFilter(is_other)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of a library's error, for a message of one line."""
+    return str(error).strip().splitlines()[0]
+
+
+def finite(option: typer.CallbackParam, value: float | None) -> float | None:
+    """Callback of a number option: refuse infinity and NaN."""
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"{option.opts[0]} must be finite, but got {value}.")
+    return value
+
+
+def multiple_of(unit: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
+    """Make the callback of an option for the height or width of images."""
+
+    def check(option: typer.CallbackParam, side: int | None) -> int | None:
+        if side is not None and (side < unit or side % unit):
+            raise ValueError(f"{option.opts[0]} must be a multiple of {unit}, but got {side}.")
+        return side
+
+    return check
+
+
+def folder_to_write(option: typer.CallbackParam, path: Path) -> Path:
+    """Callback of an option for an output folder, whether it exists or not."""
+    check_writable(option.opts[0], path)
+    return path
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Refuse an output folder before the work starts; errors name `option`."""
+    place = folder.absolute()
+    present = next(path for path in (place, *place.parents) if path.exists())
+    if not present.is_dir():
+        raise ValueError(f"{option} must be a folder, but {present} is a file.")
+    if not os.access(present, os.W_OK):
+        raise ValueError(f"{option}: the folder {present} is not writable.")

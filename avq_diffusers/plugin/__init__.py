@@ -1,1 +1,0 @@
-"""AVQ in the UNets of diffusers."""

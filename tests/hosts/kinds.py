@@ -1,0 +1,319 @@
+"""Every kind of model that AVQ runs in, as a table: a new kind of model is one row.
+
+Rows hold real models at tiny size. Each is called on a grid of height x width tokens at its finest
+level, per frame of a video.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import tiny_transformers
+import tiny_vision
+import torch
+from diffusers import ControlNetModel
+from tiny import small_unet, tiny_unet
+from tiny_transformers import NUM_TEXT, position_ids
+from torch import Tensor, nn
+
+from avq_diffusers import AVQConfig, select_layers
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A kind of model.
+
+    Attributes:
+        name: of its tests.
+        make: a new model, the same each time.
+        inputs: the arguments of a call of the model on a grid.
+        part: of a pipeline that holds it; None for a vision model.
+        output: the tensor of what it returns.
+        beside: how many tokens come before those of the grid and after, where each layer has the
+            same; None where they have not.
+        frames: of a video.
+        sizes: of grids, as many tokens in another order where the kind can.
+        mask: the argument of a layer that masks some of so many tokens; None if it takes none.
+        references: arguments with a second image, by where it stands.
+        has_timesteps: whether sizes may follow them.
+        takes_codebooks: whether codewords may be stored.
+        pickles: whether it may be pickled with AVQ.
+        compiled: the model for tests of compilers; None if it adds nothing to another kind's.
+        feature: of `eval/results/features.md`.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: Callable[..., dict[str, Any]]
+    part: str | None
+    output: Callable[[Any], Tensor] = lambda output: output[0]
+    beside: tuple[int, int] | None = (0, 0)
+    frames: int = 1
+    sizes: tuple[Size, Size] = ((8, 12), (12, 8))
+    mask: Callable[[int], dict[str, Tensor]] | None = None
+    references: Mapping[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
+    has_timesteps: bool = False
+    takes_codebooks: bool = False
+    pickles: bool = True
+    compiled: Callable[[], nn.Module] | None = None
+    feature: str | None = None
+
+    def call(self, model: nn.Module, size: Size | None = None, **overrides) -> Tensor:
+        """The output for fixed inputs."""
+        return self.output(model(**self.inputs(model, *(size or self.sizes[0])) | overrides))
+
+    @torch.no_grad()
+    def predict(self, model: nn.Module, size: Size | None = None, **overrides) -> Tensor:
+        """`call` without a gradient."""
+        return self.call(model, size, **overrides)
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        return tuple({layer.level for layer in select_layers(self.make())})
+
+    def config(self, *sizes: int, **others) -> AVQConfig:
+        """At all levels."""
+        return AVQConfig(*sizes, **{"query_tile": 16, "levels": self.levels} | others)
+
+
+def bool_mask(num_tokens: int) -> dict[str, Tensor]:
+    return {"attention_mask": (torch.arange(num_tokens) < num_tokens // 2)[None, None, None]}
+
+
+def added_mask(num_tokens: int) -> dict[str, Tensor]:
+    """As `Attention.prepare_attention_mask` takes it."""
+    is_masked = torch.arange(num_tokens) >= num_tokens // 2
+    return {"attention_mask": -1e4 * is_masked.float().expand(2, 1, -1)}
+
+
+def text_mask(num_tokens: int) -> dict[str, Tensor]:
+    return {"encoder_hidden_states_mask": torch.arange(NUM_TEXT).expand(2, -1) < NUM_TEXT // 2}
+
+
+# UNets: two levels with self-attention.
+
+UNET = {
+    "block_out_channels": (16, 32),
+    "down_block_types": ("CrossAttnDownBlock2D",) * 2,
+    "up_block_types": ("CrossAttnUpBlock2D",) * 2,
+}
+# None at level 0, blocks of two layers.
+SDXL = {
+    "block_out_channels": (16, 32),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2),
+    "attention_head_dim": (2, 4),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 80,
+}
+
+
+def controlnet() -> ControlNetModel:
+    net = ControlNetModel.from_unet(tiny_unet(**UNET), conditioning_channels=3).eval()
+    for name, parameter in net.named_parameters():  # zero, so that training starts gently
+        if name.startswith("controlnet_") and name.endswith("weight"):
+            nn.init.normal_(parameter, std=0.1)
+    return net
+
+
+def residuals(output: tuple[list[Tensor], Tensor]) -> Tensor:
+    return torch.cat([x.flatten(1) for x in (*output[0], output[1])], dim=1)
+
+
+def unet_inputs(model, height: int, width: int, **others) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "sample": torch.randn(2, 4, height, width, generator=generator),
+        "timestep": 10,
+        "encoder_hidden_states": torch.randn(2, 5, 32, generator=generator),
+        "return_dict": False,
+        **others,
+    }
+
+
+def controlnet_inputs(model, height: int, width: int) -> dict[str, Any]:
+    condition = torch.ones(2, 3, 8 * height, 8 * width)
+    return unet_inputs(model, height, width, controlnet_cond=condition)
+
+
+def sdxl_inputs(model, height: int, width: int) -> dict[str, Any]:
+    added = {"text_embeds": torch.ones(2, 32), "time_ids": torch.ones(2, 6)}
+    return unet_inputs(model, 2 * height, 2 * width, added_cond_kwargs=added)
+
+
+unet_kind = partial(
+    Kind,
+    inputs=unet_inputs,
+    part="unet",
+    mask=added_mask,
+    has_timesteps=True,
+    takes_codebooks=True,
+)
+
+
+# Transformers of diffusers
+
+
+def sd3_transformer() -> nn.Module:
+    """Without norms of queries and keys, and without a second attention."""
+    model = tiny_transformers.sd3_transformer(qk_norm=None, dual_attention_layers=())
+    with torch.no_grad():
+        for layer in select_layers(model):
+            layer.attn.to_q.weight.mul_(4)
+            layer.attn.to_k.weight.mul_(4)
+    return model
+
+
+def transformer_inputs(model, height: int, width: int) -> dict[str, Any]:
+    return {**tiny_transformers.inputs(model, height, width), "return_dict": False}
+
+
+def random_tokens(num_tokens: int) -> Tensor:
+    return torch.randn(2, num_tokens, 4, generator=torch.Generator().manual_seed(4))
+
+
+def flux_images(axes: int, images: Sequence[Tensor]) -> dict[str, Any]:
+    ids = torch.cat([*images])
+    shape = {} if axes == 3 else {"img_ids": ids.expand(2, -1, -1)}
+    return {"hidden_states": random_tokens(len(ids)), "img_ids": ids, **shape}
+
+
+def flux_references(axes: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    image = position_ids(8, 12, axes=axes)
+    other, beside = position_ids(4, 6, frame=10, axes=axes), image + 12 * torch.eye(axes)[2]
+    orders = {
+        "another frame": (image, other),
+        "another frame before": (other, image),
+        "beside": (image, beside),
+        "beside, before": (beside, image),
+        "the same place": (image, image),
+    }
+    return {name: partial(flux_images, axes, images) for name, images in orders.items()}
+
+
+def qwen_images(*shapes: tuple[int, int, int]) -> dict[str, Any]:
+    num_tokens = sum(height * width for _, height, width in shapes)
+    return {"img_shapes": [[*shapes]] * 2, "hidden_states": random_tokens(num_tokens)}
+
+
+def z_images(*sizes: Size) -> dict[str, Any]:
+    """The omni form: per prompt several images, the last of which is made."""
+    generator = torch.Generator().manual_seed(4)
+    images = [torch.randn(4, 1, 2 * h, 2 * w, generator=generator) for h, w in sizes]
+    text = torch.randn(len(sizes) + 1, 10, 32, generator=generator)
+    noise = [[0] * (len(sizes) - 1) + [1]] * 2
+    return {
+        "x": [images] * 2,
+        "cap_feats": [[*text]] * 2,
+        "siglip_feats": [None] * 2,
+        "image_noise_mask": noise,
+    }
+
+
+transformer_kind = partial(Kind, inputs=transformer_inputs, part="transformer")
+dispatch_kind = partial(transformer_kind, mask=bool_mask, pickles=False)
+
+
+# Vision models of transformers
+
+
+def vision_inputs(model, height: int, width: int, **others) -> dict[str, Any]:
+    return {"pixel_values": tiny_vision.images(8 * height, 8 * width), **others}
+
+
+sized_inputs = partial(vision_inputs, **tiny_vision.ANY_SIZE)
+clip_inputs = partial(sized_inputs, input_ids=torch.tensor([[3, 5, 7, 98]] * 2))
+
+
+def vision_kind(family: str, inputs=sized_inputs, **others) -> Kind:
+    make = partial(tiny_vision.tiny_vision, family)
+    beside = (tiny_vision.FAMILIES[family][1], 0)
+    known = {"make": make, "beside": beside, "mask": bool_mask, "takes_codebooks": True}
+    return Kind(family, inputs=inputs, part=None, **known | others)
+
+
+KINDS = (
+    unet_kind("SD1.5", partial(tiny_unet, **UNET), compiled=small_unet),
+    unet_kind("SDXL", partial(tiny_unet, **SDXL), inputs=sdxl_inputs),
+    unet_kind("ControlNet", controlnet, inputs=controlnet_inputs, output=residuals),
+    transformer_kind(
+        "SD3",
+        sd3_transformer,
+        beside=(0, NUM_TEXT),
+        feature="SD3",
+    ),
+    transformer_kind(
+        "SD3.5",
+        tiny_transformers.sd3_transformer,
+        beside=None,
+        compiled=partial(tiny_transformers.sd3_transformer, num_layers=2),
+        feature="SD3",
+    ),
+    dispatch_kind(
+        "Flux",
+        tiny_transformers.flux_transformer,
+        beside=(NUM_TEXT, 0),
+        references=flux_references(3),
+        compiled=partial(tiny_transformers.flux_transformer, num_single_layers=1),
+        feature="Flux",
+    ),
+    dispatch_kind(
+        "Flux2",
+        tiny_transformers.flux2_transformer,
+        beside=(NUM_TEXT, 0),
+        references=flux_references(4),
+        feature="Flux2",
+    ),
+    dispatch_kind(
+        "Qwen-Image",
+        tiny_transformers.qwen_transformer,
+        mask=text_mask,
+        beside=(NUM_TEXT, 0),
+        references={
+            "after": partial(qwen_images, (1, 8, 12), (1, 4, 6)),
+            "before": partial(qwen_images, (1, 4, 6), (1, 8, 12)),
+            "of the same size": partial(qwen_images, (1, 8, 12), (1, 8, 12)),
+        },
+        feature="Qwen-Image",
+    ),
+    dispatch_kind(
+        "Z-Image",
+        tiny_transformers.z_transformer,
+        output=lambda output: torch.stack(output[0]),
+        beside=None,
+        references={"before": partial(z_images, (4, 6), (8, 12))},
+        feature="Z-Image",
+    ),
+    dispatch_kind(
+        "Wan",
+        tiny_transformers.wan_transformer,
+        frames=3,
+        compiled=partial(tiny_transformers.wan_transformer, num_layers=1),
+        feature="Wan",
+    ),
+    dispatch_kind(
+        "LTX", tiny_transformers.ltx_transformer, frames=3, mask=added_mask, feature="LTX"
+    ),
+    vision_kind("vit"),
+    vision_kind("deit"),
+    vision_kind(
+        "dinov2 with registers",
+        inputs=vision_inputs,
+        compiled=partial(tiny_vision.tiny_vision, "dinov2 with registers"),
+    ),
+    vision_kind("dinov3", inputs=vision_inputs),
+    vision_kind("dpt", inputs=vision_inputs, mask=None, sizes=((8, 8), (4, 4))),
+    vision_kind(
+        "clip",
+        inputs=clip_inputs,
+        make=tiny_vision.tiny_clip,
+        output=lambda output: output.image_embeds,
+    ),
+    vision_kind("siglip", compiled=partial(tiny_vision.tiny_vision, "siglip")),
+)

@@ -1,0 +1,313 @@
+"""Calibration: what is sampled, what is fitted, what is reported, and that the pipeline is left."""
+
+from functools import partial
+from importlib import import_module
+
+import pytest
+import torch
+from cases import OPTIONS
+from diffusers import StableDiffusionImg2ImgPipeline
+from PIL import Image
+from tiny import CONFIG, LAYER, draw, random_codebooks, tiny_pipe
+
+from avq_diffusers import (
+    AVQConfig,
+    apply_avq,
+    avq_disabled,
+    calibrate,
+    select_layers,
+    summary,
+)
+from avq_diffusers.attention.diagnostics import capture, quantization_error
+from avq_diffusers.attention.orders import query_order
+from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.hosts.calibration import _LayerSample
+from avq_diffusers.hosts.layers import LayerSpec
+
+PROMPTS = ["a red fox", "two blue hearts"]
+STEPS = 4
+
+
+def fit(pipe, config=CONFIG, prompts=PROMPTS, **arguments):
+    defaults = {"num_inference_steps": STEPS, "keys_per_layer": 2048, "progress": False}
+    return calibrate(pipe, prompts, config, **defaults | arguments)
+
+
+def figures(codebooks) -> dict[str, dict[str, float]]:
+    return codebooks.config["calibration"]["layers"]
+
+
+def equal(first, second) -> bool:
+    second = second.state_dict()
+    return all(torch.equal(value, second[name]) for name, value in first.state_dict().items())
+
+
+def projected(pipe, layers, *names):
+    """Queries or keys (B, H, N, D) of layers in every call from now on, by layer name."""
+    calls = {layer.name: [] for layer in layers}
+
+    def see(layer, projection, args, output):
+        heads = output.detach().unflatten(-1, (layer.num_heads, -1))
+        calls[layer.name].append(heads.transpose(1, 2))
+
+    for layer in layers:
+        for name in names:
+            layer.attn.get_submodule(name).register_forward_hook(partial(see, layer))
+    return calls
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    return fit(tiny_pipe())
+
+
+class TestSample:
+    def stream(self, capacity: int, seed: int = 0, batch: int = 2, tokens: int = 50):
+        """A sample of 1000 keys in 10 calls that hold their own number."""
+        sample = _LayerSample(LayerSpec("layer", 0, 1, 1), capacity, 0, seed)
+        sizes = []
+        for first in range(0, 1000, batch * tokens):
+            key = torch.arange(first, first + batch * tokens).float().view(batch, 1, tokens, 1)
+            sample.attend(key, key, key, None, **OPTIONS)
+            sizes.append(len(sample.flat_keys))
+        return sample.keys.flatten().long(), sizes
+
+    def test_is_bounded_and_holds_no_key_twice(self):
+        """Fails where old keys are kept beside the new, or priorities and keys fall out of step."""
+        numbers, sizes = self.stream(capacity=130)
+        assert sizes == [100] + [130] * 9
+        assert len(numbers.unique()) == 130
+
+    def test_is_uniform_over_calls_batch_and_tokens(self):
+        """Fails for the first keys, the last keys, or halving at each call."""
+        counts = torch.zeros(1000)
+        draws = 200
+        for seed in range(draws):
+            numbers, _ = self.stream(capacity=130, seed=seed)
+            counts[numbers] += 1
+        share = 0.13
+        for size in (100, 50, 10):  # a call, an image of a call, neighbours
+            cells = counts.view(-1, size).sum(1)
+            expected = draws * size * share
+            deviation = (draws * size * share * (1 - share)) ** 0.5
+            assert (cells - expected).abs().max() < 5 * deviation
+        assert (counts > 0).all()
+
+    def test_a_short_stream_is_kept_whole(self):
+        numbers, _ = self.stream(capacity=5000)
+        assert torch.equal(numbers.sort().values, torch.arange(1000))
+
+    def test_every_timestep_of_every_prompt(self, pipe, monkeypatch):
+        """Fails where only the first calls, or only one half of the guided batch, are seen."""
+        layer = select_layers(pipe.unet, (0,))[1]  # in the first, the guided halves are still equal
+        calls = projected(pipe, [layer], "to_k")[layer.name]
+        fitted = []
+        module = import_module("avq_diffusers.hosts.calibration")  # the package's is a function
+        original = module.fit_codebook
+
+        def spy(keys, *arguments, **options):
+            fitted.append(keys)
+            return original(keys, *arguments, **options)
+
+        monkeypatch.setattr(module, "fit_codebook", spy)
+        fit(pipe, AVQConfig(4, 2, 2), keys_per_layer=1000)
+
+        assert len(calls) == STEPS * len(PROMPTS)
+        sampled = fitted[1].transpose(0, 1).flatten(1)  # (S, H D)
+        sources = torch.cat([call.transpose(1, 2).flatten(2).flatten(0, 1) for call in calls])
+        distance, source = torch.cdist(
+            sampled, sources, compute_mode="donot_use_mm_for_euclid_dist"
+        ).min(1)
+        assert len(sampled) == 1000
+        assert distance.max() == 0
+        per_half = source.div(256, rounding_mode="floor").bincount(minlength=2 * len(calls))
+        expected = 1000 / len(per_half)
+        assert (per_half - expected).abs().max() < 5 * expected**0.5
+
+
+class TestRun:
+    def test_same_seed_same_codebooks_other_seed_others(self, calibrated):
+        """Fails where noise, sample or k-means read the global generator, or ignore the seed."""
+        torch.manual_seed(123)
+        assert equal(calibrated, fit(tiny_pipe()))
+        assert not equal(calibrated, fit(tiny_pipe(), seed=1))
+
+    def test_prompt_i_runs_with_seed_plus_i(self, pipe):
+        """Fails where the noise ignores the seed, or every prompt gets the same noise."""
+        inputs = []
+        pipe.unet.register_forward_pre_hook(
+            lambda module, arguments: inputs.append(arguments[0].detach()[:1])
+        )
+        fit(pipe, seed=5)
+        calibrated_on = inputs[0], inputs[STEPS]
+        for index, first in enumerate(calibrated_on):
+            inputs.clear()
+            draw(pipe, seed=5 + index, num_inference_steps=STEPS)
+            assert torch.equal(inputs[0], first)
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_the_pipeline_is_left_as_it_was(self, pipe, fails):
+        """Fails for a hook, a processor, a setting or random state that stays or is lost."""
+        pipe.set_progress_bar_config(disable=False, desc="mine")
+        apply_avq(pipe, random_codebooks(pipe.unet))
+
+        def state():
+            modules = pipe.unet.modules()
+            hooks = [(len(x._forward_hooks), len(x._forward_pre_hooks)) for x in modules]
+            return hooks, dict(pipe._progress_bar_config), pipe.unet.attn_processors
+
+        latents, before, generator = draw(pipe), state(), torch.random.get_rng_state()
+        if fails:
+            with pytest.raises(ValueError, match="divisible by 8"):
+                fit(pipe, height=100, width=100)
+        else:
+            fit(pipe)
+        assert torch.equal(torch.random.get_rng_state(), generator)
+        assert state() == before
+        assert torch.equal(draw(pipe), latents)
+        assert summary(pipe).rows[0].runs.startswith("AVQ")
+
+    def test_keys_come_from_exact_attention(self, pipe, calibrated):
+        """Fails where calibration of a pipeline with AVQ sees AVQ's keys, or switches AVQ on."""
+        exact = draw(pipe)
+        apply_avq(pipe, random_codebooks(pipe.unet))
+        assert not torch.equal(draw(pipe), exact)  # else its keys would be the exact ones anyway
+        assert equal(fit(pipe), calibrated)
+        with avq_disabled(pipe):
+            fit(pipe)
+            assert torch.equal(draw(pipe), exact)
+
+    def test_fused_projections(self, pipe, calibrated):
+        pipe.unet.fuse_qkv_projections()
+        assert equal(fit(pipe), calibrated)
+
+    def test_a_broken_model(self, pipe):
+        """It stops at the first layer that gives NaN, in the first prompt."""
+        runs = []
+        pipe.unet.register_forward_pre_hook(lambda *_: runs.append(1))
+        pipe.unet.get_submodule(LAYER).to_k.weight.data[0, 0] = torch.nan
+        with pytest.raises(ValueError, match=f"^the keys of {LAYER} hold NaN or infinity"):
+            fit(pipe)
+        assert len(runs) == 1
+
+    def test_img2img_takes_its_arguments_and_may_run_few_steps(self):
+        """Strength 0.3 of 10 steps is 3 calls: fails where the capture waits for call 5."""
+        pipe = tiny_pipe(cls=StableDiffusionImg2ImgPipeline)
+        options = {"prompts": PROMPTS[:1], "num_inference_steps": 10, "strength": 0.3}
+        red, noise = (
+            fit(pipe, image=image, **options)
+            for image in (
+                Image.new("RGB", (64, 64), "red"),
+                Image.effect_noise((64, 64), 90).convert("RGB"),
+            )
+        )
+        assert all(0 < measured["capture"] < 1 for measured in figures(red).values())
+        assert not equal(red, noise)
+
+
+class TestReport:
+    def test_covers_every_layer(self, calibrated):
+        names = [layer.name for layer in select_layers(tiny_pipe().unet, CONFIG.levels)]
+        assert list(figures(calibrated)) == names
+        for measured in figures(calibrated).values():
+            assert set(measured) == {"quantization_error", "active_ratio", "capture"}
+            assert 0 < measured["quantization_error"] < 1
+            assert 0 < measured["active_ratio"] <= 1
+            assert 0 < measured["capture"] < 1
+        kept = calibrated.config["calibration"]
+        assert (kept["num_prompts"], kept["num_inference_steps"], kept["seed"]) == (2, STEPS, 0)
+        assert kept["keys_per_layer"] == 2048
+
+    def test_capture_grows_with_num_refined_to_everything(self, calibrated):
+        """Fails where capture ignores num_refined or counts parents that were not chosen."""
+        captures = [figures(fit(tiny_pipe(), AVQConfig(4, 2, p, 16))) for p in (0, 1, 2, 4)]
+        for name in captures[0]:
+            none, one, two, every = (found[name]["capture"] for found in captures)
+            assert none == 0
+            assert 1 / 4 < one < two < every
+            assert every == pytest.approx(1, abs=1e-5)
+
+    def test_capture_is_that_of_the_layer_on_the_grid_that_ran(self, pipe):
+        """Fails for the transposed grid, another call than the middle one of the first prompt, the
+        unguided half of the batch, the default order or importance tile, and without overrides."""
+        overrides = {"1": {"num_refined": 1}}
+        config = AVQConfig(8, 2, 3, 8, levels=(0, 1), importance_tile=2, overrides=overrides)
+        layers = select_layers(pipe.unet, config.levels)
+        calls = projected(pipe, layers, "to_q", "to_k")
+        codebooks = fit(pipe, config, height=64, width=192)
+        for layer in layers:
+            query, key = (x[-1:].float() for x in calls[layer.name][STEPS // 2 * 2 :][:2])
+            sides = (8 >> layer.level, 24 >> layer.level)
+            captured = [
+                capture(
+                    query,
+                    key,
+                    codebooks.codebook(layer.name),
+                    (3, 1)[layer.level],
+                    codewords="stored",
+                    query_tile=8,
+                    query_order=query_order(*grid),
+                    importance_tile=2,
+                )
+                .mean()
+                .item()
+                for grid in (sides, sides[::-1])
+            ]
+            assert captured[0] != pytest.approx(captured[1], rel=1e-6)
+            assert figures(codebooks)[layer.name]["capture"] == pytest.approx(captured[0], rel=1e-6)
+
+
+class TestCodebooks:
+    def test_beat_random_keys(self, pipe):
+        """Fails for codewords of another layer or head, or for k-means that does not descend."""
+        config = AVQConfig(4, 2, 2, levels=(0, 1))
+        codebooks, layers = fit(pipe, config), select_layers(pipe.unet, config.levels)
+        calls = projected(pipe, layers, "to_k")
+        draw(pipe, seed=7, num_inference_steps=STEPS)  # an image that calibration has not seen
+        generator = torch.Generator().manual_seed(0)
+        for layer in layers:
+            seen = torch.cat(
+                [key.transpose(0, 1).flatten(1, 2) for key in calls[layer.name]], dim=1
+            )
+            seen = seen[:, torch.randperm(seen.shape[1], generator=generator)]
+            random = Codebook(seen[:, :4], seen[:, 4:12].unflatten(1, (4, 2)))
+            stored = partial(quantization_error, seen, codewords="stored")
+            assert (stored(codebooks.codebook(layer.name)) < 0.9 * stored(random)).all(), layer.name
+
+    def test_sizes(self):
+        """Fails for overrides that are not resolved, or children of a flat configuration."""
+        config = AVQConfig(8, 0, 0, levels=(0, 1), overrides={"1": {"num_parents": 6}})
+        codebooks = fit(tiny_pipe(), config)
+        for name, spec in codebooks.layer_specs.items():
+            codebook = codebooks.codebook(name)
+            assert (codebook.num_parents, codebook.children.shape[2]) == ((8, 6)[spec.level], 0)
+        assert all(measured["capture"] == 0 for measured in figures(codebooks).values())
+
+    def test_save_and_apply(self, pipe, calibrated, tmp_path):
+        calibrated.save_pretrained(tmp_path)
+        loaded = type(calibrated).from_pretrained(tmp_path)
+        assert equal(loaded, calibrated)
+        assert figures(loaded) == figures(calibrated)
+        draw(apply_avq(pipe, loaded))
+        assert sum(row.runs.startswith("AVQ") for row in summary(pipe).rows) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"config": AVQConfig(key_norm=True)}, ValueError, "key_norm changes the model and needs "),
+        (
+            {"config": AVQConfig(4, 2, 2, overrides={"7": {"num_parents": 8}})},
+            ValueError,
+            r"overrides must have levels or names .*, but got '7'; .* at level 0",
+        ),
+        ({"keys_per_layer": 3}, ValueError, "must be at least num_parents = 4, but got 3"),
+        ({"keys_per_layer": -1}, ValueError, "keys_per_layer must be at least 1, but got -1"),
+        ({"keys_per_layer": 128.0}, TypeError, "keys_per_layer must be an int, but got 128.0"),
+    ],
+)
+def test_refused_before_the_pipeline_runs(pipe, arguments, error, message):
+    """`test_measurement.py` has what `measure_error` refuses as well."""
+    pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("it ran"))
+    with pytest.raises(error, match=message):
+        fit(pipe, **arguments)

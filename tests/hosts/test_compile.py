@@ -1,0 +1,163 @@
+"""Compiled UNets: one graph with AVQ; on a GPU CUDA graphs, by the line that README names."""
+
+from functools import partial
+
+import pytest
+import torch
+from checks import kinds
+from diffusers import DDIMScheduler, PNDMScheduler
+from tiny import (
+    LORA,
+    draw,
+    predict,
+    random_codebooks,
+    small_unet,
+    tiny_pipe,
+    tiny_unet,
+    tuned_codebooks,
+)
+from torch._dynamo.testing import CompileCounter
+
+from avq_diffusers import AVQConfig, apply_avq, avq_disabled, remove_avq
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# All keys are exact: else rounding decides near-ties, and this random model amplifies them.
+CONFIG = AVQConfig(levels=(0, 1), num_parents=16, num_refined=4, num_children=4, exact_keys=1024)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Without TF32: its rounding, too, is amplified, to 1.5e-3 on an H100."""
+    torch.compiler.reset()
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+    torch.compiler.reset()
+
+
+def off(image, other):
+    """The largest difference, relative to the largest value."""
+    return float((image - other).abs().max() / other.abs().max())
+
+
+def check_same(images, expected):
+    for image, other in zip(images, expected, strict=True):
+        assert off(image, other) < 1e-3
+
+
+@pytest.mark.long
+def test_sizes_guidance_schedulers_and_a_lora_may_change():
+    """Catches a graph of another size, stale weights, and outputs that a later step overwrites."""
+    pipe = apply_avq(tiny_pipe().to(DEVICE), CONFIG, route="always")
+
+    def draw_all():
+        images = []
+        # PNDM keeps the outputs of four steps. Without guidance they are the graph's own, which
+        # PyTorch refuses with any attention.
+        for scheduler, guidance in ((PNDMScheduler, {}), (DDIMScheduler, {"guidance_scale": 1.0})):
+            pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
+            for changes in ({}, {"width": 192}, {}, guidance):
+                images.append(draw(pipe, num_inference_steps=6, **changes))
+        return images
+
+    def draw_adapted():
+        torch.manual_seed(0)
+        pipe.unet.add_adapter(LORA)
+        image = draw(pipe)
+        pipe.unet.delete_adapters("default")
+        return [image, draw(pipe)]
+
+    expected, adapted = draw_all(), draw_adapted()
+    pndm, _, _, _, ddim, _, _, unguided = expected
+    for different in (adapted, (pndm, ddim), (ddim, unguided)):  # as stale weights or outputs are
+        assert off(*different) > 0.1
+    pipe.unet.compile(mode="reduce-overhead", dynamic=False)
+    check_same(draw_all(), expected)
+    check_same(draw_adapted(), adapted)
+    assert kinds(pipe) == {"AVQ"}
+
+
+MAKE = pytest.mark.parametrize(
+    "make", [random_codebooks, tuned_codebooks], ids=["untuned", "tuned"]
+)
+
+
+@pytest.mark.feature("torch.compile of the UNet (one graph)")
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.float64]
+)
+@MAKE
+@torch.no_grad()
+def test_switching_a_compiled_unet(make, dtype):
+    """Catches graph breaks, AVQ lost in compiled code, changes that are cast there, and compiled
+    code that does not notice AVQ coming, pausing and going."""
+    unet = small_unet().to(dtype)
+    inputs = torch.ones(1, 4, 16, 16, dtype=dtype), 10, torch.ones(1, 5, 32, dtype=dtype)
+    codebooks, exact = make(unet, AVQConfig(4, 2, 2)), unet(*inputs).sample
+    avq = apply_avq(unet, codebooks)(*inputs).sample
+    counter = CompileCounter()
+    compiled = torch.compile(remove_avq(unet), backend=counter, fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs).sample, exact)
+    assert apply_avq(compiled, codebooks) is compiled
+    for _ in range(3):
+        output = compiled(*inputs).sample
+        torch.testing.assert_close(output, avq)
+        assert (output - exact).norm() > 100 * (output - avq).norm()
+    assert counter.frame_count == 2
+    assert kinds(unet) == set()  # compiled calls are not counted
+    with avq_disabled(compiled):
+        torch.testing.assert_close(compiled(*inputs).sample, exact)
+    torch.testing.assert_close(compiled(*inputs).sample, avq)
+    torch.testing.assert_close(remove_avq(compiled)(*inputs).sample, exact)
+
+
+@pytest.mark.feature("torch.compile of its blocks (one graph)")
+@pytest.mark.parametrize("make", [pytest.param(random_codebooks, marks=pytest.mark.long),
+                                  tuned_codebooks])  # fmt: skip
+def test_repeated_blocks(unet, make):
+    """Catches a guard per layer or per resolution: the recompile limit is near."""
+
+    def count_graphs(model):
+        torch.compiler.reset()
+        counter = CompileCounter()
+        model.compile_repeated_blocks(backend=counter, fullgraph=True)
+        outputs = [predict(model, *size) for size in ((16, 16), (24, 16), (16, 40))]
+        return counter.frame_count, outputs
+
+    baseline, exact = count_graphs(unet)
+    model = apply_avq(tiny_unet(), make(unet))
+    expected = [predict(model, *size) for size in ((16, 16), (24, 16), (16, 40))]
+    graphs, outputs = count_graphs(model)
+    assert graphs == baseline
+    for got, want, plain in zip(outputs, expected, exact, strict=True):
+        torch.testing.assert_close(got, want)
+        assert (got - plain).norm() > 1e-3 * plain.norm()
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.float64]
+)
+def test_export(dtype):
+    """Catches fake tensors that stay in the layers, where nothing was in its place before."""
+    unet, config = small_unet(), AVQConfig(4, 2, 2)
+    apply_avq(unet, tuned_codebooks(unet, config)).to(dtype)
+    ones = partial(torch.ones, dtype=dtype)
+    inputs = ones(1, 4, 16, 16), torch.tensor(10), ones(1, 5, 32)
+    with torch.no_grad():
+        exported = torch.export.export(unet, inputs).module()
+        torch.testing.assert_close(exported(*inputs).sample, unet(*inputs).sample)
+
+
+@pytest.mark.gpu
+@MAKE
+@torch.no_grad()
+def test_moved_after_apply(make):
+    """Catches codebooks that the compiled code moves: its second call is another graph."""
+    unet = small_unet()
+    apply_avq(unet, make(unet, AVQConfig(4, 2, 2)), route="always").to("cuda")
+    inputs = [torch.ones(1, 4, 16, 16), torch.tensor(10), torch.ones(1, 5, 32)]
+    inputs = [tensor.cuda() for tensor in inputs]
+    counter = CompileCounter()
+    compiled = torch.compile(unet, backend=counter, fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*inputs).sample, unet(*inputs).sample)
+    assert counter.frame_count == 1

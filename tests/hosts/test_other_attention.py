@@ -1,0 +1,307 @@
+"""What other tools do to attention, before and after AVQ is applied: AVQ leaves it to them."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from checks import differ, kinds
+from diffusers import (
+    AutoGuidance,
+    LayerSkipConfig,
+    PerturbedAttentionGuidance,
+    SkipLayerGuidance,
+    StableDiffusionXLAutoBlocks,
+)
+from diffusers.hooks import HookRegistry, apply_layer_skip
+from diffusers.models.attention_processor import (
+    AttnProcessor,
+    AttnProcessor2_0,
+    CustomDiffusionAttnProcessor,
+    FusedAttnProcessor2_0,
+    SlicedAttnProcessor,
+    XFormersAttnProcessor,
+)
+from tiny import predict, random_codebooks, sdxl_pipe, sdxl_unet, tiny_unet
+
+from avq_diffusers import (
+    AVQConfig,
+    AVQProcessor,
+    apply_avq,
+    gather_codebooks,
+    remove_avq,
+    summary,
+)
+
+feature = pytest.mark.feature
+
+
+class Shared(AttnProcessor2_0):
+    """As StyleAligned: every image attends to the tokens of the first one as well."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args, gain=1.0, **kwargs):
+        first = hidden_states[:1].expand_as(hidden_states)
+        both = torch.cat([hidden_states, first], dim=1)
+        return gain * super().__call__(attn, hidden_states, both, *args, **kwargs)
+
+
+LEVEL_0 = "up_blocks.3.attentions.1.transformer_blocks.0.attn1"
+LEVEL_1 = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"
+CUSTOM = (LEVEL_1, LEVEL_0)
+
+
+def share(unet):
+    """Give two layers with codebooks a processor of their own; return them by layer."""
+    processors = {name: Shared() for name in CUSTOM}
+    for name, processor in processors.items():
+        unet.get_submodule(name).set_processor(processor)
+    return processors
+
+
+def without(codebooks, unet, *names):
+    """The codebooks of all other layers."""
+    config = replace(codebooks.avq_config, exact=names)
+    kept = {name: codebooks.codebook(name) for name in codebooks.layer_specs if name not in names}
+    return gather_codebooks(unet, config, kept)
+
+
+@feature("processors that share tokens (kept)")
+class TestCustomProcessors:
+    """A layer with a processor that changes what attention means keeps it."""
+
+    SAID = f"AVQ does not run in the layers that keep Shared: {', '.join(CUSTOM)}"
+
+    @pytest.mark.filterwarnings("ignore:the arguments gain")
+    @pytest.mark.parametrize("when", ["before", "after", "one instance"])
+    def test_keep_their_layer(self, unet, codebooks, when):
+        """All other layers run AVQ; the first apply or call that finds them warns, no later one."""
+        other = tiny_unet()
+        share(other)
+        expected = predict(apply_avq(other, without(codebooks, other, *CUSTOM)), batch=2)
+        if when == "after":
+            apply_avq(unet, codebooks)
+        processors = share(unet)
+        step = {
+            "before": lambda: apply_avq(unet, codebooks),
+            "after": lambda: predict(unet, batch=2),
+            # The processor of the layer is not on it any more, and still serves it.
+            "one instance": lambda: unet.set_attn_processor(AVQProcessor(codebooks, unet=unet)),
+        }[when]
+        with pytest.warns(UserWarning, match=self.SAID):
+            step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(predict(unet, batch=2), expected)
+        rows = {row.name: row for row in summary(unet).rows if row.config}
+        assert len(rows) == 6
+        for name, row in rows.items():
+            assert {*row.calls} == {"Shared" if name in CUSTOM else "AVQ"}
+            assert (row.runs == "custom: Shared") == (name in CUSTOM)
+        remove_avq(unet)
+        for name, processor in processors.items():
+            assert unet.get_submodule(name).processor is processor
+
+    @pytest.mark.filterwarnings("ignore:AVQ does not run")
+    def test_arguments_still_arrive(self, unet, codebooks):
+        """Unless one instance takes all layers, which is said."""
+        share(unet)
+        apply_avq(unet, codebooks)
+        plain = predict(unet)
+        assert differ(predict(unet, cross_attention_kwargs={"gain": 2.0}), plain)
+        with pytest.warns(UserWarning, match="the arguments gain of cross_attention_kwargs no lon"):
+            AVQProcessor(codebooks, unet=unet)
+
+    @pytest.mark.parametrize(
+        "processor",
+        [
+            AttnProcessor(),
+            AttnProcessor2_0(),
+            SlicedAttnProcessor(2),
+            FusedAttnProcessor2_0(),
+            XFormersAttnProcessor(),
+            CustomDiffusionAttnProcessor(train_kv=False, train_q_out=False),
+        ],
+        ids=lambda processor: type(processor).__name__,
+    )
+    def test_plain_processors_are_served(self, unet, codebooks, processor):
+        """What they compute is exact attention, so AVQ takes their layer."""
+        unet.get_submodule(LEVEL_0).set_processor(processor)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            apply_avq(unet, codebooks)
+            predict(unet)
+        assert kinds(unet) == {"AVQ"}
+        remove_avq(unet)
+        assert unet.get_submodule(LEVEL_0).processor is processor
+
+    def test_trained_custom_diffusion_is_kept(self, unet, codebooks):
+        """It projects queries by weights of its own."""
+        processor = CustomDiffusionAttnProcessor(False, True, hidden_size=16)
+        unet.get_submodule(LEVEL_0).set_processor(processor)
+        with pytest.warns(UserWarning, match="layers that keep CustomDiffusionAttnProcessor"):
+            apply_avq(unet, codebooks)
+
+    def test_a_processor_around_avq(self, unet, codebooks):
+        """It hands more tokens than the grid has to AVQ, as one that wraps what it found."""
+
+        class Around(AttnProcessor2_0):
+            def __init__(self, inner):
+                self.inner = inner
+
+            def __call__(self, attn, hidden_states, *args, **kwargs):
+                count = hidden_states.shape[1]
+                both = torch.cat([hidden_states, hidden_states.flip(0)], dim=1)
+                return self.inner(attn, both, *args, **kwargs)[:, :count]
+
+        attn = apply_avq(unet, codebooks).get_submodule(LEVEL_0)
+        attn.set_processor(Around(attn.processor))
+        with pytest.warns(UserWarning, match="layers that keep Around"):
+            predict(unet, batch=2)
+        assert attn._avq.calls == {"Around": 1, "tokens are not the grid": 1}
+
+
+class TestInterception:
+    """What acts on attention scores acts on all layers: those of AVQ run exact meanwhile."""
+
+    FQN = LEVEL_0.removesuffix(".0.attn1")
+
+    @pytest.mark.parametrize(
+        ("kind", "avq_first"),
+        [("scores", True), ("scores", False), ("attention", True), ("block", False)],
+    )
+    def test_layer_skip(self, unet, codebooks, avq_first, kind):
+        """Catches a skip that misses AVQ, and one that does not know its processor."""
+        options = {
+            "scores": {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False},
+            "attention": {"skip_attention": True, "skip_ff": False},
+            "block": {"skip_attention": True, "skip_ff": True},
+        }
+        config = LayerSkipConfig([0], self.FQN, **options[kind])
+        reference = tiny_unet()
+        apply_layer_skip(reference, config)
+        expected = predict(apply_avq(reference, without(codebooks, reference, LEVEL_0)))
+        assert differ(predict(apply_avq(unet, codebooks)), expected)
+        remove_avq(unet)
+        for step in (apply_avq, None) if avq_first else (None, apply_avq):
+            apply_layer_skip(unet, config) if step is None else step(unet, codebooks)
+        assert torch.equal(predict(unet), expected)
+        if kind == "scores":
+            (reason,) = unet.get_submodule(LEVEL_0)._avq.calls
+            assert reason == "AttentionScoreSkipFunctionMode is active"
+        HookRegistry.check_if_exists_or_initialize(unet).remove_hook("layer_skip_hook")
+        predict(unet)
+        assert unet.get_submodule(LEVEL_0)._avq.last_call == "AVQ"
+
+    def test_default_device_is_no_interception(self, unet, codebooks):
+        """It is a function mode as well, and only says where new tensors go."""
+        apply_avq(unet, codebooks)
+        with torch.device("cpu"):
+            predict(unet)
+        assert kinds(unet) == {"AVQ"}
+
+    @pytest.mark.parametrize("on_the_class", [True, False])
+    def test_replaced_scores(self, unet, codebooks, monkeypatch, on_the_class):
+        """As maps of the eager processor are recorded."""
+        attn = unet.get_submodule(LEVEL_0)
+        attn.set_processor(AttnProcessor())
+        seen = []
+
+        def scores(self, query, key, mask=None):
+            seen.append(query.shape)
+            return original(self, query, key, mask)
+
+        original = type(attn).get_attention_scores
+        apply_avq(unet, codebooks)
+        if on_the_class:
+            monkeypatch.setattr(type(attn), "get_attention_scores", scores)
+        else:
+            attn.get_attention_scores = scores.__get__(attn)
+        predict(unet)
+        assert len(seen) == 1
+        assert attn._avq.calls == {"get_attention_scores is replaced": 1}
+
+
+@feature("guiders of modular pipelines")
+class TestModularGuiders:
+    """They hook blocks for one of the calls of a step, after AVQ was applied."""
+
+    FQNS = ("down_blocks.1.attentions.0", "down_blocks.2.attentions.1", "up_blocks.0.attentions.1")
+
+    def skips(self, **what):
+        skipped = {"skip_attention": False, "skip_attention_scores": False, "skip_ff": False}
+        return [
+            LayerSkipConfig([0], f"{name}.transformer_blocks", **skipped | what)
+            for name in self.FQNS
+        ]
+
+    @pytest.fixture(params=["perturbed attention", "skipped layers", "auto guidance"])
+    def guider(self, request):
+        if request.param == "auto guidance":
+            return AutoGuidance(auto_guidance_config=self.skips(skip_attention=True, dropout=1.0))
+        cls, prefix, config, skipped = {
+            "perturbed attention": (
+                *(PerturbedAttentionGuidance, "perturbed_guidance", "perturbed_guidance_config"),
+                "skip_attention_scores",
+            ),
+            "skipped layers": (
+                *(SkipLayerGuidance, "skip_layer_guidance", "skip_layer_config"),
+                "skip_attention",
+            ),
+        }[request.param]
+        always = {f"{prefix}_start": 0.0, f"{prefix}_stop": 1.0}
+        return cls(**{config: self.skips(**{skipped: True})}, **always)
+
+    def predictions(self, guider, codebooks, inputs=()):
+        """Inputs and outputs of the UNet in each call, those of `inputs` if any, and the UNet."""
+        pipe = sdxl_pipe()
+        modular = StableDiffusionXLAutoBlocks().init_pipeline()
+        modular.update_components(
+            **{
+                name: getattr(pipe, name)
+                for name in ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+            },
+            unet=pipe.unet,
+            scheduler=pipe.scheduler,
+            force_zeros_for_empty_prompt=True,
+            requires_aesthetics_score=False,
+            guider=guider,
+        )
+        modular.set_progress_bar_config(disable=True)
+        apply_avq(modular, codebooks, route="always")
+        seen, outputs = [], []
+
+        def pre_forward(unet, args, kwargs):
+            seen.append(inputs[len(seen)] if inputs else (args, kwargs))
+            return seen[-1]
+
+        pipe.unet.register_forward_pre_hook(pre_forward, with_kwargs=True)
+        pipe.unet.register_forward_hook(lambda unet, args, output: outputs.append(output[0]))
+        modular(
+            prompt="a red fox",
+            height=128,
+            width=128,
+            num_inference_steps=3,  # guiders begin after the first and end before the last
+            output_type="latent",
+            generator=torch.Generator().manual_seed(0),
+        )
+        return seen, outputs, pipe.unet
+
+    def test_calls_that_it_changes(self, guider):
+        """They predict what they predict with AVQ on the other layers only."""
+        unet = sdxl_unet()
+        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16, levels=(1, 2)))
+        names = [f"{name}.transformer_blocks.0.attn1" for name in self.FQNS]
+        inputs, outputs, unet = self.predictions(guider, codebooks)
+        others = without(codebooks, unet, *names)
+        _, expected, _ = self.predictions(guider, others, inputs)
+        equal = [torch.equal(*pair) for pair in zip(outputs, expected, strict=True)]
+        # Without the hooks these layers run AVQ.
+        assert 1 <= sum(equal) <= len(equal) / 2
+        rows = {row.name: row for row in summary(unet).rows}
+        for name in names:
+            kinds = {"AVQ": len(equal) - sum(equal)}
+            if isinstance(guider, PerturbedAttentionGuidance):
+                kinds["AttentionScoreSkipFunctionMode is active"] = sum(equal)
+            assert rows[name].calls == kinds
+        for name in rows.keys() - set(names):
+            assert rows[name].calls == {"AVQ": len(equal)}

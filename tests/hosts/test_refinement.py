@@ -1,0 +1,283 @@
+"""`set_num_refined`: numbers of parents, or exact attention, by layer and by timestep."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from checks import differ
+from diffusers import DDIMScheduler, EulerDiscreteScheduler
+from tiny import LAYER, draw, random_codebooks, small_unet, tiny_pipe
+from torch._dynamo.testing import CompileCounter
+
+from avq_diffusers import (
+    AVQConfig,
+    apply_avq,
+    remove_avq,
+    select_layers,
+    set_num_refined,
+    summary,
+)
+
+SCHEDULE = {1000: 1, 501: 4}
+LAST = "up_blocks.3.attentions.1.transformer_blocks.0.attn1"
+
+
+@pytest.fixture
+def avq_unet(unet, codebooks):
+    return apply_avq(unet, codebooks)
+
+
+def refined(unet):
+    return {row.name: row.config for row in summary(unet).rows if row.config}
+
+
+def by_level(unet):
+    return {row.level: row.config for row in summary(unet).rows if row.config}
+
+
+def timesteps_of(unet):
+    """Timestep and refined parents of every call of every AVQ layer, as the calls come."""
+    seen, timestep = [], []
+
+    def see_timestep(module, args, kwargs):
+        timestep[:] = [float(torch.as_tensor(args[1]).max())]
+
+    def see_layer(attn, args):
+        seen.append((timestep[0], attn._avq.call.get().sizes.num_refined))
+
+    unet.register_forward_pre_hook(see_timestep, with_kwargs=True)
+    for layer in select_layers(unet):
+        if layer.avq_state is not None:
+            layer.attn.register_forward_pre_hook(see_layer)
+    return seen
+
+
+class TestNumbers:
+    def test_level_and_layer(self, avq_unet, codebooks):
+        """Catches a filter that is ignored or inverted."""
+        set_num_refined(avq_unet, 1, level=1)
+        set_num_refined(avq_unet, 0, layer="up_blocks.3.attentions.1")
+        changed = {name for name, config in refined(avq_unet).items() if config != "M4P2C2"}
+        level_1 = {name for name, spec in codebooks.layer_specs.items() if spec.level == 1}
+        assert changed == level_1 | {LAST}
+        assert refined(avq_unet)[LAST] == "M4P0C2"
+
+    def test_plan(self, avq_unet, codebooks):
+        """Catches entries in the order of writing, and layers without an entry reset."""
+        plan = {"up_blocks.3.attentions.1": 0, "up_blocks": 1, "down_blocks.1": {1000: 4, 500: 3}}
+        assert set_num_refined(avq_unet, plan) is avq_unet
+        expected = {}
+        for name in codebooks.layer_specs:
+            expected[name] = "M4P1C2" if name.startswith("up_blocks") else "M4P2C2"
+            if name.startswith("down_blocks.1"):
+                expected[name] = "M4P4-3C2"
+        expected[LAST] = "M4P0C2"
+        assert refined(avq_unet) == expected
+        set_num_refined(avq_unet, {"up_blocks": 4, "down_blocks": 4}, level=0)
+        for name, spec in codebooks.layer_specs.items():
+            if spec.level == 0:
+                expected[name] = "M4P4C2"
+        assert refined(avq_unet) == expected
+
+
+class TestErrors:
+    """They change nothing."""
+
+    @pytest.mark.parametrize(
+        ("num_refined", "error", "message"),
+        [
+            (5, ValueError, r"between 0 and 4 in down_blocks\.1.*, but got 5"),
+            (-1, ValueError, r"between 0 and 8 in down_blocks\.0.*, but got -1"),
+            (1.0, TypeError, "num_refined must be an int, but got float"),
+            ({1000: None}, TypeError, "only 'exact' may take the place of a number"),
+            ({1000: "dense"}, TypeError, "but got str; only 'exact' may take the place"),
+            ({400: 1}, ValueError, r"must begin at timestep 1000 .*, but got \{400: 1\}"),
+            ({1001: 1, 1000: 2}, ValueError, "must begin at timestep 1000"),
+            ({1000: 1, -1: 2}, ValueError, "must begin at timestep 1000 and have none below 0"),
+            ({}, ValueError, r"must begin at timestep 1000 .*, but got \{\}"),
+            ({1000: 1, 400: 5}, ValueError, r"between 0 and 4 in down_blocks\.1.*, but got 5"),
+            ({1000: 1.0}, TypeError, "num_refined must be an int, but got float"),
+            ({1000: 1, 10.5: 2}, TypeError, "must have ints as timesteps, but got float"),
+            ({1000: 1, "up_blocks": 2}, TypeError, "must have ints as timesteps, but got str"),
+            ({"up_blocks": 1, "mid": 2}, ValueError, "no AVQ layer is 'mid' or in it; the"),
+            ({"up_blocks": 1, "down_blocks": {1000: 9}}, ValueError, "0 and 8 in .* but got 9"),
+        ],
+    )
+    def test_values(self, unet, num_refined, error, message):
+        """Catches layers changed before the one that cannot refine so many was reached."""
+        config = AVQConfig(8, 2, 2, levels=(0, 1), overrides={"1": {"num_parents": 4}})
+        set_num_refined(apply_avq(unet, random_codebooks(unet, config)), SCHEDULE, level=1)
+        before = str(summary(unet))
+        with pytest.raises(error, match=message):
+            set_num_refined(unet, num_refined)
+        assert str(summary(unet)) == before
+        set_num_refined(unet, 8, level=0)
+
+    @pytest.mark.parametrize(
+        "name", ["up_blocks.3.attentions.1.trans", "up_blocks.3.att", "up", ""]
+    )
+    def test_names_end_where_a_module_ends(self, avq_unet, name):
+        """Catches "up_blocks.1" taken for "up_blocks.10" as well."""
+        with pytest.raises(ValueError, match=f"no AVQ layer matches level=None, layer='{name}'"):
+            set_num_refined(avq_unet, 1, layer=name)
+        with pytest.raises(ValueError, match=f"no AVQ layer is '{name}' or in it"):
+            set_num_refined(avq_unet, {name: 1})
+
+    def test_entries_that_no_chosen_layer_has(self, avq_unet):
+        """Catches an entry of a plan that matches layers, but none of those it may change."""
+        before, plan = refined(avq_unet), {"up_blocks": 1, "down_blocks.0": 1}
+        message = r"is 'down_blocks\.0' or in it; the chosen layers are (up_blocks|down_blocks\.1)"
+        for chosen in ({"layer": "up_blocks"}, {"level": 1}):
+            with pytest.raises(ValueError, match=message):
+                set_num_refined(avq_unet, plan, **chosen)
+        assert refined(avq_unet) == before
+
+    def test_no_layer(self, unet, codebooks):
+        with pytest.raises(ValueError, match=r"this UNet has no AVQ layer; call apply_avq\(pipe\)"):
+            set_num_refined(unet, 1)
+        apply_avq(unet, codebooks)
+        with pytest.raises(ValueError, match="no AVQ layer matches level=2, layer=None"):
+            set_num_refined(unet, 1, level=2)
+
+
+class TestSchedule:
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers' use of NumPy
+    @pytest.mark.parametrize(
+        ("scheduler", "timesteps", "schedule"),
+        [
+            (DDIMScheduler, [751, 501, 251, 1], {1000: 1, 501: 4}),
+            (DDIMScheduler, [751, 501, 251, 1], {400: 0, 1000: 1, 502: 4}),
+            (EulerDiscreteScheduler, [999, 666, 333, 0], {1000: 1, 666: 4}),
+            (EulerDiscreteScheduler, [999, 666, 333, 0], {1000: 1, 998: 2, 665: 0, 0: 4}),
+        ],
+    )
+    def test_switches_at_the_timestep(self, pipe, codebooks, scheduler, timesteps, schedule):
+        """Catches steps counted, a switch one step off, and a setting that is not what runs."""
+        options = {"timestep_spacing": "linspace"} if scheduler is EulerDiscreteScheduler else {}
+        pipe.scheduler = scheduler.from_config(pipe.scheduler.config, **options)
+        apply_avq(pipe, codebooks)
+        expected = [
+            schedule[min(start for start in schedule if start >= timestep)]
+            for timestep in timesteps
+        ]
+        later = iter(expected[1:])
+
+        def set_by_hand(pipe, step, timestep, tensors):
+            set_num_refined(pipe, next(later, 0))
+            return tensors
+
+        set_num_refined(pipe, expected[0])
+        by_hand = draw(pipe, num_inference_steps=4, callback_on_step_end=set_by_hand)
+        set_num_refined(pipe, schedule)
+        seen = timesteps_of(pipe.unet)
+        assert torch.equal(draw(pipe, num_inference_steps=4), by_hand)
+        assert seen == [
+            (timestep, count)
+            for timestep, count in zip(timesteps, expected, strict=True)
+            for _ in codebooks.layer_specs
+        ]
+        assert differ(draw(set_num_refined(pipe, expected[0]), num_inference_steps=4), by_hand)
+
+    def test_exact_parts(self, pipe, codebooks):
+        """Catches exact attention at other timesteps."""
+        exact, avq = draw(pipe), draw(apply_avq(pipe, codebooks))
+        partly = draw(set_num_refined(pipe, {1000: "exact", 400: 2}))  # steps at 501 and 1
+        assert not torch.equal(partly, exact)
+        assert not torch.equal(partly, avq)
+        row = next(row for row in summary(pipe).rows if row.name == LAYER)
+        assert (row.config, row.calls) == ("exact, M4P2C2", {"AVQ": 3, "scheduled": 1})
+
+    def test_other_layers_keep_theirs(self, pipe, codebooks):
+        """Catches one schedule for the whole UNet, and a hook kept for nothing."""
+        apply_avq(pipe, codebooks)
+        set_num_refined(pipe, SCHEDULE, level=0)
+        set_num_refined(pipe, {1000: 2, 700: 3, 300: 3, 200: 0}, level=1)
+        assert by_level(pipe) == {0: "M4P1-4C2", 1: "M4P2-3-0C2"}
+        seen = timesteps_of(pipe.unet)
+        draw(pipe)  # timesteps 501 and 1
+        assert {count for timestep, count in seen if timestep == 501} == {4, 3}
+        assert {count for timestep, count in seen if timestep == 1} == {4, 0}
+        set_num_refined(pipe, 2, level=0)
+        assert by_level(pipe) == {0: "M4P2C2", 1: "M4P2-3-0C2"}
+        set_num_refined(pipe, {1000: 2, 500: 2}, level=1)
+        assert by_level(pipe) == {0: "M4P2C2", 1: "M4P2C2"}
+        assert "_avq" not in vars(pipe.unet)
+
+    def test_threads(self, codebooks):
+        """Catches a timestep, or a table of timesteps, that two pipelines share."""
+        schedules = [SCHEDULE, {1000: 4, 300: 0}]
+        pipes = [set_num_refined(apply_avq(tiny_pipe(), codebooks), x) for x in schedules]
+        alone = [draw(pipe, num_inference_steps=4) for pipe in pipes]
+        assert differ(*alone)
+        with ThreadPoolExecutor(2) as threads:
+            for _ in range(3):
+                together = threads.map(lambda pipe: draw(pipe, num_inference_steps=4), pipes)
+                for got, expected in zip(together, alone, strict=True):
+                    assert torch.equal(got, expected)
+
+    def test_threads_of_one_unet(self, avq_unet):
+        """Catches a number of parents that is another thread's, and one that outlives it."""
+        set_num_refined(avq_unet, SCHEDULE)
+        inputs = torch.ones(1, 4, 16, 16), torch.ones(1, 5, 32)
+
+        @torch.no_grad()
+        def output(timestep):
+            return avq_unet(inputs[0], timestep, inputs[1]).sample
+
+        early, late = torch.tensor([900, 5])
+        alone = output(early)
+        assert differ(output(late), alone)
+        with ThreadPoolExecutor(1) as thread:
+
+            def draw_elsewhere(*_):
+                handle.remove()
+                thread.submit(output, late).result()
+
+            handle = avq_unet.get_submodule(LAYER).register_forward_pre_hook(draw_elsewhere)
+            assert torch.equal(output(early), alone)
+            set_num_refined(avq_unet, 3, level=0)
+            seen = timesteps_of(avq_unet)
+            thread.submit(output, late).result()
+        assert {count for _, count in seen} == {3, 4}
+
+    @pytest.mark.parametrize("compiled_first", [True, pytest.param(False, marks=pytest.mark.long)])
+    def test_compile(self, compiled_first):
+        """Catches compiled code that keeps the first number, and a graph for every timestep."""
+        unet = small_unet()
+        apply_avq(unet, random_codebooks(unet, AVQConfig(4, 2, 2)))
+        inputs = torch.randn(1, 4, 16, 16), torch.randn(1, 5, 32)
+
+        @torch.no_grad()
+        def output(model, timestep):
+            return model(inputs[0], timestep, inputs[1]).sample
+
+        schedule = {1000: 1, 400: 4}
+        timesteps = torch.tensor([900.0, 700, 400, 200, 900, 7])
+        expected = []
+        for timestep in timesteps:
+            set_num_refined(unet, 1 if timestep > 400 else 4)
+            expected.append(output(unet, timestep))
+        torch.compiler.reset()
+        counter = CompileCounter()
+        if compiled_first:
+            model = set_num_refined(torch.compile(unet, backend=counter, fullgraph=True), schedule)
+        else:
+            model = torch.compile(set_num_refined(unet, schedule), backend=counter)
+        graphs = []
+        for timestep, want in zip(timesteps, expected, strict=True):
+            torch.testing.assert_close(output(model, timestep), want)
+            graphs.append(counter.frame_count)
+        assert graphs == [1, 1, 2, 2, 2, 2]
+        remove_avq(model)
+        assert not unet._forward_pre_hooks
+        assert not model._forward_pre_hooks
+        torch.compiler.reset()
+
+    def test_several_timesteps(self, avq_unet):
+        set_num_refined(avq_unet, SCHEDULE)
+        inputs = torch.zeros(2, 4, 16, 16), torch.tensor([900, 5]), torch.zeros(2, 5, 32)
+        with pytest.raises(ValueError, match=r"one timestep for the whole batch, .* \[5, 900\]"):
+            avq_unet(*inputs)
+        seen = timesteps_of(avq_unet)
+        avq_unet(inputs[0], torch.tensor([5, 5]), inputs[2])
+        assert {count for _, count in seen} == {4}

@@ -1,0 +1,311 @@
+"""Routing to the faster attention: by a table of break-even token counts, measured on GPUs only."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from threading import Barrier, BrokenBarrierError
+
+import pytest
+import torch
+from checks import runs
+from tiny import predict, random_codebooks, small_unet
+from torch._subclasses import FakeTensorMode
+
+from avq_diffusers import AVQConfig, apply_avq, select_layers, summary
+from avq_diffusers.config import Sizes
+from avq_diffusers.hosts import routing
+from avq_diffusers.hosts.routing import (
+    NEVER,
+    TOKENS,
+    BreakEven,
+    Workload,
+    break_even,
+    known_break_even,
+    measure_break_even,
+    next_power_of_two,
+)
+
+WORKLOAD = Workload(16, 40, Sizes(64, 16, 8, 0), 128, torch.float16)
+FOUND = BreakEven(eager=2048, compiled=512)
+KEY = "GPU X, float16, 16 rows, D40, M64P16C8, tiles of 128"
+
+
+@pytest.fixture
+def cache_file(monkeypatch, tmp_path):
+    """A user's cache folder and a GPU's name; tables are read again."""
+    monkeypatch.setattr(routing, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+    routing._table.cache_clear()
+    yield tmp_path / "avq-diffusers" / "routes.json"
+    routing._table.cache_clear()
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The workloads that were measured; each gives FOUND."""
+    workloads = []
+    monkeypatch.setattr(
+        routing, "measure_break_even", lambda workload, *others: workloads.append(workload) or FOUND
+    )
+    return workloads
+
+
+def set_break_even(unet, eager, compiled=NEVER):
+    """Break-even of every AVQ layer for a batch of two in float32."""
+    for layer in select_layers(unet):
+        state = layer.avq_state
+        if state is not None:
+            workload = state.workload(torch.empty(2, 1, 1), state.config.sizes)
+            state.route.break_even = {workload: BreakEven(eager, compiled)}
+
+
+def test_layers_below_the_break_even_run_exact(unet, codebooks):
+    """Fails where the comparison, the layer's own number of tokens, or the batch is wrong."""
+    exact = predict(unet, batch=2)
+    apply_avq(unet, codebooks)
+    avq, other = predict(unet, batch=2), predict(unet, batch=3)
+    set_break_even(unet, 257)
+    assert torch.equal(predict(unet, batch=2), exact)
+    assert runs(unet) == {"exact: faster"}
+    assert torch.equal(predict(unet, batch=3), other)
+    set_break_even(unet, 256)
+    predict(unet, batch=2)
+    by_level = {row.level: row.runs for row in summary(unet).rows if row.config}
+    assert by_level == {0: "AVQ (torch backend)", 1: "exact: faster"}
+    set_break_even(unet, 1)
+    assert torch.equal(predict(unet, batch=2), avq)
+
+
+def test_under_autocast_the_break_even_is_that_of_its_dtype(unet, codebooks):
+    """Fails where the dtype of the layer's input decides, which autocast leaves in float32."""
+    apply_avq(unet, codebooks)
+    half = torch.autocast("cpu", torch.bfloat16)
+    with half:
+        set_break_even(unet, NEVER)
+    predict(unet, batch=2)
+    assert runs(unet) == {"AVQ (torch backend)"}
+    with half:
+        predict(unet, batch=2)
+    assert runs(unet) == {"exact: faster"}
+
+
+def test_compiled_code_has_a_break_even_of_its_own():
+    unet = small_unet()
+    exact = predict(unet, batch=2)
+    apply_avq(unet, random_codebooks(unet, AVQConfig(4, 2, 2)))
+    avq = predict(unet, batch=2)
+    set_break_even(unet, NEVER, compiled=1)
+    assert torch.equal(predict(unet, batch=2), exact)
+    unet.compile(backend="eager")
+    torch.testing.assert_close(predict(unet, batch=2), avq)
+    assert not torch.allclose(avq, exact)
+
+
+def test_cpus_always_run_avq(unet, codebooks, measured):
+    apply_avq(unet, codebooks, route="fastest")
+    predict(unet, batch=2)
+    assert runs(unet) == {"AVQ (torch backend)"}
+    assert not measured
+
+
+class TestLearning:
+    """What one layer learns from tokens that seem to lie on a GPU."""
+
+    @pytest.fixture
+    def state(self, unet, codebooks, cache_file, measured):
+        return select_layers(apply_avq(unet, codebooks), (0,))[0].avq_state
+
+    @pytest.fixture
+    def learn(self, state, monkeypatch):
+        with FakeTensorMode():
+            tokens = torch.empty(2, 1, 1, device="cuda")
+
+        def learn(*, measure=True, capturing=False):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+            workload = state.workload(tokens, state.config.sizes)
+            state.route.learn(workload, tokens.device, measure=measure)
+            return list(state.route.break_even.values())
+
+        return learn
+
+    @pytest.mark.parametrize("when", [{"measure": False}, {"capturing": True}])
+    def test_an_unknown_shape_waits_until_it_may_be_measured(self, learn, measured, when):
+        """Catches a measurement that breaks a CUDA graph, and one that is never made up for."""
+        assert learn(**when) == []
+        assert not measured
+        assert learn() == learn() == [FOUND]
+        assert len(measured) == 1
+
+    @pytest.mark.parametrize("when", [{"measure": False}, {"capturing": True}])
+    def test_what_the_table_knows_holds_everywhere(self, state, learn, measured, when):
+        """Catches a CUDA graph of AVQ where exact attention is known to be faster."""
+        workload = state.workload(torch.empty(2, 1, 1), state.config.sizes)
+        break_even(workload, torch.device("cuda"), 2)
+        measured.clear()
+        assert learn(**when) == [FOUND]
+        assert not measured
+
+    def test_a_fixed_route_needs_no_measurement(self, state, learn, measured):
+        state.route.route = "always"
+        assert learn() == []
+        assert not measured
+
+    def test_what_a_tolerance_chose_needs_no_other(self, state, learn, measured):
+        """Catches minutes of compilation before the first image."""
+        state.note_measurement((0.1,), 64)
+        assert learn() == []
+        assert not measured
+        state.set_sizes(state.config.sizes)
+        assert learn() == [FOUND]
+
+
+@pytest.mark.parametrize("route", ["quick", True, 4096.0, None, -1])
+def test_unknown_routes_are_refused(unet, route):
+    message = f"route must be fastest, always or a number of tokens, but got {route!r}"
+    if route == -1:
+        message = "route must be at least 0, but got -1"
+    with pytest.raises(ValueError, match=message):
+        apply_avq(unet, route=route)
+
+
+@pytest.mark.parametrize(("route", "levels"), [(257, {}), (256, {0}), (65, {0}), (64, {0, 1})])
+def test_layers_with_few_tokens_run_exact(unet, codebooks, route, levels):
+    """Catches a layer of just as many tokens that runs exact, and one of fewer that does not."""
+    predict(apply_avq(unet, codebooks, route=route))
+    for row in summary(unet).rows:
+        avq = "AVQ (torch backend)" if row.level in levels else "exact: few tokens"
+        assert not row.config or row.runs == avq
+
+
+def test_a_measurement_is_made_once_and_kept(cache_file, measured):
+    device = torch.device("cuda")
+    assert known_break_even(WORKLOAD, device) is None
+    assert break_even(WORKLOAD, device, 8) == break_even(WORKLOAD, device, 8) == FOUND
+    assert measured == [WORKLOAD]
+    assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
+    routing._table.cache_clear()
+    assert known_break_even(WORKLOAD, device) == FOUND
+    assert set(cache_file.parent.iterdir()) == {cache_file, cache_file.with_suffix(".lock")}
+
+
+def test_measurements_of_other_shapes_and_of_the_package_stay(cache_file, measured):
+    """Catches a file of the last shape alone, a table without the package's, and one over ours."""
+    device, other = torch.device("cuda"), replace(WORKLOAD, head_dim=80)
+    shipped, entry = next(iter(routing._read(routing._SHIPPED).items()))
+    for workload in (WORKLOAD, other):
+        break_even(workload, device, 8)
+    kept = json.loads(cache_file.read_text())
+    assert kept.keys() == {WORKLOAD.key(device), other.key(device)}
+    assert routing._table()[shipped] == entry
+    cache_file.write_text(json.dumps({**kept, shipped: FOUND._asdict()}))
+    routing._table.cache_clear()
+    assert routing._table()[shipped] == FOUND._asdict() != entry
+
+
+def test_two_that_measure_at_once_keep_both(cache_file, monkeypatch):
+    """Catches a writer that does not see what another wrote since it read."""
+    read, both_have_read = routing._read, Barrier(2)
+
+    def slow_read(path):
+        table = read(path)
+        with suppress(BrokenBarrierError):  # whoever holds the lock waits in vain
+            both_have_read.wait(0.5)
+        return table
+
+    monkeypatch.setattr(routing, "_read", slow_read)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(routing._keep, ["one", "two"], [FOUND._asdict()] * 2))
+    assert json.loads(cache_file.read_text()).keys() == {"one", "two"}
+
+
+def test_never_slower_from_a_break_even_on(monkeypatch):
+    """Catches the first number of tokens at which AVQ wins, though it loses at a later one.
+
+    An eager call of AVQ counts three times: SD1.5's step at 512 pixels waits for the host.
+    """
+    exact = dict(zip(TOKENS, (3.0, 1.0, 3.0, 5.9, 6.1, 7.0), strict=True))
+    case = lambda workload, num_tokens, *others: (num_tokens,) * 3  # noqa: E731
+    monkeypatch.setattr(routing, "_random_tokens", case)
+    monkeypatch.setattr(routing, "avq_attention", lambda query, *others, **options: 2.0)
+    attention = lambda query, key, value: exact[query]  # noqa: E731
+    monkeypatch.setattr(routing.F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(routing, "_eager_milliseconds", lambda call: call())
+    monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
+    cpu = torch.device("cpu")
+    assert measure_break_even(WORKLOAD, cpu, 8) == BreakEven(TOKENS[4], TOKENS[2])
+    exact[TOKENS[-1]] = 1.0
+    assert measure_break_even(WORKLOAD, cpu, 8) == BreakEven(NEVER, NEVER)
+
+
+def test_what_is_measured_can_run(monkeypatch):
+    """Catches a mistake in the arguments of the operation, which other tests replace."""
+    workload = Workload(2, 8, Sizes(4, 2, 3, 20), 16, torch.float32, num_updates=1)
+    monkeypatch.setattr(routing, "TOKENS", (48,))
+    for name in ("_eager_milliseconds", "_compiled_milliseconds"):
+        monkeypatch.setattr(routing, name, lambda call: call().numel())
+    assert measure_break_even(workload, torch.device("cpu"), 2) == BreakEven(NEVER, 48)
+
+
+def test_measured_tokens_lie_as_those_of_a_layer():
+    """Catches strides and heads of their own, for which every kernel would compile again."""
+    for tokens in routing._random_tokens(WORKLOAD, 48, torch.device("cpu"), 8):
+        assert tokens.shape == (2, 8, 48, 40)
+        assert tokens.transpose(1, 2).is_contiguous()
+
+
+def test_exact_keys_and_updates_have_a_break_even_of_their_own(monkeypatch):
+    """Catches what takes time left out of what is measured and kept."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
+    with_keys = replace(WORKLOAD, sizes=Sizes(64, 16, 8, 256))
+    assert with_keys.key(torch.device("cuda")) == KEY.replace("C8", "C8E256")
+    updated = replace(WORKLOAD, num_updates=2)
+    assert updated.key(torch.device("cuda")) == f"{KEY}, 2 updates"
+    seen = []
+    monkeypatch.setattr(routing, "TOKENS", (48,))
+    monkeypatch.setattr(routing, "avq_attention", lambda *_, **options: seen.append(options))
+    for name in ("_eager_milliseconds", "_compiled_milliseconds"):
+        monkeypatch.setattr(routing, name, lambda call: call() or 0.0)
+    monkeypatch.setattr(routing.F, "scaled_dot_product_attention", lambda *_: 1.0)
+    measure_break_even(updated, torch.device("cpu"), 8)
+    assert {options["num_updates"] for options in seen} == {2}
+
+
+@pytest.mark.parametrize("num_updates", [0, 1])
+def test_the_workload_of_a_call(unet, num_updates):
+    """Catches heads, the batch, sizes or updates left out of what decides."""
+    config = AVQConfig(4, 2, 2, query_tile=16, levels=(0,), num_updates=num_updates)
+    state = select_layers(apply_avq(unet, config), (0,))[0].avq_state
+    workload = state.workload(torch.empty(3, 1, 1), Sizes(4, 1, 2, 0))
+    assert workload == Workload(8, 8, Sizes(4, 1, 2, 0), 16, torch.float32, num_updates)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])
+def test_a_broken_cache_costs_a_measurement(cache_file, measured, content):
+    cache_file.parent.mkdir()
+    cache_file.write_text(content)
+    assert break_even(WORKLOAD, torch.device("cuda"), 8) == FOUND
+    assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
+
+
+def test_nowhere_to_keep_it(cache_file, measured):
+    cache_file.parent.write_text("a file is in the way")
+    assert break_even(WORKLOAD, torch.device("cuda"), 8) == FOUND
+
+
+def test_measurements_of_the_package_name_known_tokens():
+    table = json.loads(routing._SHIPPED.read_text())
+    assert table == routing._read(routing._SHIPPED) != {}
+    assert {tokens for found in table.values() for tokens in found.values()} <= {*TOKENS, NEVER}
+
+
+def test_next_power_of_two():
+    assert [next_power_of_two(number) for number in (1, 8, 16, 24, 32)] == [1, 8, 16, 32, 32]
+
+
+@pytest.mark.gpu
+def test_long_sequences_are_worth_it_on_a_gpu():
+    found = routing.measure_break_even(WORKLOAD, torch.device("cuda"), 8)
+    assert found.eager in TOKENS
+    assert found.compiled in TOKENS
+    assert found.compiled <= found.eager
