@@ -21,7 +21,7 @@ from tiny import CONFIG, random_codebooks, tiny_pipe
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, scalecrafter, set_num_refined
 from avq_diffusers.cli import main as cli
 from avq_diffusers.hosts import measurement
-from avq_diffusers.hosts.state import applied_states
+from avq_diffusers.hosts.verbs import states_of
 from avq_diffusers.images import difference
 
 PROMPT = "a *red* fox"  # no emphasis, to the page
@@ -135,8 +135,8 @@ def test_the_images_are_those_of_generate(visit, reference):
     assert np.array_equal(pixels(differing), np.asarray(expected))
     assert "PSNR" in difference_title
     assert f"{PROMPT} ({SIDE} x {SIDE}, seed 3, 2 steps, guidance 7.5)" in report.replace("\\", "")
-    assert report.count("AVQ (torch backend)") == len(applied_states(reference))
-    assert report.count("| AVQ: 2 |") == len(applied_states(reference))
+    assert report.count("AVQ (torch backend)") == len(states_of(reference))
+    assert report.count("| AVQ: 2 |") == len(states_of(reference))
 
 
 def test_every_field_reaches_the_image(visit):
@@ -449,7 +449,7 @@ def test_in_a_browser(command, browser, reference):
     assert page.inner_text("#report").startswith(PROMPT)
     rows = page.locator("#report tbody tr")
     assert rows.count() == 10
-    assert rows.filter(has_text="AVQ (torch backend)").count() == len(applied_states(reference))
+    assert rows.filter(has_text="AVQ (torch backend)").count() == len(states_of(reference))
 
     exact = page.get_attribute("#exact img", "src")
     slider = page.locator("#refined input[type=range]")

@@ -1,6 +1,7 @@
 """Peers of `python -m eval keys`: what runs without their packages, and their kernels on a GPU."""
 
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eval.keys import peers
 from eval.keys.calls import Call
-from eval.keys.measuring import key_method, met_columns, scheme_of
+from eval.keys.measuring import key_method, met_columns, scheme_of, token_order
 from eval.keys.pooled import BLOCK
 from eval.names import PISA, PISA_ZEROTH, SOL
 
@@ -130,7 +131,7 @@ def test_exact_blocks_of_sol_match_its_rule(threshold):
 def test_columns_of_peers(name, columns):
     """Catches blocks that count as means too, and a last block that counts as a whole one."""
     call = Call("any", *problem(N), None)
-    found = met_columns(key_method(name), 14, call)
+    found = met_columns(key_method(name), partial(token_order, 14), call)
     assert found == pytest.approx(columns)
 
 

@@ -13,7 +13,7 @@ import tiny_transformers
 import tiny_vision
 import torch
 from diffusers import ControlNetModel
-from tiny import small_unet, tiny_unet
+from tiny import tiny_unet
 from tiny_transformers import NUM_TEXT, position_ids
 from torch import Tensor, nn
 
@@ -37,11 +37,12 @@ class Kind:
         frames: of a video.
         sizes: of grids, as many tokens in another order where the kind can.
         mask: the argument of a layer that masks some of so many tokens; None if it takes none.
-        references: arguments with a second image, by where it stands.
+        references: arguments with a second image or no grid, by where images stand.
         has_timesteps: whether sizes may follow them.
         takes_codebooks: whether codewords may be stored.
         pickles: whether it may be pickled with AVQ.
-        compiled: the model for tests of compilers; None if it adds nothing to another kind's.
+        compiled: the model for tests of compilers; None if it adds nothing to another kind's
+            or to `test_compile.py`.
         feature: of `eval/results/features.md`.
     """
 
@@ -73,6 +74,12 @@ class Kind:
     @cached_property
     def levels(self) -> tuple[int, ...]:
         return tuple({layer.level for layer in select_layers(self.make())})
+
+    @cached_property
+    def calls_from_inside(self) -> bool:
+        """Whether a part of the model begins the calls of layers."""
+        model = self.make()
+        return select_layers(model)[0].caller is not model
 
     def config(self, *sizes: int, **others) -> AVQConfig:
         """At all levels."""
@@ -148,12 +155,7 @@ def sdxl_inputs(model, height: int, width: int) -> dict[str, Any]:
 
 
 unet_kind = partial(
-    Kind,
-    inputs=unet_inputs,
-    part="unet",
-    mask=added_mask,
-    has_timesteps=True,
-    takes_codebooks=True,
+    Kind, inputs=unet_inputs, part="unet", mask=added_mask, has_timesteps=True, takes_codebooks=True
 )
 
 
@@ -194,6 +196,7 @@ def flux_references(axes: int) -> dict[str, Callable[[], dict[str, Any]]]:
         "beside, before": (beside, image),
         "the same place": (image, image),
     }
+    orders |= {"all in one place": (0 * image,)}
     return {name: partial(flux_images, axes, images) for name, images in orders.items()}
 
 
@@ -214,6 +217,12 @@ def z_images(*sizes: Size) -> dict[str, Any]:
         "siglip_feats": [None] * 2,
         "image_noise_mask": noise,
     }
+
+
+def coordinates() -> dict[str, Any]:
+    """Of LTX, in place of sizes."""
+    sizes = dict.fromkeys(("num_frames", "height", "width"))
+    return {**sizes, "video_coords": torch.arange(1728.0).view(2, 3, 288)}
 
 
 transformer_kind = partial(Kind, inputs=transformer_inputs, part="transformer")
@@ -239,15 +248,10 @@ def vision_kind(family: str, inputs=sized_inputs, **others) -> Kind:
 
 
 KINDS = (
-    unet_kind("SD1.5", partial(tiny_unet, **UNET), compiled=small_unet),
+    unet_kind("SD1.5", partial(tiny_unet, **UNET)),
     unet_kind("SDXL", partial(tiny_unet, **SDXL), inputs=sdxl_inputs),
     unet_kind("ControlNet", controlnet, inputs=controlnet_inputs, output=residuals),
-    transformer_kind(
-        "SD3",
-        sd3_transformer,
-        beside=(0, NUM_TEXT),
-        feature="SD3",
-    ),
+    transformer_kind("SD3", sd3_transformer, beside=(0, NUM_TEXT), feature="SD3"),
     transformer_kind(
         "SD3.5",
         tiny_transformers.sd3_transformer,
@@ -285,9 +289,12 @@ KINDS = (
     dispatch_kind(
         "Z-Image",
         tiny_transformers.z_transformer,
-        output=lambda output: torch.stack(output[0]),
+        output=lambda output: torch.cat([image.flatten() for image in output[0]]),
         beside=None,
-        references={"before": partial(z_images, (4, 6), (8, 12))},
+        references={
+            "before": partial(z_images, (4, 6), (8, 12)),
+            "of another size": lambda: {"x": [torch.ones(4, 1, 16, 24), torch.ones(4, 1, 24, 16)]},
+        },
         feature="Z-Image",
     ),
     dispatch_kind(
@@ -298,7 +305,12 @@ KINDS = (
         feature="Wan",
     ),
     dispatch_kind(
-        "LTX", tiny_transformers.ltx_transformer, frames=3, mask=added_mask, feature="LTX"
+        "LTX",
+        tiny_transformers.ltx_transformer,
+        frames=3,
+        mask=added_mask,
+        references={"coordinates": coordinates},
+        feature="LTX",
     ),
     vision_kind("vit"),
     vision_kind("deit"),
@@ -315,5 +327,5 @@ KINDS = (
         make=tiny_vision.tiny_clip,
         output=lambda output: output.image_embeds,
     ),
-    vision_kind("siglip", compiled=partial(tiny_vision.tiny_vision, "siglip")),
+    vision_kind("siglip"),
 )

@@ -19,24 +19,25 @@ from tiny import (
     tuned_codebooks,
 )
 
-from avq_diffusers import apply_avq, avq_disabled, remove_avq
+from avq_diffusers import apply_avq, remove_avq
 from avq_diffusers.hosts.unet import AVQProcessor
 
 feature = pytest.mark.feature
 
 
-# With changes of projections AVQ also reads weights, which a LoRA changes.
-TUNED = pytest.mark.parametrize("codebooks", [True], ids=["tuned"], indirect=True)
+def near(image, other) -> bool:
+    return torch.allclose(image, other, rtol=1e-2, atol=1e-2)
 
 
+@feature("LoRA (load/fuse/unfuse)")
 class TestLoRA:
-    @pytest.fixture(params=[False, True], ids=["untuned", "tuned"])
-    def codebooks(self, unet, request):
-        return tuned_codebooks(unet) if request.param else random_codebooks(unet)
+    """With changes of projections AVQ also reads weights, which a LoRA changes."""
 
-    @feature("LoRA (load/fuse/unfuse)")
-    def test_is_seen(self, pipe, codebooks):
-        """Catches raw weights read instead of projections called."""
+    @pytest.mark.parametrize("make", [random_codebooks, tuned_codebooks])
+    def test_is_seen(self, pipe, make):
+        """Catches raw weights read instead of projections called, and AVQ that only lets go of the
+        modules it was applied to."""
+        exact, codebooks = draw(pipe), make(pipe.unet)
         plain = draw(apply_avq(pipe, codebooks))
         pipe.unet.add_adapter(LORA)
         adapted = draw(pipe)
@@ -48,55 +49,28 @@ class TestLoRA:
         assert torch.equal(draw(pipe, cross_attention_kwargs={"scale": 0.0}), draw(hooked))
         torch.testing.assert_close(draw(hooked), plain, rtol=1e-3, atol=1e-3)
         assert differ(draw(pipe, cross_attention_kwargs={"scale": 0.5}), adapted)
+        remove_avq(pipe).unload_lora_weights()
+        assert torch.equal(draw(pipe), exact)
 
-    @feature("LoRA (load/fuse/unfuse)")
-    @TUNED
-    def test_fuse(self, pipe, codebooks):
-        """Catches an adapter that AVQ loses when it is fused or taken out again."""
+    @pytest.mark.parametrize("make", [random_codebooks, tuned_codebooks])
+    def test_fuse(self, pipe, make):
+        """Catches an adapter that AVQ loses when it is fused or taken out again, and weights of the
+        base model in place of those that a LoRA was fused into."""
+        codebooks = make(pipe.unet)
         plain = draw(apply_avq(pipe, codebooks))
         pipe.unet.add_adapter(LORA)
         adapted = draw(pipe)
-        with pytest.raises(AssertionError):  # the tolerance below tells them apart
-            torch.testing.assert_close(plain, adapted, rtol=1e-2, atol=1e-2)
-        pipe.fuse_lora()
-        torch.testing.assert_close(draw(pipe), adapted, rtol=1e-2, atol=1e-2)
+        assert not near(plain, adapted)  # the tolerance tells them apart
+        for change in (pipe.fuse_lora, pipe.unfuse_lora, pipe.fuse_lora, pipe.unload_lora_weights):
+            change()
+            assert near(draw(pipe), adapted)
         assert kinds(pipe) == {"AVQ"}
-        pipe.unfuse_lora()
-        torch.testing.assert_close(draw(pipe), adapted, rtol=1e-2, atol=1e-2)
-
-    @feature("LoRA (load/fuse/unfuse)")
-    @pytest.mark.parametrize("avq_first", [True, False])
-    def test_fuse_for_good(self, pipe, codebooks, avq_first):
-        """Catches weights of the base model in place of those that a LoRA was fused into."""
-        pipe.unet.add_adapter(LORA)
-        adapted = draw(apply_avq(pipe, codebooks))
-        if not avq_first:
-            remove_avq(pipe)
-        pipe.fuse_lora()
-        pipe.unload_lora_weights()
-        if not avq_first:
-            apply_avq(pipe, codebooks)
-        torch.testing.assert_close(draw(pipe), adapted, rtol=1e-2, atol=1e-2)
-        plain = draw(apply_avq(tiny_pipe(), codebooks))
-        with pytest.raises(AssertionError):  # the tolerance tells them apart
-            torch.testing.assert_close(plain, adapted, rtol=1e-2, atol=1e-2)
-
-    @feature("LoRA (load/fuse/unfuse)")
-    @TUNED
-    def test_remove(self, pipe, codebooks):
-        """Catches AVQ that only lets go of the modules it was applied to."""
-        exact = draw(pipe)
-        apply_avq(pipe, codebooks)
-        pipe.unet.add_adapter(LORA)
-        draw(pipe)
-        remove_avq(pipe)
-        pipe.unload_lora_weights()
-        assert torch.equal(draw(pipe), exact)
+        assert near(draw(apply_avq(remove_avq(pipe), codebooks)), adapted)
 
     @feature("LoRA hot-swap")
-    @TUNED
-    def test_hot_swap(self, pipe, codebooks, tmp_path):
+    def test_hot_swap(self, pipe, tmp_path):
         """Catches AVQ that keeps the weights of the LoRA it met first."""
+        codebooks = tuned_codebooks(pipe.unet)
         for seed in (1, 2):
             source = tiny_unet()
             torch.manual_seed(seed)
@@ -151,6 +125,7 @@ class TestIPAdapter:
             "norm.bias": torch.zeros(32),
         }
         pipe.unet._load_ip_adapter_weights([{"image_proj": image_proj, "ip_adapter": weights}])
+        return pipe
 
     def draw(self, pipe):
         image = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(7))
@@ -159,51 +134,39 @@ class TestIPAdapter:
 
     def test_loaded_before(self, pipe, codebooks):
         """Catches IP-Adapter's processors replaced: the image would have no effect."""
-        self.load(pipe)
-        exact = self.draw(pipe)
-        avq = self.draw(apply_avq(pipe, codebooks))
-        assert differ(avq, exact)
-        with avq_disabled(pipe):
-            assert torch.equal(self.draw(pipe), exact)
+        _, avq = check_on_and_off(self.load(pipe), codebooks, self.draw)
         pipe.set_ip_adapter_scale(0.3)
-        assert differ(self.draw(pipe), avq)
+        assert differ(self.draw(apply_avq(pipe, codebooks)), avq)
         pipe.set_ip_adapter_scale(1.0)
         assert torch.equal(self.draw(pipe), avq)
-        assert torch.equal(self.draw(remove_avq(pipe)), exact)
 
     def test_loaded_afterwards(self, pipe, codebooks):
         """Catches codebooks lost when IP-Adapter rebuilds processors as `type(p)()`."""
         apply_avq(pipe, codebooks)
         without_adapter = draw(pipe)
-        self.load(pipe)
-        avq = self.draw(pipe)
+        avq = self.draw(self.load(pipe))
         assert kinds(pipe) == {"AVQ"}
-        expected = tiny_pipe()
-        self.load(expected)
+        expected = self.load(tiny_pipe())
         exact = self.draw(expected)
         assert torch.equal(avq, self.draw(apply_avq(expected, codebooks)))
         pipe.unload_ip_adapter()
         assert torch.equal(draw(pipe), without_adapter)
-        self.load(pipe)
-        assert torch.equal(self.draw(remove_avq(pipe)), exact)
+        assert torch.equal(self.draw(remove_avq(self.load(pipe))), exact)
 
     def test_one_instance_on_all_layers(self, pipe, codebooks):
-        """Catches tuple states and masks that AVQProcessor does not pass on."""
-        self.load(pipe)
-        avq = self.draw(apply_avq(pipe, codebooks))
-        pipe.unet.set_attn_processor(AVQProcessor(codebooks, unet=pipe.unet))
-        assert torch.equal(self.draw(pipe), avq)
+        """Catches tuple states and masks that AVQProcessor does not pass on, and an unloaded
+        adapter that goes on running, on text tokens, or comes back with removal."""
+        exact, without_adapter = draw(pipe), draw(apply_avq(pipe, codebooks))
         remove_avq(pipe)
-        processors = [p for n, p in pipe.unet.attn_processors.items() if "attn2" in n]
-        assert {type(p) for p in processors} == {IPAdapterAttnProcessor2_0}
-
-    def test_unloaded_from_one_instance(self, pipe, codebooks):
-        """Catches an adapter that goes on running, on text tokens, and comes back with removal."""
-        exact = draw(pipe)
-        avq = draw(apply_avq(pipe, codebooks))
-        remove_avq(pipe)
-        self.load(pipe)
-        pipe.unet.set_attn_processor(AVQProcessor(codebooks, unet=pipe.unet))
+        avq = self.draw(apply_avq(self.load(pipe), codebooks))
+        for unloaded in (False, True):
+            pipe.unet.set_attn_processor(AVQProcessor(codebooks, unet=pipe.unet))
+            assert torch.equal(self.draw(pipe), avq)
+            if not unloaded:
+                processors = remove_avq(pipe).unet.attn_processors.items()
+                assert {type(processor) for name, processor in processors if "attn2" in name} == {
+                    IPAdapterAttnProcessor2_0
+                }
         pipe.unload_ip_adapter()
-        assert torch.equal(draw(pipe), avq)
+        assert torch.equal(draw(pipe), without_adapter)
         assert torch.equal(draw(remove_avq(pipe)), exact)

@@ -5,6 +5,7 @@ import inspect
 import pickle
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from checks import differ, kinds
 from diffusers.models.attention_dispatch import attention_backend
 from hosts.kinds import KINDS
+from tiny import random_codebooks
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +25,6 @@ from avq_diffusers import (
     apply_avq,
     avq_attention,
     avq_disabled,
-    gather_codebooks,
     measure_error,
     remove_avq,
     select_layers,
@@ -31,7 +32,6 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.hosts import measurement, state
 from avq_diffusers.hosts.models import find_model
 
@@ -86,23 +86,15 @@ def are_same(found: dict, before: dict) -> bool:
     return found.keys() == before.keys() and all(found[key] is before[key] for key in before)
 
 
+def fail(*_) -> None:
+    raise KeyError
+
+
 def run_threads(*functions) -> None:
     """Run functions side by side; raise what one of them raised."""
-    failures = []
-
-    def run(function):
-        try:
-            function()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for failure in failures:
-        raise failure
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for running in [pool.submit(function) for function in functions]:
+            running.result()
 
 
 # What runs
@@ -146,9 +138,8 @@ def test_the_order_is_that_of_the_grid(kind, monkeypatch):
     for height, width in kind.sizes:
         found.clear()
         kind.predict(model, (height, width))
-        assert any(
-            torch.equal(order, query_order(height, width, frames=kind.frames)) for order in found
-        )
+        expected = query_order(height, width, frames=kind.frames)
+        assert any(torch.equal(order, expected) for order in found)
         assert summary(model).rows[0].num_tokens == kind.frames * height * width
 
 
@@ -167,14 +158,8 @@ def test_autocast(kind):
 @for_kinds()
 def test_stored_codewords(kind):
     """Catches own codewords in place of stored ones, and codebooks that are dropped in silence."""
-    model, config = kind.make(), kind.config(4, 2, 2, codewords="stored")
-    generator, codebooks = torch.Generator().manual_seed(5), {}
-    for layer in select_layers(model, config.levels):
-        parents = torch.randn(layer.num_heads, 4, layer.head_dim, generator=generator)
-        offsets = torch.randn(layer.num_heads, 4, 1, layer.head_dim, generator=generator)
-        children = parents[:, :, None] + torch.cat([offsets, -offsets], dim=2)
-        codebooks[layer.name] = Codebook(parents, children)
-    stored = gather_codebooks(model, config, codebooks)
+    model = kind.make()
+    stored = random_codebooks(model, kind.config(*COARSE))
     exact = kind.predict(model)
     if not kind.takes_codebooks:
         with pytest.raises(TypeError, match="codewords from the keys of each call: expected"):
@@ -207,7 +192,8 @@ def test_undo(kind):
 
 
 @for_kinds()
-def test_disabled(kind):
+def test_off(kind):
+    """Disabled, or for a grid of fewer tokens than the route."""
     model = kind.make()
     exact = kind.predict(model)
     avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
@@ -217,6 +203,9 @@ def test_disabled(kind):
         assert torch.equal(kind.predict(model), exact)
     assert calls(model) == [{"AVQ": 1, "disabled": 2}] * len(calls(model))
     assert torch.equal(kind.predict(model), avq)
+    apply_avq(model, kind.config(*COARSE), route=10**6)
+    assert torch.equal(kind.predict(model), exact)
+    assert calls(model) == [{"few tokens": 1}] * len(calls(model))
 
 
 @for_kinds()
@@ -227,10 +216,8 @@ def test_refinement(kind):
     avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
     first, *others = [row.name for row in summary(model).rows if row.config]
     assert set_num_refined(model, {first: 4}) is model
-    assert [row.config for row in summary(model).rows if row.config] == [
-        *["M4P4C2"],
-        *["M4P2C2"] * len(others),
-    ]
+    configs = [row.config for row in summary(model).rows if row.config]
+    assert configs == ["M4P4C2", *["M4P2C2"] * len(others)]
     assert not torch.equal(kind.predict(model), avq)
     set_num_refined(model, "exact")
     assert torch.equal(kind.predict(model), exact)
@@ -242,16 +229,17 @@ def test_refinement(kind):
 
 @for_kinds()
 def test_schedules(kind):
-    model, schedule = coarse(kind), {1000: "exact", 500: 4}
-    exact = kind.predict(remove_avq(model))
+    model, schedule = kind.make(), {1000: "exact", 500: 4}
+    before = contents(model)
     apply_avq(model, kind.config(*COARSE))
     if not kind.has_timesteps:
         with pytest.raises(ValueError, match="no schedules by timestep, but got one"):
             set_num_refined(model, schedule)
         return
-    before = contents(remove_avq(model))
-    exact = kind.predict(model, timestep=600)
-    late = kind.predict(set_num_refined(apply_avq(model, kind.config(*COARSE)), 4), timestep=400)
+    exact, late = (
+        kind.predict(set_num_refined(model, count), timestep=timestep)
+        for count, timestep in (("exact", 600), (4, 400))
+    )
     set_num_refined(model, schedule)
     assert torch.equal(kind.predict(model, timestep=600), exact)
     assert torch.equal(kind.predict(model, timestep=400), late)
@@ -280,40 +268,41 @@ def tensors(output) -> list[torch.Tensor]:
 
 @for_kinds()
 def test_by_hand(kind):
-    """Catches AVQ, on an earlier call's grid, in a layer, block or encoder called by hand."""
+    """Catches AVQ, on an earlier call's grid or another thread's, in a layer, block or encoder that
+    is called by hand."""
     model = kind.make()
     layers = select_layers(model)
-    parts, paths = [], {id(module): path for path, module in model.named_modules()}
-    for layer in layers:
-        names = layer.name.split(".")
-        begin = len(paths[id(layer.caller)].split(".")) if paths[id(layer.caller)] else 0
-        inside = [
-            model.get_submodule(".".join(names[:end])) for end in range(begin + 1, len(names) + 1)
-        ]
-        parts += [x for x in inside if not isinstance(x, nn.ModuleList) and x not in parts]
-    with recorded(parts) as found:
+    parts = {
+        module
+        for layer in layers
+        for module in layer.caller.modules()
+        if layer.attn in module.modules() and module is not layer.caller
+    }
+    with recorded(x for x in parts if not isinstance(x, nn.ModuleList)) as found:
         exact = kind.predict(model)
 
     @torch.no_grad()
-    def check(run=lambda part, args, kwargs: part(*args, **kwargs)):
+    def check():
         for part, (args, kwargs, expected) in found.items():
-            output = run(part, args, kwargs)
-            assert all(map(torch.equal, tensors(output), tensors(expected)))
+            assert all(map(torch.equal, tensors(part(*args, **kwargs)), tensors(expected)))
+
+    def check_elsewhere(*_):
+        hook.remove()
+        run_threads(check)
 
     apply_avq(model, kind.config(*COARSE))
     check()
     assert kinds(model) == {OUTSIDE}
-    assert differ(kind.predict(model), exact)
+    avq = kind.predict(model)
+    assert differ(avq, exact)
     check()
+    hook = layers[0].attn.register_forward_pre_hook(check_elsewhere)
+    assert torch.equal(kind.predict(model), avq)
     with avq_disabled(model):
         check()
     set_num_refined(model, "exact")
     check()
     apply_avq(model, kind.config(*COARSE))
-
-    def fail(*_):
-        raise KeyError
-
     with layers[-1].attn.register_forward_pre_hook(fail), pytest.raises(KeyError):
         kind.predict(model)
     check()
@@ -334,7 +323,7 @@ def test_a_failed_apply_leaves_the_model_as_it_was(kind, monkeypatch):
             raise KeyError
         original(self, attn, state)
 
-    def fail():
+    def refuse():
         for error, arguments in (
             (ValueError, {"source": kind.config(4, 2, 2, exact=("nothing",))}),
             (ValueError, {"source": kind.config(4, 2, 2, levels=(7,))}),
@@ -352,12 +341,12 @@ def test_a_failed_apply_leaves_the_model_as_it_was(kind, monkeypatch):
             with pytest.raises(KeyError):
                 apply_avq(model, kind.config(*OTHER))
 
-    fail()
+    refuse()
     assert are_same(contents(model), before)
     assert torch.equal(kind.predict(model), exact)
     avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
     rows = summary(model)
-    fail()
+    refuse()
     assert summary(model) == rows
     assert torch.equal(kind.predict(model), avq)
     assert are_same(contents(remove_avq(model)), before)
@@ -427,22 +416,16 @@ def test_dropped_tokens(kind):
         assert kinds(model) == {"tokens are not the grid"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        pytest.param(kind, name, id=f"{kind.name}, {name}")
-        for kind in KINDS
-        for name in kind.references
-    ],
-)
-def test_references(kind, name):
-    arguments, model = kind.references[name](), kind.make()
-    exact = kind.predict(model, **arguments)
-    apply_avq(model, kind.config(*COARSE))
-    assert torch.equal(kind.predict(model, **arguments), exact)
-    assert kinds(model) < {"several images", "no grid"}
-    kind.predict(model)
-    assert "AVQ" in kinds(model)
+@for_kinds([kind for kind in KINDS if kind.references])
+def test_references(kind):
+    for name, reference in kind.references.items():
+        arguments, model = reference(), kind.make()
+        exact = kind.predict(model, **arguments)
+        apply_avq(model, kind.config(*COARSE))
+        assert torch.equal(kind.predict(model, **arguments), exact), name
+        assert kinds(model) < {"several images", "no grid"}, name
+        kind.predict(model)
+        assert "AVQ" in kinds(model), name
 
 
 class Flipped(TorchFunctionMode):
@@ -559,10 +542,7 @@ def enable_checkpointing(model):
 
 
 @for_kinds(
-    features={
-        "SD3": "gradient checkpointing of SD3",
-        "Flux": "gradient checkpointing of Flux",
-    }
+    features={"SD3": "gradient checkpointing of SD3", "Flux": "gradient checkpointing of Flux"}
 )
 def test_checkpoints_recompute_the_call(kind):
     """Catches a block that is recomputed on the grid of a later call."""
@@ -658,31 +638,6 @@ def test_threads_have_their_own_grids(kind):
 
 
 @for_kinds()
-def test_a_thread_outside_a_call(kind):
-    """Catches a layer called by hand that runs on the grid of another thread's call."""
-    model = kind.make()
-    attn = select_layers(model)[0].attn
-    with recorded([attn]) as found:
-        kind.predict(model)
-    apply_avq(model, kind.config(*COARSE))
-    args, kwargs, expected = found[attn]
-    outputs, own = [], threading.current_thread()
-
-    @torch.no_grad()
-    def by_hand():
-        outputs.extend(tensors(attn(*args, **kwargs)))
-
-    def meanwhile(*_):
-        if threading.current_thread() is own:
-            run_threads(by_hand)
-
-    attn.register_forward_pre_hook(meanwhile)
-    kind.predict(model)
-    assert all(map(torch.equal, outputs, tensors(expected)))
-    assert calls(model)[0] == {OUTSIDE: 1, "AVQ": 1}
-
-
-@for_kinds()
 def test_threads_that_switch(kind):
     """Catches hooks that stay, and layers of two installations."""
     model, interval = kind.make(), sys.getswitchinterval()
@@ -711,39 +666,26 @@ def test_threads_that_switch(kind):
     assert torch.equal(kind.predict(model), exact)
 
 
-def calls_from_inside(kind) -> bool:
-    """Whether a part of the model begins the calls of layers."""
-    model = kind.make()
-    return select_layers(model)[0].caller is not model
-
-
-def share(kind, path):
-    """AVQ of one model never acts in a forward of another that has a part of it."""
-    model, other = kind.make(), kind.make()
-    other.set_submodule(path, model.get_submodule(path))
-    exact = kind.predict(other)
-    avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
-    assert differ(avq, exact)
-    assert torch.equal(kind.predict(other), exact)
-    assert torch.equal(kind.predict(model), avq)
-
-
 @for_kinds()
 def test_models_that_share_a_layer_or_block(kind):
+    """AVQ of one model never acts in a forward of another that has a part of it."""
     name = select_layers(kind.make())[0].name
-    share(kind, name)
-    share(kind, name.rpartition(".")[0])
+    for path in (name, name.rpartition(".")[0]):
+        model, other = kind.make(), kind.make()
+        other.set_submodule(path, model.get_submodule(path))
+        exact = kind.predict(other)
+        avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
+        assert differ(avq, exact)
+        assert torch.equal(kind.predict(other), exact)
+        assert torch.equal(kind.predict(model), avq)
 
 
-CALLING = [kind for kind in KINDS if calls_from_inside(kind)]
-
-
-@for_kinds(CALLING)
+@for_kinds([kind for kind in KINDS if kind.calls_from_inside])
 def test_models_that_share_what_begins_calls_share_avq(kind):
     """As pipelines that share a UNet do; undone, both are exact."""
     model, other = kind.make(), kind.make()
     caller = select_layers(model)[0].caller
-    path = next(path for path, module in model.named_modules() if module is caller)
+    (path,) = (path for path, module in model.named_modules() if module is caller)
     other.set_submodule(path, caller)
     exact = kind.predict(other)
     apply_avq(model, kind.config(*COARSE))
@@ -773,10 +715,8 @@ def error_by_hand(kind, query, key, value, scale, size) -> float:
     num_tokens = kind.frames * size[0] * size[1]
     num_beside = key.shape[2] - num_tokens
     before = 0 if kind.beside is None else kind.beside[0]
-    grid, beside = (
-        [*range(before, before + num_tokens)],
-        [*range(before), *range(before + num_tokens, key.shape[2])],
-    )
+    grid, after = [*range(before, before + num_tokens)], before + num_tokens
+    beside = [*range(before), *range(after, key.shape[2])]
     queries = query if kind.part else query[:, :, grid]  # of vision's sinks are exact
     order = query_order(*size, frames=kind.frames)
     query_positions = torch.tensor(grid)[order].tolist() + beside if kind.part else order.tolist()
@@ -791,10 +731,7 @@ def error_by_hand(kind, query, key, value, scale, size) -> float:
         key_order=order,
         scale=scale,
         backend="reference",
-        num_parents=8,
-        num_children=4,
-        num_refined=8,
-        exact_keys=16,
+        **AVQConfig(8, 4, 8, exact_keys=16).sizes._asdict(),
     )
     logits = queries @ key.mT * (scale or query.shape[-1] ** -0.5)
     exact = logits.softmax(-1) @ value
@@ -809,29 +746,21 @@ def test_measurement(kind, monkeypatch):
     model, found = kind.make(), []
 
     class Pipe:
-        def __init__(self, model, **arguments):
-            setattr(self, kind.part, model)
-            self.arguments = arguments
-
         set_progress_bar_config = staticmethod(lambda **_: None)
 
-        def __call__(self, prompt, num_inference_steps, generator, output_type, fails=False):
-            scales = (1.0, 2.0, 1.0)[:num_inference_steps]
-            for _ in scales:
+        def __call__(self, prompt, num_inference_steps, generator, output_type):
+            for _ in range(num_inference_steps):
                 kind.predict(model)
-            if fails:
-                raise KeyError
 
-    def measure(**arguments):
-        config = kind.config(*COARSE)
+    def measure():
+        config, pipe = kind.config(*COARSE), Pipe()
         if kind.part is None:
             inputs = kind.inputs(model, *kind.sizes[0])
             batches = [inputs.pop("pixel_values")] * 2
-            if arguments:
-                batches[1] = batches[1][:, :2]
             return measure_error(model, batches, config, progress=False, **inputs)
+        setattr(pipe, kind.part, model)
         steps = {"num_inference_steps": 2, "parts": 1}
-        return measure_error(Pipe(model), ["a fox"], config, progress=False, **steps, **arguments)
+        return measure_error(pipe, ["a fox"], config, progress=False, **steps)
 
     exact, before = kind.predict(model), contents(model)
     profile = measure()
@@ -847,8 +776,8 @@ def test_measurement(kind, monkeypatch):
     avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
     rows = summary(model)
     assert measure() == profile
-    with pytest.raises((KeyError, RuntimeError, ValueError)):
-        measure(fails=True)
+    with select_layers(model)[-1].attn.register_forward_pre_hook(fail), pytest.raises(KeyError):
+        measure()
     assert summary(model) == rows
     assert torch.equal(kind.predict(model), avq)
     assert torch.equal(kind.predict(remove_avq(model)), exact)

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from diffusers import (
     SkipLayerGuidance,
     StableDiffusionXLAutoBlocks,
 )
-from diffusers.hooks import HookRegistry, apply_layer_skip
 from diffusers.models.attention_processor import (
     AttnProcessor,
     AttnProcessor2_0,
@@ -28,6 +28,7 @@ from avq_diffusers import (
     AVQConfig,
     AVQProcessor,
     apply_avq,
+    avq_disabled,
     gather_codebooks,
     remove_avq,
     summary,
@@ -71,45 +72,31 @@ class TestCustomProcessors:
 
     SAID = f"AVQ does not run in the layers that keep Shared: {', '.join(CUSTOM)}"
 
-    @pytest.mark.filterwarnings("ignore:the arguments gain")
-    @pytest.mark.parametrize("when", ["before", "after", "one instance"])
-    def test_keep_their_layer(self, unet, codebooks, when):
+    @pytest.mark.parametrize("one_instance", [False, True])
+    def test_keep_their_layer(self, unet, codebooks, one_instance):
         """All other layers run AVQ; the first apply or call that finds them warns, no later one."""
         other = tiny_unet()
         share(other)
         expected = predict(apply_avq(other, without(codebooks, other, *CUSTOM)), batch=2)
-        if when == "after":
-            apply_avq(unet, codebooks)
         processors = share(unet)
-        step = {
-            "before": lambda: apply_avq(unet, codebooks),
-            "after": lambda: predict(unet, batch=2),
-            # The processor of the layer is not on it any more, and still serves it.
-            "one instance": lambda: unet.set_attn_processor(AVQProcessor(codebooks, unet=unet)),
-        }[when]
-        with pytest.warns(UserWarning, match=self.SAID):
-            step()
+        # With one instance the processor of the layer is not on it any more, and still serves it.
+        run = partial(AVQProcessor, codebooks, unet=unet) if one_instance else None
+        with pytest.warns(UserWarning, match=self.SAID) as said:
+            unet.set_attn_processor(run()) if run else apply_avq(unet, codebooks)
+        lost = "the arguments gain of cross_attention_kwargs no longer reach"
+        assert [lost in str(one.message) for one in said].count(True) == one_instance
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert torch.equal(predict(unet, batch=2), expected)
+        more = predict(unet, batch=2, cross_attention_kwargs={"gain": 2.0})
+        assert torch.equal(more, expected) == one_instance  # which is said
         rows = {row.name: row for row in summary(unet).rows if row.config}
-        assert len(rows) == 6
         for name, row in rows.items():
             assert {*row.calls} == {"Shared" if name in CUSTOM else "AVQ"}
             assert (row.runs == "custom: Shared") == (name in CUSTOM)
         remove_avq(unet)
         for name, processor in processors.items():
             assert unet.get_submodule(name).processor is processor
-
-    @pytest.mark.filterwarnings("ignore:AVQ does not run")
-    def test_arguments_still_arrive(self, unet, codebooks):
-        """Unless one instance takes all layers, which is said."""
-        share(unet)
-        apply_avq(unet, codebooks)
-        plain = predict(unet)
-        assert differ(predict(unet, cross_attention_kwargs={"gain": 2.0}), plain)
-        with pytest.warns(UserWarning, match="the arguments gain of cross_attention_kwargs no lon"):
-            AVQProcessor(codebooks, unet=unet)
 
     @pytest.mark.parametrize(
         "processor",
@@ -131,6 +118,9 @@ class TestCustomProcessors:
             apply_avq(unet, codebooks)
             predict(unet)
         assert kinds(unet) == {"AVQ"}
+        if not isinstance(processor, FusedAttnProcessor2_0 | XFormersAttnProcessor):
+            with avq_disabled(unet):
+                assert not differ(predict(unet), predict(tiny_unet()))
         remove_avq(unet)
         assert unet.get_submodule(LEVEL_0).processor is processor
 
@@ -141,56 +131,9 @@ class TestCustomProcessors:
         with pytest.warns(UserWarning, match="layers that keep CustomDiffusionAttnProcessor"):
             apply_avq(unet, codebooks)
 
-    def test_a_processor_around_avq(self, unet, codebooks):
-        """It hands more tokens than the grid has to AVQ, as one that wraps what it found."""
-
-        class Around(AttnProcessor2_0):
-            def __init__(self, inner):
-                self.inner = inner
-
-            def __call__(self, attn, hidden_states, *args, **kwargs):
-                count = hidden_states.shape[1]
-                both = torch.cat([hidden_states, hidden_states.flip(0)], dim=1)
-                return self.inner(attn, both, *args, **kwargs)[:, :count]
-
-        attn = apply_avq(unet, codebooks).get_submodule(LEVEL_0)
-        attn.set_processor(Around(attn.processor))
-        with pytest.warns(UserWarning, match="layers that keep Around"):
-            predict(unet, batch=2)
-        assert attn._avq.calls == {"Around": 1, "tokens are not the grid": 1}
-
 
 class TestInterception:
     """What acts on attention scores acts on all layers: those of AVQ run exact meanwhile."""
-
-    FQN = LEVEL_0.removesuffix(".0.attn1")
-
-    @pytest.mark.parametrize(
-        ("kind", "avq_first"),
-        [("scores", True), ("scores", False), ("attention", True), ("block", False)],
-    )
-    def test_layer_skip(self, unet, codebooks, avq_first, kind):
-        """Catches a skip that misses AVQ, and one that does not know its processor."""
-        options = {
-            "scores": {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False},
-            "attention": {"skip_attention": True, "skip_ff": False},
-            "block": {"skip_attention": True, "skip_ff": True},
-        }
-        config = LayerSkipConfig([0], self.FQN, **options[kind])
-        reference = tiny_unet()
-        apply_layer_skip(reference, config)
-        expected = predict(apply_avq(reference, without(codebooks, reference, LEVEL_0)))
-        assert differ(predict(apply_avq(unet, codebooks)), expected)
-        remove_avq(unet)
-        for step in (apply_avq, None) if avq_first else (None, apply_avq):
-            apply_layer_skip(unet, config) if step is None else step(unet, codebooks)
-        assert torch.equal(predict(unet), expected)
-        if kind == "scores":
-            (reason,) = unet.get_submodule(LEVEL_0)._avq.calls
-            assert reason == "AttentionScoreSkipFunctionMode is active"
-        HookRegistry.check_if_exists_or_initialize(unet).remove_hook("layer_skip_hook")
-        predict(unet)
-        assert unet.get_submodule(LEVEL_0)._avq.last_call == "AVQ"
 
     def test_default_device_is_no_interception(self, unet, codebooks):
         """It is a function mode as well, and only says where new tensors go."""
@@ -228,40 +171,31 @@ class TestModularGuiders:
     FQNS = ("down_blocks.1.attentions.0", "down_blocks.2.attentions.1", "up_blocks.0.attentions.1")
 
     def skips(self, **what):
-        skipped = {"skip_attention": False, "skip_attention_scores": False, "skip_ff": False}
-        return [
-            LayerSkipConfig([0], f"{name}.transformer_blocks", **skipped | what)
-            for name in self.FQNS
-        ]
+        what = {"skip_attention": False, "skip_attention_scores": False, "skip_ff": False, **what}
+        return [LayerSkipConfig([0], f"{name}.transformer_blocks", **what) for name in self.FQNS]
 
     @pytest.fixture(params=["perturbed attention", "skipped layers", "auto guidance"])
     def guider(self, request):
         if request.param == "auto guidance":
             return AutoGuidance(auto_guidance_config=self.skips(skip_attention=True, dropout=1.0))
-        cls, prefix, config, skipped = {
-            "perturbed attention": (
-                *(PerturbedAttentionGuidance, "perturbed_guidance", "perturbed_guidance_config"),
-                "skip_attention_scores",
-            ),
-            "skipped layers": (
-                *(SkipLayerGuidance, "skip_layer_guidance", "skip_layer_config"),
-                "skip_attention",
-            ),
-        }[request.param]
-        always = {f"{prefix}_start": 0.0, f"{prefix}_stop": 1.0}
-        return cls(**{config: self.skips(**{skipped: True})}, **always)
+        if request.param == "skipped layers":
+            return SkipLayerGuidance(
+                skip_layer_config=self.skips(skip_attention=True),
+                skip_layer_guidance_start=0.0,
+                skip_layer_guidance_stop=1.0,
+            )
+        return PerturbedAttentionGuidance(
+            perturbed_guidance_config=self.skips(skip_attention_scores=True),
+            perturbed_guidance_start=0.0,
+            perturbed_guidance_stop=1.0,
+        )
 
     def predictions(self, guider, codebooks, inputs=()):
         """Inputs and outputs of the UNet in each call, those of `inputs` if any, and the UNet."""
         pipe = sdxl_pipe()
         modular = StableDiffusionXLAutoBlocks().init_pipeline()
         modular.update_components(
-            **{
-                name: getattr(pipe, name)
-                for name in ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-            },
-            unet=pipe.unet,
-            scheduler=pipe.scheduler,
+            **{name: part for name, part in pipe.components.items() if part is not None},
             force_zeros_for_empty_prompt=True,
             requires_aesthetics_score=False,
             guider=guider,
@@ -276,14 +210,11 @@ class TestModularGuiders:
 
         pipe.unet.register_forward_pre_hook(pre_forward, with_kwargs=True)
         pipe.unet.register_forward_hook(lambda unet, args, output: outputs.append(output[0]))
-        modular(
-            prompt="a red fox",
-            height=128,
-            width=128,
-            num_inference_steps=3,  # guiders begin after the first and end before the last
-            output_type="latent",
-            generator=torch.Generator().manual_seed(0),
-        )
+        options = {
+            "num_inference_steps": 3
+        }  # guiders begin after the first and end before the last
+        options |= {"height": 128, "width": 128, "output_type": "latent"}
+        modular(prompt="a red fox", generator=torch.Generator().manual_seed(0), **options)
         return seen, outputs, pipe.unet
 
     def test_calls_that_it_changes(self, guider):

@@ -8,8 +8,8 @@ from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
-from checks import runs
-from tiny import predict, random_codebooks, small_unet
+from checks import differ, runs
+from tiny import predict, small_unet
 from torch._subclasses import FakeTensorMode
 
 from avq_diffusers import AVQConfig, apply_avq, select_layers, summary
@@ -23,7 +23,6 @@ from avq_diffusers.hosts.routing import (
     break_even,
     known_break_even,
     measure_break_even,
-    next_power_of_two,
 )
 
 WORKLOAD = Workload(16, 40, Sizes(64, 16, 8, 0), 128, torch.float16)
@@ -77,36 +76,16 @@ def test_layers_below_the_break_even_run_exact(unet, codebooks):
     assert torch.equal(predict(unet, batch=2), avq)
 
 
-def test_under_autocast_the_break_even_is_that_of_its_dtype(unet, codebooks):
-    """Fails where the dtype of the layer's input decides, which autocast leaves in float32."""
-    apply_avq(unet, codebooks)
-    half = torch.autocast("cpu", torch.bfloat16)
-    with half:
-        set_break_even(unet, NEVER)
-    predict(unet, batch=2)
-    assert runs(unet) == {"AVQ (torch backend)"}
-    with half:
-        predict(unet, batch=2)
-    assert runs(unet) == {"exact: faster"}
-
-
 def test_compiled_code_has_a_break_even_of_its_own():
     unet = small_unet()
     exact = predict(unet, batch=2)
-    apply_avq(unet, random_codebooks(unet, AVQConfig(4, 2, 2)))
-    avq = predict(unet, batch=2)
+    avq = predict(apply_avq(unet, AVQConfig(4, 2, 2)), batch=2)
+    assert differ(avq, exact)
     set_break_even(unet, NEVER, compiled=1)
     assert torch.equal(predict(unet, batch=2), exact)
-    unet.compile(backend="eager")
+    for layer in select_layers(unet):
+        layer.attn.compile(backend="eager")
     torch.testing.assert_close(predict(unet, batch=2), avq)
-    assert not torch.allclose(avq, exact)
-
-
-def test_cpus_always_run_avq(unet, codebooks, measured):
-    apply_avq(unet, codebooks, route="fastest")
-    predict(unet, batch=2)
-    assert runs(unet) == {"AVQ (torch backend)"}
-    assert not measured
 
 
 class TestLearning:
@@ -130,29 +109,22 @@ class TestLearning:
         return learn
 
     @pytest.mark.parametrize("when", [{"measure": False}, {"capturing": True}])
-    def test_an_unknown_shape_waits_until_it_may_be_measured(self, learn, measured, when):
-        """Catches a measurement that breaks a CUDA graph, and one that is never made up for."""
+    def test_what_is_not_measured_now(self, state, learn, measured, when):
+        """Catches a measurement that breaks a CUDA graph and one that is never made up for, and a
+        CUDA graph of AVQ where exact attention is known to be faster."""
         assert learn(**when) == []
         assert not measured
         assert learn() == learn() == [FOUND]
         assert len(measured) == 1
-
-    @pytest.mark.parametrize("when", [{"measure": False}, {"capturing": True}])
-    def test_what_the_table_knows_holds_everywhere(self, state, learn, measured, when):
-        """Catches a CUDA graph of AVQ where exact attention is known to be faster."""
-        workload = state.workload(torch.empty(2, 1, 1), state.config.sizes)
-        break_even(workload, torch.device("cuda"), 2)
-        measured.clear()
+        state.route.break_even = {}
         assert learn(**when) == [FOUND]
-        assert not measured
+        assert len(measured) == 1
 
-    def test_a_fixed_route_needs_no_measurement(self, state, learn, measured):
+    def test_a_choice_needs_no_measurement(self, state, learn, measured):
+        """A fixed route, or that of a tolerance. Catches minutes before the first image."""
         state.route.route = "always"
         assert learn() == []
-        assert not measured
-
-    def test_what_a_tolerance_chose_needs_no_other(self, state, learn, measured):
-        """Catches minutes of compilation before the first image."""
+        state.route.route = "fastest"
         state.note_measurement((0.1,), 64)
         assert learn() == []
         assert not measured
@@ -162,10 +134,8 @@ class TestLearning:
 
 @pytest.mark.parametrize("route", ["quick", True, 4096.0, None, -1])
 def test_unknown_routes_are_refused(unet, route):
-    message = f"route must be fastest, always or a number of tokens, but got {route!r}"
-    if route == -1:
-        message = "route must be at least 0, but got -1"
-    with pytest.raises(ValueError, match=message):
+    wanted = "at least 0" if route == -1 else "fastest, always or a number of tokens"
+    with pytest.raises(ValueError, match=f"route must be {wanted}, but got {route!r}"):
         apply_avq(unet, route=route)
 
 
@@ -192,7 +162,10 @@ def test_a_measurement_is_made_once_and_kept(cache_file, measured):
 def test_measurements_of_other_shapes_and_of_the_package_stay(cache_file, measured):
     """Catches a file of the last shape alone, a table without the package's, and one over ours."""
     device, other = torch.device("cuda"), replace(WORKLOAD, head_dim=80)
-    shipped, entry = next(iter(routing._read(routing._SHIPPED).items()))
+    table = json.loads(routing._SHIPPED.read_text())
+    assert table == routing._read(routing._SHIPPED)
+    assert {tokens for found in table.values() for tokens in found.values()} <= {*TOKENS, NEVER}
+    shipped, entry = next(iter(table.items()))
     for workload in (WORKLOAD, other):
         break_even(workload, device, 8)
     kept = json.loads(cache_file.read_text())
@@ -238,69 +211,61 @@ def test_never_slower_from_a_break_even_on(monkeypatch):
     assert measure_break_even(WORKLOAD, cpu, 8) == BreakEven(NEVER, NEVER)
 
 
-def test_what_is_measured_can_run(monkeypatch):
-    """Catches a mistake in the arguments of the operation, which other tests replace."""
-    workload = Workload(2, 8, Sizes(4, 2, 3, 20), 16, torch.float32, num_updates=1)
+def test_what_is_measured(monkeypatch):
+    """Catches arguments of the operation that are wrong or left out, and strides of their own, for
+    which every kernel would compile again."""
+    sizes, seen = Sizes(4, 2, 3, 20), []
+    workload = Workload(16, 8, sizes, 16, torch.float32, num_updates=1)
+
+    def see(query, *others, **options):
+        seen.append(options | {"shape": query.shape})
+        assert query.transpose(1, 2).is_contiguous()
+        return original(query, *others, **options)
+
+    original = routing.avq_attention
+    monkeypatch.setattr(routing, "avq_attention", see)
     monkeypatch.setattr(routing, "TOKENS", (48,))
     for name in ("_eager_milliseconds", "_compiled_milliseconds"):
         monkeypatch.setattr(routing, name, lambda call: call().numel())
-    assert measure_break_even(workload, torch.device("cpu"), 2) == BreakEven(NEVER, 48)
-
-
-def test_measured_tokens_lie_as_those_of_a_layer():
-    """Catches strides and heads of their own, for which every kernel would compile again."""
-    for tokens in routing._random_tokens(WORKLOAD, 48, torch.device("cpu"), 8):
-        assert tokens.shape == (2, 8, 48, 40)
-        assert tokens.transpose(1, 2).is_contiguous()
+    assert measure_break_even(workload, torch.device("cpu"), 8) == BreakEven(NEVER, 48)
+    expected = {**sizes._asdict(), "query_tile": 16, "num_updates": 1, "shape": (2, 8, 48, 8)}
+    for options in seen:
+        assert torch.equal(options.pop("query_order"), torch.arange(48))
+        assert options == expected
 
 
 def test_exact_keys_and_updates_have_a_break_even_of_their_own(monkeypatch):
-    """Catches what takes time left out of what is measured and kept."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
-    with_keys = replace(WORKLOAD, sizes=Sizes(64, 16, 8, 256))
-    assert with_keys.key(torch.device("cuda")) == KEY.replace("C8", "C8E256")
-    updated = replace(WORKLOAD, num_updates=2)
-    assert updated.key(torch.device("cuda")) == f"{KEY}, 2 updates"
-    seen = []
-    monkeypatch.setattr(routing, "TOKENS", (48,))
-    monkeypatch.setattr(routing, "avq_attention", lambda *_, **options: seen.append(options))
-    for name in ("_eager_milliseconds", "_compiled_milliseconds"):
-        monkeypatch.setattr(routing, name, lambda call: call() or 0.0)
-    monkeypatch.setattr(routing.F, "scaled_dot_product_attention", lambda *_: 1.0)
-    measure_break_even(updated, torch.device("cpu"), 8)
-    assert {options["num_updates"] for options in seen} == {2}
+    for change, key in (
+        ({"sizes": Sizes(64, 16, 8, 256)}, KEY.replace("C8", "C8E256")),
+        ({"num_updates": 2}, f"{KEY}, 2 updates"),
+    ):
+        assert replace(WORKLOAD, **change).key(torch.device("cuda")) == key
 
 
 @pytest.mark.parametrize("num_updates", [0, 1])
 def test_the_workload_of_a_call(unet, num_updates):
-    """Catches heads, the batch, sizes or updates left out of what decides."""
+    """Catches heads, the batch, sizes, updates or dtype left out of what decides."""
     config = AVQConfig(4, 2, 2, query_tile=16, levels=(0,), num_updates=num_updates)
     state = select_layers(apply_avq(unet, config), (0,))[0].avq_state
     workload = state.workload(torch.empty(3, 1, 1), Sizes(4, 1, 2, 0))
     assert workload == Workload(8, 8, Sizes(4, 1, 2, 0), 16, torch.float32, num_updates)
+    with torch.autocast("cpu", torch.bfloat16):  # leaves the layer's input in float32
+        half = state.workload(torch.empty(3, 1, 1), Sizes(4, 1, 2, 0))
+    assert half == replace(workload, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", f'{{"{KEY}": 2048}}'])
 def test_a_broken_cache_costs_a_measurement(cache_file, measured, content):
+    cache_file.parent.write_text("a file in the way")
+    assert break_even(WORKLOAD, torch.device("cuda"), 8) == FOUND
+    cache_file.parent.unlink()
     cache_file.parent.mkdir()
     cache_file.write_text(content)
+    routing._table.cache_clear()
     assert break_even(WORKLOAD, torch.device("cuda"), 8) == FOUND
     assert json.loads(cache_file.read_text()) == {KEY: FOUND._asdict()}
-
-
-def test_nowhere_to_keep_it(cache_file, measured):
-    cache_file.parent.write_text("a file is in the way")
-    assert break_even(WORKLOAD, torch.device("cuda"), 8) == FOUND
-
-
-def test_measurements_of_the_package_name_known_tokens():
-    table = json.loads(routing._SHIPPED.read_text())
-    assert table == routing._read(routing._SHIPPED) != {}
-    assert {tokens for found in table.values() for tokens in found.values()} <= {*TOKENS, NEVER}
-
-
-def test_next_power_of_two():
-    assert [next_power_of_two(number) for number in (1, 8, 16, 24, 32)] == [1, 8, 16, 32, 32]
+    assert len(measured) == 2
 
 
 @pytest.mark.gpu

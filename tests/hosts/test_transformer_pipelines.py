@@ -7,6 +7,7 @@ from checks import differ, kinds
 from diffusers import (
     FluxControlNetModel,
     FluxImg2ImgPipeline,
+    SD3ControlNetModel,
     StableDiffusion3ControlNetPipeline,
     StableDiffusion3Img2ImgPipeline,
     StableDiffusion3InpaintPipeline,
@@ -26,16 +27,22 @@ from tiny_transformers import (
     sd3_pipe,
     sd3_transformer,
     tiny_vae,
-    wan_transformer,
 )
 
 from avq_diffusers import apply_avq, avq_disabled, remove_avq, set_num_refined, summary
 
 feature = pytest.mark.feature
-PIPES = [
-    pytest.param(sd3_pipe, id="sd3", marks=feature("SD3")),
-    pytest.param(flux_pipe, id="flux", marks=feature("Flux")),
-]
+
+
+def case(name, *values):
+    """That stands for a feature."""
+    return pytest.param(*values, id=name, marks=feature(name))
+
+
+PIPES = [case("SD3", sd3_pipe), case("Flux", flux_pipe)]
+IMAGE = {"image": torch.rand(1, 3, 32, 48), "strength": 1.0}
+LEFT_HALF = (torch.arange(48) < 24).float().expand(1, 1, 32, -1)
+OFFLOAD = "offload of transformers"
 LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
 
 
@@ -49,10 +56,26 @@ def check_close(pipe, **arguments):
     return exact
 
 
+def group_offload(level):
+    device, count = torch.device("cpu"), {"num_blocks_per_group": 1} if "block" in level else {}
+    return lambda model: model.enable_group_offload(device, device, level, **count)
+
+
+def active(cls, config):
+    """A ControlNet whose residuals are not zero, as they are so that training starts gently."""
+    torch.manual_seed(1)
+    controlnet = choosy(cls.from_config(config))
+    for name, weight in controlnet.named_parameters():
+        if name.startswith("controlnet_"):
+            torch.nn.init.normal_(weight, std=0.1)
+    return controlnet
+
+
 @pytest.mark.parametrize("make", PIPES)
 class TestPipelines:
     def test_on_and_off(self, make):
         pipe = make()
+        check_close(pipe, num_images_per_prompt=2, guidance_scale=1.0)
         exact = check_close(pipe)
         avq = draw(apply_avq(pipe, CONFIG))
         assert differ(avq, exact)
@@ -76,29 +99,21 @@ class TestPipelines:
         pipe.transformer.add_adapter(LORA)
         assert differ(check_close(pipe), plain)
 
-    @feature("offload of transformers")
-    @pytest.mark.parametrize("offload_type", ["leaf_level", "block_level"])
-    def test_group_offload(self, make, offload_type):
+    @pytest.mark.parametrize(
+        "prepare",
+        [
+            case(OFFLOAD, group_offload("leaf_level")),
+            case(OFFLOAD, group_offload("block_level")),
+            case(OFFLOAD, cpu_offload),  # to the meta device, which has no route to learn
+            case(
+                "layerwise casting of transformers",
+                lambda model: model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
+            ),
+        ],
+    )
+    def test_beside(self, make, prepare):
         pipe = make()
-        pipe.transformer.enable_group_offload(
-            onload_device=torch.device("cpu"),
-            offload_device=torch.device("cpu"),
-            offload_type=offload_type,
-            num_blocks_per_group=1 if offload_type == "block_level" else None,
-        )
-        check_close(pipe)
-
-    @feature("offload of transformers")
-    def test_sequential_offload(self, make):
-        """Between calls the weights are on the meta device, which has no route to learn."""
-        pipe = make()
-        cpu_offload(pipe.transformer)
-        check_close(pipe)
-
-    @feature("layerwise casting of transformers")
-    def test_layerwise_casting(self, make):
-        pipe = make()
-        pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+        prepare(pipe.transformer)
         check_close(pipe)
 
 
@@ -115,44 +130,34 @@ class TestOnGPU:
         coarse = draw(apply_avq(pipe, CONFIG, route="always")).float()
         assert (coarse - exact).norm() > (close - exact).norm()
 
-    @feature("offload of transformers")
+    @feature(OFFLOAD)
     @pytest.mark.parametrize("make", PIPES)
-    @pytest.mark.parametrize(
-        "offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"]
-    )
+    @pytest.mark.parametrize("offload", ["model", "sequential"])
     def test_offload(self, make, offload):
         """Catches an order on the device that a layer has left."""
         pipe = make()
-        getattr(pipe, offload)()
+        getattr(pipe, f"enable_{offload}_cpu_offload")()
         exact = draw(pipe)
         close = draw(apply_avq(pipe, EXACT, route="always"))
         assert kinds(pipe) == {"AVQ"}
         assert (close - exact).norm() < 1e-2 * exact.norm()
 
 
-@feature("img2img of SD3")
-def test_img2img():
-    pipe = sd3_pipe(StableDiffusion3Img2ImgPipeline)
-    check_close(pipe, image=torch.rand(1, 3, 32, 48), strength=1.0)
-
-
-@feature("inpainting of SD3")
-def test_inpainting():
+def inpainting_pipe():
     transformer = sd3_transformer(in_channels=16, out_channels=16)
-    pipe = sd3_pipe(StableDiffusion3InpaintPipeline, transformer=transformer, vae=tiny_vae(16))
-    mask = torch.zeros(1, 1, 32, 48)
-    mask[..., :24] = 1
-    check_close(pipe, image=torch.rand(1, 3, 32, 48), mask_image=mask, strength=1.0)
+    return sd3_pipe(StableDiffusion3InpaintPipeline, transformer=transformer, vae=tiny_vae(16))
 
 
-@feature("img2img of Flux")
-def test_flux_img2img():
-    check_close(flux_pipe(FluxImg2ImgPipeline), image=torch.rand(1, 3, 32, 48), strength=1.0)
-
-
-@pytest.mark.parametrize("make", PIPES)
-def test_batches_and_no_guidance(make):
-    check_close(make(), num_images_per_prompt=2, guidance_scale=1.0)
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        case("img2img of SD3", lambda: sd3_pipe(StableDiffusion3Img2ImgPipeline), IMAGE),
+        case("inpainting of SD3", inpainting_pipe, IMAGE | {"mask_image": LEFT_HALF}),
+        case("img2img of Flux", lambda: flux_pipe(FluxImg2ImgPipeline), IMAGE),
+    ],
+)
+def test_images(make, arguments):
+    check_close(make(), **arguments)
 
 
 @feature("skip-layer guidance of SD3")
@@ -186,89 +191,64 @@ def test_pag():
 
 
 def ip_adapter(transformer):
-    """Weights of an IP-Adapter, and embeddings for it."""
+    """Weights of an IP-Adapter."""
     generator = torch.Generator().manual_seed(3)
     layers = {}
     for i in range(len(transformer.attn_processors)):
         layer = SD3IPAdapterJointAttnProcessor2_0(128, 128, 64, 16)
         layers |= {f"{i}.{name}": x for name, x in layer.state_dict().items()}
-    layers = {name: torch.randn(x.shape, generator=generator) / 8 for name, x in layers.items()}
-    return layers
+    return {name: torch.randn(x.shape, generator=generator) / 8 for name, x in layers.items()}
 
 
 @feature("IP-Adapter of SD3 (kept)")
-@pytest.mark.parametrize("avq_first", [True, False])
-def test_ip_adapter_keeps_its_layers(avq_first):
-    model = sd3_transformer()
+def test_ip_adapter_keeps_its_layers():
+    model, name = sd3_transformer(), "SD3IPAdapterJointAttnProcessor2_0"
     exact = predict(model)
-    if avq_first:
-        avq = predict(apply_avq(model, CONFIG))
-    processors = model._convert_ip_adapter_attn_to_diffusers(ip_adapter(model))
-    embeddings = {
-        "ip_hidden_states": torch.randn(2, 4, 128),
-        "temb": torch.randn(2, 16),
-    }
+    avq = predict(apply_avq(model, CONFIG))
     before = model.attn_processors
-    model.set_attn_processor(dict(processors))
-    if avq_first:
-        with pytest.warns(UserWarning, match="keep SD3IPAdapterJointAttnProcessor2_0: trans"):
-            guided = predict(model, joint_attention_kwargs=dict(embeddings))
-    else:
-        with pytest.warns(UserWarning, match="keep SD3IPAdapterJointAttnProcessor2_0: trans"):
-            apply_avq(model, CONFIG)
-        guided = predict(model, joint_attention_kwargs=dict(embeddings))
+    model.set_attn_processor(model._convert_ip_adapter_attn_to_diffusers(ip_adapter(model)))
+    embeddings = {"ip_hidden_states": torch.randn(2, 4, 128), "temb": torch.randn(2, 16)}
+    with pytest.warns(UserWarning, match=f"keep {name}: trans"):
+        guided = predict(model, joint_attention_kwargs=embeddings)
     assert differ(guided, exact)
-    name = "SD3IPAdapterJointAttnProcessor2_0"
     assert [row.runs for row in summary(model).rows] == [f"custom: {name}"] * 5
     assert [row.calls[name] for row in summary(model).rows] == [1] * 5
-    if avq_first:
-        model.set_attn_processor(before)
-        assert torch.equal(predict(model), avq)
-    else:
-        assert list(remove_avq(model).attn_processors.values()) == list(processors.values())
+    model.set_attn_processor(before)
+    assert torch.equal(predict(model), avq)
 
 
 @feature("ControlNet of SD3")
 def test_controlnet():
-    from diffusers import SD3ControlNetModel
-
-    torch.manual_seed(1)
+    """With AVQ in the ControlNet too."""
     config = dict(sd3_transformer().config) | {"num_layers": 2, "dual_attention_layers": ()}
-    controlnet = SD3ControlNetModel.from_config(config).eval()
-    for name, weight in controlnet.named_parameters():
-        if "controlnet_blocks" in name:
-            torch.nn.init.normal_(weight, std=0.1)
+    controlnet = active(SD3ControlNetModel, config)
     pipe = sd3_pipe(StableDiffusion3ControlNetPipeline, controlnet=controlnet)
-    check_close(pipe, control_image=torch.rand(1, 3, 32, 48))
+    image = {"control_image": torch.rand(1, 3, 32, 48)}
+    exact = check_close(pipe, **image)
+    assert differ(exact, draw(pipe, **image, controlnet_conditioning_scale=0.0))
+    apply_avq(controlnet, EXACT)
+    both = draw(apply_avq(pipe, EXACT), **image)
+    assert (both - exact).norm() < 1e-4 * exact.norm()
+    assert kinds(controlnet) == {"AVQ"}
 
 
 @feature("ControlNet of Flux")
 def test_flux_controlnet():
-    torch.manual_seed(1)
-    controlnet = choosy(FluxControlNetModel.from_config(flux_transformer().config))
-    for name, weight in controlnet.named_parameters():
-        if name.startswith("controlnet_"):
-            torch.nn.init.normal_(weight, std=0.1)
-    model = flux_transformer()
+    controlnet, model = active(FluxControlNetModel, flux_transformer().config), flux_transformer()
     arguments = inputs(model)
 
+    @torch.no_grad()
     def run():
-        residuals, single = controlnet(
-            **arguments, controlnet_cond=torch.ones(2, 96, 4), return_dict=False
-        )
-        return predict(
-            model,
-            controlnet_block_samples=residuals,
-            controlnet_single_block_samples=single,
-        )
+        condition = {"controlnet_cond": torch.ones(2, 96, 4), "return_dict": False}
+        residuals, single = controlnet(**arguments, **condition)
+        names = ("controlnet_block_samples", "controlnet_single_block_samples")
+        return predict(model, **dict(zip(names, (residuals, single), strict=True)))
 
-    with torch.no_grad():
-        exact = run()
-        apply_avq(model, EXACT)
-        apply_avq(controlnet, EXACT)
-        close = run()
+    exact = run()
+    apply_avq(model, EXACT)
+    apply_avq(controlnet, EXACT)
     assert differ(exact, predict(model))
-    assert (close - exact).norm() < 1e-5 * exact.norm()
+    assert (run() - exact).norm() < 1e-5 * exact.norm()
     assert kinds(controlnet) == {"AVQ"}
 
 
@@ -282,31 +262,3 @@ def test_peft_model():
     assert summary(wrapped).rows[0].name == "transformer_blocks.0.attn"
     remove_avq(wrapped)
     assert torch.equal(predict(model), exact)
-
-
-def test_two_transformers():
-    """Wan 2.2 has one for each half of the steps."""
-
-    class Pipe:
-        transformer, transformer_2 = wan_transformer(), wan_transformer()
-
-    pipe = apply_avq(Pipe(), CONFIG)
-    predict(pipe.transformer_2)
-    assert [(row.name, row.calls) for row in summary(pipe).rows] == [
-        ("blocks.0.attn1", {}),
-        ("blocks.1.attn1", {}),
-        ("transformer_2.blocks.0.attn1", {"AVQ": 1}),
-        ("transformer_2.blocks.1.attn1", {"AVQ": 1}),
-    ]
-    with avq_disabled(pipe):
-        predict(pipe.transformer_2)
-    remove_avq(pipe)
-    assert not any(row.config for row in summary(pipe).rows)
-
-
-def test_neither_unet_nor_transformer():
-    class Pipe:
-        pass
-
-    with pytest.raises(TypeError, match="expected a pipeline with a unet"):
-        apply_avq(Pipe())

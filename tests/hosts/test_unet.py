@@ -8,12 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import kinds, runs
-from diffusers import AutoencoderKL, VQModel
-from diffusers.models.attention_processor import (
-    AttnProcessor2_0,
-    CustomDiffusionAttnProcessor2_0,
-    SlicedAttnProcessor,
-)
+from diffusers import VQModel
+from diffusers.models.attention_processor import AttnProcessor2_0, CustomDiffusionAttnProcessor
 from tiny import (
     CONFIG,
     own_codebooks,
@@ -42,36 +38,6 @@ LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"  # at level 1
 CROSS = LAYER[:-1] + "2"
 
 
-class Recorder(AttnProcessor2_0):
-    """A foreign processor that notes what it gets; the last two names are IP-Adapter's."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __call__(
-        self,
-        attn,
-        hidden_states,
-        encoder_hidden_states=None,
-        attention_mask=None,
-        temb=None,
-        ip_adapter_masks=None,
-        ip_hidden_states=None,
-    ):
-        self.calls.append(
-            (encoder_hidden_states, attention_mask, temb, ip_adapter_masks, ip_hidden_states)
-        )
-        if isinstance(encoder_hidden_states, tuple):
-            encoder_hidden_states = encoder_hidden_states[0]
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
-
-
-def tokens(attn, count=64, batch=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, count, attn.query_dim, generator=generator)
-
-
 def seen_by_layer(unet, *size):
     """The input and the output of `LAYER` in a call of the UNet."""
     seen = []
@@ -95,26 +61,21 @@ class TestOutput:
     @pytest.mark.parametrize(
         ("make", "config"),
         [
-            (random_codebooks, CONFIG),
             (random_codebooks, AVQConfig(4, 2, 1, 8, query_order="random", levels=(0, 1))),
-            (
-                random_codebooks,
-                AVQConfig(4, 2, 2, query_order="raster", levels=(1,), importance_tile=2),
-            ),
-            (random_codebooks, AVQConfig(3, 0, 0, levels=(1,))),
-            (random_codebooks, AVQConfig(4, 2, 1, 8, levels=(1,), key_norm=True)),
-            (own_config, AVQConfig(6, 3, 2, 16, levels=(1,), num_updates=1)),
-            (own_config, AVQConfig(6, 3, 2, 16, levels=(1,), exact_keys=5)),
+            (random_codebooks, AVQConfig(4, 2, 2, query_order="raster", importance_tile=2)),
+            (random_codebooks, AVQConfig(3, 0, 0, key_norm=True)),
+            (own_config, AVQConfig(6, 3, 2, 16, num_updates=1)),
+            (own_config, AVQConfig(6, 3, 2, 16, exact_keys=5)),
             *((represented_by_means, CONFIG), (tuned_codebooks, CONFIG), (own_codebooks, CONFIG)),
         ],
         ids=[
-            *("plain", "random-order", "importance-tile", "flat", "key-norm"),
-            *("own-codewords", "exact-keys", "by-means", "tuned", "own-and-tuned"),
+            *("order", "importance-tile", "flat-and-key-norm", "own-codewords", "exact-keys"),
+            *("by-means", "tuned", "own-and-tuned"),
         ],
     )
     def test_equals_the_operation(self, unet, make, config):
         """Catches any field of the configuration, or any tensor of the codebooks, left out."""
-        source = make(unet, config)
+        source = make(unet, replace(config, levels=(0, 1)))
         apply_avq(unet, source)
         changes, codebook, norm = {}, None, torch.nn.Identity()
         if isinstance(source, AVQCodebooks):
@@ -152,21 +113,6 @@ class TestOutput:
         expected = F.linear(expected, weights["to_out.0.weight"], weights["to_out.0.bias"])
         assert torch.equal(output, expected)
 
-    def test_every_field_matters(self, unet):
-        """Negative control of the test above: each variation changes the output."""
-        base = {"num_parents": 4, "num_children": 2, "num_refined": 1, "query_tile": 8}
-        outputs = [
-            predict(apply_avq(unet, make(unet, AVQConfig(**base | variation, levels=(1,)))), 16, 24)
-            for make, variation in (
-                *((random_codebooks, {}), (random_codebooks, {"num_refined": 2})),
-                *((random_codebooks, {"query_tile": 16}), (random_codebooks, {"key_norm": True})),
-                *((random_codebooks, {"query_order": "random"}), (own_config, {})),
-                *((own_config, {"num_updates": 1}), (own_config, {"exact_keys": 5})),
-            )
-        ]
-        for index, output in enumerate(outputs):
-            assert not any(torch.equal(output, other) for other in outputs[:index])
-
     @pytest.mark.parametrize(("make", "level"), [(tiny_unet, 0), (sdxl_unet, 1)])
     def test_the_default_is_the_finest_level(self, make, level):
         """Catches a default that SDXL, whose finest level has no self-attention, refuses."""
@@ -184,16 +130,6 @@ class TestOutput:
         assert output.any()
         assert not seen_by_layer(unet)[1].any()
 
-    @pytest.mark.parametrize(("height", "width"), [(16, 40), (40, 16), (65, 33), (9, 7), (1, 5)])
-    def test_grids(self, unet, codebooks, height, width):
-        """Catches square or even grids taken for granted, and height and width swapped."""
-        predict(apply_avq(unet, codebooks), height, width)
-        below = -(-height // 2), -(-width // 2)  # down-sampling rounds up
-        seen = {row.level: row.num_tokens for row in summary(unet).rows if row.calls}
-        assert seen == {0: height * width, 1: below[0] * below[1]}
-        assert kinds(unet) == {"AVQ"}
-        assert torch.equal(unet.get_submodule(LAYER)._avq.last_order, query_order(*below))
-
     def test_codebooks_stay_live(self, unet):
         """Catches copies: training changes tensors in place under a UNet that uses them."""
         codebooks = tuned_codebooks(unet)
@@ -206,47 +142,41 @@ class TestOutput:
             outputs.append(predict(unet))
             assert not torch.equal(*outputs[-2:])
 
-    @pytest.mark.parametrize("key_norm", [False, True])
-    def test_codebooks_are_live_again(self, unet, key_norm):
+    def test_codebooks_are_live_again(self, unet):
         """Catches a copy that is kept where the codebooks have come to the UNet's device."""
-        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, levels=(1,), key_norm=key_norm))
+        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, levels=(1,), key_norm=True))
         weights = codebooks.layer_weights(LAYER)
         weights.move_to(torch.device("meta"), torch.float32)
         assert weights.codebook.parents.is_meta
-        assert not key_norm or weights.key_norm.weight.is_meta
+        assert weights.key_norm.weight.is_meta
         weights.move_to(torch.device("cpu"), torch.float32)
         assert weights.codebook.parents is codebooks.codebook(LAYER).parents
         assert weights.key_norm is codebooks.key_norm(LAYER)
 
 
-@pytest.mark.parametrize("kind", ["plain", "key norm", "tuned"])
-def test_autocast(unet, kind):
+@pytest.mark.parametrize("make", [random_codebooks, tuned_codebooks])
+def test_autocast(unet, make):
     """Catches a norm that autocast runs in float32, so that keys differ from queries, and
     changes cast by what autocast makes of the tokens: they train in float32."""
-    config = AVQConfig(4, 2, 2, query_tile=16, levels=(0, 1), key_norm=kind == "key norm")
-    apply_avq(unet, (tuned_codebooks if kind == "tuned" else random_codebooks)(unet, config))
+    config = AVQConfig(4, 2, 2, 16, levels=(0, 1), key_norm=make is random_codebooks)
+    apply_avq(unet, make(unet, config))
     expected = predict(unet)
     with torch.autocast("cpu", torch.bfloat16):
         output = predict(unet)
     assert kinds(unet) == {"AVQ"}
     assert not torch.equal(output.float(), expected)
     assert (output.float() - expected).norm() < 0.1 * expected.norm()
-    if kind == "tuned":
-        changes = unet.get_submodule(LAYER)._avq.weights.projection_changes
-        assert changes["to_q.weight"].dtype == torch.float32
+    changes = unet.get_submodule(LAYER)._avq.weights.projection_changes
+    assert changes is None or changes["to_q.weight"].dtype == torch.float32
 
 
 class TestHandingOver:
     """Calls that AVQ does not serve get the exact result, and their reason is counted."""
 
-    MASK = torch.zeros(1, 1, 64).masked_fill(torch.arange(64) >= 40, -10000)
-
     @pytest.mark.parametrize(
         ("arguments", "attributes", "reason"),
         [
-            ({"attention_mask": MASK}, {}, "attention mask"),
             ({"encoder_hidden_states": torch.ones(1, 7, 32)}, {}, "cross-attention"),
-            ({}, {"norm_q": torch.nn.LayerNorm(16)}, "query or key norm"),
             ({}, {"norm_k": torch.nn.LayerNorm(16)}, "query or key norm"),
             ({}, {"residual_connection": True}, "residual connection"),
         ],
@@ -263,27 +193,6 @@ class TestHandingOver:
         apply_avq(unet, tuned_codebooks(unet, AVQConfig(4, 2, 2, levels=(1,), exact=others)))
         assert torch.equal(seen_by_layer(unet)[1], expected)
         assert kinds(unet) == {reason}
-
-    def test_previous_processor_gets_every_argument(self, unet, codebooks):
-        """Catches an argument that is lost, or takes the place of another."""
-        attn, recorder = unet.get_submodule(CROSS), Recorder()
-        attn.set_processor(recorder)
-        unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
-        text, mask = tokens(attn, 7)[..., :32], torch.zeros(2, 1, 7)
-        optional = {"temb": "temb", "ip_adapter_masks": "masks", "ip_hidden_states": "states"}
-        attn(tokens(attn), text, mask, **optional)
-        attn(tokens(attn), (text, text), ip_adapter_masks="masks")  # as IP-Adapter's layers
-        assert recorder.calls == [
-            (text, mask, "temb", "masks", "states"),
-            ((text, text), None, None, "masks", None),
-        ]
-
-    def test_previous_processor_gets_no_argument_that_it_does_not_take(self, unet, codebooks):
-        unet.set_attn_processor(SlicedAttnProcessor(2))
-        expected = predict(unet)
-        apply_avq(unet, codebooks)
-        with avq_disabled(unet):
-            assert torch.equal(predict(unet), expected)
 
 
 class TestOneInstanceOnAllLayers:
@@ -307,29 +216,14 @@ class TestOneInstanceOnAllLayers:
 
     def test_module_processors_stay_registered(self, unet, codebooks):
         """Catches an nn.Module processor that `unet.to()` no longer reaches."""
-
-        class Module(torch.nn.Linear):
-            def __call__(
-                self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None
-            ):
-                return self.forward(hidden_states)
-
-        processor = Module(32, 32)
+        processor = CustomDiffusionAttnProcessor(True, hidden_size=32, cross_attention_dim=32)
         unet.get_submodule(CROSS).set_processor(processor)
         before = list(unet.state_dict())
         unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
         unet.to(torch.bfloat16)
-        assert processor.weight.dtype == torch.bfloat16
+        assert processor.to_k_custom_diffusion.weight.dtype == torch.bfloat16
         remove_avq(unet)
         assert list(unet.state_dict()) == before
-
-    def test_a_processor_with_weights_stays(self, unet, codebooks):
-        """Catches an assignment, which torch refuses where a module was registered."""
-        attn = unet.get_submodule(LAYER)
-        attn.set_processor(CustomDiffusionAttnProcessor2_0(train_kv=False, train_q_out=False))
-        before = attn.processor
-        apply_avq(unet, codebooks)
-        assert remove_avq(unet).get_submodule(LAYER).processor is before
 
     @pytest.mark.parametrize("has_codebooks", [True, False])
     def test_a_stray_instance(self, unet, codebooks, has_codebooks):
@@ -337,40 +231,35 @@ class TestOneInstanceOnAllLayers:
         a processor of ours kept as the one to hand over to, which then calls itself."""
         expected = predict(unet)
         wanted = predict(apply_avq(copy.deepcopy(unet), codebooks))
-
-        def stray():
-            unet.set_attn_processor(AVQProcessor(codebooks if has_codebooks else None))
-
-        stray()
-        if has_codebooks:
-            with pytest.raises(RuntimeError, match=r"not prepared for its AVQProcessor; use apply"):
-                predict(unet)
-        for is_one_instance in (False, True):
-            stray()
-            if is_one_instance:
-                unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
-            else:
-                apply_avq(unet, codebooks)
-            assert torch.equal(predict(unet), wanted)
+        stray = AVQProcessor(codebooks if has_codebooks else None)
+        for follow, output in (
+            (lambda: apply_avq(unet, codebooks), wanted),
+            (lambda: unet.set_attn_processor(AVQProcessor(codebooks, unet=unet)), wanted),
+            (lambda: remove_avq(unet), expected),
+        ):
+            unet.set_attn_processor(stray)
+            if has_codebooks and output is expected:
+                remove_avq(unet).set_attn_processor(stray)
+                with pytest.raises(RuntimeError, match=r"not prepared for its AVQProcessor; use a"):
+                    predict(unet)
+            follow()
+            assert torch.equal(predict(unet), output)
             with avq_disabled(unet):
                 assert torch.equal(predict(unet), expected)
-        stray()
-        assert torch.equal(predict(remove_avq(unet)), expected)
 
 
 class TestOwnersLine:
     """`pipe.set_attn_processor(AVQProcessor(...))`, in the three forms that users meet."""
 
-    @pytest.mark.parametrize("form", ["class", "from_pipe", "stock"])
     @pytest.mark.parametrize(
-        "make", [random_codebooks, tuned_codebooks, own_config, lambda *_: None],
-        ids=["codebooks", "tuned", "config", "default"],
+        ("form", "make"),
+        [("class", tuned_codebooks), ("class", own_config), ("from_pipe", random_codebooks),
+         ("stock", tuned_codebooks), ("stock", lambda *_: None)],
     )  # fmt: skip
     def test_equals_apply(self, pipe, make, form):
         """Catches the literal line working on a subclass's own components only by luck."""
-        unet, source = pipe.unet, make(pipe.unet, CONFIG)
-        if make is own_config:
-            source = replace(CONFIG, codewords="means")
+        unet, config = pipe.unet, replace(CONFIG, codewords="means")
+        source = make(unet, config)
         expected = predict(apply_avq(tiny_unet(), source, backend="reference"))
         before = {name: p for name, p in unet.attn_processors.items() if "attn2" in name}
         if form == "stock":
@@ -402,34 +291,15 @@ class TestWithoutState:
         assert torch.equal(predict(unet, encoder_attention_mask=mask), masked)
         assert isinstance(AVQProcessor(), AttnProcessor2_0)
 
-    @pytest.mark.parametrize(
-        ("model", "options", "channels"),
-        [
-            (AutoencoderKL, {"block_out_channels": (8,), "norm_num_groups": 4}, 4),
-            (VQModel, {"block_out_channels": (32,), "norm_type": "spatial"}, 3),
-        ],
-    )
-    def test_vae_attention(self, model, options, channels):
+    def test_vae_attention(self):
         """Catches 4-dimensional inputs, group norm and residual lost on the way, and `temb`, which
         the spatial norm reads."""
-        vae = model(**options).eval()
-        latents = torch.randn(1, channels, 6, 5)
+        vae = VQModel(block_out_channels=(32,), norm_type="spatial").eval()
+        latents = torch.randn(1, 3, 6, 5)
         with torch.no_grad():
             expected = vae.decode(latents).sample
             vae.decoder.mid_block.attentions[0].set_processor(AVQProcessor())
             assert torch.equal(vae.decode(latents).sample, expected)
-
-
-def test_save_pretrained(unet, tmp_path):
-    """Catches a UNet that AVQ keeps from being saved, or that is saved with the changes."""
-    expected, count = tiny_unet().state_dict(), unet.num_parameters()
-    apply_avq(unet, tuned_codebooks(unet)).save_pretrained(tmp_path)
-    assert unet.num_parameters() == count
-    loaded, info = type(unet).from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, expected[name])
 
 
 @pytest.mark.parametrize(
@@ -443,9 +313,7 @@ def test_save_pretrained(unet, tmp_path):
             'codewords="stored" needs codebooks, which calibrate or gather_codebooks makes.',
         ),
         (AVQConfig(key_norm=True), {}, ValueError, "key_norm needs codebooks, which calibrate or "),
-        (AVQConfig(levels=(7,)), {}, ValueError, "no self-attention at level 7"),
         (None, {"backend": "cuda"}, ValueError, "backend must be one of auto, triton, torch"),
-        (None, {"route": "never"}, ValueError, "route must be fastest, always or a number"),
     ],
 )
 def test_refused(unet, source, arguments, error, message):
@@ -465,14 +333,3 @@ def test_no_unet(thing):
             verb(thing)
     with pytest.raises(TypeError, match="expected a UNet, but got Linear"):
         AVQProcessor(unet=torch.nn.Linear(2, 2))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("make", [random_codebooks, tuned_codebooks])
-def test_codebooks_follow_the_unet(unet, make):
-    """Catches tensors left on the CPU when the UNet moves after AVQ was applied."""
-    apply_avq(unet, make(unet), route="always").to("cuda")
-    text = torch.zeros(1, 5, 32, device="cuda")
-    output = unet(torch.zeros(1, 4, 16, 16, device="cuda"), 10, text).sample
-    assert output.is_cuda
-    assert kinds(unet) == {"AVQ"}

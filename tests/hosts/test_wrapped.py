@@ -1,6 +1,5 @@
 """UNets inside other modules: AVQ finds the model that owns the blocks, and names its layers."""
 
-import copy
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -59,6 +58,12 @@ class Student(nn.Module):
         return self.student(*args, **kwargs)
 
 
+def fsdp(unet):
+    policy = ModuleWrapPolicy({BasicTransformerBlock, Attention})
+    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    return FullyShardedDataParallel(unet, auto_wrap_policy=policy, **options)
+
+
 def sharded(unet):
     for module in unet.modules():
         if isinstance(module, BasicTransformerBlock):
@@ -72,49 +77,31 @@ WRAPPERS = [
     pytest.param(lambda x: get_peft_model(x, LORA), id="PEFT", marks=feature("PEFT model")),
     pytest.param(nn.DataParallel, id="DataParallel", marks=feature("nn.DataParallel")),
     pytest.param(DDP, id="DDP", marks=feature("DistributedDataParallel")),
-    pytest.param(
-        lambda x: FullyShardedDataParallel(
-            x,
-            auto_wrap_policy=ModuleWrapPolicy({BasicTransformerBlock, Attention}),
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-        ),
-        id="FSDP",
-        marks=feature("FSDP"),
-    ),
+    pytest.param(fsdp, id="FSDP", marks=feature("FSDP")),
     pytest.param(sharded, id="FSDP2", marks=feature("FSDP")),
     pytest.param(Student, id="own"),
-    *(
-        pytest.param(wrap, id=name, marks=pytest.mark.long)
-        for name, wrap in {
-            "compiled": compiled,
-            "DDP of compiled": lambda x: DDP(compiled(x)),
-            "compiled DDP": lambda x: compiled(DDP(x)),
-        }.items()
-    ),
+    pytest.param(lambda x: DDP(compiled(x)), id="DDP of compiled", marks=pytest.mark.long),
+    pytest.param(lambda x: compiled(DDP(x)), id="compiled DDP", marks=pytest.mark.long),
     pytest.param(lambda x: DDP(get_peft_model(x, LORA)), id="DDP of PEFT"),
 ]
 
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("wrap", WRAPPERS)
-class TestWrappers:
-    def test_on_and_off(self, wrap):
-        unet = small_unet()
-        names = [layer.name for layer in select_layers(unet)]
-        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16))
-        wrapped = wrap(unet)
-        assert [layer.name for layer in select_layers(wrapped)] == names
-        with torch.no_grad():
-            exact = predict(wrapped)
-            avq = predict(apply_avq(wrapped, codebooks))
-            assert differ(avq, exact)
-            coarse = predict(set_num_refined(wrapped, {1000: 0, 5: 1}))
-            assert differ(coarse, avq)
-            assert [row.name for row in summary(wrapped).rows] == names
-            with avq_disabled(wrapped):
-                assert torch.equal(predict(wrapped), exact)
-            assert torch.equal(predict(remove_avq(wrapped)), exact)
+def test_wrappers(wrap):
+    unet = small_unet()
+    names = [layer.name for layer in select_layers(unet)]
+    codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16))
+    wrapped = wrap(unet)
+    assert [layer.name for layer in select_layers(wrapped)] == names
+    exact = predict(wrapped)
+    avq = predict(apply_avq(wrapped, codebooks))
+    assert differ(avq, exact)
+    assert differ(predict(set_num_refined(wrapped, {1000: 0, 5: 1})), avq)
+    assert [row.name for row in summary(wrapped).rows] == names
+    with avq_disabled(wrapped):
+        assert torch.equal(predict(wrapped), exact)
+    assert torch.equal(predict(remove_avq(wrapped)), exact)
 
 
 def replicated(module):
@@ -155,66 +142,43 @@ def test_calibration_of_a_peft_model(pipe):
     check_on_and_off(other, codebooks)
 
 
-def test_several_unets():
-    """Catches the first of several taken for the one that is meant."""
-    pair = nn.ModuleDict({"student": small_unet(), "teacher": small_unet()})
-    with pytest.raises(TypeError, match="expected one UNet, but ModuleDict holds student, teacher"):
-        select_layers(pair)
-
-
-def test_unknown_place_of_attention():
-    """Catches a level that is guessed."""
-    unet = small_unet()
-    unet.extra = copy.deepcopy(unet.down_blocks[0].attentions[0])
-    with pytest.raises(TypeError, match=r"but UNet2DConditionModel has extra\.transformer_blocks"):
-        select_layers(unet)
-
-
 class Traceable(nn.Module):
-    def __init__(self, unet):
+    def __init__(self):
         super().__init__()
-        self.unet = unet
+        unet = small_unet()
+        self.unet = apply_avq(unet, random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16)))
 
     def forward(self, sample, text):
         return self.unet(sample, 10, text, return_dict=False)[0]
 
 
-class TestExport:
-    @pytest.fixture
-    def traceable(self):
-        unet = small_unet()
-        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16))
-        return Traceable(apply_avq(unet, codebooks))
+def inputs(height=16, width=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    sample = torch.randn(1, 4, height, width, generator=generator)
+    return sample, torch.randn(1, 5, 32, generator=generator)
 
-    def inputs(self, seed, height=16, width=16):
-        generator = torch.Generator().manual_seed(seed)
-        sample = torch.randn(1, 4, height, width, generator=generator)
-        return sample, torch.randn(1, 5, 32, generator=generator)
 
-    @feature("torch.jit.trace")
-    @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-    @torch.no_grad()
-    def test_trace(self, traceable):
-        """Catches sizes that are tensors while tracing, and the order of the traced grid."""
-        traced = torch.jit.trace(traceable, self.inputs(0, 16, 24))
-        assert kinds(traceable.unet) == {"AVQ"}
-        for size in ((16, 24), (24, 16), (16, 16)):
-            inputs = self.inputs(1, *size)
-            torch.testing.assert_close(traced(*inputs), traceable(*inputs))
+@feature("torch.jit.trace")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@torch.no_grad()
+def test_trace():
+    """Catches sizes that are tensors while tracing, and the order of the traced grid."""
+    model = Traceable()
+    traced = torch.jit.trace(model, inputs(16, 24))
+    assert kinds(model.unet) == {"AVQ"}
+    for size in ((16, 24), (24, 16), (16, 16)):
+        others = inputs(*size, seed=1)
+        torch.testing.assert_close(traced(*others), model(*others))
 
-    @torch.no_grad()
-    def test_export(self, traceable):
-        exported = torch.export.export(traceable, self.inputs(0)).module()
-        assert torch.equal(exported(*self.inputs(1)), traceable(*self.inputs(1)))
-        assert any("avq_diffusers.attention" in str(node.target) for node in exported.graph.nodes)
 
-    @torch.no_grad()
-    @pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export")
-    def test_onnx_is_refused(self, traceable, tmp_path, monkeypatch):
-        """In one sentence, by both of PyTorch's exporters."""
-        refused = pytest.raises(NotImplementedError, match=r"^ONNX has no operations for AVQ; call")
-        with refused:
-            torch.onnx.export(traceable, self.inputs(0), tmp_path / "unet.onnx", dynamo=False)
-        monkeypatch.setattr("torch.onnx._internal.exporter._flags._is_onnx_exporting", True)
-        with refused:
-            traceable(*self.inputs(0))
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export")
+def test_onnx_is_refused(tmp_path, monkeypatch):
+    """In one sentence, by both of PyTorch's exporters."""
+    model = Traceable()
+    refused = pytest.raises(NotImplementedError, match=r"^ONNX has no operations for AVQ; call")
+    with refused:
+        torch.onnx.export(model, inputs(), tmp_path / "unet.onnx", dynamo=False)
+    monkeypatch.setattr("torch.onnx._internal.exporter._flags._is_onnx_exporting", True)
+    with refused:
+        model(*inputs())
