@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
@@ -12,7 +12,8 @@ LARGEST_COUNT = 2**31 - 1  # kernels index with 32 bits
 PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined", "exact_keys")
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
     """The sizes of AVQ in a call; `str()` is the configuration string."""
 
     num_parents: int
@@ -21,7 +22,7 @@ class Sizes(NamedTuple):
     exact_keys: int
 
     def __str__(self) -> str:
-        return configuration_string(*self)
+        return configuration_string(**asdict(self))
 
     @property
     def columns(self) -> int:
@@ -29,7 +30,7 @@ class Sizes(NamedTuple):
         return self.num_parents + self.num_refined * self.num_children + self.exact_keys
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AVQConfig:
     """Configuration of AVQ attention, printed as in the paper: `M64P16C8`, or `M64P16C8E256`.
 
@@ -48,9 +49,6 @@ class AVQConfig:
         num_updates: Lloyd updates of the parents by the keys of each call, at most 100.
         exact_keys: most keys that a query tile meets as themselves, those of the leaves where it
             gains most; as many as there are tokens is exact attention.
-        importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
-            Importance with Tiled Codewords"); None takes the exact denominator. Not with
-            `exact_keys`.
         key_norm: normalize keys with a learnable LayerNorm before they are quantized.
         overrides: other values of `num_parents`, `num_children`, `num_refined` or `exact_keys`. A
             key is a level such as `"1"`, or the name of a layer or module such as `"up_blocks.3"`.
@@ -72,7 +70,6 @@ class AVQConfig:
     codewords: str = "means"
     num_updates: int = 0
     exact_keys: int = 0
-    importance_tile: int | None = None
     key_norm: bool = False
     overrides: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
@@ -81,14 +78,12 @@ class AVQConfig:
         check_int("num_children", self.num_children, 0, LARGEST_COUNT)
         check_int("num_refined", self.num_refined, 0, LARGEST_COUNT)
         check_int("query_tile", self.query_tile, 1, LARGEST_COUNT)
-        check_num_updates(self.num_updates)
+        check_int("num_updates", self.num_updates, 0, MOST_UPDATES)
         if self.codewords not in CODEWORDS:
             raise ValueError(
                 f"codewords must be one of {', '.join(CODEWORDS)}, but got {self.codewords!r}."
             )
-        if self.importance_tile is not None:
-            check_int("importance_tile", self.importance_tile, 1, LARGEST_COUNT)
-        check_exact_keys(self.exact_keys, self.importance_tile)
+        check_int("exact_keys", self.exact_keys, 0, LARGEST_COUNT)
         if self.num_refined > self.num_parents:
             raise ValueError(
                 f"num_refined must be at most num_parents, but got {self.num_refined} > "
@@ -142,13 +137,13 @@ class AVQConfig:
     @property
     def sizes(self) -> Sizes:
         """Parents, refined parents, children and exact keys."""
-        return Sizes(self.num_parents, self.num_refined, self.num_children, self.exact_keys)
+        return Sizes(**{name: getattr(self, name) for name in PER_LAYER_FIELDS})
 
     @property
     def attention_arguments(self) -> dict[str, Any]:
         """Arguments of `avq_attention` that a configuration decides; the order needs a grid."""
-        names = ("codewords", "num_updates", "query_tile", "importance_tile")
-        return {**self.sizes._asdict(), **{name: getattr(self, name) for name in names}}
+        names = (*PER_LAYER_FIELDS, "codewords", "num_updates", "query_tile")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def effective_codewords(self) -> int:
@@ -179,10 +174,11 @@ class AVQConfig:
             raise ValueError(
                 f"expected a configuration such as M64P16C8 or M256, but got {text!r}."
             )
-        num_parents, num_refined, num_children = (int(group or 0) for group in match.groups()[:3])
+        names = ("num_parents", "num_refined", "num_children")
+        sizes: dict[str, Any] = {x: int(match[i] or 0) for i, x in enumerate(names, start=1)}
         if match[4] is not None:
             other_fields = {"exact_keys": int(match[4])} | other_fields
-        return cls(num_parents, num_children, num_refined, **other_fields)
+        return cls(**sizes, **other_fields)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "AVQConfig":
@@ -191,6 +187,8 @@ class AVQConfig:
         Raises:
             ValueError: a key is not a field.
         """
+        # Files from before tiled importance left the operation say that there is none.
+        values = {name: x for name, x in values.items() if (name, x) != ("importance_tile", None)}
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"unknown AVQConfig keys: {', '.join(sorted(unknown))}.")
@@ -219,31 +217,6 @@ def configuration_string(
 def is_within(layer: str, name: str) -> bool:
     """Whether `name` is the layer or a module that contains it."""
     return f"{layer}.".startswith(f"{name}.")
-
-
-def check_num_updates(num_updates: Any) -> None:
-    """Refuse what is no number of updates, or would take forever.
-
-    Raises:
-        TypeError: `num_updates` is not an int.
-        ValueError: it is negative, or above `MOST_UPDATES`.
-    """
-    check_int("num_updates", num_updates, 0, MOST_UPDATES)
-
-
-def check_exact_keys(exact_keys: Any, importance_tile: int | None) -> None:
-    """Refuse what is no number of exact keys, and tiled importance beside them.
-
-    Raises:
-        TypeError: `exact_keys` is not an int.
-        ValueError: it is negative, above `LARGEST_COUNT`, or positive with an `importance_tile`.
-    """
-    check_int("exact_keys", exact_keys, 0, LARGEST_COUNT)
-    if exact_keys and importance_tile is not None:
-        raise ValueError(
-            f"exact_keys needs exact importance: importance_tile must be None, but got "
-            f"{importance_tile}."
-        )
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:

@@ -120,6 +120,5 @@ class StoredAttention(nn.Module):
                 num_refined=self.config.num_refined,
                 codewords=self.config.codewords,
                 query_tile=self.config.query_tile,
-                importance_tile=self.config.importance_tile,
             )
         return metrics

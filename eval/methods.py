@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
@@ -24,6 +25,8 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
+from avq_diffusers.attention import reference
+from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, remove_linfusion
 from avq_diffusers.hosts import attention_replaced
 from eval.names import (
@@ -42,7 +45,7 @@ from eval.names import (
 )
 from eval.store.report import folder_digest
 
-COMPUTATION = ("num_updates", "query_tile", "query_order", "importance_tile", "key_norm")
+COMPUTATION = ("num_updates", "query_tile", "query_order", "key_norm")
 CALIBRATION_SEED = 1_000_000_000  # of its noise, which no image of a table shares
 
 
@@ -102,6 +105,8 @@ class Method:
         linfusion: processors of LinFusion layers by layer name.
         sha256: digest of the folder that the method was loaded from.
         uncalibrated: configuration that `calibrated` makes codebooks of.
+        importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
+            Importance with Tiled Codewords"), which the definition computes; None is exact.
     """
 
     name: str
@@ -112,19 +117,25 @@ class Method:
     linfusion: Mapping[str, LinFusionProcessor] | None = None
     sha256: str | None = None
     uncalibrated: AVQConfig | None = None
+    importance_tile: int | None = None
 
-    def with_fields(self, **fields: Any) -> "Method":
+    def with_fields(self, importance_tile: int | None = None, **fields: Any) -> "Method":
         """Replace fields of the `AVQConfig` that change no stored codeword. Weights are shared.
+
+        Args:
+            importance_tile: of the tiled importance.
+            **fields: of the configuration.
 
         Raises:
             TypeError, ValueError: a field does not take such a value.
         """
         if self.own is not None:
-            return replace(self, own=replace(self.own, **fields))
+            own = replace(self.own, **fields)
+            return replace(self, own=own, importance_tile=importance_tile)
         config = {**self.codebooks.config, "avq": {**self.codebooks.config["avq"], **fields}}
         codebooks = AVQCodebooks.from_config(config)
         codebooks.load_state_dict(self.codebooks.state_dict(), assign=True)
-        return replace(self, codebooks=codebooks)
+        return replace(self, codebooks=codebooks, importance_tile=importance_tile)
 
     @property
     def layer_configs(self) -> list[AVQConfig]:
@@ -272,9 +283,26 @@ def attention_method(pipe: StableDiffusionPipeline, method: Method) -> Iterator[
             apply_avq(pipe, method.own or method.codebooks, route="always")
             if method.num_refined is not None:
                 set_num_refined(pipe, method.num_refined)
+            if method.importance_tile is not None:
+                for layer in select_layers(pipe.unet):
+                    if layer.avq_state is not None:
+                        tiled = partial(tiled_attention, importance_tile=method.importance_tile)
+                        layer.avq_state.function = tiled
             yield
         finally:
             remove_avq(pipe)
+
+
+def tiled_attention(
+    query: Tensor, key: Tensor, value: Tensor, codebook: Codebook | None, **options: Any
+) -> tuple[Tensor, str]:
+    """The definition, which takes an `importance_tile`, in place of a layer's AVQ."""
+    del options["backend"]
+    parents = children = None
+    if codebook is not None:
+        parents, children = codebook.parents, codebook.children
+    output = reference.avq_attention(query, key, value, parents, children, **options)
+    return output, "reference"
 
 
 @contextmanager

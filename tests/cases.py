@@ -1,12 +1,14 @@
 """Inputs of AVQ attention: keys in clusters, and a codebook that fits them roughly."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.spec import Spec, Tensors
 from avq_diffusers.codebook.codebook import Codebook
 
 stored_attention = partial(avq_attention, codewords="stored")
@@ -24,7 +26,6 @@ OPTIONS = {
     "query_tile": 16,
     "query_order": None,
     "key_order": None,
-    "importance_tile": None,
     "scale": None,
 }
 
@@ -99,6 +100,16 @@ def make_case(
     if dtype != torch.float64:
         codebook = codebook.to(dtype=torch.float32)
     return *(x.to(dtype).transpose(1, 2) for x in (query, key, value)), codebook
+
+
+def call_of(
+    query: Tensor, key: Tensor, value: Tensor, codebook: Codebook | None, **options: Any
+) -> tuple[Tensors, Spec]:
+    """What `avq_attention` makes of its arguments; others than the given ones are `OPTIONS`."""
+    options = OPTIONS | options
+    tensors = Tensors.of_call(query, key, value, codebook, options)
+    tensors.check()
+    return tensors, Spec.of_call(tensors, options)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

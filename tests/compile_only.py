@@ -7,6 +7,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from avq_diffusers.attention.triton.launch import Launch
+from avq_diffusers.attention.triton.launch import Launch, Pointer, each
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -47,45 +48,31 @@ class CompiledInfo(NamedTuple):
         return Counter(opcode.split(".")[0] for opcode in self.instructions())
 
 
-def compile_for(
-    kernel: triton.JITFunction,
-    signature: dict[str, str],
-    constexprs: dict[str, object],
-    *,
-    capability: int,
-    num_warps: int,
-    num_stages: int,
-    maxnreg: int | None = None,
-) -> CompiledInfo:
-    """Compile `kernel` for compute capability `capability` (86 is sm_86).
+KINDS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
-    Args:
-        signature: type of every argument that is not a constant: `"*fp16"` for a pointer, which
-            counts as 16-byte aligned as torch allocates it; `"i32"` for an integer, and
-            `"i32:16"` for one that is a multiple of 16.
-        constexprs: value of every constant. An argument that is neither here nor in `signature` is
-            an error.
-        maxnreg: most registers per thread; None leaves it to the assembler.
-    """
-    missing = set(kernel.arg_names) - set(signature) - set(constexprs)
-    unknown = (set(signature) | set(constexprs)) - set(kernel.arg_names)
-    assert not missing, f"no value for {missing}"
-    assert not unknown, f"{kernel.__name__} has no argument {unknown}"
-    aligned = {name for name, kind in signature.items() if kind.startswith("*") or ":16" in kind}
+
+def compile_launch(launch: Launch, *, capability: int) -> CompiledInfo:
+    """Compile a kernel as it is launched, for compute capability `capability` (86 is sm_86)."""
+    names = launch.kernel.arg_names
+    signature = {name: each(kind_of, launch.arguments.get(name)) for name in names}
+    constants = {(names.index(name),): x for name, x in launch.compiled_constants().items()}
+    attributes = {}
+    for path, kind in leaves(tuple(signature.values())):
+        if kind == "constexpr":
+            constants.setdefault(path, None)
+        elif kind.startswith("*"):  # torch aligns what it allocates
+            attributes[path] = [["tt.divisibility", 16]]
     source = ASTSource(
-        fn=kernel,
-        signature={
-            name: signature.get(name, "constexpr").split(":")[0] for name in kernel.arg_names
-        },
-        constexprs=constexprs,
-        attrs={
-            (position,): [["tt.divisibility", 16]]
-            for position, name in enumerate(kernel.arg_names)
-            if name in aligned
-        },
+        fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options=launch.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -99,18 +86,20 @@ def compile_for(
     )
 
 
-def compile_launch(launch: Launch, *, capability: int) -> CompiledInfo:
-    """Compile a kernel as it is launched, for compute capability `capability` (86 is sm_86)."""
-    kinds = {torch.float16: "*fp16", torch.float32: "*fp32"}
-    kinds |= {torch.int32: "*i32", torch.int64: "*i64"}
-    values = *launch.dtypes.values(), *launch.numbers.values()
-    arguments = dict(zip(launch.kernel.arg_names, values, strict=False))
-    signature = {
-        name: kinds.get(value, "i32") for name, value in arguments.items() if value is not None
-    }
-    constants = dict.fromkeys(arguments.keys() - signature.keys()) | launch.constants
-    options = {name: constants.pop(name, None) for name in ("num_warps", "num_stages", "maxnreg")}
-    return compile_for(launch.kernel, signature, constants, capability=capability, **options)
+def kind_of(value: Pointer | int | None) -> str:
+    """How the compiler writes the type of an argument."""
+    if isinstance(value, Pointer):
+        return KINDS[value.dtype]
+    return "constexpr" if value is None else "i32"
+
+
+def leaves(value: object, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """All types in nested tuples, with where they are."""
+    if isinstance(value, tuple):
+        for place, item in enumerate(value):
+            yield from leaves(item, (*path, place))
+    else:
+        yield path, value
 
 
 def _cuobjdump(option: str, path: str) -> str:

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from avq_diffusers.attention import reference
 from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.limits import LIMITS
+from avq_diffusers.attention.spec import DTYPES
 from avq_diffusers.attention.triton import codewords
 from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+KERNELS = {name: limit.value for name, limit in LIMITS["triton"].items()}
 KEYS = ("clustered", "spread", "skewed", "one hot leaf", "identical", "offset", "empty parents")
 # Shares of the larger value below which roundings may decide which codeword or parent is taken.
 KEY_TIE, PARENT_TIE = 1e-4, 1e-3
@@ -67,18 +69,18 @@ def draw_problem(rng: Random, *, kernels: bool, device: torch.device, most: int 
         device: of the tensors.
         most: queries and keys.
     """
-    dtype = rng.choice(DTYPES[:3] if kernels else DTYPES)
+    dtype = rng.choice(KERNELS["dtype"] if kernels else DTYPES)
     most = rng.choice((8, 64, most, most))
     batch, heads, num_queries = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, most)
     num_keys = rng.choice((num_queries, rng.randint(1, most)))
-    multiples = (8, 16, 24, 40, 64, 80, 128)
+    multiples = [x for x in (8, 16, 24, 40, 64, 80, 128, 160) if x in KERNELS["head dim"]]
     head_dim = rng.choice(multiples if kernels else (*multiples, rng.randint(1, 50)))
     if kernels and dtype == torch.float32:
-        head_dim = min(head_dim, 64)
+        head_dim = min(head_dim, KERNELS["head dim of float32"])
     num_parents = rng.choice((1, 2, rng.randint(3, 16), rng.randint(17, 64)))
     num_children = rng.choice((0, 1, rng.randint(2, 4), rng.randint(5, 9)))
     some = rng.randint(1, max(1, num_parents - 1))
-    longest = 128 if kernels else 400
+    longest = KERNELS["query tile"] if kernels else 400
     is_own = rng.random() < 0.5
     options: dict[str, Any] = {
         "num_parents": num_parents,
@@ -97,12 +99,8 @@ def draw_problem(rng: Random, *, kernels: bool, device: torch.device, most: int 
     if is_own and rng.random() < 0.3:
         order = torch.randperm(num_keys, generator=generator).to(device)
         options["key_order"] = order.to(rng.choice((torch.int32, torch.int64)))
-    if dtype == torch.float64:
-        # An estimate from few parents makes near-ties that only float64 tells apart.
-        options["importance_tile"] = rng.choice((None, rng.randint(1, 70)))
     if not kernels or options["codewords"] == "means":
-        is_tiled = options.get("importance_tile") is not None
-        options["exact_keys"] = 0 if is_tiled else rng.choice((0, 0, rng.randint(1, num_keys)))
+        options["exact_keys"] = rng.choice((0, 0, rng.randint(1, num_keys)))
     sizes = (heads, num_parents, num_children, head_dim)
     while True:
         key, codebook = _keys_and_codebook(kind, batch, num_keys, sizes, dtype, generator)
@@ -215,10 +213,12 @@ def error_over_budget(problem: Problem, backend: str) -> float:
     attention = F.scaled_dot_product_attention(*(x.to(query.dtype) for x in wide), scale=scale)
     rounding = torch.finfo(query.dtype).eps + 2 * torch.finfo(torch.float32).eps
     allowed = 2 * _relative_error(attention, exact) + rounding
-    if backend == "triton" and options.get("exact_keys"):
-        # Kernels round keys around the centre, where PyTorch has them as they are.
+    if options.get("exact_keys"):
+        # Both paths round keys around the centre: kernels in the dtype of the keys, PyTorch in
+        # float32. Exact attention has them as they are.
         logits = scale * wide[0] @ (wide[1] - wide[1].mean(2, keepdim=True)).mT
-        allowed += float(logits.abs().amax()) * torch.finfo(query.dtype).eps / 2
+        centred = query.dtype if backend == "triton" else torch.float32
+        allowed += float(logits.abs().amax()) * torch.finfo(centred).eps / 2
     return _relative_error(output[clear], expected[clear]) / allowed
 
 

@@ -3,7 +3,7 @@ from dataclasses import FrozenInstanceError, asdict
 
 import pytest
 
-from avq_diffusers.config import AVQConfig
+from avq_diffusers.config import AVQConfig, Sizes
 
 
 @pytest.mark.parametrize("text", ["M64P16C8", " m64p16c8 "])
@@ -26,6 +26,16 @@ def test_parses_flat_vq():
 @pytest.mark.parametrize(("text", "effective"), [("M64P16C8", 192), ("M256", 256), ("M8P0C4", 8)])
 def test_effective_codewords(text, effective):
     assert AVQConfig.parse(text).effective_codewords == effective
+
+
+def test_sizes_have_names():
+    """Catches numbers that are taken for others: configurations order them differently."""
+    sizes = AVQConfig(num_parents=64, num_children=8, num_refined=16, exact_keys=256).sizes
+    assert sizes == Sizes(num_parents=64, num_refined=16, num_children=8, exact_keys=256)
+    assert (str(sizes), sizes.columns) == ("M64P16C8E256", 64 + 16 * 8 + 256)
+    assert len({sizes, AVQConfig.parse(str(sizes)).sizes}) == 1
+    with pytest.raises(TypeError, match="positional"):
+        Sizes(64, 16, 8, 256)
 
 
 def test_most_refined():
@@ -65,12 +75,6 @@ def test_parse_rejects_other_forms(text):
         ({"num_refined": -1}, ValueError, "num_refined must be at least 0, but got -1."),
         ({"query_tile": 0}, ValueError, "query_tile must be at least 1, but got 0."),
         ({"exact_keys": -1}, ValueError, "exact_keys must be at least 0, but got -1."),
-        (
-            {"exact_keys": 64, "importance_tile": 8},
-            ValueError,
-            "exact_keys needs exact importance: importance_tile must be None, but got 8.",
-        ),
-        ({"importance_tile": 0}, ValueError, "importance_tile must be at least 1, but got 0."),
         *(
             ({name: 2**31}, ValueError, f"{name} must be at most 2147483647, but got 2147483648.")
             for name in ("num_parents", "num_children", "query_tile", "exact_keys")
@@ -186,7 +190,13 @@ def test_a_name_does_not_match_longer_numbers():
 
 
 def test_dict_round_trip():
-    config = AVQConfig(32, 4, 8, levels=(0, 1), overrides={"1": {"num_refined": 2}})
+    config = AVQConfig(
+        num_parents=32,
+        num_children=4,
+        num_refined=8,
+        levels=(0, 1),
+        overrides={"1": {"num_refined": 2}},
+    )
     assert AVQConfig.from_dict(asdict(config)) == config
 
 

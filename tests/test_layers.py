@@ -16,7 +16,8 @@ HOSTS = "avq_diffusers.hosts"
 # The modules of `hosts` that know one kind of model, and which others of them they import.
 ADAPTERS = {"unet": (), "joint": ("grids",), "dispatch": ("grids",), "grids": (), "vision": ()}
 KINDS = ("UNet", "Transformer", "Joint", "transformers.")  # in names of diffusers, transformers
-BACKENDS = {"reference": "reference", "forward": "torch", "backward": "torch", "triton": "triton"}
+BACKENDS = {"reference": "reference", "triton": "triton"}
+BACKENDS |= dict.fromkeys(("torch_forward", "torch_backward"), "torch")
 PATHS = [p for x in ("avq_diffusers", "distill", "eval") for p in (ROOT / x).rglob("*.py")]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

@@ -27,9 +27,7 @@ from avq_diffusers.hosts.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"  # the first one
 LORA = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
-CONFIG = AVQConfig(
-    num_parents=4, num_children=2, num_refined=2, query_tile=16, levels=(0, 1), codewords="stored"
-)
+CONFIG = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0, 1), codewords="stored")
 
 
 def tiny_tokenizer() -> CLIPTokenizer:

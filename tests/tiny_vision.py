@@ -25,7 +25,7 @@ from transformers import (
 
 from avq_diffusers.config import AVQConfig
 
-COARSE = AVQConfig(4, 2, 2, query_tile=16)
+COARSE = AVQConfig.parse("M4P2C2", query_tile=16)
 ANY_SIZE = {"interpolate_pos_encoding": True}  # which DINO does without
 SIZES = {
     "hidden_size": 32,

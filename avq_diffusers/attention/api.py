@@ -1,12 +1,11 @@
 """`avq_attention`, the public operation: checks its arguments, then chooses a backend."""
 
-import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from importlib.util import find_spec
-from typing import Any, NamedTuple, Unpack
+from functools import cache, partial
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,21 +13,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from avq_diffusers.attention import backward, forward, reference
-from avq_diffusers.attention.own_codewords import order_of_keys
+from avq_diffusers.attention import reference, torch_backward, torch_forward, triton
+from avq_diffusers.attention.limits import LIMITS, obstacles
+from avq_diffusers.attention.spec import NUM_TOKENS, Spec, Tensors
 from avq_diffusers.attention.triton import codewords as tables
-from avq_diffusers.attention.validation import Options, check_arguments
 from avq_diffusers.codebook.codebook import Codebook
 
-BACKENDS = ("auto", "triton", "torch", "dense", "reference")
+BACKENDS = ("auto", *LIMITS)
 
-# The operators take query, key, value and the sinks, then other tensors, then numbers.
-NUM_DIFFERENTIABLE = 5
-NUM_TENSORS = 9
-
-_HAS_TRITON = find_spec("triton") is not None
-_MIN_CAPABILITY = (8, 0)
-MOST_VISIBLE = 1024  # codewords that a tile of the kernels sorts
+_NOTHING = nullcontext()
 
 
 def avq_attention(
@@ -48,7 +41,6 @@ def avq_attention(
     query_tile: int = 128,
     query_order: Tensor | None = None,
     key_order: Tensor | None = None,
-    importance_tile: int | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -57,7 +49,7 @@ def avq_attention(
     Every key goes to its nearest parent, and there to a child that is closer, or it stays. Its cell
     represents it, or its leaf in query tiles that refine its parent. A tile refines the parents of
     largest importance, the attention that its queries pay to the cell; with means, of largest
-    importance times spread, the mean squared distance of the cell's keys to their mean. Exact keys,
+    importance times spread, the variance of the cell's keys around their mean. Exact keys,
     those of the leaves where a tile gains most, take part as themselves, and so do sink keys. With
     as many exact keys as keys, this is exact attention.
 
@@ -92,7 +84,7 @@ def avq_attention(
         num_updates: Lloyd updates that move the parents to the means of their keys first.
         exact_keys: most keys that a query tile meets as themselves. Leaves, and cells that the tile
             does not refine, are taken by the gain of each of their keys: the attention that it
-            receives times the squared spread of the keys around what represents them.
+            receives times the squared variance of the keys around what represents them.
         sink_key, sink_value: (B, H, T, D), dtype and device of `query`, that every query meets as
             themselves, such as the text tokens of a joint attention. They take no part in
             codewords and importance.
@@ -103,9 +95,6 @@ def avq_attention(
         key_order: (S,) int32 or int64 permutation of the keys, from which codewords are taken
             without a codebook. None is `query_order` if there are as many queries as keys, else
             the order of `key`.
-        importance_tile: parents per tile of the tiled importance (paper, appendix "Computing
-            Importance with Tiled Codewords"); None takes the exact denominator, which exact keys
-            need.
         scale: factor on the logits; None is 1 / sqrt(D).
         backend: `"auto"`, `"triton"`, `"torch"`, `"dense"` or `"reference"`.
 
@@ -134,7 +123,6 @@ def avq_attention(
         query_tile=query_tile,
         query_order=query_order,
         key_order=key_order,
-        importance_tile=importance_tile,
         scale=scale,
         backend=backend,
     )
@@ -148,7 +136,7 @@ def attention_and_backend(
     codebook: Codebook | None = None,
     *,
     backend: str = "auto",
-    **options: Unpack[Options],
+    **options: Any,
 ) -> tuple[Tensor, str]:
     """`avq_attention`, and the backend that ran: never "auto".
 
@@ -159,103 +147,71 @@ def attention_and_backend(
     Raises:
         TypeError, ValueError, NotImplementedError: as `avq_attention`.
     """
-    if isinstance(codebook, Codebook):
-        options["num_parents"] = int(codebook.num_parents)  # torch.jit.trace has tensors here
-        options["num_children"] = int(codebook.num_children)
-    backend = _settled_backend(backend, query, key, value, codebook, options)
-    sinks = options["sink_key"], options["sink_value"]
-    _refuse_tangents(query, key, value, *sinks)
-    options["key_order"] = order_of_keys(options["key_order"], options["query_order"], key.shape[2])
-    scale = options["scale"]
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    options["scale"] = scale
-    parents = children = None
-    if codebook is not None:
-        parents, children = codebook.parents, codebook.children
+    tensors = Tensors.of_call(query, key, value, codebook, options)
+    spec, backend = _settle(tensors, options, backend)
+    _refuse_tangents(*tensors.tokens)
     if backend == "triton":
-        needs_grad = _needs_grad(query, key, value, *sinks)
-        arguments: dict[str, Any] = {"parents": parents, "children": children, **options}
+        needs_grad = _needs_grad(*tensors.tokens)
         if not needs_grad and not _is_watched(query, key, value):
-            return _launch_kernels(query, key, value, **arguments), backend
+            return _launch_kernels(tensors, spec), backend
         # A codebook that requires a gradient gets none.
         with torch.set_grad_enabled(needs_grad):
-            return _kernel_attention(query, key, value, **arguments), backend
+            return _kernel_attention(*tensors, spec.numbers, spec.scale), backend
 
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    if codebook is not None:
-        parents, children = (x.detach().to(dtype) for x in (codebook.parents, codebook.children))
+    tensors = tensors.with_codewords_in(torch.promote_types(query.dtype, torch.float32))
     if backend == "torch":
-        output = _attention(query, key, value, parents=parents, children=children, **options)
-        return output, backend
+        return _attention(*tensors, spec.numbers, spec.scale), backend
     # Autocast would choose parents by half-precision products.
     with torch.autocast(query.device.type, enabled=False):
+        parents, children = tensors.parents, tensors.children
         if parents is not None and children is not None and backend == "dense":
-            has_leaves = options["num_refined"] > 0
-            quantized_key = _quantize(key, parents, children if has_leaves else children[:, :, :0])
-            output = F.scaled_dot_product_attention(query, quantized_key, value, scale=scale)
+            quantized_key = _quantize(
+                key, parents, children if spec.num_refined else children[:, :, :0]
+            )
+            output = F.scaled_dot_product_attention(query, quantized_key, value, scale=spec.scale)
         else:
             output = reference.avq_attention(query, key, value, parents, children, **options)
     return output.transpose(1, 2).contiguous().transpose(1, 2), backend
 
 
-# The backends of calls on a GPU whose arguments have been checked, by all that was checked.
-_settled: dict[tuple[object, ...], str] = {}
+# Checked spec and chosen backend per call signature, on a GPU.
+_settled: dict[tuple[object, ...], tuple[Spec, str]] = {}
 _MOST_SETTLED = 512
 
 
-def _settled_backend(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    codebook: Codebook | None,
-    options: Options,
-) -> str:
-    """Check the arguments and choose the backend: on a GPU once for all calls that look alike."""
+def _settle(tensors: Tensors, options: Mapping[str, Any], backend: str) -> tuple[Spec, str]:
+    """Check the arguments and choose the backend: on a GPU once per call signature."""
     looks = None
+    query = tensors.query
     if isinstance(query, Tensor) and query.is_cuda and not torch.compiler.is_compiling():
-        sinks = options["sink_key"], options["sink_value"]
-        orders = options["query_order"], options["key_order"]
-        tensors = (query, key, value, *sinks, *orders, codebook)
         numbers = [x for x in options.values() if not isinstance(x, Tensor)]
-        looks = (
-            torch.is_grad_enabled(),
-            backend,
-            *options,
-            *map(_look, tensors),
-            *numbers,
-            *map(type, numbers),
-        )
         try:
+            looks = (
+                torch.is_grad_enabled(),
+                backend,
+                *options,
+                *[None if x is None else _look(x) for x in tensors],
+                *numbers,
+                *map(type, numbers),
+            )
             found = _settled.get(looks)
-        except TypeError:  # an argument of a wrong type that has no hash
+        except (AttributeError, TypeError):  # an argument of a wrong type, perhaps without a hash
             looks = found = None
         if found is not None:
             return found
-    check_arguments(query, key, value, codebook, **options)
-    sinks = options["sink_key"], options["sink_value"]
-    names = ("key", "value", "sink_key", "sink_value")
-    for name, tensor in zip(names, (key, value, *sinks), strict=True):
-        if tensor is not None and tensor.dtype != query.dtype:
-            raise TypeError(
-                f"{name} must have the dtype of query, {query.dtype}, but got {tensor.dtype}."
-            )
-    backend = resolve_backend(backend, query, key, value, codebook, **options)
+    tensors.check()
+    spec = Spec.of_call(tensors, options)
+    settled = spec, resolve_backend(backend, tensors, spec)
     if looks is not None:
         if len(_settled) >= _MOST_SETTLED:
             _settled.clear()
-        _settled[looks] = backend
-    return backend
+        _settled[looks] = settled
+    return settled
 
 
-def _look(argument: object) -> object:
-    """All of a tensor or codebook that checks and backends depend on."""
-    if isinstance(argument, Tensor):
-        layout = argument.shape, argument.stride()
-        return *layout, argument.dtype, argument.device, argument.requires_grad
-    if isinstance(argument, Codebook):
-        return argument.parents.shape, argument.parents.device
-    return type(argument)
+def _look(x: Tensor) -> tuple[object, ...]:
+    """Cache key of a tensor: the properties that checks and dispatch look at."""
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
 
 
 def _is_watched(*tensors: Tensor) -> bool:
@@ -269,63 +225,30 @@ def _is_watched(*tensors: Tensor) -> bool:
     )
 
 
-def resolve_backend(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    codebook: Codebook | None,
-    **options: Unpack[Options],
-) -> str:
+def resolve_backend(backend: str, tensors: Tensors, spec: Spec) -> str:
     """Return the backend that `avq_attention` would run: never "auto".
 
     Args:
         backend: what the call asks for.
-        query, key, value, codebook: as for `avq_attention`.
-        **options: all others of `avq_attention`, with the sizes of the codebook.
+        tensors, spec: of the call, checked.
 
     Raises:
-        ValueError: the backend is unknown or cannot run; the message says why.
+        ValueError: the backend is unknown or cannot run; the message lists every limit that fails.
     """
     check_backend(backend)
-    if backend in ("torch", "reference"):
+    if backend != "auto":
+        reasons = obstacles(backend, tensors, spec)
+        if reasons:
+            raise ValueError(f'backend="{backend}" cannot run: {"; ".join(reasons)}.')
         return backend
-    is_dense = options["codewords"] == "stored" and not (
-        options["num_updates"] or options["exact_keys"] or options["sink_key"] is not None
-    )
-    if backend == "dense":
-        if not is_dense:
-            raise ValueError(
-                'backend="dense" cannot run: it needs stored codewords, no updates, exact keys or '
-                "sink keys."
-            )
-        if 0 < options["num_refined"] < options["num_parents"]:
-            raise ValueError(
-                f'backend="dense" cannot run: num_refined must be 0 or all '
-                f"{options['num_parents']} parents, but is {options['num_refined']}."
-            )
-        return "dense"
     if (
-        backend == "auto"
-        and is_dense
-        and _needs_grad(query, key, value)
-        and backward.dense_is_faster(
-            query.device,
-            num_keys=key.shape[2],
-            head_dim=query.shape[3],
-            num_parents=options["num_parents"],
-            num_children=options["num_children"],
-            num_refined=options["num_refined"],
-        )
+        _needs_grad(tensors.query, tensors.key, tensors.value)
+        and not obstacles("dense", tensors, spec)
+        and torch_backward.dense_is_faster(tensors, spec)
     ):
         return "dense"
-    if backend == "auto" and query.device.type != "cuda":
-        return "torch"
-    obstacle = _kernel_obstacle(query, codebook is not None, **options)
-    if obstacle is None:
+    if tensors.query.is_cuda and not obstacles("triton", tensors, spec):
         return "triton"
-    if backend == "triton":
-        raise ValueError(f'backend="triton" cannot run: {obstacle}.')
     return "torch"
 
 
@@ -351,274 +274,119 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _kernel_obstacle(query: Tensor, has_codebook: bool, **options: Unpack[Options]) -> str | None:
-    """Why the kernels cannot run; None if they can."""
-    if not _HAS_TRITON:
-        return "triton is not installed"
-    capability = _MIN_CAPABILITY
-    if query.device.type == "cuda":
-        if torch.version.hip is not None:
-            return "the kernels have been tried on NVIDIA GPUs only"
-        capability = torch.cuda.get_device_capability(query.device)
-        if capability < _MIN_CAPABILITY:
-            return "the GPU's compute capability is below 8.0"
-    elif query.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
-        return f"query is on {query.device}, and the kernels need an NVIDIA GPU"
-    scale = options["scale"]
-    if scale is not None and not scale > 0:
-        return f"scale must be positive, but is {scale}"
-    is_exact = options["exact_keys"] > 0
-    if is_exact and options["codewords"] == "stored":
-        return 'exact keys need codewords="means"'
-    visible = options["num_parents"] + options["num_refined"] * options["num_children"]
-    if is_exact and visible > MOST_VISIBLE:
-        return f"tiles with exact keys may see {MOST_VISIBLE} codewords, but see {visible}"
-    if options["num_updates"] and has_codebook:
-        return "num_updates moves the parents of a codebook"
-    return tables.unsupported(
-        query,
-        num_parents=options["num_parents"],
-        num_children=options["num_children"],
-        num_refined=options["num_refined"],
-        query_tile=options["query_tile"],
-        capability=capability,
-    )
-
-
-@torch.library.custom_op("avq_diffusers::attention", mutates_args=())
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink_key: Tensor | None,
-    sink_value: Tensor | None,
-    parents: Tensor | None,
-    children: Tensor | None,
-    query_order: Tensor | None,
-    key_order: Tensor | None,
-    num_parents: int,
-    num_children: int,
-    num_refined: int,
-    codewords: str,
-    num_updates: int,
-    exact_keys: int,
-    query_tile: int,
-    importance_tile: int | None,
-    scale: float,
-) -> Tensor:
-    _check_traced_order(query, query_order)
-    # Autocast would compute the float32 products in half precision.
-    with torch.autocast(query.device.type, enabled=False):
-        return forward.avq_attention(
-            query,
-            key,
-            value,
-            sink_key,
-            sink_value,
-            parents,
-            children,
-            query_order,
-            key_order,
-            num_parents=num_parents,
-            num_children=num_children,
-            num_refined=num_refined,
-            means=codewords == "means",
-            num_updates=num_updates,
-            exact_keys=exact_keys,
-            query_tile=query_tile,
-            importance_tile=importance_tile,
-            scale=scale,
-        )
-
-
-def _launch_kernels(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink_key: Tensor | None,
-    sink_value: Tensor | None,
-    parents: Tensor | None,
-    children: Tensor | None,
-    query_order: Tensor | None,
-    key_order: Tensor | None,
-    num_parents: int,
-    num_children: int,
-    num_refined: int,
-    codewords: str,
-    num_updates: int,
-    exact_keys: int,
-    query_tile: int,
-    importance_tile: int | None,
-    scale: float,
-) -> Tensor:
-    from avq_diffusers.attention.triton.call import kernel_attention
-
-    _check_traced_order(query, query_order)
-    with _current(query.device):
-        stored, parents = _kernel_codewords(
-            key, parents, children, key_order, num_parents, num_updates, scale
-        )
-        return kernel_attention(
-            query,
-            key,
-            value,
-            sink_key,
-            sink_value,
-            stored,
-            parents,
-            query_order,
-            key_order,
-            num_parents=num_parents,
-            num_children=num_children,
-            num_refined=num_refined,
-            means=codewords == "means",
-            exact_keys=exact_keys,
-            query_tile=query_tile,
-            importance_tile=importance_tile,
-            scale=scale,
-        )
-
-
-_kernel_attention = torch.library.custom_op(
-    "avq_diffusers::kernel_attention", _launch_kernels, mutates_args=()
+# What the operators take: the fields of `Tensors`, then those of a `Spec`.
+_CALL = ", ".join(
+    [
+        *(f"Tensor {name}" for name in Tensors._fields[:3]),
+        *(f"Tensor? {name}" for name in Tensors._fields[3:]),
+        "SymInt[] numbers",
+        "float scale",
+    ]
 )
+
+
+def _call_of(arguments: Sequence[Any]) -> tuple[Tensors, Spec]:
+    """The arguments of an operator, of which only `torch.jit.trace` changes the shapes."""
+    *tensors, numbers, scale = arguments
+    call = Tensors(*tensors)
+    order, num_queries = call.query_order, call.query.shape[2]
+    if order is not None and order.shape[0] != num_queries:
+        raise ValueError(
+            f"torch.jit.trace serves the number of tokens that it was made with: expected "
+            f"{order.shape[0]}, but got {num_queries}."
+        )
+    return call, Spec.of_numbers(numbers, scale)
+
+
+@torch.library.custom_op("avq_diffusers::attention", mutates_args=(), schema=f"({_CALL}) -> Tensor")
+def _attention(*arguments: Any) -> Tensor:
+    tensors, spec = _call_of(arguments)
+    # Autocast would compute the float32 products in half precision.
+    with torch.autocast(tensors.query.device.type, enabled=False):
+        return torch_forward.avq_attention(tensors, spec)
+
+
+@torch.library.custom_op(
+    "avq_diffusers::kernel_attention", mutates_args=(), schema=f"({_CALL}) -> Tensor"
+)
+def _kernel_attention(*arguments: Any) -> Tensor:
+    return _launch_kernels(*_call_of(arguments))
+
+
+def _launch_kernels(tensors: Tensors, spec: Spec) -> Tensor:
+    with _current(tensors.query.device):
+        return _kernels().call.kernel_attention(tensors, *_kernel_codewords(tensors, spec), spec)
+
+
+@cache
+def _kernels() -> ModuleType:
+    """The package of the kernels; importing them needs Triton."""
+    from avq_diffusers.attention.triton import call, gradients, updates  # noqa: F401
+
+    return triton
 
 
 def _current(device: torch.device) -> AbstractContextManager:
     """Makes the device current: Triton launches there."""
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return nullcontext() if is_current else torch.cuda.device(device)
+    return _NOTHING if is_current else torch.cuda.device(device)
 
 
 def _kernel_codewords(
-    key: Tensor,
-    parents: Tensor | None,
-    children: Tensor | None,
-    key_order: Tensor | None,
-    num_parents: int,
-    num_updates: int,
-    scale: float,
+    tensors: Tensors, spec: Spec
 ) -> tuple[tables.StoredCodes | None, Tensor | None]:
     """Stored codewords and updated parents as the kernels take them, one or none of the two."""
-    if parents is not None and children is not None:
-        return _packed_codewords(parents, children, scale, key.dtype), None
-    if num_updates == 0:
+    if tensors.parents is not None and tensors.children is not None:
+        dtype = tensors.key.dtype
+        return _packed_codewords(tensors.parents, tensors.children, spec.scale, dtype), None
+    if spec.num_updates == 0:
         return None, None
-    from avq_diffusers.attention.triton.updates import updated_parents
-
-    return None, updated_parents(key, key_order, num_parents=num_parents, num_updates=num_updates)
-
-
-def _check_traced_order(query: Tensor, query_order: Tensor | None) -> None:
-    """All other callers have checked it."""
-    if query_order is not None and query_order.shape[0] != query.shape[2]:
-        raise ValueError(
-            f"torch.jit.trace serves the number of tokens that it was made with: expected "
-            f"{query_order.shape[0]}, but got {query.shape[2]}."
-        )
+    return None, _kernels().updates.updated_parents(tensors.key, tensors.key_order, spec)
 
 
 @_kernel_attention.register_fake
 @_attention.register_fake
-def _(query: Tensor, *args: object) -> Tensor:
-    return backward.empty_gradient(query)
+def _(query: Tensor, *others: Any) -> Tensor:
+    return torch_backward.empty_gradient(query)
 
 
-@torch.library.custom_op("avq_diffusers::attention_backward", mutates_args=())
-def _attention_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink_key: Tensor | None,
-    sink_value: Tensor | None,
-    parents: Tensor | None,
-    children: Tensor | None,
-    query_order: Tensor | None,
-    key_order: Tensor | None,
-    num_parents: int,
-    num_children: int,
-    num_refined: int,
-    codewords: str,
-    num_updates: int,
-    exact_keys: int,
-    query_tile: int,
-    importance_tile: int | None,
-    scale: float,
-    needs_grad: Sequence[bool],
-    by_kernels: bool,
-) -> list[Tensor]:
-    means = codewords == "means"
+@torch.library.custom_op(
+    "avq_diffusers::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, {_CALL}, bool[] needs_grad, bool by_kernels) -> Tensor[]",
+)
+def _attention_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+    *call, needs_grad, by_kernels = arguments
+    tensors, spec = _call_of(call)
+    query = tensors.query
     if by_kernels:
-        from avq_diffusers.attention.triton import gradients
-
-        if gradients.serves(query, means=means):
+        gradients = _kernels().gradients
+        if gradients.serves(query, means=spec.means):
             with _current(query.device):
-                stored, parents = _kernel_codewords(
-                    key, parents, children, key_order, num_parents, num_updates, scale
-                )
-                grads = gradients.kernel_gradients(
-                    grad_output,
-                    query,
-                    key,
-                    value,
-                    sink_key,
-                    sink_value,
-                    stored,
-                    parents,
-                    query_order,
-                    key_order,
-                    num_parents=num_parents,
-                    num_children=num_children,
-                    num_refined=num_refined,
-                    exact_keys=exact_keys,
-                    query_tile=query_tile,
-                    importance_tile=importance_tile,
-                    scale=scale,
-                )
+                codewords = _kernel_codewords(tensors, spec)
+                grads = gradients.kernel_gradients(grad_output, tensors, *codewords, spec)
             return [grad for grad, needed in zip(grads, needs_grad, strict=False) if needed]
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    tensors = tensors.with_codewords_in(torch.promote_types(query.dtype, torch.float32))
     with torch.autocast(query.device.type, enabled=False):
-        return backward.gradients(
-            grad_output,
-            query,
-            key,
-            value,
-            sink_key,
-            sink_value,
-            None if parents is None else parents.to(dtype),
-            None if children is None else children.to(dtype),
-            query_order,
-            key_order,
-            needs_grad=needs_grad,
-            num_parents=num_parents,
-            num_children=num_children,
-            num_refined=num_refined,
-            means=means,
-            num_updates=num_updates,
-            exact_keys=exact_keys,
-            query_tile=query_tile,
-            importance_tile=importance_tile,
-            scale=scale,
-        )
+        return torch_backward.gradients(grad_output, tensors, spec, needs_grad)
 
 
 @_attention_backward.register_fake
-def _(grad_output: Tensor, *args: Any) -> list[Tensor]:
-    inputs = zip(args[:NUM_DIFFERENTIABLE], args[-2], strict=True)
-    return [backward.empty_gradient(x) for x, needed in inputs if needed]
+def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+    inputs = zip(arguments[:NUM_TOKENS], arguments[-2], strict=True)
+    return [torch_backward.empty_gradient(x) for x, needed in inputs if needed]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:NUM_TENSORS])
-    ctx.numbers = inputs[NUM_TENSORS:]
+    *tensors, ctx.numbers, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, grad_output: Tensor, *, by_kernels: bool) -> tuple[Tensor | None, ...]:
-    needs_grad = ctx.needs_input_grad[:NUM_DIFFERENTIABLE]
-    inputs = (*ctx.saved_tensors, *ctx.numbers)
-    found = iter(_attention_backward(grad_output, *inputs, needs_grad, by_kernels))
-    constants = len(ctx.needs_input_grad) - NUM_DIFFERENTIABLE
+    needs_grad = ctx.needs_input_grad[:NUM_TOKENS]
+    call = *ctx.saved_tensors, ctx.numbers, ctx.scale
+    found = iter(_attention_backward(grad_output, *call, needs_grad, by_kernels))
+    constants = len(call) - NUM_TOKENS
     return *(next(found) if needed else None for needed in needs_grad), *(None,) * constants
 
 
@@ -630,7 +398,7 @@ for _operation, _by_kernels in ((_attention, False), (_kernel_attention, True)):
 
 @torch.library.custom_op("avq_diffusers::quantize", mutates_args=())
 def _quantize(key: Tensor, parents: Tensor, children: Tensor) -> Tensor:
-    return backward.quantize(key, parents, children)
+    return torch_backward.quantize(key, parents, children)
 
 
 @_quantize.register_fake

@@ -10,37 +10,17 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypedDict, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from avq_diffusers.attention import reference
-from avq_diffusers.attention.own_codewords import codewords_and_leaves, order_of_keys
-from avq_diffusers.attention.validation import Options, check_arguments
-from avq_diffusers.codebook.assignment import (
-    across_heads,
-    chunk_length,
-    heads_first,
-    leaf_sums,
-    working_dtype,
-)
+from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.own_codewords import codewords_and_leaves
+from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.codebook.assignment import across_heads, chunk_length, heads_first, leaf_sums
 from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.config import LARGEST_COUNT, check_int
 
 ACTIVE_SHARE = 0.01
-DEFAULTS: Options = {
-    "num_parents": 64,
-    "num_children": 8,
-    "num_refined": 0,
-    "codewords": "means",
-    "num_updates": 0,
-    "exact_keys": 0,
-    "sink_key": None,
-    "sink_value": None,
-    "query_tile": 128,
-    "query_order": None,
-    "key_order": None,
-    "importance_tile": None,
-    "scale": None,
-}
 
 
 class DiagnosticOptions(TypedDict, total=False):
@@ -53,7 +33,6 @@ class DiagnosticOptions(TypedDict, total=False):
     query_tile: int
     query_order: Tensor | None
     key_order: Tensor | None
-    importance_tile: int | None
     scale: float | None
 
 
@@ -85,84 +64,6 @@ def capture(
     return captured_share(attention_mass(query, key, codebook, **options), refined)
 
 
-@torch.no_grad()
-def exact_capture(
-    query: Tensor,
-    key: Tensor,
-    codebook: Codebook | None,
-    num_refined: int,
-    exact_keys: int,
-    **options: Unpack[DiagnosticOptions],
-) -> Tensor:
-    """Share of exact attention that falls on the exact keys of query tiles.
-
-    Args:
-        query: (B, H, N, D).
-        key: (B, H, S, D).
-        codebook: of H heads and head dim D, or None for codewords from the keys.
-        num_refined, exact_keys, **options: as in `avq_attention`.
-
-    Returns:
-        (H,) in [0, 1], mean over batch and queries.
-
-    Raises:
-        TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
-    """
-    choices = _checked(query, key, codebook, options, num_refined, exact_keys)
-    found = _quantized(key, codebook, choices)
-    refined = reference.select(_parent_scores(query, key, codebook, choices), num_refined)
-    query, key, scale = _at_least_fp32(query, key, choices["scale"])
-    rows = torch.cat([found.parents, found.leaves], dim=2).to(query.dtype)
-    num_parents = found.parents.shape[2]
-    parents = rows[:, :, :num_parents]
-    cell, leaf = found.cell, num_parents + found.leaf
-    (cell_spread, counts), (leaf_spread, _) = (
-        _spread_and_counts(key, index, codewords)
-        for index, codewords in ((cell, parents), (found.leaf, rows[:, :, num_parents:]))
-    )
-    spread = torch.cat([cell_spread, leaf_spread], dim=2)
-
-    captured: list[Tensor] = []
-    for tiles in _query_tiles(query, choices, row_elements=key.shape[2] + rows.shape[2]):
-        for tile in tiles.unbind(dim=2):
-            row = torch.where(refined[:, :, len(captured)].gather(-1, cell), leaf, cell)
-            members = torch.zeros_like(spread)
-            members.scatter_add_(-1, row, members.new_ones(()).expand_as(row))
-            gain = reference.exact_gain(
-                tile, rows, spread.where(members > 0, 0), parents, counts, scale
-            )
-            is_exact = reference.select_exact(gain, members, exact_keys).gather(-1, row)
-            attention = (scale * tile @ key.mT).softmax(dim=-1)
-            captured.append((attention * is_exact[:, :, None]).sum(dim=(0, 2, 3)))
-    return torch.stack(captured).sum(dim=0) / (len(query) * query.shape[2])
-
-
-@torch.no_grad()
-def capture_curve(
-    query: Tensor, key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
-) -> Tensor:
-    """`capture` for every number of refined parents, at the cost of one.
-
-    Args:
-        query: (B, H, N, D).
-        key: (B, H, S, D).
-        codebook: of H heads and head dim D, or None for codewords from the keys.
-        **options: as in `avq_attention`.
-
-    Returns:
-        (H, M0 + 1) float64 in [0, 1], on the CPU: with 0, 1, ... M0 refined parents.
-
-    Raises:
-        TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
-    """
-    choices = _checked(query, key, codebook, options)
-    score = _parent_scores(query, key, codebook, choices)
-    mass = attention_mass(query, key, codebook, **options)
-    ranking = score.argsort(dim=-1, descending=True, stable=True)
-    captured = mass.gather(-1, ranking).cpu().double().sum(dim=(0, 2)).cumsum(dim=-1)
-    return F.pad(captured / captured[:, -1:], (1, 0))
-
-
 def captured_share(mass: Tensor, refined: Tensor) -> Tensor:
     """`capture` of any choice of parents.
 
@@ -183,28 +84,19 @@ def attention_mass(
     """Exact attention of each query tile that falls on the keys of each parent.
 
     Importance estimates it; the parents of largest mass are the best to refine (paper,
-    Tab. tiled_capture).
-
-    Args:
-        query: (B, H, N, D).
-        key: (B, H, S, D).
-        codebook: of H heads and head dim D, or None for codewords from the keys.
-        **options: as in `avq_attention`.
+    Tab. tiled_capture). `query`, `key`, `codebook`, `options` and errors are those of `capture`.
 
     Returns:
         (B, H, T, M0) for T query tiles; the sum over parents is the number of queries in a tile.
-
-    Raises:
-        TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
-    choices = _checked(query, key, codebook, options)
-    found = _quantized(key, codebook, choices)
-    query, key, scale = _at_least_fp32(query, key, choices["scale"])
-    members = query.new_zeros(*key.shape[:3], choices["num_parents"])
+    tensors, spec = _call(query, key, codebook, options)
+    found = _quantized(tensors, spec)
+    query, key = _at_least_fp32(tensors)
+    members = query.new_zeros(*key.shape[:3], spec.num_parents)
     members.scatter_(-1, found.cell[..., None], 1)
     masses = []
-    for tiles in _query_tiles(query, choices, row_elements=key.shape[2]):
-        attention = (scale * tiles.flatten(2, 3) @ key.transpose(-1, -2)).softmax(dim=-1)
+    for tiles in _query_tiles(tensors, spec, row_elements=key.shape[2]):
+        attention = (spec.scale * tiles.flatten(2, 3) @ key.transpose(-1, -2)).softmax(dim=-1)
         masses.append(attention.unflatten(2, tiles.shape[2:4]).sum(dim=3) @ members)
     return torch.cat(masses, dim=-2)
 
@@ -215,24 +107,23 @@ def refined_parents(
     key: Tensor,
     codebook: Codebook | None,
     num_refined: int,
+    importance_tile: int | None = None,
     **options: Unpack[DiagnosticOptions],
 ) -> Tensor:
-    """The parents that AVQ attention refines in each query tile.
+    """The parents that AVQ attention refines in each query tile; errors are those of `capture`.
 
     Args:
-        query: (B, H, N, D).
-        key: (B, H, S, D).
-        codebook: of H heads and head dim D, or None for codewords from the keys.
-        num_refined, **options: as in `avq_attention`.
+        query, key, codebook, num_refined, **options: as for `capture`.
+        importance_tile: parents per tile of the tiled importance, as in `reference.importance`;
+            None is the exact one, that of AVQ attention.
 
     Returns:
         (B, H, T, M0) bool for T query tiles.
-
-    Raises:
-        TypeError, ValueError: as `avq_attention`; query and key may have different dtypes.
     """
-    choices = _checked(query, key, codebook, options, num_refined)
-    return reference.select(_parent_scores(query, key, codebook, choices), num_refined)
+    if importance_tile is not None:
+        check_int("importance_tile", importance_tile, 1, LARGEST_COUNT)
+    tensors, spec = _call(query, key, codebook, options, num_refined=num_refined)
+    return reference.select(_parent_scores(tensors, spec, importance_tile), num_refined)
 
 
 def commitment_loss(
@@ -256,7 +147,7 @@ def commitment_loss(
         TypeError, ValueError: as `avq_attention`.
     """
     key = _batched(key)
-    found = _quantized(key, codebook, _checked(key, key, codebook, options))
+    found = _quantized(*_call(key, key, codebook, options))
     leaf = across_heads(found.leaf.flatten(0, 1), found.leaves.shape[2]).flatten()
     quantized_key = found.leaves.flatten(0, 2).index_select(0, leaf).view(key.shape)
     return heads_first(key - quantized_key).square().sum(dim=-1).mean(dim=-1)
@@ -265,16 +156,10 @@ def commitment_loss(
 def quantization_error(
     key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
 ) -> Tensor:
-    """`commitment_loss` in variances of the keys.
-
-    Args:
-        key, codebook, **options: as `commitment_loss`.
+    """`commitment_loss` of the same `key`, `codebook` and `options`, in variances of the keys.
 
     Returns:
         (H,); 0 is exact, 1 is what a single codeword at the mean of the keys would reach.
-
-    Raises:
-        TypeError, ValueError: as `avq_attention`.
     """
     loss = commitment_loss(key, codebook, **options)
     variance = heads_first(key).to(loss.dtype).var(dim=1, correction=0).sum(dim=-1)
@@ -284,21 +169,15 @@ def quantization_error(
 def leaf_counts(
     key: Tensor, codebook: Codebook | None, **options: Unpack[DiagnosticOptions]
 ) -> Tensor:
-    """Number of keys that each leaf takes.
-
-    Args:
-        key, codebook, **options: as `commitment_loss`.
+    """Number of keys that each leaf takes; `key`, `codebook`, `options` as for `commitment_loss`.
 
     Returns:
         (H, M0, 1 + C) int64; leaf 0 counts the keys that stay with the parent.
-
-    Raises:
-        TypeError, ValueError: as `avq_attention`.
     """
     key = _batched(key)
-    choices = _checked(key, key, codebook, options)
-    leaf = _quantized(key, codebook, choices).leaf.movedim(1, 0).flatten(1)
-    shape = choices["num_parents"], 1 + choices["num_children"]
+    tensors, spec = _call(key, key, codebook, options)
+    leaf = _quantized(tensors, spec).leaf.movedim(1, 0).flatten(1)
+    shape = spec.num_parents, 1 + spec.num_children
     counts = leaf.new_zeros(len(leaf), shape[0] * shape[1])
     counts.scatter_add_(1, leaf, torch.ones_like(leaf))
     return counts.unflatten(1, shape)
@@ -351,67 +230,44 @@ def constraint_error(codebook: Codebook) -> Tensor:
     return error / distance.clamp(min=torch.finfo(offsets.dtype).tiny)
 
 
-def _checked(
+def _call(
     query: Tensor,
     key: Tensor,
     codebook: Codebook | None,
     options: DiagnosticOptions,
     num_refined: int = 0,
-    exact_keys: int = 0,
-) -> Options:
-    """All options of `avq_attention`, or its refusal. Keys stand in for the values."""
-    choices: Options = {
-        **DEFAULTS,
-        **options,
-        "num_refined": num_refined,
-        "exact_keys": exact_keys,
-    }
-    if isinstance(codebook, Codebook):
-        choices["num_parents"] = codebook.num_parents
-        choices["num_children"] = codebook.num_children
-    check_arguments(query, key, key, codebook, **choices)
-    choices["key_order"] = order_of_keys(choices["key_order"], choices["query_order"], key.shape[2])
-    return choices
+) -> tuple[Tensors, Spec]:
+    """The call of `avq_attention`, or its refusal. Keys stand in for the values."""
+    # Its keyword-only arguments, so that there is one place for their defaults.
+    given = {**(avq_attention.__kwdefaults__ or {}), **options, "num_refined": num_refined}
+    del given["backend"]
+    tensors = Tensors.of_call(query, key, key, codebook, given)
+    tensors.check(one_dtype=False)
+    return tensors, Spec.of_call(tensors, given)
 
 
 class _Quantized(NamedTuple):
-    """Where keys (B, H, S, D) go, and what represents them.
+    """Where keys (B, H, S, D) go, and what represents them."""
 
-    cell: (B, H, S) int64 in [0, M0).
-    leaf: (B, H, S) int64 in [0, M0 (1 + C)).
-    parents: (B, H, M0, D).
-    leaves: (B, H, M0 (1 + C), D).
-    """
-
-    cell: Tensor
-    leaf: Tensor
-    parents: Tensor
-    leaves: Tensor
+    cell: Tensor  # (B, H, S) int64 in [0, M0)
+    leaf: Tensor  # (B, H, S) int64 in [0, M0 (1 + C))
+    parents: Tensor  # (B, H, M0, D)
+    leaves: Tensor  # (B, H, M0 (1 + C), D)
 
 
 @torch.no_grad()
-def _quantized(key: Tensor, codebook: Codebook | None, choices: Options) -> _Quantized:
-    parents = children = None
-    if codebook is None:
-        key = key.to(torch.promote_types(key.dtype, torch.float32))
-    else:
-        dtype = working_dtype(key, codebook)
-        parents, children = codebook.parents.to(dtype), codebook.children.to(dtype)
-        key = key.to(dtype)
+def _quantized(tensors: Tensors, spec: Spec) -> _Quantized:
+    dtype = torch.promote_types(tensors.key.dtype, torch.float32)
+    if tensors.parents is not None:
+        dtype = torch.promote_types(dtype, tensors.parents.dtype)
+    key = tensors.key.to(dtype)
+    tensors = tensors._replace(key=key).with_codewords_in(dtype)
     with torch.autocast(key.device.type, enabled=False):
-        parents, children, leaf = codewords_and_leaves(
-            key,
-            parents,
-            children,
-            choices["key_order"],
-            num_parents=choices["num_parents"],
-            num_children=choices["num_children"],
-            num_updates=choices["num_updates"],
-        )
+        parents, children, leaf = codewords_and_leaves(tensors, spec)
         leaves = torch.cat([parents[:, :, None], children], dim=2)
         cell = leaf // leaves.shape[2]
         leaves = leaves.flatten(1, 2)
-        if choices["codewords"] == "means":
+        if spec.means:
             parents, leaves = (
                 sums / counts.clamp(min=1)[..., None]
                 for sums, counts in (
@@ -422,36 +278,30 @@ def _quantized(key: Tensor, codebook: Codebook | None, choices: Options) -> _Qua
     return _Quantized(*(x.unflatten(0, key.shape[:2]) for x in (cell, leaf, parents, leaves)))
 
 
-def _parent_scores(
-    query: Tensor, key: Tensor, codebook: Codebook | None, choices: Options
-) -> Tensor:
+def _parent_scores(tensors: Tensors, spec: Spec, importance_tile: int | None) -> Tensor:
     """What refined parents are chosen by, (B, H, T, M0)."""
-    found = _quantized(key, codebook, choices)
-    query, key, scale = _at_least_fp32(query, key, choices["scale"])
+    found = _quantized(tensors, spec)
+    query, key = _at_least_fp32(tensors)
     parents = found.parents.to(query.dtype)
-    spread, counts = _spread_and_counts(key, found.cell, parents)
+    # `reference.spread` in memory O(S D).
+    distance = key - parents.gather(2, found.cell[..., None].expand_as(key))
+    distance = distance.square().sum(dim=-1, keepdim=True).flatten(0, 1)
+    sums, counts = leaf_sums(distance, found.cell.flatten(0, 1), spec.num_parents)
+    spread = (sums[..., 0] / counts.clamp(min=1)).view(parents.shape[:3])
+    counts = counts.view(parents.shape[:3])
     importances = []
-    for tiles in _query_tiles(query, choices, row_elements=parents.shape[2]):
+    for tiles in _query_tiles(tensors, spec, row_elements=parents.shape[2]):
         num_tiles = tiles.shape[2]
         importance = reference.importance(
             tiles.movedim(2, 0).flatten(0, 1),
             parents.repeat(num_tiles, 1, 1, 1),
             counts.repeat(num_tiles, 1, 1),
-            scale,
-            choices["importance_tile"],
+            spec.scale,
+            importance_tile,
         )
         importances.append(importance.unflatten(0, (-1, len(query))).movedim(0, 2))
     score = torch.cat(importances, dim=-2)
-    return score * spread[:, :, None] if choices["codewords"] == "means" else score
-
-
-def _spread_and_counts(key: Tensor, index: Tensor, codewords: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.spread` and the number of keys of each codeword, (B, H, M), in memory O(S D)."""
-    distance = key - codewords.gather(2, index[..., None].expand_as(key))
-    distance = distance.square().sum(dim=-1, keepdim=True).flatten(0, 1)
-    sums, counts = leaf_sums(distance, index.flatten(0, 1), codewords.shape[2])
-    spread = sums[..., 0] / counts.clamp(min=1)
-    return spread.view(codewords.shape[:3]), counts.view(codewords.shape[:3])
+    return score * spread[:, :, None] if spec.means else score
 
 
 def _batched(key: Tensor) -> Tensor:
@@ -459,19 +309,21 @@ def _batched(key: Tensor) -> Tensor:
     return key[None] if key.ndim == 3 else key.flatten(0, -4)
 
 
-def _at_least_fp32(query: Tensor, key: Tensor, scale: float | None) -> tuple[Tensor, Tensor, float]:
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    return query.to(dtype), key.to(dtype), query.shape[-1] ** -0.5 if scale is None else scale
+def _at_least_fp32(tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Query and key."""
+    dtype = torch.promote_types(tensors.query.dtype, torch.float32)
+    return tensors.query.to(dtype), tensors.key.to(dtype)
 
 
-def _query_tiles(query: Tensor, choices: Options, *, row_elements: int) -> Iterator[Tensor]:
+def _query_tiles(tensors: Tensors, spec: Spec, *, row_elements: int) -> Iterator[Tensor]:
     """Queries (B, H, T, I, D) of T tiles at a time; a last tile that is not full comes alone.
 
     Args:
         row_elements: numbers that are computed per query; few tiles at a time bound the memory.
     """
+    query, _ = _at_least_fp32(tensors)
     batch, heads, num_queries, _ = query.shape
-    query_order, query_tile = choices["query_order"], choices["query_tile"]
+    query_order, query_tile = tensors.query_order, spec.query_tile
     if query_order is None:
         query_order = torch.arange(num_queries, device=query.device)
     tile_elements = batch * heads * query_tile * row_elements

@@ -42,23 +42,13 @@ def avq_attention(
     themselves.
 
     Args:
-        query: (B, H, N, D).
-        key, value: (B, H, S, D), same dtype as `query`.
+        query, key, value, num_parents, num_children, num_refined, codewords, num_updates,
+        exact_keys, sink_key, sink_value, query_tile, query_order, key_order, scale: as for
+            `api.avq_attention`.
         parents: (H, M0, D), dtype of `query` or wider; None takes codewords from the keys.
         children: (H, M0, C, D), dtype of `parents`.
-        num_parents, num_children: M0 and C of codewords from the keys.
-        num_refined: parents refined per query tile.
-        codewords: `"means"` or `"stored"`: what replaces a key, the mean of the keys in its leaf
-            or cell, or the codeword.
-        num_updates: Lloyd updates of the parents by these keys.
-        exact_keys: most keys per query tile that take part as themselves.
-        sink_key, sink_value: (B, H, T, D) that always do, or None.
-        query_tile: consecutive queries of `query_order` that share one choice of parents.
-        query_order: (N,) integer permutation of the queries; None is their own order.
-        key_order: (S,) integer permutation in which codewords from the keys are spaced; None is
-            `query_order` if N = S, else the order of the keys.
-        importance_tile: parents per tile of the tiled importance; None is exact.
-        scale: factor on the logits; None is 1 / sqrt(D).
+        importance_tile: parents per tile of the tiled importance, which backends do not have; None
+            is that of `importance` over all parents.
 
     Returns:
         (B, H, N, D) in the order of `query`.
@@ -236,7 +226,7 @@ def importance(
 
 
 def spread(key: Tensor, index: Tensor, codewords: Tensor) -> Tensor:
-    """Mean squared distance of the keys of each codeword to it.
+    """Variance of the keys of each codeword around it: their mean squared distance to it.
 
     Args:
         key: (B, H, S, D).

@@ -190,7 +190,6 @@ class _LayerSample:
             codewords="stored",
             query_tile=config.query_tile,
             query_order=order,
-            importance_tile=config.importance_tile,
         )
         error = quantization_error(self.keys, codebook, codewords="stored")
         return {

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -141,7 +141,7 @@ class Ladder:
                 query,
                 key,
                 value,
-                **options | AVQConfig.parse(sizes).sizes._asdict(),
+                **options | asdict(AVQConfig.parse(sizes).sizes),
             )
             for sizes in (self._rungs(key) if self.costs is None else self.costs)
         }
@@ -281,7 +281,7 @@ def _check_measured(config: AVQConfig) -> None:
 
     Raises:
         TypeError: it is not an `AVQConfig`.
-        ValueError: it has overrides, stored codewords, a key norm or tiled importance.
+        ValueError: it has overrides, stored codewords or a key norm.
     """
     if not isinstance(config, AVQConfig):
         raise TypeError(f"config must be an AVQConfig, but got {config!r}.")
@@ -289,7 +289,6 @@ def _check_measured(config: AVQConfig) -> None:
         ("overrides", config.overrides),
         ('codewords="stored"', config.codewords == "stored"),
         ("key_norm", config.key_norm),
-        ("importance_tile", config.importance_tile is not None),
     ):
         if refused:
             raise ValueError(

@@ -1,6 +1,7 @@
 """What each layer runs: refined parents or exact attention, by timestep and by layer."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -65,7 +66,7 @@ def planned_sizes(
                         f"{count}."
                     )
             schedules[state] = {
-                start: None if count is None else state.config.sizes._replace(num_refined=count)
+                start: None if count is None else replace(state.config.sizes, num_refined=count)
                 for start, count in schedule.items()
             }
     return schedules

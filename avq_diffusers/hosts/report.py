@@ -1,7 +1,7 @@
 """`summary`: what each self-attention layer runs, and why."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from avq_diffusers.config import Sizes, configuration_string
 from avq_diffusers.hosts.host import Host, Hosted
@@ -111,11 +111,10 @@ def _row(
 
 def _config(schedule: Sequence[Sizes | None]) -> str:
     avq = [sizes for sizes in schedule if sizes is not None]
-    if len(avq) < len(schedule) or len({sizes._replace(num_refined=0) for sizes in avq}) > 1:
+    if len(avq) < len(schedule) or len({replace(sizes, num_refined=0) for sizes in avq}) > 1:
         return ", ".join(EXACT if sizes is None else str(sizes) for sizes in schedule)
-    parents, _, children, exact_keys = avq[0]
-    refined = "-".join(str(sizes.num_refined) for sizes in avq)
-    return configuration_string(parents, refined, children, exact_keys)
+    first, refined = avq[0], "-".join(str(sizes.num_refined) for sizes in avq)
+    return configuration_string(first.num_parents, refined, first.num_children, first.exact_keys)
 
 
 def _runs(host: Host, layer: Layer, state: LayerState | None) -> str:

@@ -10,7 +10,7 @@ user's cache folder, as are the costs among which a tolerance chooses.
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -224,7 +224,7 @@ def _both_attentions(
         query,
         key,
         value,
-        **workload.sizes._asdict(),
+        **asdict(workload.sizes),
         query_tile=workload.query_tile,
         num_updates=workload.num_updates,
         query_order=torch.arange(num_tokens, device=device),

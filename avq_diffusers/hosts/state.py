@@ -302,7 +302,6 @@ class LayerState(Replaced):
             # Parts of a model may be on other devices than its input.
             query_order=None if queries is None else queries.to(query.device),
             key_order=None if keys is None else keys.to(query.device),
-            importance_tile=config.importance_tile,
             scale=scale,
             backend=self.backend,
         )

@@ -217,7 +217,7 @@ def measure_error(
         TypeError: AVQ does not know the model, it needs a pipeline to run, or an argument has the
             wrong type or is one that is set for each prompt.
         ValueError: there is no example, step, part or layer; `config` has overrides, stored
-            codewords, a key norm or tiled importance; attention has NaN or infinity; or several
+            codewords or a key norm; attention has NaN or infinity; or several
             parts are asked of a model or sampler without training timesteps.
         RuntimeError: AVQ would serve no call of a layer; the message says why.
     """

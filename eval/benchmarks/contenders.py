@@ -6,7 +6,7 @@ backend. A contender with wrong output gets no time.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from avq_diffusers import AVQConfig, avq_attention
+from avq_diffusers.attention.spec import Spec, Tensors
 from avq_diffusers.attention.triton import codewords as tables
 from avq_diffusers.codebook.codebook import Codebook
 from eval.benchmarks.inputs import KeySource, Shape
@@ -239,40 +240,49 @@ def kernel_stages(
     sets: InputSets, config: AVQConfig, codebook: Codebook | None, order: Tensor | None
 ) -> dict[str, Callable[[int], Any]]:
     """The two kernel stages apart, on the codewords that the operation packs or on own ones."""
-    from avq_diffusers.attention.triton import attention, precompute
+    from avq_diffusers.attention.triton.attention import attention_launch
+    from avq_diffusers.attention.triton.launch import Plan, address
+    from avq_diffusers.attention.triton.precompute import precompute_launches
+    from avq_diffusers.attention.triton.problem import Problem, addresses_of, readable
 
-    query = sets[0][0]
-    stored = None if codebook is None else _packed(codebook, query.dtype)
-    sizes = {"num_parents": config.num_parents, "num_children": config.num_children}
+    device, dtype = sets[0][0].device, sets[0][0].dtype
+    stored = None if codebook is None else _packed(codebook, dtype)
 
-    def aggregate(index: int) -> precompute.Aggregates:
-        _, key, value = sets[index]
-        return precompute.precompute(
-            key,
-            value,
-            stored,
-            None,
-            order if stored is None else None,
-            **sizes,
-            means=config.codewords == "means",
-            scale=query.shape[-1] ** -0.5,
-        )
+    @cache
+    def stages(index: int) -> tuple[dict[str, Any], Plan, Plan]:
+        key_order = order if stored is None else None
+        tensors = readable(Tensors(*sets[index], *(None,) * 4, order, key_order))
+        problem = Problem.of(tensors, stored, None, _spec(config, tensors.query.shape[-1]))
+        first = precompute_launches(problem)
+        second = attention_launch(problem, first.pointers)
+        plans = Plan(first.parts, first.launches), Plan(second.parts, [second.launch])
+        return addresses_of(tensors, stored, None), *plans
+
+    def aggregate(index: int) -> Tensor:
+        given, plan, _ = stages(index)
+        return plan.run(given, device)
 
     # Filled by the calls before the graph is captured, which reads what they leave here.
     aggregates = cache(aggregate)
 
     def attend(index: int) -> Tensor:
-        return attention.attend(
-            sets[index][0],
-            *aggregates(index),
-            **sizes,
-            num_refined=config.num_refined,
-            query_tile=config.query_tile,
-            query_order=order,
-            importance_tile=config.importance_tile,
-        )
+        given, first, plan = stages(index)
+        left = {name: address(first.part(aggregates(index), name)) for name in first.parts}
+        output = torch.empty_like(sets[index][0].transpose(1, 2).contiguous())
+        plan.run(given | left | {"output": address(output)}, device)
+        return output.transpose(1, 2)
 
     return {"precompute_ms": aggregate, "attention_ms": attend}
+
+
+def _spec(config: AVQConfig, head_dim: int) -> Spec:
+    return Spec(
+        **asdict(config.sizes),
+        num_updates=0,
+        query_tile=config.query_tile,
+        means=config.codewords == "means",
+        scale=head_dim**-0.5,
+    )
 
 
 def unfused_precompute(
@@ -309,28 +319,31 @@ def flat_kernel(
     config: AVQConfig, codebook: Codebook, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Our kernel's attention of queries over means (B, H, M, D) and counts (B, H, M)."""
-    from avq_diffusers.attention.triton import attention
+    from avq_diffusers.attention.triton.attention import attention_launch
+    from avq_diffusers.attention.triton.launch import Plan, address
+    from avq_diffusers.attention.triton.precompute import precompute_launches
+    from avq_diffusers.attention.triton.problem import Problem, addresses_of, readable
 
-    codes = _packed(codebook, dtype).codes
-    padding = codes.shape[1] - config.num_parents
-    shares = tables.mean_columns(codebook.head_dim) - codebook.head_dim
+    stored = _packed(codebook, dtype)
+    spec = _spec(config, codebook.head_dim)._replace(means=False, num_children=0, num_refined=0)
 
     def attend(query: Tensor, means: Tensor, counts: Tensor) -> Tensor:
+        tensors = readable(Tensors(query, query, query, *(None,) * 6))
+        problem = Problem.of(tensors, stored, None, spec)
+        first = precompute_launches(problem)
+        second = attention_launch(problem, first.pointers)
         # Rows of the kernel: every parent, padding, then what stays with parents, unread here.
-        means = F.pad(means.to(codes.dtype), (0, shares), value=1.0)
-        return attention.attend(
-            query,
-            codes,
-            F.pad(means, (0, 0, 0, codes.shape[1] + padding)),
-            F.pad(counts.log2(), (0, padding), value=-math.inf),
-            None,
-            num_parents=config.num_parents,
-            num_children=0,
-            num_refined=0,
-            query_tile=config.query_tile,
-            query_order=None,
-            importance_tile=None,
-        )
+        (_, _, rows, columns), _ = first.parts["mean_values"]
+        (_, _, num_counts), _ = first.parts["log_counts"]
+        means = F.pad(means.to(dtype), (0, columns - means.shape[3]), value=1.0)
+        means = F.pad(means, (0, 0, 0, rows - means.shape[2]))
+        log_counts = F.pad(counts.log2(), (0, num_counts - counts.shape[2]), value=-math.inf)
+        output = torch.empty_like(query.transpose(1, 2).contiguous())
+        given = {"mean_values": means, "log_counts": log_counts, "output": output}
+        addresses = {name: address(x.contiguous()) for name, x in given.items()}
+        plan = Plan(second.parts, [second.launch])
+        plan.run(addresses_of(tensors, stored, None) | addresses, query.device)
+        return output.transpose(1, 2)
 
     return attend
 

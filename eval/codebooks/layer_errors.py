@@ -372,6 +372,7 @@ class _LayerTotals:
     def __init__(self, layer: Any, method: Method, config: AVQConfig | None) -> None:
         self.layer = layer
         self.config = config
+        self.importance_tile = method.importance_tile
         self.feature = _SquaredError()
         self.forced = _SquaredError()
         self.keys: list[Tensor] = []
@@ -423,7 +424,7 @@ class _LayerTotals:
         mass = attention_mass(*inputs, **options)
         best = torch.zeros_like(mass, dtype=torch.bool)
         best.scatter_(-1, mass.topk(self.config.num_refined).indices, True)
-        refined = choose(importance_tile=self.config.importance_tile)
+        refined = choose(importance_tile=self.importance_tile)
         missed = (refined & ~choose()).sum(dim=(0, 2, 3)) / refined.sum(dim=(0, 2, 3)).clamp(min=1)
         return {
             "capture": captured_share(mass, refined),

@@ -5,11 +5,14 @@ import re
 
 import pytest
 import torch
-from cases import OPTIONS, make_case, relative_error, stored_attention
+from cases import OPTIONS, call_of, make_case, relative_error, stored_attention
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from avq_diffusers.attention.api import BACKENDS, resolve_backend
+from avq_diffusers.attention import limits
+from avq_diffusers.attention.api import BACKENDS, attention_and_backend, resolve_backend
+from avq_diffusers.attention.limits import obstacles
 from avq_diffusers.codebook.codebook import Codebook
 
 
@@ -66,10 +69,6 @@ REFUSALS = {
         ({"key": KEY[..., :7]}, "key must have the head dim of query, 8, but got 7."),
         ({"value": VALUE[:, :, :40]}, "value must have as many tokens as key, 50, but got 40."),
         ({"exact_keys": -1}, "exact_keys must be at least 0, but got -1."),
-        (
-            {"exact_keys": 1, "importance_tile": 4},
-            "exact_keys needs exact importance: importance_tile must be None, but got 4.",
-        ),
         ({"sink_key": KEY}, "sink_key and sink_value must be given together."),
         (
             {"sink_key": KEY[:, :, :0], "sink_value": VALUE[:, :, :0]},
@@ -129,7 +128,6 @@ REFUSALS = {
         (OWN_SIZES | {"num_parents": 0}, "num_parents must be at least 1, but got 0."),
         (OWN_SIZES | {"num_children": -1}, "num_children must be at least 0, but got -1."),
         (OWN_SIZES | {"num_refined": 7}, "num_refined must be at most num_parents, 6, but got 7."),
-        ({"importance_tile": 0}, "importance_tile must be at least 1, but got 0."),
         ({"backend": "cuda"}, f"backend must be one of {', '.join(BACKENDS)}, but got 'cuda'."),
     ],
 }
@@ -143,6 +141,19 @@ def test_refusals(error, changes, message):
     arguments = {"query": QUERY, "key": KEY, "value": VALUE, "codebook": CODEBOOK}
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         stored_attention(**{"num_refined": 2} | arguments | changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (OPTIONS | {"importance_tile": 4}, "importance_tile"),
+        ({name: x for name, x in OPTIONS.items() if name != "num_updates"}, "num_updates"),
+    ],
+)
+def test_an_unknown_or_missing_option_is_refused(options, name):
+    """Catches a caller whose option is silently ignored."""
+    with pytest.raises(TypeError, match=name):
+        attention_and_backend(QUERY, KEY, VALUE, CODEBOOK, **options)
 
 
 def test_auto_takes_the_fast_path_with_and_without_gradients():
@@ -161,13 +172,14 @@ def test_auto_takes_the_fast_path_with_and_without_gradients():
 def test_auto_takes_the_dense_way_where_it_gets_gradients_faster(num_refined):
     short_key = KEY[:, :, :10]
 
-    def resolve(query, key=short_key):
-        arguments = (query, key, key, CODEBOOK)
-        return resolve_backend("auto", *arguments, **OPTIONS | {"num_refined": num_refined})
+    def resolve(query, key=short_key, num_refined=num_refined):
+        call = call_of(query, key, key, CODEBOOK, num_refined=num_refined)
+        return resolve_backend("auto", *call)
 
     query = QUERY.clone().requires_grad_()
     assert resolve(QUERY) == "torch"
     assert resolve(query) == "dense"
+    assert resolve(query, num_refined=2) == "torch"
     assert resolve(QUERY, short_key.clone().requires_grad_()) == "dense"
     assert resolve(query, KEY.repeat(1, 1, 100, 1)) == "torch"
     with torch.no_grad():
@@ -201,6 +213,44 @@ def test_the_dense_way_needs_tiles_that_see_the_same_keys():
         stored_attention(QUERY, KEY, VALUE, CODEBOOK, num_refined=2, backend="dense")
 
 
+def test_a_refusal_lists_every_limit_that_fails():
+    """Catches a search for a backend that ends at the first limit, and one after the other."""
+    message = (
+        'backend="dense" cannot run: it needs stored codewords, no updates, exact keys or sink '
+        "keys; num_refined must be 0 or all 6 parents, but is 2."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        stored_attention(QUERY, KEY, VALUE, CODEBOOK, num_refined=2, num_updates=1, backend="dense")
+    tensors, spec = call_of(
+        torch.zeros(1, 1, 4, 36), *torch.zeros(2, 1, 1, 4, 36), None, codewords="means"
+    )
+    spec = spec._replace(query_tile=200, num_children=40, exact_keys=1)
+    reasons = "; ".join(obstacles("triton", tensors, spec))
+    for reason in ("8 up to 128, but is 36", "query_tile .* is 200", "num_children .* is 40"):
+        assert re.search(reason, reasons)
+    assert not obstacles("torch", tensors, spec)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "reason"),
+    [
+        ((7, 5), None, "the GPU's compute capability is below 8.0"),
+        ((8, 0), "6.4", "the kernels have been tried on NVIDIA GPUs only"),
+        ((8, 6), None, None),
+    ],
+)
+def test_gpus_that_the_kernels_do_not_serve(capability, hip, reason, monkeypatch):
+    """Catches a GPU without the instructions, and one of another vendor."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(limits, "HAS_TRITON", True)
+    with FakeTensorMode():
+        tokens = torch.empty(1, 1, 4, 40, device="cuda")
+        call = call_of(tokens, tokens, tokens, None, codewords="means")
+        assert obstacles("triton", *call) == [reason] * (reason is not None)
+        assert resolve_backend("auto", *call) == ("torch" if reason else "triton")
+
+
 @pytest.mark.parametrize("backend", ["reference", "torch", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("codebook_dtype", [torch.float16, torch.float32, torch.float64])
@@ -218,30 +268,16 @@ def test_dtypes_of_inputs_and_codebook_may_differ(backend, dtype, codebook_dtype
     assert relative_error(output, expected) < 4 * torch.finfo(dtype).eps
 
 
-def custom_op_arguments(*, sinks=False, **options):
+def custom_op_arguments(codebook=CODEBOOK, **options):
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
-    defaults = {
-        "parents": CODEBOOK.parents,
-        "children": CODEBOOK.children,
-        "query_order": order,
-        "key_order": order,
-        "num_parents": 6,
-        "num_children": 3,
-        "num_refined": 2,
-        "codewords": "stored",
-        "num_updates": 0,
-        "exact_keys": 0,
-        "query_tile": 16,
-        "importance_tile": 4,
-        "scale": 0.3,
-    }
-    sinks = (KEY[:, :, :7] + 1, VALUE[:, :, :7]) if sinks else (None, None)
-    return QUERY, KEY, VALUE, *sinks, *(defaults | options).values()
+    options = {"query_order": order, "scale": 0.3} | options
+    tensors, spec = call_of(QUERY, KEY, VALUE, codebook, **options)
+    return *tensors, spec.numbers, spec.scale
 
 
-OWN = {"parents": None, "children": None, "codewords": "means"}
+OWN = {"codebook": None, "codewords": "means"}
 # Keys that take part as themselves.
-SINGLE = {"exact_keys": 20, "importance_tile": None, "sinks": True}
+SINGLE = {"exact_keys": 20, "sink_key": KEY[:, :, :7] + 1, "sink_value": VALUE[:, :, :7]}
 
 
 NO_GRAD, ALL_GRAD, SOME_GRAD = (False,) * 5, (True,) * 5, (False, True, False, True, False)
@@ -251,7 +287,7 @@ NO_GRAD, ALL_GRAD, SOME_GRAD = (False,) * 5, (True,) * 5, (False, True, False, T
     ("options", "needs_grad"),
     [
         ({}, NO_GRAD),
-        ({"query_order": None, "importance_tile": None}, ALL_GRAD),
+        ({"query_order": None}, ALL_GRAD),
         ({"num_refined": 0}, ALL_GRAD),
         (OWN, SOME_GRAD),
         (OWN | {"num_updates": 1}, ALL_GRAD),
@@ -260,7 +296,7 @@ NO_GRAD, ALL_GRAD, SOME_GRAD = (False,) * 5, (True,) * 5, (False, True, False, T
         (SINGLE, SOME_GRAD),
         (SINGLE, NO_GRAD),
     ],
-    ids=str,
+    ids=lambda x: str(list(x)),
 )
 def test_opcheck(options, needs_grad):
     arguments = custom_op_arguments(**options)
@@ -280,10 +316,10 @@ def test_opcheck(options, needs_grad):
         (SINGLE, (True, True, True)),
         (SINGLE, (False, True, False)),
     ],
-    ids=str,
+    ids=lambda x: str(list(x)),
 )
 def test_opcheck_of_the_gradients(needs_grad, options):
-    needed = (*needs_grad, *needs_grad[1:]) if options == SINGLE else (*needs_grad, False, False)
+    needed = (*needs_grad, *needs_grad[1:]) if options is SINGLE else (*needs_grad, False, False)
     arguments = (torch.ones_like(QUERY), *custom_op_arguments(**options), needed, False)
     torch.library.opcheck(torch.ops.avq_diffusers.attention_backward, arguments)
 
@@ -298,7 +334,7 @@ def test_the_fake_kernel_has_the_layout_of_the_real_one():
     for query in (QUERY, contiguous, contiguous[:, :, ::2], contiguous[:1].expand(2, -1, -1, -1)):
         arguments = (query, *custom_op_arguments(query_order=None)[1:])
         real = torch.ops.avq_diffusers.attention(*arguments)
-        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = torch.ops.avq_diffusers.attention(mode.from_tensor(query), *arguments[1:])
         assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 

@@ -8,14 +8,14 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import SHAPES, make_case, relative_error, stored_attention
+from cases import SHAPES, call_of, make_case, relative_error, stored_attention
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from avq_diffusers.attention import api as ops
-from avq_diffusers.attention import backward, reference
+from avq_diffusers.attention import reference, torch_backward
 from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.codebook import Codebook
 
@@ -81,17 +81,6 @@ def test_one_key_gets_no_gradient():
     assert relative_error(of_value, random_like(query).sum(dim=2, keepdim=True)) < EXACT
     assert of_query.abs().max() < EXACT
     assert of_key.abs().max() < EXACT
-
-
-@pytest.mark.parametrize("importance_tile", [1, 4])
-def test_importance_tiles(importance_tile):
-    query, key, value, codebook = make_case(parents=13, keys=20)
-    options = {"num_refined": 3, "query_tile": 16}
-    case = (3 * query, key, value, codebook)
-    assert max(errors(*case, importance_tile=importance_tile, **options)) < EXACT
-    tiled = gradients(*case, backend="torch", importance_tile=importance_tile, **options)
-    exact = gradients(*case, backend="torch", **options)
-    assert relative_error(tiled[0], exact[0]) > 1e-3
 
 
 def test_scale():
@@ -167,7 +156,7 @@ def test_quantization_to_half_precision_keeps_the_digits_of_shifted_keys():
     _, key, _, codebook = make_case()
     parents, children = codebook.parents + 300, codebook.children + 300
     key = (key + 300).half()
-    quantized = backward.quantize(key, parents.float(), children.float()).double()
+    quantized = torch_backward.quantize(key, parents.float(), children.float()).double()
     parent, leaf = reference.assign(key.double(), parents, children)
     expected = torch.cat([parents[:, :, None], children], dim=2)[
         torch.arange(2)[:, None], parent, leaf
@@ -177,30 +166,9 @@ def test_quantization_to_half_precision_keeps_the_digits_of_shifted_keys():
 
 
 def flops(needs_grad: tuple[bool, bool, bool] = (True, True, True), **shape: int) -> int:
-    query, key, value, codebook = make_case(**shape)
+    call = call_of(*make_case(**shape), scale=1.0)
     with FlopCounterMode(display=False) as counter:
-        backward.gradients(
-            random_like(query),
-            query,
-            key,
-            value,
-            None,
-            None,
-            codebook.parents,
-            codebook.children,
-            needs_grad=(*needs_grad, False, False),
-            num_parents=codebook.num_parents,
-            num_children=codebook.num_children,
-            num_refined=2,
-            means=False,
-            num_updates=0,
-            exact_keys=0,
-            query_tile=16,
-            query_order=None,
-            key_order=None,
-            importance_tile=None,
-            scale=1.0,
-        )
+        torch_backward.gradients(random_like(call[0].query), *call, (*needs_grad, False, False))
     return counter.get_total_flops()
 
 
@@ -412,12 +380,11 @@ def test_the_kernels_have_these_gradients():
     ],
 )
 def test_when_the_dense_way_is_faster(device, lengths):
-    device = torch.device(device)
-    sizes = {"head_dim": 40, "num_parents": 64, "num_children": 8}
+    codebook = Codebook(torch.zeros(1, 64, 40), torch.zeros(1, 64, 8, 40))
     for num_refined, (short, long) in lengths.items():
-        sizes["num_refined"] = num_refined
-        assert backward.dense_is_faster(device, num_keys=short, **sizes)
-        assert not backward.dense_is_faster(device, num_keys=long, **sizes)
-    # Tiles that refine different parents see different keys.
-    sizes["num_refined"] = 16
-    assert not backward.dense_is_faster(device, num_keys=1, **sizes)
+        for length, is_faster in ((short, True), (long, False)):
+            key = torch.zeros(1, 1, 1, 40).expand(1, 1, length, 40)
+            tensors, spec = call_of(key[:, :, :1], key, key, codebook, num_refined=num_refined)
+            with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+                tensors = tensors._replace(query=torch.empty(1, 1, 1, 40, device=device))
+            assert torch_backward.dense_is_faster(tensors, spec) == is_faster

@@ -25,11 +25,10 @@ PARENTS = torch.tensor([[[0.0, 0.0], [10.0, 0.0]]])
 CHILDREN = PARENTS[:, :, None] + torch.tensor([[0.0, 2.0], [0.0, -2.0]])
 CODEBOOK = Codebook(PARENTS, CHILDREN)
 
-capture, capture_curve, refined_parents, commitment_loss, quantization_error = (
+capture, refined_parents, commitment_loss, quantization_error = (
     partial(function, codewords="stored")
     for function in (
         diagnostics.capture,
-        diagnostics.capture_curve,
         diagnostics.refined_parents,
         diagnostics.commitment_loss,
         diagnostics.quantization_error,
@@ -47,16 +46,11 @@ def test_capture_is_the_exact_attention_on_refined_cells(
     monkeypatch.setattr(assignment, "ELEMENTS_CPU", elements)
     query, key, _, codebook = make_case()
     query = 2 * query
-    captured = capture(
-        query,
-        key,
-        codebook,
-        2,
-        query_tile=16,
-        query_order=order,
-        importance_tile=importance_tile,
-        scale=0.4,
-    )
+    options = {"query_tile": 16, "query_order": order, "scale": 0.4}
+    refined = refined_parents(query, key, codebook, 2, importance_tile, **options)
+    captured = captured_share(attention_mass(query, key, codebook, **options), refined)
+    if importance_tile is None:
+        torch.testing.assert_close(capture(query, key, codebook, 2, **options), captured)
 
     parent, _ = reference.assign(key, codebook.parents, codebook.children)
     counts = F.one_hot(parent, 6).sum(dim=2).double()
@@ -82,34 +76,6 @@ def test_capture_of_all_parents_is_one_and_of_none_is_zero():
     assert (rising.diff(dim=0) > 0).all()
 
 
-def test_exact_capture_is_the_attention_on_keys_that_are_exact():
-    """Two cells of 3 and 5 keys; queries look at the first in one tile, at the second in the other.
-
-    Catches keys of other tiles, cells beside refined ones, and a budget that is passed.
-    """
-    key = torch.tensor([[-4.0, 1], [-4, -1], [-4, 0], [4, 1], [4, -1], [4, 0], [4.5, 0], [3.5, 0]])
-    query = torch.tensor([[-0.3, 1], [-0.2, 0.5], [0.3, 1]])
-    mass = (query @ key.T).softmax(-1)
-    codebook = Codebook(torch.tensor([[[-4.0, 0], [4, 0]]]), torch.full((1, 2, 1, 2), 99.0))
-    for num_refined in (0, 1, 2):
-        for exact_keys, expected in (
-            (2, 0),
-            (4, mass[:2, :3].sum() / 3),
-            (5, (mass[:2, :3].sum() + mass[2, 3:].sum()) / 3),
-            (8, 1),
-        ):
-            captured = diagnostics.exact_capture(
-                query[None, None],
-                key[None, None],
-                codebook,
-                num_refined,
-                exact_keys,
-                query_tile=2,
-                scale=1.0,
-            )
-            torch.testing.assert_close(captured, torch.as_tensor([expected]).float())
-
-
 def test_attention_mass_by_hand():
     """Fails for a tile of the wrong queries, an average over them, or keys that count once."""
     key = torch.tensor([[[0.0, 3.0], [10.0, 2.0], [10.0, -2.0]]])[None]
@@ -130,11 +96,9 @@ def test_no_choice_captures_more_than_the_parents_of_most_mass():
     torch.testing.assert_close(mass.sum(-1)[0, 0], torch.tensor([16.0, 16, 16, 2]).double())
     best = torch.zeros_like(mass, dtype=torch.bool).scatter(-1, mass.topk(2).indices, True)
     for importance_tile in (None, 2):
-        arguments = {"query_tile": 16, "importance_tile": importance_tile}
-        refined = refined_parents(query, key, codebook, 2, **arguments)
+        refined = refined_parents(query, key, codebook, 2, importance_tile, query_tile=16)
         assert (refined.sum(-1) == 2).all()
         share = captured_share(mass, refined)
-        torch.testing.assert_close(share, capture(query, key, codebook, 2, **arguments))
         assert (share <= captured_share(mass, best)).all()
         assert (share > captured_share(mass, refined.roll(1, dims=2))).all()
 
@@ -143,7 +107,6 @@ def test_no_choice_captures_more_than_the_parents_of_most_mass():
     ("changes", "error", "message"),
     [
         ({"query_tile": 0}, ValueError, "query_tile must be at least 1, but got 0."),
-        ({"importance_tile": 0}, ValueError, "importance_tile must be at least 1, but got 0."),
         ({"codewords": "own"}, ValueError, "codewords must be one of means, stored, but got 'own'"),
         ({"codebook": None}, ValueError, 'codewords="stored" needs a codebook.'),
         ({"num_updates": -1}, ValueError, "num_updates must be at least 0, but got -1."),
@@ -156,7 +119,7 @@ def test_arguments_are_refused_as_by_attention(changes, error, message):
     """Catches figures of parents that are counted from the end, or of heads that are repeated."""
     query, key, _, codebook = make_case()
     arguments = {"query": query, "key": key, "codebook": codebook, "codewords": "stored"}
-    for function in (capture, capture_curve, attention_mass, refined_parents):
+    for function in (capture, attention_mass, refined_parents):
         others = {"num_refined": 2} if function in (capture, refined_parents) else {}
         if changes.keys() <= arguments.keys() | others.keys() or "num_refined" not in changes:
             with pytest.raises(error, match=f"^{re.escape(message)}"):
@@ -165,6 +128,12 @@ def test_arguments_are_refused_as_by_attention(changes, error, message):
         for metric in (commitment_loss, quantization_error, leaf_counts):
             with pytest.raises(error, match=f"^{re.escape(message)}"):
                 metric(**{"key": key, "codebook": codebook, "codewords": "stored"} | changes)
+
+
+def test_importance_tiles_are_counts():
+    query, key, _, codebook = make_case()
+    with pytest.raises(ValueError, match=r"^importance_tile must be at least 1, but got 0\.$"):
+        refined_parents(query, key, codebook, 2, importance_tile=0)
 
 
 def test_commitment_loss_is_the_squared_distance_to_the_leaf():
@@ -261,8 +230,8 @@ def test_metrics_without_a_codebook_are_those_of_the_codewords_that_it_takes():
     found = {"codebook": None, **options}
     expected = {"codebook": taken, "query_order": options["query_order"]}
     tiles = {"query": query, "key": key, "query_tile": 16}
-    for function in (diagnostics.capture_curve, attention_mass):
-        torch.testing.assert_close(function(**tiles, **found), function(**tiles, **expected))
+    mass = attention_mass(**tiles, **found)
+    torch.testing.assert_close(mass, attention_mass(**tiles, **expected))
     for function in (diagnostics.capture, diagnostics.refined_parents):
         tiles["num_refined"] = 2
         assert function(**tiles, **found).equal(function(**tiles, **expected))

@@ -6,10 +6,10 @@ Uninitialized memory holds NaN in every test here.
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import make_case, relative_error
+from cases import call_of, make_case, relative_error
 from torch import Tensor
 
-from avq_diffusers.attention import backward, forward, reference
+from avq_diffusers.attention import reference, torch_backward, torch_forward
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.codebook import Codebook
@@ -403,14 +403,12 @@ def test_cost_is_linear():
 
     def flops(num_tokens: int) -> int:
         query, key, value, codebook = make_case(queries=num_tokens)
-        sizes = {"num_parents": 6, "num_children": 3, "num_refined": 2, "query_tile": 16}
-        numbers = {"means": True, "num_updates": 0, "exact_keys": 64} | sizes
-        numbers |= {"importance_tile": None, "scale": 1.0}
-        codewords = codebook.parents, codebook.children, None, None
-        tensors = query, key, value, key[:, :, :5], value[:, :, :5], *codewords
+        sinks = {"sink_key": key[:, :, :5], "sink_value": value[:, :, :5]}
+        options = {"codewords": "means", "exact_keys": 64, "scale": 1.0} | sinks
+        call = call_of(query, key, value, codebook, **options)
         with FlopCounterMode(display=False) as counter:
-            forward.avq_attention(*tensors, **numbers)
-            backward.gradients(query, *tensors, needs_grad=(True,) * 5, **numbers)
+            torch_forward.avq_attention(*call)
+            torch_backward.gradients(query, *call, (True,) * 5)
         return counter.get_total_flops()
 
     assert flops(1024) == 2 * flops(512)

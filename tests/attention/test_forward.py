@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from cases import LAYOUTS, SHAPES, make_case, relative_error, stored_attention
 from torch import Tensor
 
-from avq_diffusers.attention import forward, reference
+from avq_diffusers.attention import reference, torch_forward
 from avq_diffusers.codebook import assignment
 from avq_diffusers.codebook.assignment import nearest_leaves
 from avq_diffusers.codebook.codebook import Codebook
@@ -53,17 +53,6 @@ def test_shapes(shape, num_refined, query_tile):
             query_order=query_order,
         )
         assert relative_error(output, expected) < 1e-12
-
-
-@pytest.mark.parametrize("importance_tile", [1, 3, 4, 5, 13, 20])
-def test_importance_tiles_that_do_not_divide_the_parents(importance_tile):
-    query, key, value, codebook = make_case(parents=13, keys=9)
-    query = 3 * query
-    options = {"num_refined": 3, "query_tile": 16}
-    output, expected = both(query, key, value, codebook, importance_tile=importance_tile, **options)
-    assert relative_error(output, expected) < 1e-12
-    exact = stored_attention(query, key, value, codebook, **options)
-    assert (relative_error(output, exact) < 1e-12) == (importance_tile >= 13)
 
 
 def test_all_keys_in_one_cell():
@@ -145,8 +134,8 @@ def test_every_key_is_counted_once():
     parent, leaf = reference.assign(key, codebook.parents, codebook.children)
     for b in range(2):
         found = nearest_leaves(key[b], codebook.parents, codebook.children)
-        leaves = forward.sort_leaves(found, 6, 4)
-        counts, value_sums = forward.aggregate(leaves, value[b], torch.float64)
+        leaves = torch_forward.sort_leaves(found, 6, 4)
+        counts, value_sums = torch_forward.aggregate(leaves, value[b], torch.float64)
         assert counts.shape == (2, 6, 4)
         assert (counts.sum(dim=(1, 2)) == 77).all()
         torch.testing.assert_close(value_sums.sum(dim=(1, 2)), value[b].sum(dim=1))
@@ -210,15 +199,14 @@ def test_large_values_and_counts_do_not_overflow(dtype):
     assert relative_error(output, expected) < 2 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("importance_tile", [None, 2])
-def test_logits_of_two_hundred(importance_tile):
+def test_logits_of_two_hundred():
     query, key, value, codebook = make_case(queries=64, dtype=torch.float32)
     direction = F.normalize(codebook.parents[:, 0], dim=-1)
     largest = (codebook.parents @ direction[..., None]).abs().amax(dim=(1, 2))
     query = 200 / largest[:, None, None] * direction[:, None].expand(2, 2, 64, 8).clone()
     # Opposite queries, and more of one kind than of the other, or the two would tie.
     query[:, :, ::4] *= -1
-    options = {"num_refined": 2, "query_tile": 16, "importance_tile": importance_tile}
+    options = {"num_refined": 2, "query_tile": 16}
     output = stored_attention(query, key, value, codebook, scale=1.0, **options)
     expected = stored_attention(
         query.double(),
@@ -253,7 +241,7 @@ def test_batch_elements_do_not_mix():
 
 def test_chunks_do_not_change_the_result(monkeypatch):
     query, key, value, codebook = make_case(queries=100)
-    options = {"num_refined": 2, "query_tile": 16, "importance_tile": 4}
+    options = {"num_refined": 2, "query_tile": 16}
     output = stored_attention(query, key, value, codebook, **options)
     monkeypatch.setattr(assignment, "ELEMENTS_CPU", 1 << 20)
     assert relative_error(stored_attention(query, key, value, codebook, **options), output) < 1e-13
@@ -278,7 +266,7 @@ class TestCuda:
         torch.use_deterministic_algorithms(deterministic)
         query, key, value, codebook = self.on_cuda(dtype)
         order = torch.randperm(1000, generator=torch.Generator().manual_seed(1)).cuda()
-        options = {"num_refined": 16, "query_order": order, "importance_tile": 24}
+        options = {"num_refined": 16, "query_order": order}
         first = stored_attention(query, key, value, codebook, backend="torch", **options)
         for _ in range(100):
             output = stored_attention(query, key, value, codebook, backend="torch", **options)

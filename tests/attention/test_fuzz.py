@@ -148,7 +148,7 @@ CHANGES = {
         name: st.one_of(INTEGERS, THINGS)
         for name in (
             *("num_parents", "num_children", "num_refined", "num_updates"),
-            *("query_tile", "importance_tile", "scale", "exact_keys"),
+            *("query_tile", "scale", "exact_keys"),
         )
     },
     "codewords": st.one_of(st.sampled_from(["means", "stored"]), THINGS),

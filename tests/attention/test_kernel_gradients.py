@@ -21,6 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.attention.spec import Spec, Tensors
 from avq_diffusers.attention.triton import gradients as kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -119,7 +120,6 @@ SHAPES = [
     pytest.param({"queries": 40}, {"exact_keys": 9, "num_sinks": 5}, id="exact keys and sinks"),
     pytest.param({"queries": 40}, {"num_sinks": 70}, id="more sinks than keys", marks=LONG),
     pytest.param({"keys": 1}, {"num_parents": 1, "num_refined": 1}, id="one key", marks=LONG),
-    pytest.param({}, {"num_parents": 20, "importance_tile": 4}, id="tiled importance", marks=LONG),
     pytest.param(
         {"queries": 20, "keys": 170, "head_dim": 64},
         {"num_parents": 160, "num_refined": 3},
@@ -153,8 +153,8 @@ def test_float32_keeps_its_digits():
     """Where two tiles of float32 fit; catches a product of lower precision."""
     tokens = [x.to(DEVICE, FP32) for x in make_case(queries=40, head_dim=16)[:3]]
     grad = torch.linspace(-1, 1, tokens[0].numel()).to(tokens[0]).sin().view(tokens[0].shape)
-    options = SIZES | {"exact_keys": 5, "importance_tile": None, "scale": 0.25}
-    found = kernels.kernel_gradients(grad, *tokens, *[None] * 6, **options)
+    spec = Spec(**SIZES, exact_keys=5, num_updates=0, means=True, scale=0.25)
+    found = kernels.kernel_gradients(grad, Tensors(*tokens, *[None] * 6), None, None, spec)
     wide = Problem(*(x.double() for x in tokens), None, SIZES | {"exact_keys": 5})
     expected = gradients(wide, "reference", grad.double())
     for gradient, target in zip(found, expected, strict=True):
@@ -247,23 +247,25 @@ COMPILE = """
 import json, sys
 import torch
 from compile_only import compile_launch
-from avq_diffusers.attention.triton import gradients
+from avq_diffusers.attention.spec import Spec
+from avq_diffusers.attention.triton import gradients, problem as problems
 
-for problem in json.loads(sys.argv[1]):
-    capability, head_dim, (parents, refined, children), exact_keys, num_sinks = problem
-    gradients.capability_of = lambda device: divmod(capability, 10)
+for case in json.loads(sys.argv[1]):
+    capability, head_dim, (parents, refined, children), exact_keys, num_sinks = case
+    problems.capability_of = lambda device: divmod(capability, 10)
     gradients._plan.cache_clear()
-    names = ("query", "key", "value", "grad_output", "sink_key", "sink_value")
-    strides = 4096 * 8 * head_dim, head_dim, 8 * head_dim, 1
-    layouts = [
-        (name, torch.Size((2, 8, num_sinks if "sink" in name else 4096, head_dim)), strides)
-        for name in names[: 6 if num_sinks else 4]
-    ]
-    plan = gradients._plan(
-        torch.device("cpu"), tuple(layouts), torch.float16, torch.int64, torch.int64, False, False,
-        parents, children, refined, exact_keys, 128, None, 0.1,
+    tokens, sinks = (
+        problems.Layout(
+            torch.Size((2, 8, number, head_dim)), (number * 8 * head_dim, head_dim, 8 * head_dim, 1)
+        )
+        for number in (4096, num_sinks)
     )
-    for launch in plan.launches:
+    problem = problems.Problem(
+        torch.device("cpu"), torch.float16, tokens, tokens, tokens,
+        (sinks, sinks) if num_sinks else None, torch.int64, torch.int64, False, False,
+        Spec(parents, children, refined, exact_keys, 0, 128, True, 0.1),
+    )
+    for launch in gradients._plan(problem, tokens).launches:
         info = compile_launch(launch, capability=capability)
         result = {
             "kernel": launch.kernel.__name__,
@@ -271,7 +273,7 @@ for problem in json.loads(sys.argv[1]):
             "shared": info.shared,
             "narrow_loads": info.count("LDG.E.U16"),
         }
-        print(json.dumps([problem, result]))
+        print(json.dumps([case, result]))
 """
 
 

@@ -17,10 +17,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from avq_diffusers.attention.triton import precompute as kernels
+from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.triton import problem as problems
+from avq_diffusers.attention.triton import updates
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes
-from avq_diffusers.attention.triton.precompute import Aggregates, default_tiling, precompute
-from avq_diffusers.attention.triton.updates import update_launches
+from avq_diffusers.attention.triton.launch import Plan
+from avq_diffusers.attention.triton.precompute import precompute_launches
+from avq_diffusers.attention.triton.problem import Layout, addresses_of, readable
+from avq_diffusers.attention.triton.tuning import precompute_tiling
 from avq_diffusers.codebook.assignment import centre_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,6 +39,12 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def spec_of(num_parents: int, num_children: int, **changes: object) -> Spec:
+    sizes = {"num_parents": num_parents, "num_children": num_children, "num_refined": 0}
+    others = {"exact_keys": 0, "num_updates": 0, "query_tile": 128, "means": True}
+    return Spec(**sizes | others | changes)
 
 
 class Problem:
@@ -77,35 +87,21 @@ class Problem:
 
     def run(self, key=None, value=None, **changes) -> tuple[Tensor, Tensor]:
         """Mean values and log counts in the stored form."""
-        return self.run_form(key, value, means=False, **changes)[1:3]
+        return self.tables(key, value, means=False, **changes)[:2]
 
-    def run_form(
-        self, key=None, value=None, *, means, own=False, parents=None, key_order=None, **changes
-    ) -> Aggregates:
+    def tables(self, key=None, value=None, *, means, **changes) -> list[Tensor]:
+        """Mean values and log counts; with means also codes and variances of keys."""
         key = self.key if key is None else key
-        tiling = default_tiling(
-            key.shape[:2].numel(),
-            key.shape[2],
-            self.sizes[0],
-            self.num_parents,
-            self.num_children,
-            key.dtype,
-            (0, 0),
-            means,
-        )
-        tiling = replace(tiling, **changes)
-        return precompute(
-            key,
-            self.value if value is None else value,
-            None if own else self.stored,
-            parents,
-            key_order,
-            num_parents=self.num_parents,
-            num_children=self.num_children,
-            means=means,
-            scale=self.scale,
-            tiling=tiling,
-        )
+        value = self.value if value is None else value
+        tensors = readable(Tensors(key, key, value, *[None] * 6))
+        spec = spec_of(self.num_parents, self.num_children, means=means, scale=self.scale)
+        problem = problems.Problem.of(tensors, self.stored, None, spec)
+        tiling = replace(precompute_tiling(problem), **changes)
+        precompute = precompute_launches(problem, tiling=tiling)
+        plan = Plan(precompute.parts, precompute.launches)
+        memory = plan.run(addresses_of(tensors, self.stored, None), key.device)
+        names = ["mean_values", "log_counts", *(["codes", "variance"] if means else [])]
+        return [plan.part(memory, name) for name in names]
 
     def counts(self, log_counts: Tensor) -> tuple[Tensor, Tensor]:
         """Keys of the parents (B, H, M0) and of the leaves (B, H, M0, 1 + C)."""
@@ -169,8 +165,9 @@ class Problem:
         return self
 
 
-def oracle(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Counts (B, H, M0, 1 + C) and value sums (B, H, M0, 1 + C, D), float64."""
+def oracle(problem: Problem, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Counts (B, H, M0, 1 + C) and sums of values (B, H, M0, 1 + C, D), float64."""
+    value = problem.value if value is None else value
     distance = problem.distances()
     parent = distance[..., 0].argmin(dim=-1)
     index = parent[..., None, None].expand(*distance.shape[:3], 1, distance.shape[4])
@@ -181,7 +178,7 @@ def oracle(problem: Problem) -> tuple[Tensor, Tensor]:
     membership = torch.nn.functional.one_hot(row, rows).double().mT
     shape = (problem.num_parents, num_leaves)
     counts = membership.sum(dim=-1).unflatten(2, shape)
-    return counts, (membership @ problem.value.double()).unflatten(2, shape)
+    return counts, (membership @ value.double()).unflatten(2, shape)
 
 
 def check(problem: Problem, means: Tensor, log_counts: Tensor) -> None:
@@ -402,6 +399,38 @@ def test_check_can_fail():
         check(problem, means, log_counts)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("changes", [{}, {"piece_keys": 32}], ids=str)
+def test_mean_keys_their_values_and_their_variances(changes, dtype):
+    """Of the default form; catches a lost piece, centre or scale, and sums that cancel."""
+    problem = Problem((2, 2, 300, 40), 5, 4, dtype, offset=20.0).drop_unclear_keys()
+    values, log_counts, codes, variance = problem.tables(means=True, **changes)
+    counts, sums = oracle(problem)
+    key_sums = oracle(problem, problem.key)[1]
+    over = counts.clamp(min=1)[..., None]
+    ulp = max(torch.finfo(dtype).eps, 2.0**-18)  # of float32 sums
+    assert log_counts[:, :, :5].double().exp2().round().equal(counts.sum(-1).double())
+    leaf_counts = problem.split(log_counts[..., None])[1][..., 0].double().exp2().round()
+    assert leaf_counts.equal(counts.double())
+    for rows, expected in (
+        (problem.split(values)[1], sums / over),
+        (problem.split(values)[0], sums.sum(-2) / counts.sum(-1).clamp(min=1)[..., None]),
+    ):
+        torch.testing.assert_close(rows[..., :40].double(), expected, rtol=ulp, atol=ulp)
+        assert (rows[..., 40:] == 1).all()
+
+    is_used = counts > 0
+    centre = problem.stored.centre[:, :40].double()[None, :, None, None]
+    means = problem.split(codes)[1][..., :40].double() / (problem.scale * math.log2(math.e))
+    means = torch.where(is_used[..., None], means + centre, 0.0)
+    torch.testing.assert_close(means, key_sums / over, rtol=ulp, atol=4 * ulp)
+    squares = oracle(problem, problem.key.double().square())[1].sum(-2).sum(-1)
+    number = counts.sum(-1).clamp(min=1)
+    mean = key_sums.sum(-2) / number[..., None]
+    expected = squares / number - mean.square().sum(-1)
+    torch.testing.assert_close(variance[..., :5].double(), expected, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [HALF, SINGLE])
 def test_packed_scores_order_codewords_by_distance(dtype):
     problem = Problem((1, 2, 20, 40), 11, 5, dtype, offset=3.0)
@@ -466,36 +495,18 @@ def compile_launches(capability: int, head_dim: int, form: str) -> list[dict]:
     """Compile the kernels exactly as they are launched, those of updates for own codewords too."""
     from compile_only import compile_launch
 
-    own = form == "own"
-    shape = (1, 2, 4096, head_dim)
+    problems.capability_of = lambda device: divmod(capability, 10)
+    own, device, order = form == "own", torch.device("cpu"), torch.int64
     strides = (4096 * 2 * head_dim, head_dim, 2 * head_dim, 1)
-    _, launches = kernels.precompute_launches(
-        shape,
-        strides,
-        strides,
-        torch.float16,
-        divmod(capability, 10),
-        is_stored=not own,
-        has_parents=False,
-        order_dtype=torch.int64 if own else None,
-        num_parents=64,
-        num_children=8,
-        means=form != "stored",
-        exact=False,
-        scale=0.1,
-    )
+    layout = Layout(torch.Size((1, 2, 4096, head_dim)), strides)
+    spec = spec_of(64, 8, means=form != "stored", scale=0.1)
+    fields = (device, HALF, layout, layout, layout, None, order, order if own else None)
+    problem = problems.Problem(*fields, not own, False, spec)
+    launches = precompute_launches(problem).launches
     names = ["sort", "aggregate"]
     if own:
-        _, updates = update_launches(
-            shape,
-            strides,
-            torch.float16,
-            has_parents=False,
-            order_dtype=torch.int64,
-            num_parents=64,
-        )
         names += ["cell sums", "cell means"]
-        launches += updates
+        launches += updates._plan(device, HALF, layout, order, False, spec).launches
     results = []
     for name, launch in zip(names, launches, strict=True):
         info = compile_launch(launch, capability=capability)
@@ -515,5 +526,5 @@ def compile_launches(capability: int, head_dim: int, form: str) -> list[dict]:
 
 
 if __name__ == "__main__":
-    problems = json.loads(sys.argv[1])
-    print(json.dumps([result for problem in problems for result in compile_launches(*problem)]))
+    forms = json.loads(sys.argv[1])
+    print(json.dumps([result for form in forms for result in compile_launches(*form)]))

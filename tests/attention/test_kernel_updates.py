@@ -10,7 +10,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from avq_diffusers.attention import reference
-from avq_diffusers.attention.triton.updates import updated_parents
+from avq_diffusers.attention.spec import Spec
+from avq_diffusers.attention.triton import updates
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SINGLE = torch.float16, torch.float32
@@ -18,6 +19,14 @@ HALF, SINGLE = torch.float16, torch.float32
 BRAIN = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
+
+
+def updated_parents(
+    key: Tensor, order: Tensor | None, *, num_parents: int, num_updates: int
+) -> Tensor:
+    sizes = {"num_parents": num_parents, "num_children": 0, "num_refined": 0, "exact_keys": 0}
+    others = {"num_updates": num_updates, "query_tile": 128, "means": True, "scale": 1.0}
+    return updates.updated_parents(key, order, Spec(**sizes, **others))
 
 
 def integer_keys(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:

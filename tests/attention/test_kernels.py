@@ -6,20 +6,19 @@ rounding decides, are left out.
 """
 
 import math
-import re
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import LAYOUTS, OPTIONS, make_case, relative_error, stored_attention
+from cases import LAYOUTS, call_of, make_case, relative_error, stored_attention
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from avq_diffusers.attention import api as ops
-from avq_diffusers.attention import reference
-from avq_diffusers.attention.triton.codewords import pack, padded_sizes, unsupported
+from avq_diffusers.attention import limits, reference
+from avq_diffusers.attention.triton.codewords import pack, padded_sizes
 from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
 
@@ -227,34 +226,13 @@ def test_what_the_kernels_cannot_do_is_said(change, message):
     assert stored_attention(*case, num_refined=2, **change).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("query", "changes", "message"),
-    [
-        (torch.zeros(1, 1, 4, 40, dtype=torch.float64), {}, "or float32, but is torch.float64"),
-        (torch.zeros(1, 1, 4, 36), {}, "a multiple of 8 up to 128, but is 36"),
-        (torch.zeros(1, 1, 4, 160), {}, "a multiple of 8 up to 128, but is 160"),
-        (torch.zeros(1, 1, 4, 80), {}, "float32 with head dim 80 needs compute capability 9.0"),
-        (torch.zeros(1, 1, 4, 40), {"query_tile": 129}, "at most 128, but is 129"),
-        (torch.zeros(1, 1, 4, 40), {"num_parents": 257}, "at most 256, but is 257"),
-        (torch.zeros(1, 1, 4, 40), {"num_parents": 513, "num_refined": 0}, "at most 512, but is"),
-        (torch.zeros(1, 1, 4, 40), {"num_children": 33}, "at most 32, but is 33"),
-        (torch.zeros(1, 1, 1, 8).expand(65536, 1, 4, 8), {}, "at most 65535, but is 65536"),
-        (torch.zeros(1, 1, 1, 8).expand(1, 1, 2**28, 8), {}, r"spans 2\^31 elements or more"),
-    ],
-)
-def test_limits_name_their_reason(query, changes, message):
-    sizes = {"num_parents": 64, "num_children": 8, "num_refined": 16, "query_tile": 128}
-    assert re.search(message, unsupported(query, **sizes | changes, capability=(8, 0)))
-    assert unsupported(torch.zeros(1, 1, 4, 40), **sizes, capability=(8, 0)) is None
-
-
 def test_no_gpu_no_kernels(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     case = on_device(device="cpu")
     with pytest.raises(ValueError, match="query is on cpu, and the kernels need an NVIDIA GPU"):
         stored_attention(*case, num_refined=2, backend="triton")
-    assert ops.resolve_backend("auto", *case, **OPTIONS) == "torch"
-    monkeypatch.setattr(ops, "_HAS_TRITON", False)
+    assert ops.resolve_backend("auto", *call_of(*case)) == "torch"
+    monkeypatch.setattr(limits, "HAS_TRITON", False)
     with pytest.raises(ValueError, match="triton is not installed"):
         stored_attention(*case, num_refined=2, backend="triton")
 
@@ -264,8 +242,8 @@ def test_tiles_with_exact_keys_see_few_enough_codewords_to_sort_them():
     sizes = {"codewords": "means", "num_parents": 64, "num_children": 32, "exact_keys": 1}
 
     def resolve(num_refined, **changes):
-        options = OPTIONS | sizes | {"num_refined": num_refined} | changes
-        return ops.resolve_backend("triton", *tensors, None, **options)
+        options = sizes | {"num_refined": num_refined} | changes
+        return ops.resolve_backend("triton", *call_of(*tensors, None, **options))
 
     with pytest.raises(ValueError, match="exact keys may see 1024 codewords, but see 1056"):
         resolve(31)
@@ -279,10 +257,10 @@ def test_tiles_with_exact_keys_see_few_enough_codewords_to_sort_them():
 def test_it_is_a_well_behaved_operation(form):
     query, key, value, codebook = on_device(batch=1, queries=20, dtype=FP32)
     order = torch.arange(20, device=DEVICE)
-    codewords = (None, None) if form == "own" else (codebook.parents, codebook.children)
-    representation = "stored" if form == "stored" else "means"
-    numbers = (6, 3, 2, representation, 0, 0, 16, None, 0.3)
-    arguments = (query, key, value, None, None, *codewords, order, order, *numbers)
+    options = {"codewords": "stored" if form == "stored" else "means", "query_order": order}
+    codebook = None if form == "own" else codebook
+    tensors, spec = call_of(query, key, value, codebook, scale=0.3, **options)
+    arguments = (*tensors, spec.numbers, spec.scale)
     torch.library.opcheck(torch.ops.avq_diffusers.kernel_attention.default, arguments)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from avq_diffusers.attention import diagnostics, reference
 from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers.config import CODEWORDS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -115,17 +116,9 @@ def narrow_and_wide() -> tuple[Tensor, Tensor, Tensor, Codebook]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "codewords", "importance_tile"),
-    [
-        *product(("reference", "torch"), ("means", "stored"), (None, 1)),
-        ("triton", "stored", None),
-        ("triton", "means", None),
-        ("triton", "means", 1),
-    ],
+    ("backend", "codewords"), [*product(("reference", "tiled", "torch", "triton"), CODEWORDS)]
 )
-def test_parents_of_largest_importance_times_spread_are_refined(
-    backend, codewords, importance_tile
-):
+def test_parents_of_largest_importance_times_spread_are_refined(backend, codewords):
     """Catches importance alone, spread alone, and a spread that is a sum over keys or a root; and
     spread that counts in the stored form."""
     if backend == "triton":
@@ -139,18 +132,14 @@ def test_parents_of_largest_importance_times_spread_are_refined(
         coarse[8:] = fine[[8, 11]] = 0
         refined = [0, 0]
     cell = torch.tensor([0] * 8 + [1] * 4)
-    output = avq_attention(
-        query,
-        key,
-        value,
-        codebook,
-        num_refined=1,
-        codewords=codewords,
-        query_tile=1,
-        importance_tile=importance_tile,
-        scale=1.0,
-        backend=backend,
-    )
+    options = {"num_refined": 1, "codewords": codewords, "query_tile": 1, "scale": 1.0}
+    if backend == "tiled":
+        codewords_of_call = codebook.parents, codebook.children
+        output = reference.avq_attention(
+            query, key, value, *codewords_of_call, importance_tile=1, **options
+        )
+    else:
+        output = avq_attention(query, key, value, codebook, backend=backend, **options)
     for i, chosen in enumerate(refined):
         seen = torch.where(cell == chosen, fine, coarse)
         expected = (query[0, 0, i, 0].cpu() * seen).softmax(dim=-1)
@@ -195,11 +184,8 @@ def test_metrics_choose_parents_as_attention_does():
         assert refined[0, 0].int().tolist() == expected
     first = query[:, :, :1]
     attention = (first @ key.mT).softmax(dim=-1)[0, 0, 0]
-    curve = diagnostics.capture_curve(first, key, codebook, **options)
-    torch.testing.assert_close(curve[0, 1].float(), attention[8:].sum().cpu())
-    # The narrow cell as a whole; of a refined one, all leaves would be as good as the keys.
-    captured = diagnostics.exact_capture(first, key, codebook, 1, 8, **options)
-    torch.testing.assert_close(captured, attention[:8].sum()[None])
+    captured = diagnostics.capture(first, key, codebook, 1, **options)
+    torch.testing.assert_close(captured, attention[8:].sum()[None])
 
 
 def test_of_cells_without_spread_the_first_is_refined():

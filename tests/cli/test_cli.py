@@ -216,7 +216,7 @@ def test_tolerance_is_honoured(avq, model, ladder):
     assert code == 0
     assert "anerrorofatmost0.3" in output
     pipe = tiny_pipe()
-    config = AVQConfig(8, 2, 4, levels=(0, 1))
+    config = AVQConfig.parse("M8P4C2", levels=(0, 1))
     sizes = {"num_inference_steps": 2, "height": 128, "width": 128, "progress": False}
     apply_avq(pipe, config, tolerance=0.3, prompt=PROMPT, seed=3, **sizes)
     shown = {row.config for row in summary(pipe).rows}
@@ -274,7 +274,10 @@ def test_without_codebooks_nothing_is_calibrated_or_cached(avq, model, monkeypat
     assert code == 0
     assert output.count("M6P2C3") == 6
     assert not (tmp_path / "cache" / "avq-diffusers").exists()
-    expected = make(apply_avq(tiny_pipe(), AVQConfig(6, 3, 2, levels=(0, 1))), steps=2)
+    expected = make(
+        apply_avq(tiny_pipe(), AVQConfig.parse("M6P2C3", levels=(0, 1))),
+        steps=2,
+    )
     assert np.array_equal(pixels("avq.png"), expected)
 
 
@@ -479,7 +482,7 @@ def test_images_equal_to_the_exact_ones_are_left_out_of_the_plot(tmp_path, figur
 
 
 def test_bench_of_flat_codebooks_has_one_choice(avq, model, tmp_path):
-    config = AVQConfig(6, 0, 0, query_tile=16, levels=(0, 1))
+    config = AVQConfig.parse("M6", query_tile=16, levels=(0, 1))
     random_codebooks(tiny_pipe().unet, config).save_pretrained(tmp_path / "flat")
     arguments = ("--model", model, "--codebooks", str(tmp_path / "flat"), "--steps", "1")
     code, output = avq("bench", PROMPT, *arguments)
@@ -497,13 +500,13 @@ def test_bench_of_flat_codebooks_has_one_choice(avq, model, tmp_path):
     [
         (
             random_codebooks,
-            AVQConfig(6, 0, 0, overrides={"up_blocks": {"num_parents": 3}}),
+            AVQConfig.parse("M6", overrides={"up_blocks": {"num_parents": 3}}),
             ["M6P0C0", "M3P0C0"],
             ["codebooks.png"],
         ),
         (
             own_codebooks,
-            AVQConfig(6, 2, 2),
+            AVQConfig.parse("M6P2C2"),
             ["M6P2C2", "no plot: the codewords are keys of each call"],
             [],
         ),
@@ -521,7 +524,10 @@ def test_inspect_takes_codebooks_without_calibration(avq, tmp_path, make, config
 @pytest.mark.parametrize("exact", [(), ("down_blocks.2.attentions.0.transformer_blocks.0",)])
 def test_inspect_tells_transformer_blocks_apart(avq, tmp_path, figures, exact):
     """Catches bars of several blocks on top of one another, and panels of one title."""
-    codebooks = random_codebooks(sdxl_unet(), AVQConfig(4, 2, 2, levels=(1, 2), exact=exact))
+    codebooks = random_codebooks(
+        sdxl_unet(),
+        AVQConfig.parse("M4P2C2", levels=(1, 2), exact=exact),
+    )
     codebooks.save_pretrained(tmp_path / "sdxl")
     code, output = avq("inspect", str(tmp_path / "sdxl"))
     assert code == 0

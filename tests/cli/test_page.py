@@ -177,8 +177,8 @@ def test_layers_with_other_numbers_of_parents(site):
     from avq_diffusers.cli.page import SharedPipeline
     from avq_diffusers.cli.request import ImageRequest
 
-    config = AVQConfig(
-        *(4, 2, 2),
+    config = AVQConfig.parse(
+        "M4P2C2",
         query_tile=16,
         levels=(0, 1),
         overrides={"1": {"num_parents": 3, "num_refined": 1}},
@@ -202,7 +202,7 @@ def test_a_tolerance_replaces_the_refined_parents(monkeypatch):
     from avq_diffusers.cli.request import ImageRequest
 
     monkeypatch.setattr(measurement, "LADDER", ("M4P0C0", "M8P8C4E16"))
-    config = AVQConfig(8, 2, 4, query_tile=16)
+    config = AVQConfig.parse("M8P4C2", query_tile=16)
     pipe = apply_avq(tiny_pipe(), config, route="always")
     shared = page.SharedPipeline(pipe, config)
     runs, steps = [], []
@@ -228,7 +228,7 @@ def test_a_tolerance_replaces_the_refined_parents(monkeypatch):
         assert np.array_equal(images[0.00001, seed], generate(reference, seed=seed))
     apply_avq(reference, config)
     assert np.array_equal(images[None, 1], generate(reference, seed=1))
-    apply_avq(reference, AVQConfig(4, 0, 0, query_tile=16))
+    apply_avq(reference, AVQConfig.parse("M4", query_tile=16))
     assert np.array_equal(images[1.5, 1], generate(reference, seed=1))
     with pytest.raises(ValueError, match="apply it without codebooks"):
         page.SharedPipeline(with_avq()).generate_avq(requests[0], 2, steps.append, 0.1)

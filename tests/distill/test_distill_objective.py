@@ -429,7 +429,7 @@ def test_micro_batches_add_up():
 @pytest.mark.parametrize("codewords", ["stored", "means"])
 def test_compiled_unets(codewords):
     """Catches features, keys or a grid of an earlier call."""
-    config = AVQConfig(4, 2, 2, query_tile=16, codewords=codewords)
+    config = AVQConfig.parse("M4P2C2", query_tile=16, codewords=codewords)
     plain, compiled = (perturb(new_objective(small_unet(), config)) for _ in range(2))
     for objective in (plain, compiled):
         objective.start_codebooks([make_batch(seed=7)], samples_per_step=4)
@@ -633,7 +633,7 @@ def test_without_the_constraint(tmp_path):
 
 def test_all_parents_at_linear_cost(monkeypatch):
     """Catches a quantized key, or a gradient, that is not that of `avq_attention`."""
-    monkeypatch.setattr("avq_diffusers.attention.backward.DENSE_SPEED_CPU", 0.0)
+    monkeypatch.setattr("avq_diffusers.attention.torch_backward.DENSE_SPEED_CPU", 0.0)
     config = STORED(4, 2, 4, query_tile=16, levels=(0, 1))
     runs = [perturb(make_objective(config, full_spawning=full)) for full in (True, False)]
     losses = [objective(**make_batch()) for objective in runs]
@@ -667,7 +667,7 @@ def test_few_parents_train_at_linear_cost():
 
 def test_diveq_by_hand():
     """Catches gradients along the wrong direction, and a parent that its children leave behind."""
-    quantizer = Quantizer(1, 2, AVQConfig(2, 2, 2), constrain=True, diveq=True).eval()
+    quantizer = Quantizer(1, 2, AVQConfig.parse("M2P2C2"), constrain=True, diveq=True).eval()
     parents = torch.tensor([[[0.0, 0], [10, 0]]])
     children = parents[:, :, None] + torch.tensor([[0.0, 1], [0, -1]])
     quantizer.start(Codebook(parents, children), torch.ones(1, 2, 3))
@@ -695,7 +695,7 @@ def test_diveq_by_hand():
 
 
 def test_diveq_keeps_free_children():
-    quantizer = Quantizer(1, 2, AVQConfig(1, 2, 1), constrain=False, diveq=True)
+    quantizer = Quantizer(1, 2, AVQConfig.parse("M1P1C2"), constrain=False, diveq=True)
     children = torch.tensor([[[[0.0, 1], [0, 3]]]])
     quantizer.start(Codebook(torch.zeros(1, 1, 2), children), torch.ones(1, 1, 3))
     assert torch.equal(quantizer.codebook().children, children)
@@ -703,7 +703,7 @@ def test_diveq_keeps_free_children():
 
 def test_diveq_draws_noise_of_its_variance():
     """Catches a variance for a standard deviation: at unit error, noise is the angle's sine."""
-    quantizer = Quantizer(1, 2, AVQConfig(1, 0, 0), constrain=True, diveq=True)
+    quantizer = Quantizer(1, 2, AVQConfig.parse("M1"), constrain=True, diveq=True)
     quantizer.start(Codebook(torch.zeros(1, 1, 2), torch.zeros(1, 1, 0, 2)), torch.ones(1, 1, 1))
     key = torch.tensor([0.0, 1.0]).expand(1, 1, 4000, 2)
     torch.manual_seed(0)
@@ -894,7 +894,7 @@ def test_only_the_replaced_layers_are_trained(config):
     [
         (True, False, {}),
         (False, True, {}),
-        (False, False, {"query_order": "random", "importance_tile": 2}),
+        (False, False, {"query_order": "random"}),
         (True, True, {"query_order": "random"}),
     ],
 )

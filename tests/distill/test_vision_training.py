@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +33,6 @@ from transformers import (
 from typer.testing import CliRunner
 
 from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq
-from avq_diffusers.config import Sizes
 from distill.config_file import load_config
 from distill.quantizer import Quantizer
 from distill.vision import compare as vision_compare
@@ -455,7 +454,7 @@ def test_the_timed_operation_is_the_whole_attention(monkeypatch, attention, size
     call = Call(*torch.randn(3, 1, 2, 16, 8), *sinks, query_order=torch.arange(16), scale=0.5)
     timed = AVQConfig.parse(sizes)
     vision_compare._operation_ms(parse_attention(attention), timed, call)
-    assert {name: seen[name] for name in Sizes._fields} == timed.sizes._asdict()
+    assert {name: seen[name] for name in asdict(timed.sizes)} == asdict(timed.sizes)
     assert (seen["codewords"], seen["num_updates"]) == form
     assert seen["sink_key"] is call.sink_key
     if form[0] == "stored":

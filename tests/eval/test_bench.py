@@ -135,16 +135,16 @@ def test_inputs_have_the_layout_of_the_projections_and_hot_keys():
     assert hot.tolist() == pytest.approx([0.3] * 3, abs=0.07)
     even = source.inputs(Shape(2, 3, 400, 16), torch.float32)[1]
     assert (even == even[:1, :, :1]).all(-1).sum() == 3
-    codebook = source.codebook(AVQConfig(8, 2, 1))
+    codebook = source.codebook(AVQConfig.parse("M8P1C2"))
     assert codebook.parents.shape == (3, 8, 16)
-    assert source.codebook(AVQConfig(8, 2, 4)) is codebook
+    assert source.codebook(AVQConfig.parse("M8P4C2")) is codebook
 
 
 def test_bench_attention_rows():
     """Fails for a ratio upside down, or exact attention timed beyond its limit."""
     rows = bench_attention(
         [64, 90],  # a square grid, and a row
-        config=AVQConfig(4, 2, 2, 16),
+        config=AVQConfig.parse("M4P2C2", query_tile=16),
         device=CPU,
         dtype=torch.float32,
         batch=1,
@@ -167,7 +167,7 @@ def test_bench_attention_rows():
 
 def test_bench_gradients_rows():
     """Fails for a forward pass in place of both, or a ratio of another row."""
-    config = AVQConfig(4, 2, 2, 16)
+    config = AVQConfig.parse("M4P2C2", query_tile=16)
     exact, avq = bench_gradients(
         [Shape(1, 2, 64, 8)], configs=[config], device=CPU, dtype=torch.float32, effort=FAST
     )

@@ -130,7 +130,7 @@ def test_noised_scenes_are_what_the_model_sees_in_training():
 
 def test_codebook_figures_are_of_keys_after_their_norm():
     pipe, rows = tiny_pipe(), []
-    codebooks = random_codebooks(pipe.unet, AVQConfig(4, 2, 2, key_norm=True))
+    codebooks = random_codebooks(pipe.unet, AVQConfig.parse("M4P2C2", key_norm=True))
     for weight in (1.0, 0.0):  # 0 makes all keys one
         for name in codebooks.layer_specs:
             torch.nn.init.constant_(codebooks.key_norm(name).weight, weight)
@@ -163,7 +163,7 @@ def test_errors_are_those_of_layers_that_are_not_exact():
     """Fails where layers that stay exact get figures, or where a row does not name them."""
     pipe = tiny_pipe()
     names = [layer.name for layer in select_layers(pipe.unet, (0, 1))]
-    config = AVQConfig(4, 2, 2, query_tile=16, levels=(0, 1), exact=("up_blocks",))
+    config = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0, 1), exact=("up_blocks",))
     method = Method("x", (0, 1), random_codebooks(pipe.unet, config))
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
     (row,) = layer_errors.measure_errors(pipe, [method], shown, num_timesteps=1)
@@ -175,7 +175,7 @@ def test_errors_of_own_codewords_by_hand():
     """Fails for figures of stored codewords, keys of all steps or images together, another order,
     or layers that stay exact; elastic numbers and other fields apply to own codewords too."""
     pipe = tiny_pipe()
-    config = AVQConfig(6, 2, 2, query_tile=16, exact=("up_blocks",), num_updates=1)
+    config = AVQConfig.parse("M6P2C2", query_tile=16, exact=("up_blocks",), num_updates=1)
     shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
     own = Method("x", (0,), own=replace(config, query_order="raster"))
     _, three = layer_errors.elastic([own.with_fields(query_order="gilbert")], (1, 3))

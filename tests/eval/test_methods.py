@@ -55,9 +55,15 @@ def test_attention_method_puts_everything_back(name, fails, distilled, linfusion
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("M4P2C2/own", AVQConfig(4, 2, 2)),
-        ("M4P2C2E8@L01/own1", AVQConfig(4, 2, 2, levels=(0, 1), exact_keys=8, num_updates=1)),
-        ("M4P1C2-up_blocks@P3/own", AVQConfig(4, 2, 3, exact=("up_blocks",))),
+        ("M4P2C2/own", AVQConfig.parse("M4P2C2")),
+        (
+            "M4P2C2E8@L01/own1",
+            AVQConfig.parse("M4P2C2E8", levels=(0, 1), num_updates=1),
+        ),
+        (
+            "M4P1C2-up_blocks@P3/own",
+            AVQConfig.parse("M4P3C2", exact=("up_blocks",)),
+        ),
     ],
 )
 def test_own_codewords_are_those_of_apply_avq(name, config):
@@ -73,7 +79,7 @@ def test_own_codewords_are_those_of_apply_avq(name, config):
 def test_means_are_the_stored_codewords_with_mean_keys():
     pipe = tiny_pipe()
     (means,) = prepare(pipe, "M4P2C2/means")
-    assert means.codebooks.avq_config == AVQConfig(4, 2, 2, codewords="means")
+    assert means.codebooks.avq_config == AVQConfig.parse("M4P2C2", codewords="means")
     assert (means.origin, means.facts()["config"]) == ("calibrated", "M4P2C2/means")
     drawn = []
     for method in (means, means.with_fields(codewords="stored")):
@@ -211,7 +217,7 @@ def test_calibration_shares_no_noise_with_images(monkeypatch):
 def test_effective_codewords_are_the_mean_over_layers():
     """Five layers of 4 + 2 x 2 codewords, and five of 8 + 2 x 2."""
     unet = tiny_unet()
-    config = AVQConfig(4, 2, 2, levels=(0, 1), overrides={"1": {"num_parents": 8}})
+    config = AVQConfig.parse("M4P2C2", levels=(0, 1), overrides={"1": {"num_parents": 8}})
     facts = Method("x", (0, 1), random_codebooks(unet, config)).facts()
     assert facts["effective_codewords"] == 10
     assert facts["config"] == "M4P2C2, M8P2C2"

@@ -54,12 +54,12 @@ def drawn(monkeypatch):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"query_tile": 16, "query_order": "random"}, {"importance_tile": 2}, {"key_norm": True}],
+    [{}, {"query_tile": 16, "query_order": "random"}, {"key_norm": True}],
 )
 def test_a_row_says_what_its_computation_has_of_its_own(tiny_scorer, drawn, tmp_path, fields):
     """Catches rows that do not tell another computation from the default one, and default ones
     that could no longer be merged with those of older files."""
-    random_codebooks(tiny_unet(), AVQConfig(4, 2, 2, **fields)).save_pretrained(tmp_path)
+    random_codebooks(tiny_unet(), AVQConfig.parse("M4P2C2", **fields)).save_pretrained(tmp_path)
     methods = [str(tmp_path), NO_ATTENTION]
     *_, row, other = score(tiny_pipe(), methods, drawn, tiny_scorer, Sampling(size=256))
     assert (row["config"], row.get("fields")) == ("M4P2C2", fields or None)

@@ -77,7 +77,12 @@ def test_measurements_are_refused(unet, folder, measure):
     """Catches layers that are said not to have run."""
     load_linfusion(unet, folder)
     with pytest.raises(ValueError, match=r"LinFusion layers; call remove_linfusion\(unet\) first"):
-        measure(tiny_pipe(unet), ["a hen"], AVQConfig(4, 2, 2), num_inference_steps=1)
+        measure(
+            tiny_pipe(unet),
+            ["a hen"],
+            AVQConfig.parse("M4P2C2"),
+            num_inference_steps=1,
+        )
 
 
 def test_a_layer_knows_who_changed_it(unet, folder, layers):

@@ -81,9 +81,9 @@ class Kind:
         model = self.make()
         return select_layers(model)[0].caller is not model
 
-    def config(self, *sizes: int, **others) -> AVQConfig:
+    def config(self, **fields) -> AVQConfig:
         """At all levels."""
-        return AVQConfig(*sizes, **{"query_tile": 16, "levels": self.levels} | others)
+        return AVQConfig(**{"query_tile": 16, "levels": self.levels} | fields)
 
 
 def bool_mask(num_tokens: int) -> dict[str, Tensor]:

@@ -93,7 +93,7 @@ class TestSample:
         all keys is their mean."""
         layers = select_layers(pipe.unet, (0,))
         calls = projected(pipe, layers, "to_k")
-        codebooks = fit(pipe, AVQConfig(1, 0, 0), keys_per_layer=10**6)
+        codebooks = fit(pipe, AVQConfig.parse("M1"), keys_per_layer=10**6)
         for layer in layers:
             keys = torch.cat(calls[layer.name]).transpose(0, 1).flatten(1, 2)
             assert keys.shape[1] == len(PROMPTS) * STEPS * 2 * 256
@@ -185,16 +185,16 @@ class TestReport:
 
     def test_capture_is_that_of_the_layer_on_the_grid_that_ran(self, pipe):
         """Fails for the transposed grid, another call than the middle one of the first prompt, the
-        unguided half of the batch, the default order or importance tile, and without overrides."""
+        unguided half of the batch, the default order, and without overrides."""
         overrides = {"1": {"num_refined": 1}}
-        config = AVQConfig(8, 2, 3, 8, levels=(0, 1), importance_tile=2, overrides=overrides)
+        config = AVQConfig.parse("M8P3C2", query_tile=8, levels=(0, 1), overrides=overrides)
         layers = select_layers(pipe.unet, config.levels)
         calls = projected(pipe, layers, "to_q", "to_k")
         codebooks = fit(pipe, config, height=64, width=192)
         for layer in layers:
             query, key = (x[-1:].float() for x in calls[layer.name][STEPS // 2 * 2 :][:2])
             sides = (8 >> layer.level, 24 >> layer.level)
-            options = {"codewords": "stored", "query_tile": 8, "importance_tile": 2}
+            options = {"codewords": "stored", "query_tile": 8}
             of_order = partial(
                 capture, query, key, codebooks.codebook(layer.name), (3, 1)[layer.level], **options
             )
@@ -209,7 +209,7 @@ class TestReport:
 class TestCodebooks:
     def test_beat_random_keys(self, pipe):
         """Fails for codewords of another layer or head, or for k-means that does not descend."""
-        config = AVQConfig(4, 2, 2, levels=(0, 1))
+        config = AVQConfig.parse("M4P2C2", levels=(0, 1))
         codebooks, layers = fit(pipe, config), select_layers(pipe.unet, config.levels)
         calls = projected(pipe, layers, "to_k")
         draw(pipe, seed=7, num_inference_steps=STEPS)  # an image that calibration has not seen
@@ -225,7 +225,7 @@ class TestCodebooks:
 
     def test_sizes(self):
         """Fails for overrides that are not resolved, or children of a flat configuration."""
-        config = AVQConfig(8, 0, 0, levels=(0, 1), overrides={"1": {"num_parents": 6}})
+        config = AVQConfig.parse("M8", levels=(0, 1), overrides={"1": {"num_parents": 6}})
         codebooks = fit(tiny_pipe(), config)
         for name, spec in codebooks.layer_specs.items():
             codebook = codebooks.codebook(name)
@@ -238,7 +238,7 @@ class TestCodebooks:
     [
         ({"config": AVQConfig(key_norm=True)}, ValueError, "key_norm changes the model and needs "),
         (
-            {"config": AVQConfig(4, 2, 2, overrides={"7": {"num_parents": 8}})},
+            {"config": AVQConfig.parse("M4P2C2", overrides={"7": {"num_parents": 8}})},
             ValueError,
             r"overrides must have levels or names .*, but got '7'; .* at level 0",
         ),

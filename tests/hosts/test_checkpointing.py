@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, remove_avq, set_num_refined
 
-CONFIG = AVQConfig(4, 2, 2, query_tile=16)
+CONFIG = AVQConfig.parse("M4P2C2", query_tile=16)
 
 
 @pytest.fixture(params=[False, True], ids=["default", "reentrant"])

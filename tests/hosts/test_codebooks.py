@@ -132,8 +132,15 @@ class TestRoundTrip:
         [
             (
                 tuned_codebooks,
-                AVQConfig(4, 2, 2, 16, query_order="random", levels=(0, 1), exact=("up_blocks.3",),
-                          key_norm=True, overrides={"1": {"num_children": 3}}),
+                AVQConfig.parse(
+                    "M4P2C2",
+                    query_tile=16,
+                    query_order="random",
+                    levels=(0, 1),
+                    exact=("up_blocks.3",),
+                    key_norm=True,
+                    overrides={"1": {"num_children": 3}},
+                ),
                 {"base_model": "tiny", "calibration": {"seed": 3, "layers": {LAYER: 0.5}}},
             ),
             (random_codebooks, replace(CONFIG, num_children=0, num_refined=0), {}),

@@ -19,7 +19,7 @@ from avq_diffusers import AVQConfig, apply_avq, avq_disabled, remove_avq
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # All keys are exact: else rounding decides near-ties, and this random model amplifies them.
-CONFIG = AVQConfig(levels=(0, 1), num_parents=16, num_refined=4, num_children=4, exact_keys=1024)
+CONFIG = AVQConfig.parse("M16P4C4E1024", levels=(0, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,10 @@ def test_switching_a_compiled_unet():
     code that does not notice AVQ coming, pausing and going."""
     unet = small_unet().double()
     inputs = torch.ones(1, 4, 16, 16).double(), 10, torch.ones(1, 5, 32).double()
-    codebooks, exact = tuned_codebooks(unet, AVQConfig(4, 2, 2)), unet(*inputs).sample
+    codebooks, exact = (
+        tuned_codebooks(unet, AVQConfig.parse("M4P2C2")),
+        unet(*inputs).sample,
+    )
     avq = apply_avq(unet, codebooks)(*inputs).sample
     counter = CompileCounter()
     compiled = torch.compile(remove_avq(unet), backend=counter, fullgraph=True)
@@ -113,7 +116,7 @@ def test_repeated_blocks(unet):
 def test_export():
     """Catches fake tensors that stay in the layers, where nothing was in its place before."""
     unet = small_unet()
-    apply_avq(unet, tuned_codebooks(unet, AVQConfig(4, 2, 2))).double()
+    apply_avq(unet, tuned_codebooks(unet, AVQConfig.parse("M4P2C2"))).double()
     inputs = torch.ones(1, 4, 16, 16).double(), torch.tensor(10), torch.ones(1, 5, 32).double()
     with torch.no_grad():
         exported = torch.export.export(unet, inputs).module()

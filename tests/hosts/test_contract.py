@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -35,7 +36,8 @@ from avq_diffusers.attention.orders import query_order
 from avq_diffusers.hosts import measurement, state
 from avq_diffusers.hosts.models import find_model
 
-COARSE, OTHER = (4, 2, 2), (2, 2, 1)
+COARSE = {"num_parents": 4, "num_children": 2, "num_refined": 2}
+OTHER = {"num_parents": 2, "num_children": 2, "num_refined": 1}
 EVERY_KEY = {"num_parents": 4, "num_children": 2, "num_refined": 4, "exact_keys": 1000}
 OUTSIDE = "outside a call of the model"
 DIFFUSERS = [kind for kind in KINDS if kind.part]
@@ -62,7 +64,7 @@ def calls(model) -> list[dict[str, int]]:
 
 def coarse(kind, **others):
     """A model with coarse AVQ."""
-    return apply_avq(kind.make(), kind.config(*COARSE, **others))
+    return apply_avq(kind.make(), kind.config(**COARSE, **others))
 
 
 def block_of(model, layer) -> nn.Module:
@@ -108,7 +110,7 @@ def test_all_keys_exact_is_exact_attention(kind):
     assert apply_avq(model, kind.config(**EVERY_KEY)) is model
     assert close(kind.predict(model), exact)
     assert calls(model) == [{"AVQ": 1}] * len(select_layers(model))
-    assert differ(kind.predict(apply_avq(model, kind.config(*COARSE))), exact)
+    assert differ(kind.predict(apply_avq(model, kind.config(**COARSE))), exact)
 
 
 @for_kinds([kind for kind in KINDS if kind.beside != (0, 0)])
@@ -159,7 +161,7 @@ def test_autocast(kind):
 def test_stored_codewords(kind):
     """Catches own codewords in place of stored ones, and codebooks that are dropped in silence."""
     model = kind.make()
-    stored = random_codebooks(model, kind.config(*COARSE))
+    stored = random_codebooks(model, kind.config(**COARSE))
     exact = kind.predict(model)
     if not kind.takes_codebooks:
         with pytest.raises(TypeError, match="codewords from the keys of each call: expected"):
@@ -181,7 +183,7 @@ def test_undo(kind):
     model = kind.make()
     exact, before = kind.predict(model), contents(model)
     names = {path: {*vars(module)} for path, module in model.named_modules()}
-    apply_avq(apply_avq(model), kind.config(*COARSE))
+    apply_avq(apply_avq(model), kind.config(**COARSE))
     kind.predict(model)
     assert not are_same(contents(model), before)
     added = [{*vars(module)} - names[path] for path, module in model.named_modules()]
@@ -196,14 +198,14 @@ def test_off(kind):
     """Disabled, or for a grid of fewer tokens than the route."""
     model = kind.make()
     exact = kind.predict(model)
-    avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
+    avq = kind.predict(apply_avq(model, kind.config(**COARSE)))
     with avq_disabled(model):
         with avq_disabled(model):
             assert torch.equal(kind.predict(model), exact)
         assert torch.equal(kind.predict(model), exact)
     assert calls(model) == [{"AVQ": 1, "disabled": 2}] * len(calls(model))
     assert torch.equal(kind.predict(model), avq)
-    apply_avq(model, kind.config(*COARSE), route=10**6)
+    apply_avq(model, kind.config(**COARSE), route=10**6)
     assert torch.equal(kind.predict(model), exact)
     assert calls(model) == [{"few tokens": 1}] * len(calls(model))
 
@@ -213,7 +215,7 @@ def test_refinement(kind):
     """Catches a plan that reaches other layers, and `exact` that still runs AVQ."""
     model = kind.make()
     exact = kind.predict(model)
-    avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
+    avq = kind.predict(apply_avq(model, kind.config(**COARSE)))
     first, *others = [row.name for row in summary(model).rows if row.config]
     assert set_num_refined(model, {first: 4}) is model
     configs = [row.config for row in summary(model).rows if row.config]
@@ -231,7 +233,7 @@ def test_refinement(kind):
 def test_schedules(kind):
     model, schedule = kind.make(), {1000: "exact", 500: 4}
     before = contents(model)
-    apply_avq(model, kind.config(*COARSE))
+    apply_avq(model, kind.config(**COARSE))
     if not kind.has_timesteps:
         with pytest.raises(ValueError, match="no schedules by timestep, but got one"):
             set_num_refined(model, schedule)
@@ -290,7 +292,7 @@ def test_by_hand(kind):
         hook.remove()
         run_threads(check)
 
-    apply_avq(model, kind.config(*COARSE))
+    apply_avq(model, kind.config(**COARSE))
     check()
     assert kinds(model) == {OUTSIDE}
     avq = kind.predict(model)
@@ -302,7 +304,7 @@ def test_by_hand(kind):
         check()
     set_num_refined(model, "exact")
     check()
-    apply_avq(model, kind.config(*COARSE))
+    apply_avq(model, kind.config(**COARSE))
     with layers[-1].attn.register_forward_pre_hook(fail), pytest.raises(KeyError):
         kind.predict(model)
     check()
@@ -325,26 +327,26 @@ def test_a_failed_apply_leaves_the_model_as_it_was(kind, monkeypatch):
 
     def refuse():
         for error, arguments in (
-            (ValueError, {"source": kind.config(4, 2, 2, exact=("nothing",))}),
-            (ValueError, {"source": kind.config(4, 2, 2, levels=(7,))}),
-            (ValueError, {"source": kind.config(4, 2, 2, overrides={"x": {"num_refined": 1}})}),
-            (ValueError, {"source": kind.config(4, 2, 2, key_norm=True)}),
+            (ValueError, {"source": kind.config(**COARSE, exact=("nothing",))}),
+            (ValueError, {"source": kind.config(**COARSE, levels=(7,))}),
+            (ValueError, {"source": kind.config(**COARSE, overrides={"x": {"num_refined": 1}})}),
+            (ValueError, {"source": kind.config(**COARSE, key_norm=True)}),
             (ValueError, {"backend": "fast"}),
             (ValueError, {"route": "fast"}),
             (TypeError, {"source": "M4P2C2"}),
         ):
             with pytest.raises(error):
-                apply_avq(model, **{"source": kind.config(*OTHER), **arguments})
+                apply_avq(model, **{"source": kind.config(**OTHER), **arguments})
         given.clear()
         with monkeypatch.context() as patch:
             patch.setattr(type(host), "give_avq", give_once)
             with pytest.raises(KeyError):
-                apply_avq(model, kind.config(*OTHER))
+                apply_avq(model, kind.config(**OTHER))
 
     refuse()
     assert are_same(contents(model), before)
     assert torch.equal(kind.predict(model), exact)
-    avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
+    avq = kind.predict(apply_avq(model, kind.config(**COARSE)))
     rows = summary(model)
     refuse()
     assert summary(model) == rows
@@ -376,7 +378,7 @@ def test_masks(kind):
         layer.attn.register_forward_pre_hook(mask, with_kwargs=True)
     masked = kind.predict(model)
     assert differ(masked, exact)
-    assert torch.equal(kind.predict(apply_avq(model, kind.config(*COARSE))), masked)
+    assert torch.equal(kind.predict(apply_avq(model, kind.config(**COARSE))), masked)
     assert calls(model) == [{"attention mask": 1}] * len(calls(model))
 
 
@@ -392,7 +394,7 @@ def shortened(value, lengths):
 @for_kinds()
 def test_dropped_tokens(kind):
     """As many as the text has are 24, or 32 with Z-Image's padding."""
-    model, config = kind.make(), kind.config(*COARSE, levels=kind.levels[:1])
+    model, config = kind.make(), kind.config(**COARSE, levels=kind.levels[:1])
     exact, count = kind.predict(model), 0
     num_grid = kind.frames * kind.sizes[0][0] * kind.sizes[0][1]
 
@@ -421,7 +423,7 @@ def test_references(kind):
     for name, reference in kind.references.items():
         arguments, model = reference(), kind.make()
         exact = kind.predict(model, **arguments)
-        apply_avq(model, kind.config(*COARSE))
+        apply_avq(model, kind.config(**COARSE))
         assert torch.equal(kind.predict(model, **arguments), exact), name
         assert kinds(model) < {"several images", "no grid"}, name
         kind.predict(model)
@@ -551,7 +553,7 @@ def test_checkpoints_recompute_the_call(kind):
     assert differ(gradient(kind, remove_avq(model)), expected)
     enable_checkpointing(model)
     before = contents(model)
-    found = gradient(kind, apply_avq(model, kind.config(*COARSE)))
+    found = gradient(kind, apply_avq(model, kind.config(**COARSE)))
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
     assert all(x["AVQ"] > y["AVQ"] for x, y in zip(calls(model), once, strict=True))
     assert are_same(contents(remove_avq(model)), before)
@@ -582,7 +584,7 @@ def test_a_foreign_checkpoint_is_refused(kind):
 def test_compiled(kind, regional):
     """Catches graph breaks, and compiled code that misses AVQ going."""
     model = kind.compiled()
-    exact, config = kind.predict(model), AVQConfig(*COARSE, query_tile=16)
+    exact, config = kind.predict(model), AVQConfig(**COARSE, query_tile=16)
     avq = kind.predict(apply_avq(model, config))
     torch.compiler.reset()
     called = model
@@ -642,8 +644,8 @@ def test_threads_that_switch(kind):
     """Catches hooks that stay, and layers of two installations."""
     model, interval = kind.make(), sys.getswitchinterval()
     exact, before = kind.predict(model), contents(model)
-    avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
-    other = kind.config(*OTHER)
+    avq = kind.predict(apply_avq(model, kind.config(**COARSE)))
+    other = kind.config(**OTHER)
 
     def switch():
         for _ in range(3):
@@ -660,7 +662,7 @@ def test_threads_that_switch(kind):
         run_threads(switch, switch, refine)
     finally:
         sys.setswitchinterval(interval)
-    assert torch.equal(kind.predict(apply_avq(model, kind.config(*COARSE))), avq)
+    assert torch.equal(kind.predict(apply_avq(model, kind.config(**COARSE))), avq)
     remove_avq(model)
     assert are_same(contents(model), before)
     assert torch.equal(kind.predict(model), exact)
@@ -674,7 +676,7 @@ def test_models_that_share_a_layer_or_block(kind):
         model, other = kind.make(), kind.make()
         other.set_submodule(path, model.get_submodule(path))
         exact = kind.predict(other)
-        avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
+        avq = kind.predict(apply_avq(model, kind.config(**COARSE)))
         assert differ(avq, exact)
         assert torch.equal(kind.predict(other), exact)
         assert torch.equal(kind.predict(model), avq)
@@ -688,7 +690,7 @@ def test_models_that_share_what_begins_calls_share_avq(kind):
     (path,) = (path for path, module in model.named_modules() if module is caller)
     other.set_submodule(path, caller)
     exact = kind.predict(other)
-    apply_avq(model, kind.config(*COARSE))
+    apply_avq(model, kind.config(**COARSE))
     assert differ(kind.predict(other), exact)
     remove_avq(model)
     assert torch.equal(kind.predict(other), exact)
@@ -731,7 +733,7 @@ def error_by_hand(kind, query, key, value, scale, size) -> float:
         key_order=order,
         scale=scale,
         backend="reference",
-        **AVQConfig(8, 4, 8, exact_keys=16).sizes._asdict(),
+        **asdict(AVQConfig.parse("M8P8C4E16").sizes),
     )
     logits = queries @ key.mT * (scale or query.shape[-1] ** -0.5)
     exact = logits.softmax(-1) @ value
@@ -753,7 +755,7 @@ def test_measurement(kind, monkeypatch):
                 kind.predict(model)
 
     def measure():
-        config, pipe = kind.config(*COARSE), Pipe()
+        config, pipe = kind.config(**COARSE), Pipe()
         if kind.part is None:
             inputs = kind.inputs(model, *kind.sizes[0])
             batches = [inputs.pop("pixel_values")] * 2
@@ -773,7 +775,7 @@ def test_measurement(kind, monkeypatch):
     assert profile.layers[0].errors[1000]["M8P8C4E16"] == pytest.approx(expected, rel=1e-3)
     assert expected > 0
 
-    avq = kind.predict(apply_avq(model, kind.config(*COARSE)))
+    avq = kind.predict(apply_avq(model, kind.config(**COARSE)))
     rows = summary(model)
     assert measure() == profile
     with select_layers(model)[-1].attn.register_forward_pre_hook(fail), pytest.raises(KeyError):

@@ -51,7 +51,10 @@ def test_its_processor_elsewhere():
     """
     model = sd3_transformer()
     exact = predict(model)
-    apply_avq(model, AVQConfig(4, 2, 2, query_tile=16, exact=("transformer_blocks.0",)))
+    apply_avq(
+        model,
+        AVQConfig.parse("M4P2C2", query_tile=16, exact=("transformer_blocks.0",)),
+    )
     avq = predict(model)
     for processor in (model.transformer_blocks[1].attn.processor, None):
         rebuilt = {name: type(x)() for name, x in model.attn_processors.items()}

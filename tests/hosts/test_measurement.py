@@ -23,7 +23,7 @@ from avq_diffusers.hosts.layers import LayerSpec
 from avq_diffusers.hosts.measurement import Denoising, Ladder
 
 PROMPT = "a red fox"
-CONFIG = AVQConfig(8, 2, 4, query_tile=16, levels=(0, 1))
+CONFIG = AVQConfig.parse("M8P4C2", query_tile=16, levels=(0, 1))
 COARSE, MIDDLE, FINE = "M4P0C0", "M8P4C2", "M8P8C4E16"
 SIZE = {"height": 128, "width": 128, "progress": False}
 SPEC = LayerSpec("a", 0, 2, 8)
@@ -79,7 +79,10 @@ class TestMeasure:
     )
     def test_a_compiled_model_is_measured_eagerly(self, make, examples, arguments):
         """Catches a layer that does not run, as hooks in compiled code do not."""
-        pipe, config = make(), AVQConfig(8, 2, 4, query_tile=16)
+        pipe, config = (
+            make(),
+            AVQConfig.parse("M8P4C2", query_tile=16),
+        )
         profile = measure_error(pipe, examples, config, progress=False, **arguments)
         getattr(pipe, "unet", pipe).compile(backend=lambda *_: pytest.fail("it was compiled"))
         assert measure_error(pipe, examples, config, progress=False, **arguments) == profile
@@ -105,7 +108,6 @@ class TestMeasure:
                 ("overrides", {"0": {"num_refined": 1}}, "chooses sizes .*; drop overrides"),
                 ("codewords", "stored", 'a tolerance chooses sizes .*; drop codewords="stored"'),
                 ("key_norm", True, "a tolerance chooses sizes .*; drop key_norm"),
-                ("importance_tile", 4, "a tolerance chooses sizes .*; drop importance_tile"),
             )
         ),
         (tiny_pipe, [PROMPT], {"num_inference_steps": 1001}, ValueError, "at most 1000, but got 1"),
@@ -188,7 +190,9 @@ def test_costs_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
     monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
-    workload = routing.Workload(4, 8, Sizes(4, 2, 2, 0), 16, torch.float16)
+    workload = routing.Workload(
+        4, 8, Sizes(num_parents=4, num_refined=2, num_children=2, exact_keys=0), 16, torch.float16
+    )
 
     def cost(num_tokens):
         turns = {"avq": lambda: next(times), "exact": lambda: next(times)}

@@ -220,7 +220,10 @@ class TestModularGuiders:
     def test_calls_that_it_changes(self, guider):
         """They predict what they predict with AVQ on the other layers only."""
         unet = sdxl_unet()
-        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16, levels=(1, 2)))
+        codebooks = random_codebooks(
+            unet,
+            AVQConfig.parse("M4P2C2", query_tile=16, levels=(1, 2)),
+        )
         names = [f"{name}.transformer_blocks.0.attn1" for name in self.FQNS]
         inputs, outputs, unet = self.predictions(guider, codebooks)
         others = without(codebooks, unet, *names)

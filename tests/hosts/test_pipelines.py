@@ -313,7 +313,7 @@ def test_animatediff(codebooks):
     run |= {"num_inference_steps": 1, "progress": False}
     own = calibrate(pipe, ["a red fox"], CONFIG, **run)
     assert own.config["calibration"]["layers"].keys() == codebooks.layer_specs.keys()
-    profile = measure_error(pipe, ["a red fox"], AVQConfig(4, 2, 2), **run)
+    profile = measure_error(pipe, ["a red fox"], AVQConfig.parse("M4P2C2"), **run)
     assert {one.num_tokens for one in profile.layers} == {8 * 12}
 
 
@@ -341,7 +341,7 @@ def test_scheduler(name):
     pipe, size = tiny_pipe(small_unet()), {"height": 64, "width": 64}
     cls = getattr(diffusers, name)
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **SCHEDULER_OPTIONS.get(name, {}))
-    codebooks = random_codebooks(pipe.unet, AVQConfig(4, 2, 2, query_tile=16))
+    codebooks = random_codebooks(pipe.unet, AVQConfig.parse("M4P2C2", query_tile=16))
     check_on_and_off(pipe, codebooks, **size)
     set_num_refined(apply_avq(pipe, codebooks, route="always"), {1000: 0, 500: 4})
     if name in OTHER_TIMESTEPS:  # refused each time, also in inference mode

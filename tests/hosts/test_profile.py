@@ -28,7 +28,7 @@ from avq_diffusers.hosts.layers import LayerSpec
 from avq_diffusers.hosts.profile import MARGIN, Choice, ErrorProfile, LayerErrors
 
 PROMPT = "a red fox"
-CONFIG = AVQConfig(8, 2, 4, query_tile=16, levels=(0, 1))
+CONFIG = AVQConfig.parse("M8P4C2", query_tile=16, levels=(0, 1))
 COARSE, FINE = "M4P0C0", "M8P8C4E16"
 SPEC = LayerSpec("a", 0, 2, 8)
 COSTS = {"M8P4C2": 0.5, "M4P0C0": 0.2, "M8P8C4E16": 0.9}
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
     draw: Callable[[Any], torch.Tensor]
     examples: dict[str, Any]
     run: dict[str, Any]
-    config: AVQConfig = AVQConfig(4, 2, 2, query_tile=16)
+    config: AVQConfig = AVQConfig.parse("M4P2C2", query_tile=16)
 
 
 class Wan22:
@@ -67,7 +67,7 @@ QUIET = {"progress": False}
 RUN = {"num_inference_steps": 2, "seed": 3, **QUIET}
 SIZE = {"height": 32, "width": 48, "max_sequence_length": 8}
 PROMPTED = {"prompt": [PROMPT]}
-LEVELS = AVQConfig(4, 2, 2, query_tile=16, levels=(0, 1))
+LEVELS = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0, 1))
 UNET = Kind(tiny_pipe, draw, PROMPTED, {**RUN, "height": 128, "width": 128}, LEVELS)
 SD3 = Kind(sd3_pipe, tiny_transformers.draw, PROMPTED, RUN | SIZE)
 FLUX = Kind(flux_pipe, tiny_transformers.draw, PROMPTED, RUN | SIZE)
@@ -310,7 +310,9 @@ class TestFile:
         path = tmp_path / "other.json"
         good = {"config": {}, "layers": [STORED]}
         path.write_text(json.dumps(good))
-        assert ErrorProfile.load(path).within(0.2)["a"][1000] == Choice(Sizes(4, 0, 0, 0), 0.1)
+        assert ErrorProfile.load(path).within(0.2)["a"][1000] == Choice(
+            Sizes(num_parents=4, num_refined=0, num_children=0, exact_keys=0), 0.1
+        )
         for content in (json.dumps(good | change), "", "{", "[]", "{}", "[" * 100_000):
             path.write_text(content)
             with pytest.raises(ValueError, match=r"other\.json is not a saved ErrorProfile: "):

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
 
-CONFIG = AVQConfig(4, 2, 2, query_tile=16, levels=(0,))
+CONFIG = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,))
 HEIGHT, WIDTH = 16, 24
 
 
@@ -227,7 +227,7 @@ class TestApplied:
     def test_dtypes(self, dtype):
         """Catches a cast that is missed, or made from an earlier cast: 16 bits and back."""
         unet = small_unet()
-        config = AVQConfig(4, 2, 2, 16, levels=(0,), key_norm=True)
+        config = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,), key_norm=True)
         tuned, weights = tuned_codebooks(unet, config), small_unet().state_dict()
         exact, expected = predict(unet), predict(apply_avq(unet, tuned))
         unet.to(dtype)
@@ -251,7 +251,10 @@ class TestTraining:
     @pytest.mark.parametrize("checkpointed", [False, True])
     def test_gradients(self, checkpointed):
         """Catches gradients cut at attention, and weights of the UNet that are not trained."""
-        unet, config = small_unet().train(), AVQConfig(4, 2, 2, levels=(0,), key_norm=True)
+        unet, config = (
+            small_unet().train(),
+            AVQConfig.parse("M4P2C2", levels=(0,), key_norm=True),
+        )
         if checkpointed:
             unet.enable_gradient_checkpointing()
         tuned = tuned_codebooks(unet, config).requires_grad_()

@@ -89,7 +89,7 @@ class TestErrors:
     )
     def test_values(self, unet, num_refined, error, message):
         """Catches layers changed before the one that cannot refine so many was reached."""
-        config = AVQConfig(8, 2, 2, levels=(0, 1), overrides={"1": {"num_parents": 4}})
+        config = AVQConfig.parse("M8P2C2", levels=(0, 1), overrides={"1": {"num_parents": 4}})
         set_num_refined(apply_avq(unet, random_codebooks(unet, config)), SCHEDULE, level=1)
         before = str(summary(unet))
         with pytest.raises(error, match=message):
@@ -190,7 +190,7 @@ class TestSchedule:
     def test_compile(self, compiled_first):
         """Catches compiled code that keeps the first number, and a graph for every timestep."""
         unet = small_unet()
-        apply_avq(unet, random_codebooks(unet, AVQConfig(4, 2, 2)))
+        apply_avq(unet, random_codebooks(unet, AVQConfig.parse("M4P2C2")))
         inputs = torch.randn(1, 4, 16, 16), torch.randn(1, 5, 32)
 
         @torch.no_grad()

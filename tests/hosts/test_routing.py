@@ -3,7 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from threading import Barrier, BrokenBarrierError
 
 import pytest
@@ -25,7 +25,9 @@ from avq_diffusers.hosts.routing import (
     measure_break_even,
 )
 
-WORKLOAD = Workload(16, 40, Sizes(64, 16, 8, 0), 128, torch.float16)
+WORKLOAD = Workload(
+    16, 40, Sizes(num_parents=64, num_refined=16, num_children=8, exact_keys=0), 128, torch.float16
+)
 FOUND = BreakEven(eager=2048, compiled=512)
 KEY = "GPU X, float16, 16 rows, D40, M64P16C8, tiles of 128"
 
@@ -79,7 +81,7 @@ def test_layers_below_the_break_even_run_exact(unet, codebooks):
 def test_compiled_code_has_a_break_even_of_its_own():
     unet = small_unet()
     exact = predict(unet, batch=2)
-    avq = predict(apply_avq(unet, AVQConfig(4, 2, 2)), batch=2)
+    avq = predict(apply_avq(unet, AVQConfig.parse("M4P2C2")), batch=2)
     assert differ(avq, exact)
     set_break_even(unet, NEVER, compiled=1)
     assert torch.equal(predict(unet, batch=2), exact)
@@ -214,7 +216,7 @@ def test_never_slower_from_a_break_even_on(monkeypatch):
 def test_what_is_measured(monkeypatch):
     """Catches arguments of the operation that are wrong or left out, and strides of their own, for
     which every kernel would compile again."""
-    sizes, seen = Sizes(4, 2, 3, 20), []
+    sizes, seen = Sizes(num_parents=4, num_refined=2, num_children=3, exact_keys=20), []
     workload = Workload(16, 8, sizes, 16, torch.float32, num_updates=1)
 
     def see(query, *others, **options):
@@ -228,7 +230,7 @@ def test_what_is_measured(monkeypatch):
     for name in ("_eager_milliseconds", "_compiled_milliseconds"):
         monkeypatch.setattr(routing, name, lambda call: call().numel())
     assert measure_break_even(workload, torch.device("cpu"), 8) == BreakEven(NEVER, 48)
-    expected = {**sizes._asdict(), "query_tile": 16, "num_updates": 1, "shape": (2, 8, 48, 8)}
+    expected = {**asdict(sizes), "query_tile": 16, "num_updates": 1, "shape": (2, 8, 48, 8)}
     for options in seen:
         assert torch.equal(options.pop("query_order"), torch.arange(48))
         assert options == expected
@@ -237,7 +239,10 @@ def test_what_is_measured(monkeypatch):
 def test_exact_keys_and_updates_have_a_break_even_of_their_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
     for change, key in (
-        ({"sizes": Sizes(64, 16, 8, 256)}, KEY.replace("C8", "C8E256")),
+        (
+            {"sizes": Sizes(num_parents=64, num_refined=16, num_children=8, exact_keys=256)},
+            KEY.replace("C8", "C8E256"),
+        ),
         ({"num_updates": 2}, f"{KEY}, 2 updates"),
     ):
         assert replace(WORKLOAD, **change).key(torch.device("cuda")) == key
@@ -246,12 +251,23 @@ def test_exact_keys_and_updates_have_a_break_even_of_their_own(monkeypatch):
 @pytest.mark.parametrize("num_updates", [0, 1])
 def test_the_workload_of_a_call(unet, num_updates):
     """Catches heads, the batch, sizes, updates or dtype left out of what decides."""
-    config = AVQConfig(4, 2, 2, query_tile=16, levels=(0,), num_updates=num_updates)
+    config = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,), num_updates=num_updates)
     state = select_layers(apply_avq(unet, config), (0,))[0].avq_state
-    workload = state.workload(torch.empty(3, 1, 1), Sizes(4, 1, 2, 0))
-    assert workload == Workload(8, 8, Sizes(4, 1, 2, 0), 16, torch.float32, num_updates)
+    workload = state.workload(
+        torch.empty(3, 1, 1), Sizes(num_parents=4, num_refined=1, num_children=2, exact_keys=0)
+    )
+    assert workload == Workload(
+        8,
+        8,
+        Sizes(num_parents=4, num_refined=1, num_children=2, exact_keys=0),
+        16,
+        torch.float32,
+        num_updates,
+    )
     with torch.autocast("cpu", torch.bfloat16):  # leaves the layer's input in float32
-        half = state.workload(torch.empty(3, 1, 1), Sizes(4, 1, 2, 0))
+        half = state.workload(
+            torch.empty(3, 1, 1), Sizes(num_parents=4, num_refined=1, num_children=2, exact_keys=0)
+        )
     assert half == replace(workload, dtype=torch.bfloat16)
 
 

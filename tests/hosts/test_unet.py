@@ -2,7 +2,7 @@
 
 import copy
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -61,15 +61,30 @@ class TestOutput:
     @pytest.mark.parametrize(
         ("make", "config"),
         [
-            (random_codebooks, AVQConfig(4, 2, 1, 8, query_order="random", levels=(0, 1))),
-            (random_codebooks, AVQConfig(4, 2, 2, query_order="raster", importance_tile=2)),
-            (random_codebooks, AVQConfig(3, 0, 0, key_norm=True)),
-            (own_config, AVQConfig(6, 3, 2, 16, num_updates=1)),
-            (own_config, AVQConfig(6, 3, 2, 16, exact_keys=5)),
+            (
+                random_codebooks,
+                AVQConfig.parse("M4P1C2", query_tile=8, query_order="random", levels=(0, 1)),
+            ),
+            (
+                random_codebooks,
+                AVQConfig.parse("M4P2C2", query_order="raster"),
+            ),
+            (
+                random_codebooks,
+                AVQConfig.parse("M3", key_norm=True),
+            ),
+            (
+                own_config,
+                AVQConfig.parse("M6P2C3", query_tile=16, num_updates=1),
+            ),
+            (
+                own_config,
+                AVQConfig.parse("M6P2C3E5", query_tile=16),
+            ),
             *((represented_by_means, CONFIG), (tuned_codebooks, CONFIG), (own_codebooks, CONFIG)),
         ],
         ids=[
-            *("order", "importance-tile", "flat-and-key-norm", "own-codewords", "exact-keys"),
+            *("order", "raster", "flat-and-key-norm", "own-codewords", "exact-keys"),
             *("by-means", "tuned", "own-and-tuned"),
         ],
     )
@@ -101,13 +116,12 @@ class TestOutput:
             norm(key),
             value,
             codebook,
-            **config.sizes._asdict(),
+            **asdict(config.sizes),
             codewords=config.codewords,
             num_updates=config.num_updates,
             query_tile=config.query_tile,
             query_order=order,
             key_order=order,
-            importance_tile=config.importance_tile,
         )
         expected = expected.transpose(1, 2).flatten(2)
         expected = F.linear(expected, weights["to_out.0.weight"], weights["to_out.0.bias"])
@@ -144,7 +158,10 @@ class TestOutput:
 
     def test_codebooks_are_live_again(self, unet):
         """Catches a copy that is kept where the codebooks have come to the UNet's device."""
-        codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, levels=(1,), key_norm=True))
+        codebooks = random_codebooks(
+            unet,
+            AVQConfig.parse("M4P2C2", levels=(1,), key_norm=True),
+        )
         weights = codebooks.layer_weights(LAYER)
         weights.move_to(torch.device("meta"), torch.float32)
         assert weights.codebook.parents.is_meta
@@ -158,7 +175,9 @@ class TestOutput:
 def test_autocast(unet, make):
     """Catches a norm that autocast runs in float32, so that keys differ from queries, and
     changes cast by what autocast makes of the tokens: they train in float32."""
-    config = AVQConfig(4, 2, 2, 16, levels=(0, 1), key_norm=make is random_codebooks)
+    config = AVQConfig.parse(
+        "M4P2C2", query_tile=16, levels=(0, 1), key_norm=make is random_codebooks
+    )
     apply_avq(unet, make(unet, config))
     expected = predict(unet)
     with torch.autocast("cpu", torch.bfloat16):
@@ -190,7 +209,13 @@ class TestHandingOver:
         )
         _, expected = seen_by_layer(unet)
         others = ("down_blocks", "up_blocks.2.attentions.0")
-        apply_avq(unet, tuned_codebooks(unet, AVQConfig(4, 2, 2, levels=(1,), exact=others)))
+        apply_avq(
+            unet,
+            tuned_codebooks(
+                unet,
+                AVQConfig.parse("M4P2C2", levels=(1,), exact=others),
+            ),
+        )
         assert torch.equal(seen_by_layer(unet)[1], expected)
         assert kinds(unet) == {reason}
 
@@ -318,7 +343,7 @@ class TestWithoutState:
 )
 def test_refused(unet, source, arguments, error, message):
     """By both doors; an earlier AVQ stays."""
-    apply_avq(unet, AVQConfig(4, 2, 2))
+    apply_avq(unet, AVQConfig.parse("M4P2C2"))
     for call in (lambda: apply_avq(unet, source, **arguments),
                  lambda: AVQProcessor(source, unet, **arguments)):  # fmt: skip
         with pytest.raises(error, match=re.escape(message)):

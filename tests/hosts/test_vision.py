@@ -37,7 +37,7 @@ from avq_diffusers.hosts import vision
 from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.vision import apply_avq, avq_disabled, remove_avq, select_layers, summary
 
-EVERY_KEY = AVQConfig(8, 4, 8, query_tile=16, exact_keys=64)  # of 8 x 8 patches
+EVERY_KEY = AVQConfig.parse("M8P8C4E64", query_tile=16)  # of 8 x 8 patches
 
 
 def calls(model):
@@ -111,7 +111,7 @@ def test_calls_that_are_handed_over(arguments, reason):
     attn = select_layers(model)[0].attn
     attn.register_forward_pre_hook(lambda _, x, y: (x, y | arguments), with_kwargs=True)
     expected = features(model)
-    apply_avq(model, AVQConfig(4, 2, 2, exact=("layers.1",)))
+    apply_avq(model, AVQConfig.parse("M4P2C2", exact=("layers.1",)))
     assert torch.equal(features(model), expected)
     assert calls(model)[0] == {reason: 1}
     assert [row.runs for row in summary(model).rows] == [f"exact: {reason}", "exact: sdpa"]
@@ -196,7 +196,7 @@ def test_the_models_implementation_may_change_under_avq(monkeypatch):
 
 def test_a_key_norm(tmp_path, monkeypatch):
     """Catches keys of sinks or patches that are not normalized, and norms that are not stored."""
-    config = AVQConfig(4, 2, 2, query_tile=16, codewords="stored", key_norm=True)
+    config = AVQConfig.parse("M4P2C2", query_tile=16, codewords="stored", key_norm=True)
     codebooks, keys = random_codebooks(tiny_vision(), config), []
     with torch.no_grad():
         for name in codebooks.layer_specs:

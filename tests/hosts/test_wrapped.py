@@ -91,7 +91,7 @@ WRAPPERS = [
 def test_wrappers(wrap):
     unet = small_unet()
     names = [layer.name for layer in select_layers(unet)]
-    codebooks = random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16))
+    codebooks = random_codebooks(unet, AVQConfig.parse("M4P2C2", query_tile=16))
     wrapped = wrap(unet)
     assert [layer.name for layer in select_layers(wrapped)] == names
     exact = predict(wrapped)
@@ -146,7 +146,10 @@ class Traceable(nn.Module):
     def __init__(self):
         super().__init__()
         unet = small_unet()
-        self.unet = apply_avq(unet, random_codebooks(unet, AVQConfig(4, 2, 2, query_tile=16)))
+        self.unet = apply_avq(
+            unet,
+            random_codebooks(unet, AVQConfig.parse("M4P2C2", query_tile=16)),
+        )
 
     def forward(self, sample, text):
         return self.unet(sample, 10, text, return_dict=False)[0]

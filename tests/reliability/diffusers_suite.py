@@ -46,7 +46,7 @@ TRANSFORMERS = (
     *("QwenImageTransformer2DModel", "ZImageTransformer2DModel", "WanTransformer3DModel"),
     *("LTXVideoTransformer3DModel", "SD3ControlNetModel"),
 )
-EVERY_KEY = AVQConfig(4, 2, 4, exact_keys=2**20)
+EVERY_KEY = AVQConfig.parse("M4P4C2", exact_keys=2**20)
 NUM_REFINED = 16
 TINY_CLIP = ("hf-internal-testing/tiny-random-clip", "peft-internal-testing/tiny-clip-text-2")
 TINY_T5 = ("hf-internal-testing/tiny-random-t5",)
@@ -157,7 +157,7 @@ def apply(model: nn.Module) -> None:
         )
         for layer in layers
     }
-    config = AVQConfig(1, 1, 1, levels=tuple({layer.level for layer in layers}))
+    config = AVQConfig.parse("M1P1C1", levels=tuple({layer.level for layer in layers}))
     apply_avq(model, gather_codebooks(model, config, codebooks), route="always")
 
 

@@ -83,7 +83,7 @@ def not_finite():
             "codebooks of another model: .* has 2 heads of dim 8, but its codebook has",
         ),
         (
-            lambda: random_codebooks(sdxl_unet(), AVQConfig(4, 2, 2, levels=(1, 2))),
+            lambda: random_codebooks(sdxl_unet(), AVQConfig.parse("M4P2C2", levels=(1, 2))),
             "codebooks of another model: .* is ",
         ),
         (not_finite, r"children .*finite"),
@@ -143,7 +143,7 @@ def test_codebooks_that_cannot_be_written_leave_the_old_ones(codebooks, tmp_path
     old = AVQCodebooks.from_pretrained(_saved(codebooks, tmp_path / "kept"))
     (tmp_path / "kept" / "README.md").write_text("mine")
     before = contents(tmp_path)
-    new = random_codebooks(tiny_unet(), AVQConfig(16, 4, 2, levels=(0, 1)))
+    new = random_codebooks(tiny_unet(), AVQConfig.parse("M16P2C4", levels=(0, 1)))
     with (
         largest_file(4096),
         pytest.raises(OSError, match=r"codebooks could not be written to .*kept .*intact\."),

@@ -77,7 +77,7 @@ def test_one_step_at_full_size(config, levels, dtype, device):
         **added_conditions(unet, 1, normal),
     }
     exact = unet(**inputs).sample
-    codebooks = random_codebooks(unet, AVQConfig(16, 4, 4, levels=levels))
+    codebooks = random_codebooks(unet, AVQConfig.parse("M16P4C4", levels=levels))
     apply_avq(unet, codebooks, route="always")
     output = unet(**inputs).sample
     assert output.isfinite().all()

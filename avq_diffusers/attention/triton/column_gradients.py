@@ -19,20 +19,30 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from avq_diffusers.attention.triton.attention import (
+    output_rows,
+    store_columns,
+    tables_of_tile,
+    tile_of_program,
+)
 from avq_diffusers.attention.triton.exact import (
     NEVER,
+    ColumnPointers,
+    TokenLayout,
+    TokenPointers,
     exact_of_tile,
     exact_tokens,
     load_token_codes,
     load_tokens,
-    sinks_of_head,
+    tokens_of_head,
 )
+from avq_diffusers.attention.triton.leaf_order import LeafPointers
+from avq_diffusers.attention.triton.problem import Strides
 from avq_diffusers.attention.triton.rows import product
 from avq_diffusers.attention.triton.softmax import (
-    Sizes,
     Tables,
     load_codes,
-    load_means,
+    load_values,
     logits_of,
 )
 from avq_diffusers.attention.triton.tile import (
@@ -46,389 +56,227 @@ from avq_diffusers.attention.triton.tile import (
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-class Tile(NamedTuple):
-    """What the gradients of the columns of a tile are made of.
+class ColumnGradients(NamedTuple):
+    """Gradients of the columns of every tile: of mean values, then of mean keys over s.
 
-    query: (BLOCK_N, DP).
-    grad: (BLOCK_N, DP), gradients of the outputs.
-    log_total: (BLOCK_N), log2 of the sum of weights.
-    delta: (BLOCK_N).
+    exact_column, sink_column: (B, H, T, keys, 2 D) float32; or None.
     """
 
-    query: tl.tensor
-    grad: tl.tensor
-    log_total: tl.tensor
-    delta: tl.tensor
+    column: tl.tensor  # (B, H, T, MP + P CP, 2 D) float32
+    exact_column: tl.tensor
+    sink_column: tl.tensor
+
+
+class GradientBlocks(NamedTuple):
+    """Compile-time blocks: parents, and refined parents with their children, at once."""
+
+    M: tl.constexpr
+    P: tl.constexpr
+
+
+class GradientTile(NamedTuple):
+    """What the gradients of the columns of a tile are made of."""
+
+    query: tl.tensor  # (BLOCK_N, DP)
+    grad: tl.tensor  # (BLOCK_N, DP), gradients of the outputs
+    log_total: tl.tensor  # (BLOCK_N), log2 of the sum of weights
+    delta: tl.tensor  # (BLOCK_N)
 
 
 @triton.jit
-def _load_queries(pointer, token, stride, is_query, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows (BLOCK_N, WIDTH), padded with zeros."""
-    columns = tl.arange(0, WIDTH)
-    offsets = token[:, None] * stride + columns[None, :]
-    mask = is_query[:, None] & (columns < HEAD_DIM)[None, :]
-    return tl.load(pointer + offsets, mask=mask, other=0.0)
+def _load_rows(pointer, strides, place, STRIDE: tl.constexpr, SIZES: tl.constexpr):
+    """Rows (BLOCK_N, DP) of the queries of a tile, padded with zeros."""
+    start = place.batch * strides.batch + place.head.to(tl.int64) * strides.head
+    columns = tl.arange(0, SIZES.PADDED_DIM)
+    offsets = place.token[:, None] * STRIDE + columns[None, :]
+    mask = place.valid[:, None] & (columns < SIZES.HEAD_DIM)[None, :]
+    return tl.load(pointer + tl.multiple_of(start, 8) + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def _add_columns(grad_query, tile, codes, means, log_counts, column_ptr, columns, valid, sizes):
+def _add_columns(
+    grad_query, tile, codes, values, log_counts, column_ptr, columns, valid, SIZES: tl.constexpr
+):
     """Store the gradients of some columns; return those of the queries with theirs added.
 
     grad_query: (BLOCK_N, DP), in units of base 2.
-    codes, means: (columns, DP).
+    codes, values: (columns, DP).
     log_counts: (columns), -inf where nothing attends.
     columns: where to store, from `column_ptr` on.
     """
     # (BLOCK_N, columns)
     bias = log_counts[None, :] - tile.log_total[:, None]
     weights = tl.exp2(logits_of((tile.query,), (codes,), bias))
-    grad_logits = weights * (product(tile.grad, tl.trans(means)) - tile.delta[:, None])
+    grad_logits = weights * (product(tile.grad, tl.trans(values)) - tile.delta[:, None])
     weights = weights.to(tile.grad.dtype)
     grad_logits = grad_logits.to(tile.grad.dtype)
 
     # (columns, DP)
-    grad_means = product(tl.trans(weights), tile.grad)
+    grad_values = product(tl.trans(weights), tile.grad)
     grad_codes = product(tl.trans(grad_logits), tile.query)
-    numbers = tl.arange(0, sizes.PADDED_DIM)
-    pointers = column_ptr + columns[:, None] * (2 * sizes.HEAD_DIM) + numbers[None, :]
-    mask = valid[:, None] & (numbers < sizes.HEAD_DIM)[None, :]
-    tl.store(pointers, grad_means, mask=mask)
-    tl.store(pointers + sizes.HEAD_DIM, grad_codes, mask=mask)
+    numbers = tl.arange(0, SIZES.PADDED_DIM)
+    pointers = column_ptr + columns[:, None] * (2 * SIZES.HEAD_DIM) + numbers[None, :]
+    mask = valid[:, None] & (numbers < SIZES.HEAD_DIM)[None, :]
+    tl.store(pointers, grad_values, mask=mask)
+    tl.store(pointers + SIZES.HEAD_DIM, grad_codes, mask=mask)
     return tl.dot(grad_logits, codes, acc=grad_query, input_precision="tf32x3")
 
 
 @triton.jit
-def _add_codewords(grad_query, tile, tables, exact, column_ptr, rows, columns, valid, sizes):
+def _add_codewords(
+    grad_query, tile, tables, exact, column_ptr, rows, columns, valid, SIZES: tl.constexpr
+):
     """`_add_columns` of `rows` of the tables."""
-    codes = load_codes(tables, rows, valid, sizes)[0]
-    means = load_means(tables, rows, valid, sizes)[0]
+    codes = load_codes(tables, rows, valid, SIZES)[0]
+    values = load_values(tables, rows, valid, SIZES)[0]
     log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
-    if sizes.EXACT:
-        first = tl.load(exact.first + columns, mask=valid, other=0)
+    if SIZES.EXACT_KEYS:
+        first = tl.load(exact.columns.first + columns, mask=valid, other=0)
         log_counts = tl.where(first == NEVER, log_counts, float("-inf"))
     return _add_columns(
-        grad_query, tile, codes, means, log_counts, column_ptr, columns, valid, sizes
+        grad_query, tile, codes, values, log_counts, column_ptr, columns, valid, SIZES
     )
 
 
 @triton.jit
-def _add_tokens(grad_query, tile, tokens, token, column_ptr, columns, valid, sizes):
+def _add_tokens(grad_query, tile, tokens, token, column_ptr, columns, valid, SIZES: tl.constexpr):
     """`_add_columns` of keys that attend as themselves."""
-    codes = load_token_codes(tokens, token, valid, 0, sizes.PADDED_DIM, sizes)
+    codes = load_token_codes(tokens, token, valid, 0, SIZES.PADDED_DIM, SIZES)
     values = load_tokens(
-        tokens.value, token, tokens.value_stride, valid, 0, sizes.PADDED_DIM, sizes
+        tokens.value, token, tokens.value_stride, valid, 0, SIZES.PADDED_DIM, SIZES
     )
     log_counts = tl.where(valid, 0.0, float("-inf"))
     return _add_columns(
-        grad_query, tile, codes, values, log_counts, column_ptr, columns, valid, sizes
+        grad_query, tile, codes, values, log_counts, column_ptr, columns, valid, SIZES
     )
 
 
 @triton.jit
-def _tile_gradients(
-    query,
-    grad,
-    is_query,
+def _add_all(
+    grad_query,
+    tile,
     tables,
     exact,
+    chosen,
     sinks,
     column_ptr,
     exact_column_ptr,
     sink_column_ptr,
-    sizes,
-    IMPORTANCE_TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    GRAD_M: tl.constexpr,
-    GRAD_P: tl.constexpr,
+    SIZES: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Store the gradients of the columns of a tile; return those of its queries (BLOCK_N, DP)."""
-    softmax, total, chosen = attend_tile(
-        (query,),
-        is_query,
-        tables,
-        exact,
-        sinks,
-        sizes,
-        IMPORTANCE_TILE,
-        BLOCK_M,
-        BLOCK_P,
-        True,
-        BLOCK_M,
-        BLOCK_P,
-    )
-    delta = tl.sum(softmax.numerator[0] * grad.to(tl.float32), axis=1) / total
-    tile = Tile(query, grad, softmax.running_max + tl.log2(total), delta)
-
-    grad_query = tl.zeros(query.shape, tl.float32)
+    """`_add_columns` of all that a tile sees."""
     refined = None
-    if sizes.SELECTS:
-        refined = load_refined(tables, sizes)
-    for start in tl.range(0, sizes.PARENT_ROWS, GRAD_M):
-        parents, rows = rows_of_parents(refined, start, sizes, GRAD_M)
-        valid = tl.full([GRAD_M], True, tl.int1)
+    if SIZES.SELECTS:
+        refined = load_refined(tables, SIZES)
+    for start in tl.range(0, SIZES.PARENT_ROWS, BLOCKS.M):
+        parents, rows = rows_of_parents(refined, start, SIZES, BLOCKS.M)
+        valid = tl.full([BLOCKS.M], True, tl.int1)
         grad_query = _add_codewords(
-            grad_query, tile, tables, exact, column_ptr, rows, parents, valid, sizes
+            grad_query, tile, tables, exact, column_ptr, rows, parents, valid, SIZES
         )
-    if sizes.NUM_REFINED > 0:
-        for start in tl.range(0, sizes.NUM_REFINED, GRAD_P):
-            columns, rows, valid = rows_of_children(tables, start, sizes, GRAD_P)
-            rows += 2 * sizes.PARENT_ROWS
+    if SIZES.NUM_REFINED > 0:
+        for start in tl.range(0, SIZES.NUM_REFINED, BLOCKS.P):
+            columns, rows, valid = rows_of_children(tables, start, SIZES, BLOCKS.P)
+            rows += 2 * SIZES.PARENT_ROWS
             grad_query = _add_codewords(
-                grad_query, tile, tables, exact, column_ptr, rows, columns, valid, sizes
+                grad_query, tile, tables, exact, column_ptr, rows, columns, valid, SIZES
             )
-    if sizes.EXACT:
-        for first in tl.range(0, chosen[1], max(sizes.VISIBLE, sizes.BLOCK_K)):
-            tokens, number = exact_tokens(exact, chosen, first, sizes)
-            for start in tl.range(0, number, sizes.BLOCK_K):
-                rank = start + tl.arange(0, sizes.BLOCK_K)
+    if SIZES.EXACT_KEYS:
+        for first in tl.range(0, chosen[1], max(SIZES.VISIBLE, SIZES.BLOCK_K)):
+            tokens, number = exact_tokens(exact, chosen, first, SIZES)
+            for start in tl.range(0, number, SIZES.BLOCK_K):
+                rank = start + tl.arange(0, SIZES.BLOCK_K)
                 token = tl.gather(tokens, rank, axis=0)
                 valid = rank < number
                 grad_query = _add_tokens(
-                    grad_query, tile, exact, token, exact_column_ptr, first + rank, valid, sizes
+                    grad_query,
+                    tile,
+                    exact.keys,
+                    token,
+                    exact_column_ptr,
+                    first + rank,
+                    valid,
+                    SIZES,
                 )
-    if sizes.SINKS:
-        for start in tl.range(0, sinks.number, sizes.BLOCK_K):
-            token = start + tl.arange(0, sizes.BLOCK_K)
+    if SIZES.SINKS:
+        for start in tl.range(0, sinks.number, SIZES.BLOCK_K):
+            token = start + tl.arange(0, SIZES.BLOCK_K)
             valid = token < sinks.number
             grad_query = _add_tokens(
-                grad_query, tile, sinks, token, sink_column_ptr, token, valid, sizes
+                grad_query, tile, sinks, token, sink_column_ptr, token, valid, SIZES
             )
-    return grad_query * LN2
+    return grad_query
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_queries",
-        "query_stride_batch",
-        "query_stride_head",
-        "grad_stride_batch",
-        "grad_stride_head",
-        "num_keys",
-        "exact_keys",
-        "key_stride_batch",
-        "key_stride_head",
-        "key_stride_token",
-        "value_stride_batch",
-        "value_stride_head",
-        "value_stride_token",
-        "num_sinks",
-        "sink_key_stride_batch",
-        "sink_key_stride_head",
-        "sink_key_stride_token",
-        "sink_value_stride_batch",
-        "sink_value_stride_head",
-        "sink_value_stride_token",
-    ]
-)
+@triton.jit
 def column_gradients_kernel(
     query_ptr,
     grad_output_ptr,
     query_order_ptr,
-    codes_ptr,
-    means_ptr,
-    log_counts_ptr,
-    spread_ptr,
-    refined_ptr,
-    grad_query_ptr,
-    column_ptr,
-    key_ptr,
-    value_ptr,
-    sink_key_ptr,
-    sink_value_ptr,
     centre_ptr,
-    leaf_order_ptr,
-    row_start_ptr,
-    row_count_ptr,
     row_weight_ptr,
-    score_ptr,
-    row_ptr,
-    ranked_row_ptr,
-    first_ptr,
-    exact_column_ptr,
-    sink_column_ptr,
+    grad_query_ptr,
+    gradients: ColumnGradients,
+    tables: Tables,
+    keys: TokenPointers,
+    sinks: TokenPointers,
+    leaves: LeafPointers,
+    columns: ColumnPointers,
     num_queries,
-    query_stride_batch,
-    query_stride_head,
-    grad_stride_batch,
-    grad_stride_head,
-    num_keys,
     exact_keys,
-    key_stride_batch,
-    key_stride_head,
-    key_stride_token,
-    value_stride_batch,
-    value_stride_head,
-    value_stride_token,
-    num_sinks,
-    sink_key_stride_batch,
-    sink_key_stride_head,
-    sink_key_stride_token,
-    sink_value_stride_batch,
-    sink_value_stride_head,
-    sink_value_stride_token,
-    QUERY_STRIDE_TOKEN: tl.constexpr,
-    GRAD_STRIDE_TOKEN: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NUM_PARENTS: tl.constexpr,
-    NUM_CHILDREN: tl.constexpr,
-    NUM_REFINED: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    IMPORTANCE_TILE: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    CHILD_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    MEAN_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    OWN_CENTRE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    VISIBLE: tl.constexpr,
-    LOG2_VISIBLE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ALIGN: tl.constexpr,
-    GRAD_M: tl.constexpr,
-    GRAD_P: tl.constexpr,
+    query_strides: Strides,
+    grad_strides: Strides,
+    key_layout: TokenLayout,
+    sink_layout: TokenLayout,
+    QUERY_STRIDE: tl.constexpr,
+    GRAD_STRIDE: tl.constexpr,
+    SIZES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GRADIENT_BLOCKS: tl.constexpr,
 ):
     """Write the gradients of the queries of one tile, and what the tile gives its columns.
 
-    refined: (B, H, T, P) int32, the parents that every tile refines.
     grad_query: (B, N, H, D).
-    column: (B, H, T, MP + P CP, 2 D) float32, gradients of mean values, then of mean keys over s.
-    first: (B, H, T, VISIBLE) int32, where the keys of every column begin among the exact keys of
-        the tile, `NEVER` if they are not exact; None without exact keys.
-    exact_column, sink_column: (B, H, T, keys, 2 D) float32, as `column`; or None.
     """
-    num_tiles = tl.num_programs(0) // HEADS
-    # Heads first: the rows of neighbouring heads share cache lines.
-    head = tl.program_id(0) % HEADS
-    tile = tl.program_id(0) // HEADS
-    batch = tl.program_id(1).to(tl.int64)
-    batch_head = batch * HEADS + head
-
-    MEAN_ROWS: tl.constexpr = 2 * PARENT_ROWS + NUM_PARENTS * CHILD_ROWS
-    COLUMNS: tl.constexpr = PARENT_ROWS + NUM_REFINED * CHILD_ROWS
-    query_start = batch * query_stride_batch + head.to(tl.int64) * query_stride_head
-    query_ptr += tl.multiple_of(query_start, 8)
-    grad_start = batch * grad_stride_batch + head.to(tl.int64) * grad_stride_head
-    grad_output_ptr += tl.multiple_of(grad_start, 8)
-    codes_ptr += batch_head * (MEAN_ROWS * PADDED_DIM)
-    means_ptr += batch_head * (MEAN_ROWS * MEAN_COLUMNS)
-    log_counts_ptr += batch_head * MEAN_ROWS
-    spread_ptr += batch_head * PARENT_ROWS
-    grad_query_ptr += batch * num_queries * (HEADS * HEAD_DIM) + head * HEAD_DIM
-    column_ptr += (batch_head * num_tiles + tile) * (COLUMNS * 2 * HEAD_DIM)
-    SELECTS: tl.constexpr = NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS
-    if SELECTS:
-        refined_ptr += (batch_head * num_tiles + tile) * NUM_REFINED
-
-    EXACT: tl.constexpr = score_ptr is not None
-    SINKS: tl.constexpr = sink_key_ptr is not None
+    COLUMNS: tl.constexpr = SIZES.PARENT_ROWS + SIZES.NUM_REFINED * SIZES.CHILD_ROWS
+    ROW: tl.constexpr = 2 * SIZES.HEAD_DIM
+    place = tile_of_program(query_order_ptr, num_queries, SIZES, BLOCKS)
+    tables = tables_of_tile(tables, place, SIZES)
+    column_ptr = gradients.column + place.number * (COLUMNS * ROW)
     exact = None
-    sinks = None
-    if EXACT or SINKS:
-        centre_ptr += (batch_head if OWN_CENTRE else head) * PADDED_DIM
-    if EXACT:
-        exact_column_ptr += (batch_head * num_tiles + tile) * exact_keys * (2 * HEAD_DIM)
-        exact = exact_of_tile(
-            key_ptr,
-            value_ptr,
-            centre_ptr,
-            leaf_order_ptr,
-            row_start_ptr,
-            row_count_ptr,
-            row_weight_ptr,
-            score_ptr,
-            row_ptr,
-            ranked_row_ptr,
-            first_ptr,
-            batch,
-            head,
-            batch_head * num_tiles + tile,
-            num_keys,
-            exact_keys,
-            key_stride_batch,
-            key_stride_head,
-            key_stride_token,
-            value_stride_batch,
-            value_stride_head,
-            value_stride_token,
-            HEADS,
-            MEAN_ROWS,
-            VISIBLE,
-            ALIGN,
-        )
-    if SINKS:
-        sink_column_ptr += (batch_head * num_tiles + tile) * num_sinks * (2 * HEAD_DIM)
-        sinks = sinks_of_head(
-            sink_key_ptr,
-            sink_value_ptr,
-            centre_ptr,
-            batch,
-            head,
-            num_sinks,
-            sink_key_stride_batch,
-            sink_key_stride_head,
-            sink_key_stride_token,
-            sink_value_stride_batch,
-            sink_value_stride_head,
-            sink_value_stride_token,
-            ALIGN,
-        )
-
-    row = tl.arange(0, BLOCK_N)
-    token = tile * QUERY_TILE + row
-    is_query = (row < QUERY_TILE) & (token < num_queries)
-    if query_order_ptr is not None:
-        token = tl.load(query_order_ptr + token, mask=is_query, other=0).to(tl.int32)
+    sink_tokens = None
+    exact_column_ptr = None
+    sink_column_ptr = None
+    if SIZES.EXACT_KEYS:
+        tokens = tokens_of_head(keys, key_layout, centre_ptr, place, SIZES)
+        exact = exact_of_tile(tokens, leaves, row_weight_ptr, columns, exact_keys, place, SIZES)
+        exact_column_ptr = gradients.exact_column + place.number * exact_keys * ROW
+    if SIZES.SINKS:
+        sink_tokens = tokens_of_head(sinks, sink_layout, centre_ptr, place, SIZES)
+        sink_column_ptr = gradients.sink_column + place.number * sink_tokens.number * ROW
 
     # (BLOCK_N, DP)
-    query = _load_queries(query_ptr, token, QUERY_STRIDE_TOKEN, is_query, HEAD_DIM, PADDED_DIM)
-    grad = _load_queries(grad_output_ptr, token, GRAD_STRIDE_TOKEN, is_query, HEAD_DIM, PADDED_DIM)
+    query = _load_rows(query_ptr, query_strides, place, QUERY_STRIDE, SIZES)
+    grad = _load_rows(grad_output_ptr, grad_strides, place, GRAD_STRIDE, SIZES)
 
-    # Assigned to a variable, sizes would no longer be constants.
-    grad_query = _tile_gradients(
-        query,
-        grad,
-        is_query,
-        Tables(codes_ptr, means_ptr, log_counts_ptr, spread_ptr, refined_ptr),
+    softmax, total, chosen = attend_tile(
+        (query,), place.valid, tables, exact, sink_tokens, SIZES, BLOCKS
+    )
+    delta = tl.sum(softmax.numerator[0] * grad.to(tl.float32), axis=1) / total
+    tile = GradientTile(query, grad, softmax.running_max + tl.log2(total), delta)
+    grad_query = _add_all(
+        tl.zeros(query.shape, tl.float32),
+        tile,
+        tables,
         exact,
-        sinks,
+        chosen,
+        sink_tokens,
         column_ptr,
         exact_column_ptr,
         sink_column_ptr,
-        Sizes(
-            HEAD_DIM,
-            NUM_PARENTS,
-            NUM_CHILDREN,
-            NUM_REFINED,
-            PARENT_ROWS,
-            CHILD_ROWS,
-            PADDED_DIM,
-            0,
-            PADDED_DIM,
-            MEAN_COLUMNS,
-            SELECTS,
-            True,
-            EXACT,
-            SINKS,
-            VISIBLE,
-            LOG2_VISIBLE,
-            BLOCK_C,
-            BLOCK_K,
-            FACTOR,
-        ),
-        IMPORTANCE_TILE,
-        BLOCK_M,
-        BLOCK_P,
-        GRAD_M,
-        GRAD_P,
+        SIZES,
+        GRADIENT_BLOCKS,
     )
-
-    columns = tl.arange(0, PADDED_DIM)
-    pointers = grad_query_ptr + token[:, None] * (HEADS * HEAD_DIM) + columns[None, :]
-    mask = is_query[:, None] & (columns < HEAD_DIM)[None, :]
-    tl.store(pointers, grad_query, mask=mask)
+    rows = output_rows(grad_query_ptr, place, num_queries, SIZES)
+    store_columns(rows, 0, place, grad_query * LN2, SIZES.HEAD_DIM)

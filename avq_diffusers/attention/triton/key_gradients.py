@@ -8,11 +8,13 @@
 Shapes: as in `precompute`, T query tiles with the columns of `column_gradients`.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from avq_diffusers.attention.triton.exact import NEVER
-from avq_diffusers.attention.triton.pieces import cell_of, parent_of, place_of
+from avq_diffusers.attention.triton.pieces import Chunks, cell_of, keys_of_cell, parent_of
 
 # Tiles that a program looks at, of which it takes those with exact keys of its parent.
 TILES_SEEN = tl.constexpr(32)
@@ -25,30 +27,25 @@ def _inverse_count(log_counts_ptr, rows, is_row):
     return tl.where(log_count >= 0, tl.exp2(-tl.maximum(log_count, 0.0)), 0.0)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit
 def leaf_gradients_kernel(
-    column_ptr,
-    refined_ptr,
     log_counts_ptr,
+    refined_ptr,
     leaf_gradients_ptr,
+    column_ptr,
     first_ptr,
     exact_slot_ptr,
     num_tiles,
-    HEAD_DIM: tl.constexpr,
+    SIZES: tl.constexpr,
     WIDTH: tl.constexpr,
-    NUM_PARENTS: tl.constexpr,
-    NUM_REFINED: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    CHILD_ROWS: tl.constexpr,
     TILES: tl.constexpr,
-    VISIBLE: tl.constexpr,
     SCALE: tl.constexpr,
 ):
     """Add up the gradients of one parent and its children over all tiles, TILES at a time.
 
     leaf_gradients: (B, H, M0, 1 + CP, 2 D), of the value and the key of every leaf: its own, and
         what it has of all keys of the parent.
-    first: as in `column_gradients`; None without exact keys, as the next one.
+    first: as in `ColumnPointers`; None without exact keys, as the next one.
     exact_slot: (B, H, M0, T) int32, -1 where no key of the parent is exact; else which of the
         refined parents of the tile it is, P if it is none.
     WIDTH: 2 D, padded to a power of two.
@@ -59,20 +56,21 @@ def leaf_gradients_kernel(
     batch = tl.program_id(2)
     batch_head = batch.to(tl.int64) * tl.num_programs(1) + head
 
+    HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
+    NUM_REFINED: tl.constexpr = SIZES.NUM_REFINED
+    PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
+    CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
     ROW: tl.constexpr = 2 * HEAD_DIM
-    MEAN_ROWS: tl.constexpr = 2 * PARENT_ROWS + NUM_PARENTS * CHILD_ROWS
     COLUMNS: tl.constexpr = PARENT_ROWS + NUM_REFINED * CHILD_ROWS
-    SELECTS: tl.constexpr = NUM_REFINED > 0 and NUM_REFINED < NUM_PARENTS
     column_ptr += batch_head * num_tiles * (COLUMNS * ROW)
-    if SELECTS:
+    if SIZES.SELECTS:
         refined_ptr += batch_head * num_tiles * NUM_REFINED
-        place = tl.arange(0, triton.next_power_of_2(NUM_REFINED))
-    log_counts_ptr += batch_head * MEAN_ROWS
-    leaf_gradients_ptr += (batch_head * NUM_PARENTS + parent) * ((1 + CHILD_ROWS) * ROW)
-    EXACT: tl.constexpr = first_ptr is not None
-    if EXACT:
-        first_ptr += batch_head * num_tiles * VISIBLE
-        exact_slot_ptr += (batch_head * NUM_PARENTS + parent) * num_tiles
+        place = tl.arange(0, SIZES.REFINED_ROWS)
+    log_counts_ptr += batch_head * SIZES.ROWS
+    leaf_gradients_ptr += (batch_head * SIZES.NUM_PARENTS + parent) * ((1 + CHILD_ROWS) * ROW)
+    if SIZES.EXACT_KEYS:
+        first_ptr += batch_head * num_tiles * SIZES.VISIBLE
+        exact_slot_ptr += (batch_head * SIZES.NUM_PARENTS + parent) * num_tiles
 
     numbers = tl.arange(0, WIDTH)
     is_number = numbers < ROW
@@ -87,7 +85,7 @@ def leaf_gradients_kernel(
         is_tile = tiles < num_tiles
         is_refined = tl.full([TILES], NUM_REFINED > 0, tl.int1)
         slot = tl.full([TILES], 0, tl.int32) + parent
-        if SELECTS:
+        if SIZES.SELECTS:
             mask = is_tile[:, None] & (place < NUM_REFINED)[None, :]
             refined = tl.load(
                 refined_ptr + tiles[:, None] * NUM_REFINED + place[None, :], mask=mask, other=-1
@@ -105,13 +103,13 @@ def leaf_gradients_kernel(
         )
         of_all += tl.sum(tl.where(is_refined[:, None], 0.0, gradients), axis=0)
         of_stay += tl.sum(tl.where(is_refined[:, None], gradients, 0.0), axis=0)
-        if EXACT:
-            column_start = tiles.to(tl.int64) * VISIBLE
+        if SIZES.EXACT_KEYS:
+            column_start = tiles.to(tl.int64) * SIZES.VISIBLE
             least = tl.load(first_ptr + column_start + parent, mask=is_tile, other=NEVER)
         if NUM_REFINED > 0:
             # (TILES, CP)
             columns = PARENT_ROWS + slot[:, None] * CHILD_ROWS + child[None, :]
-            if EXACT:
+            if SIZES.EXACT_KEYS:
                 of_leaves = tl.load(
                     first_ptr + column_start[:, None] + columns,
                     mask=(is_tile & is_refined)[:, None],
@@ -125,7 +123,7 @@ def leaf_gradients_kernel(
                 column_ptr + starts[:, :, None] + numbers[None, None, :], mask=mask, other=0.0
             )
             of_children += tl.sum(gradients, axis=0)
-        if EXACT:
+        if SIZES.EXACT_KEYS:
             exact_slot = tl.where(is_refined, slot, NUM_REFINED)
             exact_slot = tl.where(least == NEVER, -1, exact_slot)
             tl.store(exact_slot_ptr + tiles, exact_slot, mask=is_tile)
@@ -148,24 +146,23 @@ def leaf_gradients_kernel(
         )
 
 
+class ExactPointers(NamedTuple):
+    """What tiles with exact keys leave; None without exact keys.
+
+    place, row_start: as the leaf order writes them.
+    first, exact_column: as in `column_gradients`.
+    """
+
+    place: tl.tensor
+    row_start: tl.tensor
+    first: tl.tensor
+    exact_slot: tl.tensor  # as the leaf gradients write it
+    exact_column: tl.tensor
+
+
 @triton.jit
 def _as_exact_keys(
-    leaf,
-    place,
-    is_key,
-    parent,
-    numbers,
-    row_start_ptr,
-    first_ptr,
-    exact_slot_ptr,
-    exact_column_ptr,
-    num_tiles,
-    exact_keys,
-    HEAD_DIM: tl.constexpr,
-    NUM_REFINED: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    CHILD_ROWS: tl.constexpr,
-    VISIBLE: tl.constexpr,
+    leaf, place, is_key, parent, numbers, exact, num_tiles, exact_keys, SIZES: tl.constexpr
 ):
     """Gradients (KEYS, DP) of values and keys of one parent, over the tiles where they are exact.
 
@@ -173,18 +170,22 @@ def _as_exact_keys(
 
     leaf, place: (KEYS) of the keys, in the cell and in `leaf_order`.
     """
+    HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
+    NUM_REFINED: tl.constexpr = SIZES.NUM_REFINED
+    PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
+    CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
     ROW: tl.constexpr = 2 * HEAD_DIM
     of_values = tl.zeros([leaf.shape[0], numbers.shape[0]], tl.float32)
     of_keys = of_values
-    in_cell = place - tl.load(row_start_ptr + parent)
+    in_cell = place - tl.load(exact.row_start + parent)
     row = tl.where(
         leaf == 0, PARENT_ROWS + parent, 2 * PARENT_ROWS + parent * CHILD_ROWS + leaf - 1
     )
-    in_leaf = place - tl.load(row_start_ptr + row, mask=is_key, other=0)
+    in_leaf = place - tl.load(exact.row_start + row, mask=is_key, other=0)
     for start in tl.range(0, num_tiles, TILES_SEEN):
         # (TILES_SEEN)
         tiles = start + tl.arange(0, TILES_SEEN)
-        slots = tl.load(exact_slot_ptr + tiles, mask=tiles < num_tiles, other=-1)
+        slots = tl.load(exact.exact_slot + tiles, mask=tiles < num_tiles, other=-1)
         tile = -1
         for _ in tl.range(0, tl.sum((slots >= 0).to(tl.int32), axis=0)):
             tile = tl.min(tl.where((slots >= 0) & (tiles > tile), tiles, NEVER), axis=0)
@@ -193,25 +194,27 @@ def _as_exact_keys(
             column = parent + tl.zeros_like(leaf)
             rank = in_cell
             if NUM_REFINED > 0:
-                slot = tl.load(exact_slot_ptr + tile)
+                slot = tl.load(exact.exact_slot + tile)
                 is_refined = slot < NUM_REFINED
                 child_column = PARENT_ROWS + slot * CHILD_ROWS + leaf - 1
                 column = tl.where(is_refined & (leaf > 0), child_column, column)
                 rank = tl.where(is_refined, in_leaf, in_cell)
             tile_start = tile.to(tl.int64)
-            first = tl.load(first_ptr + tile_start * VISIBLE + column, mask=is_key, other=NEVER)
+            first = tl.load(
+                exact.first + tile_start * SIZES.VISIBLE + column, mask=is_key, other=NEVER
+            )
             is_exact = is_key & (first != NEVER)
 
             # (KEYS, DP)
             starts = (tile_start * exact_keys + first + rank) * ROW
-            pointers = exact_column_ptr + starts[:, None] + numbers[None, :]
+            pointers = exact.exact_column + starts[:, None] + numbers[None, :]
             mask = is_exact[:, None] & (numbers < HEAD_DIM)[None, :]
             of_values += tl.load(pointers, mask=mask, other=0.0)
             of_keys += tl.load(pointers + HEAD_DIM, mask=mask, other=0.0)
     return of_values, of_keys
 
 
-@triton.jit(do_not_specialize=["num_keys", "chunk_keys", "num_chunks", "num_tiles", "exact_keys"])
+@triton.jit
 def key_gradients_kernel(
     order_ptr,
     start_ptr,
@@ -219,28 +222,13 @@ def key_gradients_kernel(
     leaf_gradients_ptr,
     grad_key_ptr,
     grad_value_ptr,
-    place_ptr,
-    row_start_ptr,
-    first_ptr,
-    exact_slot_ptr,
-    exact_column_ptr,
-    num_keys,
-    chunk_keys,
-    num_chunks,
+    exact: ExactPointers,
+    chunks: Chunks,
     num_tiles,
     exact_keys,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    NUM_PARENTS: tl.constexpr,
-    NUM_REFINED: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    CHILD_ROWS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    LOG2_CHUNKS: tl.constexpr,
-    PIECE: tl.constexpr,
+    SIZES: tl.constexpr,
+    CELLS: tl.constexpr,
     KEYS: tl.constexpr,
-    VISIBLE: tl.constexpr,
     SCALE: tl.constexpr,
 ):
     """Give the keys of one piece of one parent the gradients of their leaves.
@@ -248,75 +236,60 @@ def key_gradients_kernel(
     order, start: as the sort writes them.
     leaf: as the aggregation writes it.
     grad_key, grad_value: (B, S, H, D).
-    place, row_start: as the leaf order writes them; None without exact keys, as the next three.
-    first, exact_column: as in `column_gradients`.
-    exact_slot: as the leaf gradients write it.
     """
+    HEAD_DIM: tl.constexpr = SIZES.HEAD_DIM
+    TOKEN: tl.constexpr = SIZES.HEADS * HEAD_DIM
+    ROW: tl.constexpr = 2 * HEAD_DIM
     head = tl.program_id(0)
     batch = tl.program_id(1)
     piece = tl.program_id(2)
-    batch_head = batch.to(tl.int64) * HEADS + head
+    batch_head = batch.to(tl.int64) * SIZES.HEADS + head
 
-    ROW: tl.constexpr = 2 * HEAD_DIM
-    order_ptr += batch_head * num_keys
-    start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS
-    leaf_ptr += batch_head * num_keys
-    first_token = batch.to(tl.int64) * num_keys * (HEADS * HEAD_DIM) + head * HEAD_DIM
+    order_ptr += batch_head * chunks.num_keys
+    start_ptr += batch_head * (SIZES.PARENT_ROWS + 1) * CELLS.NUM_CHUNKS
+    leaf_ptr += batch_head * chunks.num_keys
+    first_token = batch.to(tl.int64) * chunks.num_keys * TOKEN + head * HEAD_DIM
     grad_key_ptr += first_token
     grad_value_ptr += first_token
-    EXACT: tl.constexpr = place_ptr is not None
-    if EXACT:
-        place_ptr += batch_head * num_keys
-        row_start_ptr += batch_head * (2 * PARENT_ROWS + NUM_PARENTS * CHILD_ROWS)
-        first_ptr += batch_head * num_tiles * VISIBLE
-        exact_column_ptr += batch_head * num_tiles * exact_keys * ROW
 
-    parent, part = parent_of(piece, start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
-    if parent >= NUM_PARENTS:
+    parent, part = parent_of(piece, start_ptr, chunks.number, CELLS)
+    if parent >= SIZES.NUM_PARENTS:
         return
-    first, total, earlier, shift = cell_of(parent, start_ptr, num_chunks, chunk_keys, NUM_CHUNKS)
-    leaf_gradients_ptr += (batch_head * NUM_PARENTS + parent) * ((1 + CHILD_ROWS) * ROW)
-    if EXACT:
-        exact_slot_ptr += (batch_head * NUM_PARENTS + parent) * num_tiles
+    cell = cell_of(parent, start_ptr, chunks, CELLS)
+    parent_row = batch_head * SIZES.NUM_PARENTS + parent
+    leaf_gradients_ptr += parent_row * ((1 + SIZES.CHILD_ROWS) * ROW)
+    if SIZES.EXACT_KEYS:
+        exact = ExactPointers(
+            exact.place + batch_head * chunks.num_keys,
+            exact.row_start + batch_head * SIZES.ROWS,
+            exact.first + batch_head * num_tiles * SIZES.VISIBLE,
+            exact.exact_slot + parent_row * num_tiles,
+            exact.exact_column + batch_head * num_tiles * exact_keys * ROW,
+        )
 
-    numbers = tl.arange(0, PADDED_DIM)
-    stop = tl.minimum((part + 1) * PIECE, total)
-    for tile in tl.range(part * PIECE, stop, KEYS):
+    numbers = tl.arange(0, SIZES.PADDED_DIM)
+    stop = tl.minimum((part + 1) * CELLS.PIECE, cell.total)
+    for tile in tl.range(part * CELLS.PIECE, stop, KEYS):
         # (KEYS)
         rank = tile + tl.arange(0, KEYS)
         is_key = rank < stop
-        place = place_of(rank, earlier, shift, NUM_CHUNKS, LOG2_CHUNKS)
-        keys = tl.load(order_ptr + place, mask=is_key, other=0)
+        keys = keys_of_cell(order_ptr, rank, is_key, cell, CELLS)
         leaf = tl.zeros([KEYS], tl.int32)
-        if NUM_REFINED > 0:
-            leaf = tl.load(leaf_ptr + first + rank, mask=is_key, other=0)
+        if SIZES.NUM_REFINED > 0:
+            leaf = tl.load(leaf_ptr + cell.first + rank, mask=is_key, other=0)
 
         # (KEYS, DP)
         mask = is_key[:, None] & (numbers < HEAD_DIM)[None, :]
         pointers = leaf_gradients_ptr + leaf[:, None] * ROW + numbers[None, :]
         of_values = tl.load(pointers, mask=mask, other=0.0)
         of_keys = tl.load(pointers + HEAD_DIM, mask=mask, other=0.0)
-        if EXACT:
+        if SIZES.EXACT_KEYS:
+            place = tl.load(exact.place + cell.first + rank, mask=is_key, other=0)
             exact_values, exact_codes = _as_exact_keys(
-                leaf,
-                tl.load(place_ptr + first + rank, mask=is_key, other=0),
-                is_key,
-                parent,
-                numbers,
-                row_start_ptr,
-                first_ptr,
-                exact_slot_ptr,
-                exact_column_ptr,
-                num_tiles,
-                exact_keys,
-                HEAD_DIM,
-                NUM_REFINED,
-                PARENT_ROWS,
-                CHILD_ROWS,
-                VISIBLE,
+                leaf, place, is_key, parent, numbers, exact, num_tiles, exact_keys, SIZES
             )
             of_values += exact_values
             of_keys += exact_codes * SCALE
-        offsets = keys.to(tl.int64)[:, None] * (HEADS * HEAD_DIM) + numbers[None, :]
+        offsets = keys.to(tl.int64)[:, None] * TOKEN + numbers[None, :]
         tl.store(grad_value_ptr + offsets, of_values, mask=mask)
         tl.store(grad_key_ptr + offsets, of_keys, mask=mask)

@@ -1,29 +1,31 @@
 """Launches at little cost for the host: what depends on the problem size is computed once.
 
-Arguments go by the names that the kernels give them: pointer `key_ptr` is the address of `key`.
+Arguments go by the names that the kernels give them: pointer `key_ptr` is the address of `key`. A
+name that is missing raises; a pointer that is absent is None.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.jit import MockTensor
 
 # Problem sizes whose launches are kept.
 MOST_PLANS = 512
 
-# Axes of tokens (B, H, N, D) whose strides kernels take.
-STRIDES = ("batch", "head", "token")
-
 # What a kernel takes for a pointer: an address, or a tensor if it is interpreted.
-Pointer = int | Tensor | None
+Address = int | Tensor | None
 
-_INTERPRETED = knobs.runtime.interpret
+_RUNTIME = knobs.runtime
+_INTERPRETED = _RUNTIME.interpret
 
 
 @cache
@@ -39,56 +41,81 @@ class Part(NamedTuple):
     dtype: torch.dtype
 
 
+class Pointer(NamedTuple):
+    """An argument whose value is the address that a call gives the name, a multiple of 16."""
+
+    name: str
+    dtype: torch.dtype
+
+
+Pointers = Mapping[str, Pointer | None]
+
+
+def group(kind: type[Any], pointers: Pointers) -> Any:
+    """A NamedTuple of the pointers that its fields name."""
+    return kind(*(pointers[name] for name in kind._fields))
+
+
+def each(function: Callable[[Any], Any], value: Any) -> Any:
+    """A function of an argument, or of all that a tuple of arguments holds."""
+    if isinstance(value, Pointer) or not isinstance(value, tuple):
+        return function(value)
+    results = map(function, value)
+    return type(value)(*results) if hasattr(value, "_fields") else tuple(results)
+
+
 class Launch:
-    """A kernel, its grid and its arguments without the pointers.
+    """A kernel, its grid and its arguments.
 
     It compiles when it first runs. From then on it belongs to the device that was current.
 
     Args:
-        kernel: takes pointers, then numbers on whose values it is not specialized, then constants.
+        kernel: takes pointers, then numbers, then constants, whose names are upper case.
         grid: programs along each axis.
-        dtypes: of what pointers point to, aligned to 16 bytes; a pointer without one is None.
-        numbers: integers.
-        constants: and options of the launch; a kernel takes those that it names.
+        arguments: what the kernel takes, and perhaps more. Pointers and numbers may be in tuples of
+            their own, constants in a NamedTuple.
+        **options: of the compiler.
     """
 
     def __init__(
         self,
         kernel: triton.JITFunction,
         grid: tuple[int, int, int],
-        dtypes: Mapping[str, torch.dtype],
-        numbers: Mapping[str, int],
-        constants: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+        **options: int | None,
     ) -> None:
-        names = kernel.arg_names
         self.kernel = kernel
         self.grid = grid
-        pointers = [name[:-4] for name in names if name.endswith("_ptr")]
-        self.pointers = tuple(name if name in dtypes else "" for name in pointers)
-        self.dtypes = {name: dtypes.get(name) for name in pointers}
-        self.numbers = {name: numbers[name] for name in names if name in numbers}
-        options = ("num_warps", "num_stages", "maxnreg")
-        self.constants = {x: constants[x] for x in (*names, *options) if x in constants}
-        self._values = (*self.numbers.values(), *(constants[x] for x in names if x in constants))
+        self.options = {name: x for name, x in options.items() if x is not None}
+        named = {name: arguments[name] for name in kernel.arg_names}
+        self.arguments = {name: x for name, x in named.items() if not name.isupper()}
+        self.constants = {name: x for name, x in named.items() if name.isupper()}
+        numbers = {name: x for name, x in self.arguments.items() if _holds_numbers(x)}
+        pointers = [x for name, x in self.arguments.items() if name not in numbers]
+        self._addresses = [itemgetter(*_names(x)) for x in pointers]
+        self._values = (*numbers.values(), *self.constants.values())
         self._compiled: Any = None
 
-    def __call__(self, pointers: Mapping[str, Pointer], stream: int) -> None:
-        """Launch on a stream of the current device."""
-        found = map(pointers.get, self.pointers)
+    def __call__(self, addresses: Mapping[str | None, Address], stream: int) -> None:
+        """Launch on a stream of the current device.
+
+        Args:
+            addresses: of all pointers; that of None is None.
+            stream: its handle.
+        """
         if _INTERPRETED:
-            self.kernel[self.grid](*found, **self.numbers, **self.constants)
+            filled = {
+                name: each(lambda x: addresses[x.name] if isinstance(x, Pointer) else x, value)
+                for name, value in self.arguments.items()
+            }
+            self.kernel[self.grid](**filled, **self.constants)
             return
-        compiled = self._compiled
-        if compiled is None:
-            types = (*self.dtypes.values(), *self.numbers.values())
-            compiled = self.kernel.warmup(*types, grid=self.grid, **self.constants)
-            self._compiled = compiled
-        arguments = (*found, *self._values)
+        compiled = self._compiled or self._compile()
+        arguments = (*[find(addresses) for find in self._addresses], *self._values)
         hooks: tuple[Any, Any] = None, None
         metadata = None
-        runtime = knobs.runtime
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
+            hooks = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
             metadata = compiled.launch_metadata(self.grid, stream, *arguments)
         # Reading `run` loads the code.
         compiled.run(
@@ -100,6 +127,40 @@ class Launch:
             *hooks,
             *arguments,
         )
+
+    def _compile(self) -> Any:
+        kinds = {name: each(_representative, x) for name, x in self.arguments.items()}
+        constants = self.compiled_constants()
+        self._compiled = self.kernel.warmup(**kinds, **constants, grid=self.grid, **self.options)
+        return self._compiled
+
+    def compiled_constants(self) -> dict[str, Any]:
+        """The constants as the compiler takes them: what a tuple holds must say that it is one."""
+        constants = self.constants.items()
+        return {k: each(tl.constexpr, x) if isinstance(x, tuple) else x for k, x in constants}
+
+
+def _holds_numbers(value: Any) -> bool:
+    return isinstance(value[0] if isinstance(value, tuple) else value, int)
+
+
+def _names(value: Any) -> list[str | None]:
+    """The names of a pointer or a tuple of pointers; None of one that is absent."""
+    pointers = value if isinstance(value, tuple) and not isinstance(value, Pointer) else (value,)
+    return [None if x is None else x.name for x in pointers]
+
+
+def _representative(value: Pointer | int | None) -> Any:
+    """What the compiler sees of an argument.
+
+    A pointer is aligned to 16 bytes. A number says no more than how many bits it needs, because it
+    differs from call to call: the compiler would treat 1, and multiples of 16, in their own way.
+    """
+    if isinstance(value, Pointer):
+        return MockTensor(value.dtype)
+    if value is None:
+        return None
+    return 3 if -(2**31) <= value < 2**31 else 2**32 + 3
 
 
 class Plan:
@@ -119,25 +180,24 @@ class Plan:
             self._starts[name] = self._size
             self._size += -(-prod(part.shape) * part.dtype.itemsize // 16) * 16
 
-    def run(self, inputs: Mapping[str, Pointer], device: torch.device) -> Tensor:
-        """Launch on the current stream; return the memory.
+    def run(self, inputs: Mapping[str, Address], device: torch.device) -> Tensor:
+        """Launch on the current stream of the current device; return the memory.
 
-        Args:
-            inputs: pointers to what is not in the memory.
-            device: the current one.
+        `inputs` are addresses of what is not in the memory.
         """
         memory = torch.empty(self._size, dtype=torch.uint8, device=device)
         stream = 0
-        pointers: dict[str, Pointer]
+        addresses: dict[str | None, Address]
         if _INTERPRETED:
-            pointers = {name: self.part(memory, name) for name in self.parts}
+            addresses = {name: self.part(memory, name) for name in self.parts}
         else:
             stream = driver.active.get_current_stream(device.index)
             first = memory.data_ptr()
-            pointers = {name: first + start for name, start in self._starts.items()}
-        pointers.update(inputs)
+            addresses = {name: first + start for name, start in self._starts.items()}
+        addresses.update(inputs)
+        addresses[None] = None
         for launch in self.launches:
-            launch(pointers, stream)
+            launch(addresses, stream)
         return memory
 
     def part(self, memory: Tensor, name: str) -> Tensor:
@@ -148,7 +208,7 @@ class Plan:
         return flat.view(tuple(shape))
 
 
-def pointer(tensor: Tensor | None) -> Pointer:
+def address(tensor: Tensor | None) -> Address:
     """What a kernel takes for a tensor."""
     return tensor if tensor is None or _INTERPRETED else tensor.data_ptr()
 

@@ -6,91 +6,123 @@ order of the parents.
 Shapes: as in `precompute`.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 
+class CellSizes(NamedTuple):
+    """Compile-time sizes of cells, their leaves and their pieces."""
+
+    NUM_PARENTS: tl.constexpr
+    NUM_CHILDREN: tl.constexpr
+    PARENT_ROWS: tl.constexpr
+    CHILD_ROWS: tl.constexpr
+    LEAF_ROWS: tl.constexpr
+    ROWS: tl.constexpr  # 2 MP + M0 CP rows of mean values
+    NUM_CHUNKS: tl.constexpr  # most chunks of a head, a power of two
+    LOG2_CHUNKS: tl.constexpr
+    PIECE: tl.constexpr
+
+
+class Chunks(NamedTuple):
+    """The keys of a head, the keys of a chunk, and how many chunks there are."""
+
+    num_keys: tl.tensor
+    length: tl.tensor
+    number: tl.tensor
+
+
+class Cell(NamedTuple):
+    """Where the keys of a parent are."""
+
+    first: tl.tensor  # the number of keys of all lower parents
+    total: tl.tensor  # the number of its keys
+    earlier: tl.tensor  # (NUM_CHUNKS) how many of them come in earlier chunks
+    shift: tl.tensor  # (NUM_CHUNKS) from a rank in the cell to a place in `order`
+
+
 @triton.jit
-def extra_pieces(
-    start_ptr, num_chunks, PIECE: tl.constexpr, PARENT_ROWS: tl.constexpr, NUM_CHUNKS: tl.constexpr
-):
+def extra_pieces(start_ptr, num_chunks, CELLS: tl.constexpr):
     """(MP) pieces of each parent after its first."""
+    PARENT_ROWS: tl.constexpr = CELLS.PARENT_ROWS
+    NUM_CHUNKS: tl.constexpr = CELLS.NUM_CHUNKS
     MOST: tl.constexpr = 2048 // PARENT_ROWS
-    CHUNKS: tl.constexpr = NUM_CHUNKS if NUM_CHUNKS < MOST else MOST
+    BLOCK: tl.constexpr = NUM_CHUNKS if NUM_CHUNKS < MOST else MOST
     num_keys = tl.zeros([PARENT_ROWS], tl.int32)
-    for first_chunk in tl.range(0, num_chunks, CHUNKS):
-        chunks = first_chunk + tl.arange(0, CHUNKS)
+    for first_chunk in tl.range(0, num_chunks, BLOCK):
+        chunks = first_chunk + tl.arange(0, BLOCK)
         offsets = tl.arange(0, PARENT_ROWS)[:, None] * NUM_CHUNKS + chunks[None, :]
         is_chunk = (chunks < num_chunks)[None, :]
         starts = tl.load(start_ptr + offsets, mask=is_chunk, other=0)
         stops = tl.load(start_ptr + offsets + NUM_CHUNKS, mask=is_chunk, other=0)
         num_keys += tl.sum(stops - starts, axis=1)
-    return tl.maximum(num_keys - 1, 0) // PIECE
+    return tl.maximum(num_keys - 1, 0) // CELLS.PIECE
 
 
 @triton.jit
-def place_of(rank, earlier, shift, NUM_CHUNKS: tl.constexpr, LOG2_CHUNKS: tl.constexpr):
-    """Where the keys of these ranks in their cell are in `order`.
+def place_of(rank, earlier, shift, SIZE: tl.constexpr, LOG2_SIZE: tl.constexpr):
+    """Where these ranks are in an order of runs.
 
-    earlier, shift: from `cell_of`.
+    earlier: (SIZE) ranks before each run, which do not fall.
+    shift: (SIZE) from a rank of each run to its place.
     """
-    # The chunk of a key is the last one that starts at or before its rank.
-    chunk = tl.zeros_like(rank)
-    for bit in tl.static_range(LOG2_CHUNKS):
-        later = chunk + (NUM_CHUNKS >> (bit + 1))
-        chunk = tl.where(tl.gather(earlier, later, axis=0) <= rank, later, chunk)
-    return rank + tl.gather(shift, chunk, axis=0)
+    # The run of a rank is the last one that starts at or before it.
+    run = tl.zeros_like(rank)
+    for bit in tl.static_range(LOG2_SIZE):
+        later = run + (SIZE >> (bit + 1))
+        run = tl.where(tl.gather(earlier, later, axis=0) <= rank, later, run)
+    return rank + tl.gather(shift, run, axis=0)
 
 
 @triton.jit
-def parent_of(
-    piece,
-    start_ptr,
-    num_chunks,
-    PIECE: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-):
+def keys_of_cell(order_ptr, rank, valid, cell, CELLS: tl.constexpr):
+    """The keys of these ranks in their cell; key 0 where a rank is not valid."""
+    place = place_of(rank, cell.earlier, cell.shift, CELLS.NUM_CHUNKS, CELLS.LOG2_CHUNKS)
+    return tl.load(order_ptr + place, mask=valid, other=0)
+
+
+@triton.jit
+def parent_of(piece, start_ptr, num_chunks, CELLS: tl.constexpr):
     """The parent of a piece and which of its pieces this is; a parent of MP is none."""
     parent = piece
     part = 0
-    if piece >= PARENT_ROWS:
-        extra = extra_pieces(start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
-        stop_piece = PARENT_ROWS + tl.cumsum(extra, axis=0)
+    if piece >= CELLS.PARENT_ROWS:
+        extra = extra_pieces(start_ptr, num_chunks, CELLS)
+        stop_piece = CELLS.PARENT_ROWS + tl.cumsum(extra, axis=0)
         parent = tl.sum((stop_piece <= piece).to(tl.int32), axis=0)
-        is_parent = tl.arange(0, PARENT_ROWS) == parent
+        is_parent = tl.arange(0, CELLS.PARENT_ROWS) == parent
         part = 1 + piece - tl.sum(tl.where(is_parent, stop_piece - extra, 0))
     return parent, part
 
 
 @triton.jit
-def first_extra_piece(
-    parent,
-    start_ptr,
-    num_chunks,
-    PIECE: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-):
+def first_extra_piece(parent, start_ptr, num_chunks, CELLS: tl.constexpr):
     """The second piece of a parent, if it has one."""
-    extra = extra_pieces(start_ptr, num_chunks, PIECE, PARENT_ROWS, NUM_CHUNKS)
-    return PARENT_ROWS + tl.sum(tl.where(tl.arange(0, PARENT_ROWS) < parent, extra, 0), axis=0)
+    extra = extra_pieces(start_ptr, num_chunks, CELLS)
+    is_lower = tl.arange(0, CELLS.PARENT_ROWS) < parent
+    return CELLS.PARENT_ROWS + tl.sum(tl.where(is_lower, extra, 0), axis=0)
 
 
 @triton.jit
-def cell_of(parent, start_ptr, num_chunks, chunk_keys, NUM_CHUNKS: tl.constexpr):
-    """Where the keys of a parent are.
-
-    Returns:
-        first: the number of keys of all lower parents.
-        total: the number of its keys.
-        earlier: (NUM_CHUNKS) how many of them come in earlier chunks.
-        shift: (NUM_CHUNKS) from a rank in the cell to a place in `order`.
-    """
-    chunks = tl.arange(0, NUM_CHUNKS)
-    is_chunk = chunks < num_chunks
-    starts = tl.load(start_ptr + parent * NUM_CHUNKS + chunks, mask=is_chunk, other=0)
-    stops = tl.load(start_ptr + (parent + 1) * NUM_CHUNKS + chunks, mask=is_chunk, other=0)
+def cell_of(parent, start_ptr, chunks, CELLS: tl.constexpr):
+    """The `Cell` of a parent."""
+    chunk = tl.arange(0, CELLS.NUM_CHUNKS)
+    is_chunk = chunk < chunks.number
+    starts = tl.load(start_ptr + parent * CELLS.NUM_CHUNKS + chunk, mask=is_chunk, other=0)
+    stops = tl.load(start_ptr + (parent + 1) * CELLS.NUM_CHUNKS + chunk, mask=is_chunk, other=0)
     total = tl.sum(stops - starts, axis=0)
     earlier = tl.cumsum(stops - starts, axis=0) - (stops - starts)
-    return tl.sum(starts, axis=0), total, earlier, chunks * chunk_keys + starts - earlier
+    return Cell(tl.sum(starts, axis=0), total, earlier, chunk * chunks.length + starts - earlier)
+
+
+@triton.jit
+def leaf_rows(parent, CELLS: tl.constexpr):
+    """(L) Rows of mean values of the keys that stay with a parent and of its children, and which
+    of them there are."""
+    leaves = tl.arange(0, CELLS.LEAF_ROWS)
+    STAY: tl.constexpr = CELLS.PARENT_ROWS
+    CHILDREN: tl.constexpr = 2 * CELLS.PARENT_ROWS
+    rows = tl.where(leaves == 0, STAY + parent, CHILDREN + parent * CELLS.CHILD_ROWS + leaves - 1)
+    return rows, leaves <= tl.where(parent < CELLS.NUM_PARENTS, CELLS.CHILD_ROWS, 0)

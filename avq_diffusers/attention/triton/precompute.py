@@ -16,354 +16,202 @@ A parent with many keys is cut into pieces of fixed length. The program that fin
 pieces in order, so every run gives the same bits.
 
 Shapes: B batch, H heads, S keys, D head dim, M0 parents, C children; DP, MP, CP as in `codewords`;
-L leaves of a parent (0 stays, c + 1 is child c) and padding, T chunks.
+L leaves of a parent (0 stays, c + 1 is child c) and padding.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from avq_diffusers.attention.triton.aggregate import aggregate_kernel
-from avq_diffusers.attention.triton.codewords import StoredCodes, mean_columns, padded_sizes
-from avq_diffusers.attention.triton.launch import (
-    STRIDES,
-    Launch,
-    Part,
-    Plan,
-    Pointer,
-    capability_of,
-    kernel_layout,
-    pointer,
+from avq_diffusers.attention.triton.aggregate import (
+    CellPointers,
+    PiecePointers,
+    RowPointers,
+    aggregate_kernel,
 )
-from avq_diffusers.attention.triton.leaf_order import leaf_order_kernel
-from avq_diffusers.attention.triton.sort import sort_kernel
+from avq_diffusers.attention.triton.codewords import padded_sizes, value_columns
+from avq_diffusers.attention.triton.launch import Launch, Part, Pointer, group
+from avq_diffusers.attention.triton.leaf_order import LeafPointers, leaf_order_kernel
+from avq_diffusers.attention.triton.pieces import CellSizes, Chunks
+from avq_diffusers.attention.triton.problem import Problem, strides_of
+from avq_diffusers.attention.triton.rows import KeySizes, ParentPointers
+from avq_diffusers.attention.triton.sort import SortBlocks, SortPointers, sort_kernel
+from avq_diffusers.attention.triton.tuning import (
+    LEAF_ORDER_KEYS,
+    PrecomputeTiling,
+    precompute_tiling,
+)
 
 
-@dataclass(frozen=True)
-class PrecomputeTiling:
-    """How the work is cut. Changes the result only by the order of additions.
+class Precompute(NamedTuple):
+    """The launches that summarize the keys of a call.
 
-    num_chunks: chunks that a head's keys are sorted in, a power of two.
-    sort_keys, sort_parents: keys and parents of one product.
-    sort_shared: bytes of shared memory for all codes and the key tiles; larger codes are loaded
-        again for every key tile.
-    sort_warps, sort_stages: of the sort; each warp ranks its own strip of a chunk.
-    piece_keys: keys of one parent that one program aggregates.
-    leaf_keys: keys of one product.
-    leaf_warps, leaf_stages: of the aggregation.
-    leaf_registers: of the aggregation, per thread; None leaves it to the compiler.
+    The memory has what represents the keys:
+
+    - `codes`, unless codewords are stored and represent their keys themselves: mean keys
+      (B, H, 2 MP + M0 CP, DP) around the centre, times scale log2(e).
+    - `mean_values`: (B, H, 2 MP + M0 CP, DV), dtype of `codes`; DV = `value_columns`. Row p
+      averages the values of all keys of parent p, row 2 MP + p CP + c those of its child c, and row
+      MP + p those that stay with p. Unless means represent the keys, the divisor of the latter is
+      the number of all keys of p. Columns from D on are the number of keys of the row divided by
+      the divisor. A row without keys is 0.
+    - `log_counts`: float32, log2 of the number of keys of every row of the codes.
+    - `variance`: (B, H, MP) float32, mean squared distance of the keys of a parent from their mean,
+      if means represent them.
+    - `centre`: (B, H, DP) float32, unless codewords are stored.
+
+    and, if tiles have exact keys, `LeafPointers` and
+
+    - `row_weight`: (B, H, 2 MP + M0 CP) float32, what the attention to a row weighs in the choice
+      of exact keys: the squared variance of its keys, divided by their number.
     """
 
-    num_chunks: int
-    sort_keys: int
-    sort_parents: int
-    sort_shared: int
-    sort_warps: int
-    sort_stages: int
-    piece_keys: int
-    leaf_keys: int
-    leaf_warps: int
-    leaf_stages: int
-    leaf_registers: int | None = None
-
-
-def default_tiling(
-    num_heads: int,
-    num_keys: int,
-    padded_dim: int,
-    num_parents: int,
-    num_children: int,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    means: bool,
-) -> PrecomputeTiling:
-    """The tiling for a problem size, measured on an H200 for half precision.
-
-    Float32 takes smaller tiles to fit registers and shared memory.
-
-    Args:
-        num_heads: heads of all batch elements together.
-    """
-    most_chunks = 16 if num_children == 0 else 64 if num_parents <= 64 else 32
-    # Enough pieces to fill the GPU, however the keys are spread over the parents.
-    piece_keys = num_heads * num_keys * padded_dim >> 16
-    tiling = PrecomputeTiling(
-        num_chunks=clamped_power_of_2(num_keys >> 10, 16, most_chunks),
-        sort_keys=64,
-        sort_parents=64,
-        sort_shared=88 * 1024,
-        sort_warps=4,
-        sort_stages=3,
-        piece_keys=clamped_power_of_2(piece_keys, 256, 2048),
-        leaf_keys=32,
-        leaf_warps=1,
-        leaf_stages=3,
-    )
-    if num_children > 16:
-        tiling = replace(tiling, leaf_keys=64, leaf_warps=4)
-    elif means and padded_dim <= 64:
-        # As many as fit without a spill: more programs share a multiprocessor.
-        tiling = replace(tiling, leaf_registers=168, piece_keys=min(tiling.piece_keys, 1024))
-    elif means:
-        # Sums of keys and values in one warp spill, and on an A100 those of 64 keys.
-        tiling = replace(
-            tiling,
-            leaf_keys=32 if capability == (8, 0) else 64,
-            leaf_warps=2,
-            piece_keys=min(tiling.piece_keys, 1024),
-        )
-    if dtype == torch.float32:
-        tiling = replace(
-            tiling,
-            sort_keys=32,
-            sort_shared=24 * 1024,
-            sort_stages=1,
-            leaf_keys=32,
-            leaf_warps=4,
-            leaf_stages=1,
-            leaf_registers=None,
-        )
-    return tiling
-
-
-def clamped_power_of_2(number: int, least: int, most: int) -> int:
-    """The largest power of two up to `number`, but within `least` and `most`."""
-    return min(most, max(least, 1 << (max(number, 1).bit_length() - 1)))
-
-
-class Aggregates(NamedTuple):
-    """What represents the keys.
-
-    codes: stored ones, or with `means` mean keys (B, H, 2 MP + M0 CP, DP) around `centre`, times
-        scale log2(e).
-    means: (B, H, 2 MP + M0 CP, DV) mean values, dtype of `codes`; DV = `mean_columns`. Row p
-        averages the values of all keys of parent p, row 2 MP + p CP + c those of its child c, and
-        row MP + p those that stay with p. Without `means`, the divisor of the latter is the number
-        of all keys of p. Columns from D on are the number of keys of the row divided by the
-        divisor. A row without keys is 0.
-    log_counts: float32, log2 of the number of keys of every row of `codes`.
-    spread: (B, H, MP) float32, mean squared distance of the keys of a parent from their mean; None
-        without `means`.
-    """
-
-    codes: Tensor
-    means: Tensor
-    log_counts: Tensor
-    spread: Tensor | None
-
-
-def precompute(
-    key: Tensor,
-    value: Tensor,
-    stored: StoredCodes | None,
-    parents: Tensor | None,
-    key_order: Tensor | None,
-    *,
-    num_parents: int,
-    num_children: int,
-    means: bool,
-    scale: float,
-    tiling: PrecomputeTiling | None = None,
-) -> Aggregates:
-    """Assign the keys and summarize those of every codeword.
-
-    Args:
-        key, value: (B, H, S, D) float16, bfloat16 or float32.
-        stored: codewords as `codewords.pack` gives them; None takes keys.
-        parents: (B, H, M0, D) in place of keys, dtype of `key`, contiguous; or None.
-        key_order: (S,) permutation in which parents are evenly spaced; None is the order of keys.
-        means: the mean of its keys represents a leaf, else the stored codeword.
-        scale: factor on the logits.
-        tiling: None takes `default_tiling`.
-    """
-    key, value = kernel_layout(key), kernel_layout(value)
-    plan = Plan(
-        *precompute_launches(
-            key.shape,
-            key.stride(),
-            value.stride(),
-            key.dtype,
-            capability_of(key.device),
-            is_stored=stored is not None,
-            has_parents=parents is not None,
-            order_dtype=None if key_order is None else key_order.dtype,
-            num_parents=num_parents,
-            num_children=num_children,
-            means=means,
-            exact=False,
-            scale=scale,
-            tiling=tiling,
-        )
-    )
-    tensors = {"key": key, "value": value, "key_order": key_order, "parents": parents}
-    inputs = {name: pointer(x) for name, x in tensors.items()} | stored_pointers(stored)
-    memory = plan.run(inputs, key.device)
-    codes = plan.part(memory, "codes") if stored is None or means else stored.codes
-    spread = plan.part(memory, "spread") if means else None
-    return Aggregates(codes, plan.part(memory, "means"), plan.part(memory, "log_counts"), spread)
-
-
-def stored_pointers(stored: StoredCodes | None) -> dict[str, Pointer]:
-    """What the kernels take for stored codewords."""
-    if stored is None:
-        return {}
-    codes, bias, centre = (pointer(x) for x in stored)
-    return {"stored_codes": codes, "bias": bias, "centre": centre}
+    parts: dict[str, Part]  # of the memory
+    pointers: dict[str, Pointer | None]  # to the memory and to what a call gives
+    launches: list[Launch]
+    arguments: dict[str, Any]  # what kernels of keys take
 
 
 def precompute_launches(
-    shape: Sequence[int],
-    key_strides: Sequence[int],
-    value_strides: Sequence[int],
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    *,
-    is_stored: bool,
-    has_parents: bool,
-    order_dtype: torch.dtype | None,
-    num_parents: int,
-    num_children: int,
-    means: bool,
-    exact: bool,
-    scale: float,
-    leaves: bool = False,
-    tiling: PrecomputeTiling | None = None,
-) -> tuple[dict[str, Part], list[Launch]]:
-    """The memory of a call and its launches, which take what `precompute` takes.
+    problem: Problem, *, leaves: bool = False, tiling: PrecomputeTiling | None = None
+) -> Precompute:
+    """The memory of a call and its first launches.
 
-    Besides `Aggregates`, the memory has what is needed if queries will meet keys (`exact`, which
-    needs `means`):
-
-    - `centre`, (B, H, DP) float32, unless codewords are stored;
-    - `leaf_order`, (B, H, S) int32, indices of keys by cell, in a cell by leaf;
-    - `row_start` and `row_count`, (B, H, 2 MP + M0 CP) int32, where the keys of every row of
-      `means` are in this order, and how many;
-    - `row_weight`, (B, H, 2 MP + M0 CP) float32, what the attention to a row weighs in the choice
-      of exact keys: the squared spread of its keys, divided by their number.
-
-    Args:
-        shape: of the keys.
-        leaves: the memory also has `leaf`, (B, H, S) int32, the leaf in its cell of every key, in
-            the order of cells, and with `exact` in this order `place`, where in `leaf_order` it is.
+    With `leaves` the memory also has `leaf`, (B, H, S) int32, the leaf in its cell of every key, in
+    the order of cells, and with exact keys in this order `place`, where in `leaf_order` it is.
+    Without a `tiling`, `precompute_tiling` gives it.
     """
-    batch, num_heads, num_keys, head_dim = shape
-    padded_dim, parent_rows, child_rows = padded_sizes(head_dim, num_parents, num_children)
-    tiling = tiling or default_tiling(
-        batch * num_heads,
-        num_keys,
-        padded_dim,
-        num_parents,
-        num_children,
-        dtype,
-        capability,
-        means,
+    spec, dtype = problem.spec, problem.dtype
+    batch, num_heads, num_keys, head_dim = problem.key.shape
+    tiling = tiling or precompute_tiling(problem)
+    padded_dim, parent_rows, child_rows = padded_sizes(
+        head_dim, spec.num_parents, spec.num_children
     )
-    if exact and tiling.leaf_registers:  # its sums would spill
-        tiling = replace(tiling, leaf_registers=None, leaf_keys=64, leaf_warps=2)
-    code_rows = parent_rows + num_parents * child_rows
-    leaf_rows = max(16, 2 * child_rows)
+    rows = 2 * parent_rows + spec.num_parents * child_rows
     # Products and strips both divide a chunk.
     tile_keys = max(tiling.sort_keys, 32 * tiling.sort_warps)
     chunk_keys = -(-num_keys // (tile_keys * tiling.num_chunks)) * tile_keys
-    num_chunks = -(-num_keys // chunk_keys)
+    chunks = Chunks(num_keys, chunk_keys, -(-num_keys // chunk_keys))
     # The most that the keys of one head can be cut into.
     num_pieces = parent_rows + num_keys // tiling.piece_keys
+    cells = CellSizes(
+        NUM_PARENTS=spec.num_parents,
+        NUM_CHILDREN=spec.num_children,
+        PARENT_ROWS=parent_rows,
+        CHILD_ROWS=child_rows,
+        LEAF_ROWS=max(16, 2 * child_rows),
+        ROWS=rows,
+        NUM_CHUNKS=tiling.num_chunks,
+        LOG2_CHUNKS=tiling.num_chunks.bit_length() - 1,
+        PIECE=tiling.piece_keys,
+    )
     sort_parents = min(tiling.sort_parents, parent_rows)
     resident_rows = parent_rows + tiling.sort_stages * tiling.sort_keys
-    resident_bytes = resident_rows * padded_dim * (4 if dtype == torch.float32 else 2)
-    # A stride times a constant lets the compiler prove that rows of 16 bytes are aligned.
-    strides = [*key_strides[:3], *value_strides[:3]]
-    align = 8 if all(stride % 8 == 0 for stride in strides) else 1
-    names = [f"{name}_stride_{axis}" for name in ("key", "value") for axis in STRIDES]
-
-    heads = (batch, num_heads)
-    int32, float32 = torch.int32, torch.float32
-    parts = {
-        "rank": Part((*heads, tiling.num_chunks, chunk_keys), int32),
-        "order": Part((*heads, num_keys), int32),
-        "count": Part((*heads, tiling.num_chunks, tiling.sort_warps, parent_rows), int32),
-        "start": Part((*heads, parent_rows + 1, tiling.num_chunks), int32),
-        "ticket": Part((*heads, parent_rows), int32),
-        "piece_counts": Part((*heads, num_pieces, leaf_rows), int32),
-        "piece_sums": Part((*heads, num_pieces, leaf_rows * (1 + means), padded_dim), float32),
-        "means": Part((*heads, parent_rows + code_rows, mean_columns(head_dim)), dtype),
-        "log_counts": Part((*heads, parent_rows * means + code_rows), float32),
+    resident_bytes = resident_rows * padded_dim * dtype.itemsize
+    blocks = SortBlocks(
+        NUM_CHUNKS=tiling.num_chunks,
+        CODE_ROWS=rows - parent_rows,
+        KEYS=tiling.sort_keys,
+        PARENTS=sort_parents,
+        STRIPS=tiling.sort_warps,
+        RESIDENT=sort_parents == parent_rows or resident_bytes <= tiling.sort_shared,
+    )
+    parts = _parts(problem, cells, chunks, num_pieces, tiling.sort_warps, leaves=leaves)
+    align, (key_strides, value_strides) = strides_of(problem.key, problem.value)
+    of_parts = {name: Pointer(name, part.dtype) for name, part in parts.items()}
+    pointers = problem.pointers() | dict.fromkeys(_OPTIONAL) | of_parts
+    arguments = {f"{name}_ptr": pointer for name, pointer in pointers.items()} | {
+        "source": group(ParentPointers, pointers),
+        "sort": group(SortPointers, pointers),
+        "cells": group(CellPointers, pointers),
+        "pieces": group(PiecePointers, pointers),
+        "tables": group(RowPointers, pointers),
+        "leaves_of_rows": group(LeafPointers, pointers),
+        "key_strides": key_strides,
+        "value_strides": value_strides,
+        "chunks": chunks,
+        "num_pieces": num_pieces,
+        "SIZES": KeySizes(head_dim, padded_dim, spec.num_parents, parent_rows, align),
+        "BLOCKS": blocks,
+        "CELLS": cells,
+        "VALUE_COLUMNS": value_columns(head_dim),
+        "FACTOR": spec.scale * math.log2(math.e),
     }
-    if not is_stored:
+    sort = Launch(
+        sort_kernel,
+        (num_heads, batch, chunks.number),
+        arguments,
+        num_warps=tiling.sort_warps,
+        num_stages=tiling.sort_stages,
+    )
+    pieces = num_heads, batch, num_pieces
+    aggregate = Launch(
+        aggregate_kernel,
+        pieces,
+        arguments | {"KEYS": tiling.leaf_keys},
+        num_warps=tiling.leaf_warps,
+        num_stages=tiling.leaf_stages,
+        maxnreg=tiling.leaf_registers,
+    )
+    launches = [sort, aggregate]
+    if problem.exact_keys:
+        of_leaves = arguments | {"KEYS": LEAF_ORDER_KEYS}
+        launches.append(Launch(leaf_order_kernel, pieces, of_leaves, num_warps=1))
+    return Precompute(parts, pointers, launches, arguments)
+
+
+def _parts(
+    problem: Problem,
+    cells: CellSizes,
+    chunks: Chunks,
+    num_pieces: int,
+    strips: int,
+    *,
+    leaves: bool,
+) -> dict[str, Part]:
+    int32, float32 = torch.int32, torch.float32
+    heads = problem.key.shape[:2]
+    head_dim, means = problem.key.shape[3], problem.spec.means
+    padded_dim, parent_rows, _ = padded_sizes(head_dim, problem.spec.num_parents, 0)
+    keys, rows = (*heads, chunks.num_keys), (*heads, cells.ROWS)
+    piece_leaves = (*heads, num_pieces, cells.LEAF_ROWS)
+    parts = {
+        "rank": Part((*heads, cells.NUM_CHUNKS, chunks.length), int32),
+        "order": Part(keys, int32),
+        "count": Part((*heads, cells.NUM_CHUNKS, strips, parent_rows), int32),
+        "start": Part((*heads, parent_rows + 1, cells.NUM_CHUNKS), int32),
+        "ticket": Part((*heads, parent_rows), int32),
+        "piece_counts": Part(piece_leaves, int32),
+        "piece_sums": Part((*piece_leaves[:3], cells.LEAF_ROWS * (1 + means), padded_dim), float32),
+        "mean_values": Part((*rows, value_columns(head_dim)), problem.dtype),
+        "log_counts": Part(rows if means else (*heads, cells.ROWS - parent_rows), float32),
+    }
+    if not problem.is_stored:
         parts["centre"] = Part((*heads, padded_dim), float32)
     if means:
         parts |= {
-            "codes": Part((*heads, parent_rows + code_rows, padded_dim), dtype),
-            "square": Part((*heads, num_keys), float32),
-            "piece_squares": Part((*heads, num_pieces, leaf_rows), float32),
-            "spread": Part((*heads, parent_rows), float32),
+            "codes": Part((*rows, padded_dim), problem.dtype),
+            "square": Part(keys, float32),
+            "piece_squares": Part(piece_leaves, float32),
+            "variance": Part((*heads, parent_rows), float32),
         }
-    if exact or leaves:
-        parts["leaf"] = Part((*heads, num_keys), int32)
-    if exact and leaves:
-        parts["place"] = Part((*heads, num_keys), int32)
-    if exact:
-        rows = (*heads, parent_rows + code_rows)
+    if problem.exact_keys or leaves:
+        parts["leaf"] = Part(keys, int32)
+    if problem.exact_keys and leaves:
+        parts["place"] = Part(keys, int32)
+    if problem.exact_keys:
         parts |= {
-            "leaf_order": Part((*heads, num_keys), int32),
+            "leaf_order": Part(keys, int32),
             "row_start": Part(rows, int32),
             "row_count": Part(rows, int32),
             "row_weight": Part(rows, float32),
         }
-    dtypes = {name: part.dtype for name, part in parts.items()} | {"key": dtype, "value": dtype}
-    if is_stored:
-        dtypes |= {"stored_codes": dtype, "bias": float32, "centre": float32}
-    if has_parents:
-        dtypes["parents"] = dtype
-    if order_dtype is not None:
-        dtypes["key_order"] = order_dtype
-    numbers = {
-        "num_keys": num_keys,
-        "chunk_keys": chunk_keys,
-        "num_chunks": num_chunks,
-        "num_pieces": num_pieces,
-        **{name: stride // align for name, stride in zip(names, strides, strict=True)},
-    }
-    constants = {
-        "CODE_ROWS": code_rows,
-        "NUM_PARENTS": num_parents,
-        "NUM_CHILDREN": num_children,
-        "HEAD_DIM": head_dim,
-        "PADDED_DIM": padded_dim,
-        "MEAN_COLUMNS": mean_columns(head_dim),
-        "PARENT_ROWS": parent_rows,
-        "CHILD_ROWS": child_rows,
-        "LEAF_ROWS": leaf_rows,
-        "NUM_CHUNKS": tiling.num_chunks,
-        "LOG2_CHUNKS": tiling.num_chunks.bit_length() - 1,
-        "PIECE": tiling.piece_keys,
-        "ALIGN": align,
-        "FACTOR": scale * math.log2(math.e),
-    }
-    sort = {
-        "KEYS": tiling.sort_keys,
-        "PARENTS": sort_parents,
-        "STRIPS": tiling.sort_warps,
-        "RESIDENT": sort_parents == parent_rows or resident_bytes <= tiling.sort_shared,
-        "num_warps": tiling.sort_warps,
-        "num_stages": tiling.sort_stages,
-    }
-    aggregate = {
-        "KEYS": tiling.leaf_keys,
-        "num_warps": tiling.leaf_warps,
-        "num_stages": tiling.leaf_stages,
-        "maxnreg": tiling.leaf_registers,
-    }
-    pieces = (num_heads, batch, num_pieces)
-    launches = [
-        Launch(sort_kernel, (num_heads, batch, num_chunks), dtypes, numbers, constants | sort),
-        Launch(aggregate_kernel, pieces, dtypes, numbers, constants | aggregate),
-    ]
-    if exact:
-        leaf_order = {"KEYS": 64, "num_warps": 1}
-        launches.append(Launch(leaf_order_kernel, pieces, dtypes, numbers, constants | leaf_order))
-    return parts, launches
+    return parts
+
+
+# Parts that not every call has.
+_OPTIONAL = (
+    *("codes", "square", "piece_squares", "variance"),
+    *("leaf", "place", "leaf_order", "row_start", "row_count", "row_weight"),
+)

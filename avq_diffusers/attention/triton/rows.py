@@ -1,11 +1,37 @@
-"""What the kernels of keys share: rows of keys, products, and the codes that parents have.
+"""What the kernels of keys share: rows of keys, products, and the nearest parent of a key.
 
 The parents of a call are stored codes, updated parents, or keys of the call that are evenly spaced
 in the query order. A key k belongs to the parent with the largest k.code + bias.
+
+Shapes: as in `precompute`; KEYS keys of a tile.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class KeySizes(NamedTuple):
+    """Compile-time sizes of keys and parents; strides of keys have been divided by ALIGN."""
+
+    HEAD_DIM: tl.constexpr
+    PADDED_DIM: tl.constexpr
+    NUM_PARENTS: tl.constexpr
+    PARENT_ROWS: tl.constexpr
+    ALIGN: tl.constexpr
+
+
+class ParentPointers(NamedTuple):
+    """Where parents are: stored codes and their biases, updated parents, or keys in an order.
+
+    What a call does not have is None.
+    """
+
+    stored_codes: tl.tensor
+    bias: tl.tensor
+    parents: tl.tensor
+    key_order: tl.tensor
 
 
 @triton.jit
@@ -23,21 +49,18 @@ def first_maximum(scores, columns, LAST: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    base_ptr,
-    rows,
-    stride,
-    is_row,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+def head_start(strides, batch, head, ALIGN: tl.constexpr):
+    """Where the tokens of a head start."""
+    return (batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head) * ALIGN
+
+
+@triton.jit
+def load_rows(base_ptr, rows, stride, ALIGN: tl.constexpr, is_row, SIZES: tl.constexpr):
     """Rows of D numbers, padded with zeros to DP."""
-    columns = tl.arange(0, PADDED_DIM)
+    columns = tl.arange(0, SIZES.PADDED_DIM)
     offsets = (rows.to(tl.int64) * stride * ALIGN)[:, None] + columns[None, :]
-    return tl.load(
-        base_ptr + offsets, mask=is_row[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
-    )
+    mask = is_row[:, None] & (columns < SIZES.HEAD_DIM)[None, :]
+    return tl.load(base_ptr + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -48,42 +71,71 @@ def bias_of(codes, is_code):
 
 
 @triton.jit
-def parent_rows(
-    key_ptr,
-    key_order_ptr,
-    parents_ptr,
-    parents,
-    stride,
-    num_keys,
-    is_parent,
-    NUM_PARENTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Parents that are not stored, padded to DP: updated ones, or keys."""
-    if parents_ptr is not None:
-        rows = load_rows(parents_ptr, parents, HEAD_DIM, is_parent, HEAD_DIM, PADDED_DIM, 1)
+def own_parents(key_ptr, source, parents, stride, num_keys, is_parent, SIZES: tl.constexpr):
+    """Parents that are not stored, padded to DP: updated ones, or keys.
+
+    key_ptr, source: of the head.
+    """
+    if source.parents is not None:
+        rows = load_rows(source.parents, parents, SIZES.HEAD_DIM, 1, is_parent, SIZES)
     else:
-        place = (parents.to(tl.int64) * num_keys // NUM_PARENTS).to(tl.int32)
+        place = (parents.to(tl.int64) * num_keys // SIZES.NUM_PARENTS).to(tl.int32)
         place = tl.minimum(place, num_keys - 1)
-        if key_order_ptr is not None:
-            place = tl.load(key_order_ptr + place).to(tl.int32)
-        rows = load_rows(key_ptr, place, stride, is_parent, HEAD_DIM, PADDED_DIM, ALIGN)
+        if source.key_order is not None:
+            place = tl.load(source.key_order + place).to(tl.int32)
+        rows = load_rows(key_ptr, place, stride, SIZES.ALIGN, is_parent, SIZES)
     return rows
 
 
 @triton.jit
-def origin_of(
-    key_ptr,
-    num_keys,
-    stride,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+def origin_of(key_ptr, num_keys, stride, SIZES: tl.constexpr):
     """(DP) A key of the head, in float32: distances from it do not see what all keys share."""
     # Sixteen copies, because a single row has no wide loads.
     rows = num_keys // 2 + tl.zeros([16], tl.int32)
-    block = load_rows(key_ptr, rows, stride, rows >= 0, HEAD_DIM, PADDED_DIM, ALIGN)
+    block = load_rows(key_ptr, rows, stride, SIZES.ALIGN, rows >= 0, SIZES)
     return tl.max(block.to(tl.float32), axis=0)
+
+
+@triton.jit
+def load_parents(key_ptr, source, parents, stride, num_keys, SIZES: tl.constexpr):
+    """Codes and biases of some parents of a head."""
+    if source.stored_codes is not None:
+        columns = tl.arange(0, SIZES.PADDED_DIM)
+        rows = source.stored_codes + parents[:, None] * SIZES.PADDED_DIM
+        codes = tl.load(rows + columns[None, :])
+        bias = tl.load(source.bias + parents)
+    else:
+        is_parent = parents < SIZES.NUM_PARENTS
+        codes = own_parents(key_ptr, source, parents, stride, num_keys, is_parent, SIZES)
+        bias = bias_of(codes, is_parent)
+    return codes, bias
+
+
+@triton.jit
+def best_of_tile(key, codes, bias, first_parent, LAST: tl.constexpr):
+    """(KEYS, 8) best score among every eighth parent of a tile, and that parent.
+
+    A thread holds two of eight columns of a row, so threads need not communicate.
+    """
+    PLACES: tl.constexpr = codes.shape[0] // 8
+    scores = (product(key, codes.T) + bias[None, :]).reshape(key.shape[0], PLACES, 8)
+    parents = tl.arange(0, PLACES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    best, parent = first_maximum(scores, parents[None], LAST)
+    return best, first_parent + parent
+
+
+@triton.jit
+def best_of_loaded_tiles(
+    key, key_ptr, source, stride, num_keys, SIZES: tl.constexpr, PARENTS: tl.constexpr
+):
+    """As `best_of_tile`, of all parents, whose codes are loaded tile by tile."""
+    LAST: tl.constexpr = SIZES.PARENT_ROWS - 1
+    best = tl.full([key.shape[0], 8], float("-inf"), tl.float32)
+    parent = tl.full([key.shape[0], 8], LAST, tl.int32)
+    for first_parent in tl.range(0, SIZES.PARENT_ROWS, PARENTS):
+        tile = first_parent + tl.arange(0, PARENTS)
+        codes, bias = load_parents(key_ptr, source, tile, stride, num_keys, SIZES)
+        tile_best, tile_parent = best_of_tile(key, codes, bias, first_parent, PARENTS - 1)
+        parent = tl.where(tile_best > best, tile_parent, parent)
+        best = tl.maximum(best, tile_best)
+    return best, parent

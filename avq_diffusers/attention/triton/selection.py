@@ -10,70 +10,44 @@ from avq_diffusers.attention.triton.softmax import LOG_ZERO, load_codes, logits_
 
 
 @triton.jit
-def tiled_importance(
-    query,
-    valid_query,
-    tables,
-    sizes,
-    TILE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Importance of all parents (PARENT_ROWS,) in tiles of TILE parents.
+def _parent_logits(query, tables, start, SIZES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Parents (BLOCK_M) from `start` on, and logits (BLOCK_N, BLOCK_M) with their log counts."""
+    parents = start + tl.arange(0, BLOCK_M)
+    valid = parents < SIZES.NUM_PARENTS
+    codes = load_codes(tables, parents, valid, SIZES)
+    log_counts = tl.load(tables.log_counts + parents, mask=valid, other=float("-inf"))
+    return parents, logits_of(query, codes, log_counts[None, :])
 
-    Unless WHOLE, a denominator covers the parents up to the end of the tile and is extrapolated
-    from the keys seen so far to all keys.
+
+@triton.jit
+def importance_in_blocks(query, valid_query, tables, SIZES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Importance of all parents, BLOCK_M at a time: first the denominators, then the shares.
 
     Returns:
         importance: (PARENT_ROWS,).
         running_max: (BLOCK_N,) largest logits.
         log_denominator: (BLOCK_N,), infinite for rows without a query.
     """
-    NUM_PARENTS: tl.constexpr = sizes.NUM_PARENTS
-    PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
     BLOCK_N: tl.constexpr = valid_query.shape[0]
-    parents = tl.arange(0, PARENT_ROWS)
-    total = tl.sum(tl.exp2(tl.load(tables.log_counts + parents)), axis=0)
-    seen = 0.0
     running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
     denominator = tl.zeros([BLOCK_N], tl.float32)
-    importance = tl.zeros([PARENT_ROWS], tl.float32)
+    for start in tl.range(0, SIZES.NUM_PARENTS, BLOCK_M):
+        _, logits = _parent_logits(query, tables, start, SIZES, BLOCK_M)
+        new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - new_max[:, None])
+        denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
+        running_max = new_max
 
-    if WHOLE:
-        for start in tl.range(0, NUM_PARENTS, TILE):
-            rows = start + tl.arange(0, BLOCK_M)
-            valid = (rows < start + TILE) & (rows < NUM_PARENTS)
-            codes = load_codes(tables, rows, valid, sizes)
-            log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
-            logits = logits_of(query, codes, log_counts[None, :])
-            new_max = tl.maximum(running_max, tl.max(logits, axis=1))
-            weights = tl.exp2(logits - new_max[:, None])
-            denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
-            running_max = new_max
-
-    for start in tl.range(0, NUM_PARENTS, TILE):
-        rows = start + tl.arange(0, BLOCK_M)
-        valid = (rows < start + TILE) & (rows < NUM_PARENTS)
-        codes = load_codes(tables, rows, valid, sizes)
-        log_counts = tl.load(tables.log_counts + rows, mask=valid, other=float("-inf"))
-        logits = logits_of(query, codes, log_counts[None, :])
-        if WHOLE:
-            weights = tl.exp2(logits - running_max[:, None])
-            share = 1.0
-        else:
-            new_max = tl.maximum(running_max, tl.max(logits, axis=1))
-            weights = tl.exp2(logits - new_max[:, None])
-            denominator = denominator * tl.exp2(running_max - new_max) + tl.sum(weights, axis=1)
-            running_max = new_max
-            seen += tl.sum(tl.exp2(log_counts), axis=0)
-            share = seen / total
-        # At least 1, the weight of the maximum, unless the first tiles hold no keys.
-        denominator_seen = tl.maximum(denominator, 1.0)
-        inverse = tl.where(valid_query, share / denominator_seen, 0.0)
-        mass = tl.sum(weights * inverse[:, None], axis=0)
-        importance += tl.sum(
-            tl.where(parents[:, None] == rows[None, :], mass[None, :], 0.0), axis=1
-        )
+    every_parent = tl.arange(0, SIZES.PARENT_ROWS)
+    importance = tl.zeros([SIZES.PARENT_ROWS], tl.float32)
+    for start in tl.range(0, SIZES.NUM_PARENTS, BLOCK_M):
+        parents, logits = _parent_logits(query, tables, start, SIZES, BLOCK_M)
+        weights = tl.exp2(logits - running_max[:, None])
+        # The denominator is at least 1, the weight of the maximum.
+        inverse = tl.where(valid_query, 1.0 / tl.maximum(denominator, 1.0), 0.0)
+        share = tl.sum(weights * inverse[:, None], axis=0)
+        is_parent = every_parent[:, None] == parents[None, :]
+        importance += tl.sum(tl.where(is_parent, share[None, :], 0.0), axis=1)
     log_denominator = tl.where(valid_query, running_max + tl.log2(denominator), float("inf"))
     return importance, running_max, log_denominator
 

@@ -15,57 +15,73 @@ LEAST_WEIGHT = tl.constexpr(2.0**-120)
 
 
 class Tables(NamedTuple):
-    """Pointers to the codewords of a head, and to the refined parents of a tile."""
+    """Pointers to what represents the keys of a head, and to the refined parents of a tile."""
 
     codes: tl.tensor
-    means: tl.tensor
+    mean_values: tl.tensor
     log_counts: tl.tensor
-    spread: tl.tensor
+    variance: tl.tensor  # of the keys of a parent; None if stored codewords represent keys
     refined: tl.tensor
 
 
-class Sizes(NamedTuple):
-    """Compile-time sizes of the codebook and of its tables.
+class TileSizes(NamedTuple):
+    """Compile-time sizes of what a query tile sees.
 
     BLOCK_D, REST_D: columns of the one or two blocks that a row is cut into.
-    SELECTS: tiles refine some of the parents, neither all nor none.
-    EXACT, SINKS: keys of some columns, or sink keys, attend as themselves.
-    VISIBLE: columns that a tile may see, a power of two.
+    ROWS, CODE_ROWS: of mean values, and of codes.
+    EXACT_KEYS, SINKS: keys of some columns, or sink keys, attend as themselves.
     BLOCK_C, BLOCK_K: exact columns, and keys that attend as themselves, at once.
-    FACTOR: on the logits, with log2(e).
     """
 
+    HEADS: tl.constexpr
     HEAD_DIM: tl.constexpr
+    QUERY_TILE: tl.constexpr
     NUM_PARENTS: tl.constexpr
-    NUM_CHILDREN: tl.constexpr
     NUM_REFINED: tl.constexpr
     PARENT_ROWS: tl.constexpr
     CHILD_ROWS: tl.constexpr
+    REFINED_ROWS: tl.constexpr  # P, padded to a power of two
+    ROWS: tl.constexpr
+    CODE_ROWS: tl.constexpr
     BLOCK_D: tl.constexpr
     REST_D: tl.constexpr
     PADDED_DIM: tl.constexpr
-    MEAN_COLUMNS: tl.constexpr
-    SELECTS: tl.constexpr
-    MEANS: tl.constexpr
-    EXACT: tl.constexpr
+    VALUE_COLUMNS: tl.constexpr
+    SELECTS: tl.constexpr  # tiles refine some of the parents, neither all nor none
+    MEANS: tl.constexpr  # mean keys represent the keys, else stored codewords
+    EXACT_KEYS: tl.constexpr
     SINKS: tl.constexpr
-    VISIBLE: tl.constexpr
+    OWN_CENTRE: tl.constexpr  # every batch element has its own centre
+    VISIBLE: tl.constexpr  # columns that a tile with exact keys may see, a power of two
     LOG2_VISIBLE: tl.constexpr
     BLOCK_C: tl.constexpr
     BLOCK_K: tl.constexpr
-    FACTOR: tl.constexpr
+    FACTOR: tl.constexpr  # on the logits of keys, with log2(e)
+    ALIGN: tl.constexpr  # what strides of keys have been divided by
+
+
+class TileBlocks(NamedTuple):
+    """Compile-time blocks of a query tile.
+
+    M, P: parents, and refined parents with their children, in a block of the online softmax.
+    AGAIN_M, AGAIN_P: the blocks if the tile is computed again.
+    """
+
+    N: tl.constexpr
+    M: tl.constexpr
+    P: tl.constexpr
+    RUNNING: tl.constexpr  # start with a running maximum
+    AGAIN_M: tl.constexpr
+    AGAIN_P: tl.constexpr
 
 
 class Softmax(NamedTuple):
-    """Sums over codewords, of weights 2^(logit - running_max).
+    """Sums over codewords, of weights 2^(logit - running_max)."""
 
-    running_max: (BLOCK_N,).
-    numerator: weights times means, (BLOCK_N, BLOCK_D) and perhaps (BLOCK_N, REST_D).
-    denominator: weights times shares, (BLOCK_N, 8); zero where the means hold the shares.
-    """
-
-    running_max: tl.tensor
+    running_max: tl.tensor  # (BLOCK_N,)
+    # Weights times mean values, (BLOCK_N, BLOCK_D) and perhaps (BLOCK_N, REST_D).
     numerator: tl.tuple
+    # Weights times shares, (BLOCK_N, 8); zero where the mean values hold the shares.
     denominator: tl.tensor
 
 
@@ -88,20 +104,22 @@ def _load_rows(
 
 
 @triton.jit
-def load_codes(tables, rows, valid, sizes):
-    return _load_rows(tables.codes, rows, valid, sizes.PADDED_DIM, sizes.BLOCK_D, sizes.REST_D)
+def load_codes(tables, rows, valid, SIZES: tl.constexpr):
+    return _load_rows(tables.codes, rows, valid, SIZES.PADDED_DIM, SIZES.BLOCK_D, SIZES.REST_D)
 
 
 @triton.jit
-def load_means(tables, rows, valid, sizes):
-    return _load_rows(tables.means, rows, valid, sizes.MEAN_COLUMNS, sizes.BLOCK_D, sizes.REST_D)
+def load_values(tables, rows, valid, SIZES: tl.constexpr):
+    return _load_rows(
+        tables.mean_values, rows, valid, SIZES.VALUE_COLUMNS, SIZES.BLOCK_D, SIZES.REST_D
+    )
 
 
 @triton.jit
-def load_shares(tables, rows, valid, sizes):
+def load_shares(tables, rows, valid, SIZES: tl.constexpr):
     """(rows, 8), equal columns."""
-    STRIDE: tl.constexpr = sizes.MEAN_COLUMNS
-    return _load_columns(tables.means + STRIDE - 8, rows, valid, STRIDE, 8)
+    STRIDE: tl.constexpr = SIZES.VALUE_COLUMNS
+    return _load_columns(tables.mean_values + STRIDE - 8, rows, valid, STRIDE, 8)
 
 
 @triton.jit
@@ -115,30 +133,30 @@ def logits_of(query, codes, bias):
 
 
 @triton.jit
-def empty_softmax(running_max, sizes):
+def empty_softmax(running_max, SIZES: tl.constexpr):
     """A softmax over no codewords."""
     BLOCK_N: tl.constexpr = running_max.shape[0]
-    numerator = (tl.zeros([BLOCK_N, sizes.BLOCK_D], tl.float32),)
-    if sizes.REST_D > 0:
-        numerator += (tl.zeros([BLOCK_N, sizes.REST_D], tl.float32),)
+    numerator = (tl.zeros([BLOCK_N, SIZES.BLOCK_D], tl.float32),)
+    if SIZES.REST_D > 0:
+        numerator += (tl.zeros([BLOCK_N, SIZES.REST_D], tl.float32),)
     return Softmax(running_max, numerator, tl.zeros([BLOCK_N, 8], tl.float32))
 
 
 @triton.jit
-def accumulate(softmax, weights, means, shares, sizes):
-    """Add weights (BLOCK_N, rows) times means (rows, BLOCK_D) to a softmax.
+def accumulate(softmax, weights, values, shares, SIZES: tl.constexpr):
+    """Add weights (BLOCK_N, rows) times values (rows, BLOCK_D) to a softmax.
 
-    Tensor cores sum up the weights, too: times the share in a padding column of the means, or, if
+    Tensor cores sum up the weights, too: times the share in a padding column of the values, or, if
     there is none, times `shares` (rows, 8). A product has at least 8 columns; these are equal.
     """
-    weights = weights.to(means[0].dtype)
+    weights = weights.to(values[0].dtype)
     denominator = softmax.denominator
-    if sizes.MEAN_COLUMNS != sizes.PADDED_DIM:
+    if SIZES.VALUE_COLUMNS != SIZES.PADDED_DIM:
         denominator = tl.dot(weights, shares, acc=denominator, input_precision="tf32x3")
     numerator = softmax.numerator
-    sums = (tl.dot(weights, means[0], acc=numerator[0], input_precision="tf32x3"),)
-    if len(means) > 1:
-        sums += (tl.dot(weights, means[1], acc=numerator[1], input_precision="tf32x3"),)
+    sums = (tl.dot(weights, values[0], acc=numerator[0], input_precision="tf32x3"),)
+    if len(values) > 1:
+        sums += (tl.dot(weights, values[1], acc=numerator[1], input_precision="tf32x3"),)
     return Softmax(softmax.running_max, sums, denominator)
 
 
@@ -162,31 +180,31 @@ def leave_out(weights, running_max, is_kept):
 
 
 @triton.jit
-def load_rows(
+def load_codewords(
     tables,
     code_rows,
-    mean_rows,
+    value_rows,
     valid,
-    sizes,
+    SIZES: tl.constexpr,
     WHOLE: tl.constexpr,
     RUNNING: tl.constexpr,
 ):
-    """Codes and log counts of `code_rows`, means and shares of `mean_rows`.
+    """Codes and log counts of `code_rows`, mean values and shares of `value_rows`.
 
     WHOLE: all shares are 1.
     RUNNING: a codeword that holds no keys has log count -inf.
     """
     # (rows, BLOCK_D), (rows)
-    codes = load_codes(tables, code_rows, valid, sizes)
+    codes = load_codes(tables, code_rows, valid, SIZES)
     log_counts = tl.load(tables.log_counts + code_rows, mask=valid, other=float("-inf"))
-    means = load_means(tables, mean_rows, valid, sizes)
+    values = load_values(tables, value_rows, valid, SIZES)
     if WHOLE:
-        shares = tl.full([means[0].shape[0], 8], 1.0, tl.float32).to(means[0].dtype)
+        shares = tl.full([values[0].shape[0], 8], 1.0, tl.float32).to(values[0].dtype)
     else:
-        shares = load_shares(tables, mean_rows, valid, sizes)
+        shares = load_shares(tables, value_rows, valid, SIZES)
         if RUNNING:
             log_counts = tl.where(tl.max(shares, axis=1) > 0, log_counts, float("-inf"))
-    return codes, log_counts, means, shares
+    return codes, log_counts, values, shares
 
 
 @triton.jit
@@ -205,14 +223,14 @@ def weigh(query, codes, bias, softmax, RUNNING: tl.constexpr):
 
 
 @triton.jit
-def total_weight(softmax, sizes):
+def total_weight(softmax, SIZES: tl.constexpr):
     """Sum of the weights, (BLOCK_N,)."""
-    if sizes.MEAN_COLUMNS == sizes.PADDED_DIM:
+    if SIZES.VALUE_COLUMNS == SIZES.PADDED_DIM:
         # The last block holds the first padding column.
         last = softmax.numerator[-1]
-        FIRST: tl.constexpr = sizes.BLOCK_D if len(softmax.numerator) > 1 else 0
+        FIRST: tl.constexpr = SIZES.BLOCK_D if len(softmax.numerator) > 1 else 0
         column = FIRST + tl.arange(0, last.shape[1])
-        total = tl.sum(tl.where((column == sizes.HEAD_DIM)[None, :], last, 0.0), axis=1)
+        total = tl.sum(tl.where((column == SIZES.HEAD_DIM)[None, :], last, 0.0), axis=1)
     else:
         total = tl.max(softmax.denominator, axis=1)
     return total

@@ -3,15 +3,48 @@
 Shapes: as in `precompute`.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from avq_diffusers.attention.triton.nearest import (
+from avq_diffusers.attention.triton.pieces import Chunks
+from avq_diffusers.attention.triton.problem import Strides
+from avq_diffusers.attention.triton.rows import (
+    ParentPointers,
     best_of_loaded_tiles,
     best_of_tile,
+    first_maximum,
+    head_start,
     load_parents,
+    origin_of,
 )
-from avq_diffusers.attention.triton.rows import first_maximum, origin_of
+
+
+class SortPointers(NamedTuple):
+    """What the sort writes."""
+
+    # (B, H, NUM_CHUNKS, chunk length) int32 workspace: first the parent, then rank and
+    # parent.
+    rank: tl.tensor
+    order: tl.tensor  # (B, H, S) int32, key indices sorted within each chunk
+    # (B, H, NUM_CHUNKS, STRIPS, MP) int32 workspace: first the number of ranked keys of a
+    # parent in a strip, then where they start in the chunk.
+    count: tl.tensor
+    # (B, H, MP + 1, NUM_CHUNKS) int32, where the keys of a parent start in a chunk.
+    start: tl.tensor
+    ticket: tl.tensor  # (B, H, MP) int32, set to 0 for the aggregation
+
+
+class SortBlocks(NamedTuple):
+    """Compile-time blocks: keys and parents of a product, and strips of a chunk."""
+
+    NUM_CHUNKS: tl.constexpr  # most chunks of a head, a power of two
+    CODE_ROWS: tl.constexpr  # rows of stored codes
+    KEYS: tl.constexpr
+    PARENTS: tl.constexpr
+    STRIPS: tl.constexpr
+    RESIDENT: tl.constexpr  # shared memory holds the codes of all parents
 
 
 @triton.jit
@@ -22,188 +55,68 @@ def _count_bits(bits):
     return (bits * 0x01010101) >> 24
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_stride_batch",
-        "key_stride_head",
-        "key_stride_token",
-        "num_keys",
-        "chunk_keys",
-    ]
-)
-def sort_kernel(
-    key_ptr,
-    key_order_ptr,
-    parents_ptr,
-    stored_codes_ptr,
-    bias_ptr,
-    centre_ptr,
-    square_ptr,
-    rank_ptr,
-    order_ptr,
-    count_ptr,
-    start_ptr,
-    ticket_ptr,
-    key_stride_batch,
-    key_stride_head,
-    key_stride_token,
-    num_keys,
-    chunk_keys,
-    CODE_ROWS: tl.constexpr,
-    NUM_PARENTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PARENT_ROWS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARENTS: tl.constexpr,
-    STRIPS: tl.constexpr,
-    RESIDENT: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Sort one chunk of one head's keys by their nearest parent.
-
-    Loops over the chunk three times: find the parents, rank every key among the keys of its parent,
-    write the order. A chunk is ranked in STRIPS runs of keys, 32 keys of each run at a time.
-
-    centre: (B, H, DP) float32, the mean of the parents, unless they are stored.
-    square: (B, H, S) float32, squared distance of every key from `origin_of`, or None.
-    rank: (B, H, NUM_CHUNKS, chunk_keys) int32 workspace: first the parent, then rank and parent.
-    order: (B, H, S) int32, key indices sorted within each chunk.
-    count: (B, H, NUM_CHUNKS, STRIPS, MP) int32 workspace: first the number of ranked keys of a
-        parent in a strip, then where they start in the chunk.
-    start: (B, H, MP + 1, NUM_CHUNKS) int32, where the keys of a parent start in a chunk.
-    ticket: (B, H, MP) int32, set to 0 for the aggregation.
-    RESIDENT: shared memory holds the codes of all parents.
-    """
-    head = tl.program_id(0)
-    batch = tl.program_id(1)
-    chunk = tl.program_id(2)
-    batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
-    batch_chunk = batch_head * NUM_CHUNKS + chunk
-    first = chunk * chunk_keys
-    length = tl.minimum(chunk_keys, num_keys - first)
-
-    key_stride_token = key_stride_token.to(tl.int64) * ALIGN
-    head_start = batch.to(tl.int64) * key_stride_batch + head.to(tl.int64) * key_stride_head
-    head_ptr = key_ptr + head_start * ALIGN
-    key_ptr = head_ptr + first * key_stride_token
-    dtype = key_ptr.dtype.element_ty
-    if stored_codes_ptr is not None:
-        stored_codes_ptr += head * CODE_ROWS * PADDED_DIM
-        bias_ptr += head * CODE_ROWS
-        dtype = stored_codes_ptr.dtype.element_ty
-    if parents_ptr is not None:
-        parents_ptr += batch_head * NUM_PARENTS * HEAD_DIM
-    rank_ptr += batch_chunk * chunk_keys
-    order_ptr += batch_head * num_keys + first
-    if square_ptr is not None:
-        square_ptr += batch_head * num_keys + first
-        origin = origin_of(
-            head_ptr, num_keys, key_stride_token // ALIGN, HEAD_DIM, PADDED_DIM, ALIGN
-        )
-    count_ptr += batch_chunk * STRIPS * PARENT_ROWS
-    start_ptr += batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS + chunk
-
-    all_parents = tl.arange(0, PARENT_ROWS)
-    parents = tl.arange(0, PARENTS)
-    if RESIDENT:
-        codes = ()
-        biases = ()
-        for first_parent in tl.static_range(0, PARENT_ROWS, PARENTS):
+@triton.jit
+def _resident_parents(key_ptr, source, stride, chunks, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Codes and biases of all parents, in tiles; none unless they stay in shared memory."""
+    codes = ()
+    biases = ()
+    if BLOCKS.RESIDENT:
+        for first in tl.static_range(0, SIZES.PARENT_ROWS, BLOCKS.PARENTS):
+            parents = first + tl.arange(0, BLOCKS.PARENTS)
             tile_codes, tile_bias = load_parents(
-                head_ptr,
-                key_order_ptr,
-                parents_ptr,
-                stored_codes_ptr,
-                bias_ptr,
-                first_parent + parents,
-                key_stride_token // ALIGN,
-                num_keys,
-                NUM_PARENTS,
-                HEAD_DIM,
-                PADDED_DIM,
-                ALIGN,
+                key_ptr, source, parents, stride // SIZES.ALIGN, chunks.num_keys, SIZES
             )
             codes += (tile_codes,)
             biases += (tile_bias,)
-    if stored_codes_ptr is None:
-        is_first = chunk == 0
-        if is_first:
-            # (DP) The mean of the parents.
-            centre = tl.zeros([PADDED_DIM], tl.float32)
-            if RESIDENT:
-                for part in tl.static_range(PARENT_ROWS // PARENTS):
-                    centre += tl.sum(codes[part].to(tl.float32), axis=0)
-            else:
-                for first_parent in tl.range(0, PARENT_ROWS, PARENTS):
-                    tile_codes, _ = load_parents(
-                        head_ptr,
-                        key_order_ptr,
-                        parents_ptr,
-                        stored_codes_ptr,
-                        bias_ptr,
-                        first_parent + parents,
-                        key_stride_token // ALIGN,
-                        num_keys,
-                        NUM_PARENTS,
-                        HEAD_DIM,
-                        PADDED_DIM,
-                        ALIGN,
-                    )
-                    centre += tl.sum(tile_codes.to(tl.float32), axis=0)
-            columns = tl.arange(0, PADDED_DIM)
-            tl.store(centre_ptr + batch_head * PADDED_DIM + columns, centre / NUM_PARENTS)
+    return codes, biases
 
-    rows = tl.arange(0, KEYS)
-    columns = tl.arange(0, PADDED_DIM)
-    # (KEYS, DP) Offsets in a tile fit 32 bits; the tile's own is a scalar.
-    offsets = rows[:, None] * key_stride_token.to(tl.int32) + columns[None, :]
-    for tile in tl.range(0, length, KEYS):
-        # (KEYS, DP)
-        is_key = tile + rows < length
-        key = tl.load(
-            key_ptr + tile * key_stride_token + offsets,
-            mask=is_key[:, None] & (columns < HEAD_DIM)[None, :],
-            other=0.0,
-        ).to(dtype)
-        if square_ptr is not None:
-            distance = key.to(tl.float32) - origin[None, :]
-            square = tl.sum(distance * distance, axis=1)
-            tl.store(square_ptr + tile + rows, square, mask=is_key)
 
-        # (KEYS, 8)
-        if PARENT_ROWS == PARENTS:
-            best, parent = best_of_tile(key, codes[0], biases[0], 0, PARENT_ROWS - 1)
-        elif RESIDENT:
-            best = tl.full([KEYS, 8], float("-inf"), tl.float32)
-            parent = tl.full([KEYS, 8], PARENT_ROWS - 1, tl.int32)
-            for part in tl.static_range(PARENT_ROWS // PARENTS):
-                tile_best, tile_parent = best_of_tile(
-                    key, codes[part], biases[part], part * PARENTS, PARENTS - 1
-                )
-                parent = tl.where(tile_best > best, tile_parent, parent)
-                best = tl.maximum(best, tile_best)
-        else:
-            best, parent = best_of_loaded_tiles(
-                key,
-                head_ptr,
-                key_order_ptr,
-                parents_ptr,
-                stored_codes_ptr,
-                bias_ptr,
-                key_stride_token // ALIGN,
-                num_keys,
-                NUM_PARENTS,
-                HEAD_DIM,
-                PADDED_DIM,
-                PARENT_ROWS,
-                PARENTS,
-                ALIGN,
+@triton.jit
+def _mean_parent(key_ptr, source, codes, stride, chunks, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+    """(DP) The mean of the parents."""
+    centre = tl.zeros([SIZES.PADDED_DIM], tl.float32)
+    if BLOCKS.RESIDENT:
+        for part in tl.static_range(SIZES.PARENT_ROWS // BLOCKS.PARENTS):
+            centre += tl.sum(codes[part].to(tl.float32), axis=0)
+    else:
+        for first in tl.range(0, SIZES.PARENT_ROWS, BLOCKS.PARENTS):
+            parents = first + tl.arange(0, BLOCKS.PARENTS)
+            tile_codes, _ = load_parents(
+                key_ptr, source, parents, stride // SIZES.ALIGN, chunks.num_keys, SIZES
             )
-        _, parent = first_maximum(best, parent, PARENT_ROWS - 1)
-        tl.store(rank_ptr + tile + rows, parent, mask=is_key)
+            centre += tl.sum(tile_codes.to(tl.float32), axis=0)
+    return centre / SIZES.NUM_PARENTS
 
+
+@triton.jit
+def _best_of_resident(key, codes, biases, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+    """As `best_of_tile`, of all parents, whose codes are resident."""
+    if SIZES.PARENT_ROWS == BLOCKS.PARENTS:
+        best, parent = best_of_tile(key, codes[0], biases[0], 0, SIZES.PARENT_ROWS - 1)
+    else:
+        best = tl.full([BLOCKS.KEYS, 8], float("-inf"), tl.float32)
+        parent = tl.full([BLOCKS.KEYS, 8], SIZES.PARENT_ROWS - 1, tl.int32)
+        for part in tl.static_range(SIZES.PARENT_ROWS // BLOCKS.PARENTS):
+            tile_best, tile_parent = best_of_tile(
+                key, codes[part], biases[part], part * BLOCKS.PARENTS, BLOCKS.PARENTS - 1
+            )
+            parent = tl.where(tile_best > best, tile_parent, parent)
+            best = tl.maximum(best, tile_best)
+    return best, parent
+
+
+@triton.jit
+def _rank(rank_ptr, count_ptr, length, chunk_keys, SIZES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Rank every key of a chunk among the keys of its parent, in place of the parent.
+
+    Leaves in `count` where the keys of a parent in a strip start.
+
+    Returns:
+        start: (MP) where the keys of a parent start.
+    """
+    PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
+    STRIPS: tl.constexpr = BLOCKS.STRIPS
+    all_parents = tl.arange(0, PARENT_ROWS)
     lanes = tl.arange(0, 32 * STRIPS)
     strip = lanes // 32
     in_strip = (lanes % 32).to(tl.uint32)
@@ -249,20 +162,113 @@ def sort_kernel(
     strip_start = start[None, :] + tl.cumsum(strip_counts, axis=0) - strip_counts
     tl.debug_barrier()
     tl.store(strip_counts_ptr, strip_start)
+    return start
+
+
+@triton.jit
+def sort_kernel(
+    key_ptr,
+    centre_ptr,
+    square_ptr,
+    source: ParentPointers,
+    sort: SortPointers,
+    key_strides: Strides,
+    chunks: Chunks,
+    SIZES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Sort one chunk of one head's keys by their nearest parent.
+
+    Loops over the chunk three times: find the parents, rank every key among the keys of its parent,
+    write the order. A chunk is ranked in strips of keys, 32 keys of each at a time.
+
+    centre: (B, H, DP) float32, the mean of the parents, written unless they are stored.
+    square: (B, H, S) float32, squared distance of every key from `origin_of`, or None.
+    """
+    NUM_CHUNKS: tl.constexpr = BLOCKS.NUM_CHUNKS
+    PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
+    PADDED_DIM: tl.constexpr = SIZES.PADDED_DIM
+    KEYS: tl.constexpr = BLOCKS.KEYS
+    head = tl.program_id(0)
+    batch = tl.program_id(1)
+    chunk = tl.program_id(2)
+    batch_head = batch.to(tl.int64) * tl.num_programs(0) + head
+    batch_chunk = batch_head * NUM_CHUNKS + chunk
+    first = chunk * chunks.length
+    length = tl.minimum(chunks.length, chunks.num_keys - first)
+
+    stride = key_strides.token.to(tl.int64) * SIZES.ALIGN
+    head_ptr = key_ptr + head_start(key_strides, batch, head, SIZES.ALIGN)
+    key_ptr = head_ptr + first * stride
+    dtype = key_ptr.dtype.element_ty
+    if source.stored_codes is not None:
+        codes_ptr = source.stored_codes + head * BLOCKS.CODE_ROWS * PADDED_DIM
+        source = ParentPointers(codes_ptr, source.bias + head * BLOCKS.CODE_ROWS, None, None)
+        dtype = codes_ptr.dtype.element_ty
+    elif source.parents is not None:
+        parents_ptr = source.parents + batch_head * SIZES.NUM_PARENTS * SIZES.HEAD_DIM
+        source = ParentPointers(None, None, parents_ptr, None)
+    rank_ptr = sort.rank + batch_chunk * chunks.length
+    order_ptr = sort.order + (batch_head * chunks.num_keys + first)
+    if square_ptr is not None:
+        square_ptr += batch_head * chunks.num_keys + first
+        origin = origin_of(head_ptr, chunks.num_keys, stride // SIZES.ALIGN, SIZES)
+    count_ptr = sort.count + batch_chunk * BLOCKS.STRIPS * PARENT_ROWS
+    start_ptr = sort.start + (batch_head * (PARENT_ROWS + 1) * NUM_CHUNKS + chunk)
+
+    codes, biases = _resident_parents(head_ptr, source, stride, chunks, SIZES, BLOCKS)
+    if source.stored_codes is None:
+        is_first = chunk == 0
+        if is_first:
+            centre = _mean_parent(head_ptr, source, codes, stride, chunks, SIZES, BLOCKS)
+            columns = tl.arange(0, PADDED_DIM)
+            tl.store(centre_ptr + batch_head * PADDED_DIM + columns, centre)
+
+    rows = tl.arange(0, KEYS)
+    columns = tl.arange(0, PADDED_DIM)
+    # (KEYS, DP) Offsets in a tile fit 32 bits; the tile's own is a scalar.
+    offsets = rows[:, None] * stride.to(tl.int32) + columns[None, :]
+    for tile in tl.range(0, length, KEYS):
+        # (KEYS, DP)
+        is_key = tile + rows < length
+        mask = is_key[:, None] & (columns < SIZES.HEAD_DIM)[None, :]
+        key = tl.load(key_ptr + tile * stride + offsets, mask=mask, other=0.0).to(dtype)
+        if square_ptr is not None:
+            distance = key.to(tl.float32) - origin[None, :]
+            square = tl.sum(distance * distance, axis=1)
+            tl.store(square_ptr + tile + rows, square, mask=is_key)
+
+        # (KEYS, 8)
+        if BLOCKS.RESIDENT:
+            best, parent = _best_of_resident(key, codes, biases, SIZES, BLOCKS)
+        else:
+            best, parent = best_of_loaded_tiles(
+                key,
+                head_ptr,
+                source,
+                stride // SIZES.ALIGN,
+                chunks.num_keys,
+                SIZES,
+                BLOCKS.PARENTS,
+            )
+        _, parent = first_maximum(best, parent, PARENT_ROWS - 1)
+        tl.store(rank_ptr + tile + rows, parent, mask=is_key)
+
+    start = _rank(rank_ptr, count_ptr, length, chunks.length, SIZES, BLOCKS)
+    all_parents = tl.arange(0, PARENT_ROWS)
     tl.store(start_ptr + all_parents * NUM_CHUNKS, start)
     tl.store(start_ptr + PARENT_ROWS * NUM_CHUNKS, length)
     if chunk == 0:
-        tl.store(
-            ticket_ptr + batch_head * PARENT_ROWS + all_parents, tl.zeros([PARENT_ROWS], tl.int32)
-        )
+        ticket_ptr = sort.ticket + batch_head * PARENT_ROWS + all_parents
+        tl.store(ticket_ptr, tl.zeros([PARENT_ROWS], tl.int32))
 
     tl.debug_barrier()
-    for tile in tl.range(0, length, 128 * STRIPS):
+    strip_keys = chunks.length // BLOCKS.STRIPS
+    for tile in tl.range(0, length, 128 * BLOCKS.STRIPS):
         # (128 STRIPS)
-        keys = tile + tl.arange(0, 128 * STRIPS)
+        keys = tile + tl.arange(0, 128 * BLOCKS.STRIPS)
         is_key = keys < length
         rank = tl.load(rank_ptr + keys, mask=is_key, other=0)
-        parent_start = tl.load(
-            count_ptr + keys // strip_keys * PARENT_ROWS + rank % PARENT_ROWS, mask=is_key, other=0
-        )
+        place = count_ptr + keys // strip_keys * PARENT_ROWS + rank % PARENT_ROWS
+        parent_start = tl.load(place, mask=is_key, other=0)
         tl.store(order_ptr + parent_start + rank // PARENT_ROWS, first + keys, mask=is_key)

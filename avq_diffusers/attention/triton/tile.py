@@ -12,16 +12,16 @@ from avq_diffusers.attention.triton.exact import (
     choose_columns,
     store_scores,
 )
-from avq_diffusers.attention.triton.selection import rank_of, tiled_importance
+from avq_diffusers.attention.triton.selection import importance_in_blocks, rank_of
 from avq_diffusers.attention.triton.softmax import (
     LOG_ZERO,
     accumulate,
     empty_softmax,
     leave_out,
     load_codes,
-    load_means,
-    load_rows,
+    load_codewords,
     load_shares,
+    load_values,
     logits_of,
     total_weight,
     weigh,
@@ -29,38 +29,36 @@ from avq_diffusers.attention.triton.softmax import (
 
 # Sum of the weights of a query below which float16, whose last bit is 2^-24, loses digits of them.
 LEAST_TOTAL = tl.constexpr(2.0**-10)
-
-
 # A power of two whose products with weights up to 1 are finite.
 MOST_EXPONENT = tl.constexpr(126.0)
 
 
 @triton.jit
-def load_refined(tables, sizes):
+def load_refined(tables, SIZES: tl.constexpr):
     """The parents that a tile refines, padded with -1."""
-    place = tl.arange(0, triton.next_power_of_2(sizes.NUM_REFINED))
-    return tl.load(tables.refined + place, mask=place < sizes.NUM_REFINED, other=-1)
+    place = tl.arange(0, SIZES.REFINED_ROWS)
+    return tl.load(tables.refined + place, mask=place < SIZES.NUM_REFINED, other=-1)
 
 
 @triton.jit
-def rows_of_parents(refined, start, sizes, BLOCK_M: tl.constexpr):
-    """Parents (BLOCK_M) from `start` on, and their rows of means: of all their keys, or of those
+def rows_of_parents(refined, start, SIZES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Parents (BLOCK_M) from `start` on, and their rows of mean values: of all keys, or of those
     that stay if the tile refines them.
 
     refined: from `load_refined`; None if tiles refine no parent, or all.
     """
     parents = start + tl.arange(0, BLOCK_M)
     rows = parents
-    if sizes.SELECTS:
+    if SIZES.SELECTS:
         is_refined = refined[:, None] == parents[None, :]
-        rows += sizes.PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
-    elif sizes.NUM_REFINED > 0:
-        rows += sizes.PARENT_ROWS
+        rows += SIZES.PARENT_ROWS * tl.sum(is_refined.to(tl.int32), axis=0)
+    elif SIZES.NUM_REFINED > 0:
+        rows += SIZES.PARENT_ROWS
     return parents, rows
 
 
 @triton.jit
-def rows_of_children(tables, start, sizes, BLOCK_P: tl.constexpr):
+def rows_of_children(tables, start, SIZES: tl.constexpr, BLOCK_P: tl.constexpr):
     """Children of BLOCK_P refined parents from place `start` on.
 
     Returns:
@@ -68,15 +66,15 @@ def rows_of_children(tables, start, sizes, BLOCK_P: tl.constexpr):
         rows: (BLOCK_P CP) among the children of the head.
         valid: (BLOCK_P CP) whether they are.
     """
-    CHILD_ROWS: tl.constexpr = sizes.CHILD_ROWS
+    CHILD_ROWS: tl.constexpr = SIZES.CHILD_ROWS
     child = tl.arange(0, BLOCK_P * CHILD_ROWS)
     parent = start + child // CHILD_ROWS
-    if sizes.NUM_REFINED % BLOCK_P == 0:
+    if SIZES.NUM_REFINED % BLOCK_P == 0:
         valid = tl.full([BLOCK_P * CHILD_ROWS], True, tl.int1)
     else:
-        valid = parent < sizes.NUM_REFINED
-    columns = sizes.PARENT_ROWS + start * CHILD_ROWS + child
-    if sizes.SELECTS:
+        valid = parent < SIZES.NUM_REFINED
+    columns = SIZES.PARENT_ROWS + start * CHILD_ROWS + child
+    if SIZES.SELECTS:
         parent = tl.load(tables.refined + parent, mask=valid, other=0)
     rows = parent * CHILD_ROWS + child % CHILD_ROWS
     # Lets a thread load the log_counts of neighbouring children at once.
@@ -91,94 +89,106 @@ def _attend_rows(
     scoring,
     columns,
     code_rows,
-    mean_rows,
+    value_rows,
     valid,
     softmax,
-    sizes,
+    SIZES: tl.constexpr,
     WHOLE: tl.constexpr,
     RUNNING: tl.constexpr,
 ):
-    """Add one block of codewords to a softmax: `code_rows` with the values of `mean_rows`.
+    """Add one block of codewords to a softmax: `code_rows` with the mean values of `value_rows`.
 
     scoring: None, or where to store the scores of `columns`, and the (BLOCK_N) denominator of
         attention to parents, in base 2, infinite for rows without a query.
     WHOLE: all shares are 1.
     """
-    codes, log_counts, means, shares = load_rows(
-        tables, code_rows, mean_rows, valid, sizes, WHOLE, RUNNING
+    codes, log_counts, values, shares = load_codewords(
+        tables, code_rows, value_rows, valid, SIZES, WHOLE, RUNNING
     )
     weights, softmax = weigh(query, codes, log_counts, softmax, RUNNING)
     if scoring is not None:
         exact, log_denominator = scoring
         exponent = tl.minimum(softmax.running_max - log_denominator, MOST_EXPONENT)
         attention = tl.sum(weights * tl.exp2(exponent)[:, None], axis=0)
-        store_scores(attention, exact, columns, mean_rows, valid)
-    return accumulate(softmax, weights, means, shares, sizes)
+        store_scores(attention, exact, columns, value_rows, valid)
+    return accumulate(softmax, weights, values, shares, SIZES)
 
 
 @triton.jit
 def _attend_parents(
-    query, tables, scoring, softmax, sizes, BLOCK_M: tl.constexpr, RUNNING: tl.constexpr
+    query,
+    tables,
+    scoring,
+    softmax,
+    SIZES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    RUNNING: tl.constexpr,
 ):
     """Add all parents, refined ones with the keys that stay, BLOCK_M at a time."""
     refined = None
-    if sizes.SELECTS:
-        refined = load_refined(tables, sizes)
-    for start in tl.range(0, sizes.PARENT_ROWS, BLOCK_M):
-        parents, mean_rows = rows_of_parents(refined, start, sizes, BLOCK_M)
+    if SIZES.SELECTS:
+        refined = load_refined(tables, SIZES)
+    for start in tl.range(0, SIZES.PARENT_ROWS, BLOCK_M):
+        parents, value_rows = rows_of_parents(refined, start, SIZES, BLOCK_M)
         valid = tl.full([BLOCK_M], True, tl.int1)
-        code_rows = mean_rows if sizes.MEANS else parents
+        code_rows = value_rows if SIZES.MEANS else parents
         softmax = _attend_rows(
             query,
             tables,
             scoring,
             parents,
             code_rows,
-            mean_rows,
+            value_rows,
             valid,
             softmax,
-            sizes,
-            sizes.MEANS,
+            SIZES,
+            SIZES.MEANS,
             RUNNING,
         )
     return softmax
 
 
 @triton.jit
-def _attend_stays(query, tables, scoring, softmax, sizes, RUNNING: tl.constexpr):
+def _attend_stays(query, tables, scoring, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr):
     """Add the keys that stay with the refined parents, whose mean is not the parent's."""
-    BLOCK: tl.constexpr = 16 if sizes.NUM_REFINED <= 16 else 32
-    for start in tl.range(0, sizes.NUM_REFINED, BLOCK):
+    BLOCK: tl.constexpr = 16 if SIZES.NUM_REFINED <= 16 else 32
+    for start in tl.range(0, SIZES.NUM_REFINED, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        if sizes.NUM_REFINED % BLOCK == 0:
+        if SIZES.NUM_REFINED % BLOCK == 0:
             valid = tl.full([BLOCK], True, tl.int1)
         else:
-            valid = place < sizes.NUM_REFINED
+            valid = place < SIZES.NUM_REFINED
         parents = tl.load(tables.refined + place, mask=valid, other=0)
-        rows = sizes.PARENT_ROWS + parents
+        rows = SIZES.PARENT_ROWS + parents
         softmax = _attend_rows(
-            query, tables, scoring, parents, rows, rows, valid, softmax, sizes, True, RUNNING
+            query, tables, scoring, parents, rows, rows, valid, softmax, SIZES, True, RUNNING
         )
     return softmax
 
 
 @triton.jit
 def _attend_children(
-    query, tables, scoring, softmax, sizes, BLOCK_P: tl.constexpr, RUNNING: tl.constexpr
+    query,
+    tables,
+    scoring,
+    softmax,
+    SIZES: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    RUNNING: tl.constexpr,
 ):
     """Add the children of the refined parents, BLOCK_P parents at a time."""
-    for start in tl.range(0, sizes.NUM_REFINED, BLOCK_P):
-        columns, rows, valid = rows_of_children(tables, start, sizes, BLOCK_P)
+    for start in tl.range(0, SIZES.NUM_REFINED, BLOCK_P):
+        columns, rows, valid = rows_of_children(tables, start, SIZES, BLOCK_P)
         softmax = _attend_rows(
             query,
             tables,
             scoring,
             columns,
-            (2 if sizes.MEANS else 1) * sizes.PARENT_ROWS + rows,
-            2 * sizes.PARENT_ROWS + rows,
+            (2 if SIZES.MEANS else 1) * SIZES.PARENT_ROWS + rows,
+            2 * SIZES.PARENT_ROWS + rows,
             valid,
             softmax,
-            sizes,
+            SIZES,
             True,
             RUNNING,
         )
@@ -186,141 +196,160 @@ def _attend_children(
 
 
 @triton.jit
+def _parents_in_one_block(
+    query, valid_query, tables, exact, SIZES: tl.constexpr, RUNNING: tl.constexpr
+):
+    """Choose the parents to refine, and attend to all parents by the same logits.
+
+    Returns:
+        softmax: over all parents, refined ones with the keys that stay.
+        log_denominator: (BLOCK_N) of the attention to parents, as `_attend_rows` takes it.
+    """
+    PARENT_ROWS: tl.constexpr = SIZES.PARENT_ROWS
+    parents = tl.arange(0, PARENT_ROWS)
+    is_parent = parents < SIZES.NUM_PARENTS
+    codes = load_codes(tables, parents, is_parent, SIZES)
+
+    # (BLOCK_N, PARENT_ROWS)
+    logits = logits_of(query, codes, tl.load(tables.log_counts + parents)[None, :])
+    running_max = tl.max(logits, axis=1)
+    weights = tl.exp2(logits - running_max[:, None])
+    total = tl.sum(weights, axis=1)
+    inverse = tl.where(valid_query, 1.0 / total, 0.0)
+
+    # (PARENT_ROWS)
+    importance = tl.sum(weights * inverse[:, None], axis=0)
+    is_refined = _refine(importance, tables, SIZES)
+    if SIZES.MEANS:
+        value_rows = parents
+        shares = tl.full([PARENT_ROWS, 8], 1.0, tl.float32).to(tables.mean_values.dtype.element_ty)
+        is_kept = ~is_refined
+    else:
+        value_rows = parents + tl.where(is_refined, PARENT_ROWS, 0)
+        shares = load_shares(tables, value_rows, is_parent, SIZES)
+        is_kept = tl.max(shares, axis=1) > 0
+    log_denominator = tl.where(valid_query, running_max + tl.log2(total), float("inf"))
+    if SIZES.EXACT_KEYS:
+        store_scores(importance, exact, parents, parents, ~is_refined)
+    values = load_values(tables, value_rows, is_parent, SIZES)
+    if RUNNING:
+        weights, running_max = leave_out(weights, running_max, is_kept)
+    elif SIZES.MEANS:
+        weights = tl.where(is_kept[None, :], weights, 0.0)
+    softmax = empty_softmax(running_max, SIZES)
+    softmax = accumulate(softmax, weights, values, shares, SIZES)
+    # What follows reads what other threads of this program wrote.
+    tl.debug_barrier()
+    if SIZES.MEANS:
+        scoring = (exact, log_denominator) if SIZES.EXACT_KEYS else None
+        softmax = _attend_stays(query, tables, scoring, softmax, SIZES, RUNNING)
+    return softmax, log_denominator
+
+
+@triton.jit
+def _parents_in_blocks(
+    query, valid_query, tables, exact, SIZES: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """As `_parents_in_one_block`, where no block holds all parents or there is nothing to choose.
+
+    Without a choice and exact keys, `log_denominator` says nothing.
+    """
+    running_max = tl.full([valid_query.shape[0]], LOG_ZERO, tl.float32)
+    log_denominator = running_max
+    if SIZES.SELECTS or SIZES.EXACT_KEYS:
+        importance, running_max, log_denominator = importance_in_blocks(
+            query, valid_query, tables, SIZES, BLOCKS.M
+        )
+        if SIZES.SELECTS:
+            _refine(importance, tables, SIZES)
+        # The loops read what other threads of this program wrote.
+        tl.debug_barrier()
+    elif not BLOCKS.RUNNING:
+        rows = tl.arange(0, BLOCKS.M)
+        codes = load_codes(tables, rows, tl.full([BLOCKS.M], True, tl.int1), SIZES)
+        logits = logits_of(query, codes, tl.load(tables.log_counts + rows)[None, :])
+        running_max = tl.maximum(tl.max(logits, axis=1), LOG_ZERO)
+    if BLOCKS.RUNNING:
+        running_max = tl.full([valid_query.shape[0]], LOG_ZERO, tl.float32)
+    softmax = empty_softmax(running_max, SIZES)
+    scoring = (exact, log_denominator) if SIZES.EXACT_KEYS else None
+    softmax = _attend_parents(query, tables, scoring, softmax, SIZES, BLOCKS.M, BLOCKS.RUNNING)
+    return softmax, log_denominator
+
+
+@triton.jit
+def _attend_keys(
+    query, tables, exact, chosen, sinks, softmax, SIZES: tl.constexpr, RUNNING: tl.constexpr
+):
+    """Add exact keys, in place of their codewords, and sink keys."""
+    if SIZES.EXACT_KEYS:
+        softmax = attend_exact(query, tables, exact, chosen, softmax, SIZES, RUNNING)
+    if SIZES.SINKS:
+        softmax = attend_sinks(query, sinks, softmax, SIZES, RUNNING)
+    return softmax
+
+
+@triton.jit
 def attend_tile(
-    query,
-    valid_query,
-    tables,
-    exact,
-    sinks,
-    sizes,
-    IMPORTANCE_TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    RUNNING: tl.constexpr,
-    AGAIN_M: tl.constexpr,
-    AGAIN_P: tl.constexpr,
+    query, valid_query, tables, exact, sinks, SIZES: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Attend to all that a tile of queries sees.
 
     Stores the parents to refine, chosen by their importance. A tile that overflows is computed
-    again with a running maximum, in blocks of AGAIN_M and AGAIN_P parents.
+    again with a running maximum, in blocks of their own.
 
     Returns:
         softmax: over all of it.
         total: (BLOCK_N,) sum of its weights.
         chosen: what `choose_columns` returned; nothing without exact keys.
     """
-    BLOCK_N: tl.constexpr = valid_query.shape[0]
-    PARENT_ROWS: tl.constexpr = sizes.PARENT_ROWS
-    WHOLE: tl.constexpr = IMPORTANCE_TILE >= sizes.NUM_PARENTS
-    ONE_BLOCK: tl.constexpr = sizes.SELECTS and WHOLE and BLOCK_M == PARENT_ROWS
-    parents = tl.arange(0, PARENT_ROWS)
-    scoring = None
-
-    if ONE_BLOCK:
-        is_parent = parents < sizes.NUM_PARENTS
-        codes = load_codes(tables, parents, is_parent, sizes)
-
-        # (BLOCK_N, PARENT_ROWS)
-        logits = logits_of(query, codes, tl.load(tables.log_counts + parents)[None, :])
-        running_max = tl.max(logits, axis=1)
-        weights = tl.exp2(logits - running_max[:, None])
-        total = tl.sum(weights, axis=1)
-        inverse = tl.where(valid_query, 1.0 / total, 0.0)
-
-        # (PARENT_ROWS)
-        importance = tl.sum(weights * inverse[:, None], axis=0)
-        is_refined = _refine(importance, tables, sizes)
-        if sizes.MEANS:
-            mean_rows = parents
-            shares = tl.full([PARENT_ROWS, 8], 1.0, tl.float32).to(tables.means.dtype.element_ty)
-            is_kept = ~is_refined
-        else:
-            mean_rows = parents + tl.where(is_refined, PARENT_ROWS, 0)
-            shares = load_shares(tables, mean_rows, is_parent, sizes)
-            is_kept = tl.max(shares, axis=1) > 0
-        if sizes.EXACT:
-            log_denominator = tl.where(valid_query, running_max + tl.log2(total), float("inf"))
-            scoring = (exact, log_denominator)
-            store_scores(importance, exact, parents, parents, ~is_refined)
-        means = load_means(tables, mean_rows, is_parent, sizes)
-        if RUNNING:
-            weights, running_max = leave_out(weights, running_max, is_kept)
-        elif sizes.MEANS:
-            weights = tl.where(is_kept[None, :], weights, 0.0)
-        softmax = empty_softmax(running_max, sizes)
-        softmax = accumulate(softmax, weights, means, shares, sizes)
-        # The loops read what other threads of this program wrote.
-        tl.debug_barrier()
-        if sizes.MEANS:
-            softmax = _attend_stays(query, tables, scoring, softmax, sizes, RUNNING)
+    RUNNING: tl.constexpr = BLOCKS.RUNNING
+    if SIZES.SELECTS and BLOCKS.M == SIZES.PARENT_ROWS:
+        softmax, log_denominator = _parents_in_one_block(
+            query, valid_query, tables, exact, SIZES, RUNNING
+        )
     else:
-        if sizes.SELECTS or sizes.EXACT:
-            importance, running_max, log_denominator = tiled_importance(
-                query,
-                valid_query,
-                tables,
-                sizes,
-                BLOCK_M if WHOLE else IMPORTANCE_TILE,
-                WHOLE,
-                BLOCK_M,
-            )
-            if sizes.SELECTS:
-                _refine(importance, tables, sizes)
-            if sizes.EXACT:
-                scoring = (exact, log_denominator)
-            # The loops read what other threads of this program wrote.
-            tl.debug_barrier()
-        elif not RUNNING:
-            rows = tl.arange(0, BLOCK_M)
-            every = tl.full([BLOCK_M], True, tl.int1)
-            codes = load_codes(tables, rows, every, sizes)
-            logits = logits_of(query, codes, tl.load(tables.log_counts + rows)[None, :])
-            running_max = tl.maximum(tl.max(logits, axis=1), LOG_ZERO)
-        if RUNNING:
-            running_max = tl.full([BLOCK_N], LOG_ZERO, tl.float32)
-        softmax = empty_softmax(running_max, sizes)
-        softmax = _attend_parents(query, tables, scoring, softmax, sizes, BLOCK_M, RUNNING)
-
-    if sizes.NUM_REFINED > 0:
-        softmax = _attend_children(query, tables, scoring, softmax, sizes, BLOCK_P, RUNNING)
+        softmax, log_denominator = _parents_in_blocks(
+            query, valid_query, tables, exact, SIZES, BLOCKS
+        )
+    if SIZES.NUM_REFINED > 0:
+        scoring = (exact, log_denominator) if SIZES.EXACT_KEYS else None
+        softmax = _attend_children(query, tables, scoring, softmax, SIZES, BLOCKS.P, RUNNING)
     chosen = ()
-    if sizes.EXACT:
-        chosen = choose_columns(query, exact, sizes)
-        softmax = attend_exact(query, tables, exact, chosen, softmax, sizes, RUNNING)
-    if sizes.SINKS:
-        softmax = attend_sinks(query, sinks, softmax, sizes, RUNNING)
+    if SIZES.EXACT_KEYS:
+        chosen = choose_columns(query, exact, SIZES)
+    softmax = _attend_keys(query, tables, exact, chosen, sinks, softmax, SIZES, RUNNING)
 
-    total = total_weight(softmax, sizes)
+    total = total_weight(softmax, SIZES)
     if not RUNNING:
         # An overflow leaves infinity or NaN, and neither is less than infinity.
         in_range = (total > LEAST_TOTAL) & (total < float("inf"))
         if tl.min(in_range.to(tl.int32)) == 0:
-            softmax = empty_softmax(tl.full([BLOCK_N], LOG_ZERO, tl.float32), sizes)
-            softmax = _attend_parents(query, tables, None, softmax, sizes, AGAIN_M, True)
-            if sizes.NUM_REFINED > 0:
-                softmax = _attend_children(query, tables, None, softmax, sizes, AGAIN_P, True)
-            if sizes.EXACT:
-                softmax = attend_exact(query, tables, exact, chosen, softmax, sizes, True)
-            if sizes.SINKS:
-                softmax = attend_sinks(query, sinks, softmax, sizes, True)
-            total = total_weight(softmax, sizes)
+            least = tl.full([valid_query.shape[0]], LOG_ZERO, tl.float32)
+            softmax = empty_softmax(least, SIZES)
+            softmax = _attend_parents(query, tables, None, softmax, SIZES, BLOCKS.AGAIN_M, True)
+            if SIZES.NUM_REFINED > 0:
+                softmax = _attend_children(
+                    query, tables, None, softmax, SIZES, BLOCKS.AGAIN_P, True
+                )
+            softmax = _attend_keys(query, tables, exact, chosen, sinks, softmax, SIZES, True)
+            total = total_weight(softmax, SIZES)
     return softmax, total, chosen
 
 
 @triton.jit
-def _refine(importance, tables, sizes):
+def _refine(importance, tables, SIZES: tl.constexpr):
     """Store the parents to refine; return which they are, (PARENT_ROWS,).
 
-    They are those of largest importance, times their spread if means represent their keys.
+    They are those of largest importance, times the variance of their keys if means represent these.
     """
-    parents = tl.arange(0, sizes.PARENT_ROWS)
-    if sizes.MEANS:
-        importance *= tl.load(tables.spread + parents)
-    rank = rank_of(importance, sizes.PARENT_ROWS)
-    is_refined = rank < sizes.NUM_REFINED
+    parents = tl.arange(0, SIZES.PARENT_ROWS)
+    if SIZES.MEANS:
+        importance *= tl.load(tables.variance + parents)
+    rank = rank_of(importance, SIZES.PARENT_ROWS)
+    is_refined = rank < SIZES.NUM_REFINED
     place = rank
-    if sizes.EXACT:  # columns are in the order of parents
+    if SIZES.EXACT_KEYS:  # columns are in the order of parents
         place = tl.cumsum(is_refined.to(tl.int32), axis=0) - 1
     tl.store(tables.refined + place, parents, mask=is_refined)
     return is_refined

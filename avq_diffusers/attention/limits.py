@@ -1,0 +1,158 @@
+"""What each backend can do, as data that dispatch, refusals, tests and README's limits read."""
+
+import operator
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+from avq_diffusers.attention.spec import Spec, Tensors
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+class Limit(NamedTuple):
+    """A limit of a backend."""
+
+    value: Any  # what is allowed: the largest number, or all values
+    found: Callable[[Tensors, Spec], Any]  # what a call has; None where the limit does not apply
+    # Why a call cannot run, a format of `value`, `found`, `device`, `shape` and `spec`.
+    message: str
+    allows: Callable[[Any, Any], bool] = operator.contains  # whether `value` allows what was found
+
+
+def obstacles(backend: str, tensors: Tensors, spec: Spec) -> list[str]:
+    """Why a backend cannot run a call: one reason for every limit that fails, none if it can.
+
+    Args:
+        backend: one of `LIMITS`.
+        tensors, spec: of the call, checked.
+    """
+    reasons = []
+    for limit in LIMITS[backend].values():
+        found = limit.found(tensors, spec)
+        if found is not None and not limit.allows(limit.value, found):
+            query = {"device": tensors.query.device, "shape": tuple(tensors.query.shape)}
+            reasons.append(limit.message.format(value=limit.value, found=found, spec=spec, **query))
+    return reasons
+
+
+def _device(tensors: Tensors, spec: Spec) -> str:
+    """`"nvidia"`, `"amd"`, `"interpreter"` for a CPU that interprets kernels, or another type."""
+    device = tensors.query.device.type
+    if device == "cuda":
+        return "nvidia" if torch.version.hip is None else "amd"
+    is_interpreted = device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return "interpreter" if is_interpreted else device
+
+
+def _capability(tensors: Tensors, spec: Spec) -> tuple[int, int]:
+    """Compute capability of a GPU; other devices are as the least that is served."""
+    if _device(tensors, spec) == "nvidia":
+        return torch.cuda.get_device_capability(tensors.query.device)
+    return (8, 0)
+
+
+def _wide_head_dim(tensors: Tensors, spec: Spec) -> int | None:
+    """Of float32, on a GPU whose shared memory is small."""
+    is_wide = tensors.query.dtype == torch.float32 and _capability(tensors, spec) < (9, 0)
+    return tensors.query.shape[3] if is_wide else None
+
+
+def _span(tensors: Tensors, spec: Spec) -> int:
+    """Elements that one batch element spans in the memory of query or output."""
+    _, heads, num_queries, head_dim = tensors.query.shape
+    return num_queries * max(tensors.query.stride(2), heads * head_dim)
+
+
+def _most(value: int, name: str, found: Callable[[Tensors, Spec], int | None]) -> Limit:
+    return Limit(value, found, name + " must be at most {value}, but is {found}", operator.ge)
+
+
+# By backend and name. Their order is that of the reasons in a refusal.
+LIMITS: dict[str, dict[str, Limit]] = {
+    "triton": {
+        "installation": Limit((True,), lambda call, spec: HAS_TRITON, "triton is not installed"),
+        "vendor": Limit(
+            ("nvidia",),
+            lambda call, spec: _device(call, spec) if call.query.is_cuda else None,
+            "the kernels have been tried on NVIDIA GPUs only",
+        ),
+        "device": Limit(
+            ("interpreter",),
+            lambda call, spec: None if call.query.is_cuda else _device(call, spec),
+            "query is on {device}, and the kernels need an NVIDIA GPU",
+        ),
+        "capability": Limit(
+            (8, 0), _capability, "the GPU's compute capability is below 8.0", operator.le
+        ),
+        "scale": Limit(
+            0.0,
+            lambda call, spec: spec.scale,
+            "scale must be positive, but is {found}",
+            operator.lt,
+        ),
+        "exact keys": Limit(
+            (True,),
+            lambda call, spec: spec.means if spec.exact_keys else None,
+            'exact keys need codewords="means"',
+        ),
+        "visible beside exact keys": Limit(
+            1024,  # a tile sorts them
+            lambda call, spec: spec.num_visible if spec.exact_keys else None,
+            "tiles with exact keys may see {value} codewords, but see {found}",
+            operator.ge,
+        ),
+        "updates of a codebook": Limit(
+            (0,),
+            lambda call, spec: None if call.parents is None else spec.num_updates,
+            "num_updates moves the parents of a codebook",
+        ),
+        "dtype": Limit(
+            (torch.float16, torch.bfloat16, torch.float32),
+            lambda call, spec: call.query.dtype,
+            "query must be float16, bfloat16 or float32, but is {found}",
+        ),
+        "head dim": Limit(
+            range(8, 129, 8),
+            lambda call, spec: call.query.shape[3],
+            "head dim must be a multiple of 8 up to 128, but is {found}",
+        ),
+        "head dim of float32": Limit(
+            64,
+            _wide_head_dim,
+            "float32 with head dim {found} needs compute capability 9.0",
+            operator.ge,
+        ),
+        "query tile": _most(128, "query_tile", lambda call, spec: spec.query_tile),
+        "parents if tiles choose": _most(
+            256, "num_parents", lambda call, spec: spec.num_parents if spec.refines_some else None
+        ),
+        "parents": _most(
+            512, "num_parents", lambda call, spec: None if spec.refines_some else spec.num_parents
+        ),
+        "children": _most(32, "num_children", lambda call, spec: spec.num_children),
+        "batch": _most(65535, "batch", lambda call, spec: call.query.shape[0]),
+        "span": Limit(
+            2**31 - 1, _span, "one batch element spans 2^31 elements or more: {shape}", operator.ge
+        ),
+    },
+    "torch": {},
+    "dense": {
+        "codewords": Limit(
+            (True,),
+            lambda call, spec: (
+                not (spec.means or spec.num_updates or spec.exact_keys or call.sink_key is not None)
+            ),
+            "it needs stored codewords, no updates, exact keys or sink keys",
+        ),
+        "tiles": Limit(
+            (False,),
+            lambda call, spec: spec.refines_some,
+            "num_refined must be 0 or all {spec.num_parents} parents, but is {spec.num_refined}",
+        ),
+    },
+    "reference": {},
+}

@@ -1,0 +1,238 @@
+"""How kernels are cut, as data, with the functions that choose.
+
+A tiling changes the speed of a kernel and its last bits, never its meaning.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from avq_diffusers.attention.triton.codewords import padded, padded_sizes
+from avq_diffusers.attention.triton.problem import Problem
+
+
+@dataclass(frozen=True)
+class AttentionTiling:
+    """How a query tile is cut."""
+
+    num_warps: int  # warps per program; 16 queries per warp fill the registers
+    num_stages: int  # blocks of children in flight; each takes shared memory
+    parents_per_block: int  # refined parents whose children form one block of the online softmax
+    parent_block: int  # parents per block. If it holds all of them, no logit is computed twice
+    max_registers: int | None = None  # per thread; fewer let more programs share a multiprocessor
+    rest_columns: int = 0  # columns of a second block after 64; 0 keeps all columns in one block
+    running_max: bool = True  # start with a running maximum
+
+
+def attention_tiling(problem: Problem) -> AttentionTiling:
+    """The tiling of the attention kernel, measured on an H200."""
+    tiling = _without_keys(problem)
+    if tiling.max_registers and meets_keys(problem):  # they need more, and three programs still fit
+        return replace(tiling, max_registers=168)
+    return tiling
+
+
+def meets_keys(problem: Problem) -> bool:
+    """Whether queries meet keys themselves: exact or sink keys."""
+    return problem.exact_keys > 0 or problem.num_sinks > 0
+
+
+def _without_keys(problem: Problem) -> AttentionTiling:
+    spec, dtype, capability = problem.spec, problem.dtype, problem.capability
+    head_dim = problem.query.shape[3]
+    _, parent_rows, child_rows = padded_sizes(head_dim, spec.num_parents, spec.num_children)
+    child_rows = max(1, child_rows)
+    tile_rows = padded(spec.query_tile, 16)
+    tiling = AttentionTiling(
+        num_warps=-(-tile_rows // 16),
+        num_stages=1,
+        parents_per_block=max(1, 64 // child_rows),
+        parent_block=parent_rows if parent_rows <= 128 else 64,
+    )
+    few_parents = max(1, 32 // child_rows)
+    if capability < (9, 0) and (dtype == torch.float32 or head_dim > 64):
+        # mma.sync keeps all operands in registers; this does not spill.
+        return replace(tiling, parents_per_block=few_parents, parent_block=32)
+    if capability < (9, 0) or dtype == torch.float32:
+        return tiling if parent_rows <= 64 else replace(tiling, parents_per_block=few_parents)
+    # Measured on an H200: fewer instructions and more programs beat more warps. From 96 columns on
+    # a fixed maximum is faster on an H100, but with sink keys it spills.
+    running_max = head_dim > 64 and (head_dim < 96 or meets_keys(problem))
+    tiling = replace(tiling, num_warps=-(-tile_rows // 32), running_max=running_max)
+    if not spec.refines_some:
+        tiling = replace(tiling, parent_block=32)
+    if 64 < head_dim < 96:
+        return replace(tiling, rest_columns=32)
+    if tiling.parent_block <= 64:
+        tiling = replace(tiling, parents_per_block=few_parents)
+        if head_dim <= 64:
+            tiling = replace(tiling, max_registers=128 if spec.num_refined else 144)
+    return tiling
+
+
+def again_blocks(problem: Problem, parent_block: int, parents_per_block: int) -> tuple[int, int]:
+    """Both blocks in the second pass, small enough to take no registers from the first."""
+    if parent_block <= 64 and not problem.exact_keys:
+        return parent_block, parents_per_block
+    child_rows = padded(problem.spec.num_children) if problem.spec.num_children else 1
+    return 16, max(1, 16 // child_rows)
+
+
+def keys_per_block(problem: Problem) -> int:
+    """Exact or sink keys of one block of the online softmax; 64 spill where registers are few."""
+    has_few = problem.exact_keys or problem.query.shape[3] <= 64 or problem.capability < (9, 0)
+    return 32 if has_few or problem.dtype == torch.float32 else 64
+
+
+# Exact columns that are taken out of a softmax at once.
+COLUMN_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class PrecomputeTiling:
+    """How the keys of a call are cut.
+
+    sort_keys, sort_parents: keys and parents of one product.
+    sort_warps, sort_stages: of the sort; each warp ranks its own strip of a chunk.
+    leaf_warps, leaf_stages: of the aggregation.
+    """
+
+    num_chunks: int  # chunks that a head's keys are sorted in, a power of two
+    sort_keys: int
+    sort_parents: int
+    # Bytes of shared memory for all codes and the key tiles; larger codes are loaded again
+    # for every key tile.
+    sort_shared: int
+    sort_warps: int
+    sort_stages: int
+    piece_keys: int  # keys of one parent that one program aggregates
+    leaf_keys: int  # keys of one product
+    leaf_warps: int
+    leaf_stages: int
+    # Of the aggregation, per thread; None leaves it to the compiler.
+    leaf_registers: int | None = None
+
+
+def precompute_tiling(problem: Problem) -> PrecomputeTiling:
+    """The tiling of sort and aggregation, measured on an H200 for half precision.
+
+    Float32 takes smaller tiles to fit registers and shared memory.
+    """
+    spec, means = problem.spec, problem.spec.means
+    batch, heads, num_keys, head_dim = problem.key.shape
+    padded_dim, _, _ = padded_sizes(head_dim, spec.num_parents, spec.num_children)
+    most_chunks = 16 if spec.num_children == 0 else 64 if spec.num_parents <= 64 else 32
+    # Enough pieces to fill the GPU, however the keys are spread over the parents.
+    piece_keys = batch * heads * num_keys * padded_dim >> 16
+    tiling = PrecomputeTiling(
+        num_chunks=clamped_power_of_2(num_keys >> 10, 16, most_chunks),
+        sort_keys=64,
+        sort_parents=64,
+        sort_shared=88 * 1024,
+        sort_warps=4,
+        sort_stages=3,
+        piece_keys=clamped_power_of_2(piece_keys, 256, 2048),
+        leaf_keys=32,
+        leaf_warps=1,
+        leaf_stages=3,
+    )
+    if spec.num_children > 16:
+        tiling = replace(tiling, leaf_keys=64, leaf_warps=4)
+    elif means and padded_dim <= 64:
+        # As many as fit without a spill: more programs share a multiprocessor.
+        tiling = replace(tiling, leaf_registers=168, piece_keys=min(tiling.piece_keys, 1024))
+    elif means:
+        # Sums of keys and values in one warp spill, and on an A100 those of 64 keys.
+        tiling = replace(
+            tiling,
+            leaf_keys=32 if problem.capability == (8, 0) else 64,
+            leaf_warps=2,
+            piece_keys=min(tiling.piece_keys, 1024),
+        )
+    if problem.dtype == torch.float32:
+        return replace(
+            tiling,
+            sort_keys=32,
+            sort_shared=24 * 1024,
+            sort_stages=1,
+            leaf_keys=32,
+            leaf_warps=4,
+            leaf_stages=1,
+            leaf_registers=None,
+        )
+    if problem.exact_keys and tiling.leaf_registers:  # its sums would spill
+        return replace(tiling, leaf_registers=None, leaf_keys=64, leaf_warps=2)
+    return tiling
+
+
+# Keys that the leaf order places at once, by one warp.
+LEAF_ORDER_KEYS = 64
+
+
+@dataclass(frozen=True)
+class UpdateTiling:
+    """`keys` and `parents` are those of one product."""
+
+    chunk_keys: int  # keys whose sums one program adds up
+    keys: int
+    parents: int
+    rows: int  # parents whose means one program divides
+    num_warps: int
+    num_stages: int
+
+
+def update_tiling(shape: torch.Size, dtype: torch.dtype, parent_rows: int) -> UpdateTiling:
+    """The tiling of an update for keys of a shape.
+
+    Some hundred programs, whose sums take less memory than their keys.
+    """
+    batch, heads, num_keys, _ = shape
+    is_wide = dtype == torch.float32
+    return UpdateTiling(
+        chunk_keys=clamped_power_of_2(batch * heads * num_keys >> 9, 256, 2048),
+        keys=32 if is_wide else 64,
+        parents=min(64, parent_rows),
+        rows=16,
+        num_warps=4,
+        num_stages=1 if is_wide else 3,
+    )
+
+
+@dataclass(frozen=True)
+class GradientTiling:
+    """`leaf_tiles` are query tiles that are added up at once, by `leaf_warps`."""
+
+    choice: AttentionTiling  # how a query tile makes its choices again
+    columns: int  # columns of a query tile whose gradients are computed at once
+    leaf_tiles: int
+    leaf_warps: int
+    keys: int  # whose gradients are written at once, by one warp
+
+
+def gradient_tiling(problem: Problem) -> GradientTiling:
+    """The tiling of the gradients, measured on an H200."""
+    spec, is_large = problem.spec, problem.capability >= (9, 0)
+    head_dim = problem.query.shape[3]
+    padded_dim, parent_rows, child_rows = padded_sizes(
+        head_dim, spec.num_parents, spec.num_children
+    )
+    child_rows = max(1, child_rows)
+    leaf_numbers = child_rows * padded(2 * head_dim)
+    return GradientTiling(
+        choice=AttentionTiling(
+            num_warps=4 if is_large and head_dim <= 64 else 8,
+            num_stages=1,
+            parents_per_block=max(1, 32 // child_rows),
+            parent_block=parent_rows if parent_rows <= 128 else 64,
+        ),
+        columns=64 if is_large else 32,
+        # One warp is an order of magnitude faster than four, as long as its sums fit registers.
+        leaf_tiles=max(1, 2048 // leaf_numbers),
+        leaf_warps=max(1, leaf_numbers // 2048),
+        keys=min(32, 2048 // padded_dim),
+    )
+
+
+def clamped_power_of_2(number: int, least: int, most: int) -> int:
+    """The largest power of two up to `number`, but within `least` and `most`."""
+    return min(most, max(least, 1 << (max(number, 1).bit_length() - 1)))
