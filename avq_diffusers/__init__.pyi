@@ -3,6 +3,7 @@ from .config import AVQConfig
 from .extras.scalecrafter.apply import scalecrafter
 from .hosts.calibration import calibrate
 from .hosts.codebooks import AVQCodebooks
+from .hosts.measurement import measure_error
 from .hosts.models import select_layers
 from .hosts.pipeline import AVQStableDiffusionPipeline
 from .hosts.profile import ErrorProfile
@@ -11,7 +12,6 @@ from .hosts.verbs import (
     apply_avq,
     avq_disabled,
     gather_codebooks,
-    measure_error,
     remove_avq,
     set_num_refined,
     summary,

@@ -61,9 +61,8 @@ def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
         subject: what the error message says could not be written.
 
     Raises:
-        OSError: the block failed to write, or another process saved at the same time, as it can
-            where the file system has no locks. The message says whether the previous files are
-            intact.
+        OSError: the block failed to write, or another process saves there and does not end. The
+            message says whether the previous files are intact.
     """
     temporary = folder / f"{TEMPORARY}{secrets.token_hex(4)}"
     outcome = "what was there is intact"
@@ -73,13 +72,10 @@ def atomic_save(folder: Path, last: str, subject: str) -> Iterator[Path]:
         yield temporary
         with locked(folder, LOCK_SECONDS, "another process saves there, and does not end"):
             written = sorted(temporary.iterdir(), key=lambda path: path.name == last)
-            digests = {folder / path.name: sha256(path) for path in written}
             (folder / last).unlink(missing_ok=True)
             outcome = "what was there may be lost: save again"
             for path in written:
                 path.replace(folder / path.name)
-            if any(sha256(path) != digest for path, digest in digests.items()):
-                raise OSError("another process saves there at the same time")
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"{subject} could not be written to {folder} ({error}); {outcome}."

@@ -1,11 +1,11 @@
 """Aliases of the verbs, for programs that took them from here before they served all models."""
 
+from avq_diffusers.hosts.measurement import measure_error
 from avq_diffusers.hosts.models import select_layers
 from avq_diffusers.hosts.verbs import (
     apply_avq,
     avq_disabled,
     gather_codebooks,
-    measure_error,
     remove_avq,
     set_num_refined,
     summary,

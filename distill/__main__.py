@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 @app.command(help=__doc__)
 def distill(
-    config: Annotated[Path, typer.Option(help="YAML file with every field.")],
+    config: Annotated[Path, typer.Option(help="YAML file of the run.")],
     output: Annotated[
         Path | None, typer.Option(help="Folder of the run; runs/NAME for NAME.yaml.")
     ] = None,
@@ -33,7 +33,7 @@ def distill(
         bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
     ] = False,
     overrides: Annotated[
-        list[str], typer.Option("--set", help="section.key=value, replaces the file's value.")
+        list[str], typer.Option("--set", help="section.key=value, replaces a value of the file.")
     ] = (),
     repo: Annotated[
         str | None,
@@ -49,14 +49,14 @@ def distill(
             from distill.checkpointing.hub import check_repository
             from distill.checkpointing.run_folder import locked
             from distill.loop import train
-            from distill.run import prepare_run
+            from distill.run import Run
 
             # Data workers are forked after tokenizers ran; the setting avoids a warning.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
             if repo is not None:
                 check_repository(repo, values)
             stack.enter_context(locked(output))
-            run = prepare_run(values, output, resume=resume)
+            run = Run(values, output, resume=resume)
         with exit_on(FloatingPointError, DataError, OSError, code=1):
             train(run, config.stem, repo=repo)
 

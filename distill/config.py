@@ -1,6 +1,6 @@
 """The configuration of a distillation run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from avq_diffusers import AVQConfig
@@ -17,12 +17,6 @@ from distill.data.config import DataConfig
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCHEDULES = ("constant", "cosine")
 WEIGHTING_SCHEMES = ("none", "inverse_alpha", "sampling")
-
-
-def public_name(source: str) -> str:
-    """The Hub id of a model or data set, or the name of its folder."""
-    path = Path(source)
-    return path.name if path.exists() else source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +43,18 @@ class ObjectiveConfig:
             `avq.exact_keys`.
         project_children: keep the mean of each parent's children at the parent.
         diveq: train the codewords by gradients instead of EMA.
-        lora_rank: train low-rank updates of this rank instead of the full projections.
     """
 
-    noise_weight: float
-    output_weight: float
-    guided_weight: float
-    guidance_scale: float
-    feature_weight: float
-    commitment_weight: float
-    weighting_scheme: str
-    full_spawning: bool
-    project_children: bool
-    diveq: bool
-    lora_rank: int | None
+    noise_weight: float = 1.0
+    output_weight: float = 0.5
+    guided_weight: float = 0.0
+    guidance_scale: float = 3.0
+    feature_weight: float = 0.5
+    commitment_weight: float = 0.0
+    weighting_scheme: str = "none"
+    full_spawning: bool = False
+    project_children: bool = False
+    diveq: bool = False
 
     def __post_init__(self) -> None:
         names = ("noise_weight", "output_weight", "guided_weight", "feature_weight")
@@ -87,13 +79,13 @@ class CodebookConfig:
         dead_every: number of steps between two such moves.
     """
 
-    start_images: int
-    keys_per_layer: int
-    decay_start: float
-    decay_end: float
-    decay_warmup_steps: int
-    dead_threshold: float | None
-    dead_every: int
+    start_images: int = 64
+    keys_per_layer: int = 32768
+    decay_start: float = 0.99
+    decay_end: float = 0.99
+    decay_warmup_steps: int = 0
+    dead_threshold: float | None = None
+    dead_every: int = 100
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "start_images", "keys_per_layer", "dead_every")
@@ -116,10 +108,10 @@ class SampleConfig:
         guidance_scale: scale of classifier-free guidance.
     """
 
-    every: int | None
+    every: int | None = None
     prompts: tuple[str, ...]
-    num_inference_steps: int
-    guidance_scale: float
+    num_inference_steps: int = 25
+    guidance_scale: float = 7.5
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_inference_steps")
@@ -167,31 +159,31 @@ class DistillConfig:
     """
 
     base_model: str
-    variant: str | None
-    image_size: int
-    seed: int
-    attention: str
-    avq: AVQConfig
+    variant: str | None = None
+    image_size: int = 512
+    seed: int = 0
+    attention: str = "avq"
+    avq: AVQConfig = field(default_factory=AVQConfig)
     data: DataConfig
-    objective: ObjectiveConfig
-    codebooks: CodebookConfig | None
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    codebooks: CodebookConfig | None = None
     steps: int
-    batch_size: int
-    micro_batch_size: int
-    learning_rate: float
-    schedule: str
-    warmup_steps: int
-    weight_decay: float
-    adam_betas: tuple[float, float]
-    max_grad_norm: float
-    precision: str
-    gradient_checkpointing: bool
-    compile: bool
-    log_every: int
-    checkpoint_every: int | None
-    keep_checkpoints: int
+    batch_size: int = 96
+    micro_batch_size: int = 12
+    learning_rate: float = 1e-4
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: float = 1.0
+    precision: str = "fp16"
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    log_every: int = 50
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
     samples: SampleConfig
-    tracker: str | None
+    tracker: str | None = None
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "micro_batch_size", "log_every", "keep_checkpoints")
@@ -210,7 +202,8 @@ class DistillConfig:
     @property
     def base_model_name(self) -> str:
         """The Hub id of the base model, or the name of its folder."""
-        return public_name(self.base_model)
+        path = Path(self.base_model)
+        return path.name if path.exists() else self.base_model
 
     def _check_codewords(self) -> None:
         if self.avq.codewords == "stored":

@@ -1,19 +1,21 @@
-"""Configuration files: YAML that names every field of a frozen dataclass, read strictly.
+"""Configuration files: YAML that says what differs from a frozen dataclass's defaults.
 
-Nested dataclasses are sections of the file. A dataclass checks its own values in `__post_init__` by
-the `check_` functions.
+Nested dataclasses are sections of the file. `base: NAME.yaml` names a file of the same folder that
+this one starts from; sections are merged, other values replaced. A dataclass checks its own values
+in `__post_init__` by the `check_` functions.
 """
 
 import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from avq_diffusers.files import atomic_write
 from avq_diffusers.options import LARGEST_SEED
 
 ConfigType = TypeVar("ConfigType")
@@ -36,24 +38,36 @@ def load_config(path: str | Path, kind: type[ConfigType], overrides: list[str]) 
     """Read a YAML file as a `kind`, after `section.key=value` overrides.
 
     Raises:
-        FileNotFoundError: the file does not exist.
+        FileNotFoundError: the file or its base does not exist.
         ValueError: a key is unknown, missing or repeated, or a value is out of range.
         TypeError: a value has the wrong type. The message names all such problems.
     """
-    values = _parse_yaml(Path(path).read_bytes(), f"{path} is not a YAML file")
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must be a YAML mapping, but holds {type(values).__name__}.")
+    values = _read(Path(path), ())
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator:
             raise ValueError(f"--set must be key=value, but got {override!r}.")
-        _set(values, key, _parse_yaml(value, f"--set {key} is not YAML"))
+        changes = _parse_yaml(value, f"--set {key} is not YAML")
+        for name in reversed(key.split(".")):
+            changes = {name: changes}
+        values = _merged(values, changes)
     problems: list[TypeError | ValueError] = []
     config = _build(values, kind, str(path), "", problems)
     if config is None:
         error = TypeError if all(isinstance(x, TypeError) for x in problems) else ValueError
         raise error("; ".join(str(problem).removesuffix(".") for problem in problems) + ".")
     return config
+
+
+def save_config(config: Any, output: Path) -> None:
+    """Write the complete configuration as `output / "config.yaml"`, which `load_config` reads.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output / "config.yaml") as temporary:
+        temporary.write_text(yaml.safe_dump(plain_values(config), sort_keys=False))
 
 
 def differing_keys(config: Any, saved: Mapping[str, Any], *, ignored: tuple[str, ...]) -> list[str]:
@@ -138,13 +152,27 @@ def _parse_yaml(text: str | bytes, complaint: str) -> Any:
         raise ValueError(f"{complaint}: {' '.join(str(error).split())}.") from error
 
 
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for depth, section in enumerate(sections):
-        values = values.get(section)
-        if not isinstance(values, dict):
-            raise ValueError(f"--set names the unknown section {'.'.join(sections[: depth + 1])}.")
-    values[name] = value
+def _read(path: Path, derived: tuple[Path, ...]) -> dict[str, Any]:
+    """Read a file and the files that it starts from; `derived` are those that start from it."""
+    values = _parse_yaml(path.read_bytes(), f"{path} is not a YAML file")
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be a YAML mapping, but holds {type(values).__name__}.")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str) or path in derived:
+        raise ValueError(f"base must be another file beside {path}, but got {base!r}.")
+    return _merged(_read(path.with_name(base), (*derived, path)), values)
+
+
+def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Replace values, and within sections key by key. `overrides` is a value, not a section."""
+    merged = dict(values)
+    for key, value in changes.items():
+        old = values.get(key)
+        is_section = isinstance(old, dict) and isinstance(value, dict) and key != "overrides"
+        merged[key] = _merged(old, value) if is_section else value
+    return merged
 
 
 def _build(
@@ -154,12 +182,13 @@ def _build(
     prefix: str,
     problems: list[TypeError | ValueError],
 ) -> ConfigType | None:
-    """Build a dataclass from a mapping that has exactly its fields; None if there are problems."""
+    """Build a dataclass from a mapping of its fields; None if there are problems."""
     names = {field.name for field in fields(kind)}
+    needed = {x.name for x in fields(kind) if x.default is x.default_factory is MISSING}
     before = len(problems)
     for key_names, complaint in (
         (set(values) - names, "has the unknown key {} for"),
-        (names - set(values), "lacks the key {} of"),
+        (needed - set(values), "lacks the key {} of"),
     ):
         if key_names:
             listed = ", ".join(sorted(prefix + str(name) for name in key_names))

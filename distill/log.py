@@ -11,7 +11,7 @@ from torch import Tensor
 
 from avq_diffusers.files import atomic_write, naming, read_log
 from distill.config import DistillConfig
-from distill.config_file import flatten, plain_values
+from distill.config_file import flatten, plain_values, save_config
 
 PROJECT = "avq-distill"
 
@@ -55,6 +55,7 @@ class Log:
         if not accelerator.is_main_process:
             return
         self.file = LogFile(output, step)
+        save_config(config, output)
         values = flatten(plain_values(config))
         accelerator.init_trackers(
             PROJECT,

@@ -25,7 +25,7 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
     """Make the remaining steps and export the student.
 
     Args:
-        run: from `prepare_run`.
+        run: its remaining steps are made.
         config_name: goes into the summary of the export.
         repo: repository of the Hub that the export is pushed to; None pushes nothing.
 
@@ -148,24 +148,18 @@ def train_step(
 
 def training_summary(run: Run, last: Mapping[str, Any], config_name: str) -> dict[str, Any]:
     """Summarize the training for the export, from the last line of the log."""
-    names = (*run.objective.weights, "loss")
+    layers: dict[str, dict[str, float]] = {name: {} for name in run.objective.stored}
+    for metric, values in last.items():
+        if isinstance(values, dict):
+            for layer, value in values.items():
+                layers[layer][metric] = value
     return {
         "config": config_name,
         "steps": run.config.steps,
         "samples": run.config.steps * run.config.batch_size,
-        "losses": {name: last[name] for name in names if name in last},
-        "layers": metrics_by_layer(last),
+        "losses": {name: last[name] for name in (*run.objective.weights, "loss") if name in last},
+        "layers": layers,
     }
-
-
-def metrics_by_layer(line: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the metrics of a log line by layer and name, as `calibrate` saves them."""
-    layers: dict[str, dict[str, float]] = {}
-    for name, values in line.items():
-        if isinstance(values, dict):
-            for layer, value in values.items():
-                layers.setdefault(layer, {})[name] = value
-    return layers
 
 
 def layer_metrics(objective: Objective) -> dict[str, dict[str, float]]:
@@ -173,14 +167,13 @@ def layer_metrics(objective: Objective) -> dict[str, dict[str, float]]:
 
     The host waits for the device once.
     """
-    found = [
-        (name, layer, values.float().mean())
-        for layer, metrics in objective.diagnostics().items()
-        for name, values in metrics.items()
-    ]
+    found = objective.diagnostics()
+    if not found:
+        return {}
+    means = [value.float().mean() for metrics in found.values() for value in metrics.values()]
+    numbers = iter(torch.stack(means).tolist())
     by_name: dict[str, dict[str, float]] = {}
-    if found:
-        means = torch.stack([mean for *_, mean in found]).tolist()
-        for (name, layer, _), mean in zip(found, means, strict=True):
-            by_name.setdefault(name, {})[layer] = mean
+    for layer, metrics in found.items():
+        for name in metrics:
+            by_name.setdefault(name, {})[layer] = next(numbers)
     return by_name

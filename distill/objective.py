@@ -19,7 +19,7 @@ MSE_w       mean over images of w(t) MSE, with the timestep t of the image. w is
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -63,7 +63,7 @@ class Objective(nn.Module):
 
     Raises:
         ValueError: `attention` is unknown, `teacher` has no self-attention at a level or for an
-            override, `lora_rank` is below 1, `diveq` lacks AVQ attention and full spawning,
+            override, `diveq` lacks AVQ attention and full spawning,
             a `weighting_scheme` lacks `alphas_cumprod` above 0, or `guided_weight` lacks
             `empty_text_states`.
     """
@@ -157,7 +157,7 @@ class Objective(nn.Module):
         if self.has_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         if self.is_guided:
-            noisy_latents, timesteps = twice(noisy_latents), twice(timesteps)
+            noisy_latents, timesteps = torch.cat([noisy_latents] * 2), torch.cat([timesteps] * 2)
             text_states = torch.cat([text_states, self.empty_text_states.expand_as(text_states)])
         inputs = (noisy_latents, timesteps, text_states)
         weights = None if self.timestep_weights is None else self.timestep_weights[timesteps]
@@ -169,12 +169,11 @@ class Objective(nn.Module):
         with recorded(self.layers) as features, recorded(quantizers) as leaves:
             output = predict(self.student, *inputs)
 
-        losses = {
-            "feature": mean(
-                mse(features[attn], teacher_features[teacher_attn], weights)
-                for attn, teacher_attn in zip(self.layers, teacher_layers, strict=True)
-            )
-        }
+        distances = [
+            mse(features[attn], teacher_features[teacher_attn], weights)
+            for attn, teacher_attn in zip(self.layers, teacher_layers, strict=True)
+        ]
+        losses = {"feature": torch.stack(distances).mean()}
         if self.is_guided:
             output, empty = output.chunk(2)
             teacher_output, teacher_empty = teacher_output.chunk(2)
@@ -184,7 +183,8 @@ class Objective(nn.Module):
         losses["noise"] = mse(output, target)
         losses["output"] = mse(output, teacher_output, weights)
         if quantizers:
-            losses["commitment"] = mean(leaves[quantizer].commitment() for quantizer in quantizers)
+            commitments = [leaves[quantizer].commitment() for quantizer in quantizers]
+            losses["commitment"] = torch.stack(commitments).mean()
         for quantizer in quantizers:
             quantizer.observe(leaves[quantizer])
         loss = sum(self.weights[name] * value for name, value in losses.items())
@@ -252,7 +252,7 @@ class Objective(nn.Module):
     def projections(self) -> dict[str, dict[str, Tensor]]:
         """Return float32 copies of the tuned projections, by layer and by name in `attn1`.
 
-        A name is for example `to_out.0.bias`. LoRAs are merged; LinFusion's phi are included.
+        A name is for example `to_out.0.bias`. LinFusion's phi are included.
         """
         pairs = zip(self.names, self.layers, strict=True)
         return {name: tuned_parameters(attn) for name, attn in pairs}
@@ -343,13 +343,3 @@ def mse(a: Tensor, b: Tensor, weights: Tensor | None = None) -> Tensor:
         return F.mse_loss(a.float(), b.float())
     errors = (a.float() - b.float()).square().flatten(1).mean(dim=1)
     return (errors * weights).mean()
-
-
-def twice(x: Tensor) -> Tensor:
-    """Return the batch behind itself, for passes with captions and with empty ones."""
-    return torch.cat([x, x])
-
-
-def mean(values: Iterable[Tensor]) -> Tensor:
-    """Return the mean of scalars."""
-    return torch.stack(list(values)).mean()

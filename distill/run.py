@@ -1,10 +1,7 @@
-"""`prepare_run`: from a configuration to a run that is ready for its next step."""
+"""`Run`: from a configuration to what is ready for the next step."""
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -14,7 +11,6 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from diffusers import DDPMScheduler, StableDiffusionPipeline
 from diffusers.optimization import get_scheduler
 from safetensors import SafetensorError
-from torch import nn
 from tqdm import tqdm
 
 from avq_diffusers.files import read_log
@@ -27,7 +23,7 @@ from distill.data.encoder import Encoder, module_digest
 from distill.data.sources import open_samples
 from distill.data.stream import EncodedSamples
 from distill.log import log_path
-from distill.objective import Batch, Objective
+from distill.objective import Objective
 from distill.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 
 # Fields and sections that may differ between a run and its continuation. They change the result at
@@ -43,35 +39,93 @@ NOISE_SCHEDULE += ("prediction_type",)
 PREDICTIONS = ("epsilon", "v_prediction")
 
 
-@dataclass
 class Run:
-    """A run that is ready for its next step.
+    """A run that is ready for its next step: model and data are loaded, and the codebooks have
+    started or the newest checkpoint is restored.
+
+    Attributes:
+        accelerator: with the tracker.
+        pipe: base model, whose UNet is the teacher.
+        digests: of the base model and of the data, which a resumed run must share.
+        objective: what is trained; `model` is what the accelerator made of it.
+        batches: micro-batches of this process, from the next step on.
+        step: number of completed steps.
 
     Args:
         config: configuration of the run.
         output: folder for checkpoints, logs, sheets and exports, shared by all processes.
-        accelerator: accelerator, with the tracker.
-        pipe: base model, whose UNet is the teacher.
-        objective: what is trained.
-        model: the objective as the accelerator prepared it.
-        optimizer: the optimizer as the accelerator prepared it.
-        schedule: learning rate schedule.
-        batches: micro-batches of this process, from the next step on.
-        digests: digests of the base model and of the data, which a resumed run must share.
-        step: number of completed steps.
+        resume: whether to continue from the newest checkpoint, if there is one.
+
+    Raises:
+        ValueError: the configuration does not fit the machine, base model, data or checkpoint; the
+            base model or data has changed since the checkpoint; `output` holds a run and `resume`
+            is False; or the log is damaged.
+        FileNotFoundError, ImportError: the data cannot be opened.
+        FloatingPointError: encoded samples overflow the float16 of the cache.
+        OSError: the base model cannot be loaded, or the cache cannot be written.
     """
 
-    config: DistillConfig
-    output: Path
-    accelerator: Accelerator
-    pipe: StableDiffusionPipeline
-    objective: Objective
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LambdaLR
-    batches: Iterator[Batch]
-    digests: dict[str, str]
-    step: int = 0
+    def __init__(self, config: DistillConfig, output: Path, *, resume: bool) -> None:
+        self.config, self.output, self.step = config, output, 0
+        found = checkpoint.newest(output) if resume else None
+        if found is not None:
+            checkpoint.check_config(found, config, free=FREE)
+        elif not resume:
+            check_unused(output)
+        read_log(log_path(output))  # raises for a damaged log before the long preparation
+
+        self.accelerator = accelerator = make_accelerator(config, output)
+        torch.manual_seed(config.seed)
+        self.pipe = pipe = load_pipeline(config, accelerator.device)
+        samples = open_samples(config.data, config.image_size)
+        self.digests = {
+            "base": module_digest(pipe.unet, pipe.unet.config),
+            "data": f"{len(samples)} of {samples.fingerprint}",
+        }
+        for name, change in (
+            ("base", f"from another {config.base_model}; its UNet has"),
+            ("data", "on other data; images or captions have"),
+        ):
+            if found is not None and found.run.get(name) != self.digests[name]:
+                raise ValueError(f"{found.path} was trained {change} changed since.")
+
+        self.objective = objective = Objective(
+            pipe.unet,
+            config.avq,
+            config.objective,
+            attention=config.attention,
+            teacher_dtype=HALF[config.precision] if accelerator.device.type == "cuda" else None,
+            alphas_cumprod=DDPMScheduler.from_config(pipe.scheduler.config).alphas_cumprod,
+            empty_text_states=pipe.encode_prompt("", accelerator.device, 1, False)[0].detach(),
+        )
+        if config.gradient_checkpointing:
+            objective.student.enable_gradient_checkpointing()
+        optimizer = make_optimizer(objective, config)
+        self.schedule = get_scheduler(
+            "constant_with_warmup" if config.schedule == "constant" else config.schedule,
+            optimizer,
+            num_warmup_steps=config.warmup_steps,
+            num_training_steps=config.steps,
+        )
+
+        ranks = {
+            "process_index": accelerator.process_index,
+            "num_processes": accelerator.num_processes,
+        }
+        encoder = Encoder(pipe.vae, pipe.text_encoder, pipe.tokenizer)
+        encoded = EncodedSamples(samples, config.data, config.image_size, encoder, **ranks)
+        first_sample = 0 if found is None else found.step * config.batch_size
+        self.batches = training_batches(config, encoded, pipe, first_sample=first_sample, **ranks)
+        if found is None and objective.stored:
+            is_main = accelerator.is_main_process
+            start_codebooks(objective, config, encoded, pipe, show_progress=is_main)
+
+        if config.compile:
+            torch._dynamo.config.optimize_ddp = False  # DDP wraps the compiled modules
+            objective.compile_unets(student=not config.gradient_checkpointing)
+        self.model, self.optimizer = accelerator.prepare(objective, optimizer)
+        if found is not None:
+            self._load(found)
 
     def save_checkpoint(self) -> None:
         """Save all that training changes."""
@@ -90,7 +144,7 @@ class Run:
             **self.digests,
         )
 
-    def load_checkpoint(self, found: checkpoint.Checkpoint) -> None:
+    def _load(self, found: checkpoint.Checkpoint) -> None:
         """Restore in place what `save_checkpoint` saved."""
         self.objective.load_state_dict(found.tensors("objective"))
         load_optimizer(self.objective, self.optimizer, found.tensors("optimizer"))
@@ -101,101 +155,6 @@ class Run:
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(found.run["scaler"])
         self.step = found.step
-
-
-def prepare_run(config: DistillConfig, output: Path, *, resume: bool) -> Run:
-    """Load model and data, and start the codebooks or restore the newest checkpoint.
-
-    Raises:
-        ValueError: the configuration does not fit the machine, base model, data or checkpoint; the
-            base model or data has changed since the checkpoint; `output` holds a run and `resume`
-            is False; or the log is damaged.
-        FileNotFoundError, ImportError: the data cannot be opened.
-        FloatingPointError: encoded samples overflow the float16 of the cache.
-        OSError: the base model cannot be loaded, or the cache cannot be written.
-    """
-    found = checkpoint.newest(output) if resume else None
-    if found is not None:
-        checkpoint.check_config(found, config, free=FREE)
-    elif not resume:
-        check_unused(output)
-    read_log(log_path(output))  # raises for a damaged log before the long preparation
-
-    accelerator = make_accelerator(config, output)
-    torch.manual_seed(config.seed)
-    pipe = load_pipeline(config, accelerator.device)
-    samples = open_samples(config.data, config.image_size)
-    digests = {
-        "base": module_digest(pipe.unet, pipe.unet.config),
-        "data": f"{len(samples)} of {samples.fingerprint()}",
-    }
-    if found is not None:
-        check_digests(found, digests, config)
-
-    objective = Objective(
-        pipe.unet,
-        config.avq,
-        config.objective,
-        attention=config.attention,
-        teacher_dtype=HALF[config.precision] if accelerator.device.type == "cuda" else None,
-        alphas_cumprod=DDPMScheduler.from_config(pipe.scheduler.config).alphas_cumprod,
-        empty_text_states=pipe.encode_prompt("", accelerator.device, 1, False)[0].detach(),
-    )
-    if config.gradient_checkpointing:
-        objective.student.enable_gradient_checkpointing()
-    optimizer = make_optimizer(objective, config)
-    schedule = get_scheduler(
-        "constant_with_warmup" if config.schedule == "constant" else config.schedule,
-        optimizer,
-        num_warmup_steps=config.warmup_steps,
-        num_training_steps=config.steps,
-    )
-
-    ranks = {
-        "process_index": accelerator.process_index,
-        "num_processes": accelerator.num_processes,
-    }
-    encoder = Encoder(pipe.vae, pipe.text_encoder, pipe.tokenizer)
-    encoded = EncodedSamples(samples, config.data, config.image_size, encoder, **ranks)
-    first_sample = 0 if found is None else found.step * config.batch_size
-    batches = training_batches(config, encoded, pipe, first_sample=first_sample, **ranks)
-    if found is None and objective.stored:
-        start_codebooks(objective, config, encoded, pipe, show_progress=accelerator.is_main_process)
-
-    if config.compile:
-        torch._dynamo.config.optimize_ddp = False  # DDP wraps the compiled modules
-        objective.compile_unets(student=not config.gradient_checkpointing)
-    model, optimizer = accelerator.prepare(objective, optimizer)
-    run = Run(
-        config=config,
-        output=output,
-        accelerator=accelerator,
-        pipe=pipe,
-        objective=objective,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        batches=batches,
-        digests=digests,
-    )
-    if found is not None:
-        run.load_checkpoint(found)
-    return run
-
-
-def check_digests(
-    found: checkpoint.Checkpoint, digests: dict[str, str], config: DistillConfig
-) -> None:
-    """Raise ValueError if the base model or the data has changed since the checkpoint."""
-    if found.run.get("base") != digests["base"]:
-        raise ValueError(
-            f"{found.path} was trained from another {config.base_model}; its UNet has changed "
-            f"since."
-        )
-    if found.run.get("data") != digests["data"]:
-        raise ValueError(
-            f"{found.path} was trained on other data; images or captions have changed since."
-        )
 
 
 def make_accelerator(config: DistillConfig, output: Path) -> Accelerator:
@@ -236,17 +195,9 @@ def load_pipeline(config: DistillConfig, device: torch.device) -> StableDiffusio
         ValueError: a file is damaged, the model is not a Stable Diffusion 1.x or 2.x model whose
             UNet takes latents only, or it has fewer timesteps than the sample sheets need.
     """
-    model = model_path(config.base_model)
-    with suppress(OSError):  # loading says it better
-        index = StableDiffusionPipeline.load_config(model)
-        if missing := [part for part in PARTS if index.get(part, [None])[0] is None]:
-            raise ValueError(
-                f"base_model must be a Stable Diffusion 1.x or 2.x model, but {config.base_model}, "
-                f"a {index.get('_class_name')}, has no {', '.join(missing)}."
-            )
     try:
         pipe = StableDiffusionPipeline.from_pretrained(
-            model,
+            model_path(config.base_model),
             variant=config.variant,
             dtype=torch.float32,
             safety_checker=None,
@@ -255,37 +206,33 @@ def load_pipeline(config: DistillConfig, device: torch.device) -> StableDiffusio
         )
     except SafetensorError as error:
         raise ValueError(f"base_model {config.base_model} has a damaged file: {error}.") from error
-    if pipe.unet.config.addition_embed_type is not None:
+    if problem := unsuited(pipe, config.samples.num_inference_steps):
         raise ValueError(
             f"base_model must be a Stable Diffusion 1.x or 2.x model, but {config.base_model} "
-            f"has additional conditions ({pipe.unet.config.addition_embed_type})."
-        )
-    inputs, latents = pipe.unet.config.in_channels, pipe.vae.config.latent_channels
-    if inputs != latents:
-        raise ValueError(
-            f"the UNet of base_model must take {latents} latent channels only, but that of "
-            f"{config.base_model} takes {inputs}, like one for inpainting."
-        )
-    if missing := [name for name in NOISE_SCHEDULE if name not in pipe.scheduler.config]:
-        raise ValueError(
-            f"base_model must have a noise schedule like Stable Diffusion's, but the "
-            f"{type(pipe.scheduler).__name__} of {config.base_model} has no {', '.join(missing)}."
-        )
-    if pipe.scheduler.config.prediction_type not in PREDICTIONS:
-        raise ValueError(
-            f"base_model must predict one of {', '.join(PREDICTIONS)}, but {config.base_model} "
-            f"predicts {pipe.scheduler.config.prediction_type}."
-        )
-    most = pipe.scheduler.config.num_train_timesteps
-    if config.samples.num_inference_steps > most:
-        raise ValueError(
-            f"samples.num_inference_steps must be at most the {most} timesteps of "
-            f"{config.base_model}, but got {config.samples.num_inference_steps}."
+            f"{problem}."
         )
     pipe.set_progress_bar_config(disable=True)
     # Half-precision convolutions are fastest in this layout, and tokens are a view of it.
     pipe.unet.to(memory_format=torch.channels_last)
     return pipe.to(device)
+
+
+def unsuited(pipe: StableDiffusionPipeline, num_steps: int) -> str | None:
+    """Return why a pipeline cannot be distilled and sampled in so many steps, if it cannot."""
+    if missing := [part for part in PARTS if getattr(pipe, part) is None]:
+        return f"has no {', '.join(missing)}"
+    unet, schedule = pipe.unet.config, pipe.scheduler.config
+    if unet.addition_embed_type is not None:
+        return f"has additional conditions ({unet.addition_embed_type})"
+    if unet.in_channels != pipe.vae.config.latent_channels:
+        return f"takes {unet.in_channels} channels, like one for inpainting"
+    if missing := [name for name in NOISE_SCHEDULE if name not in schedule]:
+        return f"has a {type(pipe.scheduler).__name__} without {', '.join(missing)}"
+    if schedule.prediction_type not in PREDICTIONS:
+        return f"predicts {schedule.prediction_type}, not {' or '.join(PREDICTIONS)}"
+    if num_steps > schedule.num_train_timesteps:
+        return f"has {schedule.num_train_timesteps} timesteps for {num_steps} of samples"
+    return None
 
 
 def start_codebooks(

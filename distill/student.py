@@ -61,11 +61,8 @@ def make_student(
             'diveq needs attention="avq" and full_spawning, where attention is a function of the '
             "codewords that has gradients."
         )
-    rank = settings.lora_rank
-    if rank is not None and rank < 1:
-        raise ValueError(f"lora_rank must be at least 1 or None, but got {rank}.")
     trained = {
-        id(layer.attn): _trainable(layer.attn, rank)
+        id(layer.attn): _trainable(layer.attn)
         for layer in select_layers(teacher, config.levels, config.exact, config.overrides)
     }
     nn.Module.to(teacher, dtype=teacher_dtype)  # diffusers' own `to` would warn
@@ -95,38 +92,27 @@ def make_student(
 
 
 def tuned_parameters(attn: Attention) -> dict[str, Tensor]:
-    """Return copies of a layer's projections, with LoRAs merged, and of LinFusion's phi."""
+    """Return copies of a layer's projections, and of LinFusion's phi."""
     found = {
         f"{name}.{path}": value
         for name in PROJECTIONS
-        for path, value in _merged(attn.get_submodule(name)).named_parameters()
+        for path, value in attn.get_submodule(name).named_parameters()
     }
     if isinstance(attn.processor, LinFusionProcessor):
         found |= {f"processor.{path}": phi for path, phi in attn.processor.named_parameters()}
     return {name: value.detach().clone() for name, value in found.items()}
 
 
-def _trainable(attn: Attention, lora_rank: int | None) -> Attention:
+def _trainable(attn: Attention) -> Attention:
+    """Return a trainable float32 copy, with PEFT's LoRA merged."""
     attn = copy.deepcopy(attn).float()
     attn.set_processor(AttnProcessor2_0())  # others would keep AVQ away
     for name in PROJECTIONS:
-        attn.set_submodule(name, _merged(attn.get_submodule(name)))
-    attn.requires_grad_(True)
-    if lora_rank is not None:
-        from peft import LoraConfig, inject_adapter_in_model
-
-        config = LoraConfig(r=lora_rank, lora_alpha=lora_rank, target_modules=list(PROJECTIONS))
-        inject_adapter_in_model(config, attn)
-    return attn
-
-
-def _merged(projection: nn.Module) -> nn.Module:
-    """Return a projection as a plain layer, with PEFT's LoRA merged."""
-    if not hasattr(projection, "base_layer"):
-        return projection
-    projection = copy.deepcopy(projection)
-    projection.merge()
-    return projection.get_base_layer()
+        projection = attn.get_submodule(name)
+        if hasattr(projection, "base_layer"):
+            projection.merge()
+            attn.set_submodule(name, projection.get_base_layer())
+    return attn.requires_grad_(True)
 
 
 def _autocast(hidden_states: Tensor) -> AbstractContextManager:

@@ -28,7 +28,7 @@ from avq_diffusers import (
 from avq_diffusers.attention import reference
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, remove_linfusion
-from avq_diffusers.hosts import attention_replaced
+from avq_diffusers.hosts import attention_replaced, has_unet
 from eval.names import (
     CUDNN,
     EXACT,
@@ -64,12 +64,7 @@ def own_values(
 ) -> tuple[Tensor, str]:
     """Negative control: every token of the grid attends to itself and to the text only.
 
-    Args:
-        query, key, value, codebook, sink_key, sink_value, query_order, key_order, scale, **sizes:
-            as for a function of `attention_replaced`.
-
-    Returns:
-        Without a text, the values.
+    Without a text, they get their own values.
     """
     if sink_key is None or sink_value is None:
         return value, NO_ATTENTION
@@ -84,11 +79,7 @@ def own_values(
 
 def network_of(pipe: DiffusionPipeline) -> ModelMixin:
     """The UNet or transformer of a pipeline."""
-    return pipe.transformer if _has_transformer(pipe) else pipe.unet
-
-
-def _has_transformer(pipe: DiffusionPipeline) -> bool:
-    return getattr(pipe, "transformer", None) is not None
+    return pipe.components.get("unet") or pipe.components["transformer"]
 
 
 @dataclass(frozen=True)
@@ -122,20 +113,16 @@ class Method:
     def with_fields(self, importance_tile: int | None = None, **fields: Any) -> "Method":
         """Replace fields of the `AVQConfig` that change no stored codeword. Weights are shared.
 
-        Args:
-            importance_tile: of the tiled importance.
-            **fields: of the configuration.
-
         Raises:
             TypeError, ValueError: a field does not take such a value.
         """
+        method = replace(self, importance_tile=importance_tile)
         if self.own is not None:
-            own = replace(self.own, **fields)
-            return replace(self, own=own, importance_tile=importance_tile)
+            return replace(method, own=replace(self.own, **fields))
         config = {**self.codebooks.config, "avq": {**self.codebooks.config["avq"], **fields}}
         codebooks = AVQCodebooks.from_config(config)
         codebooks.load_state_dict(self.codebooks.state_dict(), assign=True)
-        return replace(self, codebooks=codebooks, importance_tile=importance_tile)
+        return replace(method, codebooks=codebooks)
 
     @property
     def layer_configs(self) -> list[AVQConfig]:
@@ -143,15 +130,11 @@ class Method:
 
         One for each layer of codebooks, one for all layers of own codewords, none otherwise.
         """
-        if self.own is not None:
-            configs = [self.own]
-        elif self.codebooks is not None:
+        configs = [] if self.own is None else [self.own]
+        if self.codebooks is not None:
             configs = [self.codebooks.layer_config(name) for name in self.codebooks.layer_specs]
-        else:
-            return []
-        if self.num_refined is None:
-            return configs
-        return [replace(config, num_refined=self.num_refined) for config in configs]
+        refined = {} if self.num_refined is None else {"num_refined": self.num_refined}
+        return [replace(config, **refined) for config in configs]
 
     @property
     def has_own_codewords(self) -> bool:
@@ -231,7 +214,7 @@ def load_methods(
             refine so many parents, a level has no self-attention, or the pipeline is not as it was.
     """
     _refuse_changed(pipe)
-    if _has_transformer(pipe):
+    if not has_unet(pipe):
         return [_load_for_transformer(name) for name in names]
     select_layers(pipe.unet, levels)
     methods = [_load(pipe, name, levels) for name in names]
@@ -377,10 +360,9 @@ def _load_folder(
     if num_refined is not None:
         raise ValueError(f"LinFusion layers refine no parents, but got {name!r}.")
     load_linfusion(pipe, folder)
-    layers = _linfusion_layers(pipe)
-    processors = {layer.name: layer.attn.processor for layer in layers}
+    processors = {layer.name: layer.attn.processor for layer in _linfusion_layers(pipe)}
+    levels = tuple(sorted({layer.level for layer in _linfusion_layers(pipe)}))
     remove_linfusion(pipe)
-    levels = tuple(sorted({layer.level for layer in layers}))
     return Method(name, levels, linfusion=processors, sha256=digest)
 
 
@@ -416,5 +398,5 @@ def _linfusion_layers(pipe: StableDiffusionPipeline) -> list[Any]:
 def _refuse_changed(pipe: StableDiffusionPipeline) -> None:
     if any(row.config for row in summary(pipe).rows):
         raise ValueError("this pipeline has AVQ already; call remove_avq(pipe) first.")
-    if not _has_transformer(pipe) and _linfusion_layers(pipe):
+    if has_unet(pipe) and _linfusion_layers(pipe):
         raise ValueError("this pipeline has LinFusion already; call remove_linfusion(pipe) first.")

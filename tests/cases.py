@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -28,43 +27,6 @@ OPTIONS = {
     "key_order": None,
     "scale": None,
 }
-
-LAYOUTS = {
-    "(B, H, N, D) memory": lambda x: x.contiguous(),
-    "(B, N, H, D) memory": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "(D, N, H, B) memory": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
-    "part of a fused projection": lambda x: torch.cat([x, x + 1, x - 1], dim=-1)[..., 8:16],
-    "every second token": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
-    "batch expanded": lambda x: x[:1].expand(2, -1, -1, -1),
-}
-
-# Hard shapes, each with refined parents and query tile.
-SHAPES = [
-    pytest.param({"queries": 48}, 2, 16, id="whole tiles"),
-    pytest.param({"queries": 51}, 2, 16, id="last tile partial"),
-    pytest.param({"queries": 5}, 2, 16, id="fewer queries than a tile"),
-    pytest.param({"queries": 40, "keys": 70}, 2, 16, id="more keys than queries"),
-    pytest.param({"queries": 130}, 2, 128, id="default tile, above the chunk"),
-    pytest.param({"queries": 20}, 2, 1, id="tiles of one query"),
-    pytest.param({"queries": 20}, 2, 10**9, id="tile above any memory"),
-    pytest.param({"batch": 1, "heads": 1}, 2, 16, id="one head"),
-    pytest.param({"batch": 3, "heads": 5}, 2, 16, id="odd batch and heads"),
-    pytest.param({"head_dim": 40}, 2, 16, id="head dim of SD1.5 level 0"),
-    pytest.param({"head_dim": 64}, 2, 16, id="head dim of SDXL"),
-    pytest.param({"head_dim": 80}, 2, 16, id="head dim of SD1.5 level 1"),
-    pytest.param({"head_dim": 128}, 2, 16, id="head dim of DiT"),
-    pytest.param({"head_dim": 160}, 2, 16, id="head dim of SD1.5 level 2"),
-    pytest.param({"head_dim": 1}, 2, 16, id="one channel"),
-    pytest.param({"parents": 1}, 1, 16, id="one parent, refined"),
-    pytest.param({"parents": 6}, 6, 16, id="all parents refined"),
-    pytest.param({"parents": 13}, 5, 16, id="parents not a power of two"),
-    pytest.param({"parents": 40, "queries": 30}, 25, 16, id="more parents than keys"),
-    pytest.param({"children": 1}, 2, 16, id="one child"),
-    pytest.param({"children": 0}, 0, 16, id="flat codebook"),
-    pytest.param({"queries": 70, "keys": 33}, 2, 16, id="fewer keys than queries"),
-    pytest.param({}, 0, 16, id="none refined"),
-    pytest.param({}, 1, 16, id="one refined"),
-]
 
 
 def make_case(

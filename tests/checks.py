@@ -12,6 +12,23 @@ def differ(output: Tensor, other: Tensor) -> bool:
     return bool((output - other).norm() > 1e-3 * other.norm())
 
 
+def contents(model) -> dict:
+    """The objects that modules hold, their processors and configs, and what hooks there are."""
+    found = {}
+    for path, module in model.named_modules():
+        found[path, "class"] = type(module)
+        owners = (module, getattr(module, "processor", None), getattr(module, "config", None))
+        for place, owner in enumerate(owners):
+            for name, value in getattr(owner, "__dict__", {}).items():
+                values = value.items() if isinstance(value, dict) else [("", value)]
+                found |= {(path, place, name, key): one for key, one in values}
+    return found
+
+
+def are_same(found: dict, before: dict) -> bool:
+    return found.keys() == before.keys() and all(found[key] is before[key] for key in before)
+
+
 def kinds(pipe) -> set[str]:
     """Every kind of call that any layer has seen."""
     return {kind for row in summary(pipe).rows for kind in row.calls}

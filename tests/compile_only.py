@@ -6,7 +6,6 @@ Works only in a process that did not set TRITON_INTERPRET.
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,13 +24,11 @@ class CompiledInfo(NamedTuple):
     """What one program of a kernel costs.
 
     stack: bytes per thread; more than 0 is a spill or an array that is indexed at run time.
-    registers: per thread.
     shared: bytes per program, with the buffers of software pipelining.
     sass: the disassembly.
     """
 
     stack: int
-    registers: int
     shared: int
     sass: str
 
@@ -43,9 +40,6 @@ class CompiledInfo(NamedTuple):
     def count(self, *prefixes: str) -> int:
         """How many instructions start with one of the prefixes, loops counted once."""
         return sum(opcode.startswith(prefixes) for opcode in self.instructions())
-
-    def histogram(self) -> Counter[str]:
-        return Counter(opcode.split(".")[0] for opcode in self.instructions())
 
 
 KINDS = {
@@ -80,7 +74,6 @@ def compile_launch(launch: Launch, *, capability: int) -> CompiledInfo:
         sass = _cuobjdump("-sass", cubin.name)
     return CompiledInfo(
         stack=int(re.search(r"STACK:(\d+)", usage)[1]),
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),
         shared=compiled.metadata.shared,
         sass=sass,
     )

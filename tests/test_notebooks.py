@@ -1,9 +1,7 @@
 """The notebooks run from a clean kernel at reduced size, and hold the outputs of a clean run."""
 
-import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import nbformat
@@ -16,7 +14,6 @@ from eval.keys.vit import DECODER_FILE, SaliencyDecoder
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
-RESULTS = ROOT / "eval" / "results"
 # What follows in the cell that is tagged "parameters".
 REDUCED = {
     "quick_start": "STEPS, SIZE = 1, 64",
@@ -109,30 +106,3 @@ def test_folder():
     stored = list(FOLDER.glob("*.ipynb"))
     assert {path.stem for path in stored} == set(REDUCED)
     assert sum(path.stat().st_size for path in stored) <= MOST_BYTES
-
-
-@pytest.mark.long
-def test_results_of_another_day(tmp_path):
-    """Catches a notebook that breaks when a file is missing or gains rows."""
-    failed = {"ms": None, "note": "out of memory"}
-    for name, changes in {
-        "bench_kernels_table_cuda.json": {"method": "a new kernel", **failed},
-        "bench_unet_1024_graph_cuda.json": {"method": "tome", "over_sdpa": None, **failed},
-        "quality_levels01.json": {"method": "a new method", "fid": None},
-    }.items():
-        path = Path(shutil.copy(RESULTS / name, tmp_path))
-        document = json.loads(path.read_text())
-        document["rows"].append({**document["rows"][-1], **changes})
-        path.write_text(json.dumps(document))
-    for name in ("quality_peers_levels0.json", "quality_levels0_512_scalecrafter.json"):
-        shutil.copy(RESULTS / name, tmp_path)
-    shutil.copytree(RESULTS / "scenes", tmp_path / "scenes")
-
-    shown = outputs(run("results", f"FOLDER = Path({str(tmp_path)!r})"))
-    assert_clean(shown)
-    tables = "\n".join(cell.get("text/markdown", "") for cell in shown)
-    missing = "\n".join(cell.get("stdout", "") for cell in shown)
-    assert "a new kernel" in tables
-    assert "a new method" in tables
-    assert "python -m eval compare" in missing
-    assert "python -m eval scenes" not in missing

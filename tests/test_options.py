@@ -5,7 +5,12 @@ import os
 
 import pytest
 
-from avq_diffusers.options import hide_torchvision_notes, restore_threads
+from avq_diffusers.options import (
+    check_writable,
+    hide_torchvision_notes,
+    restore_threads,
+    tolerances_of,
+)
 
 
 def test_only_notes_of_torchvision_are_hidden(monkeypatch):
@@ -28,3 +33,21 @@ def test_accelerates_single_thread_is_not_kept(monkeypatch, launched):
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     restore_threads()
     assert ("OMP_NUM_THREADS" in os.environ) != launched
+
+
+def test_a_read_only_folder_is_refused(monkeypatch, tmp_path):
+    """Catches minutes of work that end in nothing. To root no folder is read-only."""
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with pytest.raises(ValueError, match=f"--out: the folder {tmp_path} is not writable"):
+        check_writable("--out", tmp_path / "new" / "codebooks")
+
+
+def test_tolerances():
+    assert tolerances_of("--tolerances", "0.05,1") == (0.05, 1.0)
+    for text, message in (
+        ("0.1,", "--tolerances must be numbers such as 0.1 or 0.05,0.1, but got '0.1,'"),
+        ("0.1,-1", "--tolerances must be above 0 and finite, but got -1.0"),
+        ("nan", "--tolerances must be above 0 and finite, but got nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tolerances_of("--tolerances", text)

@@ -13,12 +13,7 @@ from diffusers import (
 )
 from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from avq_diffusers import gather_codebooks, select_layers
 from avq_diffusers.codebook.codebook import Codebook
@@ -76,6 +71,16 @@ def small_unet() -> UNet2DConditionModel:
     )
 
 
+def traced_unet() -> UNet2DConditionModel:
+    """The least that has self-attention, for tests of compilers and wrappers."""
+    return tiny_unet(
+        block_out_channels=(16,),
+        down_block_types=("CrossAttnDownBlock2D",),
+        mid_block_type=None,
+        up_block_types=("UpBlock2D",),
+    )
+
+
 def sdxl_unet() -> UNet2DConditionModel:
     """SDXL's topology: three levels, none at 0, several transformer blocks, linear projections."""
     return tiny_unet(
@@ -99,8 +104,8 @@ def sd2_unet() -> UNet2DConditionModel:
     )
 
 
-def tiny_components(unet: UNet2DConditionModel | None = None) -> dict:
-    """The components of a Stable Diffusion pipeline; the VAE scales by 8."""
+def tiny_encoders() -> dict:
+    """The text encoder and the VAE of a Stable Diffusion pipeline; the VAE scales by 8."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(1)
     text_encoder = CLIPTextModel(
@@ -117,16 +122,21 @@ def tiny_components(unet: UNet2DConditionModel | None = None) -> dict:
     )
     vae = AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         norm_num_groups=4,
         sample_size=128,
     )
+    return {"text_encoder": text_encoder.eval(), "vae": vae.eval()}
+
+
+def tiny_components(unet: UNet2DConditionModel | None = None, encoders: dict | None = None) -> dict:
+    """The components of a Stable Diffusion pipeline."""
     return {
+        **(tiny_encoders() if encoders is None else encoders),
         "unet": tiny_unet() if unet is None else unet,
-        "vae": vae.eval(),
-        "text_encoder": text_encoder.eval(),
-        "tokenizer": tokenizer,
+        "tokenizer": tiny_tokenizer(),
         "scheduler": DDIMScheduler(
             beta_start=0.00085,
             beta_end=0.012,

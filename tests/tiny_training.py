@@ -38,7 +38,7 @@ TINY_RUN = {
     "log_every": 1,
     "checkpoint_every": 2,
     "samples.every": "null",
-    "samples.prompts": "[a red fox, a blue box]",
+    "samples.prompts": "[a red fox]",
     "samples.num_inference_steps": 1,
     "tracker": "null",
 }
@@ -67,9 +67,7 @@ def new_objective(
     """An objective with the paper's settings but for these."""
     weights = {"noise": 1.0, "output": 0.5, "guided": 0.0, "feature": 0.5, "commitment": 0.25}
     paper = {f"{name}_weight": weight for name, weight in weights.items()}
-    paper["guidance_scale"] = 3.0
-    paper |= {"full_spawning": True, "project_children": True, "diveq": False, "lora_rank": None}
-    paper["weighting_scheme"] = "none"
+    paper |= {"full_spawning": True, "project_children": True}
     chosen = ObjectiveConfig(**{**paper, **settings})
     return Objective(
         teacher,

@@ -1,5 +1,6 @@
 """Real diffusers transformers at tiny size with random weights, and fixed inputs for them."""
 
+import inspect
 from functools import partial
 
 import torch
@@ -9,7 +10,6 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
-    HunyuanVideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -30,7 +30,7 @@ HEADS = {"num_attention_heads": 2, "attention_head_dim": 64}
 
 
 # What each class needs beside `HEADS`. SD3.5-medium has query and key norms, and a second attention
-# in its first blocks; Hunyuan passes a mask in every call.
+# in its first blocks.
 SIZES = {
     SD3Transformer2DModel: {
         "sample_size": 32,
@@ -82,17 +82,6 @@ SIZES = {
         "num_layers": 2,
         "caption_channels": 32,
     },
-    HunyuanVideoTransformer3DModel: {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "num_refiner_layers": 1,
-        "patch_size": 1,
-        "text_embed_dim": 16,
-        "pooled_projection_dim": 8,
-        "rope_axes_dim": (16, 24, 24),
-    },
 }
 
 
@@ -107,7 +96,6 @@ flux2_transformer = partial(tiny_transformer, Flux2Transformer2DModel)
 qwen_transformer = partial(tiny_transformer, QwenImageTransformer2DModel)
 wan_transformer = partial(tiny_transformer, WanTransformer3DModel)
 ltx_transformer = partial(tiny_transformer, LTXVideoTransformer3DModel)
-hunyuan_transformer = partial(tiny_transformer, HunyuanVideoTransformer3DModel)
 
 
 def z_transformer() -> ZImageTransformer2DModel:
@@ -142,74 +130,44 @@ def inputs(model, height: int = 8, width: int = 12, frames: int = 3, batch: int 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator)
 
-    text, tokens = random(batch, NUM_TEXT, 32), random(batch, height * width, 4)
-    timestep, pooled = torch.full((batch,), 0.5), random(batch, 64)
-    match model:
-        case SD3Transformer2DModel():
-            return {
-                "hidden_states": random(batch, 4, 2 * height, 2 * width),
-                "encoder_hidden_states": text,
-                "pooled_projections": pooled,
-                "timestep": 1000 * timestep,
-            }
-        case FluxTransformer2DModel():
-            return {
-                "hidden_states": tokens,
-                "encoder_hidden_states": text,
-                "pooled_projections": pooled,
-                "timestep": timestep,
-                "img_ids": position_ids(height, width),
-                "txt_ids": torch.zeros(NUM_TEXT, 3),
-            }
-        case Flux2Transformer2DModel():
-            ids = position_ids(height, width, axes=4)
-            return {
-                "hidden_states": tokens,
-                "encoder_hidden_states": text,
-                "timestep": timestep,
-                "guidance": timestep,
-                "img_ids": ids.expand(batch, -1, -1),
-                "txt_ids": torch.zeros(batch, NUM_TEXT, 4),
-            }
-        case QwenImageTransformer2DModel():
-            return {
-                "hidden_states": tokens,
-                "encoder_hidden_states": text,
-                "timestep": timestep,
-                "img_shapes": [[(1, height, width)]] * batch,
-            }
-        case ZImageTransformer2DModel():
-            return {
-                "x": [random(4, 1, 2 * height, 2 * width) for _ in range(batch)],
-                "t": timestep,
-                "cap_feats": list(text),
-            }
-        case WanTransformer3DModel():
-            return {
-                "hidden_states": random(batch, 4, frames, 2 * height, 2 * width),
-                "encoder_hidden_states": text,
-                "timestep": 1000 * timestep,
-            }
-        case LTXVideoTransformer3DModel():
-            return {
-                "hidden_states": random(batch, frames * height * width, 4),
-                "encoder_hidden_states": text,
-                "timestep": 1000 * timestep,
-                "encoder_attention_mask": torch.ones(batch, NUM_TEXT),
-                "num_frames": frames,
-                "height": height,
-                "width": width,
-            }
-        case HunyuanVideoTransformer3DModel():
-            return {
-                "hidden_states": random(batch, 4, frames, height, width),
-                "encoder_hidden_states": random(batch, NUM_TEXT, 16),
-                "encoder_attention_mask": torch.ones(batch, NUM_TEXT),
-                "pooled_projections": random(batch, 8),
-                "timestep": 1000 * timestep,
-                "guidance": timestep,
-            }
-    raise TypeError(type(model))
+    text, half = random(batch, NUM_TEXT, 32), torch.full((batch,), 0.5)
+    tokens, pooled = random(batch, height * width, 4), random(batch, 64)
+    latents, training = (2 * height, 2 * width), {"timestep": 1000 * half}
+    own = {
+        SD3Transformer2DModel: {"hidden_states": random(batch, 4, *latents), **training},
+        FluxTransformer2DModel: {
+            "img_ids": position_ids(height, width),
+            "txt_ids": torch.zeros(NUM_TEXT, 3),
+        },
+        Flux2Transformer2DModel: {
+            "guidance": half,
+            "img_ids": position_ids(height, width, axes=4).expand(batch, -1, -1),
+            "txt_ids": torch.zeros(batch, NUM_TEXT, 4),
+        },
+        QwenImageTransformer2DModel: {"img_shapes": [[(1, height, width)]] * batch},
+        ZImageTransformer2DModel: {
+            "x": [random(4, 1, *latents) for _ in range(batch)],
+            "t": half,
+            "cap_feats": list(text),
+        },
+        WanTransformer3DModel: {"hidden_states": random(batch, 4, frames, *latents), **training},
+        LTXVideoTransformer3DModel: {
+            "hidden_states": random(batch, frames * height * width, 4),
+            "encoder_attention_mask": torch.ones(batch, NUM_TEXT),
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            **training,
+        },
+    }
+    common = {
+        "hidden_states": tokens,
+        "encoder_hidden_states": text,
+        "timestep": half,
+        "pooled_projections": pooled,
+    }
+    known = inspect.signature(model.forward).parameters
+    return {name: x for name, x in common.items() if name in known} | own[type(model)]
 
 
 def predict(model, height: int = 8, width: int = 12, batch: int = 2, **overrides) -> Tensor:

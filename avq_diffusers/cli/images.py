@@ -14,10 +14,10 @@ from PIL import Image
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.extras.scalecrafter.apply import scalecrafter, usual_scalecrafter
+from avq_diffusers.hosts.measurement import measure_error
 from avq_diffusers.hosts.models import has_unet
 from avq_diffusers.hosts.profile import ErrorProfile
 from avq_diffusers.hosts.timesteps import are_training_timesteps
-from avq_diffusers.hosts.verbs import measure_error
 from avq_diffusers.mini.loading import usual_guidance
 
 ERROR_STEPS = 6

@@ -24,7 +24,6 @@ from avq_diffusers.options import (
     multiple_of,
     numbers_of,
     read_prompts,
-    tolerances_of,
 )
 
 app = typer.Typer(
@@ -135,12 +134,13 @@ def generate(
     check_image_path(out, sheet_path(out))
     if num_refined is not None and tolerance is not None:
         raise ValueError("--num-refined and --tolerance exclude each other; drop one of them.")
-    chosen = ModelRequest.from_options(model, codebooks, config, levels, exact, device)
     if tolerance is not None:
         check_positive("--tolerance", tolerance)
-        chosen.check_tolerance()
-    if num_refined is not None:
-        chosen.check_refined([num_refined])
+    chosen = ModelRequest.from_options(
+        *(model, codebooks, config, levels, exact, device),
+        refined=() if num_refined is None else [num_refined],
+        has_tolerance=tolerance is not None,
+    )
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
     )
@@ -169,13 +169,6 @@ def bench(
         str | None,
         typer.Option(help="Numbers of refined parents, as 0,4,16; by default from none to all."),
     ] = None,
-    tolerance: Annotated[
-        str | None,
-        typer.Option(
-            help="Also rows with the cheapest sizes whose attention has at most these relative "
-            "errors, as 0.05,0.1,0.2."
-        ),
-    ] = None,
     images: Annotated[
         int, typer.Option(min=1, help="Images per choice; their medians are shown.")
     ] = 1,
@@ -190,18 +183,16 @@ def bench(
     """
     check_image_path(out, sheet_path(out))
     numbers = None if refined is None else numbers_of("--refined", refined)
-    chosen = ModelRequest.from_options(model, codebooks, config, levels, exact, device)
-    chosen.check_refined(numbers or ())
-    tolerances = () if tolerance is None else tolerances_of("--tolerance", tolerance)
-    if tolerances:
-        chosen.check_tolerance()
+    chosen = ModelRequest.from_options(
+        model, codebooks, config, levels, exact, device, refined=numbers or ()
+    )
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
     )
 
     from avq_diffusers.cli.bench import bench_model
 
-    bench_model(chosen, request, out, numbers=numbers, tolerances=tolerances, num_images=images)
+    bench_model(chosen, request, out, numbers=numbers, num_images=images)
 
 
 @app.command("app")
@@ -233,12 +224,9 @@ def app_command(
         ) from error
     from avq_diffusers.cli.codebooks import codeword_source
     from avq_diffusers.cli.loading import load_pipeline
-    from avq_diffusers.hosts.verbs import apply_avq
 
     pipe = load_pipeline(model, device)
-    source = codeword_source(pipe, chosen)
-    apply_avq(pipe, source, route="always")
-    page = build_page(pipe, Path(model).name, usual_prompts(model), source)
+    page = build_page(pipe, Path(model).name, usual_prompts(model), codeword_source(pipe, chosen))
     print(f"page: {serve(page, host=host, port=port, share=share)}", flush=True)
     page.block_thread()
 
@@ -287,24 +275,15 @@ def inspect(
         str,
         typer.Argument(help="Folder or Hub id of codebooks.", show_default="mini-sd's own"),
     ] = MINI_CODEBOOKS,
-    out: Annotated[Path, typer.Option(help="The plot to write.")] = Path("codebooks.png"),
 ) -> None:
-    """Print and plot a report on codebooks: sizes, metrics, codewords in a projection.
+    """Print a report on codebooks: sizes and metrics of every layer.
 
-    Example: avq inspect my-codebooks --out report.png
+    Example: avq inspect my-codebooks
     """
-    check_image_path(out)
-
     from avq_diffusers.cli.codebooks import load_codebooks
-    from avq_diffusers.cli.inspection import plot_codebooks, print_codebooks
+    from avq_diffusers.cli.inspection import print_codebooks
 
-    loaded = load_codebooks(codebooks)
-    print_codebooks(loaded)
-    if loaded.own_codewords:
-        print("no plot: the codewords are keys of each call")
-        return
-    plot_codebooks(loaded, out)
-    print(f"plot: {out}")
+    print_codebooks(load_codebooks(codebooks))
 
 
 def main() -> None:

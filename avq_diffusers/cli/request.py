@@ -36,44 +36,33 @@ class ModelRequest:
         levels: str | None,
         exact: str | None,
         device: str | None,
+        *,
+        refined: Sequence[int] = (),
+        has_tolerance: bool = False,
     ) -> "ModelRequest":
-        """Read the options of a command.
+        """Read the options of a command, which refines these numbers of parents.
 
         Raises:
-            ValueError: an option has a bad value, or contradicts `--codebooks`.
+            ValueError: an option has a bad value, or contradicts another.
         """
         if codebooks is not None and any(x is not None for x in (config, levels, exact)):
             raise ValueError(
                 "--codebooks bring their own --config, --levels and --exact; drop one of them."
             )
+        if codebooks is not None and has_tolerance:  # their sizes are fixed
+            raise ValueError("--tolerance and --codebooks exclude each other; drop one of them.")
         avq_config = AVQConfig.parse(
             config or DEFAULT_CONFIG,
             levels=(0,) if levels is None else numbers_of("--levels", levels),
             exact=tuple(exact.split(",")) if exact else (),
         )
-        return cls(model, device, codebooks, avq_config, levels is not None)
-
-    def check_tolerance(self) -> None:
-        """Refuse codebooks, whose sizes are fixed.
-
-        Raises:
-            ValueError: there are codebooks.
-        """
-        if self.codebooks is not None:
-            raise ValueError("--tolerance and --codebooks exclude each other; drop one of them.")
-
-    def check_refined(self, numbers: Sequence[int]) -> None:
-        """Refuse numbers of refined parents that `config` does not have.
-
-        Raises:
-            ValueError: a number is too large, or negative.
-        """
-        most = self.config.most_refined
-        if self.codebooks is None and not all(0 <= number <= most for number in numbers):
+        most = avq_config.most_refined
+        if codebooks is None and not all(0 <= number <= most for number in refined):
             raise ValueError(
-                f"{self.config} can refine 0 to {most} parents, but got "
-                f"{', '.join(map(str, numbers))}."
+                f"{avq_config} can refine 0 to {most} parents, but got "
+                f"{', '.join(map(str, refined))}."
             )
+        return cls(model, device, codebooks, avq_config, levels is not None)
 
 
 @dataclass(frozen=True)

@@ -256,11 +256,6 @@ def _read_config(path: Path) -> tuple[list[LayerSpec], str | None]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON file: {error}.") from error
-    if isinstance(config, dict) and "modules_list" in config:
-        raise ValueError(
-            f"{path} is in the layout of LinFusion's authors, which is not supported; only folders "
-            f"that save_linfusion writes are, such as those of distillation."
-        )
     expected = LinFusionProcessor.__name__
     if not isinstance(config, dict) or config.get("_class_name") != expected:
         raise ValueError(

@@ -17,12 +17,7 @@ from avq_diffusers.hosts.state import Call, LayerState
 
 
 def keep_calls(owner: nn.Module, attn: nn.Module | None = None) -> None:
-    """Make checkpoints keep the calls of the layers that they run.
-
-    Args:
-        owner: the module whose function they are.
-        attn: the layer; None is every layer of the block that they are called with.
-    """
+    """Make the checkpoints of a module keep the calls of a layer, or of all layers they run."""
     checkpoint: Any = getattr(owner, "_gradient_checkpointing_func", None)
     if not torch.compiler.is_compiling() and not isinstance(checkpoint, _Checkpoint | None):
         vars(owner)["_gradient_checkpointing_func"] = _Checkpoint(checkpoint, attn)

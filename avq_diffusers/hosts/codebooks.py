@@ -30,7 +30,7 @@ from avq_diffusers.codebook.tensor_files import (
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.files import atomic_save
 from avq_diffusers.hosts.layer_weights import LayerWeights
-from avq_diffusers.hosts.layers import LayerSpec
+from avq_diffusers.hosts.layers import LayerSpec, check_specs
 
 FORMAT_VERSION = 2
 # Parameters of the projections and their number of dimensions. They are square in all UNets.
@@ -326,15 +326,7 @@ class AVQCodebooks(ModelMixin, ConfigMixin):
         Raises:
             ValueError: names or shapes differ.
         """
-        check_names("codebooks of another model", self.layer_specs, [x.name for x in layers])
-        for layer in layers:
-            spec = self.layer_specs[layer.name]
-            if (layer.num_heads, layer.head_dim) != (spec.num_heads, spec.head_dim):
-                raise ValueError(
-                    f"codebooks of another model: {layer.name} has {layer.num_heads} heads of "
-                    f"dim {layer.head_dim}, but its codebook has {spec.num_heads} of dim "
-                    f"{spec.head_dim}."
-                )
+        check_specs("codebooks", self.layer_specs, layers, "its codebook has")
 
     def _layer(self, name: str) -> "_LayerCodebook":
         layer = self.codebooks[_key(name)]

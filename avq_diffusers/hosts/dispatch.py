@@ -35,12 +35,7 @@ AVQ_BACKEND._name_, AVQ_BACKEND._value_ = "AVQ", "avq"
 
 
 class Previous(NamedTuple):
-    """The attention of a layer before AVQ.
-
-    Attributes:
-        processor: stays, and carries the backend.
-        backend: that it carried; None is the process's default.
-    """
+    """The processor of a layer before AVQ, which stays, and the backend it carried, if any."""
 
     processor: Any
     backend: AttentionBackendName | None
@@ -102,22 +97,16 @@ def _exact_because(
     parallel_config: Any,
 ) -> str | None:
     """Why this call runs exact attention; None if it runs AVQ."""
-    reason = state.off_because()
-    if reason is not None:
-        return reason
-    if attn_mask is not None:
-        return "attention mask"
-    if parallel_config is not None:
-        return "context parallel"
-    if query.shape[1] != key.shape[1]:
-        return OTHER_KEYS
-    if query.shape[2] != key.shape[2] or not is_plain:
-        return "causal, grouped or dropped keys"
-    call = state.call.get()
-    num_beside = 0 if call is None else call.num_beside
-    if not state.is_on_grid(query.shape[1] - num_beside):
-        return "tokens are not the grid"
-    return state.routed_because(query.shape[1] - num_beside, query)
+    return state.exact_because(
+        query.shape[1] - state.num_beside,
+        query,
+        (
+            (attn_mask is not None, "attention mask"),
+            (parallel_config is not None, "context parallel"),
+            (query.shape[1] != key.shape[1], OTHER_KEYS),
+            (query.shape[2] != key.shape[2] or not is_plain, "causal, grouped or dropped keys"),
+        ),
+    )
 
 
 def _joint_attention(

@@ -21,9 +21,7 @@ def checked_examples(
     """Check what `run_examples` takes, and return the examples as a list.
 
     Raises:
-        TypeError: `pipe` is a model that needs a pipeline to run, the examples have another type,
-            or an argument is one that `run_examples` sets or that the pipeline does not take.
-        ValueError: there is no example, or images differ in size.
+        TypeError, ValueError: as `measure_error`.
     """
     if not host.has_prompts:
         return _checked_images(examples)

@@ -135,10 +135,7 @@ def _padding_and_text(arguments: Arguments, num_tokens: int) -> dict[str, int]:
     """Z-Image: the grid's padding, and in the later layers the padded text."""
     padding = -num_tokens % Z_IMAGE_MULTIPLE
     longest = max(len(text) for text in arguments["cap_feats"])
-    return {
-        "noise_refiner": padding,
-        "layers": padding + longest + -longest % Z_IMAGE_MULTIPLE,
-    }
+    return {"noise_refiner": padding, "layers": padding + longest + -longest % Z_IMAGE_MULTIPLE}
 
 
 FAMILIES = (
@@ -157,12 +154,7 @@ FAMILIES = (
         _padding_and_text,
         parts=("noise_refiner", "layers"),
     ),
-    Family(
-        frozenset({"num_frames", "height", "width"}),
-        _numbers,
-        hidden_states,
-        _no_tokens,
-    ),
+    Family(frozenset({"num_frames", "height", "width"}), _numbers, hidden_states, _no_tokens),
     Family(
         frozenset({"hidden_states", "encoder_hidden_states"}),
         latent_grid,

@@ -39,7 +39,7 @@ class AVQJointProcessor(JointAttnProcessor2_0):
         state: LayerState | None = getattr(attn, ATTRIBUTE, None)
         if state is None:
             return super().__call__(attn, hidden_states, encoder_hidden_states)
-        reason = _exact_because(state, hidden_states)
+        reason = state.exact_because(hidden_states.shape[1], hidden_states)
         state.count(reason or AVQ_CALL)
         if reason is not None:
             return super().__call__(attn, hidden_states, encoder_hidden_states)
@@ -54,16 +54,6 @@ class AVQJointProcessor(JointAttnProcessor2_0):
             return _project(attn, attended), encoder_hidden_states
         image, text = attended.split([key.shape[2], text_key.shape[2]], dim=2)
         return _project(attn, image), attn.to_add_out(_merged(text))
-
-
-def _exact_because(state: LayerState, hidden_states: Tensor) -> str | None:
-    """Why this call runs exact attention; None if it runs AVQ."""
-    reason = state.off_because()
-    if reason is not None:
-        return reason
-    if not state.is_on_grid(hidden_states.shape[1]):
-        return "tokens are not the grid"
-    return state.routed_because(hidden_states.shape[1], hidden_states)
 
 
 def _image_heads(attn: Attention, hidden_states: Tensor) -> list[Tensor]:

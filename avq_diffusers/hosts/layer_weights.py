@@ -41,15 +41,10 @@ class LayerWeights:
         return self.stored_codebook is not None or self.stored_changes is not None
 
     def project_heads(self, attn: Attention, name: str, hidden_states: Tensor) -> Tensor:
-        """Project tokens to the queries, keys or values that AVQ sees.
+        """Queries, keys or values that AVQ sees: (B, H, N, D) view of (B, N, H, D) memory.
 
-        Args:
-            attn: the layer, on the device of these weights.
-            name: `"to_q"`, `"to_k"` or `"to_v"`. Keys pass the key norm.
-            hidden_states: (B, N, channels).
-
-        Returns:
-            (B, H, N, D) view of (B, N, H, D) memory, dtype of the projection.
+        `name` is `"to_q"`, `"to_k"` or `"to_v"`, hidden_states (B, N, channels). Keys pass the key
+        norm.
         """
         projected = project(getattr(attn, name), name, hidden_states, self.projection_changes)
         heads = projected.unflatten(-1, (attn.heads, -1)).transpose(1, 2)

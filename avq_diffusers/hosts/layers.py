@@ -1,11 +1,12 @@
 """The self-attention layers of a model, whatever its kind, and the choice among them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from torch import nn
 
+from avq_diffusers.codebook.tensor_files import check_names
 from avq_diffusers.config import LARGEST_COUNT, check_int, is_within
 
 # Under these names, wrappers of modules inside a model hold what they wrap.
@@ -85,13 +86,7 @@ def chosen_layers(
     exact: tuple[str, ...],
     overrides: Iterable[str],
 ) -> list[AnyLayer]:
-    """The layers at these levels that do not stay exact.
-
-    Args:
-        layers: of a model.
-        levels: to choose, 0 being the highest resolution; None chooses all.
-        exact: names of layers to leave out, or of modules to leave out with all their layers.
-        overrides: keys of `AVQConfig.overrides`.
+    """The layers at these levels that do not stay exact; arguments as `select_layers`.
 
     Raises:
         ValueError: a level has no layer, a name of `exact` matches none at these levels, no layer
@@ -123,6 +118,24 @@ def chosen_layers(
                 f"{key!r}; one of them is {chosen[0].name} at level {chosen[0].level}."
             )
     return chosen
+
+
+def check_specs(
+    subject: str, specs: Mapping[str, LayerSpec], layers: Sequence[LayerSpec], has: str
+) -> None:
+    """Refuse the layers of another model than the one that `specs` are of.
+
+    Raises:
+        ValueError: names or shapes differ.
+    """
+    check_names(f"{subject} of another model", specs, [layer.name for layer in layers])
+    for layer in layers:
+        spec = specs[layer.name]
+        if (layer.num_heads, layer.head_dim) != (spec.num_heads, spec.head_dim):
+            raise ValueError(
+                f"{subject} of another model: {layer.name} has {layer.num_heads} heads of dim "
+                f"{layer.head_dim}, but {has} {spec.num_heads} of dim {spec.head_dim}."
+            )
 
 
 def own_name(path: str) -> str:

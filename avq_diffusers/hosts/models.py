@@ -98,9 +98,7 @@ def main_model(pipe: DiffusionPipeline | nn.Module) -> Hosted:
 
 
 def unet_of(pipe: DiffusionPipeline | nn.Module) -> Any:
-    """The UNet of a pipeline, or that in `pipe` if it is a UNet itself, wrapped or not.
-
-    A compiled UNet stays in the wrapper of `torch.compile`.
+    """The UNet of a pipeline, or that in a module, in its wrapper of `torch.compile` if it has one.
 
     Raises:
         TypeError: `pipe` has no UNet, or several.

@@ -12,10 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from avq_diffusers.codebook.tensor_files import check_names
 from avq_diffusers.config import AVQConfig, Sizes, check_int
 from avq_diffusers.files import atomic_write
-from avq_diffusers.hosts.layers import LayerSpec
+from avq_diffusers.hosts.layers import LayerSpec, check_specs
 from avq_diffusers.hosts.refinement import EXACT, SizeSchedule
 from avq_diffusers.hosts.state import LayerState
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS
@@ -129,15 +128,7 @@ class ErrorProfile:
             ValueError: a layer is missing, unexpected or of another head shape.
         """
         own = {one.layer.name: one.layer for one in self.layers}
-        check_names("error profile of another model", own, [layer.name for layer in layers])
-        for layer in layers:
-            measured = own[layer.name]
-            if (layer.num_heads, layer.head_dim) != (measured.num_heads, measured.head_dim):
-                raise ValueError(
-                    f"error profile of another model: {layer.name} has {layer.num_heads} heads of "
-                    f"dim {layer.head_dim}, but was measured with {measured.num_heads} of dim "
-                    f"{measured.head_dim}."
-                )
+        check_specs("error profile", own, layers, "was measured with")
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, in one step.
@@ -198,17 +189,7 @@ class ErrorProfile:
 def chosen_sizes(
     states: Mapping[LayerSpec, LayerState], profile: ErrorProfile, tolerance: float
 ) -> dict[LayerState, SizeSchedule]:
-    """The sizes of layers by timestep that are within a tolerance.
-
-    Args:
-        states: of all layers that AVQ is applied to, named as in the profile.
-        profile: of these layers.
-        tolerance: the largest relative error of a layer's attention; above 0.
-
-    Raises:
-        TypeError: `tolerance` is not a number.
-        ValueError: it is not above 0, or the profile is of other layers.
-    """
+    """The sizes of layers by timestep that are within a tolerance; errors as in `apply_avq`."""
     plan = profile.within(tolerance)
     profile.check_layers([*states])
     return {
@@ -229,12 +210,7 @@ def note_measurements(
 
 
 def checked_tolerance(tolerance: Any) -> float:
-    """Return a tolerance.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is not above 0, or not finite.
-    """
+    """Return a tolerance, or raise a TypeError or ValueError that says why it is none."""
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool):
         raise TypeError(f"tolerance must be a number such as 0.1, but got {tolerance!r}.")
     if not 0 < tolerance < math.inf:

@@ -18,11 +18,8 @@ def project(
 ) -> Tensor:
     """Run a projection with its changes.
 
-    Args:
-        layer: the projection.
-        name: its path in the attention layer, such as `"to_out.0"`.
-        hidden_states: (B, N, channels).
-        changes: what is added to weights and biases, by their paths; None for nothing.
+    `name` is its path in the attention layer, such as `"to_out.0"`. `changes` are added to weights
+    and biases, by their paths; None is nothing.
     """
     if changes is None:
         return layer(hidden_states)

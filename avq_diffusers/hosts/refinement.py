@@ -29,15 +29,7 @@ def planned_sizes(
     level: int | None,
     layer: str | None,
 ) -> dict[LayerState, SizeSchedule]:
-    """The sizes that `set_num_refined` gives to layers.
-
-    Args:
-        states: of the layers with AVQ, at least one.
-        num_refined, level, layer: as `set_num_refined`.
-
-    Raises:
-        TypeError, ValueError: as `set_num_refined`.
-    """
+    """The sizes that `set_num_refined` gives to layers; arguments and errors are its own."""
     names = ", ".join(found.name for found in states)
     chosen = {
         found: state
@@ -95,11 +87,7 @@ def set_sizes(hosted: Hosted, schedules: Mapping[LayerState, SizeSchedule]) -> N
 
 
 def check_schedules(host: Host, schedules: Mapping[LayerState, SizeSchedule]) -> None:
-    """Refuse sizes that change with the timestep of calls that have none.
-
-    Raises:
-        ValueError: as `set_sizes`.
-    """
+    """Refuse sizes that change with the timestep of calls that have none."""
     if not host.has_timesteps and any(len(schedule) > 1 for schedule in schedules.values()):
         raise ValueError(f"a {host.kind} has no schedules by timestep, but got one.")
 

@@ -118,12 +118,9 @@ class LayerRoute:
         return 0
 
     def learn(self, workload: Workload, device: torch.device, *, measure: bool) -> None:
-        """Find out from how many tokens on AVQ is faster on a GPU.
+        """Find out from how many tokens on AVQ is faster on a GPU; elsewhere AVQ always runs.
 
-        Args:
-            workload: of the call to come.
-            device: that it runs on; on other devices than GPUs AVQ always runs.
-            measure: measure what nobody has measured, unless a CUDA graph is being captured.
+        With `measure`, what nobody has measured is measured, unless a CUDA graph is being captured.
         """
         is_open = self.route == "fastest" and self.chosen_at is None
         if not is_open or device.type != "cuda" or workload in self.break_even:
@@ -218,7 +215,11 @@ def _both_attentions(
     workload: Workload, num_tokens: int, device: torch.device, num_heads: int
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """AVQ and exact attention of the same random tokens."""
-    query, key, value = _random_tokens(workload, num_tokens, device, num_heads)
+    generator = torch.Generator(device).manual_seed(0)
+    batch = max(1, workload.batch_heads // num_heads)
+    size = (3, batch, num_tokens, num_heads, workload.head_dim)
+    tokens = torch.randn(size, generator=generator, device=device).to(workload.dtype)
+    query, key, value = tokens.transpose(2, 3)
     avq = partial(
         avq_attention,
         query,
@@ -230,17 +231,6 @@ def _both_attentions(
         query_order=torch.arange(num_tokens, device=device),
     )
     return avq, partial(F.scaled_dot_product_attention, query, key, value)
-
-
-def _random_tokens(
-    workload: Workload, num_tokens: int, device: torch.device, num_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    batch = max(1, workload.batch_heads // num_heads)
-    size = (3, batch, num_tokens, num_heads, workload.head_dim)
-    tokens = torch.randn(size, generator=generator, device=device).to(workload.dtype)
-    query, key, value = tokens.transpose(2, 3)
-    return query, key, value
 
 
 def _eager_milliseconds(function: Callable[[], Tensor]) -> float:

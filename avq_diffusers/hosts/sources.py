@@ -7,7 +7,7 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import Layer, chosen_layers
-from avq_diffusers.hosts.state import AttentionFunction, LayerState
+from avq_diffusers.hosts.state import LayerState
 
 # Codewords from the keys of each call, or stored ones.
 AVQSource: TypeAlias = AVQConfig | AVQCodebooks
@@ -36,12 +36,7 @@ def default_config(layers: Sequence[Layer]) -> AVQConfig:
 def make_states(
     layers: Sequence[Layer], source: AVQSource | None, backend: str, route: str | int
 ) -> dict[Layer, LayerState]:
-    """New states for the layers of a model that `source` chooses.
-
-    Args:
-        layers: all of the model.
-        source: codebooks or sizes; None is `default_config`.
-        backend, route: as for `apply_avq`.
+    """New states for the layers of a model that `source` chooses; None is `default_config`.
 
     Raises:
         ValueError: codebooks belong to another model, or a configuration needs codebooks, or does
@@ -69,28 +64,15 @@ def make_states(
 
 
 def states_of_config(
-    layers: Sequence[Layer],
-    config: AVQConfig,
-    backend: str = "auto",
-    route: str | int = "always",
-    function: AttentionFunction | None = None,
+    layers: Sequence[Layer], config: AVQConfig, backend: str = "auto", route: str | int = "always"
 ) -> dict[Layer, LayerState]:
     """New states for the layers of a configuration, without codebooks.
-
-    Args:
-        layers: all of the model.
-        config: sizes and layers.
-        backend, route: as for `apply_avq`.
-        function: what computes attention in place of AVQ; None for AVQ.
 
     Raises:
         ValueError: the configuration does not fit the layers.
     """
     chosen = chosen_layers(layers, config.levels, config.exact, config.overrides)
-    states = {
+    return {
         x: LayerState(x, config.for_layer(x.name, x.level), LayerWeights(), backend, route)
         for x in chosen
     }
-    for state in states.values():
-        state.function = function
-    return states

@@ -138,13 +138,7 @@ class LayerState(Replaced):
         self.route.chosen_at = num_tokens
 
     def enter(self, tokens: Tokens, exact_because: str | None, num_beside: int = 0) -> None:
-        """Begin a call for the tokens of a grid.
-
-        Args:
-            tokens: of the model.
-            exact_because: why the layer runs exact attention, such as what acts on its scores.
-            num_beside: how many other tokens attend with those of the grid.
-        """
+        """Begin a call for the tokens of a grid, beside which `num_beside` others attend."""
         hidden_states, dtype, grid, _, beside_first = tokens
         device, order = hidden_states.device, None
         if isinstance(grid, str):
@@ -212,19 +206,36 @@ class LayerState(Replaced):
         """What acts on the scores of exact attention, and would miss AVQ; None if nothing does."""
         return score_interception() or backend_interception(self.usual_backend)
 
-    def is_on_grid(self, num_tokens: int) -> bool:
-        """Whether there are as many tokens as the grid has, none of them merged."""
+    @property
+    def num_beside(self) -> int:
+        """How many other tokens attend with those of the grid."""
         call = self.call.get()
-        order = None if call is None else call.query_order
-        return order is not None and order.shape[0] == num_tokens
+        return 0 if call is None else call.num_beside
 
-    def routed_because(self, num_tokens: int, hidden_states: Tensor) -> str | None:
-        """Why exact attention is the better one for that many tokens; None if AVQ is.
+    def exact_because(
+        self, num_tokens: int, hidden_states: Tensor, own: Iterable[tuple[Any, str]] = ()
+    ) -> str | None:
+        """Why a call of the layer runs exact attention; None if it runs AVQ.
 
         Args:
-            num_tokens: of the grid.
+            num_tokens: of the grid; fewer are left if some were merged.
             hidden_states: batch first, in the dtype of the attention.
+            own: reasons of the kind of model, each behind whether it holds.
         """
+        reason = self.off_because()
+        if reason is not None:
+            return reason
+        for holds, why in own:
+            if holds:
+                return why
+        call = self.call.get()
+        order = None if call is None else call.query_order
+        if order is None or order.shape[0] != num_tokens:
+            return "tokens are not the grid"
+        return self.routed_because(num_tokens, hidden_states)
+
+    def routed_because(self, num_tokens: int, hidden_states: Tensor) -> str | None:
+        """Why exact attention is the better one for that many tokens of a grid; None if AVQ is."""
         route, call = self.route, self.call.get()
         if num_tokens < route.few_tokens:
             return "few tokens"
@@ -262,14 +273,8 @@ class LayerState(Replaced):
     ) -> Tensor:
         """AVQ attention of the present call, as `avq_attention`.
 
-        Args:
-            query: (B, H, N, D) of the grid's N tokens, or (B, H, N + T, D) with those of a text.
-            key, value: (B, H, N, D) of the grid's.
-            sink_key, sink_value: (B, H, T, D), or None.
-            scale: factor on the logits; None is 1 / sqrt(D).
-
-        Returns:
-            As `query`, a view of (B, N, H, D) or (B, N + T, H, D) memory.
+        `query` has the grid's N tokens, or N + T with those of a text; the output is a view of
+        memory (B, N, H, D) or (B, N + T, H, D).
 
         Raises:
             NotImplementedError: ONNX exports the model.

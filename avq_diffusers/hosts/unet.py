@@ -6,7 +6,6 @@ The processor itself holds nothing that a call needs. Each chosen `Attention` ca
 """
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -54,13 +53,13 @@ CUSTOM_DIFFUSION = (
 OPTIONAL_ARGUMENTS = ("temb", "ip_adapter_masks", "ip_hidden_states")
 # What other tools replace to act on the attention of every layer.
 _GET_ATTENTION_SCORES = Attention.get_attention_scores
+OTHER_SCORES = "get_attention_scores is replaced"
 
 
 class Previous(NamedTuple):
-    """The processor of a layer before AVQ.
+    """The processor of a layer before AVQ, which serves the calls that AVQ does not.
 
     Attributes:
-        processor: serves the calls that AVQ does not.
         optional: of `OPTIONAL_ARGUMENTS`, those that it takes.
         is_plain: whether its self-attention is exact attention.
     """
@@ -126,9 +125,7 @@ class AVQProcessor(AttnProcessor2_0):
             UNET.refuse(model)
             states = make_states(UNET.layers(model), source, backend, route)
             install({Hosted(UNET, model, model, ""): states})
-            layers = [attn for attn in model.modules() if isinstance(attn, Attention)]
-            _warn_of_lost_arguments(layers)
-            for attn in layers:
+            for attn in (x for x in model.modules() if isinstance(x, Attention)):
                 if isinstance(attn.processor, nn.Module):
                     vars(attn).pop(ATTRIBUTE, None)
                     attn._avq = ReplacedModule(_previous(attn.processor))
@@ -199,33 +196,24 @@ def _exact_because(
     attention_mask: Tensor | None,
 ) -> str | None:
     """Why this call runs exact attention; None if it runs AVQ."""
-    reason = state.off_because()
-    if reason is not None:
-        return reason
-    if encoder_hidden_states is not None:
-        return "cross-attention"
-    if attention_mask is not None:
-        return "attention mask"
-    reason = _interception(attn)
-    if reason is not None:
-        return reason
-    if not state.is_on_grid(hidden_states.shape[1]):
-        return "tokens are not the grid"
-    if attn.norm_q is not None or attn.norm_k is not None:
-        return "query or key norm"
-    if attn.residual_connection:
-        return "residual connection"
-    return state.routed_because(hidden_states.shape[1], hidden_states)
+    return state.exact_because(
+        hidden_states.shape[1],
+        hidden_states,
+        (
+            (encoder_hidden_states is not None, "cross-attention"),
+            (attention_mask is not None, "attention mask"),
+            (_has_other_scores(attn), OTHER_SCORES),
+            (attn.norm_q is not None or attn.norm_k is not None, "query or key norm"),
+            (attn.residual_connection, "residual connection"),
+        ),
+    )
 
 
-def _interception(attn: Attention) -> str | None:
-    """What acts on the scores of UNets alone."""
-    if (
+def _has_other_scores(attn: Attention) -> bool:
+    return (
         Attention.get_attention_scores is not _GET_ATTENTION_SCORES
         or "get_attention_scores" in attn.__dict__
-    ):
-        return "get_attention_scores is replaced"
-    return None
+    )
 
 
 def _attend(attn: Attention, state: LayerState, hidden_states: Tensor) -> Tensor:
@@ -325,7 +313,7 @@ class UNetHost(Host):
         return Other(type(processor).__name__, _is_plain(processor))
 
     def interception(self, state: LayerState, attn: Attention) -> str | None:
-        return state.interception() or _interception(attn)
+        return state.interception() or (OTHER_SCORES if _has_other_scores(attn) else None)
 
     def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
         return _TransformerWatch(self, layers, others)
@@ -356,23 +344,6 @@ def _is_plain(processor: AttentionProcessor) -> bool:
     if type(processor) in CUSTOM_DIFFUSION:
         return not (processor.train_kv or processor.train_q_out)
     return type(processor) in PLAIN_PROCESSORS
-
-
-def _warn_of_lost_arguments(layers: Sequence[Attention]) -> None:
-    # diffusers passes a processor the arguments that it names.
-    known = {*inspect.signature(AVQProcessor.__call__).parameters, "args", "kwargs"}
-    lost = {
-        name
-        for attn in layers
-        for name in inspect.signature(attn.processor.__call__).parameters
-        if not _is_plain(attn.processor) and name not in known
-    }
-    if lost:
-        warnings.warn(
-            f"the arguments {', '.join(sorted(lost))} of cross_attention_kwargs no longer reach "
-            f"the processors that take them; apply_avq leaves those in place.",
-            stacklevel=3,
-        )
 
 
 def _level(unet: Any, name: str) -> int:

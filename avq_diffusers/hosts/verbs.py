@@ -23,7 +23,7 @@ from avq_diffusers.hosts.examples import as_examples
 from avq_diffusers.hosts.host import Host, Hosted, install, installed, uninstall
 from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.measurement import measure_profile
+from avq_diffusers.hosts.measurement import measure_error
 from avq_diffusers.hosts.models import AnyModel, all_models_of, models_of, name_of, select_layers
 from avq_diffusers.hosts.profile import (
     ErrorProfile,
@@ -177,60 +177,6 @@ def _resolved(
     if examples is None:
         raise TypeError(f"a tolerance needs {host.examples}=... to measure on, or an ErrorProfile.")
     return measure_error(pipe, examples, source, **measurement)
-
-
-def measure_error(
-    pipe: DiffusionPipeline | nn.Module,
-    examples: Sequence[str] | Tensor | Sequence[Tensor],
-    config: AVQConfig | None = None,
-    *,
-    num_inference_steps: int = 6,
-    parts: int | None = None,
-    seed: int = 0,
-    progress: bool = True,
-    **arguments: Any,
-) -> ErrorProfile:
-    """Measure the error of AVQ at several sizes in every layer, while the model runs exact.
-
-    The error is |avq - exact| / |exact| of the attention of all heads before the output projection,
-    over all tokens that query, and the largest over the calls. It holds for images of the size that
-    was measured; four prompts or more make it hold for other prompts. The model is left as it was.
-
-    Args:
-        pipe: a pipeline with a `unet` or a `transformer`, or a vision model.
-        examples: prompts, of which number i runs with seed `seed + i`; of a vision model,
-            `pixel_values` (B, C, H, W), or several batches of one height and width.
-        config: levels, exact layers, tiles and updates; its sizes join those that are measured.
-            None is the finest level with self-attention.
-        num_inference_steps: denoising steps of each prompt.
-        parts: how many equal parts of the training timesteps may get sizes of their own. A part
-            without a denoising step takes the sizes of the part before. None is 3 for a UNet and 1
-            for other models, which take no other number.
-        seed: of the noise.
-        progress: show a progress bar.
-        **arguments: further arguments of the pipeline's or model's call, such as `height`.
-
-    Returns:
-        A profile for `apply_avq(pipe, profile, tolerance=0.1)`.
-
-    Raises:
-        TypeError: AVQ does not know the model, it needs a pipeline to run, or an argument has the
-            wrong type or is one that is set for each prompt.
-        ValueError: there is no example, step, part or layer; `config` has overrides, stored
-            codewords or a key norm; attention has NaN or infinity; or several
-            parts are asked of a model or sampler without training timesteps.
-        RuntimeError: AVQ would serve no call of a layer; the message says why.
-    """
-    return measure_profile(
-        pipe,
-        examples,
-        config,
-        num_inference_steps=num_inference_steps,
-        parts=parts,
-        seed=seed,
-        progress=progress,
-        arguments=arguments,
-    )
 
 
 def remove_avq(pipe: AnyModel) -> AnyModel:

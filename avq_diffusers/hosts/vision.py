@@ -50,13 +50,8 @@ def vision_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in a layer with AVQ, or hand the call to the layer's previous function.
 
-    Args:
-        module: the layer.
-        query, key, value: (B, H, N, D).
-        attention_mask, dropout, scaling, **arguments: as every function of the interface.
-
-    Returns:
-        (B, N, H, D), and the attention weights if the previous function gives them.
+    It takes what every function of the interface takes, query, key and value being (B, H, N, D),
+    and returns (B, N, H, D), with the attention weights if the previous function gives them.
     """
     state: LayerState = getattr(module, ATTRIBUTE)
     reason = _exact_because(module, state, query, key, value, attention_mask, dropout, arguments)
@@ -84,32 +79,21 @@ def _exact_because(
     arguments: dict[str, Any],
 ) -> str | None:
     """Why this call runs exact attention; None if it runs AVQ."""
-    reason = state.off_because()
-    if reason is not None:
-        return reason
-    if attention_mask is not None:
-        return "attention mask"
-    if arguments.get("is_causal") or module.is_causal:
-        return "causal attention"
-    if dropout:
-        return "dropout"
-    if arguments.get("output_attentions") or "attentions" in (_active_collector.get() or ()):
-        return "attention weights"
-    for name in CHANGING_ARGUMENTS:
-        if arguments.get(name) is not None:
-            return name
-    if not query.shape == key.shape == value.shape:
-        return "keys of another shape"
-    num_patches = query.shape[2] - _num_sinks(state)
-    if not state.is_on_grid(num_patches):
-        return "tokens are not the grid"
-    return state.routed_because(num_patches, query)
-
-
-def _num_sinks(state: LayerState) -> int:
-    call = state.call.get()
-    assert call is not None
-    return call.num_beside
+    wants_weights = arguments.get("output_attentions") or "attentions" in (
+        _active_collector.get() or ()
+    )
+    return state.exact_because(
+        query.shape[2] - state.num_beside,
+        query,
+        (
+            (attention_mask is not None, "attention mask"),
+            (arguments.get("is_causal") or module.is_causal, "causal attention"),
+            (dropout, "dropout"),
+            (wants_weights, "attention weights"),
+            *((arguments.get(name) is not None, name) for name in CHANGING_ARGUMENTS),
+            (not query.shape == key.shape == value.shape, "keys of another shape"),
+        ),
+    )
 
 
 def _attend(
@@ -118,7 +102,7 @@ def _attend(
     """(B, N, H, D)."""
     # Rotated queries and keys may be wider than the values.
     query, key = query.to(value.dtype), state.weights.normed(key).to(value.dtype)
-    sinks = _num_sinks(state)
+    sinks = state.num_beside
     output = state.attend(
         query[:, :, sinks:],
         key[:, :, sinks:],

@@ -1,18 +1,22 @@
 """The model card of an export, and its upload to the Hub."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import yaml
 from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
 
 from avq_diffusers.files import atomic_write
-from distill.config import DistillConfig, ObjectiveConfig, public_name
+from distill.config import DistillConfig
+from distill.config_file import plain_values
 
 CARD = "README.md"
 MINI = "mini-sd"
+PATHS = ("path", "captions", "cache")
 # Those of the library below are no OSError where there is no network.
 HTTP_ERRORS = (OSError, *HfHubHTTPError.__bases__)
 LOADING = {
@@ -47,15 +51,21 @@ def write_card(
 
 
 def model_card(config: DistillConfig, training: Mapping[str, Any], *, source: str) -> str:
-    """The model card of an export, as Markdown with the metadata of the Hub."""
-    base, data = config.base_model_name, config.data
-    source_name = None
-    if data.path is not None:
-        is_from_hub = data.source == "huggingface"
-        source_name = public_name(data.path) if is_from_hub else Path(data.path).name
+    """The model card of an export, as Markdown with the metadata of the Hub.
+
+    Of local folders and files it has the names only.
+    """
+    data, base = config.data, config.base_model_name
+    from_hub = data.source == "huggingface" and not Path(data.path).exists()
+    files = {
+        name: value and Path(value).name for name, value in vars(data).items() if name in PATHS
+    }
+    if from_hub:
+        files["path"] = data.path
+    published = replace(config, base_model=base, data=replace(data, **files))
     metadata = ModelCardData(
         base_model=base if "/" in base else None,
-        datasets=[source_name] if source_name and "/" in source_name else None,
+        datasets=[data.path] if from_hub else None,
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=["avq-attention", "distillation"],
@@ -64,29 +74,22 @@ def model_card(config: DistillConfig, training: Mapping[str, Any], *, source: st
     model = f'"{base}"'
     if base == MINI:
         imports, model = f"{imports}\nfrom avq_diffusers.mini import MINI_SD", "MINI_SD"
-    numbers = {name: f"{value:.4g}" for name, value in training["losses"].items()}
-    numbers |= _layer_means(training["layers"])
-    settings = {
-        "base model": base,
-        "attention": _attention(config),
-        "levels of the UNet": ", ".join(map(str, config.avq.levels)),
-        "layers that stay exact": ", ".join(config.avq.exact) or "none",
-        "trained weights": _trained(config),
-        "image size": f"{config.image_size} pixels",
-        "steps": f"{training['steps']} of {config.batch_size} images",
-        "learning rate": f"{config.learning_rate:g}, {config.schedule}",
-        "weights of the losses by timestep": config.objective.weighting_scheme,
-        "loss between guided predictions": _guidance(config.objective),
-        "precision": config.precision,
-        "data": " ".join(filter(None, (data.source, source_name, data.split))),
-        "preprocessing": data.preprocessing,
-        "seed": str(config.seed),
+    layers = training["layers"].values()
+    names = dict.fromkeys(name for metrics in layers for name in metrics)
+    numbers = training["losses"] | {
+        f"{name.replace('_', ' ')}, mean over layers": mean(x[name] for x in layers if name in x)
+        for name in names
     }
+    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in numbers.items())
+    title = (
+        "LinFusion's linear attention" if config.attention == "linfusion" else f"AVQ {config.avq}"
+    )
+    settings = yaml.safe_dump(plain_values(published), sort_keys=False)
     return f"""---
 {metadata.to_yaml()}
 ---
 
-# {_attention(config)} for {base}
+# {title} for {base}
 
 Self-attention layers of {base}, distilled from exact attention by
 `python -m distill --config configs/{training["config"]}.yaml` of avq-diffusers.
@@ -99,16 +102,19 @@ pipe = StableDiffusionPipeline.from_pretrained({model})
 {load.format(source=source)}
 ```
 
-## Training
-
-{_table(settings)}
-
 ## Metrics
 
 Of the last steps of the training; they say nothing about images. `config.json` has those of each
 layer, and the versions of all packages.
 
-{_table(numbers)}
+| | |
+|---|---|
+{rows}
+
+## Training
+
+```yaml
+{settings}```
 """
 
 
@@ -145,39 +151,3 @@ def push(folder: Path, repo: str) -> None:
             f"{folder} is complete, but could not be pushed to {repo} ({error}); repeat the "
             f"command with --resume."
         ) from error
-
-
-def _attention(config: DistillConfig) -> str:
-    if config.attention == "linfusion":
-        return "LinFusion's linear attention"
-    kind = "own" if config.codebooks is None else "stored"
-    number = config.avq.num_updates
-    updates = f", {number} update{'s' * (number > 1)}" if number else ""
-    return f"AVQ {config.avq} with {kind} codewords{updates}"
-
-
-def _guidance(objective: ObjectiveConfig) -> str:
-    if objective.guided_weight == 0:
-        return "none"
-    return f"weight {objective.guided_weight:g}, guidance scale {objective.guidance_scale:g}"
-
-
-def _trained(config: DistillConfig) -> str:
-    rank = config.objective.lora_rank
-    parts = ["projections" if rank is None else f"LoRAs of rank {rank} of the projections"]
-    parts += ["codebooks"] * (config.attention == "avq" and config.codebooks is not None)
-    return " and ".join(parts)
-
-
-def _layer_means(layers: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-    names = dict.fromkeys(name for metrics in layers.values() for name in metrics)
-    return {
-        f"{name.replace('_', ' ')}, mean over layers": (
-            f"{mean(metrics[name] for metrics in layers.values() if name in metrics):.4g}"
-        )
-        for name in names
-    }
-
-
-def _table(cells: Mapping[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {x} |" for name, x in cells.items())])

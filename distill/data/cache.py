@@ -7,6 +7,7 @@ processes build one cache.
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +92,18 @@ def open_cache(
         _begin(folder, fingerprint)
     _wait()
     _check(folder, fingerprint)
-    shards = [
-        range(start, min(start + SHARD, num_samples)) for start in range(0, num_samples, SHARD)
-    ]
+    paths = [shard_path(folder, number) for number in range(-(-num_samples // SHARD))]
     _build(
-        folder,
-        shards[process_index::num_processes],
+        [path for path in paths[process_index::num_processes] if not path.exists()],
         encode,
+        num_samples,
         batch_size,
         progress=process_index == 0,
     )
     _wait()
-    if missing := _missing(folder, shards):
+    if missing := [path for path in paths if not path.exists()]:
         raise ValueError(
-            f"{len(missing)} of {len(shards)} shards of the cache {folder} are missing; put it "
+            f"{len(missing)} of {len(paths)} shards of the cache {folder} are missing; put it "
             f"on a disk that all processes share."
         )
     if process_index == 0:
@@ -144,32 +143,23 @@ def _check(folder: Path, fingerprint: dict[str, Any]) -> None:
 
 
 def _build(
-    folder: Path, shards: list[range], encode: Encode, batch_size: int, *, progress: bool
+    paths: list[Path], encode: Encode, num_samples: int, batch_size: int, *, progress: bool
 ) -> None:
-    total = sum(len(shard) for shard in shards)
-    shards = _missing(folder, shards)
-    left = sum(len(shard) for shard in shards)
+    numbers = [int(path.stem.removeprefix("shard-")) for path in paths]
+    shards = [range(SHARD * i, min(SHARD * i + SHARD, num_samples)) for i in numbers]
     batches = [
-        list(shard[start : start + batch_size])
+        [list(shard[start : start + batch_size]) for start in range(0, len(shard), batch_size)]
         for shard in shards
-        for start in range(0, len(shard), batch_size)
     ]
-    encoded = encode(batches)
-    bar = tqdm(
-        desc="cache",
-        total=total,
-        initial=total - left,
-        unit="sample",
-        mininterval=2,
-        disable=not progress or not left,
-    )
-    with bar:
-        for shard in shards:
-            parts = []
-            for _ in range(0, len(shard), batch_size):
-                parts.append({name: value.half().cpu() for name, value in next(encoded).items()})
-                bar.update(len(parts[-1]["moments"]))
-            tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    encoded = encode(list(chain(*batches)))
+    total = sum(map(len, shards))
+    with tqdm(desc="cache", total=total, unit="sample", disable=not (progress and total)) as bar:
+        for path, shard, parts in zip(paths, shards, batches, strict=True):
+            found = [
+                {name: value.half().cpu() for name, value in batch.items()}
+                for batch in islice(encoded, len(parts))
+            ]
+            tensors = {name: torch.cat([batch[name] for batch in found]) for name in found[0]}
             for name, value in tensors.items():
                 if not value.isfinite().all():
                     raise FloatingPointError(
@@ -178,8 +168,8 @@ def _build(
                     )
             rows = zip(*tensors.values(), strict=True)
             checksums = [_checksum(dict(zip(tensors, row, strict=True))) for row in rows]
-            tensors[CHECKSUM] = torch.tensor(checksums)
-            _save(tensors, shard_path(folder, shard.start // SHARD))
+            _save({**tensors, CHECKSUM: torch.tensor(checksums)}, path)
+            bar.update(len(shard))
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -202,10 +192,6 @@ def _checksum(sample: Mapping[str, Tensor]) -> int:
     for name in sorted(sample):
         checksum = zlib.crc32(sample[name].contiguous().numpy(), checksum)
     return checksum
-
-
-def _missing(folder: Path, shards: list[range]) -> list[range]:
-    return [shard for shard in shards if not shard_path(folder, shard.start // SHARD).exists()]
 
 
 def _wait() -> None:

@@ -7,9 +7,8 @@ from distill.config_file import check_at_least, check_at_least_one_or_none, chec
 # For each source, the fields that it needs and the fields that it may have.
 SOURCES = {
     "scenes": (("num_samples",), ()),
-    "folder": (("path",), ("caption_column", "captions")),
+    "folder": (("path",), ("captions",)),
     "huggingface": (("path", "split", "image_column"), ("caption_column", "captions")),
-    "webdataset": (("path", "image_column"), ("caption_column", "captions")),
 }
 PREPROCESSINGS = ("crop", "linfusion")
 
@@ -19,16 +18,15 @@ class DataConfig:
     """The source of images and captions. Fields that a source does not use are None.
 
     Args:
-        source: `"scenes"`, the procedural scenes of mini-sd; `"folder"`, a folder of image files;
-            `"huggingface"`, a data set of the Hub or on disk; `"webdataset"`, a set of tars.
-        path: a folder of images or tars, a glob of tars, or the Hub id or folder of a data set.
-            Tars are read in place; the package `datasets` caches a Hub data set.
-        split: split of a Hugging Face data set, such as `"train"`.
-        image_column: column of the images. For tars, the file extension, such as `"jpg"`.
-        caption_column: column of the captions. For tars, the file extension, such as `"txt"`, or
-            extension and key, such as `"json.caption"`. For a folder, a column of its
-            metadata.jsonl, metadata.csv or metadata.parquet, whose `file_name` names the images;
-            None reads `fox.txt` for `fox.png`.
+        source: `"scenes"`, the procedural scenes of mini-sd; `"folder"`, a folder of image files
+            with captions beside them, `fox.txt` for `fox.png`; `"huggingface"`, what
+            `datasets.load_dataset` loads: a data set of the Hub, or a folder of Parquet files, of
+            webdataset tars, or of images with a metadata file.
+        path: the folder, or the Hub id of a data set.
+        split: split of a data set, such as `"train"`.
+        image_column: column of the images; for tars the extension, such as `"jpg"`.
+        caption_column: column of the captions, with the keys of a mapping after dots, such as
+            `"json.caption"`.
         captions: file that replaces the captions of the data set: a JSON list, or a text with one
             caption per line, in the order of the rows. Images of a folder are sorted by path.
         num_samples: number of samples to use, from the first; None uses all.
@@ -43,15 +41,15 @@ class DataConfig:
     """
 
     source: str
-    path: str | None
-    split: str | None
-    image_column: str | None
-    caption_column: str | None
-    captions: str | None
-    num_samples: int | None
-    preprocessing: str
-    cache: str | None
-    workers: int
+    path: str | None = None
+    split: str | None = None
+    image_column: str | None = None
+    caption_column: str | None = None
+    captions: str | None = None
+    num_samples: int | None = None
+    preprocessing: str = "crop"
+    cache: str | None = None
+    workers: int = 8
 
     def __post_init__(self) -> None:
         check_one_of(self, "source", SOURCES)
@@ -67,16 +65,5 @@ class DataConfig:
             raise ValueError("captions must be None when caption_column is given, or the reverse.")
         if self.image_column is not None and self.caption_column is self.captions is None:
             raise ValueError(f"source {self.source} needs caption_column or captions.")
-        image_column, caption_column = self.columns
-        if image_column == caption_column.split(".")[0]:
-            raise ValueError(
-                f"images and captions must be two columns, but image_column is {image_column} and "
-                f"caption_column {caption_column}."
-            )
         check_at_least_one_or_none(self, "num_samples")
         check_at_least(self, 0, "workers")
-
-    @property
-    def columns(self) -> tuple[str, str]:
-        """Columns of images and captions, with the defaults of sources that name none."""
-        return self.image_column or "image", self.caption_column or "caption"

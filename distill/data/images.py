@@ -24,8 +24,6 @@ UNREADABLE = (
     zlib.error,
     Image.DecompressionBombError,
 )
-# Formats that Pillow identifies but does not decode: data, video and drawings.
-FOREIGN = ("BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF")
 
 
 def read_rgb(file: str | BinaryIO) -> Image.Image:
@@ -45,13 +43,6 @@ def read_rgb(file: str | BinaryIO) -> Image.Image:
             white = Image.new("RGBA", upright.size, "white")
             upright = Image.alpha_composite(white, upright.convert("RGBA"))
         return upright.convert("RGB")
-
-
-def image_extensions() -> set[str]:
-    """Return the extensions of files that `read_rgb` reads, such as `.png`."""
-    formats = Image.registered_extensions()
-    decoded = Image.OPEN.keys() - set(FOREIGN)
-    return {extension for extension, name in formats.items() if name in decoded}
 
 
 def crop(image: Image.Image, size: int) -> Tensor:

@@ -10,7 +10,6 @@ from torch.utils.data import Dataset
 from avq_diffusers.mini import TRAINING_SEEDS, render, sample_scene
 from distill.data.config import DataConfig
 from distill.data.images import PREPROCESS, UNREADABLE, read_rgb, to_tensor
-from distill.data.tars import TarRows
 
 if TYPE_CHECKING:
     import datasets
@@ -21,7 +20,10 @@ class BrokenSample(ValueError):
 
 
 class SceneSamples(Dataset):
-    """The first scenes of mini-sd's training range, rendered when they are read."""
+    """The first scenes of mini-sd's training range, rendered when they are read.
+
+    `fingerprint` is a digest of the first ones.
+    """
 
     def __init__(self, num_samples: int, image_size: int) -> None:
         if num_samples > len(TRAINING_SEEDS):
@@ -30,7 +32,11 @@ class SceneSamples(Dataset):
             )
         self.seeds = TRAINING_SEEDS[:num_samples]
         self.image_size = image_size
-        self[0]  # raises for a size that scenes do not have
+        digest = hashlib.sha256()
+        for sample in map(self.__getitem__, range(min(8, num_samples))):  # raises for a wrong size
+            digest.update(sample["image"].numpy())
+            digest.update(sample["caption"].encode())
+        self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self.seeds)
@@ -39,18 +45,9 @@ class SceneSamples(Dataset):
         scene = sample_scene(self.seeds[index])
         return {"image": to_tensor(render(scene, self.image_size)), "caption": scene.caption}
 
-    def fingerprint(self) -> str:
-        """Return a digest of the first scenes."""
-        digest = hashlib.sha256()
-        for index in range(min(8, len(self))):
-            sample = self[index]
-            digest.update(sample["image"].numpy())
-            digest.update(sample["caption"].encode())
-        return digest.hexdigest()
-
 
 class RowSamples(Dataset):
-    """Rows of a folder, a `datasets.Dataset` or tars.
+    """Rows of a folder or a `datasets.Dataset`.
 
     Reading a row raises `BrokenSample` if its image is damaged, or its caption is missing or not
     text.
@@ -61,24 +58,24 @@ class RowSamples(Dataset):
         config: columns, number of samples, preprocessing, and the path for messages. Dots in the
             caption column separate the column from keys of its mapping.
         image_size: S.
-        origin: digest of what the rows were made from.
+        fingerprint: digest of what the rows were made from.
     """
 
     def __init__(
         self,
-        rows: "datasets.Dataset | TarRows | list[dict[str, Any]]",
+        rows: "datasets.Dataset | list[dict[str, Any]]",
         captions: list[str] | None,
         config: DataConfig,
         image_size: int,
-        origin: str,
+        fingerprint: str,
     ) -> None:
         self.rows = rows
         self.captions = captions
         self.num_samples = len(rows) if config.num_samples is None else config.num_samples
-        self.columns = config.columns
+        self.columns = config.image_column or "image", config.caption_column or "caption"
         self.path = config.path
         self.preprocess = partial(PREPROCESS[config.preprocessing], size=image_size)
-        self.origin = origin
+        self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         return self.num_samples
@@ -87,10 +84,7 @@ class RowSamples(Dataset):
         if index >= len(self):
             raise IndexError(f"there are {len(self)} samples, but got index {index}.")
         name = f"sample {index} of {self.path}"
-        try:
-            row = self.rows[index]
-        except ValueError as error:
-            raise BrokenSample(f"{name} cannot be read: {str(error).rstrip('.')}") from error
+        row = self.rows[index]
         image_column, caption_column = self.columns
         file = row[image_column] or {"path": None, "bytes": b""}
         name += f" ({file['path']})" if file["path"] else ""
@@ -111,7 +105,3 @@ class RowSamples(Dataset):
         except UNREADABLE as error:
             raise BrokenSample(f"{name} cannot be read: {error}") from error
         return {"image": self.preprocess(image), "caption": caption}
-
-    def fingerprint(self) -> str:
-        """Return a digest of what the rows were made from."""
-        return self.origin

@@ -61,15 +61,14 @@ class EncodedSamples:
         self.workers = config.workers
         self.cached = None
         if config.cache is not None:
+            free = ("cache", "workers")
             fingerprint = {
-                **asdict(config),
+                **{name: value for name, value in asdict(config).items() if name not in free},
                 "image_size": image_size,
                 "num_samples": len(samples),
-                "content": samples.fingerprint(),
+                "content": samples.fingerprint,
                 **encoder.fingerprint(),
             }
-            for name in ("cache", "workers"):
-                del fingerprint[name]
             self.cached = open_cache(
                 config.cache,
                 fingerprint,
@@ -81,22 +80,9 @@ class EncodedSamples:
             )
 
     def batches(
-        self,
-        *,
-        batch_size: int,
-        seed: int,
-        first_sample: int,
-        process_index: int,
-        num_processes: int,
+        self, *, batch_size: int, num_processes: int, **order: int
     ) -> Iterator[dict[str, Tensor]]:
-        """Return the endless batches of one process in the order of `sample_order`.
-
-        Args:
-            batch_size: samples per batch and process.
-            seed: seed of the permutations, at least 0.
-            first_sample: number of samples that all processes together have seen so far.
-            process_index: index of this process.
-            num_processes: number of processes.
+        """Return the endless batches of one process; the arguments are those of `sample_order`.
 
         Raises:
             ValueError: there are fewer samples than one batch over all processes.
@@ -104,20 +90,15 @@ class EncodedSamples:
                 (while iterating).
             OSError: the data can no longer be read (while iterating).
         """
-        if len(self.samples) < batch_size * num_processes:
+        num_samples = len(self.samples)
+        if num_samples < batch_size * num_processes:
             raise ValueError(
                 f"one batch over all processes takes {batch_size} x {num_processes} samples, but "
-                f"the data has {len(self.samples)}."
+                f"the data has {num_samples}."
             )
-        order = sample_order(
-            len(self.samples),
-            batch_size=batch_size,
-            seed=seed,
-            first_sample=first_sample,
-            process_index=process_index,
-            num_processes=num_processes,
-        )
-        return self._encode(order) if self.cached is None else self._read_cache(order)
+        sizes = {"batch_size": batch_size, "num_processes": num_processes}
+        indices = sample_order(num_samples, **sizes, **order)
+        return self._encode(indices) if self.cached is None else self._read_cache(indices)
 
     def _encode(self, order: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
         replaced = set()
@@ -154,6 +135,14 @@ def sample_order(
     Epoch e is a random permutation with seed (seed, e). Sample s of the run is number s modulo n of
     epoch s // n. From `first_sample` on, each `num_processes * batch_size` consecutive samples are
     split among the processes in order. Nothing else decides the order.
+
+    Args:
+        num_samples: n.
+        batch_size: samples per batch and process.
+        seed: seed of the permutations, at least 0.
+        first_sample: number of samples that all processes together have seen so far.
+        process_index: index of this process.
+        num_processes: number of processes.
     """
     epoch, permutation = -1, None
     for start in count(first_sample + process_index * batch_size, batch_size * num_processes):

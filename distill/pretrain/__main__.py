@@ -3,9 +3,8 @@
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -28,20 +27,15 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file with every field.")]
 Output = Annotated[Path, typer.Option(help="Folder of the run.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")]
 Overrides = Annotated[list[str], typer.Option("--set", help="key=value, replaces the file's.")]
 
 
 @app.command()
-def vae(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
+def vae(config: ConfigPath, output: Output, overrides: Overrides = ()):
     """Train the VAE; the result is OUTPUT/vae."""
+    from distill.pretrain.vae import VAETask
 
-    def make_task(values: VAEConfig, accelerator: "Accelerator") -> "Task":
-        from distill.pretrain.vae import VAETask
-
-        return VAETask(values, output, accelerator)
-
-    _train(VAEConfig, make_task, config, output, resume, overrides)
+    _train(VAEConfig, VAETask, config, output, overrides)
 
 
 @app.command()
@@ -49,46 +43,36 @@ def sd(
     config: ConfigPath,
     output: Output,
     vae: Annotated[Path | None, typer.Option(help="Folder of the VAE's run.")] = None,
-    resume: Resume = False,
     overrides: Overrides = (),
 ):
     """Train UNet and text encoder; the result is OUTPUT/model."""
+    from distill.pretrain.sd import SDTask
 
-    def make_task(values: SDConfig, accelerator: "Accelerator") -> "Task":
+    def make_task(values: SDConfig, *arguments: Any) -> SDTask:
         if (vae is None) == (values.init_from is None):
             raise ValueError("give either --vae or init_from (an export contains its own VAE).")
         vae_folder = (vae or Path(values.init_from)) / "vae"
         if not vae_folder.is_dir():
             raise FileNotFoundError(f"{vae_folder} does not exist: there is no trained VAE.")
-        from distill.pretrain.sd import SDTask
+        return SDTask(values, *arguments, vae_folder)
 
-        return SDTask(values, output, accelerator, vae_folder)
-
-    _train(SDConfig, make_task, config, output, resume, overrides)
+    _train(SDConfig, make_task, config, output, overrides)
 
 
 @app.command()
-def sd3(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
+def sd3(config: ConfigPath, output: Output, overrides: Overrides = ()):
     """Train the transformer of mini-sd3 on mini-sd's latents; the result is OUTPUT/model."""
+    from distill.pretrain.sd3 import SD3Task
 
-    def make_task(values: SD3Config, accelerator: "Accelerator") -> "Task":
-        from distill.pretrain.sd3 import SD3Task
-
-        return SD3Task(values, output, accelerator)
-
-    _train(SD3Config, make_task, config, output, resume, overrides)
+    _train(SD3Config, SD3Task, config, output, overrides)
 
 
 @app.command()
-def scorer(config: ConfigPath, output: Output, resume: Resume = False, overrides: Overrides = ()):
+def scorer(config: ConfigPath, output: Output, overrides: Overrides = ()):
     """Train the scorer; the result is OUTPUT/scorer."""
+    from distill.pretrain.scorer import ScorerTask
 
-    def make_task(values: ScorerConfig, accelerator: "Accelerator") -> "Task":
-        from distill.pretrain.scorer import ScorerTask
-
-        return ScorerTask(values, output, accelerator)
-
-    _train(ScorerConfig, make_task, config, output, resume, overrides)
+    _train(ScorerConfig, ScorerTask, config, output, overrides)
 
 
 @app.command()
@@ -107,48 +91,29 @@ def export(
 
 def _train(
     kind: type[ConfigType],
-    make_task: Callable[[ConfigType, "Accelerator"], "Task"],
+    make_task: Callable[[ConfigType, Path, "Accelerator"], "Task"],
     path: Path,
     output: Path,
-    resume: bool,
     overrides: list[str],
 ) -> None:
     started = time.monotonic()
-    with ExitStack() as stack:
-        with exit_on(*INPUT_ERRORS, code=2):
-            config = load_config(path, kind, overrides)
-            from distill.checkpointing.run_folder import locked
-            from distill.pretrain.loop import fit
+    with exit_on(*INPUT_ERRORS, code=2):
+        config = load_config(path, kind, overrides)
+        import torch
 
-            stack.enter_context(locked(output))
-            accelerator = _prepare(config, output, resume)
-            task = make_task(config, accelerator)
-        with exit_on(*RUN_ERRORS, code=1):
-            fit(task, config, output, accelerator=accelerator, resume=resume, started=started)
+        from distill.checkpointing.run_folder import check_unused
+        from distill.pretrain.loop import fit, make_accelerator
 
-
-def _prepare(config: PretrainConfig, output: Path, resume: bool) -> "Accelerator":
-    """Check that `output` is free or resumable, seed torch, and return the accelerator."""
-    import torch
-
-    from avq_diffusers.files import read_log
-    from distill.checkpointing.run_folder import check_unused
-    from distill.log import log_path
-    from distill.pretrain.checkpoint import check_newest
-    from distill.pretrain.loop import make_accelerator
-
-    if not resume:
         check_unused(output)
-    # Rendering processes are forked after tokenizers ran; the setting avoids a warning.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.benchmark = True
-    accelerator = make_accelerator()
-    if resume:
-        check_newest(output, config, accelerator.num_processes)
-    read_log(log_path(output))  # raises for a damaged log before scenes are rendered
-    torch.manual_seed(config.seed)
-    return accelerator
+        # Rendering processes are forked after tokenizers ran; the setting avoids a warning.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
+        accelerator = make_accelerator()
+        torch.manual_seed(config.seed)
+        task = make_task(config, output, accelerator)
+    with exit_on(*RUN_ERRORS, code=1):
+        fit(task, config, output, accelerator, started)
 
 
 if __name__ == "__main__":

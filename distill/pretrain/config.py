@@ -1,15 +1,11 @@
 """Configurations of the pretraining commands."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from avq_diffusers.mini import TRAINING_SEEDS
-from distill.config_file import (
-    check_at_least,
-    check_at_least_one_or_none,
-    check_one_of,
-    check_positive,
-    check_seed,
-)
+from distill.config_file import check_at_least, check_one_of, check_positive, check_seed
 
 PRECISIONS = ("bf16", "fp32")
 
@@ -37,8 +33,6 @@ class PretrainConfig:
         precision: `"bf16"` (autocast over fp32 weights) or `"fp32"`.
         compile: use `torch.compile`.
         log_every: number of steps between two lines of `log.jsonl`; each one is a host sync.
-        preview_minutes: minutes between two previews; None saves one at the end only.
-        checkpoint_every: number of steps between two checkpoints; None saves none.
     """
 
     seed: int
@@ -58,12 +52,10 @@ class PretrainConfig:
     precision: str
     compile: bool
     log_every: int
-    preview_minutes: float | None
-    checkpoint_every: int | None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "num_scenes", "image_size", "steps", "batch_size", "log_every")
-        check_at_least_one_or_none(self, "checkpoint_every")
+        counts = ("num_scenes", "image_size", "steps", "batch_size", "log_every")
+        check_at_least(self, 1, *counts)
         check_seed(self)
         check_at_least(self, 0, "workers", "learning_rate", "weight_decay")
         check_positive(self, "max_grad_norm")
@@ -83,24 +75,18 @@ class VAEConfig(PretrainConfig):
     """The autoencoder.
 
     Args:
-        block_out_channels: widths of the levels; n levels divide the side by 2^(n-1).
-        layers_per_block: residual blocks per level of the encoder.
-        latent_channels: channels of the latents.
-        norm_num_groups: groups of the group normalizations.
+        num_validation: validation scenes whose latents are normalized.
+        vae: arguments of diffusers' `AutoencoderKL`.
         mse_weight: weight of the mean squared error; the L1 loss has weight 1.
         edge_weight: weight of the L1 loss of horizontal and vertical pixel differences.
         kl_weight: weight of the KL divergence from the unit Gaussian, averaged over elements.
-        num_validation: validation images for the PSNR and the latent statistics.
     """
 
-    block_out_channels: tuple[int, ...]
-    layers_per_block: int
-    latent_channels: int
-    norm_num_groups: int
+    num_validation: int
+    vae: Mapping[str, Any]
     mse_weight: float
     edge_weight: float
     kl_weight: float
-    num_validation: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,94 +94,58 @@ class VAEConfig(PretrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SDConfig(PretrainConfig):
-    """UNet and text encoder.
+class LatentConfig(PretrainConfig):
+    """A model of latents and captions.
 
     Args:
-        init_from: folder of an export whose UNet, text encoder, tokenizer and VAE training starts
-            from; None starts from random weights.
-        block_out_channels: widths of the UNet's levels; all but the deepest have attention.
-        layers_per_block: residual (and attention) blocks per level.
-        num_attention_heads: heads of every attention (diffusers' `attention_head_dim`).
-        norm_num_groups: groups of the group normalizations.
-        text_hidden_size: width of the text encoder and of the cross-attention.
-        text_layers: layers of the text encoder.
-        text_heads: heads of the text encoder.
-        snr_floor: floor of the loss weights clamp(SNR, snr_floor, snr_gamma) / SNR.
-        snr_gamma: gamma of min-SNR.
-        layered_noise: strength of the coarse layers of the training noise; 0 is white noise.
         caption_dropout: share of captions that are replaced by empty ones.
-        num_validation: validation scenes for the validation loss.
-        num_prompts: validation captions for the sample sheets.
-        sample_steps: DDIM steps of the sample sheets.
-        guidance_scale: guidance scale of the sample sheets.
     """
 
-    init_from: str | None
-    block_out_channels: tuple[int, ...]
-    layers_per_block: int
-    num_attention_heads: int
-    norm_num_groups: int
-    text_hidden_size: int
-    text_layers: int
-    text_heads: int
-    snr_floor: float
-    snr_gamma: float
-    layered_noise: float
     caption_dropout: float
-    num_validation: int
-    num_prompts: int
-    sample_steps: int
-    guidance_scale: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "num_validation", "num_prompts", "sample_steps")
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"caption_dropout must be in [0, 1], but got {self.caption_dropout}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SD3Config(PretrainConfig):
-    """The transformer of mini-sd3.
+class SDConfig(LatentConfig):
+    """UNet and text encoder.
 
     Args:
-        init_from: folder of an earlier result whose transformer training starts from; None starts
-            from random weights.
-        patch_size: side of a token in latents.
-        num_layers: joint blocks.
-        num_attention_heads: heads of every attention.
-        attention_head_dim: channels of a head.
-        dual_attention_layers: blocks with a second attention over the image alone.
-        pos_embed_max_size: side of the table of positions in tokens, which bounds the image size.
-        shift: shift of the noise levels in training and sampling, as in SD3's scheduler.
-        caption_dropout: share of captions that are replaced by empty ones.
-        num_validation: validation scenes for the validation loss.
-        num_prompts: validation captions for the sample sheets.
-        sample_steps: Euler steps of the sample sheets.
-        guidance_scale: guidance scale of the sample sheets.
+        init_from: folder of an export whose UNet, text encoder, tokenizer and VAE training starts
+            from; None starts from random weights.
+        unet: arguments of diffusers' `UNet2DConditionModel`.
+        text: arguments of transformers' `CLIPTextConfig`, those of the tokenizer aside.
+        snr_floor: floor of the loss weights clamp(SNR, snr_floor, snr_gamma) / SNR.
+        snr_gamma: gamma of min-SNR.
+        layered_noise: strength of the coarse layers of the training noise; 0 is white noise.
     """
 
     init_from: str | None
-    patch_size: int
-    num_layers: int
-    num_attention_heads: int
-    attention_head_dim: int
-    dual_attention_layers: tuple[int, ...]
-    pos_embed_max_size: int
+    unet: Mapping[str, Any]
+    text: Mapping[str, Any]
+    snr_floor: float
+    snr_gamma: float
+    layered_noise: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SD3Config(LatentConfig):
+    """The transformer of mini-sd3.
+
+    Args:
+        transformer: arguments of diffusers' `SD3Transformer2DModel`.
+        shift: the ratio of noise to signal grows by this factor, in training and sampling.
+    """
+
+    transformer: Mapping[str, Any]
     shift: float
-    caption_dropout: float
-    num_validation: int
-    num_prompts: int
-    sample_steps: int
-    guidance_scale: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "num_layers", "num_validation", "num_prompts", "sample_steps")
         check_positive(self, "shift")
-        if not 0 <= self.caption_dropout <= 1:
-            raise ValueError(f"caption_dropout must be in [0, 1], but got {self.caption_dropout}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,32 +154,19 @@ class ScorerConfig(PretrainConfig):
 
     Args:
         corrupted_share: share of corrupted images, in the data and in each batch.
-        patch_size: side of a patch in pixels.
-        hidden_size: width of both encoders.
-        projection_size: width of the shared embedding.
-        num_heads: heads of both encoders.
-        vision_layers: layers of the image encoder.
-        vision_intermediate_size: width of its MLPs.
-        text_layers: layers of the text encoder.
-        text_intermediate_size: width of its MLPs.
         corrupted_weight: weight of the loss of classifying corrupted images.
-        num_validation: validation scenes; retrieval is measured in batches of 256.
+        projection_dim: width of the shared embedding.
+        vision: arguments of transformers' `CLIPVisionConfig`.
+        text: arguments of transformers' `CLIPTextConfig`, those of the tokenizer aside.
     """
 
     corrupted_share: float
-    patch_size: int
-    hidden_size: int
-    projection_size: int
-    num_heads: int
-    vision_layers: int
-    vision_intermediate_size: int
-    text_layers: int
-    text_intermediate_size: int
     corrupted_weight: float
-    num_validation: int
+    projection_dim: int
+    vision: Mapping[str, Any]
+    text: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "num_validation")
         if not 0 < self.corrupted_share < 1:
             raise ValueError(f"corrupted_share must be in (0, 1), but got {self.corrupted_share}.")

@@ -1,7 +1,6 @@
-"""The training loop of the three pretraining commands.
+"""The training loop of the pretraining commands.
 
-Batch and noise of a step depend only on (seed, process, step), so a checkpoint needs no random
-state.
+Batch and noise of a step depend only on (seed, process, step).
 """
 
 import contextlib
@@ -19,7 +18,6 @@ from tqdm import tqdm
 
 from distill.log import LogFile, reduced_means
 from distill.optimizer import make_optimizer
-from distill.pretrain.checkpoint import ModelInTraining
 from distill.pretrain.config import PretrainConfig
 
 Batch = dict[str, Tensor]
@@ -33,11 +31,8 @@ class Task(Protocol):
     def batch(self, generator: torch.Generator) -> Batch:
         """Return a random batch on the device."""
 
-    def preview(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Save a preview of the averaged `model`; return metrics for the log."""
-
-    def finish(self, model: nn.Module) -> dict[str, float]:
-        """Export the averaged `model`; return its final metrics."""
+    def export(self, model: nn.Module) -> None:
+        """Write the averaged `model` in half precision."""
 
 
 class Schedule:
@@ -47,11 +42,9 @@ class Schedule:
     seconds; then they agree on the rate and the end without synchronizing at every step.
     """
 
-    def __init__(self, config: PretrainConfig, *, progress: float = 0.0) -> None:
+    def __init__(self, config: PretrainConfig) -> None:
         self.config = config
-        self.first_progress = progress
-        self.time_progress = progress
-        self.progress_per_step = 0.0
+        self.time_progress = self.progress_per_step = 0.0
         self.observed_step: int | None = None
         self.first_seconds = 0.0
 
@@ -63,8 +56,7 @@ class Schedule:
             self.first_seconds = seconds
         else:
             end = 60 * (self.config.max_minutes - self.config.finish_minutes)
-            share = (seconds - self.first_seconds) / max(end - self.first_seconds, 1e-3)
-            progress = self.first_progress + (1 - self.first_progress) * share
+            progress = (seconds - self.first_seconds) / max(end - self.first_seconds, 1e-3)
             self.progress_per_step = (progress - self.time_progress) / (step - self.observed_step)
             self.time_progress = progress
         self.observed_step = step
@@ -93,15 +85,9 @@ def autocast(config: PretrainConfig, device: torch.device) -> contextlib.Abstrac
 
 
 def fit(
-    task: Task,
-    config: PretrainConfig,
-    output: Path,
-    *,
-    accelerator: Accelerator,
-    resume: bool,
-    started: float,
+    task: Task, config: PretrainConfig, output: Path, accelerator: Accelerator, started: float
 ) -> None:
-    """Train `task.model` and pass its moving average to `task.finish`.
+    """Train `task.model` and export its moving average.
 
     `max_minutes` counts from `started`, a value of `time.monotonic()`.
 
@@ -112,27 +98,19 @@ def fit(
     device = accelerator.device
     averaged = copy.deepcopy(task.model).requires_grad_(False).eval()
     optimizer = make_optimizer(task.model, config)
-    trained = ModelInTraining(task.model, averaged, optimizer)
-    step, progress = 0, 0.0
-    if resume:
-        step, progress = trained.load_newest(output)
     if config.compile:
         torch._dynamo.config.optimize_ddp = False  # DDP wraps the compiled module
         task.model.compile()
     model = accelerator.prepare_model(task.model)
 
-    schedule = Schedule(config, progress=progress)
+    schedule = Schedule(config)
     generator = torch.Generator(device)
-    log = LogFile(output, step) if accelerator.is_main_process else None
+    is_main = accelerator.is_main_process
+    log = LogFile(output, 0) if is_main else None
     totals: dict[str, Tensor] = {}
-    logged_step, logged_time, preview_time = step, time.monotonic(), time.monotonic()
-    with tqdm(
-        total=config.steps,
-        initial=step,
-        desc="train",
-        mininterval=2,
-        disable=not accelerator.is_main_process,
-    ) as bar:
+    step = logged_step = 0
+    logged_time = time.monotonic()
+    with tqdm(total=config.steps, desc="train", mininterval=2, disable=not is_main) as bar:
         while schedule.progress(step) < 1:
             generator.manual_seed(_step_seed(config.seed, accelerator.process_index, step))
             for group in optimizer.param_groups:
@@ -142,46 +120,29 @@ def fit(
             update_average(averaged, task.model, config.ema_decay, step)
             totals = {name: totals.get(name, 0) + value for name, value in losses.items()}
             bar.update()
-
-            is_saved = config.checkpoint_every and step % config.checkpoint_every == 0
-            if is_saved or step % config.log_every == 0:
-                means = reduced_means(totals, step - logged_step, step, accelerator)
-                now = time.monotonic()
-                schedule.observe(step, _agreed(now - started))
+            if step % config.log_every:
+                continue
+            means = reduced_means(totals, step - logged_step, step, accelerator)
+            now = time.monotonic()
+            schedule.observe(step, broadcast_object_list([now - started])[0])
+            if log is not None:
                 speed = (step - logged_step) / (now - logged_time)
-                if log is not None:
-                    log.write(
-                        step,
-                        progress=schedule.progress(step),
-                        learning_rate=optimizer.param_groups[0]["lr"],
-                        minutes=(now - started) / 60,
-                        samples_per_second=speed * config.batch_size * accelerator.num_processes,
-                        **means,
-                    )
-                    bar.set_postfix(
-                        loss=f"{means['loss']:.4g}", left=f"{1 - schedule.progress(step):.0%}"
-                    )
-                    if is_saved:  # before the preview, which may run out of memory
-                        trained.save(
-                            output,
-                            config,
-                            accelerator.num_processes,
-                            step,
-                            schedule.progress(step),
-                        )
-                    due = config.preview_minutes is not None and schedule.progress(step) < 1
-                    if due and now - preview_time >= 60 * config.preview_minutes:
-                        with autocast(config, device):
-                            log.write(step, **task.preview(averaged, step))
-                        preview_time = time.monotonic()
-                totals = {}
-                logged_step, logged_time = step, time.monotonic()
+                log.write(
+                    step,
+                    progress=schedule.progress(step),
+                    learning_rate=optimizer.param_groups[0]["lr"],
+                    minutes=(now - started) / 60,
+                    samples_per_second=speed * config.batch_size * accelerator.num_processes,
+                    **means,
+                )
+                bar.set_postfix(
+                    loss=f"{means['loss']:.4g}", left=f"{1 - schedule.progress(step):.0%}"
+                )
+            totals, logged_step, logged_time = {}, step, time.monotonic()
     if totals:  # raises for a loss since the last line that is not finite
         reduced_means(totals, step - logged_step, step, accelerator)
-    if log is not None:
-        with autocast(config, device):
-            log.write(step, final=True, **task.preview(averaged, step))
-        log.write(step, final=True, **task.finish(averaged))
+    if is_main:
+        task.export(averaged)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -212,7 +173,3 @@ def update_average(averaged: nn.Module, model: nn.Module, decay: float, step: in
 
 def _step_seed(seed: int, process: int, step: int) -> int:
     return ((seed * 1_000_003 + process) * 1_000_000_007 + step) % (2**63)
-
-
-def _agreed(seconds: float) -> float:
-    return broadcast_object_list([seconds])[0]

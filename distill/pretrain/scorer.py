@@ -12,42 +12,21 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
-from avq_diffusers.mini import SCORER_SEEDS, VALIDATION_SEEDS
+from avq_diffusers.mini import SCORER_SEEDS
 from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import ScorerConfig
 from distill.pretrain.data import load_images, shard, to_float
 from distill.pretrain.export import save_scorer
 from distill.pretrain.loop import Batch
-from distill.pretrain.tokenizer import CONTEXT_LENGTH, encode, scene_tokenizer, special_ids
-
-RETRIEVAL_BATCH = 256
+from distill.pretrain.tokenizer import encode, scene_tokenizer, text_sizes
 
 
 def build_scorer(config: ScorerConfig, tokenizer: CLIPTokenizer) -> CLIPModel:
     """Return an untrained CLIP model for `tokenizer`."""
-    width = {
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "projection_dim": config.projection_size,
-    }
+    text = {**config.text, **text_sizes(tokenizer)}
     return CLIPModel(
         CLIPConfig(
-            text_config={
-                **width,
-                "vocab_size": len(tokenizer),
-                "intermediate_size": config.text_intermediate_size,
-                "num_hidden_layers": config.text_layers,
-                "max_position_embeddings": CONTEXT_LENGTH,
-                **special_ids(tokenizer),
-            },
-            vision_config={
-                **width,
-                "image_size": config.image_size,
-                "patch_size": config.patch_size,
-                "intermediate_size": config.vision_intermediate_size,
-                "num_hidden_layers": config.vision_layers,
-            },
-            projection_dim=config.projection_size,
+            text_config=text, vision_config=config.vision, projection_dim=config.projection_dim
         )
     )
 
@@ -71,7 +50,7 @@ class ScorerModel(nn.Module):
         super().__init__()
         self.clip = clip
         self.config = config
-        self.corrupted_head = nn.Linear(config.hidden_size, 1)
+        self.corrupted_head = nn.Linear(clip.vision_model.config.hidden_size, 1)
 
     def forward(self, images: Tensor, ids: Tensor, corrupted: Tensor) -> dict[str, Tensor]:
         """Return the losses. The first len(ids) images are intact.
@@ -109,7 +88,7 @@ class ScorerModel(nn.Module):
 
 
 class ScorerTask:
-    """Intact and corrupted images on the device, metrics, and export as a folder `scorer`.
+    """Intact and corrupted images on the device, and export as a folder `scorer`.
 
     Raises:
         ValueError: there are fewer scenes than processes, or no scene remains intact.
@@ -133,10 +112,6 @@ class ScorerTask:
         self.intact = self._load(seeds[count:], label="render" if main else None)
         label = "render corrupted" if main else None
         self.corrupted = self._load(seeds[count:][:count], corrupted=True, label=label)
-        if main:
-            seeds = VALIDATION_SEEDS[: config.num_validation]
-            self.validation = self._load(seeds)
-            self.validation_corrupted = self._load(seeds, corrupted=True)
         self.num_corrupted = max(1, round(config.batch_size * config.corrupted_share))
         self.model = ScorerModel(build_scorer(config, self.tokenizer), config).to(self.device)
 
@@ -156,34 +131,9 @@ class ScorerTask:
             "corrupted": torch.cat(labels),
         }
 
-    @torch.no_grad()
-    def preview(self, model: ScorerModel, step: int) -> dict[str, float]:
-        ids = self.validation["ids"]
-        intact = self._features(model, self.validation["images"])
-        corrupted = self._features(model, self.validation_corrupted["images"])
-        captions = torch.cat([model.caption_features(part) for part in ids.split(RETRIEVAL_BATCH)])
-
-        hits = []
-        for start in range(0, len(ids), RETRIEVAL_BATCH):
-            part = slice(start, start + RETRIEVAL_BATCH)
-            best = model.logits(intact[part], captions[part]).argmax(-1)
-            hits.append((ids[part][best] == ids[part]).all(-1))
-
-        has_copies = self.validation["has_copies"]
-        passed = model.corrupted_head(intact)[has_copies, 0] <= 0
-        found = model.corrupted_head(corrupted)[has_copies, 0] > 0
-        return {
-            "retrieval_top1": torch.cat(hits).float().mean().item(),
-            "corruption_accuracy": torch.cat([found, passed]).float().mean().item(),
-        }
-
-    @torch.no_grad()
-    def finish(self, model: ScorerModel) -> dict[str, float]:
-        model.half()
+    def export(self, model: ScorerModel) -> None:
         with replace_folder(self.output / "scorer") as folder:
-            save_scorer(model.clip, self.tokenizer, folder)
-        metrics = self.preview(model.float(), self.config.steps)
-        return {f"{name}_exported": value for name, value in metrics.items()}
+            save_scorer(model.clip.half(), self.tokenizer, folder)
 
     def _load(
         self, seeds: range, *, corrupted: bool = False, label: str | None = None
@@ -201,7 +151,3 @@ class ScorerTask:
             "ids": encode(self.tokenizer, data.captions).to(self.device),
             "has_copies": data.has_copies,
         }
-
-    def _features(self, model: ScorerModel, images: Tensor) -> Tensor:
-        parts = images.split(RETRIEVAL_BATCH)
-        return torch.cat([model.image_features(to_float(part)) for part in parts])

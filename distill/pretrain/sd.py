@@ -1,62 +1,28 @@
 """UNet and text encoder, trained together on latents and captions of scenes."""
 
-from collections.abc import Sequence
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from diffusers import AutoencoderKL, DiffusionPipeline, UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from avq_diffusers.files import atomic_write
-from avq_diffusers.images import image_sheet
-from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS, sample_scene
+from avq_diffusers.mini import TRAINING_SEEDS
 from distill.checkpointing.folders import replace_folder
-from distill.pretrain.config import PretrainConfig, SD3Config, SDConfig
-from distill.pretrain.data import render_chunks, shard, to_float
+from distill.pretrain.config import LatentConfig, SDConfig
+from distill.pretrain.data import render_batches, shard, to_float
 from distill.pretrain.export import make_pipeline, make_scheduler, save_pipeline
 from distill.pretrain.loop import Batch
-from distill.pretrain.tokenizer import CONTEXT_LENGTH, encode, scene_tokenizer, special_ids
+from distill.pretrain.tokenizer import encode, scene_tokenizer, text_sizes
 
-ENCODER_BATCH = 128
 NOISE_CELLS = (1, 2, 4, 8)  # cells per side of the grids of `layered_noise`
 
 
 def build_text_encoder(config: SDConfig, tokenizer: CLIPTokenizer) -> CLIPTextModel:
     """Return an untrained CLIP text encoder for `tokenizer`."""
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=config.text_hidden_size,
-            intermediate_size=4 * config.text_hidden_size,
-            projection_dim=config.text_hidden_size,
-            num_hidden_layers=config.text_layers,
-            num_attention_heads=config.text_heads,
-            max_position_embeddings=CONTEXT_LENGTH,
-            **special_ids(tokenizer),
-        )
-    )
-
-
-def build_unet(config: SDConfig, latent_channels: int, latent_size: int) -> UNet2DConditionModel:
-    """Return an untrained UNet with attention at all levels but the deepest."""
-    crossed = len(config.block_out_channels) - 1
-    return UNet2DConditionModel(
-        sample_size=latent_size,
-        in_channels=latent_channels,
-        out_channels=latent_channels,
-        block_out_channels=list(config.block_out_channels),
-        down_block_types=["CrossAttnDownBlock2D"] * crossed + ["DownBlock2D"],
-        up_block_types=["UpBlock2D"] + ["CrossAttnUpBlock2D"] * crossed,
-        layers_per_block=config.layers_per_block,
-        attention_head_dim=config.num_attention_heads,
-        cross_attention_dim=config.text_hidden_size,
-        norm_num_groups=config.norm_num_groups,
-    )
+    return CLIPTextModel(CLIPTextConfig(**config.text, **text_sizes(tokenizer)))
 
 
 def snr_weights(alphas_cumprod: Tensor, floor: float, gamma: float) -> Tensor:
@@ -91,50 +57,49 @@ def drop_captions(ids: Tensor, empty: Tensor, share: float, generator: torch.Gen
     return torch.where(chance < share, empty, ids)
 
 
-@torch.no_grad()
-def encode_scenes(
-    seeds: Sequence[int],
-    vae: AutoencoderKL,
-    tokenizer: CLIPTokenizer,
-    config: PretrainConfig,
-    *,
-    progress: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Render scenes; return scaled latents (n, channels, h, w) in float16 and token ids (n, 77).
+class Latents:
+    """The training scenes of a process, on its device.
 
-    Both are on the device of `vae`. `progress` is the label of the progress bar; None shows none.
+    Attributes:
+        latents: scaled latents (n, channels, h, w) in float16.
+        ids: token ids (n, 77) of the captions.
+        empty: token ids (77,) of the empty caption.
+
+    Raises:
+        ValueError: there are fewer scenes than processes.
     """
-    # float16 keeps three more bits than bfloat16; the CPU computes in float32.
-    half = vae.device.type == "cuda"
-    latents, captions = [], []
-    chunks = render_chunks(seeds, size=config.image_size, workers=config.workers, progress=progress)
-    with closing(chunks):
-        for chunk in chunks:
-            images = torch.from_numpy(chunk.images).to(vae.device)
-            for part in images.split(ENCODER_BATCH):
-                with torch.autocast(vae.device.type, torch.float16, enabled=half):
-                    mean = vae.encode(to_float(part)).latent_dist.mean
-                latents.append((mean * vae.config.scaling_factor).half())
-            captions += chunk.captions
-    return torch.cat(latents), encode(tokenizer, captions).to(vae.device)
 
+    @torch.no_grad()
+    def __init__(
+        self,
+        config: LatentConfig,
+        accelerator: Accelerator,
+        vae: AutoencoderKL,
+        tokenizer: CLIPTokenizer,
+    ) -> None:
+        self.config, self.device = config, accelerator.device
+        seeds = TRAINING_SEEDS[: config.num_scenes]
+        seeds = shard(seeds, accelerator.process_index, accelerator.num_processes)
+        # float16 keeps three more bits than bfloat16; the CPU computes in float32.
+        half = self.device.type == "cuda"
+        label = "render and encode" if accelerator.is_main_process else None
+        options = {"size": config.image_size, "workers": config.workers, "progress": label}
+        latents, captions = [], []
+        for scenes in render_batches(seeds, **options):
+            with torch.autocast(self.device.type, torch.float16, enabled=half):
+                mean = vae.encode(to_float(scenes.images.to(self.device))).latent_dist.mean
+            latents.append((mean * vae.config.scaling_factor).half())
+            captions += scenes.captions
+        self.latents = torch.cat(latents)
+        self.ids = encode(tokenizer, captions).to(self.device)
+        self.empty = encode(tokenizer, [""]).to(self.device)[0]
 
-def save_samples(
-    path: Path, pipeline: DiffusionPipeline, prompts: Sequence[str], config: SDConfig | SD3Config
-) -> None:
-    """Write a sheet with an image of each prompt, all of them from one seed."""
-    pipeline.set_progress_bar_config(disable=True)
-    images = pipeline(
-        prompts,
-        height=config.image_size,
-        width=config.image_size,
-        num_inference_steps=config.sample_steps,
-        guidance_scale=config.guidance_scale,
-        generator=torch.Generator(pipeline.device).manual_seed(config.seed),
-    ).images
-    sheet = image_sheet([[image] for image in images], [""], row_titles=prompts)
-    with atomic_write(path) as temporary:
-        sheet.save(temporary)
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random latents, and their token ids after `drop_captions`."""
+        shape = (self.config.batch_size,)
+        index = torch.randint(len(self.ids), shape, generator=generator, device=self.device)
+        ids = drop_captions(self.ids[index], self.empty, self.config.caption_dropout, generator)
+        return self.latents[index].float(), ids
 
 
 class SDModel(nn.Module):
@@ -173,7 +138,7 @@ class SDModel(nn.Module):
 
 
 class SDTask:
-    """Latents and token ids on the device, previews, and export as a folder `model`.
+    """Latents and token ids on the device, and export as a folder `model`.
 
     Raises:
         ValueError: `init_from` is of another architecture, or there are fewer scenes than
@@ -185,98 +150,43 @@ class SDTask:
         self, config: SDConfig, output: Path, accelerator: Accelerator, vae_folder: Path
     ) -> None:
         self.config, self.output = config, output
-        self.device = accelerator.device
+        device = accelerator.device
         self.vae = AutoencoderKL.from_pretrained(vae_folder).requires_grad_(False).eval()
-        self.vae.to(self.device, memory_format=torch.channels_last)
-        if config.init_from is None:
-            self.tokenizer = scene_tokenizer()
-            side = config.image_size >> (len(self.vae.config.block_out_channels) - 1)
-            unet = build_unet(config, self.vae.config.latent_channels, side)
-            text_encoder = build_text_encoder(config, self.tokenizer)
-        else:
+        self.vae.to(device, memory_format=torch.channels_last)
+        self.tokenizer = scene_tokenizer()
+        if config.init_from is not None:
             self.tokenizer = CLIPTokenizer.from_pretrained(Path(config.init_from) / "tokenizer")
-            unet, text_encoder = _load_start(config)
+        unet = UNet2DConditionModel(**config.unet)
+        text_encoder = build_text_encoder(config, self.tokenizer)
+        if config.init_from is not None:
+            _load_start(config.init_from, unet, text_encoder)
         self.model = SDModel(unet, text_encoder, config)
-        self.model.to(self.device, memory_format=torch.channels_last)
-        seeds = TRAINING_SEEDS[: config.num_scenes]
-        seeds = shard(seeds, accelerator.process_index, accelerator.num_processes)
-        label = "render and encode" if accelerator.is_main_process else None
-        encode_seeds = partial(encode_scenes, vae=self.vae, tokenizer=self.tokenizer, config=config)
-        self.latents, self.ids = encode_seeds(seeds, progress=label)
-        self.empty = encode(self.tokenizer, [""]).to(self.device)[0]
-        if accelerator.is_main_process:
-            seeds = VALIDATION_SEEDS[: config.num_validation]
-            self.validation = encode_seeds(seeds)
-            seeds = VALIDATION_SEEDS[: config.num_prompts]
-            self.prompts = [sample_scene(seed).caption for seed in seeds]
+        self.model.to(device, memory_format=torch.channels_last)
+        self.data = Latents(config, accelerator, self.vae, self.tokenizer)
 
     def batch(self, generator: torch.Generator) -> Batch:
-        shape = (self.config.batch_size,)
-        options = {"generator": generator, "device": self.device}
-        index = torch.randint(len(self.latents), shape, **options)
-        ids = drop_captions(self.ids[index], self.empty, self.config.caption_dropout, generator)
-        timesteps = torch.randint(len(self.model.weights), shape, **options)
-        noise = layered_noise(
-            (*shape, *self.latents.shape[1:]), self.config.layered_noise, **options
-        )
+        latents, ids = self.data.batch(generator)
+        options = {"generator": generator, "device": latents.device}
+        timesteps = torch.randint(len(self.model.weights), (len(latents),), **options)
+        noise = layered_noise(latents.shape, self.config.layered_noise, **options)
         return {
-            "latents": self.latents[index].float().to(memory_format=torch.channels_last),
+            "latents": latents.to(memory_format=torch.channels_last),
             "noise": noise.to(memory_format=torch.channels_last),
             "timesteps": timesteps,
             "ids": ids,
         }
 
-    @torch.no_grad()
-    def preview(self, model: SDModel, step: int) -> dict[str, float]:
-        pipeline = make_pipeline(self.vae, model.unet, model.text_encoder, self.tokenizer)
-        path = self.output / "samples" / f"step-{step:08d}.png"
-        save_samples(path, pipeline, self.prompts, self.config)
-        return self._validation_losses(model)
-
-    @torch.no_grad()
-    def finish(self, model: SDModel) -> dict[str, float]:
-        pipeline = make_pipeline(self.vae, model.unet, model.text_encoder, self.tokenizer)
-        # The export is in half precision; the final losses are those of the rounded weights.
-        parts = (self.vae, model.unet, model.text_encoder)
-        for part in parts:
-            part.half()
+    def export(self, model: SDModel) -> None:
+        parts = (part.half() for part in (self.vae, model.unet, model.text_encoder))
         with replace_folder(self.output / "model") as folder:
-            save_pipeline(pipeline, folder)
-        for part in parts:
-            part.float()
-        losses = self._validation_losses(model)
-        return {f"{name}_exported": value for name, value in losses.items()}
-
-    def _validation_losses(self, model: SDModel) -> dict[str, float]:
-        """Return the mean losses over the validation scenes, at evenly spaced timesteps."""
-        latents, ids = self.validation
-        generator = torch.Generator(self.device).manual_seed(self.config.seed)
-        noise = torch.randn(latents.shape, generator=generator, device=self.device)
-        spread = torch.arange(len(latents), device=self.device) * len(model.weights)
-        timesteps = spread // len(latents)
-        inputs = (latents.float(), noise, timesteps, ids)
-        totals: dict[str, Tensor] = {}
-        for batch in zip(*(x.split(self.config.batch_size) for x in inputs), strict=True):
-            losses = model(*batch)
-            totals = {name: totals.get(name, 0) + x * len(batch[0]) for name, x in losses.items()}
-        return {f"validation_{name}": x.item() / len(latents) for name, x in totals.items()}
+            save_pipeline(make_pipeline(*parts, self.tokenizer), folder)
 
 
-def _load_start(config: SDConfig) -> tuple[UNet2DConditionModel, CLIPTextModel]:
-    unet = UNet2DConditionModel.from_pretrained(config.init_from, subfolder="unet")
-    text_encoder = CLIPTextModel.from_pretrained(
-        config.init_from, subfolder="text_encoder", dtype=torch.float32
-    )
-    expected = {
-        "block_out_channels": (list(unet.config.block_out_channels), config.block_out_channels),
-        "layers_per_block": (unet.config.layers_per_block, config.layers_per_block),
-        "num_attention_heads": (unet.config.attention_head_dim, config.num_attention_heads),
-        "text_hidden_size": (text_encoder.config.hidden_size, config.text_hidden_size),
-        "text_layers": (text_encoder.config.num_hidden_layers, config.text_layers),
-    }
-    for name, (found, wanted) in expected.items():
-        if found != (list(wanted) if isinstance(wanted, tuple) else wanted):
-            raise ValueError(
-                f"{name} is {wanted} in the configuration, but {found} in {config.init_from}."
-            )
-    return unet, text_encoder
+def _load_start(folder: str, unet: UNet2DConditionModel, text_encoder: CLIPTextModel) -> None:
+    start = UNet2DConditionModel.from_pretrained(folder, subfolder="unet")
+    text = CLIPTextModel.from_pretrained(folder, subfolder="text_encoder", dtype=torch.float32)
+    try:
+        unet.load_state_dict(start.state_dict())
+        text_encoder.load_state_dict(text.state_dict())
+    except RuntimeError as error:
+        raise ValueError(f"{folder} is of another size than the configuration: {error}") from error

@@ -73,9 +73,11 @@ def encode(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
     return torch.tensor(ids)
 
 
-def special_ids(tokenizer: CLIPTokenizer) -> dict[str, int]:
-    """Return the special token ids for a CLIP text configuration."""
+def text_sizes(tokenizer: CLIPTokenizer) -> dict[str, int]:
+    """Return what a CLIP text configuration has from its tokenizer."""
     return {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": CONTEXT_LENGTH,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

@@ -3,41 +3,18 @@
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from diffusers import AutoencoderKL
-from PIL import Image
 from torch import Tensor, nn
 
-from avq_diffusers.files import atomic_write
-from avq_diffusers.images import image_sheet
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS
 from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import VAEConfig
-from distill.pretrain.data import load_images, shard, to_float, to_uint8
+from distill.pretrain.data import load_images, shard, to_float
 from distill.pretrain.export import MAX_SHARD_SIZE
 from distill.pretrain.loop import Batch
 
-PREVIEWED = 8
 BATCH = 64  # images at once in evaluation
-
-
-def build_vae(config: VAEConfig) -> AutoencoderKL:
-    """Return an untrained autoencoder."""
-    levels = len(config.block_out_channels)
-    return AutoencoderKL(
-        in_channels=3,
-        out_channels=3,
-        down_block_types=["DownEncoderBlock2D"] * levels,
-        up_block_types=["UpDecoderBlock2D"] * levels,
-        block_out_channels=list(config.block_out_channels),
-        layers_per_block=config.layers_per_block,
-        latent_channels=config.latent_channels,
-        norm_num_groups=config.norm_num_groups,
-        mid_block_add_attention=False,
-        sample_size=config.image_size,
-        scaling_factor=1.0,
-    )
 
 
 class VAEModel(nn.Module):
@@ -71,7 +48,7 @@ def edge_loss(error: Tensor) -> Tensor:
 
 
 class VAETask:
-    """Training images on the device, previews, and export as a folder `vae`.
+    """Training images on the device, and export as a folder `vae`.
 
     Raises:
         ValueError: there are fewer scenes than processes.
@@ -89,10 +66,10 @@ class VAETask:
         if accelerator.is_main_process:
             seeds = VALIDATION_SEEDS[: config.num_validation]
             self.validation = load_images(seeds, **common).images
-        vae = build_vae(config).to(device, memory_format=torch.channels_last)
+        vae = AutoencoderKL(**config.vae).to(device, memory_format=torch.channels_last)
         self.model = VAEModel(vae, config)
-        side = config.image_size >> (len(config.block_out_channels) - 1)
-        self.latent_shape = (config.batch_size, config.latent_channels, side, side)
+        side = config.image_size >> (len(vae.config.block_out_channels) - 1)
+        self.latent_shape = (config.batch_size, vae.config.latent_channels, side, side)
 
     def batch(self, generator: torch.Generator) -> Batch:
         device = self.images.device
@@ -102,44 +79,15 @@ class VAETask:
         return {"images": to_float(self.images[index]), "noise": noise}
 
     @torch.no_grad()
-    def preview(self, model: VAEModel, step: int) -> dict[str, float]:
-        images = self.validation[:PREVIEWED]
-        decoded = reconstruct(model.vae, images)
-        rows = [
-            [Image.fromarray(image) for image in to_uint8(batch)]
-            for batch in (to_float(images), decoded)
-        ]
-        sheet = image_sheet(rows, [""] * len(images), row_titles=["original", "reconstruction"])
-        with atomic_write(self.output / "samples" / f"step-{step:08d}.png") as temporary:
-            sheet.save(temporary)
-        return {"psnr": self._psnr(model.vae)}
-
-    @torch.no_grad()
-    def finish(self, model: VAEModel) -> dict[str, float]:
+    def export(self, model: VAEModel) -> None:
         vae = model.vae
         with torch.autocast(self.images.device.type, enabled=False):
             mean, std = latent_statistics(vae, self.validation)
             normalize_latents(vae, mean, std)
             latents = torch.cat([_encode(vae, part) for part in self.validation.split(BATCH)])
             vae.register_to_config(scaling_factor=round(1 / latents.std().item(), 6))
-            half = vae.half()
-            with replace_folder(self.output / "vae") as folder:
-                half.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
-            psnr = self._psnr(half.float())
-        return {"psnr_exported": psnr, "scaling_factor": vae.config.scaling_factor}
-
-    def _psnr(self, vae: AutoencoderKL) -> float:
-        errors = [
-            F.mse_loss(reconstruct(vae, part).clamp(-1, 1), to_float(part), reduction="none")
-            for part in self.validation.split(BATCH)
-        ]
-        per_image = torch.cat([error.mean((1, 2, 3)) for error in errors])
-        return (10 * torch.log10(4 / per_image.clamp(min=1e-10))).mean().item()
-
-
-def reconstruct(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    """Return the reconstruction (n, 3, h, w) of uint8 `images` from their mean latents."""
-    return vae.decode(_encode(vae, images)).sample.float()
+        with replace_folder(self.output / "vae") as folder:
+            vae.half().save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
 
 
 def latent_statistics(vae: AutoencoderKL, images: Tensor) -> tuple[Tensor, Tensor]:

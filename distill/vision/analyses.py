@@ -8,14 +8,13 @@ importance  capture of parents chosen by tiled importance, by exact importance, 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from avq_diffusers import AVQCodebooks, AVQConfig, apply_avq, remove_avq
 from avq_diffusers.attention.diagnostics import (
@@ -27,36 +26,19 @@ from avq_diffusers.attention.diagnostics import (
     refined_parents,
 )
 from avq_diffusers.attention.reference import select
-from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import QUERY_ORDERS
 from avq_diffusers.files import atomic_write
 from distill.config_file import load_config
-from distill.vision.calls import observe
+from distill.vision.attention import observe
+from distill.vision.compare import environment
 from distill.vision.config import VisionConfig, parse_attention
-from distill.vision.images import open_images, told_briefly
-from distill.vision.training import (
-    CONFIG_FILE,
-    METRICS,
-    build_model,
-    environment,
-    first_images,
-    make_trainer,
-)
+from distill.vision.training import CONFIG_FILE, METRICS, Run, open_run
 
 FILE = "analyses.json"
 Row = dict[str, Any]
+Source = AVQConfig | AVQCodebooks
 
 
-class _Layer(NamedTuple):
-    """Patches of a layer in one batch: query and key (B, H, n, D), and what quantizes the keys."""
-
-    query: Tensor
-    key: Tensor
-    codebook: Codebook | None
-    options: dict[str, Any]
-
-
-@told_briefly()
 def analyse(
     output: Path, *, num_images: int, refined: Sequence[int], tiles: Sequence[int]
 ) -> list[Row]:
@@ -81,30 +63,37 @@ def analyse(
             f"analyses are those of AVQ with children, but {output} has attention "
             f"{config.attention}."
         )
-    validation, classes = open_images(config, "validation")
-    model = build_model(replace(config, model=str(output / "model")), classes)
-    trainer = make_trainer(config, model, [], validation, validation, output, quiet=True)
-    device = trainer.args.device
-    source = attention.avq
+    exact = replace(config, model=str(output / "model"), attention="exact")
+    run = open_run(exact, output, quiet=True)
+    source: Source = attention.avq
     if not attention.own:
-        source = AVQCodebooks.from_pretrained(output / "codebooks").to(device)
+        source = AVQCodebooks.from_pretrained(output / "codebooks").to(run.model.device)
 
     def score(**fields: Any) -> float:
-        apply_avq(model, _with(source, fields), route="always")
-        found = trainer.evaluate()[f"eval_{METRICS[config.task]}"]
-        remove_avq(model)
+        apply_avq(run.model, _with(source, fields), route="always")
+        found = run.score()
+        remove_avq(run.model)
         return found
 
-    batches = [batch.to(device) for batch in first_images(validation, num_images, config)]
     refined = [number for number in refined if number <= attention.avq.num_parents]
-    rows = _by_head(model, batches, attention.avq, source, refined)
-    for row in rows:
-        if row["analysis"] == "elastic":
-            row["score"] = score(num_refined=row["num_refined"])
-    for order in QUERY_ORDERS:
-        for tile in tiles:
-            found = score(query_order=order, query_tile=tile)
-            rows.append({"analysis": "order", "order": order, "query_tile": tile, "score": found})
+    rows = [
+        {"analysis": "elastic", "num_refined": number, "score": score(num_refined=number)}
+        for number in refined
+    ]
+    rows += [
+        {
+            "analysis": "order",
+            "order": order,
+            "query_tile": tile,
+            "score": score(query_order=order, query_tile=tile),
+        }
+        for order in QUERY_ORDERS
+        for tile in tiles
+    ]
+    for row in _by_head(run, attention.avq, source, num_images, refined):
+        if row["analysis"] == "importance":
+            rows[refined.index(row["num_refined"])]["capture"] = row["exact"]
+        rows.append(row)
     document = {
         "attention": config.attention,
         "metric": METRICS[config.task],
@@ -118,82 +107,65 @@ def analyse(
 
 @torch.no_grad()
 def _by_head(
-    model: PreTrainedModel,
-    batches: Sequence[Tensor],
-    config: AVQConfig,
-    source: AVQConfig | AVQCodebooks,
-    refined: Sequence[int],
+    run: Run, config: AVQConfig, source: Source, num_images: int, refined: Sequence[int]
 ) -> list[Row]:
-    """All that needs no score: means over batches, sums of counts."""
-    choices = ("exact", "tiled", "best")
-    shares: dict[tuple[str, int], list[Tensor]] = {}
-    usual: list[Tensor] = []
-    commitments, counts = [], []
-    tiled = max(config.num_parents // 2, 1)
-    for batch in batches:
-        of_batch: dict[tuple[str, int], list[Tensor]] = {}
-        layers = list(_observed(model, batch, config, source))
-        for query, key, codebook, options in layers:
-            mass = attention_mass(query, key, codebook, **options)
-            for number in refined:
-                arguments = query, key, codebook, number
-                chosen = {
-                    "exact": refined_parents(*arguments, **options),
-                    "tiled": refined_parents(*arguments, **options, importance_tile=tiled),
-                    "best": select(mass, number),
-                }
-                for name in choices:
-                    share = captured_share(mass, chosen[name])
-                    of_batch.setdefault((name, number), []).append(share)
-            own = refined_parents(query, key, codebook, config.num_refined, **options)
-            of_batch.setdefault(("usual", 0), []).append(captured_share(mass, own))
-        for place, values in of_batch.items():
-            shares.setdefault(place, []).append(torch.stack(values))
-        commitments.append(
-            torch.stack([commitment_loss(x.key, x.codebook, **x.options) for x in layers])
-        )
-        counts.append(torch.stack([leaf_counts(x.key, x.codebook, **x.options) for x in layers]))
-    captures = {place: torch.stack(values).mean(dim=0) for place, values in shares.items()}
-    usual = captures.pop(("usual", 0))
-    commitment = torch.stack(commitments).mean(dim=0)
-    active = active_ratio(torch.stack(counts).sum(dim=0))
+    """All that needs no score. Figures are (layers, heads), means over images; counts are sums."""
+    figures: dict[Any, list[Tensor]] = {}
+    images = run.trainer.eval_dataset.first(num_images).split(1)
+    for image in images:
+        calls, _ = observe(run.model, run.trainer.model.normalized(image))
+        layers = [
+            _of_call(call, config, None if source is config else source, name, refined)
+            for name, call in calls.items()
+        ]
+        for figure in layers[0]:
+            of_image = torch.stack([layer[figure] for layer in layers])
+            figures.setdefault(figure, []).append(of_image)
+    means = {figure: torch.stack(found).float().mean(dim=0) for figure, found in figures.items()}
+    means["active_ratio"] = active_ratio(means.pop("counts"))
     rows: list[Row] = []
     for number in refined:
-        means = {name: float(captures[name, number].mean()) for name in choices}
-        rows.append({"analysis": "elastic", "num_refined": number, "capture": means["exact"]})
-        rows.append({"analysis": "importance", "num_refined": number, **means})
-    for layer, head in torch.cartesian_prod(*(torch.arange(n) for n in usual.shape)).tolist():
-        rows.append(
-            {
-                "analysis": "layers",
-                "layer": layer,
-                "head": head,
-                "capture": float(usual[layer, head]),
-                "commitment": float(commitment[layer, head]),
-                "active_ratio": float(active[layer, head]),
-            }
-        )
+        captures = {name: float(means[name, number].mean()) for name in ("exact", "tiled", "best")}
+        rows.append({"analysis": "importance", "num_refined": number, **captures})
+    of_heads = {name: means[name] for name in ("capture", "commitment", "active_ratio")}
+    for layer, head in torch.cartesian_prod(
+        *(torch.arange(n) for n in of_heads["capture"].shape)
+    ).tolist():
+        found = {name: float(value[layer, head]) for name, value in of_heads.items()}
+        rows.append({"analysis": "layers", "layer": layer, "head": head, **found})
     return rows
 
 
-def _observed(
-    model: PreTrainedModel, batch: Tensor, config: AVQConfig, source: AVQConfig | AVQCodebooks
-) -> Iterator[_Layer]:
-    """The layers of a pass with exact attention."""
-    options = {"codewords": config.codewords, "query_tile": config.query_tile}
-    if isinstance(source, AVQConfig):
+def _of_call(
+    call: Any, config: AVQConfig, codebooks: AVQCodebooks | None, name: str, refined: Sequence[int]
+) -> dict[Any, Tensor]:
+    """The figures (H,) of a layer of one image, and the counts of its leaves."""
+    query, key, codebook = call.query.float(), call.key.float(), None
+    options = {name: call.options[name] for name in ("query_order", "scale")}
+    options |= {"codewords": config.codewords, "query_tile": config.query_tile}
+    if codebooks is None:
         sizes = ("num_parents", "num_children", "num_updates")
         options |= {name: getattr(config, name) for name in sizes}
-    for name, call in observe(model, batch)[0].items():
-        query, key, codebook = call.query.float(), call.key.float(), None
-        if not isinstance(source, AVQConfig):
-            codebook, norm = source.codebook(name), source.key_norm(name)
-            key = key if norm is None else norm(key)
-        of_call = {"query_order": call.query_order, "scale": call.scale}
-        yield _Layer(query, key, codebook, options | of_call)
+    else:
+        codebook, norm = codebooks.codebook(name), codebooks.key_norm(name)
+        key = key if norm is None else norm(key)
+    tensors = query, key, codebook
+    mass = attention_mass(*tensors, **options)
+    tile = max(config.num_parents // 2, 1)
+    chosen = {
+        "capture": refined_parents(*tensors, config.num_refined, **options),
+        **{("exact", n): refined_parents(*tensors, n, **options) for n in refined},
+        **{("tiled", n): refined_parents(*tensors, n, tile, **options) for n in refined},
+        **{("best", n): select(mass, n) for n in refined},
+    }
+    return {
+        **{figure: captured_share(mass, parents) for figure, parents in chosen.items()},
+        "commitment": commitment_loss(key, codebook, **options),
+        "counts": leaf_counts(key, codebook, **options),
+    }
 
 
-def _with(source: AVQConfig | AVQCodebooks, fields: dict[str, Any]) -> AVQConfig | AVQCodebooks:
+def _with(source: Source, fields: dict[str, Any]) -> Source:
     """The same codewords with other fields of `AVQConfig`."""
     if isinstance(source, AVQConfig):
         return replace(source, **fields)

@@ -5,8 +5,9 @@ prefix, a key of every patch. How the prefix attends is the host's.
 """
 
 from abc import ABC, abstractmethod
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,29 @@ from torch import Tensor, nn
 
 from avq_diffusers.attention.orders import query_order
 from distill.attention import with_sinks
-from distill.vision.calls import Grid
 
 WINDOW, SHIFT = 7, 3
 NEIGHBOURHOOD = 5
 PROJECTED_KEYS = 64
 RANDOM_FEATURES = 256
+
+
+class Grid(NamedTuple):
+    """The tokens of a layer: `prefix`, then `height` x `width` patches in raster order."""
+
+    prefix: int
+    height: int
+    width: int
+
+    @property
+    def num_patches(self) -> int:
+        return self.height * self.width
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Row and column of each patch."""
+        patch = torch.arange(self.num_patches)
+        return patch // self.width, patch % self.width
 
 
 class TokenAttention(nn.Module, ABC):
@@ -62,77 +80,54 @@ class ValueProjection(TokenAttention):
         return value[:, :, self.grid.prefix :]
 
 
-class BoxAttention(TokenAttention):
-    """A patch attends to the patches of a rectangle.
-
-    Masked attention, by `flex_attention` on a GPU.
+class MaskedAttention(TokenAttention):
+    """Patches attend to some of the patches only; by `flex_attention` on a GPU.
 
     Args:
         grid: of the layer.
-        boxes: (n, 4) int64, the first row and column of each patch's rectangle, and the first ones
-            after it.
+        sees: (n, n) bool, whether a patch attends to another.
     """
 
-    def __init__(self, grid: Grid, boxes: Tensor) -> None:
+    def __init__(self, grid: Grid, sees: Tensor) -> None:
         super().__init__(grid)
-        self.register_buffer("boxes", boxes, persistent=False)
-        row, column = _places(grid)
-        self.register_buffer("row", F.pad(row, (grid.prefix, 0), value=-1), persistent=False)
-        self.register_buffer("column", F.pad(column, (grid.prefix, 0), value=-1), persistent=False)
-        self._mask: Any = None
+        self.register_buffer("mask", F.pad(sees, (grid.prefix, 0), value=True), persistent=False)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if not query.is_cuda:
-            mask = self.sees(None, None, *self._indices(query.device))
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-        if self._mask is None:
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            self._mask = create_block_mask(
-                self._mask_function(), None, None, *self._lengths(), device=query.device
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=self.mask, scale=scale
             )
-        value = value.to(query.dtype)
-        return _flex_attention()(
-            query, key.to(query.dtype), value, block_mask=self._mask, scale=scale
+        key, value = key.to(query.dtype), value.to(query.dtype)
+        return _flex_attention()(query, key, value, block_mask=self.blocks, scale=scale)
+
+    @cached_property
+    def blocks(self) -> Any:
+        """The mask for `flex_attention`."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        mask = self.mask
+        return create_block_mask(
+            lambda batch, head, query, key: mask[query, key],
+            None,
+            None,
+            *mask.shape,
+            device=mask.device,
         )
 
-    def sees(self, batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-        """Whether patch `query` attends to token `key`; all of equal or broadcast shapes."""
-        return self._mask_function()(batch, head, query, key)
 
-    def _mask_function(self) -> Any:
-        top, left, bottom, right = (x.contiguous() for x in self.boxes.unbind(dim=1))
-        row, column = self.row, self.column
-
-        def sees(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-            in_rows = (top[query] <= row[key]) & (row[key] < bottom[query])
-            in_columns = (left[query] <= column[key]) & (column[key] < right[query])
-            return (row[key] < 0) | (in_rows & in_columns)
-
-        return sees
-
-    def _lengths(self) -> tuple[int, int]:
-        return len(self.boxes), len(self.row)
-
-    def _indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        queries, keys = (torch.arange(length, device=device) for length in self._lengths())
-        return queries[:, None], keys[None]
+def window_mask(grid: Grid, size: int, shift: int) -> Tensor:
+    """Patches see those of their window (Swin): windows of `size`, moved up and left by `shift`."""
+    row, column = ((place + shift) // size for place in grid.places)
+    return (row[:, None] == row) & (column[:, None] == column)
 
 
-def window_boxes(grid: Grid, size: int, shift: int) -> Tensor:
-    """The window of each patch (Swin): windows of `size`, moved up and left by `shift`."""
-    starts = [(place + shift) // size * size - shift for place in _places(grid)]
-    return torch.stack([*starts, *(start + size for start in starts)], dim=1)
-
-
-def neighbourhood_boxes(grid: Grid, size: int) -> Tensor:
-    """The `size` x `size` patches around each patch (NATTEN), moved into the grid at its edges."""
-    limits = (grid.height - size, grid.width - size)
-    starts = [
-        (place - size // 2).clamp(min=0).clamp(max=max(limit, 0))
-        for place, limit in zip(_places(grid), limits, strict=True)
-    ]
-    return torch.stack([*starts, *(start + size for start in starts)], dim=1)
+def neighbourhood_mask(grid: Grid, size: int) -> Tensor:
+    """Patches see the `size` x `size` ones around them (NATTEN), moved into the grid at edges."""
+    sees = torch.ones(grid.num_patches, grid.num_patches, dtype=torch.bool)
+    for place, length in zip(grid.places, (grid.height, grid.width), strict=True):
+        start = (place - size // 2).clamp(min=0).clamp(max=max(length - size, 0))[:, None]
+        sees &= (start <= place) & (place < start + size)
+    return sees
 
 
 class Linformer(TokenAttention):
@@ -152,16 +147,14 @@ class Linformer(TokenAttention):
         self.value_projection = nn.Parameter(means.clone())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        prefix = self.grid.prefix
-        key, value = (
-            torch.cat(
-                [x[:, :, :prefix], torch.einsum("kn,bhnd->bhkd", projection.to(x.dtype), patches)],
-                dim=2,
-            )
-            for x, projection in ((key, self.key_projection), (value, self.value_projection))
-            for patches in (x[:, :, prefix:],)
-        )
+        key = self._projected(key, self.key_projection)
+        value = self._projected(value, self.value_projection)
         return F.scaled_dot_product_attention(query, key, value, scale=scale)
+
+    def _projected(self, tokens: Tensor, projection: Tensor) -> Tensor:
+        prefix, patches = tokens.tensor_split((self.grid.prefix,), dim=2)
+        patches = torch.einsum("kn,bhnd->bhkd", projection.to(tokens.dtype), patches)
+        return torch.cat([prefix, patches], dim=2)
 
 
 class Performer(TokenAttention):
@@ -177,19 +170,16 @@ class Performer(TokenAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
-            query, key = query.float() * scale**0.5, key.float() * scale**0.5
             # A common factor of a query's features, or of those of all keys, cancels.
-            query = (self._exponents(query) - self._most(query, (-1,))).exp()
-            key = (self._exponents(key) - self._most(key, (-1, -2))).exp()
+            query = self._mapped(query.float() * scale**0.5, (-1,))
+            key = self._mapped(key.float() * scale**0.5, (-1, -2))
             numerator = query @ (key.transpose(-1, -2) @ value.float())
             denominator = query @ key.sum(dim=-2)[..., None]
             return (numerator / denominator.clamp(min=1e-20)).to(value.dtype)
 
-    def _exponents(self, x: Tensor) -> Tensor:
-        return x @ self.features - x.square().sum(dim=-1, keepdim=True) / 2
-
-    def _most(self, x: Tensor, dim: tuple[int, ...]) -> Tensor:
-        return self._exponents(x).amax(dim=dim, keepdim=True).detach()
+    def _mapped(self, x: Tensor, largest_of: tuple[int, ...]) -> Tensor:
+        exponents = x @ self.features - x.square().sum(dim=-1, keepdim=True) / 2
+        return (exponents - exponents.amax(dim=largest_of, keepdim=True).detach()).exp()
 
 
 def orthogonal_features(head_dim: int, count: int, generator: torch.Generator) -> Tensor:
@@ -202,26 +192,22 @@ def orthogonal_features(head_dim: int, count: int, generator: torch.Generator) -
     return torch.cat(blocks, dim=1)
 
 
-def make_baseline(name: str, index: int, grid: Grid, head_dim: int, seed: int) -> TokenAttention:
-    """A baseline of `BASELINES` for the layer `index` of a model."""
-    if name == "swin":
-        return BoxAttention(grid, window_boxes(grid, WINDOW, SHIFT * (index % 2)))
-    if name == "neighbourhood":
-        return BoxAttention(grid, neighbourhood_boxes(grid, NEIGHBOURHOOD))
-    if name == "linformer":
-        return Linformer(grid, PROJECTED_KEYS)
-    if name == "performer":
-        return Performer(grid, head_dim, RANDOM_FEATURES, seed + index)
-    return ValueProjection(grid)
+def _swin(grid: Grid, layer: int, head_dim: int, seed: int) -> TokenAttention:
+    return MaskedAttention(grid, window_mask(grid, WINDOW, SHIFT * (layer % 2)))
 
 
-BASELINES = ("swin", "neighbourhood", "linformer", "performer", "value-projection")
-
-
-def _places(grid: Grid) -> tuple[Tensor, Tensor]:
-    """Row and column of each patch."""
-    patch = torch.arange(grid.num_patches)
-    return patch // grid.width, patch % grid.width
+# By name: the attention of a layer of a model, from its grid, number, head dim and a seed.
+BASELINES: dict[str, Callable[[Grid, int, int, int], TokenAttention]] = {
+    "swin": _swin,
+    "neighbourhood": lambda grid, *_: MaskedAttention(
+        grid, neighbourhood_mask(grid, NEIGHBOURHOOD)
+    ),
+    "linformer": lambda grid, *_: Linformer(grid, PROJECTED_KEYS),
+    "performer": lambda grid, layer, head_dim, seed: Performer(
+        grid, head_dim, RANDOM_FEATURES, seed + layer
+    ),
+    "value-projection": lambda grid, *_: ValueProjection(grid),
+}
 
 
 @cache

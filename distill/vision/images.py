@@ -1,31 +1,27 @@
 """Labelled images on disk or from the Hub, as tensors.
 
-Every image of 8 or 16 bits a channel becomes RGB, whatever its mode. Label maps keep their labels:
-they are resized to the nearest one.
+Every image becomes RGB, upright and on white. Label maps keep their labels: they are resized to the
+nearest one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils import data
 
+from distill.data.images import UNREADABLE, read_rgb, to_tensor
 from distill.exceptions import DataError
 from distill.vision.config import DataConfig, VisionConfig
 
-IGNORED = 255
-ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
-SPLITS = {
-    "classification": {"training": "train", "validation": "val"},
-    "segmentation": {"training": "training", "validation": "validation"},
-}
+SPLITS = ("training", "validation")
 HUB_SPLITS = {"training": "train", "validation": "validation"}
+IGNORED = 255
 SCALES, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # of random pieces, as usual on ImageNet
 TRIALS = 10
 
@@ -38,78 +34,42 @@ class Sample(NamedTuple):
     name: str
 
 
-class ImageFolder:
-    """`{train,val}/CLASS/*`, the layout of ImageNet; classes are sorted by name.
+class Samples(Protocol):
+    """Numbered samples."""
 
-    Raises:
-        ValueError: there is no such folder or image, or a class of one split lacks in another.
-    """
+    def __len__(self) -> int: ...
 
-    def __init__(self, root: Path, split: str) -> None:
-        folders = {name: root / part for name, part in SPLITS["classification"].items()}
-        classes = {name: _folders(folder) for name, folder in folders.items()}
-        for name, other in (("training", "validation"), ("validation", "training")):
-            if missing := sorted(set(classes[other]) - set(classes[name])):
-                raise ValueError(
-                    f"{folders[name]} must have the classes of {folders[other]}, but lacks "
-                    f"{', '.join(missing[:5])}."
-                )
-        self.classes = classes["training"]
-        self.samples: list[tuple[Path, int]] = []
-        for index, name in enumerate(self.classes):
-            found = _images(folders[split] / name)
-            self.samples += [(path, index) for path in found]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        path, label = self.samples[index]
-        return Sample(_open(path), label, str(path))
+    def __getitem__(self, index: int) -> Sample: ...
 
 
-class HubImages:
-    """A data set of the Hub with columns image and label, as ImageNet has them there.
+class ClassifiedImages:
+    """A split of a data set with columns image and label."""
 
-    Raises:
-        ValueError: it lacks a split or a column.
-    """
-
-    def __init__(self, name: str, split: str) -> None:
-        from datasets import load_dataset
-
-        found = load_dataset(name)
-        if HUB_SPLITS[split] not in found:
-            raise ValueError(f"{name} must have a split {HUB_SPLITS[split]}, but has {[*found]}.")
-        self.rows = found[HUB_SPLITS[split]]
-        self.name = name
-        if not {"image", "label"} <= set(self.rows.column_names):
-            raise ValueError(
-                f"{name} must have columns image and label, but has {self.rows.column_names}."
-            )
-        self.classes = self.rows.features["label"].names
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
         row = self.rows[index]
-        name = f"{self.name} {index}"
-        return Sample(_rgb(row["image"], name), row["label"], name)
+        path, content = row["image"]["path"], row["image"]["bytes"]
+        name = f"image {index}" if path is None else path
+        return Sample(_rgb(path if content is None else BytesIO(content), name), row["label"], name)
 
 
 class LabelMaps:
     """`images/{training,validation}/NAME.jpg` and `annotations/...NAME.png`, ADE20K's layout.
 
     Raises:
-        ValueError: there is no such folder or image, or an image has no label map.
+        ValueError: there is no image, or one has no label map.
     """
 
     def __init__(self, root: Path, split: str) -> None:
-        part = SPLITS["segmentation"][split]
-        self.images = _images(root / "images" / part)
-        annotations = root / "annotations" / part
-        self.maps = [annotations / f"{path.stem}.png" for path in self.images]
+        self.images = sorted(path for path in (root / "images" / split).glob("*") if path.suffix)
+        if not self.images:
+            raise ValueError(f"{root / 'images' / split} must hold images, but has none.")
+        self.maps = [root / "annotations" / split / f"{path.stem}.png" for path in self.images]
         missing = [path for path in self.maps if not path.is_file()]
         if missing:
             raise ValueError(
@@ -121,22 +81,22 @@ class LabelMaps:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
-        image, labels = _open(self.images[index]), _open(self.maps[index], convert=False)
-        if labels.mode not in ("L", "P"):
+        image, path = _rgb(str(self.images[index]), str(self.images[index])), self.maps[index]
+        try:
+            with Image.open(path) as labels:
+                labels.load()
+        except UNREADABLE as error:
+            raise DataError(f"{path} cannot be read as an image: {error}.") from error
+        if labels.mode not in ("L", "P") or labels.size != image.size:
             raise DataError(
-                f"a label map must hold one number a pixel (mode L or P), but {self.maps[index]} "
-                f"has mode {labels.mode}."
+                f"a label map must hold one number a pixel (mode L or P) and have the size of its "
+                f"image, {image.size}, but {path} has mode {labels.mode} and size {labels.size}."
             )
-        if labels.size != image.size:
-            raise DataError(
-                f"{self.maps[index]} must have the size of its image, {image.size}, but has "
-                f"{labels.size}."
-            )
-        return Sample(image, labels, str(self.maps[index]))
+        return Sample(image, labels, str(path))
 
 
-class Prepared(Dataset):
-    """Samples as the model takes them: `pixels`, uint8 (3, S, S), and `labels`.
+class Prepared(data.Dataset):
+    """Samples as the model takes them: `pixel_values`, uint8 (3, S, S), and `labels`.
 
     `labels` is a class, or (S, S) uint8 in which 255 is ignored. Random pieces and flips depend on
     seed, `epoch` and index only, so a resumed run sees the same ones.
@@ -144,52 +104,44 @@ class Prepared(Dataset):
     Args:
         samples: images and labels.
         config: of the data.
-        training: whether images are augmented.
-        seed: of random pieces and flips.
+        seed: of random pieces and flips; None makes none.
     """
 
-    def __init__(
-        self, samples: Sequence[Sample] | Any, config: DataConfig, *, training: bool, seed: int
-    ) -> None:
+    def __init__(self, samples: Samples, config: DataConfig, seed: int | None) -> None:
         self.samples, self.config, self.seed = samples, config, seed
-        self.augment = config.augment if training else "none"
+        self.augment = "none" if seed is None else config.augment
         self.epoch = 0
-        self.kept: list[tuple[Tensor, Any]] = []
-
-    def preload(self, threads: int) -> None:
-        """Read all images now."""
-        with ThreadPoolExecutor(threads) as pool:
-            self.kept = list(pool.map(self._read, range(len(self))))
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        rng = np.random.default_rng((self.seed, self.epoch, index))
-        pixels, labels = self.kept[index] if self.kept else self._read(index, rng)
+        image, label, name = self.samples[index]
+        rng = np.random.default_rng((self.seed or 0, self.epoch, index))
+        size = (self.config.image_size,) * 2
+        resampling = Image.Resampling[self.config.interpolation.upper()]
+        pixels = to_tensor(image.resize(size, resampling, self._box(image.size, rng)))
+        labels: Any = label
+        if isinstance(label, Image.Image):
+            labels = self._labels(label.resize(size, Image.Resampling.NEAREST), name)
         if self.augment != "none" and rng.random() < 0.5:
             pixels = pixels.flip(-1)
             labels = labels.flip(-1) if isinstance(labels, Tensor) else labels
-        return {"pixels": pixels, "labels": labels}
+        return {"pixel_values": pixels, "labels": labels}
 
-    def _read(
-        self, index: int, rng: np.random.Generator | None = None
-    ) -> tuple[Tensor, int | Tensor]:
-        image, label, name = self.samples[index]
-        config, size = self.config, (self.config.image_size,) * 2
-        if self.augment == "crop" and rng is not None:
-            box = random_piece(image.size, rng)
-        elif config.resize == "crop":
-            side = min(image.size) * config.crop_share
-            box = tuple((x + sign * side) / 2 for sign in (-1, 1) for x in image.size)
-        else:
-            box = (0, 0, *image.size)
-        resampling = Image.Resampling[config.interpolation.upper()]
-        array = np.array(image.resize(size, resampling, box))
-        pixels = torch.from_numpy(array).permute(2, 0, 1).contiguous()
-        if isinstance(label, Image.Image):
-            return pixels, self._labels(label.resize(size, Image.Resampling.NEAREST), name)
-        return pixels, label
+    def first(self, count: int) -> Tensor:
+        """The first images, or all if they are fewer, not augmented."""
+        plain = Prepared(self.samples, self.config, None)
+        return torch.stack([plain[i]["pixel_values"] for i in range(min(count, len(plain)))])
+
+    def _box(
+        self, size: tuple[int, int], rng: np.random.Generator
+    ) -> tuple[float, float, float, float]:
+        if self.augment == "crop":
+            return random_piece(size, rng)
+        return (
+            central(size, self.config.crop_share) if self.config.resize == "crop" else (0, 0, *size)
+        )
 
     def _labels(self, image: Image.Image, name: str) -> Tensor:
         """Labels from 0; ADE20K's 0, "other", becomes 255, which is ignored."""
@@ -202,69 +154,41 @@ class Prepared(Dataset):
         return torch.from_numpy((labels - 1).astype(np.uint8))  # 0 wraps to 255
 
 
-class Shuffled(Sampler[int]):
-    """All indices of the images, in an order that depends on their seed and epoch only."""
-
-    def __init__(self, images: Prepared) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __iter__(self) -> Iterator[int]:
-        rng = np.random.default_rng((self.images.seed, self.images.epoch))
-        return iter(rng.permutation(len(self.images)).tolist())
-
-
-class Collator:
-    """Batches of `Prepared`: `pixel_values` (B, 3, S, S) float32, normalized; `labels` int64."""
-
-    def __init__(self, config: DataConfig) -> None:
-        mean, std = (255 * torch.tensor(x)[:, None, None] for x in (config.mean, config.std))
-        self.mean, self.std = mean, std
-
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        pixels = torch.stack([sample["pixels"] for sample in samples])
-        labels = [sample["labels"] for sample in samples]
-        is_map = isinstance(labels[0], Tensor)
-        stacked = torch.stack(labels).long() if is_map else torch.tensor(labels)
-        pixels = pixels.float().sub_(self.mean).div_(self.std)  # in place, in a third of the time
-        return {"pixel_values": pixels, "labels": stacked}
-
-
-def open_images(config: VisionConfig, split: str) -> tuple[Prepared, list[str] | None]:
-    """The `"training"` or `"validation"` images of a run, and the names of the classes.
+def open_images(config: VisionConfig, seed: int) -> tuple[list[Prepared], list[str]]:
+    """The training and the validation images of a run, and the names of the classes, if any.
 
     Raises:
-        ValueError: the data are not as `DataConfig` says, or empty.
-        OSError: the Hub cannot be read.
+        ValueError: the data are not as `DataConfig` says.
+        OSError: there is no such data set.
     """
     root = Path(config.data.path)
-    classes = None
+    samples: Sequence[Samples]
+    classes: list[str] = []
     if config.task == "segmentation":
-        samples: Any = LabelMaps(root, split)
+        samples = [LabelMaps(root, split) for split in SPLITS]
     else:
-        samples = ImageFolder(root, split) if root.is_dir() else HubImages(str(root), split)
-        classes = samples.classes
-    prepared = Prepared(samples, config.data, training=split == "training", seed=config.seed)
-    if config.data.preload:
-        prepared.preload(max(config.data.workers, 1))
-    return prepared, classes
+        from datasets import Image as ImageColumn
+        from datasets import load_dataset
+
+        of_folder = ("imagefolder", None, str(root)) if root.is_dir() else (str(root),)
+        found = load_dataset(*of_folder)
+        for name in HUB_SPLITS.values():
+            if name not in found or not {"image", "label"} <= set(found[name].column_names):
+                raise ValueError(
+                    f"{root} must have splits train and validation (or val) with columns image and "
+                    f"label, but has {found.column_names}."
+                )
+        rows = found.cast_column("image", ImageColumn(decode=False))
+        samples = [ClassifiedImages(rows[name]) for name in HUB_SPLITS.values()]
+        classes = found["train"].features["label"].names
+    training, validation = samples
+    return [Prepared(training, config.data, seed), Prepared(validation, config.data, None)], classes
 
 
-@contextmanager
-def told_briefly() -> Iterator[None]:
-    """Leave out the traceback that a data loader's worker adds to the message of an error.
-
-    Raises:
-        DataError: the block raised one.
-    """
-    try:
-        yield
-    except DataError as error:
-        last = str(error).strip().splitlines()[-1]
-        kind = f"{DataError.__module__}.{DataError.__name__}: "
-        raise DataError(last.removeprefix(kind)) from error
+def central(size: tuple[int, int], share: float) -> tuple[float, float, float, float]:
+    """The box of a square in the middle, of this share of the shorter side."""
+    side = min(size) * share
+    return tuple((length + sign * side) / 2 for sign in (-1, 1) for length in size)
 
 
 def random_piece(
@@ -279,41 +203,11 @@ def random_piece(
         if w <= width and h <= height:
             left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
             return left, top, left + w, top + h
-    side = min(size)
-    return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
+    return central(size, 1)
 
 
-def _folders(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}.")
-    found = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    if not found:
-        raise ValueError(f"{folder} must hold a folder for each class, but has none.")
-    return found
-
-
-def _images(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}.")
-    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS)
-    if not found:
-        raise ValueError(f"{folder} must hold images, but has none.")
-    return found
-
-
-def _rgb(image: Image.Image, name: str) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow would make all but the darkest pixels white
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise DataError(
-            f"an image must have 8 or 16 bits a channel, but {name} has mode {image.mode}."
-        )
-    return image.convert("RGB")
-
-
-def _open(path: Path, *, convert: bool = True) -> Image.Image:
+def _rgb(file: str | BinaryIO, name: str) -> Image.Image:
     try:
-        with Image.open(path) as image:
-            return _rgb(image, str(path)) if convert else image.copy()
-    except (OSError, UnidentifiedImageError) as error:
-        raise DataError(f"{path} cannot be read as an image: {error}.") from error
+        return read_rgb(file)
+    except UNREADABLE as error:
+        raise DataError(f"{name} cannot be read as an image: {error}.") from error

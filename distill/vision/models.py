@@ -1,11 +1,13 @@
 """Vision models for fine-tuning: of transformers, of timm, or a backbone with DPT's head."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
@@ -26,9 +28,24 @@ from transformers.models.dpt.modeling_dpt import (
     DPTSemanticSegmentationHead,
 )
 
+from distill.vision.config import VisionConfig
 from distill.vision.images import IGNORED
 
 TIMM = "timm/"
+TIMM_NAMES = {
+    r"^(cls_token)": r"vit.embeddings.\1",
+    r"^pos_embed": "vit.embeddings.position_embeddings",
+    r"^patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
+    r"^norm\.": "vit.layernorm.",
+    r"^head\.": "classifier.",
+    r"^blocks": "vit.encoder.layer",
+    r"norm1": "layernorm_before",
+    r"norm2": "layernorm_after",
+    r"attn.proj": "attention.output.dense",
+    r"attn.qkv": "attention.attention.qkv",
+    r"mlp.fc1": "intermediate.dense",
+    r"mlp.fc2": "output.dense",
+}
 NECK_SIZES, FUSION_SIZE = (48, 96, 192, 384), 64  # of DPT's head on a small backbone
 
 
@@ -61,6 +78,20 @@ class BackboneForSemanticSegmentation(DPTPreTrainedModel):
 def at_size_of(labels: Tensor, logits: Tensor) -> Tensor:
     """Logits (B, labels, h, w) at the size of labels (B, S, S)."""
     return F.interpolate(logits.float(), labels.shape[-2:], mode="bilinear", align_corners=False)
+
+
+def load_model(config: VisionConfig, classes: Sequence[str]) -> PreTrainedModel:
+    """The model of a run, with exact attention and float32 weights.
+
+    Raises:
+        OSError, ValueError: as `load_classifier` and `load_segmenter`, or the weights are damaged.
+    """
+    try:
+        if config.task == "segmentation":
+            return load_segmenter(config.model, config.data.num_labels)
+        return load_classifier(config.model, classes)
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {config.model} cannot be read: {error}.") from error
 
 
 def load_classifier(name: str, classes: Sequence[str]) -> PreTrainedModel:
@@ -152,43 +183,39 @@ def vit_from_timm(
     Raises:
         ValueError: the weights are not those of a plain ViT with a class token.
     """
+    renamed: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        for pattern, other in TIMM_NAMES.items():
+            name = re.sub(pattern, other, name)
+        if ".qkv." in name:
+            for part, piece in zip(("query", "key", "value"), value.chunk(3), strict=True):
+                renamed[name.replace("qkv", part)] = piece
+        else:
+            renamed[name] = value
     try:
         width, _, patch_size, _ = weights["patch_embed.proj.weight"].shape
-        renamed = {
-            "vit.embeddings.cls_token": weights["cls_token"],
-            "vit.embeddings.position_embeddings": weights["pos_embed"],
-        }
-        names = {"patch_embed.proj": "vit.embeddings.patch_embeddings.projection"}
-        names |= {"norm": "vit.layernorm", "head": "classifier"}
-        depth = sum(name.endswith(".attn.qkv.weight") for name in weights)
-        for i in range(depth):
-            block, layer = f"blocks.{i}", f"vit.encoder.layer.{i}"
-            names |= {
-                f"{block}.norm1": f"{layer}.layernorm_before",
-                f"{block}.norm2": f"{layer}.layernorm_after",
-                f"{block}.attn.proj": f"{layer}.attention.output.dense",
-                f"{block}.mlp.fc1": f"{layer}.intermediate.dense",
-                f"{block}.mlp.fc2": f"{layer}.output.dense",
-            }
-            for kind in ("weight", "bias"):
-                parts = weights[f"{block}.attn.qkv.{kind}"].chunk(3)
-                for part, value in zip(("query", "key", "value"), parts, strict=True):
-                    renamed[f"{layer}.attention.attention.{part}.{kind}"] = value
-        for name, other in names.items():
-            renamed |= {f"{other}.{kind}": weights[f"{name}.{kind}"] for kind in ("weight", "bias")}
-        hidden = len(weights["blocks.0.mlp.fc1.bias"])
+        config = ViTConfig(
+            hidden_size=width,
+            num_hidden_layers=sum(name.endswith("qkv.weight") for name in weights),
+            num_attention_heads=width // 64,
+            intermediate_size=len(weights["blocks.0.mlp.fc1.bias"]),
+            image_size=image_size,
+            patch_size=patch_size,
+            layer_norm_eps=1e-6,
+            **options,
+        )
     except KeyError as error:
         raise ValueError(f"the weights are not a ViT of timm: there is no {error}.") from error
-    config = ViTConfig(
-        hidden_size=width,
-        num_hidden_layers=depth,
-        num_attention_heads=width // 64,
-        intermediate_size=hidden,
-        image_size=image_size,
-        patch_size=patch_size,
-        layer_norm_eps=1e-6,
-        **options,
+    model, found = ViTForImageClassification.from_pretrained(
+        None,
+        config=config,
+        state_dict=renamed,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
     )
-    return ViTForImageClassification.from_pretrained(
-        None, config=config, state_dict=renamed, ignore_mismatched_sizes=True
-    )
+    if found["missing_keys"] or found["unexpected_keys"]:
+        raise ValueError(
+            f"the weights are not a ViT of timm: they lack {sorted(found['missing_keys'])} and "
+            f"have {sorted(found['unexpected_keys'])}."
+        )
+    return model

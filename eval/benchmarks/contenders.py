@@ -1,4 +1,4 @@
-"""The contenders of `python -m eval bench kernels`: AVQ and the attention that it rivals.
+"""What is timed alone: AVQ and the attention that it rivals.
 
 Each contender is first checked against its own oracle: exact attention in fp32, or AVQ by another
 backend. A contender with wrong output gets no time.
@@ -6,7 +6,7 @@ backend. A contender with wrong output gets no time.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -14,24 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
-from avq_diffusers import AVQConfig, avq_attention
-from avq_diffusers.attention.spec import Spec, Tensors
-from avq_diffusers.attention.triton import codewords as tables
-from avq_diffusers.codebook.codebook import Codebook
+from avq_diffusers import avq_attention
+from avq_diffusers.attention.orders import query_order
 from eval.benchmarks.inputs import KeySource, Shape
 from eval.benchmarks.timing import Effort, time_in_turns
-from eval.names import config_label, method_name
+from eval.benchmarks.unfused import flat_kernel, flat_sdpa, unfused_precompute
+from eval.names import MethodName, config_label, method_name, parse_method
 
 Row = dict[str, Any]
-InputSets = Sequence[tuple[Tensor, Tensor, Tensor]]
 Pair = tuple[Tensor, Tensor]
+InputSets = Sequence[tuple[Tensor, Tensor, Tensor]]
 
 DEFAULT_SDPA = "default SDPA"
 FUSED_SDPA = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 # Far above what fp16 and a near-tie between parents cost, far below what another method gives.
 TOLERANCE = 0.05
 CHECKED_QUERIES = 64
+PROFILED_CALLS = 20
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,19 @@ class Contender:
     Attributes:
         name: name of the row.
         run: attends on input set i and returns (B, H, N, D).
-        expected: returns the right output for the first set, or for its first queries only.
+        expected: returns the right output for the first set, or for its first queries only; None
+            leaves the output unchecked.
         facts: further fields of the row.
         stored: name of the row of stored codewords that this one is compared to, if any.
-        stages: parts of `run` to time as well, by field of the row.
+        has_stages: whether the row has the times of both stages on CUDA.
     """
 
     name: str
-    run: Callable[[int], Tensor]
-    expected: Callable[[], Tensor]
+    run: Callable[[int], Any]
+    expected: Callable[[], Any] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     stored: str | None = None
-    stages: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
+    has_stages: bool = False
 
 
 class Bench:
@@ -61,11 +63,10 @@ class Bench:
     def __init__(
         self, device: torch.device, effort: Effort, dtype: torch.dtype = torch.float16
     ) -> None:
-        self.device = device
+        self.device, self.effort = device, effort
         self.cuda = device.type == "cuda"
         self.dtype = dtype if self.cuda else torch.float32
         self.backend, self.oracle = ("triton", "torch") if self.cuda else ("torch", "reference")
-        self.effort = effort
         self._sources: dict[tuple[int, int], KeySource] = {}
 
     def source(self, shape: Shape) -> KeySource:
@@ -88,8 +89,13 @@ class Bench:
     def sinks(self, shape: Shape, count: int, num_sets: int) -> list[Pair]:
         """`count` keys and values for each input set, as those of text."""
         text = replace(shape, num_tokens=count)
-        source = self.source(shape)
-        return [source.inputs(text, self.dtype)[1:] for _ in range(num_sets)]
+        return [self.source(shape).inputs(text, self.dtype)[1:] for _ in range(num_sets)]
+
+    def order(self, shape: Shape) -> Tensor:
+        """Gilbert order on a square grid where N is a square, else on a row."""
+        side = math.isqrt(shape.num_tokens)
+        grid = (side, side) if side * side == shape.num_tokens else (1, shape.num_tokens)
+        return query_order(*grid, "gilbert", self.device)
 
     def exact(self, sets: InputSets) -> list[Contender]:
         """Default SDPA, FlashAttention-2 and cuDNN."""
@@ -107,33 +113,29 @@ class Bench:
             if not self.cuda:
                 raise RuntimeError(f"{name} needs a CUDA device")
             with sdpa_kernel(FUSED_SDPA[name]):
-                return F.scaled_dot_product_attention(*sets[index])
+                return default(index)
 
-        return [
-            Contender(DEFAULT_SDPA, default, expected),
-            *(Contender(name, partial(fused, name), expected) for name in FUSED_SDPA),
-        ]
+        runs = {DEFAULT_SDPA: default, **{name: partial(fused, name) for name in FUSED_SDPA}}
+        return [Contender(name, run, expected) for name, run in runs.items()]
 
     def avq(
         self,
         shape: Shape,
         sets: InputSets,
-        config: AVQConfig,
+        method: str | MethodName,
         order: Tensor | None = None,
         *,
-        own: bool = False,
         sinks: Sequence[Pair] = (),
     ) -> Contender:
-        """The operation, and its two stages where it has kernels and neither sinks nor exact keys.
+        """The operation by a configuration: codewords are stored, or with `/own` the call's keys.
 
-        Codewords are stored ones, or with `own` from the keys of the call.
+        Its row has the times of both stages where it has kernels and neither sinks nor exact keys.
         """
+        method = parse_method(method, (0,)) if isinstance(method, str) else method
+        config, own = method.config, method.own
         codebook = None if own else self.source(shape).codebook(config)
         attend = partial(
-            avq_attention,
-            codebook=codebook,
-            query_order=order,
-            **config.attention_arguments,
+            avq_attention, codebook=codebook, query_order=order, **config.attention_arguments
         )
 
         def sink_tensors(index: int) -> dict[str, Tensor]:
@@ -148,7 +150,6 @@ class Bench:
             return attend(*sets[index], **sink_tensors(index), backend=self.backend)
 
         num_sinks = sinks[0][0].shape[2] if sinks else 0
-        has_stages = self.cuda and not num_sinks and not config.exact_keys
         return Contender(
             method_name(config, own=own) + (f", {num_sinks} sinks" if sinks else ""),
             run,
@@ -159,43 +160,40 @@ class Bench:
                 "sinks": num_sinks,
             },
             method_name(replace(config, codewords="stored", num_updates=0)) if own else None,
-            kernel_stages(sets, config, codebook, order) if has_stages else {},
+            has_stages=not num_sinks and not config.exact_keys,
         )
 
-    def unfused(
-        self, shape: Shape, sets: InputSets, config: AVQConfig, expected: Callable[[], Tensor]
-    ) -> list[Contender]:
+    def unfused(self, shape: Shape, sets: InputSets, method: str) -> list[Contender]:
         """Compiled precompute in PyTorch, attention by our kernel (paper, Tab. speed_scaling).
 
         Off CUDA, nothing is compiled and SDPA attends.
         """
+        fused, config = self.avq(shape, sets, method), parse_method(method, (0,)).config
         codebook = self.source(shape).codebook(config)
         codewords = codebook.parents.to(self.dtype)
         bias = -0.5 * codewords.float().square().sum(-1)[:, None]
         facts: Row = {"effective_codewords": config.effective_codewords}
+        precompute, attend = unfused_precompute, partial(flat_sdpa, codebook)
         if self.cuda:
             precompute = torch.compile(unfused_precompute, dynamic=False)
             attend = flat_kernel(config, codebook, self.dtype)
         else:
-            precompute = unfused_precompute
-            attend = partial(_flat_sdpa, codebook)
             facts["note"] = "precompute not compiled; attention by SDPA"
 
         def run(one_hot: bool, index: int) -> Tensor:
             query, key, value = sets[index]
             return attend(query, *precompute(key, value, codewords, bias, one_hot=one_hot))
 
-        name = f"unfused {method_name(config)}"
         return [
-            Contender(f"{name} (one-hot)", partial(run, True), expected, facts),
-            Contender(f"{name} (scatter)", partial(run, False), expected, facts),
+            Contender(f"unfused {fused.name} ({way})", partial(run, one_hot), fused.expected, facts)
+            for way, one_hot in (("one-hot", True), ("scatter", False))
         ]
 
     @torch.no_grad()
     def rows(self, shape: Shape, contenders: Sequence[Contender], num_sets: int) -> list[Row]:
         """Check the output of every contender, then time those that are right in turns."""
         rows: list[Row] = []
-        timed: list[tuple[Row, str, Callable[[int], Any]]] = []
+        timed: list[tuple[Row, Contender]] = []
         for contender in contenders:
             row: Row = {
                 "method": contender.name,
@@ -210,24 +208,42 @@ class Bench:
             }
             rows.append(row)
             try:
-                output, expected = contender.run(0), contender.expected()
+                row |= _checked(contender)
             except (RuntimeError, ValueError) as error:
                 row["note"] = str(error).splitlines()[0]
-                continue
-            row["error"] = relative_error(output[:, :, : expected.shape[2]], expected)
-            if not row["error"] <= TOLERANCE:
-                row["note"] = f"wrong output: relative error {row['error']:.3g}"
-                continue
-            timed.append((row, "ms", contender.run))
-            timed += [(row, name, stage) for name, stage in contender.stages.items()]
-        timings = time_in_turns([run for *_, run in timed], num_sets, self.device, self.effort)
-        for (row, name, _), timing in zip(timed, timings, strict=True):
-            row.update(timing if name == "ms" else {name: timing["ms"]})
-        times = {row["method"]: row["ms"] for row in rows}
-        for row, contender in zip(rows, contenders, strict=True):
-            if row["ms"] and times.get(contender.stored):
-                row["over_stored"] = row["ms"] / times[contender.stored]
+            else:
+                timed.append((row, contender))
+        runs = [contender.run for _, contender in timed]
+        timings = time_in_turns(runs, num_sets, self.device, self.effort)
+        times = {
+            row["method"]: timing["ms"] for (row, _), timing in zip(timed, timings, strict=True)
+        }
+        for (row, contender), timing in zip(timed, timings, strict=True):
+            row |= timing
+            if self.cuda and contender.has_stages:
+                row |= stage_times(contender.run, num_sets)
+            for name, other in (("over_stored", contender.stored), ("over_sdpa", DEFAULT_SDPA)):
+                if other in times:
+                    row[name] = row["ms"] / times[other]
         return rows
+
+
+def _checked(contender: Contender) -> Row:
+    """The largest error of a contender's outputs.
+
+    Raises:
+        RuntimeError: it is too large, or the contender cannot run.
+    """
+    found = contender.run(0)
+    if contender.expected is None:
+        return {}
+    expected = contender.expected()
+    pairs = [(found, expected)] if isinstance(found, Tensor) else zip(found, expected, strict=True)
+    errors = [relative_error(x[:, :, : y.shape[2]], y) for x, y in pairs]
+    error = torch.tensor(errors).max().item()  # Python's maximum loses NaN
+    if not error <= TOLERANCE:
+        raise RuntimeError(f"wrong output: relative error {error:.3g}")
+    return {"error": error}
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:
@@ -236,129 +252,14 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     return float((output.float() - expected).norm() / expected.norm())
 
 
-def kernel_stages(
-    sets: InputSets, config: AVQConfig, codebook: Codebook | None, order: Tensor | None
-) -> dict[str, Callable[[int], Any]]:
-    """The two kernel stages apart, on the codewords that the operation packs or on own ones."""
-    from avq_diffusers.attention.triton.attention import attention_launch
-    from avq_diffusers.attention.triton.launch import Plan, address
-    from avq_diffusers.attention.triton.precompute import precompute_launches
-    from avq_diffusers.attention.triton.problem import Problem, addresses_of, readable
-
-    device, dtype = sets[0][0].device, sets[0][0].dtype
-    stored = None if codebook is None else _packed(codebook, dtype)
-
-    @cache
-    def stages(index: int) -> tuple[dict[str, Any], Plan, Plan]:
-        key_order = order if stored is None else None
-        tensors = readable(Tensors(*sets[index], *(None,) * 4, order, key_order))
-        problem = Problem.of(tensors, stored, None, _spec(config, tensors.query.shape[-1]))
-        first = precompute_launches(problem)
-        second = attention_launch(problem, first.pointers)
-        plans = Plan(first.parts, first.launches), Plan(second.parts, [second.launch])
-        return addresses_of(tensors, stored, None), *plans
-
-    def aggregate(index: int) -> Tensor:
-        given, plan, _ = stages(index)
-        return plan.run(given, device)
-
-    # Filled by the calls before the graph is captured, which reads what they leave here.
-    aggregates = cache(aggregate)
-
-    def attend(index: int) -> Tensor:
-        given, first, plan = stages(index)
-        left = {name: address(first.part(aggregates(index), name)) for name in first.parts}
-        output = torch.empty_like(sets[index][0].transpose(1, 2).contiguous())
-        plan.run(given | left | {"output": address(output)}, device)
-        return output.transpose(1, 2)
-
-    return {"precompute_ms": aggregate, "attention_ms": attend}
-
-
-def _spec(config: AVQConfig, head_dim: int) -> Spec:
-    return Spec(
-        **asdict(config.sizes),
-        num_updates=0,
-        query_tile=config.query_tile,
-        means=config.codewords == "means",
-        scale=head_dim**-0.5,
-    )
-
-
-def unfused_precompute(
-    key: Tensor, value: Tensor, codewords: Tensor, bias: Tensor, *, one_hot: bool
-) -> tuple[Tensor, Tensor]:
-    """Flat VQ in plain PyTorch: assign each key to its nearest codeword, then average the values.
-
-    Args:
-        key, value: (B, H, N, D).
-        codewords: (H, M, D) of the same dtype.
-        bias: (H, 1, M) fp32, minus half the squared norms of the codewords.
-        one_hot: multiply by one-hot assignments instead of scattering.
-
-    Returns:
-        means: (B, H, M, D), dtype of `value`, zero for codewords without keys.
-        counts: (B, H, M) fp32.
-    """
-    num_codewords, head_dim = codewords.shape[1:]
-    logits = (key @ codewords.transpose(1, 2)).float() + bias
-    assignment = logits.argmax(-1)
-    if one_hot:
-        hot = assignment[..., None] == torch.arange(num_codewords, device=key.device)
-        counts = hot.sum(2, dtype=torch.float32)
-        sums = (hot.to(value.dtype).transpose(2, 3) @ value).float()
-    else:
-        counts = logits.new_zeros(*assignment.shape[:2], num_codewords)
-        counts = counts.scatter_add(2, assignment, torch.ones_like(assignment, dtype=counts.dtype))
-        sums = counts.new_zeros(*counts.shape, head_dim)
-        sums = sums.scatter_add(2, assignment[..., None].expand_as(value), value.float())
-    return (sums / counts.clamp(min=1)[..., None]).to(value.dtype), counts
-
-
-def flat_kernel(
-    config: AVQConfig, codebook: Codebook, dtype: torch.dtype
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Our kernel's attention of queries over means (B, H, M, D) and counts (B, H, M)."""
-    from avq_diffusers.attention.triton.attention import attention_launch
-    from avq_diffusers.attention.triton.launch import Plan, address
-    from avq_diffusers.attention.triton.precompute import precompute_launches
-    from avq_diffusers.attention.triton.problem import Problem, addresses_of, readable
-
-    stored = _packed(codebook, dtype)
-    spec = _spec(config, codebook.head_dim)._replace(means=False, num_children=0, num_refined=0)
-
-    def attend(query: Tensor, means: Tensor, counts: Tensor) -> Tensor:
-        tensors = readable(Tensors(query, query, query, *(None,) * 6))
-        problem = Problem.of(tensors, stored, None, spec)
-        first = precompute_launches(problem)
-        second = attention_launch(problem, first.pointers)
-        # Rows of the kernel: every parent, padding, then what stays with parents, unread here.
-        (_, _, rows, columns), _ = first.parts["mean_values"]
-        (_, _, num_counts), _ = first.parts["log_counts"]
-        means = F.pad(means.to(dtype), (0, columns - means.shape[3]), value=1.0)
-        means = F.pad(means, (0, 0, 0, rows - means.shape[2]))
-        log_counts = F.pad(counts.log2(), (0, num_counts - counts.shape[2]), value=-math.inf)
-        output = torch.empty_like(query.transpose(1, 2).contiguous())
-        given = {"mean_values": means, "log_counts": log_counts, "output": output}
-        addresses = {name: address(x.contiguous()) for name, x in given.items()}
-        plan = Plan(second.parts, [second.launch])
-        plan.run(addresses_of(tensors, stored, None) | addresses, query.device)
-        return output.transpose(1, 2)
-
-    return attend
-
-
-def _flat_sdpa(codebook: Codebook, query: Tensor, means: Tensor, counts: Tensor) -> Tensor:
-    keys = codebook.parents.to(query.dtype).expand(len(query), -1, -1, -1)
-    log_counts = counts.log().to(query.dtype)[:, :, None]
-    return F.scaled_dot_product_attention(query, keys, means, attn_mask=log_counts)
-
-
-def _packed(codebook: Codebook, dtype: torch.dtype) -> tables.StoredCodes:
-    """The codewords as the operation packs them for inputs of `dtype`."""
-    return tables.pack(
-        codebook.parents,
-        codebook.children,
-        scale=codebook.head_dim**-0.5,
-        dtype=dtype,
-    )
+def stage_times(run: Callable[[int], Any], num_sets: int) -> Row:
+    """Mean time in ms of the kernels of both stages, without what passes between launches."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for index in range(PROFILED_CALLS):
+            run(index % num_sets)
+        torch.cuda.synchronize()
+    stages = {"precompute_ms": 0.0, "attention_ms": 0.0}
+    for kernel in profiler.key_averages():
+        stage = "attention_ms" if kernel.key.startswith("attention_kernel") else "precompute_ms"
+        stages[stage] += kernel.device_time_total / 1e3 / PROFILED_CALLS
+    return stages

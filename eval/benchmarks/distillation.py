@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from avq_diffusers.mini import MINI_SD
-from eval.benchmarks.unet_configs import SD15
+from eval.benchmarks.models import SD15
 from eval.store.markdown import markdown_table, number
 from eval.store.report import save_json
 
@@ -42,6 +42,19 @@ TEXT = {
     "num_attention_heads": 12,
     "projection_dim": 768,
 }
+SETTINGS = {
+    "variant": "null",
+    "checkpoint_every": "null",
+    "tracker": "null",
+    "samples": "{every: null, prompts: [x], num_inference_steps: 1, guidance_scale: 1}",
+}
+DATA = {
+    "source": "scenes",
+    **dict.fromkeys(("path", "split", "image_column", "caption_column", "captions")),
+    "num_samples": 512,
+    "preprocessing": "crop",
+    "workers": 4,
+}
 
 
 def run_distillation(
@@ -51,9 +64,7 @@ def run_distillation(
     command: str,
     model: Path | None,
     image_size: int,
-    batches: Sequence[int],
-    gpus: Sequence[int],
-    attentions: Sequence[str],
+    cases: Sequence[tuple[int, int, str]],
     rounds: int,
     overrides: Sequence[str],
 ) -> None:
@@ -65,10 +76,8 @@ def run_distillation(
         command: command line to store.
         model: folder of a Stable Diffusion model; None makes SD1.5 with random weights.
         image_size: side of the images in pixels.
-        batches: images per GPU and step.
-        gpus: numbers of processes.
-        attentions: attentions of the student.
-        rounds: runs of every row, in turns. Its speed is the median over the windows of all.
+        cases: number of processes, images per GPU and step, and attention of the student.
+        rounds: runs of every case, in turns. Its speed is the median over the windows of all.
         overrides: further `--set` options of `distill`.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,37 +86,20 @@ def run_distillation(
         if model is None:
             model = folder / "sd15"
             random_sd15().save_pretrained(model)
-        cases = [(g, a, b) for g in gpus for b in batches for a in attentions]
-        rows: dict[tuple[int, str, int], dict[str, Any]] = {}
-        for turn, case in tqdm(list(product(range(rounds), cases)), desc="runs"):
-            number, attention, batch = case
-            row = rows.setdefault(
-                case, {"gpus": number, "attention": attention, "batch_per_gpu": batch}
-            )
+        rows = [{"gpus": g, "attention": a, "batch_per_gpu": b} for g, b, a in cases]
+        shared = {**SETTINGS, "base_model": model, "image_size": image_size}
+        shared["data"] = json.dumps({**DATA, "cache": str(folder / "cache")})
+        for turn, row in tqdm(list(product(range(rounds), rows)), desc="runs"):
             if "note" in row:
                 continue
-            settings = {
-                "base_model": model,
-                "variant": "null",
-                "image_size": image_size,
-                "attention": attention,
-                "micro_batch_size": batch,
-                "batch_size": batch * number,
-                "steps": STEPS,
-                "log_every": LOG_EVERY,
-                "checkpoint_every": "null",
-                "tracker": "null",
-                "samples": "{every: null, prompts: [x], num_inference_steps: 1, guidance_scale: 1}",
-                "data": _scenes(folder / "cache"),
-            }
             try:
-                run = folder / f"{number}-{attention}-{batch}-{turn}"
-                found = _run(config, run, number, settings, overrides)
+                run = folder / f"{rows.index(row)}-{turn}"
+                found = _run(config, run, row, shared, overrides)
             except subprocess.CalledProcessError as error:
                 row["note"] = last_error(error.stderr)
             else:
-                windows = row.get("windows", []) + found.pop("windows")
-                row |= found | {"windows": windows, "samples_per_second": median(windows)}
+                row["windows"] = row.get("windows", []) + found.pop("windows")
+                row |= found | {"samples_per_second": median(row["windows"])}
             save_json(
                 output / f"bench_distill_{device}.json",
                 command=command,
@@ -115,9 +107,9 @@ def run_distillation(
                 config=config.name,
                 image_size=image_size,
                 steps=STEPS,
-                rows=with_ratios(list(rows.values())),
+                rows=with_ratios(rows),
             )
-    print(distillation_table(with_ratios(list(rows.values()))))
+    print(distillation_table(with_ratios(rows)))
 
 
 def random_sd15() -> StableDiffusionPipeline:
@@ -133,22 +125,18 @@ def random_sd15() -> StableDiffusionPipeline:
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add each row's step time over that of the exact student, and its speed-up over one GPU."""
-    speeds = {
-        (row["gpus"], row["attention"], row["batch_per_gpu"]): row.get("samples_per_second")
-        for row in rows
-    }
+    names = ("gpus", "attention", "batch_per_gpu")
+    speeds = {tuple(row[x] for x in names): row.get("samples_per_second") for row in rows}
+
+    def over(row: dict[str, Any], **other: Any) -> float | None:
+        speed, base = (speeds.get(tuple(one[x] for x in names)) for one in (row, {**row, **other}))
+        return speed / base if speed and base else None
+
     filled = []
     for row in rows:
-        speed, batch = row.get("samples_per_second"), row["batch_per_gpu"]
-        exact = speeds.get((row["gpus"], "exact", batch))
-        alone = speeds.get((1, row["attention"], batch))
-        filled.append(
-            {
-                **row,
-                "step_over_exact": exact / speed if exact and speed else None,
-                "speedup_over_one_gpu": speed / alone if alone and speed else None,
-            }
-        )
+        speed = over(row, attention="exact")
+        ratios = {"step_over_exact": speed and 1 / speed, "speedup_over_one_gpu": over(row, gpus=1)}
+        filled.append({**row, **ratios})
     return filled
 
 
@@ -163,12 +151,8 @@ def distillation_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(
         ["GPUs", "student", "images per GPU", *figures.values()],
         (
-            [
-                str(row["gpus"]),
-                row["attention"],
-                str(row["batch_per_gpu"]),
-                *(number(row.get(name), ".3g") for name in figures),
-            ]
+            [str(row["gpus"]), row["attention"], str(row["batch_per_gpu"])]
+            + [number(row.get(name), ".3g") for name in figures]
             for row in rows
         ),
     )
@@ -181,21 +165,22 @@ def last_error(output: str) -> str:
     return (sentences or lines or ["it was killed"])[-1].removeprefix("error: ")
 
 
-def _scenes(cache: Path) -> str:
-    values = {
-        "source": "scenes",
-        **dict.fromkeys(("path", "split", "image_column", "caption_column", "captions")),
-        "num_samples": 512,
-        "preprocessing": "crop",
-        "cache": str(cache),
-        "workers": 4,
-    }
-    return json.dumps(values)
-
-
 def _run(
-    config: Path, run: Path, gpus: int, settings: dict[str, Any], overrides: Sequence[str]
+    config: Path,
+    run: Path,
+    row: dict[str, Any],
+    shared: dict[str, Any],
+    overrides: Sequence[str],
 ) -> dict[str, Any]:
+    gpus, batch = row["gpus"], row["batch_per_gpu"]
+    settings = {
+        **shared,
+        "attention": row["attention"],
+        "micro_batch_size": batch,
+        "batch_size": batch * gpus,
+        "steps": STEPS,
+        "log_every": LOG_EVERY,
+    }
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(gpus)]
     launcher += ["--multi_gpu"] if gpus > 1 else []
     command = [*launcher, "-m", "distill", "--config", str(config), "--output", str(run)]

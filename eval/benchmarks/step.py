@@ -1,323 +1,267 @@
-"""One denoising step of a model with any of the timed methods; the UNet among the models."""
+"""Time one denoising step: `python -m eval bench unet` and `bench transformer`.
 
+Weights are random and nothing is downloaded, but mini-sd has its own. A few blocks of
+each kind of a transformer are timed, in about the model's proportion, and the time is multiplied to
+that of all blocks.
+
+Rows of one size and mode are timed in turns. A row with wrong output gets no time.
+"""
+
+import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
-from importlib.util import find_spec
+from contextlib import nullcontext
+from pathlib import Path
 from statistics import median
 from time import perf_counter
-from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from diffusers import UNet2DConditionModel
-from diffusers.models.attention_processor import Attention
-from torch import Tensor, nn
-from torch._functorch import config as functorch_config
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
-from avq_diffusers import (
-    AVQCodebooks,
-    AVQConfig,
-    apply_avq,
-    gather_codebooks,
-    remove_avq,
-    select_layers,
+from eval.benchmarks.contenders import TOLERANCE, Row, relative_error
+from eval.benchmarks.models import Model
+from eval.benchmarks.networks import (
+    COMPILE,
+    EAGER,
+    FORCED,
+    GRAPH,
+    NetworkBench,
+    bench_of,
+    layer_states,
 )
-from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.codebook.kmeans import fit_codebook
-from avq_diffusers.extras.linfusion import LinFusionProcessor
-from avq_diffusers.hosts import attention_replaced
-from eval.benchmarks.contenders import Row, relative_error
 from eval.benchmarks.timing import block_ms
-from eval.benchmarks.unet_configs import added_conditions
-from eval.methods import layers_run_by, merged_tokens
-from eval.names import (
-    CUDNN,
-    FA2,
-    LABELS,
-    LEVELS,
-    LIMIT,
-    LINFUSION,
-    TOME,
-    MethodName,
-    timed_method,
-)
+from eval.keys.peers import check_peer
+from eval.names import CUDNN, EXACT, LIMIT, PEERS, PISA, SOL, method_label, timed_method
+from eval.store.markdown import markdown_table, number
+from eval.store.plots import bar_plot
+from eval.store.report import save_json
 
-# Standard deviation of the changes of projections that a tuned row runs.
-CHANGE = 1e-3
-FORCED = {FA2: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
-EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
-
-BATCH = 2
-TEXT_TOKENS = 77
-TIMESTEP = 150  # late, where trained attention does most
-CALIBRATION_STEPS = (900, 650, 400, 150)
-CALIBRATION_KEYS = 8192
+TURNS = 5
+NUM_INPUTS = 4
+MODES = {
+    GRAPH: "CUDA graph, not compiled",
+    COMPILE: "torch.compile in a CUDA graph",
+    EAGER: "eager",
+}
+MODES_WITHOUT_GRAPHS = {**MODES, COMPILE: "torch.compile"}
+# The field of a row that is its time over that of a method.
+RATIOS = {"over_limit": LIMIT, "over_sdpa": EXACT, "over_cudnn": CUDNN}
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model whose UNet is timed.
+def run_steps(
+    models: dict[str, Model],
+    device: torch.device,
+    output: Path,
+    *,
+    command: str,
+    model: str,
+    sizes: Sequence[int] | None = None,
+    methods: Sequence[str] | None = None,
+    modes: Sequence[str] = tuple(MODES),
+    seconds: float = 4.0,
+    minutes: float | None = None,
+) -> None:
+    """Time the steps, print tables, and write one JSON file per size and mode, one plot per size.
 
-    Attributes:
-        unet: name of the UNet in results.
-        build: makes the UNet on a device, in float32.
-        latent_scale: pixels per latent along a side.
-        sizes: default sides of the images, in pixels.
-        stem: prefix of the result files.
-        methods: default methods, the most important first.
-        levels: UNet levels at which attention may change.
+    The file is rewritten after every row.
+
+    Args:
+        models: models by their names in the command.
+        device: where the network runs.
+        output: folder of the results.
+        command: command line to store.
+        model: one of `models`.
+        sizes: sides of the images, or lines of the videos; None takes the model's.
+        methods: methods, the most important first; None takes the model's.
+        modes: `"graph"`, `"compile"`, `"eager"`.
+        seconds: of steps per row; the second half counts.
+        minutes: no row starts after this time.
+
+    Raises:
+        ValueError: a model, method, mode or size is unknown or impossible.
     """
+    if model not in models:
+        raise ValueError(f"--model must be one of {', '.join(models)}, but got {model!r}.")
+    sizes = models[model].sizes if sizes is None else sizes
+    methods = models[model].methods if methods is None else methods
+    check_choices(models[model], sizes, methods, modes)
+    deadline = None if minutes is None else perf_counter() + 60 * minutes
+    chosen = models[model].for_device(device)
+    labels = MODES if device.type == "cuda" else MODES_WITHOUT_GRAPHS
+    bench = bench_of(chosen, device)
+    if not bench.cuda:
+        print(f"{device.type}: {chosen.title}; without CUDA graphs, FA2 and cuDNN")
+    for name in methods if bench.cuda else ():
+        if (method := timed_method(name)).source in PEERS:
+            check_peer(name, method.source, next(bench.network.parameters()))
+    blocks = {x: n for x, n in bench.network.config.items() if x.endswith("_layers")}
+    facts: Row = {"unet": chosen.title} if chosen.is_unet else {"model": chosen.title}
+    facts |= {} if chosen.is_unet else {"timed_blocks": blocks, "multiplied_by": chosen.times}
+    for side in sizes:
+        for mode in modes:
+            rows: list[Row] = []
+            for rows in step_rows(
+                bench, side, mode, methods=methods, deadline=deadline, window_ms=1000 * seconds
+            ):
+                save_json(
+                    output / f"{chosen.stem}_{side}_{mode}_{device.type}.json",
+                    command=command,
+                    device=device,
+                    **facts,
+                    dtype=str(bench.dtype).removeprefix("torch."),
+                    batch=chosen.batch,
+                    backend=bench.backend,
+                    mode=labels[mode],
+                    rows=rows,
+                )
+            print(steps_table(rows), flush=True)
+            if chosen.times != 1:
+                print(f"A part was timed; times are multiplied by {chosen.times:.3g}.")
+        plot_steps(output, chosen.stem, side, device.type)
 
-    unet: str
-    build: Callable[[torch.device], UNet2DConditionModel]
-    latent_scale: int
-    sizes: tuple[int, ...]
-    stem: str
-    methods: tuple[str, ...]
-    levels: tuple[int, ...] = LEVELS
 
+def check_choices(
+    model: Model, sizes: Sequence[int], methods: Sequence[str], modes: Sequence[str]
+) -> None:
+    """Refuse what cannot be timed.
 
-@torch.library.custom_op("avq_eval::zero_of", mutates_args=())
-def zero_of(query: Tensor, key: Tensor) -> Tensor:
-    """A zero that keeps a compiler from dropping both arguments."""
-    return query.new_zeros(1)
-
-
-@zero_of.register_fake
-def _(query: Tensor, key: Tensor) -> Tensor:
-    return query.new_empty(1)
-
-
-class LimitProcessor:
-    """Self-attention without the attention: projections run, and each token takes its value.
-
-    A processor has no hooks: those of `attention_replaced` take host time, which counts here.
+    Raises:
+        ValueError: a size, method, level or mode is unknown or impossible.
     """
-
-    def __call__(self, attn: Attention, hidden_states: Tensor, **others: Any) -> Tensor:
-        query, key = attn.to_q(hidden_states), attn.to_k(hidden_states)
-        output = attn.to_out[1](attn.to_out[0](attn.to_v(hidden_states)))
-        return output + zero_of(query, key) if torch.compiler.is_compiling() else output
-
-
-class NetworkBench(Protocol):
-    """A network, and the methods that its attention can switch to.
-
-    Attributes:
-        network: what runs.
-        device: where it runs.
-        cuda: whether that is a CUDA device.
-        compile_backend: of `torch.compile`.
-    """
-
-    network: nn.Module
-    device: torch.device
-    cuda: bool
-    compile_backend: str
-
-    def inputs(self, side: int) -> tuple[Tensor, ...]:
-        """Random inputs for an image of side x side pixels."""
-
-    def predict(self, *inputs: Tensor) -> Tensor:
-        """The network's output for such inputs."""
-
-    def cannot_run(self, name: str, mode: str) -> str | None:
-        """Why this machine cannot time the row; None if it can."""
-
-    def method(self, name: str, *, oracle: bool = False) -> AbstractContextManager[None]:
-        """Run attention by a `timed_method`; `oracle` chooses the backend that checks AVQ."""
-
-    def compiled(self, step: FunctionType, name: str) -> Callable[..., Tensor]:
-        """The step with compiled code, for use in the `method` of this name."""
-
-    def weights_of(self, method: MethodName) -> list[Tensor]:
-        """What a method adds to the network's weights."""
-
-
-def layer_states(network: nn.Module) -> list[Any]:
-    """What AVQ keeps at the layers of a network."""
-    return [state for layer in select_layers(network) if (state := layer.avq_state) is not None]
-
-
-def route_as_compiled(network: nn.Module) -> None:
-    """Let eager calls take the route of compiled ones, to get the expected output of these."""
-    for state in layer_states(network):
-        state.route.break_even = {
-            workload: found._replace(eager=found.compiled)
-            for workload, found in state.route.break_even.items()
-        }
-
-
-def compiled_apart(function: FunctionType, name: str, backend: str) -> Callable[..., Any]:
-    """Compile a copy of a function, whose code is not shared with other names.
-
-    Dynamo keeps its results by code object and does not guard on the SDPA backend: with one code
-    object FA2 would run what was compiled for SDPA, and after a reset the code that captured
-    graphs still use would be gone.
-    """
-    code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
-    copy = FunctionType(
-        code, function.__globals__, None, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return torch.compile(copy, dynamic=False, backend=backend)
-
-
-@contextmanager
-def forced_sdpa(backend: SDPBackend) -> Iterator[None]:
-    """Run SDPA by this backend alone."""
-    # The key of the cache leaves the backend out: one would get what another's step compiled to.
-    with sdpa_kernel(backend), functorch_config.patch(enable_autograd_cache=False):
-        yield
-
-
-class StepBench:
-    """A UNet, and the methods that its attention can switch to.
-
-    It runs in fp16 on CUDA and in fp32 elsewhere. `compile_backend` goes to `torch.compile`.
-    """
-
-    def __init__(
-        self, model: Model, device: torch.device, *, compile_backend: str = "inductor"
-    ) -> None:
-        self.model = model
-        self.device = device
-        self.cuda = device.type == "cuda"
-        self.dtype = torch.float16 if self.cuda else torch.float32
-        self.backend, self.oracle = ("triton", "torch") if self.cuda else ("torch", "reference")
-        self.compile_backend = compile_backend
-        self.network = self.unet = model.build(device).eval().requires_grad_(False)
-        # Not diffusers' own `to`, which warns of a list of float32 modules that is empty.
-        torch.nn.Module.to(self.unet, dtype=self.dtype, memory_format=torch.channels_last)
-        self.generator = torch.Generator(device).manual_seed(0)
-        self.conditions = added_conditions(self.unet, BATCH, self._normal)
-        self._fits: dict[tuple[int, int], dict[str, Codebook]] = {}
-        # Kept for good: captured graphs read these codewords by their address.
-        self._codebooks: dict[tuple[AVQConfig, bool], AVQCodebooks] = {}
-
-    def inputs(self, side: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Random latents of a side x side image, a timestep, random text states."""
-        latent = side // self.model.latent_scale
-        sample = self._normal(BATCH, self.unet.config.in_channels, latent, latent)
-        text = self._normal(BATCH, TEXT_TOKENS, self.unet.config.cross_attention_dim)
-        timestep = torch.full((), TIMESTEP, device=self.device)
-        return sample.contiguous(memory_format=torch.channels_last), timestep, text
-
-    def predict(self, sample: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        """The UNet's output for such inputs."""
-        return self.unet(sample, timestep, text, return_dict=False, **self.conditions)[0]
-
-    def cannot_run(self, name: str, mode: str) -> str | None:
-        """Why this machine cannot time the row; None if it can."""
-        if mode == GRAPH and not self.cuda:
-            return "CUDA graphs need a CUDA device"
-        if name in FORCED and not self.cuda:
-            return f"{LABELS[name]} needs a CUDA device"
-        if timed_method(name).source == TOME and find_spec("tomesd") is None:
-            return "tomesd is not installed"
-        return None
-
-    def compiled(self, step: FunctionType, name: str) -> Callable[..., Tensor]:
-        """The step, compiled as a whole."""
-        return compiled_apart(step, name, self.compile_backend)
-
-    @contextmanager
-    def method(self, name: str, *, oracle: bool = False) -> Iterator[None]:
-        """Run attention by a `timed_method`; `oracle` chooses the backend that checks AVQ."""
-        method = timed_method(name)
-        with ExitStack() as stack:
-            if method.source in FORCED:
-                stack.enter_context(forced_sdpa(FORCED[method.source]))
-            elif method.source == LIMIT:
-                names = [layer.name for layer in select_layers(self.unet, self.model.levels)]
-                limit = dict.fromkeys(names, LimitProcessor())
-                stack.enter_context(layers_run_by(self.unet, limit))
-            elif method.source == LINFUSION:
-                stack.enter_context(layers_run_by(self.unet, self._linfusion))
-            elif method.source == TOME:
-                stack.enter_context(merged_tokens(self.unet, method.levels))
-            elif method.config is not None:
-                backend = self.oracle if oracle else self.backend
-                source = method.config
-                if not method.own:
-                    source = self.codebooks(method.config, tuned=method.tuned)
-                apply_avq(self.unet, source, backend=backend, route=method.route)
-                stack.callback(remove_avq, self.unet)
-            yield
-
-    @torch.no_grad()
-    def codebooks(self, config: AVQConfig, *, tuned: bool = False) -> AVQCodebooks:
-        """Codebooks of the UNet's own keys. K-means runs once per layer and size."""
-        if (config, tuned) not in self._codebooks:
-            sizes = config.num_parents, config.num_children
-            if sizes not in self._fits:
-                self._fits[sizes] = {
-                    name: fit_codebook(keys, *sizes, num_iterations=8)
-                    for name, keys in self._keys.items()
-                }
-            layers = select_layers(self.unet, config.levels, config.exact)
-            fits = {layer.name: self._fits[sizes][layer.name] for layer in layers}
-            changes = {layer.name: self._changes(layer.attn) for layer in layers}
-            codebooks = gather_codebooks(
-                self.unet, config, fits, projection_changes=changes if tuned else None
+    for side in sizes:
+        if model.multiple is None and side not in model.sizes:
+            possible = " or ".join(map(str, model.sizes))
+            raise ValueError(f"--sizes must be {possible} for {model.title}, but got {side}.")
+        if model.multiple is not None and (side < 64 or side % model.multiple):
+            raise ValueError(
+                f"--sizes must be multiples of {model.multiple} from 64 on, but got {side}."
             )
-            self._codebooks[config, tuned] = codebooks.to(self.device)
-        return self._codebooks[config, tuned]
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"modes must be {', '.join(MODES)}, but got {mode!r}.")
+    for name in methods:
+        method = timed_method(name)
+        if model.is_unet and method.source in PEERS:
+            raise ValueError(f"methods: {name} is timed by bench transformer only.")
+        levels = set() if method.config is None else set(method.config.levels)
+        if model.is_unet and not levels <= set(model.levels):
+            raise ValueError(
+                f"the levels of {model.title} are {', '.join(map(str, model.levels))}, but {name} "
+                f"changes {', '.join(map(str, sorted(levels)))}."
+            )
+        is_known = method.source in (EXACT, LIMIT, *FORCED, *PEERS)
+        if not (model.is_unet or is_known or method.own or method.route == "fastest"):
+            raise ValueError(
+                f"methods of a transformer are {', '.join((EXACT, *FORCED, LIMIT))}, PISA and "
+                f"Sol-Attn as {PISA}@.15 and {SOL}@1.3, and configurations with /own or /fastest, "
+                f"but got {name!r}."
+            )
 
-    def weights_of(self, method: MethodName) -> list[Tensor]:
-        """The codebooks of a method with stored codewords."""
-        if method.config is None or method.own:
-            return []
-        return list(self.codebooks(method.config).parameters())
 
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
+@torch.no_grad()
+def step_rows(
+    bench: NetworkBench,
+    side: int,
+    mode: str,
+    *,
+    methods: Sequence[str],
+    deadline: float | None = None,
+    window_ms: float = 4000.0,
+) -> Iterator[list[Row]]:
+    """Time one step at side x side pixels. Yield all rows so far after every row, and at the end.
 
-    def _changes(self, attn: Attention) -> dict[str, Tensor]:
-        """Random changes of the projections, by their names in `attn`."""
-        draw = partial(torch.randn, generator=self.generator, device=self.device)
-        return {name: CHANGE * draw(x.shape) for name, x in attn.state_dict().items()}
+    No row starts after `deadline`, a value of `perf_counter`. Each row takes `window_ms`; its
+    second half counts.
+    """
+    torch.compiler.reset()
+    inputs = [bench.inputs(side) for _ in range(NUM_INPUTS)]
+    pool = torch.cuda.graph_pool_handle() if bench.cuda and mode != EAGER else None
+    exact: Tensor | None = None
+    rows: list[Row] = []
+    ready: list[tuple[Row, Step]] = []
+    for name in methods:
+        row: Row = {"size": side, "mode": mode, "method": name, "label": method_label(name)}
+        row["ms"] = None
+        rows.append(row)
+        if deadline is not None and perf_counter() > deadline:
+            row["note"] = "not started: out of time"
+        elif reason := bench.cannot_run(name, mode):
+            row["note"] = reason
+        else:
+            step = Step(bench, name, inputs)
+            try:
+                eager, facts = step.first_runs(mode, pool, exact)
+            except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+                # Foreign code (ToMe, compilers, backends) fails in all of these ways.
+                row["note"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            else:
+                exact = eager if name == EXACT else exact
+                row |= facts
+                row["difference_from_sdpa"] = (
+                    None if exact is None else relative_error(eager, exact)
+                )
+                if reason := wrong_output(row):
+                    row |= {"ms": None, "note": reason}
+                else:
+                    ready.append((row, step))
+        shown = f"{number(row['ms'])} ms {row.get('note', '')}"
+        print(f"{side} {mode} {row['label']}: {shown}", flush=True)
+        yield in_all_blocks(rows, bench.model.times)
+    # A compiled step that is not captured would be compiled again for another turn.
+    if mode == EAGER or pool is not None:
+        _time_in_turns(ready, window_ms)
+    yield in_all_blocks(rows, bench.model.times)
 
-    @cached_property
-    def _linfusion(self) -> dict[str, LinFusionProcessor]:
-        """LinFusion with random weights by layer name, kept for the graphs that read it."""
-        torch.manual_seed(0)
-        processors = {}
-        for layer in select_layers(self.unet):
-            with self.device:
-                processor = LinFusionProcessor(layer.attn.query_dim)
-            for phi in (processor.phi_q, processor.phi_k):
-                phi[-1].reset_parameters()  # zero at first, so that a phi left out would not show
-            processors[layer.name] = processor.to(self.dtype).requires_grad_(False)
-        return processors
 
-    @cached_property
-    def _keys(self) -> dict[str, Tensor]:
-        """Keys (H, S, D) in fp32 of every layer at the model's levels, from a few exact steps."""
-        layers = select_layers(self.unet, self.model.levels)
-        samples: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
+def wrong_output(row: Row) -> str | None:
+    """Why a row gets no time; None if its output is right.
 
-        def keep(
-            name: str, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
-        ) -> tuple[Tensor, str]:
-            rows = key.transpose(1, 2).flatten(0, 1)
-            count = min(len(rows), CALIBRATION_KEYS // len(CALIBRATION_STEPS))
-            chosen = torch.randperm(len(rows), generator=self.generator, device=self.device)
-            samples[name].append(rows[chosen[:count]].float())
-            scale = options["scale"]
-            return F.scaled_dot_product_attention(query, key, value, scale=scale), "kept"
+    The output must be closer to its oracle than half-way to SDPA. Otherwise the method did not run.
+    A method that may be exact must only be close.
+    """
+    name, distance = row["method"], row["difference_from_sdpa"]
+    if distance is None or name in (EXACT, *FORCED) or timed_method(name).route == "fastest":
+        limit, compared = TOLERANCE, ""
+    else:
+        limit, compared = distance / 2, f", difference from SDPA {distance:.3g}"
+    if row["error"] < limit:
+        return None
+    return f"wrong output: relative error {row['error']:.3g}{compared}"
 
-        side = self.unet.config.sample_size * self.model.latent_scale
-        keepers = {name: partial(keep, name) for name in samples}
-        with attention_replaced(self.unet, keepers, AVQConfig(levels=self.model.levels)):
-            for step in CALIBRATION_STEPS:
-                sample, _, text = self.inputs(side)
-                self.predict(sample, torch.full((), step, device=self.device), text)
-        return {name: torch.cat(x).transpose(0, 1).contiguous() for name, x in samples.items()}
+
+def _time_in_turns(ready: Sequence[tuple[Row, "Step"]], window_ms: float) -> None:
+    """Replace the first times by medians of steps taken in turns.
+
+    A row takes many steps per turn, and the later half counts: a GPU at its power limit needs
+    tenths of a second to settle on a clock.
+    """
+    half_turn_ms = window_ms / TURNS / 2
+    counts = [max(1, round(half_turn_ms / row["ms"])) for row, _ in ready]
+    times: list[list[float]] = [[] for _ in ready]
+    turns = list(zip(ready, counts, times, strict=True))
+    for _ in range(TURNS):
+        for (_, step), count, samples in turns:
+            # A captured step has its method in it.
+            method = step.bench.method(step.name) if step.replay is None else nullcontext()
+            with method:
+                taken = [step.milliseconds(index) for index in range(2 * count)]
+            samples += taken[count:]
+        turns.reverse()
+    for (row, _), samples in zip(ready, times, strict=True):
+        row["ms"] = median(samples)
+        row["steps"] = len(samples)
+        row["spread"] = (max(samples) - min(samples)) / row["ms"]
+
+
+def in_all_blocks(rows: Sequence[Row], times: float) -> list[Row]:
+    """The rows with their times for all blocks, and with the `RATIOS` of these."""
+    found = [{**row, "ms": row["ms"] and row["ms"] * times} for row in rows]
+    ms = {row["method"]: row["ms"] for row in found}
+    for row in found:
+        for field, method in RATIOS.items():
+            base = ms.get(method)
+            row[field] = row["ms"] / base if row["ms"] and base else None
+    return found
 
 
 class Step:
@@ -361,8 +305,12 @@ class Step:
         may_be_exact = method.route == "fastest"
         with bench.method(name):
             eager = self.run().clone()
-            if mode == COMPILE and may_be_exact:
-                route_as_compiled(bench.network)
+            if mode == COMPILE and may_be_exact:  # by the route of compiled calls
+                for state in layer_states(bench.network):
+                    state.route.break_even = {
+                        workload: found._replace(eager=found.compiled)
+                        for workload, found in state.route.break_even.items()
+                    }
                 eager = self.run().clone()
         errors = []
         if name in FORCED and exact is not None:
@@ -374,9 +322,7 @@ class Step:
         with bench.method(name):
             if mode == COMPILE:
                 self.model = bench.compiled(self.model, name)
-            start = perf_counter()
             output = self.run().clone()
-            facts["first_call_s"] = round(perf_counter() - start, 2)
             self.run()
             if bench.cuda:
                 facts["peak_mib"] = self._peak_mib()
@@ -416,3 +362,55 @@ class Step:
         peak = torch.cuda.max_memory_allocated() - before
         tensors = [*self.bench.network.parameters(), *self.bench.weights_of(self.method)]
         return (peak + sum(tensor.nbytes for tensor in tensors)) / 2**20
+
+
+def steps_table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown."""
+    columns = {"ms": ".4g", **dict.fromkeys(RATIOS, ".3f"), "peak_mib": ".0f", "error": ".1e"}
+    return markdown_table(
+        [
+            "size",
+            "mode",
+            "method",
+            "ms",
+            "/ limit",
+            "/ SDPA",
+            "/ cuDNN",
+            "peak MiB",
+            "error",
+            "note",
+        ],
+        (
+            [
+                *(str(row["size"]), row["mode"], row["label"]),
+                *(number(row.get(name), form) for name, form in columns.items()),
+                row.get("note", ""),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def plot_steps(folder: Path, stem: str, side: int, device_type: str) -> None:
+    """Plot the times of one size as bars, one panel per mode with a result in the folder.
+
+    If their devices differ, the panels name them.
+    """
+    modes = MODES if device_type == "cuda" else MODES_WITHOUT_GRAPHS
+    paths = [folder / f"{stem}_{side}_{mode}_{device_type}.json" for mode in modes]
+    documents = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    devices = [document["environment"]["device"] for document in documents]
+    panels: dict[str, dict[str, float]] = {}
+    for document, name in zip(documents, devices, strict=True):
+        rows = document["rows"]
+        if bars := {row["label"]: row["ms"] for row in rows if row["ms"] is not None}:
+            panel = modes[rows[0]["mode"]]
+            panels[panel if len(set(devices)) == 1 else f"{panel}\n{name}"] = bars
+    of_unet = "UNet step at {side} x {side} ({unet})"
+    title = of_unet if "unet" in documents[0] else "Transformer step at {side} ({model})"
+    bar_plot(
+        folder / f"{stem}_{side}_{device_type}.png",
+        panels,
+        xlabel="time per step (ms)",
+        title=title.format(**documents[0], side=side),
+    )

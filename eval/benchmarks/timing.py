@@ -56,61 +56,43 @@ def time_in_turns(
             run(index)
 
     calls = [partial(all_sets, run) for run in runs]
-    replays: dict[int, Callable[[], None]] = {}
+    graphs: dict[int, Callable[[], None]] = {}
     notes: dict[int, str] = {}
-    if device.type == "cuda":
-        pool = torch.cuda.graph_pool_handle()
-        for index, call in enumerate(calls):
-            call()  # compiles, and fills what runs keep between calls
-            graph = torch.cuda.CUDAGraph()
-            try:
-                # Results are dropped at once, so all graphs may share one pool.
-                with torch.cuda.graph(graph, pool=pool):
-                    call()
-            except RuntimeError as error:
-                notes[index] = f"no CUDA graph: {str(error).splitlines()[0]}"
-            else:
-                replays[index] = graph.replay
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    for index, call in enumerate(calls if pool else ()):
+        call()  # compiles, and fills what runs keep between calls
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Results are dropped at once, so all graphs may share one pool.
+            with torch.cuda.graph(graph, pool=pool):
+                call()
+        except RuntimeError as error:
+            notes[index] = f"no CUDA graph: {str(error).splitlines()[0]}"
+        else:
+            graphs[index] = graph.replay
 
-    eager = [
-        _Blocks(call, effort.eager_rounds if index in replays else effort.rounds, effort, device)
-        for index, call in enumerate(calls)
-    ]
-    graphs = {
-        index: _Blocks(replay, effort.rounds, effort, device) for index, replay in replays.items()
-    }
-    blocks = [*eager, *graphs.values()]
+    # What is timed, by the number of its run and its timer.
+    timed = {(index, "eager"): call for index, call in enumerate(calls)}
+    timed |= {(index, "graph"): replay for index, replay in graphs.items()}
+    repeats, times = {}, {key: [] for key in timed}
+    for key, call in timed.items():
+        block_ms(call, 1, device)
+        estimate = max(block_ms(call, 1, device), 1e-3)
+        repeats[key] = max(1, min(200, round(effort.block_ms / estimate)))
     for turn in range(effort.rounds):
-        for one in blocks if turn % 2 == 0 else reversed(blocks):
-            if turn < one.rounds:
-                one.time()
+        for key in timed if turn % 2 == 0 else reversed(timed):
+            if turn < effort.eager_rounds or key == (key[0], "graph") or key[0] not in graphs:
+                times[key].append(block_ms(timed[key], repeats[key], device))
 
     timings = []
     for index in range(len(runs)):
-        times = graphs.get(index, eager[index]).times
+        timer = "graph" if index in graphs else "eager"
+        blocks = times[index, timer]
         timing = {
-            "ms": median(times) / num_sets,
-            "timer": "graph" if index in graphs else "eager",
-            "eager_ms": median(eager[index].times) / num_sets,
-            "spread": (max(times) - min(times)) / median(times),
+            "ms": median(blocks) / num_sets,
+            "timer": timer,
+            "eager_ms": median(times[index, "eager"]) / num_sets,
+            "spread": (max(blocks) - min(blocks)) / median(blocks),
         }
-        if index in notes:
-            timing["note"] = notes[index]
-        timings.append(timing)
+        timings.append(timing | ({"note": notes[index]} if index in notes else {}))
     return timings
-
-
-class _Blocks:
-    """Times of one call in ms, in blocks. A first estimate decides how often a block repeats it."""
-
-    def __init__(
-        self, call: Callable[[], Any], rounds: int, effort: Effort, device: torch.device
-    ) -> None:
-        self.call, self.rounds, self.device = call, rounds, device
-        self.times: list[float] = []
-        block_ms(call, 1, device)
-        estimate = block_ms(call, 1, device)
-        self.repeats = max(1, min(200, round(effort.block_ms / max(estimate, 1e-3))))
-
-    def time(self) -> None:
-        self.times.append(block_ms(self.call, self.repeats, self.device))

@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import yaml
 from tqdm import tqdm
 
 from eval.store.markdown import markdown_table
@@ -52,37 +51,6 @@ METRICS = {
 }
 
 
-def check_refined(config: Path, overrides: Sequence[str], numbers: Sequence[int]) -> None:
-    """Refuse numbers of refined parents that no run of this configuration can have.
-
-    What else is wrong with the configuration is left to `distill`.
-
-    Args:
-        config: YAML file of `distill`.
-        overrides: `--set` of `distill`.
-        numbers: numbers of refined parents to judge the runs by.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: all numbers are above the number of parents.
-    """
-    try:
-        sizes = yaml.safe_load(config.read_bytes())["avq"]
-        for key, _, value in (override.partition("=") for override in overrides):
-            if key.startswith("avq."):
-                sizes[key.removeprefix("avq.")] = yaml.safe_load(value)
-        layers = [{**sizes, **changed} for changed in ({}, *sizes["overrides"].values())]
-        most = min(x["num_parents"] if x["num_children"] else 0 for x in layers)
-        is_possible = most == 0 or min(numbers) <= most
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError):
-        return
-    if not is_possible:
-        raise ValueError(
-            f"{config} refines at most {most} parents, but --refined asks for "
-            f"{', '.join(map(str, numbers))}."
-        )
-
-
 def train_variants(
     config: Path,
     output: Path,
@@ -107,17 +75,16 @@ def train_variants(
     """
     if unknown := [name for name in variants if name not in VARIANTS]:
         raise ValueError(f"variants must be some of {', '.join(VARIANTS)}, but got {unknown[0]!r}.")
-
-    def train(variant: str, seed: int) -> tuple[str, Path]:
-        run = output / f"{config.stem}-{variant.replace(' ', '-').lower()}-seed{seed}"
-        changed = [f"{name}={value}" for name, value in VARIANTS[variant].items()]
-        _distill(config, run, [*overrides, f"seed={seed}", *changed])
-        return f"{variant}, seed {seed}", run / "codebooks"
-
-    cases = [(variant, seed) for variant in variants for seed in seeds]
+    runs = {}
+    for variant in variants:
+        for seed in seeds:
+            run = output / f"{config.stem}-{variant.replace(' ', '-').lower()}-seed{seed}"
+            changed = [f"{name}={value}" for name, value in VARIANTS[variant].items()]
+            runs[f"{variant}, seed {seed}"] = run, [*overrides, f"seed={seed}", *changed]
     with ThreadPoolExecutor(parallel) as pool:
-        done = pool.map(lambda case: train(*case), cases)
-        return dict(tqdm(done, desc="runs", total=len(cases)))
+        done = pool.map(lambda run: _distill(config, *run), runs.values())
+        list(tqdm(done, desc="runs", total=len(runs)))
+    return {name: run / "codebooks" for name, (run, _) in runs.items()}
 
 
 def ablation_rows(errors: Sequence[Row], names: Mapping[str, str]) -> list[Row]:
@@ -191,12 +158,10 @@ def _over_seeds(values: Sequence[float | None]) -> str:
 
 
 def _distill(config: Path, run: Path, settings: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "distill", "--config", str(config), "--output", str(run)]
-    command.append("--resume")
-    for setting in settings:
-        command += ["--set", setting]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        from eval.benchmarks.distillation import last_error
+    from eval.benchmarks.distillation import last_error
 
+    command = [sys.executable, "-m", "distill", "--config", str(config), "--output", str(run)]
+    changes = [f"--set={setting}" for setting in settings]
+    done = subprocess.run([*command, "--resume", *changes], capture_output=True, text=True)
+    if done.returncode:
         raise ValueError(f"the run {run} failed: {last_error(done.stderr)}")

@@ -1,5 +1,6 @@
 """`python -m eval bench`: speed against exact attention."""
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -7,9 +8,13 @@ import typer
 
 from avq_diffusers.options import device_of, numbers_of
 from eval.commands.options import Device, Output, command_line, dtype_name
-from eval.store.report import RESULTS, save_json
+from eval.store.report import RESULTS
 
 app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
+
+Modes = Annotated[str, typer.Option(help="Comma-separated: graph, compile, eager.")]
+Seconds = Annotated[float, typer.Option(help="Of steps per row; the second half counts.")]
+Minutes = Annotated[float | None, typer.Option(help="Start no row after this many minutes.")]
 
 
 @app.command("attention")
@@ -18,7 +23,7 @@ def bench_attention_command(
     tokens: Annotated[str, typer.Option(help="Token counts.")] = "1024,4096,16384,65536",
     config: Annotated[str, typer.Option(help="Codebook sizes.")] = "M64P16C8",
     dtype: Annotated[
-        str, typer.Option(callback=dtype_name, help="float32, float16 or bfloat16.")
+        str, typer.Option(callback=dtype_name, help="Of a GPU: float32, float16 or bfloat16.")
     ] = "float32",
     batch: int = 2,
     heads: int = 8,
@@ -33,28 +38,20 @@ def bench_attention_command(
     """
     import torch
 
-    from avq_diffusers import AVQConfig
-    from eval.benchmarks.attention import attention_table, bench_attention
+    from eval.benchmarks.contenders import Bench
+    from eval.benchmarks.inputs import Shape
+    from eval.benchmarks.kernels import run_part
+    from eval.benchmarks.parts import Sizes
+    from eval.benchmarks.timing import Effort
 
-    chosen = AVQConfig.parse(config)
-    rows = bench_attention(
-        numbers_of("--tokens", tokens),
-        config=chosen,
-        device=device_of(device),
-        dtype=getattr(torch, dtype),
-        batch=batch,
-        num_heads=heads,
-        head_dim=head_dim,
-    )
-    print(f"{chosen}, B{batch} H{heads} D{head_dim}, {dtype}, {device}")
-    print(attention_table(rows))
-    save_json(
-        output / f"bench_attention_{torch.device(device).type}.json",
+    shapes = [Shape(batch, heads, n, head_dim) for n in numbers_of("--tokens", tokens)]
+    bench = Bench(device_of(device), Effort(block_ms=300), getattr(torch, dtype))
+    run_part(
+        "attention",
+        bench,
+        {"attention": Sizes(shapes, (config, f"{config}/own"))},
+        output / f"bench_attention_{bench.device.type}.json",
         command=command_line(),
-        device=device,
-        config=str(chosen),
-        shape={"batch": batch, "heads": heads, "head_dim": head_dim, "dtype": dtype},
-        rows=rows,
     )
 
 
@@ -68,13 +65,19 @@ def bench_kernels_command(
 ) -> None:
     """Time the kernels: the paper's speed table, SD1.5's shapes, Flux's, and how time scales.
 
-    All but the last also have rows of codewords from the call's own keys.
+    All but the last also have rows of codewords from the call's own keys. Off CUDA, sizes are tiny.
 
     Example: python -m eval bench kernels --device cuda --parts table,sd15
     """
-    from eval.benchmarks.kernels import run_kernels
+    from eval.benchmarks.parts import KERNEL_PARTS
 
-    run_kernels(device_of(device), output, command=command_line(), parts=parts.split(","))
+    for part in (names := parts.split(",")):
+        if part not in KERNEL_PARTS:
+            raise ValueError(
+                f"--parts must be some of {', '.join(KERNEL_PARTS)}, but got {part!r}."
+            )
+    for part in names:
+        _run_sized(part, f"bench_kernels_{part}", device, output)
 
 
 @app.command("gradients")
@@ -85,26 +88,25 @@ def bench_gradients_command(device: Device = "cuda", output: Output = RESULTS) -
 
     Example: python -m eval bench gradients --device cuda
     """
-    import torch
+    _run_sized("gradients", "bench_gradients", device, output)
 
-    from avq_diffusers import AVQConfig
-    from eval.benchmarks import gradients
+
+def _run_sized(part: str, name: str, device: str, output: Path) -> None:
+    """A part at its own sizes."""
+    from eval.benchmarks.contenders import Bench
+    from eval.benchmarks.kernels import run_part
+    from eval.benchmarks.parts import FULL, TINY
+    from eval.benchmarks.timing import Effort
+    from eval.commands.stored import draw
 
     chosen = device_of(device)
     is_cuda = chosen.type == "cuda"
-    rows = gradients.bench_gradients(
-        gradients.SHAPES if is_cuda else gradients.SMALL,
-        configs=[AVQConfig.parse(config) for config in gradients.CONFIGS],
-        device=chosen,
-        dtype=torch.float16 if is_cuda else torch.float32,
-    )
-    print(gradients.gradients_table(rows))
-    save_json(
-        output / f"bench_gradients_{chosen.type}.json",
-        command=command_line(),
-        device=device,
-        rows=rows,
-    )
+    effort = Effort() if is_cuda else Effort(rounds=2, block_ms=1.0, eager_rounds=2)
+    path = output / f"{name}_{chosen.type}.json"
+    bench = Bench(chosen, effort)
+    run_part(part, bench, FULL if is_cuda else TINY, path, command=command_line())
+    if part != "gradients":
+        draw(path)
 
 
 @app.command("unet")
@@ -131,12 +133,9 @@ def bench_unet_command(
             "M64P16C8/tuned (with changes of projections)."
         ),
     ] = "",
-    modes: Annotated[str, typer.Option(help="Comma-separated: graph, compile, eager.")] = (
-        "graph,compile,eager"
-    ),
-    minutes: Annotated[
-        float | None, typer.Option(help="Start no row after this many minutes.")
-    ] = None,
+    modes: Modes = "graph,compile,eager",
+    seconds: Seconds = 4.0,
+    minutes: Minutes = None,
     output: Output = RESULTS,
 ) -> None:
     """Time one denoising step of a UNet, batch 2.
@@ -145,9 +144,11 @@ def bench_unet_command(
 
     Of SDXL: python -m eval bench unet --model sdxl --device cuda --modes graph
     """
-    from eval.benchmarks.unet import run_unet
+    from eval.benchmarks.models import UNETS
+    from eval.benchmarks.step import run_steps
 
-    run_unet(
+    run_steps(
+        UNETS,
         device_of(device),
         output,
         command=command_line(),
@@ -155,6 +156,7 @@ def bench_unet_command(
         sizes=numbers_of("--sizes", sizes) if sizes else None,
         methods=methods.split(",") if methods else None,
         modes=modes.split(","),
+        seconds=seconds,
         minutes=minutes,
     )
 
@@ -180,34 +182,27 @@ def bench_transformer_command(
             "their own kernels)."
         ),
     ] = "",
-    modes: Annotated[str, typer.Option(help="Comma-separated: graph, compile, eager.")] = (
-        "compile,graph,eager"
-    ),
-    whole: Annotated[
-        bool,
-        typer.Option("--whole", help="Time all blocks; otherwise a part, multiplied to all."),
-    ] = False,
-    seconds: Annotated[float, typer.Option(help="Of steps per row; the second half counts.")] = 4.0,
-    minutes: Annotated[
-        float | None, typer.Option(help="Start no row after this many minutes.")
-    ] = None,
+    modes: Modes = "compile,graph,eager",
+    seconds: Seconds = 4.0,
+    minutes: Minutes = None,
     output: Output = RESULTS,
 ) -> None:
     """Time one denoising step of a transformer, in bf16.
 
     Example: python -m eval bench transformer --model flux --device cuda --modes compile
     """
-    from eval.benchmarks.transformer import METHODS, run_transformer
+    from eval.benchmarks.models import TRANSFORMERS
+    from eval.benchmarks.step import run_steps
 
-    run_transformer(
+    run_steps(
+        TRANSFORMERS,
         device_of(device),
         output,
         command=command_line(),
         model=model,
         sizes=numbers_of("--sizes", sizes) if sizes else None,
-        methods=methods.split(",") if methods else METHODS,
+        methods=methods.split(",") if methods else None,
         modes=modes.split(","),
-        whole=whole,
         seconds=seconds,
         minutes=minutes,
     )
@@ -239,15 +234,14 @@ def bench_distill_command(
     """
     from eval.benchmarks.distillation import run_distillation
 
+    numbers = numbers_of("--gpus", gpus), numbers_of("--batches", batches)
     run_distillation(
         config,
         output,
         command=command_line(),
         model=model,
         image_size=size,
-        batches=numbers_of("--batches", batches),
-        gpus=numbers_of("--gpus", gpus),
-        attentions=attentions.split(","),
+        cases=list(product(*numbers, attentions.split(","))),
         rounds=rounds,
         overrides=overrides,
     )

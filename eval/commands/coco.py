@@ -130,8 +130,8 @@ def coco_score_command(
         load_networks,
         read_folders,
         score_folders,
-        warnings_of,
     )
+    from eval.quality.protocol import deviations
 
     chosen = read_folders(folders, images)
     scored, remarks = [], []
@@ -146,8 +146,10 @@ def coco_score_command(
     )
     for folder, row in zip(chosen, scores, strict=True):
         scored.append(row)
-        found = warnings_of(folder.config, row, scorer)
-        remarks += [text for text in found if text not in remarks]
+        counts = {name: row[name] for name in ("num_images", "num_real")}
+        if found := deviations(folder.config, **counts, scorer=scorer):
+            remarks.append(f"Not the protocol: {'; '.join(found)}.")
+        remarks = [*dict.fromkeys(remarks)]
         save_json(
             output / f"{name}.json",
             command=command_line(),
@@ -171,7 +173,7 @@ def coco_download_command(
 ) -> None:
     """Download LinFusion's captions and the images of val2014 (6 GB).
 
-    Goes on where a killed download stopped.
+    What an earlier call has downloaded is kept.
 
     Example: python -m eval coco download coco
     """

@@ -1,11 +1,11 @@
-"""Codebooks and their training: `errors`, `analyse`, `ablate`, `training`."""
+"""Codebooks and their training: `errors`, `analyse`, `ablate`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from avq_diffusers.mini import TEST_SEEDS, sample_scene
+from avq_diffusers.mini import TEST_SEEDS, Scene, sample_scene
 from avq_diffusers.options import Dilated, numbers_of
 from eval.commands.options import (
     Device,
@@ -24,6 +24,12 @@ from eval.commands.stored import draw
 from eval.store.report import RESULTS, save_json
 
 app = typer.Typer()
+Timesteps = Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")]
+
+
+def scenes(number: int) -> list[Scene]:
+    """Held-out scenes."""
+    return [sample_scene(seed) for seed in TEST_SEEDS[:number]]
 
 
 @app.command("errors")
@@ -34,16 +40,10 @@ def errors_command(
         str, typer.Option(help="Numbers of refined parents for codebooks that name none.")
     ] = "0,4,8,16,32,64",
     images: Images = 16,
-    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")] = 8,
+    timesteps: Timesteps = 8,
     levels: Levels = "0",
     size: Size = None,
     dilated: Dilated = False,
-    kernels: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of `bench kernels`: adds its times of as many tokens as level 0 has."
-        ),
-    ] = None,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
@@ -53,14 +53,7 @@ def errors_command(
 
     At twice the size: python -m eval errors --size 512 --scalecrafter --device cuda
     """
-    from eval.codebooks.layer_errors import (
-        add_kernel_times,
-        elastic,
-        errors_table,
-        measure_errors,
-        own_size,
-        read_kernel_times,
-    )
+    from eval.codebooks.layer_errors import elastic, errors_table, measure_errors
     from eval.methods import prepare_methods
     from eval.names import TOME
     from eval.quality.generation import Sampling, dilation, dilation_facts
@@ -73,24 +66,16 @@ def errors_command(
     pipe = load_pipeline(model, device)
     settings = Sampling(size=size, is_dilated=dilated)
     scalecrafter = dilation_facts(pipe, settings)
-    num_tokens = ((size or own_size(pipe)) // pipe.vae_scale_factor) ** 2
-    times = None if kernels is None else read_kernel_times(kernels, num_tokens)
-    prepared = prepare_methods(
-        pipe,
-        names,
-        levels=numbers,
-        calibration_prompts=calibration_prompts(),
-    )
+    prompts = calibration_prompts()
+    prepared = prepare_methods(pipe, names, levels=numbers, calibration_prompts=prompts)
     with dilation(pipe, settings):
         rows = measure_errors(
             pipe,
             elastic(prepared, numbers_refined),
-            [sample_scene(seed) for seed in TEST_SEEDS[:images]],
+            scenes(images),
             num_timesteps=timesteps,
             size=size,
         )
-    if times is not None:
-        add_kernel_times(rows, times)
     print(errors_table(rows))
     path = output / f"{result_name('errors', model, numbers, size, dilated)}.json"
     save_json(
@@ -101,7 +86,6 @@ def errors_command(
         num_timesteps=timesteps,
         size=size,
         scalecrafter=scalecrafter,
-        kernel_times=times and times._asdict(),
         rows=rows,
     )
     draw(path)
@@ -121,7 +105,7 @@ def analyse_command(
     ] = None,
     model: Model = "mini-sd",
     images: Images = 16,
-    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")] = 8,
+    timesteps: Timesteps = 8,
     levels: Levels = "0,1",
     device: Device = "cpu",
     output: Output = RESULTS,
@@ -130,8 +114,8 @@ def analyse_command(
 
     heads: capture of each head, as a heat map.
 
-    layers: commitment loss and quantization error of each layer, and the output's error where AVQ
-    runs in that layer alone; avq calibrate --exact leaves out the worst.
+    layers: commitment loss and quantization error of each layer; avq calibrate --exact leaves out
+    the worst.
 
     utilisation: share of codewords in use, two-level against flat.
 
@@ -151,21 +135,16 @@ def analyse_command(
     numbers = numbers_of("--levels", levels)
     pipe = load_pipeline(model, device)
     chosen = {name: methods or ANALYSES[name].methods for name in names}
+    options = {"levels": numbers, "calibration_prompts": calibration_prompts()}
     prepared = {
-        text: prepare_methods(
-            pipe,
-            text.split(","),
-            levels=numbers,
-            calibration_prompts=calibration_prompts(),
-        )
+        text: prepare_methods(pipe, text.split(","), **options)
         for text in dict.fromkeys(chosen.values())
     }
     for name, text in chosen.items():
         check_methods(name, prepared[text])
-    shown = [sample_scene(seed) for seed in TEST_SEEDS[:images]]
     for name, text in chosen.items():
         analysis = ANALYSES[name]
-        rows = analyse(pipe, analysis, prepared[text], shown, num_timesteps=timesteps)
+        rows = analyse(pipe, analysis, prepared[text], scenes(images), num_timesteps=timesteps)
         path = output / f"{result_name(name, model, numbers)}.json"
         save_json(
             path,
@@ -193,7 +172,7 @@ def ablate_command(
     refined: Annotated[str, typer.Option(help="Numbers of refined parents to judge by.")] = "16",
     model: Model = "mini-sd",
     images: Images = 16,
-    timesteps: Annotated[int, typer.Option(min=1, help="Evenly spread timesteps.")] = 8,
+    timesteps: Timesteps = 8,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
@@ -203,18 +182,11 @@ def ablate_command(
 
     Example: python -m eval ablate --seeds 0,1,2 --parallel 4 --set steps=1000 --device cuda
     """
-    from eval.codebooks.ablation import (
-        VARIANTS,
-        ablation_rows,
-        ablation_table,
-        check_refined,
-        train_variants,
-    )
+    from eval.codebooks.ablation import VARIANTS, ablation_rows, ablation_table, train_variants
     from eval.codebooks.layer_errors import elastic, measure_errors
     from eval.methods import prepare_methods
 
     numbers = numbers_of("--refined", refined)
-    check_refined(config, overrides, numbers)
     pipe = load_pipeline(model, device)
     trained = train_variants(
         config,
@@ -229,7 +201,7 @@ def ablate_command(
     errors = measure_errors(
         pipe,
         elastic(prepared, numbers),
-        [sample_scene(seed) for seed in TEST_SEEDS[:images]],
+        scenes(images),
         num_timesteps=timesteps,
     )
     rows = ablation_rows(errors, names)
@@ -244,22 +216,3 @@ def ablate_command(
         num_timesteps=timesteps,
         rows=rows,
     )
-
-
-@app.command("training")
-def training_command(
-    runs: Annotated[str, typer.Option(help="Comma-separated folders with a log.jsonl.")],
-    name: Annotated[str, typer.Option(help="Of the files to write.")] = "training",
-    points: Annotated[int, typer.Option(min=1, help="Most points of a curve that are kept.")] = 60,
-    output: Output = RESULTS,
-) -> None:
-    """Plot losses, quantization error and active ratio of distillation runs over training.
-
-    Example: python -m eval training --runs runs/m64p16c8,runs/m192
-    """
-    from eval.codebooks.training import read_run, thin
-
-    curves = {run: thin(read_run(Path(run)), points) for run in runs.split(",")}
-    path = output / f"{name}.json"
-    save_json(path, command=command_line(), device="cpu", runs=curves)
-    draw(path)

@@ -71,14 +71,12 @@ def keys_command(
     """
     import torch
 
-    from eval.keys.measuring import key_method, keys_table, measure, scheme_of
+    from eval.keys.measuring import key_method, keys_table, measure
     from eval.keys.subjects import load_model, own_size, subject_of
-    from eval.names import EXACT, NO_ATTENTION
 
     names = methods.split(",")
-    schemes = {scheme_of(key_method(name)) for name in names}
-    if schemes <= {EXACT, NO_ATTENTION}:
-        raise ValueError(f"the plot of keys needs a method beside {EXACT} and {NO_ATTENTION}.")
+    for name in names:
+        key_method(name)
     sides = None if sizes is None else numbers_of("--sizes", sizes)
     if sides and min(sides) < SMALLEST:
         raise ValueError(f"--sizes must be at least {SMALLEST}, but got {min(sides)}.")

@@ -5,6 +5,7 @@ What a document must have is read before the modules that draw are imported, so 
 """
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,43 +41,27 @@ def _kernels(path: Path, document: Mapping[str, Any]) -> None:
     plot_kernels(path, part, rows)
 
 
-def _unet(path: Path, document: Mapping[str, Any]) -> None:
-    side, mode = _size_and_mode(document)
-    from eval.benchmarks.unet import plot_unet
-
-    _steps(path, side, mode, plot_unet)
-
-
-def _transformer(path: Path, document: Mapping[str, Any]) -> None:
-    side, mode = _size_and_mode(document)
-    from eval.benchmarks.transformer import plot_transformer
-
-    _steps(path, side, mode, plot_transformer)
-
-
-def _size_and_mode(document: Mapping[str, Any]) -> tuple[int, str]:
-    row = document["rows"][0]
-    return row["size"], row["mode"]
-
-
-def _steps(path: Path, side: int, mode: str, plot: Callable[..., None]) -> None:
+def _steps(path: Path, document: Mapping[str, Any]) -> None:
     """One plot for all modes of a size, from the files beside this one."""
-    import torch
+    side, mode = document["rows"][0]["size"], document["rows"][0]["mode"]
+    from eval.benchmarks.step import plot_steps
 
-    from eval.benchmarks.step_rows import MODES, MODES_WITHOUT_GRAPHS
-
-    device = torch.device(path.stem.rpartition("_")[2])
-    modes = MODES if device.type == "cuda" else MODES_WITHOUT_GRAPHS
-    stem = path.stem.removesuffix(f"_{side}_{mode}_{device.type}")
-    plot(path.parent, stem, side, device, modes)
+    device_type = path.stem.rpartition("_")[2]
+    stem = path.stem.removesuffix(f"_{side}_{mode}_{device_type}")
+    plot_steps(path.parent, stem, side, device_type)
 
 
-def _errors(path: Path, document: Mapping[str, Any]) -> None:
-    rows, times = document["rows"], document["kernel_times"]
-    from eval.codebooks.layer_errors import KernelTimes, error_panels
-    from eval.store.plots import panel_plot
+def _panels(function: str, *fields: str) -> Callable[..., None]:
+    """A plot of rows of panels, which a function makes of these fields or of the whole document."""
+    module, _, name = function.rpartition(".")
 
-    panel_plot(path, error_panels(rows, times and KernelTimes(**times)))
+    def plot(path: Path, document: Mapping[str, Any], **options: Any) -> None:
+        arguments = [document[field] for field in fields] or [document]
+        panels = getattr(import_module(f"eval.{module}"), name)(*arguments, **options)
+        if panels:
+            import_module("eval.store.plots").panel_plot(path, panels)
+
+    return plot
 
 
 def _analyse(path: Path, document: Mapping[str, Any]) -> None:
@@ -87,61 +72,20 @@ def _analyse(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _keys(path: Path, document: Mapping[str, Any]) -> None:
-    rows = document["rows"]
-    from eval.keys.measuring import dial_panels, keys_panels
-    from eval.store.plots import panel_plot
-
-    panel_plot(path, keys_panels(rows))
-    if panels := dial_panels(rows):
-        panel_plot(path.with_stem(f"{path.stem}_dial"), [panels])
-
-
-def _features(path: Path, document: Mapping[str, Any]) -> None:
-    rows = document["rows"]
-    from eval.store.plots import panel_plot
-    from eval.vision.features import features_panels
-
-    panel_plot(path, features_panels(rows))
-
-
-def _training(path: Path, document: Mapping[str, Any]) -> None:
-    from eval.codebooks.training import training_rows
-    from eval.store.plots import panel_plot
-
-    panel_plot(path, training_rows(document["runs"]))
-
-
-def _table(path: Path, document: Mapping[str, Any], size: int | None = None) -> None:
-    from eval.quality.method_table import table_panels
-    from eval.store.plots import panel_plot
-
-    panel_plot(path, table_panels(document, size))
-
-
-def _vision_table(path: Path, document: Mapping[str, Any]) -> None:
-    from eval.store.plots import panel_plot
-    from eval.vision.fine_tuned import fine_tuned_panels
-
-    panel_plot(path, fine_tuned_panels(document))
-
-
-def _vision_analyses(path: Path, document: Mapping[str, Any]) -> None:
-    from eval.store.plots import panel_plot
-    from eval.vision.analyses import analyses_panels
-
-    panel_plot(path, analyses_panels(document))
+    _panels("keys.measuring.keys_panels", "rows")(path, document)
+    dial = path.with_stem(f"{path.stem}_dial")
+    _panels("keys.measuring.dial_panels", "rows")(dial, document)
 
 
 PLOTS: Mapping[str, Callable[..., None]] = {
     "bench kernels": _kernels,
-    "bench unet": _unet,
-    "bench transformer": _transformer,
-    "errors": _errors,
+    "bench unet": _steps,
+    "bench transformer": _steps,
+    "errors": _panels("codebooks.layer_errors.error_panels", "rows"),
     "analyse": _analyse,
     "keys": _keys,
-    "vision features": _features,
-    "training": _training,
-    "table": _table,
-    "vision table": _vision_table,
-    "vision analyses": _vision_analyses,
+    "vision features": _panels("vision.features.features_panels", "rows"),
+    "table": _panels("quality.method_table.table_panels"),
+    "vision table": _panels("vision.fine_tuned.fine_tuned_panels"),
+    "vision analyses": _panels("vision.analyses.analyses_panels"),
 }

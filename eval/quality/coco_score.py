@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,21 +23,18 @@ from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import SCORER
-from eval.names import NO_ATTENTION, method_cells
+from eval.names import method_cells
 from eval.quality.coco import CAPTIONS, IMAGES, image_path, read_manifest
 from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.metrics import Scorer
 from eval.quality.networks import Inception, OpenCLIP
 from eval.quality.protocol import (
     FID_SIZE,
-    GENERATION,
     INCEPTION_SIZE,
     JACKKNIFE_BLOCKS,
     KID_SUBSET_SIZE,
     KID_SUBSETS,
     NUM_REAL,
-    deviations,
-    implausible,
 )
 from eval.store.markdown import markdown_table, number, with_error
 from eval.store.report import folder_digest
@@ -49,13 +46,6 @@ FID_FILTER, INCEPTION_FILTER = Image.Resampling.LANCZOS, Image.Resampling.BICUBI
 FREE = ("model", "model_sha256", "method", "method_sha256", "levels", "calibration_sha256")
 
 Prepare = Callable[[Image.Image, int], dict[str, Tensor]]
-
-
-class Clip(Protocol):
-    """What gives the CLIP score."""
-
-    def cosines(self, images: Tensor, captions: list[str]) -> Tensor:
-        """Cosine of uint8 images (n, 3, h, w) and captions, (n,)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,7 @@ class Networks:
     """
 
     features: nn.Module
-    clip: Clip
+    clip: Scorer | OpenCLIP
     name: str
     device: torch.device
 
@@ -234,27 +224,6 @@ def score_folders(
             "clip_score": float(cosines.mean()),
             "clip_score_sem": float(cosines.std() / len(cosines) ** 0.5),
         }
-
-
-def warnings_of(
-    config: Mapping[str, Any], scored: Mapping[str, Any], scorer: str | None
-) -> list[str]:
-    """Why a row cannot be compared with published ones, and which of its metrics are implausible.
-
-    Metrics are never implausible for a stand-in scorer or another model (other scales), or for the
-    negative control (meant to be bad).
-    """
-    found = deviations(
-        config,
-        num_images=scored["num_images"],
-        num_real=scored["num_real"],
-        scorer=scorer,
-    )
-    remarks = [f"Not the protocol: {'; '.join(found)}."] if found else []
-    is_sd15 = Path(config["model"]).name == GENERATION["model"]
-    if is_sd15 and scorer is None and scored["method"] != NO_ATTENTION:
-        remarks += implausible(config["size"], scored)
-    return remarks
 
 
 def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:

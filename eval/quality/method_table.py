@@ -31,8 +31,6 @@ from eval.store.report import Result, complete
 Row = dict[str, Any]
 Variant = tuple[str, tuple[int, ...]]
 
-QUALITY = ("scenes", "merge")
-SPEED = "bench unet"
 FACTS = ("method", "config", "origin", "sha256", "levels", "effective_codewords")
 PLOTTED = {
     "fid": "FID (lower is better)",
@@ -57,50 +55,35 @@ def build_table(results: Sequence[Result]) -> dict[str, Any]:
     Raises:
         ValueError: a result is of another command, is incomplete, or does not fit the others.
     """
-    quality: dict[str, Row] = {}
-    speed: dict[str, Row] = {}
-    rows: dict[tuple[str, Variant], Row] = {}
+    adders = {"scenes": _add_quality, "merge": _add_quality, "bench unet": _add_speed}
     for result in results:
-        if result.kind in QUALITY:
-            with complete(result.path):
-                _add_quality(result, quality, rows)
-        elif result.kind != SPEED:
+        if result.kind not in adders:
             raise ValueError(
-                f"a table is made of results of {', '.join((*QUALITY, SPEED))}, but {result.path} "
-                f"is one of {result.kind}."
+                f"a table is made of results of {', '.join(adders)}, but {result.path} is one of "
+                f"{result.kind}."
             )
-    for result in results:
-        if result.kind == SPEED:
-            with complete(result.path):
-                _add_speed(result, speed, rows)
-    return {"quality": quality, "speed": speed, "rows": list(rows.values())}
+    table: dict[str, dict] = {"quality": {}, "speed": {}, "rows": {}}
+    for adder in (_add_quality, _add_speed):  # times belong to rows that are there
+        for result in results:
+            if adders[result.kind] is adder:
+                with complete(result.path):
+                    adder(result, **table)
+    return {**table, "rows": list(table["rows"].values())}
 
 
 def quality_table(table: Mapping[str, Any]) -> str:
     """The table as Markdown; ± is one standard error, over the seeds where there are several."""
     quality, speed = table["quality"], table["speed"]
-    return markdown_table(
-        [
-            "method",
-            "effective codewords",
-            "levels",
-            *(f"{name}, {title}" for title in quality for name in HEADER),
-            *(f"UNet ms, {title}" for title in speed),
-        ],
-        (
-            [
-                *method_cells(row),
-                ", ".join(map(str, row["levels"])) or "-",
-                *(
-                    cell
-                    for title in quality
-                    for cell in metric_cells(row["quality"].get(title, {}))
-                ),
-                *(number(row["ms"].get(title)) for title in speed),
-            ]
-            for row in table["rows"]
-        ),
-    )
+    header = ["method", "effective codewords", "levels"]
+    header += [f"{name}, {title}" for title in quality for name in HEADER]
+    header += [f"UNet ms, {title}" for title in speed]
+    lines = []
+    for row in table["rows"]:
+        cells = [*method_cells(row), ", ".join(map(str, row["levels"])) or "-"]
+        for title in quality:
+            cells += metric_cells(row["quality"].get(title, {}))
+        lines.append(cells + [number(row["ms"].get(title)) for title in speed])
+    return markdown_table(header, lines)
 
 
 def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list[Panel]]:
@@ -137,14 +120,9 @@ def _titles_of(speed: Mapping[str, Row], size: int) -> list[str]:
 
 
 def _add_quality(
-    result: Result, quality: dict[str, Row], rows: dict[tuple[str, Variant], Row]
+    result: Result, quality: dict[str, Row], speed: dict[str, Row], rows: dict[Any, Row]
 ) -> None:
     document = result.document
-    if "size" not in document:
-        raise ValueError(
-            f"{result.path} does not say the size of its images; make it again: "
-            f"{document['command']}"
-        )
     title = f"{document['size']}²" + (", ScaleCrafter" if document["scalecrafter"] else "")
     protocol = {
         **{name: document[name] for name in PROTOCOL},
@@ -173,7 +151,9 @@ def _add_quality(
         entry["quality"].setdefault(title, {name: row[name] for name in row if name in MEASURED})
 
 
-def _add_speed(result: Result, speed: dict[str, Row], rows: dict[tuple[str, Variant], Row]) -> None:
+def _add_speed(
+    result: Result, quality: dict[str, Row], speed: dict[str, Row], rows: dict[Any, Row]
+) -> None:
     document = result.document
     for timed in document["rows"]:
         title = f"{timed['size']}² ({document['unet']}; {document['mode']})"
@@ -190,17 +170,15 @@ def _add_speed(result: Result, speed: dict[str, Row], rows: dict[tuple[str, Vari
                 "one out."
             )
         try:
-            variant = _timed_variant(timed["method"])
+            variant, facts = _timed(timed["method"])
         except ValueError as error:
             raise ValueError(f"{result.path} names an unknown method: {error}") from None
         same = [entry for (_, other), entry in rows.items() if other == variant]
-        if not same:
-            same = [_entry(rows, (timed["method"], variant), _timed_facts(timed["method"]))]
-        for entry in same:
+        for entry in same or [_entry(rows, (timed["method"], variant), facts)]:
             entry["ms"][title] = timed["ms"]
 
 
-def _entry(rows: dict[tuple[str, Variant], Row], key: tuple[str, Variant], facts: Row) -> Row:
+def _entry(rows: dict[Any, Row], key: tuple[str, Variant], facts: Row) -> Row:
     """The row of a method, a new one if there is none."""
     return rows.setdefault(key, {**facts, "quality": {}, "ms": {}})
 
@@ -214,30 +192,22 @@ def _variant(row: Row) -> Variant:
     return ", ".join([config, *fields, *tuned]), levels
 
 
-def _timed_variant(name: str) -> Variant:
-    """What a row of `bench unet` computes. The default route is a row of its own."""
+def _timed(name: str) -> tuple[Variant, Row]:
+    """What a row of `bench unet` computes, and its facts. The default route is a row of its own."""
     method = timed_method(name)
     config = method.config
-    if method.source == TOME:
-        return TOME, method.levels
-    if method.source == LINFUSION:
-        return LINFUSION_CONFIG, LINFUSION_LEVELS
-    if config is None:
-        return method.source, ()
-    if method.route != "always":
-        return name, config.levels
-    tuned = [TUNED] if method.tuned else []
-    label = config_label(config, own=method.own)
-    return ", ".join([label, *exact_labels(config), *tuned]), config.levels
-
-
-def _timed_facts(name: str) -> Row:
-    """The facts of a method that has times only."""
     facts = dict.fromkeys(FACTS) | {"method": method_label(name), "levels": []}
-    if (config := timed_method(name).config) is not None:
-        facts["levels"] = list(config.levels)
-        facts["effective_codewords"] = config.effective_codewords
-    return facts
+    if config is None:
+        words = {
+            TOME: (TOME, method.levels),
+            LINFUSION: (LINFUSION_CONFIG, LINFUSION_LEVELS),
+        }
+        return words.get(method.source, (method.source, ())), facts
+    facts |= {"levels": [*config.levels], "effective_codewords": config.effective_codewords}
+    if method.route != "always":
+        return (name, config.levels), facts
+    labels = [config_label(config, own=method.own), *exact_labels(config)]
+    return (", ".join(labels + [TUNED] * method.tuned), config.levels), facts
 
 
 def _panel(title: str, speed_title: str, rows: Sequence[Row], column: str, figure: str) -> Panel:

@@ -10,7 +10,6 @@ captions and metrics came from GigaGAN by way of SiD-LSG. Every row here differs
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -47,32 +46,6 @@ KID_SUBSET_SIZE = 1000
 JACKKNIFE_BLOCKS = 50
 
 
-@dataclass(frozen=True)
-class Band:
-    """Where published figures of SD1.5 and its attention replacements lie, with some room."""
-
-    size: int
-    figure: str
-    low: float
-    high: float
-    source: str
-
-
-# LinFusion's figures are from memory of its paper.
-BANDS = (
-    Band(
-        512,
-        "fid",
-        11.5,
-        14.5,
-        "AVQ paper 12.40-12.75, LinFusion paper 12.86, BK-SDM (SD1.4) 13.05",
-    ),
-    Band(512, "clip_score", 0.310, 0.328, "AVQ paper 0.317-0.320, LinFusion paper 0.321"),
-    Band(1024, "fid", 30.0, 46.0, "AVQ paper 35.39-43.00, LinFusion paper 32.7-36.3"),
-    Band(1024, "clip_score", 0.280, 0.302, "AVQ paper 0.290-0.297, LinFusion paper 0.285-0.290"),
-)
-
-
 def deviations(
     generation: Mapping[str, Any], *, num_images: int, num_real: int, scorer: str | None
 ) -> list[str]:
@@ -98,13 +71,3 @@ def deviations(
     if scorer is not None:
         found.append("a scorer stands in for Inception and CLIP")
     return found
-
-
-def implausible(size: int, row: Mapping[str, Any]) -> list[str]:
-    """A sentence for each metric of a row that is outside its band."""
-    return [
-        f"{row['method']}: {band.figure} {row[band.figure]:.4g} is implausible for SD1.5 at "
-        f"{size}, expected {band.low}-{band.high} ({band.source})."
-        for band in BANDS
-        if band.size == size and not band.low <= row[band.figure] <= band.high
-    ]

@@ -1,6 +1,7 @@
 """Quality of mini-sd on held-out scenes: FID, CLIP score and copy agreement, with controls."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
@@ -13,11 +14,12 @@ from tqdm import tqdm
 from avq_diffusers.mini import Scene, corrupt, render
 from eval.methods import Method, attention_method, calibrated, load_methods
 from eval.names import EXACT
-from eval.quality.frechet import fit_gaussian
+from eval.quality.compare import psnr_metrics
+from eval.quality.frechet import Gaussian, fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.generation import Sampling, check_dilation, generate
 from eval.quality.metrics import Scorer, clip_scores, copy_agreements, image_features, psnr
-from eval.quality.samples import Sample, figures, likeness
-from eval.quality.scene_rows import BROKEN, REAL
+from eval.quality.protocol import JACKKNIFE_BLOCKS
+from eval.quality.scene_rows import BROKEN, LIKENESS, REAL
 
 
 def score_methods(
@@ -69,58 +71,77 @@ def score_methods(
             f"a multiple of {batch_size}."
         )
     check_dilation(pipe, settings)
-    noise = range(first_seed, first_seed + len(scenes))
     loaded = load_methods(pipe, methods, levels=levels)
-    captions = [scene.caption for scene in scenes]
     finished = _still_valid(finished, loaded)
     prepared = [
         method if method.name in finished else calibrated(pipe, method, calibration_prompts)
         for method in loaded
     ]
     reference = fit_gaussian(image_features(scorer, _render_all(reference_scenes, size)))
-
-    def measure(images: np.ndarray, exact: np.ndarray | None) -> Sample:
-        features = image_features(scorer, images)
-        values = (
-            clip_scores(scorer, features, captions),
-            copy_agreements(images, scenes),
-            np.empty(0) if exact is None else psnr(images, exact),
-        )
-        return Sample(features, *map(torch.from_numpy, values))
-
+    measure = Measure(scorer, scenes, reference)
     for name in (REAL, BROKEN):
         breaks = range(len(scenes)) if name == BROKEN else None
-        sample = measure(_render_all(scenes, size, breaks), None)
-        yield {"method": name, **figures(sample, reference)}
-    exact = exact_features = None
+        yield {"method": name, **measure(_render_all(scenes, size, breaks))[0]}
+    exact: tuple[np.ndarray, Gaussian] | None = None
     are_all_finished = len(finished) == len(prepared)
     for method in sorted(prepared, key=lambda method: method.name != EXACT):
         if method.name in finished and (are_all_finished or method.name != EXACT):
             yield finished[method.name]
             continue
         torch.compiler.reset()  # the code of the method before would count as a recompilation
+        noise = range(first_seed, first_seed + len(scenes))
         start = perf_counter()
         with attention_method(pipe, method):
-            images = generate(pipe, captions, noise, settings, description=method.name)
-        seconds = (perf_counter() - start) / len(captions)
-        sample = measure(images, exact)
-        alike = likeness(sample, exact_features)
+            images = generate(pipe, measure.captions, noise, settings, description=method.name)
+        seconds = (perf_counter() - start) / len(scenes)
+        figures, gaussian = measure(images)
+        alike: dict[str, float | None] = dict.fromkeys(LIKENESS)
+        if exact is not None:
+            alike = {"fid_to_exact": frechet_distance(exact[1], gaussian)}
+            alike |= psnr_metrics(psnr(images, exact[0]))
         if method.name == EXACT:
-            exact, exact_features = images, fit_gaussian(sample.features)
+            exact = images, gaussian
         unusual = {"fields": fields} if (fields := method.unusual_fields) else {}
-        yield {
-            **method.facts(),
-            **unusual,
-            **figures(sample, reference),
-            **alike,
-            "seconds_per_image": seconds,
-        }
+        yield {**method.facts(), **unusual, **figures, **alike, "seconds_per_image": seconds}
         del images  # before the next ones are made
 
 
+@dataclass(frozen=True)
+class Measure:
+    """FID to real images, CLIP score and copy agreement of images of scenes.
+
+    Standard errors are over images, that of FID by the jackknife.
+    """
+
+    scorer: Scorer
+    scenes: Sequence[Scene]
+    reference: Gaussian
+
+    @property
+    def captions(self) -> list[str]:
+        return [scene.caption for scene in self.scenes]
+
+    def __call__(self, images: np.ndarray) -> tuple[dict[str, Any], Gaussian]:
+        """The figures, and the Gaussian of the images' features."""
+        features = image_features(self.scorer, images)
+        gaussian = fit_gaussian(features)
+        figures = {
+            "num_images": len(images),
+            "fid": frechet_distance(self.reference, gaussian),
+            "fid_sem": jackknife_error(self.reference, features, JACKKNIFE_BLOCKS),
+        }
+        for name, values in (
+            ("clip_score", clip_scores(self.scorer, features, self.captions)),
+            ("copy_agreement", copy_agreements(images, self.scenes)),
+        ):
+            values = torch.from_numpy(values)
+            figures[name] = values.mean().item()
+            figures[f"{name}_sem"] = (values.std() / len(values) ** 0.5).item()
+        return figures, gaussian
+
+
 def _still_valid(
-    finished: Mapping[str, Mapping[str, Any]],
-    methods: Sequence[Method],
+    finished: Mapping[str, Mapping[str, Any]], methods: Sequence[Method]
 ) -> dict[str, Mapping[str, Any]]:
     """The finished rows of these methods that can be kept, by method."""
     is_compared = any(method.name == EXACT for method in methods)

@@ -1,7 +1,8 @@
 """Plots as PNG files, in colours that colour-blind readers can tell apart."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -26,6 +27,22 @@ class Line:
     x: Sequence[float]
     y: Sequence[float | None]
     errors: Sequence[float] = ()
+
+
+def lines(
+    rows: Iterable[Mapping[str, Any]], label: Callable[[Any], str], x: str, y: str
+) -> list[Line]:
+    """A line for each label, its points by `x`; rows whose `x` is None are left out."""
+    groups: dict[str, list[Any]] = {}
+    for row in rows:
+        points = groups.setdefault(label(row), [])
+        if row[x] is not None:
+            points.append((row[x], row[y]))
+    return [
+        Line(name, *map(list, zip(*sorted(points, key=itemgetter(0)), strict=True)))
+        for name, points in groups.items()
+        if points
+    ]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ The rows come from `python -m distill.vision analyse`.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -29,11 +28,11 @@ def read_analyses(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"there is no file {path}.")
     try:
         document = json.loads(path.read_text())
-        kinds = {row["analysis"] for row in document["rows"]}
         complete = {"attention", "metric", "environment"} <= document.keys()
+        complete &= all("analysis" in row for row in document["rows"])
     except (ValueError, LookupError, TypeError, AttributeError):
-        complete, kinds = False, set()
-    if not complete or not kinds:
+        complete = False
+    if not complete:
         raise ValueError(f"{path} is no file of python -m distill.vision analyse.")
     return document
 
@@ -41,84 +40,63 @@ def read_analyses(path: Path) -> dict[str, Any]:
 def analyses_tables(document: dict[str, Any]) -> list[str]:
     """A Markdown table for each analysis; heads of a layer are averaged."""
     label = LABELS[document["metric"]]
-    rows = document["rows"]
-    elastic, orders = _of(rows, "elastic"), _of(rows, "order")
-    tiles = sorted({row["query_tile"] for row in orders})
-    scores = {(row["order"], row["query_tile"]): row["score"] for row in orders}
-    tables = [
+    columns = {
+        "elastic": {"num_refined": "refined parents", "score": label, "capture": "capture"},
+        "order": {"order": "query order", "query_tile": "query tile", "score": label},
+        "importance": {"num_refined": "refined parents: capture by", **CHOICES},
+        "layers": {"layer": "layer", **OF_HEADS},
+    }
+    return [
         markdown_table(
-            ["refined parents", label, "capture"],
-            (
-                [str(row["num_refined"]), number(row["score"], ".2f"), f"{row['capture']:.3f}"]
-                for row in elastic
-            ),
-        ),
-        markdown_table(
-            [f"query order: {label}", *(f"tile {tile}" for tile in tiles)],
-            (
-                [order, *(number(scores[order, tile], ".2f") for tile in tiles)]
-                for order in dict.fromkeys(row["order"] for row in orders)
-            ),
-        ),
-        markdown_table(
-            ["refined parents: capture by", *CHOICES.values()],
-            (
-                [str(row["num_refined"]), *(f"{row[name]:.3f}" for name in CHOICES)]
-                for row in _of(rows, "importance")
-            ),
-        ),
-        markdown_table(
-            ["layer", *OF_HEADS.values()],
-            (
-                [str(layer), *(f"{mean(row[name] for row in heads):.3f}" for name in OF_HEADS)]
-                for layer, heads in _layers(rows).items()
-            ),
-        ),
+            list(titles.values()),
+            ([_cell(row[name]) for name in titles] for row in _rows(document, analysis)),
+        )
+        for analysis, titles in columns.items()
     ]
-    return tables
 
 
 def analyses_panels(document: dict[str, Any]) -> list[list[Panel]]:
     """Scores and capture by refined parents; capture and commitment of layers, heads faint."""
-    rows = document["rows"]
-    elastic, importance = _of(rows, "elastic"), _of(rows, "importance")
-    layers = _layers(rows)
-    refined = [row["num_refined"] for row in elastic]
     name = document["attention"]
+
+    def line(label: str, analysis: str, x: str, y: str) -> Line:
+        rows = _rows(document, analysis)
+        return Line(label, [row[x] for row in rows], [row[y] for row in rows])
+
+    scores = [line(name, "elastic", "num_refined", "score")]
+    captures = [
+        line(label, "importance", "num_refined", choice) for choice, label in CHOICES.items()
+    ]
     first = [
-        Panel(
-            LABELS[document["metric"]],
-            "refined parents",
-            [Line(name, refined, [row["score"] for row in elastic])],
-        ),
-        Panel(
-            "capture",
-            "refined parents",
-            [
-                Line(label, refined, [row[choice] for row in importance])
-                for choice, label in CHOICES.items()
-            ],
-        ),
+        Panel(LABELS[document["metric"]], "refined parents", scores),
+        Panel("capture", "refined parents", captures),
     ]
     second = []
     for field in ("capture", "commitment"):
-        heads = len(next(iter(layers.values())))
-        faint = [
-            Line(name, list(layers), [found[head][field] for found in layers.values()])
-            for head in range(heads)
-        ]
-        means = [mean(row[field] for row in found) for found in layers.values()]
-        line = Line(name, list(layers), means)
-        second.append(Panel(OF_HEADS[field], "layer", [line], faint=faint, from_zero=True))
+        mean_of_heads = line(name, "layers", "layer", field)
+        heads: dict[int, list[float]] = {}
+        for row in document["rows"]:
+            if row["analysis"] == "layers":
+                heads.setdefault(row["head"], []).append(row[field])
+        faint = [Line(name, mean_of_heads.x, values) for values in heads.values()]
+        panel = Panel(OF_HEADS[field], "layer", [mean_of_heads], faint=faint, from_zero=True)
+        second.append(panel)
     return [first, second]
 
 
-def _of(rows: Sequence[Row], analysis: str) -> list[Row]:
-    return [row for row in rows if row["analysis"] == analysis]
-
-
-def _layers(rows: Sequence[Row]) -> dict[int, list[Row]]:
+def _rows(document: dict[str, Any], analysis: str) -> list[Row]:
+    """The rows of an analysis; of layers, the means over heads."""
+    rows = [row for row in document["rows"] if row["analysis"] == analysis]
+    if analysis != "layers":
+        return rows
     layers: dict[int, list[Row]] = {}
-    for row in _of(rows, "layers"):
+    for row in rows:
         layers.setdefault(row["layer"], []).append(row)
-    return layers
+    return [
+        {"layer": layer, **{name: mean(row[name] for row in heads) for name in OF_HEADS}}
+        for layer, heads in layers.items()
+    ]
+
+
+def _cell(value: Any) -> str:
+    return number(value, ".4g") if isinstance(value, float | None) else str(value)

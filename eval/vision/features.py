@@ -11,13 +11,14 @@ Errors are means over photographs. Nothing is trained.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from avq_diffusers import AVQConfig, apply_avq, gather_codebooks, select_layers, summary
 from eval.benchmarks.timing import Effort, time_in_turns
@@ -38,7 +39,6 @@ METRICS = {
     "ms": "ms",
     "speedup": "exact / ms",
 }
-USUAL_COLUMNS = 192
 LOGS = {"xscale": "log", "yscale": "log"}
 MIN_TOKENS = 2  # CLIP and SigLIP pool by one query
 
@@ -62,89 +62,76 @@ def feature_method(name: str) -> MethodName:
     return method
 
 
-class FeatureSubject:
-    """A vision transformer at one size of its images, and what exact attention makes of them.
+@torch.no_grad()
+def measure_features(
+    model: nn.Module,
+    size: int,
+    num_images: int,
+    names: Sequence[str],
+    decoder: Callable[[Tensor], Tensor] | None,
+) -> Iterator[Row]:
+    """Measure methods at one size of the images; a row for each.
 
     Args:
-        model: in evaluation mode.
+        model: a vision transformer in evaluation mode.
         size: side of the images.
         num_images: photographs to measure on; the others are for calibration.
-        methods: that will be measured.
+        names: of methods, see `feature_method`.
         decoder: makes the map of salient pixels (B, h, w) of last hidden states in float32; None if
             there is none.
 
     Raises:
-        ValueError: the model has no layer for AVQ.
+        ValueError: the model has no layer for AVQ, or a name is no method.
     """
-
-    @torch.no_grad()
-    def __init__(
-        self,
-        model: nn.Module,
-        size: int,
-        num_images: int,
-        methods: Sequence[MethodName],
-        decoder: Callable[[Tensor], Tensor] | None,
-    ) -> None:
-        select_layers(model)
-        self.model, self.size, self.decoder = model, size, decoder
-        self.images = [photograph(name, size) for name in PHOTOGRAPHS[:num_images]]
-        rest = PHOTOGRAPHS[num_images:] if needs_codebooks(methods) else ()
-        calibration = [vision_pass(model, photograph(name, size)) for name in rest]
-        self.codebooks = calibrated(Subject(model, size, [], calibration), methods, MIN_TOKENS)
-        wide = copy.deepcopy(model).float()
-        self.exact = [vision_pass(wide, image)() for image in self.images]
-
-    @torch.no_grad()
-    def measure(self, name: str) -> Row:
-        """The row of a method."""
-        method = feature_method(name)
-        model = with_method(self.model, method, self.codebooks)
-        passes = [vision_pass(model, image) for image in self.images]
+    select_layers(model)
+    methods = {name: feature_method(name) for name in names}
+    images = [photograph(name, size) for name in PHOTOGRAPHS[:num_images]]
+    is_stored = any(x.config is not None and not x.own for x in methods.values())
+    rest = PHOTOGRAPHS[num_images:] if is_stored else ()
+    calibration = [vision_pass(model, photograph(name, size)) for name in rest]
+    subject = Subject(model, size, [], calibration)
+    codebooks = calibrated(subject, list(methods.values()), MIN_TOKENS)
+    wide = copy.deepcopy(model).float()
+    exact = [vision_pass(wide, image)() for image in images]
+    for name, method in tqdm(methods.items(), f"{size} pixels"):
+        changed = with_method(model, method, codebooks)
+        passes = [vision_pass(changed, image) for image in images]
         is_control = method.source == NO_ATTENTION
-        with own_values(model) if is_control else nullcontext():
-            outputs = [one().float() for one in passes]
-        is_timed = not is_control and next(model.parameters()).is_cuda
-        pairs = list(zip(outputs, self.exact, strict=True))
-        with_avq = [row for row in summary(model).rows if row.config]
-        grid = outputs[0].shape[1]
-        return {
+        with own_values(changed) if is_control else nullcontext():
+            pairs = [(one().float(), other) for one, other in zip(passes, exact, strict=True)]
+        with_avq = [row for row in summary(changed).rows if row.config]
+        num_tokens = exact[0].shape[1]
+        row = {
             "method": name,
             "scheme": scheme_of(method),
             "family": family_of(method),
             "num_refined": None if method.config is None else method.config.num_refined,
-            "size": self.size,
-            "tokens": grid,
-            "columns": columns_of(method, with_avq[0].num_tokens if with_avq else grid),
+            "size": size,
+            "tokens": num_tokens,
+            "columns": columns_of(method, with_avq[0].num_tokens if with_avq else num_tokens),
             "runs": sorted({row.runs for row in with_avq}),
             "features_off": mean(distance(*pair) for pair in pairs),
-            **(self._map_errors(pairs) if self.decoder else {}),
-            **(self._times(model) if is_timed else {}),
         }
+        if decoder:
+            maps = [[decoder(output) for output in pair] for pair in pairs]
+            row["map_off"] = mean(float((one - other).abs().mean()) for one, other in maps)
+            row["map_r"] = mean(correlation(*pair) for pair in maps)
+        if next(model.parameters()).is_cuda and not is_control:
+            row |= times(changed, model, images[0])
+        yield row
 
-    def _map_errors(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Row:
-        maps = [[self.decoder(output) for output in pair] for pair in pairs]
-        return {
-            "map_off": mean(float((found - exact).abs().mean()) for found, exact in maps),
-            "map_r": mean(correlation(*pair) for pair in maps),
-        }
 
-    def _times(self, model: nn.Module) -> Row:
-        """The time of a forward of one photograph, in turns with that of exact attention."""
-        passes = [vision_pass(one, self.images[0]) for one in (model, self.model)]
-        runs = [lambda index, one=one: one() for one in passes]
-        timing, exact = time_in_turns(runs, 1, next(model.parameters()).device, Effort())
-        return {**timing, "speedup": exact["ms"] / timing["ms"]}
+def times(model: nn.Module, exact: nn.Module, image: Tensor) -> Row:
+    """The time of a forward of one photograph, in turns with that of exact attention."""
+    passes = [vision_pass(one, image) for one in (model, exact)]
+    runs = [lambda index, one=one: one() for one in passes]
+    timing, of_exact = time_in_turns(runs, 1, next(model.parameters()).device, Effort())
+    return {**timing, "speedup": of_exact["ms"] / timing["ms"]}
 
 
 def own_values(model: nn.Module) -> AbstractContextManager[None]:
     """The control: every token gets its own value."""
     return answered(model, lambda call: call.value, min_tokens=MIN_TOKENS)
-
-
-def needs_codebooks(methods: Sequence[MethodName]) -> bool:
-    """Whether any method has stored codewords."""
-    return any(method.config is not None and not method.own for method in methods)
 
 
 def with_method(model: nn.Module, method: MethodName, codebooks: Codebooks) -> nn.Module:
@@ -197,18 +184,14 @@ def features_table(rows: Sequence[Row]) -> str:
 
 
 def features_panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """A row of panels for each number of tokens: errors over columns and time, elastic curves.
-
-    The last row has speed-ups over tokens, of the method of about 192 columns of each scheme.
-    """
+    """A row of panels for each number of tokens: errors over columns and time, elastic curves."""
     rows = [row for row in rows if row["runs"]]
-    is_timed = any("speedup" in row for row in rows)
     panels = []
     for num_tokens in dict.fromkeys(row["tokens"] for row in rows):
         here = [row for row in rows if row["tokens"] == num_tokens]
         title = f"features off, N = {num_tokens}"
         panels.append([Panel(title, "columns", _lines(here, "scheme", "columns"), **LOGS)])
-        if is_timed:
+        if any("speedup" in row for row in here):
             lines = _lines(here, "scheme", "speedup")
             panels[-1].append(Panel(title, "speed-up of the forward", lines, **LOGS))
         lines = [one for one in _lines(here, "family", "num_refined") if len(one.x) > 1]
@@ -217,15 +200,6 @@ def features_panels(rows: Sequence[Row]) -> list[list[Panel]]:
             lines = _lines(here, "scheme", "columns", "map_r")
             title = f"correlation of maps, N = {num_tokens}"
             panels[-1].append(Panel(title, "columns", lines, xscale="log"))
-    if is_timed:
-        schemes: dict[str, Row] = {}
-        for row in sorted(rows, key=lambda row: -abs(row["columns"] - USUAL_COLUMNS)):
-            schemes[row["scheme"]] = row
-        usual = {row["method"] for row in schemes.values()}
-        lines = _lines(
-            [row for row in rows if row["method"] in usual], "scheme", "tokens", "speedup"
-        )
-        panels.append([Panel("speed-up of the forward", "tokens", lines, xscale="log")])
     return panels
 
 

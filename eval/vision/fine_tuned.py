@@ -1,7 +1,7 @@
 """Vision transformers that were fine-tuned with each attention: `python -m eval vision table`.
 
-The rows come from `python -m distill.vision compare`: one of the teacher, one of each attention on
-the teacher's weights, and one of each attention and seed after equal steps.
+The rows come from `python -m distill.vision compare`: one of the teacher, and one of each attention
+and seed after equal steps. Those of the first seed have the score before the steps, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from avq_diffusers import AVQConfig
 from avq_diffusers.files import read_log
-from eval.store.markdown import markdown_table, number
+from eval.store.markdown import markdown_table, number, with_error
 from eval.store.plots import Line, Panel
 from eval.store.report import complete
 
@@ -31,45 +30,38 @@ def read_rows(path: Path) -> Result:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}.")
-    lines = [line for line in read_log(path) if "failed" not in line]
+    lines = read_log(path)
     with complete(path):
-        names = dict.fromkeys(line["name"] for line in lines)
-        if TEACHER not in names or len(names) == 1:
+        found: dict[str, list[Row]] = {}
+        for line in lines:
+            found.setdefault(line["name"], []).append(line)
+        if TEACHER not in found or len(found) == 1:
             raise ValueError(f"{path} has no rows of attentions and their teacher.")
-        names.pop(TEACHER)
-        return {
-            "teacher": next(line for line in lines if line["name"] == TEACHER),
-            "metric": next(line["metric"] for line in lines if "metric" in line),
-            "rows": [_together(name, lines) for name in names],
-        }
+        (teacher, *_) = found.pop(TEACHER)
+        rows = [_together(of_name) for of_name in found.values()]
+        return {"teacher": teacher, "metric": rows[0]["metric"], "rows": rows}
 
 
-def _together(name: str, lines: Sequence[Row]) -> Row:
-    found = [line for line in lines if line["name"] == name]
-    untrained = next((line for line in found if line["seed"] is None), {})
-    trained = [line for line in found if line["seed"] is not None]
-    scores = [line["score"] for line in trained]
+def _together(lines: Sequence[Row]) -> Row:
+    scores = [line["score"] for line in lines]
+    known = ("name", "attention", "metric", "step")
     return {
-        "name": name,
-        "attention": found[0]["attention"],
-        "tokens": found[0]["tokens"],
-        "ms": untrained.get("ms"),
-        "untrained": untrained.get("score"),
-        "seeds": [line["seed"] for line in trained],
+        **{name: lines[0][name] for name in known},
+        **{name: _first(line[name] for line in lines) for name in ("ms", "untrained")},
+        "seeds": [line["seed"] for line in lines],
         "scores": scores,
-        "score": mean(scores) if scores else None,
-        "error": stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
-        "steps": trained[0]["step"] if trained else 0,
-        "elastic": next((_curve(line) for line in trained if line.get("elastic")), {}),
-        "layers": trained[0].get("layers", []) if trained else [],
+        "score": mean(scores),
+        "error": _error(scores),
     }
 
 
-def _curve(line: Row) -> dict[str, float]:
-    """Scores by refined parents, with the score at the number of the run itself."""
-    own = AVQConfig.parse(line["attention"].partition("/")[0]).num_refined
-    scores = {**line["elastic"], str(own): line["score"]}
-    return {key: scores[key] for key in sorted(scores, key=int)}
+def _first(values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _error(values: Sequence[float]) -> float | None:
+    """The standard error of a mean."""
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
 def fine_tuned_table(result: Result) -> str:
@@ -82,46 +74,10 @@ def fine_tuned_table(result: Result) -> str:
                 _label(row),
                 number(row["ms"], ".3g"),
                 number(row["untrained"], ".1f"),
-                number(row["score"], ".2f")
-                + ("" if row["error"] is None else f" ± {row['error']:.2f}"),
+                with_error(row["score"], row["error"], ".2f"),
                 str(len(row["scores"])),
             ]
             for row in result["rows"]
-        ),
-    )
-
-
-def elastic_table(result: Result) -> str:
-    """Scores of the first seed by refined parents, as Markdown; empty without any."""
-    rows = [row for row in result["rows"] if row["elastic"]]
-    numbers = sorted({int(key) for row in rows for key in row["elastic"]})
-    if not rows:
-        return ""
-    return markdown_table(
-        ["attention", *(f"P = {number_}" for number_ in numbers)],
-        (
-            [row["name"], *(number(row["elastic"].get(str(p)), ".2f") for p in numbers)]
-            for row in rows
-        ),
-    )
-
-
-def layers_table(result: Result) -> str:
-    """Quantization error, active ratio and capture of learned codebooks by layer: heads' means."""
-    rows = [row for row in result["rows"] if row["layers"]]
-    if not rows:
-        return ""
-    count = max(len(row["layers"]) for row in rows)
-    return markdown_table(
-        ["attention", "of", *map(str, range(count))],
-        (
-            [
-                row["name"],
-                name.replace("_", " "),
-                *(f"{mean(layer[name]):.2f}" for layer in row["layers"]),
-            ]
-            for row in rows
-            for name in row["layers"][0]
         ),
     )
 
@@ -134,30 +90,22 @@ def differences(result: Result) -> list[Row]:
         avq = rows.get(name.removeprefix(FLAT))
         if not name.startswith(FLAT) or avq is None:
             continue
-        pairs = [
-            avq["scores"][avq["seeds"].index(seed)] - score
-            for seed, score in zip(flat["seeds"], flat["scores"], strict=True)
-            if seed in avq["seeds"]
-        ]
+        of_avq, of_flat = (
+            dict(zip(row["seeds"], row["scores"], strict=True)) for row in (avq, flat)
+        )
+        pairs = [of_avq[seed] - of_flat[seed] for seed in of_avq.keys() & of_flat.keys()]
         if len(pairs) > 1:
-            found.append(
-                {
-                    "avq": avq["name"],
-                    "flat": flat["attention"],
-                    "difference": mean(pairs),
-                    "error": stdev(pairs) / len(pairs) ** 0.5,
-                }
-            )
+            names = {"avq": avq["name"], "flat": flat["attention"]}
+            found.append({**names, "difference": mean(pairs), "error": _error(pairs)})
     return found
 
 
 def fine_tuned_panels(result: Mapping[str, Any]) -> list[list[Panel]]:
-    """Scores over kernel time, untrained and fine-tuned; and over refined parents.
+    """Scores over kernel time, untrained and fine-tuned.
 
-    Untrained comes first: all attentions have that score, so each looks alike in all plots.
+    Untrained comes first: all attentions have that score, so each looks alike in both plots.
     """
     label = LABELS[result["metric"]]
-    teacher = result["teacher"]["score"]
     panels = []
     for title, field in (("untrained", "untrained"), ("fine-tuned", "score")):
         rows = [row for row in result["rows"] if None not in (row["ms"], row[field])]
@@ -168,16 +116,9 @@ def fine_tuned_panels(result: Mapping[str, Any]) -> list[list[Panel]]:
                 "kernel, ms",
                 [Line(_label(row), [row["ms"]], [row[field]]) for row in rows],
                 xscale="log" if rows and max(times) > WIDE * min(times) else "linear",
-                reference=teacher,
+                reference=result["teacher"]["score"],
             )
         )
-    curves = [row for row in result["rows"] if row["elastic"]]
-    if curves:
-        lines = [
-            Line(_label(row), [int(p) for p in row["elastic"]], list(row["elastic"].values()))
-            for row in curves
-        ]
-        panels.append(Panel(f"{label}, elastic", "refined parents", lines, reference=teacher))
     return [panels]
 
 

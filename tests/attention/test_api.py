@@ -197,30 +197,25 @@ def test_auto_takes_the_dense_way_where_it_gets_gradients_faster(num_refined):
         OWN_SIZES,
         {"exact_keys": 1},
         {"sink_key": KEY, "sink_value": VALUE},
+        {"num_refined": 2},
+        {"num_refined": 2, "num_updates": 1},
     ],
-    ids=["means", "updates", "own", "exact keys", "sink keys"],
+    ids=lambda x: str(list(x)),
 )
-def test_the_dense_way_needs_stored_codewords(changes):
+def test_the_dense_way_says_every_limit_that_fails(changes):
+    """Catches a search for obstacles that ends at the first."""
     arguments = {"codebook": CODEBOOK, "num_refined": 6, "backend": "dense"} | changes
-    message = r'^backend="dense" cannot run: it needs stored codewords, no updates, .* sink keys\.$'
-    with pytest.raises(ValueError, match=message):
+    reasons = []
+    if changes != {"num_refined": 2}:
+        reasons.append("it needs stored codewords, no updates, exact keys or sink keys")
+    if changes.get("num_refined"):
+        reasons.append("num_refined must be 0 or all 6 parents, but is 2")
+    message = f'backend="dense" cannot run: {"; ".join(reasons)}.'
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         stored_attention(QUERY, KEY, VALUE, **arguments)
 
 
-def test_the_dense_way_needs_tiles_that_see_the_same_keys():
-    message = r'^backend="dense" cannot run: num_refined must be 0 or all 6 parents, but is 2\.$'
-    with pytest.raises(ValueError, match=message):
-        stored_attention(QUERY, KEY, VALUE, CODEBOOK, num_refined=2, backend="dense")
-
-
-def test_a_refusal_lists_every_limit_that_fails():
-    """Catches a search for a backend that ends at the first limit, and one after the other."""
-    message = (
-        'backend="dense" cannot run: it needs stored codewords, no updates, exact keys or sink '
-        "keys; num_refined must be 0 or all 6 parents, but is 2."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        stored_attention(QUERY, KEY, VALUE, CODEBOOK, num_refined=2, num_updates=1, backend="dense")
+def test_limits_of_the_kernels_are_said_together():
     tensors, spec = call_of(
         torch.zeros(1, 1, 4, 36), *torch.zeros(2, 1, 1, 4, 36), None, codewords="means"
     )
@@ -253,7 +248,7 @@ def test_gpus_that_the_kernels_do_not_serve(capability, hip, reason, monkeypatch
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("codebook_dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("codebook_dtype", [torch.float16, torch.float64])
 def test_dtypes_of_inputs_and_codebook_may_differ(backend, dtype, codebook_dtype):
     query, key, value = (x.to(dtype) for x in (QUERY, KEY, VALUE))
     codebook = CODEBOOK.to(dtype=codebook_dtype)
@@ -287,14 +282,10 @@ NO_GRAD, ALL_GRAD, SOME_GRAD = (False,) * 5, (True,) * 5, (False, True, False, T
     ("options", "needs_grad"),
     [
         ({}, NO_GRAD),
-        ({"query_order": None}, ALL_GRAD),
-        ({"num_refined": 0}, ALL_GRAD),
-        (OWN, SOME_GRAD),
-        (OWN | {"num_updates": 1}, ALL_GRAD),
-        ({"codewords": "means"}, ALL_GRAD),
+        ({"query_order": None, "num_refined": 0}, ALL_GRAD),
+        (OWN | {"num_updates": 1}, SOME_GRAD),
         (OWN | SINGLE, ALL_GRAD),
         (SINGLE, SOME_GRAD),
-        (SINGLE, NO_GRAD),
     ],
     ids=lambda x: str(list(x)),
 )
@@ -311,9 +302,7 @@ def test_opcheck(options, needs_grad):
     ("options", "needs_grad"),
     [
         ({}, (True, True, True)),
-        (OWN, (False, True, False)),
         (OWN, (True, False, True)),
-        (SINGLE, (True, True, True)),
         (SINGLE, (False, True, False)),
     ],
     ids=lambda x: str(list(x)),
@@ -362,8 +351,8 @@ def test_compile_without_graph_breaks(dynamic):
         assert torch.equal(compiled(*fewer), layer(*fewer))
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_autocast_changes_nothing(backend):
+def test_autocast_does_not_change_the_definition():
+    backend = "reference"
     arguments = (QUERY, KEY, VALUE, CODEBOOK)
     expected = stored_attention(*arguments, num_refined=2, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -383,13 +372,6 @@ def test_forward_mode_is_refused(backend):
         torch.func.jvp(attend, (VALUE,), (torch.ones_like(VALUE),))
     with forward_ad.dual_level():  # of other tensors
         assert attend(VALUE).isfinite().all()
-
-
-def test_inference_mode():
-    arguments = (QUERY, KEY, VALUE, CODEBOOK)
-    expected = stored_attention(*arguments, num_refined=2)
-    with torch.inference_mode():
-        assert torch.equal(stored_attention(*arguments, num_refined=2), expected)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

@@ -38,7 +38,7 @@ capture, refined_parents, commitment_loss, quantization_error = (
 
 @pytest.mark.parametrize("order", [None, torch.arange(49, -1, -1)])
 @pytest.mark.parametrize("importance_tile", [None, 4])
-@pytest.mark.parametrize("elements", [1, 2 * 16 * 2 * 2 * 6, 2**20])
+@pytest.mark.parametrize("elements", [1, 2 * 16 * 2 * 2 * 6])
 def test_capture_is_the_exact_attention_on_refined_cells(
     order, importance_tile, elements, monkeypatch
 ):
@@ -113,6 +113,7 @@ def test_no_choice_captures_more_than_the_parents_of_most_mass():
         ({"scale": "1"}, TypeError, "scale must be a number or None, but got str."),
         ({"codebook": CODEBOOK}, ValueError, "codebook must have the number of heads of query, 2"),
         ({"num_refined": -1}, ValueError, "num_refined must be at least 0, but got -1."),
+        ({"importance_tile": 0}, ValueError, "importance_tile must be at least 1, but got 0."),
     ],
 )
 def test_arguments_are_refused_as_by_attention(changes, error, message):
@@ -121,7 +122,10 @@ def test_arguments_are_refused_as_by_attention(changes, error, message):
     arguments = {"query": query, "key": key, "codebook": codebook, "codewords": "stored"}
     for function in (capture, attention_mass, refined_parents):
         others = {"num_refined": 2} if function in (capture, refined_parents) else {}
-        if changes.keys() <= arguments.keys() | others.keys() or "num_refined" not in changes:
+        if function is refined_parents:
+            others["importance_tile"] = None
+        allowed = {"query_tile", "scale", "num_updates"} | arguments.keys() | others.keys()
+        if changes.keys() <= allowed:
             with pytest.raises(error, match=f"^{re.escape(message)}"):
                 function(**arguments | others | changes)
     if changes.keys() <= {"codebook", "codewords", "num_updates"}:
@@ -130,30 +134,16 @@ def test_arguments_are_refused_as_by_attention(changes, error, message):
                 metric(**{"key": key, "codebook": codebook, "codewords": "stored"} | changes)
 
 
-def test_importance_tiles_are_counts():
-    query, key, _, codebook = make_case()
-    with pytest.raises(ValueError, match=r"^importance_tile must be at least 1, but got 0\.$"):
-        refined_parents(query, key, codebook, 2, importance_tile=0)
-
-
 def test_commitment_loss_is_the_squared_distance_to_the_leaf():
     # Distances 1 to a child, 0.5 to the parent, 0 to a child.
     key = torch.tensor([[[[0.0, 3.0], [10.5, 0.0], [10.0, -2.0]]]], requires_grad=True)
-    loss = commitment_loss(key, CODEBOOK)
+    learned = [x.clone().requires_grad_() for x in (PARENTS, CHILDREN)]
+    loss = commitment_loss(key, Codebook(*learned))
     torch.testing.assert_close(loss, torch.tensor([(1 + 0.25) / 3]))
-    (gradient,) = torch.autograd.grad(loss.sum(), key)
+    gradient, *of_codebook = torch.autograd.grad(loss.sum(), (key, *learned), allow_unused=True)
+    assert of_codebook == [None, None]
     expected = torch.tensor([[[[0.0, 1.0], [0.5, 0.0], [0.0, 0.0]]]]) * 2 / 3
     torch.testing.assert_close(gradient, expected)
-
-
-def test_commitment_loss_leaves_codewords_alone():
-    """Catches a gradient that draws the codewords of a training with DiVeQ to the keys."""
-    parents, children = PARENTS.clone().requires_grad_(), CHILDREN.clone().requires_grad_()
-    key = torch.tensor([[[[0.0, 3.0], [10.5, 0.0]]]], requires_grad=True)
-    loss = commitment_loss(key, Codebook(parents, children)).sum()
-    gradients = torch.autograd.grad(loss, (key, parents, children), allow_unused=True)
-    assert gradients[0].abs().sum() > 0
-    assert gradients[1:] == (None, None)
 
 
 def test_figures_are_per_head_over_all_leading_dimensions():
@@ -264,3 +254,29 @@ def test_importance_is_that_of_the_means():
     query = torch.tensor([[[[1.0, 0.5]]]])
     assert diagnostics.refined_parents(query, key, codebook, 1)[0, 0, 0].tolist() == [True, False]
     assert refined_parents(query, key, codebook, 1)[0, 0, 0].tolist() == [False, True]
+
+
+def test_metrics_choose_parents_as_attention_does():
+    """Catches metrics of parents that are chosen by importance alone. Of two queries, the first
+    gives the narrow cell 200 times the attention of the wide one, of 262 times its spread."""
+    key = torch.tensor([10, 10.25, 9.75, 10, 10, 10.25, 9.75, 10, 0, 4, -4, 1])[None, None, :, None]
+    query = torch.tensor([0.472, 0.6])[None, None, :, None]
+    children = torch.tensor([[[[10.25], [9.75]], [[4], [-4]]]])
+    codebook = Codebook(torch.tensor([[[10.0], [0.0]]]), children)
+    options = {"query_tile": 1, "scale": 1.0}
+    for codewords, expected in (("means", [[0, 1], [1, 0]]), ("stored", [[1, 0], [1, 0]])):
+        chosen = {"codewords": codewords, **options}
+        refined = diagnostics.refined_parents(query, key, codebook, 1, **chosen)
+        assert refined[0, 0].int().tolist() == expected
+    first = query[:, :, :1]
+    attention = (first @ key.mT).softmax(dim=-1)[0, 0, 0]
+    captured = capture(first, key, codebook, 1, codewords="means", **options)
+    torch.testing.assert_close(captured, attention[8:].sum()[None])
+
+
+def test_of_cells_without_spread_the_first_is_refined():
+    """Catches NaN, and a choice by importance where every choice is exact."""
+    numbers = torch.tensor([1.0, 1.0, 9.0, 9.0])
+    key = numbers[None, None, :, None].expand(-1, -1, -1, 2)
+    refined = diagnostics.refined_parents(key, key, None, 1, num_parents=2, num_children=2)
+    assert refined.tolist() == [[[[True, False]]]]

@@ -10,7 +10,7 @@ from distill.config import DistillConfig
 from distill.config_file import load_config
 from distill.data import cache
 from distill.loop import train
-from distill.run import prepare_run
+from distill.run import Run
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     cache.SHARD = 2  # so that both processes build a part
     output = Path(folder) / "two"
-    run = prepare_run(load_config(Path(config), DistillConfig, settings), output, resume=False)
+    run = Run(load_config(Path(config), DistillConfig, settings), output, resume=False)
     run.accelerator.end_training = lambda: None  # it would part the processes
     train(run, "two")
     assert run.accelerator.num_processes == 2

@@ -2,11 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
-import datasets
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -98,17 +95,6 @@ def test_cache_equals_no_cache(tmp_path):
     assert_same(resumed, {name: value[15:] for name, value in found.items()})
 
 
-def test_cache_holds_the_replacement_of_a_broken_image(tmp_path):
-    config = source("folder", tmp_path)
-    (tmp_path / "data" / "a.png").write_text("no picture")
-    cached = replace(config, cache=str(tmp_path / "cache"))
-    with pytest.warns(UserWarning, match=r"a\.png"):
-        found = take(make_stream(cached, batch_size=5), 1)
-    with pytest.warns(UserWarning, match=r"a\.png"):
-        expected = take(make_stream(config, batch_size=5), 1)
-    assert torch.allclose(found["moments"], expected["moments"], rtol=1e-3, atol=1e-4)
-
-
 def change_encoder(parts, key):
     if key == "vae":
         with torch.no_grad():
@@ -142,24 +128,17 @@ def test_a_cache_of_another_encoder_is_refused(key, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "file"),
-    [
-        ("huggingface", "train.parquet"),
-        ("webdataset txt", "0.tar"),
-        ("folder", "e.txt"),
-        ("folder", "e.png"),
-    ],
+    ("kind", "file"), [("huggingface", "train.parquet"), ("folder", "e.txt"), ("folder", "e.png")]
 )
 def test_a_cache_of_other_data_is_refused(kind, file, tmp_path):
     """Catches a fingerprint of the path alone, and images of an older file of the same name."""
-    place = tmp_path / "data" if kind == "folder" else tmp_path
-    config = replace(source(kind, tmp_path), cache=str(place / "cache"))
+    config = replace(source(kind, tmp_path), cache=str(tmp_path / "cache"))
     make_stream(config)
     make_stream(replace(config, workers=1))
     if kind == "huggingface":
         others = {"preprocessing": "linfusion", "num_samples": 4, "caption_column": "unused"}
         for name, other in others.items():
-            with pytest.raises(ValueError, match=f"differs in {name}: delete"):
+            with pytest.raises(ValueError, match=f"differs in .*{name}.*: delete"):
                 make_stream(replace(config, **{name: other}))
     if file == "e.txt":
         (tmp_path / "data" / file).write_text("another caption")
@@ -190,34 +169,6 @@ def test_a_cached_number_that_changed_is_found(name, tmp_path):
     save_file(tensors, path)
     with pytest.raises(DataError, match="sample 2 is not the one that was saved"):
         take(make_stream(config), 2)
-
-
-@pytest.mark.long
-def test_a_fingerprint_is_the_same_in_every_process(tmp_path):
-    """Catches a digest of addresses or of randomly seeded hashes, which refuses its own cache."""
-    kinds = ("folder", "folder csv", "huggingface json", "webdataset txt")
-    configs = [SCENES]
-    for kind in kinds:
-        (tmp_path / kind).mkdir()
-        configs.append(source(kind, tmp_path / kind))
-    code = f"""
-import datasets
-datasets.config.HF_DATASETS_CACHE = {datasets.config.HF_DATASETS_CACHE!r}
-from distill.data.encoder import Encoder
-from distill.data.sources import DataConfig, open_samples
-from tiny import tiny_components
-for config in {configs}:
-    print(open_samples(config, {SIZE}).fingerprint())
-parts = tiny_components()
-print(Encoder(parts["vae"], parts["text_encoder"], parts["tokenizer"]).fingerprint())
-"""
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    expected = [open_samples(config, SIZE).fingerprint() for config in configs]
-    assert found == [*expected, str(encoder().fingerprint())]
-    assert len(set(expected)) == len(expected)
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""Broken samples, workers, and the order of samples."""
+"""Broken samples, workers, the order of samples, and their noise."""
 
 import multiprocessing
 from dataclasses import replace
@@ -7,6 +7,8 @@ from itertools import islice
 
 import pytest
 import torch
+from diffusers import DDPMScheduler
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
@@ -25,6 +27,7 @@ from toy_data import (
     take,
 )
 
+from distill.data.batches import add_noise, sample_seed
 from distill.data.images import read_rgb
 from distill.data.samples import BrokenSample
 from distill.data.sources import open_samples
@@ -35,16 +38,15 @@ pytestmark = pytest.mark.usefixtures("no_traces")
 
 
 def test_a_broken_image_is_named_replaced_and_counted(tmp_path):
-    config = source("folder jsonl", tmp_path)
-    whole = make_stream(config, batch_size=5, seed=3)
-    encoded = take(whole, 1)
+    config = source("folder txt", tmp_path)  # in the order a, b, d, e, test_c
+    encoded = take(make_stream(config, batch_size=5, seed=3), 1)
     order = next(sample_order(5, **arguments(batch_size=5, seed=3)))
     (tmp_path / "data" / "a.png").write_bytes(png(pictures()[1])[:400])
     (tmp_path / "data" / "e.png").write_text("no picture")
 
     samples = open_samples(config, SIZE)
-    with pytest.raises(BrokenSample, match=r"sample 1 of .*a\.png\) cannot be read: "):
-        samples[1]
+    with pytest.raises(BrokenSample, match=r"sample 0 of .*a\.png\) cannot be read: "):
+        samples[0]
     with pytest.warns(UserWarning, match="takes its place") as caught:
         repaired = take(make_stream(config, batch_size=5, seed=3), 2)
     assert len(caught) == 2  # once each, though two epochs met them
@@ -52,7 +54,7 @@ def test_a_broken_image_is_named_replaced_and_counted(tmp_path):
     assert any("e.png" in text for text in texts)
     assert any("2 replaced so far" in text for text in texts)
     for place, index in enumerate(order):
-        expected = order.index({1: 2, 4: 0}.get(index, index))
+        expected = order.index({0: 1, 3: 4}.get(index, index))
         for name in encoded:
             assert torch.allclose(repaired[name][place], encoded[name][expected], atol=1e-5)
 
@@ -85,10 +87,9 @@ def test_a_broken_disk_stops_the_run(tmp_path, workers):
         next(batches)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_avif_is_replaced(tmp_path, workers):
+def test_a_broken_avif_is_replaced(tmp_path):
     """Catches the RuntimeError of its decoder, and its name for that of a killed worker."""
-    config = replace(source("folder", tmp_path), workers=workers)
+    config = replace(source("folder", tmp_path), workers=1)
     file = BytesIO()
     pictures()[0].save(file, "avif")
     head, pixels = file.getvalue().split(b"mdat")
@@ -184,3 +185,64 @@ def test_stream_resumes_and_does_not_depend_on_workers():
     resumed = take(make_stream(parts=parts, first_sample=21), 2)
     assert_same(resumed, {name: value[21:] for name, value in whole.items()})
     assert torch.equal(torch.get_rng_state(), state)  # the loop may use torch's own generator
+
+
+# Noise
+
+
+def encoded(samples=6):
+    generator = torch.Generator().manual_seed(0)
+    moments = torch.randn(samples, 8, 4, 4, generator=generator)
+    return {"moments": moments, "text_states": torch.randn(samples, 5, 32, generator=generator)}
+
+
+def schedule(prediction_type):
+    return DDPMScheduler(beta_schedule="scaled_linear", prediction_type=prediction_type)
+
+
+def test_both_predictions_are_of_one_latent_sample():
+    """Catches targets of the other type, a latent that is not sampled, and a missing scale."""
+    batch, seeds = encoded(), list(range(6))
+    noise = add_noise(batch, seeds, schedule("epsilon"), 0.2)
+    velocity = add_noise(batch, seeds, schedule("v_prediction"), 0.2)
+    assert torch.equal(noise["noisy_latents"], velocity["noisy_latents"])
+    assert torch.equal(noise["timesteps"], velocity["timesteps"])
+    alpha = schedule("epsilon").alphas_cumprod[noise["timesteps"]].view(-1, 1, 1, 1)
+    signal, sigma = alpha.sqrt(), (1 - alpha).sqrt()
+    latents = signal * velocity["noisy_latents"] - sigma * velocity["target"]
+    torch.testing.assert_close(
+        noise["noisy_latents"], signal * latents + sigma * noise["target"], rtol=1e-4, atol=1e-5
+    )
+    posterior = DiagonalGaussianDistribution(batch["moments"])
+    sample = (latents / 0.2 - posterior.mean) / posterior.std
+    assert 0.8 < sample.std() < 1.2
+    correlation = torch.corrcoef(torch.stack([sample.flatten(), noise["target"].flatten()]))
+    assert correlation[0, 1].abs() < 0.2
+
+
+def test_draws_depend_on_the_sample_only():
+    """Catches one draw for the batch, and draws that depend on the place in it."""
+    batch, seeds = encoded(), list(range(6))
+    whole = add_noise(batch, seeds, schedule("epsilon"), 1.0)
+    part = {name: value[2:4] for name, value in batch.items()}
+    half = add_noise(part, seeds[2:4], schedule("epsilon"), 1.0)
+    for name, value in half.items():
+        assert torch.equal(value, whole[name][2:4])
+    assert len({tuple(x.flatten().tolist()) for x in whole["target"]}) == 6
+
+
+def test_runs_of_neighbouring_seeds_share_no_draw():
+    """Catches a sum of seed and number, which sample 1 of seed 0 shares with sample 0 of seed 1."""
+    seeds = {sample_seed(seed, number) for seed in range(8) for number in range(1000)}
+    assert len(seeds) == 8000
+    assert 0 <= min(seeds) <= max(seeds) < 2**63
+
+
+def test_timesteps_are_uniform():
+    """Catches a last timestep, of the most noise, that is never drawn."""
+    moments = torch.zeros(1, 2, 1, 1).expand(4000, -1, -1, -1)
+    batch = {"moments": moments, "text_states": moments}
+    drawn = add_noise(batch, list(range(4000)), schedule("epsilon"), 1.0)["timesteps"]
+    assert (drawn.min(), drawn.max()) == (0, 999)
+    shares = torch.histc(drawn.float(), bins=10, min=0, max=1000) / 4000
+    assert (shares - 0.1).abs().max() < 0.02

@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,25 +12,21 @@ from tiny import CONFIG, small_unet, tiny_unet
 from tiny_training import make_batch, make_objective, new_objective, perturb, unet_output
 from torch import nn
 
-from avq_diffusers import (
-    AVQCodebooks,
-    AVQConfig,
-    AVQProcessor,
-    gather_codebooks,
-    select_layers,
-)
+from avq_diffusers import AVQCodebooks, AVQConfig, AVQProcessor, select_layers
 from avq_diffusers.attention.diagnostics import capture, commitment_loss, constraint_error
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.codebook.assignment import assign, assign_leaves
+from avq_diffusers.codebook.assignment import assign
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.ema import batch_statistics, derive_codebook, ema_update
 from avq_diffusers.codebook.kmeans import fit_codebook
+from distill.checkpointing.export import make_codebooks
 from distill.objective import SAMPLING_STEPS, timestep_weights
 from distill.quantizer import Quantizer
 
 STORED = partial(AVQConfig, codewords="stored")
 FLAT = STORED(num_parents=4, num_children=0, num_refined=0, query_tile=16)
 ALPHAS_CUMPROD = torch.linspace(1.0, 0.05, 1000) ** 2
+EMPTY = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(11))
 OWN = replace(CONFIG, codewords="means", num_updates=1, exact_keys=6)
 # One codeword per key of one 8 x 8 image: 64 keys at level 0, 16 at level 1.
 EXACT = STORED(
@@ -39,10 +36,7 @@ EXACT = STORED(
     levels=(0, 1),
     overrides={"1": {"num_parents": 16, "num_refined": 16}},
 )
-
-
-def part(batch, start, stop):
-    return {name: value[start:stop] for name, value in batch.items()}
+PROJECTIONS = ("to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight", "to_out.0.bias")
 
 
 def learnable_batch(objective):
@@ -84,6 +78,38 @@ def outputs_and_features(objective, batch):
     return outputs, list(zip(*features, strict=True))
 
 
+def heads_of(projected):
+    return projected.unflatten(-1, (2, -1)).transpose(1, 2)
+
+
+def export(objective, config):
+    """What a run exports."""
+    codebooks = None if config.codewords == "means" else "some"
+    return make_codebooks(
+        objective, SimpleNamespace(avq=config, codebooks=codebooks, base_model_name="tiny")
+    )
+
+
+def define(objective):
+    """Let the student attend by the definition, which autograd differentiates."""
+    for layer in select_layers(objective.student, (0, 1)):
+        layer.avq_state.backend = "reference"
+
+
+def train(objective, steps=20, autocast=False):
+    """First and last losses of a few steps on one batch."""
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3, weight_decay=0)
+    batch, losses = learnable_batch(objective), []
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses.append(objective(**batch))
+        losses[-1]["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        objective.update_codebooks(0.99)
+    return losses[0], losses[-1]
+
+
 def test_layers_that_stay_exact_are_the_teachers():
     """Catches a layer that is trained, or that another processor runs, though it should not."""
     objective = make_objective(replace(CONFIG, exact=("up_blocks",)))
@@ -100,109 +126,65 @@ def test_layers_that_stay_exact_are_the_teachers():
 # Losses
 
 
-def test_losses_by_hand():
-    """Catches a loss on the wrong pair, features before to_out or of other layers, wrong means."""
-    weights = {"noise": 0.9, "output": 0.3, "feature": 0.7, "commitment": 0.11}
-    objective = perturb(make_objective(**{f"{name}_weight": w for name, w in weights.items()}))
-    batch = make_batch()
-    keys = watch(attn.to_k for attn in objective.layers)
-    (teacher, student), features = outputs_and_features(objective, batch)
-    expected_features = [(a - b).square().mean() for a, b in features]
-    # The UNet is called down, middle, up, so level 0 and 1 of both come in module order here.
-    distances = []
-    for key, processor in zip(keys, objective.quantizers.values(), strict=True):
-        key = key.unflatten(-1, (2, -1)).transpose(1, 2)
-        codebook = processor.codebook()
-        parent, child = assign(key, codebook)
-        nearest = codebook.parents[torch.arange(2)[:, None], parent]
-        children = codebook.children[torch.arange(2)[:, None], parent, child.clamp(min=0)]
-        nearest = torch.where((child < 0)[..., None], nearest, children)
-        distances.append((key - nearest).square().mean())
-
-    losses = objective(**batch)
-    expected = {
-        "noise": (student - batch["target"]).square().mean(),
-        "output": (student - teacher).square().mean(),
-        "feature": sum(expected_features) / len(expected_features),
-        "commitment": sum(distances) / len(distances),
-    }
-    assert len(expected_features) == len(distances) == 6
-    expected["loss"] = sum(weights[name] * value for name, value in expected.items())
-    assert_close(losses, expected)
-    assert all(value > 1e-5 for value in expected.values())
-
-
-def test_losses_weighted_by_timestep():
-    """Catches weights that are not normalized, of alpha squared, of another image's timestep or of
-    the mean over the images, and weights of the other losses, of `none` or in the state."""
-    plain, weighted = (
-        perturb(make_objective(weighting_scheme=scheme, alphas_cumprod=ALPHAS_CUMPROD))
-        for scheme in ("none", "inverse_alpha")
-    )
+@pytest.mark.parametrize(
+    ("scheme", "guided"),
+    [("none", False), ("none", True), ("inverse_alpha", False), ("inverse_alpha", True)],
+)
+def test_losses_by_hand(scheme, guided):
+    """Catches a loss on the wrong pair, features before to_out or of other layers, wrong means;
+    weights that are not normalized, of alpha squared or of another image's timestep, and weights
+    of other losses or in the state; and a guided prediction of swapped or unscaled passes."""
+    names = {"noise": 0.9, "output": 0.3, "feature": 0.7, "commitment": 0.11}
+    settings = {f"{name}_weight": weight for name, weight in names.items()}
+    plain = perturb(make_objective(**settings))
+    chosen = {"weighting_scheme": scheme, "alphas_cumprod": ALPHAS_CUMPROD}
+    if guided:
+        names["guided"] = 0.2
+        chosen |= {"guided_weight": 0.2, "guidance_scale": 4.0, "empty_text_states": EMPTY}
+    objective = perturb(make_objective(**settings, **chosen))
     batch = make_batch() | {"timesteps": torch.tensor([999, 40, 700, 300])}
-    outputs, features = outputs_and_features(plain, batch)
-    losses = plain(**batch)
-    assert torch.equal(losses["output"], F.mse_loss(*outputs))
-    layers = torch.stack([F.mse_loss(*pair) for pair in features])
-    assert torch.equal(losses["feature"], layers.mean())
-
-    weights = 1 / ALPHAS_CUMPROD.double().sqrt()
-    weights = weights[batch["timesteps"]] / weights.mean()
-    assert 0.3 < weights.min() < 1 < 3 < weights.max()
-
-    def expected(teacher, student):
-        images = (teacher.double() - student.double()).square().flatten(1)
-        return images.mean(dim=1) @ weights / len(images)
-
-    by_hand = losses | {
-        "output": expected(*outputs),
-        "feature": sum(expected(*pair) for pair in features) / len(features),
-    }
-    names = losses.keys() - {"loss"}
-    by_hand["loss"] = sum(weighted.weights[name] * by_hand[name] for name in names)
-    got = weighted(**batch)
-    assert_close(got, by_hand, tolerance=1e-5)
-    assert {value.dtype for value in got.values()} == {torch.float32}
-    for name in ("noise", "commitment"):
-        assert torch.equal(got[name], losses[name])
-    for kept in (nn.Module.state_dict, nn.Module.named_parameters, nn.Module.named_buffers):
-        assert dict(kept(weighted)).keys() == dict(kept(plain)).keys()
-
-
-EMPTY = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(11))
-
-
-@pytest.mark.parametrize("scheme", ["none", "inverse_alpha"])
-def test_guided_losses_by_hand(scheme):
-    """Catches a guided prediction of swapped, averaged or unscaled passes, passes with other
-    captions, other losses of both passes (but features) and weights of another image."""
-    arguments = {"weighting_scheme": scheme, "alphas_cumprod": ALPHAS_CUMPROD}
-    plain = perturb(make_objective(**arguments))
-    guided = perturb(
-        make_objective(guided_weight=0.2, guidance_scale=4.0, empty_text_states=EMPTY, **arguments)
-    )
-    batch = make_batch() | {"timesteps": torch.tensor([999, 40, 700, 300])}
-    without_caption = batch | {"text_states": EMPTY.expand(4, -1, -1)}
-    (teacher, student), features = outputs_and_features(plain, batch)
-    (teacher_empty, student_empty), features_empty = outputs_and_features(plain, without_caption)
     weights = torch.ones(4).double()
     if scheme == "inverse_alpha":
         weights = 1 / ALPHAS_CUMPROD.double().sqrt()
         weights = weights[batch["timesteps"]] / weights.mean()
+        assert 0.3 < weights.min() < 1 < 3 < weights.max()
 
-    def distance(a, b):
+    def distance(a, b, weights=weights):
         return (a.double() - b.double()).square().flatten(1).mean(dim=1) @ weights / 4
 
-    both = [*features, *features_empty]
-    expected = plain(**batch) | {
-        "guided": distance(4 * student - 3 * student_empty, 4 * teacher - 3 * teacher_empty),
-        "feature": sum(distance(*pair) for pair in both) / len(both),
-        "commitment": (plain(**batch)["commitment"] + plain(**without_caption)["commitment"]) / 2,
+    keys = watch(attn.to_k for attn in plain.layers)
+    (teacher, student), features = outputs_and_features(plain, batch)
+    expected = {
+        "noise": distance(student, batch["target"], torch.ones(4).double()),
+        "output": distance(student, teacher),
     }
-    expected["loss"] = sum(w * expected[name] for name, w in guided.weights.items())
-    assert expected["guided"] > 1.5 * expected["output"]
-    assert_close(guided(**batch), expected, tolerance=1e-4)
-    assert "guided" not in plain(**batch)
+    if guided:
+        empty = batch | {"text_states": EMPTY.expand(4, -1, -1)}
+        (teacher_empty, student_empty), more = outputs_and_features(plain, empty)
+        features += more
+        by_scale = (4 * student - 3 * student_empty, 4 * teacher - 3 * teacher_empty)
+        expected["guided"] = distance(*by_scale)
+        assert expected["guided"] > 1.5 * expected["output"]
+    expected["feature"] = sum(distance(*pair) for pair in features) / len(features)
+    # The UNet is called down, middle, up, so level 0 and 1 of both come in module order here.
+    commitments = []
+    for index, key in enumerate(keys):
+        key = heads_of(key)
+        codebook = list(plain.quantizers.values())[index % 6].codebook()
+        parent, child = assign(key, codebook)
+        nearest = codebook.parents[torch.arange(2)[:, None], parent]
+        children = codebook.children[torch.arange(2)[:, None], parent, child.clamp(min=0)]
+        nearest = torch.where((child < 0)[..., None], nearest, children)
+        commitments.append((key - nearest).square().mean())
+    assert len(features) == len(commitments) == (12 if guided else 6)
+    expected["commitment"] = sum(commitments) / len(commitments)
+    expected["loss"] = sum(weight * expected[name] for name, weight in names.items())
+    assert all(value > 1e-5 for value in expected.values())
+    losses = objective(**batch)
+    assert_close(losses, expected)
+    assert {value.dtype for value in losses.values()} == {torch.float32}
+    for kept in (nn.Module.state_dict, nn.Module.named_parameters, nn.Module.named_buffers):
+        assert dict(kept(objective)).keys() == dict(kept(plain)).keys()
 
 
 def test_sampling_weights_are_those_of_ddim():
@@ -247,7 +229,7 @@ def test_exact_codebooks_reproduce_the_teacher(full_spawning):
     assert other["commitment"] > 1e-3
 
 
-@pytest.mark.parametrize("attention", ["avq", "linfusion", "exact"])
+@pytest.mark.parametrize("attention", ["avq", "linfusion"])
 def test_half_precision_teacher(attention):
     """Catches trained weights that lost digits, a second copy of the frozen ones, and gradients
     that are worse than those of autocast around float32 weights."""
@@ -287,7 +269,7 @@ def test_half_precision_teacher(attention):
 @pytest.mark.parametrize("key_norm", [False, True])
 def test_statistics_are_those_of_the_keys(key_norm):
     """Catches statistics of other keys (before the norm, of the teacher) or of one batch only."""
-    config = STORED(4, 2, 2, levels=(0,), key_norm=key_norm)
+    config = STORED(num_parents=4, num_children=2, num_refined=2, levels=(0,), key_norm=key_norm)
     objective = perturb(make_objective(config))
     seen = watch(attn.to_k for attn in objective.layers)
     batches = [make_batch(seed=1), make_batch(seed=2)]
@@ -296,7 +278,7 @@ def test_statistics_are_those_of_the_keys(key_norm):
     for index, quantizer in enumerate(objective.quantizers.values()):
         expected = []
         for keys in (seen[index], seen[index + 3]):
-            keys = keys.unflatten(-1, (2, -1)).transpose(1, 2)
+            keys = heads_of(keys)
             if key_norm:
                 norm = objective.stored[objective.names[index]].key_norm
                 keys = F.layer_norm(keys, (8,), norm.weight, norm.bias)
@@ -330,8 +312,8 @@ def test_update_is_one_ema_step():
         assert processor.statistics is None
 
 
-def test_first_update_does_not_jump():
-    """Catches EMA counts of the sample, or none, in place of those of an optimizer step."""
+def test_codebooks_start_with_the_counts_of_a_step():
+    """Catches EMA counts of the sample, or none: the first updates would jump."""
     objective = new_objective(tiny_unet(), CONFIG)
     start = [make_batch(seed=seed) for seed in range(3)]
     objective.start_codebooks(start, samples_per_step=4, keys_per_layer=300)
@@ -339,16 +321,6 @@ def test_first_update_does_not_jump():
         tokens = {8: 64, 16: 16}[processor.parent_codewords.shape[-1]]
         total = processor.ema_counts[:, :, 0].sum(1)
         torch.testing.assert_close(total, torch.full((2,), 4.0 * tokens))
-    before = {name: p.parent_codewords.clone() for name, p in objective.quantizers.items()}
-    objective(**start[0])
-    key_sums, counts = statistics(objective)[objective.names[0]]
-    objective.update_codebooks(0.99)
-    processor = objective.quantizers[objective.names[0]]
-    means = key_sums[:, :, 0] / counts[:, :, :1]
-    share = 0.01 * counts[:, :, :1] / processor.ema_counts[:, :, :1]
-    expected = before[objective.names[0]].lerp(means, share)
-    torch.testing.assert_close(processor.parent_codewords, expected, rtol=1e-4, atol=1e-5)
-    assert share.max() < 0.03
 
 
 def test_batches_share_the_sample():
@@ -395,34 +367,12 @@ def test_the_seed_is_that_of_the_sample_and_of_k_means(monkeypatch):
 
 def test_codebooks_start_from_keys_after_the_norm():
     """Catches codebooks of raw keys for a layer that normalizes them."""
-    norm = make_objective(STORED(8, 2, 2, key_norm=True))
+    norm = make_objective(STORED(num_parents=8, num_children=2, num_refined=2, key_norm=True))
     for processor in norm.quantizers.values():
         assert processor.parent_codewords.norm(dim=-1).max() <= math.sqrt(8) * (1 + 1e-4)
-    raw = make_objective(STORED(8, 2, 2))
+    raw = make_objective(STORED(num_parents=8, num_children=2, num_refined=2))
     largest = [p.parent_codewords.norm(dim=-1).max() for p in raw.quantizers.values()]
     assert max(largest) > math.sqrt(8)
-
-
-def test_codebooks_must_be_started():
-    objective = new_objective(tiny_unet(), CONFIG)
-    assert objective(**make_batch())["loss"].isnan()
-    with pytest.raises(ValueError, match="keys"):
-        new_objective(tiny_unet(), STORED(300, 2, 2)).start_codebooks(
-            [make_batch()], samples_per_step=4
-        )
-
-
-def test_micro_batches_add_up():
-    """Catches statistics or codebooks that change between micro-batches."""
-    whole, parts = (perturb(make_objective()) for _ in range(2))
-    batch = make_batch()
-    whole(**batch)["loss"].backward()
-    for start in (0, 2):
-        (parts(**part(batch, start, start + 2))["loss"] / 2).backward()
-    assert_close(gradients(parts), gradients(whole))
-    for objective in (whole, parts):
-        objective.update_codebooks(0.9)
-    assert_close(dict(parts.named_buffers()), dict(whole.named_buffers()))
 
 
 @pytest.mark.long
@@ -448,6 +398,8 @@ def test_compiled_unets(codewords):
 
 
 def test_eval_mode_adds_nothing():
+    objective = new_objective(tiny_unet(), CONFIG)
+    assert objective(**make_batch())["loss"].isnan()  # codebooks must be started
     objective = make_objective().eval()
     objective(**make_batch())
     assert set(statistics(objective).values()) == {None}
@@ -456,10 +408,9 @@ def test_eval_mode_adds_nothing():
     assert None not in statistics(objective).values()
 
 
-@pytest.mark.parametrize("diveq", [False, True])
-def test_gradient_checkpointing_changes_nothing(diveq):
+def test_gradient_checkpointing_changes_nothing():
     """Catches statistics that are added again, and other noise, when the layers run again."""
-    plain, checkpointed = (perturb(make_objective(diveq=diveq)) for _ in range(2))
+    plain, checkpointed = (perturb(make_objective(diveq=True)) for _ in range(2))
     checkpointed.student.enable_gradient_checkpointing()
     runs = watch(attn.to_k for attn in checkpointed.layers)
     for objective in (plain, checkpointed):
@@ -490,18 +441,13 @@ def test_dead_codewords_move_to_keys():
     assert processor.ema_counts[0, 2, 0] == pytest.approx(1e-3)
     distance = (processor.kept_keys[0] - processor.parent_codewords[0, 2]).norm(dim=-1)
     assert distance.min() < 1e-4
-
-
-def test_the_seed_chooses_what_dead_codewords_become():
-    def moved(seed):
-        objective = make_objective()
-        objective(**make_batch())
-        objective.update_codebooks(0.9)
+    found, state = [], {key: value.clone() for key, value in processor.state_dict().items()}
+    for seed in (1, 1, 2):
+        processor.load_state_dict(state)
         objective.reassign_dead(threshold=1e9, seed=seed)
-        return objective.quantizers[objective.names[0]].parent_codewords
-
-    assert torch.equal(moved(1), moved(1))
-    assert not torch.equal(moved(1), moved(2))
+        found.append(processor.parent_codewords.clone())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
 
 
 def test_capture():
@@ -511,10 +457,7 @@ def test_capture():
     objective(**make_batch())
     figures = objective.diagnostics()
     for index, (name, quantizer) in enumerate(objective.quantizers.items()):
-        query, key = (
-            seen[projection][index][:1].unflatten(-1, (2, -1)).transpose(1, 2)
-            for projection in ("to_q", "to_k")
-        )
+        query, key = (heads_of(seen[projection][index][:1]) for projection in ("to_q", "to_k"))
         side = math.isqrt(query.shape[2])
         order = query_order(side, side, "gilbert", query.device)
         expected = capture(
@@ -563,48 +506,21 @@ def test_diagnostics():
 
 
 def test_kept_keys_are_bounded(monkeypatch):
-    """Catches a sample of one column of the grid, or of one image."""
+    """Catches a sample of one column of the grid, or of one image, and a clone with permuted
+    strides, which NCCL refuses to broadcast and gloo does not."""
     monkeypatch.setattr("distill.quantizer.KEPT_KEYS", 32)
-    objective = make_objective()
-    key = torch.zeros(4, 2, 64, 8)
+    processor = next(iter(make_objective().quantizers.values()))
+    # As projections give them: heads beside head dims in memory.
+    key = torch.zeros(4, 64, 2, 8).transpose(1, 2)
     key[..., 0] = torch.arange(64) % 8
     key[..., 1] = torch.arange(4)[:, None, None]
-    processor = objective.quantizers[objective.names[0]]
     processor.observe(processor(key))
-    assert processor.kept_keys.shape == (2, 32, 8)
-    assert len(processor.kept_keys[0, :, 0].unique()) == 8
-    assert len(processor.kept_keys[0, :, 1].unique()) == 4
-
-
-@pytest.mark.parametrize(("samples", "tokens"), [(1, 64), (2, 64), (1, 5000)])
-def test_what_processes_share_is_contiguous(samples, tokens):
-    """Catches a clone with permuted strides, which NCCL refuses to broadcast and gloo does not."""
-    objective = make_objective()
-    processor = objective.quantizers[objective.names[0]]
-    # As projections give them: heads beside head dims in memory.
-    key = torch.randn(samples, tokens, 2 * 8).unflatten(-1, (2, 8)).transpose(1, 2)
-    assert not key.is_contiguous()
-    processor.observe(processor(key))
-    assert processor.kept_keys.is_contiguous()
-    assert all(part.is_contiguous() for part in processor.statistics)
-
-
-def test_keys_are_assigned_once(monkeypatch):
-    """Catches an assignment each for attention, commitment and statistics."""
-    objective = make_objective()
-    calls = []
-
-    def counted(*arguments):
-        calls.append(1)
-        return assign_leaves(*arguments)
-
-    monkeypatch.setattr("distill.quantizer.assign_leaves", counted)
-    for module in ("codebook.assignment", "codebook.ema"):
-        monkeypatch.setattr(f"avq_diffusers.{module}.assign_leaves", counted)
-    monkeypatch.setattr("avq_diffusers.attention.own_codewords.nearest_leaves", None)
-    objective(**make_batch())["loss"].backward()
-    objective.update_codebooks(0.9)
-    assert len(calls) == len(objective.names)
+    kept = processor.kept_keys
+    assert kept.shape == (2, 32, 8)
+    assert (len(kept[0, :, 0].unique()), len(kept[0, :, 1].unique())) == (8, 4)
+    processor.observe(processor(key[:1, :, :20]))
+    for shared in (kept, processor.kept_keys, *processor.statistics):
+        assert shared.is_contiguous()
 
 
 def test_without_the_constraint(tmp_path):
@@ -622,44 +538,41 @@ def test_without_the_constraint(tmp_path):
         assert constraint_error(quantizer.codebook()).max() > 0.1
     objective.reassign_dead(threshold=8.0, seed=0)
     assert all(constraint_error(x.codebook()).max() > 0.1 for x in objective.quantizers.values())
-    model = gather_codebooks(objective.student, CONFIG, objective.codebooks())
-    model.save_pretrained(tmp_path)
+    export(objective, CONFIG).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="children do not average to their parent"):
         AVQCodebooks.from_pretrained(tmp_path)
 
 
-# Fewer refined parents
+# Gradients
 
 
-def test_all_parents_at_linear_cost(monkeypatch):
-    """Catches a quantized key, or a gradient, that is not that of `avq_attention`."""
-    monkeypatch.setattr("avq_diffusers.attention.torch_backward.DENSE_SPEED_CPU", 0.0)
-    config = STORED(4, 2, 4, query_tile=16, levels=(0, 1))
-    runs = [perturb(make_objective(config, full_spawning=full)) for full in (True, False)]
-    losses = [objective(**make_batch()) for objective in runs]
-    assert_close(losses[1], losses[0])
+@pytest.mark.parametrize(
+    ("config", "full_spawning"),
+    [
+        (replace(CONFIG, num_refined=CONFIG.num_parents), True),
+        (CONFIG, False),
+        (OWN, False),
+    ],
+    ids=["all parents", "few parents", "own codewords"],
+)
+def test_gradients_are_those_of_the_definition(config, full_spawning):
+    """Catches gradients that stop, a quantized key that is not that of `avq_attention`, and keys,
+    updates, exact keys or an order that the backward pass does not share."""
+    trained = perturb(make_objective(config, full_spawning=full_spawning))
+    defined = perturb(make_objective(config, full_spawning=False))
+    define(defined)
+    losses = [objective(**make_batch()) for objective in (trained, defined)]
+    assert_close(losses[0], losses[1])
     for found in losses:
         found["loss"].backward()
-    assert_close(gradients(runs[1]), gradients(runs[0]), tolerance=1e-3)
-
-
-def define(objective):
-    """Let the student attend by the definition, which autograd differentiates."""
-    for layer in select_layers(objective.student, (0, 1)):
-        layer.avq_state.backend = "reference"
-
-
-def test_few_parents_train_at_linear_cost():
-    """Catches gradients that stop, or that full spawning's are taken for them."""
-    linear, defined = (perturb(make_objective(full_spawning=False)) for _ in range(2))
-    linear(**make_batch())["loss"].backward()
-    define(defined)
-    defined(**make_batch())["loss"].backward()
-    assert_close(gradients(linear), gradients(defined), tolerance=1e-3)
-    full = perturb(make_objective())
-    full(**make_batch())["loss"].backward()
-    with pytest.raises(AssertionError):
-        assert_close(gradients(full), gradients(defined), tolerance=1e-2)
+    expected = gradients(defined)
+    assert_close(gradients(trained), expected, tolerance=1e-3)
+    assert all(gradient.any() for gradient in expected.values())
+    if config == CONFIG:
+        full = perturb(make_objective(config))
+        full(**make_batch())["loss"].backward()
+        with pytest.raises(AssertionError):
+            assert_close(gradients(full), expected, tolerance=1e-2)
 
 
 # DiVeQ
@@ -692,13 +605,8 @@ def test_diveq_by_hand():
     assert 0 < moved.norm(dim=-1).max() < 0.5 * distance.max()
     radius = (noisy - key - (quantized - leaves.codeword)).norm(dim=-1)
     torch.testing.assert_close(radius, distance)
-
-
-def test_diveq_keeps_free_children():
-    quantizer = Quantizer(1, 2, AVQConfig.parse("M1P1C2"), constrain=False, diveq=True)
-    children = torch.tensor([[[[0.0, 1], [0, 3]]]])
-    quantizer.start(Codebook(torch.zeros(1, 1, 2), children), torch.ones(1, 1, 3))
-    assert torch.equal(quantizer.codebook().children, children)
+    quantizer.constrain = False  # children are free
+    assert torch.equal(quantizer.codebook().children, quantizer.child_codewords)
 
 
 def test_diveq_draws_noise_of_its_variance():
@@ -759,59 +667,12 @@ def test_commitment_moves_keys_to_codewords_and_not_the_reverse():
     assert quantizer.child_codewords.grad is None
 
 
-def test_diveq_without_children():
-    objective = make_objective(FLAT, diveq=True)
-    objective(**make_batch())["loss"].backward()
-    for quantizer in objective.quantizers.values():
-        assert quantizer.parent_codewords.grad.norm() > 0
+# What is trained, and what is kept
 
 
-# LoRA
-
-
-@pytest.mark.parametrize("attention", ["avq", "linfusion"])
-def test_lora(attention):
-    """Catches full projections that are trained, an update that is not exported, and alpha."""
-    objective = make_objective(attention=attention, lora_rank=2)
-    before = objective(**make_batch())
-    assert_close(before, make_objective(attention=attention)(**make_batch()))
-    trained = {name: p for name, p in objective.named_parameters() if p.requires_grad}
-    lora = {name: p for name, p in trained.items() if "lora_" in name}
-    assert len(lora) == 48
-    assert all("phi" in name for name in trained.keys() - lora)
-    assert {min(p.shape) for p in lora.values()} == {2}
-    before["loss"].backward()
-    assert trained.keys() == {
-        name for name, p in objective.named_parameters() if p.grad is not None
-    }
-    with torch.no_grad():
-        for parameter in trained.values():
-            parameter.add_(0.1)
-    projections = objective.projections()
-    layer, name = objective.layers[0].to_q, objective.names[0]
-    update = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-    expected = objective.teacher.get_submodule(name).to_q.weight + update
-    torch.testing.assert_close(projections[name]["to_q.weight"], expected)
-    assert update.abs().max() > 1e-2
-
-    full = make_objective(attention=attention)
-    full.load_state_dict(
-        {
-            f"layers.{full.names.index(name)}.{path}": value
-            for name, values in projections.items()
-            for path, value in values.items()
-        },
-        strict=False,
-    )
-    assert_close(objective(**make_batch()), full(**make_batch()))
-
-
-@pytest.mark.parametrize("lora_rank", [None, 2])
-def test_changes_are_those_of_the_base_model(lora_rank):
+def test_changes_are_those_of_the_base_model():
     """Catches changes of a teacher in half precision, which has lost digits of the base model."""
-    objective = new_objective(
-        tiny_unet(), CONFIG, lora_rank=lora_rank, teacher_dtype=torch.bfloat16
-    )
+    objective = new_objective(tiny_unet(), CONFIG, teacher_dtype=torch.bfloat16)
     assert not any(
         x.any() for layer in objective.projection_changes().values() for x in layer.values()
     )
@@ -826,8 +687,7 @@ def test_changes_are_those_of_the_base_model(lora_rank):
         assert layer["to_q.weight"].any()
 
 
-@pytest.mark.parametrize("lora_rank", [None, 2])
-def test_teacher_with_lora(lora_rank):
+def test_teacher_with_lora():
     """Catches a student that starts without the teacher's LoRA, or that shares it."""
     teacher = tiny_unet()
     plain = unet_output(teacher, make_batch())
@@ -838,16 +698,11 @@ def test_teacher_with_lora(lora_rank):
                 parameter.normal_(std=0.02)
     expected = unet_output(teacher, make_batch())
     assert (expected - plain).abs().max() > 0.01
-    objective = new_objective(teacher, CONFIG, attention="exact", lora_rank=lora_rank)
+    objective = new_objective(teacher, CONFIG, attention="exact")
     for unet in (objective.student, objective.teacher):
         assert (unet_output(unet, make_batch()) - expected).abs().max() < 1e-4
-    lora = [name for name, _ in objective.named_parameters() if "lora_" in name]
-    assert len(lora) == (48 if lora_rank else 0)
-    paths = {"to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight", "to_out.0.bias"}
-    assert objective.projections()[objective.names[0]].keys() == paths
-
-
-# What is trained, and what is kept
+    assert not any("lora_" in name for name, _ in objective.named_parameters())
+    assert objective.projections()[objective.names[0]].keys() == set(PROJECTIONS)
 
 
 @pytest.mark.parametrize("config", [CONFIG, OWN])
@@ -856,17 +711,7 @@ def test_only_the_replaced_layers_are_trained(config):
     teacher = tiny_unet()
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     objective = make_objective(config, teacher)
-    expected = {
-        f"{name}.{projection}"
-        for name in objective.names
-        for projection in (
-            "to_q.weight",
-            "to_k.weight",
-            "to_v.weight",
-            "to_out.0.weight",
-            "to_out.0.bias",
-        )
-    }
+    expected = {f"{name}.{path}" for name in objective.names for path in PROJECTIONS}
     student = dict(objective.student.named_parameters())
     assert {name for name, p in student.items() if p.requires_grad} == expected
     assert len(expected) == 30
@@ -890,116 +735,47 @@ def test_only_the_replaced_layers_are_trained(config):
 
 
 @pytest.mark.parametrize(
-    ("full_spawning", "key_norm", "sizes"),
+    ("config", "full_spawning"),
     [
-        (True, False, {}),
-        (False, True, {}),
-        (False, False, {"query_order": "random"}),
-        (True, True, {"query_order": "random"}),
+        (STORED(num_parents=8, num_children=2, num_refined=8), True),
+        (STORED(num_parents=8, num_children=2, num_refined=3, key_norm=True), False),
+        (STORED(num_parents=8, num_children=2, num_refined=3, query_order="random"), False),
+        (replace(OWN, query_order="random", overrides={"1": {"num_refined": 1}}), False),
     ],
 )
-def test_export_is_the_student(full_spawning, key_norm, sizes):
-    """Catches another order, tile or number of refined parents than the library's processor, and
-    the transposed grid."""
-    config = AVQConfig(
-        num_parents=8,
-        num_children=2,
-        num_refined=8 if full_spawning else 3,
-        query_tile=16,
-        levels=(0, 1),
-        codewords="stored",
-        key_norm=key_norm,
-        **sizes,
-    )
+def test_export_is_the_student(config, full_spawning):
+    """Catches another order, tile, size, norm or number of refined parents than the library's
+    processor, and the transposed grid."""
+    config = replace(config, query_tile=16, levels=(0, 1))
     objective = perturb(make_objective(config, full_spawning=full_spawning))
-    codebooks, changes = objective.codebooks(), objective.projection_changes()
-    unet = tiny_unet()
-    model = gather_codebooks(unet, config, codebooks, projection_changes=changes)
-    assert len(objective.key_norms()) == (6 if key_norm else 0)
-    for name, norm in objective.key_norms().items():
-        model.key_norm(name).load_state_dict(norm.state_dict())
-    unet.set_attn_processor(AVQProcessor(model, unet))
+    exported, unet = export(objective, config), tiny_unet()
+    assert len(objective.key_norms()) == (6 if config.key_norm else 0)
+    unet.set_attn_processor(AVQProcessor(exported, unet))
     batch = make_batch()
-    wide = {name: torch.cat([batch[name]] * 2, dim=-1) for name in ("noisy_latents", "target")}
-    batch |= wide
+    batch |= {name: torch.cat([batch[name]] * 2, -1) for name in ("noisy_latents", "target")}
     got, expected = unet_output(unet, batch), unet_output(objective.student, batch)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert (unet_output(objective.teacher, batch) - expected).abs().max() > 1e-2
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter.zero_()
-    assert changes[objective.names[0]]["to_q.weight"].abs().max() > 0
+    assert exported.projection_changes(objective.names[0])["to_q.weight"].abs().max() > 0
 
 
-# Own codewords
-
-
-@pytest.mark.parametrize("lora_rank", [None, 2])
-def test_own_codewords_train_projections_alone(lora_rank):
+def test_own_codewords_train_projections_alone():
     """Catches a quantizer that is made, saved or observed though there is no codebook."""
-    objective = new_objective(tiny_unet(), OWN, lora_rank=lora_rank)
-    assert objective(**make_batch()).keys() == {"noise", "output", "feature", "loss"}
+    objective = new_objective(tiny_unet(), OWN)
     assert objective.state_dict().keys() == dict(objective.named_parameters()).keys()
     assert objective.codebooks() == objective.diagnostics() == objective.key_norms() == {}
     first, last = train(objective, steps=5)
+    assert first.keys() == {"noise", "output", "feature", "loss"}
     assert last["loss"] < first["loss"]
-
-
-def test_gradients_with_own_codewords_are_those_of_the_definition():
-    """Catches keys, updates, exact keys or an order that the backward pass does not share."""
-    objective = perturb(new_objective(tiny_unet(), OWN))
-    objective(**make_batch())["loss"].backward()
-    got = gradients(objective)
-    objective.zero_grad()
-    define(objective)
-    objective(**make_batch())["loss"].backward()
-    assert_close(got, gradients(objective))
-    assert all(gradient.any() for gradient in got.values())
-
-
-@pytest.mark.parametrize(
-    "sizes", [{}, {"query_order": "random"}, {"overrides": {"1": {"num_refined": 1}}}]
-)
-def test_export_with_own_codewords_is_the_student(sizes):
-    """Catches sizes, updates, exact keys, an order or a layer that differ from the library's."""
-    config = replace(OWN, **sizes)
-    objective = perturb(new_objective(tiny_unet(), config))
-    changes = objective.projection_changes()
-    unet = tiny_unet()
-    model = gather_codebooks(unet, config, None, projection_changes=changes)
-    unet.set_attn_processor(AVQProcessor(model, unet))
-    got, expected = unet_output(unet, make_batch()), unet_output(objective.student, make_batch())
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert (unet_output(objective.teacher, make_batch()) - expected).abs().max() > 1e-2
-
-
-def train(objective, steps=20, autocast=False):
-    """First and last losses of a few steps on one batch."""
-    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-3, weight_decay=0)
-    batch, losses = learnable_batch(objective), []
-    for _ in range(steps):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            losses.append(objective(**batch))
-        losses[-1]["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        objective.update_codebooks(0.99)
-    return losses[0], losses[-1]
-
-
-def test_training_lowers_the_losses():
-    # The keys of a tiny random UNet are so long that full commitment would be all of the loss.
-    first, last = train(make_objective(commitment_weight=1e-4))
-    assert last["feature"] < 0.85 * first["feature"]
-    assert last["output"] < 0.8 * first["output"]
-    assert last["commitment"] < first["commitment"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"attention": "x"}, "attention must be one of avq, linfusion, exact, but got 'x'"),
-        ({"lora_rank": 0}, "lora_rank must be at least 1 or None, but got 0"),
         ({"weighting_scheme": "inverse_alpha"}, "inverse_alpha needs a noise schedule with"),
         (
             {"weighting_scheme": "inverse_alpha", "alphas_cumprod": torch.tensor([0.9, 0.0])},
@@ -1015,9 +791,6 @@ def test_training_lowers_the_losses():
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
         new_objective(tiny_unet(), **{"config": CONFIG, **arguments})
-
-
-# Exact and LinFusion's attention
 
 
 def test_exact_attention_is_the_teacher_until_trained():

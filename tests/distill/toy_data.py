@@ -4,7 +4,7 @@ import json
 import tarfile
 from dataclasses import replace
 from io import BytesIO
-from itertools import chain, islice
+from itertools import islice
 
 import datasets
 import numpy as np
@@ -20,18 +20,7 @@ from distill.data.stream import EncodedSamples
 SIZE = 64
 NAMES = ("b", "a", "test_c", "d", "e")  # "test" in a name means a split to `datasets`
 CAPTIONS = tuple(f"a picture of {name}, grüße" for name in NAMES)
-SCENES = DataConfig(
-    source="scenes",
-    path=None,
-    split=None,
-    image_column=None,
-    caption_column=None,
-    captions=None,
-    num_samples=20,
-    preprocessing="crop",
-    cache=None,
-    workers=0,
-)
+SCENES = DataConfig(source="scenes", num_samples=20, workers=0)
 SAMPLES_PER_SHARD = 8
 
 
@@ -51,39 +40,30 @@ def png(picture):
     return file.getvalue()
 
 
-def folder(root, *, sidecars=True):
+def folder(root):
     (root / "deeper [1]").mkdir(parents=True)
     paths = [root / ("deeper [1]" if name == "d" else "") / f"{name}.png" for name in NAMES]
     for path, picture, caption in zip(paths, pictures(), CAPTIONS, strict=True):
         path.write_bytes(png(picture))
-        if sidecars:
-            path.with_suffix(".txt").write_text(caption + "\n", encoding="utf-8")
-    return paths
+        path.with_suffix(".txt").write_text(caption + "\n", encoding="utf-8")
 
 
-def write_tar(path, files):
-    with tarfile.open(path, "w") as tar:
-        for name, content in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, BytesIO(content))
-
-
-def tars(root, caption_files):
-    """Two tars, the first with two samples."""
-    root.mkdir()
-    samples = [
-        ((f"{name}.png", png(picture)), (f"{name}.{ending}", content))
-        for name, picture, (ending, content) in zip(NAMES, pictures(), caption_files, strict=True)
-    ]
-    write_tar(root / "0.tar", chain(*samples[:2]))
-    write_tar(root / "1.tar", chain(*samples[2:]))
+def tar(path):
+    """A webdataset tar whose captions lie in a mapping of JSON."""
+    path.parent.mkdir()
+    with tarfile.open(path, "w") as file:
+        for name, picture, caption in zip(NAMES, pictures(), CAPTIONS, strict=True):
+            fields = json.dumps({"caption": caption, "error_message": None, "width": 90}).encode()
+            for ending, content in (("png", png(picture)), ("json", fields)):
+                info = tarfile.TarInfo(f"{name}.{ending}")
+                info.size = len(content)
+                file.addfile(info, BytesIO(content))
 
 
 def parquet(path, captions=CAPTIONS):
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows = {"picture": [{"bytes": png(picture), "path": None} for picture in pictures()]}
-    rows = datasets.Dataset.from_dict(rows | {"text": captions, "unused": list(NAMES)})
+    rows = datasets.Dataset.from_dict(rows | {"text": captions, "unused": [1] * 5})
     rows.cast_column("picture", datasets.Image()).to_parquet(path)
 
 
@@ -93,40 +73,20 @@ def source(kind, root):
     data = root / "data"
     changes = {"source": name, "path": str(data), "num_samples": None}
     if name == "folder":
-        paths = folder(data, sidecars=not captions)
-        if captions:
-            write_metadata(data, paths, captions)
-            changes |= {"caption_column": "text"}
-    elif name == "huggingface":
+        folder(data)
+    elif captions == "tar":
+        tar(data / "0.tar")
+        changes |= {"split": "train", "image_column": "png", "caption_column": "json.caption"}
+    else:
         parquet(data / "train.parquet")
         changes |= {"split": "train", "image_column": "picture"}
-        if captions:
-            listed = root / f"captions.{captions}"
-            text = json.dumps(CAPTIONS) if captions == "json" else "\n".join(CAPTIONS) + "\n"
-            listed.write_text(text, encoding="utf-8")
-            changes |= {"captions": str(listed)}
-        else:
-            changes |= {"caption_column": "text"}
-    elif captions == "txt":
-        tars(data, [("txt", caption.encode()) for caption in CAPTIONS])
-        changes |= {"image_column": "png", "caption_column": "txt"}
-    else:
-        tars(data, [("json", json.dumps({"a": {"b": text}}).encode()) for text in CAPTIONS])
-        changes |= {"path": f"{data}/*.tar", "image_column": "png", "caption_column": "json.a.b"}
+        changes |= {"caption_column": None if captions else "text"}
+    if captions in ("json", "txt"):
+        listed = root / f"captions.{captions}"
+        text = json.dumps(CAPTIONS) if captions == "json" else "\n".join(CAPTIONS) + "\n"
+        listed.write_text(text, encoding="utf-8")
+        changes |= {"captions": str(listed)}
     return replace(SCENES, **changes)
-
-
-def write_metadata(root, paths, ending):
-    rows = [(str(path.relative_to(root)), text) for path, text in zip(paths, CAPTIONS, strict=True)]
-    if ending == "jsonl":
-        lines = [json.dumps({"file_name": name, "text": text}) for name, text in rows]
-    elif ending == "csv":
-        lines = ["file_name,text", *(f'{name},"{text}"' for name, text in rows)]
-    else:
-        table = dict(zip(("file_name", "text"), zip(*rows, strict=True), strict=True))
-        datasets.Dataset.from_dict(table).to_parquet(root / "metadata.parquet")
-        return
-    (root / f"metadata.{ending}").write_text("\n".join(lines), encoding="utf-8")
 
 
 def arguments(**changes):

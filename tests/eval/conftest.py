@@ -1,5 +1,7 @@
 """Fixtures that several tests of `eval` share."""
 
+from functools import partial
+
 import coco_rows
 import pytest
 import torch
@@ -10,7 +12,17 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 from avq_diffusers import select_layers
 from avq_diffusers.extras.linfusion import LinFusionProcessor, save_linfusion
 from avq_diffusers.mini import SCORER
+from eval import methods
 from eval.quality import coco_score, metrics
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_calibration():
+    """Two steps in place of 25: no test asks how good calibrated codebooks are."""
+    short = partial(methods.calibrate, num_inference_steps=2, keys_per_layer=1024)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "calibrate", short)
+        yield
 
 
 @pytest.fixture(scope="session")

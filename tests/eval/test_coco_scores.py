@@ -18,121 +18,6 @@ from eval.quality.networks import Inception, OpenCLIP
 pytestmark = pytest.mark.usefixtures("own_state")
 
 
-def test_real_features_are_those_of_one_preparation(scorer_folder, tmp_path, monkeypatch):
-    """Catches features of another size, filter, square or network that are taken for these."""
-    (tmp_path / "real").mkdir()
-    for index in range(2):
-        noise(64, 64, index)[1].save(tmp_path / f"real/{index}.png")
-    networks = coco_score.load_networks(scorer_folder, torch.device("cpu"))
-    extract = coco_score.Extractor(networks, 2, 1)
-    files = coco_score.real_images(tmp_path / "real")
-    whole = coco_score.prepare_whole
-
-    def features(extract=extract, prepare=whole, kind="whole"):
-        place, cache = tmp_path / "real", tmp_path / "cache"
-        return coco_score.real_features(place, files, extract, prepare, kind, cache)
-
-    def upside_down(image, number):
-        return whole(image.rotate(180), number)
-
-    first = features()
-    changes = {
-        "FID_SIZE": 32,
-        "FID_FILTER": Image.Resampling.BOX,
-        "INCEPTION_SIZE": 128,
-        "INCEPTION_FILTER": Image.Resampling.NEAREST,
-    }
-    for name, value in changes.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(coco_score, name, value)
-            assert not torch.equal(features(), first), name
-    assert torch.equal(features(), first)
-    assert not torch.equal(features(prepare=upside_down, kind="upside down"), first)
-    networks = replace(extract.networks, name="other", features=lambda x: x.mean((2, 3)))
-    assert features(replace(extract, networks=networks)).shape == (2, 3)
-    assert len(list((tmp_path / "cache").iterdir())) == 3 + len(changes)
-
-
-def test_two_scorings_at_once_both_write_the_cache(scorer_folder, tmp_path, monkeypatch):
-    """Catches a temporary file that both write, and that the first one takes from the other."""
-    noise(64, 64)[1].save(tmp_path / "a.png")
-    networks = coco_score.load_networks(scorer_folder, torch.device("cpu"))
-    extract = coco_score.Extractor(networks, 2, 1)
-    arguments = (tmp_path, [tmp_path / "a.png"], extract, coco_score.prepare_whole, "whole")
-    cache, save, others = tmp_path / "cache", coco_score.save_file, []
-
-    def save_while_another_does(tensors, path):
-        save(tensors, path)
-        monkeypatch.setattr(coco_score, "save_file", save)
-        others.append(coco_score.real_features(*arguments, cache))
-
-    monkeypatch.setattr(coco_score, "save_file", save_while_another_does)
-    features = coco_score.real_features(*arguments, cache)
-    assert torch.equal(features, others[0])
-    assert len(list(cache.iterdir())) == 1
-    assert torch.equal(coco_score.real_features(*arguments, cache), features)
-
-
-@pytest.mark.long
-def test_patch_fid_sees_detail_that_fid_does_not(tmp_path, monkeypatch):
-    """Images that differ in pixel noise only, which shrinking averages away."""
-    generator = np.random.default_rng(0)
-    smooth = [
-        Image.fromarray(generator.integers(60, 200, (4, 4, 3), np.uint8)).resize((1024, 1024))
-        for _ in range(4)
-    ]
-    rough = [
-        Image.fromarray(
-            (np.asarray(image) + generator.integers(-40, 40, (1024, 1024, 3))).astype(np.uint8)
-        )
-        for image in smooth
-    ]
-    write_row(tmp_path / "smooth", smooth, 1024)
-    write_row(tmp_path / "rough", rough, 1024)
-    reference = tmp_path / "smooth/images"
-    shutil.copytree(reference, tmp_path / "copy")
-    code, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=tmp_path / "copy")
-    assert code == 0
-    assert "| CLIP score | patch FID |" in table
-    same, other = rows_of(tmp_path)
-    assert same["fid"] == pytest.approx(0, abs=1e-3)
-    assert same["patch_fid"] == pytest.approx(0, abs=1e-3)
-    assert other["patch_fid"] > 5 * other["fid"] > 0
-    _, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=reference)
-    own, another = rows_of(tmp_path)
-    assert table.splitlines()[2].endswith(" | - |")
-    assert own == {**same, **{key: None for key in same if key.startswith("patch_")}}
-    assert another["patch_fid"] == pytest.approx(other["patch_fid"])
-    monkeypatch.chdir(tmp_path)
-    score(tmp_path, "smooth", "rough", real=reference, patches="smooth/images")
-    assert rows_of(tmp_path)[0]["patch_fid"] is None
-    small = tmp_path / "small"
-    small.mkdir()
-    for index in range(2):
-        noise(600, 1200)[1].save(small / f"{index}.png")
-    code, _, errors = score(tmp_path, "smooth", real=reference, patches=small)
-    assert code == 2
-    assert "0.png cannot be used: patches need images of at least 1024, but it has" in errors
-
-
-def test_patches_of_another_size_have_their_own_features(tmp_path):
-    """Catches the cache of one size in a table of another, and a row that is its own reference."""
-    for size in (300, 400):
-        images = [noise(size, size, seed)[1] for seed in range(2)]
-        write_row(tmp_path / str(size), images, size)
-    options = {"real": tmp_path / "400/images", "patches": tmp_path / "400/images"}
-    found = []
-    for cache, sizes in (("both", (400, 300)), ("fresh", (300,))):
-        for size in sizes:
-            code, _, errors = score(tmp_path, str(size), cache=tmp_path / cache, **options)
-            assert code == 0, errors
-        found += rows_of(tmp_path)
-    assert found[0] == found[1]
-    assert found[0]["patch_fid"] > 0
-    score(tmp_path, "300", real=options["real"], patches=tmp_path / "300")
-    assert rows_of(tmp_path)[0]["patch_fid"] is None
-
-
 def test_real_images_are_all_that_lie_in_the_folder(tmp_path):
     """Catches images of COCO's folders by year, or of cameras, that are no reference."""
     (tmp_path / "val2014").mkdir()
@@ -164,17 +49,6 @@ def test_rows_of_one_table_differ_in_model_and_method_only(tmp_path):
     for name in checked:
         with pytest.raises(ValueError, match=f"cannot stand in one table; they differ in {name}."):
             read(name)
-
-
-def test_another_scorer_is_another_network(scorer_folder, tmp_path):
-    """Catches features of real images by a scorer that was trained again in its place."""
-    shutil.copytree(scorer_folder, tmp_path / "scorer")
-    names = [coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name]
-    config = tmp_path / "scorer/config.json"
-    config.write_text(config.read_text() + "\n")
-    names.append(coco_score.load_networks(tmp_path / "scorer", torch.device("cpu")).name)
-    names.append(coco_score.load_networks(scorer_folder, torch.device("cpu")).name)
-    assert names[0] == names[2] != names[1]
 
 
 class ColourWords(torch.nn.Module):
@@ -235,3 +109,69 @@ def test_inception_is_the_port_past_its_resizing(monkeypatch):
     (expected,) = whole(images)
     assert expected.shape == (2, 2048)
     torch.testing.assert_close(past(images.float()), expected, rtol=1e-3, atol=0)
+
+
+def test_features_of_other_networks_and_preparations_are_not_these(scorer_folder, tmp_path):
+    """Catches features of real images by a scorer that was trained again in its place, and those
+    of another preparation, that the cache takes for these."""
+    device, cache, real = torch.device("cpu"), tmp_path / "cache", tmp_path / "real"
+    real.mkdir()
+    for index in range(2):
+        noise(64, 64, index)[1].save(real / f"{index}.png")
+    shutil.copytree(scorer_folder, tmp_path / "scorer")
+    config = tmp_path / "scorer/config.json"
+    networks = [coco_score.load_networks(x, device) for x in (scorer_folder, tmp_path / "scorer")]
+    assert networks[0].name == networks[1].name
+    config.write_text(config.read_text() + "\n")
+    networks[1] = coco_score.load_networks(tmp_path / "scorer", device)
+    whole, files = coco_score.prepare_whole, coco_score.real_images(real)
+
+    def features(network, prepare, kind):
+        extract = coco_score.Extractor(network, 2, 1)
+        return coco_score.real_features(real, files, extract, prepare, kind, cache)
+
+    def upside_down(image, number):
+        return whole(image.rotate(180), number)
+
+    first = features(networks[0], whole, "whole")
+    assert not torch.equal(features(networks[0], upside_down, "upside down"), first)
+    mean = replace(networks[1], features=lambda x: x.mean((2, 3)))
+    assert features(mean, whole, "whole").shape == (2, 3)
+    assert torch.equal(features(networks[0], whole, "whole"), first)
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_patch_fid_sees_detail_that_fid_does_not(tmp_path):
+    """Images that differ in pixel noise only, which shrinking averages away. Catches the cache of
+    one size in a table of another, and a row that is its own reference."""
+    generator = np.random.default_rng(0)
+    smooth = [
+        Image.fromarray(generator.integers(60, 200, (4, 4, 3), np.uint8)).resize((640, 640))
+        for _ in range(4)
+    ]
+    rough = [
+        Image.fromarray(
+            (np.asarray(image) + generator.integers(-40, 40, (640, 640, 3))).astype(np.uint8)
+        )
+        for image in smooth
+    ]
+    write_row(tmp_path / "smooth", smooth, 640)
+    write_row(tmp_path / "rough", rough, 640)
+    write_row(tmp_path / "small", [image.resize((320, 320)) for image in rough], 320)
+    reference = tmp_path / "smooth/images"
+    code, table, _ = score(tmp_path, "smooth", "rough", real=reference, patches=reference)
+    assert code == 0
+    assert "| CLIP score | patch FID |" in table
+    own, other = rows_of(tmp_path)
+    assert own["fid"] == pytest.approx(0, abs=1e-3)
+    assert own["patch_fid"] is None
+    assert table.splitlines()[2].endswith(" | - |")
+    assert other["patch_fid"] > 5 * other["fid"] > 0
+    found = []
+    for cache in ("cache", "fresh"):
+        score(tmp_path, "small", real=reference, patches=reference, cache=tmp_path / cache)
+        found += rows_of(tmp_path)
+    assert found[0] == found[1]
+    code, _, errors = score(tmp_path, "smooth", real=reference, patches=tmp_path / "small/images")
+    assert code == 2
+    assert "0.png cannot be used: patches need images of at least 640, but it has" in errors

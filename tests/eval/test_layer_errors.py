@@ -7,22 +7,19 @@ import numpy as np
 import pytest
 import torch
 from eval_helpers import SETTINGS_2X, prepare, run_command, watched
-from tiny import random_codebooks, tiny_pipe, tiny_unet
+from PIL import Image
+from tiny import random_codebooks, tiny_pipe
 
-from avq_diffusers import (
-    AVQCodebooks,
-    AVQConfig,
-    apply_avq,
-    remove_avq,
-    select_layers,
-    set_num_refined,
-)
+from avq_diffusers import AVQConfig, select_layers
 from avq_diffusers.attention.diagnostics import (
     active_ratio,
-    capture,
+    attention_mass,
+    captured_share,
     commitment_loss,
     leaf_counts,
+    perplexity,
     quantization_error,
+    refined_parents,
 )
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.mini import TEST_SEEDS, render, sample_scene
@@ -31,94 +28,133 @@ from eval.methods import Method, attention_method
 from eval.names import EXACT, NO_ATTENTION
 from eval.quality.generation import Sampling, dilation
 
-PROJECTIONS = ("to_q.weight", "to_k.weight")
-LAYERS_OF_BOTH_LEVELS = [layer.name for layer in select_layers(tiny_unet(), (0, 1))]
+SCENES = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+TILED = AVQConfig.parse("M6P2C2", codewords="stored", query_order="random", query_tile=32)
+NORMED = replace(TILED, key_norm=True, levels=(0, 1), num_children=1)
+OWN = AVQConfig.parse("M6P2C2", query_tile=16, exact=("up_blocks",), num_updates=1)
 
 
-def relative(errors, expected) -> float:
+def relative(found, expected) -> float:
     """Sum of squared differences over sum of squares, of lists of tensors."""
-    pairs = list(zip(errors, expected, strict=True))
-    return float(
-        sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)
-    )
+    found, expected = (torch.cat([x.flatten() for x in tensors]) for tensors in (found, expected))
+    return float((found - expected).square().sum() / expected.square().sum())
 
 
-def test_errors_by_hand(distilled):
-    """Fails for timesteps that are averaged and not pooled, a teacher that is not exact, forced
-    errors of the student's own input, keys without the projection's change, or P that stays."""
+def method_of(kind, pipe, distilled) -> Method:
+    if kind == "changed projections":
+        (method,) = prepare(pipe, f"{distilled}@P3")
+    elif kind == "own":
+        method = Method(kind, (0,), own=replace(OWN, num_refined=3))
+    else:
+        config = TILED if kind == "tiled importance" else NORMED
+        codebooks = random_codebooks(pipe.unet, config)
+        for name in codebooks.layer_specs if config.key_norm else ():
+            torch.nn.init.constant_(codebooks.key_norm(name).weight, 3.0)
+        tile = 2 if config is TILED else None
+        method = Method(kind, config.levels, codebooks, importance_tile=tile)
+    return method
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["changed projections", "own", "tiled importance", "key norm"])
+def test_errors_by_hand(kind, distilled):
+    """Fails for timesteps that are averaged and not pooled, a teacher that is not exact, keys
+    without the projection's change or norm, of another image or step, heads that are mixed,
+    another order, tile or importance, and layers that stay exact."""
     pipe = tiny_pipe()
-    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    methods = layer_errors.elastic(prepare(pipe, str(distilled)), (0, 3, 9))
-    assert [method.num_refined for method in methods] == [0, 3]
-    with pytest.raises(ValueError, match="refines at most 4 parents, but --refined asks for 8, 9"):
-        layer_errors.elastic(prepare(pipe, str(distilled)), (8, 9))
-    rows = layer_errors.measure_errors(pipe, methods, shown, num_timesteps=2)
-
-    batches = list(layer_errors.noised_scenes(pipe, shown, 2))
-    codebooks = AVQCodebooks.from_pretrained(distilled)
+    method = method_of(kind, pipe, distilled)
+    (row,) = layer_errors.measure_errors(pipe, [method], SCENES, num_timesteps=2)
+    batches = list(layer_errors.noised_scenes(pipe, SCENES, 2))
     teacher = [watched(pipe, inputs) for inputs in batches]
-    for row, num_refined in zip(rows, (0, 3), strict=True):
-        apply_avq(pipe, codebooks)
-        set_num_refined(pipe, num_refined)
+    with attention_method(pipe, method):
         student = [watched(pipe, inputs) for inputs in batches]
-        outputs, expected = [x for x, _ in student], [x for x, _ in teacher]
-        assert row["output_error"] == pytest.approx(relative(outputs, expected) ** 0.5, rel=1e-4)
-        at = [relative([x], [y]) ** 0.5 for x, y in zip(outputs, expected, strict=True)]
-        assert row["output_error_at"] == pytest.approx({"250": at[0], "750": at[1]}, rel=1e-4)
-        assert list(row["layers"]) == LAYERS_OF_BOTH_LEVELS
-        for index, layer in enumerate(select_layers(pipe.unet, (0, 1))):
-            figures = row["layers"][layer.name]
-            expected = [calls[layer.name][1] for _, calls in teacher]
-            own = [calls[layer.name] for _, calls in student]
-            value = relative([output for _, output in own], expected)
-            assert figures["feature_relative_mse"] == pytest.approx(value, rel=1e-4)
-            mse = torch.stack([x for _, x in own]).sub(torch.stack(expected)).square().mean()
-            assert figures["feature_mse"] == pytest.approx(float(mse), rel=1e-4)
-            # The first layer has no errors before it, the last one all.
-            forced = figures["forced_relative_mse"]
-            assert (forced == pytest.approx(value, rel=1e-4)) == (index == 0)
-            changes = codebooks.projection_changes(layer.name)
-            query, key = (
-                (torch.stack([x for x, _ in own]) @ (weight + changes[name]).T)
-                .unflatten(-1, (layer.num_heads, -1))
-                .transpose(2, 3)
-                for name, weight in layer.attn.state_dict().items()
-                if name in PROJECTIONS
+
+    outputs = [[x for x, _ in calls] for calls in (student, teacher)]
+    assert row["output_error"] == pytest.approx(relative(*outputs) ** 0.5, rel=1e-4)
+    at = [relative([x], [y]) ** 0.5 for x, y in zip(*outputs, strict=True)]
+    assert row["output_error_at"] == pytest.approx({"250": at[0], "750": at[1]}, rel=1e-4)
+    config = method.own or method.codebooks.avq_config
+    layers = select_layers(pipe.unet, config.levels, config.exact)
+    assert list(row["layers"]) == [layer.name for layer in layers]
+    for layer in layers[:: max(1, len(layers) - 1)]:
+        found = row["layers"][layer.name]
+        features = [[x[layer.name][1] for _, x in calls] for calls in (student, teacher)]
+        assert found["feature_relative_mse"] == pytest.approx(relative(*features), rel=1e-4)
+        expected = codeword_figures(layer, method, [x[layer.name][0] for _, x in student])
+        for name, values in expected.items():
+            assert found["heads"][name] == pytest.approx(values.tolist(), rel=1e-4), name
+            assert found[name] == pytest.approx(float(values.mean()), rel=1e-4), name
+    for name in ("feature_relative_mse", "capture", "perplexity"):
+        assert row[name] == pytest.approx(np.mean([x[name] for x in row["layers"].values()]))
+    if kind == "tiled importance":
+        assert 0 < row["overlap"] < 1
+        assert row["capture"] < row["best_capture"]
+        assert (row["num_parents"], row["num_codewords"], row["num_refined"]) == (6, 18, 2)
+    else:
+        assert row["overlap"] == 1
+
+
+def codeword_figures(layer, method, hidden_states):
+    """The figures of a layer's codewords by head, from its inputs at all timesteps."""
+    config, codebook, changes = method.layer_configs[0], None, {}
+    if method.codebooks is not None:
+        codebook = method.codebooks.codebook(layer.name)
+        changes = method.codebooks.projection_changes(layer.name) or {}
+    side = 16 >> layer.level
+    options = {
+        "num_parents": config.num_parents,
+        "num_children": config.num_children,
+        "codewords": config.codewords,
+        "num_updates": config.num_updates,
+        "query_tile": config.query_tile,
+        "query_order": query_order(side, side, config.query_order),
+    }
+    steps, counts = [], []
+    for tokens in hidden_states:
+        query, key = (
+            (tokens @ (weight + changes.get(f"{name}.weight", 0)).T)
+            .unflatten(-1, (layer.num_heads, -1))
+            .transpose(1, 2)
+            for name, weight in (
+                ("to_q", layer.attn.to_q.weight),
+                ("to_k", layer.attn.to_k.weight),
             )
-            keys = key.flatten(0, 1)
-            error = quantization_error(
-                keys, codebooks.codebook(layer.name), codewords="stored"
-            ).mean()
-            assert figures["quantization_error"] == pytest.approx(float(error), rel=1e-4)
-            counts = leaf_counts(keys, codebooks.codebook(layer.name))
-            assert figures["active_ratio"] == pytest.approx(float(active_ratio(counts).mean()))
-            side = 16 >> layer.level
-            captured = capture(
-                query[:, 0],  # of the first image of both timesteps
-                key[:, 0],
-                codebooks.codebook(layer.name),
-                num_refined,
-                codewords="stored",
-                query_tile=16,
-                query_order=query_order(side, side),
-            )
-            assert figures["capture"] == pytest.approx(float(captured.mean()), rel=1e-4)
-        for name in ("feature_relative_mse", "forced_relative_mse", "capture"):
-            layers = [figures[name] for figures in row["layers"].values()]
-            assert row[name] == pytest.approx(np.mean(layers))
-        remove_avq(pipe)
+        )
+        if config.key_norm:
+            key = method.codebooks.key_norm(layer.name)(key)
+        counts += [leaf_counts(image, codebook, **options) for image in key.split(1)]
+        first = query[:1], key[:1], codebook
+        mass = attention_mass(*first, **options)
+        exact = refined_parents(*first, config.num_refined, **options)
+        tile = method.importance_tile
+        refined = refined_parents(*first, config.num_refined, tile, **options)
+        best = mass >= mass.sort(descending=True).values[..., config.num_refined - 1, None]
+        steps.append(
+            {
+                "commitment_loss": commitment_loss(key, codebook, **options),
+                "quantization_error": quantization_error(key, codebook, **options),
+                "capture": captured_share(mass, refined),
+                "best_capture": captured_share(mass, best),
+                "overlap": (refined & exact).sum((0, 2, 3)) / exact.sum((0, 2, 3)),
+            }
+        )
+    counts = torch.stack(counts) if codebook is None else torch.stack(counts).sum(0)[None]
+    number = config.num_parents * (1 + config.num_children)
+    of_counts = {"active_ratio": active_ratio(counts), "perplexity": perplexity(counts)}
+    of_counts["evenness"] = perplexity(counts) / number
+    figures = {name: values.mean(dim=0) for name, values in of_counts.items()}
+    return figures | {name: torch.stack([x[name] for x in steps]).mean(0) for name in steps[0]}
 
 
 @torch.no_grad()
 def test_noised_scenes_are_what_the_model_sees_in_training():
     """Catches latents or pixels of another scale, one noise for all steps, and others' captions."""
     pipe = tiny_pipe()
-    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    pixels = np.stack([render(scene, 128) for scene in shown]).transpose(0, 3, 1, 2) / 255
+    pixels = np.stack([render(scene, 128) for scene in SCENES]).transpose(0, 3, 1, 2) / 255
     pixels = torch.from_numpy(2 * pixels - 1).float()
     clean = pipe.vae.encode(pixels).latent_dist.mode() * pipe.vae.config.scaling_factor
-    text_states = [pipe.encode_prompt(x.caption, "cpu", 1, False)[0] for x in shown]
-    batches = list(layer_errors.noised_scenes(pipe, shown, 2))
+    text_states = [pipe.encode_prompt(x.caption, "cpu", 1, False)[0] for x in SCENES]
+    batches = list(layer_errors.noised_scenes(pipe, SCENES, 2))
     for index, (latents, steps, states) in enumerate(batches):
         step = (250, 750)[index]
         noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(index))
@@ -128,150 +164,83 @@ def test_noised_scenes_are_what_the_model_sees_in_training():
         torch.testing.assert_close(states, torch.cat(text_states))
 
 
-def test_codebook_figures_are_of_keys_after_their_norm():
-    pipe, rows = tiny_pipe(), []
-    codebooks = random_codebooks(pipe.unet, AVQConfig.parse("M4P2C2", key_norm=True))
-    for weight in (1.0, 0.0):  # 0 makes all keys one
-        for name in codebooks.layer_specs:
-            torch.nn.init.constant_(codebooks.key_norm(name).weight, weight)
-        method = Method("m", (0,), codebooks)
-        scene = sample_scene(TEST_SEEDS[0])
-        rows += layer_errors.measure_errors(pipe, [method], [scene], num_timesteps=1)
-    assert rows[0]["perplexity"] > 1.01
-    assert rows[1]["perplexity"] == pytest.approx(1)
-
-
-def test_forced_errors_are_those_of_a_layer_alone(distilled):
-    """Where AVQ replaces one layer only, forced and own input are one, in every layer."""
+def test_errors_of_methods_with_other_codewords_or_none(linfusion, distilled):
+    """Exact has no error, the controls have; all figures of codebooks are missing."""
     pipe = tiny_pipe()
-    shown = [sample_scene(TEST_SEEDS[0])]
-    (method,) = prepare(pipe, f"{distilled}@P3")
-    (row,) = layer_errors.measure_errors(pipe, [method], shown, num_timesteps=1)
-    (inputs,) = layer_errors.noised_scenes(pipe, shown, 1)
-    _, teacher = watched(pipe, inputs)
-    for name in LAYERS_OF_BOTH_LEVELS[1::4]:
-        with attention_method(pipe, method):
-            set_num_refined(pipe, "exact")
-            set_num_refined(pipe, 3, layer=name)
-            _, alone = watched(pipe, inputs)
-        expected = relative([alone[name][1]], [teacher[name][1]])
-        forced = row["layers"][name]["forced_relative_mse"]
-        assert forced == pytest.approx(expected, rel=1e-3)
-
-
-def test_errors_are_those_of_layers_that_are_not_exact():
-    """Fails where layers that stay exact get figures, or where a row does not name them."""
-    pipe = tiny_pipe()
-    names = [layer.name for layer in select_layers(pipe.unet, (0, 1))]
-    config = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0, 1), exact=("up_blocks",))
-    method = Method("x", (0, 1), random_codebooks(pipe.unet, config))
-    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    (row,) = layer_errors.measure_errors(pipe, [method], shown, num_timesteps=1)
-    assert list(row["layers"]) == [name for name in names if not name.startswith("up_blocks.")]
-    assert row["config"] == "M4P2C2, up_blocks exact"
-
-
-def test_errors_of_own_codewords_by_hand():
-    """Fails for figures of stored codewords, keys of all steps or images together, another order,
-    or layers that stay exact; elastic numbers and other fields apply to own codewords too."""
-    pipe = tiny_pipe()
-    config = AVQConfig.parse("M6P2C2", query_tile=16, exact=("up_blocks",), num_updates=1)
-    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    own = Method("x", (0,), own=replace(config, query_order="raster"))
-    _, three = layer_errors.elastic([own.with_fields(query_order="gilbert")], (1, 3))
-    (row,) = layer_errors.measure_errors(pipe, [three], shown, num_timesteps=2)
-    assert (row["config"], row["is_flat"]) == ("M6P3C2/own1, up_blocks exact", False)
-    (layer, *_), names = zip(*[(x, x.name) for x in select_layers(pipe.unet, (0,))], strict=True)
-    assert list(row["layers"]) == [name for name in names if not name.startswith("up_blocks.")]
-
-    batches = list(layer_errors.noised_scenes(pipe, shown, 2))
-    apply_avq(pipe, replace(config, num_refined=3), route="always")
-    options = {"num_parents": 6, "num_children": 2, "num_updates": 1, "query_tile": 16}
-    options["query_order"] = query_order(16, 16)
-    found = {"capture": [], "quantization_error": [], "active_ratio": [], "commitment_loss": []}
-    for inputs in batches:
-        _, calls = watched(pipe, inputs)
-        query, key = (
-            project(calls[layer.name][0]).unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
-            for project in (layer.attn.to_q, layer.attn.to_k)
-        )
-        found["capture"].append(capture(query[:1], key[:1], None, 3, **options).mean())
-        found["quantization_error"].append(quantization_error(key, None, **options).mean())
-        found["commitment_loss"].append(commitment_loss(key, None, **options).mean())
-        for image in key.split(1):
-            ratio = active_ratio(leaf_counts(image, None, **options))
-            found["active_ratio"].append(ratio.mean())
-    for name, values in found.items():
-        expected = float(torch.stack(values).mean())
-        assert row["layers"][layer.name][name] == pytest.approx(expected, rel=1e-4)
-
-
-def test_errors_of_methods_without_codebooks(linfusion):
-    """Exact has none, the controls have; all figures of codebooks are missing."""
-    pipe = tiny_pipe()
-    names = [EXACT, NO_ATTENTION, "M4", str(linfusion)]
-    methods = layer_errors.elastic(prepare(pipe, *names), (0, 1))
-    assert [method.name for method in methods] == names
-    shown = [sample_scene(TEST_SEEDS[0])]
-    exact, control, flat_vq, linear = layer_errors.measure_errors(
-        pipe, methods, shown, num_timesteps=1
-    )
-    for name in ("output_error", "feature_mse", "feature_relative_mse", "forced_relative_mse"):
+    methods = prepare(pipe, EXACT, NO_ATTENTION, "M4", str(linfusion), str(distilled))
+    *rest, zero, three = layer_errors.elastic(methods, (0, 3, 9))
+    assert rest == methods[:4]
+    assert (zero.num_refined, three.num_refined) == (0, 3)
+    with pytest.raises(ValueError, match="refines at most 4 parents, but --refined asks for 8, 9"):
+        layer_errors.elastic(methods, (8, 9))
+    rows = layer_errors.measure_errors(pipe, [*rest, three], SCENES[:1], num_timesteps=1)
+    exact, control, flat_vq, linear, avq = rows
+    for name in ("output_error", "feature_relative_mse"):
         assert exact[name] == 0 < flat_vq[name] < control[name]
         assert linear[name] > 0
     assert exact["quantization_error"] is control["capture"] is linear["active_ratio"] is None
+    assert [row["is_flat"] for row in rows] == [None, None, True, None, False]
     assert linear["layers"].keys() == {x.name for x in select_layers(pipe.unet, (1,))}
-    table = layer_errors.errors_table([exact, control, flat_vq, linear]).splitlines()
-    assert table[2] == "| exact | - | 0 | 0 | 0 | 0 | - | - | - |"
+    table = layer_errors.errors_table(rows).splitlines()
+    assert table[2] == "| exact | - | 0 | 0 | - | - | - |"
     assert table[5].startswith(f"| {linfusion} (LinFusion) | - | ")
+    assert avq["num_refined"] == 3
+
+
+def error_row(method, config, effective, **facts):
+    figures = dict.fromkeys(layer_errors.METRICS, 1 / effective)
+    facts = {"origin": "calibrated", "is_flat": config in ("M9", "M4"), "num_refined": 0, **facts}
+    return {"method": method, "config": config, "effective_codewords": effective} | figures | facts
 
 
 def test_error_panels_have_a_line_for_each_codebook():
-    """Fails for a flat codebook that is joined to a two-level one, or points out of order."""
-
-    def row(method, config, effective, origin):
-        figures = dict.fromkeys([*layer_errors.PLOTTED, "capture", "num_refined"], 1 / effective)
-        facts = {"method": method, "config": config, "origin": origin}
-        facts["is_flat"] = config in ("M9", "M4")
-        return {**facts, "effective_codewords": effective, **figures}
-
+    """Fails for a flat codebook that is joined to a two-level one or is elastic, and points out
+    of order."""
     rows = [
-        row("M8P4C2", "M8P4C2", 16, "calibrated"),
-        row("M8P4C2", "M8P0C2", 8, "calibrated"),
-        row("run", "M8P4C2", 16, "distilled"),
-        row("M9", "M9", 9, "calibrated"),
-        row("M4", "M4", 4, "calibrated"),
-        {"method": EXACT, "effective_codewords": None},
+        error_row("M8P4C2", "M8P4C2", 16, num_refined=4),
+        error_row("M8P4C2", "M8P0C2", 8),
+        error_row("run", "M8P4C2", 16, origin="distilled"),
+        error_row("M9", "M9", 9),
+        error_row("M4", "M4", 4),
+        {**error_row(EXACT, None, 1), "effective_codewords": None},
     ]
-    panel = layer_errors.error_panels(rows)[0][0]
-    lines = {line.label: (line.x, line.y) for line in panel.lines}
-    assert lines == {
+
+    def drawn(panel):
+        return {line.label: (line.x, line.y) for line in panel.lines}
+
+    by_size, by_refined = layer_errors.error_panels(rows)
+    assert drawn(by_size[0]) == {
         "M8P4C2, calibrated": ([8, 16], [1 / 8, 1 / 16]),
         "run, distilled": ([16], [1 / 16]),
         "flat VQ, calibrated": ([4, 9], [1 / 4, 1 / 9]),
     }
+    assert by_refined[-1].title == "capture"
+    assert drawn(by_refined[-1]) == {
+        "M8P4C2, calibrated": ([0, 4], [1 / 8, 1 / 16]),
+        "run, distilled": ([0], [1 / 16]),
+    }
 
 
-def test_errors_at_twice_the_size(model, tmp_path, monkeypatch, distilled):
+def test_the_command_at_twice_the_size(model, tmp_path, monkeypatch, distilled, capsys):
     """Against a pass by hand; catches images of the usual size, and convolutions as they were."""
-    pipe = tiny_pipe()
     places = ["--methods", distilled, "--model", model, "--output", tmp_path]
-    options = ["--images", 2, "--timesteps", 1, "--refined", 2, "--size", 256, "--scalecrafter"]
+    options = ["--images", 2, "--timesteps", 1, "--refined", "0,2", "--size", 256, "--scalecrafter"]
     run_command(monkeypatch, "errors", *places, *options)
-    document = json.loads((tmp_path / "errors_levels0_256_scalecrafter.json").read_text())
+    path = tmp_path / "errors_levels0_256_scalecrafter.json"
+    document = json.loads(path.read_text())
     assert (document["size"], document["scalecrafter"]) == (256, SETTINGS_2X)
-    (row,) = document["rows"]
+    rows = document["rows"]
+    assert [row["num_refined"] for row in rows] == [0, 2]
+    assert layer_errors.errors_table(rows) in capsys.readouterr().out
+    assert Image.open(path.with_suffix(".png")).size[1] > 600  # two rows of panels
 
-    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
-    ((latents, step, text_states),) = layer_errors.noised_scenes(pipe, shown, 1, 256)
+    pipe = tiny_pipe()
+    ((latents, step, text_states),) = layer_errors.noised_scenes(pipe, SCENES, 1, 256)
     assert latents.shape[-2:] == (32, 32)
     (method,) = prepare(pipe, f"{distilled}@P2")
-    found = []
-    for dilates in (True, False):
-        with dilation(pipe, Sampling(size=256, is_dilated=dilates)), torch.no_grad():
-            expected = pipe.unet(latents, step, text_states).sample
-            with attention_method(pipe, method):
-                output = pipe.unet(latents, step, text_states).sample
-        found.append(float((output - expected).norm() / expected.norm()))
-    assert row["output_error"] == pytest.approx(found[0], rel=1e-4)
-    assert row["output_error"] != pytest.approx(found[1], rel=1e-3)
+    with dilation(pipe, Sampling(size=256, is_dilated=True)), torch.no_grad():
+        expected = pipe.unet(latents, step, text_states).sample
+        with attention_method(pipe, method):
+            output = pipe.unet(latents, step, text_states).sample
+    error = float((output - expected).norm() / expected.norm())
+    assert rows[1]["output_error"] == pytest.approx(error, rel=1e-4)

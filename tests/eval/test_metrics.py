@@ -12,7 +12,7 @@ from eval.quality import compare, metrics
 from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.generation import Sampling, generate
 from eval.quality.protocol import JACKKNIFE_BLOCKS
-from eval.quality.samples import Sample, figures
+from eval.quality.scenes import Measure
 
 
 def noise(count: int, side: int = 16, seed: int = 0) -> np.ndarray:
@@ -148,15 +148,26 @@ def test_generate_guides_as_is_usual_for_the_model(model, given, guidance_scale)
     assert abs(image - 255 * images[0]).max() <= 0.5 + 1e-3
 
 
+class ThreeScores:
+    """A scorer whose features are the first pixel of each image."""
+
+    def __call__(self, images):
+        return images[..., 0, 0].float()
+
+    def text_cosines(self, features, captions):
+        return torch.tensor([0.01, 0.02, 0.06])
+
+
 def test_standard_errors_are_of_an_unbiased_variance():
     """Catches a spread over n, one that is not divided by its root, and that of another FID."""
-    features = torch.randn(60, 3, generator=torch.manual_seed(0))
-    sample = Sample(features, torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0.0, 1.0]))
-    reference = fit_gaussian(torch.eye(3))
-    found = figures(sample, reference)
+    images, reference = noise(3), fit_gaussian(torch.eye(3))
+    found, gaussian = Measure(ThreeScores(), [sample_scene(0)] * 3, reference)(images)
+    features = ThreeScores()(metrics._to_bytes(images))
+    assert found["num_images"] == 3
+    assert found["fid"] == frechet_distance(reference, gaussian)
     assert found["fid_sem"] == jackknife_error(reference, features, JACKKNIFE_BLOCKS)
+    assert found["clip_score"] == pytest.approx(3)
     assert found["clip_score_sem"] == pytest.approx(7**0.5 / 3**0.5)
-    assert found["copy_agreement_sem"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("prompts", "seeds"), [([], []), (["a"], [1, 2])])

@@ -14,23 +14,23 @@ from eval.commands.options import command_line
 from eval.store import report
 
 
-def test_a_digest_is_of_what_lies_in_the_folder(tmp_path, monkeypatch):
+def test_a_digest_is_of_what_lies_in_the_folder(tmp_path):
     """Catches a digest of the way to it, and one that a file of another name leaves as it was."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    before = report.folder_digest("a", "config.json")
-    assert report.folder_digest(str(tmp_path / "b"), "config.json") == before
-    (tmp_path / "b" / "x").write_text("1")
-    one = report.folder_digest("b", "config.json")
-    (tmp_path / "b" / "x").rename(tmp_path / "b" / "y")
-    assert report.folder_digest("b", "config.json") != one
-    (tmp_path / "b" / "unet").mkdir()
-    (tmp_path / "b" / "unet" / "weights").write_text("1")
-    before = report.folder_digest("b", "config.json")
-    (tmp_path / "b" / "unet" / "weights").write_text("2")
-    assert report.folder_digest("b", "config.json") != before
+    found = []
+    for name, files in {
+        "a": {},
+        "b": {},
+        "c": {"x": "1"},
+        "d": {"y": "1"},
+        "e": {"unet/x": "1"},
+        "f": {"unet/x": "2"},
+    }.items():
+        for path, text in {"config.json": "{}", **files}.items():
+            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / path).write_text(text)
+        found.append(report.folder_digest(str(tmp_path / name), "config.json"))
+    assert found[0] == found[1]
+    assert len(set(found)) == 5
 
 
 def test_the_command_that_is_kept(monkeypatch):
@@ -40,25 +40,22 @@ def test_the_command_that_is_kept(monkeypatch):
         assert command_line() == "python -m eval x --methods 'm 1,exact'"
 
 
-def test_nothing_but_json_is_written(tmp_path):
+def test_a_result_is_json_with_its_environment(tmp_path):
     """Infinity and NaN become null at any depth, other numbers stay."""
+    path = tmp_path / "new" / "x.json"
     rows = [{"a": float("inf"), "b": (1.5, float("nan")), "c": [-float("inf"), None, 2]}]
-    report.save_json(tmp_path / "x.json", command="", device="cpu", rows=rows)
-    text = (tmp_path / "x.json").read_text()
-    found = json.loads(text, parse_constant=lambda name: pytest.fail(name))["rows"]
-    assert found == [{"a": None, "b": [1.5, None], "c": [None, None, 2]}]
-
-
-def test_save_json_carries_its_environment(tmp_path):
-    path = tmp_path / "new" / "result.json"
-    report.save_json(path, command="python -m eval x", device="cpu", rows=[{"a": 1}])
-    document = json.loads(path.read_text())
+    report.save_json(path, command="python -m eval x", device="cpu", rows=rows)
+    document = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert document["rows"] == [{"a": None, "b": [1.5, None], "c": [None, None, 2]}]
     assert document["command"] == "python -m eval x"
-    assert document["rows"] == [{"a": 1}]
     assert document["environment"]["torch"] == version("torch")
     assert {"date", "commit", "device", "python", "diffusers"} <= set(document["environment"])
     assert "CPU" in document["environment"]["device"]
-    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+    before = path.read_bytes()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        report.save_json(path, command="second", device="cpu", rows=[object()])
+    assert path.read_bytes() == before
+    assert [file.name for file in path.parent.iterdir()] == ["x.json"]
 
 
 def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeypatch):
@@ -88,16 +85,6 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
     assert commit() == "a copy's"
 
 
-def test_save_json_keeps_the_old_file_when_it_fails(tmp_path):
-    """Fails where the target is opened before the content is written."""
-    path = tmp_path / "result.json"
-    report.save_json(path, command="first", device="cpu")
-    before = path.read_bytes()
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        report.save_json(path, command="second", device="cpu", rows=[object()])
-    assert path.read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -110,14 +97,12 @@ def test_save_json_keeps_the_old_file_when_it_fails(tmp_path):
         ("errors --methods exact,tome", "but layers of tome see merged tokens"),
         ("bench attention --device abacus", "--device abacus cannot be used"),
         ("analyse heads tails", "analyses are heads, layers, utilisation, order, importance, but"),
-        ("analyse layers --methods exact", "needs methods with codewords, but got 'exact'"),
+        ("analyse layers --methods exact", "needs methods that have codewords, but got 'exact'"),
         (
             f"analyse layers order --methods {MINI_CODEBOOKS}@P0",
             "the analysis order needs methods that refine parents, but got",
         ),
         ("errors --size 500", "eval: --size must be a multiple of 64, but got 500."),
-        ("compare --size 0", "eval: --size must be a multiple of 64, but got 0."),
-        ("compare --size 100", "eval: --size must be a multiple of 64, but got 100."),
     ],
 )
 def test_the_command_ends_mistakes_with_code_2(tmp_path, monkeypatch, capsys, arguments, message):

@@ -1,14 +1,11 @@
 """The paper's table of SD1.5 by one command: its plan, restarts, downloads and table."""
 
-import io
 import json
 import sys
 import zipfile
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from eval_helpers import run_command
@@ -17,10 +14,10 @@ from tiny_training import TINY_RUN
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.files import sha256
 from avq_diffusers.mini import SCORER, write_coco
-from eval.benchmarks.step import timed_method
+from eval.names import timed_method
 from eval.quality import coco_download, sd15
 from eval.quality.coco import image_path
-from eval.quality.coco_download import download, download_coco
+from eval.quality.coco_download import download_coco
 from eval.quality.sd15 import ROWS, Request, Step, carry_out, paper_table, plan, plan_table
 
 
@@ -84,21 +81,20 @@ def test_the_plan(request_):
         timed_method(row.timed)
 
 
-def test_stand_ins_replace_the_downloads(request_):
+def test_stand_ins_and_several_gpus(request_):
     local = replace(request_, captions=Path("c.txt"), real=Path("real"), scorer="s", device="cpu")
     steps = {step.name: " ".join(words(step)) for step in plan(local)}
     assert not {"download coco", "bench unet"} & steps.keys()
     assert "--captions c.txt" in steps["generate exact 512"]
     assert "--real real" in steps["score 512"]
     assert steps["score 512"].endswith("--scorer s")
-
-
-def test_several_gpus_share_training_and_images(request_):
-    steps = {step.name: step for step in plan(replace(request_, processes=4))}
+    shared = {step.name: step for step in plan(replace(request_, processes=4))}
     launched = ["-m", "accelerate.commands.launch", "--num_processes", "4", "-m"]
-    shared = {name for name, step in steps.items() if words(step)[:5] == launched}
-    assert shared == {name for name in steps if name.startswith(("distill", "generate"))}
-    assert steps["distill m64p16c8"].hours == sd15.DISTILL_HOURS / 4
+    found = {name for name, step in shared.items() if words(step)[:5] == launched}
+    assert found == {name for name in shared if name.startswith(("distill", "generate"))}
+    assert shared["distill m64p16c8"].hours == sd15.DISTILL_HOURS / 4
+    with pytest.raises(ValueError, match=r"rows must be some of exact, .*, but got 'm1'"):
+        replace(request_, rows=["exact", "m1"])
 
 
 def test_hours_and_space_of_what_is_left(request_):
@@ -160,77 +156,27 @@ def test_the_table_has_both_metrics():
     assert own.startswith("| AVQ M64P16C8, own codewords | 3.00 (-) | 0.300 (-) |")
 
 
-def test_unknown_rows_are_refused(request_):
-    with pytest.raises(ValueError, match=r"rows must be some of exact, .*, but got 'm1'"):
-        replace(request_, rows=["exact", "m1"])
-
-
-# Downloads
-
-
-class Server(BaseHTTPRequestHandler):
-    """Sends `files`, from the first byte that is asked for; breaks off after `most` bytes."""
-
-    files, most, starts = {}, None, []
-
-    def do_GET(self):
-        content = self.files[self.path]
-        start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
-        self.starts.append(start)
-        if start >= len(content):
-            self.send_error(416)
-            return
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(content) - start))
-        self.end_headers()
-        self.wfile.write(content[start:][: self.most])
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server():
-    handler = type("Handler", (Server,), {"files": {}, "starts": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-        handler.url = f"http://127.0.0.1:{running.server_address[1]}"
-        yield handler
-        running.shutdown()
-
-
-def test_a_download_goes_on_where_it_stopped(server, tmp_path):
-    """Catches a cut file that counts as whole, bytes that are fetched twice, and a whole file that
-    a kill left under its temporary name."""
-    server.files["/x"] = bytes(range(200))
-    server.most = 150
-    with pytest.raises(OSError, match=r"ended after 150 of 200 bytes; repeat"):
-        download(f"{server.url}/x", tmp_path / "x")
-    assert not (tmp_path / "x").exists()
-    server.most = None
-    download(f"{server.url}/x", tmp_path / "x")
-    assert (tmp_path / "x").read_bytes() == bytes(range(200))
-    assert server.starts == [0, 150]
-    (tmp_path / "x").rename(tmp_path / ".writing-x")
-    download(f"{server.url}/x", tmp_path / "x")
-    assert (tmp_path / "x").read_bytes() == bytes(range(200))
-
-
-def test_captions_and_images_are_unpacked_once(server, tmp_path, monkeypatch):
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
+def test_captions_and_images_are_downloaded_and_unpacked_once(tmp_path, monkeypatch):
+    """Catches another list of captions, a cut file that counts as whole, and a second download."""
+    (tmp_path / "list").write_bytes(b"a fox\n")
+    with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
         archive.writestr("val2014/a.jpg", b"image")
-    server.files |= {"/captions": b"a fox\n", "/zip": packed.getvalue()}
-    monkeypatch.setattr(coco_download, "CAPTIONS_URL", f"{server.url}/captions")
-    monkeypatch.setattr(coco_download, "IMAGES_URL", f"{server.url}/zip")
-    with pytest.raises(ValueError, match="is not the list of the protocol"):
-        download_coco(tmp_path)
-    monkeypatch.setattr(coco_download, "CAPTIONS_SHA256", sha256(tmp_path / "captions.txt"))
+    monkeypatch.setattr(coco_download, "CAPTIONS_URL", (tmp_path / "list").as_uri())
+    monkeypatch.setattr(coco_download, "IMAGES_URL", (tmp_path / "zip").as_uri())
+    folder = tmp_path / "coco"
+    with pytest.raises(ValueError, match="list is not the file of the protocol"):
+        download_coco(folder)
+    assert not list(folder.iterdir())
+    monkeypatch.setattr(coco_download, "CAPTIONS_SHA256", sha256(tmp_path / "list"))
     for _ in range(2):
-        download_coco(tmp_path)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["captions.txt", "val2014"]
-    assert (tmp_path / "val2014/a.jpg").read_bytes() == b"image"
-    assert server.starts == [0, 0]
+        download_coco(folder)
+        assert sorted(path.name for path in folder.iterdir()) == ["captions.txt", "val2014"]
+        (tmp_path / "list").unlink(missing_ok=True)
+        (tmp_path / "zip").unlink(missing_ok=True)
+    assert (folder / "val2014/a.jpg").read_bytes() == b"image"
+    (folder / "captions.txt").unlink()
+    with pytest.raises(OSError, match="list could not be downloaded"):
+        download_coco(folder)
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """`python -m eval bench distill` and `python -m eval ablate`: real short runs on a tiny model."""
 
 import json
-from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from eval.codebooks.ablation import ablation_rows, ablation_table, train_variant
 SHARED = [f"--set={key}={value}" for key, value in TINY_RUN.items()]
 
 
-def test_ratios():
+def test_ratios_and_errors():
     """Catches a ratio the wrong way round, or to another batch size or number of GPUs."""
     speeds = {
         (1, "exact", 4): 10.0,
@@ -46,6 +45,9 @@ def test_ratios():
     assert found[2, "avq", 4] == pytest.approx((1.25, 1.9))
     assert found[2, "avq", 8] == (None, None)
     assert "| 2 | avq | 4 | 15.2 | 1.25 | 1.9 | - |" in distillation_table(with_ratios(rows))
+    assert distillation.last_error("") == "it was killed"
+    assert distillation.last_error("Traceback\nerror: no\nlast") == "no"
+    assert distillation.last_error("first\nlast") == "last"
 
 
 @pytest.mark.long
@@ -57,7 +59,8 @@ def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
     overrides += ["--set=precision=fp32", "--set=compile=false", "--set=codebooks.start_images=4"]
     arguments = ["--model", model, "--size", 64, "--batches", 2, "--attentions", "exact,avq"]
     arguments += ["--rounds", 2, "--config", RUN_CONFIG, "--output", tmp_path, *overrides]
-    result = CliRunner().invoke(app, ["bench", "distill", *map(str, arguments)])
+    command = ["bench", "distill", *map(str, arguments)]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
 
     content = json.loads((tmp_path / "bench_distill_cpu.json").read_text())
@@ -68,24 +71,10 @@ def test_bench_distill_runs_the_command(model, tmp_path, monkeypatch):
     assert 0 < avq["samples_per_second"] < inf
     assert len(exact["windows"]) == len(avq["windows"]) == 2 * 2  # of two runs each
     assert "note" not in exact | avq
-
-
-@pytest.mark.long
-def test_a_failed_run_is_a_row_with_a_note(model, tmp_path):
-    distillation.run_distillation(
-        RUN_CONFIG,
-        tmp_path,
-        command="",
-        model=model,
-        image_size=64,
-        batches=[2],
-        gpus=[1],
-        attentions=["avq"],
-        rounds=2,
-        overrides=["precision=fp8"],
-    )
-    (row,) = json.loads((tmp_path / "bench_distill_cpu.json").read_text())["rows"]
-    assert "precision must be one of fp32, fp16, bf16" in row["note"]
+    result = CliRunner().invoke(app, [*command, "--set=precision=fp8"])
+    assert result.exit_code == 0, result.output
+    for row in json.loads((tmp_path / "bench_distill_cpu.json").read_text())["rows"]:
+        assert "precision must be one of fp32, fp16, bf16" in row["note"]
 
 
 @pytest.mark.long
@@ -111,31 +100,10 @@ def test_ablate(model, tmp_path):
     assert set(states) == {TINY_RUN["objective.commitment_weight"], 1.0}
 
 
-@pytest.mark.long
-def test_finished_variants_are_kept_and_other_settings_refused(model, tmp_path):
-    """Catches a finished run that is trained again, and one that is kept for other settings."""
-    overrides = [x.removeprefix("--set=") for x in SHARED] + [f"base_model={model}", "steps=1"]
-    train = partial(train_variants, RUN_CONFIG, tmp_path, ["base"], seeds=[3], parallel=1)
-    run = tmp_path / f"{RUN_CONFIG.stem}-base-seed3"
-    assert train(overrides=overrides) == {"base, seed 3": run / "codebooks"}
-    log = (run / "log.jsonl").read_text()
-    assert train(overrides=overrides) == {"base, seed 3": run / "codebooks"}
-    assert (run / "log.jsonl").read_text() == log
-    with pytest.raises(ValueError, match=r"another configuration; it differs in steps"):
-        train(overrides=[*overrides, "steps=2"])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--refined", "x"], "--refined must be numbers"),
         (["--refined", "-1"], "--refined must be numbers"),
-        (["--refined", "65,99"], "refines at most 64 parents, but --refined asks for 65, 99."),
-        (["--refined", "5", "--set", "avq.num_parents=4"], "refines at most 4 parents, but"),
-        (
-            ["--refined", "5", "--set", "avq.overrides={'0': {num_parents: 4}}"],
-            "refines at most 4 parents, but --refined asks for 5.",
-        ),
         (["--device", "tpu"], "--device tpu cannot be used"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--output", __file__], f"--output must be a folder, but {__file__} is a file."),
@@ -147,19 +115,9 @@ def test_mistakes_are_found_before_the_training(options, message, monkeypatch):
     assert message in str(result.exception)
 
 
-def test_runs_of_two_configs_have_folders_of_their_own(tmp_path, monkeypatch):
-    """Catches a folder that does not say the config, and a run that is kept unseen."""
-    started = []
-    monkeypatch.setattr(ablation, "_distill", lambda config, run, settings: started.append(run))
-    for name in ("one.yaml", "two.yaml"):
-        run = tmp_path / f"{Path(name).stem}-base-seed0"
-        (run / "codebooks").mkdir(parents=True)
-        train_variants(Path(name), tmp_path, ["base"], seeds=[0], parallel=1, overrides=[])
-        assert started.pop() == run
-
-
 def test_variants_are_trained_with_their_settings_and_seeds(tmp_path, monkeypatch):
-    """Catches seeds that train one run under several names, and overrides that undo a variant."""
+    """Catches seeds that train one run under several names, overrides that undo a variant, and a
+    folder that does not say the config."""
     started = {}
     monkeypatch.setattr(
         ablation, "_distill", lambda config, run, settings: started.update({run.name: settings})
@@ -173,25 +131,13 @@ def test_variants_are_trained_with_their_settings_and_seeds(tmp_path, monkeypatc
         for name, changed in (("base", []), ("diveq", ["objective.diveq=true"]))
         for seed in (0, 3)
     }
-
-
-def test_variants_are_what_they_are_called():
-    """Catches a setting that no configuration has, and a decay that moves on to the usual one."""
     decays = {}
     for name, settings in ablation.VARIANTS.items():
         changed = [f"{key}={value}" for key, value in settings.items()]
         codebooks = load_config(RUN_CONFIG, DistillConfig, changed).codebooks
         decays[name] = codebooks.decay_start, codebooks.decay_end
     assert decays["EMA decay 0.9"] == (0.9, 0.9)
-    assert decays["EMA decay 0.999"] == (0.999, 0.999)
     assert decays["base"] == decays["DiVeQ"] == (0.9, 0.99)
-
-
-def test_a_run_without_output_was_killed():
-    """Catches an IndexError in place of the sentence."""
-    assert distillation.last_error("") == "it was killed"
-    assert distillation.last_error("Traceback\nerror: no\nlast") == "no"
-    assert distillation.last_error("first\nlast") == "last"
 
 
 @pytest.mark.long

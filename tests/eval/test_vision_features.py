@@ -13,7 +13,7 @@ from avq_diffusers import select_layers
 from eval.__main__ import main
 from eval.keys.vit import DECODER_FILE, SaliencyDecoder, load_decoder
 from eval.vision import features
-from eval.vision.features import FeatureSubject, feature_method, features_panels
+from eval.vision.features import feature_method, features_panels, measure_features
 
 EVERY_KEY = "M8P8C2E256/own"  # of 16 x 16 patches
 METHODS = ["exact", EVERY_KEY, "M8P0C2/own", "M8P8C2/own", "M8", "value-projection"]
@@ -85,54 +85,43 @@ def test_a_model_is_measured_to_json_and_plot(folder, tmp_path, monkeypatch):
     assert line.x == (0, 8)
 
 
-def test_the_model_itself_stays_exact():
-    """Catches methods that act on each other, and copies that hold weights of their own."""
-    model = tiny_vit()
-    method = feature_method("M4P2C2/own")
-    copied = features.with_method(model, method, {})
+def test_copies_leave_the_model_exact_and_errors_are_means(monkeypatch):
+    """Catches methods that act on each other, copies that hold weights of their own, and the time
+    of exact attention in the place of the method's."""
+    model, decoder, name = tiny_vit(), tiny_decoder(), "M4P2C2/own"
+    copied = features.with_method(model, feature_method(name), {})
     assert all(layer.avq_state is None for layer in select_layers(model))
     assert all(layer.avq_state is not None for layer in select_layers(copied))
     pairs = zip(model.parameters(), copied.parameters(), strict=True)
     assert all(own is shared for own, shared in pairs)
-
-
-def test_errors_are_means_over_photographs():
-    model, decoder = tiny_vit(), tiny_decoder()
-    method = feature_method("M4P2C2/own")
-    row = FeatureSubject(model, 112, 2, [method], decoder).measure("M4P2C2/own")
+    (row,) = measure_features(model, 112, 2, [name], decoder)
     off, maps_off = [], []
-    copied = features.with_method(model, method, {})
     with torch.no_grad():
-        for name in "ab":
-            pixels = features.photograph(name, 112)
+        for pixels in (features.photograph(one, 112) for one in "ab"):
             found, exact = (one(pixels)[0] for one in (copied, model))
             off.append(float((found - exact).norm() / exact.norm()))
             maps_off.append(float((decoder(found) - decoder(exact)).abs().mean()))
     assert row["features_off"] == pytest.approx(sum(off) / 2, rel=1e-4)
     assert row["map_off"] == pytest.approx(sum(maps_off) / 2, rel=1e-4)
-
-
-def test_times_and_their_panels(monkeypatch):
-    """What a GPU adds; catches the time of exact attention in the place of the method's."""
-    names = ["M4P2C2/own", "M4P4C2/own", "M8/own"]
-    methods = [feature_method(name) for name in names]
-    one = FeatureSubject(tiny_vit(), 112, 1, methods, None)
-    found = []
+    seen = []
 
     def timings(runs, num_sets, device, effort):
-        found.extend(run(0) for run in runs)
+        seen.extend(run(0) for run in runs)
         return [{"ms": 1.0}, {"ms": 3.0}]
 
     monkeypatch.setattr(features, "time_in_turns", timings)
-    timed = one._times(features.with_method(one.model, methods[0], {}))
-    assert timed == {"ms": 1.0, "speedup": 3.0}
-    assert torch.equal(found[1], one.exact[0])
-    assert not torch.equal(found[0], found[1])
-    rows = [{**one.measure(name), **timed} for name in names]
-    assert [[len(panel.lines) for panel in row] for row in features_panels(rows)] == [
-        [2, 2, 1],
-        [2],
-    ]
+    assert features.times(copied, model, pixels) == {"ms": 1.0, "speedup": 3.0}
+    assert torch.equal(seen[0], found)
+    assert torch.equal(seen[1], exact)
+
+
+def test_panels_show_schemes_and_elastic_curves():
+    names = ("M4P2C2/own", "M4P4C2/own", "M8/own", "exact")
+    timed = {"ms": 1.0, "speedup": 3.0}
+    rows = [row | timed for row in measure_features(tiny_vit(), 112, 1, names, None)]
+    ((columns, speedups, elastic),) = features_panels(rows)
+    assert [len(panel.lines) for panel in (columns, speedups, elastic)] == [2, 2, 1]
+    assert elastic.lines[0].x == (2, 4)
 
 
 def test_the_decoder_sees_patches_in_their_places(folder):
@@ -166,11 +155,3 @@ def test_a_mistake_is_one_sentence(arguments, message, monkeypatch, capsys, tmp_
         main()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"eval: {message}")
-
-
-def test_no_time_is_said(folder, monkeypatch, capsys):
-    arguments = ["--model", str(folder), "--sizes", "112", "--minutes", "0"]
-    monkeypatch.setattr("sys.argv", ["eval", "vision", "features", *arguments])
-    with pytest.raises(SystemExit):
-        main()
-    assert "eval: --minutes 0.0 leave no time for a method." in capsys.readouterr().err

@@ -59,32 +59,6 @@ def folder(unet, layers, tmp_path):
     return path
 
 
-def test_what_follows_the_output_projection(unet, folder):
-    """Catches the factor and the dropout that end every diffusers processor left out."""
-    load_linfusion(unet, folder)
-    attn = unet.get_submodule(LAYER)
-    tokens = torch.randn(1, 256, 16, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        output = attn(tokens)
-        attn.rescale_output_factor = 2.0
-        assert torch.equal(attn(tokens), output / 2)
-        attn.to_out[1] = torch.nn.Dropout(1.0)
-        assert not attn.train()(tokens).any()
-
-
-@pytest.mark.parametrize("measure", [calibrate, measure_error])
-def test_measurements_are_refused(unet, folder, measure):
-    """Catches layers that are said not to have run."""
-    load_linfusion(unet, folder)
-    with pytest.raises(ValueError, match=r"LinFusion layers; call remove_linfusion\(unet\) first"):
-        measure(
-            tiny_pipe(unet),
-            ["a hen"],
-            AVQConfig.parse("M4P2C2"),
-            num_inference_steps=1,
-        )
-
-
 def test_a_layer_knows_who_changed_it(unet, folder, layers):
     """Catches one that is taken for LinFusion's, or restored, when another tool sets a processor
     over LinFusion's."""
@@ -106,12 +80,6 @@ def test_a_layer_knows_who_changed_it(unet, folder, layers):
     assert changed() == ({layer.name for layer in select_layers(unet, CONFIG.levels)}, set())
     remove_avq(unet)
     assert changed() == (set(), set())
-
-
-def tuned_processor(state):
-    processor = LinFusionProcessor(16, tuned=True)
-    processor.load_state_dict(state)
-    return processor
 
 
 def tokens(count=12, dtype=torch.float32):
@@ -149,13 +117,9 @@ class TestFormula:
         output = linear_attention(*inputs)
         torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)
 
-    def test_epsilon_bounds_empty_features(self):
-        """Catches an epsilon that is missing or beside the mean: features of 0 give 0, not NaN."""
-        _, key, value = heads(5)
-        assert not linear_attention(torch.full_like(key, -200.0), key, value).any()
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    @pytest.mark.parametrize("autocast", [False, True])
+    @pytest.mark.parametrize(
+        ("dtype", "autocast"), [(torch.float16, False), (torch.bfloat16, True)]
+    )
     def test_half_precision(self, dtype, autocast):
         """Catches sums over 4096 tokens in half precision, or unscaled, which overflow float16."""
         query, key, value = (x.to(dtype) for x in heads(4096, scale=16.0))
@@ -194,21 +158,25 @@ class TestFormula:
 class TestProcessor:
     @pytest.mark.parametrize("tuned", [False, True])
     def test_by_hand(self, unet, layers, tuned):
-        """Catches shared or swapped phi, phi on values, and projections of the wrong owner."""
+        """Catches shared or swapped phi, phi on values, another activation than the authors',
+        projections of the wrong owner, and a lost factor or dropout after them."""
         attn, state = unet.get_submodule(LAYER), layers[LAYER]
-        processor = tuned_processor(state) if tuned else LinFusionProcessor(16)
+        processor = LinFusionProcessor(16, tuned=tuned)
         processor.load_state_dict(state, strict=tuned)
         projections = state if tuned else attn.state_dict()
-        phis = {
-            "to_q.weight": processor.phi_q,
-            "to_k.weight": processor.phi_k,
-            "to_v.weight": torch.zeros_like,
-        }
+
+        def phi(name):
+            weights = {key.removeprefix(name): x for key, x in state.items() if name in key}
+            x = tokens() @ weights["0.weight"].T + weights["0.bias"]
+            x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, False, keepdim=True) + 1e-5).sqrt()
+            x = x * weights["1.weight"] + weights["1.bias"]
+            return x.where(x > 0, 0.01 * x) @ weights["3.weight"].T + weights["3.bias"]
+
         query, key, value = (
-            ((tokens() + phi(tokens())).double() @ projections[name].double().T)
+            ((tokens() + added).double() @ projections[f"{name}.weight"].double().T)
             .unflatten(-1, (2, 8))
             .transpose(1, 2)
-            for name, phi in phis.items()
+            for name, added in {"to_q": phi("phi_q."), "to_k": phi("phi_k."), "to_v": 0}.items()
         )
         query, key = (torch.nn.functional.elu(x) + 1 for x in (query, key))
         weights = query @ key.mT
@@ -216,18 +184,10 @@ class TestProcessor:
         expected = output.transpose(1, 2).flatten(2) @ projections["to_out.0.weight"].double().T
         expected += projections["to_out.0.bias"]
         attn.set_processor(processor)
-        torch.testing.assert_close(attn(tokens()).double(), expected, rtol=1e-4, atol=1e-5)
-
-    def test_phi_by_hand(self, layers):
-        """Catches another activation than the authors', and layers in another order."""
-        phi = tuned_processor(layers[LAYER]).phi_q
-        first, norm, _, last = phi
-        x = tokens() @ first.weight.T + first.bias
-        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
-        x = x * norm.weight + norm.bias
-        expected = x.where(x > 0, 0.01 * x) @ last.weight.T + last.bias
-        assert last.weight.any()
-        torch.testing.assert_close(phi(tokens()), expected, rtol=1e-5, atol=1e-5)
+        attn.rescale_output_factor = 2.0
+        torch.testing.assert_close(attn(tokens()).double(), expected / 2, rtol=1e-4, atol=1e-5)
+        attn.to_out[1] = torch.nn.Dropout(1.0)
+        assert not attn.train()(tokens()).any()
 
     def test_phi_starts_at_zero(self, unet):
         """Catches a start elsewhere than at the layer's own queries and keys."""
@@ -243,7 +203,8 @@ class TestProcessor:
     def test_compiles(self, unet, layers):
         """Catches a graph break, and a layout of elu's gradient that compiled code refuses."""
         attn = unet.get_submodule(LAYER)
-        attn.set_processor(tuned_processor(layers[LAYER]))
+        attn.set_processor(LinFusionProcessor(16, tuned=True))
+        attn.processor.load_state_dict(layers[LAYER])
         weight = attn.processor.to_q.weight
         expected = torch.autograd.grad(attn(tokens()).square().sum(), weight)[0]
         attn.compile(backend="aot_eager", fullgraph=True)
@@ -279,48 +240,24 @@ class TestLoading:
         assert not any(p.requires_grad for p in unet.get_submodule(LAYER).processor.parameters())
 
     @pytest.mark.parametrize("given", [AttnProcessor, lambda: LinFusionProcessor(16)])
-    def test_removal_is_exact(self, unet, folder, given):
+    def test_removal_is_exact(self, pipe, folder, given):
         """Catches weights that are written into the UNet, and processors of another object, which
         may be modules themselves."""
+        unet = pipe.unet
         unet.get_submodule(LAYER).set_processor(given())
         processors, state = unet.attn_processors, copy.deepcopy(unet.state_dict())
         attributes = {name: set(vars(module)) for name, module in unet.named_modules()}
         before = predict(unet)
         for _ in range(2):  # the second load takes the first one's place
-            load_linfusion(unet, str(folder))
+            assert load_linfusion(pipe, str(folder)) is pipe
         assert (predict(unet) - before).abs().max() > 1e-2
-        assert remove_linfusion(unet) is unet
+        assert remove_linfusion(pipe) is pipe
         after = unet.attn_processors
         assert all(after[name] is processor for name, processor in processors.items())
         assert list(unet.state_dict()) == list(state)
         assert all(torch.equal(value, state[name]) for name, value in unet.state_dict().items())
         assert {name: set(vars(module)) for name, module in unet.named_modules()} == attributes
-        assert torch.equal(predict(unet), before)
         assert torch.equal(predict(remove_linfusion(unet)), before)
-
-    def test_pipelines(self, pipe, folder, tmp_path):
-        """Catches functions that take a UNet only, unlike those of AVQ and ScaleCrafter."""
-        exact, expected = predict(pipe.unet), predict(load_linfusion(tiny_unet(), folder))
-        assert load_linfusion(pipe, folder) is pipe
-        assert torch.equal(predict(pipe.unet), expected)
-        processors = {
-            layer.name: layer.attn.processor.state_dict()
-            for layer in select_layers(pipe.unet)
-            if isinstance(layer.attn.processor, LinFusionProcessor)
-        }
-        save_linfusion(pipe, processors, tmp_path / "again")
-        assert remove_linfusion(pipe) is pipe
-        assert torch.equal(predict(pipe.unet), exact)
-        assert torch.equal(predict(load_linfusion(pipe, tmp_path / "again").unet), expected)
-
-    def test_removal_leaves_the_processors_of_others(self, unet, folder):
-        load_linfusion(unet, folder)
-        other = AttnProcessor()
-        unet.get_submodule(LAYER).set_processor(other)
-        remove_linfusion(unet)
-        assert unet.get_submodule(LAYER).processor is other
-        kinds = {type(processor) for processor in unet.attn_processors.values()}
-        assert LinFusionProcessor not in kinds
 
     def test_half_precision(self, unet, folder):
         """Catches float32 layers in a half-precision UNet, and rounding that goes into the file."""
@@ -367,19 +304,18 @@ class TestRefusals:
 
     def test_avq(self, folder, loaded, unet):
         """Catches one that takes the other's processor for the layer's own."""
-        codebooks = random_codebooks(unet)
-        with pytest.raises(ValueError, match=r"LinFusion layers; call remove_linfusion\(unet\)"):
-            apply_avq(loaded, codebooks)
+        codebooks, config = random_codebooks(unet), AVQConfig.parse("M4P2C2")
+        for refused in (
+            lambda: apply_avq(loaded, codebooks),
+            lambda: calibrate(tiny_pipe(loaded), ["a hen"], config, num_inference_steps=1),
+            lambda: measure_error(tiny_pipe(loaded), ["a hen"], config, num_inference_steps=1),
+        ):
+            with pytest.raises(ValueError, match=r"LinFusion layers; call remove_linfusion\(unet"):
+                refused()
         processors = dict(apply_avq(unet, codebooks).attn_processors)
         with pytest.raises(ValueError, match=r"has AVQ; call remove_avq\(unet\)"):
             load_linfusion(unet, folder)
         assert unet.attn_processors == processors
-
-    @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-    def test_missing_file(self, folder, loaded, file):
-        (folder / file).unlink()
-        with pytest.raises(FileNotFoundError, match=f"LinFusion layers: there is no file .*{file}"):
-            load_linfusion(loaded, folder)
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -400,21 +336,22 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             load_linfusion(loaded, folder)
 
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda x: x.pop(f"{LAYER}.phi_k.1.bias"), r"phi_k\.1\.bias is missing \(1 missing"),
-            (lambda x: x[f"{LAYER}.to_k.weight"].fill_(0), "does not hold the tensors that its"),
-        ],
-    )
-    def test_weights(self, folder, loaded, change, message):
+    def test_files(self, folder, loaded):
         """Catches a loader without the checks that `AVQCodebooks` are tested with."""
         path = folder / "model.safetensors"
         tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path)
-        with pytest.raises(ValueError, match=message):
-            load_linfusion(loaded, folder)
+        for name, message in (
+            (f"{LAYER}.phi_k.1.bias", r"phi_k\.1\.bias is missing \(1 missing"),
+            (None, "does not hold the tensors that its"),
+        ):
+            kept = {key: x for key, x in tensors.items() if key != name}
+            save_file(kept if name else {key: 0 * x for key, x in tensors.items()}, path)
+            with pytest.raises(ValueError, match=message):
+                load_linfusion(loaded, folder)
+        for missing in (path, folder / "config.json"):
+            missing.unlink()
+            with pytest.raises(FileNotFoundError, match=f"there is no file {missing}"):
+                load_linfusion(loaded, folder)
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -447,26 +384,7 @@ class TestRefusals:
             load_linfusion(unet, folder)
         assert LinFusionProcessor not in {type(x) for x in unet.attn_processors.values()}
 
-    @pytest.mark.parametrize("pipe", [None, object(), "pipe"])
-    def test_no_unet(self, folder, pipe):
-        for call in (
-            lambda: save_linfusion(pipe, {}, folder),
-            lambda: load_linfusion(pipe, folder),
-            lambda: remove_linfusion(pipe),
-        ):
-            with pytest.raises(
-                TypeError, match="expected a pipeline with a unet, or a UNet with down_blocks, but"
-            ):
+    def test_no_unet(self, folder):
+        for call in (lambda: save_linfusion("pipe", {}, folder), lambda: remove_linfusion(None)):
+            with pytest.raises(TypeError, match="expected a pipeline with a unet, or a UNet with"):
                 call()
-
-
-def test_the_layout_of_the_authors_is_refused(unet, tmp_path):
-    """In one sentence that says what is read, not by a file that it does not have."""
-    layers = [{"module_name": LAYER, "dim_n": 16, "heads": 2, "projection_mid_dim": None}]
-    config = {"_class_name": "LinFusion", "modules_list": layers}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(
-        {"0.to_q.weight": torch.zeros(16, 16)}, tmp_path / "diffusion_pytorch_model.safetensors"
-    )
-    with pytest.raises(ValueError, match="in the layout of LinFusion's authors, which is not supp"):
-        load_linfusion(unet, tmp_path)

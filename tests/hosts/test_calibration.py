@@ -1,13 +1,10 @@
 """Calibration: what is sampled, what is fitted, what is reported, and that the pipeline is left."""
 
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from cases import OPTIONS
-from diffusers import StableDiffusionImg2ImgPipeline
-from PIL import Image
 from tiny import CONFIG, LAYER, draw, random_codebooks, tiny_pipe
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, calibrate, select_layers, summary
@@ -18,7 +15,7 @@ from avq_diffusers.hosts.calibration import _LayerSample
 from avq_diffusers.hosts.layers import LayerSpec
 
 PROMPTS = ["a red fox", "two blue hearts"]
-STEPS = 4
+STEPS = 2
 
 
 def fit(pipe, config=CONFIG, prompts=PROMPTS, **arguments):
@@ -65,16 +62,14 @@ class TestSample:
             sizes.append(len(sample.flat_keys))
         return sample.keys.flatten().long(), sizes
 
-    def test_is_bounded_and_holds_no_key_twice(self):
-        """Fails where old keys are kept beside the new, or priorities and keys fall out of step."""
+    def test_is_uniform_over_calls_batch_and_tokens(self):
+        """Fails for the first keys, the last keys, halving at each call, and priorities that fall
+        out of step with keys."""
+        numbers, sizes = self.stream(capacity=5000)  # a short stream is kept whole
+        assert torch.equal(numbers.sort().values, torch.arange(1000))
         numbers, sizes = self.stream(capacity=130)
         assert sizes == [100] + [130] * 9
         assert len(numbers.unique()) == 130
-        numbers, _ = self.stream(capacity=5000)  # a short stream is kept whole
-        assert torch.equal(numbers.sort().values, torch.arange(1000))
-
-    def test_is_uniform_over_calls_batch_and_tokens(self):
-        """Fails for the first keys, the last keys, or halving at each call."""
         counts = torch.zeros(1000)
         draws = 200
         for seed in range(draws):
@@ -119,8 +114,7 @@ class TestRun:
             draw(pipe, seed=5 + index, num_inference_steps=STEPS)
             assert torch.equal(inputs[0], first)
 
-    @pytest.mark.parametrize("fails", [False, True])
-    def test_the_pipeline_is_left_as_it_was(self, pipe, fails):
+    def test_the_pipeline_is_left_as_it_was(self, pipe):
         """Fails for a hook, a processor, a setting or random state that stays or is lost."""
         pipe.set_progress_bar_config(disable=False, desc="mine")
         apply_avq(pipe, random_codebooks(pipe.unet))
@@ -131,9 +125,8 @@ class TestRun:
             return hooks, dict(pipe._progress_bar_config), pipe.unet.attn_processors
 
         latents, before, generator = draw(pipe), state(), torch.random.get_rng_state()
-        failing, side = pytest.raises(ValueError, match="divisible by 8"), 100 if fails else 128
-        with failing if fails else nullcontext():
-            fit(pipe, height=side, width=side)
+        with pytest.raises(ValueError, match="divisible by 8"):
+            fit(pipe, height=100, width=100)
         assert torch.equal(torch.random.get_rng_state(), generator)
         assert state() == before
         assert torch.equal(draw(pipe), latents)
@@ -146,10 +139,7 @@ class TestRun:
         assert not torch.equal(draw(pipe), exact)  # else its keys would be the exact ones anyway
         assert equal(fit(pipe), calibrated)
         with avq_disabled(pipe):
-            fit(pipe)
             assert torch.equal(draw(pipe), exact)
-        pipe.unet.fuse_qkv_projections()  # replaces AVQ
-        assert equal(fit(pipe), calibrated)
 
     def test_a_broken_model(self, pipe):
         """It stops at the first layer that gives NaN, in the first prompt."""
@@ -159,15 +149,6 @@ class TestRun:
         with pytest.raises(ValueError, match=f"^the keys of {LAYER} hold NaN or infinity"):
             fit(pipe)
         assert len(runs) == 1
-
-    def test_img2img_takes_its_arguments_and_may_run_few_steps(self):
-        """Strength 0.3 of 10 steps is 3 calls: fails where the capture waits for call 5."""
-        pipe = tiny_pipe(cls=StableDiffusionImg2ImgPipeline)
-        options = {"prompts": PROMPTS[:1], "num_inference_steps": 10, "strength": 0.3}
-        plain, rough = Image.new("RGB", (64, 64), "red"), Image.effect_noise((64, 64), 90)
-        red, noise = (fit(pipe, image=x.convert("RGB"), **options) for x in (plain, rough))
-        assert all(0 < measured["capture"] < 1 for measured in figures(red).values())
-        assert not equal(red, noise)
 
 
 class TestReport:

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
-from tiny import predict, random_codebooks, small_unet
+from tiny import predict, random_codebooks, traced_unet
 from torch.utils.checkpoint import checkpoint
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, remove_avq, set_num_refined
@@ -42,6 +42,13 @@ def enabled_between(unet):
     return disabled_in_forward(unet) + loss(unet)
 
 
+def disabled_in_backward(unet):
+    result = loss(unet)
+    with avq_disabled(unet):
+        result.backward()
+    return loss(unet)
+
+
 def another_backend(unet):
     with attention_backend("_native_math"):
         return loss(unet)
@@ -58,7 +65,7 @@ def gradients(unet, case):
 
 
 def with_avq(unet=None):
-    unet = small_unet().train() if unet is None else unet
+    unet = traced_unet().train() if unet is None else unet
     return apply_avq(unet, random_codebooks(unet, CONFIG))
 
 
@@ -69,7 +76,9 @@ def checkpointed(function=None):
 
 
 @pytest.mark.feature("two forwards per backward")
-@pytest.mark.parametrize("case", [two_sizes, enabled_between, another_backend, schedule])
+@pytest.mark.parametrize(
+    "case", [two_sizes, enabled_between, disabled_in_backward, another_backend, schedule]
+)
 def test_gradients_are_those_without_checkpointing(checkpointing, case):
     """Catches a grid, a number of parents or a switch that a later call changed."""
     unet = checkpointed(checkpointing)
@@ -113,9 +122,9 @@ def test_backward_after_avq_has_changed_is_refused(change):
         result.backward()
 
 
-def test_compiled_blocks(checkpointing):
+def test_compiled_blocks():
     """Catches compiled code that reads the last call."""
     torch.compiler.reset()
-    unet = checkpointed(checkpointing)
+    unet = checkpointed()
     unet.compile_repeated_blocks(backend="eager", fullgraph=True)
     torch.testing.assert_close(gradients(unet, two_sizes), gradients(with_avq(), two_sizes))

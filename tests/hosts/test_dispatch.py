@@ -12,7 +12,6 @@ from tiny_transformers import (
     CONFIG,
     EXACT,
     flux_transformer,
-    hunyuan_transformer,
     position_ids,
     predict,
     wan_transformer,
@@ -50,15 +49,6 @@ def test_padded_image_tokens_are_sinks():
 class TestHandedOver:
     """Calls that go to the previous backend, and are counted."""
 
-    def test_a_mask_in_every_call(self):
-        """And the default of the process stays."""
-        model, default = hunyuan_transformer(), _AttentionBackendRegistry._active_backend
-        exact = predict(model)
-        assert torch.equal(predict(apply_avq(model, CONFIG)), exact)
-        assert kinds(model) == {"attention mask"}
-        assert _AttentionBackendRegistry._active_backend is default
-        assert "avq" not in {x.value for x in AttentionBackendName}
-
     @pytest.mark.parametrize("config", [{}, {"patch_size": (1, 2, 2)}])
     def test_latents_of_another_form(self, config):
         family = grids.family_of(("hidden_states", "encoder_hidden_states", "timestep"))
@@ -86,6 +76,7 @@ class TestProcessors:
     def test_their_backend_comes_back(self):
         """And one that is set afterwards stays, and is said."""
         model, own = flux_transformer(), AttentionBackendName._NATIVE_MATH
+        default = _AttentionBackendRegistry._active_backend
         set_backend(model, own)
         exact = predict(model)
         apply_avq(model, CONFIG)
@@ -102,6 +93,8 @@ class TestProcessors:
         runs = {row.runs for row in summary(model).rows}
         assert runs == {"exact: replaced by attention backend native"}
         assert backends(remove_avq(model)) == {AttentionBackendName.NATIVE}
+        assert _AttentionBackendRegistry._active_backend is default
+        assert "avq" not in {x.value for x in AttentionBackendName}
 
     @feature("IP-Adapter of Flux")
     def test_an_ip_adapter_runs_beside_avq(self):

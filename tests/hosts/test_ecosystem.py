@@ -15,7 +15,7 @@ from diffusers import BitsAndBytesConfig, TorchAoConfig, UNet2DConditionModel
 from diffusers.models.attention_processor import XFormersAttnProcessor
 from tiny import draw, predict, tiny_unet
 
-from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, set_num_refined, summary
+from avq_diffusers import AVQCodebooks, apply_avq, remove_avq, summary
 
 feature = pytest.mark.feature
 
@@ -36,20 +36,17 @@ class TestOtherTools:
         torch.testing.assert_close(draw(apply_avq(pipe, codebooks)), avq, rtol=1e-4, atol=1e-4)
         assert kinds(pipe) == {"AVQ"}
 
-    @pytest.mark.parametrize("removed", [False, True])
-    def test_fused_projections(self, pipe, codebooks, removed):
+    @pytest.mark.filterwarnings("ignore:AVQ does not run")
+    def test_fused_projections(self, unet, codebooks):
         """Catches AVQ that does not come back, or comes back removed and calls itself."""
-        exact = draw(pipe)
-        avq = draw(apply_avq(pipe, codebooks))
-        pipe.fuse_qkv_projections(vae=False)
-        assert runs(pipe) == {"exact: replaced by FusedAttnProcessor2_0"}
-        if removed:
-            remove_avq(pipe)
-        else:
-            with pytest.warns(UserWarning, match="layers that keep FusedAttnProcessor2_0: down"):
-                draw(pipe)
-        pipe.unfuse_qkv_projections(vae=False)
-        assert torch.equal(draw(pipe), exact if removed else avq)
+        exact = predict(unet)
+        avq = predict(apply_avq(unet, codebooks))
+        for change, expected in ((lambda unet: unet, avq), (remove_avq, exact)):
+            unet.fuse_qkv_projections()
+            assert runs(unet) == {"exact: replaced by FusedAttnProcessor2_0"}
+            assert not differ(predict(unet), exact)
+            change(unet).unfuse_qkv_projections()
+            assert torch.equal(predict(unet), expected)
 
     @feature("FreeU")
     def test_freeu(self, pipe, codebooks):
@@ -58,19 +55,6 @@ class TestOtherTools:
         pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
         _, avq = check_on_and_off(pipe, codebooks)
         assert differ(avq, plain)
-
-    @feature("callbacks")
-    def test_callback(self, pipe, codebooks):
-        """Catches a setting that is only read when AVQ is applied."""
-        avq = draw(apply_avq(pipe, codebooks))
-
-        def refine_less(pipe, step, timestep, tensors):
-            set_num_refined(pipe, 0)
-            return tensors
-
-        mixed = draw(pipe, callback_on_step_end=refine_less)
-        assert not torch.equal(mixed, avq)
-        assert differ(mixed, draw(pipe))
 
     @feature("ToMe (merged layers run exact)")
     def test_tomesd(self, pipe, codebooks):

@@ -7,7 +7,7 @@ import torch
 from checks import differ
 from diffusers import PixArtTransformer2DModel
 from diffusers.models.attention_processor import JointAttnProcessor2_0
-from tiny_transformers import CONFIG, EXACT, inputs, predict, sd3_transformer
+from tiny_transformers import CONFIG, EXACT, predict, sd3_transformer
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, summary
 
@@ -20,15 +20,6 @@ def test_any_grid_and_batch(size):
     apply_avq(model, EXACT)
     assert (predict(model, *size, batch=1) - exact).norm() < 1e-5 * exact.norm()
     assert {row.num_tokens for row in summary(model).rows} == {size[0] * size[1]}
-
-
-def test_bfloat16():
-    model = sd3_transformer().to(torch.bfloat16)
-    arguments = {name: x.bfloat16() for name, x in inputs(model).items()}
-    exact = predict(model, **arguments)
-    close = predict(apply_avq(model, EXACT), **arguments)
-    assert close.dtype == torch.bfloat16
-    assert (close - exact).norm() < 2e-2 * exact.norm()
 
 
 @pytest.mark.feature("fused projections of SD3 (replace AVQ: reported)")
@@ -51,10 +42,7 @@ def test_its_processor_elsewhere():
     """
     model = sd3_transformer()
     exact = predict(model)
-    apply_avq(
-        model,
-        AVQConfig.parse("M4P2C2", query_tile=16, exact=("transformer_blocks.0",)),
-    )
+    apply_avq(model, AVQConfig.parse("M4P2C2", query_tile=16, exact=("transformer_blocks.0",)))
     avq = predict(model)
     for processor in (model.transformer_blocks[1].attn.processor, None):
         rebuilt = {name: type(x)() for name, x in model.attn_processors.items()}

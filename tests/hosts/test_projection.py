@@ -1,25 +1,15 @@
 """Projections with their distilled changes: what acts on a projection acts on the change too."""
 
-import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import cpu_offload
-from checks import check_on_and_off, differ, kinds, runs
+from checks import kinds
 from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
-from tiny import (
-    LAYER,
-    LORA,
-    predict,
-    random_changes,
-    random_codebooks,
-    small_unet,
-    tuned_codebooks,
-)
-from torch import nn
-from torch.nn.utils import parametrizations, prune, weight_norm
+from tiny import LAYER, LORA, predict, random_changes, random_codebooks, small_unet, tuned_codebooks
+from torch.nn.utils import prune, weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
@@ -83,7 +73,6 @@ GROUPS = {"onload_device": CPU, "offload_device": CPU, "offload_type": "leaf_lev
 CASTS = {"storage_dtype": torch.float64, "compute_dtype": torch.float32}
 CHANGED_IN_CALLS = {
     "weight norm": on_projections(weight_norm, "to_q", "to_out.0"),
-    "parametrizations": on_projections(parametrizations.weight_norm, "to_q"),
     "pruning": on_projections(lambda layer: prune.identity(layer, "weight"), "to_q"),
     "LoRA": use_lora,
     "offload": lambda unet: cpu_offload(unet, execution_device=CPU),
@@ -111,11 +100,9 @@ def baked_unet():
     ("prepare", "action"),
     [
         *((None, action) for action in ACTIONS),
-        *(
-            (prepare, action)
-            for prepare in CHANGED_IN_CALLS
-            for action in ("blur queries", "turn inputs", "squash outputs")
-        ),
+        *((prepare, "blur queries") for prepare in CHANGED_IN_CALLS),
+        ("LoRA", "turn inputs"),
+        ("LoRA", "squash outputs"),
     ],
 )
 def test_what_acts_on_projections(prepare, action):
@@ -152,18 +139,8 @@ def test_threads(has_lora):
     act(unet, "blur queries")
     expected = predict(unet, HEIGHT, WIDTH)
     with ThreadPoolExecutor(4) as threads:
-        for output in threads.map(lambda _: predict(unet, HEIGHT, WIDTH), range(20)):
+        for output in threads.map(lambda _: predict(unet, HEIGHT, WIDTH), range(8)):
             assert torch.equal(output, expected)
-
-
-def test_compiled():
-    """Catches a graph break where a plain layer has a hook."""
-    unet = tuned_unet()
-    act(unet, "blur queries")
-    expected = predict(unet, HEIGHT, WIDTH)
-    torch.compiler.reset()
-    compiled = torch.compile(unet, backend="eager", fullgraph=True)
-    torch.testing.assert_close(predict(compiled, HEIGHT, WIDTH), expected)
 
 
 class Products(TorchDispatchMode):
@@ -176,15 +153,6 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class DoubledWeight(torch.Tensor):
-    """As a quantized weight: what it stands for is known to products only."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        result = super().__torch_function__(function, types, args, kwargs)
-        return 2 * result.as_subclass(torch.Tensor) if function is F.linear else result
-
-
 def test_one_product():
     """Catches a second product with the tokens, which costs a tenth of a compiled step."""
     counts = []
@@ -195,34 +163,7 @@ def test_one_product():
     assert counts[0] == counts[1] > 0
 
 
-def test_a_weight_that_answers_products_only():
-    """Catches one that is read."""
-    unet, doubled = tuned_unet(), tuned_unet()
-    layer = unet.get_submodule(LAYER).to_v
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(DoubledWeight))
-    doubled.get_submodule(LAYER).to_v.weight.data *= 2
-    torch.testing.assert_close(predict(unet), predict(doubled))
-
-
 class TestApplied:
-    """The UNet's own parameters stay what they are."""
-
-    def test_on_and_off(self, pipe, codebooks):
-        """Catches changes that do not run, any parameter that is written over, and a table on
-        which a student and a calibrated model look the same."""
-        before = copy.deepcopy(pipe.unet.state_dict())
-        _, untuned = check_on_and_off(pipe, codebooks)
-        tuned = tuned_codebooks(pipe.unet)
-        _, avq = check_on_and_off(pipe, tuned)
-        assert differ(avq, untuned)
-        apply_avq(pipe, tuned)
-        assert runs(pipe) == {"AVQ, tuned"}
-        predict(pipe.unet)
-        assert runs(pipe) == {"AVQ (torch backend), tuned"}
-        now = pipe.unet.state_dict()
-        assert list(now) == list(before)
-        assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
-
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
     def test_dtypes(self, dtype):
         """Catches a cast that is missed, or made from an earlier cast: 16 bits and back."""
@@ -251,10 +192,7 @@ class TestTraining:
     @pytest.mark.parametrize("checkpointed", [False, True])
     def test_gradients(self, checkpointed):
         """Catches gradients cut at attention, and weights of the UNet that are not trained."""
-        unet, config = (
-            small_unet().train(),
-            AVQConfig.parse("M4P2C2", levels=(0,), key_norm=True),
-        )
+        unet, config = (small_unet().train(), AVQConfig.parse("M4P2C2", levels=(0,), key_norm=True))
         if checkpointed:
             unet.enable_gradient_checkpointing()
         tuned = tuned_codebooks(unet, config).requires_grad_()

@@ -200,11 +200,8 @@ def test_never_slower_from_a_break_even_on(monkeypatch):
     An eager call of AVQ counts three times: SD1.5's step at 512 pixels waits for the host.
     """
     exact = dict(zip(TOKENS, (3.0, 1.0, 3.0, 5.9, 6.1, 7.0), strict=True))
-    case = lambda workload, num_tokens, *others: (num_tokens,) * 3  # noqa: E731
-    monkeypatch.setattr(routing, "_random_tokens", case)
-    monkeypatch.setattr(routing, "avq_attention", lambda query, *others, **options: 2.0)
-    attention = lambda query, key, value: exact[query]  # noqa: E731
-    monkeypatch.setattr(routing.F, "scaled_dot_product_attention", attention)
+    both = lambda workload, num, *others: (lambda: 2.0, lambda: exact[num])  # noqa: E731
+    monkeypatch.setattr(routing, "_both_attentions", both)
     monkeypatch.setattr(routing, "_eager_milliseconds", lambda call: call())
     monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
     cpu = torch.device("cpu")
@@ -236,38 +233,16 @@ def test_what_is_measured(monkeypatch):
         assert options == expected
 
 
-def test_exact_keys_and_updates_have_a_break_even_of_their_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
-    for change, key in (
-        (
-            {"sizes": Sizes(num_parents=64, num_refined=16, num_children=8, exact_keys=256)},
-            KEY.replace("C8", "C8E256"),
-        ),
-        ({"num_updates": 2}, f"{KEY}, 2 updates"),
-    ):
-        assert replace(WORKLOAD, **change).key(torch.device("cuda")) == key
-
-
-@pytest.mark.parametrize("num_updates", [0, 1])
-def test_the_workload_of_a_call(unet, num_updates):
+def test_the_workload_of_a_call(unet):
     """Catches heads, the batch, sizes, updates or dtype left out of what decides."""
+    num_updates = 1
     config = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0,), num_updates=num_updates)
     state = select_layers(apply_avq(unet, config), (0,))[0].avq_state
-    workload = state.workload(
-        torch.empty(3, 1, 1), Sizes(num_parents=4, num_refined=1, num_children=2, exact_keys=0)
-    )
-    assert workload == Workload(
-        8,
-        8,
-        Sizes(num_parents=4, num_refined=1, num_children=2, exact_keys=0),
-        16,
-        torch.float32,
-        num_updates,
-    )
+    sizes = Sizes(num_parents=4, num_refined=1, num_children=2, exact_keys=0)
+    workload = state.workload(torch.empty(3, 1, 1), sizes)
+    assert workload == Workload(8, 8, sizes, 16, torch.float32, num_updates)
     with torch.autocast("cpu", torch.bfloat16):  # leaves the layer's input in float32
-        half = state.workload(
-            torch.empty(3, 1, 1), Sizes(num_parents=4, num_refined=1, num_children=2, exact_keys=0)
-        )
+        half = state.workload(torch.empty(3, 1, 1), sizes)
     assert half == replace(workload, dtype=torch.bfloat16)
 
 

@@ -73,24 +73,20 @@ def active(cls, config):
 
 @pytest.mark.parametrize("make", PIPES)
 class TestPipelines:
-    def test_on_and_off(self, make):
+    def test_on_and_off(self, make, tmp_path):
+        """And saved without AVQ."""
         pipe = make()
         check_close(pipe, num_images_per_prompt=2, guidance_scale=1.0)
         exact = check_close(pipe)
         avq = draw(apply_avq(pipe, CONFIG))
         assert differ(avq, exact)
-        assert torch.equal(draw(pipe), avq)
         with avq_disabled(pipe):
             assert torch.equal(draw(pipe), exact)
         set_num_refined(pipe, 0)
         assert differ(draw(pipe), avq)
         assert {row.config for row in summary(pipe).rows} == {"M4P0C2"}
-
-    def test_saving_leaves_avq_out(self, make, tmp_path):
-        pipe = make()
-        exact = draw(pipe)
-        apply_avq(pipe, CONFIG).save_pretrained(tmp_path)
-        assert torch.equal(draw(make().from_pretrained(tmp_path)), exact)
+        pipe.save_pretrained(tmp_path)
+        assert torch.equal(draw(type(pipe).from_pretrained(tmp_path)), exact)
 
     @feature("LoRA of transformers")
     def test_lora(self, make):
@@ -99,22 +95,24 @@ class TestPipelines:
         pipe.transformer.add_adapter(LORA)
         assert differ(check_close(pipe), plain)
 
-    @pytest.mark.parametrize(
-        "prepare",
-        [
-            case(OFFLOAD, group_offload("leaf_level")),
-            case(OFFLOAD, group_offload("block_level")),
-            case(OFFLOAD, cpu_offload),  # to the meta device, which has no route to learn
-            case(
-                "layerwise casting of transformers",
-                lambda model: model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
-            ),
-        ],
-    )
-    def test_beside(self, make, prepare):
-        pipe = make()
-        prepare(pipe.transformer)
-        check_close(pipe)
+
+@pytest.mark.parametrize(
+    ("make", "prepare"),
+    [
+        case(OFFLOAD, sd3_pipe, group_offload("leaf_level")),
+        case(OFFLOAD, flux_pipe, group_offload("block_level")),
+        case(OFFLOAD, sd3_pipe, cpu_offload),  # to the meta device, which has no route to learn
+        case(
+            "layerwise casting of transformers",
+            flux_pipe,
+            lambda model: model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
+        ),
+    ],
+)
+def test_beside(make, prepare):
+    pipe = make()
+    prepare(pipe.transformer)
+    check_close(pipe)
 
 
 @pytest.mark.gpu
@@ -202,12 +200,14 @@ def ip_adapter(transformer):
 
 @feature("IP-Adapter of SD3 (kept)")
 def test_ip_adapter_keeps_its_layers():
+    """Loaded after AVQ, or before."""
     model, name = sd3_transformer(), "SD3IPAdapterJointAttnProcessor2_0"
     exact = predict(model)
     avq = predict(apply_avq(model, CONFIG))
     before = model.attn_processors
-    model.set_attn_processor(model._convert_ip_adapter_attn_to_diffusers(ip_adapter(model)))
+    own = model._convert_ip_adapter_attn_to_diffusers(ip_adapter(model))
     embeddings = {"ip_hidden_states": torch.randn(2, 4, 128), "temb": torch.randn(2, 16)}
+    model.set_attn_processor(dict(own))
     with pytest.warns(UserWarning, match=f"keep {name}: trans"):
         guided = predict(model, joint_attention_kwargs=embeddings)
     assert differ(guided, exact)
@@ -215,6 +215,13 @@ def test_ip_adapter_keeps_its_layers():
     assert [row.calls[name] for row in summary(model).rows] == [1] * 5
     model.set_attn_processor(before)
     assert torch.equal(predict(model), avq)
+    remove_avq(model).set_attn_processor(dict(own))
+    assert torch.equal(predict(model, joint_attention_kwargs=embeddings), guided)
+    with pytest.warns(UserWarning, match=f"keep {name}: trans"):
+        apply_avq(model, CONFIG)
+    assert torch.equal(predict(model, joint_attention_kwargs=embeddings), guided)
+    assert kinds(model) == {name}
+    assert remove_avq(model).attn_processors == own
 
 
 @feature("ControlNet of SD3")

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ from avq_diffusers.hosts.codebooks import PROJECTION_PARAMETERS, AVQCodebooks
 
 LAYER = "up_blocks.2.attentions.1.transformer_blocks.0.attn1"  # at level 1
 CROSS = LAYER[:-1] + "2"
+parse = AVQConfig.parse
 
 
 def seen_by_layer(unet, *size):
@@ -61,26 +62,11 @@ class TestOutput:
     @pytest.mark.parametrize(
         ("make", "config"),
         [
-            (
-                random_codebooks,
-                AVQConfig.parse("M4P1C2", query_tile=8, query_order="random", levels=(0, 1)),
-            ),
-            (
-                random_codebooks,
-                AVQConfig.parse("M4P2C2", query_order="raster"),
-            ),
-            (
-                random_codebooks,
-                AVQConfig.parse("M3", key_norm=True),
-            ),
-            (
-                own_config,
-                AVQConfig.parse("M6P2C3", query_tile=16, num_updates=1),
-            ),
-            (
-                own_config,
-                AVQConfig.parse("M6P2C3E5", query_tile=16),
-            ),
+            (random_codebooks, parse("M4P1C2", query_tile=8, query_order="random")),
+            (random_codebooks, parse("M4P2C2", query_order="raster")),
+            (random_codebooks, parse("M3", key_norm=True)),
+            (own_config, parse("M6P2C3", query_tile=16, num_updates=1)),
+            (own_config, parse("M6P2C3E5", query_tile=16)),
             *((represented_by_means, CONFIG), (tuned_codebooks, CONFIG), (own_codebooks, CONFIG)),
         ],
         ids=[
@@ -158,10 +144,7 @@ class TestOutput:
 
     def test_codebooks_are_live_again(self, unet):
         """Catches a copy that is kept where the codebooks have come to the UNet's device."""
-        codebooks = random_codebooks(
-            unet,
-            AVQConfig.parse("M4P2C2", levels=(1,), key_norm=True),
-        )
+        codebooks = random_codebooks(unet, parse("M4P2C2", levels=(1,), key_norm=True))
         weights = codebooks.layer_weights(LAYER)
         weights.move_to(torch.device("meta"), torch.float32)
         assert weights.codebook.parents.is_meta
@@ -171,14 +154,10 @@ class TestOutput:
         assert weights.key_norm is codebooks.key_norm(LAYER)
 
 
-@pytest.mark.parametrize("make", [random_codebooks, tuned_codebooks])
-def test_autocast(unet, make):
+def test_autocast(unet):
     """Catches a norm that autocast runs in float32, so that keys differ from queries, and
     changes cast by what autocast makes of the tokens: they train in float32."""
-    config = AVQConfig.parse(
-        "M4P2C2", query_tile=16, levels=(0, 1), key_norm=make is random_codebooks
-    )
-    apply_avq(unet, make(unet, config))
+    apply_avq(unet, tuned_codebooks(unet, replace(CONFIG, key_norm=True)))
     expected = predict(unet)
     with torch.autocast("cpu", torch.bfloat16):
         output = predict(unet)
@@ -186,7 +165,38 @@ def test_autocast(unet, make):
     assert not torch.equal(output.float(), expected)
     assert (output.float() - expected).norm() < 0.1 * expected.norm()
     changes = unet.get_submodule(LAYER)._avq.weights.projection_changes
-    assert changes is None or changes["to_q.weight"].dtype == torch.float32
+    assert changes["to_q.weight"].dtype == torch.float32
+
+
+# Another value of each field of CONFIG.
+OTHERS = {
+    "num_parents": 3,
+    "num_children": 1,
+    "num_refined": 1,
+    "codewords": "stored",
+    "num_updates": 1,
+    "exact_keys": 9,
+    "query_tile": 8,
+    "query_order": "raster",
+    "levels": (0,),
+    "exact": ("up_blocks",),
+    "key_norm": True,
+    "overrides": {"1": {"num_refined": 1}},
+}
+
+
+def test_every_field_matters(unet):
+    """And images in another memory format do not."""
+    plain = replace(CONFIG, codewords="means")
+    output = predict(apply_avq(unet, plain))
+    assert OTHERS.keys() == {field.name for field in fields(AVQConfig)}
+    for name, value in OTHERS.items():
+        source = replace(plain, **{name: value})
+        if name in ("codewords", "key_norm"):  # which need codebooks
+            source = random_codebooks(unet, source)
+        assert not torch.equal(predict(apply_avq(unet, source)), output), name
+    unet.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(predict(apply_avq(unet, plain)), output, rtol=1e-4, atol=1e-4)
 
 
 class TestHandingOver:
@@ -209,13 +219,7 @@ class TestHandingOver:
         )
         _, expected = seen_by_layer(unet)
         others = ("down_blocks", "up_blocks.2.attentions.0")
-        apply_avq(
-            unet,
-            tuned_codebooks(
-                unet,
-                AVQConfig.parse("M4P2C2", levels=(1,), exact=others),
-            ),
-        )
+        apply_avq(unet, tuned_codebooks(unet, parse("M4P2C2", levels=(1,), exact=others)))
         assert torch.equal(seen_by_layer(unet)[1], expected)
         assert kinds(unet) == {reason}
 
@@ -226,6 +230,9 @@ class TestOneInstanceOnAllLayers:
     def test_equals_apply(self, unet, codebooks):
         """Catches an instance that runs AVQ where there is no codebook, and one that stays."""
         exact, before = predict(unet), unet.attn_processors
+        default = predict(apply_avq(unet))
+        unet.set_attn_processor(AVQProcessor(unet=unet))
+        assert torch.equal(predict(unet), default)
         expected = predict(apply_avq(unet, codebooks))
         unet.set_attn_processor(AVQProcessor(codebooks, unet=unet))
         assert len(set(unet.attn_processors.values())) == 1
@@ -273,36 +280,25 @@ class TestOneInstanceOnAllLayers:
                 assert torch.equal(predict(unet), expected)
 
 
-class TestOwnersLine:
-    """`pipe.set_attn_processor(AVQProcessor(...))`, in the three forms that users meet."""
-
-    @pytest.mark.parametrize(
-        ("form", "make"),
-        [("class", tuned_codebooks), ("class", own_config), ("from_pipe", random_codebooks),
-         ("stock", tuned_codebooks), ("stock", lambda *_: None)],
-    )  # fmt: skip
-    def test_equals_apply(self, pipe, make, form):
-        """Catches the literal line working on a subclass's own components only by luck."""
-        unet, config = pipe.unet, replace(CONFIG, codewords="means")
-        source = make(unet, config)
-        expected = predict(apply_avq(tiny_unet(), source, backend="reference"))
-        before = {name: p for name, p in unet.attn_processors.items() if "attn2" in name}
-        if form == "stock":
-            unet.set_attn_processor(AVQProcessor(source, unet, backend="reference"))
-        else:
-            if form == "class":
-                pipe = tiny_pipe(unet, AVQStableDiffusionPipeline)
-            else:
-                pipe = AVQStableDiffusionPipeline.from_pipe(pipe)
-            pipe.set_attn_processor(AVQProcessor(source, backend="reference"))
-            assert all(unet.attn_processors[name] is p for name, p in before.items())
-        assert torch.equal(predict(unet), expected)
-        tuned = ", tuned" if make is tuned_codebooks else ""
-        assert runs(pipe) == {f"AVQ (reference backend){tuned}"}
-        if form != "stock":
-            processor = AttnProcessor2_0()
-            pipe.set_attn_processor(processor)
-            assert set(unet.attn_processors.values()) == {processor}
+@pytest.mark.parametrize("make", [tuned_codebooks, own_config])
+def test_the_owners_line(pipe, make):
+    """`pipe.set_attn_processor(AVQProcessor(...))`, of a pipeline made either way."""
+    unet = pipe.unet
+    source = make(unet, replace(CONFIG, codewords="means"))
+    expected = predict(apply_avq(tiny_unet(), source, backend="reference"))
+    before = {name: p for name, p in unet.attn_processors.items() if "attn2" in name}
+    if make is own_config:
+        pipe = AVQStableDiffusionPipeline.from_pipe(pipe)
+    else:
+        pipe = tiny_pipe(unet, AVQStableDiffusionPipeline)
+    pipe.set_attn_processor(AVQProcessor(source, backend="reference"))
+    assert all(unet.attn_processors[name] is p for name, p in before.items())
+    assert torch.equal(predict(unet), expected)
+    tuned = ", tuned" if make is tuned_codebooks else ""
+    assert runs(pipe) == {f"AVQ (reference backend){tuned}"}
+    processor = AttnProcessor2_0()
+    pipe.set_attn_processor(processor)
+    assert set(unet.attn_processors.values()) == {processor}
 
 
 class TestWithoutState:

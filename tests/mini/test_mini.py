@@ -1,6 +1,7 @@
-"""mini-sd as shipped: it loads as a stock pipeline, is small, fits its codebooks, and sees well."""
+"""mini-sd and mini-sd3 as shipped: small, stock pipelines, trained, and close with codebooks."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from avq_diffusers import (
     gather_codebooks,
     remove_avq,
     select_layers,
+    set_num_refined,
     summary,
 )
 from avq_diffusers.attention.diagnostics import constraint_error
@@ -29,6 +31,7 @@ from avq_diffusers.mini import (
     MINI_DISTILLED,
     MINI_DISTILLED_LEVEL1,
     MINI_SD,
+    MINI_SD3,
     SCORER,
     SCORER_SEEDS,
     TEST_SEEDS,
@@ -40,11 +43,13 @@ from avq_diffusers.mini import (
     render,
     sample_scene,
 )
+from avq_diffusers.mini.loading import load_mini_sd3
 from eval.quality.metrics import Scorer, psnr
 
 MEBIBYTE = 2**20
 NUM_TOKENS = {0: 4096, 1: 1024}
 HEAD_DIMS = {0: 40, 1: 80}
+SIGMA, TIMESTEP, SCENE = 0.5, 300, sample_scene(TEST_SEEDS[70])
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +93,23 @@ def pixels(images: np.ndarray) -> Tensor:
     return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
+@cache
 @torch.no_grad()
-def noisy_step(pipe, timestep: int = 300, caption: str | None = None) -> Tensor:
+def latents_of(pipe) -> Tensor:
+    """Those of one held-out scene."""
+    latents = pipe.vae.encode(pixels(render(SCENE)[None])).latent_dist.mean
+    return latents * pipe.vae.config.scaling_factor
+
+
+@torch.no_grad()
+def noisy_step(pipe, caption: str | None = None) -> Tensor:
     """The UNet's output for the noisy latents of one held-out scene and its or another caption."""
-    scene = scenes(1, first=70)[0]
-    latents = pipe.vae.encode(pixels(render(scene)[None])).latent_dist.mean
-    latents = latents * pipe.vae.config.scaling_factor
-    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
-    steps = torch.tensor([timestep])
-    caption = scene.caption if caption is None else caption
+    noise = torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
+    caption = SCENE.caption if caption is None else caption
     tokens = pipe.tokenizer(caption, padding="max_length", return_tensors="pt").input_ids
     text = pipe.text_encoder(tokens).last_hidden_state
-    return pipe.unet(pipe.scheduler.add_noise(latents, noise, steps), timestep, text).sample
+    noisy = pipe.scheduler.add_noise(latents_of(pipe), noise, torch.tensor([TIMESTEP]))
+    return pipe.unet(noisy, TIMESTEP, text).sample
 
 
 def test_its_name_stands_for_its_folder():
@@ -107,36 +117,37 @@ def test_its_name_stands_for_its_folder():
     assert model_path("runs/mini-sd") == "runs/mini-sd"
 
 
-def test_the_files_are_small_and_safe():
+@pytest.mark.parametrize(
+    ("folders", "most"),
+    [((MINI_SD, MINI_CODEBOOKS, MINI_DISTILLED, MINI_DISTILLED_LEVEL1), 40), ((MINI_SD3,), 24)],
+)
+def test_the_files_are_small_safe_and_finite(folders, most):
     """Fails for a shard that the file limit refuses, or for a pickle."""
-    folders = (MINI_SD, MINI_CODEBOOKS, MINI_DISTILLED, MINI_DISTILLED_LEVEL1)
     files = [path for folder in folders for path in Path(folder).rglob("*.*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".safetensors"}
     assert max(path.stat().st_size for path in files) <= 16 * MEBIBYTE
-    assert sum(path.stat().st_size for path in files) <= 40 * MEBIBYTE
-
-
-def test_the_files_hold_finite_numbers():
-    for path in Path(MINI_SD).rglob("*.safetensors"):
+    assert sum(path.stat().st_size for path in files) <= most * MEBIBYTE
+    for path in (path for path in files if path.suffix == ".safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - a file, not a dict
                 assert file.get_tensor(name).isfinite().all(), (path, name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_it_loads_as_a_stock_pipeline(dtype):
+@pytest.mark.parametrize("load", [StableDiffusionPipeline.from_pretrained, load_mini_sd3])
+def test_it_loads_in_half_precision(load):
     """Fails where a class, a component or a shard index is not as diffusers expects."""
-    pipe = StableDiffusionPipeline.from_pretrained(MINI_SD, dtype=dtype)
-    assert type(pipe) is StableDiffusionPipeline
-    for part in (pipe.unet, pipe.vae, pipe.text_encoder):
-        assert {parameter.dtype for parameter in part.parameters()} == {dtype}
+    pipe = load(MINI_SD if load != load_mini_sd3 else MINI_SD3, dtype=torch.float16)
+    model = pipe.transformer if load == load_mini_sd3 else pipe.unet
+    for part in (model, pipe.vae, pipe.text_encoder):
+        assert {parameter.dtype for parameter in part.parameters()} == {torch.float16}
         assert not any(parameter.is_meta for parameter in part.parameters())
-    assert pipe.safety_checker is None
-    assert pipe.scheduler.config.prediction_type == "epsilon"
 
 
 def test_the_unet_has_the_topology_of_avq(mini, exact):
     """Five self-attentions at levels 0 and 1 each, with SD1.5's head dims and token counts."""
+    assert type(mini) is StableDiffusionPipeline
+    assert mini.safety_checker is None
+    assert mini.scheduler.config.prediction_type == "epsilon"
     layers = select_layers(mini.unet, (0, 1))
     assert [layer.level for layer in layers].count(0) == 5
     assert [layer.level for layer in layers].count(1) == 5
@@ -152,28 +163,21 @@ def test_every_word_of_a_caption_is_one_token(folder):
     known = {word: tokenizer(word, add_special_tokens=False).input_ids for word in VOCABULARY}
     assert all(len(tokens) == 1 for tokens in known.values())
     assert len({tokens[0] for tokens in known.values()}) == len(VOCABULARY)
-    for scene in scenes(500):
+    for scene in scenes(100):
         words = scene.caption.split()
         tokens = tokenizer(scene.caption, truncation=True).input_ids[1:-1]
         assert tokens == [known[word][0] for word in words], scene.caption
 
 
-def test_the_codebooks_fit_and_keep_the_constraint(mini, recwarn):
-    """Fails for codebooks of another model or run, or that training left with dead children."""
-    shipped = AVQCodebooks.from_pretrained(MINI_CODEBOOKS)
+def test_the_codebooks_keep_the_constraint(shipped, recwarn):
+    """Fails for codebooks of another run, or that training left with dead children."""
     assert shipped.avq_config == AVQConfig(codewords="stored")
-    assert shipped.config["base_model"] == "mini-sd"
-    assert shipped.config["tuned"]
+    assert (shipped.config["base_model"], shipped.config["tuned"]) == ("mini-sd", True)
     training = shipped.config["training"]
     assert training["config"] == "mini_m64p16c8"
     assert set(training["layers"]) == set(shipped.layer_specs)
-    layers = select_layers(mini.unet, shipped.avq_config.levels)
-    shipped.check_layers(layers)
-    assert [layer.name for layer in layers] == [
-        layer.name for layer in select_layers(mini.unet, (0,))
-    ]
-    for layer in layers:
-        codebook = shipped.codebook(layer.name)
+    for name in shipped.layer_specs:
+        codebook = shipped.codebook(name)
         assert constraint_error(codebook).max() < 1e-3
         assert codebook.children.flatten(0, 2).unique(dim=0).shape[0] > 0.9 * 2 * 64 * 8
     assert not [warning for warning in recwarn if "average to their parent" in str(warning.message)]
@@ -181,25 +185,18 @@ def test_the_codebooks_fit_and_keep_the_constraint(mini, recwarn):
 
 def test_the_codebooks_are_those_of_these_layers(mini, shipped, exact):
     """A UNet step stays close to the exact one; codebooks of swapped layers do not keep it so."""
-    exact, _ = exact
     names = list(shipped.layer_specs)
     swapped = gather_codebooks(
         mini.unet,
         shipped.avq_config,
         {
-            name: Codebook(*(part.clone() for part in parts(shipped.codebook(other))))
+            name: Codebook(
+                shipped.codebook(other).parents.clone(), shipped.codebook(other).children.clone()
+            )
             for name, other in zip(names, names[1:] + names[:1], strict=True)
         },
     )
-    errors = []
-    for codebooks in (shipped, swapped):
-        apply_avq(mini, codebooks)
-        try:
-            step = noisy_step(mini)
-            assert sum(row.runs.startswith("AVQ") for row in summary(mini).rows) == 5
-        finally:
-            remove_avq(mini)
-        errors.append(((step - exact).norm() / exact.norm()).item())
+    errors = [error_of(mini, exact, codebooks, (0,)) for codebooks in (shipped, swapped)]
     assert 0 < errors[0] < 0.05
     assert errors[1] > 3 * errors[0]
 
@@ -213,21 +210,23 @@ def test_the_codebooks_are_those_of_these_layers(mini, shipped, exact):
 )
 def test_distillation_brings_own_codewords_closer(mini, exact, folder, config):
     """Fails for projections of another model or of other layers, and for untrained ones."""
-    errors = []
-    for source in (AVQCodebooks.from_pretrained(folder), config):
-        apply_avq(mini, source)
-        try:
-            errors.append((noisy_step(mini) - exact[0]).norm() / exact[0].norm())
-            report = summary(mini)
-        finally:
-            remove_avq(mini)
-        ran = [row.name for row in report.rows if row.runs.startswith("AVQ")]
-        assert ran == [layer.name for layer in select_layers(mini.unet, config.levels)]
+    errors = [
+        error_of(mini, exact, source, config.levels)
+        for source in (AVQCodebooks.from_pretrained(folder), config)
+    ]
     assert errors[0] < 0.9 * errors[1]
 
 
-def parts(codebook: Codebook) -> tuple[Tensor, Tensor]:
-    return codebook.parents, codebook.children
+def error_of(pipe, exact, source, levels) -> float:
+    """The relative error of a step with AVQ, which must run in all layers of these levels."""
+    apply_avq(pipe, source)
+    try:
+        step = noisy_step(pipe)
+        ran = [row.name for row in summary(pipe).rows if row.runs.startswith("AVQ")]
+    finally:
+        remove_avq(pipe)
+    assert ran == [layer.name for layer in select_layers(pipe.unet, levels)]
+    return float((step - exact[0]).norm() / exact[0].norm())
 
 
 def test_the_unet_denoises_held_out_scenes_and_reads_the_caption(mini, exact):
@@ -274,7 +273,7 @@ def test_the_scorer_retrieves_held_out_scenes(scorer):
 @torch.no_grad()
 def test_the_vae_reconstructs_held_out_scenes(mini):
     """Fails for fp16 damage, a wrong scaling of images, or a decoder of another encoder."""
-    for scene in scenes(2):
+    for scene in scenes(1):
         image = pixels(render(scene)[None])
         latents = mini.vae.encode(image).latent_dist.mean
         copy = mini.vae.decode(latents).sample.clamp(-1, 1)
@@ -303,3 +302,64 @@ def test_kernels_generate_the_image_of_the_pytorch_path(shipped):
         remove_avq(pipe)
     apart = psnr(images["triton"], images["torch"])[0]
     assert apart > 6 + psnr(exact, images["torch"])[0]
+
+
+@pytest.fixture(scope="module")
+def mini_sd3():
+    pipe = load_mini_sd3()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_the_transformer_is_of_sd35_in_small(mini_sd3):
+    config = mini_sd3.transformer.config
+    assert (config.patch_size, config.attention_head_dim, config.qk_norm) == (2, 64, "rms_norm")
+    assert [block.attn2 is not None for block in mini_sd3.transformer.transformer_blocks] == (
+        [True] * 3 + [False] * 4
+    )
+    assert mini_sd3.default_sample_size * mini_sd3.vae_scale_factor == 256
+
+
+@torch.no_grad()
+def velocity(pipe, caption: str | None = None) -> tuple[Tensor, Tensor]:
+    """The predicted and the true velocity of one held-out scene, for its or another caption."""
+    latents = latents_of(pipe)
+    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
+    texts = [SCENE.caption if caption is None else caption] * 3
+    text, _, pooled, _ = pipe.encode_prompt(*texts, do_classifier_free_guidance=False)
+    mixed = torch.lerp(latents, noise, SIGMA)
+    predicted = pipe.transformer(mixed, text, pooled, torch.tensor([1000 * SIGMA])).sample
+    return predicted, noise - latents
+
+
+@pytest.fixture(scope="module")
+def exact_velocity(mini_sd3):
+    return velocity(mini_sd3)
+
+
+def test_mini_sd3_predicts_the_velocity_of_held_out_scenes_and_reads_the_caption(
+    mini_sd3, exact_velocity
+):
+    """Fails for an untrained transformer, another encoder or scaling, and velocities reversed."""
+    predicted, expected = exact_velocity
+    error = F.mse_loss(predicted, expected)
+    assert error < 0.1  # zeros would reach 2
+    other, _ = velocity(mini_sd3, scenes(1, first=99)[0].caption)
+    assert F.mse_loss(other, expected) > 1.5 * error
+
+
+def test_avq_in_every_layer_of_mini_sd3_stays_close(mini_sd3, exact_velocity):
+    """The image's own second attention is what 192 columns of 1024 tokens change most."""
+    exact, _ = exact_velocity
+    apply_avq(mini_sd3, route="always")
+    try:
+        output, _ = velocity(mini_sd3)
+        rows = summary(mini_sd3).rows
+        set_num_refined(mini_sd3, {row.name: "exact" for row in rows if row.name.endswith("attn2")})
+        joint, _ = velocity(mini_sd3)
+    finally:
+        remove_avq(mini_sd3)
+    assert len(rows) == 10
+    assert all(row.runs.startswith("AVQ") for row in rows)
+    assert 0 < ((output - exact).norm() / exact.norm()).item() < 0.2
+    assert 0 < ((joint - exact).norm() / exact.norm()).item() < 0.05

@@ -7,9 +7,7 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -20,8 +18,6 @@ import psutil
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tiny import random_codebooks, tiny_unet
 from tiny_training import RUN_CONFIG
 from torch import nn
@@ -42,12 +38,11 @@ from distill.config_file import load_config
 from distill.data.cache import open_cache
 from distill.log import log_path
 from distill.optimizer import load_optimizer, optimizer_tensors
-from eval.codebooks.layer_errors import read_kernel_times
-from eval.codebooks.training import LOG, read_run
 from eval.quality.captions import read_captions
 from eval.quality.coco import MANIFEST, MANIFEST_KEYS, read_manifest
 from eval.store.report import read_result
 
+DAMAGES = 20  # of each format
 READER_BYTES = 1 << 30  # that a reader may allocate for a file of a few kilobytes
 
 
@@ -180,7 +175,6 @@ RESULT = {
     "rows": TIMES,
 }
 MANIFEST_VALUES = {key: {"num_images": 2} for key in MANIFEST_KEYS} | {"command": "c"}
-TRAINING = [{"step": i, "samples": 4 * i, "loss": 0.5, "capture": {"a": 0.1}} for i in range(3)]
 LOG_LINES = [{"step": i, "loss": 1.0} for i in range(3)]
 ROUTES = {"GPU, float16": {"eager": 1024, "compiled": 512}}
 
@@ -204,8 +198,6 @@ FORMATS = [
     of_text("captions", "captions.txt", "a fox\nzwei Füchse\n" * 3, captions),
     of_text("manifest", MANIFEST, MANIFEST_VALUES, lambda path: read_manifest(path.parent)),
     of_text("result", "result.json", RESULT, read_result),
-    of_text("kernel times", "kernels.json", RESULT, partial(read_kernel_times, num_tokens=64)),
-    of_text("training log", LOG, lines(*TRAINING), lambda path: read_run(path.parent)),
     of_text("distill config", "a.yaml", RUN_CONFIG.read_text(), read_config, ValueError, TypeError),
     # JSON is YAML, and its values can be changed one by one.
     of_text(
@@ -237,19 +229,9 @@ def test_a_damaged_file_is_read_or_refused_by_name(form):
     with TemporaryDirectory() as folder:
         form.read(form.write(Path(folder)))  # the whole file is read
     outcomes = set()
-
-    @settings(
-        max_examples=30,
-        derandomize=True,
-        deadline=timedelta(seconds=10),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.randoms(use_true_random=False))
-    def check(rng):
+    for seed in range(DAMAGES):
         with TemporaryDirectory() as folder:
-            outcomes.add(read_damaged(rng, form, Path(folder)))
-
-    check()
+            outcomes.add(read_damaged(Random(seed), form, Path(folder)))
     assert ("refused" in outcomes) == bool(form.refusals)
 
 
@@ -309,7 +291,7 @@ def damaged_bytes(rng: Random, content: bytes) -> bytes:
     stop = min(len(content), start + rng.choice((1, 2, 8, 64)))
     before, middle, after = content[:start], content[start:stop], content[stop:]
     flipped = bytes(byte ^ 1 << rng.randint(0, 7) for byte in middle)
-    put = (b"", middle + middle, bytes(len(middle)), rng.randbytes(16), rng.choice(TOKENS), flipped)
+    put = (b"", middle + middle, rng.randbytes(16), rng.choice(TOKENS), flipped)
     return before if rng.random() < 0.15 else before + rng.choice(put) + after
 
 
@@ -333,25 +315,20 @@ def damaged_header(rng: Random, content: bytes) -> bytes:
 
 
 def damaged_value(rng: Random, document: Any) -> Any:
-    """Plain nested values with one of them replaced, removed, renamed, repeated or added."""
-    document = deepcopy(document)
+    """Plain nested values with one of them replaced, removed, renamed or wrapped."""
     holders = list(all_holders(document))
     if not holders or rng.random() < 0.03:
-        return deepcopy(rng.choice(VALUES))
+        return rng.choice(VALUES)
     holder = rng.choice(holders)
     place = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
-    change = rng.choice(("replace", "replace", "remove", "rename", "repeat", "wrap"))
+    change = rng.choice(("replace", "replace", "remove", "rename", "wrap"))
+    value = holder.pop(place) if change in ("remove", "rename") else holder[place]
     if change == "replace":
-        holder[place] = deepcopy(rng.choice(VALUES))
-    elif change == "remove":
-        del holder[place]
+        holder[place] = rng.choice(VALUES)
     elif change == "wrap":
-        holder[place] = [holder[place]]
-    elif isinstance(holder, dict):
-        name = f"{place}x" if change == "repeat" else rng.choice(("", "x", "__class__", "\ud800"))
-        holder[name] = holder[place] if change == "repeat" else holder.pop(place)
-    else:
-        holder.insert(place, deepcopy(holder[place]))
+        holder[place] = [value]
+    elif change == "rename" and isinstance(holder, dict):
+        holder[rng.choice(("", "x", "__class__", "\ud800"))] = value
     return document
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, summary
 from avq_diffusers.hosts.models import select_layers
-from eval.benchmarks.unet_configs import SD15, SDXL, SDXL_TEXT, added_conditions
+from eval.benchmarks.models import SD15, SDXL, SDXL_TEXT, added_conditions
 
 LATENT_SIZE = 32
 HEADROOM = 1.5  # memory of a step over that of the weights
@@ -74,7 +74,7 @@ def test_one_step_at_full_size(config, levels, dtype, device):
         "sample": normal(1, unet.config.in_channels, LATENT_SIZE, LATENT_SIZE),
         "timestep": torch.tensor(150, device=device),
         "encoder_hidden_states": normal(1, 77, unet.config.cross_attention_dim),
-        **added_conditions(unet, 1, normal),
+        **added_conditions(unet.config, 1, normal),
     }
     exact = unet(**inputs).sample
     codebooks = random_codebooks(unet, AVQConfig.parse("M16P4C4", levels=levels))

@@ -1,4 +1,4 @@
-"""The core with the network cut and unpickling denied, in a process of its own."""
+"""A fresh process: importing changes nothing; the core needs no network and unpickles nothing."""
 
 import os
 import subprocess
@@ -22,17 +22,46 @@ ARGUMENTS = ("a red fox", "--steps", "1", "--seed", "3", "--device", "cpu")
 
 # Audit hooks see what Python and its libraries do, and cannot be taken back.
 CORE = """
-import pickle, socket, sys
+import pickle, socket, sys, warnings
 from pathlib import Path
+for name in ("triton", "torchvision", "matplotlib"):
+    sys.modules[name] = None
+
+import torch, torch._dynamo, transformers  # torch fills tables by pickle
+from diffusers import StableDiffusionPipeline  # transformers says here that it lacks torchvision
+from diffusers.models import attention_dispatch
 
 def refuse(event, arguments):
     if event in ("socket.__new__", "socket.getaddrinfo", "pickle.find_class"):
         raise RuntimeError(f"{event} {arguments}")
 
-import torch  # its import fills tables by pickle
-import diffusers, transformers
+def flags():
+    return (
+        torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(),
+        torch.get_float32_matmul_precision(), torch.initial_seed(),
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+        torch._dynamo.config.get_config_copy(), list(warnings.filters), list(sys.path),
+        attention_dispatch._AttentionBackendRegistry.list_backends(),
+    )
+
+def mark():
+    for stream in (sys.stdout, sys.stderr):
+        print("-----", file=stream, flush=True)
 
 sys.addaudithook(refuse)
+before = flags()
+mark()
+import avq_diffusers
+for name in avq_diffusers.__all__:
+    getattr(avq_diffusers, name)
+import avq_diffusers.vision
+mark()
+assert flags() == before
+assert not torch.cuda.is_initialized()
+assert "avq" not in transformers.AttentionInterface().valid_keys()
+
 from avq_diffusers import ErrorProfile
 from avq_diffusers.cli.main import main
 from distill.checkpointing import checkpoint
@@ -67,8 +96,9 @@ print("all of it")
 
 
 def test_the_core_needs_no_network_and_unpickles_nothing(tmp_path):
-    """Catches a download, a telemetry call, a hub look-up of a local folder, and `torch.load`; and
-    an image that depends on the process it is made in."""
+    """Catches prints, global flags, CUDA contexts and hard needs for extras when importing; then a
+    download, a telemetry call, a hub look-up of a local folder, and `torch.load`; and an image that
+    depends on the process it is made in."""
     pipe = tiny_pipe()
     pipe.save_pretrained(tmp_path / "model")
     random_codebooks(pipe.unet).save_pretrained(tmp_path / "codebooks")
@@ -87,6 +117,8 @@ def test_the_core_needs_no_network_and_unpickles_nothing(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("all of it\n")
+    for stream in (done.stdout, done.stderr):
+        assert stream.split("-----")[1].strip() == ""
 
     apply_avq(pipe, AVQCodebooks.from_pretrained(tmp_path / "codebooks"), route="always")
     generator = torch.Generator().manual_seed(3)

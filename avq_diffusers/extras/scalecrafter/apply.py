@@ -11,7 +11,6 @@ the convolutions of the call before.
 """
 
 import math
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,7 +67,10 @@ def apply_scalecrafter(
         `pipe`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `checked_config`.
+        TypeError: `pipe` has no UNet, a side or size is not an int, or `config` is not a
+            `ScaleCrafterConfig`.
+        ValueError: a side is not a multiple of 8, the size is not larger than the training size,
+            there are no settings for it, or the UNet has no convolution to dilate.
     """
     state = _ScaleCrafter(pipe, height, width, config, training_size)
     remove_scalecrafter(pipe)
@@ -89,30 +91,6 @@ def remove_scalecrafter(pipe: AnyModel) -> AnyModel:
     return pipe
 
 
-def checked_config(
-    pipe: DiffusionPipeline | nn.Module,
-    height: int,
-    width: int,
-    *,
-    config: ScaleCrafterConfig | None = None,
-    training_size: int | None = None,
-) -> ScaleCrafterConfig:
-    """Return the settings that `apply_scalecrafter` takes for these arguments; change nothing.
-
-    Args:
-        pipe, height, width, config, training_size: as `apply_scalecrafter`.
-
-    Raises:
-        TypeError: `pipe` has no UNet, a side or size is not an int, or `config` is not a
-            `ScaleCrafterConfig`.
-        ValueError: a side is not a multiple of 8, the size is not larger than the training size,
-            there are no settings for it, or the UNet has no convolution to dilate.
-        NotImplementedError: noise-damped guidance for a pipeline that also guides by an image,
-            such as InstructPix2Pix.
-    """
-    return _ScaleCrafter(pipe, height, width, config, training_size).config
-
-
 def usual_scalecrafter(pipe: DiffusionPipeline, height: int, width: int) -> ScaleCrafterConfig:
     """Return mini-sd's own ScaleCrafter settings, or the authors' for another pipeline or size.
 
@@ -121,10 +99,11 @@ def usual_scalecrafter(pipe: DiffusionPipeline, height: int, width: int) -> Scal
         height, width: of the images, in pixels.
 
     Raises:
-        ValueError, NotImplementedError: as `checked_config`.
+        TypeError, ValueError: as `apply_scalecrafter`.
     """
     is_mini = pipe.name_or_path == MINI_SD and height == width == 2 * IMAGE_SIZE
-    return checked_config(pipe, height, width, config=MINI_SCALECRAFTER if is_mini else None)
+    config = MINI_SCALECRAFTER if is_mini else None
+    return _ScaleCrafter(pipe, height, width, config, None).config
 
 
 @contextmanager
@@ -142,7 +121,7 @@ def scalecrafter(
         pipe, height, width, config, training_size: as `apply_scalecrafter`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `checked_config`.
+        TypeError, ValueError: as `apply_scalecrafter`.
     """
     earlier = getattr(unwrapped(unet_of(pipe)), "_scalecrafter", None)
     apply_scalecrafter(pipe, height, width, config=config, training_size=training_size)
@@ -152,14 +131,6 @@ def scalecrafter(
         remove_scalecrafter(pipe)
         if earlier is not None:
             earlier.install(unet_of(pipe))
-
-
-class _PipeReference(weakref.ref):
-    """A weak reference to a pipeline. In a copy of the pipeline, it refers to the copy."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_PipeReference":
-        pipe = self()
-        return self if pipe is None else _PipeReference(memo.get(id(pipe), pipe))
 
 
 class _ScaleCrafter:
@@ -202,11 +173,6 @@ class _ScaleCrafter:
                 f"{type(pipe).__name__}; pass such a pipeline, or a config without "
                 f"damped_dilations."
             )
-        if config.damped_dilations and hasattr(type(pipe), "image_guidance_scale"):
-            raise NotImplementedError(
-                f"noise-damped guidance is for pairs (uncond, text), but {type(pipe).__name__} "
-                "also guides by an image; pass a config without damped_dilations."
-            )
         self.convolutions = _convolutions(unet, config)
         if not self.convolutions:
             raise ValueError(
@@ -216,7 +182,7 @@ class _ScaleCrafter:
         self.config = config
         self.size = (height, width)
         self.latent_size = (height // factor, width // factor)
-        self.pipe = _PipeReference(pipe) if config.damped_dilations else None
+        self.pipe: Any = pipe if config.damped_dilations else None
         self.timesteps = Timesteps()
         self.timestep: float = 0
         self.inputs: Any = None
@@ -272,25 +238,13 @@ class _ScaleCrafter:
         dilations = self.config.dilations_at(self.timestep, damped=True)
         if output is None or dilations is None:
             return None
-        assert self.pipe is not None  # `install` sets this hook only then
-        pipe = self.pipe()
-        if pipe is None:
-            raise RuntimeError(
-                "the pipeline that ScaleCrafter was applied to is gone; apply it to the one that "
-                "generates."
-            )
-        if not hasattr(pipe, "do_classifier_free_guidance"):
+        if not hasattr(self.pipe, "do_classifier_free_guidance"):
             raise ValueError(
                 "the pipeline that ScaleCrafter was applied to has not run yet, and noise-damped "
                 "guidance must know whether it guides; apply it to the one that generates."
             )
-        if not pipe.do_classifier_free_guidance:
+        if not self.pipe.do_classifier_free_guidance:
             return None
-        if getattr(pipe, "do_perturbed_attention_guidance", False):
-            raise NotImplementedError(
-                "noise-damped guidance does not work with perturbed-attention guidance; pass a "
-                "config without damped_dilations."
-            )
         noise = output[0]
         batch = len(noise)
         if not _is_pair(_sample(args, kwargs)):

@@ -1,0 +1,321 @@
+"""Networks whose step is timed, by their differences from the defaults of diffusers.
+
+Sources are `config.json` on the Hub, or the defaults of diffusers' class where these are the
+model's. Off CUDA, a tiny network of the same kind takes the place of one with random weights.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import (
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+    WanTransformer3DModel,
+)
+from torch import Tensor, nn
+
+from avq_diffusers.mini import MINI_SD
+from eval.names import CUDNN, EXACT, FA2, LEVELS, LIMIT, LINFUSION
+
+Normal = Callable[..., Tensor]
+Inputs = tuple[dict[str, Tensor], dict[str, Any]]
+
+TIMESTEP = 150  # late, where trained attention does most
+TEXT_TOKENS = 77
+POOLED_TEXT = 1280  # of SDXL's second text encoder
+SD3_TEXT = 77 + 256  # CLIP's tokens and T5's
+FLUX_TEXT = WAN_TEXT = 512
+WAN_LATENTS = {480: (21, 60, 104), 720: (21, 90, 160)}  # of 81 frames, by lines
+# In all of these the ones that a ratio needs come first, so that a run that is cut off has them.
+TRANSFORMER_METHODS = (CUDNN, "M64P16C8/own", LIMIT, "M64P16C8E256/own", EXACT)
+UNET_METHODS = (
+    *(EXACT, LIMIT, "M64P16C8/own", "M64P16C8", "M64P16C8/fastest", "M64P16C8/tuned"),
+    *("M64P16C8@L0", "M32P8C8", "M128P32C8"),
+    "M136@L0",  # flat VQ of M64P16C8's kernel time
+    *(FA2, "tome", "tome@L01", LINFUSION),
+)
+SDXL_METHODS = (
+    *(EXACT, LIMIT, "M64P16C8@L12/own", "M64P16C8@L12", "M64P16C8@L1", "M64P16C8@L12/fastest"),
+    *(FA2, "tome@L1", "tome@L12", LINFUSION),
+)
+
+
+def unet_inputs(
+    config: Mapping[str, Any], side: int, batch: int, normal: Normal, scale: int = 8
+) -> Inputs:
+    """Inputs that change from call to call, and inputs that stay: those of a UNet.
+
+    Args:
+        config: of the network.
+        side: of the image in pixels.
+        batch: entries.
+        normal: makes normal numbers of a shape, as `torch.randn` does.
+        scale: pixels per latent along a side.
+    """
+    sample = normal(batch, config["in_channels"], side // scale, side // scale)
+    tensors = {
+        "sample": sample.contiguous(memory_format=torch.channels_last),
+        "encoder_hidden_states": normal(batch, TEXT_TOKENS, config["cross_attention_dim"]),
+    }
+    timestep = torch.full((), TIMESTEP, device=sample.device)
+    return tensors, {"timestep": timestep, **added_conditions(config, batch, normal)}
+
+
+def added_conditions(config: Mapping[str, Any], batch: int, normal: Normal) -> dict[str, Any]:
+    """Random `added_cond_kwargs` for SDXL's UNets; nothing for others."""
+    if config["addition_embed_type"] != "text_time":
+        return {}
+    width = config["projection_class_embeddings_input_dim"] - POOLED_TEXT
+    conditions = {
+        "text_embeds": normal(batch, POOLED_TEXT),
+        "time_ids": normal(batch, width // config["addition_time_embed_dim"]),
+    }
+    return {"added_cond_kwargs": conditions}
+
+
+def sd3_inputs(config: Mapping[str, Any], side: int, batch: int, normal: Normal) -> Inputs:
+    """The same for SD3's transformer."""
+    tensors = {
+        "hidden_states": normal(batch, config["in_channels"], side // 8, side // 8),
+        "encoder_hidden_states": normal(batch, SD3_TEXT, config["joint_attention_dim"]),
+        "pooled_projections": normal(batch, config["pooled_projection_dim"]),
+    }
+    return tensors, {"timestep": TIMESTEP * torch.ones_like(tensors["pooled_projections"][:, 0])}
+
+
+def flux_inputs(config: Mapping[str, Any], side: int, batch: int, normal: Normal) -> Inputs:
+    """The same for Flux."""
+    lines = side // 16
+    tensors = {
+        "hidden_states": normal(batch, lines**2, config["in_channels"]),
+        "encoder_hidden_states": normal(batch, FLUX_TEXT, config["joint_attention_dim"]),
+        "pooled_projections": normal(batch, config["pooled_projection_dim"]),
+    }
+    ones = torch.ones_like(tensors["pooled_projections"][:, 0])
+    rows, columns = torch.meshgrid(*[torch.arange(lines, device=ones.device)] * 2, indexing="ij")
+    image = torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1)
+    fixed = {
+        "timestep": 0.125 * ones,
+        "guidance": 4 * ones,
+        "img_ids": image.to(ones.dtype),
+        "txt_ids": ones.new_zeros(FLUX_TEXT, 3),
+    }
+    return tensors, fixed
+
+
+def wan_inputs(
+    config: Mapping[str, Any],
+    side: int,
+    batch: int,
+    normal: Normal,
+    latents: Mapping[int, tuple[int, int, int]] = WAN_LATENTS,
+) -> Inputs:
+    """The same for Wan; `side` are the lines of the video, whose latents have this size."""
+    tensors = {
+        "hidden_states": normal(batch, config["in_channels"], *latents[side]),
+        "encoder_hidden_states": normal(batch, WAN_TEXT, config["text_dim"]),
+    }
+    return tensors, {
+        "timestep": TIMESTEP * torch.ones_like(tensors["encoder_hidden_states"][:, 0, 0])
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model whose network is timed.
+
+    Attributes:
+        title: in results.
+        kind: diffusers' class.
+        config: its arguments.
+        inputs: see `unet_inputs`.
+        sizes: default sides of the images in pixels, or lines of the videos.
+        stem: prefix of the result files.
+        methods: default methods, the most important first.
+        weights: folder with weights; None makes random ones.
+        batch: 2 with guidance by an empty prompt.
+        levels: UNet levels at which attention may change.
+        multiple: a side must be a multiple of it; None if only the default sides are possible.
+        part: other arguments for the few blocks that stand for all.
+        times: all blocks over those of the part.
+        tiny: fields of the model that stands for this one off CUDA, with further `config`.
+    """
+
+    title: str
+    kind: type[nn.Module]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Callable[..., Inputs]
+    sizes: tuple[int, ...]
+    stem: str
+    methods: tuple[str, ...]
+    weights: str | None = None
+    batch: int = 2
+    levels: tuple[int, ...] = LEVELS
+    multiple: int | None = 64
+    part: Mapping[str, Any] = field(default_factory=dict)
+    times: float = 1
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_unet(self) -> bool:
+        return self.kind is UNet2DConditionModel
+
+    def for_device(self, device: torch.device) -> "Model":
+        """This model on CUDA, its tiny stand-in elsewhere."""
+        if device.type == "cuda" or not self.tiny:
+            return self
+        config = {**self.config, **self.tiny["config"]}
+        return replace(self, title=f"tiny, for {self.title}", **{**self.tiny, "config": config})
+
+    def build(self, device: torch.device) -> nn.Module:
+        """The network in float32, or the part that stands for it."""
+        if self.weights is not None:
+            return self.kind.from_pretrained(self.weights, subfolder="unet").to(device)
+        torch.manual_seed(0)
+        with device:
+            return self.kind(**{**self.config, **self.part})
+
+
+SD15 = {"sample_size": 64, "cross_attention_dim": 768}
+SDXL_TEXT = {
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+}
+SDXL = {
+    **SDXL_TEXT,
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "projection_class_embeddings_input_dim": 2816,
+}
+TINY_UNET = {
+    "cross_attention_dim": 32,
+    "norm_num_groups": 8,
+    "attention_head_dim": 2,  # the number of heads, by diffusers' name for it
+}
+TINY_SDXL = {
+    "sample_size": 32,
+    "block_out_channels": (16, 32, 64),
+    "transformer_layers_per_block": (1, 1, 2),
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": POOLED_TEXT + 6 * 8,
+}
+UNETS = {
+    "sd15": Model(
+        title="SD1.5, random weights",
+        kind=UNet2DConditionModel,
+        config=SD15,
+        inputs=unet_inputs,
+        sizes=(512, 1024, 2048),
+        stem="bench_unet",
+        methods=UNET_METHODS,
+        tiny={"config": {**TINY_UNET, "block_out_channels": (16, 32, 64, 64)}},
+    ),
+    "sdxl": Model(
+        title="SDXL, random weights",
+        kind=UNet2DConditionModel,
+        config=SDXL,
+        inputs=unet_inputs,
+        sizes=(1024, 2048),
+        stem="bench_unet_sdxl",
+        methods=SDXL_METHODS,
+        levels=(1, 2),  # it has no attention at level 0
+        tiny={"config": {**TINY_UNET, **TINY_SDXL}},
+    ),
+    "mini-sd": Model(
+        title="mini-sd",
+        kind=UNet2DConditionModel,
+        weights=MINI_SD,
+        inputs=partial(unet_inputs, scale=4),
+        sizes=(256, 512),
+        stem="bench_unet_mini",
+        methods=UNET_METHODS,
+    ),
+}
+
+TINY_HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+TINY_LATENT = {"in_channels": 4, "out_channels": 4}
+TINY_TEXT = {"joint_attention_dim": 32, "pooled_projection_dim": 16}
+TINY_SD3 = {**TINY_HEADS, **TINY_LATENT, **TINY_TEXT, "caption_projection_dim": 32, "num_layers": 4}
+TINY_FLUX = {**TINY_HEADS, **TINY_TEXT, "in_channels": 4, "axes_dims_rope": (4, 6, 6)}
+TINY_WAN = {**TINY_HEADS, **TINY_LATENT, "text_dim": 16, "freq_dim": 32, "ffn_dim": 64}
+
+
+def _transformer(name: str, **fields: Any) -> Model:
+    common = {"stem": f"bench_transformer_{name}", "methods": TRANSFORMER_METHODS, "multiple": 16}
+    return Model(**{**common, "sizes": (1024, 2048, 4096), **fields})
+
+
+TRANSFORMERS = {
+    "sd35-medium": _transformer(
+        "sd35-medium",
+        title="SD3.5-medium",
+        kind=SD3Transformer2DModel,
+        config={  # stabilityai/stable-diffusion-3.5-medium
+            "num_layers": 24,
+            "num_attention_heads": 24,
+            "caption_projection_dim": 1536,
+            "dual_attention_layers": tuple(range(13)),
+            "pos_embed_max_size": 384,
+            "qk_norm": "rms_norm",
+        },
+        inputs=sd3_inputs,
+        part={"num_layers": 11, "dual_attention_layers": tuple(range(6))},
+        times=24 / 11,
+        tiny={
+            "config": {**TINY_SD3, "dual_attention_layers": (0, 1)},
+            "part": {"num_layers": 2, "dual_attention_layers": (0,)},
+            "times": 2,
+        },
+    ),
+    "sd35-large": _transformer(
+        "sd35-large",
+        title="SD3.5-large",
+        kind=SD3Transformer2DModel,
+        config={  # stabilityai/stable-diffusion-3.5-large
+            "num_layers": 38,
+            "num_attention_heads": 38,
+            "caption_projection_dim": 2432,
+            "pos_embed_max_size": 192,
+            "qk_norm": "rms_norm",
+        },
+        inputs=sd3_inputs,
+        part={"num_layers": 4},
+        times=38 / 4,
+        tiny={"config": TINY_SD3, "part": {"num_layers": 2}, "times": 2},
+    ),
+    "flux": _transformer(
+        "flux",
+        title="Flux",
+        kind=FluxTransformer2DModel,
+        config={"guidance_embeds": True},  # black-forest-labs/FLUX.1-dev
+        inputs=flux_inputs,
+        batch=1,
+        part={"num_layers": 1, "num_single_layers": 2},
+        times=19,
+        tiny={"config": {**TINY_FLUX, "num_layers": 2, "num_single_layers": 4}, "times": 2},
+    ),
+    "wan": _transformer(
+        "wan",
+        title="one block of Wan 14B",
+        kind=WanTransformer3DModel,
+        config={"num_layers": 1},  # Wan-AI/Wan2.1-T2V-14B-Diffusers: the defaults, one block of 40
+        inputs=wan_inputs,
+        batch=1,
+        sizes=tuple(WAN_LATENTS),
+        multiple=None,
+        tiny={
+            "config": TINY_WAN,
+            "inputs": partial(wan_inputs, latents={480: (3, 8, 12), 720: (3, 12, 20)}),
+        },
+    ),
+}

@@ -1,0 +1,91 @@
+"""The unfused baseline: flat VQ aggregated by PyTorch, attention by our kernel."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from avq_diffusers import AVQConfig
+from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.attention.triton import codewords as tables
+from avq_diffusers.codebook.codebook import Codebook
+
+
+def unfused_precompute(
+    key: Tensor, value: Tensor, codewords: Tensor, bias: Tensor, *, one_hot: bool
+) -> tuple[Tensor, Tensor]:
+    """Flat VQ in plain PyTorch: assign each key to its nearest codeword, then average the values.
+
+    Args:
+        key, value: (B, H, N, D).
+        codewords: (H, M, D) of the same dtype.
+        bias: (H, 1, M) fp32, minus half the squared norms of the codewords.
+        one_hot: multiply by one-hot assignments instead of scattering.
+
+    Returns:
+        means: (B, H, M, D), dtype of `value`, zero for codewords without keys.
+        counts: (B, H, M) fp32.
+    """
+    num_codewords, head_dim = codewords.shape[1:]
+    logits = (key @ codewords.transpose(1, 2)).float() + bias
+    assignment = logits.argmax(-1)
+    if one_hot:
+        hot = assignment[..., None] == torch.arange(num_codewords, device=key.device)
+        counts = hot.sum(2, dtype=torch.float32)
+        sums = (hot.to(value.dtype).transpose(2, 3) @ value).float()
+    else:
+        counts = logits.new_zeros(*assignment.shape[:2], num_codewords)
+        counts = counts.scatter_add(2, assignment, torch.ones_like(assignment, dtype=counts.dtype))
+        sums = counts.new_zeros(*counts.shape, head_dim)
+        sums = sums.scatter_add(2, assignment[..., None].expand_as(value), value.float())
+    return (sums / counts.clamp(min=1)[..., None]).to(value.dtype), counts
+
+
+def flat_sdpa(codebook: Codebook, query: Tensor, means: Tensor, counts: Tensor) -> Tensor:
+    """Attention of queries over means (B, H, M, D) and counts (B, H, M), without our kernel."""
+    keys = codebook.parents.to(query.dtype).expand(len(query), -1, -1, -1)
+    log_counts = counts.log().to(query.dtype)[:, :, None]
+    return F.scaled_dot_product_attention(query, keys, means, attn_mask=log_counts)
+
+
+def flat_kernel(
+    config: AVQConfig, codebook: Codebook, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The same by our kernel."""
+    from avq_diffusers.attention.triton.attention import attention_launch
+    from avq_diffusers.attention.triton.launch import Plan, address
+    from avq_diffusers.attention.triton.precompute import precompute_launches
+    from avq_diffusers.attention.triton.problem import Problem, addresses_of, readable
+
+    scale = codebook.head_dim**-0.5
+    stored = tables.pack(codebook.parents, codebook.children, scale=scale, dtype=dtype)
+    spec = Spec(
+        **asdict(config.sizes),
+        num_updates=0,
+        query_tile=config.query_tile,
+        means=False,
+        scale=scale,
+    )
+
+    def attend(query: Tensor, means: Tensor, counts: Tensor) -> Tensor:
+        tensors = readable(Tensors(query, query, query, *(None,) * 6))
+        problem = Problem.of(tensors, stored, None, spec)
+        first = precompute_launches(problem)
+        second = attention_launch(problem, first.pointers)
+        # Rows of the kernel: every parent, padding, then what stays with parents, unread here.
+        (_, _, rows, columns), _ = first.parts["mean_values"]
+        (_, _, num_counts), _ = first.parts["log_counts"]
+        means = F.pad(means.to(dtype), (0, columns - means.shape[3]), value=1.0)
+        means = F.pad(means, (0, 0, 0, rows - means.shape[2]))
+        log_counts = F.pad(counts.log2(), (0, num_counts - counts.shape[2]), value=-math.inf)
+        output = torch.empty_like(query.transpose(1, 2).contiguous())
+        given = {"mean_values": means, "log_counts": log_counts, "output": output}
+        addresses = {name: address(x.contiguous()) for name, x in given.items()}
+        plan = Plan(second.parts, [second.launch])
+        plan.run(addresses_of(tensors, stored, None) | addresses, query.device)
+        return output.transpose(1, 2)
+
+    return attend

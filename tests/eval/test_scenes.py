@@ -1,0 +1,446 @@
+"""Scenes: rows at any size, runs that go on, and runs merged over seeds."""
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from eval_helpers import SETTINGS_2X, failed_command, prepare, run_command, scenes_run, score
+from tiny import draw, random_codebooks, small_unet, tiny_pipe, tiny_unet
+
+from avq_diffusers import AVQConfig, scalecrafter, select_layers
+from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
+from avq_diffusers.mini import MINI_SD, TEST_SEEDS, render, sample_scene
+from eval.methods import attention_method, prepare_methods
+from eval.names import EXACT, NO_ATTENTION, TOME
+from eval.quality import scene_rows, scene_runs, scenes
+from eval.quality.generation import Sampling, dilation, dilation_facts, generate
+from eval.quality.metrics import psnr
+from eval.store import report
+
+
+@pytest.fixture(scope="module")
+def codebooks(tmp_path_factory):
+    """A folder of codebooks of levels 0 and 1 for this model."""
+    folder = tmp_path_factory.mktemp("codebooks")
+    random_codebooks(tiny_unet()).save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_command_at_twice_the_size(
+    model, codebooks, scorer_folder, tmp_path, monkeypatch, capsys
+):
+    """Fails for images that are not dilated, of another size, or PSNR to other images."""
+    places = ["--model", model, "--output", tmp_path, "--methods", f"{codebooks},exact"]
+    counts = ["--images", 2, "--steps", 2, "--batch", 2, "--scorer", scorer_folder]
+    run_command(monkeypatch, "scenes", *places, *counts, "--scalecrafter")
+    document = json.loads((tmp_path / "scenes_levels0_scalecrafter.json").read_text())
+    assert (document["size"], document["scalecrafter"]) == (256, SETTINGS_2X)
+    names = [scene_rows.REAL, scene_rows.BROKEN, EXACT, codebooks]
+    assert [row["method"] for row in document["rows"]] == names
+    _, _, exact, avq = document["rows"]
+    assert exact["psnr_median"] is exact["psnr_p10"] is None
+    assert exact["seconds_per_image"] > 0
+
+    pipe = StableDiffusionPipeline.from_pretrained(model)
+    captions = [sample_scene(seed).caption for seed in TEST_SEEDS[:2]]
+    (method,) = prepare_methods(pipe, [codebooks], levels=(0,), calibration_prompts=())
+    settings = Sampling(num_inference_steps=2, batch_size=2, size=256)
+    with scalecrafter(pipe, 256, 256):
+        expected = generate(pipe, captions, range(2), settings)
+        with attention_method(pipe, method):
+            images = generate(pipe, captions, range(2), settings)
+    assert expected.shape == (2, 256, 256, 3)
+    values = psnr(images, expected)
+    assert avq["psnr_median"] == pytest.approx(values.mean(), abs=0.1)
+    assert avq["psnr_p10"] == pytest.approx(values.min(), abs=0.1)
+    undilated = psnr(generate(pipe, captions, range(2), settings), expected)
+    assert undilated.max() < values.min() - 1
+    assert f"| {avq['psnr_median']:.1f} ({avq['psnr_p10']:.1f}) |" in capsys.readouterr().out
+
+
+def test_rows_at_another_size(scorer, monkeypatch):
+    """Fails for real images of the usual size, boxes that do not scale, other seeds than those
+    from the first on, PSNR to the row before, or `exact` in the place where it was named."""
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
+    by_caption = {scene.caption: scene for scene in shown}
+    drawn = []
+
+    def paint(pipe, prompts, seeds, settings, *, description):
+        assert list(seeds) == [7, 8, 9]
+        drawn.append(description)
+        images = np.stack([render(by_caption[prompt], settings.size) for prompt in prompts])
+        error = np.uint8(0 if description == EXACT else 3 * len(drawn))
+        return np.where(images > 127, images - error, images + error)
+
+    monkeypatch.setattr(scenes, "generate", paint)
+    settings = Sampling(size=320)
+    methods = [NO_ATTENTION, EXACT, TOME]
+    rows = score(tiny_pipe(), methods, shown, scorer, settings, first_seed=7)
+    real, broken, exact, *others = rows
+    assert drawn == [row["method"] for row in rows[2:]] == [EXACT, NO_ATTENTION, TOME]
+    assert [real["fid"], exact["fid"]] == pytest.approx([0, 0], abs=1e-2)
+    assert broken["fid"] > 0.1
+    assert real["copy_agreement"] > 0.99 < exact["copy_agreement"]
+    assert abs(broken["copy_agreement"]) < 0.2
+    assert exact["clip_score"] == pytest.approx(real["clip_score"])
+    assert real["clip_score"] > 80
+    assert 0 < real["clip_score_sem"] < 2
+    assert real["num_images"] == 3
+    decibels = [20 * np.log10(255 / x) for x in (6, 9)]
+    assert [row["psnr_median"] for row in others] == pytest.approx(decibels)
+    assert exact["psnr_median"] is exact["fid_to_exact"] is None
+    # The images of exact attention are the real ones here.
+    for row in others:
+        assert row["fid"] == pytest.approx(row["fid_to_exact"], rel=0.01)
+    table = scene_rows.scenes_table(rows).splitlines()
+    assert len(table) == 2 + len(rows)
+    assert f"| {broken['fid']:.3f} ± {broken['fid_sem']:.3f} |" in table[3]
+    rows = score(tiny_pipe(), [TOME], shown, scorer, settings, first_seed=7)
+    assert rows[2]["psnr_median"] is rows[2]["fid_to_exact"] is None
+
+
+def test_a_killed_run_goes_on(tiny_scorer, monkeypatch):
+    """Fails for methods that are drawn twice, or are compared with no or other images."""
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:3]]
+    settings = Sampling(num_inference_steps=1, size=128)
+    methods = [NO_ATTENTION, EXACT, TOME]
+    again = partial(score, tiny_pipe(), methods, shown, tiny_scorer, settings)
+    rows = again()
+    drawn = []
+
+    def watched(*positional, description, **options):
+        drawn.append(description)
+        return generate(*positional, description=description, **options)
+
+    monkeypatch.setattr(scenes, "generate", watched)
+    for number, expected in ((4, [EXACT, TOME]), (5, [])):
+        finished = {row["method"]: row for row in rows[:number]}
+        found = again(finished=finished)
+        assert drawn == expected
+        for row, before in zip(found, rows, strict=True):
+            for name in before.keys() - {"seconds_per_image"}:
+                assert row[name] == before[name]
+        drawn.clear()
+
+
+def test_the_command_goes_on(model, scorer_folder, tmp_path, monkeypatch, capsys):
+    """Fails where rows are lost by a second kill, or a file of other images is taken."""
+    arguments = ["--model", model, "--output", tmp_path, "--images", 2, "--steps", 1]
+    arguments += ["--scorer", scorer_folder]
+    run_command(monkeypatch, "scenes", *arguments, "--methods", "exact,value-projection")
+    path = tmp_path / "scenes_levels0.json"
+    rows = json.loads(path.read_text())["rows"]
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_, **__):
+        raise Killed
+
+    go_on = ("scenes", *arguments, "--methods", "exact,tome", "--resume")
+    with monkeypatch.context() as patched:
+        patched.setattr(scenes, "generate", killed)
+        with pytest.raises(Killed):
+            run_command(monkeypatch, *go_on)
+    stored = json.loads(path.read_text())["rows"]
+    assert [row["method"] for row in stored] == [row["method"] for row in rows]
+    run_command(monkeypatch, *go_on)
+    stored = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(stored) == [scene_rows.REAL, scene_rows.BROKEN, EXACT, TOME, NO_ATTENTION]
+    assert stored[NO_ATTENTION] == rows[3]
+    assert stored[TOME]["psnr_median"] > 0
+
+
+def test_a_folder_trained_again_is_drawn_again(tiny_scorer, tmp_path, monkeypatch):
+    """Fails where a row is kept by the name of its folder."""
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+    settings = Sampling(num_inference_steps=1, size=128)
+    pipe = tiny_pipe()
+    random_codebooks(pipe.unet).save_pretrained(tmp_path)
+    again = partial(score, pipe, [str(tmp_path)], shown, tiny_scorer, settings)
+    rows = {row["method"]: row for row in again()}
+    random_codebooks(pipe.unet, seed=1).save_pretrained(tmp_path)
+    *_, row = again(finished=rows)
+    assert row["sha256"] != rows[str(tmp_path)]["sha256"]
+    monkeypatch.setattr(scenes, "generate", lambda *_, **__: pytest.fail("drawn once more"))
+    assert again(finished={row["method"]: row})[-1] is row
+
+
+@pytest.mark.parametrize(
+    ("protocol", "environment", "named"),
+    [
+        ({"images": 3}, {"commit": "a"}, "images (2, now 3)"),
+        ({"images": 2}, {"commit": "b"}, "commit (a, now b)"),
+    ],
+)
+def test_only_the_same_run_goes_on(protocol, environment, named):
+    row = {"method": "M4"}
+    stored = {"images": 2, "rows": [row], "environment": {"commit": "a", "date": "then"}}
+    same = ({"images": 2}, {"commit": "a", "date": "now"})
+    assert scene_runs.finished_rows(stored, *same) == {"M4": row}
+    with pytest.raises(ValueError, match=re.escape(f"differs in {named}; start again")):
+        scene_runs.finished_rows(stored, protocol, environment)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 500}, "the size must be a multiple of 64, but got 500"),
+        ({}, "the size must be a multiple of 64, but got None"),
+        ({"size": 0}, "the size must be a multiple of 64, but got 0"),
+        ({"size": 128, "is_dilated": True}, "larger than the training size, 128"),
+        ({"size": 192, "is_dilated": True}, "there are ScaleCrafter settings for 256 x 256"),
+    ],
+)
+def test_sizes_are_refused_before_the_work(options, message):
+    pipe = tiny_pipe()
+    pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
+    with pytest.raises(ValueError, match=message):
+        score(pipe, ["M4"], [sample_scene(0)], None, Sampling(**options))
+
+
+def test_mini_sd_has_settings_of_its_own():
+    """Fails where SD1.5's are taken, or mini-sd's for other models."""
+    mini = StableDiffusionPipeline.from_pretrained(MINI_SD)
+    cases = (
+        (mini, 512, MINI_SCALECRAFTER),
+        (mini, 1024, SD15_2048),
+        (tiny_pipe(), 256, SD15_1024),
+    )
+    for pipe, size, config in cases:
+        with dilation(pipe, Sampling(size=size, is_dilated=True)):
+            assert pipe.unet._scalecrafter.config is config
+        with dilation(pipe, Sampling(size=size)):
+            assert not hasattr(pipe.unet, "_scalecrafter")
+        assert dilation_facts(pipe, Sampling(size=size)) is False
+    facts = dilation_facts(mini, Sampling(size=512, is_dilated=True))
+    assert facts["downsamplers"] is False
+    assert json.loads(json.dumps(facts)) == facts  # else no run could be resumed
+    with pytest.raises(ValueError, match="ScaleCrafter needs a size"):
+        dilation(mini, Sampling(is_dilated=True))
+
+
+def test_tome_merges_its_levels():
+    """Fails where ToMe stays at level 0 beside methods that change level 1 as well."""
+    pipe, levels = tiny_pipe(), (0, 1)
+    (method,) = prepare(pipe, TOME, levels=levels)
+    tokens = {}
+
+    def note(attn, arguments):
+        tokens[by_module[attn]] = arguments[0].shape[1]
+
+    by_module = {layer.attn: layer.level for layer in select_layers(pipe.unet)}
+    hooks = [attn.register_forward_pre_hook(note) for attn in by_module]
+    draw(pipe)
+    whole = dict(tokens)
+    with attention_method(pipe, method):
+        draw(pipe)
+    for hook in hooks:
+        hook.remove()
+    assert [level for level in range(4) if tokens[level] == whole[level] / 2] == list(levels)
+    assert all(tokens[level] == whole[level] for level in range(len(levels), 4))
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Two scenes, whose images are drawn right at once."""
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+    images = np.stack([render(scene, 256) for scene in shown])
+    monkeypatch.setattr(scenes, "generate", lambda *positional, **options: images)
+    return shown
+
+
+def test_a_row_says_what_its_computation_has_of_its_own(tiny_scorer, drawn, tmp_path, monkeypatch):
+    """Catches rows that do not tell another computation from the default one, default ones that
+    could no longer be merged with those of older files, and a time of all images."""
+    monkeypatch.setattr(scenes, "perf_counter", count(0, 6).__next__)
+    fields = {"query_tile": 16, "query_order": "random", "key_norm": True}
+    random_codebooks(tiny_unet(), AVQConfig.parse("M4P2C2", **fields)).save_pretrained(tmp_path)
+    methods = [str(tmp_path), NO_ATTENTION]
+    *_, row, other = score(tiny_pipe(), methods, drawn, tiny_scorer, Sampling(size=256))
+    assert (row["config"], row["fields"]) == ("M4P2C2", fields)
+    assert "fields" not in other
+    assert row["seconds_per_image"] == 3
+
+
+@pytest.mark.long
+def test_scenes_of_a_compiled_unet(tiny_scorer, monkeypatch):
+    """Catches a UNet that is not compiled, or code of one method that serves the next."""
+    pipe = tiny_pipe(small_unet())
+    compile_unet = partial(torch.nn.Module.compile, pipe.unet, backend="eager")
+    monkeypatch.setattr(pipe.unet, "compile", compile_unet, raising=False)
+    shown = [sample_scene(seed) for seed in TEST_SEEDS[:2]]
+    methods = [EXACT, "M4P2C2"]
+
+    settings = Sampling(num_inference_steps=2, size=128)
+    plain = score(pipe, methods, shown, tiny_scorer, settings)
+
+    torch._dynamo.utils.counters.clear()
+    settings = replace(settings, is_compiled=True, batch_size=1)
+    rows = score(pipe, methods, shown, tiny_scorer, settings)
+
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(methods)
+    for row, expected in zip(rows, plain, strict=True):
+        for name in ("fid", "clip_score", "copy_agreement"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-3), row["method"]
+    with pytest.raises(ValueError, match="2 images are not a multiple of 64"):
+        score(pipe, methods, shown, tiny_scorer, replace(settings, batch_size=64))
+
+
+def test_merged_runs_are_means_with_standard_errors_over_runs():
+    """The standard error of 1, 2, 6 is sqrt(7 / 3); fails for that of the images, and for a mean
+    over those runs that have a figure."""
+    runs = [scenes_run(0, 1, clip_score=80.0), scenes_run(1, 2), scenes_run(2, 6, clip_score=100.0)]
+    for run, decibels in zip(runs, (30.0, 33.0, 36.0), strict=True):
+        run["rows"][0] |= {"psnr_median": decibels, "seconds_per_image": 0.5}
+        run["rows"][0]["psnr_p10"] = None if decibels == 33 else decibels
+        run["rows"].append({**run["rows"][0], "method": EXACT, "copy_agreement": None})
+    row, exact = scene_runs.merge_runs(runs)
+    assert (row["method"], row["num_runs"]) == ("M4", 3)
+    assert (row["fid"], row["clip_score"], row["copy_agreement"]) == (3, 90, 0.5)
+    assert row["fid_sem"] == pytest.approx((7 / 3) ** 0.5)
+    assert row["clip_score_sem"] == pytest.approx(10 / 3**0.5)
+    assert row["copy_agreement_sem"] == row["fid_less_exact"] == 0
+    assert (row["psnr_median"], row["seconds_per_image"]) == (33, 0.5)
+    assert row["psnr_p10"] is row["psnr_p10_sem"] is None
+    assert row["copy_agreement_less_exact"] is exact["copy_agreement"] is None
+    line = "| 3.000 ± 1.528 | - | 90.00 ± 5.77 | 0.500 ± 0.000 | 33.0 ± 1.7 |"
+    assert scene_rows.scenes_table([row]).endswith(line)
+    few = row | {"psnr_median_sem": float("nan")}  # of too few images
+    assert scene_rows.scenes_table([few]).endswith("| 33.0 |")
+
+
+def test_merged_rows_have_their_differences_to_exact_attention():
+    """FID is 3, 5, 4 above that of the same run: the noise, 10 to 30, cancels. Catches errors of
+    the means in place of the differences, and exact attention of another run of the seed."""
+
+    def run(seed, exact, method, fid):
+        rows = [
+            scenes_run(seed, x, method=name)["rows"][0]
+            for name, x in ((EXACT, exact), (method, fid))
+        ]
+        rows += [
+            scenes_run(seed, 0.0, method=x)["rows"][0] for x in (scene_rows.REAL, scene_rows.BROKEN)
+        ]
+        return scenes_run(seed) | {"rows": rows}
+
+    runs = [run(0, 10, "M4", 13), run(1, 20, "M4", 25), run(2, 99, "M5", 0), run(2, 30, "M4", 34)]
+    rows = {row["method"]: row for row in scene_runs.merge_runs(runs)}
+    assert rows["M4"]["fid_less_exact"] == pytest.approx(4)
+    assert rows["M4"]["fid_less_exact_sem"] == pytest.approx(1 / 3**0.5)
+    assert rows["M4"]["clip_score_less_exact"] == rows["M4"]["copy_agreement_less_exact_sem"] == 0
+    for name in (EXACT, scene_rows.REAL, scene_rows.BROKEN):
+        assert rows[name]["fid_less_exact"] is None
+    (line,) = scene_rows.differences_table(list(rows.values())).splitlines()[2:]
+    assert line == "| M4 | - | - | +4.000 ± 0.577 | +0.000 ± 0.000 | +0.0000 ± 0.0000 |"
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ([], r"expected results of scenes with different seeds, but got seeds \[0\]"),
+        ([scenes_run(0)], r"different seeds, but got seeds \[0, 0\]"),
+        ([{"rows": []}], r"different seeds, but got seeds \[0, None\]"),
+        ([scenes_run(1, method="M5")], "must have the same methods and images"),
+        ([scenes_run(1, num_images=2)], "must have the same methods and images"),
+        ([scenes_run(1, dtype="double")], "and the same num_inference_steps, dtype"),
+        ([scenes_run(1) | {"size": 512}], "and the same .*size, scalecrafter"),
+        ([scenes_run(1) | {"scalecrafter": SETTINGS_2X}], "and the same .*size, scalecrafter"),
+        ([{**scenes_run(1), "rows": []}], "must have the same methods and images"),
+        (
+            [scenes_run(seed) | {"model": model} for seed, model in ((1, "a"), (2, "b"))],
+            "and the same .*, model, model_sha256, scorer, scorer_sha256, guidance_scale",
+        ),
+    ],
+)
+def test_runs_of_another_protocol_are_not_merged(other, message):
+    with pytest.raises(ValueError, match=message):
+        scene_runs.merge_runs([scenes_run(0), *other])
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 4), (9, 5)])
+def test_runs_that_share_noise_are_not_merged(first, second):
+    """Catches seeds that only differ; ranges that touch are merged."""
+    runs = [scenes_run(seed, num_images=5) for seed in (first, second)]
+    low = min(first, second)
+    message = f"the seeds {low} to {low + 4} and {low + 4} to {low + 8}"
+    with pytest.raises(ValueError, match=message):
+        scene_runs.merge_runs(runs)
+    (row,) = scene_runs.merge_runs([runs[0], scenes_run(first + 5, num_images=5)])
+    assert row["num_runs"] == 2
+
+
+def test_runs_of_one_seed_are_joined():
+    """Catches a row counted twice or under another level, and one that a seed lacks."""
+
+    def run(seed, **fids):
+        rows = []
+        for name, fid in fids.items():
+            method, _, level = name.partition("_")
+            (row,) = scenes_run(seed, fid, method=method)["rows"]
+            rows.append(row | {"levels": [int(level)]})
+        return scenes_run(seed) | {"rows": rows}
+
+    runs = [
+        run(0, exact_0=1.0, M4_0=2.0),
+        run(0, exact_1=5.0, M4_1=3.0),
+        run(1, exact_1=3.0, M4_1=5.0, M4_0=4.0, M9_0=1.0),
+    ]
+    rows = scene_runs.merge_runs(runs)
+    found = [(*scene_rows.row_key(row), row["fid"], row["num_runs"]) for row in rows]
+    assert found == [("exact", (), 2, 2), ("M4", (0,), 3, 2), ("M4", (1,), 4, 2)]
+    changed = run(1, M4_0=4.0)
+    changed["rows"][0]["sha256"] = "another folder"
+    with pytest.raises(ValueError, match="the same methods and images"):
+        scene_runs.merge_runs([*runs, changed])
+
+
+def test_the_merge_command(tmp_path, monkeypatch, capsys):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    commands = [f"python -m eval scenes --first-seed {seed}" for seed in (1, 3)]
+    for file, command, fid in zip(files, commands, (1, 3), strict=True):
+        run = scenes_run(seed=fid, fid=fid)
+        run |= {"model": "mini-sd"} if fid == 3 else {}  # older files do not say it
+        run["rows"] += [{**run["rows"][0], "method": "M5"}] * (fid == 3)
+        report.save_json(file, command=command, device="cpu", **run)
+    run_command(monkeypatch, "merge", *files, "--output", tmp_path / "both.json")
+    shown = capsys.readouterr().out
+    assert "| M4 | - | - | 2.000 ± 1.000 |" in shown
+    assert "Left out, as not every seed has it: M5, levels []" in shown
+    document = json.loads((tmp_path / "both.json").read_text())
+    assert [run["command"] for run in document["runs"]] == commands
+    assert not any("rows" in run for run in document["runs"])
+    assert document["rows"][0]["fid"] == 2
+    assert (document["model"], document["dtype"]) == ("mini-sd", "half")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "x.json is not a result of python -m eval"),
+        ({"command": "python -m eval table a"}, "but these are of table"),
+        ({"command": "python -m eval scenes"}, "x.json is not a complete result .*'rows'"),
+        ({"command": "python -m eval scenes", "rows": [1]}, "x.json is not a complete result"),
+        (
+            {"command": "python -m eval scenes", "rows": [], "num_images": 1},
+            "x.json is not a complete result .*'first_seed'",
+        ),
+    ],
+)
+def test_the_merge_command_names_a_file_that_does_not_fit(
+    tmp_path, monkeypatch, capsys, content, message
+):
+    """Catches a traceback, and a sentence that does not say which file it is."""
+    (tmp_path / "x.json").write_text(json.dumps(content))
+    code, last = failed_command(
+        monkeypatch, capsys, "merge", tmp_path / "x.json", "--output", tmp_path / "y.json"
+    )
+    assert code == 2
+    assert re.search(message, last)
+    assert not (tmp_path / "y.json").exists()
