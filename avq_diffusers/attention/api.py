@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from avq_diffusers.attention import reference, torch_backward, torch_forward, triton
+from avq_diffusers.attention import reference, torch_backward, torch_forward
 from avq_diffusers.attention.limits import LIMITS, obstacles
 from avq_diffusers.attention.spec import NUM_TOKENS, Spec, Tensors
 from avq_diffusers.attention.triton import codewords as tables
@@ -319,11 +319,11 @@ def _launch_kernels(tensors: Tensors, spec: Spec) -> Tensor:
 
 
 @cache
-def _kernels() -> ModuleType:
-    """The package of the kernels; importing them needs Triton."""
-    from avq_diffusers.attention.triton import call, gradients, updates  # noqa: F401
+def _kernels() -> SimpleNamespace:
+    """The modules that launch kernels; importing them needs Triton."""
+    from avq_diffusers.attention.triton import call, gradients, updates
 
-    return triton
+    return SimpleNamespace(call=call, gradients=gradients, updates=updates)
 
 
 def _current(device: torch.device) -> AbstractContextManager:

@@ -78,7 +78,7 @@ class Tensors(NamedTuple):
     def part(self, elements: slice) -> "Tensors":
         """The call of some elements of the batch."""
         tokens = (None if x is None else x[elements] for x in self.tokens)
-        return Tensors(*tokens, *self[NUM_TOKENS:])  # type: ignore[arg-type]
+        return Tensors._make((*tokens, *self[NUM_TOKENS:]))
 
     def with_codewords_in(self, dtype: torch.dtype) -> "Tensors":
         """The call with its codebook, if it has one, as constants of a dtype."""

@@ -5,6 +5,7 @@ output differs from exact attention's. The limit is the fastest attention possib
 and each token takes its own value.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -47,7 +48,7 @@ CALIBRATION_STEPS = (900, 650, 400, 150)
 CALIBRATION_KEYS = 8192
 
 
-class NetworkBench:
+class NetworkBench(ABC):
     """A network, and the methods that its attention can switch to.
 
     On CUDA it runs in half precision, elsewhere in float32. `compile_backend` goes to
@@ -130,9 +131,9 @@ class NetworkBench:
             return forced_sdpa(FORCED[method.source])
         return nullcontext()
 
+    @abstractmethod
     def _codewords(self, method: MethodName) -> AVQConfig | AVQCodebooks:
         """What `apply_avq` takes for a method of AVQ."""
-        raise NotImplementedError
 
     def _draw(self, side: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self.model.inputs(self.network.config, side, self.model.batch, self._normal)

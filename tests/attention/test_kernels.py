@@ -64,8 +64,11 @@ def use(monkeypatch):
             monkeypatch.setattr(attention, "attention_tiling", lambda problem: of_attention)
         if of_precompute:
             tiling = tuning.precompute_tiling
-            changed = lambda problem: replace(tiling(problem), **of_precompute)  # noqa: E731
-            monkeypatch.setattr(precompute, "precompute_tiling", changed)
+            monkeypatch.setattr(
+                precompute,
+                "precompute_tiling",
+                lambda problem: replace(tiling(problem), **of_precompute),
+            )
         for plan in plans:
             plan.cache_clear()
 

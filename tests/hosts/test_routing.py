@@ -200,7 +200,10 @@ def test_never_slower_from_a_break_even_on(monkeypatch):
     An eager call of AVQ counts three times: SD1.5's step at 512 pixels waits for the host.
     """
     exact = dict(zip(TOKENS, (3.0, 1.0, 3.0, 5.9, 6.1, 7.0), strict=True))
-    both = lambda workload, num, *others: (lambda: 2.0, lambda: exact[num])  # noqa: E731
+
+    def both(workload, num, *others):
+        return lambda: 2.0, lambda: exact[num]
+
     monkeypatch.setattr(routing, "_both_attentions", both)
     monkeypatch.setattr(routing, "_eager_milliseconds", lambda call: call())
     monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
