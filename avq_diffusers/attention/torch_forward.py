@@ -402,13 +402,19 @@ def cut_tiles(tokens: Tensor, order: Tensor | slice, query_tile: int, dtype: tor
 
 
 def write_tiles(tokens: Tensor, tiles: Tensor, order: Tensor | slice) -> None:
-    """Write tiles (H, T, I, D) to tokens (B, H / B, N, D), where `cut_tiles` found them."""
-    tiles = tiles.flatten(1, 2).unflatten(0, tokens.shape[:2])
+    """Write tiles (H, T, I, D) to tokens (B, H / B, N, D), where `cut_tiles` found them.
+
+    Args:
+        tokens: a view of (B, N, H, D) memory. It is written as such: with one head, deterministic
+            `index_copy_` on a GPU takes the strides of the view for those of contiguous memory.
+    """
+    tiles = tiles.flatten(1, 2).unflatten(0, tokens.shape[:2]).transpose(1, 2)
+    memory = tokens.transpose(1, 2)
     if isinstance(order, slice):
-        target = tokens[:, :, order]
-        target.copy_(tiles[:, :, : target.shape[2]])
+        target = memory[:, order]
+        target.copy_(tiles[:, : target.shape[1]])
     else:
-        tokens.index_copy_(2, order, tiles[:, :, : len(order)].to(tokens.dtype))
+        memory.index_copy_(1, order, tiles[:, : len(order)].to(memory.dtype))
 
 
 def _attention(
