@@ -1,14 +1,15 @@
-"""One dial from fast to exact: the error of each layer along a ladder of sizes.
+"""One dial from fast to exact: the error of the model's output.
 
-A few denoising steps, or images, give the error of every rung in every layer. For a tolerance, each
-layer then runs the cheapest rung that holds it, or exact attention.
+Layers differ by a factor of 40 in what an error of their attention does to the output, and the
+squares of what single layers do add up. So a profile holds the effect on the output and the time of
+each size in each layer, and a tolerance gives time to the layers where it removes most error.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +20,7 @@ from avq_diffusers.hosts.refinement import EXACT, SizeSchedule
 from avq_diffusers.hosts.state import LayerState
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS
 
-SHOWN_TOLERANCES = (0.05, 0.1, 0.2)
-# What measured errors may take of a tolerance: others are a little larger than those of the probes.
-MARGIN = 0.9
+SHOWN_TOLERANCES = (0.01, 0.02, 0.05)
 
 
 class Choice(NamedTuple):
@@ -29,97 +28,218 @@ class Choice(NamedTuple):
 
     Attributes:
         sizes: of AVQ; None is exact attention.
-        error: the measured one.
+        effect: the error of the output if only this layer ran so, and exact elsewhere.
     """
 
     sizes: Sizes | None
-    error: float
+    effect: float
 
     def __str__(self) -> str:
         return EXACT if self.sizes is None else str(self.sizes)
 
 
 @dataclass(frozen=True)
-class LayerErrors:
-    """The errors and costs of a layer, by configuration string.
+class LayerEffects:
+    """What each size does to the model's output in a layer, and the time it takes.
 
     Attributes:
         layer: name, level and head shape.
         num_tokens: of the measured calls. With fewer, exact attention runs.
-        costs: the time of AVQ over that of exact attention, or on a CPU the columns that a query
-            meets over the number of tokens.
-        errors: by the training timestep at which a part of the denoising begins, then by
-            configuration string.
+        times: per call of the model, by configuration string or "exact"; in milliseconds on a GPU,
+            on other devices in billions of operations.
+        effects: by the training timestep at which a part of the denoising begins, then by
+            configuration string: the error of the output over all calls, if only this layer runs
+            these sizes, and only in this part.
+
+    Raises:
+        ValueError: a time or effect is missing, negative or not finite.
     """
 
     layer: LayerSpec
     num_tokens: int
-    costs: Mapping[str, float]
-    errors: Mapping[int, Mapping[str, float]]
+    times: Mapping[str, float]
+    effects: Mapping[int, Mapping[str, float]]
 
     def __post_init__(self) -> None:
-        check_int(f"num_tokens of {self.layer.name}", self.num_tokens, 1)
-        if max(self.errors, default=None) != NUM_TRAIN_TIMESTEPS:
-            raise ValueError(
-                f"errors of {self.layer.name} must begin at timestep {NUM_TRAIN_TIMESTEPS}."
-            )
-        for errors in self.errors.values():
-            if errors.keys() != self.costs.keys():
-                raise ValueError(f"errors and costs of {self.layer.name} have different sizes.")
-            if not all(0 <= x < math.inf for x in (*errors.values(), *self.costs.values())):
-                raise ValueError(f"errors and costs of {self.layer.name} must be finite.")
+        name = self.layer.name
+        check_int(f"num_tokens of {name}", self.num_tokens, 1)
+        if max(self.effects, default=None) != NUM_TRAIN_TIMESTEPS:
+            raise ValueError(f"effects of {name} must begin at timestep {NUM_TRAIN_TIMESTEPS}.")
+        for effects in self.effects.values():
+            if {*effects, EXACT} != {*self.times}:
+                raise ValueError(f"effects and times of {name} have different sizes.")
+            if not all(0 <= x < math.inf for x in (*effects.values(), *self.times.values())):
+                raise ValueError(f"effects and times of {name} must be finite and not negative.")
 
-    def within(self, tolerance: float) -> dict[int, Choice]:
-        """The cheapest choice in each part; equal ones in a row are one."""
-        limit = MARGIN * tolerance
-        choices = {start: self._cheapest(errors, limit) for start, errors in self.errors.items()}
-        runs = (list(run) for _, run in groupby(choices, key=lambda start: choices[start].sizes))
-        return {run[0]: max(map(choices.__getitem__, run), key=_error_of) for run in runs}
+    def best(self, start: int, share: float) -> "list[_Option]":
+        """The choices of a part from fast to exact, each worth its time for some tolerance.
 
-    def _cheapest(self, errors: Mapping[str, float], limit: float) -> Choice:
-        held = [x for x, error in errors.items() if error <= limit and self.costs[x] < 1]
-        if not held:
-            return Choice(None, 0.0)
-        cheapest = min(held, key=self.costs.__getitem__)
-        return Choice(AVQConfig.parse(cheapest).sizes, errors[cheapest])
+        These are the corners of the convex hull of time and squared effect.
+        """
+        effects = {**self.effects[start], EXACT: 0.0}
+        options = sorted(
+            _Option(share * self.times[sizes], effect**2, sizes)
+            for sizes, effect in effects.items()
+            if self.times[sizes] <= self.times[EXACT]
+        )
+        hull: list[_Option] = []
+        for option in options:
+            if hull and option.squared >= hull[-1].squared:
+                continue
+            while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], option):
+                hull.pop()
+            hull.append(option)
+        return hull
+
+
+class _Option(NamedTuple):
+    """Of a layer in a part of the denoising."""
+
+    time: float  # of the calls in this part, a share of all
+    squared: float  # effect
+    sizes: str
+
+
+class Point(NamedTuple):
+    """A point of the curve of time over output error.
+
+    Attributes:
+        predicted: error of the output, by the effects of single layers.
+        measured: error of the output with all layers so, the largest of the examples.
+    """
+
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The sizes of every layer within a tolerance.
+
+    Attributes:
+        tolerance: that was asked for.
+        error: predicted error of the output, relative to the exact one.
+        time: of the attention of all layers in one call, in the unit of the profile.
+        exact_time: of exact attention.
+        choices: by layer name, then by the timestep from which on the choice holds.
+    """
+
+    tolerance: float
+    error: float
+    time: float
+    exact_time: float
+    choices: Mapping[str, Mapping[int, Choice]] = field(repr=False)
+
+    @property
+    def speedup(self) -> float:
+        """Time of exact attention over the time of this allocation."""
+        return self.exact_time / self.time if self.time else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"output within {100 * self.error:.2g} % of exact (asked: {100 * self.tolerance:g} %), "
+            f"attention {self.speedup:.2g} times as fast"
+        )
 
 
 @dataclass(frozen=True)
 class ErrorProfile:
-    """The error of every layer of a model along the ladder of sizes, for `apply_avq`.
+    """The effect of every layer's attention on a model's output, for `apply_avq`.
 
-    `str()` is a table of what `within` chooses for some tolerances.
+    `str()` shows time over error, and which sizes layers get, for some tolerances.
 
     Attributes:
-        config: levels, tiles and updates that the errors were measured with.
-        layers: errors and costs.
+        config: levels, tiles and updates that were measured.
+        layers: effects and times.
+        shares: of the calls of the model, by the timestep at which a part of the denoising begins.
+        curve: predicted and measured errors of allocations, which correct those of others.
 
     Raises:
-        ValueError: there is no layer, or a layer lacks errors or costs.
+        ValueError: there is no layer, two have one name, or parts differ between layers.
     """
 
     config: AVQConfig = field(repr=False)
-    layers: tuple[LayerErrors, ...] = field(repr=False)
+    layers: tuple[LayerEffects, ...] = field(repr=False)
+    shares: Mapping[int, float] = field(repr=False)
+    curve: tuple[Point, ...] = field(repr=False, default=())
 
     def __post_init__(self) -> None:
-        if not self.layers:
+        names = [one.layer.name for one in self.layers]
+        if not names:
             raise ValueError("an error profile must have a layer.")
+        if len({*names}) < len(names):
+            raise ValueError("an error profile must have each layer once.")
+        if any(one.effects.keys() != self.shares.keys() for one in self.layers):
+            raise ValueError("an error profile must have the same parts in every layer.")
+        for numbers in (self.shares.values(), *self.curve):
+            if not all(0 < x < math.inf for x in numbers):
+                raise ValueError("shares and errors of an error profile must be above 0.")
 
-    def within(self, tolerance: float) -> dict[str, dict[int, Choice]]:
-        """The cheapest sizes whose measured error is at most `MARGIN` times a tolerance.
+    def within(self, tolerance: float) -> Allocation:
+        """The fastest sizes whose output error is within a tolerance.
+
+        From the fastest sizes on, layers get the next ones in the order of error removed per time.
 
         Args:
-            tolerance: the largest relative error of a layer's attention; above 0.
-
-        Returns:
-            By layer name, then by the timestep from which on the choice holds.
+            tolerance: the largest error of the output, relative to the exact one; above 0.
 
         Raises:
             TypeError: `tolerance` is not a number.
             ValueError: it is not above 0, or not finite.
         """
-        checked_tolerance(tolerance)
-        return {one.layer.name: one.within(tolerance) for one in self.layers}
+        limit = self._uncorrected(checked_tolerance(tolerance)) ** 2
+        parts = {
+            (one.layer.name, start): one.best(start, share)
+            for one in self.layers
+            for start, share in self.shares.items()
+        }
+        steps = [
+            (_gain(*pair), place, pair[1])
+            for place, options in parts.items()
+            for pair in pairwise(options)
+        ]
+        chosen = {place: options[0] for place, options in parts.items()}
+        for _, place, option in sorted(steps, key=_by_gain):
+            if math.fsum(each.squared for each in chosen.values()) <= limit:
+                break
+            chosen[place] = option
+        predicted = math.fsum(each.squared for each in chosen.values()) ** 0.5
+        return Allocation(
+            tolerance,
+            predicted * self._correction(predicted),
+            math.fsum(each.time for each in chosen.values()),
+            math.fsum(self.exact_times.values()),
+            {one.layer.name: _runs(one.layer.name, chosen) for one in self.layers},
+        )
+
+    @property
+    def exact_times(self) -> dict[str, float]:
+        """Times of exact attention by layer name."""
+        return {one.layer.name: one.times[EXACT] for one in self.layers}
+
+    def _correction(self, predicted: float) -> float:
+        """Measured over predicted error, between the points of the curve by their logarithm."""
+        points = sorted(self.curve)
+        if not points or predicted <= 0:
+            return 1.0
+        below = max((x for x in points if x.predicted <= predicted), default=points[0])
+        above = min((x for x in points if x.predicted >= predicted), default=points[-1])
+        low, high = (x.measured / x.predicted for x in (below, above))
+        if above.predicted <= below.predicted:
+            return max(low, high)
+        way = math.log(predicted / below.predicted) / math.log(above.predicted / below.predicted)
+        return low ** (1 - way) * high**way
+
+    def _uncorrected(self, tolerance: float) -> float:
+        """The predicted error whose corrected one is a tolerance."""
+        low, high = 0.0, 100 * tolerance
+        for _ in range(60):
+            middle = (low + high) / 2
+            if middle * self._correction(middle) <= tolerance:
+                low = middle
+            else:
+                high = middle
+        return low
 
     def check_layers(self, layers: Sequence[LayerSpec]) -> None:
         """Refuse other layers than those that were measured.
@@ -138,12 +258,14 @@ class ErrorProfile:
         """
         document = {
             "config": asdict(self.config),
+            "shares": self.shares,
+            "curve": [point._asdict() for point in self.curve],
             "layers": [
                 {
                     "layer": one.layer.stored,
                     "num_tokens": one.num_tokens,
-                    "costs": one.costs,
-                    "errors": one.errors,
+                    "times": one.times,
+                    "effects": one.effects,
                 }
                 for one in self.layers
             ],
@@ -153,7 +275,7 @@ class ErrorProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> "ErrorProfile":
-        """Read a file that `save` wrote.
+        """Read a file that `save` wrote, whatever the order of its keys.
 
         Raises:
             OSError: the file cannot be read.
@@ -161,8 +283,12 @@ class ErrorProfile:
         """
         try:
             document = json.loads(Path(path).read_text())
-            config = AVQConfig.from_dict(document["config"])
-            return cls(config, tuple(map(_read, document["layers"])))
+            return cls(
+                AVQConfig.from_dict(document["config"]),
+                tuple(map(_read, document["layers"])),
+                _by_start(document["shares"]),
+                tuple(Point(**point) for point in document["curve"]),
+            )
         except (
             AttributeError,
             KeyError,
@@ -175,59 +301,83 @@ class ErrorProfile:
 
     def __str__(self) -> str:
         plans = [self.within(tolerance) for tolerance in SHOWN_TOLERANCES]
-        cells = [["layer", *map(str, SHOWN_TOLERANCES)]] + [
-            [
-                one.layer.name,
-                *(", ".join(map(str, plan[one.layer.name].values())) for plan in plans),
-            ]
-            for one in self.layers
+        rows = [
+            ["tolerance", *(f"{tolerance:g}" for tolerance in SHOWN_TOLERANCES)],
+            ["output error", *(f"{plan.error:.2g}" for plan in plans)],
+            ["times as fast", *(f"{plan.speedup:.2g}" for plan in plans)],
+        ] + [
+            [name, *(", ".join(map(str, plan.choices[name].values())) for plan in plans)]
+            for name in self.exact_times
         ]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def chosen_sizes(
-    states: Mapping[LayerSpec, LayerState], profile: ErrorProfile, tolerance: float
+    states: Mapping[LayerSpec, LayerState], profile: ErrorProfile, allocation: Allocation
 ) -> dict[LayerState, SizeSchedule]:
-    """The sizes of layers by timestep that are within a tolerance; errors as in `apply_avq`."""
-    plan = profile.within(tolerance)
+    """The sizes of layers by timestep; errors as in `apply_avq`."""
     profile.check_layers([*states])
     return {
-        state: {start: choice.sizes for start, choice in plan[layer.name].items()}
+        state: {start: x.sizes for start, x in allocation.choices[layer.name].items()}
         for layer, state in states.items()
     }
 
 
-def note_measurements(
-    states: Mapping[LayerSpec, LayerState], profile: ErrorProfile, tolerance: float
+def note_allocation(
+    states: Mapping[LayerSpec, LayerState], profile: ErrorProfile, allocation: Allocation
 ) -> None:
-    """Note in the states of layers which errors were measured, and at how many tokens."""
-    plan = profile.within(tolerance)
+    """Note in the states of layers what was chosen, and at how many tokens it was measured."""
     num_tokens = {one.layer.name: one.num_tokens for one in profile.layers}
     for layer, state in states.items():
-        errors = tuple(choice.error for choice in plan[layer.name].values())
-        state.note_measurement(errors, num_tokens[layer.name])
+        effects = [choice.effect for choice in allocation.choices[layer.name].values()]
+        state.note_allocation(allocation, math.hypot(*effects), num_tokens[layer.name])
 
 
 def checked_tolerance(tolerance: Any) -> float:
-    """Return a tolerance, or raise a TypeError or ValueError that says why it is none."""
+    """A tolerance as a float; a TypeError or ValueError says why it is none."""
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool):
-        raise TypeError(f"tolerance must be a number such as 0.1, but got {tolerance!r}.")
+        raise TypeError(f"tolerance must be a number such as 0.02, but got {tolerance!r}.")
     if not 0 < tolerance < math.inf:
         raise ValueError(f"tolerance must be above 0 and finite, but got {tolerance}.")
-    return tolerance
+    return float(tolerance)
 
 
-def _error_of(choice: Choice) -> float:
-    return choice.error
+def _gain(before: _Option, after: _Option) -> float:
+    """The squared error that a step removes per time."""
+    time = after.time - before.time
+    return (before.squared - after.squared) / time if time else math.inf
 
 
-def _read(stored: Mapping[str, Any]) -> LayerErrors:
-    for sizes in stored["costs"]:
-        AVQConfig.parse(sizes)
-    return LayerErrors(
+def _by_gain(step: tuple[float, tuple[str, int], _Option]) -> tuple[float, float]:
+    """Equal gains in the order of time: the steps of one layer are in that order."""
+    gain, _, option = step
+    return -gain, option.time
+
+
+def _runs(name: str, chosen: Mapping[tuple[str, int], _Option]) -> dict[int, Choice]:
+    """The choices of a layer; equal ones in a row are one."""
+    own = [(start, option) for (layer, start), option in chosen.items() if layer == name]
+    found = {}
+    for sizes, run in groupby(own, key=lambda part: part[1].sizes):
+        (start, first), *others = run
+        effect = math.fsum(x.squared for x in (first, *(other for _, other in others))) ** 0.5
+        found[start] = Choice(None if sizes == EXACT else AVQConfig.parse(sizes).sizes, effect)
+    return found
+
+
+def _by_start(stored: Mapping[str, Any]) -> dict[int, Any]:
+    """Parts of the denoising from the first on; a file may have them in any order."""
+    return {start: stored[str(start)] for start in sorted(map(int, stored), reverse=True)}
+
+
+def _read(stored: Mapping[str, Any]) -> LayerEffects:
+    for sizes in stored["times"]:
+        if sizes != EXACT:
+            AVQConfig.parse(sizes)
+    return LayerEffects(
         LayerSpec(**stored["layer"]),
         stored["num_tokens"],
-        stored["costs"],
-        {int(start): errors for start, errors in stored["errors"].items()},
+        stored["times"],
+        _by_start(stored["effects"]),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from avq_diffusers.config import Sizes, configuration_string
 from avq_diffusers.hosts.host import Host, Hosted
 from avq_diffusers.hosts.layers import Layer
+from avq_diffusers.hosts.profile import Allocation
 from avq_diffusers.hosts.refinement import EXACT, SizeSchedule, schedules_of
 from avq_diffusers.hosts.state import AVQ_CALL, LayerState
 
@@ -21,8 +22,8 @@ class LayerReport:
         head_dim: head dim.
         config: such as M64P16C8, M64P8-16C8 with a schedule from 8 to 16 refined parents, or
             "M64P8C8, exact" with one that ends exact; empty without AVQ.
-        error: the largest that `measure_error` measured with this configuration; None if it was
-            not measured.
+        effect: the error of the model's output if AVQ ran in this layer only; None if no tolerance
+            chose its sizes.
         runs: what the last call did, or the next one will: AVQ with its backend and tuned
             projections if any, exact attention and why, or the attention of another processor.
         num_tokens: in the last grid; None before the first call.
@@ -34,7 +35,7 @@ class LayerReport:
     num_heads: int
     head_dim: int
     config: str
-    error: float | None
+    effect: float | None
     runs: str
     num_tokens: int | None
     calls: dict[str, int]
@@ -42,22 +43,28 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Summary:
-    """What each self-attention layer runs; `str()` is a table."""
+    """What each self-attention layer runs; `str()` is a table.
+
+    Attributes:
+        rows: a layer each.
+        allocation: what a tolerance chose; None without one, or if sizes were changed since.
+    """
 
     rows: tuple[LayerReport, ...]
+    allocation: Allocation | None = None
 
     def cells(self) -> list[list[str]]:
         """The rows of the table, header first."""
-        is_measured = any(row.error is not None for row in self.rows)
-        error = ["error"] if is_measured else []
-        header = ["layer", "level", "heads", "config", *error, "runs", "tokens", "calls"]
+        is_measured = any(row.effect is not None for row in self.rows)
+        effect = ["effect"] if is_measured else []
+        header = ["layer", "level", "heads", "config", *effect, "runs", "tokens", "calls"]
         return [header] + [
             [
                 row.name,
                 str(row.level),
                 f"{row.num_heads}x{row.head_dim}",
                 row.config or "-",
-                *(["-" if row.error is None else f"{row.error:.3f}"] if is_measured else []),
+                *(["-" if row.effect is None else f"{row.effect:.2g}"] if is_measured else []),
                 row.runs,
                 "-" if row.num_tokens is None else str(row.num_tokens),
                 ", ".join(f"{kind}: {count}" for kind, count in row.calls.items()) or "-",
@@ -68,10 +75,11 @@ class Summary:
     def __str__(self) -> str:
         cells = self.cells()
         widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-        return "\n".join(
+        lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in cells
-        )
+        ]
+        return "\n".join([*lines, *([] if self.allocation is None else [str(self.allocation)])])
 
 
 def report(models: Sequence[Hosted]) -> Summary:
@@ -81,7 +89,10 @@ def report(models: Sequence[Hosted]) -> Summary:
         schedules = schedules_of(hosted)
         for layer in hosted.host.layers(hosted.model):
             rows.append(_row(hosted, layer, layer.avq_state, schedules))
-    return Summary(tuple(rows))
+    states = [state for hosted in models for state in hosted.states.values()]
+    allocation = states[0].allocation if states else None
+    is_whole = all(state.allocation is allocation for state in states)
+    return Summary(tuple(rows), allocation if is_whole else None)
 
 
 def _row(
@@ -90,10 +101,10 @@ def _row(
     state: LayerState | None,
     schedules: Mapping[LayerState, SizeSchedule],
 ) -> LayerReport:
-    config, error, num_tokens, calls = "", None, None, {}
+    config, effect, num_tokens, calls = "", None, None, {}
     if state is not None:
         config = _config([*schedules.get(state, {0: state.sizes.get()}).values()])
-        error = max(state.errors, default=None)
+        effect = state.effect
         num_tokens = None if state.last_order is None else len(state.last_order)
         calls = dict(state.calls)
     return LayerReport(
@@ -102,7 +113,7 @@ def _row(
         layer.num_heads,
         layer.head_dim,
         config,
-        error,
+        effect,
         _runs(hosted.host, layer, state),
         num_tokens,
         calls,

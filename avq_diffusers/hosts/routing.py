@@ -4,7 +4,7 @@ AVQ costs O(N) with a larger constant than the O(N^2) of exact attention, so eac
 number of tokens from which AVQ is faster. There are two: one for eager calls, whose launches cost
 the host time, and a lower one for compiled code, timed in a CUDA graph. `routes.json` holds the
 numbers that were measured for the package. Others are measured at the first call and kept in the
-user's cache folder, as are the costs among which a tolerance chooses.
+user's cache folder, as are the times among which a tolerance chooses.
 """
 
 import json
@@ -184,29 +184,13 @@ def measure_break_even(workload: Workload, device: torch.device, num_heads: int)
     return BreakEven(**least)
 
 
-def relative_cost(
-    workload: Workload,
-    num_tokens: int,
-    device: torch.device,
-    *,
-    avq: Callable[[], Tensor],
-    exact: Callable[[], Tensor],
-) -> float:
-    """The cost of AVQ, that of exact attention being 1.
-
-    On a GPU the time in CUDA graphs, measured once and kept. On other devices the columns that a
-    query meets, over the number of tokens.
-
-    Args:
-        avq, exact: the two attentions of such tokens.
-    """
-    if device.type != "cuda":
-        return workload.sizes.columns / num_tokens
-    key = f"{workload.key(device)}, {num_tokens} tokens"
+def kept_milliseconds(name: str, device: torch.device, attend: Callable[[], Tensor]) -> float:
+    """The time of a call in a CUDA graph, measured once and kept by this GPU and name."""
+    key = f"{torch.cuda.get_device_name(device)}, {name}, ms"
     table = _table()
     if key not in table:
         with torch.accelerator.device_index(device.index):
-            table[key] = _compiled_milliseconds(avq) / _compiled_milliseconds(exact)
+            table[key] = _compiled_milliseconds(attend)
         _keep(key, table[key])
     return table[key]
 
@@ -290,7 +274,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_valid(entry: object) -> bool:
-    """Whether an entry is a cost or a break-even."""
+    """Whether an entry is a time or a break-even."""
     if isinstance(entry, float):
         return 0 < entry < math.inf
     return (

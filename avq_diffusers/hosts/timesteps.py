@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 NUM_TRAIN_TIMESTEPS = 1000
@@ -68,6 +69,19 @@ class Timesteps(threading.local):
             # Kept, so that no other tensor gets its address.
             self.table, self.version = table, version
         return self.values[timestep.storage_offset()]
+
+
+def sampling_weights(alphas_cumprod: Tensor, num_steps: int) -> Tensor:
+    """About what an error of a predicted noise adds to the squared error of an image, (T,).
+
+    A step of DDIM from timestep t moves the latents over alpha by sigma(t) - sigma(s) times the
+    predicted noise; sigma is noise over signal, s the next of `num_steps` timesteps. Of latents
+    with unit variance, the steps that follow keep 1 / sqrt(1 + sigma(t)^2) = alpha(t) of an error.
+    """
+    sigmas = ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
+    stride = max(1, len(sigmas) // num_steps)
+    steps = sigmas - F.pad(sigmas, (stride, 0))[: len(sigmas)]
+    return steps.square() * alphas_cumprod
 
 
 def are_training_timesteps(values: Sequence[float]) -> bool:

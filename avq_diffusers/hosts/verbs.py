@@ -29,7 +29,7 @@ from avq_diffusers.hosts.profile import (
     ErrorProfile,
     checked_tolerance,
     chosen_sizes,
-    note_measurements,
+    note_allocation,
 )
 from avq_diffusers.hosts.refinement import Schedule, check_schedules, planned_sizes, set_sizes
 from avq_diffusers.hosts.report import Summary, report
@@ -71,9 +71,9 @@ def apply_avq(
     attention processor that is none of diffusers' plain ones, such as StyleAligned's, whether it
     is set before or after; a warning names these layers.
 
-    With a tolerance, each layer gets the cheapest sizes whose error is within it, or exact
-    attention. `measure_error` measures that first, on `prompt` or `pixel_values`. With fewer tokens
-    than were measured, the route `"fastest"` runs exact attention.
+    With a tolerance, layers get the fastest sizes, or exact attention, with which the model's
+    output is within it. `measure_error` measures that first, on `prompt` or `pixel_values`. With
+    fewer tokens than were measured, the route `"fastest"` runs exact attention.
 
     Distilled codebooks may change projections. The changes are added in AVQ calls only, in the
     model's dtype; parameters are never written, so fine-tunes and LoRA act as in exact attention.
@@ -91,7 +91,8 @@ def apply_avq(
         source: an `AVQConfig` of sizes and levels, `AVQCodebooks` of this model (UNets and vision
             models), or the `ErrorProfile` of an earlier measurement, which needs a tolerance. None
             is M64P16C8 at the finest level with self-attention.
-        tolerance: the largest relative error of a layer's attention, such as 0.1.
+        tolerance: the largest error of the model's output (noise, velocity, features), relative to
+            that of exact attention, such as 0.02.
         prompt: one or several prompts to measure on; needs a pipeline.
         pixel_values: images (B, C, H, W) to measure a vision model on, or several batches.
         backend: as for `avq_attention`.
@@ -136,15 +137,18 @@ def apply_avq(
         for hosted in models
     }
     named = _by_full_name(of_models)
-    sizes = {} if profile is None else chosen_sizes(named, profile, checked_tolerance(tolerance))
+    allocation = None if profile is None else profile.within(checked_tolerance(tolerance))
+    sizes = {}
+    if profile is not None and allocation is not None:
+        sizes = chosen_sizes(named, profile, allocation)
     for hosted, states in of_models.items():
         own = {state: sizes[state] for state in states.values() if state in sizes}
         check_schedules(hosted.host, own)
     install(of_models)
     for hosted, states in of_models.items():
         set_sizes(hosted, {state: sizes[state] for state in states.values() if state in sizes})
-    if profile is not None:
-        note_measurements(named, profile, checked_tolerance(tolerance))
+    if profile is not None and allocation is not None:
+        note_allocation(named, profile, allocation)
     return pipe
 
 
@@ -161,8 +165,8 @@ def _resolved(
     if tolerance is None and not isinstance(source, ErrorProfile):
         if given:
             raise TypeError(
-                f"{', '.join(given)} belong to the measurement of a tolerance; pass tolerance=0.1, "
-                f"or drop them."
+                f"{', '.join(given)} belong to the measurement of a tolerance; pass "
+                f"tolerance=0.02, or drop them."
             )
         check_source(source)
         return source
