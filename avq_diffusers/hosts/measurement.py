@@ -190,7 +190,8 @@ class MeasuredLayer:
     @property
     def is_probed(self) -> bool:
         """Whether the layer is measured in the present call of the model."""
-        return self.run.number % self.every == self.first
+        # Another step in each example, so that every part of the denoising has its turn.
+        return (self.run.number + self.run.example) % self.every == self.first
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
@@ -525,7 +526,7 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
     of_model: dict[Hosted, int] = defaultdict(int)
     with measurement.along("single layers") as along:
         layers, run = along.layers, along.run
-        num_calls = run.bar.total or 1
+        num_calls = int(run.bar.total or 1)
         repeated = 2 * num_calls * max(map(len, layers.values()))
         every = max(1, min(-(-repeated // MOST_REPEATED), num_calls // measurement.parts))
         for of_one in layers.values():
@@ -576,7 +577,7 @@ def _errors_of(
 
         for of_one in along.layers.values():
             for layer in of_one:
-                layer.every, layer.first = 2, 2  # never: their own errors are known
+                layer.every, layer.first = 1, 1  # never: only plans are measured
         along.each_call(visit)
     return (sums[..., 0] / sums[..., 1]).sqrt().tolist()
 

@@ -7,7 +7,7 @@ each size in each layer, and a tolerance gives time to the layers where it remov
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -117,14 +117,14 @@ class Allocation:
     """The sizes of every layer within a tolerance.
 
     Attributes:
-        tolerance: that was asked for.
+        tolerance: that was asked for; None if none was.
         error: predicted error of the output, relative to the exact one.
         time: of the attention of all layers in one call, in the unit of the profile.
         exact_time: of exact attention.
         choices: by layer name, then by the timestep from which on the choice holds.
     """
 
-    tolerance: float
+    tolerance: float | None
     error: float
     time: float
     exact_time: float
@@ -136,8 +136,9 @@ class Allocation:
         return self.exact_time / self.time if self.time else 1.0
 
     def __str__(self) -> str:
+        asked = "" if self.tolerance is None else f" (asked: {100 * self.tolerance:g} %)"
         return (
-            f"output within {100 * self.error:.2g} % of exact (asked: {100 * self.tolerance:g} %), "
+            f"output within {100 * self.error:.2g} % of exact{asked}, "
             f"attention {self.speedup:.2g} times as fast"
         )
 
@@ -188,6 +189,34 @@ class ErrorProfile:
             ValueError: it is not above 0, or not finite.
         """
         limit = self._uncorrected(checked_tolerance(tolerance)) ** 2
+        return next(
+            self._allocation(chosen, tolerance)
+            for chosen in self._path()
+            if math.fsum(x.squared for x in chosen.values()) <= limit
+        )
+
+    def taking(self, time: float) -> Allocation:
+        """The sizes of least output error that take at most a time, or the fastest of all."""
+        best = None
+        for chosen in self._path():
+            if best is not None and math.fsum(x.time for x in chosen.values()) > time:
+                break
+            best = dict(chosen)
+        assert best is not None
+        return self._allocation(best)
+
+    def uniform(self, sizes: str) -> Allocation:
+        """The same sizes in all layers, exact attention where they were not measured."""
+        chosen = {}
+        for one in self.layers:
+            own = sizes if sizes in one.times else EXACT
+            for start, share in self.shares.items():
+                squared = 0.0 if own == EXACT else one.effects[start][own] ** 2
+                chosen[one.layer.name, start] = _Option(share * one.times[own], squared, own)
+        return self._allocation(chosen)
+
+    def _path(self) -> Iterator[dict[tuple[str, int], _Option]]:
+        """The choices of layers and parts from the fastest to exact, changed in place."""
         parts = {
             (one.layer.name, start): one.best(start, share)
             for one in self.layers
@@ -199,15 +228,19 @@ class ErrorProfile:
             for pair in pairwise(options)
         ]
         chosen = {place: options[0] for place, options in parts.items()}
+        yield chosen
         for _, place, option in sorted(steps, key=_by_gain):
-            if math.fsum(each.squared for each in chosen.values()) <= limit:
-                break
             chosen[place] = option
-        predicted = math.fsum(each.squared for each in chosen.values()) ** 0.5
+            yield chosen
+
+    def _allocation(
+        self, chosen: Mapping[tuple[str, int], _Option], tolerance: float | None = None
+    ) -> Allocation:
+        predicted = math.fsum(x.squared for x in chosen.values()) ** 0.5
         return Allocation(
             tolerance,
             predicted * self._correction(predicted),
-            math.fsum(each.time for each in chosen.values()),
+            math.fsum(x.time for x in chosen.values()),
             math.fsum(self.exact_times.values()),
             {one.layer.name: _runs(one.layer.name, chosen) for one in self.layers},
         )

@@ -93,20 +93,18 @@ def compare_command(
 @app.command("tolerance")
 def tolerance_command(
     tolerances: Annotated[
-        str, typer.Option(help="Comma-separated, such as 0.05,0.1.")
-    ] = "0.05,0.1,0.2",
+        str, typer.Option(help="Comma-separated, such as 0.01,0.02.")
+    ] = "0.01,0.02,0.05",
     model: Model = "mini-sd",
     probed: Annotated[int, typer.Option(min=1, help="Prompts that are probed.")] = 4,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts that are not.")] = 12,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts that are not.")] = 24,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps of the images.")] = 25,
     levels: Levels = "0,1",
     size: Size = None,
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """Whether a tolerance holds on prompts that were not probed.
-
-    Layers that are faster in exact attention on the device run exact.
+    """Sizes by their effect on the output, beside equal sizes, on prompts that were not probed.
 
     Example: python -m eval tolerance --device cuda
     """
@@ -119,7 +117,7 @@ def tolerance_command(
     limits = tolerances_of("--tolerances", tolerances)
     pipe = load_any_pipeline(model, device)
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
-    rows = measure_tolerances(
+    profile, rows = measure_tolerances(
         pipe,
         limits,
         AVQConfig(levels=numbers),
@@ -136,6 +134,7 @@ def tolerance_command(
         num_prompts=prompts,
         num_inference_steps=steps,
         size=size,
+        curve=[point._asdict() for point in profile.curve],
         rows=rows,
     )
 

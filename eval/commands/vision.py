@@ -125,8 +125,8 @@ def features(
 @app.command()
 def tolerance(
     tolerances: Annotated[
-        str, typer.Option(help="Comma-separated, such as 0.05,0.1.")
-    ] = "0.05,0.1,0.2",
+        str, typer.Option(help="Comma-separated, such as 0.01,0.02.")
+    ] = "0.01,0.02,0.05",
     model: Model = VIT,
     download: Download = False,
     size: Annotated[int, typer.Option(min=SMALLEST, help="Side of the images.")] = 518,
@@ -135,28 +135,27 @@ def tolerance(
     device: Device = "cpu",
     output: Output = RESULTS,
 ) -> None:
-    """Whether a tolerance holds on photographs that were not probed.
+    """Sizes by their effect on the features, beside equal sizes, on photographs not probed.
 
     Example: python -m eval vision tolerance --download --device cuda
     """
-    from eval.vision.tolerance import measure_tolerances, tolerances_table
+    from eval.quality.tolerance import tolerance_table
+    from eval.vision.tolerance import measure_tolerances
 
     limits = tolerances_of("--tolerances", tolerances)
     loaded = load_vision(model, download, device)
-    path = result_path("tolerance", model, output, device, f"{size}_")
-    rows = []
-    for row in measure_tolerances(loaded, limits, size, probed, images):
-        rows.append(row)
-        save_json(
-            path,
-            command=command_line(),
-            device=device,
-            size=size,
-            num_probed=probed,
-            num_images=images,
-            rows=rows,
-        )
-    print(tolerances_table(rows))
+    profile, rows = measure_tolerances(loaded, limits, size, probed, images)
+    print(tolerance_table(rows))
+    save_json(
+        result_path("tolerance", model, output, device, f"{size}_"),
+        command=command_line(),
+        device=device,
+        size=size,
+        num_probed=probed,
+        num_images=images,
+        curve=[point._asdict() for point in profile.curve],
+        rows=rows,
+    )
 
 
 @app.command()

@@ -1,63 +1,74 @@
-"""`eval tolerance`: prompts that are not probed, and the parts that count."""
+"""`eval tolerance`, of pipelines and vision models: plans on examples that were not probed."""
 
 import json
 
 import pytest
+import torch
 from eval_helpers import run_command
 from tiny import tiny_pipe
+from tiny_vision import WIDE, choosing
+from transformers import ViTConfig, ViTModel
 
-from avq_diffusers import AVQConfig, ErrorProfile
+from avq_diffusers import AVQConfig, apply_avq, remove_avq
 from avq_diffusers.hosts import measurement
-from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.profile import LayerErrors
 from eval.quality import tolerance
-from eval.quality.tolerance import held_out_errors, joined, sets_held, summarise
+from eval.vision import tolerance as vision_tolerance
+
+COARSE, FINE = "M4P0C0", "M8P8C4E16"
+ANY_SIZE = {"interpolate_pos_encoding": True}
 
 
-def test_a_tolerance_is_judged_by_its_parts_that_run_avq():
-    """Catches exact parts that count, another part's choice, and errors of another size."""
-    sizes, start = {"M4P0C0": 0.5, "M8P4C2": 0.7}, {1000: {}, 500: {}}
-
-    def profile(coarse, fine):
-        def layer(name, coarse, fine):
-            errors = {"M4P0C0": coarse, "M8P4C2": fine}
-            return LayerErrors(LayerSpec(name, 0, 2, 8), 64, sizes, dict.fromkeys(start, errors))
-
-        return ErrorProfile(AVQConfig(), (layer("a", coarse, fine), layer("b", 9.0, 9.0)))
-
-    others = [profile(0.5, error) for error in (0.1, 0.1, 0.2)]
-    probes = profile(0.4, 0.08), profile(0.3, 0.09)
-    assert joined(probes) == profile(0.4, 0.09)
-    errors = held_out_errors(joined(probes), others, 0.1)
-    assert errors == [[0.1, 0.1, 0.2]] * 2 + [[], []]
-    assert summarise(errors, 0.1) == {
-        "parts": 4,
-        "avq_parts": 2,
-        "largest_error": pytest.approx(0.4 / 3),
-        "parts_over": 2,
-        "prompts_over": pytest.approx(1 / 3),
-    }
-    assert summarise(errors, 0.2)["parts_over"] == summarise([[]], 0.1)["largest_error"] == 0
-    # The two probes choose AVQ, with .15 on the others. All other pairs choose exact attention.
-    assert sets_held([*probes, *others[1:]], 2, 0.1) == pytest.approx(5 / 6)
+@pytest.fixture(autouse=True)
+def short_ladder(monkeypatch):
+    monkeypatch.setattr(measurement, "LADDER", (COARSE, FINE))
+    monkeypatch.setattr(tolerance, "UNIFORM", (COARSE, FINE))
 
 
-def test_the_tolerance_command_measures_prompts_that_were_not_probed(tmp_path, monkeypatch):
-    monkeypatch.setattr(measurement, "LADDER", ("M4P2C2",))
-    probed, real = [], tolerance.measure_error
+def rows_of(path):
+    return {row["plan"]: row for row in json.loads(path.read_text())["rows"]}
 
-    def measure(pipe, prompts, *rest, **arguments):
-        probed.append(prompts)
-        return real(pipe, prompts, *rest, **arguments)
 
-    monkeypatch.setattr(tolerance, "measure_error", measure)
+def test_images_of_prompts_that_were_not_probed(tmp_path, monkeypatch):
+    """Catches images of another plan than the one whose time and error are told."""
     tiny_pipe().save_pretrained(tmp_path / "model")
-    arguments = ["--model", tmp_path / "model", "--probed", 2, "--prompts", 2, "--steps", 2]
-    arguments += ["--tolerances", "0.001,9", "--output", tmp_path]
+    arguments = ["--model", tmp_path / "model", "--probed", 1, "--prompts", 1, "--steps", 2]
+    arguments += ["--tolerances", "0.00001,9", "--output", tmp_path]
     run_command(monkeypatch, "tolerance", *arguments)
-    exact, loose = json.loads((tmp_path / "tolerance_levels01.json").read_text())["rows"]
-    assert (exact["avq_parts"], exact["psnr_median"]) == (0, None)
-    assert loose["avq_parts"] == loose["parts"] > 0
-    assert loose["psnr_median"] < 90
-    assert [len(prompts) for prompts in probed] == [1] * 4
-    assert len({*map(tuple, probed)}) == 4
+    rows = rows_of(tmp_path / "tolerance_levels01.json")
+    exact, loose = rows["tolerance 1e-05"], rows["tolerance 9"]
+    assert (exact["psnr_median"], exact["errors"], exact["times_as_fast"]) == (None, [0.0], 1)
+    # All layers run the fastest sizes, which are those of the smallest equal ones.
+    for name in ("errors", "psnr_median", "time", "sizes"):
+        assert loose[name] == rows[COARSE][name] == rows[f"at the time of {COARSE}"][name]
+    assert loose["psnr_median"] < rows[FINE]["psnr_median"] < 90
+    best = rows[f"at the time of {FINE}"]
+    assert best["time"] <= rows[FINE]["time"]
+    assert best["predicted"] <= rows[FINE]["predicted"]
+
+
+def noise(name, size):
+    seed = torch.Generator().manual_seed(ord(name[0]))
+    return torch.randn(1, 3, size, size, generator=seed)
+
+
+@torch.no_grad()
+def test_features_of_photographs_that_were_not_probed(tmp_path, monkeypatch, capsys):
+    """Catches errors of the photographs that were probed, and features of a model without AVQ."""
+    monkeypatch.setattr(vision_tolerance, "photograph", noise)
+    monkeypatch.setattr(vision_tolerance, "PHOTOGRAPHS", ("a", "b", "c", "d"))
+    model = choosing(lambda: ViTModel(ViTConfig(**WIDE)))
+    model.save_pretrained(tmp_path / "tiny")
+    arguments = ["--model", tmp_path / "tiny", "--size", 80, "--probed", 2, "--images", 2]
+    arguments += ["--tolerances", "9", "--output", tmp_path]
+    run_command(monkeypatch, "vision", "tolerance", *arguments)
+    rows = rows_of(tmp_path / "vision_tolerance_tiny_80_cpu.json")
+    expected = []
+    for name in "ab":
+        pixels = noise(name, 80)
+        exact = model(pixels, **ANY_SIZE)[0]
+        apply_avq(model, AVQConfig.parse(COARSE), route="always")
+        found = model(pixels, **ANY_SIZE)[0]
+        expected.append(float((found - exact).norm() / exact.norm()))
+        remove_avq(model)
+    assert rows["tolerance 9"]["errors"] == pytest.approx(expected, rel=1e-3)
+    assert "| tolerance 9 |" in capsys.readouterr().out
