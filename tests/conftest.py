@@ -2,9 +2,12 @@
 
 import gc
 import os
+import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# What one process keeps, another must not find.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="avq-tests-")
 
 import torch
 

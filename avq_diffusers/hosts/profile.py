@@ -7,7 +7,7 @@ each size in each layer, and a tolerance gives time to the layers where it remov
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -71,25 +71,18 @@ class LayerEffects:
             if not all(0 <= x < math.inf for x in (*effects.values(), *self.times.values())):
                 raise ValueError(f"effects and times of {name} must be finite and not negative.")
 
-    def best(self, start: int, share: float) -> "list[_Option]":
-        """The choices of a part from fast to exact, each worth its time for some tolerance.
-
-        These are the corners of the convex hull of time and squared effect.
-        """
+    def options(self, start: int, share: float) -> "list[_Option]":
+        """The choices of a part from fast to exact, each of which removes error for its time."""
         effects = {**self.effects[start], EXACT: 0.0}
-        options = sorted(
+        found: list[_Option] = []
+        for option in sorted(
             _Option(share * self.times[sizes], effect**2, sizes)
             for sizes, effect in effects.items()
             if self.times[sizes] <= self.times[EXACT]
-        )
-        hull: list[_Option] = []
-        for option in options:
-            if hull and option.squared >= hull[-1].squared:
-                continue
-            while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], option):
-                hull.pop()
-            hull.append(option)
-        return hull
+        ):
+            if not found or option.squared < found[-1].squared:
+                found.append(option)
+        return found
 
 
 class _Option(NamedTuple):
@@ -180,6 +173,7 @@ class ErrorProfile:
         """The fastest sizes whose output error is within a tolerance.
 
         From the fastest sizes on, layers get the next ones in the order of error removed per time.
+        Where that removed more than it had to, layers get faster ones again.
 
         Args:
             tolerance: the largest error of the output, relative to the exact one; above 0.
@@ -189,21 +183,36 @@ class ErrorProfile:
             ValueError: it is not above 0, or not finite.
         """
         limit = self._uncorrected(checked_tolerance(tolerance)) ** 2
-        return next(
-            self._allocation(chosen, tolerance)
-            for chosen in self._path()
-            if math.fsum(x.squared for x in chosen.values()) <= limit
-        )
+        parts = {
+            (one.layer.name, start): one.options(start, share)
+            for one in self.layers
+            for start, share in self.shares.items()
+        }
+        chosen = {place: options[0] for place, options in parts.items()}
+        steps = [
+            (_gain(*pair), place, pair[1])
+            for place, options in parts.items()
+            for pair in pairwise(_hull(options))
+        ]
+        for _, place, option in sorted(steps, key=_by_gain):
+            if _squared(chosen) <= limit:
+                break
+            chosen[place] = option
+        for place in sorted(parts, key=lambda place: -chosen[place].time):
+            room = limit - _squared(chosen) + chosen[place].squared
+            chosen[place] = next(x for x in parts[place] if x.squared <= room or x == chosen[place])
+        return self._allocation(chosen, tolerance)
 
     def taking(self, time: float) -> Allocation:
-        """The sizes of least output error that take at most a time, or the fastest of all."""
-        best = None
-        for chosen in self._path():
-            if best is not None and math.fsum(x.time for x in chosen.values()) > time:
-                break
-            best = dict(chosen)
-        assert best is not None
-        return self._allocation(best)
+        """The sizes of least output error that take at most a time; the fastest if none do."""
+        low, high = 1e-6, 1e3
+        for _ in range(60):
+            middle = (low * high) ** 0.5
+            if self.within(middle).time <= time:
+                high = middle
+            else:
+                low = middle
+        return self.within(high)
 
     def uniform(self, sizes: str) -> Allocation:
         """The same sizes in all layers, exact attention where they were not measured."""
@@ -215,28 +224,10 @@ class ErrorProfile:
                 chosen[one.layer.name, start] = _Option(share * one.times[own], squared, own)
         return self._allocation(chosen)
 
-    def _path(self) -> Iterator[dict[tuple[str, int], _Option]]:
-        """The choices of layers and parts from the fastest to exact, changed in place."""
-        parts = {
-            (one.layer.name, start): one.best(start, share)
-            for one in self.layers
-            for start, share in self.shares.items()
-        }
-        steps = [
-            (_gain(*pair), place, pair[1])
-            for place, options in parts.items()
-            for pair in pairwise(options)
-        ]
-        chosen = {place: options[0] for place, options in parts.items()}
-        yield chosen
-        for _, place, option in sorted(steps, key=_by_gain):
-            chosen[place] = option
-            yield chosen
-
     def _allocation(
         self, chosen: Mapping[tuple[str, int], _Option], tolerance: float | None = None
     ) -> Allocation:
-        predicted = math.fsum(x.squared for x in chosen.values()) ** 0.5
+        predicted = _squared(chosen) ** 0.5
         return Allocation(
             tolerance,
             predicted * self._correction(predicted),
@@ -289,7 +280,13 @@ class ErrorProfile:
         Raises:
             OSError: the disk is full or not writable.
         """
-        document = {
+        with atomic_write(Path(path)) as temporary:
+            temporary.write_text(json.dumps(self.document, indent=1) + "\n")
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What a file holds."""
+        return {
             "config": asdict(self.config),
             "shares": self.shares,
             "curve": [point._asdict() for point in self.curve],
@@ -303,8 +300,6 @@ class ErrorProfile:
                 for one in self.layers
             ],
         }
-        with atomic_write(Path(path)) as temporary:
-            temporary.write_text(json.dumps(document, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "ErrorProfile":
@@ -376,10 +371,24 @@ def checked_tolerance(tolerance: Any) -> float:
     return float(tolerance)
 
 
+def _hull(options: Sequence[_Option]) -> list[_Option]:
+    """The corners of the convex hull of time and squared effect."""
+    hull: list[_Option] = []
+    for option in options:
+        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], option):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _squared(chosen: Mapping[tuple[str, int], _Option]) -> float:
+    """The squared error of the output; those of layers add up."""
+    return math.fsum(option.squared for option in chosen.values())
+
+
 def _gain(before: _Option, after: _Option) -> float:
     """The squared error that a step removes per time."""
-    time = after.time - before.time
-    return (before.squared - after.squared) / time if time else math.inf
+    return (before.squared - after.squared) / (after.time - before.time)
 
 
 def _by_gain(step: tuple[float, tuple[str, int], _Option]) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.hosts.examples import as_examples
 from avq_diffusers.hosts.host import Host, Hosted, install, installed, uninstall
+from avq_diffusers.hosts.kept_profiles import KeptProfile
 from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import LayerSpec
 from avq_diffusers.hosts.measurement import measure_error
@@ -72,8 +73,10 @@ def apply_avq(
     is set before or after; a warning names these layers.
 
     With a tolerance, layers get the fastest sizes, or exact attention, with which the model's
-    output is within it. `measure_error` measures that first, on `prompt` or `pixel_values`. With
-    fewer tokens than were measured, the route `"fastest"` runs exact attention.
+    output is within it. `measure_error` measures that first, on `prompt` or `pixel_values`. The
+    profile is kept in the user's cache folder: the next time, this model, measured with the same
+    further arguments, needs neither. With fewer tokens than were measured, the route `"fastest"`
+    runs exact attention.
 
     Distilled codebooks may change projections. The changes are added in AVQ calls only, in the
     model's dtype; parameters are never written, so fine-tunes and LoRA act as in exact attention.
@@ -93,7 +96,8 @@ def apply_avq(
             is M64P16C8 at the finest level with self-attention.
         tolerance: the largest error of the model's output (noise, velocity, features), relative to
             that of exact attention, such as 0.02.
-        prompt: one or several prompts to measure on; needs a pipeline.
+        prompt: one or several prompts to measure on; needs a pipeline. Four or more make the
+            tolerance hold for others.
         pixel_values: images (B, C, H, W) to measure a vision model on, or several batches.
         backend: as for `avq_attention`.
         route: `"fastest"` runs exact attention where that is faster on this GPU for the number of
@@ -178,9 +182,18 @@ def _resolved(
     check_source(source)
     if isinstance(source, AVQCodebooks):
         raise ValueError(WITHOUT_CODEBOOKS)
-    if examples is None:
-        raise TypeError(f"a tolerance needs {host.examples}=... to measure on, or an ErrorProfile.")
-    return measure_error(pipe, examples, source, **measurement)
+    scheduler = getattr(pipe, "scheduler", None)
+    kept = KeptProfile(models_of(pipe), scheduler, source, measurement)
+    profile = kept.load(examples)
+    if profile is None:
+        if examples is None:
+            raise TypeError(
+                f"a tolerance needs {host.examples}=... to measure this model on once, or an "
+                f"ErrorProfile."
+            )
+        profile = measure_error(pipe, examples, source, **measurement)
+        kept.save(profile, examples)
+    return profile
 
 
 def remove_avq(pipe: AnyModel) -> AnyModel:

@@ -134,7 +134,7 @@ def tolerance_command(
         num_prompts=prompts,
         num_inference_steps=steps,
         size=size,
-        curve=[point._asdict() for point in profile.curve],
+        profile=profile.document,
         rows=rows,
     )
 

@@ -153,7 +153,7 @@ def tolerance(
         size=size,
         num_probed=probed,
         num_images=images,
-        curve=[point._asdict() for point in profile.curve],
+        profile=profile.document,
         rows=rows,
     )
 

@@ -54,12 +54,10 @@ def measure_tolerances(
     exact = generate(pipe, prompts, seeds, settings, description=EXACT)
     rows = []
     for (name, plan), of_plan in zip(tqdm(plans.items(), "plans"), errors, strict=True):
-        # Sizes along one path: a tolerance just above the error of a plan gives this plan.
-        if plan.tolerance is None and name in UNIFORM:
+        if plan.tolerance is None:
             apply_avq(pipe, AVQConfig.parse(name, levels=config.levels), route="always")
         else:
-            tolerance = plan.tolerance or plan.error * (1 + 1e-6)
-            apply_avq(pipe, profile, tolerance=tolerance, route="always")
+            apply_avq(pipe, profile, tolerance=plan.tolerance, route="always")
         images = generate(pipe, prompts, seeds, settings, description=name)
         remove_avq(pipe)
         rows.append(plan_row(name, plan, of_plan) | psnr_metrics(psnr(images, exact)))

@@ -1,0 +1,92 @@
+"""Profiles in the user's cache folder, so that a model is measured once."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from platformdirs import user_cache_path
+from torch import Tensor
+
+from avq_diffusers.config import AVQConfig
+from avq_diffusers.hosts.host import Hosted
+from avq_diffusers.hosts.profile import ErrorProfile
+
+# Of each parameter, as many numbers tell two trainings apart.
+_SAMPLED = 16
+
+
+class KeptProfile:
+    """The place of a model's profiles.
+
+    Args:
+        models: of the pipeline.
+        scheduler: of the pipeline, if it has one.
+        config, arguments: of the measurement.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Hosted],
+        scheduler: Any,
+        config: AVQConfig | None,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        facts: list[Any] = [repr(config), type(scheduler).__name__]
+        facts += [(name, _digest(arguments[name])) for name in sorted(arguments)]
+        for hosted in models:
+            facts += [type(hosted.model).__name__, *_sampled(hosted.model.named_parameters())]
+        self.name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+        self.folder = user_cache_path("avq-diffusers") / "profiles"
+
+    def load(self, examples: Any = None) -> ErrorProfile | None:
+        """The profile that was measured on these examples, or the last one of the model.
+
+        None if there is none that can be read: then it is measured again.
+        """
+        measured_on = "*" if examples is None else _digest(examples)
+        found = self.folder.glob(f"{self.name}-{measured_on}.json")
+        try:
+            return ErrorProfile.load(max(found, key=_modified))
+        except (OSError, ValueError):
+            return None
+
+    def save(self, profile: ErrorProfile, examples: Any) -> None:
+        """Keep a profile; nothing is kept where the folder is not writable."""
+        path = self.folder / f"{self.name}-{_digest(examples)}.json"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / "profiles.lock"):
+                profile.save(path)
+        except OSError:
+            return
+
+
+def _modified(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def _sampled(parameters: Iterable[tuple[str, Tensor]]) -> list[Any]:
+    """Names, types and some numbers of parameters; without numbers where they are not loaded."""
+    found: list[Any] = []
+    for name, parameter in parameters:
+        found += [name, str(parameter.dtype), parameter.device.type, [*parameter.shape]]
+        if not parameter.is_meta:
+            stride = max(1, parameter.numel() // _SAMPLED)
+            sampled = parameter.detach().flatten()[::stride][:_SAMPLED]
+            found.append(_digest(sampled))
+    return found
+
+
+def _digest(value: Any) -> str:
+    """Of numbers, strings, tensors and lists of them, and of other objects by their text."""
+    state = hashlib.sha256()
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(one, Tensor):
+            state.update(repr((one.dtype, one.shape)).encode())
+            one = one.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        state.update(one if isinstance(one, bytes) else repr(one).encode())
+    return state.hexdigest()[:16]
