@@ -36,7 +36,8 @@ class KeptProfile:
         arguments: Mapping[str, Any],
     ) -> None:
         facts: list[Any] = [repr(config), type(scheduler).__name__]
-        facts += [(name, _digest(arguments[name])) for name in sorted(arguments)]
+        of_run = sorted(arguments.keys() - {"progress"})
+        facts += [(name, _digest(arguments[name])) for name in of_run]
         for hosted in models:
             facts += [type(hosted.model).__name__, *_sampled(hosted.model.named_parameters())]
         self.name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]

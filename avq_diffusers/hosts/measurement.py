@@ -142,6 +142,9 @@ class Run:
         if len(self.starts) > 1 and has_timesteps:
             timestep = self.timesteps.of_call(args, kwargs)
             if timestep is not None:
+                if self.number == 0:  # parts before the first call take its sizes
+                    first = at_timestep(self.starts, timestep)
+                    self.starts |= {x: NUM_TRAIN_TIMESTEPS for x in self.starts if x >= first}
                 self.start = at_timestep(self.starts, timestep)
                 if self.weights is not None:
                     self.weight = float(self.weights[min(int(timestep), len(self.weights) - 1)])
@@ -542,18 +545,12 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
 
         along.each_call(visit)
     total = sum(calls.values())
-    # Parts before the first that had a call take its sizes.
-    starts = sorted(calls, reverse=True)
-    names = dict(zip(starts, [NUM_TRAIN_TIMESTEPS, *starts[1:]], strict=True))
-    found = []
-    for hosted, of_one in layers.items():
-        for layer in of_one:
-            effects = layer.effects(
-                {start: output[start] for start in starts}, of_model[hosted] / max(1, total)
-            )
-            by_name = {names[start]: x for start, x in effects.effects.items()}
-            found.append(replace(effects, effects=by_name))
-    shares = {names[start]: calls[start] / total for start in starts}
+    found = [
+        layer.effects(output, of_model[hosted] / max(1, total))
+        for hosted, of_one in layers.items()
+        for layer in of_one
+    ]
+    shares = {start: number / total for start, number in calls.items()}
     return ErrorProfile(measurement.config, tuple(found), shares)
 
 

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from avq_diffusers import (
     AVQConfig,
     apply_avq,
-    avq_attention,
     avq_disabled,
     measure_error,
     remove_avq,
@@ -37,6 +36,7 @@ from avq_diffusers.hosts import measurement, state
 from avq_diffusers.hosts.models import find_model
 
 COARSE = {"num_parents": 4, "num_children": 2, "num_refined": 2}
+FINE = "M8P8C4E16"
 OTHER = {"num_parents": 2, "num_children": 2, "num_refined": 1}
 EVERY_KEY = {"num_parents": 4, "num_children": 2, "num_refined": 4, "exact_keys": 1000}
 OUTSIDE = "outside a call of the model"
@@ -640,53 +640,11 @@ def test_models_that_share_a_layer_or_block(kind, model):
 # Measurement
 
 
-class Recorder(TorchFunctionMode):
-    """Keeps the tensors and scale of exact attention."""
-
-    def __init__(self, found):
-        self.found = found
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention:
-            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            self.found.append([given[x] for x in ("query", "key", "value")] + [given.get("scale")])
-        return func(*args, **(kwargs or {}))
-
-
-def error_by_hand(kind, query, key, value, scale, size) -> float:
-    """Of M8P8C4E16 in a layer with these tensors (B, H, N, D)."""
-    num_tokens = kind.frames * size[0] * size[1]
-    num_beside = key.shape[2] - num_tokens
-    before = 0 if kind.beside is None else kind.beside[0]
-    grid, after = [*range(before, before + num_tokens)], before + num_tokens
-    beside = [*range(before), *range(after, key.shape[2])]
-    queries = query if kind.part else query[:, :, grid]  # of vision's sinks are exact
-    order = query_order(*size, frames=kind.frames)
-    query_positions = torch.tensor(grid)[order].tolist() + beside if kind.part else order.tolist()
-    avq = avq_attention(
-        queries,
-        key[:, :, grid],
-        value[:, :, grid],
-        sink_key=key[:, :, beside] if num_beside else None,
-        sink_value=value[:, :, beside] if num_beside else None,
-        query_tile=16,
-        query_order=torch.tensor(query_positions),
-        key_order=order,
-        scale=scale,
-        backend="reference",
-        **asdict(AVQConfig.parse("M8P8C4E16").sizes),
-    )
-    logits = queries @ key.mT * (scale or query.shape[-1] ** -0.5)
-    exact = logits.softmax(-1) @ value
-    return float((avq - exact).norm() / exact.norm())
-
-
 @for_kinds(ADAPTERS)
 def test_measurement(kind, model, monkeypatch):
-    """Catches tokens that are left out, another scale or order, keys before their norm, a mean over
-    calls, and an AVQ that is lost."""
-    monkeypatch.setattr(measurement, "LADDER", ("M8P8C4E16",))
-    found = []
+    """Catches tokens that are left out, another scale or order, keys before their norm, the error
+    of another output, and an AVQ that is lost."""
+    monkeypatch.setattr(measurement, "LADDER", (FINE,))
 
     class Pipe:
         set_progress_bar_config = staticmethod(lambda **_: None)
@@ -709,10 +667,11 @@ def test_measurement(kind, model, monkeypatch):
     profile = measure()
     assert are_same(contents(model), before)
     assert [one.layer.name for one in profile.layers] == [x.name for x in layers]
-    with in_module(layers[0].attn, partial(Recorder, found)):
-        kind.predict(model)
-    expected = max(error_by_hand(kind, *call, kind.sizes[0]) for call in found)
-    assert profile.layers[0].errors[1000]["M8P8C4E16"] == pytest.approx(expected, rel=1e-3)
+    others = tuple(x.name for x in layers[1:])
+    alone = kind.config(**asdict(AVQConfig.parse(FINE).sizes), exact=others)
+    found = kind.predict(apply_avq(model, alone, route="always"))
+    expected = float((found - kind.exact).norm() / kind.exact.norm())
+    assert profile.layers[0].effects[1000][FINE] == pytest.approx(expected, rel=1e-2)
     assert expected > 0
 
     avq = kind.predict(apply_avq(model, kind.config(**COARSE)))

@@ -1,26 +1,26 @@
-"""`measure_error`: errors and costs along the ladder; and what measuring and calibrating refuse."""
+"""`measure_error`: effects and times along the ladder; what measuring and calibrating refuse."""
 
 import json
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from threading import Barrier, BrokenBarrierError
 
 import pytest
 import tomesd
 import torch
-from cases import OPTIONS
-from diffusers import EDMEulerScheduler
+from diffusers import EDMEulerScheduler, FirstBlockCacheConfig
 from tiny import LAYER, small_unet, tiny_pipe
-from tiny_transformers import sd3_pipe, sd3_transformer
+from tiny_transformers import sd3_pipe, sd3_transformer, wan_transformer
 from tiny_vision import images, tiny_vision
 from tqdm import tqdm
 
-from avq_diffusers import AVQConfig, calibrate, measure_error
-from avq_diffusers.config import Sizes
+from avq_diffusers import AVQConfig, apply_avq, calibrate, measure_error, remove_avq
 from avq_diffusers.hosts import measurement, routing
 from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.measurement import Denoising, Ladder
+from avq_diffusers.hosts.measurement import MeasuredLayer, Run, output_errors
+from avq_diffusers.hosts.timesteps import sampling_weights
 
 PROMPT = "a red fox"
 CONFIG = AVQConfig.parse("M8P4C2", query_tile=16, levels=(0, 1))
@@ -46,35 +46,101 @@ def measure(pipe, config=CONFIG, **arguments):
     return measure_error(pipe, [PROMPT], config, **SIZE | {"num_inference_steps": 3} | arguments)
 
 
+def noise_of(pipe, source, **run):
+    """The UNet's outputs along the exact run, each from the same inputs with AVQ as well."""
+    exact, found = [], []
+
+    def repeat(model, args, kwargs, output):
+        if len(found) == len(exact):
+            exact.append(output[0])
+            if source is not None:
+                apply_avq(pipe, source, route="always")
+            found.append(model(*args, **kwargs)[0])
+            remove_avq(pipe)
+
+    with pipe.unet.register_forward_hook(repeat, with_kwargs=True):
+        pipe(PROMPT, **run, generator=torch.Generator().manual_seed(5), output_type="latent")
+    return exact, found
+
+
 class TestMeasure:
-    def test_parts(self, pipe):
-        """Catches a mean over calls, and parts mixed up; errors are those of the contract."""
+    def test_effects_are_those_of_one_layer_alone(self, pipe):
+        """By hand. Catches the attention's own error in place of the output's, parts mixed up,
+        calls that all count alike, and layers or sizes mixed up."""
+        profile = measure(pipe, parts=3, seed=5)
+        assert profile.shares == {1000: 1 / 3, 666: 1 / 3, 333: 1 / 3}  # calls at 667, 334 and 1
+        run = {"height": 128, "width": 128, "num_inference_steps": 3}
+        names = [one.layer.name for one in profile.layers]
+        alphas = pipe.scheduler.alphas_cumprod.double()
+        for place in (1, 4):
+            others = tuple(name for name in names if name != names[place])
+            for sizes in (MIDDLE, FINE):
+                config = AVQConfig.parse(sizes, query_tile=16, levels=(0, 1), exact=others)
+                exact, found = noise_of(pipe, config, **run)
+                weights = [float(sampling_weights(alphas, 3)[x]) for x in (667, 334, 1)]
+                squares = [
+                    weight * float((a - b).double().square().sum())
+                    for a, b, weight in zip(found, exact, weights, strict=True)
+                ]
+                total = sum(
+                    weight * float(x.double().square().sum())
+                    for x, weight in zip(exact, weights, strict=True)
+                )
+                effects = profile.layers[place].effects.values()
+                measured = [of_part[sizes] for of_part in effects]
+                expected = [(square / total) ** 0.5 for square in squares]
+                assert measured == pytest.approx(expected, rel=1e-2)
+        assert measure(pipe, parts=2).layers != measure(pipe, parts=2, seed=5).layers
 
-        def stop(pipe, step, timestep, tensors):
-            pipe._interrupt = True
-            return tensors
+    def test_all_layers_together(self, pipe):
+        """Catches a correction by layers alone, and a mean over examples."""
+        arguments = {**SIZE, "num_inference_steps": 3, "parts": 1}
+        profile = measure_error(pipe, [PROMPT, "a dog"], CONFIG, **arguments)
+        plans = [profile.uniform(sizes).choices for sizes in (COARSE, FINE)]
+        coarse, fine = output_errors(pipe, [PROMPT, "a dog"], plans, CONFIG, **arguments)
+        for one, other in ((coarse, fine), (coarse[::-1], coarse)):
+            assert one != other
+        points = {point.measured for point in profile.curve}
+        for tolerance in (0.02, 0.1):
+            plan = replace(profile, curve=()).within(tolerance).choices
+            (errors,) = output_errors(pipe, [PROMPT, "a dog"], [plan], CONFIG, **arguments)
+            assert max(errors) == 0 or max(errors) in points
 
-        first = measure(pipe, parts=3, seed=5, callback_on_step_end=stop)
-        three, two = (measure(pipe, parts=parts, seed=5) for parts in (3, 2))
-        for layers in zip(first.layers, three.layers, two.layers, strict=True):
-            begin, by_call, halves = (
-                {start: errors[FINE] for start, errors in x.errors.items()} for x in layers
-            )
-            assert [*by_call] == [1000, 666, 333]  # calls at 667, 334 and 1
-            early, middle, late = by_call.values()
-            assert len({early, middle, late}) == 3
-            assert begin == {1000: early}
-            assert halves == {1000: early, 500: max(middle, late)}
-        assert measure(pipe, parts=2).layers != two.layers  # another seed
+    def test_a_part_without_a_call(self, pipe):
+        """The parts before the first call take its sizes."""
+        assert measure(pipe, parts=3, num_inference_steps=2).shares == {1000: 0.5, 333: 0.5}
 
-    def test_sizes_that_cost_as_much_as_exact_are_left_out(self, pipe, monkeypatch):
+    def test_many_layers_are_measured_in_turns(self, pipe, monkeypatch):
+        """Catches a part of the denoising or a layer that has no turn."""
+        monkeypatch.setattr(measurement, "MOST_REPEATED", 48)  # of 12 calls, 6 layers, 2 sizes
+        calls, arguments = [], {**SIZE, "num_inference_steps": 6, "parts": 3}
+        with pipe.unet.register_forward_pre_hook(lambda *_: calls.append(1)):
+            profile = measure_error(pipe, [PROMPT, "a dog"], CONFIG, **arguments)
+        assert len(calls) == 2 * 12 + 48 + 12 * len(measurement.CHECKED)
+        for one in profile.layers:
+            assert len({tuple(effects.values()) for effects in one.effects.values()}) == 3
+
+    def test_a_cache_of_earlier_calls_is_refused(self):
+        class Pipe:
+            transformer = wan_transformer()
+
+            def __call__(self, prompt):
+                raise AssertionError("it ran")
+
+        Pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+        with pytest.raises(ValueError, match="measure before enable_cache"):
+            measure_error(Pipe(), [PROMPT])
+
+    def test_sizes_that_meet_all_tokens_are_left_out(self, pipe, monkeypatch):
         """Catches E256 measured, and chosen, for 64 tokens."""
         monkeypatch.setattr(measurement, "LADDER", (COARSE, "M8P0C0E56", "M8P0C0E55"))
-        for one in measure(pipe).layers:
+        for one in measure(pipe, num_inference_steps=1, parts=1).layers:
             sizes = {COARSE: 4, MIDDLE: 16, "M8P0C0E55": 63}
             sizes |= {"M8P0C0E56": 64} if one.layer.level == 0 else {}
-            tokens = (16 >> one.layer.level) ** 2
-            assert one.costs == {name: columns / tokens for name, columns in sizes.items()}
+            tokens = one.num_tokens
+            relative = {name: time / one.times["exact"] for name, time in one.times.items()}
+            expected = {name: columns / tokens for name, columns in sizes.items()} | {"exact": 1}
+            assert relative == pytest.approx(expected)
 
     @pytest.mark.parametrize(
         ("make", "examples", "arguments"),
@@ -100,7 +166,7 @@ class TestMeasure:
         pipe.scheduler = EDMEulerScheduler()
         with pytest.raises(ValueError, match="measure_error with several parts need a sampler"):
             measure(pipe)
-        assert set(measure(pipe, parts=1).layers[0].errors) == {1000}
+        assert set(measure(pipe, parts=1).shares) == {1000}
 
 
 @pytest.mark.parametrize(
@@ -192,56 +258,35 @@ class TestRefusals:
             measure(pipe, [PROMPT], CONFIG, num_inference_steps=1, **SIZE)
 
 
-def test_costs_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
-    """Catches a choice that changes with a second measurement, and the ratio upside down."""
-    times = iter((1.0, 2.0, 4.0, 1.0))
+def test_times_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
+    """Catches a choice that changes with a second measurement, and one name for two attentions."""
+    times = iter((1.0, 2.0))
     monkeypatch.setattr(routing, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU X")
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
-    monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: call())
-    workload = routing.Workload(
-        4, 8, Sizes(num_parents=4, num_refined=2, num_children=2, exact_keys=0), 16, torch.float16
-    )
-
-    def cost(num_tokens):
-        turns = {"avq": lambda: next(times), "exact": lambda: next(times)}
-        return routing.relative_cost(workload, num_tokens, torch.device("cuda"), **turns)
-
+    monkeypatch.setattr(routing, "_compiled_milliseconds", lambda call: next(times))
     try:
         for _ in range(2):
             routing._table.cache_clear()
-            assert cost(256) == 0.5
-        assert cost(1024) == 4.0
+            kept = [routing.kept_milliseconds(x, torch.device("cuda"), None) for x in "ab"]
+            assert kept == [1.0, 2.0]
     finally:
         routing._table.cache_clear()
-    (kept,) = tmp_path.rglob("routes.json")
-    assert [*json.loads(kept.read_text()).values()] == [0.5, 4.0]
+    (path,) = tmp_path.rglob("routes.json")
+    assert [*json.loads(path.read_text()).values()] == [1.0, 2.0]
 
 
-class TestLadder:
-    @pytest.fixture
-    def ladder(self):
-        return Ladder(SPEC, None, CONFIG, Denoising(1, tqdm(disable=True)))
+def test_kernels_compile_side_by_side():
+    """Catches sizes that compile one after another, gradients in a thread, a lost error."""
+    both, modes = Barrier(2), []
+    layer = MeasuredLayer(SPEC, None, CONFIG, Run(1, None, tqdm(disable=True)))
 
-    def test_the_first_call_decides_what_is_measured(self, ladder):
-        """Catches a later call of more tokens that has sizes of its own, where the first had
-        none."""
-        for num_tokens in (4, 64):
-            tokens = torch.randn(3, 1, 2, num_tokens, 8)
-            ladder.attend(*tokens, None, **OPTIONS | {"codewords": "means"})
-        assert ladder.costs == {}
-        assert [len(errors) for errors in ladder.calls[1000]] == [0, 0]
+    def call():
+        both.wait(timeout=10)
+        modes.append(torch.is_grad_enabled())
 
-    def test_kernels_compile_side_by_side(self, ladder):
-        """Catches rungs that compile one after another, gradients in a thread, a lost error."""
-        both, modes = Barrier(2), []
-
-        def call():
-            both.wait(timeout=10)
-            modes.append(torch.is_grad_enabled())
-
-        ladder._compile([call, call], torch.device("cpu"))
-        assert modes == [False, False]
-        both.abort()
-        with pytest.raises(BrokenBarrierError):
-            ladder._compile([call], torch.device("cpu"))
+    layer._compile([call, call], torch.device("cpu"))
+    assert modes == [False, False]
+    both.abort()
+    with pytest.raises(BrokenBarrierError):
+        layer._compile([call], torch.device("cpu"))

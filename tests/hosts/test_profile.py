@@ -1,4 +1,4 @@
-"""The dial from fast to exact: what a tolerance chooses, what then runs, and the file."""
+"""The dial from fast to exact: what a tolerance chooses, what then runs, and what is kept."""
 
 import json
 import math
@@ -21,22 +21,21 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.config import Sizes
 from avq_diffusers.hosts import measurement, profile
 from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.profile import MARGIN, Choice, ErrorProfile, LayerErrors
+from avq_diffusers.hosts.profile import ErrorProfile, LayerEffects, Point
 
 PROMPT = "a red fox"
 CONFIG = AVQConfig.parse("M8P4C2", query_tile=16, levels=(0, 1))
 COARSE, FINE = "M4P0C0", "M8P8C4E16"
 SPEC = LayerSpec("a", 0, 2, 8)
-COSTS = {"M8P4C2": 0.5, "M4P0C0": 0.2, "M8P8C4E16": 0.9}
 STORED = {
     "layer": SPEC.stored,
     "num_tokens": 64,
-    "costs": {"M4P0C0": 0.5},
-    "errors": {"1000": {"M4P0C0": 0.1}, "500": {"M4P0C0": 1 / 3}},
+    "times": {"M4P0C0": 0.5, "exact": 1.0},
+    "effects": {"500": {"M4P0C0": 1 / 3}, "1000": {"M4P0C0": 0.1}},
 }
+SHARES = {"500": 0.25, "1000": 0.75}
 
 
 class Kind(NamedTuple):
@@ -84,13 +83,14 @@ def profile_of(pipe, choices, config=CONFIG, num_tokens=1):
     """A profile whose tolerance 0.1 gives every layer these choices, by timestep."""
     layers = []
     for layer in select_layers(getattr(pipe, "unet", pipe), config.levels, config.exact):
-        costs = {sizes: 0.5 for sizes in choices.values() if sizes != "exact"}
-        errors = {
-            start: {sizes: 0.05 if sizes == chosen else 0.5 for sizes in costs}
+        sizes = {x for x in choices.values() if x != "exact"}
+        effects = {
+            start: {x: 1e-3 if x == chosen else 1.0 for x in sizes}
             for start, chosen in choices.items()
         }
-        layers.append(LayerErrors(LayerSpec(**layer.stored), num_tokens, costs, errors))
-    return ErrorProfile(config, tuple(layers))
+        times = dict.fromkeys(sizes, 0.5) | {"exact": 1.0}
+        layers.append(LayerEffects(LayerSpec(**layer.stored), num_tokens, times, effects))
+    return ErrorProfile(config, tuple(layers), dict.fromkeys(choices, 1 / len(choices)))
 
 
 def configs(pipe) -> list[str]:
@@ -98,47 +98,90 @@ def configs(pipe) -> list[str]:
     return [row.config for row in summary(pipe).rows if row.config]
 
 
-class TestWithin:
-    def choose(self, *errors, tolerance=0.1, costs=COSTS):
-        starts = (1000, 600, 300)[: len(errors)]
-        parts = {
-            start: dict(zip(costs, part, strict=True))
-            for start, part in zip(starts, errors, strict=True)
-        }
-        plan = ErrorProfile(AVQConfig(), (LayerErrors(SPEC, 64, costs, parts),)).within(tolerance)
-        return {start: (str(choice), choice.error) for start, choice in plan["a"].items()}
+def profile_with(*layers, shares=None, curve=()):
+    """A profile of layers a, b, ..., each with times and, by part, effects of sizes."""
+    found = [
+        LayerEffects(LayerSpec(name, 0, 2, 8), 64, times, effects)
+        for name, (times, effects) in zip("abc", layers, strict=False)
+    ]
+    return ErrorProfile(AVQConfig(), tuple(found), shares or {1000: 1.0}, curve)
 
-    def test_cheapest_that_holds(self):
-        """Catches the first that holds, the last, the most exact, and a limit that is left out."""
-        assert self.choose((0.09, 0.3, 0.05)) == {1000: ("M8P4C2", 0.09)}
-        assert self.choose((0.05, 0.09, 0.01)) == {1000: ("M4P0C0", 0.09)}
-        assert self.choose((0.11, 0.3, 0.05)) == {1000: ("M8P8C4E16", 0.05)}
-        assert self.choose((0.11, 0.3, 0.11)) == {1000: ("exact", 0.0)}
-        assert self.choose((0.11, 0.3, 0.2), tolerance=1) == {1000: ("M4P0C0", 0.3)}
-        assert self.choose((0.095, 0.3, 0.05)) == {1000: ("M8P8C4E16", 0.05)}  # a margin
+
+def plan(allocation):
+    return {
+        name: {start: str(choice) for start, choice in choices.items()}
+        for name, choices in allocation.choices.items()
+    }
+
+
+TIMES = {"M4P0C0": 1.0, "M8P4C2": 2.0, "exact": 4.0}
+MILD = {"M4P0C0": 0.3, "M8P4C2": 0.04}
+SHARP = {"M4P0C0": 0.4, "M8P4C2": 0.2}
+
+
+class TestWithin:
+    def test_time_goes_where_it_removes_most_error(self):
+        """Catches layers judged alone, errors added instead of their squares, and effects of exact
+        attention."""
+        profile = profile_with(*((TIMES, {1000: x}) for x in (MILD, SHARP)))
+        for tolerance, a, b, time in (
+            (0.51, "M4P0C0", "M4P0C0", 2),  # .3 and .4 are .5 together
+            (0.4, "M4P0C0", "M8P4C2", 3),
+            (0.21, "M8P4C2", "M8P4C2", 4),
+            (0.041, "M8P4C2", "exact", 6),
+            (0.001, "exact", "exact", 8),
+        ):
+            found = profile.within(tolerance)
+            assert plan(found) == {"a": {1000: a}, "b": {1000: b}}
+            assert (found.time, found.exact_time, found.speedup) == (time, 8, 8 / time)
+            assert found.error <= tolerance
+        assert profile.within(0.51).error == pytest.approx(0.5)
+        assert plan(profile.taking(6.5)) == plan(profile.within(0.041))
+        assert plan(profile.taking(0)) == plan(profile.within(0.51))
+        uniform = profile.uniform("M8P4C2")
+        assert plan(uniform) == {name: {1000: "M8P4C2"} for name in "ab"}
+        assert uniform.error == pytest.approx((0.04**2 + 0.2**2) ** 0.5)
+
+    def test_what_was_removed_too_much_is_given_back(self):
+        """The best step may remove more than needed, and make an earlier one needless."""
+        small = {"M4P0C0": 1.0, "exact": 1.5}, {1000: {"M4P0C0": 0.1}}
+        large = {"M4P0C0": 1.0, "exact": 21.0}, {1000: {"M4P0C0": 0.4}}
+        found = profile_with(small, large).within(0.11)
+        assert plan(found) == {"a": {1000: "M4P0C0"}, "b": {1000: "exact"}}
 
     def test_never_slower(self):
-        costs = {"M8P4C2": 1.0, "M4P0C0": 1.2, "M8P8C4E16": 1.5}
-        assert self.choose((0, 0, 0), costs=costs) == {1000: ("exact", 0.0)}
+        times = {"M4P0C0": 4.0, "M8P4C2": 5.0, "exact": 4.0}
+        profile = profile_with((times, {1000: {"M4P0C0": 0.1, "M8P4C2": 0.0}}))
+        assert plan(profile.within(9)) == {"a": {1000: "exact"}}
 
-    def test_equal_parts_are_one(self):
-        """Catches a switch that changes nothing, the smaller error of the two, and parts merged
-        over another one between them.
-        """
-        held, exact = (0.02, 0.3, 0.01), (0.3, 0.3, 0.3)
-        assert self.choose(held, (0.08, 0.3, 0), exact) == {
-            1000: ("M8P4C2", 0.08),
-            300: ("exact", 0.0),
-        }
-        assert [*self.choose(held, exact, held)] == [1000, 600, 300]
+    def test_parts(self):
+        """Catches time counted in full for a part of the calls, and switches that change
+        nothing."""
+        parts = {1000: SHARP, 600: MILD, 300: MILD}
+        shares = {1000: 0.5, 600: 0.25, 300: 0.25}
+        profile = profile_with((TIMES, parts), shares=shares)
+        found = profile.within(0.43)
+        assert plan(found) == {"a": {1000: "M4P0C0", 600: "M8P4C2"}}
+        assert found.time == 0.5 * 1 + 0.5 * 2
+        assert found.choices["a"][600].effect == pytest.approx(0.04 * 2**0.5)
+        assert plan(profile.within(0.01)) == {"a": {1000: "exact"}}
+
+    def test_measured_errors_correct_predicted_ones(self):
+        """Catches a correction upside down, and one that ends with the curve."""
+        effects = {1000: {"M4P0C0": 0.04, "M8P4C2": 0.01}}
+        curve = Point(0.02, 0.04), Point(0.01, 0.02)
+        profile = profile_with((TIMES, effects), curve=curve)
+        assert plan(profile.within(0.0799)) == {"a": {1000: "M8P4C2"}}
+        assert profile.within(0.0801).error == pytest.approx(0.08)
+        rising = profile_with((TIMES, effects), curve=(Point(0.01, 0.01), Point(0.04, 0.16)))
+        assert rising.within(0.1).error == pytest.approx(0.01)
+        assert rising.uniform("M4P0C0").error == pytest.approx(0.16)
 
     def test_table(self):
-        layer = LayerErrors(
-            SPEC, 64, {"M4P0C0": 0.5}, {1000: {"M4P0C0": 0.08}, 500: {"M4P0C0": 0.16}}
-        )
-        header, row = str(ErrorProfile(AVQConfig(), (layer,))).splitlines()
-        assert header.split() == ["layer", "0.05", "0.1", "0.2"]
-        assert row.split() == ["a", "exact", "M4P0C0,", "exact", "M4P0C0"]
+        effects = {1000: {"M4P0C0": 0.008, "M8P4C2": 0.001}, 500: {"M4P0C0": 0.016, "M8P4C2": 0.0}}
+        table = str(profile_with((TIMES, effects), shares={1000: 0.5, 500: 0.5}))
+        assert [line.split()[-1] for line in table.splitlines()] == ["0.05", "0.018", "4", "M4P0C0"]
+        assert "M4P0C0, M8P4C2" in table.splitlines()[-1]
 
 
 class TestApply:
@@ -151,7 +194,7 @@ class TestApply:
         assert not any(torch.equal(latents, other) for other in (exact, fine))
         row = next(row for row in summary(pipe).rows if row.name == LAYER)
         assert row.calls == {"scheduled": 1, "AVQ": 1}
-        assert (row.config, row.error) == (f"exact, {FINE}", 0.05)
+        assert (row.config, row.effect) == (f"exact, {FINE}", 1e-3)
         model = apply_avq(tiny_vision(), VISION.config)
         avq = features(model)
         with pytest.raises(ValueError, match="a vision model has no schedules by timestep"):
@@ -172,26 +215,51 @@ class TestApply:
         assert loaded == found
         names = [one.layer.name for one in found.layers]
         assert names == [row.name for row in summary(pipe).rows if row.level in kind.config.levels]
-        errors = sorted(one.errors[1000][FINE] for one in found.layers)
-        tolerance = errors[len(errors) // 3] / MARGIN * 1.001
-        plan = found.within(tolerance)
+        rungs = found.uniform(COARSE), found.uniform(FINE)
+        tolerance = (rungs[0].error * rungs[1].error) ** 0.5
+        chosen = found.within(tolerance)
         assert apply_avq(pipe, loaded, tolerance=tolerance) is pipe
         rows = [row for row in summary(pipe).rows if row.config]
         assert len({row.config for row in rows}) > 1
         for row in rows:
-            assert row.config == ", ".join(map(str, plan[row.name].values()))
-            assert row.error == max(choice.error for choice in plan[row.name].values())
+            choices = chosen.choices[row.name].values()
+            assert row.config == ", ".join(map(str, choices))
+            assert row.effect == pytest.approx(math.hypot(*(choice.effect for choice in choices)))
+        assert str(summary(pipe)).endswith(str(chosen))
         avq = kind.draw(pipe)
         apply_avq(other, kind.config, tolerance=tolerance, **kind.examples, **kind.run)
         assert torch.equal(kind.draw(other), avq)
         assert summary(other) == summary(pipe)
-        header, row = (line.split() for line in str(summary(pipe)).splitlines()[:2])
-        assert row[header.index("error")] == f"{rows[0].error:.3f}"
         set_num_refined(pipe, 0)
-        assert "error" not in str(summary(pipe))
+        assert "effect" not in str(summary(pipe))
+        assert "of exact" not in str(summary(pipe))
         apply_avq(pipe, found, tolerance=1e-9)
         assert {*configs(pipe)} == {"exact"}
         assert torch.equal(kind.draw(pipe), exact)
+
+    def test_a_model_is_measured_once(self, monkeypatch):
+        """Catches a second measurement, and the profile of another model, size or prompt."""
+        monkeypatch.setattr(measurement, "LADDER", (COARSE, FINE))
+        run = UNET.run | {"num_inference_steps": 3}
+
+        def apply(pipe, forbidden=False, **arguments):
+            handle = pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("it ran"))
+            if not forbidden:
+                handle.remove()
+            with handle:
+                apply_avq(pipe, LEVELS, tolerance=0.05, **run | arguments)
+            return summary(pipe)
+
+        first = apply(tiny_pipe(), prompt=[PROMPT])
+        assert apply(tiny_pipe(), forbidden=True, prompt=[PROMPT]) == first
+        assert apply(tiny_pipe(), forbidden=True) == first
+        changed = tiny_pipe()
+        changed.unet.get_submodule(LAYER).to_q.weight.data *= 2
+        for pipe, arguments in ((changed, {}), (tiny_pipe(), {"height": 192})):
+            with pytest.raises(TypeError, match="to measure this model on once"):
+                apply(pipe, forbidden=True, **arguments)
+        with pytest.raises(pytest.fail.Exception, match="it ran"):
+            apply(tiny_pipe(), forbidden=True, prompt=["a dog"])
 
     def test_fewer_tokens_than_were_measured_run_exact(self, pipe):
         """Catches AVQ where its cost is unknown, and a forced route that is not."""
@@ -275,28 +343,33 @@ class TestFile:
         [
             {"layers": []},
             {"layers": 3},
+            {"layers": [STORED, STORED]},
             {"config": {"num_parent": 3}},
+            {"shares": {"1000": 1.0}},
+            {"shares": SHARES | {"1000": 0}},
+            {"curve": [{"predicted": 0.1, "measured": math.nan}]},
+            {"curve": [{"predicted": 0.1}]},
             {"layers": [STORED | {"layer": {"name": "a"}}]},
             {"layers": [STORED | {"layer": SPEC.stored | {"name": 3}}]},
             {"layers": [STORED | {"num_tokens": 0}]},
             {"layers": [STORED | {"num_tokens": "many"}]},
-            {"layers": [STORED | {"costs": {"M4": 0.5}}]},
-            {"layers": [STORED | {"costs": {"M4P0C0": "cheap"}}]},
-            {"layers": [STORED | {"costs": {"exact": 1.0}, "errors": {"1000": {"exact": 0.0}}}]},
-            {"layers": [STORED | {"errors": {}}]},
-            {"layers": [STORED | {"errors": {"500": {"M4P0C0": 0.1}}}]},
-            {"layers": [STORED | {"errors": {"1000": {"M4P0C0": math.nan}}}]},
-            {"layers": [STORED | {"errors": {"1000": {"M4P0C0": -0.1}}}]},
-            {"layers": [STORED | {"errors": {"1000": [0.1]}}]},
+            {"layers": [STORED | {"times": {"M4P0C0": 0.5}}]},
+            {"layers": [STORED | {"times": {"M4": 0.5, "exact": 1.0}}]},
+            {"layers": [STORED | {"times": {"M4P0C0": "cheap", "exact": 1.0}}]},
+            {"layers": [STORED | {"effects": {}}]},
+            {"layers": [STORED | {"effects": {"500": {"M4P0C0": 0.1}}}]},
+            *(
+                {"layers": [STORED | {"effects": STORED["effects"] | {"1000": x}}]}
+                for x in ({"M4P0C0": math.nan}, {"M4P0C0": -0.1}, [0.1], {"exact": 0.0})
+            ),
         ],
     )
     def test_other_files(self, tmp_path, change):
+        """The good file has its parts in another order than `save`."""
         path = tmp_path / "other.json"
-        good = {"config": {}, "layers": [STORED]}
+        good = {"config": {}, "layers": [STORED], "shares": SHARES, "curve": []}
         path.write_text(json.dumps(good))
-        assert ErrorProfile.load(path).within(0.2)["a"][1000] == Choice(
-            Sizes(num_parents=4, num_refined=0, num_children=0, exact_keys=0), 0.1
-        )
+        assert plan(ErrorProfile.load(path).within(0.2)) == {"a": {1000: "M4P0C0", 500: "exact"}}
         for content in (json.dumps(good | change), "", "{", "[]", "{}", "[" * 100_000):
             path.write_text(content)
             with pytest.raises(ValueError, match=r"other\.json is not a saved ErrorProfile: "):

@@ -31,7 +31,7 @@ from avq_diffusers.extras.linfusion import (
 )
 from avq_diffusers.files import read_log
 from avq_diffusers.hosts import LayerSpec, routing, select_layers
-from avq_diffusers.hosts.profile import LayerErrors
+from avq_diffusers.hosts.profile import LayerEffects, Point
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.config_file import load_config
@@ -91,11 +91,11 @@ def read_linfusion(path: Path) -> None:
 
 
 def profile(folder: Path) -> Path:
-    costs, layer = {"M4P2C2": 0.5, "M8": 0.25}, LayerSpec("up_blocks.1.attn1", 0, 2, 8)
-    errors = {1000: {"M4P2C2": 0.125, "M8": 0.5}, 500: {"M4P2C2": 0.25, "M8": 0.75}}
-    ErrorProfile(AVQConfig(), (LayerErrors(layer, 64, costs, errors),)).save(
-        folder / "profile.json"
-    )
+    times = {"M4P2C2": 0.5, "M8": 0.25, "exact": 1.0}
+    effects = {1000: {"M4P2C2": 0.125, "M8": 0.5}, 500: {"M4P2C2": 0.25, "M8": 0.75}}
+    layer = LayerEffects(LayerSpec("up_blocks.1.attn1", 0, 2, 8), 64, times, effects)
+    shares, curve = {1000: 0.5, 500: 0.5}, (Point(0.25, 0.375),)
+    ErrorProfile(AVQConfig(), (layer,), shares, curve).save(folder / "profile.json")
     return folder / "profile.json"
 
 
