@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from avq_diffusers.cli.codebooks import codeword_source
-from avq_diffusers.cli.images import dilation, fit_request, image_error, timed_image
+from avq_diffusers.cli.images import dilation, fit_request, measured_on, timed_image
 from avq_diffusers.cli.loading import load_pipeline
 from avq_diffusers.cli.output import save_image, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
@@ -30,9 +30,9 @@ def generate_image(
     with dilation(pipe, request):
         if tolerance is not None:
             assert isinstance(source, AVQConfig)
-            print(f"measuring which sizes have an error of at most {tolerance:g}")
-            profile = image_error(pipe, source, request)
-            apply_avq(pipe, profile, tolerance=tolerance, route="always")
+            print("measuring what the attention of each layer does to the output")
+            arguments = measured_on(pipe, request)
+            apply_avq(pipe, source, tolerance=tolerance, route="always", **arguments)
         print("with AVQ attention")
         avq, avq_seconds = timed_image(pipe, request)
         report = summary(pipe)

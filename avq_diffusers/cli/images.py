@@ -12,11 +12,8 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from avq_diffusers.cli.request import ImageRequest
-from avq_diffusers.config import AVQConfig
 from avq_diffusers.extras.scalecrafter.apply import scalecrafter, usual_scalecrafter
-from avq_diffusers.hosts.measurement import measure_error
 from avq_diffusers.hosts.models import has_unet
-from avq_diffusers.hosts.profile import ErrorProfile
 from avq_diffusers.hosts.timesteps import are_training_timesteps
 from avq_diffusers.mini.loading import usual_guidance
 
@@ -90,26 +87,17 @@ def timed_image(
     return TimedImage(image, time.perf_counter() - start)
 
 
-def image_error(
-    pipe: DiffusionPipeline,
-    config: AVQConfig,
-    request: ImageRequest,
-    after_step: Callable[..., Any] | None = None,
-) -> ErrorProfile:
-    """Measure the error of AVQ with several sizes on one image, in at most `ERROR_STEPS` steps.
-
-    `after_step` is the pipeline's `callback_on_step_end`.
-    """
+def measured_on(pipe: DiffusionPipeline, request: ImageRequest) -> dict[str, Any]:
+    """Arguments of `apply_avq` with a tolerance: one image, in at most `ERROR_STEPS` steps."""
     arguments = _call_arguments(pipe, request)
-    del arguments["prompt"]
+    arguments["prompt"] = [request.prompt]
+    arguments["seed"] = request.seed
     steps = arguments["num_inference_steps"] = min(request.steps, ERROR_STEPS)
     if has_unet(pipe):
         pipe.scheduler.set_timesteps(steps)
         if not are_training_timesteps(pipe.scheduler.timesteps.tolist()):
             arguments["parts"] = 1
-    if after_step is not None:
-        arguments["callback_on_step_end"] = after_step
-    return measure_error(pipe, [request.prompt], config, seed=request.seed, **arguments)
+    return arguments
 
 
 def _parameters(pipe: DiffusionPipeline) -> Mapping[str, Parameter]:

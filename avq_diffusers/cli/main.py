@@ -118,8 +118,8 @@ def generate(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="The cheapest sizes, by layer and, in a UNet, timestep, whose attention has at "
-            "most this relative error, such as 0.1; measured on this prompt."
+            help="Run the fastest sizes whose output (noise, velocity) is within this of exact "
+            "attention's, such as 0.02; measured on this prompt."
         ),
     ] = None,
     device: Device = None,

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import gradio as gr
 from diffusers import DiffusionPipeline
 
-from avq_diffusers.cli.images import TimedImage, image_error, timed_image, training_size
+from avq_diffusers.cli.images import TimedImage, measured_on, timed_image, training_size
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.config import AVQConfig
-from avq_diffusers.hosts.profile import SHOWN_TOLERANCES, ErrorProfile
+from avq_diffusers.hosts.profile import SHOWN_TOLERANCES
 from avq_diffusers.hosts.refinement import refinable_parents
 from avq_diffusers.hosts.sources import AVQSource
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of, summary
@@ -46,7 +46,6 @@ class _Events:
 
     def __init__(self, pipe: DiffusionPipeline, source: AVQSource) -> None:
         self.pipe, self.source = pipe, source
-        self.measured: tuple[ImageRequest, ErrorProfile] | None = None  # the last one
         states = states_of(apply_avq(pipe, source, route="always"))
         self.parents = refinable_parents(states)
         self.default_refined = max(x.config.sizes.num_refined for x in states.values())
@@ -97,10 +96,14 @@ class _Events:
         after_step = self._after_step(visitor, progress, request.steps, "AVQ")
         if tolerance != NO_TOLERANCE:
             assert isinstance(self.source, AVQConfig)  # else the page offers none
-            if self.measured is None or self.measured[0] != request:
-                profile = image_error(self.pipe, self.source, request, after_step)
-                self.measured = request, profile
-            apply_avq(self.pipe, self.measured[1], tolerance=float(tolerance), route="always")
+            apply_avq(
+                self.pipe,
+                self.source,
+                tolerance=float(tolerance),
+                route="always",
+                callback_on_step_end=after_step,
+                **measured_on(self.pipe, request),
+            )
         else:
             apply_avq(self.pipe, self.source, route="always")
             if num_refined != self.default_refined:

@@ -36,8 +36,9 @@ class KeptProfile:
         arguments: Mapping[str, Any],
     ) -> None:
         facts: list[Any] = [repr(config), type(scheduler).__name__]
-        of_run = sorted(arguments.keys() - {"progress"})
-        facts += [(name, _digest(arguments[name])) for name in of_run]
+        for name, value in sorted(arguments.items()):
+            if name != "progress" and not callable(value):
+                facts += [name, _digest(value)]
         for hosted in models:
             facts += [type(hosted.model).__name__, *_sampled(hosted.model.named_parameters())]
         self.name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
