@@ -1,12 +1,15 @@
 from .codebooks import PROJECTION_PARAMETERS
 from .layers import Layer, LayerSpec
+from .measurement import output_errors
 from .models import AnyModel, has_unet, select_layers, unet_of, unwrapped
+from .profile import Allocation
 from .timesteps import NUM_TRAIN_TIMESTEPS, Timesteps
 from .verbs import attention_replaced, gather_codebooks, replace_attention
 
 __all__ = [
     "NUM_TRAIN_TIMESTEPS",
     "PROJECTION_PARAMETERS",
+    "Allocation",
     "AnyModel",
     "Layer",
     "LayerSpec",
@@ -14,6 +17,7 @@ __all__ = [
     "attention_replaced",
     "gather_codebooks",
     "has_unet",
+    "output_errors",
     "replace_attention",
     "select_layers",
     "unet_of",

@@ -16,8 +16,7 @@ from diffusers import DiffusionPipeline
 from tqdm import tqdm
 
 from avq_diffusers import AVQConfig, ErrorProfile, apply_avq, measure_error, remove_avq
-from avq_diffusers.hosts.measurement import output_errors
-from avq_diffusers.hosts.profile import Allocation
+from avq_diffusers.hosts import Allocation, output_errors
 from eval.names import EXACT
 from eval.quality.compare import psnr_metrics
 from eval.quality.generation import Sampling, generate

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from avq_diffusers import AVQConfig, ErrorProfile, measure_error
-from avq_diffusers.hosts.measurement import output_errors
+from avq_diffusers.hosts import output_errors
 from eval.keys.photographs import PHOTOGRAPHS, photograph
 from eval.keys.subjects import vision_arguments
 from eval.quality.tolerance import Row, plan_row, plans_of

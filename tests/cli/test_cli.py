@@ -40,7 +40,7 @@ from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
-from avq_diffusers.hosts import measurement
+from avq_diffusers.hosts import measured_layer
 from avq_diffusers.images import MARGIN, psnr
 from avq_diffusers.mini import MINI_CODEBOOKS, MINI_SD, default_prompts
 
@@ -76,7 +76,7 @@ def avq(monkeypatch, capsys, tmp_path):
 @pytest.fixture
 def ladder(monkeypatch) -> None:
     """A short one, for tiny models."""
-    monkeypatch.setattr(measurement, "LADDER", ("M4P0C0", "M8P8C4E16"))
+    monkeypatch.setattr(measured_layer, "LADDER", ("M4P0C0", "M8P8C4E16"))
 
 
 @pytest.fixture

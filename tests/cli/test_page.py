@@ -18,7 +18,7 @@ from avq_diffusers import AVQConfig, apply_avq, avq_disabled, set_num_refined, s
 from avq_diffusers.cli import main as cli
 from avq_diffusers.cli.images import timed_image
 from avq_diffusers.cli.request import ImageRequest
-from avq_diffusers.hosts import measurement
+from avq_diffusers.hosts import measured_layer
 from avq_diffusers.hosts.profile import SHOWN_TOLERANCES
 from avq_diffusers.images import difference
 
@@ -71,7 +71,7 @@ def site():
     page = build_page(pipe, "tiny", [PROMPT], SIZES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", watched)
-        patch.setattr(measurement, "LADDER", ("M4P0C0", "M8P8C4E16"))
+        patch.setattr(measured_layer, "LADDER", ("M4P0C0", "M8P8C4E16"))
         yield serve(page, host="127.0.0.1", port=free_port()), pipe
         page.close()
     assert called == []

@@ -10,7 +10,7 @@ from tiny_vision import WIDE, choosing
 from transformers import ViTConfig, ViTModel
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq
-from avq_diffusers.hosts import measurement
+from avq_diffusers.hosts import measured_layer
 from eval.quality import tolerance
 from eval.vision import tolerance as vision_tolerance
 
@@ -20,7 +20,7 @@ ANY_SIZE = {"interpolate_pos_encoding": True}
 
 @pytest.fixture(autouse=True)
 def short_ladder(monkeypatch):
-    monkeypatch.setattr(measurement, "LADDER", (COARSE, FINE))
+    monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
     monkeypatch.setattr(tolerance, "UNIFORM", (COARSE, FINE))
 
 

@@ -32,7 +32,7 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.attention.orders import query_order
-from avq_diffusers.hosts import measurement, state
+from avq_diffusers.hosts import measured_layer, state
 from avq_diffusers.hosts.models import find_model
 
 COARSE = {"num_parents": 4, "num_children": 2, "num_refined": 2}
@@ -644,7 +644,7 @@ def test_models_that_share_a_layer_or_block(kind, model):
 def test_measurement(kind, model, monkeypatch):
     """Catches tokens that are left out, another scale or order, keys before their norm, the error
     of another output, and an AVQ that is lost."""
-    monkeypatch.setattr(measurement, "LADDER", (FINE,))
+    monkeypatch.setattr(measured_layer, "LADDER", (FINE,))
 
     class Pipe:
         set_progress_bar_config = staticmethod(lambda **_: None)

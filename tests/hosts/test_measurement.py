@@ -17,9 +17,11 @@ from tiny_vision import images, tiny_vision
 from tqdm import tqdm
 
 from avq_diffusers import AVQConfig, apply_avq, calibrate, measure_error, remove_avq
-from avq_diffusers.hosts import measurement, routing
+from avq_diffusers.hosts import measured_layer, measurement, routing
+from avq_diffusers.hosts.exact_run import ExactRun
 from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.measurement import MeasuredLayer, Run, output_errors
+from avq_diffusers.hosts.measured_layer import MeasuredLayer
+from avq_diffusers.hosts.measurement import output_errors
 from avq_diffusers.hosts.timesteps import sampling_weights
 
 PROMPT = "a red fox"
@@ -31,7 +33,7 @@ SPEC = LayerSpec("a", 0, 2, 8)
 
 @pytest.fixture(autouse=True)
 def short_ladder(monkeypatch):
-    monkeypatch.setattr(measurement, "LADDER", (COARSE, FINE))
+    monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
 
 
 @cache
@@ -133,7 +135,7 @@ class TestMeasure:
 
     def test_sizes_that_meet_all_tokens_are_left_out(self, pipe, monkeypatch):
         """Catches E256 measured, and chosen, for 64 tokens."""
-        monkeypatch.setattr(measurement, "LADDER", (COARSE, "M8P0C0E56", "M8P0C0E55"))
+        monkeypatch.setattr(measured_layer, "LADDER", (COARSE, "M8P0C0E56", "M8P0C0E55"))
         for one in measure(pipe, num_inference_steps=1, parts=1).layers:
             sizes = {COARSE: 4, MIDDLE: 16, "M8P0C0E55": 63}
             sizes |= {"M8P0C0E56": 64} if one.layer.level == 0 else {}
@@ -279,7 +281,7 @@ def test_times_on_a_gpu_are_measured_once_and_kept(monkeypatch, tmp_path):
 def test_kernels_compile_side_by_side():
     """Catches sizes that compile one after another, gradients in a thread, a lost error."""
     both, modes = Barrier(2), []
-    layer = MeasuredLayer(SPEC, None, CONFIG, Run(1, None, tqdm(disable=True)))
+    layer = MeasuredLayer(SPEC, None, CONFIG, ExactRun(1, None, tqdm(disable=True)), None)
 
     def call():
         both.wait(timeout=10)

@@ -21,7 +21,7 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.hosts import measurement, profile
+from avq_diffusers.hosts import measured_layer, profile
 from avq_diffusers.hosts.layers import LayerSpec
 from avq_diffusers.hosts.profile import ErrorProfile, LayerEffects, Point
 
@@ -206,7 +206,7 @@ class TestApply:
         """Catches arguments that do not reach the measurement, sizes that do not reach the layers,
         another choice next time, an error shown for sizes that nobody measured, and layers of a
         second transformer that take the names of the first's."""
-        monkeypatch.setattr(measurement, "LADDER", (COARSE, FINE))
+        monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
         pipe, other = kind.make(), kind.make()
         exact, (examples,) = kind.draw(pipe), kind.examples.values()
         found = measure_error(pipe, examples, kind.config, **kind.run)
@@ -239,7 +239,7 @@ class TestApply:
 
     def test_a_model_is_measured_once(self, monkeypatch):
         """Catches a second measurement, and the profile of another model, size or prompt."""
-        monkeypatch.setattr(measurement, "LADDER", (COARSE, FINE))
+        monkeypatch.setattr(measured_layer, "LADDER", (COARSE, FINE))
         run = UNET.run | {"num_inference_steps": 3}
 
         def apply(pipe, forbidden=False, **arguments):

@@ -1,0 +1,120 @@
+"""Exact runs of a model, whose calls are repeated with AVQ in some layers."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+from avq_diffusers.config import Sizes
+from avq_diffusers.hosts.host import Hosted
+from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
+
+# What layers run in a repeated call, by their names; others run exact attention.
+Trial: TypeAlias = Mapping[str, Sizes | None]
+# Repeats the present call, and returns the squared error of its output.
+Repeat: TypeAlias = Callable[[Trial], float]
+
+
+class ExactRun:
+    """Where exact runs of a model are, and the repeated calls beside them.
+
+    Second evaluations of noise-damped ScaleCrafter, inside a call of the UNet, are part of it.
+
+    Args:
+        parts: how many equal parts of the training timesteps are kept apart.
+        weights: of the errors of calls, by training timestep; None if all count alike.
+        bar: moves by one per call of the exact runs.
+
+    Attributes:
+        start: the timestep at which the present part begins.
+        weight: of the present call's error.
+        number: of the present call, over all examples.
+        example: number of the present example.
+        depth: calls of the model under way.
+        trial: what a repeated call runs; None in the exact one.
+    """
+
+    def __init__(self, parts: int, weights: Tensor | None, bar: tqdm) -> None:
+        starts = [NUM_TRAIN_TIMESTEPS * (parts - part) // parts for part in range(parts)]
+        self.starts = {start: start for start in starts}
+        self.weights = weights
+        self.bar = bar
+        self.start = NUM_TRAIN_TIMESTEPS
+        self.weight = 1.0
+        self.number = -1
+        self.example = -1
+        self.depth = 0
+        self.trial: Trial | None = None
+        self.timesteps = Timesteps()
+
+    def follow(self, examples: Iterable[Any]) -> Iterator[Any]:
+        """The examples, counted."""
+        for self.example, example in enumerate(examples):
+            yield example
+
+    @contextmanager
+    def watch(self, hosted: Hosted, visit: Callable[[float, Repeat], None]) -> Iterator[None]:
+        """Follow the calls of a model inside the `with` block.
+
+        After each call, `visit` gets the squared norm of its output, and a function that repeats
+        the call and returns the squared error.
+        """
+
+        def leave(model: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            try:
+                if self.depth == 1 and output is not None:
+                    exact = _tensors_of(output)
+
+                    def repeat(trial: Trial) -> float:
+                        self.trial = trial
+                        try:
+                            return squared(_tensors_of(model(*args, **kwargs)), exact)
+                        finally:
+                            self.trial = None
+
+                    visit(squared(exact), repeat)
+            finally:
+                self.depth -= 1
+
+        enter = partial(self._enter, has_timesteps=hosted.host.has_timesteps)
+        with (
+            hosted.entrance.register_forward_pre_hook(enter, with_kwargs=True),
+            hosted.entrance.register_forward_hook(leave, with_kwargs=True, always_call=True),
+        ):
+            yield
+
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict, *, has_timesteps: bool) -> None:
+        self.depth += 1
+        if self.depth > 1:
+            return
+        self.number += 1
+        self.bar.update()
+        if len(self.starts) > 1 and has_timesteps:
+            timestep = self.timesteps.of_call(args, kwargs)
+            if timestep is not None:
+                if self.number == 0:  # parts before the first call take its sizes
+                    first = at_timestep(self.starts, timestep)
+                    self.starts |= {x: NUM_TRAIN_TIMESTEPS for x in self.starts if x >= first}
+                self.start = at_timestep(self.starts, timestep)
+                if self.weights is not None:
+                    self.weight = float(self.weights[min(int(timestep), len(self.weights) - 1)])
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    """The tensors of a model's first output."""
+    first = output if isinstance(output, Tensor) else output[0]
+    return [x for x in pytree.tree_leaves(first) if isinstance(x, Tensor)]
+
+
+def squared(found: Sequence[Tensor], exact: Sequence[Tensor] | None = None) -> float:
+    """The sum of squares, of the difference from `exact` if given."""
+    differences = (
+        found
+        if exact is None
+        else [a.float() - b.float() for a, b in zip(found, exact, strict=True)]
+    )
+    return sum(float(x.float().square().sum()) for x in differences)

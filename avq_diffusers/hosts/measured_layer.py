@@ -1,0 +1,224 @@
+"""One layer along exact runs: errors of its attention, effects on the model's output, and times."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from avq_diffusers.attention.api import avq_attention
+from avq_diffusers.config import AVQConfig, Sizes
+from avq_diffusers.hosts.exact_run import ExactRun, Repeat, squared
+from avq_diffusers.hosts.layers import LayerSpec
+from avq_diffusers.hosts.profile import LayerEffects
+from avq_diffusers.hosts.refinement import EXACT
+from avq_diffusers.hosts.routing import kept_milliseconds
+from avq_diffusers.hosts.state import LayerState, with_sinks
+
+# From fast to exact. On real keys more parents and refined parents pay first, then exact keys.
+LADDER = (
+    "M32P4C8",
+    "M64P8C8",
+    "M64P16C8",
+    "M64P32C8",
+    "M128P32C8",
+    "M64P16C8E256",
+    "M128P32C8E256",
+    "M128P32C8E512",
+    "M64P32C8E1024",
+)
+
+
+class MeasuredLayer:
+    """A layer along exact runs: the errors of its own attention, and their effect on the output.
+
+    Args:
+        layer: name, level and head shape.
+        state: of the layer during the measurement.
+        config: its sizes join those of `LADDER`.
+        run: where the model is.
+        turn: (i, n) measures the layer in calls i, i + n, i + 2 n and so on; None in no call.
+
+    Attributes:
+        num_tokens: of the first call.
+        times: by configuration string, for these tokens, and of exact attention; sizes that meet as
+            many columns as there are tokens are left out.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        state: LayerState,
+        config: AVQConfig,
+        run: ExactRun,
+        turn: tuple[int, int] | None,
+    ) -> None:
+        self.layer = LayerSpec(**layer.stored)
+        self.state = state
+        self.config = config
+        self.run = run
+        self.turn = turn
+        self.num_tokens = 0
+        self.times: dict[str, float] = {}
+        self.own: list[float] = []  # squared errors of the present call by size
+        # By part and anchor: weighted squares of the effect, of the output and of own errors.
+        self.sums: dict[tuple[int, str], Tensor] = {}
+
+    @property
+    def sizes(self) -> list[str]:
+        """The sizes that are measured, from few to many columns."""
+        return [sizes for sizes in self.times if sizes != EXACT]
+
+    @property
+    def anchors(self) -> list[str]:
+        """The sizes whose effect is measured on the output itself."""
+        sizes = self.sizes
+        return [*dict.fromkeys(sizes[len(sizes) * part // 3] for part in (1, 2))] if sizes else []
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether the layer is measured in the present call of the model."""
+        # Another step in each example, so that every part of the denoising has its turn.
+        first, every = self.turn or (1, 1)
+        return (self.run.number + self.run.example) % every == first
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
+    ) -> tuple[Tensor, str]:
+        """Exact attention in place of `attention_and_backend`, or what a repeated call tries.
+
+        Raises:
+            ValueError: attention has NaN or infinity.
+        """
+        keys, values = with_sinks(key, value, **options)
+        exact_attention = partial(
+            F.scaled_dot_product_attention, query, keys, values, scale=options["scale"]
+        )
+
+        def avq(sizes: Sizes) -> Tensor:
+            return avq_attention(query, key, value, **options | asdict(sizes))
+
+        if self.run.trial is not None:
+            sizes = self.run.trial.get(self.layer.name)
+            return (exact_attention() if sizes is None else avq(sizes)), EXACT
+        exact = exact_attention()
+        if self.run.depth > 1:
+            return exact, EXACT
+        if not exact.isfinite().all():
+            raise ValueError(
+                f"the attention of {self.layer.name} gives NaN or infinity; measure a model and "
+                f"dtype whose output is finite."
+            )
+        if not self.times:
+            self.num_tokens = key.shape[2]
+            rungs = {x: partial(avq, _sizes(x)) for x in self._ladder(key)}
+            if key.is_cuda:
+                self._compile(rungs.values(), key.device)
+            attentions = {**rungs, EXACT: exact_attention}
+            self.times = {x: self._time(x, key, attend) for x, attend in attentions.items()}
+        if self.is_probed:
+            norm = float(exact.float().square().sum())
+            errors = [squared([avq(_sizes(x))], [exact]) for x in self.sizes]
+            self.own = [error / norm for error in errors]
+        return exact, EXACT
+
+    def probe(self, output: float, repeat: Repeat) -> None:
+        """Measure what the anchors do to the output of the present call, of this squared norm."""
+        own, self.own = self.own, []
+        if not own:
+            return  # the layer is not measured, or not served, in this call
+        weight = self.run.weight
+        for anchor in self.anchors:
+            effect = repeat({self.layer.name: _sizes(anchor)})
+            sums = torch.tensor([effect, output, *own], dtype=torch.float64) * weight
+            place = self.run.start, anchor
+            self.sums[place] = self.sums.get(place, 0) + sums
+
+    def effects(self, output: Mapping[int, float], called: float) -> LayerEffects:
+        """The effects and times of all sizes.
+
+        Args:
+            output: weighted squares of the outputs of all calls, by part. A part in which the layer
+                was not measured has the effects of all others together.
+            called: share of the calls that were of the layer's model.
+
+        Raises:
+            RuntimeError: there is none; the message says why.
+        """
+        if not self.times:
+            raise RuntimeError(
+                f"{self.layer.name} has no call that AVQ serves: "
+                f"{self.state.last_call or 'it did not run'}."
+            )
+        every: dict[str, Tensor] = defaultdict(lambda: torch.zeros(2 + len(self.sizes)).double())
+        for (_, anchor), sums in self.sums.items():
+            every[anchor] += sums
+        total = sum(output.values())
+        effects = {
+            start: self._effects_of(
+                {anchor: self.sums.get((start, anchor), every[anchor]) for anchor in self.anchors},
+                squared / total,
+            )
+            for start, squared in output.items()
+        }
+        times = {sizes: called * time for sizes, time in self.times.items()}
+        return LayerEffects(self.layer, self.num_tokens, times, effects)
+
+    def _effects_of(self, sums: Mapping[str, Tensor], share: float) -> dict[str, float]:
+        """By size, from sums of each anchor; `share` is that of the part in all outputs."""
+        found = {}
+        for place, sizes in enumerate(self.sizes):
+            # The anchor of the most similar error: far from it the effect is not proportional.
+            nearest, ratio = None, 1.0
+            for of_anchor, anchor in zip(sums.values(), self.anchors, strict=True):
+                own = of_anchor[2:].clamp(min=torch.finfo(torch.float32).tiny)
+                times_own = float(own[place] / own[self.sizes.index(anchor)])
+                if nearest is None or abs(math.log(times_own)) < abs(math.log(ratio)):
+                    nearest, ratio = of_anchor, times_own
+            assert nearest is not None
+            effect, output, *_ = nearest.tolist()
+            found[sizes] = (share * ratio * effect / output) ** 0.5 if output else 0.0
+        return found
+
+    def _ladder(self, key: Tensor) -> list[str]:
+        """The sizes that meet fewer columns than there are tokens."""
+        every = dict.fromkeys([*LADDER, str(self.config)])
+        fewer = [x for x in every if _sizes(x).columns < key.shape[2]]
+        return sorted(fewer, key=lambda x: _sizes(x).columns)
+
+    def _time(self, sizes: str, key: Tensor, attend: Callable[[], Tensor]) -> float:
+        """Milliseconds on a GPU, else billions of operations by the columns that a query meets."""
+        batch, num_heads, num_tokens, head_dim = key.shape
+        if not key.is_cuda:
+            columns = num_tokens if sizes == EXACT else _sizes(sizes).columns
+            return 4e-9 * batch * num_heads * num_tokens * columns * head_dim
+        tile, updates = self.config.query_tile, self.config.num_updates
+        name = (
+            f"{sizes} with tiles of {tile} and {updates} updates, {tuple(key.shape)} keys in "
+            f"{str(key.dtype).removeprefix('torch.')}"
+        )
+        return kept_milliseconds(name, key.device, attend)
+
+    def _compile(self, calls: Collection[Callable[[], Tensor]], device: torch.device) -> None:
+        """Run calls once in threads. Their kernels compile side by side, outside the GIL."""
+
+        @torch.no_grad()
+        def run(call: Callable[[], Tensor]) -> None:
+            with torch.accelerator.device_index(device.index):
+                call()
+
+        with ThreadPoolExecutor() as pool:
+            done = pool.map(run, calls)
+            hidden = self.run.bar.disable
+            list(tqdm(done, "kernels", total=len(calls), leave=False, disable=hidden))
+
+
+def _sizes(text: str) -> Sizes:
+    return AVQConfig.parse(text).sizes
