@@ -327,6 +327,37 @@ class ErrorProfile:
         ) as error:
             raise ValueError(f"{path} is not a saved {cls.__name__}: {error!r}.") from error
 
+    def plot(self, path: str | Path) -> None:
+        """Draw how much faster attention is over the error of the output.
+
+        A line of the sizes that `within` chooses, and points of the same sizes in all layers. Needs
+        matplotlib.
+
+        Raises:
+            OSError: `path` cannot be written; what was there stays.
+        """
+        from matplotlib.figure import Figure
+
+        sizes = dict.fromkeys(x for one in self.layers for x in one.times if x != EXACT)
+        equal = {x: self.uniform(x) for x in sizes}
+        errors = [plan.error for plan in equal.values()]
+        low, high = math.log10(min(errors) / 3), math.log10(max(errors))
+        tolerances = [10 ** (low + (high - low) * step / 60) for step in range(61)]
+        best = [plan for plan in map(self.within, tolerances) if plan.error > 0]
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
+        axes.plot([x.error for x in best], [x.speedup for x in best], label="within a tolerance")
+        axes.plot(errors, [x.speedup for x in equal.values()], "o", label="equal in all layers")
+        for name, plan in equal.items():
+            place: dict[str, Any] = {"xytext": (6, -8), "textcoords": "offset points"}
+            axes.annotate(name, (plan.error, plan.speedup), fontsize=7, **place)
+        axes.axhline(1, color="black", linestyle="--", label="exact")
+        axes.set(xscale="log", xlabel="error of the output", ylabel="attention, times as fast")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        with atomic_write(Path(path)) as temporary:
+            figure.savefig(temporary, dpi=110)
+
     def __str__(self) -> str:
         plans = [self.within(tolerance) for tolerance in SHOWN_TOLERANCES]
         rows = [

@@ -126,8 +126,9 @@ def tolerance_command(
         Sampling(num_inference_steps=steps, size=size, guidance_scale=usual_guidance(pipe)),
     )
     print(tolerance_table(rows))
+    path = output / f"{result_name('tolerance', model, numbers, size)}.json"
     save_json(
-        output / f"{result_name('tolerance', model, numbers, size)}.json",
+        path,
         command=command_line(),
         device=device,
         num_probed=probed,
@@ -137,6 +138,7 @@ def tolerance_command(
         profile=profile.document,
         rows=rows,
     )
+    profile.plot(path.with_suffix(".png"))
 
 
 @app.command("scenes")

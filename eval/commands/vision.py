@@ -146,8 +146,9 @@ def tolerance(
     loaded = load_vision(model, download, device)
     profile, rows = measure_tolerances(loaded, limits, size, probed, images)
     print(tolerance_table(rows))
+    path = result_path("tolerance", model, output, device, f"{size}_")
     save_json(
-        result_path("tolerance", model, output, device, f"{size}_"),
+        path,
         command=command_line(),
         device=device,
         size=size,
@@ -156,6 +157,7 @@ def tolerance(
         profile=profile.document,
         rows=rows,
     )
+    profile.plot(path.with_suffix(".png"))
 
 
 @app.command()

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import tiny_transformers
 import torch
+from PIL import Image
 from tiny import LAYER, draw, random_codebooks, tiny_pipe, tiny_unet
 from tiny_transformers import predict, sd3_pipe, sd3_transformer, wan_transformer
 from tiny_vision import ANY_SIZE, features, images, tiny_vision
@@ -182,6 +184,16 @@ class TestWithin:
         table = str(profile_with((TIMES, effects), shares={1000: 0.5, 500: 0.5}))
         assert [line.split()[-1] for line in table.splitlines()] == ["0.05", "0.018", "4", "M4P0C0"]
         assert "M4P0C0, M8P4C2" in table.splitlines()[-1]
+
+    def test_plot(self, tmp_path):
+        """Catches a curve that fails where some plan has no error, and a file half written."""
+        profile = profile_with((TIMES, {1000: MILD}), (TIMES, {1000: SHARP}))
+        profile.plot(tmp_path / "curve.png")
+        with Image.open(tmp_path / "curve.png") as image:
+            assert np.ptp(image) == 255
+        with pytest.raises(OSError, match="absent"):
+            profile.plot(tmp_path / "absent" / "curve.png")
+        assert [x.name for x in tmp_path.iterdir()] == ["curve.png"]
 
 
 class TestApply:
