@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 from toy_data import CAPTIONS, NAMES, SCENES, SIZE, make_stream, pictures, png, source, take
 
+from avq_diffusers.images import read_rgb
 from avq_diffusers.mini import TRAINING_SEEDS, Scene, render, sample_scene
-from distill.data.images import crop, linfusion, read_rgb
+from distill.data.images import crop, linfusion
 from distill.data.sources import open_samples
 
 pytestmark = pytest.mark.usefixtures("no_traces")
