@@ -1,17 +1,27 @@
-"""Configuration files: YAML that says what differs from a frozen dataclass's defaults.
+"""Configurations: frozen dataclasses, and YAML files that say what differs from their defaults.
 
+A field's type says which values it takes: `steps: Count`, `precision: Literal["fp32", "bf16"]`.
 Nested dataclasses are sections of the file. `base: NAME.yaml` names a file of the same folder that
-this one starts from; sections are merged, other values replaced. A dataclass checks its own values
-in `__post_init__` by the `check_` functions.
+this one starts from; sections are merged, other values replaced.
 """
 
+import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 
@@ -22,6 +32,51 @@ ConfigType = TypeVar("ConfigType")
 
 # `safe_load` lets these through for values that contradict their tag, and for deep nesting.
 YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, LookupError, RecursionError, TypeError)
+
+
+class Values(NamedTuple):
+    """The values that a field takes, and how a message calls them."""
+
+    hold: Callable[[Any], bool]
+    named: str
+
+
+Count = Annotated[int, Values(lambda x: x >= 1, "at least 1")]
+Natural = Annotated[int, Values(lambda x: x >= 0, "at least 0")]
+Seed = Annotated[int, Values(lambda x: 0 <= x <= LARGEST_SEED, f"between 0 and {LARGEST_SEED}")]
+Finite = Annotated[float, Values(math.isfinite, "finite")]
+Weight = Annotated[float, Values(lambda x: 0 <= x < math.inf, "at least 0 and finite")]
+Positive = Annotated[float, Values(lambda x: x > 0, "above 0")]
+Share = Annotated[float, Values(lambda x: 0 <= x <= 1, "in [0, 1]")]
+Decay = Annotated[float, Values(lambda x: 0 <= x < 1, "in [0, 1)")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A configuration that checks its values by the types of its fields when it is built.
+
+    Raises:
+        ValueError: a value is not one that its field takes.
+    """
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value, values, suffix = getattr(self, name), _values(hint), ""
+            if NoneType in get_args(hint):
+                values, suffix = _values(get_args(hint)[0]), " or null"
+            items = value if isinstance(value, tuple) else (value,)
+            if values is not None and value is not None and not all(map(values.hold, items)):
+                raise ValueError(f"{name} must be {values.named}{suffix}, but got {value!r}.")
+
+
+def _values(hint: Any) -> Values | None:
+    """What a type says of its values, or those in a tuple; None if it takes all."""
+    if get_origin(hint) is tuple:
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        return Values(choices.__contains__, f"one of {', '.join(choices)}")
+    return get_args(hint)[1] if get_origin(hint) is Annotated else None
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -90,7 +145,7 @@ def differing_keys(config: Any, saved: Mapping[str, Any], *, ignored: tuple[str,
 
 def plain_values(config: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as JSON values, with lists instead of tuples."""
-    return _plain(asdict(config))
+    return json.loads(json.dumps(asdict(config)))
 
 
 def flatten(values: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
@@ -102,47 +157,6 @@ def flatten(values: Mapping[str, Any], separator: str = ".", prefix: str = "") -
         else:
             flat[prefix + key] = value
     return flat
-
-
-def check_at_least(config: Any, least: int, *names: str) -> None:
-    """Raise ValueError for a field below `least`, or NaN."""
-    for name in names:
-        if not getattr(config, name) >= least:
-            raise ValueError(f"{name} must be at least {least}, but got {getattr(config, name)}.")
-
-
-def check_at_least_one_or_none(config: Any, name: str) -> None:
-    """Raise ValueError for a field below 1 that is not None."""
-    value = getattr(config, name)
-    if value is not None and value < 1:
-        raise ValueError(f"{name} must be at least 1 or null, but got {value}.")
-
-
-def check_positive(config: Any, name: str) -> None:
-    """Raise ValueError for a field that is not above 0, or NaN."""
-    if not getattr(config, name) > 0:
-        raise ValueError(f"{name} must be above 0, but got {getattr(config, name)}.")
-
-
-def check_finite(config: Any, *names: str) -> None:
-    """Raise ValueError for a field that is infinite or NaN."""
-    for name in names:
-        if not math.isfinite(getattr(config, name)):
-            raise ValueError(f"{name} must be finite, but got {getattr(config, name)}.")
-
-
-def check_seed(config: Any) -> None:
-    """Raise ValueError for a `seed` that PyTorch does not take."""
-    if not 0 <= config.seed <= LARGEST_SEED:
-        raise ValueError(f"seed must be between 0 and {LARGEST_SEED}, but got {config.seed}.")
-
-
-def check_one_of(config: Any, name: str, values: Collection[str]) -> None:
-    """Raise ValueError for a field that is not one of `values`."""
-    if getattr(config, name) not in values:
-        raise ValueError(
-            f"{name} must be one of {', '.join(values)}, but got {getattr(config, name)!r}."
-        )
 
 
 def _parse_yaml(text: str | bytes, complaint: str) -> Any:
@@ -195,12 +209,11 @@ def _build(
             problems.append(ValueError(f"{source} {complaint.format(listed)} {kind.__name__}."))
     hints = get_type_hints(kind)
     read = {}
-    for name, value in values.items():
-        if name in names:
-            try:
-                read[name] = _as_declared(value, hints[name], source, prefix + name, problems)
-            except TypeError as error:
-                problems.append(error)
+    for name in [name for name in values if name in names]:
+        try:
+            read[name] = _as_declared(values[name], hints[name], source, prefix + name, problems)
+        except TypeError as error:
+            problems.append(error)
     if len(problems) == before:
         try:
             return kind(**read)
@@ -214,10 +227,10 @@ def _as_declared(
     value: Any, hint: Any, source: str, name: str, problems: list[TypeError | ValueError]
 ) -> Any:
     """Convert a YAML value to the type of its field: sections, tuples and floats."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
     if value is None and NoneType in kinds:
         return None
-    kind = next(kind for kind in kinds if kind is not NoneType)
+    kind = str if get_origin(kinds[0]) is Literal else kinds[0]
     origin = get_origin(kind)
     if is_dataclass(kind) and isinstance(value, dict):
         return _build(value, kind, source, f"{name}.", problems)
@@ -236,17 +249,7 @@ def _as_declared(
         with suppress(ValueError, OverflowError):
             return float(value)  # YAML 1.1 reads 1e-3 as a string
     if type(value) is not kind:
-        raise TypeError(f"{name} must be {_type_name(hint)}, but got {value!r}.")
+        plain = hint.__name__ if isinstance(hint, type) and origin is None else str(hint)
+        shown = "a section" if is_dataclass(kind) else plain
+        raise TypeError(f"{name} must be {shown}, but got {value!r}.")
     return value
-
-
-def _type_name(hint: Any) -> str:
-    if is_dataclass(hint):
-        return "a section"
-    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

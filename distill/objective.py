@@ -62,10 +62,9 @@ class Objective(nn.Module):
             caption. Only a `guided_weight` above 0 needs it.
 
     Raises:
-        ValueError: `attention` is unknown, `teacher` has no self-attention at a level or for an
-            override, `diveq` lacks AVQ attention and full spawning,
-            a `weighting_scheme` lacks `alphas_cumprod` above 0, or `guided_weight` lacks
-            `empty_text_states`.
+        ValueError: `teacher` has no self-attention at a level or for an override, `diveq` lacks AVQ
+            attention and full spawning, a `weighting_scheme` lacks `alphas_cumprod` above 0, or
+            `guided_weight` lacks `empty_text_states`.
     """
 
     def __init__(

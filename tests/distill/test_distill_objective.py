@@ -775,7 +775,6 @@ def test_own_codewords_train_projections_alone():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"attention": "x"}, "attention must be one of avq, linfusion, exact, but got 'x'"),
         ({"weighting_scheme": "inverse_alpha"}, "inverse_alpha needs a noise schedule with"),
         (
             {"weighting_scheme": "inverse_alpha", "alphas_cumprod": torch.tensor([0.9, 0.0])},
