@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from avq_diffusers.codebook.ema import ema_decay
 from distill.checkpointing.export import export
+from distill.checkpointing.hub import LOADING
 from distill.config import DistillConfig
 from distill.data.batches import sample_seed
 from distill.data.stream import report_dead_workers
@@ -95,7 +96,10 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
             logged_step, logged_time = run.step, time.monotonic()
     if is_main:
         training = training_summary(run, log.file.last, config_name)
-        export(run.output, objective, config, training, repo=repo)
+        folder = export(run.output, objective, config, training, repo=repo)
+        print(f"{sheet_path(run.output, run.step)} compares images of teacher and student.")
+        if folder is not None:
+            print(f"{folder} holds the student: {LOADING[config.attention].format(source=folder)}")
     accelerator.wait_for_everyone()
     (run.model,) = accelerator.free_memory(run.model)  # DDP's threads must end before the group
     accelerator.end_training()

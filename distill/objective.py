@@ -18,8 +18,7 @@ MSE_w       mean over images of w(t) MSE, with the timestep t of the image. w is
             alpha(t) = sqrt(alphas_cumprod[t]), with sampling `sampling_weights`
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -28,7 +27,6 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, select_layers
-from avq_diffusers.codebook.codebook import Codebook
 from distill.attention import CHILD
 from distill.config import ObjectiveConfig
 from distill.quantizer import Quantizer, recorded
@@ -194,31 +192,24 @@ class Objective(nn.Module):
         return torch.lerp(empty.float(), output.float(), self.guidance_scale)
 
     @torch.no_grad()
-    def start_codebooks(
-        self,
-        batches: Sequence[Batch],
-        *,
-        samples_per_step: int,
-        keys_per_layer: int = 32768,
-        seed: int = 0,
-    ) -> None:
-        """Fit the codebooks to keys of the teacher by k-means, on process 0 for all.
+    def teacher_keys(self, batches: Iterable[Batch]) -> Iterator[dict[str, Tensor]]:
+        """Yield the keys (H, N, D) of each image in the teacher, by the layers of `stored`.
 
         Args:
-            batches: batches of arguments of `forward` with one latent size. Their split does not
-                change the result.
-            samples_per_step: images per optimizer step over micro-batches and processes. It scales
-                the EMA counts to those of a step, so that the first updates are small.
-            keys_per_layer: number of keys that each layer samples.
-            seed: seed of the samples and of k-means.
-
-        Raises:
-            ValueError: there are fewer keys than parents.
+            batches: arguments of `forward`.
         """
-        sampled = self._sample_keys(batches, keys_per_layer, seed)
-        for name, attention in self.stored.items():
-            keys, num_tokens = sampled[name]
-            attention.start(keys, samples_per_step * num_tokens, seed)
+        layers = {name: self.teacher.get_submodule(name) for name in self.stored}
+        for batch in batches:
+            inputs = (batch[name] for name in ("noisy_latents", "timesteps", "text_states"))
+            with recorded(attn.to_k for attn in layers.values()) as projected:
+                predict(self.teacher, *inputs)
+            for image in range(len(batch["timesteps"])):
+                yield {
+                    name: projected[attn.to_k][image]
+                    .unflatten(-1, (attn.heads, -1))
+                    .transpose(0, 1)
+                    for name, attn in layers.items()
+                }
 
     @torch.no_grad()
     def update_codebooks(self, decay: float) -> None:
@@ -243,10 +234,6 @@ class Objective(nn.Module):
         """
         return {name: attention.diagnostics() for name, attention in self.stored.items()}
 
-    def codebooks(self) -> dict[str, Codebook]:
-        """Return copies of the codebooks by layer name; empty for own codewords."""
-        return {name: attention.copied_codebook() for name, attention in self.stored.items()}
-
     @torch.no_grad()
     def projections(self) -> dict[str, dict[str, Tensor]]:
         """Return float32 copies of the tuned projections, by layer and by name in `attn1`.
@@ -264,36 +251,6 @@ class Objective(nn.Module):
             }
             for name, layer in self.projections().items()
         }
-
-    def key_norms(self) -> dict[str, nn.LayerNorm]:
-        """Return the learned key norms by layer name; empty unless `config.key_norm`."""
-        found = {name: attention.key_norm for name, attention in self.stored.items()}
-        return {name: norm for name, norm in found.items() if norm is not None}
-
-    def _sample_keys(
-        self, batches: Sequence[Batch], keys_per_layer: int, seed: int
-    ) -> dict[str, tuple[Tensor, int]]:
-        """Sample teacher keys (H, S, D) for each layer; also return its tokens per image."""
-        generator = torch.Generator().manual_seed(seed)
-        num_images = sum(len(batch["timesteps"]) for batch in batches)
-        num_kept = math.ceil(keys_per_layer / num_images)
-        teacher_layers = {name: self.teacher.get_submodule(name) for name in self.stored}
-        samples = {name: [] for name in teacher_layers}
-        num_tokens = {}
-        for batch in batches:
-            with recorded(attn.to_k for attn in teacher_layers.values()) as projected:
-                predict(
-                    self.teacher, batch["noisy_latents"], batch["timesteps"], batch["text_states"]
-                )
-            keys = {}
-            for name, attn in teacher_layers.items():
-                keys[name] = projected[attn.to_k].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-                num_tokens[name] = keys[name].shape[2]
-            for image in range(len(batch["timesteps"])):
-                for name, heads in keys.items():
-                    kept = torch.randperm(num_tokens[name], generator=generator)[:num_kept]
-                    samples[name].append(heads[image][:, kept.to(heads.device)].float())
-        return {name: (torch.cat(samples[name], dim=1), num_tokens[name]) for name in samples}
 
 
 def predict(

@@ -3,6 +3,8 @@
 Shapes: B batch, H heads, N tokens, D head dim.
 """
 
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avq_diffusers import AVQConfig, avq_attention
+from avq_diffusers import AVQCodebooks, AVQConfig, avq_attention, gather_codebooks
 from avq_diffusers.attention.diagnostics import capture
 from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
@@ -105,11 +107,6 @@ class StoredAttention(nn.Module):
                 dist.broadcast(tensor, src=0)
 
     @torch.no_grad()
-    def copied_codebook(self) -> Codebook:
-        """A copy of the codebook."""
-        return Codebook(*(x.clone() for x in vars(self.quantizer.codebook()).values()))
-
-    @torch.no_grad()
     def diagnostics(self) -> dict[str, Tensor]:
         """Quantization error, active ratio and, unless the codebook is flat, capture: (H,) each."""
         metrics = self.quantizer.diagnostics()
@@ -122,3 +119,67 @@ class StoredAttention(nn.Module):
                 query_tile=self.config.query_tile,
             )
         return metrics
+
+
+def start_codebooks(
+    stored: Mapping[str, StoredAttention],
+    images: Iterable[Mapping[str, Tensor]],
+    *,
+    num_images: int,
+    images_per_step: int,
+    keys_per_layer: int,
+    seed: int,
+    start_key_norms: bool = False,
+) -> None:
+    """Fit the codebooks of layers to keys of some images.
+
+    Args:
+        stored: by the names of the layers.
+        images: the keys (H, N, D) of each image, by layer.
+        num_images: their number.
+        images_per_step: images in an optimizer step, over micro-batches and processes.
+        keys_per_layer: number of keys that each layer samples.
+        seed: of the samples and of k-means.
+        start_key_norms: let key norms start as near to no change as they can.
+
+    Raises:
+        ValueError: there are fewer keys than parents.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_kept = math.ceil(keys_per_layer / num_images)
+    samples: dict[str, list[Tensor]] = {name: [] for name in stored}
+    num_tokens: dict[str, int] = {}
+    for image in images:
+        for name in stored:
+            keys = image[name]
+            num_tokens[name] = keys.shape[1]
+            kept = torch.randperm(keys.shape[1], generator=generator)[:num_kept]
+            samples[name].append(keys[:, kept.to(keys.device)].float())
+    for name, attention in stored.items():
+        keys = torch.cat(samples[name], dim=1)
+        if start_key_norms:
+            attention.start_key_norm(keys)
+        attention.start(keys, images_per_step * num_tokens[name], seed)
+
+
+@torch.no_grad()
+def learned_codebooks(
+    model: nn.Module, config: AVQConfig, stored: Mapping[str, StoredAttention], **options: Any
+) -> AVQCodebooks:
+    """Copies of the codebooks and key norms that layers have learned, for `apply_avq`.
+
+    Args:
+        model: holds the layers.
+        config: of the model's attention.
+        stored: by the names of the layers; empty for own codewords.
+        options: of `gather_codebooks`.
+    """
+    found = {
+        name: Codebook(*(x.clone() for x in vars(attention.quantizer.codebook()).values()))
+        for name, attention in stored.items()
+    }
+    codebooks = gather_codebooks(model, config, found or None, **options)
+    for name, attention in stored.items():
+        if attention.key_norm is not None:
+            codebooks.key_norm(name).load_state_dict(attention.key_norm.state_dict())
+    return codebooks

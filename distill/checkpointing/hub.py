@@ -19,16 +19,14 @@ MINI = "mini-sd"
 PATHS = ("path", "captions", "cache")
 # Those of the library below are no OSError where there is no network.
 HTTP_ERRORS = (OSError, *HfHubHTTPError.__bases__)
+IMPORTS = {
+    "avq": "from avq_diffusers import AVQCodebooks, apply_avq",
+    "linfusion": "from huggingface_hub import snapshot_download\n"
+    "from avq_diffusers.extras.linfusion import load_linfusion",
+}
 LOADING = {
-    "avq": (
-        "from avq_diffusers import AVQCodebooks, apply_avq",
-        'apply_avq(pipe, AVQCodebooks.from_pretrained("{source}"))',
-    ),
-    "linfusion": (
-        "from huggingface_hub import snapshot_download\n"
-        "from avq_diffusers.extras.linfusion import load_linfusion",
-        'load_linfusion(pipe, snapshot_download("{source}"))',
-    ),
+    "avq": 'apply_avq(pipe, AVQCodebooks.from_pretrained("{source}"))',
+    "linfusion": 'load_linfusion(pipe, snapshot_download("{source}"))',
 }
 
 
@@ -70,7 +68,7 @@ def model_card(config: DistillConfig, training: Mapping[str, Any], *, source: st
         pipeline_tag="text-to-image",
         tags=["avq-attention", "distillation"],
     )
-    imports, load = LOADING[config.attention]
+    imports, load = IMPORTS[config.attention], LOADING[config.attention]
     model = f'"{base}"'
     if base == MINI:
         imports, model = f"{imports}\nfrom avq_diffusers.mini import MINI_SD", "MINI_SD"

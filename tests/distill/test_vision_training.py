@@ -178,7 +178,7 @@ def test_codebooks_are_updated_once_a_step_by_all_its_keys(place, tmp_path):
     run = open_run(settings(place, **changes, **{"trainer.max_steps": 1}), tmp_path)
     run.start_codebooks()
     run.trainer.train()
-    counts = [float(layer.quantizer.ema_counts[0, :, 0].sum()) for layer in run.layers]
+    counts = [float(layer.quantizer.ema_counts[0, :, 0].sum()) for layer in run.layers.values()]
     assert counts == [4 * 64.0] * 4
 
 
