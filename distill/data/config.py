@@ -32,8 +32,8 @@ class DataConfig(Config):
         num_samples: number of samples to use, from the first; None uses all.
         preprocessing: `"crop"`, the middle square, resized with antialiasing, or `"linfusion"`,
             stretched to a square without antialiasing. Scenes are rendered at `image_size`.
-        cache: folder for encoded samples, on a disk that all processes share; None encodes them
-            again in every epoch.
+        cache: folder for encoded samples, on a disk that all processes share; other data or another
+            encoder get a folder in it of their own. None encodes them again in every epoch.
         workers: processes that read images, per training process; 0 reads in the training process.
 
     Raises:

@@ -73,7 +73,6 @@ def scorer(config: ConfigPath, output: Output, overrides: Overrides = ()) -> Non
 
 @app.command()
 def export(
-    vae: Annotated[Path, typer.Option(help="Folder of the VAE's run.")],
     sd: Annotated[Path, typer.Option(help="Folder of the UNet's run.")],
     scorer: Annotated[Path, typer.Option(help="Folder of the scorer's run.")],
     output: Annotated[Path, typer.Option(help="Folder to assemble; replaced if it exists.")],
@@ -82,7 +81,7 @@ def export(
     from distill.pretrain.export import export_mini_sd
 
     with exit_on(*INPUT_ERRORS, code=2):
-        export_mini_sd(vae, sd, scorer, output)
+        export_mini_sd(sd, scorer, output)
 
 
 def _train(

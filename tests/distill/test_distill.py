@@ -499,7 +499,7 @@ def test_a_damaged_cache_ends_with_one_sentence(model, tmp_path):
     """Catches the message of a DataLoader worker in training, a traceback of twenty lines."""
     settings = {"attention": "linfusion", "data.cache": tmp_path / "cache", "steps": 1}
     assert run(model, tmp_path / "whole", **settings).exit_code == 0
-    (shard,) = (tmp_path / "cache").glob("shard-*")
+    (shard,) = (tmp_path / "cache").rglob("shard-*")
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
     result = run(model, tmp_path / "run", **settings, **{"data.workers": 1})
     assert result.exit_code == 1
@@ -614,7 +614,7 @@ def test_two_processes_are_one(model, tmp_path):
     assert_same({"": first["trained"]}, {"": two["objective"]})
     name = "layers.0.token_attention.quantizer.parent_codewords"
     assert not torch.equal(first["reassigned"][name], first["trained"][name])
-    assert len(list((tmp_path / "cache").glob("shard-*"))) == 3
+    assert len(list((tmp_path / "cache").rglob("shard-*"))) == 3
     assert_close(two, one)
     for mine, other in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
         assert mine == pytest.approx(other, rel=1e-4)
