@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from avq_diffusers.codebook.ema import ema_decay
 from distill.checkpointing.export import export
 from distill.checkpointing.hub import LOADING
 from distill.config import DistillConfig
@@ -20,6 +19,7 @@ from distill.log import Log, reduced_means
 from distill.objective import Batch, Objective
 from distill.preview import save_sheet
 from distill.run import Run
+from distill.stored import update_codebooks
 
 
 def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
@@ -60,7 +60,10 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
                 losses = train_step(run.model, run.batches, run.optimizer, config, accelerator)
             rates = {"learning_rate": run.schedule.get_last_lr()[0]}
             if config.codebooks is not None:
-                rates["decay"] = update_codebooks(objective, config, run.step)
+                seed = sample_seed(config.seed, run.step + 1)
+                rates["decay"] = update_codebooks(
+                    objective.stored, config.codebooks, run.step, seed
+                )
             run.schedule.step()
             run.step += 1
             totals = {name: totals.get(name, 0) + value for name, value in losses.items()}
@@ -113,18 +116,6 @@ def is_due(step: int, every: int | None, config: DistillConfig) -> bool:
 def sheet_path(output: Path, step: int) -> Path:
     """Return the path of the sample sheet of a step."""
     return output / "samples" / f"step-{step:08d}.png"
-
-
-def update_codebooks(objective: Objective, config: DistillConfig, step: int) -> float:
-    """Update the codebooks after `step` earlier steps; return the EMA decay."""
-    settings = config.codebooks
-    decay = ema_decay(step, settings.decay_warmup_steps, settings.decay_start, settings.decay_end)
-    objective.update_codebooks(decay)
-    if settings.dead_threshold is not None and (step + 1) % settings.dead_every == 0:
-        objective.reassign_dead(
-            threshold=settings.dead_threshold, seed=sample_seed(config.seed, step + 1)
-        )
-    return decay
 
 
 def train_step(

@@ -142,8 +142,8 @@ class Objective(nn.Module):
         """Return the unweighted losses and their weighted sum `loss`, float32 scalars.
 
         In training mode the keys enter the commitment loss, and the statistics for
-        `update_codebooks`; else there is neither. With a
-        `guided_weight`, keys and features are those of the passes with and without caption.
+        `update_codebooks`; else there is neither. With a `guided_weight`, keys and features are
+        those of the passes with and without caption.
 
         Args:
             noisy_latents: (B, 4, h, w).
@@ -210,21 +210,6 @@ class Objective(nn.Module):
                     .transpose(0, 1)
                     for name, attn in layers.items()
                 }
-
-    @torch.no_grad()
-    def update_codebooks(self, decay: float) -> None:
-        """Update the codebooks from all keys since the last update, once after each optimizer step.
-
-        With DiVeQ the optimizer has moved the codewords, and only their statistics follow.
-        """
-        for quantizer in self.quantizers.values():
-            quantizer.update(decay)
-
-    @torch.no_grad()
-    def reassign_dead(self, *, threshold: float, seed: int) -> None:
-        """`Quantizer.reassign_dead` of all codebooks, right after `update_codebooks`."""
-        for quantizer in self.quantizers.values():
-            quantizer.reassign_dead(threshold=threshold, seed=seed)
 
     def diagnostics(self) -> dict[str, dict[str, Tensor]]:
         """Return metrics per head, (H,), by layer name and metric, without a host sync.

@@ -16,9 +16,10 @@ from avq_diffusers import AVQCodebooks, AVQConfig, avq_attention, gather_codeboo
 from avq_diffusers.attention.diagnostics import capture
 from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.codebook.ema import batch_statistics
+from avq_diffusers.codebook.ema import batch_statistics, ema_decay
 from avq_diffusers.codebook.kmeans import fit_codebook
 from distill.attention import exact_attention
+from distill.config import CodebookConfig
 from distill.quantizer import Quantizer
 
 
@@ -160,6 +161,32 @@ def start_codebooks(
         if start_key_norms:
             attention.start_key_norm(keys)
         attention.start(keys, images_per_step * num_tokens[name], seed)
+
+
+def update_codebooks(
+    stored: Mapping[str, StoredAttention], settings: CodebookConfig, step: int, seed: int
+) -> float:
+    """Update the codebooks from all keys since the last update, once after each optimizer step.
+
+    With DiVeQ the optimizer has moved the codewords, and only their statistics follow.
+
+    Args:
+        stored: by the names of the layers.
+        settings: decays, and when dead codewords move.
+        step: number of earlier steps.
+        seed: of the keys that dead codewords move to, equal on all processes.
+
+    Returns:
+        The EMA decay.
+    """
+    decay = ema_decay(step, settings.decay_warmup_steps, settings.decay_start, settings.decay_end)
+    threshold = settings.dead_threshold
+    is_due = threshold is not None and (step + 1) % settings.dead_every == 0
+    for attention in stored.values():
+        attention.quantizer.update(decay)
+        if is_due:
+            attention.quantizer.reassign_dead(threshold=threshold, seed=seed)
+    return decay
 
 
 @torch.no_grad()

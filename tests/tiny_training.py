@@ -100,6 +100,16 @@ def start(objective, batches, *, samples_per_step=4, keys_per_layer=32768, seed=
     )
 
 
+def update(objective, decay):
+    for quantizer in objective.quantizers.values():
+        quantizer.update(decay)
+
+
+def reassign_dead(objective, threshold, seed=0):
+    for quantizer in objective.quantizers.values():
+        quantizer.reassign_dead(threshold=threshold, seed=seed)
+
+
 def perturb(objective):
     """Move the student away from the teacher, so that no loss is zero."""
     generator = torch.Generator().manual_seed(3)

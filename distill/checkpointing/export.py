@@ -7,7 +7,8 @@ from typing import Any
 
 from avq_diffusers import AVQCodebooks
 from avq_diffusers.extras.linfusion import save_linfusion
-from distill.checkpointing.hub import push, write_card
+from avq_diffusers.files import atomic_write
+from distill.checkpointing.hub import CARD, model_card, push
 from distill.config import DistillConfig
 from distill.objective import Objective
 from distill.stored import learned_codebooks
@@ -58,7 +59,8 @@ def export(
             base_model=config.base_model_name,
             training=training,
         )
-    write_card(folder, config, training, source=repo or folder.name)
+    with atomic_write(folder / CARD) as temporary:
+        temporary.write_text(model_card(config, training, source=repo or folder.name), "utf-8")
     if repo is not None:
         push(folder, repo)
     return folder

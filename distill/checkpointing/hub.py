@@ -10,7 +10,6 @@ import yaml
 from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
 
-from avq_diffusers.files import atomic_write
 from distill.config import DistillConfig
 from distill.config_file import plain_values
 
@@ -30,28 +29,15 @@ LOADING = {
 }
 
 
-def write_card(
-    folder: Path, config: DistillConfig, training: Mapping[str, Any], *, source: str
-) -> None:
-    """Write `folder / CARD`: how to load the export, its settings, data and metrics.
+def model_card(config: DistillConfig, training: Mapping[str, Any], *, source: str) -> str:
+    """The model card of an export: how to load it, its settings, data and metrics.
+
+    Of local folders and files it has the names only.
 
     Args:
-        folder: of the export.
         config: of the run.
         training: its summary, as in the export's config.json.
         source: folder or Hub id that the card loads the export from.
-
-    Raises:
-        OSError: the disk is full or not writable.
-    """
-    with atomic_write(folder / CARD) as temporary:
-        temporary.write_text(model_card(config, training, source=source), encoding="utf-8")
-
-
-def model_card(config: DistillConfig, training: Mapping[str, Any], *, source: str) -> str:
-    """The model card of an export, as Markdown with the metadata of the Hub.
-
-    Of local folders and files it has the names only.
     """
     data, base = config.data, config.base_model_name
     from_hub = data.source == "huggingface" and not Path(data.path).exists()

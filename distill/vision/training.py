@@ -23,12 +23,16 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from avq_diffusers.codebook.ema import ema_decay
 from avq_diffusers.files import atomic_write
 from distill.attention import CHILD
 from distill.config_file import differing_keys, plain_values
 from distill.quantizer import recorded
-from distill.stored import StoredAttention, learned_codebooks, start_codebooks
+from distill.stored import (
+    StoredAttention,
+    learned_codebooks,
+    start_codebooks,
+    update_codebooks,
+)
 from distill.vision.attention import keys_of_images, remove_attention, set_attention
 from distill.vision.config import AttentionName, VisionConfig, parse_attention
 from distill.vision.images import IGNORED, Prepared, open_images
@@ -95,16 +99,8 @@ class Steps(TrainerCallback):
         self.images.epoch = int(state.epoch + 1e-6)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        settings, step = self.settings, state.global_step
-        decay = ema_decay(
-            step, settings.decay_warmup_steps, settings.decay_start, settings.decay_end
-        )
-        threshold = settings.dead_threshold
-        is_due = threshold is not None and (step + 1) % settings.dead_every == 0
-        for layer in self.layers.values():
-            layer.quantizer.update(decay)
-            if is_due:
-                layer.quantizer.reassign_dead(threshold=threshold, seed=args.seed + step)
+        step = state.global_step
+        update_codebooks(self.layers, self.settings, step, args.seed + step)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any
