@@ -134,13 +134,6 @@ def test_a_file_starts_from_its_base(tmp_path):
     ("row", "overrides", "message"),
     [
         ("m64p16c8", ["avq.num_updates=1"], "training learns the codewords; set codebooks, and"),
-        ("m64p16c8", ["codebooks=null"], "training learns the codewords; set codebooks, and"),
-        (
-            "m64p16c8",
-            ["avq.codewords=means"],
-            "no codebook to train; set codebooks, objective.commitment_weight, "
-            "objective.full_spawning, objective.project_children to null, false or 0",
-        ),
         (
             "own_m64p16c8",
             ["avq.key_norm=true", "objective.diveq=true"],

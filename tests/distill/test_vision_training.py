@@ -431,20 +431,14 @@ def test_dpt_keeps_its_own_head(tmp_path):
 
 
 def test_settings_that_contradict_are_refused(place):
-    config = settings(place)
-    maps = settings(place, "segmentation")
-    data, books = config.data, config.codebooks
+    config, maps = settings(place), settings(place, "segmentation")
     for part, change, message in (
         (config, {"task": "segmentation"}, "num_labels must be a number for segmentation"),
-        (config, {"data": replace(data, num_labels=2)}, "null for classification, but got 2"),
-        (
-            maps,
-            {"data": replace(maps.data, resize="crop")},
-            "segmentation needs resize: squash and",
-        ),
+        (config, {"data": replace(config.data, num_labels=2)}, "for classification, but got 2"),
+        (maps, {"data": replace(maps.data, resize="crop")}, "segmentation needs resize: squash"),
         (maps, {"data": replace(maps.data, augment="crop")}, "segmentation needs resize: squash"),
-        (data, {"crop_share": 1.1}, "crop_share must be above 0, at most 1, but got 1.1"),
-        (books, {"diveq": True, "full_spawning": False}, "diveq needs full_spawning"),
+        (config.data, {"crop_share": 1.1}, "crop_share must be above 0, at most 1, but got 1.1"),
+        (config.codebooks, {"diveq": True, "full_spawning": False}, "diveq needs full_spawning"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(part, **change)
