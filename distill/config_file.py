@@ -106,9 +106,9 @@ def load_config(path: str | Path, kind: type[ConfigType], overrides: list[str]) 
         for name in reversed(key.split(".")):
             changes = {name: changes}
         values = _merged(values, changes)
-    problems: list[TypeError | ValueError] = []
-    config = _build(values, kind, str(path), "", problems)
-    if config is None:
+    reader = _Reader(str(path))
+    config = reader.section(values, kind, "")
+    if problems := reader.problems:
         error = TypeError if all(isinstance(x, TypeError) for x in problems) else ValueError
         raise error("; ".join(str(problem).removesuffix(".") for problem in problems) + ".")
     return config
@@ -189,67 +189,62 @@ def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _build(
-    values: Mapping[str, Any],
-    kind: type[ConfigType],
-    source: str,
-    prefix: str,
-    problems: list[TypeError | ValueError],
-) -> ConfigType | None:
-    """Build a dataclass from a mapping of its fields; None if there are problems."""
-    names = {field.name for field in fields(kind)}
-    needed = {x.name for x in fields(kind) if x.default is x.default_factory is MISSING}
-    before = len(problems)
-    for key_names, complaint in (
-        (set(values) - names, "has the unknown key {} for"),
-        (needed - set(values), "lacks the key {} of"),
-    ):
-        if key_names:
-            listed = ", ".join(sorted(prefix + str(name) for name in key_names))
-            problems.append(ValueError(f"{source} {complaint.format(listed)} {kind.__name__}."))
-    hints = get_type_hints(kind)
-    read = {}
-    for name in [name for name in values if name in names]:
-        try:
-            read[name] = _as_declared(values[name], hints[name], source, prefix + name, problems)
-        except TypeError as error:
-            problems.append(error)
-    if len(problems) == before:
-        try:
-            return kind(**read)
-        except (TypeError, ValueError) as error:
-            section = f"{prefix.removesuffix('.')}: " if prefix else ""
-            problems.append(type(error)(f"{section}{error}"))
-    return None
+class _Reader:
+    """Builds dataclasses from the values of a file, and collects what is wrong with them."""
 
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.problems: list[TypeError | ValueError] = []
 
-def _as_declared(
-    value: Any, hint: Any, source: str, name: str, problems: list[TypeError | ValueError]
-) -> Any:
-    """Convert a YAML value to the type of its field: sections, tuples and floats."""
-    kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
-    if value is None and NoneType in kinds:
+    def section(self, values: Mapping[str, Any], kind: type[Any], prefix: str) -> Any:
+        """Build a dataclass from a mapping of its fields; None if there are problems."""
+        names = {field.name for field in fields(kind)}
+        needed = {x.name for x in fields(kind) if x.default is x.default_factory is MISSING}
+        before = len(self.problems)
+        for wrong, complaint in (
+            (set(values) - names, "has the unknown key {} for"),
+            (needed - set(values), "lacks the key {} of"),
+        ):
+            if wrong:
+                listed = complaint.format(", ".join(sorted(f"{prefix}{name}" for name in wrong)))
+                self.problems.append(ValueError(f"{self.source} {listed} {kind.__name__}."))
+        hints, read = get_type_hints(kind), {}
+        for name in [name for name in values if name in names]:
+            try:
+                read[name] = self.value(values[name], hints[name], prefix + name)
+            except TypeError as error:
+                self.problems.append(error)
+        if len(self.problems) == before:
+            try:
+                return kind(**read)
+            except (TypeError, ValueError) as error:
+                section = f"{prefix.removesuffix('.')}: " if prefix else ""
+                self.problems.append(type(error)(f"{section}{error}"))
         return None
-    kind = str if get_origin(kinds[0]) is Literal else kinds[0]
-    origin = get_origin(kind)
-    if is_dataclass(kind) and isinstance(value, dict):
-        return _build(value, kind, source, f"{name}.", problems)
-    if origin is tuple and isinstance(value, list):
-        items = get_args(kind)
-        if items[-1] is Ellipsis:
-            items = items[:1] * len(value)
-        if len(items) == len(value):
-            pairs = enumerate(zip(value, items, strict=True))
-            return tuple(
-                _as_declared(x, item, source, f"{name}[{i}]", problems) for i, (x, item) in pairs
-            )
-    if origin is Mapping and isinstance(value, dict):
+
+    def value(self, value: Any, hint: Any, name: str) -> Any:
+        """Convert a YAML value to the type of its field: sections, tuples and floats."""
+        kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
+        if value is None and NoneType in kinds:
+            return None
+        kind = str if get_origin(kinds[0]) is Literal else kinds[0]
+        origin = get_origin(kind)
+        if is_dataclass(kind) and isinstance(value, dict):
+            return self.section(value, kind, f"{name}.")
+        if origin is tuple and isinstance(value, list):
+            items = get_args(kind)
+            if items[-1] is Ellipsis:
+                items = items[:1] * len(value)
+            if len(items) == len(value):
+                pairs = enumerate(zip(value, items, strict=True))
+                return tuple(self.value(x, item, f"{name}[{i}]") for i, (x, item) in pairs)
+        if origin is Mapping and isinstance(value, dict):
+            return value
+        if kind is float and type(value) in (int, str):
+            with suppress(ValueError, OverflowError):
+                return float(value)  # YAML 1.1 reads 1e-3 as a string
+        if type(value) is not kind:
+            plain = hint.__name__ if isinstance(hint, type) and origin is None else str(hint)
+            shown = "a section" if is_dataclass(kind) else plain
+            raise TypeError(f"{name} must be {shown}, but got {value!r}.")
         return value
-    if kind is float and type(value) in (int, str):
-        with suppress(ValueError, OverflowError):
-            return float(value)  # YAML 1.1 reads 1e-3 as a string
-    if type(value) is not kind:
-        plain = hint.__name__ if isinstance(hint, type) and origin is None else str(hint)
-        shown = "a section" if is_dataclass(kind) else plain
-        raise TypeError(f"{name} must be {shown}, but got {value!r}.")
-    return value
