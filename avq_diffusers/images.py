@@ -1,14 +1,62 @@
-"""Images compared: their PSNR, their difference, and sheets of images side by side."""
+"""Images: read from files, compared by PSNR and difference, and laid out on sheets side by side."""
 
+import struct
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageChops, ImageDraw, ImageFont
+from PIL import Image, ImageChops, ImageDraw, ImageFont, ImageOps
 
+# What Pillow's decoders raise for damaged files. AVIF's raises RuntimeError.
+UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    EOFError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
 MARGIN = 12
 TITLE_SIZE = 16
 TEXT_SIZE = 13
 DIFFERENCE_GAIN = 4
+
+
+def read_upright(file: str | Path | BinaryIO) -> Image.Image:
+    """Read an image in its stored mode, turned as its EXIF orientation says.
+
+    Raises:
+        UNREADABLE: the file is damaged or is no image.
+    """
+    with Image.open(file) as image:
+        upright = ImageOps.exif_transpose(image)
+    upright.format = image.format
+    return upright
+
+
+def read_rgb(file: str | Path | BinaryIO) -> Image.Image:
+    """Read an image upright and in RGB, with transparent pixels on white.
+
+    Raises:
+        UNREADABLE: the file is damaged, is no image, or stores numbers without a known maximum.
+    """
+    image = read_upright(file)
+    # `convert` would clip 16-bit values at 255.
+    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"{image.format} of mode {image.mode} does not say what is white")
+    if image.has_transparency_data:
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return image.convert("RGB")
 
 
 def psnr(image: Image.Image, reference: Image.Image) -> float:

@@ -2,25 +2,27 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 from avq_diffusers import AVQConfig
 from distill.config_file import (
-    check_at_least,
-    check_at_least_one_or_none,
-    check_finite,
-    check_one_of,
-    check_positive,
-    check_seed,
+    Config,
+    Count,
+    Decay,
+    Finite,
+    Natural,
+    Positive,
+    Seed,
+    Values,
+    Weight,
 )
 from distill.data.config import DataConfig
 
-PRECISIONS = ("fp32", "fp16", "bf16")
-SCHEDULES = ("constant", "cosine")
-WEIGHTING_SCHEMES = ("none", "inverse_alpha", "sampling")
+Side = Annotated[int, Values(lambda x: x >= 8 and x % 8 == 0, "a multiple of 8")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Config):
     """The losses, and which weights they train. `Objective` defines them.
 
     Args:
@@ -45,27 +47,20 @@ class ObjectiveConfig:
         diveq: train the codewords by gradients instead of EMA.
     """
 
-    noise_weight: float = 1.0
-    output_weight: float = 0.5
-    guided_weight: float = 0.0
-    guidance_scale: float = 3.0
-    feature_weight: float = 0.5
-    commitment_weight: float = 0.0
-    weighting_scheme: str = "none"
+    noise_weight: Weight = 1.0
+    output_weight: Weight = 0.5
+    guided_weight: Weight = 0.0
+    guidance_scale: Finite = 3.0
+    feature_weight: Weight = 0.5
+    commitment_weight: Weight = 0.0
+    weighting_scheme: Literal["none", "inverse_alpha", "sampling"] = "none"
     full_spawning: bool = False
     project_children: bool = False
     diveq: bool = False
 
-    def __post_init__(self) -> None:
-        names = ("noise_weight", "output_weight", "guided_weight", "feature_weight")
-        names += ("commitment_weight",)
-        check_at_least(self, 0, *names)
-        check_finite(self, *names, "guidance_scale")
-        check_one_of(self, "weighting_scheme", WEIGHTING_SCHEMES)
-
 
 @dataclass(frozen=True, kw_only=True)
-class CodebookConfig:
+class CodebookConfig(Config):
     """How codebooks start and learn.
 
     Args:
@@ -79,26 +74,17 @@ class CodebookConfig:
         dead_every: number of steps between two such moves.
     """
 
-    start_images: int = 64
-    keys_per_layer: int = 32768
-    decay_start: float = 0.99
-    decay_end: float = 0.99
-    decay_warmup_steps: int = 0
-    dead_threshold: float | None = None
-    dead_every: int = 100
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "start_images", "keys_per_layer", "dead_every")
-        check_at_least(self, 0, "decay_warmup_steps")
-        if self.dead_threshold is not None:
-            check_positive(self, "dead_threshold")
-        for name in ("decay_start", "decay_end"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), but got {getattr(self, name)}.")
+    start_images: Count = 64
+    keys_per_layer: Count = 32768
+    decay_start: Decay = 0.99
+    decay_end: Decay = 0.99
+    decay_warmup_steps: Natural = 0
+    dead_threshold: Positive | None = None
+    dead_every: Count = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleConfig:
+class SampleConfig(Config):
     """The sheets that compare images of teacher and student.
 
     Args:
@@ -108,21 +94,19 @@ class SampleConfig:
         guidance_scale: scale of classifier-free guidance.
     """
 
-    every: int | None = None
+    every: Count | None = None
     prompts: tuple[str, ...]
-    num_inference_steps: int = 25
-    guidance_scale: float = 7.5
+    num_inference_steps: Count = 25
+    guidance_scale: Finite = 7.5
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "num_inference_steps")
-        check_finite(self, "guidance_scale")
-        check_at_least_one_or_none(self, "every")
+        super().__post_init__()
         if not self.prompts:
             raise ValueError("prompts must hold at least one prompt, but got none.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(Config):
     """One distillation run. A step is an optimizer step.
 
     Args:
@@ -160,44 +144,34 @@ class DistillConfig:
 
     base_model: str
     variant: str | None = None
-    image_size: int = 512
-    seed: int = 0
-    attention: str = "avq"
+    image_size: Side = 512
+    seed: Seed = 0
+    attention: Literal["avq", "linfusion", "exact"] = "avq"
     avq: AVQConfig = field(default_factory=AVQConfig)
     data: DataConfig
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     codebooks: CodebookConfig | None = None
-    steps: int
-    batch_size: int = 96
-    micro_batch_size: int = 12
-    learning_rate: float = 1e-4
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    adam_betas: tuple[float, float] = (0.9, 0.999)
-    max_grad_norm: float = 1.0
-    precision: str = "fp16"
+    steps: Count
+    batch_size: Count = 96
+    micro_batch_size: Count = 12
+    learning_rate: Finite = 1e-4
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: Natural = 0
+    weight_decay: Finite = 0.0
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    max_grad_norm: Positive = 1.0
+    precision: Literal["fp32", "fp16", "bf16"] = "fp16"
     gradient_checkpointing: bool = False
     compile: bool = False
-    log_every: int = 50
-    checkpoint_every: int | None = None
-    keep_checkpoints: int = 2
+    log_every: Count = 50
+    checkpoint_every: Count | None = None
+    keep_checkpoints: Count = 2
     samples: SampleConfig
     tracker: str | None = None
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch_size", "micro_batch_size", "log_every", "keep_checkpoints")
-        check_at_least(self, 1, *counts)
-        check_at_least_one_or_none(self, "checkpoint_every")
-        check_seed(self)
-        check_at_least(self, 0, "warmup_steps")
-        check_positive(self, "max_grad_norm")
+        super().__post_init__()
         self._check_codewords()
-        check_finite(self, "learning_rate", "weight_decay")
-        if self.image_size % 8 or self.image_size < 8:
-            raise ValueError(f"image_size must be a multiple of 8, but got {self.image_size}.")
-        check_one_of(self, "precision", PRECISIONS)
-        check_one_of(self, "schedule", SCHEDULES)
 
     @property
     def base_model_name(self) -> str:

@@ -1,17 +1,27 @@
-"""Configuration files: YAML that says what differs from a frozen dataclass's defaults.
+"""Configurations: frozen dataclasses, and YAML files that say what differs from their defaults.
 
+A field's type says which values it takes: `steps: Count`, `precision: Literal["fp32", "bf16"]`.
 Nested dataclasses are sections of the file. `base: NAME.yaml` names a file of the same folder that
-this one starts from; sections are merged, other values replaced. A dataclass checks its own values
-in `__post_init__` by the `check_` functions.
+this one starts from; sections are merged, other values replaced.
 """
 
+import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 
@@ -22,6 +32,51 @@ ConfigType = TypeVar("ConfigType")
 
 # `safe_load` lets these through for values that contradict their tag, and for deep nesting.
 YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, LookupError, RecursionError, TypeError)
+
+
+class Values(NamedTuple):
+    """The values that a field takes, and how a message calls them."""
+
+    hold: Callable[[Any], bool]
+    named: str
+
+
+Count = Annotated[int, Values(lambda x: x >= 1, "at least 1")]
+Natural = Annotated[int, Values(lambda x: x >= 0, "at least 0")]
+Seed = Annotated[int, Values(lambda x: 0 <= x <= LARGEST_SEED, f"between 0 and {LARGEST_SEED}")]
+Finite = Annotated[float, Values(math.isfinite, "finite")]
+Weight = Annotated[float, Values(lambda x: 0 <= x < math.inf, "at least 0 and finite")]
+Positive = Annotated[float, Values(lambda x: x > 0, "above 0")]
+Share = Annotated[float, Values(lambda x: 0 <= x <= 1, "in [0, 1]")]
+Decay = Annotated[float, Values(lambda x: 0 <= x < 1, "in [0, 1)")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A configuration that checks its values by the types of its fields when it is built.
+
+    Raises:
+        ValueError: a value is not one that its field takes.
+    """
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value, values, suffix = getattr(self, name), _values(hint), ""
+            if NoneType in get_args(hint):
+                values, suffix = _values(get_args(hint)[0]), " or null"
+            items = value if isinstance(value, tuple) else (value,)
+            if values is not None and value is not None and not all(map(values.hold, items)):
+                raise ValueError(f"{name} must be {values.named}{suffix}, but got {value!r}.")
+
+
+def _values(hint: Any) -> Values | None:
+    """What a type says of its values, or those in a tuple; None if it takes all."""
+    if get_origin(hint) is tuple:
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        return Values(choices.__contains__, f"one of {', '.join(choices)}")
+    return get_args(hint)[1] if get_origin(hint) is Annotated else None
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -51,9 +106,9 @@ def load_config(path: str | Path, kind: type[ConfigType], overrides: list[str]) 
         for name in reversed(key.split(".")):
             changes = {name: changes}
         values = _merged(values, changes)
-    problems: list[TypeError | ValueError] = []
-    config = _build(values, kind, str(path), "", problems)
-    if config is None:
+    reader = _Reader(str(path))
+    config = reader.section(values, kind, "")
+    if problems := reader.problems:
         error = TypeError if all(isinstance(x, TypeError) for x in problems) else ValueError
         raise error("; ".join(str(problem).removesuffix(".") for problem in problems) + ".")
     return config
@@ -90,7 +145,7 @@ def differing_keys(config: Any, saved: Mapping[str, Any], *, ignored: tuple[str,
 
 def plain_values(config: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as JSON values, with lists instead of tuples."""
-    return _plain(asdict(config))
+    return json.loads(json.dumps(asdict(config)))
 
 
 def flatten(values: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
@@ -102,47 +157,6 @@ def flatten(values: Mapping[str, Any], separator: str = ".", prefix: str = "") -
         else:
             flat[prefix + key] = value
     return flat
-
-
-def check_at_least(config: Any, least: int, *names: str) -> None:
-    """Raise ValueError for a field below `least`, or NaN."""
-    for name in names:
-        if not getattr(config, name) >= least:
-            raise ValueError(f"{name} must be at least {least}, but got {getattr(config, name)}.")
-
-
-def check_at_least_one_or_none(config: Any, name: str) -> None:
-    """Raise ValueError for a field below 1 that is not None."""
-    value = getattr(config, name)
-    if value is not None and value < 1:
-        raise ValueError(f"{name} must be at least 1 or null, but got {value}.")
-
-
-def check_positive(config: Any, name: str) -> None:
-    """Raise ValueError for a field that is not above 0, or NaN."""
-    if not getattr(config, name) > 0:
-        raise ValueError(f"{name} must be above 0, but got {getattr(config, name)}.")
-
-
-def check_finite(config: Any, *names: str) -> None:
-    """Raise ValueError for a field that is infinite or NaN."""
-    for name in names:
-        if not math.isfinite(getattr(config, name)):
-            raise ValueError(f"{name} must be finite, but got {getattr(config, name)}.")
-
-
-def check_seed(config: Any) -> None:
-    """Raise ValueError for a `seed` that PyTorch does not take."""
-    if not 0 <= config.seed <= LARGEST_SEED:
-        raise ValueError(f"seed must be between 0 and {LARGEST_SEED}, but got {config.seed}.")
-
-
-def check_one_of(config: Any, name: str, values: Collection[str]) -> None:
-    """Raise ValueError for a field that is not one of `values`."""
-    if getattr(config, name) not in values:
-        raise ValueError(
-            f"{name} must be one of {', '.join(values)}, but got {getattr(config, name)!r}."
-        )
 
 
 def _parse_yaml(text: str | bytes, complaint: str) -> Any:
@@ -175,78 +189,62 @@ def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _build(
-    values: Mapping[str, Any],
-    kind: type[ConfigType],
-    source: str,
-    prefix: str,
-    problems: list[TypeError | ValueError],
-) -> ConfigType | None:
-    """Build a dataclass from a mapping of its fields; None if there are problems."""
-    names = {field.name for field in fields(kind)}
-    needed = {x.name for x in fields(kind) if x.default is x.default_factory is MISSING}
-    before = len(problems)
-    for key_names, complaint in (
-        (set(values) - names, "has the unknown key {} for"),
-        (needed - set(values), "lacks the key {} of"),
-    ):
-        if key_names:
-            listed = ", ".join(sorted(prefix + str(name) for name in key_names))
-            problems.append(ValueError(f"{source} {complaint.format(listed)} {kind.__name__}."))
-    hints = get_type_hints(kind)
-    read = {}
-    for name, value in values.items():
-        if name in names:
+class _Reader:
+    """Builds dataclasses from the values of a file, and collects what is wrong with them."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.problems: list[TypeError | ValueError] = []
+
+    def section(self, values: Mapping[str, Any], kind: type[Any], prefix: str) -> Any:
+        """Build a dataclass from a mapping of its fields; None if there are problems."""
+        names = {field.name for field in fields(kind)}
+        needed = {x.name for x in fields(kind) if x.default is x.default_factory is MISSING}
+        before = len(self.problems)
+        for wrong, complaint in (
+            (set(values) - names, "has the unknown key {} for"),
+            (needed - set(values), "lacks the key {} of"),
+        ):
+            if wrong:
+                listed = complaint.format(", ".join(sorted(f"{prefix}{name}" for name in wrong)))
+                self.problems.append(ValueError(f"{self.source} {listed} {kind.__name__}."))
+        hints, read = get_type_hints(kind), {}
+        for name in [name for name in values if name in names]:
             try:
-                read[name] = _as_declared(value, hints[name], source, prefix + name, problems)
+                read[name] = self.value(values[name], hints[name], prefix + name)
             except TypeError as error:
-                problems.append(error)
-    if len(problems) == before:
-        try:
-            return kind(**read)
-        except (TypeError, ValueError) as error:
-            section = f"{prefix.removesuffix('.')}: " if prefix else ""
-            problems.append(type(error)(f"{section}{error}"))
-    return None
-
-
-def _as_declared(
-    value: Any, hint: Any, source: str, name: str, problems: list[TypeError | ValueError]
-) -> Any:
-    """Convert a YAML value to the type of its field: sections, tuples and floats."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if value is None and NoneType in kinds:
+                self.problems.append(error)
+        if len(self.problems) == before:
+            try:
+                return kind(**read)
+            except (TypeError, ValueError) as error:
+                section = f"{prefix.removesuffix('.')}: " if prefix else ""
+                self.problems.append(type(error)(f"{section}{error}"))
         return None
-    kind = next(kind for kind in kinds if kind is not NoneType)
-    origin = get_origin(kind)
-    if is_dataclass(kind) and isinstance(value, dict):
-        return _build(value, kind, source, f"{name}.", problems)
-    if origin is tuple and isinstance(value, list):
-        items = get_args(kind)
-        if items[-1] is Ellipsis:
-            items = items[:1] * len(value)
-        if len(items) == len(value):
-            pairs = enumerate(zip(value, items, strict=True))
-            return tuple(
-                _as_declared(x, item, source, f"{name}[{i}]", problems) for i, (x, item) in pairs
-            )
-    if origin is Mapping and isinstance(value, dict):
+
+    def value(self, value: Any, hint: Any, name: str) -> Any:
+        """Convert a YAML value to the type of its field: sections, tuples and floats."""
+        kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
+        if value is None and NoneType in kinds:
+            return None
+        kind = str if get_origin(kinds[0]) is Literal else kinds[0]
+        origin = get_origin(kind)
+        if is_dataclass(kind) and isinstance(value, dict):
+            return self.section(value, kind, f"{name}.")
+        if origin is tuple and isinstance(value, list):
+            items = get_args(kind)
+            if items[-1] is Ellipsis:
+                items = items[:1] * len(value)
+            if len(items) == len(value):
+                pairs = enumerate(zip(value, items, strict=True))
+                return tuple(self.value(x, item, f"{name}[{i}]") for i, (x, item) in pairs)
+        if origin is Mapping and isinstance(value, dict):
+            return value
+        if kind is float and type(value) in (int, str):
+            with suppress(ValueError, OverflowError):
+                return float(value)  # YAML 1.1 reads 1e-3 as a string
+        if type(value) is not kind:
+            plain = hint.__name__ if isinstance(hint, type) and origin is None else str(hint)
+            shown = "a section" if is_dataclass(kind) else plain
+            raise TypeError(f"{name} must be {shown}, but got {value!r}.")
         return value
-    if kind is float and type(value) in (int, str):
-        with suppress(ValueError, OverflowError):
-            return float(value)  # YAML 1.1 reads 1e-3 as a string
-    if type(value) is not kind:
-        raise TypeError(f"{name} must be {_type_name(hint)}, but got {value!r}.")
-    return value
-
-
-def _type_name(hint: Any) -> str:
-    if is_dataclass(hint):
-        return "a section"
-    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

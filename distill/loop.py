@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from avq_diffusers.codebook.ema import ema_decay
 from distill.checkpointing.export import export
+from distill.checkpointing.hub import LOADING
 from distill.config import DistillConfig
 from distill.data.batches import sample_seed
 from distill.data.stream import report_dead_workers
@@ -19,6 +19,7 @@ from distill.log import Log, reduced_means
 from distill.objective import Batch, Objective
 from distill.preview import save_sheet
 from distill.run import Run
+from distill.stored import update_codebooks
 
 
 def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
@@ -59,7 +60,10 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
                 losses = train_step(run.model, run.batches, run.optimizer, config, accelerator)
             rates = {"learning_rate": run.schedule.get_last_lr()[0]}
             if config.codebooks is not None:
-                rates["decay"] = update_codebooks(objective, config, run.step)
+                seed = sample_seed(config.seed, run.step + 1)
+                rates["decay"] = update_codebooks(
+                    objective.stored, config.codebooks, run.step, seed
+                )
             run.schedule.step()
             run.step += 1
             totals = {name: totals.get(name, 0) + value for name, value in losses.items()}
@@ -95,7 +99,10 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
             logged_step, logged_time = run.step, time.monotonic()
     if is_main:
         training = training_summary(run, log.file.last, config_name)
-        export(run.output, objective, config, training, repo=repo)
+        folder = export(run.output, objective, config, training, repo=repo)
+        print(f"{sheet_path(run.output, run.step)} compares images of teacher and student.")
+        if folder is not None:
+            print(f"{folder} holds the student: {LOADING[config.attention].format(source=folder)}")
     accelerator.wait_for_everyone()
     (run.model,) = accelerator.free_memory(run.model)  # DDP's threads must end before the group
     accelerator.end_training()
@@ -109,18 +116,6 @@ def is_due(step: int, every: int | None, config: DistillConfig) -> bool:
 def sheet_path(output: Path, step: int) -> Path:
     """Return the path of the sample sheet of a step."""
     return output / "samples" / f"step-{step:08d}.png"
-
-
-def update_codebooks(objective: Objective, config: DistillConfig, step: int) -> float:
-    """Update the codebooks after `step` earlier steps; return the EMA decay."""
-    settings = config.codebooks
-    decay = ema_decay(step, settings.decay_warmup_steps, settings.decay_start, settings.decay_end)
-    objective.update_codebooks(decay)
-    if settings.dead_threshold is not None and (step + 1) % settings.dead_every == 0:
-        objective.reassign_dead(
-            threshold=settings.dead_threshold, seed=sample_seed(config.seed, step + 1)
-        )
-    return decay
 
 
 def train_step(

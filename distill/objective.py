@@ -18,8 +18,7 @@ MSE_w       mean over images of w(t) MSE, with the timestep t of the image. w is
             alpha(t) = sqrt(alphas_cumprod[t]), with sampling `sampling_weights`
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -28,7 +27,6 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, select_layers
-from avq_diffusers.codebook.codebook import Codebook
 from distill.attention import CHILD
 from distill.config import ObjectiveConfig
 from distill.quantizer import Quantizer, recorded
@@ -62,10 +60,9 @@ class Objective(nn.Module):
             caption. Only a `guided_weight` above 0 needs it.
 
     Raises:
-        ValueError: `attention` is unknown, `teacher` has no self-attention at a level or for an
-            override, `diveq` lacks AVQ attention and full spawning,
-            a `weighting_scheme` lacks `alphas_cumprod` above 0, or `guided_weight` lacks
-            `empty_text_states`.
+        ValueError: `teacher` has no self-attention at a level or for an override, `diveq` lacks AVQ
+            attention and full spawning, a `weighting_scheme` lacks `alphas_cumprod` above 0, or
+            `guided_weight` lacks `empty_text_states`.
     """
 
     def __init__(
@@ -145,8 +142,8 @@ class Objective(nn.Module):
         """Return the unweighted losses and their weighted sum `loss`, float32 scalars.
 
         In training mode the keys enter the commitment loss, and the statistics for
-        `update_codebooks`; else there is neither. With a
-        `guided_weight`, keys and features are those of the passes with and without caption.
+        `update_codebooks`; else there is neither. With a `guided_weight`, keys and features are
+        those of the passes with and without caption.
 
         Args:
             noisy_latents: (B, 4, h, w).
@@ -195,46 +192,24 @@ class Objective(nn.Module):
         return torch.lerp(empty.float(), output.float(), self.guidance_scale)
 
     @torch.no_grad()
-    def start_codebooks(
-        self,
-        batches: Sequence[Batch],
-        *,
-        samples_per_step: int,
-        keys_per_layer: int = 32768,
-        seed: int = 0,
-    ) -> None:
-        """Fit the codebooks to keys of the teacher by k-means, on process 0 for all.
+    def teacher_keys(self, batches: Iterable[Batch]) -> Iterator[dict[str, Tensor]]:
+        """Yield the keys (H, N, D) of each image in the teacher, by the layers of `stored`.
 
         Args:
-            batches: batches of arguments of `forward` with one latent size. Their split does not
-                change the result.
-            samples_per_step: images per optimizer step over micro-batches and processes. It scales
-                the EMA counts to those of a step, so that the first updates are small.
-            keys_per_layer: number of keys that each layer samples.
-            seed: seed of the samples and of k-means.
-
-        Raises:
-            ValueError: there are fewer keys than parents.
+            batches: arguments of `forward`.
         """
-        sampled = self._sample_keys(batches, keys_per_layer, seed)
-        for name, attention in self.stored.items():
-            keys, num_tokens = sampled[name]
-            attention.start(keys, samples_per_step * num_tokens, seed)
-
-    @torch.no_grad()
-    def update_codebooks(self, decay: float) -> None:
-        """Update the codebooks from all keys since the last update, once after each optimizer step.
-
-        With DiVeQ the optimizer has moved the codewords, and only their statistics follow.
-        """
-        for quantizer in self.quantizers.values():
-            quantizer.update(decay)
-
-    @torch.no_grad()
-    def reassign_dead(self, *, threshold: float, seed: int) -> None:
-        """`Quantizer.reassign_dead` of all codebooks, right after `update_codebooks`."""
-        for quantizer in self.quantizers.values():
-            quantizer.reassign_dead(threshold=threshold, seed=seed)
+        layers = {name: self.teacher.get_submodule(name) for name in self.stored}
+        for batch in batches:
+            inputs = (batch[name] for name in ("noisy_latents", "timesteps", "text_states"))
+            with recorded(attn.to_k for attn in layers.values()) as projected:
+                predict(self.teacher, *inputs)
+            for image in range(len(batch["timesteps"])):
+                yield {
+                    name: projected[attn.to_k][image]
+                    .unflatten(-1, (attn.heads, -1))
+                    .transpose(0, 1)
+                    for name, attn in layers.items()
+                }
 
     def diagnostics(self) -> dict[str, dict[str, Tensor]]:
         """Return metrics per head, (H,), by layer name and metric, without a host sync.
@@ -243,10 +218,6 @@ class Objective(nn.Module):
         `capture` of `config.num_refined` parents on one image at the cost of exact attention.
         """
         return {name: attention.diagnostics() for name, attention in self.stored.items()}
-
-    def codebooks(self) -> dict[str, Codebook]:
-        """Return copies of the codebooks by layer name; empty for own codewords."""
-        return {name: attention.copied_codebook() for name, attention in self.stored.items()}
 
     @torch.no_grad()
     def projections(self) -> dict[str, dict[str, Tensor]]:
@@ -265,36 +236,6 @@ class Objective(nn.Module):
             }
             for name, layer in self.projections().items()
         }
-
-    def key_norms(self) -> dict[str, nn.LayerNorm]:
-        """Return the learned key norms by layer name; empty unless `config.key_norm`."""
-        found = {name: attention.key_norm for name, attention in self.stored.items()}
-        return {name: norm for name, norm in found.items() if norm is not None}
-
-    def _sample_keys(
-        self, batches: Sequence[Batch], keys_per_layer: int, seed: int
-    ) -> dict[str, tuple[Tensor, int]]:
-        """Sample teacher keys (H, S, D) for each layer; also return its tokens per image."""
-        generator = torch.Generator().manual_seed(seed)
-        num_images = sum(len(batch["timesteps"]) for batch in batches)
-        num_kept = math.ceil(keys_per_layer / num_images)
-        teacher_layers = {name: self.teacher.get_submodule(name) for name in self.stored}
-        samples = {name: [] for name in teacher_layers}
-        num_tokens = {}
-        for batch in batches:
-            with recorded(attn.to_k for attn in teacher_layers.values()) as projected:
-                predict(
-                    self.teacher, batch["noisy_latents"], batch["timesteps"], batch["text_states"]
-                )
-            keys = {}
-            for name, attn in teacher_layers.items():
-                keys[name] = projected[attn.to_k].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-                num_tokens[name] = keys[name].shape[2]
-            for image in range(len(batch["timesteps"])):
-                for name, heads in keys.items():
-                    kept = torch.randperm(num_tokens[name], generator=generator)[:num_kept]
-                    samples[name].append(heads[image][:, kept.to(heads.device)].float())
-        return {name: (torch.cat(samples[name], dim=1), num_tokens[name]) for name in samples}
 
 
 def predict(

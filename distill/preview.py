@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
+from tqdm import tqdm
 
 from avq_diffusers import apply_avq, remove_avq
 from avq_diffusers.files import atomic_write
@@ -29,10 +30,11 @@ def save_sheet(
     with (
         torch.compiler.set_stance("force_eager"),
         torch.autocast(pipe.device.type, pipe.unet.dtype, enabled=half),
+        tqdm(desc=path.stem, total=2 * len(config.samples.prompts), unit="image") as bar,
     ):
-        teacher = generate(pipe, config)
+        teacher = generate(pipe, config, bar)
         with student_in(pipe, objective, config):
-            student = generate(pipe, config)
+            student = generate(pipe, config, bar)
     name = str(config.avq) if config.attention == "avq" else config.attention
     sheet = image_sheet(
         list(zip(teacher, student, strict=True)),
@@ -43,20 +45,20 @@ def save_sheet(
         sheet.save(temporary)
 
 
-def generate(pipe: StableDiffusionPipeline, config: DistillConfig) -> list[Image.Image]:
+def generate(pipe: StableDiffusionPipeline, config: DistillConfig, bar: tqdm) -> list[Image.Image]:
     """Generate one image per prompt, each with its own seed."""
-    samples = config.samples
-    return [
-        pipe(
+    samples, images = config.samples, []
+    for index, prompt in enumerate(samples.prompts):
+        images += pipe(
             prompt,
             height=config.image_size,
             width=config.image_size,
             num_inference_steps=samples.num_inference_steps,
             guidance_scale=samples.guidance_scale,
             generator=torch.Generator().manual_seed(config.seed + index),
-        ).images[0]
-        for index, prompt in enumerate(samples.prompts)
-    ]
+        ).images
+        bar.update()
+    return images
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from distill.data.stream import EncodedSamples
 from distill.log import log_path
 from distill.objective import Objective
 from distill.optimizer import load_optimizer, make_optimizer, optimizer_tensors
+from distill.stored import start_codebooks
 
 # Fields and sections that may differ between a run and its continuation. They change the result at
 # most by rounding, and by other random numbers for DiVeQ and dead codewords.
@@ -118,7 +119,7 @@ class Run:
         self.batches = training_batches(config, encoded, pipe, first_sample=first_sample, **ranks)
         if found is None and objective.stored:
             is_main = accelerator.is_main_process
-            start_codebooks(objective, config, encoded, pipe, show_progress=is_main)
+            start_from_images(objective, config, encoded, pipe, show_progress=is_main)
 
         if config.compile:
             torch._dynamo.config.optimize_ddp = False  # DDP wraps the compiled modules
@@ -235,7 +236,7 @@ def unsuited(pipe: StableDiffusionPipeline, num_steps: int) -> str | None:
     return None
 
 
-def start_codebooks(
+def start_from_images(
     objective: Objective,
     config: DistillConfig,
     samples: EncodedSamples,
@@ -257,9 +258,11 @@ def start_codebooks(
     batches[-1] = {name: values[:last] for name, values in batches[-1].items()}
     if show_progress:
         tqdm.write(f"fitting {len(objective.stored)} codebooks by k-means", sys.stderr)
-    objective.start_codebooks(
-        batches,
-        samples_per_step=config.batch_size * (2 if objective.is_guided else 1),
+    start_codebooks(
+        objective.stored,
+        objective.teacher_keys(batches),
+        num_images=num_images,
+        images_per_step=config.batch_size * (2 if objective.is_guided else 1),
         keys_per_layer=config.codebooks.keys_per_layer,
         seed=config.seed,
     )

@@ -3,6 +3,8 @@
 Shapes: B batch, H heads, N tokens, D head dim.
 """
 
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,13 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avq_diffusers import AVQConfig, avq_attention
+from avq_diffusers import AVQCodebooks, AVQConfig, avq_attention, gather_codebooks
 from avq_diffusers.attention.diagnostics import capture
 from avq_diffusers.codebook.assignment import centre_of
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.codebook.ema import batch_statistics
+from avq_diffusers.codebook.ema import batch_statistics, ema_decay
 from avq_diffusers.codebook.kmeans import fit_codebook
 from distill.attention import exact_attention
+from distill.config import CodebookConfig
 from distill.quantizer import Quantizer
 
 
@@ -105,11 +108,6 @@ class StoredAttention(nn.Module):
                 dist.broadcast(tensor, src=0)
 
     @torch.no_grad()
-    def copied_codebook(self) -> Codebook:
-        """A copy of the codebook."""
-        return Codebook(*(x.clone() for x in vars(self.quantizer.codebook()).values()))
-
-    @torch.no_grad()
     def diagnostics(self) -> dict[str, Tensor]:
         """Quantization error, active ratio and, unless the codebook is flat, capture: (H,) each."""
         metrics = self.quantizer.diagnostics()
@@ -122,3 +120,93 @@ class StoredAttention(nn.Module):
                 query_tile=self.config.query_tile,
             )
         return metrics
+
+
+def start_codebooks(
+    stored: Mapping[str, StoredAttention],
+    images: Iterable[Mapping[str, Tensor]],
+    *,
+    num_images: int,
+    images_per_step: int,
+    keys_per_layer: int,
+    seed: int,
+    start_key_norms: bool = False,
+) -> None:
+    """Fit the codebooks of layers to keys of some images.
+
+    Args:
+        stored: by the names of the layers.
+        images: the keys (H, N, D) of each image, by layer.
+        num_images: their number.
+        images_per_step: images in an optimizer step, over micro-batches and processes.
+        keys_per_layer: number of keys that each layer samples.
+        seed: of the samples and of k-means.
+        start_key_norms: let key norms start as near to no change as they can.
+
+    Raises:
+        ValueError: there are fewer keys than parents.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_kept = math.ceil(keys_per_layer / num_images)
+    samples: dict[str, list[Tensor]] = {name: [] for name in stored}
+    num_tokens: dict[str, int] = {}
+    for image in images:
+        for name in stored:
+            keys = image[name]
+            num_tokens[name] = keys.shape[1]
+            kept = torch.randperm(keys.shape[1], generator=generator)[:num_kept]
+            samples[name].append(keys[:, kept.to(keys.device)].float())
+    for name, attention in stored.items():
+        keys = torch.cat(samples[name], dim=1)
+        if start_key_norms:
+            attention.start_key_norm(keys)
+        attention.start(keys, images_per_step * num_tokens[name], seed)
+
+
+def update_codebooks(
+    stored: Mapping[str, StoredAttention], settings: CodebookConfig, step: int, seed: int
+) -> float:
+    """Update the codebooks from all keys since the last update, once after each optimizer step.
+
+    With DiVeQ the optimizer has moved the codewords, and only their statistics follow.
+
+    Args:
+        stored: by the names of the layers.
+        settings: decays, and when dead codewords move.
+        step: number of earlier steps.
+        seed: of the keys that dead codewords move to, equal on all processes.
+
+    Returns:
+        The EMA decay.
+    """
+    decay = ema_decay(step, settings.decay_warmup_steps, settings.decay_start, settings.decay_end)
+    threshold = settings.dead_threshold
+    is_due = threshold is not None and (step + 1) % settings.dead_every == 0
+    for attention in stored.values():
+        attention.quantizer.update(decay)
+        if is_due:
+            attention.quantizer.reassign_dead(threshold=threshold, seed=seed)
+    return decay
+
+
+@torch.no_grad()
+def learned_codebooks(
+    model: nn.Module, config: AVQConfig, stored: Mapping[str, StoredAttention], **options: Any
+) -> AVQCodebooks:
+    """Copies of the codebooks and key norms that layers have learned, for `apply_avq`.
+
+    Args:
+        model: holds the layers.
+        config: of the model's attention.
+        stored: by the names of the layers; empty for own codewords.
+        options: of `gather_codebooks`.
+    """
+    found = {
+        name: Codebook(*(x.clone() for x in vars(attention.quantizer.codebook()).values()))
+        for name, attention in stored.items()
+    }
+    codebooks = gather_codebooks(model, config, found or None, **options)
+    for name, attention in stored.items():
+        if attention.key_norm is not None:
+            codebooks.key_norm(name).load_state_dict(attention.key_norm.state_dict())
+    return codebooks

@@ -19,7 +19,6 @@ from distill.attention import exact_attention, train_attention
 from distill.config import ObjectiveConfig
 from distill.stored import StoredAttention
 
-ATTENTIONS = ("avq", "linfusion", "exact")
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
@@ -52,10 +51,6 @@ def make_student(
     The self-attentions that `config` replaces are float32 copies from before the conversion, with
     the teacher's LoRA merged. Arguments and errors are those of `Objective`.
     """
-    if attention not in ATTENTIONS:
-        raise ValueError(
-            f"attention must be one of {', '.join(ATTENTIONS)}, but got {attention!r}."
-        )
     if settings.diveq and not (attention == "avq" and settings.full_spawning):
         raise ValueError(
             'diveq needs attention="avq" and full_spawning, where attention is a function of the '

@@ -1,10 +1,12 @@
-"""Image sheets: images stay as they are, at the places their titles name."""
+"""Images: read upright and on white; sheets leave them as they are, where their titles say."""
+
+from io import BytesIO
 
 import numpy as np
 import pytest
 from PIL import Image, ImageChops, ImageOps
 
-from avq_diffusers.images import DIFFERENCE_GAIN, MARGIN, difference, image_sheet
+from avq_diffusers.images import DIFFERENCE_GAIN, MARGIN, difference, image_sheet, read_rgb
 
 WIDTH, HEIGHT = 120, 64
 
@@ -90,3 +92,50 @@ def test_difference_is_absolute_amplified_and_saturates():
     assert set(difference(first, second).get_flattened_data()) == {expected}
     assert set(difference(second, first).get_flattened_data()) == {expected}
     assert np.asarray(difference(first, first)).max() == 0
+
+
+def stored(picture: Image.Image, form: str, **options) -> BytesIO:
+    file = BytesIO()
+    picture.save(file, form, **options)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("picture", "expected"),
+    [
+        (Image.new("RGBA", (2, 2), (200, 0, 0, 128)), (227, 127, 127)),
+        (Image.new("LA", (2, 2), (0, 0)), (255, 255, 255)),
+        (Image.new("L", (2, 2), 9), (9, 9, 9)),
+        (Image.new("1", (2, 2), 1), (255, 255, 255)),
+        (Image.new("RGB", (2, 2), (1, 2, 3)).convert("P"), None),
+        (Image.fromarray(np.full((2, 2), 0x4080, np.uint16)), (64, 64, 64)),
+    ],
+)
+def test_pictures_become_rgb(picture, expected):
+    """Catches transparent pixels in their hidden colour, and 16 bits clipped to white."""
+    found = read_rgb(stored(picture, "png"))
+    assert found.mode == "RGB"
+    assert found.getpixel((1, 1)) == (expected or picture.convert("RGB").getpixel((1, 1)))
+
+
+def test_numbers_of_more_than_16_bits():
+    """Catches images that are clipped to white or black without a word."""
+    file = BytesIO(b"P5 2 2 65535\n" + np.full(4, 0x4080, ">u2").tobytes())
+    assert read_rgb(file).getpixel((1, 1)) == (64, 64, 64)
+    for mode in ("I", "F"):
+        file = stored(Image.new(mode, (2, 2), 1), "tiff")
+        with pytest.raises(ValueError, match=f"TIFF of mode {mode} does not say what is white"):
+            read_rgb(file)
+
+
+def test_images_are_upright_and_palettes_transparent():
+    palette = Image.new("P", (2, 2), 0)
+    palette.putpalette([10, 20, 30])
+    assert read_rgb(stored(palette, "png", transparency=0)).getpixel((0, 0)) == (255, 255, 255)
+
+    wide = Image.fromarray(np.repeat([[[255] * 3, [0] * 3]], 16, 1).repeat(16, 0).astype(np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise: left becomes top
+    upright = read_rgb(stored(wide, "jpeg", exif=exif, quality=95))
+    assert upright.size == (16, 32)
+    assert upright.getpixel((8, 4))[0] > 200 > 50 > upright.getpixel((8, 28))[0]

@@ -7,6 +7,7 @@ from tiny import CONFIG, tiny_unet
 
 from distill.config import ObjectiveConfig
 from distill.objective import Objective
+from distill.stored import start_codebooks
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -83,8 +84,30 @@ def new_objective(
 def make_objective(config=CONFIG, teacher=None, **arguments):
     """An objective whose codebooks have started."""
     objective = new_objective(tiny_unet() if teacher is None else teacher, config, **arguments)
-    objective.start_codebooks([make_batch(seed=7)], samples_per_step=4)
+    start(objective, [make_batch(seed=7)])
     return objective
+
+
+def start(objective, batches, *, samples_per_step=4, keys_per_layer=32768, seed=0):
+    """Start the codebooks from the images of these batches."""
+    start_codebooks(
+        objective.stored,
+        objective.teacher_keys(batches),
+        num_images=sum(len(batch["timesteps"]) for batch in batches),
+        images_per_step=samples_per_step,
+        keys_per_layer=keys_per_layer,
+        seed=seed,
+    )
+
+
+def update(objective, decay):
+    for quantizer in objective.quantizers.values():
+        quantizer.update(decay)
+
+
+def reassign_dead(objective, threshold, seed=0):
+    for quantizer in objective.quantizers.values():
+        quantizer.reassign_dead(threshold=threshold, seed=seed)
 
 
 def perturb(objective):

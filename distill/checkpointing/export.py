@@ -5,11 +5,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from avq_diffusers import AVQCodebooks, gather_codebooks
+from avq_diffusers import AVQCodebooks
 from avq_diffusers.extras.linfusion import save_linfusion
-from distill.checkpointing.hub import push, write_card
+from avq_diffusers.files import atomic_write
+from distill.checkpointing.hub import CARD, model_card, push
 from distill.config import DistillConfig
 from distill.objective import Objective
+from distill.stored import learned_codebooks
 
 FOLDERS = {"avq": "codebooks", "linfusion": "linfusion"}
 PACKAGES = ("accelerate", "diffusers", "torch", "transformers")
@@ -22,11 +24,11 @@ def export(
     training: Mapping[str, Any],
     *,
     repo: str | None,
-) -> None:
+) -> Path | None:
     """Save the student and its model card as `output / "codebooks"` or `output / "linfusion"`.
 
     A student with exact attention is a control and is not exported. Seed and package versions are
-    added to `training`.
+    added to `training`. Returns the folder.
 
     Args:
         output: folder of the run.
@@ -39,7 +41,7 @@ def export(
         OSError: the disk is full or not writable, or the Hub refuses or cannot be reached.
     """
     if config.attention == "exact":
-        return
+        return None
     versions = {name: version(name) for name in PACKAGES}
     training = {**training, "seed": config.seed, "versions": versions}
     folder = output / FOLDERS[config.attention]
@@ -57,9 +59,11 @@ def export(
             base_model=config.base_model_name,
             training=training,
         )
-    write_card(folder, config, training, source=repo or folder.name)
+    with atomic_write(folder / CARD) as temporary:
+        temporary.write_text(model_card(config, training, source=repo or folder.name), "utf-8")
     if repo is not None:
         push(folder, repo)
+    return folder
 
 
 def make_codebooks(
@@ -69,14 +73,11 @@ def make_codebooks(
 
     A student with own codewords has projection changes only.
     """
-    made = gather_codebooks(
+    return learned_codebooks(
         objective.student,
         config.avq,
-        None if config.codebooks is None else objective.codebooks(),
+        objective.stored,
         base_model=config.base_model_name,
         training=training,
         projection_changes=objective.projection_changes(),
     )
-    for name, norm in objective.key_norms().items():
-        made.key_norm(name).load_state_dict(norm.state_dict())
-    return made

@@ -10,7 +10,6 @@ import yaml
 from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError
 
-from avq_diffusers.files import atomic_write
 from distill.config import DistillConfig
 from distill.config_file import plain_values
 
@@ -19,41 +18,26 @@ MINI = "mini-sd"
 PATHS = ("path", "captions", "cache")
 # Those of the library below are no OSError where there is no network.
 HTTP_ERRORS = (OSError, *HfHubHTTPError.__bases__)
+IMPORTS = {
+    "avq": "from avq_diffusers import AVQCodebooks, apply_avq",
+    "linfusion": "from huggingface_hub import snapshot_download\n"
+    "from avq_diffusers.extras.linfusion import load_linfusion",
+}
 LOADING = {
-    "avq": (
-        "from avq_diffusers import AVQCodebooks, apply_avq",
-        'apply_avq(pipe, AVQCodebooks.from_pretrained("{source}"))',
-    ),
-    "linfusion": (
-        "from huggingface_hub import snapshot_download\n"
-        "from avq_diffusers.extras.linfusion import load_linfusion",
-        'load_linfusion(pipe, snapshot_download("{source}"))',
-    ),
+    "avq": 'apply_avq(pipe, AVQCodebooks.from_pretrained("{source}"))',
+    "linfusion": 'load_linfusion(pipe, snapshot_download("{source}"))',
 }
 
 
-def write_card(
-    folder: Path, config: DistillConfig, training: Mapping[str, Any], *, source: str
-) -> None:
-    """Write `folder / CARD`: how to load the export, its settings, data and metrics.
+def model_card(config: DistillConfig, training: Mapping[str, Any], *, source: str) -> str:
+    """The model card of an export: how to load it, its settings, data and metrics.
+
+    Of local folders and files it has the names only.
 
     Args:
-        folder: of the export.
         config: of the run.
         training: its summary, as in the export's config.json.
         source: folder or Hub id that the card loads the export from.
-
-    Raises:
-        OSError: the disk is full or not writable.
-    """
-    with atomic_write(folder / CARD) as temporary:
-        temporary.write_text(model_card(config, training, source=source), encoding="utf-8")
-
-
-def model_card(config: DistillConfig, training: Mapping[str, Any], *, source: str) -> str:
-    """The model card of an export, as Markdown with the metadata of the Hub.
-
-    Of local folders and files it has the names only.
     """
     data, base = config.data, config.base_model_name
     from_hub = data.source == "huggingface" and not Path(data.path).exists()
@@ -70,7 +54,7 @@ def model_card(config: DistillConfig, training: Mapping[str, Any], *, source: st
         pipeline_tag="text-to-image",
         tags=["avq-attention", "distillation"],
     )
-    imports, load = LOADING[config.attention]
+    imports, load = IMPORTS[config.attention], LOADING[config.attention]
     model = f'"{base}"'
     if base == MINI:
         imports, model = f"{imports}\nfrom avq_diffusers.mini import MINI_SD", "MINI_SD"

@@ -1,8 +1,9 @@
 """`DataConfig`: where images and captions come from."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from distill.config_file import check_at_least, check_at_least_one_or_none, check_one_of
+from distill.config_file import Config, Count, Natural
 
 # For each source, the fields that it needs and the fields that it may have.
 SOURCES = {
@@ -10,11 +11,10 @@ SOURCES = {
     "folder": (("path",), ("captions",)),
     "huggingface": (("path", "split", "image_column"), ("caption_column", "captions")),
 }
-PREPROCESSINGS = ("crop", "linfusion")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Config):
     """The source of images and captions. Fields that a source does not use are None.
 
     Args:
@@ -32,28 +32,27 @@ class DataConfig:
         num_samples: number of samples to use, from the first; None uses all.
         preprocessing: `"crop"`, the middle square, resized with antialiasing, or `"linfusion"`,
             stretched to a square without antialiasing. Scenes are rendered at `image_size`.
-        cache: folder for encoded samples, on a disk that all processes share; None encodes them
-            again in every epoch.
+        cache: folder for encoded samples, on a disk that all processes share; other data or another
+            encoder get a folder in it of their own. None encodes them again in every epoch.
         workers: processes that read images, per training process; 0 reads in the training process.
 
     Raises:
         ValueError: a value is out of range, or the source does not take it.
     """
 
-    source: str
+    source: Literal["scenes", "folder", "huggingface"]
     path: str | None = None
     split: str | None = None
     image_column: str | None = None
     caption_column: str | None = None
     captions: str | None = None
-    num_samples: int | None = None
-    preprocessing: str = "crop"
+    num_samples: Count | None = None
+    preprocessing: Literal["crop", "linfusion"] = "crop"
     cache: str | None = None
-    workers: int = 8
+    workers: Natural = 8
 
     def __post_init__(self) -> None:
-        check_one_of(self, "source", SOURCES)
-        check_one_of(self, "preprocessing", PREPROCESSINGS)
+        super().__post_init__()
         needed, optional = SOURCES[self.source]
         for name in ("path", "split", "image_column", "caption_column", "captions", "num_samples"):
             value = getattr(self, name)
@@ -65,5 +64,3 @@ class DataConfig:
             raise ValueError("captions must be None when caption_column is given, or the reverse.")
         if self.image_column is not None and self.caption_column is self.captions is None:
             raise ValueError(f"source {self.source} needs caption_column or captions.")
-        check_at_least_one_or_none(self, "num_samples")
-        check_at_least(self, 0, "workers")

@@ -1,48 +1,10 @@
 """Image files as training images: uint8 RGB tensors (3, S, S)."""
 
-import struct
-import zlib
-from typing import BinaryIO
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
-
-# What Pillow's decoders raise for damaged files. AVIF's raises RuntimeError.
-UNREADABLE = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    EOFError,
-    LookupError,
-    ArithmeticError,
-    RuntimeError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-)
-
-
-def read_rgb(file: str | BinaryIO) -> Image.Image:
-    """Read an image upright and in RGB, with transparent pixels on white.
-
-    Raises:
-        UNREADABLE: the file is damaged, is no image, or stores numbers without a known maximum.
-    """
-    with Image.open(file) as image:
-        upright = ImageOps.exif_transpose(image)
-        # `convert` would clip 16-bit values at 255.
-        if upright.mode.startswith("I;16") or (upright.mode, image.format) == ("I", "PPM"):
-            upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-        elif upright.mode in ("I", "F"):
-            raise ValueError(f"{image.format} of mode {upright.mode} does not say what is white")
-        if upright.has_transparency_data:
-            white = Image.new("RGBA", upright.size, "white")
-            upright = Image.alpha_composite(white, upright.convert("RGBA"))
-        return upright.convert("RGB")
 
 
 def crop(image: Image.Image, size: int) -> Tensor:

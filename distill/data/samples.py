@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
+from avq_diffusers.images import UNREADABLE, read_rgb
 from avq_diffusers.mini import TRAINING_SEEDS, render, sample_scene
 from distill.data.config import DataConfig
-from distill.data.images import PREPROCESS, UNREADABLE, read_rgb, to_tensor
+from distill.data.images import PREPROCESS, to_tensor
 
 if TYPE_CHECKING:
     import datasets

@@ -1,7 +1,6 @@
 """`python -m distill.pretrain`: the commands that train mini-sd and mini-sd3."""
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -14,12 +13,9 @@ from distill.exceptions import exit_on
 from distill.pretrain.config import PretrainConfig, ScorerConfig, SD3Config, SDConfig, VAEConfig
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from distill.pretrain.loop import Task
 
 INPUT_ERRORS = (ValueError, TypeError, OSError)
-RUN_ERRORS = (FloatingPointError, OSError)
 
 ConfigType = TypeVar("ConfigType", bound=PretrainConfig)
 
@@ -31,7 +27,7 @@ Overrides = Annotated[list[str], typer.Option("--set", help="key=value, replaces
 
 
 @app.command()
-def vae(config: ConfigPath, output: Output, overrides: Overrides = ()):
+def vae(config: ConfigPath, output: Output, overrides: Overrides = ()) -> None:
     """Train the VAE; the result is OUTPUT/vae."""
     from distill.pretrain.vae import VAETask
 
@@ -44,23 +40,23 @@ def sd(
     output: Output,
     vae: Annotated[Path | None, typer.Option(help="Folder of the VAE's run.")] = None,
     overrides: Overrides = (),
-):
+) -> None:
     """Train UNet and text encoder; the result is OUTPUT/model."""
     from distill.pretrain.sd import SDTask
 
-    def make_task(values: SDConfig, *arguments: Any) -> SDTask:
+    def make_task(values: SDConfig, accelerator: Any) -> SDTask:
         if (vae is None) == (values.init_from is None):
             raise ValueError("give either --vae or init_from (an export contains its own VAE).")
         vae_folder = (vae or Path(values.init_from)) / "vae"
         if not vae_folder.is_dir():
             raise FileNotFoundError(f"{vae_folder} does not exist: there is no trained VAE.")
-        return SDTask(values, *arguments, vae_folder)
+        return SDTask(values, accelerator, vae_folder)
 
     _train(SDConfig, make_task, config, output, overrides)
 
 
 @app.command()
-def sd3(config: ConfigPath, output: Output, overrides: Overrides = ()):
+def sd3(config: ConfigPath, output: Output, overrides: Overrides = ()) -> None:
     """Train the transformer of mini-sd3 on mini-sd's latents; the result is OUTPUT/model."""
     from distill.pretrain.sd3 import SD3Task
 
@@ -68,7 +64,7 @@ def sd3(config: ConfigPath, output: Output, overrides: Overrides = ()):
 
 
 @app.command()
-def scorer(config: ConfigPath, output: Output, overrides: Overrides = ()):
+def scorer(config: ConfigPath, output: Output, overrides: Overrides = ()) -> None:
     """Train the scorer; the result is OUTPUT/scorer."""
     from distill.pretrain.scorer import ScorerTask
 
@@ -77,26 +73,24 @@ def scorer(config: ConfigPath, output: Output, overrides: Overrides = ()):
 
 @app.command()
 def export(
-    vae: Annotated[Path, typer.Option(help="Folder of the VAE's run.")],
     sd: Annotated[Path, typer.Option(help="Folder of the UNet's run.")],
     scorer: Annotated[Path, typer.Option(help="Folder of the scorer's run.")],
     output: Annotated[Path, typer.Option(help="Folder to assemble; replaced if it exists.")],
-):
+) -> None:
     """Assemble the folder that the package ships."""
     from distill.pretrain.export import export_mini_sd
 
     with exit_on(*INPUT_ERRORS, code=2):
-        export_mini_sd(vae, sd, scorer, output)
+        export_mini_sd(sd, scorer, output)
 
 
 def _train(
     kind: type[ConfigType],
-    make_task: Callable[[ConfigType, Path, "Accelerator"], "Task"],
+    make_task: Callable[..., "Task"],
     path: Path,
     output: Path,
     overrides: list[str],
 ) -> None:
-    started = time.monotonic()
     with exit_on(*INPUT_ERRORS, code=2):
         config = load_config(path, kind, overrides)
         import torch
@@ -111,9 +105,9 @@ def _train(
         torch.backends.cudnn.benchmark = True
         accelerator = make_accelerator()
         torch.manual_seed(config.seed)
-        task = make_task(config, output, accelerator)
-    with exit_on(*RUN_ERRORS, code=1):
-        fit(task, config, output, accelerator, started)
+        task = make_task(config, accelerator)
+    with exit_on(FloatingPointError, OSError, code=1):
+        fit(task, config, output, accelerator)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,28 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from avq_diffusers.mini import TRAINING_SEEDS
-from distill.config_file import check_at_least, check_one_of, check_positive, check_seed
+from distill.config_file import (
+    Config,
+    Count,
+    Decay,
+    Natural,
+    Positive,
+    Seed,
+    Share,
+    Values,
+    Weight,
+)
 
-PRECISIONS = ("bf16", "fp32")
+LIMIT = len(TRAINING_SEEDS)  # the scorer's range is as long
+Scenes = Annotated[int, Values(lambda x: 1 <= x <= LIMIT, f"at least 1 and at most {LIMIT}")]
+Part = Annotated[float, Values(lambda x: 0 < x < 1, "in (0, 1)")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig:
+class PretrainConfig(Config):
     """The settings that all trainings share.
 
     Args:
@@ -20,9 +32,6 @@ class PretrainConfig:
         image_size: side of the images in pixels.
         workers: rendering processes per training process; 0 renders in the training process.
         steps: number of optimizer steps.
-        max_minutes: time limit of the process, including preparation. The schedule then follows
-            the larger of step fraction and time fraction. None counts steps only.
-        finish_minutes: part of `max_minutes` that is reserved for the work after the last step.
         batch_size: images per process and step.
         learning_rate: peak learning rate after the warm-up; a cosine to zero follows.
         warmup_steps: number of steps of linear warm-up.
@@ -35,39 +44,21 @@ class PretrainConfig:
         log_every: number of steps between two lines of `log.jsonl`; each one is a host sync.
     """
 
-    seed: int
-    num_scenes: int
-    image_size: int
-    workers: int
-    steps: int
-    max_minutes: float | None
-    finish_minutes: float
-    batch_size: int
-    learning_rate: float
-    warmup_steps: int
-    adam_betas: tuple[float, float]
-    weight_decay: float
-    max_grad_norm: float
-    ema_decay: float
-    precision: str
+    seed: Seed
+    num_scenes: Scenes
+    image_size: Count
+    workers: Natural
+    steps: Count
+    batch_size: Count
+    learning_rate: Weight
+    warmup_steps: Natural
+    adam_betas: tuple[Decay, Decay]
+    weight_decay: Weight
+    max_grad_norm: Positive
+    ema_decay: Decay
+    precision: Literal["bf16", "fp32"]
     compile: bool
-    log_every: int
-
-    def __post_init__(self) -> None:
-        counts = ("num_scenes", "image_size", "steps", "batch_size", "log_every")
-        check_at_least(self, 1, *counts)
-        check_seed(self)
-        check_at_least(self, 0, "workers", "learning_rate", "weight_decay")
-        check_positive(self, "max_grad_norm")
-        check_one_of(self, "precision", PRECISIONS)
-        if self.num_scenes > len(TRAINING_SEEDS):  # the scorer's range is as long
-            raise ValueError(
-                f"num_scenes must be at most {len(TRAINING_SEEDS)}, but got {self.num_scenes}."
-            )
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay must be in [0, 1), but got {self.ema_decay}.")
-        if not all(0 <= beta < 1 for beta in self.adam_betas):
-            raise ValueError(f"adam_betas must be in [0, 1), but got {self.adam_betas}.")
+    log_every: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +73,11 @@ class VAEConfig(PretrainConfig):
         kl_weight: weight of the KL divergence from the unit Gaussian, averaged over elements.
     """
 
-    num_validation: int
+    num_validation: Count
     vae: Mapping[str, Any]
-    mse_weight: float
-    edge_weight: float
-    kl_weight: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 1, "num_validation")
+    mse_weight: Weight
+    edge_weight: Weight
+    kl_weight: Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +88,7 @@ class LatentConfig(PretrainConfig):
         caption_dropout: share of captions that are replaced by empty ones.
     """
 
-    caption_dropout: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.caption_dropout <= 1:
-            raise ValueError(f"caption_dropout must be in [0, 1], but got {self.caption_dropout}.")
+    caption_dropout: Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +97,7 @@ class SDConfig(LatentConfig):
 
     Args:
         init_from: folder of an export whose UNet, text encoder, tokenizer and VAE training starts
-            from; None starts from random weights.
+            from, whatever `unet` and `text` say; None starts from random weights.
         unet: arguments of diffusers' `UNet2DConditionModel`.
         text: arguments of transformers' `CLIPTextConfig`, those of the tokenizer aside.
         snr_floor: floor of the loss weights clamp(SNR, snr_floor, snr_gamma) / SNR.
@@ -141,11 +123,7 @@ class SD3Config(LatentConfig):
     """
 
     transformer: Mapping[str, Any]
-    shift: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "shift")
+    shift: Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +138,8 @@ class ScorerConfig(PretrainConfig):
         text: arguments of transformers' `CLIPTextConfig`, those of the tokenizer aside.
     """
 
-    corrupted_share: float
-    corrupted_weight: float
-    projection_dim: int
+    corrupted_share: Part
+    corrupted_weight: Weight
+    projection_dim: Count
     vision: Mapping[str, Any]
     text: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.corrupted_share < 1:
-            raise ValueError(f"corrupted_share must be in (0, 1), but got {self.corrupted_share}.")

@@ -19,6 +19,7 @@ from transformers import CLIPModel, CLIPTextModel, CLIPTokenizer
 from distill.checkpointing.folders import replace_folder
 
 MAX_SHARD_SIZE = "15MB"  # every file stays below 16 MiB
+HALF = torch.float16
 
 
 def make_scheduler() -> DDIMScheduler:
@@ -84,24 +85,18 @@ def save_scorer(model: CLIPModel, tokenizer: CLIPTokenizer, folder: Path) -> Non
     _load_as_float32(folder)
 
 
-def export_mini_sd(vae: Path, sd: Path, scorer: Path, output: Path) -> None:
-    """Assemble mini-sd: the pipeline of `sd`, with the scorer in `scorer/`.
+def export_mini_sd(sd: Path, scorer: Path, output: Path) -> None:
+    """Assemble mini-sd: the pipeline of the run `sd`, with the scorer in `scorer/`.
 
     Raises:
         FileNotFoundError: a run has not finished.
-        ValueError: `sd` was trained with another VAE.
     """
-    for folder in (vae / "vae", sd / "model", scorer / "scorer"):
+    for folder in (sd / "model", scorer / "scorer"):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} does not exist: that run has not finished.")
-    pipeline = StableDiffusionPipeline.from_pretrained(sd / "model", dtype=torch.float16)
-    expected = AutoencoderKL.from_pretrained(vae / "vae", torch_dtype=torch.float16).state_dict()
-    for name, value in pipeline.vae.state_dict().items():
-        if not torch.equal(value, expected[name]):
-            raise ValueError(f"{sd} was trained with another VAE than {vae}; {name} differs.")
     with replace_folder(output) as folder:
-        save_pipeline(pipeline, folder)
-        model = CLIPModel.from_pretrained(scorer / "scorer", dtype=torch.float16)
+        save_pipeline(StableDiffusionPipeline.from_pretrained(sd / "model", dtype=HALF), folder)
+        model = CLIPModel.from_pretrained(scorer / "scorer", dtype=HALF)
         tokenizer = CLIPTokenizer.from_pretrained(scorer / "scorer")
         save_scorer(model, tokenizer, folder / "scorer")
         _forget_origin(folder)

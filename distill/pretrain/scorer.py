@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from avq_diffusers.mini import SCORER_SEEDS
-from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import ScorerConfig
 from distill.pretrain.data import load_images, shard, to_float
 from distill.pretrain.export import save_scorer
@@ -61,8 +60,12 @@ class ScorerModel(nn.Module):
             corrupted: (n,), 1 where copies differ, else 0.
         """
         intact = len(ids)
-        features = self.image_features(images)
-        logits = self.logits(features[:intact], self.caption_features(ids))
+        features = self.clip.vision_model(pixel_values=images).pooler_output
+        captions = self.clip.text_model(input_ids=ids).pooler_output
+        first = F.normalize(self.clip.text_projection(captions).float(), dim=-1)
+        second = F.normalize(self.clip.visual_projection(features[:intact]).float(), dim=-1)
+        scale = self.clip.logit_scale.clamp(max=4.6052).exp()  # at most 100, as in CLIP
+        logits = scale * (first @ second.T)
         differs = self.corrupted_head(features.float())[:, 0].float()
         losses = {
             "contrastive": contrastive_loss(logits, ids),
@@ -71,31 +74,18 @@ class ScorerModel(nn.Module):
         total = losses["contrastive"] + self.config.corrupted_weight * losses["corrupted"]
         return {"loss": total, **losses}
 
-    def image_features(self, images: Tensor) -> Tensor:
-        """Return the pooled vision output (n, hidden_size), the features of FID."""
-        return self.clip.vision_model(pixel_values=images).pooler_output
-
-    def caption_features(self, ids: Tensor) -> Tensor:
-        """Return the pooled text output (n, hidden_size)."""
-        return self.clip.text_model(input_ids=ids).pooler_output
-
-    def logits(self, images: Tensor, captions: Tensor) -> Tensor:
-        """Return the scaled similarities (captions, images) of pooled features."""
-        first = F.normalize(self.clip.text_projection(captions).float(), dim=-1)
-        second = F.normalize(self.clip.visual_projection(images).float(), dim=-1)
-        scale = self.clip.logit_scale.clamp(max=4.6052).exp()  # at most 100, as in CLIP
-        return scale * (first @ second.T)
-
 
 class ScorerTask:
-    """Intact and corrupted images on the device, and export as a folder `scorer`.
+    """Intact and corrupted images on the device.
 
     Raises:
         ValueError: there are fewer scenes than processes, or no scene remains intact.
     """
 
-    def __init__(self, config: ScorerConfig, output: Path, accelerator: Accelerator) -> None:
-        self.config, self.output = config, output
+    result = "scorer"
+
+    def __init__(self, config: ScorerConfig, accelerator: Accelerator) -> None:
+        self.config = config
         self.device = accelerator.device
         self.tokenizer = scene_tokenizer()
         main = accelerator.is_main_process
@@ -109,45 +99,32 @@ class ScorerTask:
                 f"of {len(seeds)}; raise num_scenes or lower corrupted_share."
             )
         # The same scenes are also used intact, so only the copies tell them apart.
-        self.intact = self._load(seeds[count:], label="render" if main else None)
+        common = {"size": config.image_size, "workers": config.workers, "device": self.device}
+        label = "render" if main else None
+        self.intact = load_images(seeds[count:], progress=label, **common)
+        self.ids = encode(self.tokenizer, self.intact.captions).to(self.device)
         label = "render corrupted" if main else None
-        self.corrupted = self._load(seeds[count:][:count], corrupted=True, label=label)
+        self.corrupted = load_images(
+            seeds[count:][:count], corrupted=True, progress=label, **common
+        )
         self.num_corrupted = max(1, round(config.batch_size * config.corrupted_share))
         self.model = ScorerModel(build_scorer(config, self.tokenizer), config).to(self.device)
 
     def batch(self, generator: torch.Generator) -> Batch:
         sizes = (self.config.batch_size - self.num_corrupted, self.num_corrupted)
         intact, corrupted = (
-            torch.randint(len(data["images"]), (n,), generator=generator, device=self.device)
+            torch.randint(len(data.images), (n,), generator=generator, device=self.device)
             for data, n in zip((self.intact, self.corrupted), sizes, strict=True)
         )
-        images = [self.intact["images"][intact], self.corrupted["images"][corrupted]]
+        images = [self.intact.images[intact], self.corrupted.images[corrupted]]
         # A scene without copies cannot be corrupted.
-        differs = self.corrupted["has_copies"][corrupted].float()
+        differs = self.corrupted.has_copies[corrupted].float()
         labels = [torch.zeros(sizes[0], device=self.device), differs]
         return {
             "images": to_float(torch.cat(images)),
-            "ids": self.intact["ids"][intact],
+            "ids": self.ids[intact],
             "corrupted": torch.cat(labels),
         }
 
-    def export(self, model: ScorerModel) -> None:
-        with replace_folder(self.output / "scorer") as folder:
-            save_scorer(model.clip.half(), self.tokenizer, folder)
-
-    def _load(
-        self, seeds: range, *, corrupted: bool = False, label: str | None = None
-    ) -> dict[str, Tensor]:
-        data = load_images(
-            seeds,
-            size=self.config.image_size,
-            workers=self.config.workers,
-            device=self.device,
-            corrupted=corrupted,
-            progress=label,
-        )
-        return {
-            "images": data.images,
-            "ids": encode(self.tokenizer, data.captions).to(self.device),
-            "has_copies": data.has_copies,
-        }
+    def save(self, model: ScorerModel, folder: Path) -> None:
+        save_scorer(model.clip.half(), self.tokenizer, folder)

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+from diffusers.training_utils import compute_snr
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from avq_diffusers.mini import TRAINING_SEEDS
-from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import LatentConfig, SDConfig
 from distill.pretrain.data import render_batches, shard, to_float
 from distill.pretrain.export import make_pipeline, make_scheduler, save_pipeline
@@ -25,14 +25,14 @@ def build_text_encoder(config: SDConfig, tokenizer: CLIPTokenizer) -> CLIPTextMo
     return CLIPTextModel(CLIPTextConfig(**config.text, **text_sizes(tokenizer)))
 
 
-def snr_weights(alphas_cumprod: Tensor, floor: float, gamma: float) -> Tensor:
-    """Return clamp(SNR, floor, gamma) / SNR per timestep.
+def snr_weights(scheduler: DDIMScheduler, timesteps: Tensor, config: SDConfig) -> Tensor:
+    """Return clamp(SNR, snr_floor, snr_gamma) / SNR of timesteps (n,).
 
     These are the min-SNR-gamma weights of epsilon prediction (Hang et al., 2023), raised where the
-    SNR is below `floor`. There the caption decides the layout, but the errors are small.
+    SNR is below the floor. There the caption decides the layout, but the errors are small.
     """
-    snr = alphas_cumprod / (1 - alphas_cumprod)
-    return snr.clamp(floor, gamma) / snr
+    snr = compute_snr(scheduler, timesteps)
+    return snr.clamp(config.snr_floor, config.snr_gamma) / snr
 
 
 def layered_noise(
@@ -105,88 +105,73 @@ class Latents:
 class SDModel(nn.Module):
     """UNet and text encoder with the denoising loss."""
 
-    def __init__(
-        self, unet: UNet2DConditionModel, text_encoder: CLIPTextModel, config: SDConfig
-    ) -> None:
+    def __init__(self, unet: UNet2DConditionModel, text_encoder: CLIPTextModel) -> None:
         super().__init__()
         self.unet = unet
         self.text_encoder = text_encoder
-        alphas = make_scheduler().alphas_cumprod
-        self.register_buffer("signal", alphas.sqrt(), persistent=False)
-        self.register_buffer("sigma", (1 - alphas).sqrt(), persistent=False)
-        weights = snr_weights(alphas, config.snr_floor, config.snr_gamma)
-        self.register_buffer("weights", weights, persistent=False)
 
     def forward(
-        self, latents: Tensor, noise: Tensor, timesteps: Tensor, ids: Tensor
+        self, noisy: Tensor, noise: Tensor, timesteps: Tensor, weights: Tensor, ids: Tensor
     ) -> dict[str, Tensor]:
         """Return the weighted `loss` and the plain `mse` of the predicted noise.
 
         Args:
-            latents: scaled latents (n, channels, h, w).
+            noisy: scaled latents with noise (n, channels, h, w).
             noise: of the same shape.
             timesteps: (n,) in [0, 1000).
+            weights: (n,).
             ids: token ids (n, 77).
         """
-        shape = (-1, 1, 1, 1)
-        noisy = self.signal[timesteps].view(shape) * latents
-        noisy = noisy + self.sigma[timesteps].view(shape) * noise
         context = self.text_encoder(input_ids=ids).last_hidden_state
         predicted = self.unet(noisy, timesteps, encoder_hidden_states=context).sample.float()
         error = (predicted - noise).square().mean((1, 2, 3))
-        return {"loss": (self.weights[timesteps] * error).mean(), "mse": error.mean()}
+        return {"loss": (weights * error).mean(), "mse": error.mean()}
 
 
 class SDTask:
-    """Latents and token ids on the device, and export as a folder `model`.
+    """Latents and token ids on the device.
 
     Raises:
-        ValueError: `init_from` is of another architecture, or there are fewer scenes than
-            processes.
+        ValueError: there are fewer scenes than processes.
         OSError: the VAE or `init_from` cannot be loaded.
     """
 
-    def __init__(
-        self, config: SDConfig, output: Path, accelerator: Accelerator, vae_folder: Path
-    ) -> None:
-        self.config, self.output = config, output
+    result = "model"
+
+    def __init__(self, config: SDConfig, accelerator: Accelerator, vae_folder: Path) -> None:
+        self.config = config
         device = accelerator.device
         self.vae = AutoencoderKL.from_pretrained(vae_folder).requires_grad_(False).eval()
         self.vae.to(device, memory_format=torch.channels_last)
-        self.tokenizer = scene_tokenizer()
-        if config.init_from is not None:
-            self.tokenizer = CLIPTokenizer.from_pretrained(Path(config.init_from) / "tokenizer")
-        unet = UNet2DConditionModel(**config.unet)
-        text_encoder = build_text_encoder(config, self.tokenizer)
-        if config.init_from is not None:
-            _load_start(config.init_from, unet, text_encoder)
-        self.model = SDModel(unet, text_encoder, config)
+        start = config.init_from
+        if start is None:
+            self.tokenizer = scene_tokenizer()
+            unet = UNet2DConditionModel(**config.unet)
+            text_encoder = build_text_encoder(config, self.tokenizer)
+        else:
+            self.tokenizer = CLIPTokenizer.from_pretrained(start, subfolder="tokenizer")
+            unet = UNet2DConditionModel.from_pretrained(start, subfolder="unet")
+            text_encoder = CLIPTextModel.from_pretrained(start, subfolder="text_encoder")
+        self.model = SDModel(unet, text_encoder).train()
         self.model.to(device, memory_format=torch.channels_last)
         self.data = Latents(config, accelerator, self.vae, self.tokenizer)
+        self.scheduler = make_scheduler()
 
     def batch(self, generator: torch.Generator) -> Batch:
         latents, ids = self.data.batch(generator)
         options = {"generator": generator, "device": latents.device}
-        timesteps = torch.randint(len(self.model.weights), (len(latents),), **options)
+        num_timesteps = self.scheduler.config.num_train_timesteps
+        timesteps = torch.randint(num_timesteps, (len(latents),), **options)
         noise = layered_noise(latents.shape, self.config.layered_noise, **options)
+        noisy = self.scheduler.add_noise(latents, noise, timesteps)
         return {
-            "latents": latents.to(memory_format=torch.channels_last),
+            "noisy": noisy.to(memory_format=torch.channels_last),
             "noise": noise.to(memory_format=torch.channels_last),
             "timesteps": timesteps,
+            "weights": snr_weights(self.scheduler, timesteps, self.config),
             "ids": ids,
         }
 
-    def export(self, model: SDModel) -> None:
+    def save(self, model: SDModel, folder: Path) -> None:
         parts = (part.half() for part in (self.vae, model.unet, model.text_encoder))
-        with replace_folder(self.output / "model") as folder:
-            save_pipeline(make_pipeline(*parts, self.tokenizer), folder)
-
-
-def _load_start(folder: str, unet: UNet2DConditionModel, text_encoder: CLIPTextModel) -> None:
-    start = UNet2DConditionModel.from_pretrained(folder, subfolder="unet")
-    text = CLIPTextModel.from_pretrained(folder, subfolder="text_encoder", dtype=torch.float32)
-    try:
-        unet.load_state_dict(start.state_dict())
-        text_encoder.load_state_dict(text.state_dict())
-    except RuntimeError as error:
-        raise ValueError(f"{folder} is of another size than the configuration: {error}") from error
+        save_pipeline(make_pipeline(*parts, self.tokenizer), folder)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection
 
 from avq_diffusers.mini.loading import shared_parts
-from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import SD3Config
 from distill.pretrain.export import make_sd3_pipeline, save_sd3
 from distill.pretrain.loop import Batch
@@ -99,14 +98,16 @@ class SD3Model(nn.Module):
 
 
 class SD3Task:
-    """Latents and token ids on the device, and export as a folder `model`.
+    """Latents and token ids on the device.
 
     Raises:
         ValueError: there are fewer scenes than processes.
     """
 
-    def __init__(self, config: SD3Config, output: Path, accelerator: Accelerator) -> None:
-        self.config, self.output = config, output
+    result = "model"
+
+    def __init__(self, config: SD3Config, accelerator: Accelerator) -> None:
+        self.config = config
         self.parts = shared_parts()
         vae, self.encoder = self.parts["vae"], self.parts["text_encoder"]
         for module in (vae, self.encoder):
@@ -128,7 +129,5 @@ class SD3Task:
             "pooled": pooled,
         }
 
-    def export(self, model: SD3Model) -> None:
-        transformer = model.transformer.half()
-        with replace_folder(self.output / "model") as folder:
-            save_sd3(make_sd3_pipeline(transformer, self.parts, self.config.shift), folder)
+    def save(self, model: SD3Model, folder: Path) -> None:
+        save_sd3(make_sd3_pipeline(model.transformer.half(), self.parts, self.config.shift), folder)

@@ -8,7 +8,6 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 from avq_diffusers.mini import TRAINING_SEEDS, VALIDATION_SEEDS
-from distill.checkpointing.folders import replace_folder
 from distill.pretrain.config import VAEConfig
 from distill.pretrain.data import load_images, shard, to_float
 from distill.pretrain.export import MAX_SHARD_SIZE
@@ -48,14 +47,16 @@ def edge_loss(error: Tensor) -> Tensor:
 
 
 class VAETask:
-    """Training images on the device, and export as a folder `vae`.
+    """Training images on the device.
 
     Raises:
         ValueError: there are fewer scenes than processes.
     """
 
-    def __init__(self, config: VAEConfig, output: Path, accelerator: Accelerator) -> None:
-        self.config, self.output = config, output
+    result = "vae"
+
+    def __init__(self, config: VAEConfig, accelerator: Accelerator) -> None:
+        self.config = config
         device = accelerator.device
         common = {"size": config.image_size, "workers": config.workers, "device": device}
         seeds = TRAINING_SEEDS[: config.num_scenes]
@@ -79,15 +80,12 @@ class VAETask:
         return {"images": to_float(self.images[index]), "noise": noise}
 
     @torch.no_grad()
-    def export(self, model: VAEModel) -> None:
+    def save(self, model: VAEModel, folder: Path) -> None:
         vae = model.vae
-        with torch.autocast(self.images.device.type, enabled=False):
-            mean, std = latent_statistics(vae, self.validation)
-            normalize_latents(vae, mean, std)
-            latents = torch.cat([_encode(vae, part) for part in self.validation.split(BATCH)])
-            vae.register_to_config(scaling_factor=round(1 / latents.std().item(), 6))
-        with replace_folder(self.output / "vae") as folder:
-            vae.half().save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+        normalize_latents(vae, *latent_statistics(vae, self.validation))
+        latents = torch.cat([_encode(vae, part) for part in self.validation.split(BATCH)])
+        vae.register_to_config(scaling_factor=round(1 / latents.std().item(), 6))
+        vae.half().save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
 
 
 def latent_statistics(vae: AutoencoderKL, images: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,24 +4,16 @@ Shapes: B batch, H heads, N tokens of a grid in raster order, T tokens before th
 S keys of a sample, D head dim.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from avq_diffusers import (
-    AVQCodebooks,
-    AVQConfig,
-    apply_avq,
-    gather_codebooks,
-    remove_avq,
-    select_layers,
-)
+from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
 from avq_diffusers.hosts import attention_replaced
 from distill.attention import CHILD, exact_attention, train_attention
 from distill.stored import StoredAttention
@@ -98,25 +90,25 @@ def set_attention(
     example: Tensor,
     *,
     seed: int,
-) -> list[StoredAttention]:
+) -> dict[str, StoredAttention]:
     """Exchange the self-attention of all layers; weights of the model stay as they are.
 
     Args:
         model: with exact attention.
         attention: what it gets; `exact` changes nothing.
-        settings: of stored codebooks. They are NaN until `start_codebooks`.
+        settings: of stored codebooks. They are NaN until they are started.
         example: (B, 3, S, S), images of the size that the model will see.
         seed: of random features.
 
     Returns:
-        The layers with codebooks that learn.
+        The attentions with codebooks that learn, by the names of the layers.
 
     Raises:
         TypeError: the model has no attention layer that can be replaced.
         ValueError: its attention has dropout, with which the layers would run exact attention.
     """
     if attention == AttentionName():
-        return []
+        return {}
     layers = select_layers(model)
     for name in DROPOUTS:
         if getattr(layers[0].attn.config, name, 0):
@@ -126,18 +118,18 @@ def set_attention(
             )
     if attention.own:
         apply_avq(model, attention.avq, route="always")
-        return []
-    stored: list[StoredAttention] = []
+        return {}
+    stored: dict[str, StoredAttention] = {}
+    functions: dict[str, nn.Module] = {}
     if attention.baseline is None:
-        made = stored = [
-            StoredAttention(layer.num_heads, layer.head_dim, attention.avq, settings)
+        stored = functions = {
+            layer.name: StoredAttention(layer.num_heads, layer.head_dim, attention.avq, settings)
             for layer in layers
-        ]
+        }
     else:
         _, grid = observe(model, example[:1])
         make = BASELINES[attention.baseline]
-        made = [make(grid, i, layer.head_dim, seed) for i, layer in enumerate(layers)]
-    functions = {layer.name: module for layer, module in zip(layers, made, strict=True)}
+        functions = {x.name: make(grid, i, x.head_dim, seed) for i, x in enumerate(layers)}
     train_attention(model, functions, attention.avq or AVQConfig())
     return stored
 
@@ -150,50 +142,7 @@ def remove_attention(model: PreTrainedModel) -> None:
             delattr(layer.attn, CHILD)
 
 
-@torch.no_grad()
-def learned_codebooks(
-    model: PreTrainedModel, attention: AttentionName, layers: Sequence[StoredAttention]
-) -> AVQCodebooks:
-    """The codebooks that `layers` have learned, for `apply_avq`."""
-    learned = {spec.name: x for spec, x in zip(select_layers(model), layers, strict=True)}
-    found = {name: layer.copied_codebook() for name, layer in learned.items()}
-    codebooks = gather_codebooks(model, attention.avq, found)
-    for name, layer in learned.items():
-        if layer.key_norm is not None:
-            codebooks.key_norm(name).load_state_dict(layer.key_norm.state_dict())
-    return codebooks
-
-
-@torch.no_grad()
-def start_codebooks(
-    model: PreTrainedModel,
-    layers: Sequence[StoredAttention],
-    settings: LearningConfig,
-    images: Tensor,
-    *,
-    images_per_step: int,
-    seed: int,
-) -> None:
-    """Fit the codebooks to keys of the model with exact attention.
-
-    Args:
-        model: after `set_attention`.
-        layers: what it returned.
-        settings: of the codebooks.
-        images: (B, 3, S, S).
-        images_per_step: over micro-batches and processes.
-        seed: of samples and k-means.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    per_image = math.ceil(settings.keys_per_layer / len(images))
-    samples: dict[str, list[Tensor]] = {}
+def keys_of_images(model: PreTrainedModel, images: Tensor) -> Iterator[dict[str, Tensor]]:
+    """The keys (H, n, D) of patches with exact attention, for each image (3, S, S), by layer."""
     for image in images.split(1):
-        calls, grid = observe(model, image)
-        for name, call in calls.items():
-            chosen = torch.randperm(grid.num_patches, generator=generator)[:per_image]
-            keys = call.key[0, :, chosen.to(call.key.device)]
-            samples.setdefault(name, []).append(keys.float())
-    for layer, pieces in zip(layers, samples.values(), strict=True):
-        keys = torch.cat(pieces, dim=1)
-        layer.start_key_norm(keys)
-        layer.start(keys, images_per_step * grid.num_patches, seed)
+        yield {name: call.key[0] for name, call in observe(model, image)[0].items()}

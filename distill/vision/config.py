@@ -3,23 +3,14 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from avq_diffusers import AVQConfig
 from distill.config import CodebookConfig
-from distill.config_file import (
-    check_at_least,
-    check_at_least_one_or_none,
-    check_finite,
-    check_one_of,
-    check_positive,
-)
+from distill.config_file import Config, Count, Positive, Values, Weight
 from distill.vision.baselines import BASELINES
 
-TASKS = ("classification", "segmentation")
-RESIZINGS = ("crop", "squash")
-AUGMENTATIONS = ("crop", "flip", "none")
-INTERPOLATIONS = ("bicubic", "bilinear")
+PartOfSide = Annotated[float, Values(lambda x: 0 < x <= 1, "above 0, at most 1")]
 AVQ_FORM = re.compile(r"(M[^/]+)(?:/(?:(means)|own(\d*)))?")
 
 
@@ -69,7 +60,7 @@ def parse_attention(name: str, **fields: bool) -> AttentionName:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Config):
     """The images and how they reach the model.
 
     Args:
@@ -86,23 +77,14 @@ class DataConfig:
     """
 
     path: str
-    num_labels: int | None
-    image_size: int
-    resize: str
-    crop_share: float
-    interpolation: str
+    num_labels: Count | None
+    image_size: Count
+    resize: Literal["crop", "squash"]
+    crop_share: PartOfSide
+    interpolation: Literal["bicubic", "bilinear"]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
-    augment: str
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "image_size")
-        check_at_least_one_or_none(self, "num_labels")
-        check_one_of(self, "resize", RESIZINGS)
-        check_one_of(self, "interpolation", INTERPOLATIONS)
-        check_one_of(self, "augment", AUGMENTATIONS)
-        if not 0 < self.crop_share <= 1:
-            raise ValueError(f"crop_share must be above 0, at most 1, but got {self.crop_share}.")
+    augment: Literal["crop", "flip", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +102,12 @@ class LearningConfig(CodebookConfig):
 
     key_norm: bool
     full_spawning: bool
-    commitment_weight: float
+    commitment_weight: Weight
     project_children: bool
     diveq: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 0, "commitment_weight")
-        check_finite(self, "commitment_weight")
         if self.diveq and not self.full_spawning:
             raise ValueError(
                 "diveq needs full_spawning, where attention is a function of the codewords that "
@@ -136,7 +116,7 @@ class LearningConfig(CodebookConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionConfig:
+class VisionConfig(Config):
     """One fine-tuning run.
 
     Args:
@@ -151,18 +131,17 @@ class VisionConfig:
             by `top1` or `miou`, in percent.
     """
 
-    task: str
+    task: Literal["classification", "segmentation"]
     model: str
     attention: str
     data: DataConfig
     codebooks: LearningConfig
-    head_rate: float
+    head_rate: Positive
     trainer: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        check_one_of(self, "task", TASKS)
+        super().__post_init__()
         parse_attention(self.attention)
-        check_positive(self, "head_rate")
         is_map = self.task == "segmentation"
         if is_map != (self.data.num_labels is not None):
             raise ValueError(

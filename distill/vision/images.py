@@ -4,7 +4,7 @@ Every image becomes RGB, upright and on white. Label maps keep their labels: the
 nearest one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -15,7 +15,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils import data
 
-from distill.data.images import UNREADABLE, read_rgb, to_tensor
+from avq_diffusers.images import UNREADABLE, read_rgb, read_upright
+from distill.data.images import to_tensor
 from distill.exceptions import DataError
 from distill.vision.config import DataConfig, VisionConfig
 
@@ -43,10 +44,16 @@ class Samples(Protocol):
 
 
 class ClassifiedImages:
-    """A split of a data set with columns image and label."""
+    """A split of a data set with columns image and label.
 
-    def __init__(self, rows: Any) -> None:
+    Args:
+        rows: with undecoded images.
+        labels: the values of the column label, in the order of the classes.
+    """
+
+    def __init__(self, rows: Any, labels: Iterable[Any]) -> None:
         self.rows = rows
+        self.numbers = {label: number for number, label in enumerate(labels)}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -55,7 +62,8 @@ class ClassifiedImages:
         row = self.rows[index]
         path, content = row["image"]["path"], row["image"]["bytes"]
         name = f"image {index}" if path is None else path
-        return Sample(_rgb(path if content is None else BytesIO(content), name), row["label"], name)
+        image = _read(read_rgb, path if content is None else BytesIO(content), name)
+        return Sample(image, self.numbers[row["label"]], name)
 
 
 class LabelMaps:
@@ -81,12 +89,9 @@ class LabelMaps:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
-        image, path = _rgb(str(self.images[index]), str(self.images[index])), self.maps[index]
-        try:
-            with Image.open(path) as labels:
-                labels.load()
-        except UNREADABLE as error:
-            raise DataError(f"{path} cannot be read as an image: {error}.") from error
+        path = self.maps[index]
+        image = _read(read_rgb, self.images[index], self.images[index])
+        labels = _read(read_upright, path, path)
         if labels.mode not in ("L", "P") or labels.size != image.size:
             raise DataError(
                 f"a label map must hold one number a pixel (mode L or P) and have the size of its "
@@ -179,10 +184,37 @@ def open_images(config: VisionConfig, seed: int) -> tuple[list[Prepared], list[s
                     f"label, but has {found.column_names}."
                 )
         rows = found.cast_column("image", ImageColumn(decode=False))
-        samples = [ClassifiedImages(rows[name]) for name in HUB_SPLITS.values()]
-        classes = found["train"].features["label"].names
+        labels, classes = labels_of(rows, str(root))
+        samples = [ClassifiedImages(rows[name], labels) for name in HUB_SPLITS.values()]
     training, validation = samples
     return [Prepared(training, config.data, seed), Prepared(validation, config.data, None)], classes
+
+
+def labels_of(rows: Any, name: str) -> tuple[list[Any], list[str]]:
+    """The values of the column label in the order of the classes, and the names of the classes.
+
+    Whole numbers and texts without names are classes in sorted order.
+
+    Raises:
+        ValueError: the labels are no classes, or a split has a label that training images lack.
+    """
+    found = {split: set(rows[split].unique("label")) for split in HUB_SPLITS.values()}
+    if names := getattr(rows["train"].features["label"], "names", None):
+        labels = [*range(len(names))]
+    elif any(all(isinstance(x, kind) for x in found["train"]) for kind in (int, str)):
+        labels = sorted(found["train"])
+    else:
+        kinds = ", ".join(sorted({type(x).__name__ for x in found["train"]}))
+        raise ValueError(
+            f"column label of {name} must hold classes, all int or all str, but holds {kinds}."
+        )
+    for split, used in found.items():
+        if unknown := used - {*labels}:
+            raise ValueError(
+                f"labels of the split {split} of {name} must be those of training images, but "
+                f"{min(unknown, key=str)!r} is not."
+            )
+    return labels, names or [str(label) for label in labels]
 
 
 def central(size: tuple[int, int], share: float) -> tuple[float, float, float, float]:
@@ -206,8 +238,10 @@ def random_piece(
     return central(size, 1)
 
 
-def _rgb(file: str | BinaryIO, name: str) -> Image.Image:
+def _read(
+    reader: Callable[[Any], Image.Image], file: Path | str | BinaryIO, name: Path | str
+) -> Image.Image:
     try:
-        return read_rgb(file)
+        return reader(file)
     except UNREADABLE as error:
         raise DataError(f"{name} cannot be read as an image: {error}.") from error

@@ -23,18 +23,17 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from avq_diffusers.codebook.ema import ema_decay
 from avq_diffusers.files import atomic_write
 from distill.attention import CHILD
 from distill.config_file import differing_keys, plain_values
 from distill.quantizer import recorded
-from distill.stored import StoredAttention
-from distill.vision.attention import (
+from distill.stored import (
+    StoredAttention,
     learned_codebooks,
-    remove_attention,
-    set_attention,
     start_codebooks,
+    update_codebooks,
 )
+from distill.vision.attention import keys_of_images, remove_attention, set_attention
 from distill.vision.config import AttentionName, VisionConfig, parse_attention
 from distill.vision.images import IGNORED, Prepared, open_images
 from distill.vision.models import at_size_of, load_model
@@ -57,7 +56,7 @@ class Learner(nn.Module):
     def __init__(self, model: PreTrainedModel, config: VisionConfig) -> None:
         super().__init__()
         self.model = model
-        self.layers: list[StoredAttention] = []
+        self.layers: Mapping[str, StoredAttention] = {}
         self.commitment_weight = config.codebooks.commitment_weight
         for name, values in (("mean", config.data.mean), ("std", config.data.std)):
             scaled = 255 * torch.tensor(values)[:, None, None]
@@ -69,7 +68,7 @@ class Learner(nn.Module):
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return `loss` and `logits`. Labels are those of `Prepared`."""
-        with recorded(layer.quantizer for layer in self.layers) as leaves:
+        with recorded(layer.quantizer for layer in self.layers.values()) as leaves:
             outputs = self.model(pixel_values=self.normalized(pixel_values), labels=labels.long())
         loss = outputs.loss
         if leaves:  # in training mode only
@@ -91,7 +90,7 @@ class Steps(TrainerCallback):
     """
 
     def __init__(
-        self, config: VisionConfig, layers: list[StoredAttention], images: Prepared
+        self, config: VisionConfig, layers: Mapping[str, StoredAttention], images: Prepared
     ) -> None:
         self.task, self.settings = config.task, config.codebooks
         self.layers, self.images = layers, images
@@ -100,16 +99,8 @@ class Steps(TrainerCallback):
         self.images.epoch = int(state.epoch + 1e-6)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        settings, step = self.settings, state.global_step
-        decay = ema_decay(
-            step, settings.decay_warmup_steps, settings.decay_start, settings.decay_end
-        )
-        threshold = settings.dead_threshold
-        is_due = threshold is not None and (step + 1) % settings.dead_every == 0
-        for layer in self.layers:
-            layer.quantizer.update(decay)
-            if is_due:
-                layer.quantizer.reassign_dead(threshold=threshold, seed=args.seed + step)
+        step = state.global_step
+        update_codebooks(self.layers, self.settings, step, args.seed + step)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **objects: Any
@@ -130,7 +121,7 @@ class Run:
         config: of the run.
         model: with its attention.
         attention: parsed from `config`.
-        layers: those with codebooks that learn.
+        layers: those with codebooks that learn, by name.
         trainer: of the `Learner` around the model.
         images: some of the training images, (B, 3, S, S), as the model takes them.
     """
@@ -138,7 +129,7 @@ class Run:
     config: VisionConfig
     model: PreTrainedModel
     attention: AttentionName
-    layers: list[StoredAttention]
+    layers: Mapping[str, StoredAttention]
     trainer: Trainer
     images: Tensor
 
@@ -146,13 +137,15 @@ class Run:
         """Fit codebooks that learn to keys of the model."""
         args = self.trainer.args
         per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        settings = self.config.codebooks
         start_codebooks(
-            self.model,
             self.layers,
-            self.config.codebooks,
-            self.images,
+            keys_of_images(self.model, self.images),
+            num_images=len(self.images),
             images_per_step=per_step,
+            keys_per_layer=settings.keys_per_layer,
             seed=args.seed,
+            start_key_norms=True,
         )
 
     def score(self) -> float:
@@ -162,7 +155,7 @@ class Run:
     def save(self, output: Path) -> None:
         """Write `model` and, for stored codewords, `codebooks`; the model has exact attention."""
         if self.layers:
-            learned = learned_codebooks(self.model, self.attention, self.layers)
+            learned = learned_codebooks(self.model, self.attention.avq, self.layers)
             learned.save_pretrained(output / "codebooks")
         if self.attention.avq is not None:
             remove_attention(self.model)
@@ -294,6 +287,12 @@ def fine_tune(config: VisionConfig, output: Path, *, resume: bool) -> dict[str, 
     figures = run.trainer.evaluate()
     if run.trainer.is_world_process_zero():
         run.save(output)
+        print(f"{output / 'model'} holds the model, for from_pretrained.")
+        if run.layers:
+            print(
+                f"{output / 'codebooks'} holds its codebooks: apply_avq(model, "
+                f'AVQCodebooks.from_pretrained("{output / "codebooks"}"))'
+            )
     return figures
 
 

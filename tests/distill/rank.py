@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tiny_training import reassign_dead
 
 from distill.config import DistillConfig
 from distill.config_file import load_config
@@ -26,6 +27,6 @@ def main() -> None:
     assert run.accelerator.num_processes == 2
     objective = run.objective
     trained = {name: value.clone() for name, value in objective.state_dict().items()}
-    objective.reassign_dead(threshold=60.0, seed=5)
+    reassign_dead(objective, threshold=60.0, seed=5)
     state = {"trained": trained, "reassigned": objective.state_dict()}
     torch.save(state, f"{folder}/{rank}.pt")

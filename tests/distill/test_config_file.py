@@ -11,10 +11,9 @@ from avq_diffusers import AVQCodebooks
 from avq_diffusers.mini import MINI_DISTILLED, MINI_DISTILLED_LEVEL1
 from distill.config import DistillConfig
 from distill.config_file import load_config, save_config
-from distill.pretrain.config import ScorerConfig, SD3Config, SDConfig, VAEConfig
 
 distillation = partial(load_config, RUN_CONFIG, DistillConfig)
-PRETRAINING = {"vae": VAEConfig, "sd": SDConfig, "sd3": SD3Config, "scorer": ScorerConfig}
+PRETRAINING = ("vae", "sd", "sd3", "scorer")
 
 FLAT = "avq.num_children=0 avq.num_refined=0"
 OWN = (
@@ -135,13 +134,6 @@ def test_a_file_starts_from_its_base(tmp_path):
     ("row", "overrides", "message"),
     [
         ("m64p16c8", ["avq.num_updates=1"], "training learns the codewords; set codebooks, and"),
-        ("m64p16c8", ["codebooks=null"], "training learns the codewords; set codebooks, and"),
-        (
-            "m64p16c8",
-            ["avq.codewords=means"],
-            "no codebook to train; set codebooks, objective.commitment_weight, "
-            "objective.full_spawning, objective.project_children to null, false or 0",
-        ),
         (
             "own_m64p16c8",
             ["avq.key_norm=true", "objective.diveq=true"],
@@ -207,41 +199,17 @@ def test_a_file_that_is_no_mapping_of_keys_is_refused(tmp_path, text, message):
         (ValueError, "samples.prompts=[]", "prompts must hold at least one prompt, but got none."),
         (ValueError, "precision=fp8", "must be one of fp32, fp16, bf16, but got 'fp8'."),
         (ValueError, "checkpoint_every=0", "must be at least 1 or null, but got 0."),
-        (ValueError, "max_grad_norm=0", "max_grad_norm must be above 0, but got 0.0."),
         (ValueError, "max_grad_norm=.nan", "max_grad_norm must be above 0, but got nan."),
         (ValueError, "learning_rate=.inf", "learning_rate must be finite, but got inf."),
         (ValueError, f"seed={2**63}", f"between 0 and {2**63 - 1}, but got {2**63}."),
-        (ValueError, "warmup_steps=-5", "warmup_steps must be at least 0, but got -5."),
-        (ValueError, "objective.noise_weight=-1", "noise_weight must be at least 0, but got -1.0."),
-        (ValueError, "objective.weighting_scheme=snr", "inverse_alpha, sampling, but got 'snr'."),
-        (ValueError, "codebooks.dead_threshold=0", "dead_threshold must be above 0, but got 0.0."),
+        (ValueError, "objective.noise_weight=-1", "at least 0 and finite, but got -1.0."),
+        (ValueError, "adam_betas=[0.9,1.5]", "adam_betas must be in [0, 1), but got (0.9, 1.5)."),
     ],
 )
 def test_wrong_values_are_named(error, override, message):
     """Catches a modulo by zero after k-means, and clipping that turns gradients around."""
     with pytest.raises(error, match=f"{re.escape(message)}$"):
         distillation([override])
-
-
-@pytest.mark.parametrize(
-    ("command", "override", "message"),
-    [
-        ("vae", "learning_rate=-1", "learning_rate must be at least 0, but got -1.0"),
-        ("vae", "num_scenes=10000001", "num_scenes must be at most 10000000, but got 10000001"),
-        ("vae", "precision=fp32x", "precision must be one of bf16, fp32, but got 'fp32x'"),
-        ("vae", "ema_decay=1.5", "ema_decay must be in"),
-        ("vae", "adam_betas=[0.9,1.5]", "adam_betas must be in .*, but got .*0.9, 1.5"),
-        ("vae", "adam_betas=[0.9,.nan]", "adam_betas must be in"),
-        ("vae", "num_validation=0", "num_validation must be at least 1, but got 0"),
-        ("sd", "caption_dropout=1.1", "caption_dropout must be in"),
-        ("sd3", "caption_dropout=-0.1", "caption_dropout must be in"),
-        ("scorer", "corrupted_share=1.0", "corrupted_share must be in"),
-    ],
-)
-def test_values_of_pretraining_out_of_range_are_refused(command, override, message):
-    """Catches scenes that are silently fewer, and values that fail after a whole training."""
-    with pytest.raises(ValueError, match=message):
-        load_config(CONFIGS / f"mini_{command}.yaml", PRETRAINING[command], [override])
 
 
 def test_values_arrive_as_declared():

@@ -27,8 +27,8 @@ from toy_data import (
     take,
 )
 
+from avq_diffusers.images import read_rgb
 from distill.data.batches import add_noise, sample_seed
-from distill.data.images import read_rgb
 from distill.data.samples import BrokenSample
 from distill.data.sources import open_samples
 from distill.data.stream import load_batches, sample_order

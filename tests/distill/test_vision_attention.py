@@ -12,8 +12,8 @@ from transformers import AutoModel, DINOv3ViTConfig, SwinConfig, SwinModel, ViTC
 
 from avq_diffusers import select_layers
 from distill.config_file import load_config
-from distill.stored import StoredAttention
-from distill.vision.attention import observe, remove_attention, set_attention, start_codebooks
+from distill.stored import StoredAttention, start_codebooks
+from distill.vision.attention import keys_of_images, observe, remove_attention, set_attention
 from distill.vision.baselines import BASELINES, Grid, Linformer, Performer
 from distill.vision.config import VisionConfig, parse_attention
 
@@ -214,9 +214,11 @@ def test_gradients_reach_keys(full_spawning):
 def test_codebooks_start_from_keys_of_exact_attention():
     model, images = vit(), torch.randn(2, 3, 64, 64)
     layers = set_attention(model, parse_attention("M8P8C4"), SETTINGS, images, seed=0)
-    start_codebooks(model, layers, SETTINGS, images, images_per_step=4, seed=0)
+    sizes = {"num_images": 2, "images_per_step": 4, "keys_per_layer": 64}
+    start_codebooks(layers, keys_of_images(model, images), seed=0, **sizes)
     calls, _ = observe(model, images)
-    for layer, call in zip(layers, calls.values(), strict=True):
+    for name, call in calls.items():
+        layer = layers[name]
         error = layer.quantizer(call.key.float()).commitment()
         assert error < 0.7 * call.key.var()
         assert float(layer.quantizer.ema_counts[0, :, 0].sum()) == pytest.approx(4 * 64)

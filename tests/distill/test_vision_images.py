@@ -1,5 +1,6 @@
 """Labelled images for vision models: layouts, labels, augmentation, bad input."""
 
+import json
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -68,6 +69,25 @@ def test_label_maps_are_shifted_and_resized_to_the_nearest(ade):
     )
 
 
+@pytest.mark.parametrize("turned", ["image", "labels", "both"])
+def test_label_maps_lie_on_upright_images(tmp_path, turned):
+    """Catches an orientation that is heeded for one of the two, which then differ silently."""
+    pixels = np.full((16, 16), 1, np.uint8)
+    pixels[:8] = 255
+    labels = np.full((16, 16), 1, np.uint8)
+    labels[:8] = 2
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn it clockwise to see it
+    for array, folder, name in ((pixels, "images", "a.jpg"), (labels, "annotations", "a.png")):
+        image, options = Image.fromarray(array), {}
+        if turned in ("both", "image" if folder == "images" else "labels"):
+            image, options = image.transpose(Image.Transpose.ROTATE_90), {"exif": exif}
+        save(tmp_path / folder / "training" / name, image, **options)
+    sample = Prepared(LabelMaps(tmp_path, "training"), replace(DATA, image_size=16), None)[0]
+    assert torch.equal(sample["pixel_values"][0] > 128, sample["labels"] == 1)
+    assert (sample["labels"][:8] == 1).all()
+
+
 def test_flips_move_labels_with_pixels_and_repeat(ade):
     prepared = Prepared(LabelMaps(ade, "training"), DATA, seed=3)
     flipped = set()
@@ -108,12 +128,46 @@ def test_folders_of_classes(tmp_path, no_traces):
         validation[0]
 
 
-def test_rows_of_the_hub_hold_the_files():
-    content = BytesIO()
-    ramp("L").save(content, "PNG")
-    rows = [{"image": {"path": None, "bytes": content.getvalue()}, "label": 1}]
-    sample = ClassifiedImages(rows)[0]
-    assert (sample.label, sample.image.mode, sample.name) == (1, "RGB", "image 0")
+def labelled(root, training, validation):
+    """Images with a file of their labels, as data sets of the Hub have them."""
+    for split, labels in (("train", training), ("val", validation)):
+        for index, label in enumerate(labels):
+            save(root / split / f"{index}.png", ramp("L"))
+            with (root / split / "metadata.jsonl").open("a") as file:
+                file.write(json.dumps({"file_name": f"{index}.png", "label": label}) + "\n")
+    return replace(CONFIG, data=replace(DATA, path=str(root), num_labels=None))
+
+
+@pytest.mark.parametrize(
+    ("training", "validation", "numbers", "classes"),
+    [
+        ([10, 2, 2], [2, 10], [1, 0, 0], ["2", "10"]),
+        (["dog", "cat"], ["cat"], [1, 0], ["cat", "dog"]),
+    ],
+)
+def test_labels_without_names_are_classes_in_order(
+    tmp_path, no_traces, training, validation, numbers, classes
+):
+    """Catches labels that are taken for numbers of classes, and numbers sorted as texts."""
+    (found, other), names = open_images(labelled(tmp_path, training, validation), seed=0)
+    assert names == classes
+    assert [found[index]["labels"] for index in range(len(numbers))] == numbers
+    assert [classes[other[i]["labels"]] for i in range(len(validation))] == [*map(str, validation)]
+
+
+@pytest.mark.parametrize(
+    ("training", "validation", "message"),
+    [
+        ([0.5, 1.0], [1.0], "must hold classes, all int or all str, but holds float"),
+        (["a", None], ["a"], "must hold classes, all int or all str, but holds NoneType, str"),
+        ([0, 1], [1, 7], "labels of the split validation of .* but 7 is not"),
+    ],
+)
+def test_labels_that_are_no_classes_get_one_sentence(
+    tmp_path, no_traces, training, validation, message
+):
+    with pytest.raises(ValueError, match=message):
+        open_images(labelled(tmp_path, training, validation), seed=0)
 
 
 def test_crops_are_central_and_random_pieces_stay_inside():
@@ -155,3 +209,11 @@ def test_bad_label_maps_get_one_sentence(ade, file, spoil, message):
     spoil(ade / kind / "training" / name)
     with pytest.raises((DataError, ValueError), match=message):
         Prepared(LabelMaps(ade, "training"), DATA, None)[0]
+
+
+def test_rows_of_the_hub_hold_the_files():
+    content = BytesIO()
+    ramp("L").save(content, "PNG")
+    rows = [{"image": {"path": None, "bytes": content.getvalue()}, "label": "b"}]
+    sample = ClassifiedImages(rows, ["a", "b"])[0]
+    assert (sample.label, sample.image.mode, sample.name) == (1, "RGB", "image 0")

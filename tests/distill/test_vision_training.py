@@ -3,10 +3,8 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -178,7 +176,7 @@ def test_codebooks_are_updated_once_a_step_by_all_its_keys(place, tmp_path):
     run = open_run(settings(place, **changes, **{"trainer.max_steps": 1}), tmp_path)
     run.start_codebooks()
     run.trainer.train()
-    counts = [float(layer.quantizer.ema_counts[0, :, 0].sum()) for layer in run.layers]
+    counts = [float(layer.quantizer.ema_counts[0, :, 0].sum()) for layer in run.layers.values()]
     assert counts == [4 * 64.0] * 4
 
 
@@ -211,6 +209,8 @@ def test_a_resumed_run_ends_in_the_same_weights(place, tmp_path):
     shutil.rmtree(tmp_path / "model")
     for path in tmp_path.glob("checkpoint-7"):
         shutil.rmtree(path)
+    shutil.copytree(tmp_path / "checkpoint-5", tmp_path / "checkpoint-99")  # a kill cut it short
+    (tmp_path / "checkpoint-99" / "trainer_state.json").unlink()
     assert newest_checkpoint(tmp_path).name == "checkpoint-5"  # in the middle of an epoch
     fine_tune(settings(place, **changes), tmp_path, resume=True)
     assert_same_weights(tmp_path / "whole", tmp_path, rtol=1e-5, atol=1e-6)
@@ -232,28 +232,6 @@ def test_the_best_checkpoint_is_kept(place, tmp_path):
     found = [log["eval_top1"] for log in logs["log_history"] if "eval_top1" in log]
     assert score == max(found)
     assert len(set(found)) > 1
-
-
-@pytest.mark.long
-def test_a_killed_run_ends_in_the_same_weights(place, tmp_path):
-    """A process killed while it trains, and a checkpoint that a kill cut short."""
-    changes = {"attention": "M4P2C2", "trainer.max_steps": 8, **saving(2)}
-    killed = tmp_path / "killed"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "sets")}
-    started = [sys.executable, "-m", "distill.vision", *command(place, "train", killed, **changes)]
-    process = subprocess.Popen(started, env=environment, cwd=ROOT, stderr=subprocess.DEVNULL)
-    limit = time.monotonic() + 300
-    while newest_checkpoint(killed) is None and time.monotonic() < limit:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    found = newest_checkpoint(killed)
-    shutil.copytree(found, killed / "checkpoint-99")
-    (killed / "checkpoint-99" / "trainer_state.json").unlink()
-    assert newest_checkpoint(killed) == found
-    invoke(*command(place, "train", killed, **changes), "--resume")
-    invoke(*command(place, "train", tmp_path / "whole", **changes))
-    assert_same_weights(tmp_path / "whole", killed, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.long
@@ -340,7 +318,7 @@ def test_label_maps_without_a_label_end_a_run_that_logs_nothing(place, tmp_path)
 
 def test_a_comparison_goes_on_and_starts_each_attention_from_the_teacher(place, tmp_path):
     """Rates are scaled: at a rate of almost 0, exact attention stays the teacher."""
-    names = ["exact", "M4P2C2/own", "flat@M4P2C2", "swin"]
+    names = ["exact", "swin", "flat@M4P2C2"]
 
     def rows_of(compared, seeds):
         given = command(place, "compare", tmp_path, **{"trainer.max_steps": 3})
@@ -348,7 +326,7 @@ def test_a_comparison_goes_on_and_starts_each_attention_from_the_teacher(place, 
         invoke(*given, "--steps", 2, "--rate", 1e-9)
         return [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
 
-    first = rows_of(names[:2], "0")
+    first = rows_of(names[:1], "0")
     rows = rows_of(names, "0,1")
     assert rows[: len(first)] == first
     teacher, *rows = rows
@@ -453,20 +431,14 @@ def test_dpt_keeps_its_own_head(tmp_path):
 
 
 def test_settings_that_contradict_are_refused(place):
-    config = settings(place)
-    maps = settings(place, "segmentation")
-    data, books = config.data, config.codebooks
+    config, maps = settings(place), settings(place, "segmentation")
     for part, change, message in (
         (config, {"task": "segmentation"}, "num_labels must be a number for segmentation"),
-        (config, {"data": replace(data, num_labels=2)}, "null for classification, but got 2"),
-        (
-            maps,
-            {"data": replace(maps.data, resize="crop")},
-            "segmentation needs resize: squash and",
-        ),
+        (config, {"data": replace(config.data, num_labels=2)}, "for classification, but got 2"),
+        (maps, {"data": replace(maps.data, resize="crop")}, "segmentation needs resize: squash"),
         (maps, {"data": replace(maps.data, augment="crop")}, "segmentation needs resize: squash"),
-        (data, {"crop_share": 1.1}, "crop_share must be above 0, at most 1, but got 1.1"),
-        (books, {"diveq": True, "full_spawning": False}, "diveq needs full_spawning"),
+        (config.data, {"crop_share": 1.1}, "crop_share must be above 0, at most 1, but got 1.1"),
+        (config.codebooks, {"diveq": True, "full_spawning": False}, "diveq needs full_spawning"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(part, **change)

@@ -35,7 +35,7 @@ from avq_diffusers.hosts.profile import LayerEffects, Point
 from distill.checkpointing import checkpoint
 from distill.config import DistillConfig
 from distill.config_file import load_config
-from distill.data.cache import open_cache
+from distill.data.cache import CachedSamples, open_cache, shard_path
 from distill.log import log_path
 from distill.optimizer import load_optimizer, optimizer_tensors
 from eval.quality.captions import read_captions
@@ -123,15 +123,18 @@ class FourSamples:
             yield {"moments": torch.ones(len(batch), 2), "text": torch.ones(len(batch), 3)}
 
 
-def read_cache(path: Path) -> None:
+def opened(root: Path) -> CachedSamples:
     sizes = {"num_samples": 4, "batch_size": 2, "process_index": 0, "num_processes": 1}
-    samples = open_cache(path.parent, {"size": 64}, FourSamples(), **sizes)
+    return open_cache(root, {"size": 64}, FourSamples(), **sizes)
+
+
+def read_cache(path: Path) -> None:
+    samples = opened(path.parents[1])
     assert len([samples[index] for index in range(4)]) == 4
 
 
-def cache(folder: Path, file: str) -> Path:
-    read_cache(folder / file)
-    return folder / file
+def cache(folder: Path) -> Path:
+    return shard_path(opened(folder).folder, 0)
 
 
 def whole_config() -> DistillConfig:
@@ -211,10 +214,7 @@ FORMATS = [
         Format(f"checkpoint, {file}", partial(training_checkpoint, file=file), read_checkpoint)
         for file in ("run.json", "model.safetensors", "optimizer.safetensors")
     ),
-    *(
-        Format(f"cache, {file}", partial(cache, file=file), read_cache)
-        for file in ("fingerprint.json", "shard-000000.safetensors")
-    ),
+    Format("cache", cache, read_cache),
     of_text("distill log", log_path(Path()).name, lines(*LOG_LINES), read_log),
     Format(
         "break-even numbers", partial(text, file="routes.json", content=ROUTES), read_routes, ()
