@@ -13,7 +13,7 @@ from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor, nn
 
-from avq_diffusers.hosts.grids import latent_grid
+from avq_diffusers.hosts.grids import READS_THE_GRID, latent_grid
 from avq_diffusers.hosts.host import Host, Other, Others, Watch
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens, as_attended
@@ -148,7 +148,7 @@ class JointHost(Host):
 class _TransformerWatch(Watch):
     """The hooks of an SD3 transformer, whose input are the latents."""
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=READS_THE_GRID)
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden_states = args[0] if args else kwargs["hidden_states"]
         grid = latent_grid(caller.config, {"hidden_states": hidden_states})
