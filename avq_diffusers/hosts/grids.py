@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from avq_diffusers.hosts.state import Grid
 
 SEVERAL, NO_GRID = "several images", "no grid"
-READS_THE_GRID = "AVQ reads a transformer's grid outside of compiled code; export it with strict=False"
+READS_THE_GRID = "AVQ reads a transformer's grid outside compiled code; export it with strict=False"
 Z_IMAGE_MULTIPLE = 32  # to which Z-Image pads image and text with learned tokens
 
 Arguments = Mapping[str, Any]
@@ -59,7 +59,7 @@ def latent_grid(config: Arguments, arguments: Arguments) -> Grid:
     """SD3 and Wan: latents (B, C, h, w) or (B, C, t, h, w), cut into patches."""
     sizes = arguments["hidden_states"].shape[2:]
     patch = config.get("patch_size", ())
-    patches = [patch] * len(sizes) if isinstance(patch, int) else patch
+    patches = (patch, patch) if isinstance(patch, int) else patch
     if len(sizes) < 2 or len(patches) != len(sizes):
         return NO_GRID
     return tuple(size // patch for size, patch in zip(sizes, patches, strict=True))

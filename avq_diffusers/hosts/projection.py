@@ -1,8 +1,10 @@
 """One projection of a self-attention layer, with what distillation changed in it."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -69,15 +71,15 @@ def _call_and_add(
         return layer(hidden_states) + F.linear(hidden_states, weight_change, bias_change)
     thread = threading.get_ident()
 
-    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
         if module is not layer or threading.get_ident() != thread:
             return None
         return output + F.linear(inputs[0], weight_change, bias_change)
 
     # After all pre-hooks, before all other hooks.
     if _has_any_global_hook():  # they come before the layer's own
-        handle = register_module_forward_hook(add)
-        _global_forward_hooks.move_to_end(handle.id, last=False)
+        handle, hooks = register_module_forward_hook(add), cast(OrderedDict, _global_forward_hooks)
+        hooks.move_to_end(handle.id, last=False)
     else:
         handle = layer.register_forward_hook(add, prepend=True)
     with handle:

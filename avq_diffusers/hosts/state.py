@@ -331,7 +331,9 @@ class LayerState(Replaced):
     def count(self, call: str) -> None:
         """Note the kind of a call, unless it is compiled. An exported program cannot tell later."""
         if torch.compiler.is_exporting() and call not in (AVQ_CALL, DISABLED, SCHEDULED):
-            warnings.warn(f"the exported program holds exact attention in place of AVQ: {call}.")
+            warnings.warn(
+                f"the exported program holds exact attention in place of AVQ: {call}.", stacklevel=2
+            )
         if not torch.compiler.is_compiling():
             self.calls[call] += 1
             self.last_call = call

@@ -203,7 +203,8 @@ class VisionHost(Host):
         return layer.attn.config._attn_implementation
 
     def interception(self, state: LayerState, attn: Any) -> str | None:
-        return state.interception() or (OTHER_FUNCTION if _has_other_function(attn, state) else None)
+        reason = OTHER_FUNCTION if _has_other_function(attn, state) else None
+        return state.interception() or reason
 
     def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
         return _VisionWatch(self, layers, others)
