@@ -81,8 +81,8 @@ def apply_avq(
     warning says when codebooks were made for a model of another name on the Hub.
 
     Pipelines that share a model, such as by `from_pipe`, share its AVQ. Models that diffusers
-    builds from a UNet have none: `ControlNetModel.from_unet`, and AnimateDiff's UNet. Compiled ViT
-    and DeiT of transformers 5.17 pass a mask, and so stay exact.
+    builds from a UNet have none: `ControlNetModel.from_unet`, and AnimateDiff's UNet. `torch.export`
+    takes models with AVQ, but not Flux and its kin, whose grid is in the values of tensors.
 
     Args:
         pipe: a pipeline with a `unet` or a `transformer`, one of these, or a vision model of
