@@ -8,6 +8,7 @@ from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
     Flux2Transformer2DModel,
+    Flux3Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     LTXVideoTransformer3DModel,
@@ -59,6 +60,14 @@ SIZES = {
         "joint_attention_dim": 32,
         "axes_dims_rope": [16] * 4,
     },
+    Flux3Transformer2DModel: {
+        "in_channels": 4,
+        "cond_in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "joint_attention_dim": 32,
+        "axes_dims_rope": (16,) * 4,
+    },
     QwenImageTransformer2DModel: {
         "in_channels": 4,
         "out_channels": 4,
@@ -93,6 +102,7 @@ def tiny_transformer(cls, **overrides):
 sd3_transformer = partial(tiny_transformer, SD3Transformer2DModel)
 flux_transformer = partial(tiny_transformer, FluxTransformer2DModel)
 flux2_transformer = partial(tiny_transformer, Flux2Transformer2DModel)
+flux3_transformer = partial(tiny_transformer, Flux3Transformer2DModel)
 qwen_transformer = partial(tiny_transformer, QwenImageTransformer2DModel)
 wan_transformer = partial(tiny_transformer, WanTransformer3DModel)
 ltx_transformer = partial(tiny_transformer, LTXVideoTransformer3DModel)
@@ -143,6 +153,10 @@ def inputs(model, height: int = 8, width: int = 12, frames: int = 3, batch: int 
             "guidance": half,
             "img_ids": position_ids(height, width, axes=4).expand(batch, -1, -1),
             "txt_ids": torch.zeros(batch, NUM_TEXT, 4),
+        },
+        Flux3Transformer2DModel: {
+            "img_ids": position_ids(height, width, axes=4),
+            "txt_ids": torch.zeros(NUM_TEXT, 4),
         },
         QwenImageTransformer2DModel: {"img_shapes": [[(1, height, width)]] * batch},
         ZImageTransformer2DModel: {

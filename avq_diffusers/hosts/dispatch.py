@@ -19,7 +19,7 @@ from diffusers.models.attention_dispatch import (
 from torch import Tensor, nn
 
 from avq_diffusers.config import is_within
-from avq_diffusers.hosts.grids import Family, family_of, parameters_of
+from avq_diffusers.hosts.grids import READS_THE_GRID, Family, family_of, parameters_of
 from avq_diffusers.hosts.host import Host, Other, Others, Watch
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.per_thread import PerThread
@@ -202,7 +202,7 @@ class _TransformerWatch(Watch):
         ]
         return [*super().attach(caller), *of_layers]
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=READS_THE_GRID)
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         family = _family(caller)
         assert family is not None

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from avq_diffusers.hosts.state import Grid
 
 SEVERAL, NO_GRID = "several images", "no grid"
+READS_THE_GRID = "AVQ reads a transformer's grid outside compiled code; export it with strict=False"
 Z_IMAGE_MULTIPLE = 32  # to which Z-Image pads image and text with learned tokens
 
 Arguments = Mapping[str, Any]
@@ -57,7 +59,7 @@ def latent_grid(config: Arguments, arguments: Arguments) -> Grid:
     """SD3 and Wan: latents (B, C, h, w) or (B, C, t, h, w), cut into patches."""
     sizes = arguments["hidden_states"].shape[2:]
     patch = config.get("patch_size", ())
-    patches = [patch] * len(sizes) if isinstance(patch, int) else patch
+    patches = (patch, patch) if isinstance(patch, int) else patch
     if len(sizes) < 2 or len(patches) != len(sizes):
         return NO_GRID
     return tuple(size // patch for size, patch in zip(sizes, patches, strict=True))
@@ -100,6 +102,11 @@ _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _position_ids(config: Arguments, arguments: Arguments) -> Grid:
     """Flux: positions (N, 3 or 4) of tokens in frame, height and width."""
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            "torch.export cannot read the positions that tell AVQ the grid of the image; call "
+            "remove_avq(pipe) to export exact attention."
+        )
     ids = arguments["img_ids"]
     if ids.is_inference():  # has no version
         return _grid_of_ids(ids)
@@ -108,6 +115,13 @@ def _position_ids(config: Arguments, arguments: Arguments) -> Grid:
         grid = _grid_of_ids(ids)
         _read[ids] = ids._version, grid
     return grid
+
+
+def _position_ids_without_references(config: Arguments, arguments: Arguments) -> Grid:
+    """Flux3: its references are another argument."""
+    if arguments.get("image_cond_hidden_states") is not None:
+        return SEVERAL
+    return _position_ids(config, arguments)
 
 
 def _grid_of_ids(ids: Tensor) -> Grid:
@@ -124,7 +138,16 @@ def _grid_of_ids(ids: Tensor) -> Grid:
 
 
 def _text_tokens(arguments: Arguments, num_tokens: int) -> dict[str, int]:
-    return {"": arguments["encoder_hidden_states"].shape[1]}
+    return {"": _num_text(arguments)}
+
+
+def _num_text(arguments: Arguments) -> int:
+    return int(arguments["encoder_hidden_states"].shape[1])
+
+
+def _text_in_joint_layers(arguments: Arguments, num_tokens: int) -> dict[str, int]:
+    """Flux3: image and text attend to themselves first."""
+    return {"mode_blocks.image": 0, "single_transformer_blocks": _num_text(arguments)}
 
 
 def _no_tokens(arguments: Arguments, num_tokens: int) -> dict[str, int]:
@@ -139,6 +162,14 @@ def _padding_and_text(arguments: Arguments, num_tokens: int) -> dict[str, int]:
 
 
 FAMILIES = (
+    Family(
+        frozenset({"img_ids", "txt_ids", "image_cond_ids"}),
+        _position_ids_without_references,
+        hidden_states,
+        _text_in_joint_layers,
+        beside_first=True,
+        parts=("mode_blocks.image", "single_transformer_blocks"),
+    ),
     Family(
         frozenset({"img_ids", "txt_ids"}),
         _position_ids,
@@ -160,5 +191,6 @@ FAMILIES = (
         latent_grid,
         hidden_states,
         _no_tokens,
+        parts=("blocks", "transformer_blocks"),  # others refine a text
     ),
 )

@@ -13,7 +13,7 @@ from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor, nn
 
-from avq_diffusers.hosts.grids import latent_grid
+from avq_diffusers.hosts.grids import READS_THE_GRID, latent_grid
 from avq_diffusers.hosts.host import Host, Other, Others, Watch
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.state import AVQ_CALL, LayerState, Tokens, as_attended
@@ -45,15 +45,14 @@ class AVQJointProcessor(JointAttnProcessor2_0):
             return super().__call__(attn, hidden_states, encoder_hidden_states)
         query, key, value = _image_heads(attn, hidden_states)
         if encoder_hidden_states is None:
-            return _project(attn, state.attend(query, key, value))
+            return _project(attn, _merged(state.attend(query, key, value)))
         text_query, text_key, text_value = _text_heads(attn, encoder_hidden_states)
-        if not attn.context_pre_only:  # else the block drops the text
-            query = _joined(query, text_query)
+        query = _joined(query, text_query)
         attended = state.attend(query, key, value, sink_key=text_key, sink_value=text_value)
-        if attn.context_pre_only:
-            return _project(attn, attended), encoder_hidden_states
-        image, text = attended.split([key.shape[2], text_key.shape[2]], dim=2)
-        return _project(attn, image), attn.to_add_out(_merged(text))
+        image, text = (_merged(x) for x in attended.split([key.shape[2], text_key.shape[2]], dim=2))
+        if not attn.context_pre_only:  # else the block drops the text
+            text = attn.to_add_out(text)
+        return _project(attn, image), text
 
 
 def _image_heads(attn: Attention, hidden_states: Tensor) -> list[Tensor]:
@@ -93,7 +92,7 @@ def _merged(heads: Tensor) -> Tensor:
 
 
 def _project(attn: Attention, image: Tensor) -> Tensor:
-    return attn.to_out[1](attn.to_out[0](_merged(image)))
+    return attn.to_out[1](attn.to_out[0](image))
 
 
 class JointHost(Host):
@@ -149,7 +148,7 @@ class JointHost(Host):
 class _TransformerWatch(Watch):
     """The hooks of an SD3 transformer, whose input are the latents."""
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=READS_THE_GRID)
     def begin(self, caller: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden_states = args[0] if args else kwargs["hidden_states"]
         grid = latent_grid(caller.config, {"hidden_states": hidden_states})

@@ -1,13 +1,20 @@
 """One projection of a self-attention layer, with what distillation changed in it."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import (
+    _global_forward_hooks,
+    _has_any_global_hook,
+    register_module_forward_hook,
+)
 
 # While a layer holds a sum, no other thread may add to its weights.
 _SUMMED = threading.RLock()
@@ -52,21 +59,28 @@ def _is_hooked(layer: nn.Linear) -> bool:
     """Whether a call of the layer is more than one product with its weight."""
     forward_hooks = layer._forward_pre_hooks or layer._forward_hooks
     backward_hooks = layer._backward_pre_hooks or layer._backward_hooks
-    return bool(forward_hooks or backward_hooks or "forward" in layer.__dict__)
+    return bool(
+        forward_hooks or backward_hooks or _has_any_global_hook() or "forward" in layer.__dict__
+    )
 
 
 def _call_and_add(
     layer: nn.Module, hidden_states: Tensor, weight_change: Tensor, bias_change: Tensor | None
 ) -> Tensor:
-    if not layer._forward_pre_hooks and not layer._forward_hooks:
+    if not (layer._forward_pre_hooks or layer._forward_hooks or _has_any_global_hook()):
         return layer(hidden_states) + F.linear(hidden_states, weight_change, bias_change)
     thread = threading.get_ident()
 
-    def add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        if threading.get_ident() != thread:
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+        if module is not layer or threading.get_ident() != thread:
             return None
         return output + F.linear(inputs[0], weight_change, bias_change)
 
-    # After the layer's own pre-hooks, before its other hooks.
-    with layer.register_forward_hook(add, prepend=True):
+    # After all pre-hooks, before all other hooks.
+    if _has_any_global_hook():  # they come before the layer's own
+        handle, hooks = register_module_forward_hook(add), cast(OrderedDict, _global_forward_hooks)
+        hooks.move_to_end(handle.id, last=False)
+    else:
+        handle = layer.register_forward_hook(add, prepend=True)
+    with handle:
         return layer(hidden_states)

@@ -8,7 +8,7 @@ from avq_diffusers.hosts.host import Host, Hosted
 from avq_diffusers.hosts.layers import Layer
 from avq_diffusers.hosts.profile import Allocation
 from avq_diffusers.hosts.refinement import EXACT, SizeSchedule, schedules_of
-from avq_diffusers.hosts.state import AVQ_CALL, LayerState
+from avq_diffusers.hosts.state import AVQ_CALL, DISABLED, LayerState
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _runs(host: Host, layer: Layer, state: LayerState | None) -> str:
         return f"exact: replaced by {other.name}" if other.is_exact else f"custom: {other.name}"
     if not state.enabled:
         return "exact: disabled"
-    if state.last_call not in (None, AVQ_CALL, "disabled"):
+    if state.last_call not in (None, AVQ_CALL, DISABLED):
         return f"exact: {state.last_call}"
     backend = f" ({state.last_backend} backend)" if state.last_backend else ""
     return f"AVQ{backend}{', tuned' if state.weights.projection_changes else ''}"

@@ -1,6 +1,7 @@
 """What one self-attention layer needs to run AVQ, and what it did so far."""
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from avq_diffusers.hosts.routing import LayerRoute, Workload, next_power_of_two
 
 AVQ_CALL = "AVQ"
 OUTSIDE = "outside a call of the model"
+DISABLED, SCHEDULED = "disabled", "scheduled"
 NO_BACKWARD = -1
 _DISABLING = threading.Lock()
 
@@ -151,9 +153,9 @@ class LayerState(Replaced):
             self.last_order = order
         sizes = self.sizes.get()
         if sizes is None:
-            exact_because = "scheduled"
+            exact_because = SCHEDULED
         if not self.enabled:
-            exact_because = "disabled"
+            exact_because = DISABLED
         chosen = sizes or self.config.sizes
         self.call.set(Call(order, chosen, exact_because, _backward(), num_beside, beside_first))
         self.weights.move_to(device, dtype)
@@ -328,7 +330,11 @@ class LayerState(Replaced):
             )
 
     def count(self, call: str) -> None:
-        """Note the kind of a call, unless it is compiled."""
+        """Note the kind of a call, unless it is compiled. An exported program cannot tell later."""
+        if torch.compiler.is_exporting() and call not in (AVQ_CALL, DISABLED, SCHEDULED):
+            warnings.warn(
+                f"the exported program holds exact attention in place of AVQ: {call}.", stacklevel=2
+            )
         if not torch.compiler.is_compiling():
             self.calls[call] += 1
             self.last_call = call

@@ -62,8 +62,8 @@ def apply_avq(
     calibrated or stored. Applying AVQ again replaces the earlier one; if it fails, the model is
     left as it was.
 
-    Tokens beside the image's grid are met exactly: keys of text (SD3, Flux, Flux2, Qwen-Image,
-    Z-Image) and of CLS and register tokens. Queries of text tokens use AVQ too.
+    Tokens beside the image's grid are met exactly: keys of text (SD3, Flux, Flux2, Flux3,
+    Qwen-Image, Z-Image) and of CLS and register tokens. Queries of text tokens use AVQ too.
 
     A call that AVQ cannot serve runs the layer's previous attention, and `summary` says why: calls
     with masks, merged or dropped tokens or reference images, calls of a block outside its model,
@@ -84,8 +84,9 @@ def apply_avq(
     warning says when codebooks were made for a model of another name on the Hub.
 
     Pipelines that share a model, such as by `from_pipe`, share its AVQ. Models that diffusers
-    builds from a UNet have none: `ControlNetModel.from_unet`, and AnimateDiff's UNet. Compiled ViT
-    and DeiT of transformers 5.17 pass a mask, and so stay exact.
+    builds from a UNet have none: `ControlNetModel.from_unet`, and AnimateDiff's UNet.
+    `torch.export` takes models with AVQ, but not Flux, Flux2 and Flux3, whose grid is in the values
+    of tensors.
 
     Args:
         pipe: a pipeline with a `unet` or a `transformer`, one of these, or a vision model of

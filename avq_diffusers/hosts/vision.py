@@ -30,6 +30,7 @@ NAME = "avq"
 PREFIX = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
 # Arguments of attention functions that change what attention means.
 CHANGING_ARGUMENTS = ("position_bias", "softcap", "sliding_window", "s_aux", "cache")
+OTHER_FUNCTION = "another attention function"
 
 
 def register() -> None:
@@ -58,14 +59,31 @@ def vision_attention(
     state.count(reason or AVQ_CALL)
     if reason is None:
         return _attend(state, query, key, value, scaling), None
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(
-        state.previous._attn_implementation,
-        _forward_of(module).__globals__["eager_attention_forward"],
-    )
     arguments.setdefault("is_causal", False)
-    return function(
+    return _previous_function(module, state)(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **arguments
     )
+
+
+def _previous_function(module: Any, state: LayerState) -> Callable[..., Any]:
+    """What computes the layer's attention without AVQ at this moment."""
+    eager = _forward_of(module).__globals__["eager_attention_forward"]
+    implementation = state.previous._attn_implementation
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+
+
+def _has_other_function(module: Any, state: LayerState) -> bool:
+    """Whether that is none of transformers' own, and so may act on attention scores."""
+    function = _previous_function(module, state)
+    function = getattr(function, "func", function)  # kernels of the Hub are partial functions
+    where = getattr(function, "__globals__", {}).get("__name__", "")
+    return not where.startswith("transformers.")
+
+
+def _tells_keys_apart(attention_mask: Any) -> bool:
+    """Not the one that transformers expands along the keys when it exports a model."""
+    is_expanded = isinstance(attention_mask, Tensor) and attention_mask.stride(-1) == 0
+    return attention_mask is not None and not is_expanded
 
 
 def _exact_because(
@@ -86,7 +104,8 @@ def _exact_because(
         query.shape[2] - state.num_beside,
         query,
         (
-            (attention_mask is not None, "attention mask"),
+            (_has_other_function(module, state), OTHER_FUNCTION),
+            (_tells_keys_apart(attention_mask), "attention mask"),
             (arguments.get("is_causal") or module.is_causal, "causal attention"),
             (dropout, "dropout"),
             (wants_weights, "attention weights"),
@@ -183,6 +202,10 @@ class VisionHost(Host):
     def runs_without_avq(self, layer: Layer) -> str:
         return layer.attn.config._attn_implementation
 
+    def interception(self, state: LayerState, attn: Any) -> str | None:
+        reason = OTHER_FUNCTION if _has_other_function(attn, state) else None
+        return state.interception() or reason
+
     def watch(self, layers: Sequence[Layer], others: Others) -> Watch:
         return _VisionWatch(self, layers, others)
 
@@ -208,8 +231,8 @@ class _VisionWatch(Watch):
 
     def see_grid(self, projection: nn.Module, inputs: tuple[Any, ...], patches: Tensor) -> None:
         """The hook after the patch projection."""
-        state = self.layers[0].avq_state
-        if state is not None and state.call.get() is not None:
+        states = [layer.avq_state for layer in self.layers]
+        if any(state is not None and state.call.get() is not None for state in states):
             beside = {"": self.num_sinks}
             self.enter(projection, Tokens(patches, patches.dtype, patches.shape[-2:], beside, True))
 

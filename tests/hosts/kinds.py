@@ -41,6 +41,7 @@ class Kind:
         has_timesteps: whether sizes may follow them.
         takes_codebooks: whether codewords may be stored.
         pickles: whether it may be pickled with AVQ.
+        exports: whether `torch.export` takes it with AVQ.
         compiled: the model for tests of compilers; None if it adds nothing to another kind's
             or to `test_compile.py`.
         feature: of `eval/results/features.md`.
@@ -59,6 +60,7 @@ class Kind:
     has_timesteps: bool = False
     takes_codebooks: bool = False
     pickles: bool = True
+    exports: bool = True
     compiled: Callable[[], nn.Module] | None = None
     feature: str | None = None
 
@@ -204,6 +206,11 @@ def flux_references(axes: int) -> dict[str, Callable[[], dict[str, Any]]]:
     return {name: partial(flux_images, axes, images) for name, images in orders.items()}
 
 
+def flux3_reference(num_tokens: int) -> dict[str, Any]:
+    ids = position_ids(1, num_tokens, frame=10, axes=4)
+    return {"image_cond_hidden_states": random_tokens(num_tokens), "image_cond_ids": ids}
+
+
 def qwen_images(*shapes: tuple[int, int, int]) -> dict[str, Any]:
     num_tokens = sum(height * width for _, height, width in shapes)
     return {"img_shapes": [[*shapes]] * 2, "hidden_states": random_tokens(num_tokens)}
@@ -231,6 +238,7 @@ def coordinates() -> dict[str, Any]:
 
 transformer_kind = partial(Kind, inputs=transformer_inputs, part="transformer")
 dispatch_kind = partial(transformer_kind, mask=bool_mask, pickles=False)
+flux_kind = partial(dispatch_kind, exports=False)  # the grid is in the values of tensors
 
 
 # Vision models of transformers
@@ -263,7 +271,7 @@ KINDS = (
         compiled=partial(tiny_transformers.sd3_transformer, num_layers=1),
         feature="SD3",
     ),
-    dispatch_kind(
+    flux_kind(
         "Flux",
         tiny_transformers.flux_transformer,
         beside=(NUM_TEXT, 0),
@@ -271,12 +279,21 @@ KINDS = (
         compiled=partial(tiny_transformers.flux_transformer, num_single_layers=0),
         feature="Flux",
     ),
-    dispatch_kind(
+    flux_kind(
         "Flux2",
         tiny_transformers.flux2_transformer,
         beside=(NUM_TEXT, 0),
         references=flux_references(4),
         feature="Flux2",
+    ),
+    flux_kind(
+        "Flux3",
+        tiny_transformers.flux3_transformer,
+        beside=None,
+        references={
+            "smaller": partial(flux3_reference, 24),
+            "of as many tokens as image and text": partial(flux3_reference, 96 + NUM_TEXT),
+        },
     ),
     dispatch_kind(
         "Qwen-Image",

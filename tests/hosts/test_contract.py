@@ -494,14 +494,20 @@ def gradient(kind, model):
     return torch.cat([(0 * x if x.grad is None else x.grad).flatten() for x in parameters])
 
 
+def without_gradient(model) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.grad is None}
+
+
 @for_kinds(
     features={"SD3": "gradient checkpointing of SD3", "Flux": "gradient checkpointing of Flux"}
 )
 def test_checkpoints_recompute_the_call(kind):
-    """Catches a block that is recomputed on the grid of a later call."""
+    """Catches a block that is recomputed on the grid of a later call, and parameters that AVQ cuts
+    off."""
     model = apply_avq(kind.make(), kind.config(**COARSE))
-    expected, once = gradient(kind, model), calls(model)
+    expected, once, without = gradient(kind, model), calls(model), without_gradient(model)
     assert differ(gradient(kind, remove_avq(model)), expected)
+    assert without_gradient(model) == without  # else DistributedDataParallel waits for them
     is_of_diffusers = hasattr(model, "enable_gradient_checkpointing")
     name = "enable_gradient_checkpointing" if is_of_diffusers else "gradient_checkpointing_enable"
     getattr(model, name)()
@@ -545,6 +551,21 @@ def test_compiled(kind):
     with torch.no_grad():
         assert torch.allclose(kind.output(compiled(**inputs)), avq, atol=1e-5)
         assert torch.allclose(kind.output(remove_avq(compiled)(**inputs)), exact, atol=1e-5)
+
+
+@for_kinds([kind for kind in KINDS if kind in ADAPTERS or not kind.part])
+@torch.no_grad()
+def test_export(kind):
+    """Catches exact attention in the program, and a grid that is guessed."""
+    model = kind.make()  # exporting leaves traces
+    avq = kind.predict(apply_avq(model, kind.config(**COARSE)))
+    inputs = kind.inputs(model, *kind.sizes[0])
+    if not kind.exports:
+        with pytest.raises(NotImplementedError, match="to export exact attention"):
+            torch.export.export(model, (), inputs)
+        remove_avq(model)
+    program = torch.export.export(model, (), inputs).module()
+    assert close(kind.output(program(**inputs)), avq if kind.exports else kind.exact)
 
 
 @for_kinds(ADAPTERS)
@@ -633,7 +654,8 @@ def test_models_that_share_a_layer_or_block(kind, model):
         apply_avq(other, kind.config(**COARSE))
         remove_avq(model)
         kind.predict(other)
-        assert layer.name not in {row.name for row in summary(other).rows if row.calls}
+        ran = {row.name: row.calls for row in summary(other).rows if row.name != layer.name}
+        assert ran == {name: {"AVQ": 1} for name in ran}
         assert torch.equal(kind.predict(remove_avq(other)), kind.exact)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from checks import kinds
-from diffusers import FirstBlockCacheConfig
+from diffusers import FirstBlockCacheConfig, HunyuanImageTransformer2DModel
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.transformers import transformer_flux
@@ -46,13 +46,33 @@ def test_padded_image_tokens_are_sinks():
     assert {row.num_tokens for row in summary(model).rows} == {60}
 
 
+def test_layers_that_refine_a_text():
+    """Catches AVQ in them, on the grid of an image of as many tokens."""
+    sizes = {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1}
+    heads = {"num_attention_heads": 2, "attention_head_dim": 64, "rope_axes_dim": (32, 32)}
+    model = HunyuanImageTransformer2DModel(4, 4, text_embed_dim=32, **heads, **sizes).eval()
+    half = torch.full((1,), 0.5)
+    text, mask = torch.randn(1, 96, 32), torch.ones(1, 96)
+    with torch.no_grad():
+        exact = model(torch.ones(1, 4, 8, 12), half, text, mask).sample
+        found = apply_avq(model, CONFIG)(torch.ones(1, 4, 8, 12), half, text, mask).sample
+    assert torch.equal(found, exact)
+    assert {row.name: row.calls for row in summary(model).rows} == {
+        "transformer_blocks.0.attn": {"attention mask": 1}
+    }
+
+
 class TestHandedOver:
     """Calls that go to the previous backend, and are counted."""
 
-    @pytest.mark.parametrize("config", [{}, {"patch_size": (1, 2, 2)}])
-    def test_latents_of_another_form(self, config):
+    @pytest.mark.parametrize(
+        ("config", "latents"),
+        [({}, (16, 24)), ({"patch_size": (1, 2, 2)}, (16, 24)), ({"patch_size": 2}, (1, 16, 24))],
+    )
+    def test_latents_of_another_form(self, config, latents):
+        """The last are HunyuanVideo's, which is cut otherwise in time."""
         family = grids.family_of(("hidden_states", "encoder_hidden_states", "timestep"))
-        assert family.read(config, {"hidden_states": torch.ones(2, 4, 16, 24)}) == "no grid"
+        assert family.read(config, {"hidden_states": torch.ones(2, 4, *latents)}) == "no grid"
 
     @pytest.mark.parametrize(
         ("num_heads", "options"),

@@ -1,6 +1,7 @@
 """Projections with their distilled changes: what acts on a projection acts on the change too."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from accelerate import cpu_offload
 from checks import kinds
 from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
 from tiny import LAYER, LORA, predict, random_changes, random_codebooks, small_unet, tuned_codebooks
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.nn.utils import prune, weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,6 +47,21 @@ def read_weight(module, inputs, output):
 
 def patch(layer):
     layer.forward = lambda tokens: F.linear(tokens, layer.weight).tanh()
+
+
+@contextmanager
+def global_hooks(unet):
+    """Hooks of all modules of the process."""
+    layers = {*projections(unet, "to_q")}
+
+    def double(layer, inputs):
+        return (2 * inputs[0],) if layer in layers else None
+
+    def smooth(layer, inputs, output):
+        return blur(layer, inputs, output) if layer in layers else None
+
+    with register_module_forward_pre_hook(double), register_module_forward_hook(smooth):
+        yield
 
 
 ACTIONS = {
@@ -141,6 +161,23 @@ def test_threads(has_lora):
     with ThreadPoolExecutor(4) as threads:
         for output in threads.map(lambda _: predict(unet, HEIGHT, WIDTH), range(8)):
             assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("prepare", [None, "LoRA", "offload"])
+def test_global_hooks(prepare):
+    """Catches a product in place of a call of the layer, and a hook that misses the change."""
+    tuned, baked = tuned_unet(), baked_unet()
+    if prepare:
+        CHANGED_IN_CALLS[prepare](tuned)
+    if prepare == "LoRA":
+        use_lora(baked)
+    plain = predict(baked, HEIGHT, WIDTH)
+    with global_hooks(baked):
+        expected = predict(baked, HEIGHT, WIDTH)
+    assert (expected - plain).norm() > 1e-2 * plain.norm()
+    with global_hooks(tuned):
+        found = predict(tuned, HEIGHT, WIDTH)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 class Products(TorchDispatchMode):

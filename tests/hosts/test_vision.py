@@ -1,11 +1,12 @@
 """AVQ in vision models of transformers: what runs, what is handed over, what stays untouched."""
 
+import functools
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import differ
+from checks import differ, kinds
 from tiny import random_codebooks
 from tiny_vision import (
     COARSE,
@@ -28,14 +29,17 @@ from transformers import (
     SwinModel,
     ViTConfig,
     ViTModel,
+    XCLIPVisionConfig,
+    XCLIPVisionModel,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.vit import modeling_vit
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts import state as layer_state
 from avq_diffusers.hosts import vision
 from avq_diffusers.hosts.codebooks import AVQCodebooks
-from avq_diffusers.vision import apply_avq, avq_disabled, remove_avq, select_layers, summary
+from avq_diffusers.vision import apply_avq, remove_avq, select_layers, summary
 
 EVERY_KEY = AVQConfig.parse("M8P8C4E64", query_tile=16)  # of 8 x 8 patches
 
@@ -163,23 +167,53 @@ def test_attention_weights_come_from_the_models_own_function(family):
     assert calls(model) == [{"attention weights": 1}] * len(found)
 
 
-def test_the_models_implementation_may_change_under_avq(monkeypatch):
-    """Catches a previous function that is kept from when AVQ was applied."""
-    model, names = apply_avq(tiny_vision(), COARSE), []
+def test_another_attention_function(monkeypatch):
+    """Catches AVQ in the place of a function that acts on scores, whether it has a name of its own,
+    looks like transformers' or stands for it, and a function that is kept from an earlier call."""
 
-    def own(module, query, key, value, mask, **arguments):
-        names.append(type(module).__name__)
+    @functools.wraps(modeling_vit.eager_attention_forward)
+    def own(module, query, *_, **__):
         return torch.zeros_like(query).transpose(1, 2), None
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "own", own)
-    model.set_attn_implementation("own")
-    features(model)
-    assert calls(model) == [{"AVQ": 1}] * 2
-    with avq_disabled(model):
-        features(model)
-    assert names == ["ViTAttention"] * 2
-    remove_avq(model)
-    assert model.config._attn_implementation == "own"
+    model = tiny_vision()
+    exact = features(model)
+    avq = features(apply_avq(model, COARSE))
+    for implementation, place, name in (
+        ("own", AttentionInterface._global_mapping, "own"),
+        ("sdpa", AttentionInterface._global_mapping, "sdpa"),
+        ("eager", vars(modeling_vit), "eager_attention_forward"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(place, name, own)
+            model.set_attn_implementation(implementation)
+            found = features(model)
+            assert calls(model)[0].popitem() == ("another attention function", 1)
+            assert torch.equal(features(remove_avq(model)), found)
+            assert differ(found, exact)
+            model.set_attn_implementation("sdpa")
+        assert torch.equal(features(apply_avq(model, COARSE)), avq)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_an_exported_program_with_a_mask(implementation):
+    """Catches AVQ that drops a mask, and exact attention without a word."""
+    model, size = apply_avq(tiny_vision(), COARSE), (images(),)
+    model.set_attn_implementation(implementation)
+    padding = {"attention_mask": torch.arange(65).expand(2, -1) < 60}
+    mask = padding if implementation == "sdpa" else {}  # transformers makes one for eager attention
+    with pytest.warns(UserWarning, match="holds exact attention in place of AVQ: attention mask"):
+        program = torch.export.export(model, size, mask).module()
+    expected = features(remove_avq(model), **mask)
+    torch.testing.assert_close(program(*size, **mask)[0], expected)
+
+
+def test_a_token_behind_the_grid():
+    """X-CLIP's message: catches one patch too few, and the message in its place."""
+    sizes = {"mit_hidden_size": 32, "mit_intermediate_size": 32, "mit_num_attention_heads": 2}
+    model = choosing(lambda: XCLIPVisionModel(XCLIPVisionConfig(**WIDE, num_frames=2, **sizes)))
+    exact = features(model)
+    assert torch.equal(features(apply_avq(model, COARSE)), exact)
+    assert kinds(model) == {"tokens are not the grid"}
 
 
 def test_a_key_norm(tmp_path, monkeypatch):
