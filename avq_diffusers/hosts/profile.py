@@ -6,6 +6,7 @@ layer then runs the cheapest rung that holds it, or exact attention.
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -213,7 +214,7 @@ def checked_tolerance(tolerance: Any) -> float:
     """Return a tolerance, or raise a TypeError or ValueError that says why it is none."""
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool):
         raise TypeError(f"tolerance must be a number such as 0.1, but got {tolerance!r}.")
-    if not 0 < tolerance < math.inf:
+    if not 0 < tolerance <= sys.float_info.max:  # an int may be larger than any float
         raise ValueError(f"tolerance must be above 0 and finite, but got {tolerance}.")
     return tolerance
 

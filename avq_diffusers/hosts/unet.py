@@ -31,7 +31,7 @@ from diffusers.models.attention_processor import (
 from torch import Tensor, nn
 
 from avq_diffusers.attention.api import check_backend
-from avq_diffusers.hosts.host import Host, Hosted, Other, Others, Watch, install
+from avq_diffusers.hosts.host import Host, Hosted, Other, Others, Watch, all_or_nothing, install
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.projection import project
 from avq_diffusers.hosts.routing import check_route
@@ -124,13 +124,15 @@ class AVQProcessor(AttnProcessor2_0):
                 raise TypeError(f"expected a UNet, but got {type(unet).__name__}.")
             UNET.refuse(model)
             states = make_states(UNET.layers(model), source, backend, route)
-            install({Hosted(UNET, model, model, ""): states})
-            for attn in (x for x in model.modules() if isinstance(x, Attention)):
-                if isinstance(attn.processor, nn.Module):
-                    vars(attn).pop(ATTRIBUTE, None)
-                    attn._avq = ReplacedModule(_previous(attn.processor))
-                else:
-                    vars(attn).setdefault(ATTRIBUTE, Replaced(_previous(attn.processor)))
+            hosted = Hosted(UNET, model, model, "")
+            with all_or_nothing([hosted]):
+                install({hosted: states})
+                for attn in (x for x in model.modules() if isinstance(x, Attention)):
+                    if isinstance(attn.processor, nn.Module):
+                        vars(attn).pop(ATTRIBUTE, None)
+                        attn._avq = ReplacedModule(_previous(attn.processor))
+                    else:
+                        vars(attn).setdefault(ATTRIBUTE, Replaced(_previous(attn.processor)))
 
     def __call__(
         self,
