@@ -53,6 +53,10 @@ CUSTOM_DIFFUSION = (
 OPTIONAL_ARGUMENTS = ("temb", "ip_adapter_masks", "ip_hidden_states")
 # What other tools replace to act on the attention of every layer.
 _GET_ATTENTION_SCORES = Attention.get_attention_scores
+FOR_UNETS = (
+    "AVQProcessor serves UNets, and was set on a transformer, whose own processors are lost; load "
+    "the transformer again, and call apply_avq(pipe)."
+)
 OTHER_SCORES = "get_attention_scores is replaced"
 
 
@@ -147,9 +151,15 @@ class AVQProcessor(AttnProcessor2_0):
         """Attend with hidden_states (B, N, channels); the output has the same shape.
 
         Raises:
+            TypeError: this processor was set on the attention of a transformer.
             RuntimeError: this processor has codewords, but was set on a UNet that is not prepared.
         """
         own: Replaced | None = getattr(attn, ATTRIBUTE, None)
+        is_of_unet = isinstance(attn, Attention) and (
+            encoder_hidden_states is None or attn.is_cross_attention
+        )
+        if not is_of_unet:
+            raise TypeError(FOR_UNETS)
         if isinstance(own, LayerState) and own.previous.is_plain:
             reason = _exact_because(own, attn, hidden_states, encoder_hidden_states, attention_mask)
             own.count(reason or AVQ_CALL)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from avq_diffusers import (
     AVQConfig,
+    AVQProcessor,
     apply_avq,
     avq_attention,
     avq_disabled,
@@ -341,6 +342,16 @@ def test_a_failed_apply_leaves_the_model_as_it_was(kind, model, monkeypatch):
             set_num_refined(model, plan)
     assert summary(model) == rows
     assert torch.equal(kind.predict(model), avq)
+
+
+@for_kinds([kind for kind in KINDS if kind.part == "transformer" and kind.name != "Z-Image"])
+def test_the_processor_of_unets_is_refused(kind):
+    """Catches an error far from its cause, in the call and in the verbs."""
+    model, message = kind.make(), "AVQProcessor serves UNets.*call apply_avq"
+    model.set_attn_processor(AVQProcessor())
+    for use in (kind.predict, apply_avq, remove_avq, summary):
+        with pytest.raises(TypeError, match=message):
+            use(model)
 
 
 # Handed over
