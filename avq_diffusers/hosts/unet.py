@@ -155,10 +155,9 @@ class AVQProcessor(AttnProcessor2_0):
             RuntimeError: this processor has codewords, but was set on a UNet that is not prepared.
         """
         own: Replaced | None = getattr(attn, ATTRIBUTE, None)
-        is_of_unet = isinstance(attn, Attention) and (
-            encoder_hidden_states is None or attn.is_cross_attention
-        )
-        if not is_of_unet:
+        is_prepared = own is not None and isinstance(own.previous, Previous)
+        is_plain = encoder_hidden_states is None or getattr(attn, "is_cross_attention", False)
+        if not (is_prepared or (is_plain and isinstance(attn, Attention))):
             raise TypeError(FOR_UNETS)
         if isinstance(own, LayerState) and own.previous.is_plain:
             reason = _exact_because(own, attn, hidden_states, encoder_hidden_states, attention_mask)
