@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -372,6 +373,39 @@ def test_forward_mode_is_refused(backend):
         torch.func.jvp(attend, (VALUE,), (torch.ones_like(VALUE),))
     with forward_ad.dual_level():  # of other tensors
         assert attend(VALUE).isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_the_output_may_be_changed_in_place(backend):
+    """As that of `scaled_dot_product_attention`."""
+
+    def attend(value, change):
+        value = value.detach().requires_grad_()
+        output = stored_attention(QUERY, KEY, value, CODEBOOK, num_refined=2, backend=backend)
+        (grad,) = torch.autograd.grad(change(output).square().sum(), value)
+        return grad
+
+    expected = attend(VALUE, lambda output: 2 * output)
+    assert torch.equal(attend(VALUE, lambda output: output.mul_(2)), expected)
+    assert torch.equal(attend(VALUE, lambda output: output.transpose(1, 2).mul_(2)), expected)
+
+
+def test_transforms_are_refused():
+    """Catches PyTorch's messages, which tell a user to change the library."""
+
+    def attend(value, backend="torch"):
+        options = {"num_refined": 2, "backend": backend}
+        return stored_attention(QUERY, KEY, value, CODEBOOK, **options).square().sum()
+
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        with pytest.raises(NotImplementedError, match="does not run inside torch"):
+            transform(attend)(VALUE)
+    value = VALUE.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(attend(value), value, create_graph=True)
+    with pytest.raises(NotImplementedError, match="avq_attention is differentiable once"):
+        expected.square().sum().backward()
+    grad = torch.func.grad(partial(attend, backend="reference"))(VALUE)
+    assert relative_error(grad, expected.detach()) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
