@@ -350,6 +350,9 @@ def test_compile_without_graph_breaks(dynamic):
         assert torch.equal(compiled(*arguments), expected)
         fewer = (QUERY[:, :, :30], *arguments[1:5], torch.arange(30))
         assert torch.equal(compiled(*fewer), layer(*fewer))
+    needs_grad = QUERY.detach().requires_grad_(), *arguments[1:]
+    grads = [torch.autograd.grad(f(*needs_grad).sum(), needs_grad[0]) for f in (compiled, layer)]
+    assert torch.equal(grads[0][0], grads[1][0])
 
 
 def test_autocast_does_not_change_the_definition():
