@@ -77,7 +77,8 @@ def avq_attention(
         key, value: (B, H, S, D), same dtype and device as `query`.
         codebook: H heads and head dim D, on the same device. Converted to the dtype of `query`, or
             to float32 if that is narrower. None takes the codewords from `key`.
-        num_parents, num_children: sizes without a codebook; a codebook has its own.
+        num_parents, num_children: sizes without a codebook, at most 16 codewords M0 (1 + C) for
+            each key; a codebook has its own.
         num_refined: parents refined per query tile; 0 is flat VQ-attention.
         codewords: what represents the keys of a leaf or cell. `"means"` is their mean in this call;
             `"stored"` is the codeword, the paper's form, and needs a codebook.

@@ -126,6 +126,17 @@ REFUSALS = {
             OWN_SIZES | {"exact_keys": 2**31},
             "exact_keys must be at most 2147483647, but got 2147483648.",
         ),
+        *(
+            (
+                OWN_SIZES | sizes,
+                f"{sizes['num_parents']} parents with {sizes['num_children']} children each need "
+                f"at least {least} keys, one for 16 codewords, but got 50.",
+            )
+            for sizes, least in (
+                ({"num_parents": 2**31 - 1, "num_children": 0}, 2**27),
+                ({"num_parents": 6, "num_children": 133}, 51),
+            )
+        ),
         (OWN_SIZES | {"num_parents": 0}, "num_parents must be at least 1, but got 0."),
         (OWN_SIZES | {"num_children": -1}, "num_children must be at least 0, but got -1."),
         (OWN_SIZES | {"num_refined": 7}, "num_refined must be at most num_parents, 6, but got 7."),

@@ -471,6 +471,15 @@ def test_intercepted_scores(kind, model):
             assert kinds(model) == ({reason} if where == "model" else {reason, "AVQ"})
 
 
+@for_kinds(ADAPTERS)
+def test_sizes_far_beyond_the_tokens(kind, model):
+    """Catches memory and time for codewords that are no key's."""
+    sizes = {"num_parents": 1024, "num_refined": 1024, "num_children": 1024}
+    apply_avq(model, kind.config(**sizes), route="always")
+    assert torch.equal(kind.predict(model), kind.exact)
+    assert kinds(model) == {"over 16 codewords for each token"}
+
+
 class Around:
     """A processor around that of a layer."""
 
