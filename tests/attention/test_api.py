@@ -133,7 +133,7 @@ REFUSALS = {
                 f"at least {least} keys, one for 16 codewords, but got 50.",
             )
             for sizes, least in (
-                ({"num_parents": 2**31 - 1, "num_children": 0}, 2**27),
+                ({"num_parents": 2**31 - 1, "num_children": 0, "num_refined": 0}, 2**27),
                 ({"num_parents": 6, "num_children": 133}, 51),
             )
         ),
