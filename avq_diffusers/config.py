@@ -9,6 +9,7 @@ QUERY_ORDERS = ("gilbert", "raster", "random")
 CODEWORDS = ("means", "stored")
 MOST_UPDATES = 100
 LARGEST_COUNT = 2**31 - 1  # kernels index with 32 bits
+MOST_CODEWORDS_PER_KEY = 16  # of own codewords: most would be no key's, and fill the memory
 PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined", "exact_keys")
 
 
@@ -28,6 +29,11 @@ class Sizes:
     def columns(self) -> int:
         """M0 + P C + E, the most codewords and keys that a query meets."""
         return self.num_parents + self.num_refined * self.num_children + self.exact_keys
+
+    @property
+    def least_keys(self) -> int:
+        """The fewest keys that these sizes may take their codewords from."""
+        return least_keys(self.num_parents, self.num_children)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +218,11 @@ def configuration_string(
     """The paper's notation, `M64P16C8`, with `E256` where there are exact keys."""
     exact = f"E{exact_keys}" if exact_keys else ""
     return f"M{num_parents}P{num_refined}C{num_children}{exact}"
+
+
+def least_keys(num_parents: int, num_children: int) -> int:
+    """The fewest keys of a call that so many codewords may be taken from."""
+    return -(-num_parents * (1 + num_children) // MOST_CODEWORDS_PER_KEY)
 
 
 def is_within(layer: str, name: str) -> bool:

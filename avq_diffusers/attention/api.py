@@ -77,7 +77,8 @@ def avq_attention(
         key, value: (B, H, S, D), same dtype and device as `query`.
         codebook: H heads and head dim D, on the same device. Converted to the dtype of `query`, or
             to float32 if that is narrower. None takes the codewords from `key`.
-        num_parents, num_children: sizes without a codebook; a codebook has its own.
+        num_parents, num_children: sizes without a codebook, at most 16 codewords M0 (1 + C) for
+            each key; a codebook has its own.
         num_refined: parents refined per query tile; 0 is flat VQ-attention.
         codewords: what represents the keys of a leaf or cell. `"means"` is their mean in this call;
             `"stored"` is the codeword, the paper's form, and needs a codebook.
@@ -105,7 +106,8 @@ def avq_attention(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or numbers do not agree, or the backend is unknown or cannot
             run here.
-        NotImplementedError: an input has a tangent, for forward-mode derivatives.
+        NotImplementedError: an input has a tangent, for forward-mode derivatives, or the call is
+            inside a transform of `torch.func`.
     """
     output, _ = attention_and_backend(
         query,
@@ -149,7 +151,7 @@ def attention_and_backend(
     """
     tensors = Tensors.of_call(query, key, value, codebook, options)
     spec, backend = _settle(tensors, options, backend)
-    _refuse_tangents(*tensors.tokens)
+    _refuse_transforms(backend, *tensors.tokens)
     if backend == "triton":
         needs_grad = _needs_grad(*tensors.tokens)
         if not needs_grad and not _is_watched(query, key, value):
@@ -220,7 +222,6 @@ def _is_watched(*tensors: Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.maybe_current_level() is not None
         or any(type(tensor) is not Tensor for tensor in tensors)
     )
 
@@ -262,12 +263,20 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
 
 
-def _refuse_tangents(*tensors: Tensor | None) -> None:
-    """Custom operators drop tangents, so derivatives would be zero."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+def _refuse_transforms(backend: str, *tensors: Tensor | None) -> None:
+    """Custom operators drop tangents, so derivatives would be zero, and have no rule for others."""
+    if torch.compiler.is_compiling():
         return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
         raise NotImplementedError("avq_attention has no forward-mode derivatives.")
+    is_operator = backend in ("torch", "triton")
+    if is_operator and torch._C._functorch.maybe_current_level() is not None:
+        raise NotImplementedError(
+            "avq_attention does not run inside torch.func's transforms (grad, vjp, jacrev, vmap); "
+            "use torch.autograd or exact attention."
+        )
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
@@ -347,7 +356,7 @@ def _kernel_codewords(
 @_kernel_attention.register_fake
 @_attention.register_fake
 def _(query: Tensor, *others: Any) -> Tensor:
-    return torch_backward.empty_gradient(query)
+    return torch_forward.empty_tokens(query)
 
 
 @torch.library.custom_op(
@@ -374,7 +383,16 @@ def _attention_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
 @_attention_backward.register_fake
 def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
     inputs = zip(arguments[:NUM_TOKENS], arguments[-2], strict=True)
-    return [torch_backward.empty_gradient(x) for x, needed in inputs if needed]
+    return [torch_forward.empty_tokens(x) for x, needed in inputs if needed]
+
+
+def _refuse_second_derivatives(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "avq_attention is differentiable once; for second derivatives use exact attention."
+    )
+
+
+_attention_backward.register_autograd(_refuse_second_derivatives)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

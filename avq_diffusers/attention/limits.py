@@ -149,8 +149,8 @@ LIMITS: dict[str, dict[str, Limit]] = {
             "it needs stored codewords, no updates, exact keys or sink keys",
         ),
         "tiles": Limit(
-            (False,),
-            lambda call, spec: spec.refines_some,
+            (),
+            lambda call, spec: spec.num_refined if spec.refines_some else None,
             "num_refined must be 0 or all {spec.num_parents} parents, but is {spec.num_refined}",
         ),
     },

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.config import CODEWORDS, LARGEST_COUNT, MOST_UPDATES, check_int
+from avq_diffusers.config import (
+    CODEWORDS,
+    LARGEST_COUNT,
+    MOST_CODEWORDS_PER_KEY,
+    MOST_UPDATES,
+    check_int,
+    least_keys,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGEST_SCALE = sys.float_info.max
@@ -238,6 +245,13 @@ class Spec(NamedTuple):
         scale = int(tensors.query.shape[3]) ** -0.5 if scale is None else float(scale)
         spec = cls(**given, means=codewords == "means", scale=scale)
         spec._check()
+        parents, children, keys = spec.num_parents, spec.num_children, tensors.key.shape[2]
+        least = least_keys(parents, children)
+        if tensors.parents is None and keys < least:
+            raise ValueError(
+                f"{parents} parents with {children} children each need at least {least} keys, "
+                f"one for {MOST_CODEWORDS_PER_KEY} codewords, but got {keys}."
+            )
         return spec
 
     def _check(self) -> None:

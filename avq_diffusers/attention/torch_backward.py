@@ -43,6 +43,7 @@ from avq_diffusers.attention.spec import Spec, Tensors
 from avq_diffusers.attention.torch_forward import (
     Summary,
     cut_tiles,
+    empty_tokens,
     gather_rows,
     summarize,
     tiles_and_columns,
@@ -100,7 +101,7 @@ def gradients(
     """
     batch, heads, num_keys, head_dim = tensors.key.shape
     grads = [
-        empty_gradient(x) if needed and x is not None else None
+        empty_tokens(x) if needed and x is not None else None
         for x, needed in zip(tensors.tokens, needs_grad, strict=True)
     ]
     width = _moments_of(spec).width(head_dim, grads[1] is not None, grads[2] is not None)
@@ -113,12 +114,6 @@ def gradients(
         of_part = [None if grad is None else grad[elements] for grad in grads]
         _write_gradients(grad_output[elements], tensors.part(elements), spec, of_part)
     return [grad for grad in grads if grad is not None]
-
-
-def empty_gradient(tokens: Tensor) -> Tensor:
-    """An uninitialized gradient of (B, H, N, D) tokens, a view of (B, N, H, D) memory."""
-    tokens = tokens.transpose(1, 2)
-    return torch.empty_like(tokens, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def _write_gradients(

@@ -109,14 +109,23 @@ def avq_attention(tensors: Tensors, spec: Spec) -> Tensor:
     The codewords in `tensors` are float64 for float64 tokens, else float32. The output is a (B, H,
     N, D) view of (B, N, H, D) memory, in the order and dtype of the query.
     """
-    batch, heads, num_queries, head_dim = tensors.query.shape
-    output = tensors.query.new_empty(batch, num_queries, heads, head_dim).transpose(1, 2)
+    batch, output = tensors.query.shape[0], empty_tokens(tensors.query)
     size = 1 if tensors.query.device.type == "cpu" else batch
     for start in range(0, batch, size):
         elements = slice(start, start + size)
         part = tensors.part(elements)
         attend(part, summarize(part, spec), output[elements], spec)
     return output
+
+
+def empty_tokens(tokens: Tensor) -> Tensor:
+    """Uninitialized (B, H, N, D) with the strides of (B, N, H, D) memory.
+
+    No view: autograd refuses in-place changes of a view that an operator returns.
+    """
+    return torch.empty_permuted(
+        tokens.shape, (0, 2, 1, 3), dtype=tokens.dtype, device=tokens.device
+    )
 
 
 def summarize(tensors: Tensors, spec: Spec) -> Summary:

@@ -8,10 +8,9 @@ calls, and what keeps a layer from AVQ are written here once.
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,8 +21,8 @@ from avq_diffusers.hosts.interception import active_backend
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced
 from avq_diffusers.hosts.state import LayerState, Tokens
 
-_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_LOCK = threading.Lock()
+# One thread at a time puts AVQ on, takes it off, or sets sizes.
+CHANGES = threading.RLock()
 
 
 class Other(NamedTuple):
@@ -237,58 +236,56 @@ class Hooks:
         self.handles = []
 
 
-class _Taken(NamedTuple):
-    """What AVQ had left on a module."""
+class _Carried(NamedTuple):
+    """What AVQ has on a module, and the attention of a layer beside it."""
 
     module: Any
     own: Any
     ours: Any
 
 
-def lock_of(model: nn.Module) -> Any:
-    """The lock of a model: one thread at a time puts AVQ on, takes it off, or sets a schedule."""
-    with _LOCK:
-        return _LOCKS.setdefault(model, threading.RLock())
+@contextmanager
+def all_or_nothing(models: Iterable[Hosted]) -> Iterator[None]:
+    """Change the AVQ of models inside the `with` block; if it fails, they are as they were."""
+    with CHANGES:
+        earlier = {hosted: _carried(hosted) for hosted in models}
+        try:
+            yield
+        except BaseException:
+            for hosted, carried in earlier.items():
+                _take_off(hosted)
+                _put_back(hosted, carried)
+            raise
 
 
 def install(of_models: Mapping[Hosted, Mapping[Layer, LayerState]]) -> None:
-    """Run layers of models with these states, in place of all earlier ones.
-
-    If that fails, the models are as they were.
-    """
-    taken: dict[Hosted, list[_Taken]] = {}
-    try:
+    """Run layers of models with these states, in place of all earlier ones, or change nothing."""
+    with all_or_nothing(of_models):
         for hosted, states in of_models.items():
-            with lock_of(hosted.model):
-                taken[hosted] = _take_off(hosted)
-                _put_on(hosted, states, stacklevel=4)  # of `apply_avq` or the processor
-    except BaseException:
-        for hosted, of_model in taken.items():
-            with lock_of(hosted.model):
-                _take_off(hosted)
-                _put_back(hosted, of_model)
-        raise
+            _take_off(hosted)
+            _put_on(hosted, states, stacklevel=4)  # of `apply_avq` or the processor
 
 
-def uninstall(hosted: Hosted) -> None:
+def uninstall(models: Iterable[Hosted]) -> None:
     """Put the same attention back, and leave nothing of AVQ."""
-    with lock_of(hosted.model):
-        _take_off(hosted)
+    with CHANGES:
+        for hosted in models:
+            _take_off(hosted)
 
 
 @contextmanager
 def installed(hosted: Hosted, states: Mapping[Layer, LayerState]) -> Iterator[None]:
     """Run layers with these states inside the `with` block, then with the earlier ones again."""
-    with lock_of(hosted.model):
-        taken = _take_off(hosted)
+    with all_or_nothing([hosted]):
+        earlier = _carried(hosted)
+        _take_off(hosted)
+        _put_on(hosted, states)
     try:
-        with lock_of(hosted.model):
-            _put_on(hosted, states)
         yield
     finally:
-        with lock_of(hosted.model):
+        with CHANGES:
             _take_off(hosted)
-            _put_back(hosted, taken)
+            _put_back(hosted, earlier)
 
 
 def hooks_of(module: nn.Module) -> Hooks:
@@ -323,26 +320,33 @@ def _put_on(hosted: Hosted, states: Mapping[Layer, LayerState], stacklevel: int 
     others.warn(stacklevel)
 
 
-def _take_off(hosted: Hosted) -> list[_Taken]:
-    host, taken = hosted.host, []
+def _carried(hosted: Hosted) -> list[_Carried]:
+    carried = []
+    for module in hosted.model.modules():
+        own = vars(module).get(ATTRIBUTE) or module._modules.get(ATTRIBUTE)
+        if own is not None:
+            ours = None if isinstance(own, Hooks) else hosted.host.attention_of(module)
+            carried.append(_Carried(module, own, ours))
+    return carried
+
+
+def _take_off(hosted: Hosted) -> None:
+    host = hosted.host
     for module in hosted.model.modules():
         forget_calls(module)
         own = vars(module).pop(ATTRIBUTE, None) or module._modules.pop(ATTRIBUTE, None)
         if isinstance(own, Hooks):
             own.detach()
-            taken.append(_Taken(module, own, None))
         elif own is not None:
-            taken.append(_Taken(module, own, host.attention_of(module)))
             host.restore(module, own, hosted.model)
     host.tidy(hosted.model)
-    return taken
 
 
-def _put_back(hosted: Hosted, taken: Sequence[_Taken]) -> None:
-    for module, own, ours in taken:
+def _put_back(hosted: Hosted, carried: Sequence[_Carried]) -> None:
+    for module, own, ours in carried:
         setattr(module, ATTRIBUTE, own)
         if not isinstance(own, Hooks):
             hosted.host.reinstate(module, own, ours)
-    for module, own, _ in taken:  # after all layers: hooks look for what they carry
+    for module, own, _ in carried:  # after all layers: hooks look for what they carry
         if isinstance(own, Hooks):
             own.attach(module)

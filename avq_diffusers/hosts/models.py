@@ -10,7 +10,7 @@ from avq_diffusers.hosts.dispatch import DISPATCH
 from avq_diffusers.hosts.host import Hosted
 from avq_diffusers.hosts.joint import JOINT
 from avq_diffusers.hosts.layers import Layer, chosen_layers, entrance_of
-from avq_diffusers.hosts.unet import UNET
+from avq_diffusers.hosts.unet import FOR_UNETS, UNET, AVQProcessor
 from avq_diffusers.hosts.vision import VISION
 
 # Every kind of model. The first that finds a model of its kind has it.
@@ -48,6 +48,10 @@ def models_of(pipe: DiffusionPipeline | nn.Module) -> list[Hosted]:
         if module is None:
             continue
         hosted = find_model(module)
+        is_unet = hosted is not None and hosted.host is UNET
+        processors = (getattr(x, "processor", None) for x in module.modules())
+        if not is_unet and any(isinstance(x, AVQProcessor) for x in processors):
+            raise TypeError(FOR_UNETS)
         if hosted is None:
             raise TypeError(
                 f"AVQ does not know the attention of {type(module).__name__}; it knows UNets, "

@@ -7,6 +7,7 @@ each size in each layer, and a tolerance gives time to the layers where it remov
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
@@ -397,7 +398,7 @@ def checked_tolerance(tolerance: Any) -> float:
     """A tolerance as a float; a TypeError or ValueError says why it is none."""
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool):
         raise TypeError(f"tolerance must be a number such as 0.02, but got {tolerance!r}.")
-    if not 0 < tolerance < math.inf:
+    if not 0 < tolerance <= sys.float_info.max:  # an int may be larger than any float
         raise ValueError(f"tolerance must be above 0 and finite, but got {tolerance}.")
     return float(tolerance)
 

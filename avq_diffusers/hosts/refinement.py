@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from avq_diffusers.config import Sizes, is_within
-from avq_diffusers.hosts.host import Hooks, Host, Hosted, hooks_of, lock_of
+from avq_diffusers.hosts.host import CHANGES, Hooks, Host, Hosted, hooks_of
 from avq_diffusers.hosts.layers import ATTRIBUTE, LayerSpec
 from avq_diffusers.hosts.state import LayerState
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, Timesteps, at_timestep
@@ -71,7 +71,7 @@ def set_sizes(hosted: Hosted, schedules: Mapping[LayerState, SizeSchedule]) -> N
         ValueError: sizes change with the timestep, but the model's calls have none.
     """
     check_schedules(hosted.host, schedules)
-    with lock_of(hosted.model):
+    with CHANGES:
         every = {**schedules_of(hosted), **schedules}
         for state, schedule in schedules.items():
             state.set_sizes(schedule[NUM_TRAIN_TIMESTEPS])

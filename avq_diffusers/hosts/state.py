@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from avq_diffusers.attention.api import attention_and_backend
 from avq_diffusers.attention.orders import joint_order, query_order
-from avq_diffusers.config import AVQConfig, Sizes
+from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Sizes
 from avq_diffusers.hosts.interception import backend_interception, score_interception
 from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import LayerSpec, Replaced
@@ -242,6 +242,8 @@ class LayerState(Replaced):
         route, call = self.route, self.call.get()
         if num_tokens < route.few_tokens:
             return "few tokens"
+        if call is not None and not self._has_keys_for(call.sizes, num_tokens):
+            return f"over {MOST_CODEWORDS_PER_KEY} codewords for each token"
         if (
             call is not None
             and route.chosen_at is None
@@ -250,6 +252,11 @@ class LayerState(Replaced):
         ):
             return "faster"
         return None
+
+    def _has_keys_for(self, sizes: Sizes, num_tokens: int) -> bool:
+        """Whether so many tokens are enough for the codewords that are taken from their keys."""
+        is_own = self.function is None and self.weights.codebook is None
+        return not is_own or num_tokens >= sizes.least_keys
 
     def workload(self, hidden_states: Tensor, sizes: Sizes) -> Workload:
         """What decides between AVQ and exact attention, for this batch, dtype and sizes."""

@@ -31,7 +31,7 @@ from diffusers.models.attention_processor import (
 from torch import Tensor, nn
 
 from avq_diffusers.attention.api import check_backend
-from avq_diffusers.hosts.host import Host, Hosted, Other, Others, Watch, install
+from avq_diffusers.hosts.host import Host, Hosted, Other, Others, Watch, all_or_nothing, install
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced, own_name
 from avq_diffusers.hosts.projection import project
 from avq_diffusers.hosts.routing import check_route
@@ -53,6 +53,10 @@ CUSTOM_DIFFUSION = (
 OPTIONAL_ARGUMENTS = ("temb", "ip_adapter_masks", "ip_hidden_states")
 # What other tools replace to act on the attention of every layer.
 _GET_ATTENTION_SCORES = Attention.get_attention_scores
+FOR_UNETS = (
+    "AVQProcessor serves UNets, and was set on a transformer, whose own processors are lost; load "
+    "the transformer again, and call apply_avq(pipe)."
+)
 OTHER_SCORES = "get_attention_scores is replaced"
 
 
@@ -124,13 +128,15 @@ class AVQProcessor(AttnProcessor2_0):
                 raise TypeError(f"expected a UNet, but got {type(unet).__name__}.")
             UNET.refuse(model)
             states = make_states(UNET.layers(model), source, backend, route)
-            install({Hosted(UNET, model, model, ""): states})
-            for attn in (x for x in model.modules() if isinstance(x, Attention)):
-                if isinstance(attn.processor, nn.Module):
-                    vars(attn).pop(ATTRIBUTE, None)
-                    attn._avq = ReplacedModule(_previous(attn.processor))
-                else:
-                    vars(attn).setdefault(ATTRIBUTE, Replaced(_previous(attn.processor)))
+            hosted = Hosted(UNET, model, model, "")
+            with all_or_nothing([hosted]):
+                install({hosted: states})
+                for attn in (x for x in model.modules() if isinstance(x, Attention)):
+                    if isinstance(attn.processor, nn.Module):
+                        vars(attn).pop(ATTRIBUTE, None)
+                        attn._avq = ReplacedModule(_previous(attn.processor))
+                    else:
+                        vars(attn).setdefault(ATTRIBUTE, Replaced(_previous(attn.processor)))
 
     def __call__(
         self,
@@ -145,9 +151,14 @@ class AVQProcessor(AttnProcessor2_0):
         """Attend with hidden_states (B, N, channels); the output has the same shape.
 
         Raises:
+            TypeError: this processor was set on the attention of a transformer.
             RuntimeError: this processor has codewords, but was set on a UNet that is not prepared.
         """
         own: Replaced | None = getattr(attn, ATTRIBUTE, None)
+        is_prepared = own is not None and isinstance(own.previous, Previous)
+        is_plain = encoder_hidden_states is None or getattr(attn, "is_cross_attention", False)
+        if not (is_prepared or (is_plain and isinstance(attn, Attention))):
+            raise TypeError(FOR_UNETS)
         if isinstance(own, LayerState) and own.previous.is_plain:
             reason = _exact_because(own, attn, hidden_states, encoder_hidden_states, attention_mask)
             own.count(reason or AVQ_CALL)

@@ -20,7 +20,15 @@ from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.codebooks import AVQCodebooks
 from avq_diffusers.hosts.examples import as_examples
-from avq_diffusers.hosts.host import Host, Hosted, install, installed, uninstall
+from avq_diffusers.hosts.host import (
+    CHANGES,
+    Host,
+    Hosted,
+    all_or_nothing,
+    install,
+    installed,
+    uninstall,
+)
 from avq_diffusers.hosts.kept_profiles import KeptProfile
 from avq_diffusers.hosts.layer_weights import LayerWeights
 from avq_diffusers.hosts.layers import LayerSpec
@@ -149,11 +157,12 @@ def apply_avq(
     for hosted, states in of_models.items():
         own = {state: sizes[state] for state in states.values() if state in sizes}
         check_schedules(hosted.host, own)
-    install(of_models)
-    for hosted, states in of_models.items():
-        set_sizes(hosted, {state: sizes[state] for state in states.values() if state in sizes})
-    if profile is not None and allocation is not None:
-        note_allocation(named, profile, allocation)
+    with all_or_nothing(models):
+        install(of_models)
+        for hosted, states in of_models.items():
+            set_sizes(hosted, {state: sizes[state] for state in states.values() if state in sizes})
+        if profile is not None and allocation is not None:
+            note_allocation(named, profile, allocation)
     return pipe
 
 
@@ -211,8 +220,7 @@ def remove_avq(pipe: AnyModel) -> AnyModel:
     Raises:
         TypeError: AVQ does not know the model.
     """
-    for hosted in all_models_of(pipe):
-        uninstall(hosted)
+    uninstall(all_models_of(pipe))
     return pipe
 
 
@@ -274,11 +282,12 @@ def set_num_refined(
             cannot refine that many parents, a schedule does not begin at timestep 1000, or a model
             without training timesteps is given one.
     """
-    states = states_of(pipe)
-    plan = planned_sizes(states, num_refined, level=level, layer=layer)
-    for hosted in models_of(pipe):
-        own = set(hosted.states.values())
-        set_sizes(hosted, {state: sizes for state, sizes in plan.items() if state in own})
+    with CHANGES:  # no other thread takes the layers' AVQ off in between
+        states = states_of(pipe)
+        plan = planned_sizes(states, num_refined, level=level, layer=layer)
+        for hosted in models_of(pipe):
+            own = set(hosted.states.values())
+            set_sizes(hosted, {state: sizes for state, sizes in plan.items() if state in own})
     return pipe
 
 

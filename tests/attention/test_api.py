@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -124,6 +125,17 @@ REFUSALS = {
         (
             OWN_SIZES | {"exact_keys": 2**31},
             "exact_keys must be at most 2147483647, but got 2147483648.",
+        ),
+        *(
+            (
+                OWN_SIZES | sizes,
+                f"{sizes['num_parents']} parents with {sizes['num_children']} children each need "
+                f"at least {least} keys, one for 16 codewords, but got 50.",
+            )
+            for sizes, least in (
+                ({"num_parents": 2**31 - 1, "num_children": 0, "num_refined": 0}, 2**27),
+                ({"num_parents": 6, "num_children": 133}, 51),
+            )
         ),
         (OWN_SIZES | {"num_parents": 0}, "num_parents must be at least 1, but got 0."),
         (OWN_SIZES | {"num_children": -1}, "num_children must be at least 0, but got -1."),
@@ -349,6 +361,9 @@ def test_compile_without_graph_breaks(dynamic):
         assert torch.equal(compiled(*arguments), expected)
         fewer = (QUERY[:, :, :30], *arguments[1:5], torch.arange(30))
         assert torch.equal(compiled(*fewer), layer(*fewer))
+    needs_grad = QUERY.detach().requires_grad_(), *arguments[1:]
+    grads = [torch.autograd.grad(f(*needs_grad).sum(), needs_grad[0]) for f in (compiled, layer)]
+    assert torch.equal(grads[0][0], grads[1][0])
 
 
 def test_autocast_does_not_change_the_definition():
@@ -372,6 +387,39 @@ def test_forward_mode_is_refused(backend):
         torch.func.jvp(attend, (VALUE,), (torch.ones_like(VALUE),))
     with forward_ad.dual_level():  # of other tensors
         assert attend(VALUE).isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_the_output_may_be_changed_in_place(backend):
+    """As that of `scaled_dot_product_attention`."""
+
+    def attend(value, change):
+        value = value.detach().requires_grad_()
+        output = stored_attention(QUERY, KEY, value, CODEBOOK, num_refined=2, backend=backend)
+        (grad,) = torch.autograd.grad(change(output).square().sum(), value)
+        return grad
+
+    expected = attend(VALUE, lambda output: 2 * output)
+    assert torch.equal(attend(VALUE, lambda output: output.mul_(2)), expected)
+    assert torch.equal(attend(VALUE, lambda output: output.transpose(1, 2).mul_(2)), expected)
+
+
+def test_transforms_are_refused():
+    """Catches PyTorch's messages, which tell a user to change the library."""
+
+    def attend(value, backend="torch"):
+        options = {"num_refined": 2, "backend": backend}
+        return stored_attention(QUERY, KEY, value, CODEBOOK, **options).square().sum()
+
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        with pytest.raises(NotImplementedError, match="does not run inside torch"):
+            transform(attend)(VALUE)
+    value = VALUE.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(attend(value), value, create_graph=True)
+    with pytest.raises(NotImplementedError, match="avq_attention is differentiable once"):
+        expected.square().sum().backward()
+    grad = torch.func.grad(partial(attend, backend="reference"))(VALUE)
+    assert relative_error(grad, expected.detach()) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from avq_diffusers import (
     AVQConfig,
+    AVQProcessor,
     apply_avq,
     avq_disabled,
     measure_error,
@@ -33,6 +34,7 @@ from avq_diffusers import (
 )
 from avq_diffusers.attention.orders import query_order
 from avq_diffusers.hosts import measured_layer, state
+from avq_diffusers.hosts.host import all_or_nothing
 from avq_diffusers.hosts.models import find_model
 
 COARSE = {"num_parents": 4, "num_children": 2, "num_refined": 2}
@@ -86,6 +88,11 @@ def only(kind, model, layer) -> AVQConfig:
     """Coarse AVQ in one layer."""
     others = tuple(x.name for x in select_layers(model) if x.name != layer.name)
     return kind.config(**COARSE, exact=others)
+
+
+def scheduled(kind):
+    """Refined parents by timestep, where calls have one."""
+    return {1000: 1, 500: 2} if kind.has_timesteps else 1
 
 
 def fail(*_) -> None:
@@ -300,6 +307,11 @@ def test_a_failed_apply_leaves_the_model_as_it_was(kind, model, monkeypatch):
             raise KeyError
         original(self, attn, state)
 
+    def change_and_fail():
+        with all_or_nothing([find_model(model)]):
+            set_num_refined(apply_avq(model, kind.config(**OTHER)), scheduled(kind))
+            raise KeyError
+
     def refuse():
         for error, arguments in (
             (ValueError, {"source": kind.config(**COARSE, exact=("nothing",))}),
@@ -317,14 +329,29 @@ def test_a_failed_apply_leaves_the_model_as_it_was(kind, model, monkeypatch):
             patch.setattr(host, "give_avq", give_once)
             with pytest.raises(KeyError):
                 apply_avq(model, kind.config(**OTHER))
+        with pytest.raises(KeyError):
+            change_and_fail()
 
     refuse()
     assert are_same(contents(model), before)
     avq = kind.predict(apply_avq(model, kind.config(**COARSE)))
-    rows = summary(model)
+    rows, layers = summary(model), [layer.name for layer in select_layers(model)]
     refuse()
+    for plan in ({layers[0]: 1, layers[1]: 9}, {layers[0]: 1, "nothing": 1}, {1000: 1, 500: 1.5}):
+        with pytest.raises((TypeError, ValueError)):
+            set_num_refined(model, plan)
     assert summary(model) == rows
     assert torch.equal(kind.predict(model), avq)
+
+
+@for_kinds([kind for kind in KINDS if kind.part == "transformer" and kind.name != "Z-Image"])
+def test_the_processor_of_unets_is_refused(kind):
+    """Catches an error far from its cause, in the call and in the verbs."""
+    model, message = kind.make(), "AVQProcessor serves UNets.*call apply_avq"
+    model.set_attn_processor(AVQProcessor())
+    for use in (kind.predict, apply_avq, remove_avq, summary):
+        with pytest.raises(TypeError, match=message):
+            use(model)
 
 
 # Handed over
@@ -442,6 +469,15 @@ def test_intercepted_scores(kind, model):
             apply_avq(model, kind.config(**EVERY_KEY))
             assert close(kind.predict(model), expected)
             assert kinds(model) == ({reason} if where == "model" else {reason, "AVQ"})
+
+
+@for_kinds(ADAPTERS)
+def test_sizes_far_beyond_the_tokens(kind, model):
+    """Catches memory and time for codewords that are no key's."""
+    sizes = {"num_parents": 1024, "num_refined": 1024, "num_children": 1024}
+    apply_avq(model, kind.config(**sizes), route="always")
+    assert torch.equal(kind.predict(model), kind.exact)
+    assert kinds(model) == {"over 16 codewords for each token"}
 
 
 class Around:
@@ -623,7 +659,7 @@ def test_threads_that_switch(kind, model):
     def refine():
         for _ in range(6):
             with suppress(ValueError):  # there is no AVQ at this moment
-                set_num_refined(model, {1000: 1, 500: 2} if kind.has_timesteps else 1)
+                set_num_refined(model, scheduled(kind))
 
     sys.setswitchinterval(1e-6)
     try:
@@ -632,6 +668,28 @@ def test_threads_that_switch(kind, model):
         sys.setswitchinterval(interval)
     assert torch.equal(kind.predict(apply_avq(model, kind.config(**COARSE))), avq)
     assert torch.equal(kind.predict(remove_avq(model)), kind.exact)
+
+
+@for_kinds(ADAPTERS)
+def test_a_thread_waits_for_the_others_change(kind, model):
+    """Catches sizes, and hooks of a schedule, for layers whose AVQ another thread has taken off."""
+    name = select_layers(apply_avq(model, kind.config(**COARSE)))[0].name
+    remover, waits = threading.Thread(target=remove_avq, args=[model]), []
+
+    class Plan(dict):
+        """While it is read, another thread removes AVQ."""
+
+        def __iter__(self):
+            if not waits:
+                remover.start()
+                remover.join(timeout=0.2)
+                waits.append(remover.is_alive())
+            return super().__iter__()
+
+    set_num_refined(model, Plan({name: scheduled(kind)}))
+    remover.join()
+    assert waits == [True]
+    assert not calls(model)
 
 
 @for_kinds(ADAPTERS)

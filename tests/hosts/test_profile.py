@@ -288,7 +288,7 @@ class TestApply:
         [
             *(
                 (PIPE, {"tolerance": x, "prompt": PROMPT}, ValueError, f"finite, but got {x}")
-                for x in (0, -0.1, math.nan, math.inf)
+                for x in (0, -0.1, math.nan, math.inf, 10**400)
             ),
             *(
                 (PIPE, {"tolerance": x, "prompt": PROMPT}, TypeError, f"number .* got {x!r}")
