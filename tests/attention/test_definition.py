@@ -1,10 +1,9 @@
-"""The rules of the definition by hand, and the identities that follow, in every backend.
+"""The rules of the definition by hand, in every backend, and the identities that follow.
 
 What a wrong implementation would do is said at each test.
 """
 
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -319,13 +318,13 @@ def representatives(given: dict[str, object]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("form", [OWN, MEANS, STORED])
-def test_none_refined_is_attention_over_cells_and_all_refined_over_leaves(backend, form):
+def test_none_refined_is_attention_over_cells_and_all_refined_over_leaves(form):
     """Catches parents that lose the keys of their children, or leaves that miss a key."""
     given = usual(form)
     cells, leaves = representatives(given)
     for num_refined, seen in ((0, cells), (6, leaves)):
-        output = run(backend, given, num_refined=num_refined)
-        assert relative_error(output, sdpa(given, key=seen)) < BACKENDS[backend][1]
+        output = run("reference", given, num_refined=num_refined)
+        assert relative_error(output, sdpa(given, key=seen)) < 1e-12
     assert relative_error(cells, leaves) > 0.1
 
 
@@ -462,43 +461,35 @@ IDENTITIES = {
 }
 
 
-@cache
-def case_and_output(backend: str, form: str) -> tuple[dict[str, object], Tensor]:
-    given = usual(form, queries=48, heads=1 if backend == "triton" else 2)
-    return given, run(backend, given)
-
-
 @pytest.mark.parametrize("form", [MEANS, STORED])
 @pytest.mark.parametrize("name", IDENTITIES)
-def test_identities(backend, form, name):
-    given, output = case_and_output(backend, form)
+def test_identities(form, name):
+    given = usual(form, queries=48)
     change, post, control = IDENTITIES[name]
-    if "budget" in name and form == STORED and backend == "triton":
-        pytest.skip("the kernels have no exact keys of stored codewords")
-    # A shift by 50 costs float32 digits.
-    tolerance = (20 if "shifting" in name else 1) * BACKENDS[backend][1]
-    expected = post(output)
-    assert relative_error(run(backend, given, **change(given)), expected) < tolerance
-    if control is not None and backend != "triton":
-        assert relative_error(run(backend, given, **control(given)), expected) > 1e-3
+    expected = post(run("reference", given))
+    tolerance = 1e-11 if "shifting" in name else 1e-12  # a shift by 50 costs digits
+    assert relative_error(run("reference", given, **change(given)), expected) < tolerance
+    if control is not None:
+        assert relative_error(run("reference", given, **control(given)), expected) > 1e-3
 
 
 def test_without_a_codebook_a_shift_of_all_keys_changes_nothing(backend):
     """Catches a centre that is added to some codewords only."""
-    given, output = case_and_output(backend, OWN)
+    given = usual(OWN, queries=48)
     tolerance = 20 * BACKENDS[backend][1]
+    output = run(backend, given)
     assert relative_error(run(backend, given, **shifted(given)), output) < tolerance
 
 
 @pytest.mark.parametrize("num_refined", [0, 2])
-def test_sinks_share_the_softmax_with_codewords(backend, num_refined):
+def test_sinks_share_the_softmax_with_codewords(num_refined):
     """Sinks only dilute: the output is a mean of that without them and of their values."""
     given = usual(MEANS, batch=1, queries=24) | {"num_refined": num_refined}
     sinks = {"sink_key": given["key"][:, :, :5], "sink_value": 0 * given["value"][:, :, :5]}
-    share = run(backend, given, value=torch.ones_like(given["value"]), **sinks)
+    share = run("reference", given, value=torch.ones_like(given["value"]), **sinks)
     assert 0.01 < share.min() < share.max() < 1
-    diluted = run(backend, given, **sinks)
-    assert relative_error(diluted, share * run(backend, given)) < BACKENDS[backend][1]
+    diluted = run("reference", given, **sinks)
+    assert relative_error(diluted, share * run("reference", given)) < 1e-12
 
 
 @pytest.mark.parametrize("form", [MEANS, STORED])
@@ -574,11 +565,8 @@ def test_gradients_through_means_are_those_of_finite_differences(num_updates, fo
     *inputs, codebook = make_case(batch=1, heads=1, **sizes)
     options = {"num_parents": 3, "num_children": 2, "num_refined": 1, "query_tile": 4}
     options |= {"codebook": None if form == OWN else codebook, "num_updates": num_updates}
-    for backend in ("torch", "reference"):
-        tokens = [x.detach().requires_grad_() for x in inputs]
-        torch.autograd.gradcheck(
-            lambda *x, b=backend: avq_attention(*x, backend=b, **options), tokens
-        )
+    tokens = [x.detach().requires_grad_() for x in inputs]
+    torch.autograd.gradcheck(lambda *x: avq_attention(*x, backend="reference", **options), tokens)
 
 
 def test_the_papers_correction_is_the_definition_where_parents_are_means_of_children():

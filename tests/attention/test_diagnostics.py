@@ -89,20 +89,6 @@ def test_attention_mass_by_hand():
     assert refined.tolist() == [[[[True, False], [False, True]]]]
 
 
-def test_no_choice_captures_more_than_the_parents_of_most_mass():
-    """Fails for parents that are chosen by another tile's importance, or too many of them."""
-    query, key, _, codebook = make_case()
-    mass = attention_mass(query, key, codebook, query_tile=16)
-    torch.testing.assert_close(mass.sum(-1)[0, 0], torch.tensor([16.0, 16, 16, 2]).double())
-    best = torch.zeros_like(mass, dtype=torch.bool).scatter(-1, mass.topk(2).indices, True)
-    for importance_tile in (None, 2):
-        refined = refined_parents(query, key, codebook, 2, importance_tile, query_tile=16)
-        assert (refined.sum(-1) == 2).all()
-        share = captured_share(mass, refined)
-        assert (share <= captured_share(mass, best)).all()
-        assert (share > captured_share(mass, refined.roll(1, dims=2))).all()
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -42,10 +42,10 @@ def check_random(name: str, backend: str, number: int, **drawn: object) -> None:
     assert sum(compared) > 0.75 * number
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_pytorch_solves_any_problem(part):
     """Catches an error of one shape, dtype, layout, order, scale or distribution of keys."""
-    check_random(f"{part}", "torch", 25, most=100)
+    check_random(f"{part}", "torch", 25, most=60)
 
 
 def test_dense_attention_solves_any_problem():
@@ -56,19 +56,19 @@ def test_dense_attention_solves_any_problem():
 def test_kernels_solve_any_problem():
     pytest.importorskip("triton")
     sizes = {"batch": 1, "num_parents": 5} if DEVICE == "cpu" else {}
-    check_random("kernels", "triton", 12, most=40, device=DEVICE, **sizes)
+    check_random("kernels", "triton", 8, most=30, device=DEVICE, **sizes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(10))
 def test_kernels_solve_any_large_problem(part):
     """Every problem has kernels of its own to compile: ten parts, for as many processes."""
-    check_random(f"gpu {part}", "triton", 30, most=2000, device=DEVICE)
+    check_random(f"gpu {part}", "triton", 10, most=2000, device=DEVICE)
 
 
 # What hurts, and differs from these.
 USUAL = {
-    **{"batch": 1, "heads": 2, "queries": 40, "head_dim": 8, "kind": "clustered", "num_sinks": 0},
+    **{"batch": 1, "heads": 2, "queries": 28, "head_dim": 8, "kind": "clustered", "num_sinks": 0},
     **{"num_parents": 6, "num_children": 3, "num_refined": 2, "query_tile": 16, "scale": None},
     **{"has_codebook": False, "codewords": "means", "num_updates": 0, "exact_keys": 0},
     **{"query_order": torch.int64, "key_order": None},
@@ -127,10 +127,10 @@ FOR_KERNELS = {
     "head dim of DiT": {"head_dim": 128, "heads": 1},
     "flat, in two blocks": STORED
     | {"num_refined": 0, "num_children": 0, "num_parents": 90, "keys": 200},
-    "parents above a block": {"queries": 20, "keys": 170, "num_parents": 160, "heads": 1}
-    | {"num_updates": 1},
-    "more tiles than are looked at at once": {"queries": 530, "keys": 30, "heads": 1}
-    | {"exact_keys": 9},
+    "parents above a block": {"queries": 16, "keys": 140, "num_parents": 130}
+    | {"num_children": 1, "num_updates": 1},
+    "more tiles than are looked at at once": {"queries": 33, "query_tile": 1, "keys": 20}
+    | {"exact_keys": 9, "num_parents": 3},
 }
 
 
@@ -195,14 +195,14 @@ def test_wrong_results_are_beyond_the_budget(name, dtype):
     order = torch.int64 if name == "last key lost" else None  # of keys and queries together
     shape = {"queries": 60, "keys": 61 if order else 60, "exact_keys": 12, "num_sinks": 5}
     wrong = 0
-    for seed in range(5):
+    for seed in range(3):
         problem = draw_problem(Random(seed), **USUAL | shape, dtype=dtype)
 
         def attend(problem=problem, **tokens: torch.Tensor) -> torch.Tensor:
             return problem.attend("torch", **tokens | SPOILED[name](problem.options | tokens))
 
         wrong += solve(problem, "torch", attend=attend).error > 1
-    assert wrong > 2
+    assert wrong > 1
 
 
 QUERY, KEY, VALUE, CODEBOOK = make_case(queries=20, dtype=torch.float32)

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
 def drawn(seed: int = 0, **fixed: object) -> Problem:
     """A random problem; `fixed` says what differs from this."""
-    sizes = {"batch": 1, "heads": 2, "queries": 40, "keys": 90, "head_dim": 40, "num_sinks": 0}
+    sizes = {"batch": 1, "heads": 1, "queries": 40, "keys": 50, "head_dim": 40, "num_sinks": 0}
     sizes |= {"num_parents": 12, "num_children": 4, "num_refined": 3, "exact_keys": 0}
     sizes |= {"query_tile": 32, "num_updates": 0, "has_codebook": False, "codewords": "means"}
     sizes |= {"kind": "clustered", "scale": None, "dtype": FP16, "query_order": torch.int64}
@@ -82,14 +82,13 @@ def use(monkeypatch):
 @pytest.mark.parametrize("parent_block", [16, 64], ids=["blocks of parents", "one block"])
 def test_any_blocks_choose_and_attend_to_the_same(parent_block, running_max, refined, use):
     use(AttentionTiling(1, 1, 4, parent_block, running_max=running_max))
-    check(drawn(heads=1, num_parents=20, num_refined=refined))
+    check(drawn(num_parents=20, num_refined=refined))
 
 
-@pytest.mark.parametrize("refined", [3, 0])
-@pytest.mark.parametrize("head_dim", [72, 88])
+@pytest.mark.parametrize(("head_dim", "refined"), [(72, 3), (88, 0)])
 def test_columns_in_two_blocks_give_the_same(head_dim, refined, use):
     use(AttentionTiling(1, 1, 4, 16 if refined else 64, rest_columns=32))
-    check(drawn(heads=1, head_dim=head_dim, num_parents=20, num_refined=refined))
+    check(drawn(head_dim=head_dim, num_parents=20, num_refined=refined))
 
 
 PRECOMPUTE = {
@@ -103,21 +102,23 @@ PRECOMPUTE = {
 }
 
 
-@pytest.mark.parametrize("name", PRECOMPUTE)
-@pytest.mark.parametrize("codewords", ["means", "stored"])
+@pytest.mark.parametrize(
+    ("name", "codewords"),
+    [*((name, "means") for name in PRECOMPUTE), ("cells in pieces", "stored")],
+)
 def test_any_cut_of_the_keys_gives_the_same(name, codewords, use):
     """Float32 shows a single key that is lost, doubled or taken for another. Half of the keys are
     in one leaf, and cells have several pieces."""
     use(**PRECOMPUTE[name])
     fixed = {"has_codebook": True, "codewords": codewords, "kind": "one hot leaf"}
-    check(drawn(heads=1, keys=260, num_parents=20, dtype=FP32, head_dim=24, **fixed))
+    check(drawn(queries=32, keys=260, num_parents=20, dtype=FP32, head_dim=24, **fixed))
 
 
 @pytest.mark.parametrize("refined", [0, 3, 20])
 @pytest.mark.parametrize("parent_block", [16, 64], ids=["blocks of parents", "one block"])
 def test_a_logit_may_exceed_the_reference_by_any_amount(parent_block, refined, use):
     """Catches float16 weights that overflow, and a second pass that starts from the first one."""
-    shape = {"heads": 1, "queries": 32, "keys": 60, "num_parents": 20, "num_children": 8}
+    shape = {"queries": 32, "keys": 60, "num_parents": 20, "num_children": 8}
     found = drawn(num_refined=refined, kind="spread", scale=1.7, **shape)
     query, key = found.tokens["query"].double(), found.tokens["key"].double()
     parents = reference.spaced_keys(key, 20, found.call()[0].key_order)
@@ -161,7 +162,7 @@ def test_all_keys_may_lie_far_below_their_parents(parent_block, running_max, ref
 
 @pytest.mark.parametrize("refined", [0, 12])
 def test_empty_codewords_change_nothing_however_large_their_logits(refined):
-    found = drawn(heads=1)
+    found = drawn()
     codebook = reference.spaced_keys(found.tokens["key"].double(), 12, None)[0]
     children = codebook[:, :, None].repeat(1, 1, 4, 1)
     outputs = []
@@ -214,7 +215,7 @@ def results(found: Problem, **changes: object) -> list[Tensor]:
 
 @cache
 def problem_and_results() -> tuple[Problem, list[Tensor]]:
-    found = drawn(heads=1, keys=50, head_dim=24, num_sinks=5, exact_keys=9, query_order=None)
+    found = drawn(head_dim=24, num_sinks=5, exact_keys=9, query_order=None)
     order = torch.arange(40, device=DEVICE)
     found = replace(found, options=found.options | {"query_order": order})
     return found, results(found)
@@ -229,10 +230,10 @@ def test_same_bits(name):
 
 
 def test_gradients_in_chunks_of_the_batch_have_the_same_bits(monkeypatch):
-    found = drawn(
-        batch=3, queries=20, keys=20, head_dim=8, exact_keys=5, num_sinks=3, query_tile=16
-    )
-    found = replace(found, options=found.options | {"query_order": torch.arange(20, device=DEVICE)})
+    sizes = {"batch": 2, "queries": 16, "keys": 12, "head_dim": 8, "query_tile": 16}
+    sizes |= {"num_parents": 3, "num_children": 2, "num_refined": 1, "query_order": None}
+    found = drawn(**sizes, exact_keys=5, num_sinks=3)
+    found = replace(found, options=found.options | {"query_order": torch.arange(16, device=DEVICE)})
     expected = results(found)
     monkeypatch.setattr(gradients, "COLUMN_BYTES", 1)
     gradients._plan.cache_clear()
@@ -387,7 +388,7 @@ def test_it_is_a_well_behaved_operation(form):
 @pytest.mark.parametrize("has_codebook", [True, False])
 def test_compiles_to_one_graph(has_codebook):
     torch._dynamo.reset()
-    found = drawn(heads=1, queries=20, keys=20, head_dim=8, has_codebook=has_codebook)
+    found = drawn(queries=20, keys=20, head_dim=8, has_codebook=has_codebook)
     found = replace(found, options=found.options | {"query_order": None})
     compiled = torch.compile(
         lambda *tokens: found.attend("triton", **dict(zip(found.tokens, tokens, strict=True))),
@@ -435,7 +436,7 @@ class TestGpu:
         ids=str,
     )
     def test_hard_keys_and_the_configurations_of_the_paper(self, fixed):
-        sizes = {"queries": 2000, "keys": 2000, "num_parents": 64, "num_children": 8}
+        sizes = {"heads": 2, "queries": 2000, "keys": 2000, "num_parents": 64, "num_children": 8}
         check(drawn(has_codebook=True, codewords="stored", **sizes | fixed))
 
     def test_same_bits_whatever_else_the_gpu_does(self):

@@ -32,12 +32,11 @@ from avq_diffusers import (
     set_num_refined,
     summary,
 )
-from avq_diffusers.cli import bench, inspection
+from avq_diffusers.cli import bench
 from avq_diffusers.cli import generate as generation
 from avq_diffusers.cli.images import _call_arguments, fit_request, timed_image
 from avq_diffusers.cli.main import main
 from avq_diffusers.cli.request import ImageRequest
-from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
 from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
 from avq_diffusers.hosts import measured_layer
@@ -396,14 +395,6 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
     code, output = avq("inspect", tmp_path)
     assert code == 0
     assert all(squeezed(text) in output for text in texts)
-
-
-def test_spread_of_children_by_hand():
-    """Catches squares without a root, and parents about the mean of all heads or about 0."""
-    parents = torch.tensor([[[0.0, 1.0], [8.0, 1.0]], [[50.0, 2.0], [50.0, 10.0]]])
-    offsets = torch.tensor([[0.0, 3.0], [0.0, -3.0]])
-    codebook = Codebook(parents, parents[:, :, None] + offsets)
-    assert inspection._child_spread(codebook) == pytest.approx(3 / 4)
 
 
 @pytest.mark.parametrize(

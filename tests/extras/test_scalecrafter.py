@@ -15,7 +15,6 @@ from checks import differ, kinds
 from diffusers import (
     ControlNetModel,
     DDIMScheduler,
-    PNDMScheduler,
     StableDiffusionAdapterPipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
@@ -182,16 +181,6 @@ class TestConvolution:
         assert_equal_to_rounding(predict(unet), expected)
         assert differ(expected, authors)
 
-    def test_number_of_convolutions(self):
-        """Catches another choice than the authors' 39 convolutions of SD1.5."""
-        unet = small_unet(layers_per_block=2)
-        apply_scalecrafter(unet, 128, 128)
-        predict(unet)
-        hooked = {name for name, module in unet.named_modules() if module._forward_hooks}
-        assert len(hooked) == 39
-        blocks = {".".join(name.split(".")[:2]) for name in hooked}
-        assert not blocks & {"down_blocks.0", "up_blocks.3", "conv_in", "conv_out"}
-
     def test_three_levels(self):
         """Catches blocks of SD1.5 by name: mini-sd and SDXL have three levels."""
         config = json.loads((Path(MINI_SD) / "unet" / "config.json").read_text())
@@ -229,13 +218,6 @@ class TestTimesteps:
         assert [dilations[3] for dilations in damped[:35]] == expected
         assert {dilations[:2] for dilations in damped[:35]} == {(1, 1)}
         assert set(damped[35:]) == {None}
-
-    def test_other_sampler(self):
-        """Catches steps counted instead of timesteps: PNDM-25 calls the UNet 26 times."""
-        scheduler = PNDMScheduler(skip_prk_steps=True, steps_offset=1)
-        scheduler.set_timesteps(25)
-        dilated = [SD15_1024.dilations_at(float(t)) is not None for t in scheduler.timesteps]
-        assert dilated == [True] * 16 + [False] * 10
 
     def test_kinds(self):
         """Catches a timestep that is read wrongly: a number, a tensor, an entry of a table that
@@ -285,13 +267,6 @@ class TestTimesteps:
             for timestep in torch.tensor([981, 961, 941, 1]):
                 predict(unet, timestep)
         assert reads.count == 1
-
-    def test_batches_of_timesteps(self):
-        unet = apply_scalecrafter(small_unet(), 128, 128)
-        same = torch.tensor([PLAIN, PLAIN])
-        torch.testing.assert_close(predict(unet, same, batch=2), predict(unet, PLAIN, batch=2))
-        with pytest.raises(ValueError, match=r"one timestep for the whole batch, .* \[1, 981\]"):
-            predict(unet, torch.tensor([DILATED, PLAIN]), batch=2)
 
 
 class TestApplyAndRemove:
