@@ -1,8 +1,9 @@
-"""`avq bench`: speed against likeness for several choices of refined parents."""
+"""`avq bench`: speed against likeness for several numbers of refined parents, or tolerances."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -14,12 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from avq_diffusers.cli.codebooks import codeword_source
-from avq_diffusers.cli.images import dilation, fit_request, timed_image
+from avq_diffusers.cli.images import dilation, fit_request, measured_on, timed_image
 from avq_diffusers.cli.loading import load_pipeline
 from avq_diffusers.cli.output import save_image, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.files import atomic_write
 from avq_diffusers.hosts.refinement import refinable_parents
+from avq_diffusers.hosts.sources import AVQSource
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, states_of
 from avq_diffusers.images import image_sheet, psnr
 
@@ -46,15 +48,20 @@ def bench_model(
     out: Path,
     *,
     numbers: Sequence[int] | None,
+    tolerances: Sequence[float] | None,
     num_images: int,
 ) -> None:
     """Print a table, plot it to `out`, and write the sheet of images beside it."""
     pipe = load_pipeline(model.name, model.device)
     request = fit_request(pipe, request)
-    apply_avq(pipe, codeword_source(pipe, model), route="always")
-    choices = refined_choices(pipe, numbers)
+    source = codeword_source(pipe, model)
+    apply_avq(pipe, source, route="always")
     requests = [replace(request, seed=request.seed + index) for index in range(num_images)]
     with dilation(pipe, request):
+        if tolerances is None:
+            choices = refined_choices(pipe, numbers)
+        else:
+            choices = tolerance_choices(pipe, source, tolerances, request)
         results = list(run_choices(pipe, choices, requests))
     Console().print(bench_table(results))
     size = f"{request.width}x{request.height}"
@@ -65,11 +72,11 @@ def bench_model(
 
 def refined_choices(
     pipe: DiffusionPipeline, numbers: Sequence[int] | None = None
-) -> dict[str, dict[str, int]]:
+) -> dict[str, Callable[[], Any]]:
     """Refine the same number of parents in all layers; layers with fewer refine all of theirs.
 
     By default the numbers are none, a sixteenth, an eighth, a quarter, a half and all of the
-    parents. Returns arguments of `set_num_refined` by their labels.
+    parents. Returns what makes each choice, by its label.
 
     Raises:
         ValueError: the pipeline has no AVQ layer, or none that can refine so many parents.
@@ -81,15 +88,27 @@ def refined_choices(
     for number in numbers:
         if not 0 <= number <= most:
             raise ValueError(f"refined parents must be between 0 and {most}, but got {number}.")
+    plans = {x: {name: min(x, own) for name, own in parents.items()} for x in numbers}
+    return {f"{x} refined": partial(set_num_refined, pipe, plan) for x, plan in plans.items()}
+
+
+def tolerance_choices(
+    pipe: DiffusionPipeline, source: AVQSource, tolerances: Sequence[float], request: ImageRequest
+) -> dict[str, Callable[[], Any]]:
+    """The sizes within each tolerance, measured on the request's image.
+
+    Returns what makes each choice, by its label; the first measures.
+    """
+    arguments = {"route": "always", **measured_on(pipe, request)}
     return {
-        f"{number} refined": {name: min(number, own) for name, own in parents.items()}
-        for number in numbers
+        f"{x:g} tolerance": partial(apply_avq, pipe, source, tolerance=x, **arguments)
+        for x in tolerances
     }
 
 
 def run_choices(
     pipe: DiffusionPipeline,
-    choices: Mapping[str, Mapping[str, Any]],
+    choices: Mapping[str, Callable[[], Any]],
     requests: Sequence[ImageRequest],
 ) -> Iterator[ChoiceResult]:
     """Generate the images of exact attention, then of every choice; the pipeline keeps the last."""
@@ -101,8 +120,8 @@ def run_choices(
     with avq_disabled(pipe):
         exact, seconds = generate()
     yield ChoiceResult(EXACT, exact, seconds, math.inf)
-    for label, num_refined in choices.items():
-        set_num_refined(pipe, num_refined)
+    for label, choose in choices.items():
+        choose()
         images, seconds = generate()
         yield ChoiceResult(label, images, seconds, median(map(psnr, images, exact)))
 
@@ -148,7 +167,7 @@ def plot_bench(results: Sequence[ChoiceResult], title: str, path: Path) -> None:
     axes.axvline(results[0].seconds, color="black", linestyle="--", label=EXACT)
     shown = [result for result in results[1:] if math.isfinite(result.psnr)]
     points = [result.seconds for result in shown], [result.psnr for result in shown]
-    axes.plot(*points, "o", label="refined parents per query tile")
+    axes.plot(*points, "o", label=results[-1].label.split()[1])
     for result in shown:
         place: dict[str, Any] = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 8}
         axes.annotate(result.label.split()[0], (result.seconds, result.psnr), **place)

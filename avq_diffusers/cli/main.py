@@ -24,6 +24,7 @@ from avq_diffusers.options import (
     multiple_of,
     numbers_of,
     read_prompts,
+    tolerances_of,
 )
 
 app = typer.Typer(
@@ -169,6 +170,10 @@ def bench(
         str | None,
         typer.Option(help="Numbers of refined parents, as 0,4,16; by default from none to all."),
     ] = None,
+    tolerances: Annotated[
+        str | None,
+        typer.Option(help="In their place, errors of the output, as 0.01,0.02,0.05."),
+    ] = None,
     images: Annotated[
         int, typer.Option(min=1, help="Images per choice; their medians are shown.")
     ] = 1,
@@ -177,14 +182,20 @@ def bench(
         Path, typer.Option(help="The plot of speed and likeness; the sheet lies beside it.")
     ] = Path("avq_bench.png"),
 ) -> None:
-    """Time images with exact attention and with AVQ at several numbers of refined parents.
+    """Time images with exact attention and with AVQ at several numbers of refined parents, or
+    within several tolerances.
 
     Example: avq bench "a castle at sunset" --model my-model --height 1024 --width 1024
     """
     check_image_path(out, sheet_path(out))
+    if refined is not None and tolerances is not None:
+        raise ValueError("--refined and --tolerances exclude each other; drop one of them.")
     numbers = None if refined is None else numbers_of("--refined", refined)
+    limits = None if tolerances is None else tolerances_of("--tolerances", tolerances)
     chosen = ModelRequest.from_options(
-        model, codebooks, config, levels, exact, device, refined=numbers or ()
+        *(model, codebooks, config, levels, exact, device),
+        refined=numbers or (),
+        has_tolerance=limits is not None,
     )
     request = ImageRequest(
         prompt, negative_prompt, height, width, steps, guidance_scale, seed, scalecrafter=dilated
@@ -192,7 +203,7 @@ def bench(
 
     from avq_diffusers.cli.bench import bench_model
 
-    bench_model(chosen, request, out, numbers=numbers, num_images=images)
+    bench_model(chosen, request, out, numbers=numbers, tolerances=limits, num_images=images)
 
 
 @app.command("app")

@@ -50,7 +50,7 @@ class ModelRequest:
                 "--codebooks bring their own --config, --levels and --exact; drop one of them."
             )
         if codebooks is not None and has_tolerance:  # their sizes are fixed
-            raise ValueError("--tolerance and --codebooks exclude each other; drop one of them.")
+            raise ValueError("A tolerance and --codebooks exclude each other; drop one of them.")
         avq_config = AVQConfig.parse(
             config or DEFAULT_CONFIG,
             levels=(0,) if levels is None else numbers_of("--levels", levels),

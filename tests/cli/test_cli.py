@@ -335,14 +335,28 @@ def test_bench_generates_what_generate_does(avq, generate, model, codebooks):
     assert columns[0] == columns[1] < columns[2] == columns[3]
 
 
+def test_bench_of_tolerances_generates_what_generate_does(avq, model, ladder):
+    """Catches sizes of one tolerance for all, or on the image of another request."""
+    arguments = ("--model", model, "--steps", "2", "--config", "M8P4C2", "--levels", "0,1")
+    code, output = avq("bench", PROMPT, *arguments, "--tolerances", "0.002,0.05")
+    assert code == 0
+    assert "0.002tolerance" in output
+    sheet = pixels("avq_bench_sheet.png")
+    places = []
+    for tolerance in ("0.002", "0.05"):
+        assert avq("generate", PROMPT, *arguments, "--tolerance", tolerance)[0] == 0
+        places.append(lefts(sheet, pixels("avq.png")))
+    assert places[0] < places[1]
+
+
 def test_layers_with_fewer_parents_refine_all_of_theirs():
     """Catches a choice that some layers refuse."""
     pipe = tiny_pipe()
     small = next(layer.name for layer in select_layers(pipe.unet, (0,)))
     config = AVQConfig(**vars(CONFIG) | {"overrides": {small: {"num_parents": 3}}})
     apply_avq(pipe, random_codebooks(pipe.unet, config), route="always")
-    (choice,) = bench.refined_choices(pipe, [4]).values()
-    set_num_refined(pipe, choice)
+    (choose,) = bench.refined_choices(pipe, [4]).values()
+    choose()
     shown = {row.name: row.config for row in summary(pipe).rows if row.config}
     assert shown.pop(small) == "M3P3C2"
     assert set(shown.values()) == {"M4P4C2"}
@@ -412,6 +426,8 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
         ("generate --tolerance much", "Invalid value for '--tolerance'"),
         ("generate --tolerance 0.1 --num-refined 8", "--num-refined and --tolerance exclude each"),
         ("generate --tolerance 0.1 --codebooks CODEBOOKS", "exclude each other; drop one of them"),
+        ("bench --tolerances 0.1 --refined 8", "--refined and --tolerances exclude each other"),
+        ("bench --tolerances 0.1,0", "--tolerances must be above 0 and finite, but got 0"),
         ("generate --exact nowhere", "but got 'nowhere'; one of them is down_blocks.0.att"),
         ("generate --config M4P2C2 --num-refined 5", "M4P2C2 can refine 0 to 4 parents, but got 5"),
         ("bench --config M4P2C2 --refined 2,5", "can refine 0 to 4 parents, but got 2, 5"),
