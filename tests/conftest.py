@@ -2,12 +2,9 @@
 
 import gc
 import os
-import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What one process keeps, another must not find.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="avq-tests-")
 
 import torch
 
@@ -17,6 +14,8 @@ if not torch.cuda.is_available():
 import fast_interpreter
 import pytest
 from tiny import random_codebooks, tiny_pipe, tiny_unet
+
+from avq_diffusers.hosts import kept_profiles
 
 
 def pytest_configure() -> None:
@@ -46,6 +45,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def profiles_of_tests(tmp_path_factory):
+    """Tests neither find the user's measurements of tiny models, nor leave theirs."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_profiles, "user_cache_path", lambda name: folder / name)
+        yield
 
 
 @pytest.fixture
