@@ -27,6 +27,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from avq_diffusers import AVQConfig, select_layers
+from avq_diffusers.hosts import sampling_weights
 from distill.attention import CHILD
 from distill.config import ObjectiveConfig
 from distill.quantizer import Quantizer, recorded
@@ -261,21 +262,10 @@ def timestep_weights(scheme: str, alphas_cumprod: Tensor | None) -> Tensor:
             f"weighting_scheme {scheme} needs a noise schedule with alphas_cumprod above 0."
         )
     inverse_alpha = scheme == "inverse_alpha"
-    weights = alphas_cumprod**-0.5 if inverse_alpha else sampling_weights(alphas_cumprod)
+    weights = (
+        alphas_cumprod**-0.5 if inverse_alpha else sampling_weights(alphas_cumprod, SAMPLING_STEPS)
+    )
     return weights / weights.mean()
-
-
-def sampling_weights(alphas_cumprod: Tensor) -> Tensor:
-    """Return about what an error of a predicted noise adds to the squared error of an image, (T,).
-
-    A step of DDIM from timestep t moves the latents over alpha by sigma(t) - sigma(s) times the
-    predicted noise; sigma is noise over signal, s the next timestep of `SAMPLING_STEPS`. Of latents
-    with unit variance, the steps that follow keep 1 / sqrt(1 + sigma(t)^2) = alpha(t) of an error.
-    """
-    sigmas = ((1 - alphas_cumprod) / alphas_cumprod).sqrt()
-    stride = len(sigmas) // SAMPLING_STEPS
-    steps = sigmas - F.pad(sigmas, (stride, 0))[: len(sigmas)]
-    return steps.square() * alphas_cumprod
 
 
 def mse(a: Tensor, b: Tensor, weights: Tensor | None = None) -> Tensor:
