@@ -73,15 +73,16 @@ def _previous_function(module: Any, state: LayerState) -> Callable[..., Any]:
 
 
 def _has_other_function(module: Any, state: LayerState) -> bool:
-    """Whether that is none of transformers' own, and so may act on attention scores."""
+    """Whether that is neither transformers' nor the model's, and so may act on attention scores."""
     function = _previous_function(module, state)
     function = getattr(function, "func", function)  # kernels of the Hub are partial functions
-    where = getattr(function, "__globals__", {}).get("__name__", "")
-    return not where.startswith("transformers.")
+    space = getattr(function, "__globals__", {})
+    is_of_model = space is _forward_of(module).__globals__
+    return not is_of_model and not space.get("__name__", "").startswith("transformers.")
 
 
 def _tells_keys_apart(attention_mask: Any) -> bool:
-    """Not the one that transformers expands along the keys when it exports a model."""
+    """Whether a mask hides keys; the one that transformers makes for `torch.export` hides none."""
     is_expanded = isinstance(attention_mask, Tensor) and attention_mask.stride(-1) == 0
     return attention_mask is not None and not is_expanded
 
