@@ -739,7 +739,7 @@ def test_own_codewords_train_projections_alone():
     objective = new_objective(tiny_unet(), OWN)
     assert objective.state_dict().keys() == dict(objective.named_parameters()).keys()
     assert objective.stored == objective.diagnostics() == {}
-    first, last = train(objective, steps=5)
+    first, last = train(objective, steps=3)
     assert first.keys() == {"noise", "output", "feature", "loss"}
     assert last["loss"] < first["loss"]
 
@@ -769,7 +769,7 @@ def test_linear_attention_trains():
     phi = [p for name, p in objective.named_parameters() if "phi_q.3" in name]
     assert len(phi) == 12
     assert all((p == 0).all() for p in phi)  # the student starts from the teacher's projections
-    first, last = train(objective, steps=8, autocast=True)
+    first, last = train(objective, steps=4, autocast=True)
     assert first.keys() == {"noise", "output", "feature", "loss"}
     assert last["feature"] < first["feature"]
     assert all((p != 0).any() for p in phi)
