@@ -81,7 +81,7 @@ def ladder(monkeypatch) -> None:
 @pytest.fixture
 def generate(avq, model, codebooks):
     """Run `avq generate` with the tiny model."""
-    usual = ("--model", model, "--codebooks", codebooks, "--steps", "2")
+    usual = ("--model", model, "--codebooks", codebooks, "--steps", "1")
     return lambda *arguments: avq("generate", PROMPT, *usual, *arguments)
 
 
@@ -147,7 +147,7 @@ def test_the_sheet_shows_the_exact_and_the_avq_image(generate, codebooks):
     assert lefts(sheet, exact) < lefts(sheet, expected)
 
 
-def make(pipe, seed: int = 0, steps: int = 2, **sizes: int) -> np.ndarray:
+def make(pipe, seed: int = 0, steps: int = 1, **sizes: int) -> np.ndarray:
     generator = torch.Generator().manual_seed(seed)
     images = pipe(PROMPT, num_inference_steps=steps, generator=generator, **sizes).images
     return np.asarray(images[0])
@@ -213,12 +213,13 @@ def test_tolerance_is_honoured(avq, model, ladder):
 def test_scalecrafter_dilates_both_images(generate, codebooks):
     """Fails where the option is read but not applied, or applied to one image only."""
     sizes = {"height": 256, "width": 256}
-    assert generate("--scalecrafter", "--height", "256", "--width", "256")[0] == 0
+    run = sizes | {"steps": 2}
+    assert generate("--scalecrafter", "--steps", "2", "--height", "256", "--width", "256")[0] == 0
     pipe = tiny_pipe()
     with scalecrafter(pipe, **sizes):
-        exact = make(pipe, **sizes)
-        expected = make(apply_avq(pipe, AVQCodebooks.from_pretrained(codebooks)), **sizes)
-    assert not np.array_equal(expected, make(pipe, **sizes))
+        exact = make(pipe, **run)
+        expected = make(apply_avq(pipe, AVQCodebooks.from_pretrained(codebooks)), **run)
+    assert not np.array_equal(expected, make(pipe, **run))
     assert np.array_equal(pixels("avq.png"), expected)
     sheet = pixels("avq_sheet.png")
     assert lefts(sheet, exact) < lefts(sheet, expected)
@@ -251,13 +252,13 @@ def test_calibrate_saves_codebooks_that_load(avq, model):
     assert list(loaded.layer_specs) == expected
     kept = loaded.config["calibration"]
     assert (kept["num_prompts"], kept["num_inference_steps"], kept["keys_per_layer"]) == (2, 2, 256)
-    make(apply_avq(tiny_pipe(), loaded), steps=1)
+    make(apply_avq(tiny_pipe(), loaded))
 
 
 def test_sdxl(avq, tmp_path):
     """Catches level 0 taken for granted, where SDXL has no self-attention."""
     sdxl_pipe().save_pretrained(tmp_path / "sdxl")
-    arguments = ["--config", "M4P2C2", "--steps", "2", "--keys", "64", "--out", "codebooks"]
+    arguments = ["--config", "M4P2C2", "--steps", "1", "--keys", "64", "--out", "codebooks"]
     code, output = avq("calibrate", "--model", str(tmp_path / "sdxl"), *arguments)
     assert code == 0, output
     specs = AVQCodebooks.from_pretrained("codebooks").layer_specs.values()
@@ -318,7 +319,7 @@ def test_inspect(avq):
 
 def test_bench_generates_what_generate_does(avq, generate, model, codebooks):
     """Catches choices that run as one another, times without images, another exact one."""
-    arguments = ("--model", model, "--codebooks", codebooks, "--steps", "2")
+    arguments = ("--model", model, "--codebooks", codebooks, "--steps", "1")
     code, output = avq("bench", PROMPT, *arguments, "--refined", "0,4", "--images", "2")
     assert code == 0
     assert written() == ["avq_bench.png", "avq_bench_sheet.png"]

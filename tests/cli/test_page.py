@@ -4,8 +4,6 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from types import SimpleNamespace
 from urllib.parse import urlparse
 
 import numpy as np
@@ -14,10 +12,8 @@ import torch
 from PIL import Image
 from tiny import CONFIG, random_codebooks, tiny_pipe
 
-from avq_diffusers import AVQConfig, apply_avq, avq_disabled, set_num_refined, summary
+from avq_diffusers import AVQConfig, apply_avq, avq_disabled, set_num_refined
 from avq_diffusers.cli import main as cli
-from avq_diffusers.cli.images import timed_image
-from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.hosts import measured_layer
 from avq_diffusers.hosts.profile import SHOWN_TOLERANCES
 from avq_diffusers.images import difference
@@ -156,21 +152,6 @@ def test_the_slider_generates_the_avq_image_only(visit, calls, reference):
     assert "M4P0C2" in str(rows)
     assert np.array_equal(avq, generate(set_num_refined(reference, 0)))
     assert not np.array_equal(default, avq)
-
-
-def test_layers_with_other_numbers_of_parents():
-    """Fails where the slider's own value is not the codebooks', or small layers are refused."""
-    pytest.importorskip("gradio", reason="needs avq-diffusers[app]")
-    from avq_diffusers.cli.page import ShownImage, _Events
-
-    overrides = {"up_blocks": {"num_parents": 3, "num_refined": 1}}
-    events = _Events(tiny_pipe(), replace(SIZES, overrides=overrides))
-    request = ImageRequest(PROMPT, None, SIDE, SIDE, 1, 7.5, 0, scalecrafter=False)
-    shown = ShownImage(request, timed_image(events.pipe, request))
-    visitor = SimpleNamespace(session_hash=None)
-    for number, sizes in ((2, {"M4P2C2", "M3P1C2"}), (4, {"M4P4C2", "M3P3C2"})):
-        events.generate_avq(shown, number, NO_TOLERANCE, visitor, lambda *_: None)
-        assert {row.config for row in summary(events.pipe).rows if row.config} == sizes
 
 
 def test_a_tolerance_replaces_the_refined_parents(visit, calls, reference):

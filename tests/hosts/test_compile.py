@@ -3,8 +3,7 @@
 import pytest
 import torch
 from checks import kinds
-from hosts.kinds import UNET
-from tiny import predict, tiny_unet, traced_unet, tuned_codebooks
+from tiny import predict, small_unet, traced_unet, tuned_codebooks
 from torch._dynamo.testing import CompileCounter
 
 from avq_diffusers import AVQConfig, apply_avq, avq_disabled, remove_avq, select_layers
@@ -46,13 +45,13 @@ def test_switching_a_compiled_unet():
 @pytest.mark.feature("torch.compile of its blocks (one graph)")
 def test_repeated_blocks():
     """Catches a guard per layer or per resolution: the recompile limit is near."""
-    unet, sizes = tiny_unet(**UNET), ((16, 16), (24, 16), (16, 40))
-    apply_avq(unet, tuned_codebooks(unet))
+    unet, sizes = small_unet(), ((16, 16), (24, 16), (16, 40), (24, 40))
+    apply_avq(unet, tuned_codebooks(unet, AVQConfig.parse("M4P2C2")))
     expected, counter = [predict(unet, *size) for size in sizes], CompileCounter()
     unet.compile_repeated_blocks(backend=counter, fullgraph=True)
     for size, want in zip(sizes, expected, strict=True):
         torch.testing.assert_close(predict(unet, *size), want)
-    assert counter.frame_count == 3  # as without AVQ: one per level, and one for any size
+    assert counter.frame_count == 3  # as without AVQ
 
 
 def test_export():
