@@ -42,7 +42,7 @@ def training_size(pipe: DiffusionPipeline) -> int:
 
 def largest_side(pipe: DiffusionPipeline) -> int | None:
     """Return the most pixels of a side that the position embedding has; None without a limit."""
-    config = None if has_unet(pipe) else getattr(pipe.transformer, "config", None)
+    config: Any = None if has_unet(pipe) else getattr(pipe.transformer, "config", None)
     most = getattr(config, "pos_embed_max_size", None)
     return None if most is None else most * config.patch_size * pipe.vae_scale_factor
 

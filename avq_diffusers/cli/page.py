@@ -284,10 +284,11 @@ def _event_of_call() -> Any:
 
 def _whole(name: str, value: object, allowed: Container[int], expected: str) -> int:
     """A whole number that a visitor sent, checked."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and value == value // 1 and int(value) in allowed:
-        return int(value)
-    raise _mistake(f"{name} must be {expected}, but got {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        raise _mistake(f"{name} must be {expected}, but got {value!r}.")
+    if int(value) not in allowed:
+        raise _mistake(f"{name} must be {expected}, but got {value!r}.")
+    return int(value)
 
 
 def _mistake(message: str) -> gr.Error:
