@@ -10,6 +10,10 @@ CODEWORDS = ("means", "stored")
 MOST_UPDATES = 100
 LARGEST_COUNT = 2**31 - 1  # kernels index with 32 bits
 MOST_CODEWORDS_PER_KEY = 16  # of own codewords: most would be no key's, and fill the memory
+# Numbers of at most 18 digits: `int` refuses some thousands.
+_CONFIGURATION = re.compile(
+    r"M(\d{1,18})(?:P(\d{1,18})C(\d{1,18}))?(?:E(\d{1,18}))?", re.ASCII | re.IGNORECASE
+)
 PER_LAYER_FIELDS = ("num_parents", "num_children", "num_refined", "exact_keys")
 
 
@@ -175,10 +179,11 @@ class AVQConfig:
         """
         if not isinstance(text, str):
             raise TypeError(f"expected a configuration such as 'M64P16C8', but got {text!r}.")
-        match = re.fullmatch(r"M(\d+)(?:P(\d+)C(\d+))?(?:E(\d+))?", text.strip(), re.IGNORECASE)
+        match = _CONFIGURATION.fullmatch(text.strip())
         if match is None:
+            shown = text if len(text) <= 80 else f"{text[:80]}..."
             raise ValueError(
-                f"expected a configuration such as M64P16C8 or M256, but got {text!r}."
+                f"expected a configuration such as M64P16C8 or M256, but got {shown!r}."
             )
         names = ("num_parents", "num_refined", "num_children")
         sizes: dict[str, Any] = {x: int(match[i] or 0) for i, x in enumerate(names, start=1)}

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,7 +32,7 @@ Dilated = Annotated[
 
 def numbers_of(option: str, text: str) -> tuple[int, ...]:
     """Read a comma-separated list of non-negative integers; errors name `option`."""
-    if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) is None:
+    if re.fullmatch(r"\s*\d{1,18}\s*(,\s*\d{1,18}\s*)*", text, re.ASCII) is None:
         raise ValueError(f"{option} must be numbers such as 0 or 0,1, but got {text!r}.")
     return tuple(map(int, text.split(",")))
 
@@ -117,6 +118,13 @@ def finite(option: typer.CallbackParam, value: float | None) -> float | None:
     return value
 
 
+def not_empty(text: str) -> str:
+    """Callback of a prompt."""
+    if not text.strip():
+        raise ValueError("the prompt is empty; say what the image shows.")
+    return text
+
+
 def multiple_of(unit: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
     """Make the callback of an option for the height or width of images."""
 
@@ -140,5 +148,10 @@ def check_writable(option: str, folder: Path) -> None:
     present = next(path for path in (place, *place.parents) if path.exists())
     if not present.is_dir():
         raise ValueError(f"{option} must be a folder, but {present} is a file.")
-    if not os.access(present, os.W_OK):
-        raise ValueError(f"{option}: the folder {present} is not writable.")
+    try:
+        with TemporaryFile(dir=present):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{option}: the folder {present} is not writable ({error.strerror})."
+        ) from error

@@ -42,6 +42,12 @@ def test_most_refined():
     assert AVQConfig.parse("M256").most_refined == 0
 
 
+@pytest.mark.parametrize("text", ["M\uff16\uff14P16C8", "M" + 5000 * "9", "M64E\u0663"])
+def test_parse_takes_ascii_digits_of_numbers_in_range(text):
+    with pytest.raises(ValueError, match=r"such as M64P16C8 or M256, but got 'M.{1,90}$"):
+        AVQConfig.parse(text)
+
+
 def test_parse_takes_a_string():
     with pytest.raises(TypeError, match="a configuration such as 'M64P16C8', but got 64"):
         AVQConfig.parse(64)

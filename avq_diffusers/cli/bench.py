@@ -17,7 +17,7 @@ from rich.table import Table
 from avq_diffusers.cli.codebooks import codeword_source
 from avq_diffusers.cli.images import dilation, fit_request, measured_on, timed_image
 from avq_diffusers.cli.loading import load_pipeline
-from avq_diffusers.cli.output import save_image, sheet_path
+from avq_diffusers.cli.output import save_sheet, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.files import atomic_write
 from avq_diffusers.hosts.refinement import refinable_parents
@@ -66,7 +66,7 @@ def bench_model(
     Console().print(bench_table(results))
     size = f"{request.width}x{request.height}"
     plot_bench(results, f"{Path(model.name).name}, {size}, {request.steps} steps", out)
-    save_image(bench_sheet(results, list(map(str, requests))), sheet_path(out))
+    save_sheet(bench_sheet(results, list(map(str, requests))), out)
     print(f"plot:  {out}\nsheet: {sheet_path(out)}")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from avq_diffusers.cli.codebooks import codeword_source
 from avq_diffusers.cli.images import dilation, fit_request, measured_on, timed_image
 from avq_diffusers.cli.loading import load_pipeline
-from avq_diffusers.cli.output import save_image, sheet_path
+from avq_diffusers.cli.output import save_image, save_sheet, sheet_path
 from avq_diffusers.cli.request import ImageRequest, ModelRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.verbs import apply_avq, avq_disabled, set_num_refined, summary
@@ -52,7 +52,7 @@ def generate_image(
         row_titles=[str(request)],
         table=report.cells(),
     )
-    save_image(sheet, sheet_path(out))
+    save_sheet(sheet, out)
     print(report)
     print(f"exact {exact_seconds:.1f} s, AVQ {avq_seconds:.1f} s, {likeness} to the exact image")
     print(f"image: {out}\nsheet: {sheet_path(out)}")

@@ -18,6 +18,8 @@ from avq_diffusers.hosts.timesteps import are_training_timesteps
 from avq_diffusers.mini.loading import usual_guidance
 
 ERROR_STEPS = 6
+# For a negative prompt with models such as Flux, whose guidance is distilled.
+TRUE_GUIDANCE_SCALE = 4.0
 USUAL_LATENT_SIZE = 128  # of transformers whose pipelines name none
 
 
@@ -35,12 +37,20 @@ def training_size(pipe: DiffusionPipeline) -> int:
     return getattr(pipe, "default_sample_size", USUAL_LATENT_SIZE) * pipe.vae_scale_factor
 
 
+def largest_side(pipe: DiffusionPipeline) -> int | None:
+    """Return the most pixels of a side that the position embedding has; None without a limit."""
+    config: Any = None if has_unet(pipe) else getattr(pipe.transformer, "config", None)
+    most = getattr(config, "pos_embed_max_size", None)
+    return None if most is None else most * config.patch_size * pipe.vae_scale_factor
+
+
 def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
     """Fill in the model's size and guidance scale; refuse what the pipeline would refuse too late.
 
     Raises:
         ValueError: there are too many steps, ScaleCrafter has no settings for the size or no UNet,
-            or the model takes no negative prompt.
+            the image is larger than the model's position embedding, or the model takes no negative
+            prompt or runs without the guidance that it acts by.
     """
     side = training_size(pipe)
     height, width = request.height or side, request.width or side
@@ -53,9 +63,21 @@ def fit_request(pipe: DiffusionPipeline, request: ImageRequest) -> ImageRequest:
         raise ValueError("--scalecrafter dilates the convolutions of a UNet; this model has none.")
     if request.scalecrafter:
         usual_scalecrafter(pipe, height, width)
-    if request.negative_prompt is not None and "negative_prompt" not in _parameters(pipe):
-        raise ValueError(f"--negative-prompt: {type(pipe).__name__} takes none.")
+    most_pixels = largest_side(pipe)
+    for name, side in (("height", height), ("width", width)):
+        if most_pixels is not None and side > most_pixels:
+            raise ValueError(
+                f"--{name} must be at most {most_pixels} pixels for this model, but got {side}."
+            )
     scale = usual_guidance(pipe) if request.guidance_scale is None else request.guidance_scale
+    if request.negative_prompt is not None:
+        if "negative_prompt" not in _parameters(pipe):
+            raise ValueError(f"--negative-prompt: {type(pipe).__name__} takes none.")
+        if "true_cfg_scale" not in _parameters(pipe) and scale <= 1:
+            raise ValueError(
+                f"--negative-prompt acts by guidance only: pass a --guidance-scale above 1, not "
+                f"{scale:g}."
+            )
     return replace(request, height=height, width=width, guidance_scale=scale)
 
 
@@ -113,4 +135,8 @@ def _call_arguments(pipe: DiffusionPipeline, request: ImageRequest) -> dict[str,
         "num_inference_steps": request.steps,
         "guidance_scale": request.guidance_scale,
     }
-    return {name: value for name, value in arguments.items() if name in _parameters(pipe)}
+    found = {name: value for name, value in arguments.items() if name in _parameters(pipe)}
+    true_scale = _parameters(pipe).get("true_cfg_scale")
+    if request.negative_prompt is not None and true_scale is not None and true_scale.default <= 1:
+        found["true_cfg_scale"] = TRUE_GUIDANCE_SCALE
+    return found

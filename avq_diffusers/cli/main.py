@@ -22,6 +22,7 @@ from avq_diffusers.options import (
     folder_to_write,
     hide_torchvision_notes,
     multiple_of,
+    not_empty,
     numbers_of,
     read_prompts,
     tolerances_of,
@@ -41,10 +42,19 @@ Model = Annotated[
         "mini-sd3, the embedded ones.",
     ),
 ]
+UNetModel = Annotated[
+    str,
+    typer.Option(
+        callback=model_path,
+        help="Folder, .safetensors file or Hub id of a Stable Diffusion model with a UNet, or "
+        "mini-sd, the embedded one; transformers have no codebooks.",
+    ),
+]
 Codebooks = Annotated[
     str | None,
     typer.Option(
-        help="Folder or Hub id of codebooks; without them, codewords are keys of the image itself."
+        help="Folder or Hub id of codebooks, for UNets; without them, codewords are keys of the "
+        "image itself."
     ),
 ]
 Device = Annotated[
@@ -68,7 +78,7 @@ Exact = Annotated[
     ),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
-Prompt = Annotated[str, typer.Argument(help="What the image shows.")]
+Prompt = Annotated[str, typer.Argument(callback=not_empty, help="What the image shows.")]
 NegativePrompt = Annotated[str | None, typer.Option(help="What it must not show.")]
 Side = Annotated[int | None, typer.Option(callback=multiple_of(8), help="Pixels, a multiple of 8.")]
 GuidanceScale = Annotated[
@@ -247,7 +257,7 @@ def calibrate_command(
     out: Annotated[
         Path, typer.Option(callback=folder_to_write, help="Folder to save the codebooks in.")
     ],
-    model: Model = "mini-sd",
+    model: UNetModel = "mini-sd",
     prompts: Annotated[
         Path | None,
         typer.Option(help="Text file with one prompt per line; by default a built-in set."),

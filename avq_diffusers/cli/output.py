@@ -4,7 +4,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from avq_diffusers.files import atomic_write
+from avq_diffusers.files import TEMPORARY, atomic_write
 from avq_diffusers.options import check_writable
 
 
@@ -24,6 +24,25 @@ def check_image_path(path: Path, *others: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"--out: the folder {folder} does not exist.")
     check_writable("--out", folder)
+    for file in (path, *others):
+        temporary = file.with_name(f"{TEMPORARY}{file.name}")
+        try:
+            temporary.touch()
+            temporary.unlink()
+        except OSError as error:
+            raise ValueError(f"--out: {file} cannot be written ({error.strerror}).") from error
+
+
+def save_sheet(sheet: Image.Image, out: Path) -> None:
+    """Write the sheet of `out`, which is written already.
+
+    Raises:
+        OSError: the disk is full or not writable; the message says that `out` is there.
+    """
+    try:
+        save_image(sheet, sheet_path(out))
+    except OSError as error:
+        raise OSError(f"{out} is saved, but its sheet is not: {error}") from error
 
 
 def save_image(image: Image.Image, path: Path) -> None:

@@ -1,12 +1,20 @@
 """The page of `avq app`: exact and AVQ images of one prompt, side by side. Needs gradio."""
 
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import gradio as gr
 from diffusers import DiffusionPipeline
+from gradio.context import LocalContext
 
-from avq_diffusers.cli.images import TimedImage, measured_on, timed_image, training_size
+from avq_diffusers.cli.images import (
+    TimedImage,
+    largest_side,
+    measured_on,
+    timed_image,
+    training_size,
+)
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.profile import SHOWN_TOLERANCES
@@ -41,6 +49,7 @@ class _Events:
         default_refined: refined parents per query tile by `source`; the largest number where layers
             differ.
         most_refined: parents of the largest codebook; 0 for flat codebooks.
+        sides: of images in pixels, that of training first.
         working: sessions whose image is wanted: neither cancelled, nor the page left.
     """
 
@@ -51,6 +60,9 @@ class _Events:
         self.default_refined = max(x.config.sizes.num_refined for x in states.values())
         self.most_refined = max(self.parents.values())
         self.working: set[str | None] = set()
+        side = training_size(pipe)
+        most = min(LARGEST_SIDE * side, largest_side(pipe) or LARGEST_SIDE * side)
+        self.sides = [side, *range(side // SIZE_STEP * SIZE_STEP + SIZE_STEP, most + 1, SIZE_STEP)]
 
     def generate_exact(
         self,
@@ -58,17 +70,24 @@ class _Events:
         prompt: str,
         width: int,
         height: int,
-        seed: int | None,
+        seed: int,
         steps: int,
         visitor: gr.Request,
         progress: gr.Progress = gr.Progress(),  # noqa: B008, gradio looks for it here
     ) -> list:
         """The exact image, and the other two emptied; nothing if it is shown already."""
-        if not prompt.strip():
-            raise gr.Error("The prompt is empty; write what the image shows.")
-        guidance_scale = usual_guidance(self.pipe)
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise _mistake("The prompt is empty; write what the image shows.")
+        if len(prompt) > MOST_CHARACTERS:
+            raise _mistake(f"The prompt has over {MOST_CHARACTERS} characters.")
+        sides = f"one of {', '.join(map(str, self.sides))}"
+        width = _whole("Width", width, self.sides, sides)
+        height = _whole("Height", height, self.sides, sides)
+        seed = _whole("Seed", seed, range(LARGEST_SEED + 1), f"a whole number to {LARGEST_SEED}")
+        steps = _whole("Steps", steps, range(1, MOST_STEPS + 1), f"from 1 to {MOST_STEPS}")
         request = ImageRequest(
-            prompt, None, height, width, steps, guidance_scale, seed or 0, scalecrafter=False
+            *(prompt, None, height, width, steps, usual_guidance(self.pipe), seed),
+            scalecrafter=False,
         )
         if shown is not None and shown.request == request:
             return [gr.skip()] * 4
@@ -92,6 +111,10 @@ class _Events:
         """
         if shown is None:
             return [gr.skip()] * 3
+        most, known = self.most_refined, [NO_TOLERANCE, *map(str, SHOWN_TOLERANCES)]
+        num_refined = _whole("Refined parents", num_refined, range(most + 1), f"from 0 to {most}")
+        if tolerance not in known:
+            raise _mistake(f"Tolerance must be one of {', '.join(known)}, but got {tolerance!r}.")
         request = shown.request
         after_step = self._after_step(visitor, progress, request.steps, "AVQ")
         if tolerance != NO_TOLERANCE:
@@ -127,13 +150,14 @@ class _Events:
         self, visitor: gr.Request, progress: gr.Progress, steps: int, title: str
     ) -> Callable[..., dict[str, Any]]:
         """A pipeline's `callback_on_step_end`: it shows the progress, or ends cancelled work."""
-        session = visitor.session_hash
+        session, event = visitor.session_hash, _event_of_call()
         self.working.add(session)
 
         def after_step(
             pipe: DiffusionPipeline, step: int, timestep: int, tensors: dict[str, Any]
         ) -> dict[str, Any]:
-            if session not in self.working:
+            has_left = event is not None and not event.alive  # gradio notes it
+            if has_left or session not in self.working:
                 raise gr.Error("Cancelled.", print_exception=False)
             progress((step + 1, steps), title)
             return tensors
@@ -153,9 +177,7 @@ def build_page(
         ValueError: the pipeline has no layer for AVQ.
     """
     events = _Events(pipe, source)
-    side = training_size(pipe)
-    first = side // SIZE_STEP * SIZE_STEP + SIZE_STEP
-    sizes = [side, *range(first, LARGEST_SIDE * side + 1, SIZE_STEP)]
+    sizes, side = events.sides, events.sides[0]
 
     with gr.Blocks(
         title="AVQ attention",
@@ -202,6 +224,9 @@ def build_page(
                 report = gr.Dataframe(label="Layers", interactive=False)
         gr.Examples([[example] for example in examples], prompt, label="Prompts to try")
 
+        for field in (prompt, width, height, seed, steps, num_refined, tolerance):
+            # `_Events` checks what is sent: gradio's own checks print tracebacks.
+            vars(field)["preprocess"] = lambda value: value
         exact, avq, differing = images
         pipeline = {"concurrency_id": "pipeline", "concurrency_limit": 1}
         refine = {
@@ -230,8 +255,15 @@ def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
     With `share`, Gradio's servers publish it too.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the host is unknown, or the port is taken.
     """
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except OSError as error:
+        raise OSError(f"cannot listen on --host {host} --port {port}: {error.strerror}.") from error
     _, local, public = page.launch(
         server_name=host,
         server_port=port,
@@ -245,6 +277,25 @@ def serve(page: gr.Blocks, *, host: str, port: int, share: bool = False) -> str:
         quiet=True,
     )
     return public or local
+
+
+def _event_of_call() -> Any:
+    """Gradio's record of the call that this thread serves; None outside of one."""
+    page, name = LocalContext.blocks.get(None), LocalContext.event_id.get(None)
+    return None if page is None else page._queue.event_ids_to_events.get(name)
+
+
+def _whole(name: str, value: object, allowed: Container[int], expected: str) -> int:
+    """A whole number that a visitor sent, checked."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        raise _mistake(f"{name} must be {expected}, but got {value!r}.")
+    if int(value) not in allowed:
+        raise _mistake(f"{name} must be {expected}, but got {value!r}.")
+    return int(value)
+
+
+def _mistake(message: str) -> gr.Error:
+    return gr.Error(message, print_exception=False)
 
 
 def _titled(title: str, timed: TimedImage) -> gr.Image:

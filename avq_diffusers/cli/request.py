@@ -52,9 +52,9 @@ class ModelRequest:
         if codebooks is not None and has_tolerance:  # their sizes are fixed
             raise ValueError("A tolerance and --codebooks exclude each other; drop one of them.")
         avq_config = AVQConfig.parse(
-            config or DEFAULT_CONFIG,
+            DEFAULT_CONFIG if config is None else config,
             levels=(0,) if levels is None else numbers_of("--levels", levels),
-            exact=tuple(exact.split(",")) if exact else (),
+            exact=() if exact is None else tuple(exact.split(",")),
         )
         most = avq_config.most_refined
         if codebooks is None and not all(0 <= number <= most for number in refined):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from avq_diffusers.config import Sizes, configuration_string
-from avq_diffusers.hosts.host import Host, Hosted
+from avq_diffusers.hosts.host import Hosted
 from avq_diffusers.hosts.layers import Layer
 from avq_diffusers.hosts.profile import Allocation
 from avq_diffusers.hosts.refinement import EXACT, SizeSchedule, schedules_of
@@ -27,7 +27,8 @@ class LayerReport:
         runs: what the last call did, or the next one will: AVQ with its backend and tuned
             projections if any, exact attention and why, or the attention of another processor.
         num_tokens: in the last grid; None before the first call.
-        calls: how many calls of each kind there were. Calls in compiled code are not counted.
+        calls: how many calls of each kind there were since sizes were last set. Calls in compiled
+            code are not counted.
     """
 
     name: str
@@ -114,7 +115,7 @@ def _row(
         layer.head_dim,
         config,
         effect,
-        _runs(hosted.host, layer, state),
+        _runs(hosted, layer, state),
         num_tokens,
         calls,
     )
@@ -128,15 +129,18 @@ def _config(schedule: Sequence[Sizes | None]) -> str:
     return configuration_string(first.num_parents, refined, first.num_children, first.exact_keys)
 
 
-def _runs(host: Host, layer: Layer, state: LayerState | None) -> str:
+def _runs(hosted: Hosted, layer: Layer, state: LayerState | None) -> str:
     own_name = getattr(getattr(layer.attn, "processor", None), "runs", None)
     if own_name is not None:
         return own_name
-    other = host.other_attention(layer)
+    other = hosted.host.other_attention(layer)
     if state is None:
-        is_custom = other is not None and not other.is_exact
-        name = host.runs_without_avq(layer)
-        return f"custom: {name}" if is_custom else f"exact: {name}"
+        name, levels = hosted.host.runs_without_avq(layer), {x.level for x in hosted.states}
+        if other is not None and not other.is_exact:
+            return f"custom: {name}"
+        if not levels:
+            return f"exact: {name}"
+        return f"exact: {'layer' if layer.level in levels else f'level {layer.level}'} not chosen"
     if other is not None:
         return f"exact: replaced by {other.name}" if other.is_exact else f"custom: {other.name}"
     if not state.enabled:

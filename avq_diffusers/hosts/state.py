@@ -89,8 +89,8 @@ class LayerState(Replaced):
         enabled: whether the next call runs AVQ; False inside `avq_disabled`.
         call: how the layer runs in the present call of the model; None outside.
         last_order: the query order of the last grid.
-        calls: how many calls of each kind there were so far, by "AVQ" or the reason for exact
-            attention. Calls in compiled code are not counted.
+        calls: how many calls of each kind there were since sizes were set, by "AVQ" or the reason
+            for exact attention. Calls in compiled code are not counted.
         last_call: the kind of the last one.
         last_backend: that ran the last AVQ call.
         function: computes attention in measurements and trainings; None is AVQ.
@@ -133,6 +133,7 @@ class LayerState(Replaced):
         """Run other sizes, or exact attention, in all threads."""
         # A new one: threads hold values of the earlier sizes.
         self.sizes = PerThread(sizes)
+        self.calls, self.last_call = Counter(), None
         self.allocation = self.effect = self.route.chosen_at = None
 
     def note_allocation(self, allocation: Any, effect: float, num_tokens: int) -> None:

@@ -15,13 +15,14 @@ from PIL import Image
 from tiny import (
     CONFIG,
     own_codebooks,
+    quiet,
     random_codebooks,
     sdxl_pipe,
     sdxl_unet,
     tiny_pipe,
     tiny_unet,
 )
-from tiny_transformers import sd3_pipe
+from tiny_transformers import flux_pipe, sd3_pipe
 
 from avq_diffusers import (
     AVQCodebooks,
@@ -34,7 +35,8 @@ from avq_diffusers import (
 )
 from avq_diffusers.cli import bench
 from avq_diffusers.cli import generate as generation
-from avq_diffusers.cli.images import _call_arguments, fit_request, timed_image
+from avq_diffusers.cli import output as outputs
+from avq_diffusers.cli.images import _call_arguments, fit_request, largest_side, timed_image
 from avq_diffusers.cli.main import main
 from avq_diffusers.cli.request import ImageRequest
 from avq_diffusers.extras.scalecrafter.apply import usual_scalecrafter
@@ -70,6 +72,22 @@ def avq(monkeypatch, capsys, tmp_path):
         return exit_.value.code or 0, squeezed(captured.out + "\n".join(errors))
 
     return run
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_an_empty_prompt_is_refused(avq, command):
+    assert avq(command, " ") == (2, squeezed("avq: the prompt is empty; say what the image shows."))
+
+
+def test_a_sheet_that_fails_says_that_the_image_is_saved(generate, monkeypatch):
+    monkeypatch.setattr(
+        outputs, "sheet_path", lambda out: Path("no-folder-but-a-file.png", "a.png")
+    )
+    Path("no-folder-but-a-file.png").touch()
+    code, said = generate()
+    assert code == 2
+    assert squeezed("avq.png is saved, but its sheet is not: ") in said
+    assert "avq.png" in written()
 
 
 @pytest.fixture
@@ -308,6 +326,26 @@ def test_arguments_that_a_pipeline_does_not_take():
         fit_request(Pipe(), replace(request, negative_prompt="blurred"))
 
 
+def test_a_negative_prompt_acts_where_guidance_is_distilled():
+    """Flux reads it with true guidance only."""
+    pipe = quiet(flux_pipe())
+    plain, negative = (
+        timed_image(pipe, ImageRequest(PROMPT, text, 64, 64, 2, 3.5, 0, False)).image
+        for text in (None, "blue")
+    )
+    assert psnr(plain, negative) < 60
+
+
+def test_the_largest_size_is_said_in_pixels():
+    """Catches the pipeline's error, which counts patches; the largest size itself runs."""
+    pipe = quiet(sd3_pipe())
+    most = largest_side(pipe)
+    request = ImageRequest(PROMPT, None, most, 64, 1, 3.5, 0, False)
+    assert timed_image(pipe, fit_request(pipe, request)).image.height == most
+    with pytest.raises(ValueError, match=f"--height must be at most {most} pixels"):
+        fit_request(pipe, replace(request, height=most + 16))
+
+
 def test_inspect(avq):
     code, output = avq("inspect")
     assert code == 0
@@ -417,6 +455,11 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
     [
         ("generate --model /no/such/folder", "/no/such/folder"),
         ("generate --config M64P", "expected a configuration such as M64P16C8 or M256, but got"),
+        ("generate --config=", "expected a configuration such as M64P16C8 or M256, but got"),
+        ("generate --exact=", "exact must name layers"),
+        ("generate --out /proc/self/a.png", "the folder /proc/self is not writable"),
+        (f"generate --out {248 * 'a'}.png", "File name too long"),
+        ("generate --negative-prompt blue --guidance-scale 1", "a --guidance-scale above 1, not 1"),
         ("generate --config M4P5C2", "num_refined must be at most num_parents, but got 5 > 4"),
         ("generate --levels 7", "no self-attention at level 7, only at levels 0, 1, 2, 3"),
         ("generate --codebooks nowhere", "codebooks nowhere could not be loaded: "),

@@ -1,10 +1,13 @@
 """The page of `avq app`: its images, mistakes and visitors."""
 
+import json
+import math
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlparse
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -168,7 +171,7 @@ def test_a_tolerance_replaces_the_refined_parents(visit, calls, reference):
     assert np.array_equal(visitor.refine()[0][1], generate(reference, seed=1))
 
 
-def test_mistakes_are_told_and_the_page_goes_on(visit, calls, reference):
+def test_mistakes_are_told_and_the_page_goes_on(visit, calls, reference, capfd):
     """Fails where the next image finds AVQ disabled, or a visitor reads a traceback."""
     from gradio_client.exceptions import AppError
 
@@ -177,10 +180,16 @@ def test_mistakes_are_told_and_the_page_goes_on(visit, calls, reference):
         ({"prompt": "  "}, "The prompt is empty; write what the image shows."),
         ({"seed": -1}, "-1"),
         ({"steps": 101}, "101"),
+        ({"seed": "x"}, "Seed must be a whole number to 4294967295, but got 'x'"),
+        ({"steps": 2.5}, "Steps must be from 1 to 100, but got 2.5"),
+        ({"steps": None}, "but got None"),
+        ({"prompt": None}, "The prompt is empty"),
+        ({"width": [128]}, "Width must be one of 128, 192, .*, but got "),
         ({"width": 100}, "100"),
     ]:
         with pytest.raises(AppError, match=message):
             visitor.press_generate(**changes)
+    assert "Traceback" not in capfd.readouterr().err
 
     def run_out():
         raise torch.OutOfMemoryError("out of memory")
@@ -207,6 +216,33 @@ def test_cancelled_work_stops(visit, calls, reference):
         job.result(timeout=60)
     assert len(steps) < 50
     assert np.array_equal(visit().press_generate()[1], generate_exact(reference))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "1", None, 2.5, 4])
+def test_only_whole_numbers_are_taken(value):
+    """JSON as Python reads it holds NaN and infinity, which gradio's client does not send."""
+    gradio = pytest.importorskip("gradio", reason="needs avq-diffusers[app]")
+    from avq_diffusers.cli.page import _whole
+
+    assert _whole("Steps", 2.0, range(1, 4), "from 1 to 3") == 2
+    with pytest.raises(gradio.Error, match="Steps must be from 1 to 3, but got"):
+        _whole("Steps", value, range(1, 4), "from 1 to 3")
+
+
+def test_work_for_a_client_that_left_stops(site, visit, calls, reference):
+    """Over plain HTTP nobody presses Cancel."""
+    steps, act = calls
+    act.append(lambda: time.sleep(0.05))
+    address = f"{site[0]}gradio_api/call/generate_exact"
+    data = json.dumps({"data": [PROMPT, SIDE, SIDE, 0, 100]}).encode()
+    request = Request(address, data, {"Content-Type": "application/json"})
+    with urlopen(request) as answer:
+        event = json.load(answer)["event_id"]
+    with urlopen(f"{address}/{event}"):
+        while not steps:
+            time.sleep(0.01)
+    assert np.array_equal(visit().press_generate()[1], generate_exact(reference))
+    assert len(steps) < 60
 
 
 def test_visitors_do_not_disturb_each_other(visit, reference):
@@ -252,7 +288,11 @@ def test_the_command_serves_a_page(site, model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*command, taken])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    assert taken in capsys.readouterr().err
+    assert f"cannot listen on --host 127.0.0.1 --port {taken}: " in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*command, taken, "--host", "nosuchhost.invalid"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "cannot listen on --host nosuchhost.invalid" in capsys.readouterr().err
 
 
 def test_without_gradio_the_command_says_what_to_install(monkeypatch, capsys):

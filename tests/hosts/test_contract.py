@@ -161,6 +161,7 @@ def test_on_and_off(kind, model):
     assert torch.equal(kind.predict(model), avq)
     assert set_num_refined(model, "exact") is model
     assert torch.equal(kind.predict(model), kind.exact)
+    assert calls(model) == [{"scheduled": 1}] * len(calls(model))  # since sizes were set
     apply_avq(model, kind.config(**COARSE), route=10**6)
     assert torch.equal(kind.predict(model), kind.exact)
     assert calls(model) == [{"few tokens": 1}] * len(calls(model))

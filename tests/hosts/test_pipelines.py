@@ -339,7 +339,7 @@ def test_summary(pipe, codebooks):
     assert (row.level, row.num_heads, row.head_dim, row.config) == (0, 2, 8, "M4P2C2")
     assert row.calls == {"AVQ": 2, "disabled": 1}
     other = rows["mid_block.attentions.0.transformer_blocks.0.attn1"]
-    assert (other.level, other.config, other.runs) == (3, "", "exact: AttnProcessor2_0")
+    assert (other.level, other.config, other.runs) == (3, "", "exact: level 3 not chosen")
     header, first, *rest = str(report).splitlines()
     assert len(rest) == 9
     assert header.split() == ["layer", "level", "heads", "config", "runs", "tokens", "calls"]
