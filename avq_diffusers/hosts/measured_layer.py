@@ -188,10 +188,10 @@ class MeasuredLayer:
         return found
 
     def _ladder(self, key: Tensor) -> list[str]:
-        """The sizes that meet fewer columns than there are tokens."""
-        every = dict.fromkeys([*LADDER, str(self.config)])
-        fewer = [x for x in every if _sizes(x).columns < key.shape[2]]
-        return sorted(fewer, key=lambda x: _sizes(x).columns)
+        """The sizes that meet fewer columns than there are tokens, from few to many."""
+        every, num_tokens = dict.fromkeys([*LADDER, str(self.config)]), key.shape[2]
+        sizes = sorted(map(_sizes, every), key=lambda x: x.columns)
+        return [str(x) for x in sizes if x.columns < num_tokens and x.least_keys <= num_tokens]
 
     def _time(self, sizes: str, key: Tensor, attend: Callable[[], Tensor]) -> float:
         """Milliseconds on a GPU, else billions of operations by the columns that a query meets."""
