@@ -120,11 +120,17 @@ def _finite(value: Any) -> Any:
 
 
 def _commit() -> str:
-    """GIT_COMMIT (for copies without history), else HEAD, marked if files differ from it."""
+    """GIT_COMMIT (for copies without history), else HEAD, marked if files differ from it.
+
+    Unknown if this file is none of the repository at the root: the package may lie in another one.
+    """
     if commit := os.environ.get("GIT_COMMIT"):
         return commit
     root = Path(__file__).parents[2]
     try:
+        _git(root, "ls-files", "--error-unmatch", "--", __file__)
+        if Path(_git(root, "rev-parse", "--show-toplevel")) != root.resolve():
+            return "unknown"
         head = _git(root, "rev-parse", "HEAD")
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "*.py")
     except (OSError, subprocess.CalledProcessError):
@@ -133,7 +139,7 @@ def _commit() -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    completed = subprocess.run(
-        ["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True
-    )
+    environment = {x: value for x, value in os.environ.items() if not x.startswith("GIT_")}
+    command = ["git", "-C", str(root), *arguments]
+    completed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     return completed.stdout.strip()

@@ -359,7 +359,7 @@ def test_no_gpu_no_kernels(monkeypatch):
 
 
 def test_tiles_with_exact_keys_see_few_enough_codewords_to_sort_them():
-    *tensors, _ = on_device()
+    *tensors, _ = on_device(keys=140)
     sizes = {"codewords": "means", "num_parents": 64, "num_children": 32, "exact_keys": 1}
 
     def resolve(num_refined, **changes):

@@ -16,8 +16,11 @@ from eval_helpers import run_command
 from tiny import tiny_pipe
 from tiny_mini_sd3 import save_tiny_mini_sd3
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from transformers import Dinov2Config, Dinov2Model
 
+from avq_diffusers import avq_attention
+from avq_diffusers.attention.orders import joint_order, query_order
 from eval.__main__ import main
 from eval.keys import measuring, peers, photographs, subjects, vit
 from eval.keys.calls import Call, answered
@@ -188,6 +191,21 @@ def test_a_group_of_tokens_is_replaced_alone():
         assert row["features_off"] == pytest.approx(sum(off) / 3, rel=1e-4)
 
 
+class SeesExactAttention(TorchFunctionMode):
+    """Keeps query, key and value of self-attention with at least 256 keys."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            tokens = [*args, *((kwargs or {}).get(x) for x in ("query", "key", "value"))]
+            query, key, value = [x for x in tokens if isinstance(x, torch.Tensor)][:3]
+            if key.shape[2] >= 256:
+                self.found.append((query, key, value))
+        return func(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
 def test_a_text_is_beside_the_image(tmp_path):
     """Catches a text of SD3 that is taken for the image, and methods that lose it."""
@@ -195,11 +213,39 @@ def test_a_text_is_beside_the_image(tmp_path):
     pipe = subjects.load_model(str(tmp_path), torch.device("cpu"), torch.float32)
     one = subject_of(pipe, 128, 1, ["a red fox", "a blue fox"])
     one = replace(one, tests=one.tests[:1])
-    own, pooled, control = measure(
-        one, ["M256/own", "pooled@E1024", "value-projection"], min_tokens=256
+    coarse, own, pooled, control = measure(
+        one, ["M8P2C2/own", "M256/own", "pooled@E1024", "value-projection"], min_tokens=256
     )
     assert own["tokens"] == 256
     assert max(own["worst"], pooled["worst"]) < 1e-5 < control["error"]
+
+    found = []
+    with SeesExactAttention(found):
+        one.tests[0]()
+
+    def error(query, key, value, image_first=True):
+        image = slice(256) if image_first else slice(key.shape[2] - 256, None)
+        text = slice(256, None) if image_first else slice(key.shape[2] - 256)
+        order = query_order(16, 16)
+        positions = joint_order(order, key.shape[2] - 256, text_first=not image_first)
+        avq = avq_attention(
+            query,
+            key[:, :, image],
+            value[:, :, image],
+            num_parents=8,
+            num_children=2,
+            num_refined=2,
+            sink_key=key[:, :, text] if key.shape[2] > 256 else None,
+            sink_value=value[:, :, text] if key.shape[2] > 256 else None,
+            query_order=positions,
+            key_order=order,
+        )
+        exact = F.scaled_dot_product_attention(query, key, value)
+        return float((avq - exact).norm() / exact.norm())
+
+    assert coarse["error"] == pytest.approx(np.mean([error(*x) for x in found]), rel=1e-3)
+    text_first = np.mean([error(*x, image_first=False) for x in found])
+    assert coarse["error"] != pytest.approx(text_first, rel=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -59,27 +59,44 @@ def test_a_result_is_json_with_its_environment(tmp_path):
 
 
 def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeypatch):
-    """Catches changed code that passes for its commit, and results that change it."""
+    """Catches changed code that passes for its commit, results that change it, and the commit of
+    another repository, around the package or in the environment."""
     monkeypatch.delenv("GIT_COMMIT", raising=False)
-    monkeypatch.setattr(report, "__file__", str(tmp_path / "eval" / "store" / "report.py"))
-    (tmp_path / "eval").mkdir()
+    root = tmp_path / "outer" / "avq"
+    own = root / "eval" / "store" / "report.py"
+    monkeypatch.setattr(report, "__file__", str(own))
+    own.parent.mkdir(parents=True)
+    result = root / "eval" / "result.json"
+    for path in (own, result):
+        path.write_text("1")
 
-    def git(*arguments):
+    def git(folder, *arguments):
         identity = ["-c", "user.name=a", "-c", "user.email=a"]
-        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True)
+        subprocess.run(["git", "-C", folder, *identity, *arguments], check=True)
+
+    def commit_all(folder):
+        for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
+            git(folder, *arguments)
 
     def commit():
         return report.environment("cpu")["commit"]
 
     assert commit() == "unknown"
-    for name in ("report.py", "result.json"):
-        (tmp_path / "eval" / name).write_text("1")
-    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
-        git(*arguments)
-    (tmp_path / "eval" / "result.json").write_text("2")
+    commit_all(root.parent)
+    assert commit() == "unknown"
+    git(root, "init", "-q")
+    (root / "other.py").write_text("1")
+    git(root, "add", "other.py")
+    git(root, "commit", "-q", "-m", "another project's")
+    assert commit() == "unknown"
+    commit_all(root)
+    result.write_text("2")
     head = commit()
     assert re.fullmatch("[0-9a-f]{40}", head)
-    (tmp_path / "eval" / "report.py").write_text("2")
+    monkeypatch.setenv("GIT_DIR", str(root.parent / ".git"))
+    assert commit() == head
+    monkeypatch.delenv("GIT_DIR")
+    own.write_text("2")
     assert commit() == f"{head}+changes"
     monkeypatch.setenv("GIT_COMMIT", "a copy's")
     assert commit() == "a copy's"
