@@ -93,7 +93,7 @@ class ExactRun:
             return
         self.number += 1
         self.bar.update()
-        if len(self.starts) > 1 and has_timesteps:
+        if has_timesteps and (len(self.starts) > 1 or self.weights is not None):
             timestep = self.timesteps.of_call(args, kwargs)
             if timestep is not None:
                 if self.number == 0:  # parts before the first call take its sizes

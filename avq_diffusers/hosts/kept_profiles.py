@@ -13,6 +13,7 @@ from torch import Tensor
 
 from avq_diffusers.config import AVQConfig
 from avq_diffusers.hosts.host import Hosted
+from avq_diffusers.hosts.layers import ATTRIBUTE
 from avq_diffusers.hosts.profile import ErrorProfile
 
 # Of each parameter, as many numbers tell two trainings apart.
@@ -72,14 +73,20 @@ def _modified(path: Path) -> int:
 
 
 def _sampled(parameters: Iterable[tuple[str, Tensor]]) -> list[Any]:
-    """Names, types and some numbers of parameters; without numbers where they are not loaded."""
+    """Names, types, devices and some numbers of a model's parameters.
+
+    Without the numbers where they are not loaded, or quantized by another library.
+    """
     found: list[Any] = []
     for name, parameter in parameters:
-        found += [name, str(parameter.dtype), parameter.device.type, [*parameter.shape]]
-        if not parameter.is_meta:
-            stride = max(1, parameter.numel() // _SAMPLED)
-            sampled = parameter.detach().flatten()[::stride][:_SAMPLED]
-            found.append(_digest(sampled))
+        if ATTRIBUTE in name.split("."):
+            continue  # of codebooks
+        values, device = parameter.detach(), parameter.device
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        found += [name, str(values.dtype), [*values.shape], where]
+        if not values.is_meta and type(values) is Tensor:
+            stride = max(1, values.numel() // _SAMPLED)
+            found.append(_digest(values.flatten()[::stride][:_SAMPLED]))
     return found
 
 
