@@ -126,14 +126,14 @@ class Allocation:
 
     @property
     def speedup(self) -> float:
-        """Time of exact attention over the time of this allocation."""
+        """Time of exact attention over the time of this allocation; operations but on a GPU."""
         return self.exact_time / self.time if self.time else 1.0
 
     def __str__(self) -> str:
         asked = "" if self.tolerance is None else f" (asked: {100 * self.tolerance:g} %)"
         return (
             f"output within {100 * self.error:.2g} % of exact{asked}, "
-            f"attention {self.speedup:.2g} times as fast"
+            f"attention {self.speedup:.2g} times as cheap"
         )
 
 
@@ -353,7 +353,7 @@ class ErrorProfile:
             place: dict[str, Any] = {"xytext": (6, -8), "textcoords": "offset points"}
             axes.annotate(name, (plan.error, plan.speedup), fontsize=7, **place)
         axes.axhline(1, color="black", linestyle="--", label="exact")
-        axes.set(xscale="log", xlabel="error of the output", ylabel="attention, times as fast")
+        axes.set(xscale="log", xlabel="error of the output", ylabel="attention, times as cheap")
         axes.grid(alpha=0.3)
         axes.legend()
         with atomic_write(Path(path)) as temporary:
@@ -364,7 +364,7 @@ class ErrorProfile:
         rows = [
             ["tolerance", *(f"{tolerance:g}" for tolerance in SHOWN_TOLERANCES)],
             ["output error", *(f"{plan.error:.2g}" for plan in plans)],
-            ["times as fast", *(f"{plan.speedup:.2g}" for plan in plans)],
+            ["times as cheap", *(f"{plan.speedup:.2g}" for plan in plans)],
         ] + [
             [name, *(", ".join(map(str, plan.choices[name].values())) for plan in plans)]
             for name in self.exact_times
