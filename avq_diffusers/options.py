@@ -149,8 +149,7 @@ def check_writable(option: str, folder: Path) -> None:
     if not present.is_dir():
         raise ValueError(f"{option} must be a folder, but {present} is a file.")
     try:
-        with TemporaryFile(dir=present):
-            pass
+        TemporaryFile(dir=present).close()
     except OSError as error:
         raise ValueError(
             f"{option}: the folder {present} is not writable ({error.strerror})."

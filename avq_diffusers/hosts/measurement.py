@@ -68,12 +68,12 @@ class Measurement:
         pipe: DiffusionPipeline | nn.Module,
         examples: Any,
         config: AVQConfig | None,
-        arguments: Mapping[str, Any],
         *,
-        num_inference_steps: int,
-        parts: int | None,
-        seed: int,
-        progress: bool,
+        num_inference_steps: int = 6,
+        parts: int | None = None,
+        seed: int = 0,
+        progress: bool = True,
+        **arguments: Any,
     ) -> None:
         self.pipe, self.seed, self.arguments = pipe, seed, arguments
         self.num_inference_steps, self.progress = num_inference_steps, progress
@@ -198,11 +198,11 @@ def measure_error(
         pipe,
         examples,
         config,
-        arguments,
         num_inference_steps=num_inference_steps,
         parts=parts,
         seed=seed,
         progress=progress,
+        **arguments,
     )
     profile = _single_layers(measurement)
     plans = [profile.within(tolerance).choices for tolerance in CHECKED]
@@ -221,11 +221,6 @@ def output_errors(
     examples: Sequence[str] | Tensor | Sequence[Tensor],
     plans: Sequence[Plan],
     config: AVQConfig | None = None,
-    *,
-    num_inference_steps: int = 6,
-    parts: int | None = None,
-    seed: int = 0,
-    progress: bool = True,
     **arguments: Any,
 ) -> list[list[float]]:
     """Measure the error of the model's output with several plans for its layers.
@@ -233,8 +228,8 @@ def output_errors(
     Args:
         plans: the `choices` of allocations, or others: `Choice`s by layer name, then by the
             timestep from which they hold. Layers without an entry run exact.
-        pipe, examples, config, num_inference_steps, parts, seed, progress: as for `measure_error`.
-        **arguments: as for `measure_error`.
+        pipe, examples, config: as for `measure_error`.
+        **arguments: all others of `measure_error`.
 
     Returns:
         By plan, then by example.
@@ -242,16 +237,7 @@ def output_errors(
     Raises:
         TypeError, ValueError, RuntimeError: as `measure_error`.
     """
-    measurement = Measurement(
-        pipe,
-        examples,
-        config,
-        arguments,
-        num_inference_steps=num_inference_steps,
-        parts=parts,
-        seed=seed,
-        progress=progress,
-    )
+    measurement = Measurement(pipe, examples, config, **arguments)
     return _errors_of(measurement, plans, "output error")
 
 

@@ -129,6 +129,10 @@ class Allocation:
         """Time of exact attention over the time of this allocation; operations but on a GPU."""
         return self.exact_time / self.time if self.time else 1.0
 
+    def effect(self, name: str) -> float:
+        """The error of the output if AVQ ran in the layer of this name only."""
+        return math.hypot(*(choice.effect for choice in self.choices[name].values()))
+
     def __str__(self) -> str:
         asked = "" if self.tolerance is None else f" (asked: {100 * self.tolerance:g} %)"
         return (
@@ -390,8 +394,7 @@ def note_allocation(
     """Note in the states of layers what was chosen, and at how many tokens it was measured."""
     num_tokens = {one.layer.name: one.num_tokens for one in profile.layers}
     for layer, state in states.items():
-        effects = [choice.effect for choice in allocation.choices[layer.name].values()]
-        state.note_allocation(allocation, math.hypot(*effects), num_tokens[layer.name])
+        state.note_allocation(allocation, num_tokens[layer.name])
 
 
 def checked_tolerance(tolerance: Any) -> float:

@@ -105,7 +105,8 @@ def _row(
     config, effect, num_tokens, calls = "", None, None, {}
     if state is not None:
         config = _config([*schedules.get(state, {0: state.sizes.get()}).values()])
-        effect = state.effect
+        if state.allocation is not None:
+            effect = state.allocation.effect(hosted.prefix + layer.name)
         num_tokens = None if state.last_order is None else len(state.last_order)
         calls = dict(state.calls)
     return LayerReport(

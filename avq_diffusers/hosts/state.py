@@ -85,7 +85,6 @@ class LayerState(Replaced):
         previous: the layer's attention before AVQ, which serves the calls that AVQ does not.
         sizes: of the next call; None runs exact attention.
         allocation: that the sizes are part of; None if no tolerance chose them.
-        effect: of the layer's sizes alone on the model's output; None without an allocation.
         enabled: whether the next call runs AVQ; False inside `avq_disabled`.
         call: how the layer runs in the present call of the model; None outside.
         last_order: the query order of the last grid.
@@ -114,7 +113,6 @@ class LayerState(Replaced):
         self.head_dim = layer.head_dim
         self.sizes: PerThread[Sizes | None] = PerThread(config.sizes)
         self.allocation: Any = None
-        self.effect: float | None = None
         self.enabled = True
         self.num_disabling = 0  # open blocks of `avq_disabled`
         self.call: PerThread[Call | None] = PerThread(None, shared=False)
@@ -134,11 +132,11 @@ class LayerState(Replaced):
         # A new one: threads hold values of the earlier sizes.
         self.sizes = PerThread(sizes)
         self.calls, self.last_call = Counter(), None
-        self.allocation = self.effect = self.route.chosen_at = None
+        self.allocation = self.route.chosen_at = None
 
-    def note_allocation(self, allocation: Any, effect: float, num_tokens: int) -> None:
+    def note_allocation(self, allocation: Any, num_tokens: int) -> None:
         """Note what chose the present sizes, and at how many tokens they were measured."""
-        self.allocation, self.effect = allocation, effect
+        self.allocation = allocation
         self.route.chosen_at = num_tokens
 
     def enter(self, tokens: Tokens, exact_because: str | None, num_beside: int = 0) -> None:

@@ -49,7 +49,8 @@ class CachedSamples(Dataset):
             if number not in self.shards:  # each worker maps the file itself
                 self.shards[number] = safe_open(path, framework="pt")
             shard = self.shards[number]
-            return {name: shard.get_slice(name)[row] for name in shard.keys()}  # noqa: SIM118
+            names = shard.keys()
+            return {name: shard.get_slice(name)[row] for name in names}
         except (IndexError, FileNotFoundError, SafetensorError) as error:
             raise DataError(f"{path} is damaged ({error}); delete it to build it again.") from error
 

@@ -138,7 +138,7 @@ def test_the_command_goes_on(model, scorer_folder, tmp_path, monkeypatch, capsys
     rows = json.loads(path.read_text())["rows"]
 
     class Killed(BaseException):
-        pass
+        """As by a signal: no handler of errors sees it."""
 
     def killed(*_, **__):
         raise Killed

@@ -127,7 +127,7 @@ class TestLearning:
         state.route.route = "always"
         assert learn() == []
         state.route.route = "fastest"
-        state.note_allocation(None, 0.1, 64)
+        state.note_allocation(None, 64)
         assert learn() == []
         assert not measured
         state.set_sizes(state.config.sizes)
