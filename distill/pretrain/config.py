@@ -85,19 +85,20 @@ class LatentConfig(PretrainConfig):
     """A model of latents and captions.
 
     Args:
+        init_from: folder of a trained pipeline whose weights training starts from; None starts from
+            random weights.
         caption_dropout: share of captions that are replaced by empty ones.
     """
 
+    init_from: str | None
     caption_dropout: Share
 
 
 @dataclass(frozen=True, kw_only=True)
 class SDConfig(LatentConfig):
-    """UNet and text encoder.
+    """UNet and text encoder. With `init_from`, `unet` and `text` are those of the folder.
 
     Args:
-        init_from: folder of an export whose UNet, text encoder, tokenizer and VAE training starts
-            from, whatever `unet` and `text` say; None starts from random weights.
         unet: arguments of diffusers' `UNet2DConditionModel`.
         text: arguments of transformers' `CLIPTextConfig`, those of the tokenizer aside.
         snr_floor: floor of the loss weights clamp(SNR, snr_floor, snr_gamma) / SNR.
@@ -105,7 +106,6 @@ class SDConfig(LatentConfig):
         layered_noise: strength of the coarse layers of the training noise; 0 is white noise.
     """
 
-    init_from: str | None
     unet: Mapping[str, Any]
     text: Mapping[str, Any]
     snr_floor: float
@@ -115,7 +115,7 @@ class SDConfig(LatentConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SD3Config(LatentConfig):
-    """The transformer of mini-sd3.
+    """The transformer of mini-sd3. With `init_from`, position embeddings are those of the folder.
 
     Args:
         transformer: arguments of diffusers' `SD3Transformer2DModel`.

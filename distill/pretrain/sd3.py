@@ -25,10 +25,14 @@ TIMESTEPS = 1000
 
 
 def build_transformer(config: SD3Config) -> SD3Transformer2DModel:
-    """Return an untrained transformer.
+    """Return an untrained transformer, or one with the weights of `config.init_from`.
 
-    It starts as DiT does (Peebles and Xie, 2023): the gates of all blocks and the output are zero.
-    The last block's text queries are frozen: the model drops what they attend to.
+    An untrained one starts as DiT does (Peebles and Xie, 2023): the gates of all blocks and the
+    output are zero. The last block's text queries are frozen: the model drops what they attend to.
+
+    Raises:
+        OSError: `init_from` cannot be loaded.
+        RuntimeError: its weights do not fit `config.transformer`.
     """
     transformer = SD3Transformer2DModel(**config.transformer)
     for module in transformer.modules():
@@ -45,6 +49,9 @@ def build_transformer(config: SD3Config) -> SD3Transformer2DModel:
     attn = transformer.transformer_blocks[-1].attn
     for module in (attn.add_q_proj, attn.norm_added_q):
         module.requires_grad_(False)
+    if config.init_from is not None:
+        trained = SD3Transformer2DModel.from_pretrained(config.init_from, subfolder="transformer")
+        transformer.load_state_dict(trained.state_dict())
     return transformer
 
 
@@ -102,6 +109,7 @@ class SD3Task:
 
     Raises:
         ValueError: there are fewer scenes than processes.
+        OSError: `init_from` cannot be loaded.
     """
 
     result = "model"

@@ -95,9 +95,9 @@ def pixels(images: np.ndarray) -> Tensor:
 
 @cache
 @torch.no_grad()
-def latents_of(pipe) -> Tensor:
+def latents_of(pipe, size: int = 256) -> Tensor:
     """Those of one held-out scene."""
-    latents = pipe.vae.encode(pixels(render(SCENE)[None])).latent_dist.mean
+    latents = pipe.vae.encode(pixels(render(SCENE, size)[None])).latent_dist.mean
     return latents * pipe.vae.config.scaling_factor
 
 
@@ -317,13 +317,13 @@ def test_the_transformer_is_of_sd35_in_small(mini_sd3):
     assert [block.attn2 is not None for block in mini_sd3.transformer.transformer_blocks] == (
         [True] * 3 + [False] * 4
     )
-    assert mini_sd3.default_sample_size * mini_sd3.vae_scale_factor == 256
+    assert mini_sd3.default_sample_size * mini_sd3.vae_scale_factor == 512
 
 
 @torch.no_grad()
 def velocity(pipe, caption: str | None = None) -> tuple[Tensor, Tensor]:
     """The predicted and the true velocity of one held-out scene, for its or another caption."""
-    latents = latents_of(pipe)
+    latents = latents_of(pipe, 512)
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
     texts = [SCENE.caption if caption is None else caption] * 3
     text, _, pooled, _ = pipe.encode_prompt(*texts, do_classifier_free_guidance=False)
@@ -349,9 +349,9 @@ def test_mini_sd3_predicts_the_velocity_of_held_out_scenes_and_reads_the_caption
 
 
 def test_avq_in_every_layer_of_mini_sd3_stays_close(mini_sd3, exact_velocity):
-    """The image's own second attention is what 192 columns of 1024 tokens change most."""
+    """The image's own second attention is what 640 columns of 4096 tokens change most."""
     exact, _ = exact_velocity
-    apply_avq(mini_sd3, route="always")
+    apply_avq(mini_sd3, AVQConfig.parse("M128P32C8E256"), route="always")
     try:
         output, _ = velocity(mini_sd3)
         rows = summary(mini_sd3).rows
@@ -361,5 +361,5 @@ def test_avq_in_every_layer_of_mini_sd3_stays_close(mini_sd3, exact_velocity):
         remove_avq(mini_sd3)
     assert len(rows) == 10
     assert all(row.runs.startswith("AVQ") for row in rows)
-    assert 0 < ((output - exact).norm() / exact.norm()).item() < 0.2
-    assert 0 < ((joint - exact).norm() / exact.norm()).item() < 0.05
+    assert 0 < ((output - exact).norm() / exact.norm()).item() < 0.05
+    assert 0 < ((joint - exact).norm() / exact.norm()).item() < 0.03
