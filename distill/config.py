@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from avq_diffusers import AVQConfig
+from avq_diffusers import AVQConfig, ErrorProfile
 from distill.config_file import (
     Config,
     Count,
@@ -15,6 +15,7 @@ from distill.config_file import (
     Seed,
     Values,
     Weight,
+    plain_values,
 )
 from distill.data.config import DataConfig
 
@@ -118,7 +119,8 @@ class DistillConfig(Config):
             that exports nothing.
         avq: sizes, and the `levels` whose self-attentions are replaced. `codewords: stored` trains
             codebooks; `codewords: means` takes the codewords from the keys of each call, so that
-            only the projections are trained.
+            only the projections are trained. In place of them, a file may name a saved
+            `ErrorProfile` of the base model, `profile: FILE`, and a `tolerance`.
         data: images and captions.
         objective: losses.
         codebooks: start and updates of the codebooks; None with `codewords: means`.
@@ -168,6 +170,24 @@ class DistillConfig(Config):
     keep_checkpoints: Count = 2
     samples: SampleConfig
     tracker: str | None = None
+
+    @classmethod
+    def resolved(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Put what `avq.profile` chooses within `avq.tolerance` in place of the section.
+
+        Raises:
+            OSError: the profile cannot be read.
+            TypeError: the tolerance is not a number.
+            ValueError: the profile is none, or the tolerance is missing or out of range.
+        """
+        section = values.get("avq")
+        if not isinstance(section, dict) or "profile" not in section:
+            return values
+        if "tolerance" not in section:
+            raise ValueError("avq.profile needs avq.tolerance, such as 0.02.")
+        profile = ErrorProfile.load(section["profile"])
+        chosen = profile.config_within(section["tolerance"])
+        return {**values, "avq": plain_values(chosen)}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,7 +28,7 @@ import yaml
 from avq_diffusers.files import atomic_write
 from avq_diffusers.options import LARGEST_SEED
 
-ConfigType = TypeVar("ConfigType")
+ConfigType = TypeVar("ConfigType", bound="Config")
 
 # `safe_load` lets these through for values that contradict their tag, and for deep nesting.
 YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, LookupError, RecursionError, TypeError)
@@ -58,6 +58,11 @@ class Config:
     Raises:
         ValueError: a value is not one that its field takes.
     """
+
+    @classmethod
+    def resolved(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Replace what a file may say in short by the values of fields."""
+        return values
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
@@ -107,7 +112,7 @@ def load_config(path: str | Path, kind: type[ConfigType], overrides: list[str]) 
             changes = {name: changes}
         values = _merged(values, changes)
     reader = _Reader(str(path))
-    config = reader.section(values, kind, "")
+    config = reader.section(kind.resolved(values), kind, "")
     if problems := reader.problems:
         error = TypeError if all(isinstance(x, TypeError) for x in problems) else ValueError
         raise error("; ".join(str(problem).removesuffix(".") for problem in problems) + ".")

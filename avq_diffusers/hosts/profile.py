@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +71,13 @@ class LayerEffects:
                 raise ValueError(f"effects and times of {name} have different sizes.")
             if not all(0 <= x < math.inf for x in (*effects.values(), *self.times.values())):
                 raise ValueError(f"effects and times of {name} must be finite and not negative.")
+
+    def in_one_part(self) -> "LayerEffects":
+        """The effects of sizes that do not change in the denoising."""
+        parts = self.effects.values()
+        sizes = self.effects[NUM_TRAIN_TIMESTEPS]
+        whole = {name: math.hypot(*(effects[name] for effects in parts)) for name in sizes}
+        return replace(self, effects={NUM_TRAIN_TIMESTEPS: whole})
 
     def options(self, start: int, share: float) -> "list[_Option]":
         """The choices of a part from fast to exact, each of which removes error for its time."""
@@ -207,6 +214,25 @@ class ErrorProfile:
             room = limit - _squared(chosen) + chosen[place].squared
             chosen[place] = next(x for x in parts[place] if x.squared <= room or x == chosen[place])
         return self._allocation(chosen, tolerance)
+
+    def config_within(self, tolerance: float) -> AVQConfig:
+        """`within` with the same sizes in the whole denoising, as a configuration.
+
+        Distillation needs it: the calls of a batch are from all parts of the denoising.
+
+        Raises:
+            TypeError: `tolerance` is not a number.
+            ValueError: it is not above 0 or not finite, or all layers need exact attention.
+        """
+        start = NUM_TRAIN_TIMESTEPS
+        layers = tuple(one.in_one_part() for one in self.layers)
+        allocation = replace(self, layers=layers, shares={start: 1.0}).within(tolerance)
+        chosen = {name: choices[start].sizes for name, choices in allocation.choices.items()}
+        exact = tuple(name for name, sizes in chosen.items() if sizes is None)
+        if len(exact) == len(chosen):
+            raise ValueError(f"within {tolerance} of exact attention, all layers must be exact.")
+        overrides = {name: asdict(sizes) for name, sizes in chosen.items() if sizes is not None}
+        return replace(self.config, exact=(*self.config.exact, *exact), overrides=overrides)
 
     def taking(self, time: float) -> Allocation:
         """The sizes of least output error that take at most a time; the fastest if none do."""

@@ -7,7 +7,9 @@ import pytest
 import yaml
 from tiny_training import CONFIGS, RUN_CONFIG
 
-from avq_diffusers import AVQCodebooks
+from avq_diffusers import AVQCodebooks, AVQConfig, ErrorProfile
+from avq_diffusers.hosts.layers import LayerSpec
+from avq_diffusers.hosts.profile import LayerEffects
 from avq_diffusers.mini import MINI_DISTILLED, MINI_DISTILLED_LEVEL1
 from distill.config import DistillConfig
 from distill.config_file import load_config, save_config
@@ -104,6 +106,26 @@ def test_shipped_students_are_of_their_rows(folder):
     assert shipped.avq_config == row.avq
     found = training["steps"], training["samples"], training["seed"]
     assert found == (row.steps, row.steps * row.batch_size, row.seed)
+
+
+def test_a_profile_decides_the_sizes_of_layers(tmp_path):
+    """Catches sizes of the file that stay beside those of the profile."""
+    layers = [
+        LayerEffects(
+            LayerSpec(name, 1, 2, 8), 64, {"M4P0C0": 1.0, "exact": 2.0}, {1000: {"M4P0C0": effect}}
+        )
+        for name, effect in (("up", 0.01), ("down", 0.5))
+    ]
+    measured = AVQConfig(levels=(0, 1), num_updates=1)
+    ErrorProfile(measured, tuple(layers), {1000: 1.0}).save(tmp_path / "profile.json")
+    chosen = [f"avq.profile={tmp_path / 'profile.json'}", "avq.tolerance=0.02"]
+    config = distillation([*OWN.split(), *chosen])
+    assert (config.avq.levels, config.avq.num_updates, config.avq.exact) == ((0, 1), 1, ("down",))
+    assert str(config.avq.for_layer("up", 1)) == "M4P0C0"
+    save_config(config, tmp_path)
+    assert load_config(tmp_path / "config.yaml", DistillConfig, []) == config
+    with pytest.raises(ValueError, match=r"avq\.profile needs avq\.tolerance, such as 0\.02"):
+        distillation(chosen[:1])
 
 
 def test_a_file_starts_from_its_base(tmp_path):

@@ -168,6 +168,20 @@ class TestWithin:
         assert found.choices["a"][600].effect == pytest.approx(0.04 * 2**0.5)
         assert plan(profile.within(0.01)) == {"a": {1000: "exact"}}
 
+    def test_the_same_sizes_in_the_whole_denoising(self):
+        """Catches effects of the first part only, and of parts added up."""
+        early = {"M4P0C0": 0.03, "M8P4C2": 0.0}
+        parts = {1000: early, 500: {"M4P0C0": 0.04, "M8P4C2": 0.0}}
+        never = {1000: {"M4P0C0": 1.0, "M8P4C2": 1.0}, 500: {"M4P0C0": 1.0, "M8P4C2": 1.0}}
+        halves = {1000: 0.5, 500: 0.5}
+        profile = profile_with((TIMES, parts), (TIMES, never), shares=halves)
+        for tolerance, sizes in ((0.051, "M4P0C0"), (0.049, "M8P4C2")):
+            config = profile.config_within(tolerance)
+            assert str(config.for_layer("a", 0)) == sizes
+            assert config.exact == ("b",)
+        with pytest.raises(ValueError, match="all layers must be exact"):
+            profile_with((TIMES, never), shares=halves).config_within(0.1)
+
     def test_measured_errors_correct_predicted_ones(self):
         """Catches a correction upside down, and one that ends with the curve."""
         effects = {1000: {"M4P0C0": 0.04, "M8P4C2": 0.01}}
