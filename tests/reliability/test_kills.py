@@ -5,9 +5,11 @@ What lies in a folder under a final name must be whole at every moment.
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from safetensors.torch import load_file
 from tiny import tiny_pipe
 from tiny_training import RUN_CONFIG, TINY_RUN
 
+from avq_diffusers.cli.main import main
 from avq_diffusers.mini import TEST_SEEDS, write_coco
 
 pytestmark = pytest.mark.long
@@ -107,7 +110,25 @@ def jobs(tmp_path_factory):
             place / "generation",
             ("images/00000[4-9].png",),
         ),
+        "measurement": Job(
+            "test_kills:measure_and_generate",
+            (
+                *(FOLDER, "generate", "a red star", *method, "--tolerance", "0.02", "--steps", "2"),
+                *("--height", str(SIZE), "--width", str(SIZE), "--device", "cpu"),
+            ),
+            place / "measurement",
+            ("*.png",),
+        ),
     }
+
+
+def measure_and_generate() -> None:
+    """`avq` whose profiles and images are in the folder that is named first."""
+    folder = sys.argv.pop(1)
+    Path(folder).mkdir(exist_ok=True)
+    os.environ["XDG_CACHE_HOME"] = folder
+    sys.argv += ["--out", f"{folder}/image.png"]
+    main()
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +144,9 @@ def seconds(jobs):
     return {kind: run(job) for kind, job in jobs.items()}
 
 
-KINDS = pytest.mark.parametrize("kind", ["calibration", "distillation", "generation"])
+KINDS = pytest.mark.parametrize(
+    "kind", ["calibration", "distillation", "generation", "measurement"]
+)
 
 
 @KINDS
