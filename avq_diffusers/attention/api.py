@@ -1,5 +1,6 @@
 """`avq_attention`, the public operation: checks its arguments, then chooses a backend."""
 
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from avq_diffusers.attention import reference, torch_backward, torch_forward
-from avq_diffusers.attention.limits import LIMITS, obstacles
+from avq_diffusers.attention import reference, self_check, torch_backward, torch_forward
+from avq_diffusers.attention.limits import LIMITS, faults, kind_of_call, obstacles
 from avq_diffusers.attention.spec import NUM_TOKENS, Spec, Tensors
 from avq_diffusers.attention.triton import codewords as tables
 from avq_diffusers.codebook.codebook import Codebook
@@ -323,16 +324,46 @@ def _kernel_attention(*arguments: Any) -> Tensor:
 
 
 def _launch_kernels(tensors: Tensors, spec: Spec) -> Tensor:
+    """The output of kernels; that of PyTorch if they need too much of the GPU, or are wrong."""
+    kernels = _kernels()
     with _current(tensors.query.device):
-        return _kernels().call.kernel_attention(tensors, *_kernel_codewords(tensors, spec), spec)
+        try:
+            output = kernels.call.kernel_attention(tensors, *_kernel_codewords(tensors, spec), spec)
+        except kernels.OutOfResources as error:
+            _note_lack(tensors, spec, error)
+            return _by_pytorch(tensors, spec)
+    if self_check.is_due(tensors, spec):
+        last = slice(-1, None)
+        expected = _by_pytorch(tensors.part(last), spec)
+        if not self_check.passes(tensors, spec, [(output[last], expected)]):
+            _settled.clear()
+            return _by_pytorch(tensors, spec)
+    return output
+
+
+def _by_pytorch(tensors: Tensors, spec: Spec) -> Tensor:
+    tensors = tensors.with_codewords_in(torch.promote_types(tensors.query.dtype, torch.float32))
+    with torch.autocast(tensors.query.device.type, enabled=False):
+        return torch_forward.avq_attention(tensors, spec)
+
+
+def _note_lack(tensors: Tensors, spec: Spec, error: Exception) -> None:
+    """Remember that calls of this kind need more than the GPU has."""
+    warnings.warn(f"AVQ runs in PyTorch for calls such as this one: {error}", stacklevel=3)
+    faults[kind_of_call(tensors, spec)] = f"the kernels need too much of this GPU: {error}"
+    _settled.clear()
 
 
 @cache
 def _kernels() -> SimpleNamespace:
     """The modules that launch kernels; importing them needs Triton."""
+    from triton.runtime.errors import OutOfResources
+
     from avq_diffusers.attention.triton import call, gradients, updates
 
-    return SimpleNamespace(call=call, gradients=gradients, updates=updates)
+    return SimpleNamespace(
+        call=call, gradients=gradients, updates=updates, OutOfResources=OutOfResources
+    )
 
 
 def _current(device: torch.device) -> AbstractContextManager:
@@ -367,16 +398,38 @@ def _(query: Tensor, *others: Any) -> Tensor:
 def _attention_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
     *call, needs_grad, by_kernels = arguments
     tensors, spec = _call_of(call)
-    query = tensors.query
-    if by_kernels:
-        gradients = _kernels().gradients
-        if gradients.serves(query, means=spec.means):
-            with _current(query.device):
-                codewords = _kernel_codewords(tensors, spec)
-                grads = gradients.kernel_gradients(grad_output, tensors, *codewords, spec)
+    if by_kernels and _kernels().gradients.serves(tensors.query, means=spec.means):
+        grads = _gradients_by_kernels(grad_output, tensors, spec)
+        if grads is not None:
             return [grad for grad, needed in zip(grads, needs_grad, strict=False) if needed]
-    tensors = tensors.with_codewords_in(torch.promote_types(query.dtype, torch.float32))
-    with torch.autocast(query.device.type, enabled=False):
+    return _gradients_by_pytorch(grad_output, tensors, spec, needs_grad)
+
+
+def _gradients_by_kernels(grad_output: Tensor, tensors: Tensors, spec: Spec) -> list[Tensor] | None:
+    """Gradients of all tokens; None if the kernels need too much of the GPU, or are wrong."""
+    kernels = _kernels()
+    with _current(tensors.query.device):
+        try:
+            codewords = _kernel_codewords(tensors, spec)
+            grads = kernels.gradients.kernel_gradients(grad_output, tensors, *codewords, spec)
+        except kernels.OutOfResources as error:
+            _note_lack(tensors, spec, error)
+            return None
+    if self_check.is_due(tensors, spec, of="gradients"):
+        last, needed = slice(-1, None), [x is not None for x in tensors.tokens]
+        expected = _gradients_by_pytorch(grad_output[last], tensors.part(last), spec, needed)
+        pairs = [(found[last], right) for found, right in zip(grads, expected, strict=True)]
+        if not self_check.passes(tensors, spec, pairs, of="gradients"):
+            _settled.clear()
+            return None
+    return grads
+
+
+def _gradients_by_pytorch(
+    grad_output: Tensor, tensors: Tensors, spec: Spec, needs_grad: Sequence[bool]
+) -> list[Tensor]:
+    tensors = tensors.with_codewords_in(torch.promote_types(tensors.query.dtype, torch.float32))
+    with torch.autocast(tensors.query.device.type, enabled=False):
         return torch_backward.gradients(grad_output, tensors, spec, needs_grad)
 
 

@@ -11,6 +11,25 @@ import torch
 from avq_diffusers.attention.spec import Spec, Tensors
 
 HAS_TRITON = find_spec("triton") is not None
+# What Triton makes of matrix products, by major compute capability. Others have "mma" (Ampere, Ada,
+# consumer Blackwell), whose operands are in registers.
+MATRIX_INSTRUCTIONS = {9: "wgmma", 10: "tcgen05"}
+
+# GPUs on which the tests compared the kernels with the definition, and the version of Triton.
+VERIFIED = {"NVIDIA H100": "3.6", "NVIDIA H200": "3.6"}
+
+# What was found wrong in this process: by device and, if only some calls are concerned, what these
+# have in common.
+faults: dict[tuple[Any, ...], str] = {}
+
+
+def matrix_instructions(capability: tuple[int, int]) -> str:
+    """What Triton makes of matrix products: `"mma"`, `"wgmma"` or `"tcgen05"`.
+
+    Args:
+        capability: compute capability, major and minor.
+    """
+    return MATRIX_INSTRUCTIONS.get(capability[0], "mma")
 
 
 class Limit(NamedTuple):
@@ -56,9 +75,26 @@ def _capability(tensors: Tensors, spec: Spec) -> tuple[int, int]:
 
 
 def _wide_head_dim(tensors: Tensors, spec: Spec) -> int | None:
-    """Of float32, on a GPU whose shared memory is small."""
-    is_wide = tensors.query.dtype == torch.float32 and _capability(tensors, spec) < (9, 0)
+    """Of float32, where operands must fit registers."""
+    has_mma = matrix_instructions(_capability(tensors, spec)) == "mma"
+    is_wide = tensors.query.dtype == torch.float32 and has_mma
     return tensors.query.shape[3] if is_wide else None
+
+
+def kind_of_call(tensors: Tensors, spec: Spec) -> tuple[Any, ...]:
+    """What calls have in common that need the same resources of a GPU.
+
+    Args:
+        tensors, spec: of one of them, checked.
+    """
+    return tensors.query.device, tensors.query.dtype, tensors.query.shape[3], spec
+
+
+def _fault(tensors: Tensors, spec: Spec) -> str | None:
+    if not faults:
+        return None
+    kind = kind_of_call(tensors, spec)
+    return faults.get(kind[:1]) or faults.get(kind)
 
 
 def _span(tensors: Tensors, spec: Spec) -> int:
@@ -123,7 +159,7 @@ LIMITS: dict[str, dict[str, Limit]] = {
         "head dim of float32": Limit(
             64,
             _wide_head_dim,
-            "float32 with head dim {found} needs compute capability 9.0",
+            "float32 with head dim {found} needs compute capability 9 or 10",
             operator.ge,
         ),
         "query tile": _most(128, "query_tile", lambda call, spec: spec.query_tile),
@@ -135,6 +171,7 @@ LIMITS: dict[str, dict[str, Limit]] = {
         ),
         "children": _most(32, "num_children", lambda call, spec: spec.num_children),
         "batch": _most(65535, "batch", lambda call, spec: call.query.shape[0]),
+        "fault": Limit((), _fault, "{found}"),
         "span": Limit(
             2**31 - 1, _span, "one batch element spans 2^31 elements or more: {shape}", operator.ge
         ),

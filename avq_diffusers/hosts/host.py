@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from platformdirs import user_cache_path
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from avq_diffusers.attention import self_check
 from avq_diffusers.hosts.checkpointing import forget_calls, keep_calls
 from avq_diffusers.hosts.interception import active_backend
 from avq_diffusers.hosts.layers import ATTRIBUTE, Layer, Replaced
@@ -260,6 +262,7 @@ def all_or_nothing(models: Iterable[Hosted]) -> Iterator[None]:
 
 def install(of_models: Mapping[Hosted, Mapping[Layer, LayerState]]) -> None:
     """Run layers of models with these states, in place of all earlier ones, or change nothing."""
+    self_check.folder = user_cache_path("avq-diffusers") / "checks"
     with all_or_nothing(of_models):
         for hosted, states in of_models.items():
             _take_off(hosted)

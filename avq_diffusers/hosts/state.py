@@ -13,6 +13,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor, nn
 
 from avq_diffusers.attention.api import attention_and_backend
+from avq_diffusers.attention.limits import faults
 from avq_diffusers.attention.orders import joint_order, query_order
 from avq_diffusers.config import MOST_CODEWORDS_PER_KEY, AVQConfig, Sizes
 from avq_diffusers.hosts.interception import backend_interception, score_interception
@@ -239,6 +240,8 @@ class LayerState(Replaced):
     def routed_because(self, num_tokens: int, hidden_states: Tensor) -> str | None:
         """Why exact attention is the better one for that many tokens of a grid; None if AVQ is."""
         route, call = self.route, self.call.get()
+        if self.backend == "auto" and (hidden_states.device,) in faults:
+            return "the kernels are wrong on this GPU"
         if num_tokens < route.few_tokens:
             return "few tokens"
         if call is not None and not self._has_keys_for(call.sizes, num_tokens):

@@ -1,16 +1,23 @@
 """A call of the kernels from keys to outputs: precompute, then attention, in one memory."""
 
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from avq_diffusers.attention.spec import Spec, Tensors
 from avq_diffusers.attention.triton.attention import attention_launch
 from avq_diffusers.attention.triton.codewords import StoredCodes
-from avq_diffusers.attention.triton.launch import MOST_PLANS, Plan, address
+from avq_diffusers.attention.triton.launch import MOST_PLANS, Address, Plan, address
 from avq_diffusers.attention.triton.precompute import precompute_launches
 from avq_diffusers.attention.triton.problem import Problem, addresses_of, readable
+from avq_diffusers.attention.triton.tuning import MOST_REDUCED
+
+# How often tilings of variants were made smaller in this process.
+reductions: Counter[Problem] = Counter()
 
 
 def kernel_attention(
@@ -27,15 +34,39 @@ def kernel_attention(
 
     Returns:
         (B, H, N, D) view of new (B, N, H, D) memory, dtype of the queries.
+
+    Raises:
+        OutOfResources: the GPU lacks the registers or shared memory for the smallest tiling.
     """
     tensors = readable(tensors)
     query = tensors.query
-    plan = _plan(Problem.of(tensors, stored, parents, spec))
     output = torch.empty_permuted(query.shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
     addresses = addresses_of(tensors, stored, parents)
     addresses["output"] = address(output)
-    plan.run(addresses, query.device)
+    run_fitting(_plan, Problem.of(tensors, stored, parents, spec), addresses)
     return output
+
+
+def run_fitting(
+    make_plan: Callable[[Problem], Plan], problem: Problem, addresses: Mapping[str, Address]
+) -> tuple[Plan, Tensor]:
+    """Run the plan of a problem, with smaller tilings where the GPU lacks the resources.
+
+    Returns:
+        the plan and its memory.
+
+    Raises:
+        OutOfResources: it lacks them for the smallest tiling.
+    """
+    while True:
+        reduction = reductions[problem.variant] if reductions else 0
+        plan = make_plan(problem._replace(reduction=reduction) if reduction else problem)
+        try:
+            return plan, plan.run(addresses, problem.device)
+        except OutOfResources:
+            if reduction == MOST_REDUCED:
+                raise
+            reductions[problem.variant] += 1
 
 
 @lru_cache(MOST_PLANS)

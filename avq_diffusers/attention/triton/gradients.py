@@ -7,13 +7,14 @@ the same bits.
 Shapes: as in `call`.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from avq_diffusers.attention.spec import Spec, Tensors
 from avq_diffusers.attention.triton.attention import attention_launch
+from avq_diffusers.attention.triton.call import run_fitting
 from avq_diffusers.attention.triton.codewords import StoredCodes, padded
 from avq_diffusers.attention.triton.column_gradients import (
     ColumnGradients,
@@ -86,11 +87,12 @@ def kernel_gradients(
         of_part = readable(tensors.part(part))
         part_parents = None if parents is None else parents[part]
         grad = kernel_layout(grad_output[part], 8)
-        plan = _plan(Problem.of(of_part, stored, part_parents, spec), Layout.of(grad))
+        problem = Problem.of(of_part, stored, part_parents, spec)
         addresses = addresses_of(of_part, stored, part_parents)
         addresses["grad_output"] = address(grad)
         addresses |= {name: address(x[part]) for name, x in grads.items()}
-        memory = plan.run(addresses, grad.device)
+        make_plan = partial(_plan, grad_output=Layout.of(grad))
+        plan, memory = run_fitting(make_plan, problem, addresses)
         if "grad_sink_key" in grads:
             of_sinks = plan.part(memory, "sink_column").sum(dim=2)
             grads["grad_sink_value"][part] = of_sinks[..., :head_dim]

@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from avq_diffusers.attention.limits import matrix_instructions
 from avq_diffusers.attention.spec import Spec, Tensors
 from avq_diffusers.attention.triton.codewords import StoredCodes
 from avq_diffusers.attention.triton.launch import (
@@ -45,6 +46,7 @@ class Problem(NamedTuple):
 
     query, key, value, sinks: layouts; `sinks` of sink keys and values, or None.
     query_order, key_order: dtypes, or None.
+    reduction: how often tilings are made smaller, for GPUs that lack the resources.
     """
 
     device: torch.device
@@ -58,6 +60,7 @@ class Problem(NamedTuple):
     is_stored: bool  # a codebook has the codewords
     has_parents: bool  # updated parents are given
     spec: Spec
+    reduction: int = 0
 
     @classmethod
     def of(
@@ -86,6 +89,18 @@ class Problem(NamedTuple):
     def capability(self) -> tuple[int, int]:
         """Compute capability of the GPU."""
         return capability_of(self.device)
+
+    @property
+    def instructions(self) -> str:
+        """What Triton makes of matrix products: `"mma"`, `"wgmma"` or `"tcgen05"`."""
+        return matrix_instructions(self.capability)
+
+    @property
+    def variant(self) -> "Problem":
+        """The problem without what kernels compile alike: batch, strides and numbers of tokens."""
+        anything = Layout(torch.Size((1, *self.query.shape[1:2], 1, *self.query.shape[3:])), ())
+        sinks = self.sinks and (anything, anything)
+        return self._replace(query=anything, key=anything, value=anything, sinks=sinks, reduction=0)
 
     @property
     def num_keys(self) -> int:

@@ -24,12 +24,29 @@ class AttentionTiling:
     running_max: bool = True  # start with a running maximum
 
 
+# Most columns of a block, by how often a tiling was made smaller.
+COLUMNS = (128, 32, 16)
+MOST_REDUCED = len(COLUMNS) - 1
+
+
 def attention_tiling(problem: Problem) -> AttentionTiling:
     """The tiling of the attention kernel, measured on an H200."""
     tiling = _without_keys(problem)
     if tiling.max_registers and meets_keys(problem):  # they need more, and three programs still fit
-        return replace(tiling, max_registers=168)
-    return tiling
+        tiling = replace(tiling, max_registers=168)
+    return _reduced(tiling, problem)
+
+
+def _reduced(tiling: AttentionTiling, problem: Problem) -> AttentionTiling:
+    """The tiling within the columns of a reduction."""
+    if not problem.reduction:
+        return tiling
+    columns, num_children = COLUMNS[problem.reduction], problem.spec.num_children
+    return replace(
+        tiling,
+        parents_per_block=max(1, columns // padded(num_children) if num_children else columns),
+        parent_block=min(columns, tiling.parent_block),
+    )
 
 
 def meets_keys(problem: Problem) -> bool:
@@ -38,7 +55,7 @@ def meets_keys(problem: Problem) -> bool:
 
 
 def _without_keys(problem: Problem) -> AttentionTiling:
-    spec, dtype, capability = problem.spec, problem.dtype, problem.capability
+    spec, dtype, has_mma = problem.spec, problem.dtype, problem.instructions == "mma"
     head_dim = problem.query.shape[3]
     _, parent_rows, child_rows = padded_sizes(head_dim, spec.num_parents, spec.num_children)
     child_rows = max(1, child_rows)
@@ -50,10 +67,10 @@ def _without_keys(problem: Problem) -> AttentionTiling:
         parent_block=parent_rows if parent_rows <= 128 else 64,
     )
     few_parents = max(1, 32 // child_rows)
-    if capability < (9, 0) and (dtype == torch.float32 or head_dim > 64):
+    if has_mma and (dtype == torch.float32 or head_dim > 64):
         # mma.sync keeps all operands in registers; this does not spill.
         return replace(tiling, parents_per_block=few_parents, parent_block=32)
-    if capability < (9, 0) or dtype == torch.float32:
+    if has_mma or dtype == torch.float32:
         return tiling if parent_rows <= 64 else replace(tiling, parents_per_block=few_parents)
     # Measured on an H200: fewer instructions and more programs beat more warps. From 96 columns on
     # a fixed maximum is faster on an H100, but with sink keys it spills.
@@ -65,7 +82,7 @@ def _without_keys(problem: Problem) -> AttentionTiling:
         return replace(tiling, rest_columns=32)
     if tiling.parent_block <= 64:
         tiling = replace(tiling, parents_per_block=few_parents)
-        if head_dim <= 64:
+        if head_dim <= 64 and problem.instructions == "wgmma":
             tiling = replace(tiling, max_registers=128 if spec.num_refined else 144)
     return tiling
 
@@ -80,7 +97,7 @@ def again_blocks(problem: Problem, parent_block: int, parents_per_block: int) ->
 
 def keys_per_block(problem: Problem) -> int:
     """Exact or sink keys of one block of the online softmax; 64 spill where registers are few."""
-    has_few = problem.exact_keys or problem.query.shape[3] <= 64 or problem.capability < (9, 0)
+    has_few = problem.exact_keys or problem.query.shape[3] <= 64 or problem.instructions == "mma"
     return 32 if has_few or problem.dtype == torch.float32 else 64
 
 
@@ -118,6 +135,22 @@ def precompute_tiling(problem: Problem) -> PrecomputeTiling:
 
     Float32 takes smaller tiles to fit registers and shared memory.
     """
+    tiling = _precompute_tiling(problem)
+    if not problem.reduction:
+        return tiling
+    columns = COLUMNS[problem.reduction]
+    return replace(
+        tiling,
+        sort_keys=columns,
+        sort_parents=columns,
+        sort_shared=24 * 1024,
+        sort_stages=1,
+        leaf_keys=columns,
+        leaf_stages=1,
+    )
+
+
+def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
     spec, means = problem.spec, problem.spec.means
     batch, heads, num_keys, head_dim = problem.key.shape
     padded_dim, _, _ = padded_sizes(head_dim, spec.num_parents, spec.num_children)
@@ -211,21 +244,22 @@ class GradientTiling:
 
 def gradient_tiling(problem: Problem) -> GradientTiling:
     """The tiling of the gradients, measured on an H200."""
-    spec, is_large = problem.spec, problem.capability >= (9, 0)
+    spec, is_large = problem.spec, problem.instructions == "wgmma"
     head_dim = problem.query.shape[3]
     padded_dim, parent_rows, child_rows = padded_sizes(
         head_dim, spec.num_parents, spec.num_children
     )
     child_rows = max(1, child_rows)
     leaf_numbers = child_rows * padded(2 * head_dim)
+    choice = AttentionTiling(
+        num_warps=4 if is_large and head_dim <= 64 else 8,
+        num_stages=1,
+        parents_per_block=max(1, 32 // child_rows),
+        parent_block=parent_rows if parent_rows <= 128 else 64,
+    )
     return GradientTiling(
-        choice=AttentionTiling(
-            num_warps=4 if is_large and head_dim <= 64 else 8,
-            num_stages=1,
-            parents_per_block=max(1, 32 // child_rows),
-            parent_block=parent_rows if parent_rows <= 128 else 64,
-        ),
-        columns=64 if is_large else 32,
+        choice=_reduced(choice, problem),
+        columns=min(64 if is_large else 32, COLUMNS[problem.reduction]),
         # One warp is an order of magnitude faster than four, as long as its sums fit registers.
         leaf_tiles=max(1, 2048 // leaf_numbers),
         leaf_warps=max(1, leaf_numbers // 2048),

@@ -1,0 +1,142 @@
+"""Kernels on GPUs that nobody verified are compared with the PyTorch path at their first use.
+
+A compiler or driver that makes something else of a kernel must not change an image unseen. The
+first call of a kind is computed twice, for one element of its batch, and compared tile by tile.
+What has passed is remembered for this GPU, this Triton and this package, in `folder` too if it is
+set.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from avq_diffusers.attention.limits import VERIFIED, faults
+from avq_diffusers.attention.spec import NUM_TOKENS, Spec, Tensors
+
+# Where passed checks are remembered between processes, if anywhere.
+folder: Path | None = None
+
+# Largest distance of a tile of one head, relative to what it should be: several times what rounding
+# makes of a tile, and less than one wrong row.
+LARGEST_ERROR = 0.1
+TILE = 64
+
+_passed: set[str] = set()
+
+
+@cache
+def is_verified(device: torch.device) -> bool:
+    """Whether tests have run on this kind of GPU with this Triton.
+
+    Args:
+        device: others than GPUs count as verified.
+    """
+    if device.type != "cuda":
+        return True
+    name, triton = torch.cuda.get_device_name(device), version("triton")
+    return any(name.startswith(card) and triton.startswith(x) for card, x in VERIFIED.items())
+
+
+def is_due(tensors: Tensors, spec: Spec, *, of: str = "attention") -> bool:
+    """Whether this call is the first of its kind on a GPU that is not verified.
+
+    Never while a CUDA graph is captured: a check needs the host.
+
+    Args:
+        tensors, spec: of the call, checked.
+        of: what is computed, `"attention"` or `"gradients"`.
+    """
+    device = tensors.query.device
+    if is_verified(device):
+        return False
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    name = _name(tensors, spec, of)
+    if name not in _passed and folder is not None and (folder / name).exists():
+        _passed.add(name)
+    return name not in _passed
+
+
+def passes(
+    tensors: Tensors, spec: Spec, pairs: Iterable[tuple[Tensor, Tensor]], *, of: str = "attention"
+) -> bool:
+    """Compare what kernels made with what is right; note and warn if it differs.
+
+    Args:
+        tensors, spec: of the call, for its kind.
+        pairs: (B, H, N, D) by kernels, and as it should be.
+        of: what was computed.
+    """
+    error = max(distance(found, expected) for found, expected in pairs)
+    device = tensors.query.device
+    if error <= LARGEST_ERROR:
+        _remember(_name(tensors, spec, of))
+        return True
+    faults[(device,)] = "the kernels gave a wrong result on this GPU"
+    warnings.warn(
+        f"AVQ's kernels gave a wrong result on this GPU and are off in this process. Please report "
+        f"this line: {_environment(device)}; {of}, error {error:.3g}, {tuple(tensors.query.shape)} "
+        f"{tensors.query.dtype}, {spec}.",
+        stacklevel=2,
+    )
+    return False
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The largest relative distance of a tile of one head; infinite if a number is not finite.
+
+    Args:
+        found, expected: (B, H, N, D).
+    """
+    if not found.isfinite().all():
+        return float("inf")
+    padding = (0, 0, 0, -expected.shape[2] % TILE)
+    difference, size = (
+        torch.nn.functional.pad(x.float(), padding).unflatten(2, (-1, TILE)).square().sum((3, 4))
+        for x in (found.float() - expected.float(), expected)
+    )
+    # Tiles whose outputs nearly cancel count by the mean of their head.
+    size = torch.maximum(size, size.mean(dim=2, keepdim=True) / 4).clamp_min(1e-30)
+    return float((difference / size).max().sqrt())
+
+
+def _name(tensors: Tensors, spec: Spec, of: str) -> str:
+    """The name of a kind of call: what its kernels are compiled for."""
+    query = tensors.query
+    given = [x is None for x in tensors]
+    orders = [None if x is None else x.dtype for x in tensors[NUM_TOKENS:]]
+    facts = (_environment(query.device), of, query.dtype, query.shape[1], query.shape[3], spec)
+    return hashlib.sha256(repr((facts, given, orders)).encode()).hexdigest()[:24]
+
+
+def _remember(name: str) -> None:
+    _passed.add(name)
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    except OSError:
+        return
+
+
+@cache
+def _environment(device: torch.device) -> str:
+    """What a report needs to know."""
+    facts: list[Any] = [device.type]
+    if device.type == "cuda":
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        facts = [torch.cuda.get_device_name(device), f"compute capability {capability}"]
+    for package in ("avq-diffusers", "torch", "triton"):
+        try:
+            facts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            facts.append(f"{package} of unknown version")
+    return ", ".join(facts)

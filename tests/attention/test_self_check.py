@@ -1,0 +1,154 @@
+"""Kernels that go wrong, or need too much of a GPU, on GPUs that nobody verified."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.runtime.errors import OutOfResources
+
+from avq_diffusers import avq_attention
+from avq_diffusers.attention import limits, self_check
+from avq_diffusers.attention.triton import call, launch, tuning
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPTIONS = {"num_parents": 8, "num_children": 4, "num_refined": 2, "query_tile": 32}
+TOKENS = [
+    torch.randn(2, 2, 100, 16, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+    for i in range(3)
+]
+
+
+@pytest.fixture(autouse=True)
+def unverified_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(self_check, "is_verified", lambda device: False)
+    monkeypatch.setattr(self_check, "folder", tmp_path / "checks")
+    monkeypatch.setattr(self_check, "_passed", set())
+    yield
+    limits.faults.clear()
+    call.reductions.clear()
+
+
+def attention(backend: str = "triton", **options) -> torch.Tensor:
+    return avq_attention(*TOKENS, **OPTIONS | options, backend=backend)
+
+
+def spoil(monkeypatch, kernel: str, pointer: str, change) -> None:
+    """Change what lies at a pointer after every launch of a kernel, as a wrong kernel would."""
+    launch_it = launch.Launch.__call__
+
+    def spoiled(self, addresses, stream):
+        launch_it(self, addresses, stream)
+        if self.kernel.__name__ == kernel:
+            change(addresses[pointer])
+
+    monkeypatch.setattr(launch.Launch, "__call__", spoiled)
+
+
+def fill(value, *place):
+    return lambda tensor: tensor.__setitem__(place, value)
+
+
+def swap(tensor):
+    tensor[..., 40:42, :] = tensor[..., 40:42, :].flip(-2)
+
+
+def roll(tensor):
+    tensor.copy_(tensor.roll(1, -1))
+
+
+ALL = slice(None)
+WRONG = {
+    "a row is missing": ("attention_kernel", "output", fill(0, ALL, ALL, 7)),
+    "a number is NaN": ("attention_kernel", "output", fill(torch.nan, -1, 0, 3, 5)),
+    "two rows change places": ("attention_kernel", "output", swap),
+    "channels are shifted": ("attention_kernel", "output", roll),
+    "the last rows are missing": ("attention_kernel", "output", fill(0, ALL, ALL, slice(96, None))),
+    "a quarter too much": ("attention_kernel", "output", lambda x: x.mul_(1.25)),
+    "a head is that of another": ("attention_kernel", "output", lambda x: x[:, 0].copy_(x[:, 1])),
+    "mean values are missing": ("aggregate_kernel", "mean_values", fill(0, ALL, ALL, slice(4))),
+    "counts are of others": ("aggregate_kernel", "log_counts", roll),
+    "codes are of others": ("aggregate_kernel", "codes", lambda x: x.copy_(x.roll(1, -2))),
+}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reaches into interpreted kernels")
+@pytest.mark.parametrize("fault", WRONG.values(), ids=[*WRONG])
+def test_wrong_kernels_change_no_output(monkeypatch, fault):
+    expected = attention("torch")
+    spoil(monkeypatch, *fault)
+    with pytest.warns(UserWarning, match="a wrong result on this GPU .* Please report this line: "):
+        assert torch.equal(attention(), expected)
+    with pytest.raises(ValueError, match="the kernels gave a wrong result on this GPU"):
+        attention()
+    assert not self_check.folder.exists()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reaches into interpreted kernels")
+def test_wrong_gradients_train_nothing(monkeypatch):
+    """Catches a check of the forward pass only, and one gradient that passes for all."""
+
+    def gradients(backend):
+        tokens = [x.half().requires_grad_() for x in TOKENS]
+        avq_attention(*tokens, **OPTIONS, backend=backend).sum().backward()
+        return [x.grad for x in tokens]
+
+    spoil(monkeypatch, "key_gradients_kernel", "grad_value", lambda x: x.mul_(1.25))
+    with pytest.warns(UserWarning, match="a wrong result on this GPU .* gradients, error"):
+        found = gradients("triton")
+    assert all(map(torch.equal, found, gradients("torch")))
+
+
+@pytest.mark.parametrize("options", [{}, {"exact_keys": 16}, {"num_updates": 1}])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
+)
+def test_right_kernels_pass_once(monkeypatch, options, dtype):
+    """Also for a later process, which reads the folder. Rounding is far from what counts."""
+    tokens = [x.to(dtype) for x in TOKENS]
+    errors, distance = [], self_check.distance
+    monkeypatch.setattr(
+        self_check, "distance", lambda *pair: errors.append(distance(*pair)) or errors[-1]
+    )
+    for _ in range(2):
+        avq_attention(*tokens, **OPTIONS | options, backend="triton")
+    self_check._passed.clear()
+    avq_attention(*tokens, **OPTIONS | options, backend="triton")
+    assert len(errors) == 1
+    assert errors[0] < self_check.LARGEST_ERROR / 5
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_gpu_with_less_memory_gets_smaller_tilings(monkeypatch, failures):
+    """Catches one that is tried again at every call."""
+    expected, plans, run = attention(), [], launch.Plan.run
+
+    def limited(plan, inputs, device):
+        plans.append(plan)
+        if len(plans) <= failures:
+            raise OutOfResources(200_000, 100_000, "shared memory")
+        return run(plan, inputs, device)
+
+    monkeypatch.setattr(launch.Plan, "run", limited)
+    for _ in range(2):
+        torch.testing.assert_close(attention(), expected)
+    assert len({*plans}) == failures + 1
+    assert len(plans) == failures + 2
+    assert [*call.reductions.values()] == [failures]
+
+
+def test_a_gpu_with_far_less_memory_gets_pytorch(monkeypatch):
+    expected, plans = attention("torch"), []
+
+    def never(plan, inputs, device):
+        plans.append(plan)
+        raise OutOfResources(200_000, 100_000, "shared memory")
+
+    monkeypatch.setattr(launch.Plan, "run", never)
+    with pytest.warns(UserWarning, match="AVQ runs in PyTorch for calls such as this one: out of"):
+        assert torch.equal(attention(), expected)
+    assert len(plans) == 1 + tuning.MOST_REDUCED
+    with pytest.raises(ValueError, match="the kernels need too much of this GPU: out of resource"):
+        attention()
+    assert attention(num_refined=3, backend="torch").isfinite().all()
