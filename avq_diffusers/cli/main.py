@@ -1,4 +1,4 @@
-"""The `avq` command: generate, bench, app, calibrate, inspect.
+"""The `avq` command: generate, bench, app, calibrate, inspect, info.
 
 This module reads and checks options. The code of a command is imported when it runs, so that help
 and refused options do not wait for PyTorch.
@@ -305,6 +305,14 @@ def inspect(
     from avq_diffusers.cli.inspection import print_codebooks
 
     print_codebooks(load_codebooks(codebooks))
+
+
+@app.command()
+def info() -> None:
+    """Print versions, GPU, backends and cache folders, for a bug report."""
+    from avq_diffusers.cli.info import print_info
+
+    print_info()
 
 
 def main() -> None:

@@ -1,0 +1,84 @@
+"""`avq info`: what a bug report needs to know."""
+
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from platformdirs import user_cache_path
+
+from avq_diffusers.attention.limits import VERIFIED, obstacles
+from avq_diffusers.attention.self_check import is_verified
+from avq_diffusers.attention.spec import Spec, Tensors
+from avq_diffusers.config import AVQConfig
+
+PACKAGES = ("avq-diffusers", "torch", "triton", "diffusers", "transformers", "accelerate")
+
+
+def print_info() -> None:
+    """Print versions, GPU, backends and cache folders, one fact a line."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    lines = {
+        "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
+        "system": system,
+        "device": _described(device),
+        **{f"backend {name}": _state(name, device) for name in ("triton", "torch")},
+        "verified": _verified(device),
+    }
+    cache = user_cache_path("avq-diffusers")
+    for name, what in (("profiles", "*.json"), ("checks", "*")):
+        lines[name] = f"{len([*(cache / name).glob(what)])} in {cache / name}"
+    lines["routes"] = str(cache / "routes.json")
+    if not (cache / "routes.json").exists():
+        lines["routes"] += ", not written yet"
+    width = max(map(len, lines))
+    for name, text in lines.items():
+        print(f"{name:{width}}  {text}")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _described(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"no GPU that PyTorch sees; CPU with {torch.get_num_threads()} threads"
+    major, minor = torch.cuda.get_device_capability(device)
+    total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return (
+        f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, "
+        f"{total:.0f} GiB, CUDA {torch.version.cuda}, driver {_driver()}"
+    )
+
+
+def _driver() -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "unknown"
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    return found[0] if found else "unknown"
+
+
+def _state(backend: str, device: torch.device) -> str:
+    """Whether a backend runs the default sizes in half precision, or why not."""
+    tokens = torch.empty(1, 1, 1024, 64, dtype=torch.float16, device=device)
+    tensors = Tensors(tokens, tokens, tokens, *(None,) * 6)
+    arguments = AVQConfig().attention_arguments
+    spec = Spec.of_call(tensors, arguments | {"scale": None})
+    reasons = obstacles(backend, tensors, spec)
+    return f"cannot run: {'; '.join(reasons)}" if reasons else "runs"
+
+
+def _verified(device: torch.device) -> str:
+    cards = ", ".join(f"{card} with Triton {triton}" for card, triton in VERIFIED.items())
+    if device.type != "cuda":
+        return f"kernels on {cards}"
+    if is_verified(device):
+        return "yes"
+    return f"no ({cards}): the first call of each kind is compared with PyTorch"
