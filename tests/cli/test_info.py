@@ -9,7 +9,7 @@ from avq_diffusers.cli.main import app
 
 
 def test_info_says_what_runs_here(monkeypatch, tmp_path):
-    """Catches a package whose absence ends the command, and reasons other than those of dispatch."""
+    """Catches a package whose absence ends the command, and reasons that dispatch does not give."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     result = CliRunner().invoke(app, ["info"])
