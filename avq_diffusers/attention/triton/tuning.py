@@ -130,6 +130,10 @@ class PrecomputeTiling:
     leaf_registers: int | None = None
 
 
+# Where sums of 64 keys of head dims above 64 spill: A100 and RTX 50.
+FEW_LEAF_KEYS = ((8, 0), (12, 0))
+
+
 def precompute_tiling(problem: Problem) -> PrecomputeTiling:
     """The tiling of sort and aggregation, measured on an H200 for half precision.
 
@@ -175,10 +179,10 @@ def _precompute_tiling(problem: Problem) -> PrecomputeTiling:
         # As many as fit without a spill: more programs share a multiprocessor.
         tiling = replace(tiling, leaf_registers=168, piece_keys=min(tiling.piece_keys, 1024))
     elif means:
-        # Sums of keys and values in one warp spill, and on an A100 those of 64 keys.
+        # Sums of keys and values in one warp spill.
         tiling = replace(
             tiling,
-            leaf_keys=32 if problem.capability == (8, 0) else 64,
+            leaf_keys=32 if problem.capability in FEW_LEAF_KEYS else 64,
             leaf_warps=2,
             piece_keys=min(tiling.piece_keys, 1024),
         )
@@ -244,7 +248,8 @@ class GradientTiling:
 
 def gradient_tiling(problem: Problem) -> GradientTiling:
     """The tiling of the gradients, measured on an H200."""
-    spec, is_large = problem.spec, problem.instructions == "wgmma"
+    spec, instructions = problem.spec, problem.instructions
+    is_large, has_mma = instructions == "wgmma", instructions == "mma"
     head_dim = problem.query.shape[3]
     padded_dim, parent_rows, child_rows = padded_sizes(
         head_dim, spec.num_parents, spec.num_children
@@ -263,7 +268,7 @@ def gradient_tiling(problem: Problem) -> GradientTiling:
         # One warp is an order of magnitude faster than four, as long as its sums fit registers.
         leaf_tiles=max(1, 2048 // leaf_numbers),
         leaf_warps=max(1, leaf_numbers // 2048),
-        keys=min(32, 2048 // padded_dim),
+        keys=min(32, (1024 if problem.exact_keys and has_mma else 2048) // padded_dim),
     )
 
 
