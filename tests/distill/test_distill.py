@@ -50,7 +50,7 @@ from distill.checkpointing.hub import HTTP_ERRORS, model_card
 from distill.checkpointing.run_folder import locked
 from distill.config import DistillConfig
 from distill.config_file import load_config
-from distill.log import log_path, reduced_means
+from distill.log import Meter, log_path
 from distill.objective import timestep_weights
 from distill.preview import generate, student_in
 from distill.run import Run, unsuited
@@ -165,9 +165,10 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
 
 
 def test_an_infinite_gradient_ends_a_run_that_scales_none():
-    totals = {"loss": torch.tensor(1.0), "grad_norm": torch.tensor(torch.inf)}
+    meter = Meter(Accelerator(cpu=True), 0)
+    meter.add({"loss": torch.tensor(1.0), "grad_norm": torch.tensor(torch.inf)})
     with pytest.raises(FloatingPointError, match="grad_norm inf"):
-        reduced_means(totals, 1, 1, Accelerator(cpu=True))
+        meter.means(1, 4)
 
 
 def test_sheets_leave_the_teacher_exact_and_have_noise_per_image():
