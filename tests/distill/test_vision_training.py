@@ -103,10 +103,8 @@ def saving(every):
 
 def command(place, name, output, task="classification", **changes):
     path = ROOT / "configs" / "vision" / f"scenes_{task}.yaml"
-    found = [name, "--config", str(path), "--output", str(output)]
-    for value in overrides(place, task, **changes):
-        found += ["--set", value]
-    return found
+    values = [part for value in overrides(place, task, **changes) for part in ("--set", value)]
+    return [name, "--config", str(path), "--output", str(output), *values]
 
 
 def invoke(*arguments, code=0):
