@@ -280,19 +280,23 @@ def test_the_model_card_loads_the_result(finished, model):
 
 
 def test_model_cards_name_what_is_public():
+    """Catches the folders of whoever trained."""
     training = {"losses": {}, "layers": {}, "config": "row"}
     data = "{source: huggingface, path: me/set, split: train, image_column: a, captions: /x/c.txt}"
-    settings = {"base_model": "me/base", "data": data}
-    text = model_card(tiny_config(**settings), training, source="codebooks")
-    for part in ("- me/set\n", "base_model: me/base\n", "captions: c.txt", "path: me/set"):
-        assert part in text
-    assert "/x" not in text
-    settings = {"base_model": "mini-sd", "data.cache": "/x/cache"}
-    text = model_card(tiny_config(**settings), training, source="codebooks")
-    for part in ("from avq_diffusers.mini import MINI_SD\n", "from_pretrained(MINI_SD"):
-        assert part in text
-    assert "/x" not in text
-    assert "datasets:" not in text
+    for settings, parts in (
+        (
+            {"base_model": "me/base", "data": data},
+            ("- me/set\n", "base_model: me/base\n", "captions: c.txt", "path: me/set"),
+        ),
+        (
+            {"base_model": "mini-sd", "data.cache": "/x/cache"},
+            ("from avq_diffusers.mini import MINI_SD\n", "from_pretrained(MINI_SD"),
+        ),
+    ):
+        text = model_card(tiny_config(**settings), training, source="codebooks")
+        assert all(part in text for part in parts)
+        assert "/x" not in text
+        assert ("datasets:" in text) == ("data" in settings)
 
 
 @pytest.fixture
@@ -385,14 +389,11 @@ def test_linfusion_is_trained_and_loaded(model, tmp_path):
             "precision": "bf16",
             "gradient_checkpointing": "true",
             "objective.diveq": "true",
-            **NO_DEAD,
-        },
-        {
             "avq.key_norm": "true",
-            "objective.full_spawning": "false",
             "avq.num_children": 0,
             "avq.num_refined": 0,
             "data.cache": "CACHE",
+            **NO_DEAD,
         },
         {
             "precision": "bf16",
@@ -416,12 +417,6 @@ def test_options_run_and_resume(model, tmp_path, settings):
     exports = [AVQCodebooks.from_pretrained(path / "codebooks") for path in (whole, halves)]
     assert_same(*({"tensors": exported.state_dict()} for exported in exports))
     assert exports[0].own_codewords == (settings.get("codebooks") == "null")
-    for key, counts in final(whole, 2)["objective"].items():
-        if "ema_counts" in key and settings.get("codebooks.dead_threshold") == "null":
-            total = {8: 64, 16: 16}[
-                final(whole, 2)["objective"][key.replace("counts", "key_sums")].shape[-1]
-            ]
-            torch.testing.assert_close(counts[:, :, 0].sum(1), torch.full((2,), 4.0 * total))
 
 
 # Resuming
