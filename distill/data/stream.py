@@ -103,8 +103,7 @@ class EncodedSamples:
     def _read_cache(self, order: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
         device = self.encoder.device
         for batch in load_batches(self.cached, order, self.workers, device):
-            moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-            yield {name: value.float() for name, value in moved.items()}
+            yield {name: x.to(device, non_blocking=True).float() for name, x in batch.items()}
 
 
 def sample_order(
