@@ -1,6 +1,5 @@
 """Broken samples, workers, the order of samples, and their noise."""
 
-import contextlib
 import multiprocessing
 from dataclasses import replace
 from io import BytesIO
@@ -14,14 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 from toy_data import (
-    CAPTIONS,
     SCENES,
     SIZE,
     arguments,
     assert_same,
     encoder,
     make_stream,
-    parquet,
     pictures,
     png,
     source,
@@ -55,15 +52,25 @@ def test_a_broken_image_is_named_and_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("captions", "found"), [([*CAPTIONS[:4], None], "None"), ([1, 2, 3, 4, 5], "5")]
+    ("row", "message"),
+    [
+        (
+            {"picture": None, "text": "a"},
+            r"^sample 0 of .*data cannot be read: there is no image; ",
+        ),
+        (
+            {"text": None},
+            "^the caption of sample 0 of .*data must be a text, but is None; the fol",
+        ),
+        ({"text": 5}, "^the caption of sample 0 of .*data must be a text, but is 5; the following"),
+    ],
 )
-def test_a_caption_that_is_no_text_is_a_broken_sample(captions, found, tmp_path):
-    config = source("huggingface", tmp_path)
-    parquet(tmp_path / "data" / "train.parquet", captions)
-    samples = open_samples(config, SIZE)
-    message = rf"^the caption of sample 4 of .*data must be a text, but is {found}; the following"
-    with pytest.warns(UserWarning, match=message), contextlib.suppress(DataError):
-        samples[4]
+def test_a_row_without_image_or_text_is_a_broken_sample(row, message, tmp_path):
+    samples = open_samples(source("huggingface", tmp_path), SIZE)
+    whole = samples.rows[1]
+    samples.rows = [whole | row, whole]
+    with pytest.warns(UserWarning, match=message):
+        assert samples[0]["caption"] == whole["text"]
 
 
 def test_a_broken_disk_stops_the_run(tmp_path):
