@@ -1,6 +1,5 @@
 """The training loop of `python -m distill`."""
 
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from distill.checkpointing.hub import LOADING
 from distill.config import DistillConfig
 from distill.data.batches import sample_seed
 from distill.data.stream import report_dead_workers
-from distill.log import Log, reduced_means
+from distill.log import Log, Meter
 from distill.objective import Batch, Objective
 from distill.preview import save_sheet
 from distill.run import Run
@@ -38,12 +37,11 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
     config, accelerator, objective = run.config, run.accelerator, run.objective
     is_main = accelerator.is_main_process
     log = Log(run.output, config, accelerator, run.step)
-    totals: dict[str, Tensor] = {}
     sheet = sheet_path(run.output, run.step)
     is_sampled = run.step > 0 and is_due(run.step, config.samples.every, config)
     if is_main and is_sampled and not sheet.exists():  # a killed run may lack it
         save_sheet(sheet, objective, config, run.pipe)
-    logged_step, logged_time = run.step, time.monotonic()
+    meter = Meter(accelerator, run.step)
     objective.train()
     if accelerator.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # excludes cache and k-means
@@ -66,7 +64,7 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
                 )
             run.schedule.step()
             run.step += 1
-            totals = {name: totals.get(name, 0) + value for name, value in losses.items()}
+            meter.add(losses)
             bar.update()
 
             is_saved, is_sampled, is_logged = (
@@ -76,29 +74,23 @@ def train(run: Run, config_name: str, *, repo: str | None = None) -> None:
             if not (is_saved or is_sampled or is_logged):
                 continue
             # Raises for a loss that is not finite, before anything is saved.
-            means = reduced_means(totals, run.step - logged_step, run.step, accelerator)
-            seconds = time.monotonic() - logged_time
-            speed = (run.step - logged_step) * config.batch_size / seconds
+            means = meter.means(run.step, config.batch_size)
             if is_main:
                 if accelerator.device.type == "cuda":
                     means["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-                log.write(
-                    run.step,
-                    samples=run.step * config.batch_size,
-                    samples_per_second=speed,
-                    **rates,
-                    **means,
-                    **layer_metrics(objective),
+                samples = run.step * config.batch_size
+                figures = layer_metrics(objective)
+                log.write(run.step, samples=samples, **rates, **means, **figures)
+                bar.set_postfix(
+                    loss=f"{means['loss']:.4g}", samples_per_s=f"{means['samples_per_second']:.1f}"
                 )
-                bar.set_postfix(loss=f"{means['loss']:.4g}", samples_per_s=f"{speed:.1f}")
                 if is_saved:  # before the sheet, which may run out of memory
                     run.save_checkpoint()
                 if is_sampled:
                     save_sheet(sheet_path(run.output, run.step), objective, config, run.pipe)
-            totals = {}
-            logged_step, logged_time = run.step, time.monotonic()
+            meter = Meter(accelerator, run.step)
     if is_main:
-        training = training_summary(run, log.file.last, config_name)
+        training = training_summary(run, log.last, config_name)
         folder = export(run.output, objective, config, training, repo=repo)
         print(f"{sheet_path(run.output, run.step)} compares images of teacher and student.")
         if folder is not None:

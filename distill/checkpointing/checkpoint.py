@@ -6,6 +6,7 @@ removes it.
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from avq_diffusers.files import sha256
-from distill.checkpointing.folders import remove_folder, remove_leftovers, replace_folder
+from avq_diffusers.files import TEMPORARY, sha256
+from distill.checkpointing.folders import remove_folder, replace_folder
 from distill.config_file import differing_keys, plain_values
 
-NAME = r"step-\d{8}"
 RUN_FILE = "run.json"
 RUN_KEYS = {"step": int, "config": dict, "sha256": dict}
 
@@ -54,7 +54,7 @@ class Checkpoint:
 def checkpoints(output: Path) -> list[Path]:
     """Return the folders of a run's complete checkpoints, oldest first."""
     found = output.glob("checkpoints/step-*")
-    return sorted(path for path in found if re.fullmatch(NAME, path.name))
+    return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name))
 
 
 def newest(output: Path) -> Checkpoint | None:
@@ -94,7 +94,8 @@ def save(
         OSError: the disk is full or not writable. Earlier checkpoints stay.
     """
     path = output / "checkpoints" / f"step-{step:08d}"
-    remove_leftovers(path.parent, NAME)
+    for leftover in path.parent.glob(f"{TEMPORARY}*"):  # of killed runs
+        shutil.rmtree(leftover)
     with replace_folder(path) as folder:
         for name, group in tensors.items():
             contiguous = {key: value.detach().contiguous().cpu() for key, value in group.items()}
@@ -107,21 +108,15 @@ def save(
     return path
 
 
-def check_config(
-    found: Checkpoint, config: Any, *, free: tuple[str, ...], num_processes: int | None = None
-) -> None:
+def check_config(found: Checkpoint, config: Any, *, free: tuple[str, ...]) -> None:
     """Check that a run with this configuration may continue from a checkpoint.
 
-    Fields and sections in `free` may differ. `num_processes` is None where it does not change the
-    result.
+    Fields and sections in `free` may differ.
 
     Raises:
-        ValueError: the configuration or the number of processes differs.
+        ValueError: the configuration differs.
     """
-    differing = differing_keys(config, found.run["config"], ignored=free)
-    if num_processes not in (None, found.run.get("num_processes")):
-        differing.append("num_processes")
-    if differing:
+    if differing := differing_keys(config, found.run["config"], ignored=free):
         raise ValueError(
             f"{found.path} has another configuration; it differs in {', '.join(differing)}."
         )

@@ -1,10 +1,27 @@
 """Image files as training images: uint8 RGB tensors (3, S, S)."""
 
+from collections.abc import Mapping
+from io import BytesIO
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
+
+from avq_diffusers.images import read_rgb
+
+
+def read_column(image: Mapping[str, Any] | None) -> Image.Image:
+    """Read an undecoded image of a data set upright and in RGB: its `bytes`, or the file at `path`.
+
+    Raises:
+        UNREADABLE: as `read_rgb`, or there is no image.
+    """
+    if image is None or image["path"] is image["bytes"] is None:
+        raise ValueError("there is no image")
+    return read_rgb(image["path"] if image["bytes"] is None else BytesIO(image["bytes"]))
 
 
 def crop(image: Image.Image, size: int) -> Tensor:

@@ -1,19 +1,21 @@
 """Samples of a data set: a dict of `image` (3, S, S) uint8 and `caption`."""
 
 import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
 from functools import partial
-from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import Dataset
 
-from avq_diffusers.images import UNREADABLE, read_rgb
+from avq_diffusers.images import UNREADABLE
 from avq_diffusers.mini import TRAINING_SEEDS, render, sample_scene
 from distill.data.config import DataConfig
-from distill.data.images import PREPROCESS, to_tensor
+from distill.data.images import PREPROCESS, read_column, to_tensor
+from distill.exceptions import DataError
 
-if TYPE_CHECKING:
-    import datasets
+# So many broken samples in a row mean a broken disk, not a broken file.
+MAX_BROKEN = 16
 
 
 class BrokenSample(ValueError):
@@ -50,8 +52,8 @@ class SceneSamples(Dataset):
 class RowSamples(Dataset):
     """Rows of a folder or a `datasets.Dataset`.
 
-    Reading a row raises `BrokenSample` if its image is damaged, or its caption is missing or not
-    text.
+    A broken sample, whose image is damaged or whose caption is no text, is replaced by the one
+    after it, with a warning that names it. Many in a row raise `DataError`.
 
     Args:
         rows: rows with undecoded images.
@@ -64,7 +66,7 @@ class RowSamples(Dataset):
 
     def __init__(
         self,
-        rows: "datasets.Dataset | list[dict[str, Any]]",
+        rows: Sequence[Mapping[str, Any]],
         captions: list[str] | None,
         config: DataConfig,
         image_size: int,
@@ -82,27 +84,26 @@ class RowSamples(Dataset):
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if index >= len(self):
-            raise IndexError(f"there are {len(self)} samples, but got index {index}.")
-        name = f"sample {index} of {self.path}"
-        row = self.rows[index]
+        for following in range(index, index + MAX_BROKEN):
+            try:
+                return self._read(following % len(self))
+            except BrokenSample as error:
+                broken = error
+                warnings.warn(f"{broken}; the following sample takes its place.", stacklevel=2)
+        raise DataError(f"{MAX_BROKEN} samples in a row are broken, the last: {broken}.")
+
+    def _read(self, index: int) -> dict[str, Any]:
         image_column, caption_column = self.columns
-        file = row[image_column] or {"path": None, "bytes": b""}
-        name += f" ({file['path']})" if file["path"] else ""
-        if self.captions is None:
-            caption = row
-            for key in caption_column.split("."):
-                caption = caption.get(key) if isinstance(caption, dict) else None
-        else:
-            caption = self.captions[index]
-        if caption is None:
-            raise BrokenSample(f"{name} has no caption")
+        row = self.rows[index]
+        file = row[image_column]
+        name = f"sample {index} of {self.path}"
+        name += f" ({file['path']})" if file and file["path"] else ""
+        caption: Any = row if self.captions is None else self.captions[index]
+        for key in caption_column.split(".") if self.captions is None else ():
+            caption = caption.get(key) if isinstance(caption, dict) else None
         if not isinstance(caption, str):
-            raise BrokenSample(f"the caption of {name} is {type(caption).__name__}, not text")
-        if file["bytes"] == b"" or not (file["bytes"] or file["path"]):
-            raise BrokenSample(f"{name} has no image")
+            raise BrokenSample(f"the caption of {name} must be a text, but is {caption!r}")
         try:
-            image = read_rgb(BytesIO(file["bytes"]) if file["bytes"] else file["path"])
+            return {"image": self.preprocess(read_column(file)), "caption": caption}
         except UNREADABLE as error:
             raise BrokenSample(f"{name} cannot be read: {error}") from error
-        return {"image": self.preprocess(image), "caption": caption}

@@ -14,6 +14,9 @@ from distill.data.samples import RowSamples, SceneSamples
 if TYPE_CHECKING:
     import datasets
 
+# Of `datasets`, beside its own, for a wrong name, split or column.
+LOADING_ERRORS = (NotImplementedError, OSError, TypeError, ValueError)
+
 
 def open_samples(config: DataConfig, image_size: int) -> SceneSamples | RowSamples:
     """Open the source as a map-style data set of S x S images with captions.
@@ -24,7 +27,6 @@ def open_samples(config: DataConfig, image_size: int) -> SceneSamples | RowSampl
 
     Raises:
         FileNotFoundError: the folder, images or captions do not exist.
-        ImportError: the source needs the package `datasets`.
         ValueError: the source cannot be read, a column is missing or holds no images, the number of
             captions is not that of the images, or there are fewer samples than `num_samples`.
     """
@@ -75,35 +77,20 @@ def _folder_rows(folder: Path, *, has_sidecars: bool) -> tuple[list[dict[str, An
 
 def _dataset_rows(config: DataConfig) -> tuple["datasets.Dataset", Any]:
     """Return the rows of a data set with undecoded images, and their origin."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            "source huggingface needs the package datasets: "
-            'install it with pip install "avq-diffusers[train]".'
-        ) from error
+    import datasets
+
+    image_column = config.image_column
+    columns = [image_column]
+    if config.caption_column is not None:
+        columns.append(config.caption_column.split(".")[0])
     try:
         rows = datasets.load_dataset(config.path, split=config.split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        origin = rows._fingerprint  # of data files, revision and split
+        found = rows.select_columns(columns).cast_column(image_column, datasets.Image(decode=False))
+    except (*LOADING_ERRORS, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(
-            f"{config.path} cannot be loaded as source huggingface: {reason}"
-        ) from error
-    image_column = config.image_column
-    columns = [
-        image_column,
-        *([config.caption_column.split(".")[0]] if config.caption_column else []),
-    ]
-    for column in columns:
-        if column not in rows.column_names:
-            present = ", ".join(rows.column_names)
-            raise ValueError(f"{config.path} has no column {column}, only {present}.")
-    origin = rows._fingerprint  # of data files, revision and split
-    try:
-        found = rows.select_columns(columns).cast_column(image_column, datasets.Image(decode=False))
-    except (NotImplementedError, TypeError) as error:
-        raise ValueError(
-            f"column {image_column} of {config.path} holds {rows.features[image_column]}, not "
-            f"images; name another image_column."
+            f"{config.path} cannot be loaded as source huggingface with images in the column "
+            f"{image_column}: {reason}"
         ) from error
     return found, [origin, columns]

@@ -1,9 +1,9 @@
 """`EncodedSamples`: endless batches of encoded samples, in the same order on every run."""
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -15,11 +15,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from distill.data.cache import SHARD, open_cache
 from distill.data.config import DataConfig
 from distill.data.encoder import Encoder
-from distill.data.samples import BrokenSample, RowSamples, SceneSamples
+from distill.data.samples import RowSamples, SceneSamples
 from distill.exceptions import DataError
 
-# So many broken samples in a row mean a broken disk, not a broken file.
-MAX_BROKEN = 16
 # The beginning of PyTorch's message that a worker was killed.
 KILLED = "DataLoader worker (pid"
 # Exceptions that commands report in one sentence.
@@ -30,8 +28,6 @@ CACHED_PIXELS = 2**23
 
 class EncodedSamples:
     """The samples as `Encoder.encode` returns them, from a cache if the config names one.
-
-    A broken sample is replaced by the one after it, with a warning that names it.
 
     Args:
         samples: what `open_samples` returned for `config` and `image_size`.
@@ -101,24 +97,13 @@ class EncodedSamples:
         return self._encode(indices) if self.cached is None else self._read_cache(indices)
 
     def _encode(self, order: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
-        replaced = set()
-        samples = _RepairedSamples(self.samples)
-        for batch in load_batches(samples, order, self.workers, self.encoder.device):
-            for broken in filter(None, batch["broken"]):
-                if broken not in replaced:
-                    replaced.add(broken)
-                    warnings.warn(
-                        f"{broken}; the following sample takes its place ({len(replaced)} replaced "
-                        f"so far).",
-                        stacklevel=2,
-                    )
+        for batch in load_batches(self.samples, order, self.workers, self.encoder.device):
             yield self.encoder.encode(batch["image"], batch["caption"])
 
     def _read_cache(self, order: Iterable[list[int]]) -> Iterator[dict[str, Tensor]]:
         device = self.encoder.device
         for batch in load_batches(self.cached, order, self.workers, device):
-            moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-            yield {name: value.float() for name, value in moved.items()}
+            yield {name: x.to(device, non_blocking=True).float() for name, x in batch.items()}
 
 
 def sample_order(
@@ -144,15 +129,14 @@ def sample_order(
         process_index: index of this process.
         num_processes: number of processes.
     """
-    epoch, permutation = -1, None
+
+    @lru_cache(maxsize=1)
+    def permutation(epoch: int) -> np.ndarray:
+        return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
     for start in count(first_sample + process_index * batch_size, batch_size * num_processes):
-        indices = []
-        for sample in range(start, start + batch_size):
-            if sample // num_samples != epoch:
-                epoch = sample // num_samples
-                permutation = np.random.default_rng([seed, epoch]).permutation(num_samples)
-            indices.append(int(permutation[sample % num_samples]))
-        yield indices
+        places = (divmod(sample, num_samples) for sample in range(start, start + batch_size))
+        yield [int(permutation(epoch)[place]) for epoch, place in places]
 
 
 def load_batches(
@@ -196,27 +180,6 @@ def report_dead_workers() -> Iterator[None]:
             f"a data worker died ({error}); continue with --resume, and with fewer data.workers if "
             f"memory ran out."
         ) from error
-
-
-class _RepairedSamples(Dataset):
-    """Replaces a broken sample by the one after it; `broken` names the broken ones."""
-
-    def __init__(self, samples: SceneSamples | RowSamples) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        broken = []
-        for offset in range(MAX_BROKEN):
-            try:
-                sample = self.samples[(index + offset) % len(self)]
-            except BrokenSample as error:
-                broken.append(str(error))
-            else:
-                return {**sample, "broken": "; ".join(broken)}
-        raise DataError(f"{MAX_BROKEN} samples in a row are broken, the last: {broken[-1]}.")
 
 
 class _CollatedBatches(Dataset):

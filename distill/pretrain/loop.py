@@ -4,7 +4,6 @@ Batch and noise of a step depend only on (seed, process, step).
 """
 
 import copy
-import time
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from distill.checkpointing.folders import replace_folder
-from distill.log import LogFile, reduced_means
+from distill.log import Log, Meter
 from distill.optimizer import make_optimizer
 from distill.pretrain.config import PretrainConfig
 
@@ -64,9 +63,9 @@ def fit(task: Task, config: PretrainConfig, output: Path, accelerator: Accelerat
     model = accelerator.prepare_model(task.model)
 
     generator = torch.Generator(device)
-    log = LogFile(output, 0) if is_main else None
-    totals: dict[str, Tensor] = {}
-    logged_step, logged_time = 0, time.monotonic()
+    log = Log(output, config, accelerator, 0)
+    meter = Meter(accelerator, 0)
+    images = config.batch_size * accelerator.num_processes
     bar = tqdm(range(1, config.steps + 1), "train", mininterval=2, disable=not is_main)
     for step in bar:
         generator.manual_seed(_step_seed(config.seed, accelerator.process_index, step))
@@ -79,16 +78,13 @@ def fit(task: Task, config: PretrainConfig, output: Path, accelerator: Accelerat
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         update_average(averaged, task.model, config.ema_decay, step)
-        totals = {name: totals.get(name, 0) + value.detach() for name, value in losses.items()}
+        meter.add(losses)
         if step % config.log_every and step < config.steps:
             continue
-        means = reduced_means(totals, step - logged_step, step, accelerator)
-        if log is not None:
-            speed = (step - logged_step) / (time.monotonic() - logged_time)
-            images = config.batch_size * accelerator.num_processes
-            log.write(step, learning_rate=rate, samples_per_second=speed * images, **means)
-            bar.set_postfix(loss=f"{means['loss']:.4g}")
-        totals, logged_step, logged_time = {}, step, time.monotonic()
+        means = meter.means(step, images)
+        log.write(step, learning_rate=rate, **means)
+        bar.set_postfix(loss=f"{means['loss']:.4g}")
+        meter = Meter(accelerator, step)
     if is_main:
         with replace_folder(output / task.result) as folder:
             task.save(averaged, folder)

@@ -45,31 +45,28 @@ def observe(model: PreTrainedModel, pixel_values: Tensor) -> tuple[dict[str, Cal
 
     Raises:
         TypeError: the model has no layer for AVQ.
-        ValueError: a layer does not attend once to the patches.
+        ValueError: a layer does not attend to the patches.
     """
     layers = select_layers(model)
-    found: dict[str, list[Call]] = {layer.name: [] for layer in layers}
+    calls: dict[str, Call] = {}
 
-    def record(calls: list[Call], *tensors: Tensor | None, **options: Any) -> tuple[Tensor, str]:
-        calls.append(Call(*tensors[:3], options))
-        return exact_attention(*tensors, **options)
+    def record(
+        name: str, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
+    ) -> tuple[Tensor, str]:
+        calls[name] = Call(query, key, value, options)
+        return exact_attention(query, key, value, **options)
 
-    functions = {name: partial(record, calls) for name, calls in found.items()}
+    functions = {layer.name: partial(record, layer.name) for layer in layers}
     grids: list[torch.Size] = []
     hook = layers[0].anchor.register_forward_hook(
         lambda projection, inputs, patches: grids.append(patches.shape[-2:])
     )
     with hook, evaluating(model), attention_replaced(model, functions, AVQConfig()):
         model(pixel_values=pixel_values)
-    height, width = grids[0]
-    if any(len(calls) != 1 for calls in found.values()):
-        raise ValueError(
-            f"the {len(layers)} layers of {type(model).__name__} must attend once each to the "
-            f"{height} x {width} patches, but did {[len(calls) for calls in found.values()]} times."
-        )
-    calls = {name: of_layer[0] for name, of_layer in found.items()}
+    if idle := functions.keys() - calls.keys():
+        raise ValueError(f"{min(idle)} of {type(model).__name__} does not attend to the patches.")
     sinks = calls[layers[0].name].options["sink_key"]
-    return calls, Grid(0 if sinks is None else sinks.shape[2], height, width)
+    return calls, Grid(0 if sinks is None else sinks.shape[2], *grids[0])
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from avq_diffusers import select_layers
@@ -89,7 +88,7 @@ def _row(config: VisionConfig, output: Path, is_first: bool) -> Row:
         "step": config.trainer["max_steps"],
         "metric": METRICS[config.task],
         "untrained": run.score() if is_first else None,
-        "ms": kernel_ms(run.model, run.images[:TIMED_IMAGES], _dtype(run)) if is_first else None,
+        "ms": kernel_ms(run) if is_first else None,
     }
     run.trainer.train()
     return {**row, "score": run.score()}
@@ -109,8 +108,7 @@ def _resolved(name: str, config: VisionConfig, output: Path) -> str:
     sizes, slash, form = name.removeprefix(FLAT).partition("/")
 
     def ms(attention: str) -> float:
-        run = _started(replace(config, attention=attention), output)
-        return kernel_ms(run.model, run.images[:TIMED_IMAGES], _dtype(run))
+        return kernel_ms(_started(replace(config, attention=attention), output))
 
     if torch.cuda.is_available():
         num_parents = flat_of_time(ms(sizes + slash + form), lambda m: ms(f"M{m}{slash}{form}"))
@@ -125,14 +123,10 @@ def flat_of_time(limit: float, time_of: Callable[[int], float]) -> int:
 
 
 @torch.no_grad()
-def kernel_ms(model: PreTrainedModel, pixel_values: Tensor, dtype: torch.dtype) -> float:
-    """Time of the attention of a layer in the middle of the model, alone.
-
-    Args:
-        model: with its attention.
-        pixel_values: (B, 3, S, S).
-        dtype: of the attention's inputs.
-    """
+def kernel_ms(run: Run) -> float:
+    """Time of the attention of a layer in the middle of the model, alone, in the run's dtype."""
+    model, pixel_values, args = run.model, run.images[:TIMED_IMAGES], run.trainer.args
+    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
     layers = select_layers(model)
     layer = layers[len(layers) // 2]
     call = observe(model, pixel_values)[0][layer.name]
@@ -165,11 +159,6 @@ def _ms(function: Callable[[], Any]) -> float:
 
     timer = Timer("function()", globals={"function": function})
     return 1e3 * timer.blocked_autorange(min_run_time=0.1).median
-
-
-def _dtype(run: Run) -> torch.dtype:
-    args = run.trainer.args
-    return torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
 
 
 def environment() -> dict[str, str]:

@@ -4,10 +4,9 @@ Every image becomes RGB, upright and on white. Label maps keep their labels: the
 nearest one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from io import BytesIO
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,120 +14,52 @@ from PIL import Image
 from torch import Tensor
 from torch.utils import data
 
-from avq_diffusers.images import UNREADABLE, read_rgb, read_upright
-from distill.data.images import to_tensor
+from avq_diffusers.images import UNREADABLE, read_upright
+from distill.data.images import read_column, to_tensor
 from distill.exceptions import DataError
 from distill.vision.config import DataConfig, VisionConfig
 
-SPLITS = ("training", "validation")
 HUB_SPLITS = {"training": "train", "validation": "validation"}
 IGNORED = 255
 SCALES, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # of random pieces, as usual on ImageNet
 TRIALS = 10
 
-
-class Sample(NamedTuple):
-    """An image, and its class or label map; what they are called in messages."""
-
-    image: Image.Image
-    label: int | Image.Image
-    name: str
-
-
-class Samples(Protocol):
-    """Numbered samples."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
-
-
-class ClassifiedImages:
-    """A split of a data set with columns image and label.
-
-    Args:
-        rows: with undecoded images.
-        labels: the values of the column label, in the order of the classes.
-    """
-
-    def __init__(self, rows: Any, labels: Iterable[Any]) -> None:
-        self.rows = rows
-        self.numbers = {label: number for number, label in enumerate(labels)}
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Sample:
-        row = self.rows[index]
-        path, content = row["image"]["path"], row["image"]["bytes"]
-        name = f"image {index}" if path is None else path
-        image = _read(read_rgb, path if content is None else BytesIO(content), name)
-        return Sample(image, self.numbers[row["label"]], name)
-
-
-class LabelMaps:
-    """`images/{training,validation}/NAME.jpg` and `annotations/...NAME.png`, ADE20K's layout.
-
-    Raises:
-        ValueError: there is no image, or one has no label map.
-    """
-
-    def __init__(self, root: Path, split: str) -> None:
-        self.images = sorted(path for path in (root / "images" / split).glob("*") if path.suffix)
-        if not self.images:
-            raise ValueError(f"{root / 'images' / split} must hold images, but has none.")
-        self.maps = [root / "annotations" / split / f"{path.stem}.png" for path in self.images]
-        missing = [path for path in self.maps if not path.is_file()]
-        if missing:
-            raise ValueError(
-                f"every image needs a label map, but {len(missing)} of {len(self.maps)} lack one: "
-                f"there is no {missing[0]}."
-            )
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Sample:
-        path = self.maps[index]
-        image = _read(read_rgb, self.images[index], self.images[index])
-        labels = _read(read_upright, path, path)
-        if labels.mode not in ("L", "P") or labels.size != image.size:
-            raise DataError(
-                f"a label map must hold one number a pixel (mode L or P) and have the size of its "
-                f"image, {image.size}, but {path} has mode {labels.mode} and size {labels.size}."
-            )
-        return Sample(image, labels, str(path))
+Rows = Sequence[Mapping[str, Any]]
 
 
 class Prepared(data.Dataset):
-    """Samples as the model takes them: `pixel_values`, uint8 (3, S, S), and `labels`.
+    """Labelled images as the model takes them: `pixel_values`, uint8 (3, S, S), and `labels`.
 
     `labels` is a class, or (S, S) uint8 in which 255 is ignored. Random pieces and flips depend on
-    seed, `epoch` and index only, so a resumed run sees the same ones.
+    seed, `epoch` and index only, so a resumed run sees the same ones. Reading an image raises
+    `DataError` if it or its label map is damaged, or the map does not fit.
 
     Args:
-        samples: images and labels.
+        rows: `image`, undecoded as `datasets` has it, and `label`, a class or the path of a map.
         config: of the data.
         seed: of random pieces and flips; None makes none.
+        numbers: of the classes by their label; empty for maps.
     """
 
-    def __init__(self, samples: Samples, config: DataConfig, seed: int | None) -> None:
-        self.samples, self.config, self.seed = samples, config, seed
+    def __init__(
+        self, rows: Rows, config: DataConfig, seed: int | None, numbers: Mapping[Any, int]
+    ) -> None:
+        self.rows, self.config, self.seed, self.numbers = rows, config, seed, numbers
         self.augment = "none" if seed is None else config.augment
         self.epoch = 0
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image, label, name = self.samples[index]
+        row = self.rows[index]
+        image = _read(read_column, row["image"], row["image"]["path"] or f"image {index}")
         rng = np.random.default_rng((self.seed or 0, self.epoch, index))
         size = (self.config.image_size,) * 2
         resampling = Image.Resampling[self.config.interpolation.upper()]
         pixels = to_tensor(image.resize(size, resampling, self._box(image.size, rng)))
-        labels: Any = label
-        if isinstance(label, Image.Image):
-            labels = self._labels(label.resize(size, Image.Resampling.NEAREST), name)
+        label = row["label"]
+        labels: Any = self.numbers[label] if self.numbers else self._map(label, image.size)
         if self.augment != "none" and rng.random() < 0.5:
             pixels = pixels.flip(-1)
             labels = labels.flip(-1) if isinstance(labels, Tensor) else labels
@@ -136,7 +67,7 @@ class Prepared(data.Dataset):
 
     def first(self, count: int) -> Tensor:
         """The first images, or all if they are fewer, not augmented."""
-        plain = Prepared(self.samples, self.config, None)
+        plain = Prepared(self.rows, self.config, None, self.numbers)
         return torch.stack([plain[i]["pixel_values"] for i in range(min(count, len(plain)))])
 
     def _box(
@@ -148,12 +79,18 @@ class Prepared(data.Dataset):
             central(size, self.config.crop_share) if self.config.resize == "crop" else (0, 0, *size)
         )
 
-    def _labels(self, image: Image.Image, name: str) -> Tensor:
+    def _map(self, path: Path, size: tuple[int, int]) -> Tensor:
         """Labels from 0; ADE20K's 0, "other", becomes 255, which is ignored."""
-        labels = np.asarray(image)
+        image = _read(read_upright, path, path)
+        if image.mode not in ("L", "P") or image.size != size:
+            raise DataError(
+                f"a label map must hold one number a pixel (mode L or P) and have the size of its "
+                f"image, {size}, but {path} has mode {image.mode} and size {image.size}."
+            )
+        labels = np.asarray(image.resize((self.config.image_size,) * 2, Image.Resampling.NEAREST))
         if labels.max() > self.config.num_labels:
             raise DataError(
-                f"labels must be at most num_labels = {self.config.num_labels}, but {name} has "
+                f"labels must be at most num_labels = {self.config.num_labels}, but {path} has "
                 f"{labels.max()}."
             )
         return torch.from_numpy((labels - 1).astype(np.uint8))  # 0 wraps to 255
@@ -167,10 +104,11 @@ def open_images(config: VisionConfig, seed: int) -> tuple[list[Prepared], list[s
         OSError: there is no such data set.
     """
     root = Path(config.data.path)
-    samples: Sequence[Samples]
+    splits: list[Rows]
+    numbers: dict[Any, int] = {}
     classes: list[str] = []
     if config.task == "segmentation":
-        samples = [LabelMaps(root, split) for split in SPLITS]
+        splits = [label_maps(root, split) for split in HUB_SPLITS]
     else:
         from datasets import Image as ImageColumn
         from datasets import load_dataset
@@ -185,9 +123,34 @@ def open_images(config: VisionConfig, seed: int) -> tuple[list[Prepared], list[s
                 )
         rows = found.cast_column("image", ImageColumn(decode=False))
         labels, classes = labels_of(rows, str(root))
-        samples = [ClassifiedImages(rows[name], labels) for name in HUB_SPLITS.values()]
-    training, validation = samples
-    return [Prepared(training, config.data, seed), Prepared(validation, config.data, None)], classes
+        numbers = {label: number for number, label in enumerate(labels)}
+        splits = [rows[name] for name in HUB_SPLITS.values()]
+    training, validation = splits
+    return [
+        Prepared(training, config.data, seed, numbers),
+        Prepared(validation, config.data, None, numbers),
+    ], classes
+
+
+def label_maps(root: Path, split: str) -> Rows:
+    """`images/{training,validation}/NAME.jpg` and `annotations/...NAME.png`, ADE20K's layout.
+
+    Raises:
+        ValueError: there is no image, or one has no label map.
+    """
+    images = sorted(path for path in (root / "images" / split).glob("*") if path.suffix)
+    if not images:
+        raise ValueError(f"{root / 'images' / split} must hold images, but has none.")
+    maps = [root / "annotations" / split / f"{path.stem}.png" for path in images]
+    if missing := [path for path in maps if not path.is_file()]:
+        raise ValueError(
+            f"every image needs a label map, but {len(missing)} of {len(maps)} lack one: "
+            f"there is no {missing[0]}."
+        )
+    return [
+        {"image": {"path": str(path), "bytes": None}, "label": labels}
+        for path, labels in zip(images, maps, strict=True)
+    ]
 
 
 def labels_of(rows: Any, name: str) -> tuple[list[Any], list[str]]:
@@ -238,9 +201,7 @@ def random_piece(
     return central(size, 1)
 
 
-def _read(
-    reader: Callable[[Any], Image.Image], file: Path | str | BinaryIO, name: Path | str
-) -> Image.Image:
+def _read(reader: Callable[[Any], Image.Image], file: Any, name: Path | str) -> Image.Image:
     try:
         return reader(file)
     except UNREADABLE as error:

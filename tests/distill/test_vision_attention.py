@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -41,22 +42,13 @@ def exact(query, key, value, mask=None):
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.25)
 
 
-def full_mask(sees):
-    """Patches x tokens; all see CLS, other pairs are decided by their places."""
-    mask = torch.ones(90, 91, dtype=torch.bool)
-    for i in range(90):
-        for j in range(90):
-            mask[i, 1 + j] = sees(divmod(i, 10), divmod(j, 10))
-    return mask
-
-
 def in_window(shift):
-    return lambda a, b: all((x + shift) // 7 == (y + shift) // 7 for x, y in zip(a, b, strict=True))
+    return lambda a, b, length: (a + shift) // 7 == (b + shift) // 7
 
 
-def in_neighbourhood(a, b):
-    starts = (min(max(x - 2, 0), length - 5) for x, length in zip(a, (9, 10), strict=True))
-    return all(start <= y < start + 5 for start, y in zip(starts, b, strict=True))
+def in_neighbourhood(a, b, length):
+    start = min(max(a - 2, 0), length - 5)
+    return start <= b < start + 5
 
 
 @pytest.mark.parametrize(
@@ -71,7 +63,10 @@ def in_neighbourhood(a, b):
 def test_windows_and_neighbourhoods_are_masked_attention(name, layer, sees):
     """Catches boxes of another place, a shift in the wrong layers, and a lost CLS."""
     query, key, value = tensors()
-    mask = full_mask(sees)
+    mask = torch.ones(90, 91, dtype=torch.bool)  # patches x tokens; all see CLS
+    for i, j in product(range(90), repeat=2):
+        places = zip(divmod(i, 10), divmod(j, 10), (9, 10), strict=True)
+        mask[i, 1 + j] = all(sees(*place) for place in places)
     assert 0.1 < mask.float().mean() < 0.7
     found = run(BASELINES[name](GRID, layer, 16, 0), query, key, value)
     torch.testing.assert_close(found, exact(query, key, value, mask))
@@ -122,22 +117,20 @@ def test_models_of_every_kind_are_observed_and_left_as_they_were(family):
     assert model.training
 
 
-def test_replacing_changes_this_model_only_and_is_undone():
+def test_replacing_leaves_the_keys_and_is_undone():
+    """Catches an observation of the replaced attention, and weights that stay in the model."""
     model, images = vit(), torch.randn(2, 3, 64, 64)
-    twin = ViTModel(model.config).eval()
-    twin.load_state_dict(model.state_dict())
-    before = model(images).last_hidden_state
-    attention = parse_attention("value-projection")
-    set_attention(model, attention, SETTINGS, images, seed=0)
-    assert not torch.allclose(model(images).last_hidden_state, before, atol=1e-3)
-    assert torch.equal(twin(images).last_hidden_state, before)
-    (observed, _), (expected, _) = observe(model, images), observe(twin, images)
-    name = next(iter(expected))
-    assert torch.equal(observed[name].key, expected[name].key)
-    assert not torch.allclose(model(images).last_hidden_state, before, atol=1e-3)
+    before, names = model(images).last_hidden_state, model.state_dict().keys()
+    calls, _ = observe(model, images)
+    set_attention(model, parse_attention("performer"), SETTINGS, images, seed=0)
+    replaced = model(images).last_hidden_state
+    assert not torch.allclose(replaced, before, atol=1e-3)
+    name = next(iter(calls))
+    assert torch.equal(observe(model, images)[0][name].key, calls[name].key)
+    assert torch.equal(model(images).last_hidden_state, replaced)
     remove_attention(model)
     assert torch.equal(model(images).last_hidden_state, before)
-    assert model.state_dict().keys() == twin.state_dict().keys()
+    assert model.state_dict().keys() == names
 
 
 def test_other_numbers_of_tokens_and_other_models_are_refused():
@@ -148,11 +141,9 @@ def test_other_numbers_of_tokens_and_other_models_are_refused():
     swin = SwinModel(SwinConfig(image_size=64, embed_dim=8, depths=[1], num_heads=[1]))
     with pytest.raises(TypeError, match="AVQ does not know the attention of SwinModel"):
         observe(swin, images)
-    model = vit()
-    model.layers[1] = model.layers[0]
-    with pytest.raises(
-        ValueError, match=r"1 layers of ViTModel must attend once .* did \[2\] times"
-    ):
+    weights = {"output_attentions": True, "attn_implementation": "eager"}  # which AVQ does not have
+    model = ViTModel(ViTConfig(**WIDE, **weights))
+    with pytest.raises(ValueError, match=r"layers\.0.* of ViTModel does not attend to the patches"):
         observe(model, images)
 
 
@@ -201,14 +192,6 @@ def test_the_key_norm_starts_near_no_change():
     changed = (layer.key_norm(stretched) - stretched).norm() / stretched.norm()
     plain = (F.layer_norm(stretched, (16,)) - stretched).norm() / stretched.norm()
     assert changed < 0.5 * plain
-
-
-@pytest.mark.parametrize("full_spawning", [True, False])
-def test_gradients_reach_keys(full_spawning):
-    attend, _, query, key, value = stored(full_spawning=full_spawning)
-    key.requires_grad_()
-    attend(query, key, value).square().mean().backward()
-    assert key.grad.abs().sum() > 0
 
 
 def test_codebooks_start_from_keys_of_exact_attention():

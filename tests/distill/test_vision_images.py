@@ -14,14 +14,7 @@ from tiny_training import CONFIGS
 from distill.config_file import load_config
 from distill.exceptions import DataError
 from distill.vision.config import VisionConfig
-from distill.vision.images import (
-    ClassifiedImages,
-    LabelMaps,
-    Prepared,
-    Sample,
-    open_images,
-    random_piece,
-)
+from distill.vision.images import Prepared, label_maps, open_images, random_piece
 
 CONFIG = load_config(CONFIGS / "vision" / "scenes_classification.yaml", VisionConfig, [])
 DATA = replace(CONFIG.data, num_labels=3, image_size=8)
@@ -55,18 +48,22 @@ def ade(tmp_path):
 
 def test_label_maps_are_shifted_and_resized_to_the_nearest(ade):
     """Catches interpolated labels, which are of other classes, and a 0 that is learned."""
-    prepared = Prepared(LabelMaps(ade, "training"), DATA, None)
+    prepared = maps(ade)
     sample = prepared[1]
     assert sample["pixel_values"].shape == (3, 8, 8)
     assert sample["pixel_values"].dtype == torch.uint8
     assert set(sample["labels"].flatten().tolist()) <= {0, 2, 255}
-    full = Prepared(LabelMaps(ade, "training"), replace(DATA, image_size=16), None)
+    full = maps(ade, image_size=16)
     for sample in (full[0], full[1]):
         assert set(sample["labels"].unique().tolist()) == {0, 2, 255}
         assert (sample["labels"][4:, :8] == 0).all()
     assert torch.equal(
         prepared.first(9), torch.stack([prepared[i]["pixel_values"] for i in (0, 1)])
     )
+
+
+def maps(root, seed=None, **changes):
+    return Prepared(label_maps(root, "training"), replace(DATA, **changes), seed, {})
 
 
 @pytest.mark.parametrize("turned", ["image", "labels", "both"])
@@ -83,13 +80,13 @@ def test_label_maps_lie_on_upright_images(tmp_path, turned):
         if turned in ("both", "image" if folder == "images" else "labels"):
             image, options = image.transpose(Image.Transpose.ROTATE_90), {"exif": exif}
         save(tmp_path / folder / "training" / name, image, **options)
-    sample = Prepared(LabelMaps(tmp_path, "training"), replace(DATA, image_size=16), None)[0]
+    sample = maps(tmp_path, image_size=16)[0]
     assert torch.equal(sample["pixel_values"][0] > 128, sample["labels"] == 1)
     assert (sample["labels"][:8] == 1).all()
 
 
 def test_flips_move_labels_with_pixels_and_repeat(ade):
-    prepared = Prepared(LabelMaps(ade, "training"), DATA, seed=3)
+    prepared = maps(ade, seed=3)
     flipped = set()
     for epoch in range(8):
         prepared.epoch = epoch
@@ -120,7 +117,6 @@ def test_folders_of_classes(tmp_path, no_traces):
     assert [training[i]["labels"] for i in range(2)] == [0, 1]
     assert (training[0]["pixel_values"] == 255).all()
     assert [len(training), len(validation)] == [2, 1]
-    assert training.samples[1].image.size == (16, 12)
     difference = training.first(2)[1].float() - validation[0]["pixel_values"].float()
     assert difference.abs().mean() < 5
     (tmp_path / "val" / "cat" / "c.png").write_bytes(b"no image")
@@ -171,11 +167,13 @@ def test_labels_that_are_no_classes_get_one_sentence(
 
 
 def test_crops_are_central_and_random_pieces_stay_inside():
-    image = Image.fromarray(np.arange(200, dtype=np.uint8).reshape(10, 20)).convert("RGB")
+    pixels, content = np.arange(200, dtype=np.uint8).reshape(10, 20), BytesIO()
+    Image.fromarray(pixels).save(content, "PNG")
+    row = {"image": {"path": None, "bytes": content.getvalue()}, "label": "b"}
     config = replace(DATA, resize="crop", crop_share=0.8, image_size=8)
-    prepared = Prepared([Sample(image, 0, "x")], config, None)
-    expected = torch.from_numpy(np.array(image)[1:9, 6:14, 0].copy())
-    assert torch.equal(prepared[0]["pixel_values"][0], expected)
+    sample = Prepared([row], config, None, {"a": 0, "b": 1})[0]
+    assert sample["labels"] == 1
+    assert torch.equal(sample["pixel_values"][2], torch.from_numpy(pixels[1:9, 6:14].copy()))
     rng = np.random.default_rng(0)
     for size in ((20, 10), (5, 400)):
         for _ in range(50):
@@ -183,7 +181,7 @@ def test_crops_are_central_and_random_pieces_stay_inside():
             assert 0 <= left < right <= size[0] + 1e-9
             assert 0 <= top < bottom <= size[1] + 1e-9
             assert 0.7 < (right - left) / (bottom - top) < 1.4
-    prepared = Prepared([Sample(image, 0, "x")] * 9, replace(config, augment="crop"), seed=0)
+    prepared = Prepared([row] * 9, replace(config, augment="crop"), 0, {"b": 0})
     pieces = [prepared[index]["pixel_values"] for index in range(9)]
     assert all(torch.equal(prepared[index]["pixel_values"], pieces[index]) for index in range(9))
     assert len({int(piece.max()) - int(piece.min()) for piece in pieces}) > 3
@@ -208,12 +206,4 @@ def test_bad_label_maps_get_one_sentence(ade, file, spoil, message):
     kind, name = file.split("/")
     spoil(ade / kind / "training" / name)
     with pytest.raises((DataError, ValueError), match=message):
-        Prepared(LabelMaps(ade, "training"), DATA, None)[0]
-
-
-def test_rows_of_the_hub_hold_the_files():
-    content = BytesIO()
-    ramp("L").save(content, "PNG")
-    rows = [{"image": {"path": None, "bytes": content.getvalue()}, "label": "b"}]
-    sample = ClassifiedImages(rows, ["a", "b"])[0]
-    assert (sample.label, sample.image.mode, sample.name) == (1, "RGB", "image 0")
+        maps(ade)[0]

@@ -32,6 +32,7 @@ from typer.testing import CliRunner
 
 from avq_diffusers import AVQCodebooks, apply_avq
 from distill.config_file import load_config
+from distill.exceptions import DataError
 from distill.vision.__main__ import app
 from distill.vision.compare import flat_of_time
 from distill.vision.config import VisionConfig
@@ -103,10 +104,8 @@ def saving(every):
 
 def command(place, name, output, task="classification", **changes):
     path = ROOT / "configs" / "vision" / f"scenes_{task}.yaml"
-    found = [name, "--config", str(path), "--output", str(output)]
-    for value in overrides(place, task, **changes):
-        found += ["--set", value]
-    return found
+    values = [part for value in overrides(place, task, **changes) for part in ("--set", value)]
+    return [name, "--config", str(path), "--output", str(output), *values]
 
 
 def invoke(*arguments, code=0):
@@ -249,29 +248,47 @@ def test_two_processes_end_in_the_same_weights(place, tmp_path):
     assert_same_weights(tmp_path / "one", tmp_path / "two", rtol=1e-4, atol=1e-5)
 
 
-def test_errors_are_one_sentence(place, run, tmp_path):
-    shutil.copytree(place / "maps", tmp_path / "maps")
-    wrong = tmp_path / "maps" / "annotations" / "training" / "7.png"
-    Image.fromarray(np.full((SIDE, SIDE), 9, np.uint8)).save(wrong)
-    maps = {"task": "segmentation", "data.num_labels": 3}
-    for changes, expected in (
-        ({**maps, "data.path": "nowhere/x"}, "nowhere/x/images/training must hold images, but has"),
-        ({"data.path": tmp_path / "none"}, "tmp"),
-        ({"attention": "swim"}, "attention must be exact, swin"),
-        ({"trainer.per_device_train_batch_size": 64}, "must be at least 64 training images"),
-        ({"trainer.max_step": 4}, "unexpected keyword argument 'max_step'"),
+@pytest.mark.parametrize(
+    ("task", "changes", "expected"),
+    [
+        ("segmentation", {"data.path": "no/x"}, "no/x/images/training must hold images, but has"),
+        ("classification", {"data.path": "no/x"}, "no/x"),
+        ("classification", {"attention": "swim"}, "attention must be exact, swin"),
+        ("classification", {"trainer.max_step": 4}, "unexpected keyword argument 'max_step'"),
         (
-            {**maps, "data.path": tmp_path / "maps"},
-            f"error: labels must be at most num_labels = 3, but {wrong} has 9.",
+            "classification",
+            {"trainer.per_device_train_batch_size": 64},
+            "must be at least 64 training images",
         ),
-    ):
-        output = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
-        told = invoke(*command(place, "train", output, **changes), code=2)
-        assert expected in told.replace("\n", " ")
-        assert "Traceback" not in told
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "config.json").write_text(json.dumps({"task": "segmentation"}))
-    taken = command(place, "train", tmp_path / "c")
+    ],
+)
+def test_wrong_settings_get_one_sentence(place, tmp_path, task, changes, expected):
+    told = invoke(*command(place, "train", tmp_path / "run", task, **changes), code=2)
+    assert expected in told.replace("\n", " ")
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("label", "error", "message"),
+    [
+        (9, DataError, r"^labels must be at most num_labels = 3, but .*\.png has 9\.$"),
+        (0, FloatingPointError, r"nan at step 2.* or leave out images without a"),
+    ],
+)
+def test_wrong_label_maps_end_a_run_that_logs_nothing(place, tmp_path, label, error, message):
+    """The loss without a label is the mean over no pixel."""
+    shutil.copytree(place / "maps", tmp_path / "maps")
+    for path in (tmp_path / "maps" / "annotations" / "training").iterdir():
+        Image.fromarray(np.full((SIDE, SIDE), label, np.uint8)).save(path)
+    changes = {"data.path": tmp_path / "maps", "trainer.max_steps": 2}
+    with pytest.raises(error, match=message):
+        fine_tune(settings(place, "segmentation", **changes), tmp_path / "run", resume=False)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_folders_without_a_run_of_theirs_are_refused(place, run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"task": "segmentation"}))
+    taken = command(place, "train", tmp_path)
     assert "holds a run: add --resume" in invoke(*taken, code=2)
     assert "other settings (attention, codebooks." in invoke(*taken, "--resume", code=2)
     compared = command(place, "compare", tmp_path / "e")
@@ -303,17 +320,6 @@ def test_models_of_other_kinds_get_one_sentence(place, tmp_path, task, other, cl
         other.save_pretrained(tmp_path / "vit")
     with pytest.raises(ValueError, match=expected):
         load_model(settings(place, task, model=tmp_path / "vit"), [*classes])
-
-
-def test_label_maps_without_a_label_end_a_run_that_logs_nothing(place, tmp_path):
-    """Their loss is the mean over no pixel."""
-    shutil.copytree(place / "maps", tmp_path / "maps")
-    for path in (tmp_path / "maps" / "annotations" / "training").iterdir():
-        Image.fromarray(np.zeros((SIDE, SIDE), np.uint8)).save(path)
-    changes = {"data.path": tmp_path / "maps", "trainer.max_steps": 2}
-    with pytest.raises(FloatingPointError, match=r"nan at step 2.* or leave out images without a"):
-        fine_tune(settings(place, "segmentation", **changes), tmp_path / "run", resume=False)
-    assert not (tmp_path / "run" / "model").exists()
 
 
 def test_a_comparison_goes_on_and_starts_each_attention_from_the_teacher(place, tmp_path):

@@ -60,10 +60,10 @@ def tar(path):
                 file.addfile(info, BytesIO(content))
 
 
-def parquet(path, captions=CAPTIONS):
-    path.parent.mkdir(parents=True, exist_ok=True)
+def parquet(path):
+    path.parent.mkdir(parents=True)
     rows = {"picture": [{"bytes": png(picture), "path": None} for picture in pictures()]}
-    rows = datasets.Dataset.from_dict(rows | {"text": captions, "unused": [1] * 5})
+    rows = datasets.Dataset.from_dict(rows | {"text": CAPTIONS, "unused": [1] * 5})
     rows.cast_column("picture", datasets.Image()).to_parquet(path)
 
 
