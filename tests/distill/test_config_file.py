@@ -64,7 +64,9 @@ def test_a_profile_decides_the_sizes_of_layers(tmp_path):
     measured = AVQConfig(levels=(0, 1), num_updates=1)
     ErrorProfile(measured, tuple(layers), {1000: 1.0}).save(tmp_path / "profile.json")
     chosen = [f"avq.profile={tmp_path / 'profile.json'}", "avq.tolerance=0.02"]
-    config = distillation([*OWN.split(), *chosen])
+    unused = ("commitment_weight=0", "full_spawning=false", "project_children=false")
+    own = ["codebooks=null", *(f"objective.{setting}" for setting in unused)]
+    config = distillation([*own, *chosen])
     assert (config.avq.levels, config.avq.num_updates, config.avq.exact) == ((0, 1), 1, ("down",))
     assert str(config.avq.for_layer("up", 1)) == "M4P0C0"
     save_config(config, tmp_path)

@@ -119,7 +119,7 @@ def _add_columns(
     mask = valid[:, None] & (numbers < SIZES.HEAD_DIM)[None, :]
     tl.store(pointers, grad_values, mask=mask)
     tl.store(pointers + SIZES.HEAD_DIM, grad_codes, mask=mask)
-    return tl.dot(grad_logits, codes, acc=grad_query, input_precision="tf32x3")
+    return product(grad_logits, codes, grad_query)
 
 
 @triton.jit

@@ -35,9 +35,11 @@ class ParentPointers(NamedTuple):
 
 
 @triton.jit
-def product(left, right):
-    """Matrix product, of float32 factors to about float32 precision on tensor cores."""
-    return tl.dot(left, right, input_precision="tf32x3")
+def product(left, right, acc=None):
+    """Matrix product, added to `acc`; of float32 factors to about float32 precision."""
+    if left.dtype == tl.float32:
+        return tl.dot(left, right, acc=acc, input_precision="tf32x3")
+    return tl.dot(left, right, acc=acc)
 
 
 @triton.jit

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from avq_diffusers.attention.triton.rows import product
+
 # Below every logit, but finite: -inf minus -inf is NaN where a query has only met empty codewords.
 LOG_ZERO = tl.constexpr(-1e30)
 # Below every weight that float32 holds to full precision.
@@ -126,9 +128,9 @@ def load_shares(tables, rows, valid, SIZES: tl.constexpr):
 def logits_of(query, codes, bias):
     """Queries times codewords, both in blocks of columns, plus a bias at no extra cost."""
     bias = tl.broadcast_to(bias, (query[0].shape[0], codes[0].shape[0]))
-    logits = tl.dot(query[0], tl.trans(codes[0]), acc=bias, input_precision="tf32x3")
+    logits = product(query[0], tl.trans(codes[0]), bias)
     if len(query) > 1:
-        logits = tl.dot(query[1], tl.trans(codes[1]), acc=logits, input_precision="tf32x3")
+        logits = product(query[1], tl.trans(codes[1]), logits)
     return logits
 
 
@@ -152,11 +154,11 @@ def accumulate(softmax, weights, values, shares, SIZES: tl.constexpr):
     weights = weights.to(values[0].dtype)
     denominator = softmax.denominator
     if SIZES.VALUE_COLUMNS != SIZES.PADDED_DIM:
-        denominator = tl.dot(weights, shares, acc=denominator, input_precision="tf32x3")
+        denominator = product(weights, shares, denominator)
     numerator = softmax.numerator
-    sums = (tl.dot(weights, values[0], acc=numerator[0], input_precision="tf32x3"),)
+    sums = (product(weights, values[0], numerator[0]),)
     if len(values) > 1:
-        sums += (tl.dot(weights, values[1], acc=numerator[1], input_precision="tf32x3"),)
+        sums += (product(weights, values[1], numerator[1]),)
     return Softmax(softmax.running_max, sums, denominator)
 
 
