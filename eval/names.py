@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from avq_diffusers import AVQConfig
-from eval.store.markdown import number
+from eval.store.markdown import figure
 
 EXACT = "exact"
 NO_ATTENTION = "value-projection"
@@ -48,7 +48,7 @@ TOME_LEVELS = (0,)  # tomesd's default
 LEVELS = (0, 1)
 
 # Where methods run.
-UNET_IMAGES, TRANSFORMER_IMAGES, KEYS = "images of a UNet", "images of a transformer", "keys"
+UNET_IMAGES, TRANSFORMER_IMAGES, KEYS = "images by a UNet", "images by a transformer", "keys"
 UNET_STEP, TRANSFORMER_STEP = "bench unet", "bench transformer"
 IMAGES, STEPS = (UNET_IMAGES, TRANSFORMER_IMAGES), (UNET_STEP, TRANSFORMER_STEP)
 
@@ -186,7 +186,7 @@ def check_place(name: str, place: str) -> None:
     """
     if place not in KINDS[parse_method(name, LEVELS).kind].places:
         known = [kind.example for kind in KINDS.values() if place in kind.places]
-        raise ValueError(f"methods of {place} are {', '.join(known)}, but got {name!r}.")
+        raise ValueError(f"methods for {place} are {', '.join(known)}, but got {name!r}.")
 
 
 def timed_method(name: str) -> MethodName:
@@ -256,12 +256,15 @@ def exact_labels(config: AVQConfig) -> list[str]:
     return [f"{name} exact" for name in config.exact]
 
 
-def method_cells(row: Mapping[str, Any]) -> list[str]:
-    """The first two cells of a row: the method and its effective codewords."""
-    return [row_label(row), number(row.get("effective_codewords"))]
-
-
 def row_label(row: Mapping[str, Any]) -> str:
     """The method, with its configuration where the name does not say it."""
     name, config = row["method"], row.get("config")
     return name if config in (None, name) else f"{name} ({config})"
+
+
+METHOD_COLUMNS = {"method": row_label, "effective codewords": figure("effective_codewords")}
+
+
+def method_cells(row: Mapping[str, Any]) -> list[str]:
+    """The cells of a row under `METHOD_COLUMNS`."""
+    return [column(row) for column in METHOD_COLUMNS.values()]

@@ -36,7 +36,17 @@ from avq_diffusers.hosts import attention_replaced
 from eval.benchmarks.models import Model
 from eval.keys.peers import arranged, attention_in_order
 from eval.methods import layers_run_by, merged_tokens
-from eval.names import CUDNN, FA2, LABELS, LIMIT, LINFUSION, PEERS, TOME, MethodName, timed_method
+from eval.names import (
+    CUDNN,
+    FA2,
+    LIMIT,
+    LINFUSION,
+    PEERS,
+    TOME,
+    MethodName,
+    method_label,
+    timed_method,
+)
 
 FORCED = {FA2: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
@@ -94,12 +104,12 @@ class NetworkBench(ABC):
 
     def cannot_run(self, name: str, mode: str) -> str | None:
         """Why this machine cannot time the row; None if it can."""
-        source = timed_method(name).source
+        kind = timed_method(name).kind
         if mode == GRAPH and not self.cuda:
             return "CUDA graphs need a CUDA device"
-        if source in (*FORCED, *PEERS) and not self.cuda:
-            return f"{LABELS[source]} needs a CUDA device"
-        return "tomesd is not installed" if source == TOME and not find_spec("tomesd") else None
+        if kind in (*FORCED, *PEERS) and not self.cuda:
+            return f"{method_label(name)} needs a CUDA device"
+        return "tomesd is not installed" if kind == TOME and not find_spec("tomesd") else None
 
     @contextmanager
     def method(self, name: str, *, oracle: bool = False) -> Iterator[None]:

@@ -138,9 +138,7 @@ def coco_score_command(
     scores = score_folders(
         chosen,
         real,
-        partial(load_networks, scorer, device_of(device)),
-        batch_size=batch,
-        threads=threads,
+        partial(load_networks, scorer, device_of(device), batch, threads),
         cache=user_cache_path("avq-diffusers") / "features" if cache is None else cache,
         patches=patches,
     )

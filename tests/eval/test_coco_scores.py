@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,15 +121,15 @@ def test_features_of_other_networks_and_preparations_are_not_these(scorer_folder
         noise(64, 64, index)[1].save(real / f"{index}.png")
     shutil.copytree(scorer_folder, tmp_path / "scorer")
     config = tmp_path / "scorer/config.json"
-    networks = [coco_score.load_networks(x, device) for x in (scorer_folder, tmp_path / "scorer")]
+    load = partial(coco_score.load_networks, device=device, batch_size=2, threads=1)
+    networks = [load(x) for x in (scorer_folder, tmp_path / "scorer")]
     assert networks[0].name == networks[1].name
     config.write_text(config.read_text() + "\n")
-    networks[1] = coco_score.load_networks(tmp_path / "scorer", device)
+    networks[1] = load(tmp_path / "scorer")
     whole, files = coco_score.prepare_whole, coco_score.real_images(real)
 
     def features(network, prepare, kind):
-        extract = coco_score.Extractor(network, 2, 1)
-        return coco_score.real_features(real, files, extract, prepare, kind, cache)
+        return coco_score.real_features(real, files, network, prepare, kind, cache)
 
     def upside_down(image, number):
         return whole(image.rotate(180), number)

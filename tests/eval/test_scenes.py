@@ -18,7 +18,7 @@ from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1
 from avq_diffusers.mini import MINI_SD, TEST_SEEDS, render, sample_scene
 from eval.methods import attention_method, prepare_methods
 from eval.names import EXACT, NO_ATTENTION, TOME
-from eval.quality import scene_rows, scene_runs, scenes
+from eval.quality import scene_rows, scenes
 from eval.quality.generation import Sampling, dilation, dilation_facts, generate
 from eval.quality.metrics import psnr
 from eval.store import report
@@ -173,19 +173,16 @@ def test_a_folder_trained_again_is_drawn_again(tiny_scorer, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("protocol", "environment", "named"),
-    [
-        ({"images": 3}, {"commit": "a"}, "images (2, now 3)"),
-        ({"images": 2}, {"commit": "b"}, "commit (a, now b)"),
-    ],
+    ("changed", "named"),
+    [({"images": 3}, "images (2, now 3)"), ({"commit": "b"}, "commit (a, now b)")],
 )
-def test_only_the_same_run_goes_on(protocol, environment, named):
+def test_only_the_same_run_goes_on(changed, named):
     row = {"method": "M4"}
     stored = {"images": 2, "rows": [row], "environment": {"commit": "a", "date": "then"}}
-    same = ({"images": 2}, {"commit": "a", "date": "now"})
-    assert scene_runs.finished_rows(stored, *same) == {"M4": row}
+    same = {"images": 2, "commit": "a", "date": "now"}
+    assert scene_rows.finished_rows(stored, same) == {"M4": row}
     with pytest.raises(ValueError, match=re.escape(f"differs in {named}; start again")):
-        scene_runs.finished_rows(stored, protocol, environment)
+        scene_rows.finished_rows(stored, same | changed)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +298,7 @@ def test_merged_runs_are_means_with_standard_errors_over_runs():
         run["rows"][0] |= {"psnr_median": decibels, "seconds_per_image": 0.5}
         run["rows"][0]["psnr_p10"] = None if decibels == 33 else decibels
         run["rows"].append({**run["rows"][0], "method": EXACT, "copy_agreement": None})
-    row, exact = scene_runs.merge_runs(runs)
+    row, exact = scene_rows.merge_runs(runs)
     assert (row["method"], row["num_runs"]) == ("M4", 3)
     assert (row["fid"], row["clip_score"], row["copy_agreement"]) == (3, 90, 0.5)
     assert row["fid_sem"] == pytest.approx((7 / 3) ** 0.5)
@@ -331,7 +328,7 @@ def test_merged_rows_have_their_differences_to_exact_attention():
         return scenes_run(seed) | {"rows": rows}
 
     runs = [run(0, 10, "M4", 13), run(1, 20, "M4", 25), run(2, 99, "M5", 0), run(2, 30, "M4", 34)]
-    rows = {row["method"]: row for row in scene_runs.merge_runs(runs)}
+    rows = {row["method"]: row for row in scene_rows.merge_runs(runs)}
     assert rows["M4"]["fid_less_exact"] == pytest.approx(4)
     assert rows["M4"]["fid_less_exact_sem"] == pytest.approx(1 / 3**0.5)
     assert rows["M4"]["clip_score_less_exact"] == rows["M4"]["copy_agreement_less_exact_sem"] == 0
@@ -361,7 +358,7 @@ def test_merged_rows_have_their_differences_to_exact_attention():
 )
 def test_runs_of_another_protocol_are_not_merged(other, message):
     with pytest.raises(ValueError, match=message):
-        scene_runs.merge_runs([scenes_run(0), *other])
+        scene_rows.merge_runs([scenes_run(0), *other])
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 4), (9, 5)])
@@ -371,8 +368,8 @@ def test_runs_that_share_noise_are_not_merged(first, second):
     low = min(first, second)
     message = f"the seeds {low} to {low + 4} and {low + 4} to {low + 8}"
     with pytest.raises(ValueError, match=message):
-        scene_runs.merge_runs(runs)
-    (row,) = scene_runs.merge_runs([runs[0], scenes_run(first + 5, num_images=5)])
+        scene_rows.merge_runs(runs)
+    (row,) = scene_rows.merge_runs([runs[0], scenes_run(first + 5, num_images=5)])
     assert row["num_runs"] == 2
 
 
@@ -392,13 +389,13 @@ def test_runs_of_one_seed_are_joined():
         run(0, exact_1=5.0, M4_1=3.0),
         run(1, exact_1=3.0, M4_1=5.0, M4_0=4.0, M9_0=1.0),
     ]
-    rows = scene_runs.merge_runs(runs)
+    rows = scene_rows.merge_runs(runs)
     found = [(*scene_rows.row_key(row), row["fid"], row["num_runs"]) for row in rows]
     assert found == [("exact", (), 2, 2), ("M4", (0,), 3, 2), ("M4", (1,), 4, 2)]
     changed = run(1, M4_0=4.0)
     changed["rows"][0]["sha256"] = "another folder"
     with pytest.raises(ValueError, match="the same methods and images"):
-        scene_runs.merge_runs([*runs, changed])
+        scene_rows.merge_runs([*runs, changed])
 
 
 def test_the_merge_command(tmp_path, monkeypatch, capsys):
