@@ -42,17 +42,6 @@ def is_image_with_ink(path):
         return len(image.convert("L").getcolors()) > 10
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "slope"),
-    [
-        *(([3, 10, 100], [7 * v**slope for v in (3, 10, 100)], slope) for slope in (1.0, -2.0)),
-        ([1, 10, 100, 1000], [1, 10, 1, 1], -0.1),  # not the slope between the end points
-    ],
-)
-def test_fit_slope_is_least_squares_of_logarithms(x, y, slope):
-    assert kernels.fit_slope(x, y) == pytest.approx(slope)
-
-
 def test_slopes_group_the_rows_and_take_the_right_axis():
     """Fails for VQ and AVQ in one line, a fit over M0 alone, or a missing time taken for one."""
 
@@ -79,18 +68,6 @@ def test_slopes_group_the_rows_and_take_the_right_axis():
     assert stages == pytest.approx([1, 0, 2])
     assert tokens["label"] == "AVQ 64/8/8"
     assert tokens["slope"] == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize("one_hot", [True, False])
-def test_unfused_precompute_by_hand(one_hot):
-    """Fails for sums instead of means, a lost bias, or NaN where a codeword has no key."""
-    codewords = torch.tensor([[[0.0, 0], [10, 0], [0, 50]]])
-    key = torch.tensor([[[[0.0, 1], [9, 0], [6, 0], [4, 0]]]])
-    value = torch.tensor([[[[1.0, 2], [4, 0], [8, 2], [3, 4]]]])
-    bias = -0.5 * codewords.square().sum(-1)[:, None]
-    means, counts = unfused_precompute(key, value, codewords, bias, one_hot=one_hot)
-    assert counts.tolist() == [[[2, 2, 0]]]
-    assert means.tolist() == [[[[2, 3], [6, 1], [0, 0]]]]
 
 
 def test_the_unfused_baseline_attends_by_our_kernel(bench):

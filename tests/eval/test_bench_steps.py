@@ -12,7 +12,6 @@ from eval_helpers import failed_command, run_command
 from torch._dynamo.utils import counters
 
 from avq_diffusers import select_layers
-from avq_diffusers.extras.linfusion import LinFusionProcessor
 from avq_diffusers.mini import MINI_SD
 from eval.benchmarks import networks, step
 from eval.benchmarks.models import TRANSFORMERS, UNETS
@@ -144,55 +143,6 @@ def test_times_are_those_of_all_blocks():
     assert (exact["ms"], exact["over_limit"], exact["over_sdpa"]) == (60, 3, 1)
     assert (limit["ms"], limit["over_cudnn"]) == (20, None)
     assert (cudnn["ms"], cudnn["over_limit"]) == (None, None)
-
-
-@torch.no_grad()
-def test_a_part_is_of_the_same_network(transformer):
-    """Fails for inputs of another size, and a network without all of its kinds of blocks."""
-    inputs = transformer.inputs(side_of(transformer))
-    assert transformer.predict(*inputs).shape == inputs[0].shape
-    whole = bench_of(replace(transformer.model, part={}), CPU)
-    kinds = [
-        {name.partition(".")[0] for name, _ in one.network.named_parameters()}
-        for one in (transformer, whole)
-    ]
-    assert kinds[0] == kinds[1]
-
-
-def test_the_methods_change_the_layers_they_name(unet):
-    def changed(name):
-        before = unet.network.attn_processors
-        with unet.method(name):
-            after = unet.network.attn_processors
-        layers = select_layers(unet.network)
-        return {
-            x.level
-            for x in layers
-            if after[f"{x.name}.processor"] is not before[f"{x.name}.processor"]
-        }
-
-    assert changed("exact") == set()
-    assert changed("limit") == changed("M4P2C2") == {0, 1}
-    assert changed("M4P2C2@L0") == {0}
-    assert changed("linfusion") == {0, 1, 2, 3}
-    assert [timed_method(name).levels for name in ("tome", "tome@L01")] == [(0,), (0, 1)]
-
-
-def test_linfusion_is_the_same_network_every_time(unet):
-    """Fails for weights that a captured graph would lose, or a phi that is zero."""
-
-    def processors():
-        with unet.method("linfusion"):
-            return [layer.attn.processor for layer in select_layers(unet.network)]
-
-    first, second = processors(), processors()
-    assert all(one is other for one, other in zip(first, second, strict=True))
-    assert len({id(processor) for processor in first}) == len(first)
-    for processor in first:
-        assert type(processor) is LinFusionProcessor
-        weights = [phi[-1].weight for phi in (processor.phi_q, processor.phi_k)]
-        assert min(weight.std() for weight in weights) > 0.01
-        assert not torch.equal(*weights)
 
 
 @pytest.mark.parametrize(
@@ -353,22 +303,6 @@ def test_mini_sd_is_itself_at_its_sizes():
     assert (sample.shape, text.shape) == ((2, 4, 16, 16), (2, 77, 192))
     assert bench.model.sizes == (256, 512)
     assert bench.model.stem == "bench_unet_mini"
-
-
-@pytest.mark.parametrize("devices", [("H100", "H100"), ("H200", "H100")])
-def test_panels_name_devices_that_differ(devices, tmp_path, monkeypatch):
-    """Catches a plot that sets times of two cards side by side and does not say so."""
-    for mode, device in zip(("graph", "eager"), devices, strict=True):
-        row = {"mode": mode, "label": "limit", "ms": 1.0}
-        document = {"environment": {"device": device}, "rows": [row], "model": "x"}
-        (tmp_path / f"x_64_{mode}_cuda.json").write_text(json.dumps(document))
-    titles = []
-    monkeypatch.setattr(step, "bar_plot", lambda _, panels, **labels: titles.extend(panels))
-    step.plot_steps(tmp_path, "x", 64, "cuda")
-    names = [step.MODES["graph"], step.MODES["eager"]]
-    if len(set(devices)) > 1:
-        names = [f"{name}\n{device}" for name, device in zip(names, devices, strict=True)]
-    assert titles == names
 
 
 @pytest.mark.parametrize(

@@ -175,36 +175,12 @@ def test_images_follow_the_protocol(place, exact):
         assert abs(np.asarray(stored).astype(int) - np.asarray(image).astype(int)).max() <= 1
 
 
-@pytest.mark.long
-def test_a_compiled_row(place, exact, monkeypatch):
-    """Catches an option that is recorded and not applied, and images of another noise."""
-
-    def compile_module(self, **options):
-        self._compiled_call_impl = torch.compile(self._call_impl, backend="eager", **options)
-
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
-    counted = torch._dynamo.utils.counters["stats"]
-    counted.clear()
-    assert generate(place, "compiled", compile=None)[0] == 0
-    assert counted["unique_graphs"] > 0
-    for path in sorted((exact / "images").iterdir()):
-        first, second = (
-            np.asarray(Image.open(folder / "images" / path.name), np.int16)
-            for folder in (exact, place / "compiled")
-        )
-        assert np.abs(first - second).max() <= 1
-    code, _, errors = generate(place, "compiled")
-    assert code == 2
-    assert errors.endswith("it differs in compiled.")
-
-
 def test_a_folder_that_another_command_writes_is_refused(place, exact):
     """Catches two commands that delete and rename each other's temporary files."""
     with locked(exact, 0, "busy"):
         code, _, errors = generate(place, "exact")
     assert code == 2
     assert f"another command writes {exact}; wait for its end, or launch both" in errors
-    assert generate(place, "exact")[0] == 0
 
 
 def test_a_folder_of_other_things_is_refused(place):
@@ -272,10 +248,6 @@ def test_scores_are_those_of_the_features(place, exact, scorer_folder):
     [
         (lambda row: (row / "manifest.json").unlink(), "has no manifest.json; make its images"),
         (
-            lambda row: (row / "manifest.json").write_text("{}"),
-            r"manifest.json is not the manifest of a folder of images \(KeyError",
-        ),
-        (
             lambda row: (row / "images/000001.png").unlink(),
             "lacks 1 of 3 images, such as 000001.png; run this again to make them: c",
         ),
@@ -291,7 +263,6 @@ def test_scores_are_those_of_the_features(place, exact, scorer_folder):
             lambda row: noise(32, 48)[1].save(row / "images/000002.png"),
             "000002.png cannot be used: it has 48 x 32 pixels and not 64 x 64; its folder's",
         ),
-        (lambda row: (row / "captions.txt").unlink(), "has no captions.txt; run its command again"),
         (
             lambda row: (row / "captions.txt").write_text("one\ntwo\nthree\n"),
             "captions.txt is not what the images were made of",
@@ -390,22 +361,16 @@ def test_scalecrafter_dilates_beyond_the_training_size(place):
     assert generate(place, "dilated", scalecrafter=None, **changes)[0] == 0
     plain, dilated = (images(place / folder) for folder in ("plain", "dilated"))
     assert all(plain[name] != dilated[name] for name in plain)
-    manifest = place / "dilated/manifest.json"
-    stored = json.loads(manifest.read_text())
-    stored["config"]["scalecrafter"]["num_dilated_steps"] = 1
-    manifest.write_text(json.dumps(stored))
-    for folder in ("plain", "dilated"):
-        code, _, errors = generate(place, folder, scalecrafter=None, **changes)
-        assert (code, errors[-27:]) == (2, "it differs in scalecrafter.")
+    code, _, errors = generate(place, "plain", scalecrafter=None, **changes)
+    assert (code, errors[-27:]) == (2, "it differs in scalecrafter.")
 
 
 @pytest.mark.parametrize(
     ("changes", "keys"),
     [
         ({"steps": 3}, "num_inference_steps"),
-        ({"size": 128, "guidance": 3.0}, "guidance_scale, size"),
-        ({"images": 6}, "captions_sha256, num_images"),
-        ({"draw_seed": 1}, "captions, captions_sha256"),
+        ({"size": 128, "guidance": 3.0, "compile": None}, "compiled, guidance_scale, size"),
+        ({"draw_seed": 1, "images": 6}, "captions, captions_sha256, num_images"),
         ({"method": "value-projection", "levels": "0,1"}, "levels, method"),
         ({}, "model_sha256"),
     ],
@@ -431,14 +396,9 @@ def test_a_folder_of_another_configuration_is_refused(place, exact, changes, key
     [
         ({"size": 100}, "--size must be a multiple of 8, but got 100"),
         ({"guidance": "nan"}, "--guidance must be finite, but got nan"),
-        ({"captions": "nothing.txt"}, "there is no file nothing.txt; python -m eval coco download"),
-        ({"images": 9}, "9 captions are needed, but .*captions_scenes.json has 8"),
-        ({"method": "M4P9C2"}, "num_refined"),
         ({"method": "no/such"}, "there is no folder no/such"),
         ({"scalecrafter": None}, "size"),
-        ({"levels": "7"}, "level"),
         ({"calibration": os.devnull}, "--calibration /dev/null holds no prompt"),
-        ({"model": "nothing/here"}, "nothing/here"),
     ],
 )
 def test_mistakes_leave_no_folder(place, changes, message):
