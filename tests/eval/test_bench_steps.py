@@ -150,10 +150,8 @@ def test_times_are_those_of_all_blocks():
     [
         ("M4P2C2@L0/fastest", "AVQ 4/2/2, level 0, fastest route", "fastest", False),
         ("M4P2C2@L0/tuned", "AVQ 4/2/2, level 0, tuned projections", "always", True),
-        ("M4P2C2", "AVQ 4/2/2", "always", False),
         ("M4P2C2-up_blocks.2", "AVQ 4/2/2, up_blocks.2 exact", "always", False),
         ("M4P2C2@L0/own2", "AVQ 4/2/2, own codewords, 2 updates, level 0", "always", False),
-        ("M4P2C2E8/own", "AVQ 4/2/2, 8 exact keys, own codewords", "always", False),
         ("M5/means", "VQ 5, mean keys", "always", False),
     ],
 )
@@ -294,15 +292,13 @@ def test_the_commands(group, model, title, stem, tmp_path, monkeypatch, capsys):
 
 
 def test_mini_sd_is_itself_at_its_sizes():
-    """Fails for random weights, latents of SD1.5's scale, or keys of another image size."""
+    """Fails for random weights, and latents of SD1.5's scale."""
     bench = bench_of(UNETS["mini-sd"].for_device(CPU), CPU)
     stored = UNet2DConditionModel.from_pretrained(MINI_SD, subfolder="unet").state_dict()
     loaded = bench.network.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
     sample, text = bench.inputs(64)
     assert (sample.shape, text.shape) == ((2, 4, 16, 16), (2, 77, 192))
-    assert bench.model.sizes == (256, 512)
-    assert bench.model.stem == "bench_unet_mini"
 
 
 @pytest.mark.parametrize(
@@ -311,11 +307,8 @@ def test_mini_sd_is_itself_at_its_sizes():
         ("unet", {"model": "sd3"}, "--model must be one of sd15, sdxl, mini-sd, but got 'sd3'"),
         ("unet", {"methods": "xformers"}, "methods must be exact, "),
         ("unet", {"methods": "sol@1.3"}, "M64P16C8/tuned, but got 'sol@1.3'"),
-        ("unet", {"methods": "M4P2C2@L2"}, "weights are 0, 1, but M4P2C2@L2 changes 2"),
         ("unet", {"model": "sdxl", "methods": "M4"}, "are 1, 2, but M4 changes 0, 1"),
         ("unet", {"modes": "jit"}, "modes must be graph, compile, eager, but got 'jit'"),
-        ("unet", {"sizes": "100"}, "--sizes must be multiples of 64 from 64 on, but got 100"),
-        ("transformer", {"model": "sd3"}, "sd35-medium, sd35-large, flux, wan, but got 'sd3'"),
         ("transformer", {"sizes": "100"}, "--sizes must be multiples of 16 from 64 on, but got 1"),
         ("transformer", {"model": "wan", "sizes": "512"}, "must be 480 or 720 for one block of W"),
         ("transformer", {"methods": "M64P16C8"}, "methods for bench transformer are exact, fa2, c"),

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from coco_rows import noise, rows_of, score, write_row
 from PIL import Image
 
 from eval.quality import coco_score
-from eval.quality.networks import Inception, OpenCLIP
+from eval.quality.networks import Inception
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
@@ -50,49 +48,6 @@ def test_rows_of_one_table_differ_in_model_and_method_only(tmp_path):
     for name in checked:
         with pytest.raises(ValueError, match=f"cannot stand in one table; they differ in {name}."):
             read(name)
-
-
-class ColourWords(torch.nn.Module):
-    """A model with open_clip's interface: an image is the last pixel of its first row, and a text
-    is the colour that it names after "A photo depicts"; neither has length 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]))
-
-    def tokenize(self, texts):
-        assert all(text.startswith("A photo depicts ") for text in texts)
-        return torch.tensor([("red", "grey").index(text.split()[3]) for text in texts])
-
-    def encode_image(self, pixels):
-        return 5 * pixels[:, 0, -1]
-
-    def encode_text(self, tokens):
-        return 2 * self.table[tokens]
-
-
-def test_the_clip_score_is_the_cosine_of_image_and_prefixed_caption(monkeypatch):
-    """A model of two words stands in for 5 GB. Catches other weights, a caption without prefix or
-    of another image, images on their side, and a cosine that is scaled or clamped."""
-    asked, model = [], ColourWords()
-
-    def create(*names):
-        asked.append(names)
-        return model, lambda image: torch.from_numpy(np.array(image)).float() - 100
-
-    def tokenizer(name):
-        asked.append((name,))
-        return model.tokenize
-
-    package = SimpleNamespace(create_model_from_pretrained=create, get_tokenizer=tokenizer)
-    monkeypatch.setitem(sys.modules, "open_clip", package)
-    clip = OpenCLIP()
-    assert asked == [("ViT-g-14", "laion2b_s12b_b42k"), ("ViT-g-14",)]
-    assert not model.training
-    pixels = torch.zeros(2, 3, 2, 4, dtype=torch.uint8)
-    pixels[:, :, 0, -1] = torch.tensor([[200, 100, 100], [100, 0, 0]])
-    found = clip.cosines(pixels, ["red box", "grey fox"])
-    assert found.tolist() == pytest.approx([1, -((2 / 3) ** 0.5)])
 
 
 def test_inception_is_the_port_past_its_resizing(monkeypatch):

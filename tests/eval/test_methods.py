@@ -52,11 +52,7 @@ def test_attention_method_puts_everything_back(name, fails, distilled, linfusion
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("M4P2C2/own", AVQConfig.parse("M4P2C2")),
-        (
-            "M4P2C2E8@L01/own1",
-            AVQConfig.parse("M4P2C2E8", levels=(0, 1), num_updates=1),
-        ),
+        ("M4P2C2E8@L01/own1", AVQConfig.parse("M4P2C2E8", levels=(0, 1), num_updates=1)),
         (
             "M4P1C2-up_blocks@P3/own",
             AVQConfig.parse("M4P3C2", exact=("up_blocks",)),
@@ -155,6 +151,9 @@ def test_what_rows_say_of_their_methods(linfusion):
     facts = Method("x", (0, 1), random_codebooks(tiny_unet(), mixed)).facts()
     # Five layers of 4 + 2 x 2 codewords, and five of 8 + 2 x 2.
     assert (facts["effective_codewords"], facts["config"]) == (10, "M4P2C2, M8P2C2")
+    unusual = {"query_tile": 16, "query_order": "random", "key_norm": True}
+    codebooks = random_codebooks(tiny_unet(), AVQConfig.parse("M4P2C2", **unusual))
+    assert Method("x", (0,), codebooks).unusual_fields == unusual
     assert own.facts() == {
         "method": own.name,
         "config": "M4P1C2/own1, up_blocks exact",
