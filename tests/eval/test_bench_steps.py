@@ -15,7 +15,7 @@ from avq_diffusers import select_layers
 from avq_diffusers.mini import MINI_SD
 from eval.benchmarks import networks, step
 from eval.benchmarks.models import TRANSFORMERS, UNETS
-from eval.benchmarks.networks import bench_of, layer_states, pass_on, self_attention_by
+from eval.benchmarks.networks import bench_of, layer_states
 from eval.benchmarks.step import Choice, step_rows
 from eval.names import LEVELS, method_label, timed_method
 
@@ -238,18 +238,6 @@ def test_a_peer_takes_the_calls_of_self_attention(monkeypatch, transformer):
     with transformer.method("M4P2C2/own"):
         num_layers = len(layer_states(transformer.network))
     assert calls == [("pisa0", 0.15)] * num_layers
-
-
-def test_the_limit_leaves_cross_attention_and_restores():
-    query, key, value = torch.randn(3, 1, 2, 8, 4)
-    exact = F.scaled_dot_product_attention
-    expected = exact(query, key[:, :, :5], value[:, :, :5])
-    with self_attention_by(pass_on):
-        assert torch.equal(F.scaled_dot_product_attention(query, key, value), value)
-        assert torch.equal(
-            F.scaled_dot_product_attention(query, key[:, :, :5], value[:, :, :5]), expected
-        )
-    assert F.scaled_dot_product_attention is exact
 
 
 @pytest.mark.parametrize(

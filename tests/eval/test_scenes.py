@@ -8,13 +8,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
 from eval_helpers import SETTINGS_2X, failed_command, prepare, run_command, scenes_run, score
 from tiny import draw, random_codebooks, small_unet, tiny_pipe
 
 from avq_diffusers import select_layers
-from avq_diffusers.extras.scalecrafter.settings import MINI_SCALECRAFTER, SD15_1024, SD15_2048
-from avq_diffusers.mini import MINI_SD, TEST_SEEDS, render, sample_scene
+from avq_diffusers.extras.scalecrafter.settings import SD15_1024
+from avq_diffusers.mini import TEST_SEEDS, render, sample_scene
 from eval.methods import attention_method
 from eval.names import EXACT, NO_ATTENTION, TOME
 from eval.quality import scene_rows, scenes
@@ -162,25 +161,19 @@ def test_sizes_are_refused_before_the_work(options, message):
         score(pipe, ["M4"], [sample_scene(0)], None, Sampling(**options))
 
 
-def test_mini_sd_has_settings_of_its_own():
-    """Fails where SD1.5's are taken, or mini-sd's for other models."""
-    mini = StableDiffusionPipeline.from_pretrained(MINI_SD)
-    cases = (
-        (mini, 512, MINI_SCALECRAFTER),
-        (mini, 1024, SD15_2048),
-        (tiny_pipe(), 256, SD15_1024),
-    )
-    for pipe, size, config in cases:
-        with dilation(pipe, Sampling(size=size, is_dilated=True)):
-            assert pipe.unet._scalecrafter.config is config
-        with dilation(pipe, Sampling(size=size)):
-            assert not hasattr(pipe.unet, "_scalecrafter")
-        assert dilation_facts(pipe, Sampling(size=size)) is False
-    facts = dilation_facts(mini, Sampling(size=512, is_dilated=True))
-    assert facts["downsamplers"] is False
-    assert json.loads(json.dumps(facts)) == facts  # else no run could be resumed
+def test_dilation_is_applied_and_told():
+    """Fails where a row that is not dilated is, or facts are not those that JSON gives back."""
+    pipe = tiny_pipe()
+    plain, dilated = (Sampling(size=256, is_dilated=is_dilated) for is_dilated in (False, True))
+    with dilation(pipe, dilated):
+        assert pipe.unet._scalecrafter.config is SD15_1024
+    with dilation(pipe, plain):
+        assert not hasattr(pipe.unet, "_scalecrafter")
+    assert dilation_facts(pipe, plain) is False
+    facts = dilation_facts(pipe, dilated)
+    assert json.loads(json.dumps(facts)) == facts == SETTINGS_2X  # else no run could be resumed
     with pytest.raises(ValueError, match="ScaleCrafter needs a size"):
-        dilation(mini, Sampling(is_dilated=True))
+        dilation(pipe, Sampling(is_dilated=True))
 
 
 def test_tome_merges_its_levels():
@@ -228,64 +221,66 @@ def test_scenes_of_a_compiled_unet(tiny_scorer, monkeypatch):
         score(pipe, methods, shown, tiny_scorer, replace(settings, batch_size=64))
 
 
-def test_merged_runs_are_means_with_standard_errors_over_runs():
-    """The standard error of 1, 2, 6 is sqrt(7 / 3); fails for that of the images, and for a mean
-    over those runs that have a figure."""
-    runs = [scenes_run(0, 1, clip_score=80.0), scenes_run(1, 2), scenes_run(2, 6, clip_score=100.0)]
-    for run, decibels in zip(runs, (30.0, 33.0, 36.0), strict=True):
-        run["rows"][0] |= {"psnr_median": decibels, "seconds_per_image": 0.5}
-        run["rows"][0]["psnr_p10"] = None if decibels == 33 else decibels
-        run["rows"].append({**run["rows"][0], "method": EXACT, "copy_agreement": None})
-    row, exact = scene_rows.merge_runs(runs)
-    assert (row["method"], row["num_runs"]) == ("M4", 3)
-    assert (row["fid"], row["clip_score"], row["copy_agreement"]) == (3, 90, 0.5)
-    assert row["fid_sem"] == pytest.approx((7 / 3) ** 0.5)
-    assert row["clip_score_sem"] == pytest.approx(10 / 3**0.5)
-    assert row["copy_agreement_sem"] == row["fid_less_exact"] == 0
-    assert (row["psnr_median"], row["seconds_per_image"]) == (33, 0.5)
-    assert row["psnr_p10"] is row["psnr_p10_sem"] is None
-    assert row["copy_agreement_less_exact"] is exact["copy_agreement"] is None
-    line = "| 3.000 ± 1.528 | - | 90.00 ± 5.77 | 0.500 ± 0.000 | 33.0 ± 1.7 |"
-    assert scene_rows.scenes_table([row]).endswith(line)
-    few = row | {"psnr_median_sem": float("nan")}  # of too few images
-    assert scene_rows.scenes_table([few]).endswith("| 33.0 |")
+def rows_run(seed, *rows):
+    """A run of such rows: method, FID, and further fields."""
+    made = [scenes_run(seed, fid, method=x)["rows"][0] | fields for x, fid, fields in rows]
+    return scenes_run(seed) | {"rows": made}
 
 
-def test_merged_rows_have_their_differences_to_exact_attention():
-    """FID is 3, 5, 4 above that of the same run: the noise, 10 to 30, cancels. Catches errors of
-    the means in place of the differences, and exact attention of another run of the seed."""
-
-    def run(seed, exact, method, fid):
-        rows = [
-            scenes_run(seed, x, method=name)["rows"][0]
-            for name, x in ((EXACT, exact), (method, fid))
-        ]
-        rows += [
-            scenes_run(seed, 0.0, method=x)["rows"][0] for x in (scene_rows.REAL, scene_rows.BROKEN)
-        ]
-        return scenes_run(seed) | {"rows": rows}
-
-    runs = [run(0, 10, "M4", 13), run(1, 20, "M4", 25), run(2, 99, "M5", 0), run(2, 30, "M4", 34)]
+def test_merged_rows_are_means_and_differences_with_standard_errors_over_seeds():
+    """The standard error of 1, 2, 6 is sqrt(7 / 3). FID is 3, 5, 4 above that of exact attention in
+    the same run, whose noise, 10 to 30, cancels. Fails for errors of the images or of the means, a
+    mean over those runs that have a figure, and exact attention of another run of the seed."""
+    full, lacking = {"psnr_median": 30.0, "psnr_p10": 29.0}, {"psnr_median": 33.0, "psnr_p10": None}
+    controls = [(name, 0.0, {}) for name in (scene_rows.REAL, scene_rows.BROKEN)]
+    runs = [
+        rows_run(0, (EXACT, 10, {}), ("M4", 13, full), ("M5", 1, {}), *controls),
+        rows_run(1, (EXACT, 20, {}), ("M4", 25, lacking), ("M5", 2, {}), *controls),
+        rows_run(2, (EXACT, 99, {}), ("M5", 6, {})),
+        rows_run(2, (EXACT, 30, {}), ("M4", 34, full), ("M5", 9, {}), *controls),
+    ]
     rows = {row["method"]: row for row in scene_rows.merge_runs(runs)}
-    assert rows["M4"]["fid_less_exact"] == pytest.approx(4)
-    assert rows["M4"]["fid_less_exact_sem"] == pytest.approx(1 / 3**0.5)
-    assert rows["M4"]["clip_score_less_exact"] == rows["M4"]["copy_agreement_less_exact_sem"] == 0
+    m4, m5 = rows["M4"], rows["M5"]
+    assert (m5["fid"], m5["num_runs"]) == (3, 3)
+    assert m5["fid_sem"] == pytest.approx((7 / 3) ** 0.5)
+    assert m5["clip_score_sem"] == 0
+    assert m4["fid_less_exact"] == pytest.approx(4)
+    assert m4["fid_less_exact_sem"] == pytest.approx(1 / 3**0.5)
+    assert m4["psnr_median_sem"] == pytest.approx(1)
+    assert m4["psnr_p10"] is m4["psnr_p10_sem"] is None
     for name in (EXACT, scene_rows.REAL, scene_rows.BROKEN):
         assert rows[name]["fid_less_exact"] is None
-    (line,) = scene_rows.differences_table(list(rows.values())).splitlines()[2:]
+    few = m5 | {"psnr_median": 33.0, "psnr_median_sem": float("nan")}  # of too few images
+    line = "| M5 | - | - | 3.000 ± 1.528 | - | 90.00 ± 0.00 | 0.500 ± 0.000 | 33.0 |"
+    assert scene_rows.scenes_table([few]).endswith(line)
+    line, _ = scene_rows.differences_table(list(rows.values())).splitlines()[2:]
     assert line == "| M4 | - | - | +4.000 ± 0.577 | +0.000 ± 0.000 | +0.0000 ± 0.0000 |"
+
+
+def test_runs_of_one_seed_are_joined():
+    """Catches a row counted twice or under another level, and one that a seed lacks."""
+    low, high = {"levels": [0]}, {"levels": [1]}
+    runs = [
+        rows_run(0, (EXACT, 1.0, low), ("M4", 2.0, low)),
+        rows_run(0, (EXACT, 5.0, high), ("M4", 3.0, high)),
+        rows_run(1, (EXACT, 3.0, high), ("M4", 5.0, high), ("M4", 4.0, low), ("M9", 1.0, low)),
+    ]
+    rows = scene_rows.merge_runs(runs)
+    found = [(*scene_rows.row_key(row), row["fid"], row["num_runs"]) for row in rows]
+    assert found == [("exact", (), 2, 2), ("M4", (0,), 3, 2), ("M4", (1,), 4, 2)]
+    changed = rows_run(1, ("M4", 4.0, low | {"sha256": "another folder"}))
+    with pytest.raises(ValueError, match="the same methods and images"):
+        scene_rows.merge_runs([*runs, changed])
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ([], r"expected results of scenes with different seeds, but got seeds \[0\]"),
         ([scenes_run(0)], r"different seeds, but got seeds \[0, 0\]"),
         ([{"rows": []}], r"different seeds, but got seeds \[0, None\]"),
         ([scenes_run(1, method="M5")], "must have the same methods and images"),
         ([scenes_run(1, dtype="double")], "and the same num_inference_steps, dtype"),
         ([scenes_run(1) | {"scalecrafter": SETTINGS_2X}], "and the same .*size, scalecrafter"),
-        ([{**scenes_run(1), "rows": []}], "must have the same methods and images"),
         (
             [scenes_run(seed) | {"model": model} for seed, model in ((1, "a"), (2, "b"))],
             "and the same .*, model, model_sha256, scorer, scorer_sha256, guidance_scale",
@@ -297,41 +292,12 @@ def test_runs_of_another_protocol_are_not_merged(other, message):
         scene_rows.merge_runs([scenes_run(0), *other])
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 4), (9, 5)])
-def test_runs_that_share_noise_are_not_merged(first, second):
+def test_runs_that_share_noise_are_not_merged():
     """Catches seeds that only differ; ranges that touch are merged."""
-    runs = [scenes_run(seed, num_images=5) for seed in (first, second)]
-    low = min(first, second)
-    message = f"the seeds {low} to {low + 4} and {low + 4} to {low + 8}"
-    with pytest.raises(ValueError, match=message):
-        scene_rows.merge_runs(runs)
-    (row,) = scene_rows.merge_runs([runs[0], scenes_run(first + 5, num_images=5)])
-    assert row["num_runs"] == 2
-
-
-def test_runs_of_one_seed_are_joined():
-    """Catches a row counted twice or under another level, and one that a seed lacks."""
-
-    def run(seed, **fids):
-        rows = []
-        for name, fid in fids.items():
-            method, _, level = name.partition("_")
-            (row,) = scenes_run(seed, fid, method=method)["rows"]
-            rows.append(row | {"levels": [int(level)]})
-        return scenes_run(seed) | {"rows": rows}
-
-    runs = [
-        run(0, exact_0=1.0, M4_0=2.0),
-        run(0, exact_1=5.0, M4_1=3.0),
-        run(1, exact_1=3.0, M4_1=5.0, M4_0=4.0, M9_0=1.0),
-    ]
-    rows = scene_rows.merge_runs(runs)
-    found = [(*scene_rows.row_key(row), row["fid"], row["num_runs"]) for row in rows]
-    assert found == [("exact", (), 2, 2), ("M4", (0,), 3, 2), ("M4", (1,), 4, 2)]
-    changed = run(1, M4_0=4.0)
-    changed["rows"][0]["sha256"] = "another folder"
-    with pytest.raises(ValueError, match="the same methods and images"):
-        scene_rows.merge_runs([*runs, changed])
+    first, second, third = (scenes_run(seed, num_images=5) for seed in (0, 4, 5))
+    with pytest.raises(ValueError, match="the seeds 0 to 4 and 4 to 8"):
+        scene_rows.merge_runs([second, first])
+    assert len(scene_rows.merge_runs([first, third])) == 1
 
 
 def test_the_merge_command(tmp_path, monkeypatch, capsys):
