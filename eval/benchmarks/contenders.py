@@ -20,12 +20,12 @@ from avq_diffusers import avq_attention
 from eval.benchmarks.inputs import Inputs, Shape
 from eval.benchmarks.timing import Effort, over, time_in_turns
 from eval.benchmarks.unfused import flat_kernel, flat_sdpa, unfused_precompute
-from eval.names import config_label, method_name, parse_method
+from eval.names import CUDNN, FA2, config_label, method_label, method_name, parse_method
 
 Row = dict[str, Any]
 
 DEFAULT_SDPA = "default SDPA"
-FUSED_SDPA = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+FORCED = {FA2: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 # Far above what fp16 and a near-tie between parents cost, far below what another method gives.
 TOLERANCE = 0.05
 CHECKED_QUERIES = 64
@@ -100,14 +100,16 @@ class Bench:
         def default(index: int) -> Tensor:
             return F.scaled_dot_product_attention(*sets[index])
 
-        def fused(name: str, index: int) -> Tensor:
+        def forced(name: str, index: int) -> Tensor:
             if not self.cuda:
-                raise RuntimeError(f"{name} needs a CUDA device")
-            with sdpa_kernel(FUSED_SDPA[name]):
+                raise RuntimeError(f"{method_label(name)} needs a CUDA device")
+            with sdpa_kernel(FORCED[name]):
                 return default(index)
 
-        runs = {DEFAULT_SDPA: default, **{name: partial(fused, name) for name in FUSED_SDPA}}
-        return [Contender(name, run, expected) for name, run in runs.items()]
+        runs = {method_label(name): partial(forced, name) for name in FORCED}
+        return [
+            Contender(name, run, expected) for name, run in ({DEFAULT_SDPA: default} | runs).items()
+        ]
 
     def avq(
         self,

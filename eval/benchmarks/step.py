@@ -21,17 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.benchmarks.contenders import TOLERANCE, Row, relative_error
+from eval.benchmarks.contenders import FORCED, TOLERANCE, Row, relative_error
 from eval.benchmarks.models import Model
-from eval.benchmarks.networks import (
-    COMPILE,
-    EAGER,
-    FORCED,
-    GRAPH,
-    NetworkBench,
-    bench_of,
-    layer_states,
-)
+from eval.benchmarks.networks import COMPILE, EAGER, GRAPH, NetworkBench, bench_of, layer_states
 from eval.benchmarks.timing import block_ms, in_turns, over
 from eval.keys.peers import check_peer
 from eval.names import (

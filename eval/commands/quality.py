@@ -20,7 +20,7 @@ from eval.commands.options import (
     Size,
     calibration_prompts,
     command_line,
-    load_any_pipeline,
+    load_pipeline,
     result_name,
 )
 from eval.commands.stored import draw
@@ -62,7 +62,7 @@ def compare_command(
     from eval.quality.generation import Sampling, dilation_facts
 
     numbers = numbers_of("--levels", levels)
-    pipe = load_any_pipeline(model, device)
+    pipe = load_pipeline(model, device)
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
     settings = Sampling(num_inference_steps=steps, size=size, is_dilated=dilated)
     rows, images = compare(
@@ -115,7 +115,7 @@ def tolerance_command(
 
     numbers = numbers_of("--levels", levels)
     limits = tolerances_of("--tolerances", tolerances)
-    pipe = load_any_pipeline(model, device)
+    pipe = load_pipeline(model, device)
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
     profile, rows = measure_tolerances(
         pipe,
@@ -198,7 +198,7 @@ def scenes_command(
         levels=numbers_of("--levels", levels),
         first_seed=first_seed,
     )
-    pipe = load_any_pipeline(model, device, dtype)
+    pipe = load_pipeline(model, device, dtype)
     protocol = {
         "model": Path(model).name,
         "model_sha256": folder_digest(model, "model_index.json"),
