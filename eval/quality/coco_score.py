@@ -152,7 +152,7 @@ def load_networks(
 
 
 def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[Folder]:
-    """Read folders by `generate_folder` for one table; `num_images` takes the first images only.
+    """Read folders of `Row.generate` for one table; `num_images` takes the first images only.
 
     Raises:
         FileNotFoundError: a folder has no manifest or no captions.

@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import time
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -138,23 +137,15 @@ def test_full_batches_do_not_depend_on_what_is_left(tmp_path):
     pipe.set_progress_bar_config(disable=True)
     texts = captions.Captions(tuple("abcde"), "test")
     settings = Sampling(num_inference_steps=2, guidance_scale=7.5, size=64, batch_size=3)
-    fill = partial(
-        coco._fill,
-        tmp_path,
-        pipe,
-        texts,
-        range(5),
-        description="",
-        settings=settings,
-        is_shown=False,
-    )
+    made = {"model": "m", "method": "exact", "levels": (0,), "calibration_prompts": ()}
+    row = coco.Row(folder=tmp_path, captions=texts, settings=settings, **made)
     (tmp_path / "images").mkdir()
-    fill()
+    row.fill(pipe)
     expected = images(tmp_path)
     for missing in ((0, 4), (1, 2, 3), (2,)):
         for index in missing:
             coco.image_path(tmp_path, index).unlink()
-        fill()
+        row.fill(pipe)
         assert images(tmp_path) == expected
     alone = generate_batch(pipe, ["c"], [2], settings)
     with Image.open(coco.image_path(tmp_path, 2)) as stored:
