@@ -289,6 +289,18 @@ def test_mini_sd_is_itself_at_its_sizes():
     assert (sample.shape, text.shape) == ((2, 4, 16, 16), (2, 77, 192))
 
 
+def test_panels_name_devices_that_differ(tmp_path, monkeypatch):
+    """Catches a plot that sets times of two cards side by side and does not say so."""
+    for mode, device in (("graph", "H200"), ("eager", "H100")):
+        rows = [{"mode": mode, "label": "limit", "ms": 1.0}]
+        document = {"environment": {"device": device}, "rows": rows, "model": "x"}
+        (tmp_path / f"x_64_{mode}_cuda.json").write_text(json.dumps(document))
+    titles = []
+    monkeypatch.setattr(step, "bar_plot", lambda _, panels, **labels: titles.extend(panels))
+    step.plot_steps(tmp_path, "x", 64, "cuda")
+    assert titles == [f"{step.MODES['graph']}\nH200", f"{step.MODES['eager']}\nH100"]
+
+
 @pytest.mark.parametrize(
     ("group", "options", "message"),
     [

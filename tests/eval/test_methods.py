@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from eval_helpers import CALIBRATION, prepare, watched
+from eval_helpers import prepare, watched
 from tiny import draw, random_codebooks, tiny_pipe, tiny_unet
 
 from avq_diffusers import (
@@ -18,7 +18,6 @@ from avq_diffusers import (
     summary,
 )
 from avq_diffusers.extras.linfusion import load_linfusion, remove_linfusion
-from avq_diffusers.mini import TEST_SEEDS
 from eval.methods import Method, attention_method, load_methods
 from eval.names import EXACT, NO_ATTENTION, TOME, method_cells
 
@@ -162,21 +161,6 @@ def test_what_rows_say_of_their_methods(linfusion):
         "levels": [0],
         "effective_codewords": 6,
     }
-
-
-def test_calibration_shares_no_noise_with_images(monkeypatch):
-    """Catches calibration on the noise that the first images of a table start from."""
-    pipe, seeds = tiny_pipe(), []
-    latents = pipe.prepare_latents
-
-    def watched(*arguments):
-        seeds.extend(x.initial_seed() for x in arguments if isinstance(x, torch.Generator))
-        return latents(*arguments)
-
-    monkeypatch.setattr(pipe, "prepare_latents", watched)
-    prepare(pipe, "M4P2C2")
-    assert len(seeds) == len(CALIBRATION)
-    assert min(seeds) > len(TEST_SEEDS)
 
 
 @pytest.mark.parametrize(("name", "tool"), [(EXACT, "AVQ"), (NO_ATTENTION, "LinFusion")])

@@ -8,13 +8,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from eval_helpers import SETTINGS_2X, failed_command, prepare, run_command, scenes_run, score
-from tiny import draw, random_codebooks, small_unet, tiny_pipe
+from eval_helpers import SETTINGS_2X, failed_command, run_command, scenes_run, score
+from tiny import random_codebooks, small_unet, tiny_pipe
 
-from avq_diffusers import select_layers
 from avq_diffusers.extras.scalecrafter.settings import SD15_1024
 from avq_diffusers.mini import TEST_SEEDS, render, sample_scene
-from eval.methods import attention_method
 from eval.names import EXACT, NO_ATTENTION, TOME
 from eval.quality import scene_rows, scenes
 from eval.quality.generation import Sampling, dilation, dilation_facts, generate
@@ -174,27 +172,6 @@ def test_dilation_is_applied_and_told():
     assert json.loads(json.dumps(facts)) == facts == SETTINGS_2X  # else no run could be resumed
     with pytest.raises(ValueError, match="ScaleCrafter needs a size"):
         dilation(pipe, Sampling(is_dilated=True))
-
-
-def test_tome_merges_its_levels():
-    """Fails where ToMe stays at level 0 beside methods that change level 1 as well."""
-    pipe, levels = tiny_pipe(), (0, 1)
-    (method,) = prepare(pipe, TOME, levels=levels)
-    tokens = {}
-
-    def note(attn, arguments):
-        tokens[by_module[attn]] = arguments[0].shape[1]
-
-    by_module = {layer.attn: layer.level for layer in select_layers(pipe.unet)}
-    hooks = [attn.register_forward_pre_hook(note) for attn in by_module]
-    draw(pipe)
-    whole = dict(tokens)
-    with attention_method(pipe, method):
-        draw(pipe)
-    for hook in hooks:
-        hook.remove()
-    assert [level for level in range(4) if tokens[level] == whole[level] / 2] == list(levels)
-    assert all(tokens[level] == whole[level] for level in range(len(levels), 4))
 
 
 @pytest.mark.long
