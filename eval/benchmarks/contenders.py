@@ -56,11 +56,11 @@ class Contender:
 
 @dataclass(frozen=True)
 class Bench:
-    """Run and time contenders on one device, in `half` on CUDA and in float32 elsewhere."""
+    """Run and time contenders on one device, in `cuda_dtype` on CUDA and in float32 elsewhere."""
 
     device: torch.device
     effort: Effort
-    half: torch.dtype = torch.float16
+    cuda_dtype: torch.dtype = torch.float16
 
     @property
     def cuda(self) -> bool:
@@ -68,7 +68,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.half if self.cuda else torch.float32
+        return self.cuda_dtype if self.cuda else torch.float32
 
     @property
     def backend(self) -> str:

@@ -32,7 +32,7 @@ class Part:
         skews: whether the keys are skewed; methods run in all of these ways.
         texts: tokens of a text, which are sinks; exact attention has the keys of the last.
         in_order: whether queries have Gilbert order.
-        half: dtype on CUDA, in place of the bench's.
+        cuda_dtype: dtype on CUDA, in place of the bench's.
         has_gradients: whether those of query, key and value are timed, on one set of inputs.
         is_checked: whether outputs are; if not, one set of inputs is timed.
     """
@@ -42,7 +42,7 @@ class Part:
     skews: Sequence[bool] = (False,)
     texts: Sequence[int] = (0,)
     in_order: bool = False
-    half: torch.dtype | None = None
+    cuda_dtype: torch.dtype | None = None
     has_gradients: bool = False
     is_checked: bool = True
 
@@ -63,7 +63,7 @@ class Part:
 PARTS = {
     "table": Part(has_unfused=True),  # the paper's Tab. speed_scaling
     "sd15": Part(skews=(False, True), in_order=True),
-    "joint": Part(texts=(0, TEXT), in_order=True, half=torch.bfloat16),  # Flux
+    "joint": Part(texts=(0, TEXT), in_order=True, cuda_dtype=torch.bfloat16),  # Flux
     "codewords": Part(num_exact=0),
     "tokens": Part(num_exact=0),
     "gradients": Part(in_order=True, has_gradients=True),
@@ -118,7 +118,7 @@ TINY = dict.fromkeys(
 def part_rows(bench: Bench, name: str, sizes: Mapping[str, Sizes]) -> Iterator[list[Row]]:
     """Time a part at its sizes, one list of rows per shape."""
     part, methods = PARTS[name], sizes[name].methods
-    bench = replace(bench, half=part.half or bench.half)
+    bench = replace(bench, cuda_dtype=part.cuda_dtype or bench.cuda_dtype)
     is_single = part.has_gradients or not part.is_checked
     for shape in sizes[name].shapes:
         torch.compiler.reset()  # the unfused baseline is compiled for every size

@@ -10,7 +10,7 @@ from tiny_mini_sd3 import save_tiny_mini_sd3
 
 from avq_diffusers.mini.loading import load_mini_sd3, usual_guidance
 from eval.methods import attention_method, load_methods
-from eval.quality.generation import Sampling, check_dilation
+from eval.quality.generation import Sampling, dilation_config
 
 
 @pytest.fixture(scope="module")
@@ -97,4 +97,4 @@ def test_methods_that_a_transformer_does_not_have(pipe, name):
 
 def test_scalecrafter_is_refused(pipe):
     with pytest.raises(ValueError, match="ScaleCrafter dilates the convolutions of a UNet, but"):
-        check_dilation(pipe, Sampling(size=128, is_dilated=True))
+        dilation_config(pipe, Sampling(size=128, is_dilated=True))
