@@ -30,15 +30,14 @@ from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.extras.linfusion import LinFusionProcessor, load_linfusion, remove_linfusion
 from avq_diffusers.hosts import attention_replaced, has_unet
 from eval.names import (
-    CUDNN,
     EXACT,
-    FA2,
-    KEYS_ONLY,
-    LIMIT,
-    LINFUSION,
+    FOLDER,
     LINFUSION_CONFIG,
     NO_ATTENTION,
     TOME,
+    TRANSFORMER_IMAGES,
+    UNET_IMAGES,
+    check_place,
     config_label,
     exact_labels,
     parse_method,
@@ -214,16 +213,12 @@ def load_methods(
             refine so many parents, a level has no self-attention, or the pipeline is not as it was.
     """
     _refuse_changed(pipe)
-    if not has_unet(pipe):
-        return [_load_for_transformer(name) for name in names]
-    select_layers(pipe.unet, levels)
-    methods = [_load(pipe, name, levels) for name in names]
-    for method in methods:
-        if config := method.own or method.uncalibrated:
-            select_layers(pipe.unet, method.levels, config.exact)
-        if method.codebooks is not None:
-            _check_codebooks(pipe, method.codebooks, method.num_refined)
-    return methods
+    is_unet = has_unet(pipe)
+    for name in names:
+        check_place(name, UNET_IMAGES if is_unet else TRANSFORMER_IMAGES)
+    if is_unet:
+        select_layers(pipe.unet, levels)
+    return [_load(pipe, name, levels if is_unet else (0,)) for name in names]
 
 
 def calibrated(
@@ -315,29 +310,15 @@ def layers_run_by(unet: UNet2DConditionModel, processors: Mapping[str, Any]) -> 
         yield
 
 
-def _load_for_transformer(name: str) -> Method:
-    parsed = parse_method(name, (0,))
-    if parsed.own or parsed.source in (EXACT, NO_ATTENTION):
-        return Method(name, (0,), own=parsed.config)
-    raise ValueError(
-        f"methods of a transformer are {EXACT}, {NO_ATTENTION} and configurations with /own, but "
-        f"got {name!r}."
-    )
-
-
 def _load(pipe: StableDiffusionPipeline, name: str, levels: tuple[int, ...]) -> Method:
     parsed = parse_method(name, levels)
-    if parsed.source in (FA2, CUDNN, LIMIT, LINFUSION) or parsed.tuned or parsed.route != "always":
-        raise ValueError(f"methods: {name} can only be timed, by bench unet.")
-    if parsed.source in KEYS_ONLY:
-        raise ValueError(f"methods: {name} can only be measured by keys.")
-    if parsed.is_folder:
+    if parsed.kind == FOLDER:
         return _load_folder(pipe, name, parsed.source, parsed.num_refined)
-    if parsed.own:
-        return Method(name, parsed.config.levels, own=parsed.config)
-    if parsed.config is not None:
-        return Method(name, parsed.config.levels, uncalibrated=parsed.config)
-    if parsed.source != TOME:
+    if (config := parsed.config) is not None:
+        if has_unet(pipe):
+            select_layers(pipe.unet, config.levels, config.exact)
+        return Method(name, config.levels, **{"own" if parsed.own else "uncalibrated": config})
+    if parsed.kind != TOME:
         return Method(name, levels)
     levels = parsed.levels or levels
     if find_spec("tomesd") is None:
@@ -353,22 +334,16 @@ def _load_folder(
     pipe: StableDiffusionPipeline, name: str, folder: str, num_refined: int | None
 ) -> Method:
     digest = folder_digest(folder, "config.json")
-    if not _has_linfusion(folder):
-        codebooks = AVQCodebooks.from_pretrained(folder)
-        levels = codebooks.avq_config.levels
-        return Method(name, levels, codebooks, num_refined=num_refined, sha256=digest)
-    if num_refined is not None:
-        raise ValueError(f"LinFusion layers refine no parents, but got {name!r}.")
-    load_linfusion(pipe, folder)
-    processors = {layer.name: layer.attn.processor for layer in _linfusion_layers(pipe)}
-    levels = tuple(sorted({layer.level for layer in _linfusion_layers(pipe)}))
-    remove_linfusion(pipe)
-    return Method(name, levels, linfusion=processors, sha256=digest)
-
-
-def _check_codebooks(
-    pipe: StableDiffusionPipeline, codebooks: AVQCodebooks, num_refined: int | None
-) -> None:
+    if _has_linfusion(folder):
+        if num_refined is not None:
+            raise ValueError(f"LinFusion layers refine no parents, but got {name!r}.")
+        load_linfusion(pipe, folder)
+        layers = _linfusion_layers(pipe)
+        processors = {layer.name: layer.attn.processor for layer in layers}
+        remove_linfusion(pipe)
+        levels = tuple(sorted({layer.level for layer in layers}))
+        return Method(name, levels, linfusion=processors, sha256=digest)
+    codebooks = AVQCodebooks.from_pretrained(folder)
     layers = select_layers(pipe.unet, codebooks.avq_config.levels, codebooks.avq_config.exact)
     codebooks.check_layers(layers)
     for layer in layers:
@@ -377,6 +352,8 @@ def _check_codebooks(
             raise ValueError(
                 f"num_refined must be between 0 and {most} in {layer.name}, but got {num_refined}."
             )
+    levels = codebooks.avq_config.levels
+    return Method(name, levels, codebooks, num_refined=num_refined, sha256=digest)
 
 
 def _has_linfusion(folder: str) -> bool:

@@ -1,18 +1,17 @@
-"""Names of self-attention methods: their grammar, and the labels of tables and plots.
+"""Names of self-attention methods: their grammar, where they can run, and the labels of tables.
 
 A name is a word, a configuration or a folder, with suffixes in this order:
 
-    exact, value-projection, tome
-    fa2, cudnn, limit, linfusion  (in `bench unet` and `bench transformer` only)
-    pooled@E256             blocks of neighbours, 256 keys of the best exactly  (`keys` only)
-    pisa@.15, pisa0@.15     PISA of first or zeroth order, .15 of the blocks exactly  (in `keys`
-    sol@1.3                 Sol-Attn with a threshold of 1.3       and `bench transformer` only)
+    exact, value-projection, tome, fa2, cudnn, limit, linfusion
+    pooled@E256             blocks of neighbours, 256 keys of the best exactly
+    pisa@.15, pisa0@.15     PISA of first or zeroth order, .15 of the blocks exactly
+    sol@1.3                 Sol-Attn with a threshold of 1.3
     M64P16C8, M192          a configuration to calibrate
     runs/m64/codebooks      a folder of codebooks or of LinFusion layers
     @L01                    levels 0 and 1 instead of --levels (tome and configurations)
     -up_blocks.1            the layers of this block stay exact (configurations)
     @P8                     8 refined parents (configurations and codebooks)
-    /fastest, /tuned        the default route, or changed projections (`bench unet` only)
+    /fastest, /tuned        the default route, or changed projections
     /means                  mean keys in place of the codewords
     /own, /own1             the same, codewords from the call's own keys, updated once
 """
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from avq_diffusers import AVQConfig
-from eval.store.markdown import number
+from eval.store.markdown import figure
 
 EXACT = "exact"
 NO_ATTENTION = "value-projection"
@@ -35,6 +34,7 @@ PEERS = (PISA, PISA_ZEROTH, SOL)
 KEYS_ONLY = (POOLED, *PEERS)
 FA2, CUDNN, LIMIT, LINFUSION = "fa2", "cudnn", "limit", "linfusion"
 WORDS = (EXACT, NO_ATTENTION, TOME, FA2, CUDNN, LIMIT, LINFUSION)
+FOLDER, STORED, OWN, FASTEST, TUNED = "folder", "stored", "own", "fastest", "tuned"
 LINFUSION_CONFIG = "LinFusion"  # as the `config` of a row
 WORD_FORM = re.compile(rf"({'|'.join(WORDS)})(?:@L(\d+))?")
 POOLED_FORM = re.compile(rf"{POOLED}@E(\d+)")
@@ -44,18 +44,50 @@ CONFIG_FORM = re.compile(
 )
 FOLDER_FORM = re.compile(r"(.+?)(?:@P(\d+))?")
 PATH_SIGNS = "/\\."  # no configuration has one
-LABELS = {
-    EXACT: "SDPA default",
-    FA2: "FA2",
-    CUDNN: "cuDNN",
-    LIMIT: "limit",
-    LINFUSION: "LinFusion",
-    PISA: "PISA",
-    PISA_ZEROTH: "PISA, zeroth order",
-    SOL: "Sol-Attn",
-}
 TOME_LEVELS = (0,)  # tomesd's default
 LEVELS = (0, 1)
+
+# Where methods run.
+UNET_IMAGES, TRANSFORMER_IMAGES, KEYS = "images by a UNet", "images by a transformer", "keys"
+UNET_STEP, TRANSFORMER_STEP = "bench unet", "bench transformer"
+IMAGES, STEPS = (UNET_IMAGES, TRANSFORMER_IMAGES), (UNET_STEP, TRANSFORMER_STEP)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the methods of one kind have in common.
+
+    Attributes:
+        example: a name.
+        places: where they run.
+        label: in tables of times, with a place for the setting.
+    """
+
+    example: str
+    places: tuple[str, ...]
+    label: str = ""
+
+
+KINDS = {
+    EXACT: Kind(EXACT, (*IMAGES, *STEPS, KEYS), "SDPA default"),
+    NO_ATTENTION: Kind(NO_ATTENTION, (*IMAGES, KEYS)),
+    TOME: Kind(TOME, (UNET_IMAGES, UNET_STEP), "ToMe r=0.5"),
+    FA2: Kind(FA2, STEPS, "FA2"),
+    CUDNN: Kind(CUDNN, STEPS, "cuDNN"),
+    LIMIT: Kind(LIMIT, STEPS, "limit"),
+    LINFUSION: Kind(LINFUSION, (UNET_STEP,), "LinFusion"),
+    POOLED: Kind("pooled@E256", (KEYS,)),
+    PISA: Kind("pisa@.15", (TRANSFORMER_STEP, KEYS), "PISA, {:.0%} of the blocks"),
+    PISA_ZEROTH: Kind(
+        "pisa0@.15", (TRANSFORMER_STEP, KEYS), "PISA, zeroth order, {:.0%} of the blocks"
+    ),
+    SOL: Kind("sol@1.3", (TRANSFORMER_STEP, KEYS), "Sol-Attn, threshold {:g}"),
+    FOLDER: Kind("runs/m64/codebooks", (UNET_IMAGES,)),
+    STORED: Kind("M64P16C8", (UNET_IMAGES, UNET_STEP, KEYS)),
+    OWN: Kind("M64P16C8/own", (*IMAGES, *STEPS, KEYS)),
+    FASTEST: Kind("M64P16C8/fastest", STEPS),
+    TUNED: Kind("M64P16C8/tuned", (UNET_STEP,)),
+}
 
 
 @dataclass(frozen=True)
@@ -64,29 +96,36 @@ class MethodName:
 
     Attributes:
         source: one of `WORDS` or `KEYS_ONLY`, a configuration or a folder.
+        kind: its key in `KINDS`.
         config: the configuration with all suffixes applied; None for words and folders.
         levels: levels of tome's suffix.
         num_refined: refined parents of a folder's suffix.
-        route: of AVQ; `"fastest"` leaves layers exact where that is faster.
-        tuned: whether projections change, as in distilled codebooks.
-        own: whether the codewords come from the keys of each call.
         exact_keys: of pooled blocks.
         setting: density or threshold of a peer.
     """
 
     source: str
+    kind: str
     config: AVQConfig | None = None
     levels: tuple[int, ...] | None = None
     num_refined: int | None = None
-    route: str = "always"
-    tuned: bool = False
-    own: bool = False
     exact_keys: int | None = None
     setting: float | None = None
 
     @property
-    def is_folder(self) -> bool:
-        return self.config is None and self.source not in (*WORDS, *KEYS_ONLY)
+    def route(self) -> str:
+        """Of AVQ; `"fastest"` leaves layers exact where that is faster."""
+        return "fastest" if self.kind == FASTEST else "always"
+
+    @property
+    def tuned(self) -> bool:
+        """Whether projections change, as in distilled codebooks."""
+        return self.kind == TUNED
+
+    @property
+    def own(self) -> bool:
+        """Whether the codewords come from the keys of each call."""
+        return self.kind == OWN
 
 
 def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
@@ -100,29 +139,30 @@ def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
         word, digits = form.groups()
         if digits and word != TOME:
             raise ValueError(f"methods: {word} is not at levels, but got {name!r}.")
-        return MethodName(word, levels=_levels_of(digits))
+        return MethodName(word, word, levels=_levels_of(digits))
     if form := POOLED_FORM.fullmatch(name):
-        return MethodName(POOLED, exact_keys=int(form[1]))
+        return MethodName(POOLED, POOLED, exact_keys=int(form[1]))
     if form := PEER_FORM.fullmatch(name):
-        return MethodName(form[1], setting=float(form[2]))
+        return MethodName(form[1], form[1], setting=float(form[2]))
     folder, refined = FOLDER_FORM.fullmatch(name).groups()
     if Path(name).is_dir():
         folder, refined = name, None
     source, digits, exact, config_refined, way, updates = CONFIG_FORM.fullmatch(name).groups()
-    is_own = updates is not None
+    kind = OWN if updates is not None else way if way in (FASTEST, TUNED) else STORED
     try:
         config = AVQConfig.parse(
             source,
             levels=_levels_of(digits) or levels,
             exact=(exact,) if exact else (),
-            codewords="means" if is_own or way == "means" else "stored",
+            codewords="means" if kind == OWN or way == "means" else "stored",
             num_updates=int(updates or 0),
         )
         if config_refined is not None:
             config = replace(config, num_refined=int(config_refined))
     except ValueError as error:
         if Path(folder).is_dir():
-            return MethodName(folder, num_refined=None if refined is None else int(refined))
+            number_refined = None if refined is None else int(refined)
+            return MethodName(folder, FOLDER, num_refined=number_refined)
         if any(sign in source for sign in PATH_SIGNS):
             raise ValueError(f"methods: there is no folder {folder}.") from None
         raise ValueError(
@@ -135,27 +175,28 @@ def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
             f"methods: {folder} is a configuration, but also a folder here; write ./{folder} for "
             "the folder."
         )
-    return MethodName(
-        source,
-        config,
-        route=way if way == "fastest" else "always",
-        tuned=way == "tuned",
-        own=is_own,
-    )
+    return MethodName(source, kind, config)
+
+
+def check_place(name: str, place: str) -> None:
+    """Refuse a method that does not run in one of the places of `KINDS`.
+
+    Raises:
+        ValueError: it does not, or the name is none.
+    """
+    if place not in KINDS[parse_method(name, LEVELS).kind].places:
+        known = [kind.example for kind in KINDS.values() if place in kind.places]
+        raise ValueError(f"methods for {place} are {', '.join(known)}, but got {name!r}.")
 
 
 def timed_method(name: str) -> MethodName:
-    """Parse the name of a method that can run in a step; the default levels are 0 and 1.
+    """Parse the name of a method of a step; the default levels are 0 and 1, of tome its own.
 
     Raises:
-        ValueError: there is no such method.
+        ValueError: see `parse_method`.
     """
     method = parse_method(name, LEVELS)
-    if method.is_folder or method.source == NO_ATTENTION:
-        raise ValueError(f"methods: bench unet has random codebooks and no {name}.")
-    if method.source == POOLED:
-        raise ValueError(f"methods: {name} can only be measured by keys.")
-    return replace(method, levels=method.levels or TOME_LEVELS) if method.source == TOME else method
+    return replace(method, levels=method.levels or TOME_LEVELS) if method.kind == TOME else method
 
 
 def _levels_of(digits: str | None) -> tuple[int, ...] | None:
@@ -196,19 +237,12 @@ def method_label(name: str) -> str:
     """The name that tables and plots print."""
     method = timed_method(name)
     config = method.config
-    if method.source == TOME:
-        return ", ".join(["ToMe r=0.5", *_level_labels(method.levels, TOME_LEVELS)])
-    if method.source == SOL:
-        return f"{LABELS[SOL]}, threshold {method.setting:g}"
-    if method.source in PEERS:
-        return f"{LABELS[method.source]}, {method.setting:.0%} of the blocks"
     if config is None:
-        return LABELS[method.source]
-    ways = ["fastest route"] * (method.route == "fastest")
-    ways += ["tuned projections"] * method.tuned
-    levels = _level_labels(config.levels, LEVELS)
-    name_of_sizes = method_name(config, own=method.own)
-    return ", ".join([name_of_sizes, *levels, *exact_labels(config), *ways])
+        levels = _level_labels(method.levels, TOME_LEVELS) if method.kind == TOME else []
+        return ", ".join([KINDS[method.kind].label.format(method.setting), *levels])
+    ways = {FASTEST: ["fastest route"], TUNED: ["tuned projections"]}.get(method.kind, [])
+    sizes = method_name(config, own=method.own)
+    return ", ".join([sizes, *_level_labels(config.levels, LEVELS), *exact_labels(config), *ways])
 
 
 def _level_labels(levels: tuple[int, ...], usual: tuple[int, ...]) -> list[str]:
@@ -222,12 +256,15 @@ def exact_labels(config: AVQConfig) -> list[str]:
     return [f"{name} exact" for name in config.exact]
 
 
-def method_cells(row: Mapping[str, Any]) -> list[str]:
-    """The first two cells of a row: the method and its effective codewords."""
-    return [row_label(row), number(row.get("effective_codewords"))]
-
-
 def row_label(row: Mapping[str, Any]) -> str:
     """The method, with its configuration where the name does not say it."""
     name, config = row["method"], row.get("config")
     return name if config in (None, name) else f"{name} ({config})"
+
+
+METHOD_COLUMNS = {"method": row_label, "effective codewords": figure("effective_codewords")}
+
+
+def method_cells(row: Mapping[str, Any]) -> list[str]:
+    """The cells of a row under `METHOD_COLUMNS`."""
+    return [column(row) for column in METHOD_COLUMNS.values()]

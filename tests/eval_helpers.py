@@ -7,7 +7,7 @@ import torch
 
 from avq_diffusers import select_layers
 from eval.methods import prepare_methods
-from eval.quality.scenes import score_methods
+from eval.quality.scenes import Trial, score_methods
 
 CALIBRATION = ("a",)  # prompts
 # What a result says of ScaleCrafter at twice the size of a tiny model: the authors' for SD1.5.
@@ -54,10 +54,11 @@ def scenes_run(seed, fid=1.0, *, method="M4", clip_score=90.0, num_images=1, dty
     return {"first_seed": seed, "num_inference_steps": 25, "dtype": dtype, "rows": rows}
 
 
-def score(pipe, methods, scenes, scorer, settings, **options):
+def score(pipe, methods, scenes, scorer, settings, finished=(), **options):
     """The rows of `score_methods`, of scenes that are their own reference."""
-    options = {"calibration_prompts": CALIBRATION, **options}
-    return list(score_methods(pipe, methods, scenes, scenes, scorer, settings, **options))
+    shown = {"scenes": scenes, "reference_scenes": scenes, "calibration_prompts": CALIBRATION}
+    trial = Trial(methods=methods, settings=settings, **shown, **options)
+    return list(score_methods(pipe, trial, scorer, dict(finished)))
 
 
 def prepare(pipe, *names, levels=(0,)):

@@ -7,7 +7,7 @@ backend. A contender with wrong output gets no time.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +17,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from avq_diffusers import avq_attention
-from avq_diffusers.attention.orders import query_order
-from eval.benchmarks.inputs import KeySource, Shape
-from eval.benchmarks.timing import Effort, time_in_turns
+from eval.benchmarks.inputs import Inputs, Shape
+from eval.benchmarks.timing import Effort, over, time_in_turns
 from eval.benchmarks.unfused import flat_kernel, flat_sdpa, unfused_precompute
-from eval.names import MethodName, config_label, method_name, parse_method
+from eval.names import CUDNN, FA2, config_label, method_label, method_name, parse_method
 
 Row = dict[str, Any]
-Pair = tuple[Tensor, Tensor]
-InputSets = Sequence[tuple[Tensor, Tensor, Tensor]]
 
 DEFAULT_SDPA = "default SDPA"
-FUSED_SDPA = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+FORCED = {FA2: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 # Far above what fp16 and a near-tie between parents cost, far below what another method gives.
 TOLERANCE = 0.05
 CHECKED_QUERIES = 64
@@ -57,50 +54,44 @@ class Contender:
     has_stages: bool = False
 
 
+@dataclass(frozen=True)
 class Bench:
-    """Build and time contenders on one device, in `dtype` on CUDA and in float32 elsewhere."""
+    """Run and time contenders on one device, in `cuda_dtype` on CUDA and in float32 elsewhere."""
 
-    def __init__(
-        self, device: torch.device, effort: Effort, dtype: torch.dtype = torch.float16
-    ) -> None:
-        self.device, self.effort = device, effort
-        self.cuda = device.type == "cuda"
-        self.dtype = dtype if self.cuda else torch.float32
-        self.backend, self.oracle = ("triton", "torch") if self.cuda else ("torch", "reference")
-        self._sources: dict[tuple[int, int], KeySource] = {}
+    device: torch.device
+    effort: Effort
+    cuda_dtype: torch.dtype = torch.float16
 
-    def source(self, shape: Shape) -> KeySource:
-        sizes = shape.num_heads, shape.head_dim
-        if sizes not in self._sources:
-            self._sources[sizes] = KeySource(*sizes, self.device)
-        return self._sources[sizes]
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
 
-    def input_sets(self, shape: Shape, hot_share: float = 0.0) -> InputSets:
-        """As many input sets as overflow the L2 cache three times over, at most 32."""
-        count = 2
-        if self.cuda:
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.cuda_dtype if self.cuda else torch.float32
+
+    @property
+    def backend(self) -> str:
+        return "triton" if self.cuda else "torch"
+
+    @property
+    def oracle(self) -> str:
+        """The backend that AVQ is checked against."""
+        return "torch" if self.cuda else "reference"
+
+    def inputs(self, shape: Shape, count: int | None = None) -> Inputs:
+        """`count` sets, else as many as overflow the L2 cache three times over, at most 32."""
+        if count is None and self.cuda:
             elements = shape.batch * shape.num_heads * shape.num_tokens * shape.head_dim
             bytes_moved = 4 * elements * self.dtype.itemsize
             l2_size = torch.cuda.get_device_properties(self.device).L2_cache_size
             count = min(32, math.ceil(3 * l2_size / bytes_moved))
-        source = self.source(shape)
-        return [source.inputs(shape, self.dtype, hot_share) for _ in range(count)]
+        return Inputs(shape, self.dtype, self.device, count or 2)
 
-    def sinks(self, shape: Shape, count: int, num_sets: int) -> list[Pair]:
-        """`count` keys and values for each input set, as those of text."""
-        text = replace(shape, num_tokens=count)
-        return [self.source(shape).inputs(text, self.dtype)[1:] for _ in range(num_sets)]
+    def exact(self, inputs: Inputs, num_sinks: int = 0) -> list[Contender]:
+        """Default SDPA, FlashAttention-2 and cuDNN, over the keys of a text as well."""
+        sets = inputs.joint(num_sinks) if num_sinks else inputs.even
 
-    def order(self, shape: Shape) -> Tensor:
-        """Gilbert order on a square grid where N is a square, else on a row."""
-        side = math.isqrt(shape.num_tokens)
-        grid = (side, side) if side * side == shape.num_tokens else (1, shape.num_tokens)
-        return query_order(*grid, "gilbert", self.device)
-
-    def exact(self, sets: InputSets) -> list[Contender]:
-        """Default SDPA, FlashAttention-2 and cuDNN."""
-
-        @cache
         def expected() -> Tensor:
             query, key, value = (tensor.float() for tensor in sets[0])
             logits = query[:, :, :CHECKED_QUERIES] @ key.transpose(2, 3)
@@ -109,67 +100,81 @@ class Bench:
         def default(index: int) -> Tensor:
             return F.scaled_dot_product_attention(*sets[index])
 
-        def fused(name: str, index: int) -> Tensor:
+        def forced(name: str, index: int) -> Tensor:
             if not self.cuda:
-                raise RuntimeError(f"{name} needs a CUDA device")
-            with sdpa_kernel(FUSED_SDPA[name]):
+                raise RuntimeError(f"{method_label(name)} needs a CUDA device")
+            with sdpa_kernel(FORCED[name]):
                 return default(index)
 
-        runs = {DEFAULT_SDPA: default, **{name: partial(fused, name) for name in FUSED_SDPA}}
-        return [Contender(name, run, expected) for name, run in runs.items()]
+        runs = {method_label(name): partial(forced, name) for name in FORCED}
+        return [
+            Contender(name, run, expected) for name, run in ({DEFAULT_SDPA: default} | runs).items()
+        ]
 
     def avq(
         self,
-        shape: Shape,
-        sets: InputSets,
-        method: str | MethodName,
-        order: Tensor | None = None,
+        inputs: Inputs,
+        name: str,
         *,
-        sinks: Sequence[Pair] = (),
+        in_order: bool = False,
+        is_skewed: bool = False,
+        num_sinks: int = 0,
     ) -> Contender:
         """The operation by a configuration: codewords are stored, or with `/own` the call's keys.
 
-        Its row has the times of both stages where it has kernels and neither sinks nor exact keys.
+        Args:
+            inputs: what it attends on.
+            name: of the configuration.
+            in_order: whether queries have their order.
+            is_skewed: whether a share of the keys is equal.
+            num_sinks: keys of a text that every query attends to.
         """
-        method = parse_method(method, (0,)) if isinstance(method, str) else method
+        method = parse_method(name, (0,))
         config, own = method.config, method.own
-        codebook = None if own else self.source(shape).codebook(config)
+        sets = inputs.skewed if is_skewed else inputs.even
         attend = partial(
-            avq_attention, codebook=codebook, query_order=order, **config.attention_arguments
+            avq_attention,
+            codebook=None if own else inputs.codebook(config),
+            query_order=inputs.order if in_order else None,
+            **config.attention_arguments,
         )
 
-        def sink_tensors(index: int) -> dict[str, Tensor]:
-            return dict(zip(("sink_key", "sink_value"), sinks[index], strict=True)) if sinks else {}
+        def arguments(index: int) -> dict[str, Tensor]:
+            tensors = dict(zip(("query", "key", "value"), sets[index], strict=True))
+            if num_sinks:
+                tensors["sink_key"], tensors["sink_value"] = inputs.sinks(num_sinks)[index]
+            return tensors
 
-        @cache
         def expected() -> Tensor:
-            text = {name: tensor.float() for name, tensor in sink_tensors(0).items()}
-            return attend(*(tensor.float() for tensor in sets[0]), **text, backend=self.oracle)
+            exact = {name: tensor.float() for name, tensor in arguments(0).items()}
+            return attend(**exact, backend=self.oracle)
 
         def run(index: int) -> Tensor:
-            return attend(*sets[index], **sink_tensors(index), backend=self.backend)
+            return attend(**arguments(index), backend=self.backend)
 
-        num_sinks = sinks[0][0].shape[2] if sinks else 0
+        suffix = (f", {num_sinks} sinks" if num_sinks else "") + ", skewed keys" * is_skewed
+        stored = method_name(replace(config, codewords="stored", num_updates=0))
         return Contender(
-            method_name(config, own=own) + (f", {num_sinks} sinks" if sinks else ""),
+            method_name(config, own=own) + suffix,
             run,
             expected,
             {
                 "config": config_label(config, own=own),
                 "effective_codewords": config.effective_codewords,
                 "sinks": num_sinks,
+                "keys": "skewed" if is_skewed else "uniform",
             },
-            method_name(replace(config, codewords="stored", num_updates=0)) if own else None,
+            stored + suffix if own else None,
             has_stages=not num_sinks and not config.exact_keys,
         )
 
-    def unfused(self, shape: Shape, sets: InputSets, method: str) -> list[Contender]:
+    def unfused(self, inputs: Inputs, name: str) -> list[Contender]:
         """Compiled precompute in PyTorch, attention by our kernel (paper, Tab. speed_scaling).
 
         Off CUDA, nothing is compiled and SDPA attends.
         """
-        fused, config = self.avq(shape, sets, method), parse_method(method, (0,)).config
-        codebook = self.source(shape).codebook(config)
+        fused, config = self.avq(inputs, name), parse_method(name, (0,)).config
+        codebook = inputs.codebook(config)
         codewords = codebook.parents.to(self.dtype)
         bias = -0.5 * codewords.float().square().sum(-1)[:, None]
         facts: Row = {"effective_codewords": config.effective_codewords}
@@ -181,7 +186,7 @@ class Bench:
             facts["note"] = "precompute not compiled; attention by SDPA"
 
         def run(one_hot: bool, index: int) -> Tensor:
-            query, key, value = sets[index]
+            query, key, value = inputs.even[index]
             return attend(query, *precompute(key, value, codewords, bias, one_hot=one_hot))
 
         return [
@@ -190,10 +195,11 @@ class Bench:
         ]
 
     @torch.no_grad()
-    def rows(self, shape: Shape, contenders: Sequence[Contender], num_sets: int) -> list[Row]:
+    def rows(self, contenders: Sequence[Contender], inputs: Inputs) -> list[Row]:
         """Check the output of every contender, then time those that are right in turns."""
         rows: list[Row] = []
         timed: list[tuple[Row, Contender]] = []
+        shape = inputs.shape
         for contender in contenders:
             row: Row = {
                 "method": contender.name,
@@ -202,7 +208,7 @@ class Bench:
                 "tokens": shape.num_tokens,
                 "head_dim": shape.head_dim,
                 "dtype": str(self.dtype).removeprefix("torch."),
-                "input_sets": num_sets,
+                "input_sets": inputs.count,
                 "ms": None,
                 **contender.facts,
             }
@@ -214,17 +220,14 @@ class Bench:
             else:
                 timed.append((row, contender))
         runs = [contender.run for _, contender in timed]
-        timings = time_in_turns(runs, num_sets, self.device, self.effort)
-        times = {
-            row["method"]: timing["ms"] for (row, _), timing in zip(timed, timings, strict=True)
-        }
+        timings = time_in_turns(runs, inputs.count, self.device, self.effort)
         for (row, contender), timing in zip(timed, timings, strict=True):
             row |= timing
             if self.cuda and contender.has_stages:
-                row |= stage_times(contender.run, num_sets)
-            for name, other in (("over_stored", contender.stored), ("over_sdpa", DEFAULT_SDPA)):
-                if other in times:
-                    row[name] = row["ms"] / times[other]
+                row |= stage_times(contender.run, inputs.count)
+        for row, contender in timed:
+            row["over_sdpa"] = over(row, rows, DEFAULT_SDPA)
+            row["over_stored"] = over(row, rows, contender.stored)
         return rows
 
 

@@ -9,7 +9,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,7 +24,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from avq_diffusers.mini import MINI_SD
 from eval.benchmarks.models import SD15
-from eval.store.markdown import markdown_table, number
+from eval.store.markdown import figure, rows_table
 from eval.store.report import save_json
 
 STEPS, LOG_EVERY, WARMUP_LINES = 100, 10, 3
@@ -31,14 +33,11 @@ VAE = {
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "layers_per_block": 2,
-    "latent_channels": 4,
     "sample_size": 512,
 }
 TEXT = {
-    "vocab_size": 49408,
     "hidden_size": 768,
     "intermediate_size": 3072,
-    "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "projection_dim": 768,
 }
@@ -57,44 +56,58 @@ DATA = {
 }
 
 
+COLUMNS = {
+    "GPUs": lambda row: str(row["gpus"]),
+    "student": itemgetter("attention"),
+    "images per GPU": lambda row: str(row["batch_per_gpu"]),
+    "samples/s": figure("samples_per_second", ".3g"),
+    "step / exact": figure("step_over_exact", ".3g"),
+    "x one GPU": figure("speedup_over_one_gpu", ".3g"),
+    "peak GiB": figure("peak_memory_gib", ".3g"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The training whose steps are timed.
+
+    Attributes:
+        config: YAML file of `distill`.
+        model: folder of a Stable Diffusion model; None makes SD1.5 with random weights.
+        image_size: side of the images in pixels.
+        overrides: further `--set` options of `distill`.
+    """
+
+    config: Path
+    model: Path | None
+    image_size: int
+    overrides: Sequence[str]
+
+
 def run_distillation(
-    config: Path,
-    output: Path,
-    *,
-    command: str,
-    model: Path | None,
-    image_size: int,
-    cases: Sequence[tuple[int, int, str]],
-    rounds: int,
-    overrides: Sequence[str],
+    run: Run, cases: Sequence[tuple[int, int, str]], rounds: int, output: Path, *, command: str
 ) -> None:
     """Time the steps, print a table, and write a JSON file after every run.
 
     Args:
-        config: YAML file of `distill`.
-        output: folder of the result.
-        command: command line to store.
-        model: folder of a Stable Diffusion model; None makes SD1.5 with random weights.
-        image_size: side of the images in pixels.
+        run: the training.
         cases: number of processes, images per GPU and step, and attention of the student.
         rounds: runs of every case, in turns. Its speed is the median over the windows of all.
-        overrides: further `--set` options of `distill`.
+        output: folder of the result.
+        command: command line to store.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        if model is None:
-            model = folder / "sd15"
-            random_sd15().save_pretrained(model)
+        if run.model is None:
+            run = replace(run, model=folder / "sd15")
+            random_sd15().save_pretrained(run.model)
         rows = [{"gpus": g, "attention": a, "batch_per_gpu": b} for g, b, a in cases]
-        shared = {**SETTINGS, "base_model": model, "image_size": image_size}
-        shared["data"] = json.dumps({**DATA, "cache": str(folder / "cache")})
         for turn, row in tqdm(list(product(range(rounds), rows)), desc="runs"):
             if "note" in row:
                 continue
             try:
-                run = folder / f"{rows.index(row)}-{turn}"
-                found = _run(config, run, row, shared, overrides)
+                found = _run(run, row, folder, f"{rows.index(row)}-{turn}")
             except subprocess.CalledProcessError as error:
                 row["note"] = last_error(error.stderr)
             else:
@@ -104,8 +117,8 @@ def run_distillation(
                 output / f"bench_distill_{device}.json",
                 command=command,
                 device=device,
-                config=config.name,
-                image_size=image_size,
+                config=run.config.name,
+                image_size=run.image_size,
                 steps=STEPS,
                 rows=with_ratios(rows),
             )
@@ -142,20 +155,7 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def distillation_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    figures = {
-        "samples_per_second": "samples/s",
-        "step_over_exact": "step / exact",
-        "speedup_over_one_gpu": "x one GPU",
-        "peak_memory_gib": "peak GiB",
-    }
-    return markdown_table(
-        ["GPUs", "student", "images per GPU", *figures.values()],
-        (
-            [str(row["gpus"]), row["attention"], str(row["batch_per_gpu"])]
-            + [number(row.get(name), ".3g") for name in figures]
-            for row in rows
-        ),
-    )
+    return rows_table(COLUMNS, rows)
 
 
 def last_error(output: str) -> str:
@@ -165,16 +165,14 @@ def last_error(output: str) -> str:
     return (sentences or lines or ["it was killed"])[-1].removeprefix("error: ")
 
 
-def _run(
-    config: Path,
-    run: Path,
-    row: dict[str, Any],
-    shared: dict[str, Any],
-    overrides: Sequence[str],
-) -> dict[str, Any]:
+def _run(run: Run, row: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
+    """Train at the settings of a row, into a new folder of this name."""
     gpus, batch = row["gpus"], row["batch_per_gpu"]
     settings = {
-        **shared,
+        **SETTINGS,
+        "base_model": run.model,
+        "image_size": run.image_size,
+        "data": json.dumps({**DATA, "cache": str(folder / "cache")}),
         "attention": row["attention"],
         "micro_batch_size": batch,
         "batch_size": batch * gpus,
@@ -183,11 +181,12 @@ def _run(
     }
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(gpus)]
     launcher += ["--multi_gpu"] if gpus > 1 else []
-    command = [*launcher, "-m", "distill", "--config", str(config), "--output", str(run)]
-    for value in (*(f"{name}={value}" for name, value in settings.items()), *overrides):
+    command = [*launcher, "-m", "distill", "--config", str(run.config)]
+    command += ["--output", str(folder / name)]
+    for value in (*(f"{name}={value}" for name, value in settings.items()), *run.overrides):
         command += ["--set", value]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    lines = [json.loads(x) for x in (folder / name / "log.jsonl").read_text().splitlines()]
     return {
         "windows": [x["samples_per_second"] for x in lines[WARMUP_LINES:]],
         "peak_memory_gib": lines[-1].get("peak_memory_gib"),

@@ -10,21 +10,20 @@ enough input sets to overflow the L2 cache.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from statistics import linear_regression
-from typing import Any
 
 from eval.benchmarks.contenders import DEFAULT_SDPA, Bench, Row
-from eval.benchmarks.inputs import Shape
-from eval.benchmarks.parts import PARTS, Sizes
-from eval.store.markdown import markdown_table, number
+from eval.benchmarks.parts import KERNEL_PARTS, Sizes, part_rows
+from eval.store.markdown import figure, markdown_table, number, rows_table
 from eval.store.plots import Line, Panel, panel_plot
 from eval.store.report import save_json
 
-# Columns of the tables, and the formats of their numbers.
-COLUMNS = {
+# Columns of the figures that rows have, by field.
+FIGURES = {
     "ms": ("ms", ".4g"),
     "forward_ms": ("forward ms", ".4g"),
     "precompute_ms": ("precompute ms", ".4g"),
@@ -37,23 +36,26 @@ COLUMNS = {
 }
 
 
-def run_part(part: str, bench: Bench, sizes: dict[str, Sizes], path: Path, *, command: str) -> None:
+def run_part(
+    part: str, bench: Bench, sizes: Mapping[str, Sizes], path: Path, *, command: str
+) -> None:
     """Time a part, print its table, and write its JSON file again after every size."""
     rows: list[Row] = []
-    for size in PARTS[part](bench, sizes):
-        for row in size:
-            rows.append({"part": part, **row})
-            print(f"N = {row['tokens']}, {row['method']}: {number(row['ms'])} ms", flush=True)
-        fits: dict[str, Any] = {"slopes": slopes(rows)} if part == "scaling" else {}
-        save_json(
-            path,
-            command=command,
-            device=bench.device,
-            backend=bench.backend,
-            effort=asdict(bench.effort),
-            rows=rows,
-            **fits,
-        )
+    for name in KERNEL_PARTS.get(part, (part,)):
+        facts = {"part": part} if name == part else {"part": part, "against": name}
+        for found in part_rows(bench, name, sizes):
+            rows += [{**facts, **row} for row in found]
+            for row in found:
+                print(f"N = {row['tokens']}, {row['method']}: {number(row['ms'])} ms", flush=True)
+            save_json(
+                path,
+                command=command,
+                device=bench.device,
+                backend=bench.backend,
+                effort=asdict(bench.effort),
+                rows=rows,
+                **({"slopes": slopes(rows)} if part == "scaling" else {}),
+            )
     print(kernels_table(part, rows), flush=True)
 
 
@@ -90,17 +92,16 @@ def kernels_table(part: str, rows: Sequence[Row]) -> str:
     """The rows of one part as Markdown: the paper's table, or all figures, and fitted slopes."""
     sections = [_paper_table(rows) if part == "table" else _figures_table(rows)]
     if part == "scaling":
-        fields = ("slope", "precompute_slope", "attention_slope")
-        sections.append(
-            markdown_table(
-                ["time over", "line", "slope", "of the precompute", "of the attention"],
-                (
-                    [line["against"], line["label"]]
-                    + [number(line.get(name), ".3f") for name in fields]
-                    for line in slopes(rows)
-                ),
+        columns = {"time over": itemgetter("against"), "line": itemgetter("label")}
+        columns |= {
+            title: figure(f"{stage}slope", ".3f")
+            for title, stage in (
+                ("slope", ""),
+                ("of the precompute", "precompute_"),
+                ("of the attention", "attention_"),
             )
-        )
+        }
+        sections.append(rows_table(columns, slopes(rows)))
     notes = {
         f"- {row['method']}, N = {row['tokens']}: {row['note']}" for row in rows if "note" in row
     }
@@ -124,16 +125,12 @@ def _paper_table(rows: Sequence[Row]) -> str:
 
 def _figures_table(rows: Sequence[Row]) -> str:
     """The figures that the rows have, one row each."""
-    shown = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
-    shapes = [Shape(row["batch"], row["heads"], row["tokens"], row["head_dim"]) for row in rows]
-    return markdown_table(
-        ["shape", "method", *(COLUMNS[name][0] for name in shown)],
-        (
-            [str(shape), row["method"]]
-            + [number(row.get(name), COLUMNS[name][1]) for name in shown]
-            for row, shape in zip(rows, shapes, strict=True)
-        ),
-    )
+    shape = "B{batch} H{heads} N{tokens} D{head_dim}"
+    columns = {"shape": lambda row: shape.format(**row), "method": itemgetter("method")}
+    for field, (title, form) in FIGURES.items():
+        if any(row.get(field) is not None for row in rows):
+            columns[title] = figure(field, form)
+    return rows_table(columns, rows)
 
 
 def plot_kernels(path: Path, part: str, rows: Sequence[Row]) -> None:

@@ -33,18 +33,25 @@ from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.codebook.kmeans import fit_codebook
 from avq_diffusers.extras.linfusion import LinFusionProcessor
 from avq_diffusers.hosts import attention_replaced
+from eval.benchmarks.contenders import FORCED
 from eval.benchmarks.models import Model
 from eval.keys.peers import arranged, attention_in_order
 from eval.methods import layers_run_by, merged_tokens
-from eval.names import CUDNN, FA2, LABELS, LIMIT, LINFUSION, PEERS, TOME, MethodName, timed_method
+from eval.names import (
+    LIMIT,
+    LINFUSION,
+    PEERS,
+    TOME,
+    MethodName,
+    method_label,
+    timed_method,
+)
 
-FORCED = {FA2: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
 EAGER, GRAPH, COMPILE = "eager", "graph", "compile"
 SHARPNESS = 2  # factor of untrained queries and keys, whose logits then vary by about 1
 CHANGE = 1e-3  # standard deviation of the changes of projections that a tuned row runs
 # Untrained modulations leave blocks out, almost; one more lets them act on the output.
 MODULATIONS = ("linear.bias", "scale_shift_table")
-CALIBRATION_STEPS = (900, 650, 400, 150)
 CALIBRATION_KEYS = 8192
 
 
@@ -94,12 +101,12 @@ class NetworkBench(ABC):
 
     def cannot_run(self, name: str, mode: str) -> str | None:
         """Why this machine cannot time the row; None if it can."""
-        source = timed_method(name).source
+        kind = timed_method(name).kind
         if mode == GRAPH and not self.cuda:
             return "CUDA graphs need a CUDA device"
-        if source in (*FORCED, *PEERS) and not self.cuda:
-            return f"{LABELS[source]} needs a CUDA device"
-        return "tomesd is not installed" if source == TOME and not find_spec("tomesd") else None
+        if kind in (*FORCED, *PEERS) and not self.cuda:
+            return f"{method_label(name)} needs a CUDA device"
+        return "tomesd is not installed" if kind == TOME and not find_spec("tomesd") else None
 
     @contextmanager
     def method(self, name: str, *, oracle: bool = False) -> Iterator[None]:
@@ -209,28 +216,25 @@ class UNetBench(NetworkBench):
 
     @cached_property
     def _keys(self) -> dict[str, Tensor]:
-        """Keys (H, S, D) in fp32 of every layer at the model's levels, from a few exact steps."""
-        layers = select_layers(self.network, self.model.levels)
-        samples: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
+        """Keys (H, S, D) in fp32 of every layer at the model's levels, from an exact step."""
+        samples: dict[str, Tensor] = {}
 
         def keep(
             name: str, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
         ) -> tuple[Tensor, str]:
             rows = key.transpose(1, 2).flatten(0, 1)
-            count = min(len(rows), CALIBRATION_KEYS // len(CALIBRATION_STEPS))
             chosen = torch.randperm(len(rows), generator=self.generator, device=self.device)
-            samples[name].append(rows[chosen[:count]].float())
+            samples[name] = rows[chosen[:CALIBRATION_KEYS]].float().transpose(0, 1).contiguous()
             scale = options["scale"]
             return F.scaled_dot_product_attention(query, key, value, scale=scale), "kept"
 
-        keepers = {name: partial(keep, name) for name in samples}
+        layers = select_layers(self.network, self.model.levels)
+        keepers = {layer.name: partial(keep, layer.name) for layer in layers}
         with attention_replaced(self.network, keepers, AVQConfig(levels=self.model.levels)):
-            for step in CALIBRATION_STEPS:
-                # Not `inputs`: a captured graph reads what its last call has left.
-                tensors, fixed = self._draw(self.model.sizes[0])
-                timestep = torch.full_like(fixed["timestep"], step)
-                self.network(**tensors, **{**fixed, "timestep": timestep})
-        return {name: torch.cat(x).transpose(0, 1).contiguous() for name, x in samples.items()}
+            # Not `inputs`: a captured graph reads what its last call has left.
+            tensors, fixed = self._draw(self.model.sizes[0])
+            self.network(**tensors, **fixed)
+        return samples
 
 
 class TransformerBench(NetworkBench):

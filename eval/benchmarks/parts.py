@@ -1,22 +1,17 @@
-"""The parts of `python -m eval bench kernels`, `bench attention` and `bench gradients`.
+"""The parts of `python -m eval bench kernels`, `bench attention` and `bench gradients`, as data."""
 
-A part yields the rows of one size after the other. Its sizes and methods are data.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from eval.benchmarks.contenders import Bench, Contender, InputSets, Row
-from eval.benchmarks.inputs import Shape
-from eval.names import parse_method
+from eval.benchmarks.contenders import Bench, Contender, Row
+from eval.benchmarks.inputs import Inputs, Shape
 
-HOT_SHARE = 0.3
-SKEWED = ", skewed keys"
-MOST_EXACT_TOKENS = 16384  # of `attention`, which also runs on a CPU
-NUM_SINKS = 512  # the text of Flux
+MOST_EXACT_TOKENS = 16384  # of what is not checked, which may run on a CPU
+TEXT = 512  # tokens of Flux
 
 
 @dataclass(frozen=True)
@@ -25,6 +20,62 @@ class Sizes:
 
     shapes: Sequence[Shape]
     methods: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a part runs its methods.
+
+    Attributes:
+        num_exact: how many kinds of exact attention run beside them.
+        has_unfused: whether flat VQ also runs unfused.
+        skews: whether the keys are skewed; methods run in all of these ways.
+        texts: tokens of a text, which are sinks; exact attention has the keys of the last.
+        in_order: whether queries have Gilbert order.
+        cuda_dtype: dtype on CUDA, in place of the bench's.
+        has_gradients: whether those of query, key and value are timed, on one set of inputs.
+        is_checked: whether outputs are; if not, one set of inputs is timed.
+    """
+
+    num_exact: int = 3
+    has_unfused: bool = False
+    skews: Sequence[bool] = (False,)
+    texts: Sequence[int] = (0,)
+    in_order: bool = False
+    cuda_dtype: torch.dtype | None = None
+    has_gradients: bool = False
+    is_checked: bool = True
+
+    def contenders(self, bench: Bench, methods: Sequence[str], inputs: Inputs) -> list[Contender]:
+        has_exact = self.is_checked or inputs.shape.num_tokens <= MOST_EXACT_TOKENS
+        found = bench.exact(inputs, self.texts[-1])[: self.num_exact if has_exact else 0]
+        for method in methods:
+            for is_skewed, num_sinks in product(self.skews, self.texts):
+                way = {"is_skewed": is_skewed, "num_sinks": num_sinks, "in_order": self.in_order}
+                found.append(bench.avq(inputs, method, **way))
+            if self.has_unfused and "P" not in method:
+                found += bench.unfused(inputs, method)
+        if self.has_gradients or not self.is_checked:
+            found = [replace(x, has_stages=False) for x in found]
+        return found if self.is_checked else [replace(x, expected=None) for x in found]
+
+
+PARTS = {
+    "table": Part(has_unfused=True),  # the paper's Tab. speed_scaling
+    "sd15": Part(skews=(False, True), in_order=True),
+    "joint": Part(texts=(0, TEXT), in_order=True, cuda_dtype=torch.bfloat16),  # Flux
+    "codewords": Part(num_exact=0),
+    "tokens": Part(num_exact=0),
+    "gradients": Part(in_order=True, has_gradients=True),
+    # The definition would take longer than all that is timed.
+    "attention": Part(num_exact=1, in_order=True, is_checked=False),
+}
+KERNEL_PARTS = {
+    "table": ("table",),
+    "sd15": ("sd15",),
+    "joint": ("joint",),
+    "scaling": ("codewords", "tokens"),
+}
 
 
 def _paper_shapes(*tokens: int) -> list[Shape]:
@@ -58,124 +109,44 @@ FULL = {
         ("M64P16C8/own", "M64P16C8E256/own", "M128P32C8/own"),
     ),
 }
-TINY = {
-    "table": Sizes([Shape(1, 2, 64, 16), Shape(1, 2, 150, 16)], ("M8", "M4P2C2", "M4P2C2/own")),
-    "sd15": Sizes([Shape(2, 2, 64, 40)], ("M4P2C2", "M4P2C2/own")),
-    "joint": Sizes([Shape(1, 2, 64, 32)], ("M4P2C2/own", "M4P2C2E8/own")),
-    "codewords": Sizes([Shape(1, 2, 64, 16)], ("M4", "M16", "M4P2C2", "M8P4C2")),
-    "tokens": Sizes([Shape(1, 2, 64, 16), Shape(1, 2, 256, 16)], ("M4P2C2",)),
-    "gradients": Sizes([Shape(1, 2, 64, 16)], ("M4P2C2/own",)),
-}
+TINY = dict.fromkeys(
+    FULL,
+    Sizes([Shape(1, 2, 64, 16), Shape(1, 2, 150, 16)], ("M8", "M4P2C2", "M4P2C2/own")),
+)
 
 
-def table_part(bench: Bench, sizes: dict[str, Sizes]) -> Iterator[list[Row]]:
-    """The paper's Tab. speed_scaling, one list of rows per N."""
-    for shape in sizes["table"].shapes:
+def part_rows(bench: Bench, name: str, sizes: Mapping[str, Sizes]) -> Iterator[list[Row]]:
+    """Time a part at its sizes, one list of rows per shape."""
+    part, methods = PARTS[name], sizes[name].methods
+    bench = replace(bench, cuda_dtype=part.cuda_dtype or bench.cuda_dtype)
+    is_single = part.has_gradients or not part.is_checked
+    for shape in sizes[name].shapes:
         torch.compiler.reset()  # the unfused baseline is compiled for every size
-        sets = bench.input_sets(shape)
-        contenders = bench.exact(sets)
-        for method in sizes["table"].methods:
-            contenders.append(bench.avq(shape, sets, method))
-            if not parse_method(method, (0,)).config.num_children:
-                contenders += bench.unfused(shape, sets, method)
-        yield bench.rows(shape, contenders, len(sets))
+        inputs = bench.inputs(shape, 1 if is_single else None)
+        contenders = part.contenders(bench, methods, inputs)
+        rows = gradient_rows if part.has_gradients else Bench.rows
+        yield rows(bench, contenders, inputs)
 
 
-def sd15_part(bench: Bench, sizes: dict[str, Sizes]) -> Iterator[list[Row]]:
-    """SD1.5's self-attention in Gilbert order, stored and own codewords, even and skewed keys."""
-    for shape in sizes["sd15"].shapes:
-        order = bench.order(shape)
-        even, hot = bench.input_sets(shape), bench.input_sets(shape, HOT_SHARE)
-        contenders = bench.exact(even)
-        for method in sizes["sd15"].methods:
-            for sets, keys, suffix in ((even, "uniform", ""), (hot, "skewed", SKEWED)):
-                one = bench.avq(shape, sets, method, order)
-                stored = one.stored and f"{one.stored}{suffix}"
-                facts = {**one.facts, "keys": keys}
-                contenders.append(
-                    replace(one, name=f"{one.name}{suffix}", facts=facts, stored=stored)
-                )
-        yield bench.rows(shape, contenders, len(even))
+def gradient_rows(bench: Bench, contenders: Sequence[Contender], inputs: Inputs) -> list[Row]:
+    """Time forward passes, then those with gradients; exact attention's are not checked."""
+    (tensors,) = inputs.even
+    grad = torch.randn_like(tensors[0])
+    for tensor in tensors:
+        tensor.requires_grad_()
 
+    def with_gradients(contender: Contender) -> Contender:
+        @torch.enable_grad()
+        def run(index: int) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(contender.run(index), tensors, grad)
 
-def joint_part(bench: Bench, sizes: dict[str, Sizes]) -> Iterator[list[Row]]:
-    """Image queries of Flux in Gilbert order, in bf16: with the text's keys as sinks and without.
+        @torch.enable_grad()
+        def expected() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(contender.expected(), tensors, grad.float())
 
-    Exact attention has the keys of image and text.
-    """
-    bench = Bench(bench.device, bench.effort, torch.bfloat16)
-    for shape in sizes["joint"].shapes:
-        order, sets = bench.order(shape), bench.input_sets(shape)
-        sinks = bench.sinks(shape, NUM_SINKS, len(sets))
-        joint = [
-            (query, *(torch.cat(pair, 2) for pair in zip((key, value), text, strict=True)))
-            for (query, key, value), text in zip(sets, sinks, strict=True)
-        ]
-        contenders = bench.exact(joint)
-        for method in sizes["joint"].methods:
-            for text in ((), sinks):
-                one = bench.avq(shape, sets, method, order, sinks=text)
-                contenders.append(replace(one, stored=None))
-        yield bench.rows(shape, contenders, len(sets))
+        return replace(contender, run=run, expected=contender.expected and expected)
 
-
-def scaling_part(bench: Bench, sizes: dict[str, Sizes]) -> Iterator[list[Row]]:
-    """Time against effective codewords, then against N."""
-    for against in ("codewords", "tokens"):
-        for shape in sizes[against].shapes:
-            sets = bench.input_sets(shape)
-            contenders = [bench.avq(shape, sets, method) for method in sizes[against].methods]
-            rows = bench.rows(shape, contenders, len(sets))
-            yield [{"against": against, **row} for row in rows]
-
-
-def attention_part(bench: Bench, sizes: dict[str, Sizes]) -> Iterator[list[Row]]:
-    """AVQ of stored and of own codewords and default SDPA, on one set of inputs.
-
-    Outputs are not checked: the definition would take longer than all that is timed.
-    """
-    for shape in sizes["attention"].shapes:
-        sets, order = bench.input_sets(shape)[:1], bench.order(shape)
-        contenders = bench.exact(sets)[:1] if shape.num_tokens <= MOST_EXACT_TOKENS else []
-        contenders += [bench.avq(shape, sets, x, order) for x in sizes["attention"].methods]
-        unchecked = [replace(one, expected=None, has_stages=False) for one in contenders]
-        yield bench.rows(shape, unchecked, 1)
-
-
-def gradients_part(bench: Bench, sizes: dict[str, Sizes]) -> Iterator[list[Row]]:
-    """Forward passes, then those with the gradients of query, key and value."""
-    for shape in sizes["gradients"].shapes:
-        order = bench.order(shape)
-        sets = [tuple(x.requires_grad_() for x in bench.input_sets(shape)[0])]
-        grad = torch.randn_like(sets[0][0])
-        exact = [replace(one, expected=None) for one in bench.exact(sets)]
-        own = [bench.avq(shape, sets, method, order) for method in sizes["gradients"].methods]
-        forward = [replace(one, stored=None, has_stages=False) for one in (*exact, *own)]
-        both = [_with_gradients(one, sets, grad) for one in forward]
-        rows = zip(bench.rows(shape, forward, 1), bench.rows(shape, both, 1), strict=True)
-        yield [{**after, "forward_ms": before["ms"]} for before, after in rows]
-
-
-def _with_gradients(contender: Contender, sets: InputSets, grad: Tensor) -> Contender:
-    """The contender's output and its gradients."""
-
-    @torch.enable_grad()
-    def run(index: int) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(contender.run(index), sets[0], grad)
-
-    @torch.enable_grad()
-    def expected() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(contender.expected.__wrapped__(), sets[0], grad.float())
-
-    return replace(contender, run=run, expected=contender.expected and expected)
-
-
-PARTS = {
-    "table": table_part,
-    "sd15": sd15_part,
-    "joint": joint_part,
-    "scaling": scaling_part,
-    "attention": attention_part,
-    "gradients": gradients_part,
-}
-KERNEL_PARTS = ("table", "sd15", "joint", "scaling")
+    forward = [x if "config" in x.facts else replace(x, expected=None) for x in contenders]
+    before = bench.rows(forward, inputs)
+    after = bench.rows([with_gradients(contender) for contender in forward], inputs)
+    return [{**row, "forward_ms": x["ms"]} for x, row in zip(before, after, strict=True)]

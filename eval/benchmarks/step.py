@@ -10,6 +10,9 @@ Rows of one size and mode are timed in turns. A row with wrong output gets no ti
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -18,21 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.benchmarks.contenders import TOLERANCE, Row, relative_error
+from eval.benchmarks.contenders import FORCED, TOLERANCE, Row, relative_error
 from eval.benchmarks.models import Model
-from eval.benchmarks.networks import (
-    COMPILE,
-    EAGER,
-    FORCED,
-    GRAPH,
-    NetworkBench,
-    bench_of,
-    layer_states,
-)
-from eval.benchmarks.timing import block_ms
+from eval.benchmarks.networks import COMPILE, EAGER, GRAPH, NetworkBench, bench_of, layer_states
+from eval.benchmarks.timing import block_ms, in_turns, over
 from eval.keys.peers import check_peer
-from eval.names import CUDNN, EXACT, LIMIT, PEERS, PISA, SOL, method_label, timed_method
-from eval.store.markdown import markdown_table, number
+from eval.names import (
+    CUDNN,
+    EXACT,
+    LIMIT,
+    PEERS,
+    TRANSFORMER_STEP,
+    UNET_STEP,
+    check_place,
+    method_label,
+    timed_method,
+)
+from eval.store.markdown import figure, number, rows_table
 from eval.store.plots import bar_plot
 from eval.store.report import save_json
 
@@ -46,116 +51,105 @@ MODES = {
 MODES_WITHOUT_GRAPHS = {**MODES, COMPILE: "torch.compile"}
 # The field of a row that is its time over that of a method.
 RATIOS = {"over_limit": LIMIT, "over_sdpa": EXACT, "over_cudnn": CUDNN}
+COLUMNS = {
+    "size": lambda row: str(row["size"]),
+    "mode": itemgetter("mode"),
+    "method": itemgetter("label"),
+    "ms": figure("ms"),
+    "/ limit": figure("over_limit", ".3f"),
+    "/ SDPA": figure("over_sdpa", ".3f"),
+    "/ cuDNN": figure("over_cudnn", ".3f"),
+    "peak MiB": figure("peak_mib", ".0f"),
+    "error": figure("error", ".1e"),
+    "note": lambda row: row.get("note", ""),
+}
 
 
-def run_steps(
-    models: dict[str, Model],
-    device: torch.device,
-    output: Path,
-    *,
-    command: str,
-    model: str,
-    sizes: Sequence[int] | None = None,
-    methods: Sequence[str] | None = None,
-    modes: Sequence[str] = tuple(MODES),
-    seconds: float = 4.0,
-    minutes: float | None = None,
-) -> None:
-    """Time the steps, print tables, and write one JSON file per size and mode, one plot per size.
+@dataclass(frozen=True)
+class Choice:
+    """What to time.
 
-    The file is rewritten after every row.
-
-    Args:
-        models: models by their names in the command.
-        device: where the network runs.
-        output: folder of the results.
-        command: command line to store.
-        model: one of `models`.
-        sizes: sides of the images, or lines of the videos; None takes the model's.
-        methods: methods, the most important first; None takes the model's.
+    Attributes:
+        model: whose step.
+        sizes: sides of the images, or lines of the videos.
+        methods: methods, the most important first.
         modes: `"graph"`, `"compile"`, `"eager"`.
         seconds: of steps per row; the second half counts.
         minutes: no row starts after this time.
 
     Raises:
-        ValueError: a model, method, mode or size is unknown or impossible.
+        ValueError: a size, method, level or mode is unknown or impossible.
     """
-    if model not in models:
-        raise ValueError(f"--model must be one of {', '.join(models)}, but got {model!r}.")
-    sizes = models[model].sizes if sizes is None else sizes
-    methods = models[model].methods if methods is None else methods
-    check_choices(models[model], sizes, methods, modes)
-    deadline = None if minutes is None else perf_counter() + 60 * minutes
-    chosen = models[model].for_device(device)
+
+    model: Model
+    sizes: Sequence[int]
+    methods: Sequence[str]
+    modes: Sequence[str] = tuple(MODES)
+    seconds: float = 4.0
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        model = self.model
+        for side in self.sizes:
+            if model.multiple is None and side not in model.sizes:
+                possible = " or ".join(map(str, model.sizes))
+                raise ValueError(f"--sizes must be {possible} for {model.title}, but got {side}.")
+            if model.multiple is not None and (side < 64 or side % model.multiple):
+                raise ValueError(
+                    f"--sizes must be multiples of {model.multiple} from 64 on, but got {side}."
+                )
+        for mode in self.modes:
+            if mode not in MODES:
+                raise ValueError(f"modes must be {', '.join(MODES)}, but got {mode!r}.")
+        for name in self.methods:
+            check_place(name, UNET_STEP if model.is_unet else TRANSFORMER_STEP)
+            config = timed_method(name).config
+            levels = set() if config is None else set(config.levels)
+            if model.is_unet and not levels <= set(model.levels):
+                raise ValueError(
+                    f"the levels of {model.title} are {', '.join(map(str, model.levels))}, but "
+                    f"{name} changes {', '.join(map(str, sorted(levels)))}."
+                )
+
+
+def run_steps(choice: Choice, device: torch.device, output: Path, *, command: str) -> None:
+    """Time the steps, print tables, and write one JSON file per size and mode, one plot per size.
+
+    The file is rewritten after every row.
+    """
+    deadline = None if choice.minutes is None else perf_counter() + 60 * choice.minutes
+    model = choice.model.for_device(device)
     labels = MODES if device.type == "cuda" else MODES_WITHOUT_GRAPHS
-    bench = bench_of(chosen, device)
+    bench = bench_of(model, device)
     if not bench.cuda:
-        print(f"{device.type}: {chosen.title}; without CUDA graphs, FA2 and cuDNN")
-    for name in methods if bench.cuda else ():
+        print(f"{device.type}: {model.title}; without CUDA graphs, FA2 and cuDNN")
+    for name in choice.methods if bench.cuda else ():
         if (method := timed_method(name)).source in PEERS:
             check_peer(name, method.source, next(bench.network.parameters()))
-    blocks = {x: n for x, n in bench.network.config.items() if x.endswith("_layers")}
-    facts: Row = {"unet": chosen.title} if chosen.is_unet else {"model": chosen.title}
-    facts |= {} if chosen.is_unet else {"timed_blocks": blocks, "multiplied_by": chosen.times}
-    for side in sizes:
-        for mode in modes:
+    facts: Row = {"unet": model.title}
+    if not model.is_unet:
+        blocks = {x: n for x, n in bench.network.config.items() if x.endswith("_layers")}
+        facts = {"model": model.title, "timed_blocks": blocks, "multiplied_by": model.times}
+    for side in choice.sizes:
+        for mode in choice.modes:
             rows: list[Row] = []
-            for rows in step_rows(
-                bench, side, mode, methods=methods, deadline=deadline, window_ms=1000 * seconds
-            ):
+            window_ms = 1000 * choice.seconds
+            for rows in step_rows(bench, side, mode, choice.methods, deadline, window_ms):
                 save_json(
-                    output / f"{chosen.stem}_{side}_{mode}_{device.type}.json",
+                    output / f"{model.stem}_{side}_{mode}_{device.type}.json",
                     command=command,
                     device=device,
                     **facts,
                     dtype=str(bench.dtype).removeprefix("torch."),
-                    batch=chosen.batch,
+                    batch=model.batch,
                     backend=bench.backend,
                     mode=labels[mode],
                     rows=rows,
                 )
-            print(steps_table(rows), flush=True)
-            if chosen.times != 1:
-                print(f"A part was timed; times are multiplied by {chosen.times:.3g}.")
-        plot_steps(output, chosen.stem, side, device.type)
-
-
-def check_choices(
-    model: Model, sizes: Sequence[int], methods: Sequence[str], modes: Sequence[str]
-) -> None:
-    """Refuse what cannot be timed.
-
-    Raises:
-        ValueError: a size, method, level or mode is unknown or impossible.
-    """
-    for side in sizes:
-        if model.multiple is None and side not in model.sizes:
-            possible = " or ".join(map(str, model.sizes))
-            raise ValueError(f"--sizes must be {possible} for {model.title}, but got {side}.")
-        if model.multiple is not None and (side < 64 or side % model.multiple):
-            raise ValueError(
-                f"--sizes must be multiples of {model.multiple} from 64 on, but got {side}."
-            )
-    for mode in modes:
-        if mode not in MODES:
-            raise ValueError(f"modes must be {', '.join(MODES)}, but got {mode!r}.")
-    for name in methods:
-        method = timed_method(name)
-        if model.is_unet and method.source in PEERS:
-            raise ValueError(f"methods: {name} is timed by bench transformer only.")
-        levels = set() if method.config is None else set(method.config.levels)
-        if model.is_unet and not levels <= set(model.levels):
-            raise ValueError(
-                f"the levels of {model.title} are {', '.join(map(str, model.levels))}, but {name} "
-                f"changes {', '.join(map(str, sorted(levels)))}."
-            )
-        is_known = method.source in (EXACT, LIMIT, *FORCED, *PEERS)
-        if not (model.is_unet or is_known or method.own or method.route == "fastest"):
-            raise ValueError(
-                f"methods of a transformer are {', '.join((EXACT, *FORCED, LIMIT))}, PISA and "
-                f"Sol-Attn as {PISA}@.15 and {SOL}@1.3, and configurations with /own or /fastest, "
-                f"but got {name!r}."
-            )
+            print(rows_table(COLUMNS, rows), flush=True)
+            if model.times != 1:
+                print(f"A part was timed; times are multiplied by {model.times:.3g}.")
+        plot_steps(output, model.stem, side, device.type)
 
 
 @torch.no_grad()
@@ -163,7 +157,6 @@ def step_rows(
     bench: NetworkBench,
     side: int,
     mode: str,
-    *,
     methods: Sequence[str],
     deadline: float | None = None,
     window_ms: float = 4000.0,
@@ -236,18 +229,8 @@ def _time_in_turns(ready: Sequence[tuple[Row, "Step"]], window_ms: float) -> Non
     tenths of a second to settle on a clock.
     """
     half_turn_ms = window_ms / TURNS / 2
-    counts = [max(1, round(half_turn_ms / row["ms"])) for row, _ in ready]
-    times: list[list[float]] = [[] for _ in ready]
-    turns = list(zip(ready, counts, times, strict=True))
-    for _ in range(TURNS):
-        for (_, step), count, samples in turns:
-            # A captured step has its method in it.
-            method = step.bench.method(step.name) if step.replay is None else nullcontext()
-            with method:
-                taken = [step.milliseconds(index) for index in range(2 * count)]
-            samples += taken[count:]
-        turns.reverse()
-    for (row, _), samples in zip(ready, times, strict=True):
+    windows = [partial(step.window, max(1, round(half_turn_ms / row["ms"]))) for row, step in ready]
+    for (row, _), samples in zip(ready, in_turns(windows, TURNS), strict=True):
         row["ms"] = median(samples)
         row["steps"] = len(samples)
         row["spread"] = (max(samples) - min(samples)) / row["ms"]
@@ -256,12 +239,9 @@ def _time_in_turns(ready: Sequence[tuple[Row, "Step"]], window_ms: float) -> Non
 def in_all_blocks(rows: Sequence[Row], times: float) -> list[Row]:
     """The rows with their times for all blocks, and with the `RATIOS` of these."""
     found = [{**row, "ms": row["ms"] and row["ms"] * times} for row in rows]
-    ms = {row["method"]: row["ms"] for row in found}
-    for row in found:
-        for field, method in RATIOS.items():
-            base = ms.get(method)
-            row[field] = row["ms"] / base if row["ms"] and base else None
-    return found
+    return [
+        row | {field: over(row, found, method) for field, method in RATIOS.items()} for row in found
+    ]
 
 
 class Step:
@@ -333,6 +313,12 @@ class Step:
         facts["error"] = torch.tensor(errors).max().item()  # Python's maximum loses NaN
         return eager, facts
 
+    def window(self, count: int) -> list[float]:
+        """Times of the later half of twice as many steps."""
+        # A captured step has its method in it.
+        with self.bench.method(self.name) if self.replay is None else nullcontext():
+            return [self.milliseconds(index) for index in range(2 * count)][count:]
+
     def milliseconds(self, index: int) -> float:
         """Time of one step, without copying its inputs."""
         self.prepare(index)
@@ -362,33 +348,6 @@ class Step:
         peak = torch.cuda.max_memory_allocated() - before
         tensors = [*self.bench.network.parameters(), *self.bench.weights_of(self.method)]
         return (peak + sum(tensor.nbytes for tensor in tensors)) / 2**20
-
-
-def steps_table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
-    columns = {"ms": ".4g", **dict.fromkeys(RATIOS, ".3f"), "peak_mib": ".0f", "error": ".1e"}
-    return markdown_table(
-        [
-            "size",
-            "mode",
-            "method",
-            "ms",
-            "/ limit",
-            "/ SDPA",
-            "/ cuDNN",
-            "peak MiB",
-            "error",
-            "note",
-        ],
-        (
-            [
-                *(str(row["size"]), row["mode"], row["label"]),
-                *(number(row.get(name), form) for name, form in columns.items()),
-                row.get("note", ""),
-            ]
-            for row in rows
-        ),
-    )
 
 
 def plot_steps(folder: Path, stem: str, side: int, device_type: str) -> None:

@@ -1,6 +1,6 @@
 """Time functions in turns, so that clock and temperature affect all of them alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -35,6 +35,17 @@ def block_ms(function: Callable[[], Any], repeats: int, device: torch.device) ->
     return start.elapsed_time(end) / repeats
 
 
+def in_turns(windows: Sequence[Callable[[], Sequence[float]]], rounds: int) -> list[list[float]]:
+    """What each window measures in all rounds, which run forwards and backwards."""
+    times: list[list[float]] = [[] for _ in windows]
+    turn = list(zip(windows, times, strict=True))
+    for _ in range(rounds):
+        for window, measured in turn:
+            measured += window()
+        turn.reverse()
+    return times
+
+
 def time_in_turns(
     runs: Sequence[Callable[[int], Any]], num_sets: int, device: torch.device, effort: Effort
 ) -> list[dict[str, Any]]:
@@ -55,6 +66,12 @@ def time_in_turns(
         for index in range(num_sets):
             run(index)
 
+    def window(call: Callable[[], Any]) -> Callable[[], list[float]]:
+        block_ms(call, 1, device)
+        estimate = max(block_ms(call, 1, device), 1e-3)
+        repeats = max(1, min(200, round(effort.block_ms / estimate)))
+        return lambda: [block_ms(call, repeats, device)]
+
     calls = [partial(all_sets, run) for run in runs]
     graphs: dict[int, Callable[[], None]] = {}
     notes: dict[int, str] = {}
@@ -71,28 +88,24 @@ def time_in_turns(
         else:
             graphs[index] = graph.replay
 
-    # What is timed, by the number of its run and its timer.
-    timed = {(index, "eager"): call for index, call in enumerate(calls)}
-    timed |= {(index, "graph"): replay for index, replay in graphs.items()}
-    repeats, times = {}, {key: [] for key in timed}
-    for key, call in timed.items():
-        block_ms(call, 1, device)
-        estimate = max(block_ms(call, 1, device), 1e-3)
-        repeats[key] = max(1, min(200, round(effort.block_ms / estimate)))
-    for turn in range(effort.rounds):
-        for key in timed if turn % 2 == 0 else reversed(timed):
-            if turn < effort.eager_rounds or key == (key[0], "graph") or key[0] not in graphs:
-                times[key].append(block_ms(timed[key], repeats[key], device))
-
-    timings = []
-    for index in range(len(runs)):
-        timer = "graph" if index in graphs else "eager"
-        blocks = times[index, timer]
-        timing = {
+    chosen = [graphs.get(index, call) for index, call in enumerate(calls)]
+    times = in_turns([window(call) for call in chosen], effort.rounds)
+    eager = in_turns([window(call) for call in calls], effort.eager_rounds) if graphs else times
+    return [
+        {
             "ms": median(blocks) / num_sets,
-            "timer": timer,
-            "eager_ms": median(times[index, "eager"]) / num_sets,
+            "timer": "graph" if index in graphs else "eager",
+            "eager_ms": median(eager[index]) / num_sets,
             "spread": (max(blocks) - min(blocks)) / median(blocks),
+            **({"note": notes[index]} if index in notes else {}),
         }
-        timings.append(timing | ({"note": notes[index]} if index in notes else {}))
-    return timings
+        for index, blocks in enumerate(times)
+    ]
+
+
+def over(
+    row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], method: str | None
+) -> float | None:
+    """A row's time over that of a method among the rows; None without either."""
+    base = next((other["ms"] for other in rows if other["method"] == method), None)
+    return row["ms"] / base if row["ms"] and base else None

@@ -12,10 +12,6 @@ from eval.store.report import RESULTS
 
 app = typer.Typer(no_args_is_help=True, help="Speed against exact attention.")
 
-Modes = Annotated[str, typer.Option(help="Comma-separated: graph, compile, eager.")]
-Seconds = Annotated[float, typer.Option(help="Of steps per row; the second half counts.")]
-Minutes = Annotated[float | None, typer.Option(help="Start no row after this many minutes.")]
-
 
 @app.command("attention")
 def bench_attention_command(
@@ -109,103 +105,83 @@ def _run_sized(part: str, name: str, device: str, output: Path) -> None:
         draw(path)
 
 
-@app.command("unet")
-def bench_unet_command(
-    device: Device = "cuda",
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Whose UNet: sd15 or sdxl, with random weights, or mini-sd, with its own."
-        ),
-    ] = "sd15",
-    sizes: Annotated[
-        str,
-        typer.Option(help="Sides of the image, else from the training size on, as 512,1024,2048."),
-    ] = "",
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated, the most important first: exact, fa2, limit, tome, "
-            "tome@L01 (levels 0 and 1), linfusion, M64P16C8, M64P16C8/own (codewords from the "
-            "call's own keys), M64P16C8/means (mean keys), M64P16C8@L0 (level 0 only), "
-            "for sdxl M64P16C8@L12 (levels 1 and 2), "
-            "M64P16C8-up_blocks.2 (that block exact), M64P16C8/fastest (default route), "
-            "M64P16C8/tuned (with changes of projections)."
-        ),
-    ] = "",
-    modes: Modes = "graph,compile,eager",
-    seconds: Seconds = 4.0,
-    minutes: Minutes = None,
-    output: Output = RESULTS,
-) -> None:
+def _add_step_command(group: str, usual: str, usual_modes: str, text: str) -> None:
+    """The command of UNets, or that of transformers."""
+
+    @app.command(group, help=text)
+    def bench_step_command(
+        device: Device = "cuda",
+        model: Annotated[
+            str,
+            typer.Option(
+                help="sd15 or sdxl, with random weights, or mini-sd, with its own; of transformers "
+                "sd35-medium, sd35-large, flux or wan, with random weights."
+            ),
+        ] = usual,
+        sizes: Annotated[
+            str,
+            typer.Option(
+                help="Sides of the image, or lines of the video, as 512,1024; else the model's."
+            ),
+        ] = "",
+        methods: Annotated[
+            str,
+            typer.Option(
+                help="Comma-separated, the most important first: exact, fa2, cudnn, limit, "
+                "M64P16C8/own, M64P16C8E256/own, M64P16C8/fastest. Of a UNet also tome@L01, "
+                "linfusion, M64P16C8, M64P16C8/means, M64P16C8@L0, M64P16C8-up_blocks.2, "
+                "M64P16C8/tuned. Of a transformer also pisa@.15, pisa0@.15, sol@1.3. "
+                "eval/names.py says what they are."
+            ),
+        ] = "",
+        modes: Annotated[
+            str, typer.Option(help="Comma-separated: graph, compile, eager.")
+        ] = usual_modes,
+        seconds: Annotated[
+            float, typer.Option(help="Of steps per row; the second half counts.")
+        ] = 4.0,
+        minutes: Annotated[
+            float | None, typer.Option(help="Start no row after this many minutes.")
+        ] = None,
+        output: Output = RESULTS,
+    ) -> None:
+        from eval.benchmarks.models import TRANSFORMERS, UNETS
+        from eval.benchmarks.step import Choice, run_steps
+
+        models = UNETS if group == "unet" else TRANSFORMERS
+        if model not in models:
+            raise ValueError(f"--model must be one of {', '.join(models)}, but got {model!r}.")
+        choice = Choice(
+            models[model],
+            numbers_of("--sizes", sizes) if sizes else models[model].sizes,
+            methods.split(",") if methods else models[model].methods,
+            modes.split(","),
+            seconds,
+            minutes,
+        )
+        run_steps(choice, device_of(device), output, command=command_line())
+
+
+_add_step_command(
+    "unet",
+    "sd15",
+    "graph,compile,eager",
     """Time one denoising step of a UNet, batch 2.
 
     Example: python -m eval bench unet --device cuda --sizes 1024 --modes graph
 
     Of SDXL: python -m eval bench unet --model sdxl --device cuda --modes graph
-    """
-    from eval.benchmarks.models import UNETS
-    from eval.benchmarks.step import run_steps
-
-    run_steps(
-        UNETS,
-        device_of(device),
-        output,
-        command=command_line(),
-        model=model,
-        sizes=numbers_of("--sizes", sizes) if sizes else None,
-        methods=methods.split(",") if methods else None,
-        modes=modes.split(","),
-        seconds=seconds,
-        minutes=minutes,
-    )
-
-
-@app.command("transformer")
-def bench_transformer_command(
-    device: Device = "cuda",
-    model: Annotated[
-        str, typer.Option(help="sd35-medium, sd35-large, flux or wan, with random weights.")
-    ] = "sd35-medium",
-    sizes: Annotated[
-        str,
-        typer.Option(
-            help="Sides of the image, else 1024,2048,4096; of wan lines of the video, 480,720."
-        ),
-    ] = "",
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated, the most important first: exact, cudnn, fa2, limit, "
-            "M64P16C8/own (codewords from the call's own keys), M64P16C8E256/own (and 256 exact "
-            "keys), M64P16C8/fastest (default route), pisa@.15, pisa0@.15, sol@1.3 (peers, by "
-            "their own kernels)."
-        ),
-    ] = "",
-    modes: Modes = "compile,graph,eager",
-    seconds: Seconds = 4.0,
-    minutes: Minutes = None,
-    output: Output = RESULTS,
-) -> None:
+    """,
+)
+_add_step_command(
+    "transformer",
+    "sd35-medium",
+    "compile,graph,eager",
     """Time one denoising step of a transformer, in bf16.
 
     Example: python -m eval bench transformer --model flux --device cuda --modes compile
-    """
-    from eval.benchmarks.models import TRANSFORMERS
-    from eval.benchmarks.step import run_steps
-
-    run_steps(
-        TRANSFORMERS,
-        device_of(device),
-        output,
-        command=command_line(),
-        model=model,
-        sizes=numbers_of("--sizes", sizes) if sizes else None,
-        methods=methods.split(",") if methods else None,
-        modes=modes.split(","),
-        seconds=seconds,
-        minutes=minutes,
-    )
+    """,
+)
 
 
 @app.command("distill")
@@ -232,16 +208,9 @@ def bench_distill_command(
 
     Example: python -m eval bench distill --gpus 1,2 --batches 12 --attentions avq
     """
-    from eval.benchmarks.distillation import run_distillation
+    from eval.benchmarks.distillation import Run, run_distillation
 
     numbers = numbers_of("--gpus", gpus), numbers_of("--batches", batches)
-    run_distillation(
-        config,
-        output,
-        command=command_line(),
-        model=model,
-        image_size=size,
-        cases=list(product(*numbers, attentions.split(","))),
-        rounds=rounds,
-        overrides=overrides,
-    )
+    cases = list(product(*numbers, attentions.split(",")))
+    run = Run(config, model, size, overrides)
+    run_distillation(run, cases, rounds, output, command=command_line())

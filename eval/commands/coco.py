@@ -68,13 +68,13 @@ def coco_generate_command(
     On 8 GPUs: accelerate launch --num_processes 8 -m eval coco generate ... (the same options)
     """
     from eval.quality.captions import read_captions
-    from eval.quality.coco import generate_folder
+    from eval.quality.coco import Row
     from eval.quality.generation import Sampling
 
     prompts = read_prompts("--calibration", calibration) if calibration else usual_prompts(model)
-    generate_folder(
-        folder,
-        read_captions(captions, images, seed=draw_seed),
+    row = Row(
+        folder=folder,
+        captions=read_captions(captions, images, seed=draw_seed),
         model=model,
         method=method,
         levels=numbers_of("--levels", levels),
@@ -87,9 +87,8 @@ def coco_generate_command(
             is_dilated=dilated,
             is_compiled=compiled,
         ),
-        device=device_of(device),
-        command=command_line(),
     )
+    row.generate(device_of(device), command=command_line())
 
 
 @app.command("score")
@@ -138,9 +137,7 @@ def coco_score_command(
     scores = score_folders(
         chosen,
         real,
-        partial(load_networks, scorer, device_of(device)),
-        batch_size=batch,
-        threads=threads,
+        partial(load_networks, scorer, device_of(device), batch, threads),
         cache=user_cache_path("avq-diffusers") / "features" if cache is None else cache,
         patches=patches,
     )

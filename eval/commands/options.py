@@ -12,7 +12,7 @@ from avq_diffusers.mini import VALIDATION_SEEDS, is_mini_sd3, model_path, sample
 from avq_diffusers.options import device_of, folder_to_write, multiple_of
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, StableDiffusionPipeline
+    from diffusers import DiffusionPipeline
 
 NUM_CALIBRATION_PROMPTS = 16
 DTYPES = ("float32", "float16", "bfloat16")
@@ -95,25 +95,15 @@ def calibration_prompts() -> list[str]:
     return [sample_scene(seed).caption for seed in VALIDATION_SEEDS[:NUM_CALIBRATION_PROMPTS]]
 
 
-def load_pipeline(model: str, device: str, dtype: str = "float32") -> "StableDiffusionPipeline":
-    """A Stable Diffusion pipeline on a device, without progress bars of its own."""
+def load_pipeline(model: str, device: str, dtype: str = "float32") -> "DiffusionPipeline":
+    """A pipeline of Stable Diffusion or mini-sd3 on a device, without progress bars of its own."""
     import torch
     from diffusers import StableDiffusionPipeline
 
-    pipe = StableDiffusionPipeline.from_pretrained(model, dtype=getattr(torch, dtype))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe.to(device_of(device))
-
-
-def load_any_pipeline(model: str, device: str, dtype: str = "float32") -> "DiffusionPipeline":
-    """Like `load_pipeline`, but mini-sd3 too."""
-    if not is_mini_sd3(model):
-        return load_pipeline(model, device, dtype)
-    import torch
-
     from avq_diffusers.mini.loading import load_mini_sd3
 
-    pipe = load_mini_sd3(model, getattr(torch, dtype))
+    load = load_mini_sd3 if is_mini_sd3(model) else StableDiffusionPipeline.from_pretrained
+    pipe = load(model, dtype=getattr(torch, dtype))
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device_of(device))
 

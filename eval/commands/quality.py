@@ -20,7 +20,7 @@ from eval.commands.options import (
     Size,
     calibration_prompts,
     command_line,
-    load_any_pipeline,
+    load_pipeline,
     result_name,
 )
 from eval.commands.stored import draw
@@ -62,7 +62,7 @@ def compare_command(
     from eval.quality.generation import Sampling, dilation_facts
 
     numbers = numbers_of("--levels", levels)
-    pipe = load_any_pipeline(model, device)
+    pipe = load_pipeline(model, device)
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
     settings = Sampling(num_inference_steps=steps, size=size, is_dilated=dilated)
     rows, images = compare(
@@ -115,7 +115,7 @@ def tolerance_command(
 
     numbers = numbers_of("--levels", levels)
     limits = tolerances_of("--tolerances", tolerances)
-    pipe = load_any_pipeline(model, device)
+    pipe = load_pipeline(model, device)
     chosen = [sample_scene(seed).caption for seed in TEST_SEEDS[:prompts]]
     profile, rows = measure_tolerances(
         pipe,
@@ -178,23 +178,27 @@ def scenes_command(
     from avq_diffusers.mini.loading import usual_guidance
     from eval.quality.generation import Sampling, dilation_facts
     from eval.quality.metrics import Scorer
-    from eval.quality.scene_rows import scenes_table
-    from eval.quality.scene_runs import finished_rows
-    from eval.quality.scenes import score_methods
+    from eval.quality.scene_rows import finished_rows, scenes_table
+    from eval.quality.scenes import Trial, score_methods
 
-    numbers = numbers_of("--levels", levels)
     dtype = "float16" if device_of(device).type == "cuda" else "float32"
-    name = result_name("scenes", model, numbers, None if size == IMAGE_SIZE else size, dilated)
-    name += f"_seed{first_seed}" if first_seed else ""
-    path = output / f"{name}.json"
-    pipe = load_any_pipeline(model, device, dtype)
-    settings = Sampling(
-        num_inference_steps=steps,
-        size=size,
-        batch_size=batch,
-        is_dilated=dilated,
-        is_compiled=compiled,
+    drawn = [sample_scene(seed) for seed in TEST_SEEDS[: 2 * images]]
+    trial = Trial(
+        methods=methods.split(","),
+        scenes=drawn[:images],
+        reference_scenes=drawn[images:],
+        settings=Sampling(
+            num_inference_steps=steps,
+            size=size,
+            batch_size=batch,
+            is_dilated=dilated,
+            is_compiled=compiled,
+        ),
+        calibration_prompts=calibration_prompts(),
+        levels=numbers_of("--levels", levels),
+        first_seed=first_seed,
     )
+    pipe = load_pipeline(model, device, dtype)
     protocol = {
         "model": Path(model).name,
         "model_sha256": folder_digest(model, "model_index.json"),
@@ -207,25 +211,17 @@ def scenes_command(
         "guidance_scale": usual_guidance(pipe),
         "dtype": f"torch.{dtype}",
         "size": size,
-        "scalecrafter": dilation_facts(pipe, settings),
+        "scalecrafter": dilation_facts(pipe, trial.settings),
         "compiled": compiled,
     }
+    other_size = None if size == IMAGE_SIZE else size
+    name = result_name("scenes", model, trial.levels, other_size, dilated)
+    path = output / f"{name}{f'_seed{first_seed}' if first_seed else ''}.json"
     finished = {}
     if resume and path.exists():
-        finished = finished_rows(read_result(path).document, protocol, environment(device))
+        finished = finished_rows(read_result(path).document, protocol | environment(device))
     rows = []
-    for row in score_methods(
-        pipe,
-        methods.split(","),
-        [sample_scene(TEST_SEEDS[index]) for index in range(images)],
-        [sample_scene(TEST_SEEDS[images + index]) for index in range(images)],
-        Scorer(scorer).to(device),
-        settings,
-        levels=numbers,
-        calibration_prompts=calibration_prompts(),
-        first_seed=first_seed,
-        finished=finished,
-    ):
+    for row in score_methods(pipe, trial, Scorer(scorer).to(device), finished):
         rows.append(row)
         print(scenes_table([row]).splitlines()[-1], flush=True)
         later = finished.keys() - {row["method"] for row in rows}
@@ -304,8 +300,14 @@ def plot_command(
 
 
 def _merge_scenes(results: Sequence[Result], output: Path) -> None:
-    from eval.quality.scene_rows import MAKING, PROTOCOL, differences_table, row_key, scenes_table
-    from eval.quality.scene_runs import merge_runs
+    from eval.quality.scene_rows import (
+        MAKING,
+        PROTOCOL,
+        differences_table,
+        merge_runs,
+        row_key,
+        scenes_table,
+    )
 
     documents = [_scenes_document(result) for result in results]
     rows = merge_runs(documents)
@@ -318,14 +320,12 @@ def _merge_scenes(results: Sequence[Result], output: Path) -> None:
     protocol = {name: documents[0].get(name) for name in PROTOCOL}
     for document in documents:
         protocol |= {name: document[name] for name in MAKING if name in document}
-    runs = [_without_rows(document) for document in documents]
-    save_json(output, command=command_line(), device="cpu", **protocol, runs=runs, rows=rows)
+    _save_merged(output, protocol, documents, rows)
 
 
 def _scenes_document(result: Result) -> Mapping[str, Any]:
     """The content of a file of `scenes`."""
-    from eval.quality.scene_rows import scenes_table
-    from eval.quality.scene_runs import noise_seeds
+    from eval.quality.scene_rows import noise_seeds, scenes_table
 
     with complete(result.path):
         noise_seeds(result.document)
@@ -342,11 +342,15 @@ def _merge_ablations(results: Sequence[Result], output: Path) -> None:
             join_ablations([result.document])
     rows = join_ablations(documents)
     print(ablation_table(rows))
-    protocol = {name: documents[0][name] for name in PROTOCOL}
-    runs = [_without_rows(document) for document in documents]
-    save_json(output, command=command_line(), device="cpu", **protocol, runs=runs, rows=rows)
+    _save_merged(output, {name: documents[0][name] for name in PROTOCOL}, documents, rows)
 
 
-def _without_rows(document: Mapping[str, Any]) -> dict[str, Any]:
-    """How a result was made."""
-    return {name: value for name, value in document.items() if name != "rows"}
+def _save_merged(
+    path: Path,
+    protocol: Mapping[str, Any],
+    documents: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    """Save rows with what their files say of how they were made."""
+    runs = [{x: value for x, value in one.items() if x != "rows"} for one in documents]
+    save_json(path, command=command_line(), device="cpu", **protocol, runs=runs, rows=rows)

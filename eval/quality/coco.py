@@ -13,11 +13,10 @@ are equal to the byte.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,85 +50,149 @@ CODEBOOKS = "codebooks"
 LOCK_SECONDS = 1
 
 
-def generate_folder(
-    folder: Path,
-    captions: Captions,
-    *,
-    model: str,
-    method: str,
-    levels: tuple[int, ...],
-    calibration_prompts: Sequence[str],
-    settings: Sampling,
-    device: torch.device,
-    command: str,
-) -> None:
-    """Generate this process's share of the images that the folder lacks, by PNDM.
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The images of one row of the table, and how they are made.
 
-    Args:
-        folder: folder of the row, on a disk that all processes see.
+    Attributes:
+        folder: of the row, on a disk that all processes see.
         captions: one per image.
         model: folder or Hub id of a Stable Diffusion model.
         method: see `parse_method`.
         levels: UNet levels that change.
         calibration_prompts: prompts for methods that are calibrated.
         settings: a CPU ignores the batch size.
-        device: device of this process.
-        command: command line for the manifest.
-
-    Raises:
-        ValueError: the folder has another configuration or other content, the method cannot be
-            used, or an image holds NaN.
-        OSError: the model cannot be loaded, or an image cannot be written; earlier images stay.
     """
-    num_threads = torch.get_num_threads()
-    state = PartialState(cpu=device.type == "cpu")
-    torch.set_num_threads(num_threads)  # accelerate's own choice would round otherwise
-    if state.num_processes > 1:
-        device = state.device
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    config = {
-        "model": model,
-        "model_sha256": folder_digest(model, "model_index.json"),
-        "method": method,
-        "method_sha256": folder_digest(parse_method(method, levels).source, "config.json"),
-        "levels": list(levels),
-        "calibration_sha256": hashlib.sha256("\n".join(calibration_prompts).encode()).hexdigest(),
-        "captions": captions.origin,
-        "captions_sha256": captions.sha256,
-        "num_images": len(captions.texts),
-        "size": settings.size,
-        "compiled": settings.is_compiled,
-        "sampler": GENERATION["sampler"],
-        "num_inference_steps": settings.num_inference_steps,
-        "guidance_scale": settings.guidance_scale,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    pipe = _load(model, dtype, device)
-    config["scalecrafter"] = dilation_facts(pipe, settings)
-    check_folder(folder, config)
-    message = f"another command writes {folder}; wait for its end, or launch both by accelerate."
-    alone = locked(folder, LOCK_SECONDS, message) if state.is_main_process else nullcontext()
-    (loaded,) = load_methods(pipe, [method], levels=levels)
-    with alone:
-        if state.is_main_process:
-            prepare = partial(calibrated, pipe, loaded, calibration_prompts)
-            _begin(folder, config, captions, prepare, command=command, device=device)
-        state.wait_for_everyone()
-        if _has_codebooks(folder):
-            codebooks = AVQCodebooks.from_pretrained(folder / CODEBOOKS).to(device)
-            loaded = replace(loaded, codebooks=codebooks, uncalibrated=None)
-        drawn = attention_method(pipe, loaded)
-        with dilation(pipe, settings), drawn, compilation(pipe, settings):
-            _fill(
-                folder,
-                pipe,
-                captions,
-                range(state.process_index, len(captions.texts), state.num_processes),
-                description=f"{method}, process {state.process_index + 1} of {state.num_processes}",
-                settings=replace(settings, batch_size=1) if device.type == "cpu" else settings,
-                is_shown=state.is_main_process,
+
+    folder: Path
+    captions: Captions
+    model: str
+    method: str
+    levels: tuple[int, ...]
+    calibration_prompts: Sequence[str]
+    settings: Sampling
+
+    def generate(self, device: torch.device, *, command: str) -> None:
+        """Generate this process's share of the images that the folder lacks, by PNDM.
+
+        Args:
+            device: of this process.
+            command: command line for the manifest.
+
+        Raises:
+            ValueError: the folder has another configuration or other content, the method cannot be
+                used, or an image holds NaN.
+            OSError: the model cannot be loaded, or an image cannot be written; earlier images stay.
+        """
+        num_threads = torch.get_num_threads()
+        state = PartialState(cpu=device.type == "cpu")
+        torch.set_num_threads(num_threads)  # accelerate's own choice would round otherwise
+        if state.num_processes > 1:
+            device = state.device
+        pipe = _load(self.model, device)
+        check_folder(self.folder, self.config(pipe))
+        (loaded,) = load_methods(pipe, [self.method], levels=self.levels)
+        message = f"another command writes {self.folder}; wait for its end, or launch both by "
+        message += "accelerate."
+        is_main = state.is_main_process
+        with locked(self.folder, LOCK_SECONDS, message) if is_main else nullcontext():
+            if is_main:
+                self._begin(pipe, loaded, command)
+            state.wait_for_everyone()
+            if self._has_codebooks:
+                codebooks = AVQCodebooks.from_pretrained(self.folder / CODEBOOKS).to(device)
+                loaded = replace(loaded, codebooks=codebooks, uncalibrated=None)
+            settings = self.settings
+            if device.type == "cpu":
+                settings = replace(settings, batch_size=1)
+            drawn = attention_method(pipe, loaded)
+            with dilation(pipe, settings), drawn, compilation(pipe, settings):
+                row = replace(self, settings=settings)
+                row.fill(pipe, state.process_index, state.num_processes)
+        state.destroy_process_group()
+
+    def config(self, pipe: StableDiffusionPipeline) -> dict[str, Any]:
+        """What the images depend on."""
+        settings, prompts = self.settings, "\n".join(self.calibration_prompts)
+        source = parse_method(self.method, self.levels).source
+        return {
+            "model": self.model,
+            "model_sha256": folder_digest(self.model, "model_index.json"),
+            "method": self.method,
+            "method_sha256": folder_digest(source, "config.json"),
+            "levels": list(self.levels),
+            "calibration_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
+            "captions": self.captions.origin,
+            "captions_sha256": self.captions.sha256,
+            "num_images": len(self.captions.texts),
+            "size": settings.size,
+            "compiled": settings.is_compiled,
+            "sampler": GENERATION["sampler"],
+            "num_inference_steps": settings.num_inference_steps,
+            "guidance_scale": settings.guidance_scale,
+            "dtype": str(pipe.dtype).removeprefix("torch."),
+            "scalecrafter": dilation_facts(pipe, settings),
+        }
+
+    def fill(self, pipe: StableDiffusionPipeline, process: int = 0, num_processes: int = 1) -> None:
+        """Generate the missing images of one of the processes, in full batches."""
+        paths = [image_path(self.folder, index) for index in range(len(self.captions.texts))]
+        share = range(process, len(paths), num_processes)
+        for index in share:  # what a kill left half-written
+            paths[index].with_name(f"{TEMPORARY}{paths[index].name}").unlink(missing_ok=True)
+        missing = [index for index in share if not is_whole(paths[index], self.settings.size)]
+        size = self.settings.batch_size
+        progress = tqdm(
+            total=len(share),
+            initial=len(share) - len(missing),
+            desc=f"{self.method}, process {process + 1} of {num_processes}",
+            unit="image",
+            disable=process > 0,
+        )
+        with progress, ThreadPoolExecutor() as pool:
+            for start in range(0, len(missing), size):
+                chosen = missing[start : start + size]
+                full = chosen + chosen[-1:] * (size - len(chosen))
+                prompts = [self.captions.texts[index] for index in full]
+                images = generate_batch(pipe, prompts, full, self.settings)
+                names = [paths[index] for index in chosen]
+                list(pool.map(_write_image, names, images[: len(chosen)]))
+                progress.update(len(chosen))
+
+    @property
+    def _has_codebooks(self) -> bool:
+        return (self.folder / CODEBOOKS / "config.json").exists()
+
+    def _begin(self, pipe: StableDiffusionPipeline, loaded: Method, command: str) -> None:
+        """Write the manifest, then everything else but the images.
+
+        Codebooks are saved once, so that all processes and restarts share them. A folder with all
+        of its images keeps its manifest: it says how they were made.
+        """
+        manifest = read_manifest(self.folder) if (self.folder / MANIFEST).exists() else None
+        method = None
+        if not self._has_codebooks:
+            method = calibrated(pipe, loaded, self.calibration_prompts)
+        row = manifest["row"] if method is None else method.facts()
+        paths = (image_path(self.folder, number) for number in range(len(self.captions.texts)))
+        if manifest is None or not all(is_whole(path, self.settings.size) for path in paths):
+            earlier = []
+            if manifest is not None:
+                session = {key: manifest[key] for key in ("command", "environment")}
+                earlier = [*manifest["earlier_sessions"], session]
+            save_json(
+                self.folder / MANIFEST,
+                command=command,
+                device=pipe.device,
+                config=self.config(pipe),
+                row=row,
+                earlier_sessions=earlier,
             )
-    state.destroy_process_group()
+            with atomic_write(self.folder / CAPTIONS) as temporary:
+                temporary.write_text("\n".join(self.captions.texts) + "\n", encoding="utf-8")
+            (self.folder / IMAGES).mkdir(exist_ok=True)
+        if method is not None and method.codebooks is not None:
+            method.codebooks.save_pretrained(self.folder / CODEBOOKS)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -193,7 +256,8 @@ def is_whole(path: Path, size: int) -> bool:
     return fits
 
 
-def _load(model: str, dtype: torch.dtype, device: torch.device) -> StableDiffusionPipeline:
+def _load(model: str, device: torch.device) -> StableDiffusionPipeline:
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
     pipe = StableDiffusionPipeline.from_pretrained(
         model, dtype=dtype, safety_checker=None, requires_safety_checker=False
     ).to(device)
@@ -205,83 +269,7 @@ def _load(model: str, dtype: torch.dtype, device: torch.device) -> StableDiffusi
     return pipe
 
 
-def _begin(
-    folder: Path,
-    config: Mapping[str, Any],
-    captions: Captions,
-    prepare: Callable[[], Method],
-    *,
-    command: str,
-    device: torch.device,
-) -> None:
-    """Write the manifest, then everything else but the images.
-
-    Codebooks are saved once, so that all processes and restarts share them. A folder with all of
-    its images keeps its manifest: it says how they were made.
-    """
-    manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
-    method = None if _has_codebooks(folder) else prepare()
-    row = manifest["row"] if method is None else method.facts()
-    paths = (image_path(folder, number) for number in range(config["num_images"]))
-    if manifest is None or not all(is_whole(path, config["size"]) for path in paths):
-        earlier = []
-        if manifest is not None:
-            session = {key: manifest[key] for key in ("command", "environment")}
-            earlier = [*manifest["earlier_sessions"], session]
-        save_json(
-            folder / MANIFEST,
-            command=command,
-            device=device,
-            config=config,
-            row=row,
-            earlier_sessions=earlier,
-        )
-        with atomic_write(folder / CAPTIONS) as temporary:
-            temporary.write_text("\n".join(captions.texts) + "\n", encoding="utf-8")
-        (folder / IMAGES).mkdir(exist_ok=True)
-    if method is not None and method.codebooks is not None:
-        method.codebooks.save_pretrained(folder / CODEBOOKS)
-
-
-def _has_codebooks(folder: Path) -> bool:
-    return (folder / CODEBOOKS / "config.json").exists()
-
-
-def _fill(
-    folder: Path,
-    pipe: StableDiffusionPipeline,
-    captions: Captions,
-    indices: Sequence[int],
-    *,
-    description: str,
-    settings: Sampling,
-    is_shown: bool,
-) -> None:
-    """Generate the missing images of these indices."""
-    for index in indices:  # what a kill left half-written
-        path = image_path(folder, index)
-        path.with_name(f"{TEMPORARY}{path.name}").unlink(missing_ok=True)
-    missing = [i for i in indices if not is_whole(image_path(folder, i), settings.size)]
-    progress = tqdm(
-        total=len(indices),
-        initial=len(indices) - len(missing),
-        desc=description,
-        unit="image",
-        disable=not is_shown,
-    )
-    with progress, ThreadPoolExecutor() as pool:
-        for start in range(0, len(missing), settings.batch_size):
-            chosen = missing[start : start + settings.batch_size]
-            full = chosen + chosen[-1:] * (settings.batch_size - len(chosen))
-            prompts = [captions.texts[index] for index in full]
-            images = generate_batch(pipe, prompts, full, settings)
-            write = partial(_write_image, folder)
-            list(pool.map(write, chosen, images[: len(chosen)]))
-            progress.update(len(chosen))
-
-
-def _write_image(folder: Path, index: int, image: np.ndarray) -> None:
-    path = image_path(folder, index)
+def _write_image(path: Path, image: np.ndarray) -> None:
     try:
         with atomic_write(path) as temporary:
             Image.fromarray(image).save(temporary)

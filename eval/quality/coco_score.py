@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tqdm import tqdm
 
 from avq_diffusers.files import atomic_write
 from avq_diffusers.mini import SCORER
-from eval.names import method_cells
+from eval.names import METHOD_COLUMNS
 from eval.quality.coco import CAPTIONS, IMAGES, image_path, read_manifest
 from eval.quality.frechet import fit_gaussian, frechet_distance, jackknife_error
 from eval.quality.metrics import Scorer
@@ -36,7 +37,7 @@ from eval.quality.protocol import (
     KID_SUBSETS,
     NUM_REAL,
 )
-from eval.store.markdown import markdown_table, number, with_error
+from eval.store.markdown import figure, number, rows_table
 from eval.store.report import folder_digest
 
 IMAGE_ENDINGS = (".jpeg", ".jpg", ".png")
@@ -44,6 +45,13 @@ IMAGE_ENDINGS = (".jpeg", ".jpg", ".png")
 FID_FILTER, INCEPTION_FILTER = Image.Resampling.LANCZOS, Image.Resampling.BICUBIC
 # What may differ between the rows of one table.
 FREE = ("model", "model_sha256", "method", "method_sha256", "levels", "calibration_sha256")
+COLUMNS = {
+    "model": itemgetter("model"),
+    **METHOD_COLUMNS,
+    "FID": figure("fid", ".2f"),
+    "KID x 1000": lambda row: number(1000 * row["kid"], ".3f"),
+    "CLIP score": figure("clip_score", ".4f"),
+}
 
 Prepare = Callable[[Image.Image, int], dict[str, Tensor]]
 
@@ -57,12 +65,41 @@ class Networks:
         clip: gives the CLIP score.
         name: name of `features` and of its weights.
         device: device of both.
+        batch_size: images in a network at once.
+        threads: number of threads that read and resize images.
     """
 
     features: nn.Module
     clip: Scorer | OpenCLIP
     name: str
     device: torch.device
+    batch_size: int
+    threads: int
+
+    def __call__(
+        self,
+        paths: Sequence[Path],
+        prepare: Prepare,
+        *,
+        description: str,
+        captions: Sequence[str] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Features (n, D) of images and, with captions, their cosines (n,)."""
+        features, cosines = [], []
+        progress = tqdm(total=len(paths), desc=description, unit="image")
+        # Convolutions of float32 would otherwise be rounded to TF32 on a GPU.
+        exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+        with progress, exact:
+            first = 0  # the bar's own count stays 0 where TQDM_DISABLE is set
+            for batch in _prepared(paths, prepare, self.batch_size, self.threads):
+                end = first + len(batch["pixels"])
+                features.append(self.features(batch["pixels"]).float())
+                if captions is not None:
+                    chosen = list(captions[first:end])
+                    cosines.append(self.clip.cosines(batch["bytes"], chosen))
+                progress.update(end - first)
+                first = end
+        return torch.cat(features), torch.cat(cosines) if cosines else None
 
 
 @dataclass(frozen=True)
@@ -93,7 +130,9 @@ class Folder:
         return [image_path(self.path, index) for index in range(len(self.captions))]
 
 
-def load_networks(scorer: str | None, device: torch.device) -> Networks:
+def load_networks(
+    scorer: str | None, device: torch.device, batch_size: int, threads: int
+) -> Networks:
     """Load the protocol's networks, or a CLIP-style scorer in place of both.
 
     Raises:
@@ -103,16 +142,17 @@ def load_networks(scorer: str | None, device: torch.device) -> Networks:
     """
     if scorer is None:
         features, clip = Inception().to(device), OpenCLIP().to(device)
-        return Networks(features, clip, "inception-2015-12-05", device)
-    digest = folder_digest(scorer, "config.json")
-    if digest is None:
+        name = "inception-2015-12-05"
+    elif (digest := folder_digest(scorer, "config.json")) is None:
         raise FileNotFoundError(f"there is no scorer in {scorer}; the one of mini-sd is {SCORER}.")
-    network = Scorer(scorer).to(device)
-    return Networks(network, network, f"scorer {digest}", device)
+    else:
+        features = clip = Scorer(scorer).to(device)
+        name = f"scorer {digest}"
+    return Networks(features, clip, name, device, batch_size, threads)
 
 
 def read_folders(paths: Sequence[Path], num_images: int | None = None) -> list[Folder]:
-    """Read folders by `generate_folder` for one table; `num_images` takes the first images only.
+    """Read folders of `Row.generate` for one table; `num_images` takes the first images only.
 
     Raises:
         FileNotFoundError: a folder has no manifest or no captions.
@@ -156,8 +196,6 @@ def score_folders(
     real: Path,
     load: Callable[[], Networks],
     *,
-    batch_size: int,
-    threads: int,
     cache: Path,
     patches: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
@@ -172,8 +210,6 @@ def score_folders(
         folders: see `read_folders`.
         real: folder of real images.
         load: loads the networks; called once the folders are known to be good.
-        batch_size: images in a network at once.
-        threads: number of threads that read and resize images.
         cache: folder for features of real images; they are reused while the files are the same.
         patches: folder of images of at least the generated size. Adds an FID of patches, squares of
             299 pixels at a place that depends on the image's number. It sees detail that FID
@@ -190,7 +226,7 @@ def score_folders(
             f"patches need images of at least {INCEPTION_SIZE}, but the generated ones have {size}."
         )
     files, patch_files = real_images(real), patches and real_images(patches)
-    extract = Extractor(load(), batch_size, threads)
+    extract = load()
     prepare_detail = partial(prepare_patch, size=size)
     whole = Reference(real_features(real, files, extract, prepare_whole, "whole", cache))
     detail = patches and Reference(
@@ -228,58 +264,8 @@ def score_folders(
 
 def coco_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table; ± is one standard error."""
-
-    def cell(row: Mapping[str, Any], name: str, form: str) -> str:
-        return with_error(row[name], row[f"{name}_sem"], form)
-
-    header = ["model", "method", "effective codewords", "FID", "KID x 1000", "CLIP score"]
-    has_patches = "patch_fid" in rows[0]
-    lines = [
-        [
-            row["model"],
-            *method_cells(row),
-            cell(row, "fid", ".2f"),
-            number(1000 * row["kid"], ".3f"),
-            cell(row, "clip_score", ".4f"),
-            *([cell(row, "patch_fid", ".2f")] if has_patches else []),
-        ]
-        for row in rows
-    ]
-    return markdown_table([*header, *(["patch FID"] if has_patches else [])], lines)
-
-
-@dataclass(frozen=True)
-class Extractor:
-    """Networks, the number of images they take at once, and threads that read images."""
-
-    networks: Networks
-    batch_size: int
-    threads: int
-
-    def __call__(
-        self,
-        paths: Sequence[Path],
-        prepare: Prepare,
-        *,
-        description: str,
-        captions: Sequence[str] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Features (n, D) of images and, with captions, their cosines (n,)."""
-        features, cosines = [], []
-        progress = tqdm(total=len(paths), desc=description, unit="image")
-        # Convolutions of float32 would otherwise be rounded to TF32 on a GPU.
-        exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
-        with progress, exact:
-            first = 0  # the bar's own count stays 0 where TQDM_DISABLE is set
-            for batch in _prepared(paths, prepare, self.batch_size, self.threads):
-                end = first + len(batch["pixels"])
-                features.append(self.networks.features(batch["pixels"]).float())
-                if captions is not None:
-                    chosen = list(captions[first:end])
-                    cosines.append(self.networks.clip.cosines(batch["bytes"], chosen))
-                progress.update(end - first)
-                first = end
-        return torch.cat(features), torch.cat(cosines) if cosines else None
+    patches = {"patch FID": figure("patch_fid", ".2f")} if "patch_fid" in rows[0] else {}
+    return rows_table(COLUMNS | patches, rows)
 
 
 class Reference:
@@ -305,7 +291,7 @@ class Reference:
 def real_features(
     folder: Path,
     files: Sequence[Path],
-    extract: Extractor,
+    extract: Networks,
     prepare: Prepare,
     kind: str,
     cache: Path,
@@ -313,10 +299,10 @@ def real_features(
     """Features (n, D) of real images, through the cache; `kind` names the preparation there."""
     states = [(str(path.relative_to(folder)), *_state(path)) for path in files]
     resizing = [FID_SIZE, FID_FILTER.name, INCEPTION_SIZE, INCEPTION_FILTER.name]
-    fingerprint = json.dumps([extract.networks.name, kind, resizing, states])
+    fingerprint = json.dumps([extract.name, kind, resizing, states])
     cached = cache / f"{hashlib.sha256(fingerprint.encode()).hexdigest()}.safetensors"
     try:
-        return load_file(cached, device=str(extract.networks.device))["features"]
+        return load_file(cached, device=str(extract.device))["features"]
     except (FileNotFoundError, KeyError, SafetensorError):
         features, _ = extract(files, prepare, description=f"images in {folder}")
     with atomic_write(cached, shared=True) as temporary:

@@ -13,12 +13,18 @@ from PIL import Image
 
 from avq_diffusers.images import image_sheet
 from eval.methods import attention_method, prepare_methods
-from eval.names import EXACT, method_cells
-from eval.quality.generation import Sampling, check_dilation, generate
+from eval.names import EXACT, METHOD_COLUMNS
+from eval.quality.generation import Sampling, dilation_config, generate
 from eval.quality.metrics import psnr, ssim
-from eval.store.markdown import markdown_table
+from eval.store.markdown import figure, rows_table
 
 UNDILATED = "exact, without ScaleCrafter"
+COLUMNS = {
+    **METHOD_COLUMNS,
+    "PSNR dB, median": figure("psnr_median", ".1f"),
+    "PSNR dB, p10": figure("psnr_p10", ".1f"),
+    "SSIM, median": figure("ssim_median", ".4f"),
+}
 SHEET_COLUMNS = 4
 SHEET_QUALITY = 90  # of formats with losses
 
@@ -45,7 +51,7 @@ def compare(
         FileNotFoundError, ValueError: see `prepare_methods`; or ScaleCrafter has no settings for
             the size.
     """
-    check_dilation(pipe, settings)
+    dilation_config(pipe, settings)
     prepared = prepare_methods(
         pipe, (EXACT, *methods), levels=levels, calibration_prompts=calibration_prompts
     )
@@ -65,15 +71,9 @@ def compare(
     for method in prepared[1:]:
         decibels = psnr(images[method.name], images[EXACT])
         similarity = ssim(images[method.name], images[EXACT])
-        rows.append(
-            {
-                **method.facts(),
-                **psnr_metrics(decibels),
-                "ssim_median": median(similarity.tolist()),
-                "psnr": decibels.tolist(),
-                "ssim": similarity.tolist(),
-            }
-        )
+        figures = {"ssim_median": median(similarity.tolist()), "psnr": decibels.tolist()}
+        figures |= {"ssim": similarity.tolist()}
+        rows.append(method.facts() | psnr_metrics(decibels) | figures)
     return rows, images
 
 
@@ -88,25 +88,10 @@ def psnr_metrics(decibels: np.ndarray) -> dict[str, float]:
 
 def compare_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
-    return markdown_table(
-        ["method", "effective codewords", "PSNR dB, median", "PSNR dB, p10", "SSIM, median"],
-        (
-            [
-                *method_cells(row),
-                f"{row['psnr_median']:.1f}",
-                f"{row['psnr_p10']:.1f}",
-                f"{row['ssim_median']:.4f}",
-            ]
-            for row in rows
-        ),
-    )
+    return rows_table(COLUMNS, rows)
 
 
-def compare_sheet(
-    path: Path,
-    images: Mapping[str, np.ndarray],
-    prompts: Sequence[str],
-) -> None:
+def compare_sheet(path: Path, images: Mapping[str, np.ndarray], prompts: Sequence[str]) -> None:
     """One row per method, one column per prompt (first seed), the prompts below."""
     shown = prompts[:SHEET_COLUMNS]
     rows = [[Image.fromarray(one) for one in some[: len(shown)]] for some in images.values()]

@@ -1,5 +1,6 @@
 """Images from prompts and seeds, the same for any batch size."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -74,42 +75,13 @@ def generate(
     return images
 
 
-def dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> AbstractContextManager[None]:
-    """ScaleCrafter if `settings` ask for it, with mini-sd's own or the authors' configuration.
+def dilation_config(pipe: StableDiffusionPipeline, settings: Sampling) -> ScaleCrafterConfig | None:
+    """ScaleCrafter's settings, mini-sd's own or the authors'; None if it is not asked for.
 
     Raises:
-        ValueError: the size is missing, not above the training size, or has no settings.
+        ValueError: the model has no UNet, or the size is missing, not above the training size, or
+            has no settings.
     """
-    config = _dilation_config(pipe, settings)
-    if config is None:
-        return nullcontext()
-    return scalecrafter(pipe, settings.size, settings.size, config=config)
-
-
-def check_dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> None:
-    """Raise what `dilation` raises."""
-    _dilation_config(pipe, settings)
-
-
-def dilation_facts(pipe: StableDiffusionPipeline, settings: Sampling) -> dict[str, Any] | bool:
-    """The configuration of `dilation` as a result holds it, False without ScaleCrafter.
-
-    Raises:
-        ValueError: as `dilation`.
-    """
-    config = _dilation_config(pipe, settings)
-    if config is None:
-        return False
-    # As JSON gives it back: a run that is resumed compares it.
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in asdict(config).items()
-    }
-
-
-def _dilation_config(
-    pipe: StableDiffusionPipeline, settings: Sampling
-) -> ScaleCrafterConfig | None:
     if not settings.is_dilated:
         return None
     if getattr(pipe, "unet", None) is None:
@@ -119,6 +91,20 @@ def _dilation_config(
     if settings.size is None:
         raise ValueError("ScaleCrafter needs a size above the model's own, but got none.")
     return usual_scalecrafter(pipe, settings.size, settings.size)
+
+
+def dilation(pipe: StableDiffusionPipeline, settings: Sampling) -> AbstractContextManager[None]:
+    """ScaleCrafter by `dilation_config`."""
+    config = dilation_config(pipe, settings)
+    if config is None:
+        return nullcontext()
+    return scalecrafter(pipe, settings.size, settings.size, config=config)
+
+
+def dilation_facts(pipe: StableDiffusionPipeline, settings: Sampling) -> dict[str, Any] | bool:
+    """`dilation_config` as JSON gives it back, for a run that is resumed; False without one."""
+    config = dilation_config(pipe, settings)
+    return False if config is None else json.loads(json.dumps(asdict(config)))
 
 
 @contextmanager

@@ -18,13 +18,19 @@ from eval.names import (
     TOME,
     config_label,
     exact_labels,
-    method_cells,
     method_label,
     timed_method,
 )
-from eval.quality.scene_rows import HEADER, MAKING, MEASURED, PROTOCOL, metric_cells, row_key
-from eval.quality.scene_runs import said_otherwise
-from eval.store.markdown import markdown_table, number
+from eval.quality.scene_rows import (
+    FACT_COLUMNS,
+    MAKING,
+    MEASURED,
+    METRIC_COLUMNS,
+    PROTOCOL,
+    row_key,
+    said_otherwise,
+)
+from eval.store.markdown import Column, number, rows_table
 from eval.store.plots import Line, Panel
 from eval.store.report import Result, complete
 
@@ -73,17 +79,20 @@ def build_table(results: Sequence[Result]) -> dict[str, Any]:
 
 def quality_table(table: Mapping[str, Any]) -> str:
     """The table as Markdown; ± is one standard error, over the seeds where there are several."""
-    quality, speed = table["quality"], table["speed"]
-    header = ["method", "effective codewords", "levels"]
-    header += [f"{name}, {title}" for title in quality for name in HEADER]
-    header += [f"UNet ms, {title}" for title in speed]
-    lines = []
-    for row in table["rows"]:
-        cells = [*method_cells(row), ", ".join(map(str, row["levels"])) or "-"]
-        for title in quality:
-            cells += metric_cells(row["quality"].get(title, {}))
-        lines.append(cells + [number(row["ms"].get(title)) for title in speed])
-    return markdown_table(header, lines)
+
+    def metric(title: str, column: Column) -> Column:
+        return lambda row: column(row["quality"].get(title, {}))
+
+    def time(title: str) -> Column:
+        return lambda row: number(row["ms"].get(title))
+
+    columns = {
+        f"{name}, {title}": metric(title, column)
+        for title in table["quality"]
+        for name, column in METRIC_COLUMNS.items()
+    }
+    columns |= {f"UNet ms, {title}": time(title) for title in table["speed"]}
+    return rows_table(FACT_COLUMNS | columns, table["rows"])
 
 
 def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list[Panel]]:
@@ -106,12 +115,7 @@ def table_panels(table: Mapping[str, Any], size: int | None = None) -> list[list
     panels = []
     for column, facts in quality.items():
         shown, *_ = _titles_of(speed, size or facts["size"]) or titles
-        panels.append(
-            [
-                _panel(f"{name}, {column}", shown, table["rows"], column, figure)
-                for figure, name in PLOTTED.items()
-            ]
-        )
+        panels.append([_panel(table["rows"], column, shown, figure) for figure in PLOTTED])
     return panels
 
 
@@ -198,11 +202,8 @@ def _timed(name: str) -> tuple[Variant, Row]:
     config = method.config
     facts = dict.fromkeys(FACTS) | {"method": method_label(name), "levels": []}
     if config is None:
-        words = {
-            TOME: (TOME, method.levels),
-            LINFUSION: (LINFUSION_CONFIG, LINFUSION_LEVELS),
-        }
-        return words.get(method.source, (method.source, ())), facts
+        others = {TOME: (TOME, method.levels), LINFUSION: (LINFUSION_CONFIG, LINFUSION_LEVELS)}
+        return others.get(method.kind, (method.kind, ())), facts
     facts |= {"levels": [*config.levels], "effective_codewords": config.effective_codewords}
     if method.route != "always":
         return (name, config.levels), facts
@@ -210,16 +211,17 @@ def _timed(name: str) -> tuple[Variant, Row]:
     return (", ".join(labels + [TUNED] * method.tuned), config.levels), facts
 
 
-def _panel(title: str, speed_title: str, rows: Sequence[Row], column: str, figure: str) -> Panel:
+def _panel(rows: Sequence[Row], column: str, time: str, figure: str) -> Panel:
     points, reference = [], None
     for row, label in zip(rows, _labels(rows), strict=True):
-        figures, x = row["quality"].get(column, {}), row["ms"].get(speed_title)
+        figures, x = row["quality"].get(column, {}), row["ms"].get(time)
         y = figures.get(figure)
         if x is not None and y is not None:
             points.append(Line(label, [x], [y], [figures.get(f"{figure}_sem") or 0]))
             if row["method"] == EXACT:
                 reference = y
-    return Panel(title, f"UNet step, ms, at {speed_title}", points, reference=reference)
+    title = f"{PLOTTED[figure]}, {column}"
+    return Panel(title, f"UNet step, ms, at {time}", points, reference=reference)
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:

@@ -16,72 +16,86 @@ from eval.methods import Method, attention_method, calibrated, load_methods
 from eval.names import EXACT
 from eval.quality.compare import psnr_metrics
 from eval.quality.frechet import Gaussian, fit_gaussian, frechet_distance, jackknife_error
-from eval.quality.generation import Sampling, check_dilation, generate
+from eval.quality.generation import Sampling, dilation_config, generate
 from eval.quality.metrics import Scorer, clip_scores, copy_agreements, image_features, psnr
 from eval.quality.protocol import JACKKNIFE_BLOCKS
 from eval.quality.scene_rows import BROKEN, LIKENESS, REAL
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What is generated, and compared with what.
+
+    Attributes:
+        methods: names for `load_methods`.
+        scenes: scenes whose captions are prompts. Image i has the noise of seed `first_seed + i`.
+        reference_scenes: real images for FID.
+        settings: a compiled UNet is compiled for each method.
+        calibration_prompts: prompts at the model's own size.
+        levels: UNet levels that change.
+        first_seed: seed of the first image.
+
+    Raises:
+        ValueError: the size is not a multiple of 64, or batches to compile for differ in size.
+    """
+
+    methods: Sequence[str]
+    scenes: Sequence[Scene]
+    reference_scenes: Sequence[Scene]
+    settings: Sampling
+    calibration_prompts: Sequence[str]
+    levels: tuple[int, ...] = (0,)
+    first_seed: int = 0
+
+    def __post_init__(self) -> None:
+        size, batch_size = self.settings.size, self.settings.batch_size
+        if size is None or size <= 0 or size % 64:
+            raise ValueError(f"the size must be a multiple of 64, but got {size}.")
+        if self.settings.is_compiled and len(self.scenes) % batch_size:
+            raise ValueError(
+                f"a compiled UNet needs batches of one size, but {len(self.scenes)} images are not "
+                f"a multiple of {batch_size}."
+            )
+
+
 def score_methods(
     pipe: StableDiffusionPipeline,
-    methods: Sequence[str],
-    scenes: Sequence[Scene],
-    reference_scenes: Sequence[Scene],
+    trial: Trial,
     scorer: Scorer,
-    settings: Sampling,
-    *,
-    levels: tuple[int, ...] = (0,),
-    calibration_prompts: Sequence[str],
-    first_seed: int = 0,
     finished: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield one row per method: its images of `scenes` against `reference_scenes`.
+    """Yield one row per method: its images of the scenes against the reference scenes.
 
-    Image i has the noise of seed `first_seed + i` for every method. Two rows of rendered images
-    come first, a ceiling and a floor: other real scenes, and the same with their copies broken.
-    `exact` comes next, because PSNR and "FID to exact" compare with its images. "FID to exact"
-    separates methods that FID does not, because FID varies with the noise.
+    Two rows of rendered images come first, a ceiling and a floor: other real scenes, and the same
+    with their copies broken. `exact` comes next, because PSNR and "FID to exact" compare with its
+    images. "FID to exact" separates methods that FID does not, because FID varies with the noise.
 
     Copy agreement is measured at the size of the images. The scorer resizes them for FID and CLIP
     score. Seconds per image include the first calls. Two rows of images are in memory at a time.
 
     Args:
         pipe: a pipeline without AVQ.
-        methods: names for `load_methods`.
-        scenes: scenes whose captions are prompts.
-        reference_scenes: real images for FID.
+        trial: what to do.
         scorer: gives features and CLIP scores.
-        settings: a compiled UNet is compiled for each method.
-        levels: UNet levels that change.
-        calibration_prompts: prompts at the model's own size.
-        first_seed: seed of the first image.
         finished: rows of an earlier run by method. They are kept unless their folder has changed or
             they still need a comparison with `exact`.
 
     Raises:
-        FileNotFoundError, ValueError: see `load_methods`; or the size is not a multiple of 64 or
-            has no ScaleCrafter settings, or batches to compile for differ in size.
+        FileNotFoundError, ValueError: see `load_methods` and `dilation_config`.
     """
-    size, batch_size = settings.size, settings.batch_size
-    if size is None or size <= 0 or size % 64:
-        raise ValueError(f"the size must be a multiple of 64, but got {size}.")
-    if settings.is_compiled and len(scenes) % batch_size:
-        raise ValueError(
-            f"a compiled UNet needs batches of one size, but {len(scenes)} images are not "
-            f"a multiple of {batch_size}."
-        )
-    check_dilation(pipe, settings)
-    loaded = load_methods(pipe, methods, levels=levels)
+    scenes, settings = trial.scenes, trial.settings
+    dilation_config(pipe, settings)
+    loaded = load_methods(pipe, trial.methods, levels=trial.levels)
     finished = _still_valid(finished, loaded)
     prepared = [
-        method if method.name in finished else calibrated(pipe, method, calibration_prompts)
+        method if method.name in finished else calibrated(pipe, method, trial.calibration_prompts)
         for method in loaded
     ]
-    reference = fit_gaussian(image_features(scorer, _render_all(reference_scenes, size)))
-    measure = Measure(scorer, scenes, reference)
+    real = _render_all(trial.reference_scenes, settings.size)
+    measure = Measure(scorer, scenes, fit_gaussian(image_features(scorer, real)))
     for name in (REAL, BROKEN):
         breaks = range(len(scenes)) if name == BROKEN else None
-        yield {"method": name, **measure(_render_all(scenes, size, breaks))[0]}
+        yield {"method": name, **measure(_render_all(scenes, settings.size, breaks))[0]}
     exact: tuple[np.ndarray, Gaussian] | None = None
     are_all_finished = len(finished) == len(prepared)
     for method in sorted(prepared, key=lambda method: method.name != EXACT):
@@ -89,7 +103,7 @@ def score_methods(
             yield finished[method.name]
             continue
         torch.compiler.reset()  # the code of the method before would count as a recompilation
-        noise = range(first_seed, first_seed + len(scenes))
+        noise = range(trial.first_seed, trial.first_seed + len(scenes))
         start = perf_counter()
         with attention_method(pipe, method):
             images = generate(pipe, measure.captions, noise, settings, description=method.name)

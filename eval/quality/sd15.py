@@ -11,9 +11,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from avq_diffusers.files import atomic_write
 from eval.quality.coco_download import CAPTIONS, IMAGES
@@ -31,91 +31,59 @@ ROW_GB = {512: 14, 1024: 50}
 DISTILL_HOURS = 12
 
 
-@dataclass(frozen=True)
-class TableRow:
+class TableRow(NamedTuple):
     """One row of the paper's table.
 
     Attributes:
         label: as the paper prints it.
-        method: of `coco generate`; None for the result of `config`.
-        config: the distillation, `configs/sd15_CONFIG.yaml`.
-        result: folder of the run that holds the result.
         timed: method of `bench unet`.
-        published: FID, CLIP score and milliseconds a step, by size; empty for rows of our own.
-        hours: of 30,000 images on one H200, compiled, by size.
+        method: of `coco generate`; None for the result of a distillation, `configs/sd15_ROW.yaml`.
     """
 
     label: str
     timed: str
-    hours: Mapping[int, float]
     method: str | None = None
-    config: str | None = None
-    result: str = "codebooks"
-    published: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
 
 
-_AVQ_HOURS = {512: 1.2, 1024: 3.6}
 ROWS = {
-    "exact": TableRow(
-        "SD1.5 (FA-v2)",
-        "fa2",
-        {512: 1.3, 1024: 6.1},
-        method="exact",
-        published={512: (12.75, 0.318, 44.37), 1024: (41.03, 0.292, 213.43)},
-    ),
-    "linfusion": TableRow(
-        "LinFusion",
-        "linfusion",
-        {512: 1.4, 1024: 3.8},
-        config="linfusion",
-        result="linfusion",
-        published={512: (12.52, 0.318, 43.70), 1024: (36.37, 0.295, 141.57)},
-    ),
-    "tome": TableRow(
-        "ToMe-SD (r = 0.5)",
-        "tome",
-        {512: 1.5, 1024: 4.8},
-        method="tome",
-        published={512: (12.40, 0.317, 41.99), 1024: (43.00, 0.290, 163.30)},
-    ),
-    "m32p8c8": TableRow(
-        "AVQ M32P8C8",
-        "M32P8C8@L0/tuned",
-        _AVQ_HOURS,
-        config="m32p8c8",
-        published={512: (12.50, 0.319, 39.09), 1024: (35.39, 0.297, 133.48)},
-    ),
-    "m64p16c8": TableRow(
-        "AVQ M64P16C8",
-        "M64P16C8@L0/tuned",
-        _AVQ_HOURS,
-        config="m64p16c8",
-        published={512: (12.51, 0.320, 39.50), 1024: (35.65, 0.296, 135.06)},
-    ),
-    "m128p32c8": TableRow(
-        "AVQ M128P32C8",
-        "M128P32C8@L0/tuned",
-        _AVQ_HOURS,
-        config="m128p32c8",
-        published={512: (12.55, 0.319, 40.23), 1024: (35.51, 0.297, 138.16)},
-    ),
-    "m64p16c8_level1": TableRow(
-        "AVQ M64P16C8, levels 0 and 1",
-        "M64P16C8@L01/tuned",
-        {512: 1.2, 1024: 3.4},
-        config="m64p16c8_level1",
-        published={512: (12.48, 0.320, 39.41), 1024: (36.29, 0.297, 128.59)},
-    ),
-    "own_m64p16c8": TableRow(
-        "AVQ M64P16C8, own codewords", "M64P16C8@L0/own", _AVQ_HOURS, config="own_m64p16c8"
-    ),
+    "exact": TableRow("SD1.5 (FA-v2)", "fa2", "exact"),
+    "linfusion": TableRow("LinFusion", "linfusion"),
+    "tome": TableRow("ToMe-SD (r = 0.5)", "tome", "tome"),
+    "m32p8c8": TableRow("AVQ M32P8C8", "M32P8C8@L0/tuned"),
+    "m64p16c8": TableRow("AVQ M64P16C8", "M64P16C8@L0/tuned"),
+    "m128p32c8": TableRow("AVQ M128P32C8", "M128P32C8@L0/tuned"),
+    "m64p16c8_level1": TableRow("AVQ M64P16C8, levels 0 and 1", "M64P16C8@L01/tuned"),
+    "own_m64p16c8": TableRow("AVQ M64P16C8, own codewords", "M64P16C8@L0/own"),
     "own_m64p16c8e256_level1": TableRow(
-        "AVQ M64P16C8E256, levels 0 and 1, own codewords",
-        "M64P16C8E256@L01/own",
-        {512: 1.3, 1024: 3.6},
-        config="own_m64p16c8e256_level1",
+        "AVQ M64P16C8E256, levels 0 and 1, own codewords", "M64P16C8E256@L01/own"
     ),
 }
+# FID, CLIP score and milliseconds a step by row and size.
+PUBLISHED = {
+    ("exact", 512): (12.75, 0.318, 44.37),
+    ("exact", 1024): (41.03, 0.292, 213.43),
+    ("linfusion", 512): (12.52, 0.318, 43.70),
+    ("linfusion", 1024): (36.37, 0.295, 141.57),
+    ("tome", 512): (12.40, 0.317, 41.99),
+    ("tome", 1024): (43.00, 0.290, 163.30),
+    ("m32p8c8", 512): (12.50, 0.319, 39.09),
+    ("m32p8c8", 1024): (35.39, 0.297, 133.48),
+    ("m64p16c8", 512): (12.51, 0.320, 39.50),
+    ("m64p16c8", 1024): (35.65, 0.296, 135.06),
+    ("m128p32c8", 512): (12.55, 0.319, 40.23),
+    ("m128p32c8", 1024): (35.51, 0.297, 138.16),
+    ("m64p16c8_level1", 512): (12.48, 0.320, 39.41),
+    ("m64p16c8_level1", 1024): (36.29, 0.297, 128.59),
+}
+# Hours of 30,000 images on one H200, compiled, by size; other rows of AVQ are alike.
+HOURS = {
+    "exact": {512: 1.3, 1024: 6.1},
+    "linfusion": {512: 1.4, 1024: 3.8},
+    "tome": {512: 1.5, 1024: 4.8},
+    "m64p16c8_level1": {512: 1.2, 1024: 3.4},
+    "own_m64p16c8e256_level1": {512: 1.3, 1024: 3.6},
+}
+AVQ_HOURS = {512: 1.2, 1024: 3.6}
 
 
 @dataclass(frozen=True)
@@ -194,7 +162,7 @@ def plan(request: Request) -> list[Step]:
     if request.captions is None or request.real is None:
         command = _python("eval", "coco", "download", request.coco)
         steps.append(Step("download coco", command, gigabytes=COCO_GB))
-    steps += [_distill(request, name) for name in request.rows if ROWS[name].config]
+    steps += [_distill(request, name) for name in request.rows if ROWS[name].method is None]
     for size in request.sizes:
         steps += [_generate(request, name, size) for name in request.rows]
         steps.append(_score(request, size))
@@ -276,7 +244,7 @@ def paper_table(found: Mapping[str, Mapping[int, Mapping[str, Any]]], sizes: Seq
     for name, by_size in found.items():
         cells = [ROWS[name].label]
         for size in sizes:
-            published = ROWS[name].published.get(size, (None,) * len(METRICS))
+            published = PUBLISHED.get((name, size), (None,) * len(METRICS))
             for (metric, (_, form)), paper in zip(METRICS.items(), published, strict=True):
                 cells.append(f"{number(by_size[size][metric], form)} ({number(paper, form)})")
         rows.append(cells)
@@ -284,8 +252,7 @@ def paper_table(found: Mapping[str, Mapping[int, Mapping[str, Any]]], sizes: Seq
 
 
 def _distill(request: Request, name: str) -> Step:
-    row = ROWS[name]
-    command = ["--config", ROOT / "configs" / f"sd15_{row.config}.yaml", "--resume"]
+    command = ["--config", ROOT / "configs" / f"sd15_{name}.yaml", "--resume"]
     command += ["--output", _run(request, name)]
     for setting in (f"base_model={request.model}", *request.overrides):
         command += ["--set", setting]
@@ -294,8 +261,8 @@ def _distill(request: Request, name: str) -> Step:
 
 
 def _generate(request: Request, name: str, size: int) -> Step:
-    row = ROWS[name]
-    method = row.method or _run(request, name) / row.result
+    result = _run(request, name) / ("linfusion" if name == "linfusion" else "codebooks")
+    method = ROWS[name].method or result
     captions = request.captions or request.coco / CAPTIONS
     options: list[Any] = ["--method", method, "--captions", captions, "--model", request.model]
     options += ["--images", request.images, "--size", size, "--steps", request.steps]
@@ -303,12 +270,12 @@ def _generate(request: Request, name: str, size: int) -> Step:
     options += ["--scalecrafter"] if size != request.sizes[0] else []
     options += ["--compile"] if request.device == "cuda" else []
     share = request.images / GENERATION["num_images"]
-    hours, gigabytes = row.hours.get(size), ROW_GB.get(size, 0) * share
+    hours = HOURS.get(name, AVQ_HOURS).get(size)
     return Step(
         f"generate {name} {size}",
         _launch(request, "eval", "coco", "generate", _images(request, name, size), *options),
         hours=None if hours is None else hours * share / request.processes,
-        gigabytes=gigabytes,
+        gigabytes=ROW_GB.get(size, 0) * share,
     )
 
 

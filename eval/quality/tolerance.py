@@ -9,7 +9,8 @@ errors           that of each example, |model(AVQ) - model(exact)| / |model(exac
 """
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from operator import itemgetter
+from statistics import mean, median
 from typing import Any
 
 from diffusers import DiffusionPipeline
@@ -21,7 +22,7 @@ from eval.names import EXACT
 from eval.quality.compare import psnr_metrics
 from eval.quality.generation import Sampling, generate
 from eval.quality.metrics import psnr
-from eval.store.markdown import markdown_table, number
+from eval.store.markdown import figure, number, rows_table
 
 UNIFORM = ("M64P16C8", "M64P16C8E256", "M128P32C8E256")
 # What an error may exceed a tolerance by, and still be held.
@@ -91,26 +92,24 @@ def plan_row(name: str, plan: Allocation, errors: Sequence[float]) -> Row:
 
 def tolerance_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a Markdown table."""
-    has_images = "psnr_median" in rows[0]
-    columns = [
-        "plan",
-        "attention, times as fast",
-        "output error, predicted",
-        "median",
-        "largest",
-        f"within {SLACK} x the tolerance, %",
-        *(["PSNR dB, median", "PSNR dB, p10"] if has_images else []),
-    ]
-    return markdown_table(columns, ([*_cells(row, has_images)] for row in rows))
+    return rows_table(COLUMNS | (IMAGE_COLUMNS if "psnr_median" in rows[0] else {}), rows)
 
 
-def _cells(row: Mapping[str, Any], has_images: bool) -> list[str]:
-    errors, tolerance = row["errors"], row["tolerance"]
-    held = "-"
-    if tolerance is not None:
-        within = sum(error <= SLACK * tolerance for error in errors)
-        held = f"{100 * within / len(errors):.0f}"
-    figures = (row["predicted"], median(errors), max(errors))
-    cells = [row["plan"], f"{row['times_as_fast']:.2f}", *map(number, figures), held]
-    images = ("psnr_median", "psnr_p10") if has_images else ()
-    return cells + [f"{row[name]:.1f}" for name in images]
+def _held(row: Mapping[str, Any]) -> str:
+    if row["tolerance"] is None:
+        return "-"
+    return f"{100 * mean(error <= SLACK * row['tolerance'] for error in row['errors']):.0f}"
+
+
+COLUMNS = {
+    "plan": itemgetter("plan"),
+    "attention, times as fast": figure("times_as_fast", ".2f"),
+    "output error, predicted": figure("predicted"),
+    "median": lambda row: number(median(row["errors"])),
+    "largest": lambda row: number(max(row["errors"])),
+    f"within {SLACK} x the tolerance, %": _held,
+}
+IMAGE_COLUMNS = {
+    "PSNR dB, median": figure("psnr_median", ".1f"),
+    "PSNR dB, p10": figure("psnr_p10", ".1f"),
+}

@@ -1,13 +1,28 @@
 """Results as Markdown."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Column = Callable[[Mapping[str, Any]], str]
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of these cells."""
     lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
+
+
+def rows_table(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table with a line for each row."""
+    return markdown_table(
+        list(columns), ([column(row) for column in columns.values()] for row in rows)
+    )
+
+
+def figure(name: str, form: str = ".4g") -> Column:
+    """A column of a field, ± its standard error if `{name}_sem` has one."""
+    return lambda row: with_error(row.get(name), row.get(f"{name}_sem"), form)
 
 
 def number(value: float | None, form: str = ".4g") -> str:

@@ -60,9 +60,6 @@ def test_a_list_keeps_its_order(tmp_path, monkeypatch):
     assert read_captions(path, 4).origin == "LinFusion's list"
 
 
-ANNOTATION = {"id": 1, "image_id": 2, "caption": "a"}
-
-
 def correlated(count, width, seed):
     generator = np.random.default_rng(seed)
     mixing = generator.normal(size=(width, width)) / width**0.5
@@ -185,27 +182,6 @@ def test_patches_are_cut_and_not_resized():
         coco_score.prepare_patch(image, 0, size=512)
 
 
-def test_the_protocol_is_that_of_linfusion():
-    """Its numbers a second time, from eval.py, calculate_metrics.py and the paper of KID. Catches
-    one that is changed: figures would pass for published ones, and no row would say otherwise."""
-    assert protocol.GENERATION == {
-        "model": "stable-diffusion-v1-5",
-        "captions": "LinFusion's list",
-        "num_images": 30_000,
-        "sampler": "PNDM",
-        "num_inference_steps": 25,
-        "guidance_scale": 7.5,
-        "dtype": "float16",
-    }
-    digest = "edabd2a556026cbf5d36a5fffa35ad43d7ba71b72f6d640b727c1edefb7f1945"
-    assert digest == protocol.CAPTIONS_SHA256
-    assert (protocol.NUM_REAL, protocol.FID_SIZE, protocol.INCEPTION_SIZE) == (40_504, 256, 299)
-    assert (protocol.CLIP_MODEL, protocol.CLIP_WEIGHTS) == ("ViT-g-14", "laion2b_s12b_b42k")
-    assert protocol.CLIP_PREFIX == "A photo depicts "
-    assert (protocol.KID_SUBSETS, protocol.KID_SUBSET_SIZE) == (100, 1000)
-    assert protocol.JACKKNIFE_BLOCKS == 50
-
-
 def test_the_command_follows_the_protocol_by_itself():
     """Catches an option whose default is another number: 30 000 images would not compare."""
     options = signature(coco_generate_command).parameters
@@ -221,17 +197,10 @@ def test_the_command_follows_the_protocol_by_itself():
     ("name", "content", "message"),
     [
         ("captions.txt", None, r"no file .*captions.txt; .* coco download .*captions_val2014.json"),
-        ("captions.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("captions.txt", b"one\ntwo\n", "3 captions are needed, but .*captions.txt has 2"),
         ("captions.txt", b"one\n \nthree\n", "caption 2 of .* is empty"),
-        ("captions.JSON", b"a\nb\nc\n", "captions.JSON is not JSON"),
         ("captions.json", b"[]", "does not hold captions as COCO's captions_val2014.json does"),
         ("captions.json", b'{"annotations": [{"id": 1, "image_id": 2}]}', "KeyError..caption"),
-        (
-            "captions.json",
-            b'{"annotations": [{"id": 1, "image_id": 2, "caption": null}]}',
-            "annotation 1 of .*: caption must be text, but is null",
-        ),
     ],
 )
 def test_bad_captions_are_refused(tmp_path, name, content, message):

@@ -2,9 +2,8 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from coco_rows import noise, rows_of, score, write_row
 from PIL import Image
 
 from eval.quality import coco_score
-from eval.quality.networks import Inception, OpenCLIP
+from eval.quality.networks import Inception
 
 pytestmark = pytest.mark.usefixtures("own_state")
 
@@ -27,71 +26,20 @@ def test_real_images_are_all_that_lie_in_the_folder(tmp_path):
     assert coco_score.real_images(tmp_path) == [tmp_path / name for name in names]
 
 
-def test_rows_of_one_table_differ_in_model_and_method_only(tmp_path):
+@pytest.mark.parametrize("name", ["method", "levels", "captions", "size", "dtype"])
+def test_rows_of_one_table_differ_in_model_and_method_only(tmp_path, name):
     """Catches figures of other settings beside each other, and a method that none stands beside."""
-    images = [noise(64, 64, seed)[1] for seed in range(2)]
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        write_row(folder, images, 64)
-    manifest = json.loads((folders[0] / "manifest.json").read_text())
-    free = ("model", "model_sha256", "method", "method_sha256", "levels", "calibration_sha256")
-    checked = ("captions", "size", "scalecrafter", "sampler", "num_inference_steps")
-    checked += ("guidance_scale", "dtype")
-
-    def read(name):
-        for folder, value in zip(folders, ("a", "b"), strict=True):
-            config = {**manifest["config"], name: value}
-            (folder / "manifest.json").write_text(json.dumps({**manifest, "config": config}))
-        return coco_score.read_folders(folders)
-
-    for name in free:
-        assert [folder.config[name] for folder in read(name)] == ["a", "b"]
-    for name in checked:
-        with pytest.raises(ValueError, match=f"cannot stand in one table; they differ in {name}."):
-            read(name)
-
-
-class ColourWords(torch.nn.Module):
-    """A model with open_clip's interface: an image is the last pixel of its first row, and a text
-    is the colour that it names after "A photo depicts"; neither has length 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]))
-
-    def tokenize(self, texts):
-        assert all(text.startswith("A photo depicts ") for text in texts)
-        return torch.tensor([("red", "grey").index(text.split()[3]) for text in texts])
-
-    def encode_image(self, pixels):
-        return 5 * pixels[:, 0, -1]
-
-    def encode_text(self, tokens):
-        return 2 * self.table[tokens]
-
-
-def test_the_clip_score_is_the_cosine_of_image_and_prefixed_caption(monkeypatch):
-    """A model of two words stands in for 5 GB. Catches other weights, a caption without prefix or
-    of another image, images on their side, and a cosine that is scaled or clamped."""
-    asked, model = [], ColourWords()
-
-    def create(*names):
-        asked.append(names)
-        return model, lambda image: torch.from_numpy(np.array(image)).float() - 100
-
-    def tokenizer(name):
-        asked.append((name,))
-        return model.tokenize
-
-    package = SimpleNamespace(create_model_from_pretrained=create, get_tokenizer=tokenizer)
-    monkeypatch.setitem(sys.modules, "open_clip", package)
-    clip = OpenCLIP()
-    assert asked == [("ViT-g-14", "laion2b_s12b_b42k"), ("ViT-g-14",)]
-    assert not model.training
-    pixels = torch.zeros(2, 3, 2, 4, dtype=torch.uint8)
-    pixels[:, :, 0, -1] = torch.tensor([[200, 100, 100], [100, 0, 0]])
-    found = clip.cosines(pixels, ["red box", "grey fox"])
-    assert found.tolist() == pytest.approx([1, -((2 / 3) ** 0.5)])
+    for folder, value in (("one", "a"), ("two", "b")):
+        write_row(tmp_path / folder, [noise(64, 64, seed)[1] for seed in range(2)], 64)
+        manifest = json.loads((tmp_path / folder / "manifest.json").read_text())
+        manifest["config"][name] = value
+        (tmp_path / folder / "manifest.json").write_text(json.dumps(manifest))
+    folders = tmp_path / "one", tmp_path / "two"
+    if name in coco_score.FREE:
+        assert [x.config[name] for x in coco_score.read_folders(folders)] == ["a", "b"]
+        return
+    with pytest.raises(ValueError, match=f"cannot stand in one table; they differ in {name}."):
+        coco_score.read_folders(folders)
 
 
 def test_inception_is_the_port_past_its_resizing(monkeypatch):
@@ -120,15 +68,15 @@ def test_features_of_other_networks_and_preparations_are_not_these(scorer_folder
         noise(64, 64, index)[1].save(real / f"{index}.png")
     shutil.copytree(scorer_folder, tmp_path / "scorer")
     config = tmp_path / "scorer/config.json"
-    networks = [coco_score.load_networks(x, device) for x in (scorer_folder, tmp_path / "scorer")]
+    load = partial(coco_score.load_networks, device=device, batch_size=2, threads=1)
+    networks = [load(x) for x in (scorer_folder, tmp_path / "scorer")]
     assert networks[0].name == networks[1].name
     config.write_text(config.read_text() + "\n")
-    networks[1] = coco_score.load_networks(tmp_path / "scorer", device)
+    networks[1] = load(tmp_path / "scorer")
     whole, files = coco_score.prepare_whole, coco_score.real_images(real)
 
     def features(network, prepare, kind):
-        extract = coco_score.Extractor(network, 2, 1)
-        return coco_score.real_features(real, files, extract, prepare, kind, cache)
+        return coco_score.real_features(real, files, network, prepare, kind, cache)
 
     def upside_down(image, number):
         return whole(image.rotate(180), number)

@@ -1,6 +1,5 @@
 """Likeness to exact attention: `python -m eval compare`."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,6 @@ from tiny import tiny_pipe
 from eval.names import EXACT, NO_ATTENTION
 from eval.quality import compare, metrics
 from eval.quality.generation import Sampling, generate
-from eval.store import report
 
 
 def test_compare_measures_against_exact_at_equal_prompts_and_seeds(tmp_path):
@@ -55,31 +53,3 @@ def test_compare_shows_what_scalecrafter_does():
     plain = generate(pipe, ["a"], [0], replace(settings, is_dilated=False))
     assert np.array_equal(images[compare.UNDILATED], plain)
     assert not np.array_equal(images[EXACT], plain)
-
-
-def test_compare_refuses_sizes_before_the_work():
-    """Catches a size without settings that is found after the calibration."""
-    pipe = tiny_pipe()
-    pipe.unet.register_forward_pre_hook(lambda *_: pytest.fail("something was drawn"))
-    settings = Sampling(size=192, is_dilated=True)
-    with pytest.raises(ValueError, match="there are ScaleCrafter settings for 256 x 256"):
-        compare.compare(pipe, ["M4"], ["a"], range(1), settings, calibration_prompts=CALIBRATION)
-
-
-def test_compare_of_identical_images_is_null_in_json(tmp_path):
-    """JSON has no Infinity; its median, too, is one of numbers that are not there."""
-    rows, _ = compare.compare(
-        tiny_pipe(),
-        [EXACT],
-        ["a"],
-        range(3),
-        Sampling(num_inference_steps=1),
-        calibration_prompts=CALIBRATION,
-    )
-    report.save_json(tmp_path / "rows.json", command="", device="cpu", rows=rows)
-    text = (tmp_path / "rows.json").read_text()
-    (row,) = json.loads(text, parse_constant=lambda name: pytest.fail(name))["rows"]
-    assert row["psnr"] == [None] * 3
-    assert row["psnr_median"] is row["psnr_p10"] is None
-    assert row["ssim_median"] == pytest.approx(1)
-    assert "| inf |" in compare.compare_table(rows)

@@ -10,7 +10,7 @@ from tiny_mini_sd3 import save_tiny_mini_sd3
 
 from avq_diffusers.mini.loading import load_mini_sd3, usual_guidance
 from eval.methods import attention_method, load_methods
-from eval.quality.generation import Sampling, check_dilation
+from eval.quality.generation import Sampling, dilation_config
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +90,11 @@ def test_compare_on_a_transformer(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["M4P2C2", "tome", "M4P2C2/means"])
 def test_methods_that_a_transformer_does_not_have(pipe, name):
-    message = "methods of a transformer are exact, value-projection and configurations with /own"
+    message = "methods for images by a transformer are exact, value-projection, M64P16C8/own, but"
     with pytest.raises(ValueError, match=message):
         load_methods(pipe, [name], levels=(0,))
 
 
 def test_scalecrafter_is_refused(pipe):
     with pytest.raises(ValueError, match="ScaleCrafter dilates the convolutions of a UNet, but"):
-        check_dilation(pipe, Sampling(size=128, is_dilated=True))
+        dilation_config(pipe, Sampling(size=128, is_dilated=True))

@@ -13,8 +13,7 @@ from eval.__main__ import app
 from eval.commands import stored
 from eval.commands.quality import _scenes_document
 from eval.quality.method_table import build_table, quality_table
-from eval.quality.scene_rows import scenes_table
-from eval.quality.scene_runs import merge_runs
+from eval.quality.scene_rows import merge_runs, scenes_table
 from eval.store.report import read_result
 
 ROOT = Path(__file__).parents[2]
