@@ -17,7 +17,7 @@ from avq_diffusers.attention.api import avq_attention
 from avq_diffusers.config import AVQConfig, Sizes
 from avq_diffusers.hosts.exact_run import ExactRun, Repeat, squared
 from avq_diffusers.hosts.layers import LayerSpec
-from avq_diffusers.hosts.profile import LayerEffects
+from avq_diffusers.hosts.profile import MILLISECONDS, OPERATIONS, LayerEffects
 from avq_diffusers.hosts.refinement import EXACT
 from avq_diffusers.hosts.routing import kept_milliseconds
 from avq_diffusers.hosts.state import LayerState, with_sinks
@@ -50,6 +50,7 @@ class MeasuredLayer:
         num_tokens: of the first call.
         times: by configuration string, for these tokens, and of exact attention; sizes that meet as
             many columns as there are tokens are left out.
+        unit: of times.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class MeasuredLayer:
         self.turn = turn
         self.num_tokens = 0
         self.times: dict[str, float] = {}
+        self.unit = OPERATIONS
         self.own: list[float] = []  # squared errors of the present call by size
         # By part and anchor: weighted squares of the effect, of the output and of own errors.
         self.sums: dict[tuple[int, str], Tensor] = {}
@@ -194,11 +196,12 @@ class MeasuredLayer:
         return [str(x) for x in sizes if x.columns < num_tokens and x.least_keys <= num_tokens]
 
     def _time(self, sizes: str, key: Tensor, attend: Callable[[], Tensor]) -> float:
-        """Milliseconds on a GPU, else billions of operations by the columns that a query meets."""
+        """In milliseconds on a GPU, else in operations by the columns that a query meets."""
         batch, num_heads, num_tokens, head_dim = key.shape
         if not key.is_cuda:
             columns = num_tokens if sizes == EXACT else _sizes(sizes).columns
             return 4e-9 * batch * num_heads * num_tokens * columns * head_dim
+        self.unit = MILLISECONDS
         tile, updates = self.config.query_tile, self.config.num_updates
         name = (
             f"{sizes} with tiles of {tile} and {updates} updates, {tuple(key.shape)} keys in "

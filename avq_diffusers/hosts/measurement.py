@@ -23,7 +23,7 @@ from avq_diffusers.hosts.examples import checked_examples, run_examples
 from avq_diffusers.hosts.host import Host, Hosted, installed
 from avq_diffusers.hosts.measured_layer import MeasuredLayer
 from avq_diffusers.hosts.models import models_of
-from avq_diffusers.hosts.profile import Choice, ErrorProfile, Point
+from avq_diffusers.hosts.profile import MILLISECONDS, OPERATIONS, Choice, ErrorProfile, Point
 from avq_diffusers.hosts.sources import default_config, states_of_config
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS, at_timestep, sampling_weights
 
@@ -261,7 +261,10 @@ def _single_layers(measurement: Measurement) -> ErrorProfile:
         for hosted, layers in measured.items()
         for layer in layers
     )
-    return ErrorProfile(measurement.config, found, {x: n / total for x, n in starts.items()})
+    shares = {start: number / total for start, number in starts.items()}
+    units = {layer.unit for layers in measured.values() for layer in layers}
+    unit = MILLISECONDS if MILLISECONDS in units else OPERATIONS
+    return ErrorProfile(measurement.config, found, shares, unit=unit)
 
 
 def _errors_of(

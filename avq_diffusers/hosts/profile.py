@@ -22,6 +22,9 @@ from avq_diffusers.hosts.state import LayerState
 from avq_diffusers.hosts.timesteps import NUM_TRAIN_TIMESTEPS
 
 SHOWN_TOLERANCES = (0.01, 0.02, 0.05)
+# Units of times, and what less time is called: operations say little of a CPU's time.
+MILLISECONDS, OPERATIONS = "ms", "GFLOP"
+GAINS = {MILLISECONDS: "times as fast", OPERATIONS: "times as cheap"}
 
 
 class Choice(NamedTuple):
@@ -46,8 +49,8 @@ class LayerEffects:
     Attributes:
         layer: name, level and head shape.
         num_tokens: of the measured calls. With fewer, exact attention runs.
-        times: per call of the model, by configuration string or "exact"; in milliseconds on a GPU,
-            on other devices in billions of operations.
+        times: per call of the model, by configuration string or "exact", in the unit of the
+            profile.
         effects: by the training timestep at which a part of the denoising begins, then by
             configuration string: the error of the output over all calls, if only this layer runs
             these sizes, and only in this part.
@@ -122,6 +125,7 @@ class Allocation:
         error: predicted error of the output, relative to the exact one.
         time: of the attention of all layers in one call, in the unit of the profile.
         exact_time: of exact attention.
+        unit: of times.
         choices: by layer name, then by the timestep from which on the choice holds.
     """
 
@@ -129,11 +133,12 @@ class Allocation:
     error: float
     time: float
     exact_time: float
+    unit: str
     choices: Mapping[str, Mapping[int, Choice]] = field(repr=False)
 
     @property
     def speedup(self) -> float:
-        """Time of exact attention over the time of this allocation; operations but on a GPU."""
+        """Time of exact attention over the time of this allocation."""
         return self.exact_time / self.time if self.time else 1.0
 
     def effect(self, name: str) -> float:
@@ -144,7 +149,7 @@ class Allocation:
         asked = "" if self.tolerance is None else f" (asked: {100 * self.tolerance:g} %)"
         return (
             f"output within {100 * self.error:.2g} % of exact{asked}, "
-            f"attention {self.speedup:.2g} times as cheap"
+            f"attention {self.speedup:.2g} {GAINS[self.unit]}"
         )
 
 
@@ -159,20 +164,25 @@ class ErrorProfile:
         layers: effects and times.
         shares: of the calls of the model, by the timestep at which a part of the denoising begins.
         curve: predicted and measured errors of allocations, which correct those of others.
+        unit: of times: `"ms"` on a GPU; elsewhere `"GFLOP"`, counted by columns that queries meet.
 
     Raises:
-        ValueError: there is no layer, two have one name, or parts differ between layers.
+        ValueError: there is no layer, two have one name, parts differ between layers, or the unit
+            is another.
     """
 
     config: AVQConfig = field(repr=False)
     layers: tuple[LayerEffects, ...] = field(repr=False)
     shares: Mapping[int, float] = field(repr=False)
     curve: tuple[Point, ...] = field(repr=False, default=())
+    unit: str = MILLISECONDS
 
     def __post_init__(self) -> None:
         names = [one.layer.name for one in self.layers]
         if not names:
             raise ValueError("an error profile must have a layer.")
+        if self.unit not in GAINS:
+            raise ValueError(f"the unit must be one of {', '.join(GAINS)}, but is {self.unit!r}.")
         if len({*names}) < len(names):
             raise ValueError("an error profile must have each layer once.")
         if any(one.effects.keys() != self.shares.keys() for one in self.layers):
@@ -264,6 +274,7 @@ class ErrorProfile:
             predicted * self._correction(predicted),
             math.fsum(x.time for x in chosen.values()),
             math.fsum(self.exact_times.values()),
+            self.unit,
             {one.layer.name: _runs(one.layer.name, chosen) for one in self.layers},
         )
 
@@ -319,6 +330,7 @@ class ErrorProfile:
         """What a file holds."""
         return {
             "config": asdict(self.config),
+            "unit": self.unit,
             "shares": self.shares,
             "curve": [point._asdict() for point in self.curve],
             "layers": [
@@ -347,6 +359,7 @@ class ErrorProfile:
                 tuple(map(_read, document["layers"])),
                 _by_start(document["shares"]),
                 tuple(Point(**point) for point in document["curve"]),
+                document["unit"],
             )
         except (
             AttributeError,
@@ -383,7 +396,9 @@ class ErrorProfile:
             place: dict[str, Any] = {"xytext": (6, -8), "textcoords": "offset points"}
             axes.annotate(name, (plan.error, plan.speedup), fontsize=7, **place)
         axes.axhline(1, color="black", linestyle="--", label="exact")
-        axes.set(xscale="log", xlabel="error of the output", ylabel="attention, times as cheap")
+        axes.set(
+            xscale="log", xlabel="error of the output", ylabel=f"attention, {GAINS[self.unit]}"
+        )
         axes.grid(alpha=0.3)
         axes.legend()
         with atomic_write(Path(path)) as temporary:
@@ -394,7 +409,7 @@ class ErrorProfile:
         rows = [
             ["tolerance", *(f"{tolerance:g}" for tolerance in SHOWN_TOLERANCES)],
             ["output error", *(f"{plan.error:.2g}" for plan in plans)],
-            ["times as cheap", *(f"{plan.speedup:.2g}" for plan in plans)],
+            [GAINS[self.unit], *(f"{plan.speedup:.2g}" for plan in plans)],
         ] + [
             [name, *(", ".join(map(str, plan.choices[name].values())) for plan in plans)]
             for name in self.exact_times

@@ -369,6 +369,7 @@ class TestFile:
             {"layers": 3},
             {"layers": [STORED, STORED]},
             {"config": {"num_parent": 3}},
+            {"unit": "s"},
             {"shares": {"1000": 1.0}},
             {"shares": SHARES | {"1000": 0}},
             {"curve": [{"predicted": 0.1, "measured": math.nan}]},
@@ -391,7 +392,7 @@ class TestFile:
     def test_other_files(self, tmp_path, change):
         """The good file has its parts in another order than `save`."""
         path = tmp_path / "other.json"
-        good = {"config": {}, "layers": [STORED], "shares": SHARES, "curve": []}
+        good = {"config": {}, "layers": [STORED], "shares": SHARES, "curve": [], "unit": "ms"}
         path.write_text(json.dumps(good))
         assert plan(ErrorProfile.load(path).within(0.2)) == {"a": {1000: "M4P0C0", 500: "exact"}}
         for content in (json.dumps(good | change), "", "{", "[]", "{}", "[" * 100_000):
