@@ -130,8 +130,8 @@ class PrecomputeTiling:
     leaf_registers: int | None = None
 
 
-# Where sums of 64 keys of head dims above 64 spill: A100 and RTX 50.
-FEW_LEAF_KEYS = ((8, 0), (12, 0))
+# Where sums of 64 keys of head dims above 64 spill: A100, B200 and RTX 50.
+FEW_LEAF_KEYS = ((8, 0), (10, 0), (12, 0))
 
 
 def precompute_tiling(problem: Problem) -> PrecomputeTiling:
@@ -248,8 +248,7 @@ class GradientTiling:
 
 def gradient_tiling(problem: Problem) -> GradientTiling:
     """The tiling of the gradients, measured on an H200."""
-    spec, instructions = problem.spec, problem.instructions
-    is_large, has_mma = instructions == "wgmma", instructions == "mma"
+    spec, is_large = problem.spec, problem.instructions == "wgmma"
     head_dim = problem.query.shape[3]
     padded_dim, parent_rows, child_rows = padded_sizes(
         head_dim, spec.num_parents, spec.num_children
@@ -268,7 +267,7 @@ def gradient_tiling(problem: Problem) -> GradientTiling:
         # One warp is an order of magnitude faster than four, as long as its sums fit registers.
         leaf_tiles=max(1, 2048 // leaf_numbers),
         leaf_warps=max(1, leaf_numbers // 2048),
-        keys=min(32, (1024 if problem.exact_keys and has_mma else 2048) // padded_dim),
+        keys=min(32, (1024 if problem.exact_keys and not is_large else 2048) // padded_dim),
     )
 
 
