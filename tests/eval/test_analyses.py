@@ -159,57 +159,36 @@ def test_layers_are_in_the_order_in_which_they_run(drawn):
 
 
 def variant(method, **figures):
-    shown = (analyses.ORDER, analyses.IMPORTANCE, analyses.UTILISATION)
-    known = dict.fromkeys([name for x in shown for name in x.metrics.values()], 0.5)
+    names = {
+        name for x in (analyses.IMPORTANCE, analyses.UTILISATION) for name in x.metrics.values()
+    }
+    known = dict.fromkeys(names, 0.5)
     return {"method": method, "config": method, "origin": "calibrated", **known, **figures}
 
 
-@pytest.mark.parametrize(
-    ("shown", "rows", "lines", "cells"),
-    [
-        (
-            analyses.UTILISATION,
-            [
-                variant("M64", num_codewords=64, active_ratio=0.9, is_flat=True),
-                variant("M4P2C2", num_codewords=12, active_ratio=1.0, is_flat=False),
-                variant("M16", num_codewords=16, active_ratio=0.8, is_flat=True),
-            ],
-            [
-                ("flat VQ, calibrated", [16, 64], [0.8, 0.9]),
-                ("AVQ, calibrated", [12], [1.0]),
-            ],
-            "| M64 | 64 | 0.9 | 0.5 | 0.5 |",
-        ),
-        (
-            analyses.ORDER,
-            [
-                variant("M4", query_order=order, query_tile=tile, output_error=tile / 100)
-                for order in ("gilbert", "random")
-                for tile in (32, 16)
-            ],
-            [
-                ("M4, gilbert", [16, 32], [0.16, 0.32]),
-                ("M4, random", [16, 32], [0.16, 0.32]),
-            ],
-            "| M4 | gilbert | 32 | 0.32 | 0.5 | 0.5 |",
-        ),
-        (
-            analyses.IMPORTANCE,
-            [
-                variant("M64P8C8", importance_tile=None, num_parents=64, overlap=1.0),
-                variant("M64P8C8", importance_tile=16, num_parents=64, overlap=0.7),
-            ],
-            [("M64P8C8", [16, 64], [0.7, 1.0])],  # exact importance is one tile of all parents
-            "| M64P8C8 | exact | 1 | 0.5 | 0.5 | 0.5 |",
-        ),
-    ],
-    ids=["utilisation", "order", "importance"],
-)
-def test_variants_as_table_and_lines(shown, rows, lines, cells):
-    panel, *others = shown.panels(rows)
-    assert [(x.label, x.x, x.y) for x in panel.lines] == lines
-    assert len(others) == len(shown.metrics) - 1
-    assert shown.table(rows).splitlines()[2] == cells
+def test_variants_as_table_and_lines():
+    """Catches a flat codebook on the line of a two-level one, and exact importance that is not one
+    tile of all parents."""
+    rows = [
+        variant("M64", num_codewords=64, active_ratio=0.9, is_flat=True),
+        variant("M4P2C2", num_codewords=12, active_ratio=1.0, is_flat=False),
+        variant("M16", num_codewords=16, active_ratio=0.8, is_flat=True),
+    ]
+    assert analyses.UTILISATION.table(rows).splitlines()[2] == "| M64 | 64 | 0.9 | 0.5 | 0.5 |"
+    ratio, *others = analyses.UTILISATION.panels(rows)
+    assert len(others) == 2
+    assert [(x.label, x.x, x.y) for x in ratio.lines] == [
+        ("flat VQ, calibrated", [16, 64], [0.8, 0.9]),
+        ("AVQ, calibrated", [12], [1.0]),
+    ]
+    rows = [
+        variant("M64P8C8", importance_tile=tile, num_parents=64, overlap=overlap)
+        for tile, overlap in ((None, 1.0), (16, 0.7))
+    ]
+    line = "| M64P8C8 | exact | 1 | 0.5 | 0.5 | 0.5 |"
+    assert analyses.IMPORTANCE.table(rows).splitlines()[2] == line
+    overlap, *_ = analyses.IMPORTANCE.panels(rows)
+    assert [(x.label, x.x, x.y) for x in overlap.lines] == [("M64P8C8", [16, 64], [0.7, 1.0])]
 
 
 def test_the_analyse_command(model, tmp_path, monkeypatch, capsys):
