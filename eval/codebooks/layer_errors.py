@@ -133,7 +133,7 @@ def noised_scenes(
 
     The noise of a step depends on its number only.
     """
-    size = size or own_size(pipe)
+    size = size or pipe.unet.config.sample_size * pipe.vae_scale_factor
     images = torch.from_numpy(np.stack([render(scene, size) for scene in scenes]))
     pixels = images.permute(0, 3, 1, 2).to(pipe.device, pipe.dtype) / 127.5 - 1
     latents = pipe.vae.encode(pixels).latent_dist.mode() * pipe.vae.config.scaling_factor
@@ -144,11 +144,6 @@ def noised_scenes(
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(index))
         step = torch.full((len(latents),), int((index + 0.5) * length), device=pipe.device)
         yield pipe.scheduler.add_noise(latents, noise.to(latents), step), step, text_states
-
-
-def own_size(pipe: StableDiffusionPipeline) -> int:
-    """Side of the images that the UNet was trained on."""
-    return pipe.unet.config.sample_size * pipe.vae_scale_factor
 
 
 def errors_table(rows: Sequence[Row]) -> str:
