@@ -84,11 +84,8 @@ class OfVariants:
     def panels(self, rows: Sequence[Row]) -> list[Panel]:
         """A line for each label. An importance tile that holds all parents is exact importance."""
         rows = [row | {self.x: row[self.x] or row["num_parents"]} for row in rows]
-        axes = {"xscale": "log", "from_zero": True}
-        return [
-            Panel(title, self.xlabel, lines(rows, self.label, self.x, metric), **axes)
-            for title, metric in self.metrics.items()
-        ]
+        shown = {x: lines(rows, self.label, self.x, name) for x, name in self.metrics.items()}
+        return [Panel(x, self.xlabel, y, xscale="log", from_zero=True) for x, y in shown.items()]
 
 
 # Of a layer, by their titles.

@@ -67,11 +67,13 @@ def answered(
         TypeError: `model` has no such layer.
     """
 
-    def attend(layer: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, str]:
+    def attend(
+        layer: str, query: Tensor, key: Tensor, value: Tensor, codebook: None, **options: Any
+    ) -> tuple[Tensor, str]:
         known = {name: options[name] for name in Call._fields if name in options}
-        call = Call(layer, *tensors[:3], **known)
+        call = Call(layer, query, key, value, **known)
         output = answer(call) if call.num_tokens >= min_tokens else call.exact()
-        return output.to(call.query.dtype), "eval"
+        return output.to(query.dtype), "eval"
 
     layers = select_layers(model)
     config = AVQConfig(levels=tuple(sorted({layer.level for layer in layers})))

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from diffusers import DiffusionPipeline
@@ -22,7 +22,7 @@ NUM_STEPS = 6
 KEYS_PER_LAYER = 16384
 MEASURED_CALLS = (1, 3, 5)  # of the denoiser, from 0
 
-Model = DiffusionPipeline | nn.Module
+Model: TypeAlias = DiffusionPipeline | nn.Module
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ def subject_of(model: Model, size: int, num_images: int, prompts: Sequence[str])
         noise = torch.Generator().manual_seed(seed)
         image = partial(model, prompt, generator=noise, output_type="latent", **arguments)
         tests += _denoising(denoiser, image)
-    others = prompts[num_images:]
-    fit = partial(_calibrate, model, others, seed=num_images, **arguments)
+    fit = partial(_calibrate, model, prompts[num_images:], seed=num_images, **arguments)
     return Subject(denoiser, size, tests, fit)
 
 
