@@ -53,6 +53,9 @@ def read_vit(path: Path) -> tuple[Dinov2Model, dict[str, Tensor]]:
     The exporter renamed the matrices of linear layers and transposed them: each is the constant of
     a `MatMul` whose result an `Add` joins with the layer's bias. Positions come in two constants,
     that of CLS first.
+
+    Raises:
+        ValueError: the backbone lacks a parameter.
     """
     import onnx
     from onnx.numpy_helper import to_array
@@ -88,8 +91,12 @@ def read_vit(path: Path) -> tuple[Dinov2Model, dict[str, Tensor]]:
         patch_size=patch_size,
         image_size=patch_size * round((num_tokens - 1) ** 0.5),
     )
-    model = Dinov2Model(config)
-    model.load_state_dict(weights)
+    # The names are those of files, which `from_pretrained` makes those of the module.
+    model, found = Dinov2Model.from_pretrained(
+        None, config=config, state_dict=weights, output_loading_info=True
+    )
+    if missing := {*found["missing_keys"], *found["mismatched_keys"]}:
+        raise ValueError(f"{path} holds no DINOv2 backbone: it has no {min(missing)!r}.")
     return model.eval(), decoder
 
 

@@ -11,7 +11,6 @@ from tiny_vision import choosing
 from transformers import Dinov2Config, Dinov2Model
 
 from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
-from eval.__main__ import main
 from eval.keys import photographs
 from eval.keys.vit import DECODER_FILE, SaliencyDecoder, load_decoder
 from eval.vision.features import features_panels, measure_features
@@ -116,21 +115,3 @@ def test_the_decoder_sees_patches_in_their_places(folder):
     assert change[:4, 12:].min() > 0
     assert change[8:].max() == change[:, :8].max() == 0  # beyond the reach of the kernels
     assert load_decoder(folder.parent) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "there is no runs/vit; --download fetches it."),
-        (("--methods", "pooled@E64"), "methods here are exact, value-projection and"),
-        (("--methods", "M8/fastest"), "methods here are exact, value-projection and"),
-        (("--sizes", "14"), "--sizes must be at least 64, but got 14."),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments, message, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["eval", "vision", "features", *arguments])
-    with pytest.raises(SystemExit):
-        main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"eval: {message}")
