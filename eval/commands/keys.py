@@ -39,7 +39,8 @@ def keys_command(
         str,
         typer.Option(
             help="Comma-separated: configurations of stored codewords (M64P16C8, M192), with mean "
-            "keys (M64P16C8/means), or of the call's own keys with Lloyd updates or without "
+            "keys (M64P16C8/means), not for transformers of diffusers, or of the call's own keys "
+            "with Lloyd updates or without "
             "(M64P16C8/own, M64P16C8/own1), any of them with exact keys (M64P16C8E256/own); "
             "pooled@E256, exact, value-projection; on a GPU also peers with their own kernels, "
             "pisa@.15, pisa0@.15 and sol@1.3."
