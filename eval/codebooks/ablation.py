@@ -17,7 +17,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from eval.store.markdown import markdown_table
+from eval.codebooks.layer_errors import METRICS
+from eval.store.markdown import rows_table
 
 Row = dict[str, Any]
 
@@ -42,13 +43,6 @@ VARIANTS: dict[str, Mapping[str, Any]] = {
 }
 # What two files must share if their runs are to stand in one table.
 PROTOCOL = ("config", "overrides", "num_images", "num_timesteps")
-METRICS = {
-    "output_error": "output error",
-    "feature_relative_mse": "feature, relative MSE",
-    "quantization_error": "quantization error",
-    "active_ratio": "active ratio",
-    "capture": "capture",
-}
 
 
 def train_variants(
@@ -126,27 +120,22 @@ def ablation_table(rows: Sequence[Row]) -> str:
     Runs of one seed see the same images in the same order. So the output error over that of the
     same seed's `BASE` run varies less.
     """
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["variant"], row["config"]), []).append(row)
     base = {
         (row["config"], row["seed"]): row["output_error"] for row in rows if row["variant"] == BASE
     }
-
-    def over_base(runs: Sequence[Row]) -> list[float]:
-        keys = [((run["config"], run["seed"]), run["output_error"]) for run in runs]
-        return [error / base[key] for key, error in keys if key in base]
-
-    return markdown_table(
-        ["variant", "config", "seeds", f"error / {BASE}, same seed", *METRICS.values()],
-        (
-            [
-                *(variant, config, str(len(runs)), _over_seeds(over_base(runs))),
-                *(_over_seeds([run[name] for run in runs]) for name in METRICS),
-            ]
-            for (variant, config), runs in groups.items()
-        ),
-    )
+    shown = []
+    for variant, config in dict.fromkeys((row["variant"], row["config"]) for row in rows):
+        runs = [row for row in rows if (row["variant"], row["config"]) == (variant, config)]
+        judged = [run for run in runs if (config, run["seed"]) in base]
+        over = [run["output_error"] / base[config, run["seed"]] for run in judged]
+        shown.append(
+            {
+                **{"variant": variant, "config": config, "seeds": len(runs)},
+                f"error / {BASE}, same seed": _over_seeds(over),
+                **{x: _over_seeds([run[name] for run in runs]) for name, x in METRICS.items()},
+            }
+        )
+    return rows_table({title: title for title in shown[0]}, shown)
 
 
 def _over_seeds(values: Sequence[float | None]) -> str:

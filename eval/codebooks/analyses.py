@@ -15,6 +15,7 @@ eval errors`.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,17 +26,12 @@ from avq_diffusers.mini import Scene
 from eval.codebooks.layer_errors import Row, measure_errors
 from eval.methods import Method
 from eval.names import codewords_form, row_label
-from eval.store.markdown import markdown_table, number
+from eval.store.markdown import rows_table
 from eval.store.plots import HeatMap, Line, Panel, heat_maps, lines, panel_plot
 
 QUERY_ORDERS = ("gilbert", "raster", "random")
 QUERY_TILES = (16, 32, 64, 128, 256, 512)
 IMPORTANCE_TILES = (8, 16, 32, 64, 128)
-LAYER_METRICS = {
-    "commitment_loss": "commitment loss",
-    "quantization_error": "quantization error",
-    "feature_relative_mse": "feature, relative MSE",
-}
 PARTS = ("down_blocks", "mid_block", "up_blocks")  # of a UNet, as it runs them
 
 Fields = dict[str, Any]
@@ -65,8 +61,8 @@ class OfVariants:
     """How rows of variants are shown: a table of all, and a panel for each metric.
 
     Attributes:
-        fields: titles of the fields that the table shows beside the method.
-        metrics: titles of the metrics.
+        fields: those that the table shows beside the method, by their titles.
+        metrics: by their titles.
         x, xlabel: the field on the x axis of the panels, and its title.
         label: of a row's line.
     """
@@ -78,18 +74,9 @@ class OfVariants:
     label: Callable[[Row], str] = row_label
 
     def table(self, rows: Sequence[Row]) -> str:
-        """A row for each row; a field that is None is exact."""
-        return markdown_table(
-            ["method", *self.fields.values(), *self.metrics.values()],
-            (
-                [
-                    row_label(row),
-                    *(format(row[name] or "exact") for name in self.fields),
-                    *(number(row[name]) for name in self.metrics),
-                ]
-                for row in rows
-            ),
-        )
+        """A row for each row; an importance tile of None is exact importance."""
+        rows = [row | {self.x: row[self.x] or "exact"} for row in rows]
+        return rows_table({"method": row_label, **self.fields, **self.metrics}, rows)
 
     def plot(self, path: Path, rows: Sequence[Row]) -> None:
         panel_plot(path, [self.panels(rows)])
@@ -97,64 +84,53 @@ class OfVariants:
     def panels(self, rows: Sequence[Row]) -> list[Panel]:
         """A line for each label. An importance tile that holds all parents is exact importance."""
         rows = [row | {self.x: row[self.x] or row["num_parents"]} for row in rows]
-        return [
-            Panel(
-                title,
-                self.xlabel,
-                lines(rows, self.label, self.x, name),
-                xscale="log",
-                from_zero=True,
-            )
-            for name, title in self.metrics.items()
-        ]
+        shown = {x: lines(rows, self.label, self.x, name) for x, name in self.metrics.items()}
+        return [Panel(x, self.xlabel, y, xscale="log", from_zero=True) for x, y in shown.items()]
 
 
-def layers_table(rows: Sequence[Row], metrics: Mapping[str, str]) -> str:
+# Of a layer, by their titles.
+LAYERS = {
+    "commitment loss": itemgetter("commitment_loss"),
+    "quantization error": itemgetter("quantization_error"),
+    "feature, relative MSE": itemgetter("feature_relative_mse"),
+}
+HEADS = {
+    "capture": lambda layer: mean(layer["heads"]["capture"]),
+    "least head": lambda layer: min(layer["heads"]["capture"]),
+    "most head": lambda layer: max(layer["heads"]["capture"]),
+}
+
+
+def layers_table(rows: Sequence[Row], metrics: Mapping[str, Callable[[Row], float]]) -> str:
     """A row for each layer of each method, and the means over each level."""
-    cells = []
+    shown = []
     for row in rows:
         layers = in_order(row["layers"])
-        groups = {
-            label: [layer] for label, layer in zip(labels(layers), layers.values(), strict=True)
-        }
+        groups = [
+            (name, [layer]) for name, layer in zip(labels(layers), layers.values(), strict=True)
+        ]
         for level in sorted({layer["level"] for layer in layers.values()}):
             of_level = [layer for layer in layers.values() if layer["level"] == level]
-            groups[f"mean of level {level}"] = of_level
-        for label, group in groups.items():
-            means = (mean(layer[name] for layer in group) for name in metrics)
-            figures = [number(value, ".3g") for value in means]
-            cells.append([row_label(row), label, str(group[0]["level"]), *figures])
-    return markdown_table(["method", "layer", "level", *metrics.values()], cells)
+            groups.append((f"mean of level {level}", of_level))
+        for name, group in groups:
+            facts = {"method": row_label(row), "layer": name, "level": group[0]["level"]}
+            means = {title: mean(map(metric, group)) for title, metric in metrics.items()}
+            shown.append(facts | means)
+    return rows_table({title: title for title in shown[0]}, shown, ".3g")
 
 
 def layers_plot(path: Path, rows: Sequence[Row]) -> None:
     """A panel for each metric, over the layers."""
     layers = in_order({name: layer for row in rows for name, layer in row["layers"].items()})
+    places = range(len(layers))
     panels = []
-    for metric, title in LAYER_METRICS.items():
-        drawn = [
-            Line(
-                row_label(row),
-                range(len(layers)),
-                [row["layers"].get(name, {}).get(metric) for name in layers],
-            )
-            for row in rows
-        ]
+    for title, metric in LAYERS.items():
+        drawn = []
+        for row in rows:
+            values = [metric(row["layers"][x]) if x in row["layers"] else None for x in layers]
+            drawn.append(Line(row_label(row), places, values))
         panels.append(Panel(title, "", drawn, ticks=labels(layers), from_zero=True))
     panel_plot(path, [panels])
-
-
-def heads_table(rows: Sequence[Row]) -> str:
-    """Capture by layer: mean, minimum and maximum over heads."""
-    with_heads = []
-    for row in rows:
-        layers = {}
-        for name, layer in row["layers"].items():
-            heads = layer["heads"]["capture"]
-            layers[name] = layer | {"mean": mean(heads), "min": min(heads), "max": max(heads)}
-        with_heads.append(row | {"layers": layers})
-    titles = {"mean": "capture", "min": "least head", "max": "most head"}
-    return layers_table(with_heads, titles)
 
 
 def heads_plot(path: Path, rows: Sequence[Row]) -> None:
@@ -206,21 +182,21 @@ def _kind(row: Row) -> str:
 
 
 UTILISATION = OfVariants(
-    {"num_codewords": "codewords"},
+    {"codewords": "num_codewords"},
     {
-        "active_ratio": "active ratio",
+        "active ratio": "active_ratio",
         "perplexity": "perplexity",
-        "evenness": "perplexity / codewords",
+        "perplexity / codewords": "evenness",
     },
     "num_codewords",
     "codewords, M0 (1 + C)",
     _kind,
 )
 ORDER = OfVariants(
-    {"query_order": "query order", "query_tile": "query tile"},
+    {"query order": "query_order", "query tile": "query_tile"},
     {
-        "output_error": "output error",
-        "feature_relative_mse": "feature, relative MSE",
+        "output error": "output_error",
+        "feature, relative MSE": "feature_relative_mse",
         "capture": "capture",
     },
     "query_tile",
@@ -228,21 +204,21 @@ ORDER = OfVariants(
     lambda row: f"{row_label(row)}, {row['query_order']}",
 )
 IMPORTANCE = OfVariants(
-    {"importance_tile": "importance tile"},
+    {"importance tile": "importance_tile"},
     {
-        "overlap": "refined as by exact importance",
+        "refined as by exact importance": "overlap",
         "capture": "capture",
-        "best_capture": "best capture",
-        "output_error": "output error",
+        "best capture": "best_capture",
+        "output error": "output_error",
     },
     "importance_tile",
     "importance tile (the largest: exact)",
 )
 ANALYSES: Mapping[str, Analysis] = {
-    "heads": Analysis("M64P8C8", heads_table, heads_plot),
+    "heads": Analysis("M64P8C8", partial(layers_table, metrics=HEADS), heads_plot),
     "layers": Analysis(
         "M64P16C8,M128P16C8",
-        partial(layers_table, metrics=LAYER_METRICS),
+        partial(layers_table, metrics=LAYERS),
         layers_plot,
         refines=False,
     ),

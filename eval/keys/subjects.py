@@ -4,13 +4,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from transformers import AutoModel
 
+from avq_diffusers import AVQCodebooks, AVQConfig, calibrate
 from avq_diffusers.mini import is_mini_sd3
 from avq_diffusers.mini.loading import load_mini_sd3
 from avq_diffusers.options import first_line
@@ -18,9 +19,10 @@ from eval.keys.photographs import PHOTOGRAPHS, photograph
 from eval.methods import network_of
 
 NUM_STEPS = 6
+KEYS_PER_LAYER = 16384
 MEASURED_CALLS = (1, 3, 5)  # of the denoiser, from 0
 
-Model = DiffusionPipeline | nn.Module
+Model: TypeAlias = DiffusionPipeline | nn.Module
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,13 @@ class Subject:
         size: side of the images.
         tests: each runs the model once, on inputs of its own, and returns its output: the last
             hidden states, or the predicted noise.
-        calibration: each runs the model on other images.
+        calibrate: makes codebooks of a configuration by `avq_diffusers.calibrate`, on other images.
     """
 
     model: nn.Module
     size: int
     tests: Sequence[Callable[[], Tensor]]
-    calibration: Sequence[Callable[[], Any]]
+    calibrate: Callable[[AVQConfig], AVQCodebooks]
 
 
 def load_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
@@ -94,24 +96,23 @@ def subject_of(model: Model, size: int, num_images: int, prompts: Sequence[str])
         num_images: how many photographs or prompts are tests; the rest are for calibration.
         prompts: for a pipeline.
     """
-    if isinstance(model, DiffusionPipeline):
-        images = [
-            partial(
-                model,
-                prompt,
-                height=size,
-                width=size,
-                num_inference_steps=NUM_STEPS,
-                generator=torch.Generator().manual_seed(seed),
-                output_type="latent",
-            )
-            for seed, prompt in enumerate(prompts)
-        ]
-        denoiser = network_of(model)
-        tests = [one for image in images[:num_images] for one in _denoising(denoiser, image)]
-        return Subject(denoiser, size, tests, images[num_images:])
-    passes = [vision_pass(model, photograph(name, size)) for name in PHOTOGRAPHS]
-    return Subject(model, size, passes[:num_images], passes[num_images:])
+    if not isinstance(model, DiffusionPipeline):
+        images = [vision_arguments(model, photograph(name, size)) for name in PHOTOGRAPHS]
+        tests = [partial(_output, model, **image) for image in images[:num_images]]
+        others = [image.pop("pixel_values") for image in images[num_images:]]
+        return Subject(model, size, tests, partial(_calibrate, model, others, **images[-1]))
+    denoiser, tests = network_of(model), []
+    arguments = {"height": size, "width": size, "num_inference_steps": NUM_STEPS}
+    for seed, prompt in enumerate(prompts[:num_images]):
+        noise = torch.Generator().manual_seed(seed)
+        image = partial(model, prompt, generator=noise, output_type="latent", **arguments)
+        tests += _denoising(denoiser, image)
+    fit = partial(_calibrate, model, prompts[num_images:], seed=num_images, **arguments)
+    return Subject(denoiser, size, tests, fit)
+
+
+def _calibrate(model: Model, examples: Any, config: AVQConfig, **arguments: Any) -> AVQCodebooks:
+    return calibrate(model, examples, config, keys_per_layer=KEYS_PER_LAYER, **arguments)
 
 
 def vision_pass(model: nn.Module, pixels: Tensor) -> Callable[[], Tensor]:

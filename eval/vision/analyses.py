@@ -4,12 +4,13 @@ The rows come from `python -m distill.vision analyse`.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from eval.store.markdown import markdown_table, number
-from eval.store.plots import Line, Panel
+from eval.store.markdown import rows_table
+from eval.store.plots import Line, Panel, lines
 from eval.vision.fine_tuned import LABELS
 
 Row = dict[str, Any]
@@ -37,54 +38,46 @@ def read_analyses(path: Path) -> dict[str, Any]:
     return document
 
 
-def analyses_tables(document: dict[str, Any]) -> list[str]:
+def analyses_tables(document: Mapping[str, Any]) -> list[str]:
     """A Markdown table for each analysis; heads of a layer are averaged."""
-    label = LABELS[document["metric"]]
+    score = {LABELS[document["metric"]]: "score"}
     columns = {
-        "elastic": {"num_refined": "refined parents", "score": label, "capture": "capture"},
-        "order": {"order": "query order", "query_tile": "query tile", "score": label},
-        "importance": {"num_refined": "refined parents: capture by", **CHOICES},
-        "layers": {"layer": "layer", **OF_HEADS},
+        "elastic": {"refined parents": "num_refined", **score, "capture": "capture"},
+        "order": {"query order": "order", "query tile": "query_tile", **score},
+        "importance": {
+            "refined parents: capture by": "num_refined",
+            **{title: field for field, title in CHOICES.items()},
+        },
+        "layers": {"layer": "layer", **{title: field for field, title in OF_HEADS.items()}},
     }
-    return [
-        markdown_table(
-            list(titles.values()),
-            ([_cell(row[name]) for name in titles] for row in _rows(document, analysis)),
-        )
-        for analysis, titles in columns.items()
-    ]
+    return [rows_table(shown, _rows(document, name)) for name, shown in columns.items()]
 
 
-def analyses_panels(document: dict[str, Any]) -> list[list[Panel]]:
+def analyses_panels(document: Mapping[str, Any]) -> list[list[Panel]]:
     """Scores and capture by refined parents; capture and commitment of layers, heads faint."""
     name = document["attention"]
 
     def line(label: str, analysis: str, x: str, y: str) -> Line:
-        rows = _rows(document, analysis)
-        return Line(label, [row[x] for row in rows], [row[y] for row in rows])
+        (found,) = lines(_rows(document, analysis), lambda row: label, x, y)
+        return found
 
+    captures = [line(x, "importance", "num_refined", field) for field, x in CHOICES.items()]
     scores = [line(name, "elastic", "num_refined", "score")]
-    captures = [
-        line(label, "importance", "num_refined", choice) for choice, label in CHOICES.items()
-    ]
     first = [
         Panel(LABELS[document["metric"]], "refined parents", scores),
         Panel("capture", "refined parents", captures),
     ]
+    of_heads = [row for row in document["rows"] if row["analysis"] == "layers"]
     second = []
     for field in ("capture", "commitment"):
-        mean_of_heads = line(name, "layers", "layer", field)
-        heads: dict[int, list[float]] = {}
-        for row in document["rows"]:
-            if row["analysis"] == "layers":
-                heads.setdefault(row["head"], []).append(row[field])
-        faint = [Line(name, mean_of_heads.x, values) for values in heads.values()]
-        panel = Panel(OF_HEADS[field], "layer", [mean_of_heads], faint=faint, from_zero=True)
-        second.append(panel)
+        heads = lines(of_heads, "head", "layer", field)
+        faint = [Line(name, head.x, head.y) for head in heads]
+        means = [line(name, "layers", "layer", field)]
+        second.append(Panel(OF_HEADS[field], "layer", means, faint=faint, from_zero=True))
     return [first, second]
 
 
-def _rows(document: dict[str, Any], analysis: str) -> list[Row]:
+def _rows(document: Mapping[str, Any], analysis: str) -> list[Row]:
     """The rows of an analysis; of layers, the means over heads."""
     rows = [row for row in document["rows"] if row["analysis"] == analysis]
     if analysis != "layers":
@@ -96,7 +89,3 @@ def _rows(document: dict[str, Any], analysis: str) -> list[Row]:
         {"layer": layer, **{name: mean(row[name] for row in heads) for name in OF_HEADS}}
         for layer, heads in layers.items()
     ]
-
-
-def _cell(value: Any) -> str:
-    return number(value, ".4g") if isinstance(value, float | None) else str(value)

@@ -10,10 +10,10 @@ segmentation    as ADE20K: `images/{training,validation}/NAME.jpg` and label map
 classification  as ImageNet: `{train,val}/CLASS/NAME.jpg`. The class is the shape of most objects.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -66,15 +66,14 @@ def write_data_set(
     folder.mkdir(parents=True)
     for name in PHOTOGRAPHS:  # a missing package shows here, not in a worker
         _pixels(name)
-    write = partial(_write_segmented if task == TASKS[0] else _write_classified, folder, size)
+    is_segmented = task == "segmentation"
     with ProcessPoolExecutor(workers) as pool:
-        for split, count in (("training", training), ("validation", validation)):
-            first = SPLITS[split][0][seed * SEEDS_PER_SET]
-            seeds = range(first, first + count)
-            if task == "classification":
-                seeds = list(islice(_seeds_with_majority(first), count))
-            done = pool.map(partial(write, split), seeds, chunksize=8)
-            list(tqdm(done, split, count, unit="image"))  # waits, and raises what a worker raised
+        for split, number in (("training", training), ("validation", validation)):
+            seeds = count(SPLITS[split][0][seed * SEEDS_PER_SET])
+            useful = seeds if is_segmented else filter(_has_majority, seeds)
+            write = partial(_write_segmented if is_segmented else _write_classified, folder, split)
+            done = pool.map(partial(write, size), islice(useful, number), chunksize=8)
+            list(tqdm(done, split, number, unit="image"))  # waits, and raises what a worker raised
 
 
 def compose_over_photograph(
@@ -112,15 +111,11 @@ def majority_shape(scene: Scene) -> str | None:
     return None if others and others[0].count == first.count else first.shape
 
 
-def _seeds_with_majority(first: int) -> Iterator[int]:
-    seed = first
-    while True:
-        if majority_shape(sample_scene(seed)) is not None:
-            yield seed
-        seed += 1
+def _has_majority(seed: int) -> bool:
+    return majority_shape(sample_scene(seed)) is not None
 
 
-def _write_segmented(folder: Path, size: int, split: str, seed: int) -> None:
+def _write_segmented(folder: Path, split: str, size: int, seed: int) -> None:
     step = SEEDS_PER_SET // SCENES_PER_IMAGE
     scenes = [sample_scene(seed + i * step) for i in range(SCENES_PER_IMAGE)]
     image, labels = compose_over_photograph(scenes, size, seed, SPLITS[split][1])
@@ -128,7 +123,7 @@ def _write_segmented(folder: Path, size: int, split: str, seed: int) -> None:
     _save(folder / "annotations" / split / f"scene_{seed:08d}.png", labels)
 
 
-def _write_classified(folder: Path, size: int, split: str, seed: int) -> None:
+def _write_classified(folder: Path, split: str, size: int, seed: int) -> None:
     scene = sample_scene(seed)
     image, _ = compose_over_photograph([scene], size, seed, SPLITS[split][1])
     place = folder / IMAGENET_SPLITS[split] / str(majority_shape(scene))

@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from avq_diffusers.files import read_log
-from eval.store.markdown import markdown_table, number, with_error
+from eval.store.markdown import number, rows_table, with_error
 from eval.store.plots import Line, Panel
 from eval.store.report import complete
 
@@ -18,10 +18,9 @@ TEACHER, FLAT = "teacher", "flat@"
 WIDE = 8  # times that span more than this factor have a logarithmic axis
 LABELS = {"miou": "mean IoU, %", "top1": "top-1, %"}
 Row = dict[str, Any]
-Result = dict[str, Any]
 
 
-def read_rows(path: Path) -> Result:
+def read_rows(path: Path) -> dict[str, Any]:
     """The teacher and the rows of all attentions, with seeds brought together.
 
     Raises:
@@ -30,24 +29,26 @@ def read_rows(path: Path) -> Result:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}.")
-    lines = read_log(path)
     with complete(path):
         found: dict[str, list[Row]] = {}
-        for line in lines:
+        for line in read_log(path):
             found.setdefault(line["name"], []).append(line)
         if TEACHER not in found or len(found) == 1:
             raise ValueError(f"{path} has no rows of attentions and their teacher.")
-        (teacher, *_) = found.pop(TEACHER)
+        teacher, *_ = found.pop(TEACHER)
         rows = [_together(of_name) for of_name in found.values()]
         return {"teacher": teacher, "metric": rows[0]["metric"], "rows": rows}
 
 
 def _together(lines: Sequence[Row]) -> Row:
     scores = [line["score"] for line in lines]
-    known = ("name", "attention", "metric", "step")
+
+    def known(name: str) -> float | None:  # of the first seed, which may come last
+        return next((line[name] for line in lines if line[name] is not None), None)
+
     return {
-        **{name: lines[0][name] for name in known},
-        **{name: _first(line[name] for line in lines) for name in ("ms", "untrained")},
+        **{name: lines[0][name] for name in ("name", "attention", "metric", "step")},
+        **{name: known(name) for name in ("ms", "untrained")},
         "seeds": [line["seed"] for line in lines],
         "scores": scores,
         "score": mean(scores),
@@ -55,48 +56,36 @@ def _together(lines: Sequence[Row]) -> Row:
     }
 
 
-def _first(values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
-
-
 def _error(values: Sequence[float]) -> float | None:
     """The standard error of a mean."""
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
-def fine_tuned_table(result: Result) -> str:
+def fine_tuned_table(result: Mapping[str, Any]) -> str:
     """Scores with one standard error, and kernel times, as Markdown."""
     label = LABELS[result["metric"]]
-    return markdown_table(
-        ["attention", "kernel, ms", f"{label}, untrained", f"{label}, fine-tuned", "seeds"],
-        (
-            [
-                _label(row),
-                number(row["ms"], ".3g"),
-                number(row["untrained"], ".1f"),
-                with_error(row["score"], row["error"], ".2f"),
-                str(len(row["scores"])),
-            ]
-            for row in result["rows"]
-        ),
-    )
+    columns = {
+        "attention": _label,
+        "kernel, ms": lambda row: number(row["ms"], ".3g"),
+        f"{label}, untrained": lambda row: number(row["untrained"], ".1f"),
+        f"{label}, fine-tuned": lambda row: with_error(row["score"], row["error"], ".2f"),
+        "seeds": lambda row: len(row["scores"]),
+    }
+    return rows_table(columns, result["rows"])
 
 
-def differences(result: Result) -> list[Row]:
+def differences(result: Mapping[str, Any]) -> list[Row]:
     """AVQ minus flat VQ of equal kernel time: the mean over seeds and its standard error."""
     rows = {row["name"]: row for row in result["rows"]}
     found = []
-    for name, flat in rows.items():
-        avq = rows.get(name.removeprefix(FLAT))
-        if not name.startswith(FLAT) or avq is None:
-            continue
-        of_avq, of_flat = (
-            dict(zip(row["seeds"], row["scores"], strict=True)) for row in (avq, flat)
-        )
-        pairs = [of_avq[seed] - of_flat[seed] for seed in of_avq.keys() & of_flat.keys()]
-        if len(pairs) > 1:
-            names = {"avq": avq["name"], "flat": flat["attention"]}
-            found.append({**names, "difference": mean(pairs), "error": _error(pairs)})
+    for name, avq in rows.items():
+        if flat := rows.get(FLAT + name):
+            scores = dict(zip(flat["seeds"], flat["scores"], strict=True))
+            both = zip(avq["seeds"], avq["scores"], strict=True)
+            pairs = [score - scores[seed] for seed, score in both if seed in scores]
+            if len(pairs) > 1:
+                names = {"avq": name, "flat": flat["attention"]}
+                found.append({**names, "difference": mean(pairs), "error": _error(pairs)})
     return found
 
 
@@ -105,14 +94,13 @@ def fine_tuned_panels(result: Mapping[str, Any]) -> list[list[Panel]]:
 
     Untrained comes first: all attentions have that score, so each looks alike in both plots.
     """
-    label = LABELS[result["metric"]]
     panels = []
     for title, field in (("untrained", "untrained"), ("fine-tuned", "score")):
         rows = [row for row in result["rows"] if None not in (row["ms"], row[field])]
         times = [row["ms"] for row in rows]
         panels.append(
             Panel(
-                f"{label}, {title}",
+                f"{LABELS[result['metric']]}, {title}",
                 "kernel, ms",
                 [Line(_label(row), [row["ms"]], [row[field]]) for row in rows],
                 xscale="log" if rows and max(times) > WIDE * min(times) else "linear",

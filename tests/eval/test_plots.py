@@ -1,7 +1,5 @@
 """Plots and sheets, drawn from results."""
 
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -23,60 +21,51 @@ from eval.store.plots import (
 from eval.store.report import save_json
 
 
-class TestDraw:
-    @pytest.mark.parametrize("device", ["cuda", "cpu"])
-    def test_a_plot_of_steps_has_all_modes(self, device, tmp_path):
-        """Fails for the plot of another model too."""
-        for stem in ("bench_unet", "bench_unet_mini"):
-            for mode in ("graph", "compile"):
-                rows = [{"size": 64, "mode": mode, "label": mode, "ms": len(stem)}]
-                path = tmp_path / f"{stem}_64_{mode}_{device}.json"
-                facts = {"command": "python -m eval bench unet", "device": "cpu", "unet": stem}
-                save_json(path, **facts, rows=rows)
-        plot = tmp_path / f"bench_unet_mini_64_{device}.png"
-        plot_steps(tmp_path, "bench_unet_mini", 64, device)
-        expected = plot.read_bytes()
-        plot.unlink()
-        draw(path)
-        assert plot.read_bytes() == expected
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_plot_of_steps_has_all_modes(device, tmp_path):
+    """Fails for the plot of another model too."""
+    for stem in ("bench_unet", "bench_unet_mini"):
+        for mode in ("graph", "compile"):
+            rows = [{"size": 64, "mode": mode, "label": mode, "ms": len(stem)}]
+            path = tmp_path / f"{stem}_64_{mode}_{device}.json"
+            facts = {"command": "python -m eval bench unet", "device": "cpu", "unet": stem}
+            save_json(path, **facts, rows=rows)
+    plot = tmp_path / f"bench_unet_mini_64_{device}.png"
+    plot_steps(tmp_path, "bench_unet_mini", 64, device)
+    expected = plot.read_bytes()
+    plot.unlink()
+    draw(path)
+    assert plot.read_bytes() == expected
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("no JSON", "is not a result of python -m eval"),
-            ('{"rows": []}', "is not a result of python -m eval"),
-            ('{"command": "python -m eval"}', "is not a result of python -m eval"),
-            ('{"command": "python -m distill --config x"}', "is not a result of python -m eval"),
-            (
-                '{"command": "python -m eval scenes --x"}',
-                f"plots are those of {', '.join(PLOTS)}, but .* is a result of scenes",
-            ),
-            ('{"command": "python -m eval coco score x"}', "is a result of coco score"),
-        ],
-    )
-    def test_other_files_are_refused(self, text, message, tmp_path):
-        (tmp_path / "x.json").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            draw(tmp_path / "x.json")
-        assert not (tmp_path / "x.png").exists()
 
-    @pytest.mark.parametrize("kind", ["table", "errors", "analyse", "bench kernels"])
-    def test_a_file_without_fields_is_named(self, kind, tmp_path):
-        """Catches a KeyError that does not say which file it is."""
-        path = tmp_path / "x.json"
-        path.write_text(json.dumps({"command": f"python -m eval {kind} x"}))
-        with pytest.raises(ValueError, match=r"x\.json is not a complete result \(KeyError"):
-            draw(path)
+OTHERS = "is not a result of python -m eval"
+NO_PLOT = f"plots are those of {', '.join(PLOTS)}, but .* is a result of "
 
-    def test_a_file_that_is_not_there(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"there is no file .*x\.json"):
-            draw(tmp_path / "x.json")
 
-    def test_a_size_is_for_tables(self, tmp_path):
-        path = tmp_path / "x.json"
-        save_json(path, command="python -m eval errors", device="cpu", rows=[])
-        with pytest.raises(ValueError, match="a size chooses what the plot of a table shows"):
-            draw(path, size=512)
+@pytest.mark.parametrize(
+    ("text", "size", "message"),
+    [
+        ("no JSON", None, OTHERS),
+        ('{"rows": []}', None, OTHERS),
+        ('{"command": "python -m eval"}', None, OTHERS),
+        ('{"command": "python -m distill --config x"}', None, OTHERS),
+        ('{"command": "python -m eval scenes --x"}', None, f"{NO_PLOT}scenes"),
+        ('{"command": "python -m eval coco score x"}', None, f"{NO_PLOT}coco score"),
+        ('{"command": "python -m eval errors"}', 512, "a size chooses what the plot of a table"),
+        *(
+            (f'{{"command": "python -m eval {kind} x"}}', None, r"x\.json is not a complete result")
+            for kind in ("table", "errors", "analyse", "bench kernels")
+        ),
+    ],
+)
+def test_other_files_are_refused(text, size, message, tmp_path):
+    """Catches a KeyError that does not say which file it is."""
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        draw(tmp_path / "x.json", size=size)
+    assert not (tmp_path / "x.png").exists()
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*y\.json"):
+        draw(tmp_path / "y.json")
 
 
 class TestSheet:

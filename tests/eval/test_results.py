@@ -120,9 +120,22 @@ def test_a_result_says_whether_its_commit_is_the_code_that_ran(tmp_path, monkeyp
             "the analysis order needs methods that refine parents, but got",
         ),
         ("errors --size 500", "eval: --size must be a multiple of 64, but got 500."),
+        ("keys", "eval: there is no runs/vit; --download fetches it."),
+        ("keys --sizes 518,14", "eval: --sizes must be at least 64, but got 14."),
+        ("keys --dtype half", "--dtype must be one of float32, float16, bfloat16, but got 'half'."),
+        ("keys --model none/here", "none/here is neither a pipeline of diffusers nor a model of"),
+        ("vision features", "eval: there is no runs/vit; --download fetches it."),
+        ("vision features --methods pooled@E64", "methods here are exact, value-projection and"),
+        ("vision features --methods M8/fastest", "methods here are exact, value-projection and"),
+        ("vision features --sizes 14", "eval: --sizes must be at least 64, but got 14."),
+        ("vision data detection", "segmentation, classification, but got 'detection'"),
+        ("vision data segmentation --size 65", "size must be a multiple of 64, but got 65"),
+        ("vision table none", "eval: there is no file none."),
+        ("vision analyses none", "eval: there is no file none."),
     ],
 )
 def test_the_command_ends_mistakes_with_code_2(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
     code, last = failed_command(
         monkeypatch, capsys, *arguments.split(), "--output", tmp_path / "results"
     )

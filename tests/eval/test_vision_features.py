@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from eval_helpers import run_command
@@ -9,11 +10,10 @@ from safetensors.torch import save_file
 from tiny_vision import choosing
 from transformers import Dinov2Config, Dinov2Model
 
-from avq_diffusers import select_layers
-from eval.__main__ import main
+from avq_diffusers import AVQConfig, apply_avq, remove_avq, select_layers
+from eval.keys import photographs
 from eval.keys.vit import DECODER_FILE, SaliencyDecoder, load_decoder
-from eval.vision import features
-from eval.vision.features import feature_method, features_panels, measure_features
+from eval.vision.features import features_panels, measure_features
 
 EVERY_KEY = "M8P8C2E256/own"  # of 16 x 16 patches
 METHODS = ["exact", EVERY_KEY, "M8P0C2/own", "M8P8C2/own", "M8", "value-projection"]
@@ -23,12 +23,10 @@ METHODS = ["exact", EVERY_KEY, "M8P0C2/own", "M8P8C2/own", "M8", "value-projecti
 def noise_for_photographs(monkeypatch):
     """The photographs' packages are no part of the tests."""
 
-    def noise(name, size):
-        seed = torch.Generator().manual_seed(ord(name[0]))
-        return torch.randn(1, 3, size, size, generator=seed)
+    def noise(name):
+        return np.random.default_rng([*name.encode()]).integers(0, 256, (60, 80, 3), np.uint8)
 
-    monkeypatch.setattr(features, "photograph", noise)
-    monkeypatch.setattr(features, "PHOTOGRAPHS", ("a", "b", "c"))
+    monkeypatch.setattr(photographs, "_read", noise)
 
 
 def tiny_vit():
@@ -80,48 +78,29 @@ def test_a_model_is_measured_to_json_and_plot(folder, tmp_path, monkeypatch):
     assert [row["columns"] for row in rows.values()] == [257, 256, 8, 24, 8, 0]
     assert fine["runs"] == ["AVQ (torch backend)"]
     assert path.with_suffix(".png").stat().st_size > 10_000
-    ((_, elastic, _),) = features_panels(list(rows.values()))
-    (line,) = elastic.lines
-    assert line.x == (0, 8)
 
 
-def test_copies_leave_the_model_exact_and_errors_are_means(monkeypatch):
-    """Catches methods that act on each other, copies that hold weights of their own, and the time
-    of exact attention in the place of the method's."""
+def test_errors_are_means_and_the_model_stays_exact():
+    """Catches a method that acts on the next, and errors of another photograph."""
     model, decoder, name = tiny_vit(), tiny_decoder(), "M4P2C2/own"
-    copied = features.with_method(model, feature_method(name), {})
+    names = (name, "M8P8C2/own", "M4P4C2/own", "exact")
+    row, *_, exact_row = rows = list(measure_features(model, 112, 2, names, decoder))
+    assert exact_row["features_off"] == 0
     assert all(layer.avq_state is None for layer in select_layers(model))
-    assert all(layer.avq_state is not None for layer in select_layers(copied))
-    pairs = zip(model.parameters(), copied.parameters(), strict=True)
-    assert all(own is shared for own, shared in pairs)
-    (row,) = measure_features(model, 112, 2, [name], decoder)
     off, maps_off = [], []
     with torch.no_grad():
-        for pixels in (features.photograph(one, 112) for one in "ab"):
-            found, exact = (one(pixels)[0] for one in (copied, model))
+        for pixels in (photographs.photograph(one, 112) for one in photographs.PHOTOGRAPHS[:2]):
+            exact = model(pixels)[0]
+            apply_avq(model, AVQConfig.parse("M4P2C2"), route="always")
+            found = model(pixels)[0]
+            remove_avq(model)
             off.append(float((found - exact).norm() / exact.norm()))
             maps_off.append(float((decoder(found) - decoder(exact)).abs().mean()))
     assert row["features_off"] == pytest.approx(sum(off) / 2, rel=1e-4)
     assert row["map_off"] == pytest.approx(sum(maps_off) / 2, rel=1e-4)
-    seen = []
-
-    def timings(runs, num_sets, device, effort):
-        seen.extend(run(0) for run in runs)
-        return [{"ms": 1.0}, {"ms": 3.0}]
-
-    monkeypatch.setattr(features, "time_in_turns", timings)
-    assert features.times(copied, model, pixels) == {"ms": 1.0, "speedup": 3.0}
-    assert torch.equal(seen[0], found)
-    assert torch.equal(seen[1], exact)
-
-
-def test_panels_show_schemes_and_elastic_curves():
-    names = ("M4P2C2/own", "M4P4C2/own", "M8/own", "exact")
-    timed = {"ms": 1.0, "speedup": 3.0}
-    rows = [row | timed for row in measure_features(tiny_vit(), 112, 1, names, None)]
-    ((columns, speedups, elastic),) = features_panels(rows)
-    assert [len(panel.lines) for panel in (columns, speedups, elastic)] == [2, 2, 1]
-    assert elastic.lines[0].x == (2, 4)
+    ((columns, speedups, elastic, maps),) = features_panels([x | {"speedup": 3.0} for x in rows])
+    assert [len(panel.lines) for panel in (columns, speedups, elastic, maps)] == [1, 1, 1, 1]
+    assert elastic.lines[0].x == [2, 4]
 
 
 def test_the_decoder_sees_patches_in_their_places(folder):
@@ -136,22 +115,3 @@ def test_the_decoder_sees_patches_in_their_places(folder):
     assert change[:4, 12:].min() > 0
     assert change[8:].max() == change[:, :8].max() == 0  # beyond the reach of the kernels
     assert load_decoder(folder.parent) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "there is no runs/vit; --download fetches it."),
-        (("--methods", "tome"), "methods of features are exact, value-projection and"),
-        (("--methods", "M8/fastest"), "methods of features are exact, value-projection and"),
-        (("--sizes", "14"), "--sizes must be at least 64, but got 14."),
-        (("--model", "none/here"), "--model none/here is neither a pipeline of diffusers nor a"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments, message, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["eval", "vision", "features", *arguments])
-    with pytest.raises(SystemExit):
-        main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"eval: {message}")

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from eval_helpers import run_command
+from eval_helpers import failed_command, run_command
 
-from eval.__main__ import main
 from eval.vision.fine_tuned import differences, fine_tuned_panels, fine_tuned_table, read_rows
 
 TEACHER = {"name": "teacher", "attention": "exact", "step": 9, "score": 80.0}
@@ -42,14 +41,6 @@ def path(tmp_path):
     return path
 
 
-def refused(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr("sys.argv", ["eval", "vision", *map(str, arguments)])
-    with pytest.raises(SystemExit) as error:
-        main()
-    assert error.value.code == 2
-    return capsys.readouterr().err
-
-
 def test_seeds_are_joined_and_pairs_are_of_one_seed(path):
     """Catches differences between means of other seeds, and an error of the wrong n."""
     result = read_rows(path)
@@ -77,8 +68,7 @@ def test_command_and_its_errors(path, monkeypatch, capsys, tmp_path):
         ('{"step": 1}\n', "is not a complete result (KeyError"),
     ):
         path.write_text(content)
-        assert message in refused(monkeypatch, capsys, "table", path)
-    assert "there is no file" in refused(monkeypatch, capsys, "table", tmp_path / "none")
+        assert message in failed_command(monkeypatch, capsys, "vision", "table", path)[1]
 
 
 HEADS = [
@@ -119,6 +109,5 @@ def test_analyses(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "vision_analyses_run.png").is_file()
     for content in ("[]", '{"rows": []}'):
         path.write_text(content)
-        told = refused(monkeypatch, capsys, "analyses", path)
+        _, told = failed_command(monkeypatch, capsys, "vision", "analyses", path)
         assert "is no file of python -m distill.vision analyse" in told
-    assert "there is no file" in refused(monkeypatch, capsys, "analyses", tmp_path / "none")
