@@ -127,6 +127,11 @@ class MethodName:
         """Whether the codewords come from the keys of each call."""
         return self.kind == OWN
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the codewords are those of a codebook."""
+        return self.kind == STORED
+
 
 def parse_method(name: str, levels: tuple[int, ...]) -> MethodName:
     """Parse the name of a method; configurations without `@L` get `levels`.

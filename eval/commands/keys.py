@@ -36,16 +36,17 @@ app = typer.Typer()
 @app.command("keys")
 def keys_command(
     methods: Annotated[
-        str,
+        str | None,
         typer.Option(
+            show_default="some 30",
             help="Comma-separated: configurations of stored codewords (M64P16C8, M192), with mean "
             "keys (M64P16C8/means), not for transformers of diffusers, or of the call's own keys "
             "with Lloyd updates or without "
             "(M64P16C8/own, M64P16C8/own1), any of them with exact keys (M64P16C8E256/own); "
             "pooled@E256, exact, value-projection; on a GPU also peers with their own kernels, "
-            "pisa@.15, pisa0@.15 and sol@1.3."
+            "pisa@.15, pisa0@.15 and sol@1.3.",
         ),
-    ] = METHODS,
+    ] = None,
     model: Annotated[
         str,
         typer.Option(
@@ -74,13 +75,14 @@ def keys_command(
     Example: python -m eval keys --download --sizes 518,1036
     """
     from eval.keys.measuring import key_method, keys_table, measure
-    from eval.keys.subjects import own_size, subject_of
+    from eval.keys.subjects import own_size, subject_of, takes_stored
 
-    names = methods.split(",")
-    for name in names:
-        key_method(name)
+    names = (methods or METHODS).split(",")
+    of_names = {name: key_method(name) for name in names}
     sides = None if sizes is None else sides_of(sizes)
     loaded = load(model, download, device, dtype)
+    if methods is None and not takes_stored(loaded):
+        names = [name for name in names if not of_names[name].is_stored]
     prompts = usual_prompts(model)
     rows = []
     for size in sides or (own_size(loaded),):

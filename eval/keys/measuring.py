@@ -33,7 +33,7 @@ from eval.keys.subjects import Subject
 from eval.names import (
     EXACT,
     KEYS_ONLY,
-    LABELS,
+    KINDS,
     NO_ATTENTION,
     PEERS,
     PISA,
@@ -220,7 +220,7 @@ def _panel(rows: Sequence[Row], x: str, y: str) -> Panel:
 def scheme_of(method: MethodName) -> str:
     """What a curve has in common: how codewords come about, but not how many they are."""
     if method.source in PEERS:
-        return LABELS[method.source]
+        return KINDS[method.kind].label.rpartition(", ")[0]  # without the setting
     if method.config is None:
         return "pooled blocks" if method.source == POOLED else method.source
     config = method.config
@@ -253,7 +253,7 @@ def distance(output: Tensor, exact: Tensor) -> float:
 
 def stored_codebooks(subject: Subject, method: MethodName) -> AVQCodebooks | None:
     """The codebooks of a method with stored codewords, for all levels; None for others."""
-    if method.config is None or method.own:
+    if not method.is_stored:
         return None
     levels = tuple(sorted({layer.level for layer in select_layers(subject.model)}))
     codebooks = subject.calibrate(replace(method.config, levels=levels))

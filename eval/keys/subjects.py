@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from avq_diffusers import AVQCodebooks, AVQConfig, calibrate
+from avq_diffusers.hosts import has_unet
 from avq_diffusers.mini import is_mini_sd3
 from avq_diffusers.mini.loading import load_mini_sd3
 from avq_diffusers.options import first_line
@@ -84,6 +85,11 @@ def own_size(model: Model) -> int:
     if not isinstance(size, int):
         raise ValueError(f"--sizes must say the side of the images: the model's own is {size}.")
     return size * scale
+
+
+def takes_stored(model: Model) -> bool:
+    """Whether codebooks can be made for the model: for all but transformers of diffusers."""
+    return not isinstance(model, DiffusionPipeline) or has_unet(model)
 
 
 def subject_of(model: Model, size: int, num_images: int, prompts: Sequence[str]) -> Subject:

@@ -163,6 +163,7 @@ def test_a_text_is_beside_the_image(tmp_path):
     """Catches a text of SD3 that is lost, or taken for the image, and methods that lose it."""
     save_tiny_mini_sd3(tmp_path)
     pipe = subjects.load_model(str(tmp_path), torch.device("cpu"), torch.float32)
+    assert not subjects.takes_stored(pipe)
     one = subject_of(pipe, 128, 1, ["a red fox"])
     one = replace(one, tests=one.tests[:1])
     own, pooled, coarse, control = measure(
