@@ -49,6 +49,8 @@ TEXT = {
     "intermediate_size": 32,
     "vocab_size": 99,
 }
+
+
 def sized(model, config, sizes):
     """How to make a model, perhaps of other sizes."""
     return lambda **others: model(config(**sizes | others))

@@ -52,5 +52,3 @@ def test_repeated_blocks():
     for size, want in zip(sizes, expected, strict=True):
         torch.testing.assert_close(predict(unet, *size), want)
     assert counter.frame_count == 3  # as without AVQ
-
-
