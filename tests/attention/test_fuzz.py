@@ -124,8 +124,6 @@ FOR_KERNELS = {
     "head dim of DiT": {"head_dim": 128},
     "flat, in two blocks": STORED
     | {"num_refined": 0, "num_children": 0, "num_parents": 90, "keys": 200},
-    "updated parents above a block": {"queries": 16, "keys": 140, "num_parents": 90}
-    | {"num_refined": 0, "num_children": 0, "num_updates": 1},
     "more tiles than are looked at at once": {"queries": 33, "query_tile": 1, "keys": 20}
     | {"exact_keys": 9, "num_parents": 3},
 }

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from avq_diffusers.attention import api as ops
 from avq_diffusers.attention import limits, reference
 from avq_diffusers.attention.spec import Spec, Tensors
-from avq_diffusers.attention.triton import attention, call, gradients, precompute, tuning
+from avq_diffusers.attention.triton import attention, call, gradients, precompute, tuning, updates
 from avq_diffusers.attention.triton.codewords import pack, padded_sizes
 from avq_diffusers.attention.triton.tuning import AttentionTiling
 from avq_diffusers.codebook.assignment import centre_of
@@ -120,6 +120,14 @@ def test_any_cut_of_the_keys_gives_the_same(name, codewords, use):
     use(**PRECOMPUTE[name])
     fixed = {"has_codebook": True, "codewords": codewords, "kind": "one hot leaf"}
     check(drawn(queries=32, keys=260, num_parents=20, dtype=FP32, head_dim=24, **fixed))
+
+
+def test_updated_parents_in_several_blocks():
+    found = drawn(keys=280, num_parents=140, num_refined=0, num_updates=2)
+    tensors, spec = found.call()
+    parents = updates.updated_parents(tensors.key, tensors.key_order, spec)
+    expected = found.updated_parents(tensors.key.double())
+    assert relative_error(parents, expected) < torch.finfo(FP16).eps
 
 
 @pytest.mark.parametrize("refined", [0, 3, 20])

@@ -3,10 +3,9 @@
 import copy
 import inspect
 import pickle
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 
@@ -584,7 +583,7 @@ def test_a_foreign_checkpoint_is_refused(kind, model):
     features={"Flux": "torch.compile of transformers (one graph)"},
 )
 def test_compiled(kind):
-    """Catches graph breaks, and compiled code that misses AVQ going. `test_compile.py` has UNets."""
+    """Catches graph breaks, and compiled code that misses AVQ going."""
     model = kind.small()
     exact, config = kind.predict(model), AVQConfig(**COARSE, query_tile=16)
     avq = kind.predict(apply_avq(model, config))
