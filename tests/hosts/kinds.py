@@ -13,7 +13,7 @@ import tiny_transformers
 import tiny_vision
 import torch
 from diffusers import ControlNetModel
-from tiny import tiny_unet, traced_unet
+from tiny import tiny_unet, traced_unet, two_level_unet
 from tiny_transformers import NUM_TEXT, position_ids
 from torch import Tensor, nn
 
@@ -105,14 +105,7 @@ def text_mask(num_tokens: int) -> dict[str, Tensor]:
     return {"encoder_hidden_states_mask": torch.arange(NUM_TEXT).expand(2, -1) < NUM_TEXT // 2}
 
 
-# UNets: two levels with self-attention.
-
-UNET = {
-    "block_out_channels": (16, 32),
-    "down_block_types": ("CrossAttnDownBlock2D",) * 2,
-    "up_block_types": ("CrossAttnUpBlock2D",) * 2,
-}
-# None at level 0, blocks of two layers.
+# UNets: two levels with self-attention. SDXL has none at level 0, blocks of two layers.
 SDXL = {
     "block_out_channels": (16, 32),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -127,7 +120,7 @@ SDXL = {
 
 
 def controlnet() -> ControlNetModel:
-    net = ControlNetModel.from_unet(tiny_unet(**UNET), conditioning_channels=3).eval()
+    net = ControlNetModel.from_unet(two_level_unet(), conditioning_channels=3).eval()
     for name, parameter in net.named_parameters():  # zero, so that training starts gently
         if name.startswith("controlnet_") and name.endswith("weight"):
             nn.init.normal_(parameter, std=0.1)
@@ -259,7 +252,7 @@ def vision_kind(family: str, inputs=sized_inputs, **others) -> Kind:
 
 
 KINDS = (
-    unet_kind("SD1.5", partial(tiny_unet, **UNET), small=traced_unet),
+    unet_kind("SD1.5", two_level_unet, small=traced_unet),
     unet_kind("SDXL", partial(tiny_unet, **SDXL), inputs=sdxl_inputs),
     unet_kind("ControlNet", controlnet, inputs=controlnet_inputs, output=residuals),
     transformer_kind("SD3", sd3_transformer, beside=(0, NUM_TEXT), feature="SD3"),
