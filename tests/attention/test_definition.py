@@ -537,12 +537,6 @@ def test_tiled_importance_extrapolates_the_denominator(importance_tile):
     torch.testing.assert_close(importance[0, 0], expected)
 
 
-def test_select_marks_the_largest_and_of_equal_ones_the_lower_index():
-    importance = torch.tensor([[0.0, 2.0, 1.0, 1.0, 2.0, 1.0], [0.0] * 6])
-    expected = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 1, 0, 0, 0]], dtype=torch.bool)
-    assert torch.equal(reference.select(importance, 3), expected)
-
-
 def test_gradients_pass_straight_through_the_quantization_of_stored_codewords():
     given = usual(STORED, queries=20)
     tokens = [given[name].detach().requires_grad_() for name in ("query", "key", "value")]

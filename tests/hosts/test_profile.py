@@ -70,12 +70,16 @@ PROMPTED = {"prompt": [PROMPT]}
 LEVELS = AVQConfig.parse("M4P2C2", query_tile=16, levels=(0, 1))
 
 
+def small_sd3_pipe():
+    return sd3_pipe(transformer=sd3_transformer(num_layers=2, dual_attention_layers=(0,)))
+
+
 def two_level_pipe():
     return tiny_pipe(two_level_unet())
 
 
 UNET = Kind(two_level_pipe, draw, PROMPTED, {**RUN, "height": 128, "width": 128}, LEVELS)
-SD3 = Kind(sd3_pipe, tiny_transformers.draw, PROMPTED, RUN | SIZE)
+SD3 = Kind(small_sd3_pipe, tiny_transformers.draw, PROMPTED, RUN | SIZE)
 WAN22 = Kind(Wan22, Wan22.__call__, PROMPTED, QUIET)
 VISION = Kind(tiny_vision, features, {"pixel_values": (images(), -2 * images()[:1])}, QUIET)
 
