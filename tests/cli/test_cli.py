@@ -307,12 +307,11 @@ def sd3(tmp_path_factory) -> str:
     ("options", "code", "count", "message"),
     [
         ("--num-refined 1", 0, 3, "M4P1C2AVQ(torchbackend)256AVQ:"),
-        ("--tolerance 9", 0, 3, "M4P0C0"),
         ("--scalecrafter", 2, 1, "--scalecrafter dilates the convolutions of a UNet; this model"),
         ("--levels 1", 2, 1, "this model has no self-attention at level 1, only at levels 0"),
     ],
 )
-def test_generate_with_a_transformer(avq, sd3, ladder, options, code, count, message):
+def test_generate_with_a_transformer(avq, sd3, options, code, count, message):
     """Catches sizes and parts of SD1.5 taken for granted: SD3 without its T5."""
     arguments = ["--model", sd3, "--steps", "2", "--config", "M4P2C2", *options.split()]
     found, output = avq("generate", PROMPT, *arguments)
@@ -468,27 +467,21 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
     [
         ("generate --model /no/such/folder", "/no/such/folder"),
         ("generate --config M64P", "expected a configuration such as M64P16C8 or M256, but got"),
-        ("generate --config=", "expected a configuration such as M64P16C8 or M256, but got"),
         ("generate --exact=", "exact must name layers"),
         ("generate --out /proc/self/a.png", "the folder /proc/self is not writable"),
         (f"generate --out {248 * 'a'}.png", "File name too long"),
         ("generate --negative-prompt blue --guidance-scale 1", "a --guidance-scale above 1, not 1"),
-        ("generate --config M4P5C2", "num_refined must be at most num_parents, but got 5 > 4"),
         ("generate --levels 7", "no self-attention at level 7, only at levels 0, 1"),
         ("generate --codebooks nowhere", "codebooks nowhere could not be loaded: "),
         (f"generate --codebooks {MINI_CODEBOOKS}", "codebooks of another model"),
-        ("generate --codebooks CODEBOOKS --num-refined 5", "between 0 and 4"),
         ("generate --codebooks CODEBOOKS --exact up_blocks", "--exact; drop one of them"),
         ("generate --tolerance 0", "--tolerance must be above 0 and finite, but got 0"),
-        ("generate --tolerance much", "Invalid value for '--tolerance'"),
         ("generate --tolerance 0.1 --num-refined 8", "--num-refined and --tolerance exclude each"),
         ("generate --tolerance 0.1 --codebooks CODEBOOKS", "exclude each other; drop one of them"),
         ("bench --tolerances 0.1 --refined 8", "--refined and --tolerances exclude each other"),
-        ("bench --tolerances 0.1,0", "--tolerances must be above 0 and finite, but got 0"),
         ("generate --exact nowhere", "but got 'nowhere'; one of them is down_blocks.0.att"),
         ("generate --config M4P2C2 --num-refined 5", "M4P2C2 can refine 0 to 4 parents, but got 5"),
         ("bench --config M4P2C2 --refined 2,5", "can refine 0 to 4 parents, but got 2, 5"),
-        ("generate --height 100", "--height must be a multiple of 8, but got 100"),
         ("generate --scalecrafter", "training size, 128, but got 128 x 128"),
         ("generate --scalecrafter --height 192 --width 192", "ScaleCrafter settings for 256 x 256"),
         ("generate --steps 1001", "must be at most the model's 1000 timesteps, but got 1001"),
@@ -496,7 +489,6 @@ def test_inspect_of_other_codebooks(avq, tmp_path, make, unet, config, levels, t
         (f"generate --seed {2**63}", "Invalid value for '--seed'"),
         ("generate --out no-such-folder/a.png", "no-such-folder does not exist"),
         ("generate --out b.png", "--out b.png writes b_sheet.png, but that is a folder"),
-        ("generate --out a.jpg", "--out must end in .png, but got 'a.jpg'"),
         ("generate --out folder.png", "--out folder.png writes folder.png, but that is a folder"),
         ("generate --device abacus", "abacus"),
         ("calibrate --prompts empty.txt", "empty.txt holds no prompt"),
