@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import are_same, contents, differ, kinds
+from checks import are_same, calls, contents, differ, kinds
 from diffusers.models.attention_dispatch import attention_backend
 from hosts.kinds import KINDS, Kind
 from tiny import random_codebooks
@@ -77,11 +77,6 @@ def model(kind):
 
 def close(output, expected) -> bool:
     return bool((output - expected).norm() < 1e-5 * expected.norm())
-
-
-def calls(model) -> list[dict[str, int]]:
-    """Of the layers with AVQ."""
-    return [row.calls for row in summary(model).rows if row.config]
 
 
 def block_of(model, layer) -> nn.Module:
