@@ -75,19 +75,6 @@ def test_capture_of_all_parents_is_one_and_of_none_is_zero():
     assert (rising.diff(dim=0) > 0).all()
 
 
-def test_attention_mass_by_hand():
-    """Fails for a tile of the wrong queries, an average over them, or keys that count once."""
-    key = torch.tensor([[[0.0, 3.0], [10.0, 2.0], [10.0, -2.0]]])[None]
-    query = torch.tensor([[[0.0, 0.0], [100.0, 0.0], [-100.0, 0.0]]])[None]
-    tiles = {"query_tile": 2, "query_order": torch.tensor([2, 0, 1])}
-    mass = attention_mass(query, key, CODEBOOK, **tiles)
-    torch.testing.assert_close(mass, torch.tensor([[[[1 + 1 / 3, 2 / 3], [0.0, 1.0]]]]))
-    chosen = torch.tensor([[[[False, True], [True, True]]]])
-    torch.testing.assert_close(captured_share(mass, chosen), torch.tensor([(2 / 3 + 1) / 3]))
-    refined = refined_parents(query, key, CODEBOOK, 1, **tiles)
-    assert refined.tolist() == [[[[True, False], [False, True]]]]
-
-
 def test_arguments_are_refused_as_by_attention():
     """Catches figures of parents that are counted from the end, or of heads that are repeated."""
     query, key, _, codebook = make_case()
@@ -216,16 +203,6 @@ def test_distances_to_means_by_hand():
     torch.testing.assert_close(loss, torch.tensor([0.5 / 3]))
     (gradient,) = torch.autograd.grad(loss.sum(), key)
     torch.testing.assert_close(gradient.flatten(), torch.tensor([-1.0, 1.0, 0.0]) / 3)
-
-
-def test_importance_is_that_of_the_means():
-    """The query likes the keys of one parent best, and the codeword of the other."""
-    key = torch.tensor([[[[4.0, 3.0], [4.0, 3.0], [5.0, -1.0], [5.0, -1.0]]]])
-    parents = torch.tensor([[[0.0, 6.0], [9.0, -6.0]]])
-    codebook = Codebook(parents, parents[:, :, None])
-    query = torch.tensor([[[[1.0, 0.5]]]])
-    assert diagnostics.refined_parents(query, key, codebook, 1)[0, 0, 0].tolist() == [True, False]
-    assert refined_parents(query, key, codebook, 1)[0, 0, 0].tolist() == [False, True]
 
 
 def test_metrics_choose_parents_as_attention_does():
